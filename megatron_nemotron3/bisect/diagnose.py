@@ -120,6 +120,8 @@ class Investigation:
 
         Faults of code are in all layers of a kind: only if none of these leaves a tenth, each layer is tried.
         """
+        if not evidence.finite:  # nothing explains it
+            return []
         stop = self.model.depth + 1 if side.routed is None else side.routed + 1
         before, found = evidence.size(), []
 

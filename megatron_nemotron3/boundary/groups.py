@@ -42,6 +42,7 @@ class Groups:
         gathers: the ranks of each group that gathers rows (`Plan.gathers`), ascending as torch numbers them.
         backend: None: that of the default group.
         timeout: of every wait; None: that of the default group.
+        own: share no group with other communicators.
     """
 
     def __init__(
@@ -51,8 +52,10 @@ class Groups:
         *,
         backend: str | None = None,
         timeout: timedelta | None = None,
+        own: bool = False,
     ) -> None:
         self.rank = dist.get_rank()
+        self._known = {} if own else _SHARED.setdefault(dist.group.WORLD, {})
         self.ranks = tuple(sorted(set(ranks)))
         configuration = str(dist.get_backend_config() if backend is None else backend)
         on_cuda = "nccl" in configuration and torch.cuda.is_available()
@@ -76,8 +79,7 @@ class Groups:
                 dist.all_reduce(torch.zeros(1, device=self.device), group=shared.group)
 
     def _get(self, ranks: tuple[int, ...], backend: str | None) -> _Shared:
-        known = _SHARED.setdefault(dist.group.WORLD, {})
-        key = (ranks, backend, self.timeout)
+        known, key = self._known, (ranks, backend, self.timeout)
         shared = known.get(key)
         if shared is None or shared.users == 0:
             group = dist.new_group(list(ranks), timeout=self.timeout, backend=backend)

@@ -11,8 +11,8 @@ Shapes are those in which the engines create the parameters and load checkpoints
 weight after loading (some fused MoE kernels do) need the engine's own `load_weights`, which takes the whole
 tensors of engine "hf".
 
-Not in these files, but inferred: under SGLang's DP attention the Mamba layers are cut over the attention
-ranks, because the model gathers their input there only.
+Under SGLang's DP attention the Mamba layers are cut over the attention ranks, too. What both engines' own
+loaders make of a refit on a CPU is in tests/golden/engine_parameters.json.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class Refit:
             times `plan.buffer` for each sender at most, and the process group carries only small messages.
 
     Raises:
-        ValueError: other numbers of ranks than the plan's.
+        ValueError: other numbers of ranks than the plan's, or ranks that it cannot have.
         RefitError: ranks have different plans, or cannot share memory.
     """
 
@@ -91,10 +91,19 @@ class Refit:
                 f"{len(self.senders)} senders and {len(self.receivers)} receivers given, the plan has "
                 f"{size} and {serving}"
             )
+        for side, listed in (("senders", self.senders), ("receivers", self.receivers)):
+            if len(set(listed)) < len(listed) or min(listed) < 0:
+                raise ValueError(f"{side}={listed}: give each rank of the world once")
+        if plan.colocated and any(a != b for a, b in zip(self.senders, self.receivers)):
+            raise ValueError(
+                f"the plan is colocated: sender {self.senders} and receiver {self.receivers} of the same "
+                "number must be one rank"
+            )
         ranks = sorted({*self.senders, *self.receivers})
         if ranks[-1] >= dist.get_world_size():
             raise ValueError(f"the plan needs rank {ranks[-1]}, the world has {dist.get_world_size()} ranks")
-        self.groups = Groups(ranks, backend=backend, timeout=timeout)
+        # Of its own, so that a refit that failed leaves others and the next one alone.
+        self.groups = Groups(ranks, backend=backend, timeout=timeout, own=True)
         self._failure = Failure(ranks, self.groups.abort, cure=_CURE)
         rank = dist.get_rank()
         self.sender = self.senders.index(rank) if rank in self.senders else None
@@ -107,7 +116,8 @@ class Refit:
             plans = self._gathered([plan.digest, shared], "compared the plans")
             if other := [rank for rank, said in plans.items() if said != plans[ranks[0]]]:
                 self._fail(f"the plan or `shared` of ranks {other} is not that of rank {ranks[0]}")
-            self._transport = self._share() if shared else transport.Messages(self.groups)
+            with self._everywhere():
+                self._transport = self._share() if shared else transport.Messages(self.groups)
 
     def _share(self) -> transport.Messages:
         """Map the shared memory of all senders of this rank."""
@@ -149,19 +159,21 @@ class Refit:
             delta: send only tensors that changed since the last refit of this object; all are proved.
 
         Raises:
-            RefitError: a rank lacks tensors or has unknown ones (before anything moves), a rank ended, or a
-                tensor differs after the refit.
+            ValueError: this rank neither sends nor receives.
+            RefitError: a rank lacks tensors or has unknown ones (before anything moves), a rank had another
+                error or ended, or a tensor differs after the refit.
         """
-        sent = self._sent(source)
-        problem = None
-        if self.receiver is not None:
-            problem = "none given" if target is None else check_target(self.plan, self.receiver, target)
-        self._agree(problem, "target")
-        moving = self._start(sent, delta)
-        for _ in moving.steps(target or {}):
-            pass
-        found = {part: sum_held(part, (target or {})[target_of(part)]) for part in self._parts(self._in)}
-        return self._prove(moving, found)
+        with self._everywhere():
+            sent = self._sent(source)
+            problem = None
+            if self.receiver is not None:
+                problem = "none given" if target is None else check_target(self.plan, self.receiver, target)
+            self._agree(problem, "target")
+            moving = self._start(sent, delta)
+            for _ in moving.steps(target or {}):
+                pass
+            found = {part: sum_held(part, (target or {})[target_of(part)]) for part in self._parts(self._in)}
+            return self._prove(moving, found)
 
     def stream(self, source: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, whole tensor), as the engines' `load_weights` takes them.
@@ -170,14 +182,13 @@ class Refit:
         yield nothing. A tensor is held from its first part until it was yielded.
 
         Raises:
-            ValueError: the plan is for another engine.
-            RefitError: as `run`.
+            ValueError: the plan is for another engine, or as `run`.
+            RefitError: as `run`; or a rank left its stream before the end.
         """
         if self.plan.serving.engine != "hf":
             raise ValueError(
                 f"a stream has whole tensors, the plan is for {self.plan.serving}: use engine hf"
             )
-        moving = self._start(self._sent(source), False)
         waiting: dict[str, list[Part]] = defaultdict(list)
         for part in self._parts(self._in):
             waiting[name_of(part)].append(part)
@@ -185,7 +196,8 @@ class Refit:
         shapes, device = serving_parameters(self.plan, 0), self.groups.device
         made = Made(lambda name: torch.empty(shapes[name][0], dtype=shapes[name][1], device=device))
         found: dict[Part, int] = {}
-        try:
+        with self._everywhere():
+            moving = self._start(self._sent(source), False)
             for parts in moving.steps(made):
                 for part in parts:
                     name = name_of(part)
@@ -194,11 +206,7 @@ class Refit:
                         tensor = made.pop(name)
                         found |= {one: sum_held(one, tensor) for one in waiting.pop(name)}
                         yield name, tensor
-        except GeneratorExit:
-            with contextlib.suppress(RefitError):
-                self._fail("it left the stream before the end")
-            raise
-        self._prove(moving, found)
+            self._prove(moving, found)
 
     def close(self) -> None:
         """Release the process groups and the memory. Every rank closes in the same order."""
@@ -207,16 +215,13 @@ class Refit:
 
     def _sent(self, source: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
         """The tensors that this rank sends, after all ranks have agreed that they can."""
-        packed = None
-        if self.plan.serving.packed:
-            packed = Packed(self.plan, self.sender or 0, source or {}, self.groups.device)
         problem = None
         if self.sender is not None:
-            shapes = packed.shapes if packed else {n: t.shape for n, t in (source or {}).items()}
-            problem = "none given" if source is None else check_source(self.plan, self.sender, shapes)
+            problem = "none given" if source is None else check_source(self.plan, self.sender, source)
         self._agree(problem, "source")
-        if packed is None:
+        if not self.plan.serving.packed:
             return source or {}
+        packed = Packed(self.plan, self.sender or 0, source or {}, self.groups.device)
         self._agree(packed.measure(), "source")
         with self._guarded("compared the largest magnitudes"):
             dist.all_reduce(packed.largest, dist.ReduceOp.MAX, group=self.groups.group)
@@ -249,7 +254,7 @@ class Refit:
         changed = torch.zeros(len(index) + 1, dtype=torch.int32)
         for key, value in known.items():
             changed[index[key[0]]] |= self._last.get(key) != value
-        changed[-1] = self.sender is not None and not self._last
+        changed[-1] = bool(known) and not self._last
         changed = changed.to(self.groups.device)
         with self._guarded("compared what has changed"):
             dist.all_reduce(changed, dist.ReduceOp.MAX, group=self.groups.group)
@@ -290,18 +295,34 @@ class Refit:
     ) -> list[int]:
         """Places where what all ranks sent and what all hold have other checksums.
 
-        Sums over servers do not cancel out: a checksum depends on the place that a server holds.
+        Servers that hold the same part have other factors, so that their differences do not cancel out.
         """
         sums = [0] * size
         sent = ((p, to, moving.sums[p]) for t, to in self._out for p in parts_of(t))
         held = ((p, self.receiver, -value) for p, value in found.items())
         for part, receiver, value in itertools.chain(sent, held):
             if (at := place(part, receiver)) is not None:
-                sums[at] = added(sums[at], value)
+                sums[at] = added(sums[at], value * (2 * (receiver or 0) + 1))
         total = torch.tensor(sums, dtype=torch.int64).to(self.groups.device)
         with self._guarded("compared the checksums"):
             dist.all_reduce(total, group=self.groups.group)
         return total.nonzero()[:, 0].tolist()
+
+    @contextlib.contextmanager
+    def _everywhere(self) -> Iterator[None]:
+        """Turn any error of this rank alone into one of all ranks."""
+        if not self.groups.is_member:
+            raise ValueError(f"rank {self.groups.rank} neither sends nor receives in {self.plan.serving}")
+        try:
+            yield
+        except RefitError:
+            raise
+        except GeneratorExit:
+            with contextlib.suppress(RefitError):
+                self._fail("it left the stream before the end")
+            raise
+        except Exception as error:
+            self._fail(f"{type(error).__name__}: {error}", error)
 
     @contextlib.contextmanager
     def _guarded(self, doing: str) -> Iterator[None]:
@@ -311,11 +332,11 @@ class Refit:
         except BoundaryError as error:
             raise RefitError(str(error)) from error
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str, cause: Exception | None = None) -> None:
         try:
             self._failure.fail(reason)
         except BoundaryError as error:
-            raise RefitError(str(error)) from None
+            raise RefitError(str(error)) from cause
 
     @staticmethod
     def _parts(pairs: list[tuple[Transfer, int]]) -> list[Part]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from megatron_nemotron3.convert.keys import NameLookup
 from megatron_nemotron3.refit.layouts import Training
 from megatron_nemotron3.refit.plan import Plan
 from megatron_nemotron3.refit.planner import tensors
-from megatron_nemotron3.refit.shares import serving_shares
+from megatron_nemotron3.refit.shares import serving_shares, training_shape
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 
@@ -108,21 +107,25 @@ def check_target(plan: Plan, rank: int, target: Mapping[str, Tensor]) -> str | N
     return None
 
 
-def check_source(plan: Plan, rank: int, shapes: Mapping[str, Sequence[int]]) -> str | None:
-    """Say what a training rank lacks of what it is to send; None if it has everything.
+def check_source(plan: Plan, rank: int, source: Mapping[str, Tensor]) -> str | None:
+    """Say what a training rank lacks of what it is to send, or holds in another form; None if nothing.
 
-    Args:
-        shapes: of the tensors that it holds.
+    A tensor of another layout must not pass: its first rows would go under the names of other rows.
     """
-    sizes: dict[str, int] = {}
-    for transfer, _ in plan.outgoing(rank):
-        for name in transfer.names:
-            if name not in shapes:
+    training, serving = plan.training, plan.serving
+    needed = {name for transfer, _ in plan.outgoing(rank) for name in transfer.names}
+    for held in tensors(training, serving):
+        ranks = held.sizes(training, serving)[0]
+        shape = training_shape(held.row, held.prefix.config, ranks, training.vocabulary)
+        for expert in range(training.config.num_moe_experts or 1 if held.row.routed else 1):
+            if held.tensor.replace("{e}", str(expert)) not in needed:
+                continue
+            name = held.weight.replace("{e}", str(expert))
+            if name not in source:
                 return f"it is to send {name}, which it does not hold"
-            end = max(cut.source + cut.stop - cut.start for cut in transfer.cuts)
-            sizes[name] = max(sizes.get(name, 0), end)
-            shape = tuple(shapes[name]) or (1,)
-            others = prod(shape) // max(1, shape[transfer.axis])
-            if shape[transfer.axis] < sizes[name] or others != transfer.others:
-                return f"{name} is {list(shape)}, which is too small for {plan.training}"
+            own, dtype = tuple(source[name].shape), source[name].dtype
+            if own != shape:
+                return f"{name} is {list(own)}, {training} has {list(shape)}"
+            if not dtype.is_floating_point or dtype.itemsize < 2:
+                return f"{name} is {dtype}: give weights of 16 bits or more"
     return None

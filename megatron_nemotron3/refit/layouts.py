@@ -163,6 +163,10 @@ class Serving:
             raise ValueError(f"vLLM spreads experts over dp * tp = {wide} ranks or none: ep={self.ep}")
         if self.engine == "sglang" and (self.tp % self.ep or self.tp % self.dp):
             raise ValueError(f"SGLang's ep={self.ep} and dp={self.dp} must divide tp={self.tp}")
+        if self.ep > 1 and not self.config.is_moe:
+            raise ValueError(f"{self.config.name} has no experts to spread over ep={self.ep}: leave ep out")
+        if self.mtp and not self.config.has_mtp:
+            raise ValueError(f"{self.config.name} has no MTP: leave mtp out")
         if experts % self.ep:
             raise ValueError(f"{experts} experts cannot be divided by ep={self.ep}: choose one that divides")
         if self.pp > self.config.num_layers:
@@ -246,6 +250,9 @@ class Serving:
         """Read "tp=8,replicas=4"."""
         known = ("tp", "pp", "dp", "ep", "replicas", "mtp", "fp32_router")
         sizes: dict[str, Any] = _sizes(text, known, "serving")
+        for name in known[-2:]:
+            if sizes.get(name, 0) > 1:
+                raise ValueError(f"serving layout: {name}={sizes[name]}: use {name}=0 or {name}=1")
         settings |= {name: bool(sizes.pop(name)) for name in known[-2:] if name in sizes}
         return cls(config=config, **sizes, **settings)
 

@@ -36,8 +36,6 @@ class Packed(Mapping[str, Tensor]):
     def __init__(self, plan: Plan, rank: int, source: Mapping[str, Tensor], device: torch.device) -> None:
         self._plan, self._rank, self._source = plan, rank, source
         self._rows = {held.weight: held for held in tensors(plan.training, plan.serving)}
-        #: Shape of each tensor that can be sent.
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in source.items()}
         self._made: dict[str, tuple[Weight, Stored]] = {}
         self._places: dict[str, tuple[int, tuple[int, int]]] = {}
         limits: list[Tensor] = []
@@ -50,11 +48,7 @@ class Packed(Mapping[str, Tensor]):
                 limit = nvfp4.MAX if "NVFP4" in weight.algorithm else e4m3.MAX
                 limits.append(torch.full((prod(grid),), limit))
             if name in source:
-                shape = self.shapes[name]
-                for stored in stored_of(weight):
-                    self._made[stored.name(name)] = weight, stored
-                    cut = (*shape[:-1], shape[-1] // stored.columns) if stored.columns else stored.shape
-                    self.shapes[stored.name(name)] = cut
+                self._made |= {stored.name(name): (weight, stored) for stored in stored_of(weight)}
         #: Largest magnitudes, float32 [number of scales].
         self.largest = torch.zeros(size, device=device)
         self._limits = torch.cat(limits or [torch.zeros(0)]).to(device)
@@ -129,7 +123,7 @@ class Packed(Mapping[str, Tensor]):
         return fp8.quantize(x, scale).view(torch.float8_e4m3fn)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.shapes)
+        return iter(self._source.keys() | self._made.keys())
 
     def __len__(self) -> int:
-        return len(self.shapes)
+        return len(self._source.keys() | self._made.keys())

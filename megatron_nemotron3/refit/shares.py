@@ -14,7 +14,7 @@ from megatron_nemotron3.convert import transforms
 from megatron_nemotron3.convert.plan import Piece
 from megatron_nemotron3.convert.plan import Plan as CopyPlan
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.models.tensors import PARAMETER, Row, symbol_sizes
+from megatron_nemotron3.models.tensors import PARAMETER, NamedShape, Row, symbol_sizes
 from megatron_nemotron3.refit.engines import VOCABULARY_MULTIPLE
 
 
@@ -50,6 +50,30 @@ def hf_shape(row: Row, index: int, config: Nemotron3Config) -> tuple[int, ...]:
     return tuple(table[symbol] for symbol in row.hf[index].shape)
 
 
+def _split(
+    row: Row, config: Nemotron3Config, size: int, padded_vocab_size: int
+) -> tuple[NamedShape, tuple[int, ...], CopyPlan]:
+    """Megatron's tensor of a row, its whole shape, and how the training ranks cut it.
+
+    Raises:
+        ValueError: the model cannot be cut this way. The message names the field.
+    """
+    table = symbol_sizes(config, padded_vocab_size)
+    tensor = row.spelling(PARAMETER).tensors[0]
+    shape = tuple(table[symbol] for symbol in tensor.shape)
+    split = transforms.split_parameter(row, config, tp=size, etp=size, padded_vocab_size=padded_vocab_size)
+    if split is None:
+        every = tuple((0, n) for n in shape)
+        split = CopyPlan({"full": shape}, {"0": shape}, (Piece("full", every, "0", every),))
+    return tensor, shape, split
+
+
+@lru_cache(maxsize=4096)
+def training_shape(row: Row, config: Nemotron3Config, size: int, padded_vocab_size: int) -> tuple[int, ...]:
+    """Shape of Megatron's tensor of a row on each of its ranks; of one expert where there are several."""
+    return next(iter(_split(row, config, size, padded_vocab_size)[2].destinations.values()))
+
+
 @lru_cache(maxsize=4096)
 def training_shares(
     row: Row, config: Nemotron3Config, size: int, padded_vocab_size: int
@@ -61,16 +85,11 @@ def training_shares(
     Raises:
         ValueError: the model cannot be cut this way. The message names the field.
     """
-    axis, table = axis_of(row), symbol_sizes(config, padded_vocab_size)
-    tensor = row.spelling(PARAMETER).tensors[0]
-    shape = tuple(table[symbol] for symbol in tensor.shape)
+    axis = axis_of(row)
+    tensor, shape, split = _split(row, config, size, padded_vocab_size)
     hf = {t.name: hf_shape(row, i, config) for i, t in enumerate(row.hf)}
     rule = transforms.RULES[row.spelling(PARAMETER).rule]
     named = rule({tensor.name: shape}, hf, config.kv_channels)
-    split = transforms.split_parameter(row, config, tp=size, etp=size, padded_vocab_size=padded_vocab_size)
-    if split is None:
-        every = tuple((0, n) for n in shape)
-        split = CopyPlan({"full": shape}, {"0": shape}, (Piece("full", every, "0", every),))
     found: dict[tuple[str, str], list[Share]] = {}
     for piece in named.pieces:
         first, last = piece.source_slices[axis]

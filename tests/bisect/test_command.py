@@ -112,6 +112,13 @@ REFUSED: dict[str, tuple[Callable[[Path], str], str]] = {
         "megatron has 2 sequences, vllm 1",
     ),
     "another width": (other_model, "vllm, sequence 0: hidden of layer 1 has width 64"),
+    "half of a file": (
+        lambda place: (
+            (place / "half.pt").write_bytes((place / "engine.pt").read_bytes()[:3000]),
+            "half.pt",
+        )[1],
+        "half.pt: not a readable recording, its end is missing",
+    ),
     "a layer too many": (
         lambda place: changed(place, lambda r: r.sequences[0].hidden.update({4: torch.zeros(TOKENS, 128)})),
         "hidden of layer 4: ",
@@ -125,6 +132,22 @@ def test_refused(place: Path, what: str, capsys: pytest.CaptureFixture[str]) -> 
     assert run(place, make(place)) == 2
     captured = capsys.readouterr()
     assert message in captured.err and captured.err.count("\n") == 1 and captured.out == ""
+
+
+def test_where_a_log_probability_is_nan_no_cause_is_tried(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = changed(place, lambda r: r.sequences[1].logprobs[3:5].fill_(torch.nan))
+    assert run(place, name) == 1
+    said = capsys.readouterr().out
+    assert "2 log-probabilities are no finite numbers" in said and "from token 4 of sequence 1 on" in said
+    assert "trying" not in said
+    assert (
+        run(place, changed(place, lambda r: [s.logprobs.fill_(torch.nan) for s in r.sequences]), "--json")
+        == 1
+    )
+    found = json.loads(capsys.readouterr().out, parse_constant=lambda word: pytest.fail(word))
+    assert found["deviates"] == ["engine"] and found["engine"]["none"] == 2 * (TOKENS - 1)
 
 
 def test_tokens_outside_the_vocabulary(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""The engines' parameters, against what vLLM's own loaders made, and against what was read in the sources.
+"""The engines' parameters, against what their own loaders made, and against what was read in the sources.
 
 The second is written down by hand: vLLM's `models/nemotron_h.py` at 00b08dc4 and `nemotron_h_mtp.py` at
 01ca2773, SGLang's `models/nemotron_h.py` at 02c60328 and `nemotron_h_mtp.py` at 008b79d2. The shapes follow
@@ -123,22 +123,29 @@ def test_the_loaders_replacements_give_the_names_of_the_plan(name: str, engine: 
     assert set(serving_parameters(plan, 1)) == expected
 
 
-GOLDEN: dict[str, dict[str, Any]] = json.loads(
-    (Path(__file__).parents[1] / "golden/engine_parameters.json").read_text()
-)["cases"]
+GOLDEN: dict[tuple[str, str], dict[str, Any]] = {
+    (engine, case): parameters
+    for engine, facts in json.loads(
+        (Path(__file__).parents[1] / "golden/engine_parameters.json").read_text()
+    ).items()
+    for case, parameters in facts["cases"].items()
+}
 
 
-@pytest.mark.parametrize("case", GOLDEN)
-def test_servers_hold_what_vllms_own_loaders_load(case: str) -> None:
+@pytest.mark.parametrize(("engine", "case"), GOLDEN)
+def test_servers_hold_what_the_engines_own_loaders_load(engine: str, case: str) -> None:
     name, vocabulary, layout = case.split(" ")
     config = model(name, int(vocabulary))
     hf, training = numbers(config), Training.of(config, "tp=2,ep=4" if config.is_moe else "tp=2,pp=2")
     # On a CPU, as on older GPUs, vLLM has its routers in FP32.
-    plan = make_plan(training, Serving.of(config, layout, fp32_router=True))
+    serving = Serving.of(config, layout, engine=engine, fp32_router=engine == "vllm")
+    plan = make_plan(training, serving)
     sources = [trained(config, training.layout, rank, hf) for rank in range(training.layout.world_size)]
     for rank in range(plan.serving.size):
         expected = {
-            n: [*how, sums[rank]] for n, (*how, sums) in GOLDEN[case].items() if sums[rank] is not None
+            n: [*how, sums[rank]]
+            for n, (*how, sums) in GOLDEN[engine, case].items()
+            if sums[rank] is not None
         }
         target = empty_parameters(plan, rank)
         for transfer, sender in plan.incoming(rank):
@@ -148,7 +155,7 @@ def test_servers_hold_what_vllms_own_loaders_load(case: str) -> None:
             unpack(message, parts, target)
         # The reference of the tests that send is the same, too.
         sizes = {size: getattr(plan.serving, size) for size in ("tp", "pp", "dp", "ep")}
-        reference = loaded(config, "vllm", sizes, rank, hf)
+        reference = loaded(config, engine, sizes, rank, hf)
         for held in (target, {n: t.to(target[n].dtype) for n, t in reference.items() if n in target}):
             assert {
                 n: [str(t.dtype).removeprefix("torch."), list(t.shape), crc(n, t)] for n, t in held.items()

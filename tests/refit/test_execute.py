@@ -12,7 +12,22 @@ from megatron_nemotron3.certify.ranks import run_distributed
 from megatron_nemotron3.models import get
 from megatron_nemotron3.refit.checksum import added, checksum
 from tests.support.boundary_processes import NOTHING, run_apart
-from tests.support.refit_ranks import TWO, Case, faulty, left, plan_of, refitted, streamed, twice, unshared
+from tests.support.refit_ranks import (
+    TWO,
+    Case,
+    after_a_failure,
+    faulty,
+    left,
+    opposite,
+    plan_of,
+    random_cases,
+    refitted,
+    side_by_side,
+    streamed,
+    subset,
+    twice,
+    unshared,
+)
 
 #: Two trainers, two servers; a small buffer makes many steps.
 QUICK: list[Case] = [
@@ -107,6 +122,41 @@ def test_a_frozen_mtp_is_reported_and_a_delta_sends_what_changed() -> None:
     assert all(rank[4] > 100 for rank in ranks[2:])
 
 
+def test_trainers_that_send_nothing_do_not_hide_what_is_unchanged() -> None:
+    ranks = run_distributed(subset, 3, ("super-tiny", "pp=2", "vllm", "tp=1", {"only": "mtp.*"}))
+    for rank in ranks:
+        (_, first, number), (_, second, _), (_, third, _) = rank
+        assert first is None and len(second) == number and len(third) == number - 1
+    # The empty delta moves nothing, the last one a vector of BF16.
+    assert [received for received, *_ in ranks[2]][1:] == [0, 2 * get("super-tiny").hidden_size]
+
+
+def test_opposite_differences_of_two_replicas_do_not_cancel_out() -> None:
+    case: Case = ("super-tiny", "tp=2", "vllm", "replicas=2", {"only": "backbone.norm_f.weight"})
+    for said in run_distributed(opposite, 4, case):
+        assert "1 tensors differ from the trainer's, first backbone.norm_f.weight of rank 2" in said
+
+
+def test_a_refit_after_one_that_failed_and_a_rank_without_a_part() -> None:
+    *ranks, other = run_distributed(after_a_failure, 5, QUICK[0])
+    assert all("'model.norm_f.weight'" in first and second == "right" for first, second in ranks)
+    assert all(said.startswith("ValueError: rank 4 neither sends nor receives") for said in other)
+
+
+def test_two_refits_in_turn_and_one_that_fails() -> None:
+    found = run_distributed(side_by_side, 4, [QUICK[0], ("nano-tiny", "pp=2", "sglang", "tp=2", {})])
+    assert all("'model.norm_f.weight'" in first and second == "right" for first, second in found)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(3))
+def test_random_layouts(seed: int) -> None:
+    cases = random_cases(seed, 12)
+    apart = [case for case in cases if not case[4]["colocated"]]
+    run_distributed(refitted, 8, apart, "bfloat16", timeout=400)
+    run_distributed(refitted, 4, [case for case in cases if case not in apart], "bfloat16", timeout=400)
+
+
 def test_the_stream_has_whole_tensors() -> None:
     (names, right), (others, also_right) = run_distributed(streamed, 2, STREAM)
     assert right and also_right and names == others == sorted(plan_of(STREAM).names)
@@ -130,7 +180,12 @@ def test_ranks_that_cannot_share_memory_say_so_everywhere(how: str, words: str) 
     assert len(set(said)) == 1 and said[0].startswith("RefitError") and words in said[0], said
 
 
-QUICK_FAULTS = ("a server is killed while it unpacks", "a wrong byte")
+QUICK_FAULTS = (
+    "a server is killed while it unpacks",
+    "a wrong byte",
+    "a tensor of another layout",
+    "a trainer cannot read its tensors",
+)
 WORDS = {
     "a wrong byte": ["differ from the trainer's", "backbone.layers.0.mixer.conv1d.weight of rank 3"],
     "a name is missing": [
@@ -140,6 +195,14 @@ WORDS = {
     ],
     "an unknown name": ["unknown to the plan", "mixer.gate_proj.weight", "untouched True"],
     "another shape": ["target of rank 3", "model.norm_f.weight is [3]", "untouched True"],
+    "a tensor of another layout": [
+        "source of rank 1: backbone.embeddings.weight is [2048, 128], TP2 EP2 SP has [1024, 128]",
+        "untouched True",
+    ],
+    "a tensor of bytes": ["source of rank 0: backbone.norm_f.weight is torch.uint8", "untouched True"],
+    "a trainer cannot read its tensors": ["rank 1: OSError: the disk has gone", "untouched True"],
+    "a trainer cannot pack": ["moved step", "OSError: the disk has gone"],
+    "a server cannot prove": ["rank 3: OSError: the disk has gone"],
     "a server dies": ["rank 3 ended", "cure:", "are not to be used"],
     "the first trainer dies": ["rank 0 ended", "cure:"],
     "a server is killed while it unpacks": ["rank 3 ended", "moved step", "are not to be used"],

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,13 +19,14 @@ from megatron_nemotron3.models.tensors import ROWS
 from megatron_nemotron3.plan.hardware import GPUS
 from megatron_nemotron3.refit.check import check
 from megatron_nemotron3.refit.engines import ENGINES, PARAMETERS
-from megatron_nemotron3.refit.held import serving_parameters
+from megatron_nemotron3.refit.held import empty_parameters, serving_parameters
 from megatron_nemotron3.refit.layouts import Serving, Training
+from megatron_nemotron3.refit.parts import pack, parts_of, space_of, unpack
 from megatron_nemotron3.refit.plan import Plan
 from megatron_nemotron3.refit.planner import make_plan, spread
 from megatron_nemotron3.refit.timing import seconds
 from tests.support.engines import repeatable
-from tests.support.refit_reference import loaded, whole
+from tests.support.refit_reference import loaded, trained, whole
 
 MODELS = ("super-tiny", "nano-tiny", "nano-4b-tiny", "nemotron-h-8b-tiny", "puzzle-tiny")
 
@@ -34,7 +37,7 @@ def plans(draw) -> Plan:
     tp, cp, pp = (
         draw(st.sampled_from([1, 2, 4])),
         draw(st.sampled_from([1, 2])),
-        draw(st.sampled_from([1, 2, 4])),
+        draw(st.sampled_from([1, 2, 4, len(config.pattern)])),  # the last: a layer of one kind per stage
     )
     ep, etp = (draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2]))) if config.is_moe else (1, 1)
     dp = math.lcm(ep * etp, tp * cp) // (tp * cp) * draw(st.sampled_from([1, 3]))
@@ -54,6 +57,7 @@ def plans(draw) -> Plan:
         if wide % sizes["ep"]:
             sizes["ep"] = 1
         sizes["mtp"] = sizes["mtp"] and sizes["pp"] == 1
+    sizes["mtp"] = sizes["mtp"] and config.has_mtp
     settings = {"buffer": draw(st.sampled_from([1 << 18, 1 << 28])), "colocated": draw(st.booleans())}
     return make_plan(
         Training(config=config, layout=layout), Serving(config=config, engine=engine, **sizes), **settings
@@ -73,6 +77,28 @@ def test_every_byte_arrives_once(plan: Plan) -> None:
         for shape, dtype in serving_parameters(plan, rank).values():
             held += math.prod(shape) * dtype.itemsize
     assert parts == load.total + load.copied == held  # no tiny vocabulary is padded
+
+
+@repeatable(12)
+@given(plans())
+def test_random_plans_give_servers_what_the_engines_loaders_make(plan: Plan) -> None:
+    config, serving = plan.training.config, plan.serving
+    hf = whole(config)
+    layout = plan.training.layout
+    sources = functools.cache(lambda rank: trained(config, layout, rank, hf))
+    sizes = {name: getattr(serving, name) for name in ("tp", "pp", "dp", "ep")}
+    for rank in {0, serving.size // 2, serving.size - 1}:
+        target = empty_parameters(plan, rank)
+        for transfer, sender in plan.incoming(rank):
+            parts = parts_of(transfer)
+            message = torch.empty(space_of(parts), dtype=torch.uint8)
+            pack(message, parts, sources(sender))
+            unpack(message, parts, target)
+        expected = loaded(config, serving.engine, sizes, rank, hf)
+        if not serving.drafts:
+            expected = {n: t for n, t in expected.items() if not n.startswith(("draft.", "mtp."))}
+        assert expected.keys() == target.keys()
+        assert not [n for n, t in expected.items() if not torch.equal(t.to(target[n].dtype), target[n])]
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
@@ -185,6 +211,8 @@ def test_the_command_prints_the_plan(capsys) -> None:
         (["--from", "tp=2", "--to", "tp=4,dp=3", "--engine", "sglang"], "must divide tp=4"),
         (["--from", "tp=2,xp=2", "--to", "tp=4"], "'xp=2' is not a size"),
         (["--from", "tp=2", "--to", "pp=2"], "mtp=0"),
+        (["--from", "tp=2", "--to", "mtp=2"], "use mtp=0 or mtp=1"),
+        (["--from", "tp=2", "--to", "fp32_router=3"], "use fp32_router=0 or fp32_router=1"),
         (["--from", "tp=2,dp=2048", "--to", "tp=2"], "2,048 at most"),
         (["--from", "tp=2", "--to", "tp=2", "--delta", "nothing"], "no tensor"),
         (["--from", "tp=2", "--to", "tp=2", "--buffer", "0"], "--buffer 0"),
@@ -194,6 +222,12 @@ def test_what_cannot_be_planned_is_said_in_a_line(words: list[str], said: str, c
     assert main(["refit", "super", "--tiny", *words]) == 2
     found = capsys.readouterr()
     assert said in found.err and not found.out
+
+
+@pytest.mark.parametrize(("to", "said"), [("ep=2", "no experts to spread over ep=2"), ("mtp=1", "no MTP")])
+def test_servers_of_a_model_without_experts_or_mtp_cannot_ask_for_them(to: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Serving.of(get("nano-4b-tiny"), f"tp=2,{to}")
 
 
 def test_a_buffer_below_a_row_is_refused() -> None:

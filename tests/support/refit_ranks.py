@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -106,6 +109,93 @@ def twice(case: Case) -> list[Any]:
     return [(r.sent, r.received, r.tensors, r.unchanged) for r in reports] + [len(sums)]
 
 
+def subset(case: Case) -> list[Any]:
+    """A refit of a plan in which some trainers send nothing, then an empty delta and one of one tensor."""
+    plan, hf = plan_of(case), whole(get(case[0]))
+    refit = Refit(plan)
+    target = None if refit.receiver is None else empty_parameters(plan, refit.receiver)
+    found = []
+    for changed in (0, 0, 1):
+        hf["mtp.layers.0.enorm.weight"] = hf["mtp.layers.0.enorm.weight"] + changed
+        source = None
+        if refit.sender is not None:
+            source = trained(plan.training.config, plan.training.layout, refit.sender, hf)
+        report = refit.run(source, target, delta=True)
+        found.append((report.received, report.unchanged, report.tensors))
+    return found
+
+
+def _said(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (RefitError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "right"
+
+
+def after_a_failure(case: Case) -> list[str]:
+    """What a rank says of a refit that fails, and of the next one. A rank of the world has no part in it."""
+    rank, hf = Rank(case), whole(get(case[0]))
+    if rank.refit.receiver == 0 and rank.target is not None:
+        del rank.target["model.norm_f.weight"]
+    return [_said(lambda: rank.run(hf)), _said(lambda: Rank(case).run(hf, delta=True))]
+
+
+def side_by_side(cases: list[Case]) -> list[str]:
+    """Two refits in turn, then the first of them with an error: what a rank says."""
+    ranks = [Rank(case) for case in cases]
+    hf = [whole(get(case[0]), seed=number) for number, case in enumerate(cases)]
+    for _ in range(2):
+        for rank, tensors in zip(ranks, hf, strict=True):
+            rank.run(tensors)
+    if ranks[0].refit.receiver == 0 and ranks[0].target is not None:
+        del ranks[0].target["model.norm_f.weight"]
+    return [_said(partial(rank.run, tensors)) for rank, tensors in zip(ranks, hf, strict=True)]
+
+
+def opposite(case: Case) -> str:
+    """What a rank says where two servers that hold the same differ from the trainer by opposite amounts."""
+    rank, hf = Rank(case), whole(get(case[0]))
+    if rank.target is not None and rank.refit.receiver is not None:
+        rank.target = Moved(rank.target, 1 - 2 * rank.refit.receiver)
+    return _said(lambda: rank.run(hf))
+
+
+class Moved(dict[str, Tensor]):
+    """Parameters, one of which has other bits in the end, by a number."""
+
+    def __init__(self, tensors: dict[str, Tensor], by: int) -> None:
+        super().__init__(tensors)
+        self._by = by
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = super().__getitem__(name)
+        if name == "model.norm_f.weight" and sys._getframe(1).f_code.co_name == "run":
+            tensor.view(torch.int16)[0] += self._by
+        return tensor
+
+
+def random_cases(seed: int, number: int) -> list[Case]:
+    """Cases of four trainers and four servers, or of the same four, drawn from all layouts that fit."""
+    draw = random.Random(seed)
+    found: list[Case] = []
+    while len(found) < number:
+        name = draw.choice(("super-tiny", "nano-tiny", "nano-4b-tiny", "puzzle-tiny", "nemotron-h-8b-tiny"))
+        source = {key: draw.choice((1, 1, 2, 4)) for key in ("tp", "cp", "pp", "vpp", "ep", "etp", "dp")}
+        engine = draw.choice(("vllm", "sglang", "hf"))
+        target = {key: draw.choice((1, 1, 2, 4)) for key in ("tp", "pp", "dp", "ep", "replicas")}
+        settings = {"buffer": draw.choice((200_000, 1 << 28)), "colocated": draw.random() < 0.5}
+        words = [",".join(f"{key}={size}" for key, size in sizes.items()) for sizes in (source, target)]
+        if target["pp"] > 1:
+            words[1] += ",mtp=0"
+        case: Case = (name, words[0], engine, words[1], settings)
+        with contextlib.suppress(ValueError):
+            plan = plan_of(case)
+            if plan.training.layout.world_size == plan.serving.size == 4:
+                found.append(case)
+    return found
+
+
 def streamed(case: Case) -> tuple[list[str], bool]:
     """The names that this rank got from the stream, and whether all tensors are right."""
     plan, hf = plan_of(case), whole(get(case[0]))
@@ -174,6 +264,57 @@ def _wider(rank: Rank) -> None:
         rank.target["model.norm_f.weight"] = torch.zeros(3, dtype=torch.bfloat16)
 
 
+def _whole_tensor(rank: Rank) -> None:
+    """Of another layout: the embedding is not cut."""
+
+    def wrap(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        name = "backbone.embeddings.weight"
+        return tensors | {name: torch.cat([tensors[name]] * 2)}
+
+    if rank.refit.sender == 1:
+        rank.wrap = wrap
+
+
+def _bytes(rank: Rank) -> None:
+    if rank.refit.sender == 0:
+        rank.wrap = lambda tensors: (
+            tensors
+            | {
+                "backbone.norm_f.weight": torch.zeros_like(
+                    tensors["backbone.norm_f.weight"], dtype=torch.uint8
+                )
+            }
+        )
+
+
+class Unreadable(dict[str, Tensor]):
+    """Tensors that cannot be read when a function looks them up."""
+
+    def __init__(self, tensors: dict[str, Tensor], function: str) -> None:
+        super().__init__(tensors)
+        self._function = function
+
+    def __getitem__(self, name: str) -> Tensor:
+        if sys._getframe(1).f_code.co_name == self._function:
+            raise OSError("the disk has gone")
+        return super().__getitem__(name)
+
+
+def _unreadable_for_the_checksum(rank: Rank) -> None:
+    if rank.refit.sender == 1:
+        rank.wrap = lambda tensors: Unreadable(tensors, "_start")
+
+
+def _unreadable_for_the_message(rank: Rank) -> None:
+    if rank.refit.sender == 1:
+        rank.wrap = lambda tensors: Unreadable(tensors, "__missing__")
+
+
+def _unreadable_for_the_proof(rank: Rank) -> None:
+    if rank.refit.receiver == 1 and rank.target is not None:
+        rank.target = Unreadable(rank.target, "run")
+
+
 class Hurt(dict[str, Tensor]):
     """Parameters, one of which has a wrong element in the end: its memory is not what was written."""
 
@@ -192,6 +333,11 @@ FAULTS: dict[str, Callable[[Rank], None]] = {
     "a name is missing": _lacks,
     "an unknown name": _knows_more,
     "another shape": _wider,
+    "a tensor of another layout": _whole_tensor,
+    "a tensor of bytes": _bytes,
+    "a trainer cannot read its tensors": _unreadable_for_the_checksum,
+    "a trainer cannot pack": _unreadable_for_the_message,
+    "a server cannot prove": _unreadable_for_the_proof,
     "a server is killed while it unpacks": _killed_unpacking,
     "a server is killed before the proof": _killed_before_the_proof,
     "a trainer is killed while it packs": _killed_packing,
