@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_nemotron3 import cli
+from megatron_nemotron3.checkpoint import lock
 from megatron_nemotron3.finetune import command
 from megatron_nemotron3.lora import VARIABLE
 from megatron_nemotron3.models import get
@@ -64,6 +65,10 @@ def test_the_steps_and_a_start_after_an_interrupt(
     assert cli.main(words) == 130
     assert not (tuned / "hf").exists()
     before = (tuned / "before.json").read_bytes()
+    capsys.readouterr()
+    with lock.held(tuned, "the other one"):
+        assert cli.main(words) == 2
+    assert "the other one (wait for it or choose another --output)" in capsys.readouterr().err
     assert cli.main(words) == 0
     out = capsys.readouterr().out
     assert (tuned / "before.json").read_bytes() == before == (tuned / "after.json").read_bytes()

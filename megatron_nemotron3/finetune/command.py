@@ -9,10 +9,14 @@ import shlex
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from megatron_nemotron3.checkpoint import lock
 from megatron_nemotron3.lora import VARIABLE, LoRA
 from megatron_nemotron3.words import add_device, add_tokenizer
+
+if TYPE_CHECKING:
+    from megatron_nemotron3.finetune.inputs import Inputs
 
 #: Schedule of the tiny models, which learn in minutes on a CPU.
 STEPS, LR, SEQ_LENGTH = 60, 1e-3, 512
@@ -63,7 +67,8 @@ def finetune_command(options: argparse.Namespace) -> int:
     """Run the steps that are not done yet. Exit status 0; that of a step that failed or was interrupted.
 
     Raises:
-        ValueError: an input is missing or wrong (nothing is written then), or the folder holds other work.
+        ValueError: an input is missing or wrong (nothing is written then), or the folder holds other work or
+            is in use by another process.
     """
     started = time.monotonic()
     lora = None if options.lora is None else LoRA.parse(options.lora)
@@ -77,7 +82,7 @@ def finetune_command(options: argparse.Namespace) -> int:
     from megatron_nemotron3.run import resolve_device
 
     require_positive(options, "steps", "lr", "seq_length")
-    source, out = options.source, options.output
+    source = options.source
     tokenizer = source if options.tokenizer is None else options.tokenizer
     checked = given.check(
         source,
@@ -95,9 +100,21 @@ def finetune_command(options: argparse.Namespace) -> int:
     device = resolve_device(options.device)
     if device == "cpu":
         quiet_on_cpu()
-    held_out = given.prepare(checked, out)
+    held_out = given.prepare(checked, options.output)
+    with lock.held(options.output):
+        if status := _finetune(options, lora, checked, held_out, device):
+            return status
+    print(f"took             {time.monotonic() - started:.0f} s")
+    return 0
+
+
+def _finetune(
+    options: argparse.Namespace, lora: LoRA | None, checked: Inputs, held_out: Any, device: str
+) -> int:
+    """Do the steps that are left, while no other process does; the exit status."""
     from megatron_nemotron3.finetune.measure import measure
 
+    source, out = options.source, options.output
     base, run, tuned, chat = out / "base", out / "run", out / "hf", out / "tokenizer"
     if not base.exists() and (status := step(options.main, "convert", "from-hf", source, base)):
         return status
@@ -128,7 +145,6 @@ def finetune_command(options: argparse.Namespace) -> int:
     print(f"answer before    {before.answer!r}")
     print(f"answer after     {after.answer!r}")
     print(f"Hugging Face     {tuned}")
-    print(f"took             {time.monotonic() - started:.0f} s")
     return 0
 
 

@@ -85,9 +85,21 @@ def unpack(buffer: Tensor, parts: list[Part], target: Any) -> None:
 
 
 def sum_sent(part: Part, tensor: Tensor) -> int:
-    """Checksum of a part, computed on the sender's tensor as it is sent."""
+    """Checksum of a part, computed on the sender's tensor as it is sent.
+
+    Raises:
+        ValueError: a number becomes infinite in FP16, which both sides would agree on.
+    """
     dtype = getattr(torch, part[0].dtype)
-    return _sum(part[0], [piece.to(dtype) for piece in _sent_pieces(part, tensor)])
+    held = list(_sent_pieces(part, tensor))
+    sent = [piece.to(dtype) for piece in held]
+    if dtype == torch.float16:
+        for before, after in zip(held, sent, strict=True):
+            if (lost := after.isinf() & before.isfinite()).any():
+                raise ValueError(
+                    f"{name_of(part)} has {before[lost].abs().max():.4g}, FP16 ends at 65504: serve in BF16"
+                )
+    return _sum(part[0], sent)
 
 
 def sum_held(part: Part, tensor: Tensor) -> int:

@@ -11,6 +11,9 @@ import torch
 from megatron_nemotron3.certify.ranks import run_distributed
 from megatron_nemotron3.models import get
 from megatron_nemotron3.refit.checksum import added, checksum
+from megatron_nemotron3.refit.layouts import Serving, Training
+from megatron_nemotron3.refit.parts import name_of, parts_of, sum_sent
+from megatron_nemotron3.refit.planner import make_plan
 from tests.support.boundary_processes import NOTHING, run_apart
 from tests.support.refit_ranks import (
     TWO,
@@ -250,6 +253,20 @@ def _one_named_error(fault: str, shared: bool) -> None:
         assert all(word in text for word in WORDS[fault] if "untouched" not in word), text
     assert len({text.partition(": ")[2] for text in alive}) == 1, said
     assert all("untouched True" in text for text in alive if "untouched True" in WORDS[fault])
+
+
+def test_numbers_that_do_not_fit_fp16_are_refused() -> None:
+    config = get("super-tiny")
+    plan = make_plan(Training.of(config, ""), Serving.of(config, "tp=1", dtype="float16"))
+    part = next(
+        part for t, _ in plan.outgoing(0) for part in parts_of(t) if name_of(part) == "lm_head.weight"
+    )
+    weight = torch.zeros(2048, config.hidden_size, dtype=torch.bfloat16)
+    weight[3, 5] = -98304
+    with pytest.raises(ValueError, match="lm_head.weight has 9.83e.04, FP16 ends at 65504: serve in BF16"):
+        sum_sent(part, weight)
+    weight[3, 5] = -torch.inf  # it is one on both sides
+    sum_sent(part, weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
