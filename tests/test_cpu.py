@@ -151,6 +151,13 @@ def groups_of_one_rank() -> None:
     assert total == 3
     mine = dist.new_group([rank], use_local_synchronization=True)
     assert mine is not groups[rank]
+    # What Megatron's HyperCommGrid calls for the modules of a MIMO model.
+    own, listed = dist.new_subgroups_by_enumeration([[1], [0]], backend="nccl")
+    assert own is groups[rank] and listed == [groups[1], groups[0]]
+    none, (theirs,) = dist.new_subgroups_by_enumeration([[0]])
+    assert theirs is groups[0] and none is (theirs if rank == 0 else None)
+    pair, (same,) = dist.new_subgroups_by_enumeration([[0, 1]])
+    assert pair is same and pair not in both and dist.get_world_size(pair) == 2
 
 
 def _gathered_by_name() -> list[float]:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 _new_group, _destroy = dist.new_group, dist.destroy_process_group
+_new_subgroups = dist.new_subgroups_by_enumeration
 _all_gather, _reduce_scatter = dist.all_gather, dist.reduce_scatter
 _all_gather_into_tensor = dist.all_gather_into_tensor
 #: The world that the groups below belong to; a process can be in another one later.
@@ -40,6 +41,19 @@ def new_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
     if rank not in _groups:
         _groups[rank] = _new_group(members, *args, **kwargs)
     return _groups[rank]
+
+
+def new_subgroups_by_enumeration(ranks_per_subgroup_list: Any, *args: Any, **kwargs: Any) -> Any:
+    """`torch.distributed.new_subgroups_by_enumeration`; groups of one rank are shared.
+
+    Megatron's HyperCommGrid calls it for each dimension of each module of a MIMO model, and for their products.
+    """
+    lists = [list(ranks) for ranks in ranks_per_subgroup_list or ()]
+    alone = {ranks[0] for ranks in lists if len(ranks) == 1}
+    if args or not lists or len(alone) < len(lists):
+        return _new_subgroups(ranks_per_subgroup_list, *args, **kwargs)
+    groups = [new_group(ranks, **kwargs) for ranks in lists]
+    return next((group for ranks, group in zip(lists, groups) if dist.get_rank() in ranks), None), groups
 
 
 def destroy_process_group(group: Any = None) -> None:
@@ -144,9 +158,9 @@ def table() -> list[tuple[Any, str, Any]]:
         return mesh_of(group, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
     # torch's own module calls its unpatched `new_group`, so functions that make groups by it are listed, too.
-    names = ("init_process_group", "new_subgroups_by_enumeration")
     return [
-        *((dist, name, on_gloo(getattr(dist, name))) for name in names),
+        (dist, "init_process_group", on_gloo(dist.init_process_group)),
+        (dist, "new_subgroups_by_enumeration", on_gloo(new_subgroups_by_enumeration)),
         (dist, "new_group", on_gloo(new_group)),
         (dist, "destroy_process_group", destroy_process_group),
         (dist, "all_gather", all_gather),

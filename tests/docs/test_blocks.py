@@ -20,7 +20,7 @@ from tests.docs.blocks import NEMOTRON3, PAGES, ROOT, Block, blocks, write_stand
 from tests.support.programs import follow_forked, run_python
 
 #: Commands whose example takes ten seconds or more; blocks of the pages train and run, too.
-SLOW = {"doctor", "certify", "train", "run", "finetune", "boost", "evaluate", "bisect"}
+SLOW = {"doctor", "certify", "train", "run", "finetune", "boost", "logits", "evaluate", "bisect"}
 #: Commands whose result is not a report.
 NO_JSON = {"train", "run", "finetune", "boost", "chat", "logits", "prune"}
 REPORTING = [
