@@ -46,7 +46,7 @@ def new_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
 def new_subgroups_by_enumeration(ranks_per_subgroup_list: Any, *args: Any, **kwargs: Any) -> Any:
     """`torch.distributed.new_subgroups_by_enumeration`; groups of one rank are shared.
 
-    Megatron's HyperCommGrid calls it for each dimension of each module of a MIMO model, and for their products.
+    Megatron's HyperCommGrid calls it for each dimension of each module of a MIMO model, and products of them.
     """
     lists = [list(ranks) for ranks in ranks_per_subgroup_list or ()]
     alone = {ranks[0] for ranks in lists if len(ranks) == 1}
