@@ -21,6 +21,8 @@ from tests.support.programs import follow_forked, run_python
 
 #: Commands whose example takes ten seconds or more; blocks of the pages train and run, too.
 SLOW = {"doctor", "certify", "train", "run", "finetune", "boost", "logits", "evaluate", "bisect"}
+#: Commands whose example is run with --json alone: what else they print is tested beside them.
+JSON_ALONE = {"report", "watch", "refit"}
 #: Commands whose result is not a report.
 NO_JSON = {"train", "run", "finetune", "boost", "chat", "logits", "prune"}
 REPORTING = [
@@ -116,7 +118,7 @@ def write_chat_model(folder: Path) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param(command, id=name, marks=pytest.mark.full if name in SLOW else ())
+        pytest.param(command, id=name, marks=pytest.mark.full if name in SLOW | JSON_ALONE else ())
         for name, command in table.COMMANDS.items()
     ],
 )

@@ -70,7 +70,7 @@ LAYOUTS: dict[str, Layout] = {
     "DP2 distributed optimizer, overlapped": Layout(
         _L(dp=2), ("--overlap-grad-reduce", "--overlap-param-gather")
     ),
-    "CP2": Layout(_L(cp=2), quick=("nano", "super"), per_token=True),
+    "CP2": Layout(_L(cp=2), quick=("super",), per_token=True),
     "CP4": Layout(_L(cp=4), per_token=True),
     "CP2, mean loss": Layout(_L(cp=2), models=("nano", "dense"), mask="none"),
     "CP2 TP2 SP": Layout(_L(cp=2, tp=2), per_token=True),

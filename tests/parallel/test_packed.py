@@ -115,7 +115,9 @@ def test_padded_equals_separate(layout: ParallelLayout) -> None:
     check(replace(PADDED, separate=True), PADDED.at(layout))
 
 
-@pytest.mark.parametrize("layout", [ParallelLayout(), ParallelLayout(cp=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(ParallelLayout(), marks=pytest.mark.full), ParallelLayout(cp=2)], ids=str
+)
 def test_padding_does_not_count_without_a_mask(layout: ParallelLayout) -> None:
     """Megatron-Bridge gives the model no mask: all tokens but the padding count, as in a pack without."""
     padded = replace(PADDED, mask="none", model_mask="absent")

@@ -30,7 +30,7 @@ LAYOUTS = {
     "dp2-ep2": ParallelLayout(dp=2, ep=2),
     "dp4-ep2": ParallelLayout(dp=4, ep=2),
 }
-QUICK = ("tp2-ep2", "tp2-cp2-ep4", "pp2")
+QUICK = ("tp2-ep2", "cp2", "pp2")
 SEQUENCES, LENGTH = 8, 128
 
 
