@@ -10,6 +10,7 @@ Elements are not interpreted: a slice of a bfloat16 tensor is an array of unsign
 from __future__ import annotations
 
 import os
+import weakref
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -101,6 +102,8 @@ class FileSource(TensorSource):
     def __init__(self, folder: Path, tensors: Mapping[str, SourceTensor], files: Mapping[str, int]) -> None:
         self.folder, self.tensors, self.files, self.reads = folder, tensors, files, Reads(folder)
         self._open: OrderedDict[Path, int] = OrderedDict()
+        # A process that opens one checkpoint after another (`convert --watch`) must not run out of descriptors.
+        weakref.finalize(self, _close, self._open).atexit = False
         self._sorted: dict[str, tuple[list[int], int, list[Block]]] = {}
 
     def read(self, name: str, slices: Slices) -> numpy.ndarray[Any, Any]:
@@ -126,8 +129,7 @@ class FileSource(TensorSource):
 
     def close(self) -> None:
         """Close the files. A later read opens them again."""
-        while self._open:
-            os.close(self._open.popitem()[1])
+        _close(self._open)
 
     def _overlapping_blocks(self, name: str, slices: Slices) -> list[Block]:
         """List the blocks that may hold a part of the slice. A stack of experts has hundreds of blocks."""
@@ -202,6 +204,11 @@ class FileSource(TensorSource):
             os.close(self._open.popitem(last=False)[1])
         self._open[path] = descriptor
         return descriptor
+
+
+def _close(opened: OrderedDict[Path, int]) -> None:
+    while opened:
+        os.close(opened.popitem()[1])
 
 
 def bits(dtype: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from pathlib import Path
 
 import numpy
@@ -84,6 +86,19 @@ def test_more_files_than_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [int(source.read(str(i), ((0, 1),))[0]) for i in (0, 1, 2, 3, 4, 0, 4)] == [0, 1, 2, 3, 4, 0, 4]
     assert len(source._open) == 2
     source.close()
+
+
+def test_a_source_that_nobody_closes_closes_its_files_when_it_goes(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"1")
+    tensor = SourceTensor("uint8", (1,), (Block((0,), (1,), Location(tmp_path / "a", 0, (1,))),))
+    source = FileSource(tmp_path, {"a": tensor}, {})
+    source.read("a", ((0, 1),))
+    (descriptor,) = source._open.values()
+    os.fstat(descriptor)
+    del source
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
 
 
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
