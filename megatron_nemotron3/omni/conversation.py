@@ -209,10 +209,15 @@ class OmniEncoder:
             return str(given.replace_image_token({"image_grid_hw": [torch.tensor(one.grid)]}, 0))
         if one.kind == "audio":
             return str(given.replace_audio_token({"num_tokens": [one.rows]}, 0))
-        each = one.grid[0] * one.grid[1] // self.config.vision.merged_patches**2
-        count = len(one.frames.frames_indices)
-        sizes = {"num_tokens": [each]}
-        return str(given.replace_video_token(sizes, 0, num_frames=count, video_metadata=one.frames))
+        vision, (rows, columns) = self.config.vision, one.grid
+        count, each = len(one.frames.frames_indices), rows * columns // vision.merged_patches**2
+        groups, side = -(-count // vision.temporal_patch_size), vision.patch_size
+        pixels = torch.empty(1, groups, 3, rows * side, columns * side, device="meta")
+        # transformers 5.23 takes the two as arguments; 5.24 finds them, and the pixels' shape, in the inputs.
+        said = {"num_frames": count, "video_metadata": one.frames}
+        sizes = {"num_tokens": [each], "pixel_values_videos": pixels}
+        sizes |= {name: [value] for name, value in said.items()}
+        return str(given.replace_video_token(sizes, 0, **said))
 
     def _vision(self, found: Sequence[Medium]) -> dict[str, Any]:
         seen = [one for one in found if one.modality == "vision"]
@@ -244,6 +249,9 @@ class OmniEncoder:
             input_data_format="channels_last",
             return_tensors="pt",
         )["pixel_values_videos"]
+        # transformers 5.23: [frames, 3, height, width]; 5.24: [1, groups, group * 3, height, width], where it
+        # has repeated the last frame.
+        made = made.reshape(-1, 3, *made.shape[-2:])[: len(one.frames.frames_indices)]
         side = self.config.vision.patch_size
         _unchanged(one, (made.shape[2] // side, made.shape[3] // side))
         short = -len(made) % self.config.vision.temporal_patch_size

@@ -18,6 +18,12 @@ from tests.support import parity
 from tests.support.model_mapping import randomize, to_transformers, transformers_config
 
 
+def video_rows(model: Any, frames: Tensor) -> list[Tensor]:
+    """Rows [n, d] that transformers makes of a video; until 5.23 they are [groups, rows, d]."""
+    made = model.get_video_features(frames).pooler_output
+    return list(made) if isinstance(made, tuple) else [made.flatten(0, 1)]
+
+
 @dataclass
 class Media:
     """What sequences of token ids [b, s] refer to, by sample, then by position.
@@ -55,7 +61,8 @@ class Media:
             rows: list[Tensor] = []
             if self.pixel_values is not None:
                 rows += model.get_image_features(self.pixel_values, self.image_grid_hw).pooler_output
-            rows += [model.get_video_features(video).pooler_output.flatten(0, 1) for video in self.videos]
+            for video in self.videos:
+                rows += video_rows(model, video)
             places = range(len(rows)) if self.order is None else self.order.tolist()
             ordered = tuple(
                 row for _, row in sorted(zip(places, rows, strict=True), key=lambda pair: pair[0])
