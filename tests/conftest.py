@@ -30,9 +30,9 @@ _NVTE = {name for name in os.environ if name.startswith("NVTE_")}
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Remove what Megatron leaves behind in the process, so that it does not reach the next model.
 
-    Megatron writes its attention backend to NVTE_* variables, sizes its MoE metrics for the first model, and
-    keeps the scale of its auxiliary loss in the shape of the first loss. A launcher that was tried here waits
-    for the first forward of any model.
+    Megatron writes its attention backend to NVTE_* variables, sizes its metrics of MoE and MTP for the first
+    model, and keeps the scale of its auxiliary loss in the shape of the first loss. A launcher that was tried
+    here waits for the first forward of any model.
     """
     if (modules := sys.modules.get("torch.nn.modules.module")) is not None:
         hooks = modules._global_forward_pre_hooks
@@ -42,6 +42,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         moe_logging.destroy_moe_metrics_tracker()
     if (moe_utils := sys.modules.get("megatron.core.transformer.moe.moe_utils")) is not None:
         moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    if (mtp := sys.modules.get("megatron.core.transformer.multi_token_prediction")) is not None:
+        mtp.MTPLossLoggingHelper.tracker.clear()
     for name in [name for name in os.environ if name.startswith("NVTE_") and name not in _NVTE]:
         del os.environ[name]
 

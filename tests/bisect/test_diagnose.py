@@ -160,7 +160,7 @@ def test_only_a_cause_that_fits_is_named() -> None:
 
 
 def test_streams_are_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With memory for few residual streams, a cause gives the same bits."""
+    """With memory for few residual streams, a cause gives the same."""
     recording = recorded(healthy_engine(), FP32, False)
     cause = next(cause for cause in table() if cause.name == "no shared expert")
     plenty = Investigation(plain().model, None, []).hypotheses(recording)
@@ -168,8 +168,10 @@ def test_streams_are_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(hypotheses, "KEPT_BYTES", 1 << 18)
     little = Investigation(plain().model, None, []).hypotheses(recording)
     assert len(little.plain[0].streams) < every == MODEL.num_layers + 1
-    pairs = zip(little.logprobs(cause, (4,)) or [], plenty.logprobs(cause, (4,)) or [], strict=True)
-    assert [torch.equal(a, b) for a, b in pairs] == [True, True]
+    found, expected = little.logprobs(cause, (4,)), plenty.logprobs(cause, (4,))
+    assert found is not None and expected is not None and len(found) == 2
+    # Layers that were computed for both sequences are computed for one: a CPU may sum in another order.
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 def test_causes_have_names_of_their_own() -> None:
