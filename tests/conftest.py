@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -24,6 +24,8 @@ for signum, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 
 SECONDS = durations.read()
 _NVTE = {name for name in os.environ if name.startswith("NVTE_")}
+_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_ENVIRON = {name: os.environ.get(name) for name in _RANK}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -46,6 +48,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         mtp.MTPLossLoggingHelper.tracker.clear()
     for name in [name for name in os.environ if name.startswith("NVTE_") and name not in _NVTE]:
         del os.environ[name]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None]:
+    """After the last test of a file, undo what a launcher in this process set to describe its one rank.
+
+    A program that a later test starts would be that rank, and listen on the port of its store.
+    """
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        for name, value in _ENVIRON.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -23,9 +23,7 @@ RECIPES = sorted((ROOT / "megatron_nemotron3/recipes").glob("*/pretrain.sh"))
 
 def _run(words: list[str], folder: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    # Megatron's setup in this process may have left the names of a rank, which would make the example one.
-    own = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    full = {**own, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
+    full = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
     return subprocess.run(words, cwd=folder, env=full, capture_output=True, text=True, timeout=240)
 
 

@@ -63,9 +63,8 @@ print("RESULT", json.dumps({{"found": found, "auto is torch": auto, "built": bui
 
 
 def start(arguments: list[str], folder: Path) -> subprocess.Popen[str]:
-    """A Python process in `folder` without Python warnings and without torchrun's environment."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    environment |= {
+    """A Python process in `folder` without Python warnings."""
+    environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
         "PYTHONWARNINGS": "ignore",
         "OMP_NUM_THREADS": "1",

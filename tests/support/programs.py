@@ -30,7 +30,7 @@ def run_python(words: Sequence[str], folder: Path, timeout: float = 240, **env: 
 
 def _program(words: list[str], folder: str) -> tuple[int, str, str]:
     """(exit status, stdout, stderr); runs in the forked process, which ends afterwards."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     os.chdir(folder)
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
