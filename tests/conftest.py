@@ -80,6 +80,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if config.getoption("--quick") and _seconds(collection_path) > durations.LIGHT else None
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep pytest-xdist from starting the files with most tests first, whatever they take."""
+    config.option.loadscopereorder = False
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest files, so that no process is left alone with one at the end."""

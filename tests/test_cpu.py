@@ -71,6 +71,16 @@ def test_modules_that_compile_functions_are_imported_inside() -> None:
             assert decorator(lambda x: x + 1)(torch.zeros(1)) == 1
 
 
+def test_a_default_device_holds_inside_and_afterwards() -> None:
+    """Torch caches the functions it concerns; replacements among them would end it for the whole process."""
+    torch.utils._device._device_constructors.cache_clear()
+    with cpu.cpu_mode(), torch.device("meta"):
+        assert torch.empty(1).is_meta and torch.nn.Linear(1, 1).weight.is_meta
+        assert not torch.zeros(1, device=torch.cuda.current_device()).is_meta
+    with torch.device("meta"):
+        assert torch.empty(1).is_meta and torch.nn.Linear(1, 1).weight.is_meta
+
+
 def test_names_mean_the_cpu() -> None:
     with cpu.cpu_mode():
         x = torch.ones(2, device="cuda:0")

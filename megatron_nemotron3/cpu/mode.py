@@ -48,6 +48,9 @@ def cpu_mode(announce: Callable[[str], None] = lambda message: None) -> Iterator
     with ExitStack() as stack:
         # Imported first, so that Megatron binds the originals at import: its bindings outlive the block.
         importlib.import_module("megatron.core")
+        # torch caches the functions that `with torch.device(…)` concerns, in its first use.
+        with torch.device("cpu"):
+            torch.empty(0)
         free = megatron.CONNECTIONS not in os.environ
         for target, name, value in [*torch_names.table(), *products.table(), *megatron.table(announce, free)]:
             original = getattr(target, name)
