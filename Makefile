@@ -1,6 +1,9 @@
 # Every target works on a fresh machine: it creates the environment first if it is missing.
 VENV ?= .venv
 export PYTHON
+# Images of containers often set it. Then every process compiles torch and Megatron again, for three times as long as
+# their import takes.
+export PYTHONDONTWRITEBYTECODE =
 RUN = $(VENV)/bin/python -m
 # A file's tests stay in one process: they share what they built. Long files start first (tests/conftest.py).
 PYTEST = OMP_NUM_THREADS=1 $(RUN) pytest -n auto --maxprocesses 4 --dist loadfile
