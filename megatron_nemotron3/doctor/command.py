@@ -45,7 +45,9 @@ def doctor_command(options: argparse.Namespace) -> int:
     if options.step is not None:
         named_model(options.step)  # reports a wrong name before the checks start
     have = packages.installed()
-    sections: list[tuple[str, Sequence[Finding]]] = [("packages", packages.check(have))]
+    sections: list[tuple[str, Sequence[Finding]]] = [
+        ("packages", [*packages.check(have), *packages.compiled()])
+    ]
     told = ", ".join(name for name in packages.PURPOSE if name in have)
     if told:
         _say(f"importing {told}, which takes up to a minute")

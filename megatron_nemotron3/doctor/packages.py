@@ -6,11 +6,13 @@ tried the doctor reports which version was tested.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import metadata
+from importlib import metadata, util
+from pathlib import Path
 
 from megatron_nemotron3.doctor.finding import Finding
 
@@ -19,7 +21,7 @@ TESTED = {
     "python": "3.12",
     "torch": "2.11.0",
     "megatron-core": "0.19.2",
-    "transformers": "5.23.0",
+    "transformers": "5.24.0",
     "transformer-engine": "2.20.2",
     "nvidia-modelopt": "0.47.0",
 }
@@ -154,3 +156,22 @@ def check(have: Mapping[str, str]) -> list[Finding]:
         same = tested is None or versions[name][: len(parse(tested))] == parse(tested)
         found.append(Finding(name, "ok", have[name] + ("" if same else f" (tested with {tested})")))
     return found
+
+
+def compiled() -> list[Finding]:
+    """A warning if every process compiles torch's Python files again, because none may keep the result."""
+    spec = util.find_spec("torch")
+    if spec is None or spec.origin is None or os.path.exists(kept := util.cache_from_source(spec.origin)):
+        return []
+    if not sys.dont_write_bytecode and os.access(Path(spec.origin).parent, os.W_OK):
+        return []  # the next import keeps it
+    reason = "PYTHONDONTWRITEBYTECODE is set" if sys.dont_write_bytecode else f"{kept} cannot be written"
+    return [
+        Finding(
+            "python",
+            "warning",
+            f"{reason} and torch is not compiled to bytecode, so every rank compiles torch and Megatron when "
+            "it starts: importing megatron.training took 22 s instead of 7",
+            f"python -m compileall -q -j 0 {Path(spec.origin).parents[1]}",
+        )
+    ]
