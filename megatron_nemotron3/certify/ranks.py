@@ -25,20 +25,14 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import IO, Any
 
-#: Imported once by the server that workers are forked from; together they cost seconds. Our own package
-#: is not among them: the server's module path need not be this process's.
-PRELOAD = [
-    "megatron.core.models.hybrid.hybrid_layer_specs",
-    "megatron.core.models.hybrid.hybrid_model",
-    "megatron.core.optimizer.distrib_optimizer",
-    "megatron.core.dist_checkpointing",
-    "megatron.core.tokenizers.text",
-    "megatron.training",
-    "megatron.bridge",  # where it is installed
-]
+#: What the server imports that workers are forked from.
+PRELOAD = ["megatron_nemotron3.certify.preload"]
+_ROOT = Path(__file__).parents[2]
 
 
 def run_distributed(
@@ -93,23 +87,38 @@ def start_server(output: IO[str]) -> None:
 
     Its imports go on while this process does other things. Without effect if it runs already.
     """
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
     sys.stdout.flush()
     sys.stderr.flush()
     before = [os.dup(descriptor) for descriptor in (1, 2)]
     try:
         for descriptor in (1, 2):
             os.dup2(output.fileno(), descriptor)
-        forkserver.ensure_running()
+        server()
     finally:
         for descriptor, saved in zip((1, 2), before, strict=True):
             os.dup2(saved, descriptor)
             os.close(saved)
 
 
-def start_ranks(call: bytes, world_size: int, store: str | None, timeout: float, daemon: bool) -> list[Any]:
+def server() -> ForkServerContext:
+    """The context of processes that are forked from a server with `PRELOAD`, which runs afterwards."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
+    environment = dict(os.environ)
+    # It gets the module path after its imports, and must not find another copy in the working directory.
+    installed = _ROOT.name in ("site-packages", "dist-packages")
+    path = [*([] if installed else [str(_ROOT)]), *filter(None, [environment.get("PYTHONPATH")])]
+    try:
+        os.environ.update(PYTHONSAFEPATH="1", PYTHONPATH=os.pathsep.join(path))
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+    return context
+
+
+def start_ranks(call: bytes, world_size: int, store: str | None, timeout: float, daemon: bool) -> list[Any]:
+    context = server()
     deadline = time.monotonic() + timeout
     ranks: dict[Connection, int] = {}
     processes: list[BaseProcess] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import tempfile
 import time
@@ -11,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.certify.ranks import PRELOAD
+from megatron_nemotron3.certify.ranks import server
 from megatron_nemotron3.lifetime import free_port
 
 NOTHING = "(ended without a word)"
@@ -27,8 +26,7 @@ def run_apart(
         timeout: for the whole; what hangs then is killed and says so.
         tcp: rank 0 hosts the store of the default process group; otherwise it is a file.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = server()
     with tempfile.TemporaryDirectory() as folder:
         store = f"tcp://127.0.0.1:{free_port()}" if tcp else f"file://{folder}/store"
         processes = [
