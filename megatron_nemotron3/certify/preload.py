@@ -13,11 +13,13 @@ from megatron_nemotron3 import lifetime
 MODULES = [
     "megatron.core.models.hybrid.hybrid_layer_specs",
     "megatron.core.models.hybrid.hybrid_model",
+    "megatron.core.models.mimo.optimizer",
     "megatron.core.optimizer.distrib_optimizer",
     "megatron.core.dist_checkpointing",
     "megatron.core.tokenizers.text",
     "megatron.training",
     "megatron.bridge",
+    "megatron_nemotron3.boost.heads",
     "megatron_nemotron3.build",
     "megatron_nemotron3.certify.world",
 ]
