@@ -49,8 +49,17 @@ def urls(folders: Path, kind: str) -> str:
     return {"memory": "memory://bucket", "local": f"local://{folders}", "file": f"file://{folders}"}[kind]
 
 
-@pytest.mark.parametrize("kind", ["memory", "local", "file"])
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    [
+        ("memory", 1),
+        ("memory", 2),
+        ("local", 2),
+        ("file", 2),
+        pytest.param("local", 1, marks=pytest.mark.full),
+        pytest.param("file", 1, marks=pytest.mark.full),
+    ],
+)
 def test_what_is_read_is_the_same(
     folders: Path, kind: str, workers: int, tmp_path: Path, capsys: Capture
 ) -> None:

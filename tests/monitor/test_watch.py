@@ -39,8 +39,15 @@ def nothing_left(folder: Path) -> bool:
     return not [f for f in folder.rglob("*") if f.is_file() and "tfevents" not in f.name]
 
 
-@pytest.mark.parametrize("layers", [2, LINES + 8])
-@pytest.mark.parametrize("points", [1, 20])
+@pytest.mark.parametrize(
+    ("points", "layers"),
+    [
+        (1, 2),
+        (20, LINES + 8),
+        pytest.param(1, LINES + 8, marks=pytest.mark.full),
+        pytest.param(20, 2, marks=pytest.mark.full),
+    ],
+)
 def test_plots_lines_and_heat_maps(
     layers: int, points: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

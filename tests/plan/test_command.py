@@ -66,9 +66,9 @@ def test_plot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 
 def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "ultra", "--gpus", "64", "--gpu", "h100"]) == 1
+    assert cli.main(["plan", "super", "--gpus", "8", "--gpu", "h100"]) == 1
     text = capsys.readouterr().out
-    assert "Nothing fits. The smallest is" in text and "256 GPUs instead of 64" in text
+    assert "Nothing fits. The smallest is" in text and "32 GPUs instead of 8" in text
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_legal_is_what_the_rules_allow(name: str) -> None:
     assert legal(question) == allowed
 
 
-@pytest.mark.parametrize("name", ["nano", "super"])
+@pytest.mark.parametrize("name", ["nano", pytest.param("super", marks=pytest.mark.full)])
 def test_best_is_what_trying_everything_finds(name: str) -> None:
     question = QUESTIONS[name]
     times: dict[ParallelLayout, float] = {}

@@ -47,6 +47,7 @@ SPECS = {
     "mxfp8_column": Spec("mxfp8", axis=-2),
 }
 EVERY_SPEC = pytest.mark.parametrize("name", SPECS)
+DIFFERENT = ("row", "tile_column", "wgrad_dy", "mxfp8")
 
 
 @contextmanager
@@ -213,8 +214,11 @@ if INTERPRETED:
         monkeypatch.setattr(triton_quantize, "ROWS", dict.fromkeys(triton_quantize.ROWS, 32))
         monkeypatch.setattr(triton_quantize, "COLUMNS", dict.fromkeys(triton_quantize.COLUMNS, 128))
 
-    @EVERY_SPEC
-    @pytest.mark.parametrize("dtype", TYPES)
+    @pytest.mark.parametrize(
+        ("name", "dtype"),
+        # Types differ in how a number is read and written, which a few specs show; tests/gpu has them all.
+        [(name, dtype) for name in SPECS for dtype in TYPES if dtype == TYPES[1] or name in DIFFERENT],
+    )
     def test_interpreted(name, dtype):
         check_spec(name, dtype, (2, SPECS[name].block, 96))
 
