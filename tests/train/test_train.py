@@ -77,7 +77,7 @@ def test_an_interrupt_saves_first_and_the_same_command_goes_on(
 ) -> None:
     output = tmp_path / "run"
     steps = 16
-    saving = ("--save-interval", "2", "--async-save", "--use-persistent-ckpt-worker")
+    saving = ("--save-interval", "4", "--async-save", "--use-persistent-ckpt-worker")
     words = _command(output, text, "--steps", str(steps), "--micro-batch-size", "2", megatron=saving)
     process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     deadline = time.monotonic() + 120
