@@ -115,7 +115,9 @@ def test_an_interrupt_saves_first_and_the_same_command_goes_on(
 @pytest.mark.full  # its message: test_progress.py; what it leaves: tests/checkpoint/test_kill.py
 def test_a_full_disk_leaves_nothing_half_written(text: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
-    words = _command(output, text, "--steps", "2", "--micro-batch-size", "2")
+    words = _command(
+        output, text, "--steps", "2", "--micro-batch-size", "2", megatron=("--save-interval", "2")
+    )
     # A limit on file size is what a test can have of a full disk: the write of the weights fails.
     limited = ["bash", "-c", 'ulimit -f 8000; trap "" XFSZ; exec "$@"', "bash", *words]
     result = _run(limited)
