@@ -38,6 +38,8 @@ CONTROL = "NEMOTRON3_CONTROL"
 PARENT = "NEMOTRON3_PARENT"
 #: What a terminal, a batch system or torchrun sends to a whole process group.
 GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+#: What describes a rank to torch.distributed and Megatron; a launcher sets it.
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 #: Seconds between two looks at the parent.
 INTERVAL = 1.0
 #: Exit status of a process that ends because its parent has ended.
@@ -277,8 +279,8 @@ def single_process_environment() -> None:
     """Without torchrun, describe a world of one process on a free port."""
     if "RANK" in os.environ:
         return
-    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    for name, value in {**world, "MASTER_PORT": str(free_port())}.items():
+    values = ("0", "0", "1", "127.0.0.1", str(free_port()))
+    for name, value in zip(RANK_VARIABLES, values, strict=True):
         os.environ.setdefault(name, value)
 
 

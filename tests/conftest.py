@@ -11,6 +11,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from megatron_nemotron3.lifetime import RANK_VARIABLES
 from tests.support import durations
 
 # No test may depend on how busy the machine is.
@@ -24,8 +25,7 @@ for signum, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 
 SECONDS = durations.read()
 _NVTE = {name for name in os.environ if name.startswith("NVTE_")}
-_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_ENVIRON = {name: os.environ.get(name) for name in _RANK}
+_RANK = {name: os.environ.get(name) for name in RANK_VARIABLES}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -58,7 +58,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """
     yield
     if nextitem is None or nextitem.path != item.path:
-        for name, value in _ENVIRON.items():
+        for name, value in _RANK.items():
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value

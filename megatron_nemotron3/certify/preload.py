@@ -10,14 +10,11 @@ from importlib import import_module
 
 from megatron_nemotron3 import lifetime
 
+#: What these import is not named.
 MODULES = [
-    "megatron.core.models.hybrid.hybrid_layer_specs",
-    "megatron.core.models.hybrid.hybrid_model",
-    "megatron.core.models.mimo.optimizer",
-    "megatron.core.optimizer.distrib_optimizer",
-    "megatron.core.dist_checkpointing",
-    "megatron.core.tokenizers.text",
     "megatron.training",
+    "megatron.core.models.mimo.optimizer",
+    "megatron.core.tokenizers.text",
     "megatron.bridge",
     "megatron_nemotron3.boost.heads",
     "megatron_nemotron3.build",

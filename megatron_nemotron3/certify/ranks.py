@@ -63,13 +63,8 @@ def run_distributed(
     with tempfile.TemporaryDirectory() as folder:
         store = f"file://{folder}/store"
         if world_size == 1 and not apart:
-            environment = dict(os.environ)
-            try:
-                with _rank(0, 1, store, timeout):
-                    return [function(*args)]
-            finally:
-                os.environ.clear()
-                os.environ.update(environment)
+            with _environment_kept(), _rank(0, 1, store, timeout):
+                return [function(*args)]
         call = pickle.dumps((function, args, dict(os.environ)))
         return start_ranks(call, world_size, store, timeout, daemon=not children)
 
@@ -104,17 +99,24 @@ def server() -> ForkServerContext:
     """The context of processes that are forked from a server with `PRELOAD`, which runs afterwards."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    environment = dict(os.environ)
     # It gets the module path after its imports, and must not find another copy in the working directory.
     installed = _ROOT.name in ("site-packages", "dist-packages")
-    path = [*([] if installed else [str(_ROOT)]), *filter(None, [environment.get("PYTHONPATH")])]
-    try:
+    path = [*([] if installed else [str(_ROOT)]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with _environment_kept():
         os.environ.update(PYTHONSAFEPATH="1", PYTHONPATH=os.pathsep.join(path))
         forkserver.ensure_running()
+    return context
+
+
+@contextmanager
+def _environment_kept() -> Iterator[None]:
+    """Undo afterwards what the block changes in the environment."""
+    before = dict(os.environ)
+    try:
+        yield
     finally:
         os.environ.clear()
-        os.environ.update(environment)
-    return context
+        os.environ.update(before)
 
 
 def start_ranks(call: bytes, world_size: int, store: str | None, timeout: float, daemon: bool) -> list[Any]:

@@ -107,7 +107,7 @@ def test_one_mtp_depth_alone() -> None:
 )
 @pytest.mark.parametrize("first_layer", [MEDIAN, 2.0, FIRST])
 def test_no_false_alarm(first_layer: float, seeds: range) -> None:
-    """1,000 healthy runs over three levels of the first layer and several lengths and noises."""
+    """1,000 healthy runs, 300 if not full: three levels of the first layer, several lengths and noises."""
     for seed in seeds:
         chance = random.Random(1000 + seed)
         series = history(

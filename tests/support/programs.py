@@ -13,6 +13,7 @@ from subprocess import CompletedProcess
 from unittest import mock
 
 from megatron_nemotron3.certify.ranks import run_fresh
+from megatron_nemotron3.lifetime import RANK_VARIABLES
 from megatron_nemotron3.train.processes import Watcher
 from tests.support.distributed import run_launcher
 
@@ -30,7 +31,7 @@ def run_python(words: Sequence[str], folder: Path, timeout: float = 240, **env: 
 
 def _program(words: list[str], folder: str) -> tuple[int, str, str]:
     """(exit status, stdout, stderr); runs in the forked process, which ends afterwards."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in RANK_VARIABLES:
         os.environ.pop(name, None)
     os.chdir(folder)
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:

@@ -12,6 +12,7 @@ import pytest
 from megatron_nemotron3 import cli
 from megatron_nemotron3 import run as launcher
 from megatron_nemotron3.args import Launch, TrainingSchedule
+from megatron_nemotron3.lifetime import RANK_VARIABLES
 from megatron_nemotron3.precision import report
 from megatron_nemotron3.precision.settings import LOG_VARIABLE, Logging
 from megatron_nemotron3.train import log
@@ -90,7 +91,7 @@ def test_the_launcher_refuses(
     script = tmp_path / "script.py"
     script.write_text("raise RuntimeError('started')")
     monkeypatch.setenv(LOG_VARIABLE, value)
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in RANK_VARIABLES:
         monkeypatch.setenv(name, {"MASTER_ADDR": "localhost", "WORLD_SIZE": "1"}.get(name, "0"))
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", list(sys.path))

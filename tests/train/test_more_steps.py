@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_nemotron3 import cli, run
+from megatron_nemotron3 import cli, lifetime, run
 from megatron_nemotron3.args import ParallelLayout, TrainingData, continued, flags, manifest, to_argv
 from megatron_nemotron3.args.launch import Launch
 from megatron_nemotron3.args.script_folders import settle_manifest
@@ -96,7 +96,7 @@ def test_a_stock_script_is_told_which_option_megatron_needs(
     trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without it Megatron ends in an AssertionError, after it has built the model."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in lifetime.RANK_VARIABLES:
         monkeypatch.setenv(name, "0")
         monkeypatch.delenv(name)
     monkeypatch.setattr(sys, "argv", list(sys.argv))
@@ -189,7 +189,7 @@ def test_a_second_training_is_refused(
     def listing() -> dict[str, int]:
         return {str(path): path.stat().st_mtime_ns for path in trained.rglob("*") if path.name != lock.NAME}
 
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in lifetime.RANK_VARIABLES:
         monkeypatch.setenv(name, "0")
         monkeypatch.delenv(name)
     folder = trained / "checkpoints"

@@ -1,0 +1,43 @@
+"""The server that ranks are forked from: what they inherit, and from where."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from megatron_nemotron3.certify import preload
+from megatron_nemotron3.certify.ranks import run_fresh, server
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_ranks_inherit_what_is_imported_and_the_environment_stays() -> None:
+    before = dict(os.environ)
+    server()
+    assert dict(os.environ) == before
+    imported, frozen = run_fresh(eval, "set(__import__('sys').modules), __import__('gc').get_freeze_count()")
+    assert set(preload.MODULES) - imported <= {"megatron.bridge"} and frozen > 100_000
+    assert run_fresh(eval, "__import__('os').environ.get('PYTHONSAFEPATH')") == before.get("PYTHONSAFEPATH")
+
+
+def test_another_copy_in_the_working_directory_is_not_imported(tmp_path: Path) -> None:
+    (tmp_path / "megatron_nemotron3").mkdir()
+    (tmp_path / "megatron_nemotron3/__init__.py").write_text("raise SystemExit('the other copy')")
+    script = tmp_path / "scripts/script.py"
+    script.parent.mkdir()
+    script.write_text(
+        "if __name__ == '__main__':\n"
+        "    from megatron_nemotron3.certify import ranks\n"
+        "    ranks.PRELOAD[:] = ['megatron_nemotron3']\n"  # light
+        "    print(ranks.run_fresh(eval, \"__import__('megatron_nemotron3').__file__\", timeout=60))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip() == str(ROOT / "megatron_nemotron3/__init__.py"), done.stderr
