@@ -37,6 +37,8 @@ MODEL = "super-tiny"
 #: Models whose parameters and checkpoint keys are kept: also dense layers, and experts by layer.
 MODELS = (MODEL, "nano-4b-tiny", "puzzle-tiny")
 
+#: Linears whose codes in training are kept: one that the recipe leaves in MXFP8, two in NVFP4.
+LINEARS = ("0.mixer.out_proj", "1.mlp.shared_experts.linear_fc1", "1.mlp.shared_experts.linear_fc2")
 FLAGS = (
     "",
     "--tp 2 --pp 2 --cp 2 --dp 2",
@@ -103,7 +105,7 @@ def _subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.Argument
 
 def _described(action: argparse.Action) -> str:
     """All that a user may rely on: spellings, number of values, type, choices, default."""
-    words = [" ".join(action.option_strings) or f"<{action.dest}>"]
+    spelled = " ".join(action.option_strings) or f"<{action.dest}>"
     kind = getattr(action.type, "__name__", None) or (action.type and type(action.type).__name__)
     values = {
         "dest": action.dest if action.option_strings else None,
@@ -116,8 +118,7 @@ def _described(action: argparse.Action) -> str:
         "required": action.required or None,
         "hidden": action.help == argparse.SUPPRESS or None,
     }
-    words += [f"{name}={value}" for name, value in values.items() if value is not None]
-    return "  ".join(words)
+    return "  ".join([spelled, *(f"{k}={value}" for k, value in values.items() if value is not None)])
 
 
 def _options(name: str, parser: argparse.ArgumentParser) -> Iterator[tuple[str, list[str]]]:
@@ -322,10 +323,12 @@ def conversion() -> dict[str, Any]:
         found["from-hf"] = {"torch_dist": stored(back), "arguments": _arguments(back)}
         printed(f"convert to-hf {path}/back {path}/again --workers 1")
         assert hf_folder(path / "again") == found["to-hf"]
-        printed(
-            f"convert to-hf {path}/back {path}/packed --quantize super-nvfp4 --dtype bfloat16 --workers 1"
-        )
-        found["packed"] = hf_folder(path / "packed")
+        modules = [k[:-7] for k, v in found["to-hf"].items() if k.endswith(".weight") and ", " in v]
+        (path / "scales.json").write_text(json.dumps({f"{name}.input_scale": 0.01 for name in modules}))
+        for recipe, more in (("super-nvfp4", ""), ("super-fp8", f"--input-scales {path}/scales.json")):
+            words = f"{path}/back {path}/{recipe} --quantize {recipe} --dtype bfloat16 --workers 1"
+            printed(f"convert to-hf {words} {more}")
+            found[recipe] = hf_folder(path / recipe)
     return found
 
 
@@ -369,8 +372,8 @@ def training_codes() -> dict[str, str]:
         for name in ("nvfp4", "mxfp8"):
             file = {"te_precision_config_file": f"{place}/recipe.yaml"} if name == "nvfp4" else {}
             model = build(MODEL, precision=name, emulate=True, **file)
-            for path in ("decoder.layers.0.mixer.out_proj", "decoder.layers.1.mlp.shared_experts.linear_fc2"):
-                linear = model.get_submodule(path)
+            for path in LINEARS:
+                linear = model.get_submodule(f"decoder.layers.{path}")
                 unit = torch.eye(linear.weight.shape[1], dtype=torch.bfloat16)[:, None]
                 with torch.no_grad():
                     found[f"{name} {path}"] = _digest(linear(unit)[0])
