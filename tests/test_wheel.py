@@ -27,7 +27,7 @@ from megatron_nemotron3 import cli
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "megatron_nemotron3"
-SOURCES = ("megatron_nemotron3", "docs", "pyproject.toml", "setup.py", "MANIFEST.in")
+SOURCES = ("megatron_nemotron3", "recipes", "docs", "pyproject.toml", "setup.py", "MANIFEST.in")
 TEXTS = ("README.md", "CHANGELOG.md", "LICENSE")
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
 VERSIONS = ("3.10", "3.11", "3.12", "3.13")
@@ -109,9 +109,11 @@ def test_the_wheel_has_the_package_and_nothing_else(built: tuple[Path, Path]) ->
     with zipfile.ZipFile(built[1]) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
         licences = [name for name in archive.namelist() if name.endswith("/LICENSE")]
+    places = {PACKAGE: "megatron_nemotron3", ROOT / "recipes": "megatron_nemotron3/recipes"}
     wanted = {
-        str(path.relative_to(ROOT))
-        for path in PACKAGE.rglob("*")
+        f"{place}/{path.relative_to(folder)}"
+        for folder, place in places.items()
+        for path in folder.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
     assert names == wanted

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_nemotron3 import cli
-from megatron_nemotron3.recipes.files import Recipe, recipes
+from megatron_nemotron3.cli.recipe_files import Recipe, recipes
 from tests.recipes.cases import BASIC, CASES, RECIPES, run
 
 #: What each kind of recipe needs beside itself.

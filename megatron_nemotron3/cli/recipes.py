@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.checkpoint.output import add_json, print_json
-from megatron_nemotron3.recipes.files import Recipe, chosen, copy
+from megatron_nemotron3.cli.recipe_files import Recipe, chosen, copy
 
 
 def register(commands: Any) -> None:

@@ -1,4 +1,4 @@
-"""The scripts beside this file: which there are, what each of them needs, and copies that run elsewhere."""
+"""The scripts of recipes/: which there are, what each of them needs, and copies that run elsewhere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from pathlib import Path
 from megatron_nemotron3.checkpoint.files import write_bytes
 from megatron_nemotron3.words import hint
 
-HERE = Path(__file__).resolve().parent
+
+def _folder() -> Path:
+    package = Path(__file__).resolve().parent.parent
+    inside = package / "recipes"
+    return inside if (inside / "slurm.sh").is_file() else package.parent / "recipes"
+
+
+#: The scripts: a wheel has them in the package, a checkout at its top.
+HERE = _folder()
 #: Starts any recipe on the nodes of a Slurm job; every copy has it.
 SLURM = HERE / "slurm.sh"
 #: A script that another one sources or starts, named from that one's folder.
