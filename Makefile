@@ -38,7 +38,7 @@ test: environment
 test-full: environment
 	$(PYTEST) $(TESTS)
 
-# Certificates of the recipes (megatron_nemotron3/recipes/*/*.certificate.json) that are missing or of another command.
+# Certificates of the recipes (recipes/*/*.certificate.json) that are missing or of another command.
 certificates: environment
 	$(RUN) tests.recipes.certificates
 

@@ -1,11 +1,12 @@
-"""The long description: README.md, whose links a package index can follow. The rest is in pyproject.toml."""
+"""What pyproject.toml cannot say: a README with links for a package index, and where the recipes lie."""
 
 import re
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
+RECIPES = "megatron_nemotron3.recipes"
 
 
 def long_description() -> str:
@@ -19,4 +20,10 @@ def long_description() -> str:
     return re.sub(r"\[([^\]]+)\]\((?![a-z]+:|#)([^)]+)\)", target, text)
 
 
-setup(long_description=long_description(), long_description_content_type="text/markdown")
+setup(
+    long_description=long_description(),
+    long_description_content_type="text/markdown",
+    # The folder of scripts at the top is a package without modules in the wheel.
+    packages=[*find_packages(include=["megatron_nemotron3", "megatron_nemotron3.*"]), RECIPES],
+    package_dir={RECIPES: "recipes"},
+)

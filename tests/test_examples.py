@@ -18,7 +18,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
 SCRIPTS = [
     p for p in sorted((ROOT / "examples").glob("*.py")) if "__main__" in p.read_text() or p in EXAMPLES
 ]
-RECIPES = sorted((ROOT / "megatron_nemotron3/recipes").glob("*/pretrain.sh"))
+RECIPES = sorted((ROOT / "recipes").glob("*/pretrain.sh"))
 
 
 def _run(words: list[str], folder: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
@@ -64,7 +64,7 @@ def test_recipe_prints_its_command(recipe: Path) -> None:
 
 def test_recipe_stops_at_a_layout_that_cannot_work() -> None:
     env = {"DRY_RUN": "1", "DATA_PATH": "/data/x", "TOKENIZER": "/tok", "GPUS": "6"}
-    done = _run(["bash", str(ROOT / "megatron_nemotron3/recipes/super/pretrain.sh")], **env)
+    done = _run(["bash", str(ROOT / "recipes/super/pretrain.sh")], **env)
     assert done.returncode == 2
     assert "EP" in done.stderr and "torch.distributed.run" not in done.stdout
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import email
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -27,7 +28,7 @@ from megatron_nemotron3 import cli
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "megatron_nemotron3"
-SOURCES = ("megatron_nemotron3", "docs", "pyproject.toml", "setup.py", "MANIFEST.in")
+SOURCES = ("megatron_nemotron3", "recipes", "docs", "pyproject.toml", "setup.py", "MANIFEST.in")
 TEXTS = ("README.md", "CHANGELOG.md", "LICENSE")
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
 VERSIONS = ("3.10", "3.11", "3.12", "3.13")
@@ -109,9 +110,11 @@ def test_the_wheel_has_the_package_and_nothing_else(built: tuple[Path, Path]) ->
     with zipfile.ZipFile(built[1]) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
         licences = [name for name in archive.namelist() if name.endswith("/LICENSE")]
+    places = {PACKAGE: "megatron_nemotron3", ROOT / "recipes": "megatron_nemotron3/recipes"}
     wanted = {
-        str(path.relative_to(ROOT))
-        for path in PACKAGE.rglob("*")
+        f"{place}/{path.relative_to(folder)}"
+        for folder, place in places.items()
+        for path in folder.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
     assert names == wanted
@@ -130,6 +133,56 @@ def test_the_source_distribution_has_what_the_readme_names(built: tuple[Path, Pa
     # A link became the name of a file.
     files = re.findall(r"\(`([\w./]+\.md)`\)", text)
     assert files and set(files) <= names
+
+
+def _environment(folder: Path, python: str, wheel: Path) -> Path:
+    """Make an environment that has the wheel and nothing else; returns its interpreter."""
+    subprocess.run([python, "-m", "venv", "--without-pip", str(folder)], check=True)
+    found = folder / "bin" / "python"
+    words = ["--python", str(found), "--isolated", "install", "-q", "--no-index", str(wheel)]
+    subprocess.run([sys.executable, "-m", "pip", *words], check=True, env=_plain())
+    return found
+
+
+def _plain() -> dict[str, str]:
+    """Neither pip's settings nor a checkout on the path count."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON"))}
+
+
+@pytest.mark.parametrize("place", ["wheel", "editable", "checkout"])
+def test_recipes_wherever_the_package_is(built: tuple[Path, Path], place: str, tmp_path: Path) -> None:
+    """Listed, printed, copied, and a copy launches: from a wheel, an editable install and a checkout."""
+    checkout = built[0].parent.parent / "copy"
+    python, variables = Path(sys.executable), {**_plain(), "PYTHONPATH": str(checkout)}
+    scripts = checkout / "recipes"
+    if place != "checkout":
+        editable = place == "editable"
+        wheel = _setuptools("build_editable", checkout, tmp_path) if editable else built[1]
+        python, variables = _environment(tmp_path / "environment", sys.executable, wheel), _plain()
+        if not editable:
+            (site,) = (tmp_path / "environment").glob("lib/*/site-packages")
+            scripts = site / "megatron_nemotron3" / "recipes"
+
+    def recipe(*words: str) -> str:
+        command = [python, "-m", "megatron_nemotron3", "recipe", *words]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    listed = json.loads(recipe("--json"))
+    started = {path for path in scripts.glob("*/*.sh") if path.read_text().startswith("#!")}
+    assert {Path(one["path"]) for one in listed} == started and len(started) > 20
+    assert recipe("super", "pretrain") == (ROOT / "recipes/super/pretrain.sh").read_text()
+    recipe("--output", "my recipes")
+    path = os.pathsep.join((str(python.parent), variables["PATH"]))
+    for folder in (scripts, tmp_path / "my recipes"):
+        done = subprocess.run(
+            ["bash", folder / "super/debug_cpu.sh"], cwd=tmp_path,
+            env={**variables, "PATH": path, "DRY_RUN": "1"}, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert done.returncode == 0 and "--mock-data" in done.stdout, done.stderr
 
 
 def test_metadata(built: tuple[Path, Path]) -> None:
@@ -179,27 +232,12 @@ def test_every_command_is_tried() -> None:
 def test_a_bare_environment(built: tuple[Path, Path], version: str, tmp_path: Path) -> None:
     """Every command that needs no other package works, every other one names the package."""
     environment, folder = tmp_path / "environment", tmp_path / "folder"
-    python = environment / "bin" / "python"
     folder.mkdir()
-    subprocess.run([_interpreter(version), "-m", "venv", "--without-pip", str(environment)], check=True)
-    # Neither pip's settings nor a checkout on the path count.
-    plain = {k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "PYTHON"))}
-    install = [
-        "-m",
-        "pip",
-        "--python",
-        str(python),
-        "--isolated",
-        "install",
-        "-q",
-        "--no-index",
-        str(built[1]),
-    ]
-    subprocess.run([sys.executable, *install], check=True, env=plain)
+    python = _environment(environment, _interpreter(version), built[1])
 
     # Every file can be compiled, not only those that are imported.
     installed = next(environment.glob("lib/*/site-packages/megatron_nemotron3"))
-    subprocess.run([python, "-W", "error", "-m", "compileall", "-q", installed], check=True, env=plain)
+    subprocess.run([python, "-W", "error", "-m", "compileall", "-q", installed], check=True, env=_plain())
 
     def run(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
         variables = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "PYTHONWARNINGS": "error"}

@@ -4,6 +4,7 @@
     overview.py   `nemotron3 --help` and `--version`
     completion.py what a shell completes
     parser.py     the parsers of the commands
+    recipes.py    `nemotron3 recipe`: lists, prints and copies the scripts of recipes/
 
 Only the module of the command that is used is imported. Invalid input ends with exit code 2 and one line on
 stderr.

@@ -78,7 +78,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         ),
         Command(
             "recipe",
-            "recipes.command",
+            "cli.recipes",
             "list, print or copy the launch scripts of every model and phase",
             "nemotron3 recipe super pretrain",
         ),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-RECIPES = ROOT / "megatron_nemotron3" / "recipes"
+RECIPES = ROOT / "recipes"
 GOLDEN = ROOT / "tests" / "golden" / "recipes"
 #: What recipes ask for before anything else.
 BASIC = {"DATA_PATH": "/data/text", "TOKENIZER": "/data/tokenizer", "LOAD": "/data/before"}

@@ -1,7 +1,8 @@
 """Write the recipes' certificates: `python -m tests.recipes.certificates [CASE…]`.
 
 Each case of a recipe (`cases.py`) has a certificate beside the script, made by `nemotron3 certify` for the
-command in the golden file. Without names those are made anew that are missing or of another command.
+command in the golden file: one line of JSON. Without names those are made anew that are missing or of
+another command.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def write(case: Case) -> bool:
         data = json.loads((folder / "made" / "certificate.json").read_text())
     del data["host"], data["seconds"]  # of the machine that certified it
     data["title"] = " ".join(("recipe", case.model, case.recipe, *filter(None, (case.variant,))))
-    place(case).write_text(json.dumps(data, indent=1).replace(f"{ROOT}/", "") + "\n")
+    place(case).write_text(json.dumps(data, separators=(",", ":")).replace(f"{ROOT}/", "") + "\n")
     return bool(data["passed"])
 
 

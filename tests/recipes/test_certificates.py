@@ -24,4 +24,5 @@ def test_certificate(case: Case) -> None:
     assert found["belongs"], found["differences"]
     assert found["passed"]
     text = place(case).read_text()
+    assert text.count("\n") == 1 and text.endswith("\n")
     assert "/tmp" not in text and "host" not in json.loads(text)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_nemotron3 import cli
-from megatron_nemotron3.recipes.files import Recipe, recipes
+from megatron_nemotron3.cli.recipes import Recipe, recipes
 from tests.recipes.cases import BASIC, CASES, RECIPES, run
 
 #: What each kind of recipe needs beside itself.
@@ -58,6 +58,8 @@ def test_a_copy_has_what_it_needs(recipe: Recipe, tmp_path: Path) -> None:
     assert _files(tmp_path) == own | needed | ({"cpu/debug.sh"} if recipe.name == "debug_cpu" else set())
     for name in (*own, "slurm.sh", "bind.sh"):
         assert os.access(tmp_path / name, os.X_OK)
+        # A copy into the checkout's own folder changes nothing there.
+        assert os.access(RECIPES / name, os.X_OK)
 
 
 @pytest.mark.parametrize(
@@ -115,6 +117,17 @@ def test_all_are_copied_and_again(tmp_path: Path, capsys: pytest.CaptureFixture[
     said = capsys.readouterr().err
     assert f"{tmp_path}/mine/node.sh" in said and "nothing was copied" in said and said.count("\n") == 1
     assert _files(tmp_path / "mine") == {"node.sh"}
+
+
+def test_a_package_without_its_scripts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as one that somebody copied without the rest of the checkout."""
+    monkeypatch.setattr("megatron_nemotron3.cli.recipes.SCRIPTS", tmp_path / "recipes")
+    assert _recipe() == _recipe("super", "pretrain") == _recipe("--output", tmp_path / "copy") == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count(f"{tmp_path}/recipes has no recipes: install the wheel") == 3
+    assert said.err.count("\n") == 3 and _files(tmp_path) == set()
 
 
 @pytest.mark.parametrize(
