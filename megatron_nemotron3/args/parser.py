@@ -1,8 +1,8 @@
 """Megatron's options, without Megatron: what its parser takes, and its defaults. Standard library only.
 
-`options.json` has every option of the supported versions: its type and number of values, the argument group that it
-is in ("section"), its default where that is used, and what `nemotron3 certify` does with it ("treatment").
-`python -m tests.args.make_options` writes it, and a test compares it with the installed parser.
+`options.json` has every option of the supported versions: its type and number of values, the argument group
+that it is in ("section"), its default where that is used, and what `nemotron3 certify` does with it
+("treatment"). `python -m tests.args.make_options` writes it; a test compares it with the installed parser.
 """
 
 from __future__ import annotations
