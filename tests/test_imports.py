@@ -164,7 +164,6 @@ LIGHT = (
     "refit.shares",
     "xtoken.command",
     "certify.options",
-    "certify.option_rows",
     "certify.stages",
     "certify.small",
     "certify.large",

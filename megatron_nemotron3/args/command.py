@@ -16,11 +16,10 @@ from megatron_nemotron3.args.explain import (
     with_megatron_defaults,
 )
 from megatron_nemotron3.args.explain_text import render as render_explanation
-from megatron_nemotron3.args.flag import Flag, exports, parse, render
+from megatron_nemotron3.args.flag import Flag, exports, parse, render, repeated
 from megatron_nemotron3.args.flags import flags
 from megatron_nemotron3.args.launch import BACKENDS, PRECISIONS, Launch
 from megatron_nemotron3.args.layout import ParallelLayout
-from megatron_nemotron3.args.parser_check import repeated
 from megatron_nemotron3.args.performance import GPUS, Tuned, published
 from megatron_nemotron3.args.phases import BF16_END, PHASES, Phase, phase, require_known, switch_step
 from megatron_nemotron3.args.precision_file import check as check_precision_file

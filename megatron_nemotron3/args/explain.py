@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +14,7 @@ from megatron_nemotron3.args.continued import refused
 from megatron_nemotron3.args.flag import SECTIONS, Flag, parse, text, to_argv
 from megatron_nemotron3.args.flags import flags
 from megatron_nemotron3.args.launch import Launch
-from megatron_nemotron3.args.megatron_defaults import default, installed
+from megatron_nemotron3.args.parser import default
 from megatron_nemotron3.args.pasted import sections, violations
 from megatron_nemotron3.args.phases import phase
 from megatron_nemotron3.args.reference import (
@@ -235,7 +238,7 @@ def with_megatron_defaults(explanation: Explanation) -> Explanation:
     Raises:
         ValueError: megatron-core is not installed.
     """
-    version, actions = installed()
+    version, actions = installed_options()
     named = {setting.name for setting in explanation.settings}
     set_already = {action.dest for action in actions if named & set(action.option_strings)}
     rest = [
@@ -251,6 +254,27 @@ def with_megatron_defaults(explanation: Explanation) -> Explanation:
         if action.dest not in set_already
     ]
     return replace(explanation, settings=(*explanation.settings, *rest))
+
+
+def installed_options() -> tuple[str, list[argparse.Action]]:
+    """Return (version, options) of the installed Megatron's parser. It imports torch, which takes seconds.
+
+    Raises:
+        ValueError: megatron-core, or what it needs, is not installed.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that Transformer Engine and Apex are not there
+            version = importlib.import_module("megatron.core").__version__
+            arguments = importlib.import_module("megatron.training.arguments")
+    except ImportError as missing:
+        raise ValueError(
+            f"--all asks the installed Megatron for its defaults, but {missing}: "
+            "pip install 'megatron-nemotron3[train]'"
+        ) from None
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    arguments.add_megatron_arguments(parser)
+    return version, [action for action in parser._actions if action.dest != "help"]
 
 
 def _explanation(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_nemotron3.args import parser_table
+from megatron_nemotron3.args import parser
 from megatron_nemotron3.args.flag import text
 
 #: Minor version whose options are meant.
@@ -41,19 +41,18 @@ def options_of(fields: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
 
     A field without an option is left out, and so is one whose value means that the option is not passed.
     """
-    known = parser_table.options(_VERSION)
     found: dict[str, tuple[str, ...]] = {}
     for field, value in fields.items():
         option = option_of(str(field))
-        kind = known.get(option.removeprefix("--"))
-        if kind is None or field in _NO_OPTION or value is None:
+        known = parser.argument(option, _VERSION)
+        if known is None or known.package or field in _NO_OPTION or value is None:
             continue
-        if kind == "switch":
+        if known.type == "switch":
             if value is (field not in _OFF):
                 found[option] = ()
         elif isinstance(value, (str, int, float, list, tuple)) and not isinstance(value, bool):
             values = value if isinstance(value, (list, tuple)) else (value,)
-            if kind.startswith("int"):  # a whole number may be stored as a float
+            if known.type == "int":  # a whole number may be stored as a float
                 values = [int(v) if isinstance(v, float) and v.is_integer() else v for v in values]
             if words := tuple(map(text, values)):
                 found[option] = words

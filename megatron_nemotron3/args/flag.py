@@ -83,6 +83,19 @@ def parse(words: Sequence[str]) -> list[Flag]:
     return flags
 
 
+def repeated(flags: Sequence[Flag]) -> list[str]:
+    """Return a sentence for each option that is given more than once with different values."""
+    values: dict[str, set[tuple[str, ...]]] = {}
+    for flag in flags:
+        values.setdefault(flag.name, set()).add(flag.values)
+    last = {flag.name: str(flag) for flag in flags}
+    return [
+        f"{name} is given {len(found)} times with different values: the last one counts, {last[name]}"
+        for name, found in values.items()
+        if len(found) > 1
+    ]
+
+
 def to_argv(flags: Iterable[Flag]) -> list[str]:
     """Return the words to pass to a process, unquoted: `["--hidden-size", "4096", ...]`."""
     return [word for flag in flags for word in (flag.name, *flag.values)]

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from megatron_nemotron3.args import parser_check
+from megatron_nemotron3.args import parser
 from megatron_nemotron3.args.layout import ParallelLayout
 from megatron_nemotron3.args.performance_table import HARDWARE, NAMES, ROWS, RUNS, USED_OF_NVL72, Row, Run
 from megatron_nemotron3.models import Nemotron3Config
@@ -155,7 +155,7 @@ def tuned(
         if name not in options:
             raise ValueError(f"{name} is not an option of --gpu {gpu}: it has {', '.join(sorted(options))}")
         del options[name]
-    missing = parser_check.unknown(options, version)
+    missing = parser.unknown(options, version)
     for name in [sentence.split()[0] for sentence in missing]:
         del options[name]
     return Tuned(

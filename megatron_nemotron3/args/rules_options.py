@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from megatron_nemotron3.args.architecture import MODEL, MOE, MTP
 from megatron_nemotron3.args.flag import parse, text
 from megatron_nemotron3.args.launch import Launch
-from megatron_nemotron3.args.parser_check import misused, unknown
+from megatron_nemotron3.args.parser import misused, unknown
 from megatron_nemotron3.args.rule import Rule, Severity
 from megatron_nemotron3.args.versions import DEFAULT
 from megatron_nemotron3.models.stack_specs import has_spec

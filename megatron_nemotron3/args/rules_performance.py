@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import gcd
 
+from megatron_nemotron3.args import parser
 from megatron_nemotron3.args.launch import Launch
-from megatron_nemotron3.args.megatron_defaults import DEFAULTS
 from megatron_nemotron3.args.performance_table import HARDWARE, USED_OF_NVL72
 from megatron_nemotron3.args.rule import Rule, divisors
 
@@ -236,7 +236,7 @@ PERFORMANCE_RULES: tuple[Rule, ...] = (
             _FSDP in c.options
             and _instances(c) > 1
             and c.option(_OUTER, "no_shard") != "no_shard"
-            and float(c.option("--clip-grad", DEFAULTS["--clip-grad"])) > 0
+            and float(c.option("--clip-grad", parser.default("--clip-grad", c.options) or "0")) > 0
         ),
         lambda c: (
             f"{_FSDP} with {_INSTANCES} {_instances(c)} and {_OUTER} "

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_nemotron3.args.fields import options_of
-from megatron_nemotron3.args.megatron_defaults import is_default
+from megatron_nemotron3.args.parser import is_default
 
 _MODEL_ARGS, _MODEL, _RECIPE = "MODEL_ARGS", "model", "recipe"
 _HEAD = re.compile(rf"^(?:{_MODEL_ARGS}|{_MODEL}|{_RECIPE}):\s*(?:#.*)?$", re.MULTILINE)

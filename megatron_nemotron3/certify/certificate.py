@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import megatron_nemotron3
-from megatron_nemotron3.args import parser_table
+from megatron_nemotron3.args import parser
 from megatron_nemotron3.args import versions as core
 from megatron_nemotron3.args.flag import Flag
 from megatron_nemotron3.certify import options as table
@@ -47,16 +47,15 @@ def normalised(
         adapters: what NEMOTRON3_LORA says; None: the weights are trained.
         heads: what NEMOTRON3_BOOST says; None: not only MTP's weights are trained.
     """
-    kinds = parser_table.options("0.19")
     found: dict[str, list[str]] = {}
     for flag in flags:
-        if table.row(flag.name).fate is table.Fate.DROPPED:
+        if table.group(flag.name).treatment is table.Treatment.DROPPED:
             continue
         if flag.name in FILES:
             found[flag.name] = [_content(word) for word in flag.values]
             continue
-        kind = kinds.get(flag.name.removeprefix("--"), "text").partition(" ")[0]
-        found[flag.name] = [_number(word, kind) for word in flag.values]
+        known = parser.argument(flag.name, "0.19")
+        found[flag.name] = [_number(word, known.type if known else "text") for word in flag.values]
     if world_size is not None:
         found[WORLD] = [str(world_size)]
     if emulated:
@@ -148,8 +147,8 @@ def make(
             "layouts": [str(sizes) for sizes in twin.sizes],
             "sequence": batch.seq_length,
             "documents": batch.documents and list(batch.documents),
-            "options": {name: fate.value for name, fate in twin.fates.items()},
-            "remarks": [[one.fate.value, one.what, one.instead, *one.options] for one in twin.remarks],
+            "options": {name: treatment.value for name, treatment in twin.treatments.items()},
+            "remarks": [[one.treatment.value, one.what, one.instead, *one.options] for one in twin.remarks],
         },
         "findings": [
             {

@@ -6,17 +6,15 @@ import math
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
-from megatron_nemotron3.args import ParallelLayout, parser_table, versions
-from megatron_nemotron3.args.megatron_defaults import DEFAULTS
+from megatron_nemotron3.args import ParallelLayout, parser, versions
 from megatron_nemotron3.args.script import is_known
 from megatron_nemotron3.args.stored_model import Taken
 from megatron_nemotron3.certify import options as table
 from megatron_nemotron3.certify import stages as cuts
 from megatron_nemotron3.certify.layouts import Sizes
-from megatron_nemotron3.certify.options import Fate
+from megatron_nemotron3.certify.options import Treatment
 from megatron_nemotron3.convert.megatron_args import config_of
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models import pattern as patterns
@@ -101,7 +99,7 @@ def large_of(merged: Taken, world_size: int | None, vocab_size: int | None) -> L
             "Megatron-Bridge give the run_config.yaml that Bridge writes beside its checkpoints"
         )
     for name, words in given.items():
-        if table.row(name) is not table.SCHEDULE and not is_known(words):
+        if table.group(name) is not table.SCHEDULE and not is_known(words):
             said = " ".join((name, *words))
             raise ValueError(f"{said}: the script does not say what it is: give --set NAME=VALUE")
     model, notes = _model(given, vocab_size)
@@ -122,14 +120,14 @@ def large_of(merged: Taken, world_size: int | None, vocab_size: int | None) -> L
 
 
 def _counts(name: str) -> bool:
-    row = table.row(name)
-    return row.fate in (Fate.KEPT, Fate.SIZED) or row is table.SCHEDULE
+    group = table.group(name)
+    return group.treatment in (Treatment.KEPT, Treatment.SIZED) or group is table.SCHEDULE
 
 
-@cache
-def _kinds() -> dict[str, str]:
-    """Name -> kind of every option of the supported versions."""
-    return {name: kind for v in versions.KNOWN for name, kind in parser_table.options(v).items()}
+def _type(name: str) -> str:
+    """Return the type of an option in the newest version that has it."""
+    found = (parser.argument(name, version) for version in reversed(versions.KNOWN))
+    return next((known.type for known in found if known), "text")
 
 
 def _number(name: str, words: tuple[str, ...], read: type[int] | type[float]) -> Any:
@@ -145,13 +143,13 @@ def _model(
 ) -> tuple[Nemotron3Config, list[tuple[str, str]]]:
     """Return the model that the options describe, with Megatron's defaults for those that are missing."""
     values, assumed = dict[str, Any](_SWITCHES), list[tuple[str, str]]()
-    defaults = {name: (DEFAULTS[name],) for name in _GIVEN_BY_MEGATRON}
+    defaults = {name: (text,) for name in _GIVEN_BY_MEGATRON if (text := parser.default(name, given))}
     for name, words in (defaults | dict(given)).items():
         if name in _OFF:
             values[_OFF[name]] = False
-        if name in _OFF or name in _GROUPS or table.row(name) is table.SCHEDULE:
+        if name in _OFF or name in _GROUPS or table.group(name) is table.SCHEDULE:
             continue
-        kind = _kinds().get(name.removeprefix("--"), "text").partition(" ")[0]
+        kind = _type(name)
         if kind in ("int", "float"):
             value = _number(name, words, int if kind == "int" else float)
         else:

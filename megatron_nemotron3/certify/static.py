@@ -7,10 +7,10 @@ from pathlib import Path
 
 from megatron_nemotron3.args import pasted, versions
 from megatron_nemotron3.args.command_line import is_known
-from megatron_nemotron3.args.parser_check import misused, unknown
+from megatron_nemotron3.args.parser import misused, unknown
 from megatron_nemotron3.certify.bench import Bench
 from megatron_nemotron3.certify.finding import Finding, State, failed, passed, untested
-from megatron_nemotron3.certify.options import Fate
+from megatron_nemotron3.certify.options import Treatment
 from megatron_nemotron3.plan.hardware import GIB, GPUS, RESERVE
 from megatron_nemotron3.precision import deviations, yaml_file
 from megatron_nemotron3.precision.census import Ambient, CensusError, require_some
@@ -131,6 +131,6 @@ def memory(bench: Bench) -> Iterator[Finding]:
 def beyond(bench: Bench) -> Iterator[Finding]:
     """Yield what of the launch nothing here can try."""
     for remark in bench.twin.remarks:
-        if remark.fate is Fate.UNTESTED:
+        if remark.treatment is Treatment.UNTESTED:
             names = f" ({', '.join(remark.options)})" if remark.options else ""
             yield untested(remark.what, f"{remark.instead}{names}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_nemotron3.args import ParallelLayout, parser_check, versions
+from megatron_nemotron3.args import ParallelLayout, parser, versions
 from megatron_nemotron3.args.architecture import MODEL, MOE, MTP, emit
 from megatron_nemotron3.args.flag import Flag, to_argv
 from megatron_nemotron3.args.flags import backend_words
@@ -22,7 +22,7 @@ from megatron_nemotron3.certify import stages as cuts
 from megatron_nemotron3.certify.batch_shape import Batch, batch_of
 from megatron_nemotron3.certify.large import Large, large_of
 from megatron_nemotron3.certify.layouts import Sizes, cover
-from megatron_nemotron3.certify.options import Fate
+from megatron_nemotron3.certify.options import Treatment
 from megatron_nemotron3.lora import LoRA
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models import pattern as patterns
@@ -51,14 +51,14 @@ class Remark:
     what: str
     #: What the twin has instead, or why it can have nothing.
     instead: str
-    fate: Fate = Fate.REPLACED
+    treatment: Treatment = Treatment.REPLACED
     #: The options, as they are in the launch.
     options: tuple[str, ...] = ()
 
     @property
     def untested(self) -> bool:
         """Whether nothing about it is proven."""
-        return self.fate is Fate.UNTESTED
+        return self.treatment is Treatment.UNTESTED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class Twin:
     meaning: tuple[str, ...]
     mechanism: tuple[Flag, ...]
     #: What becomes of each option of the launch.
-    fates: Mapping[str, Fate]
+    treatments: Mapping[str, Treatment]
     remarks: tuple[Remark, ...]
 
     def words(self, sizes: Sizes | None) -> list[str]:
@@ -92,7 +92,7 @@ class Twin:
             Flag("--hybrid-layer-pattern", (pattern,)),
         ]
         rows = MODEL + (MOE if self.config.is_moe else ()) + (MTP if self.config.has_mtp else ())
-        size_rows = [row for row in rows if table.row(row.flag) is table.MODEL_SIZES]
+        size_rows = [row for row in rows if table.group(row.flag) is table.MODEL_SIZES]
         head += [flag for row in size_rows for flag in emit(row.flag, row.value(self.config), "extra", "")]
         for name, value in (
             ("--tensor-model-parallel-size", layout.tp),
@@ -175,35 +175,39 @@ def make(
     remarks = [Remark(what, instead) for what, instead in launch.assumed]
     sizes, missing = cover(launch.sizes, ranks)
     remarks += [
-        Remark(" with ".join(dict.fromkeys(pair)), f"needs more than {ranks} ranks (--ranks)", Fate.UNTESTED)
+        Remark(
+            " with ".join(dict.fromkeys(pair)), f"needs more than {ranks} ranks (--ranks)", Treatment.UNTESTED
+        )
         for pair in missing
     ]
     known = versions.chosen(version)
-    if lacking := parser_check.unknown((flag.name for flag in merged.flags), known):
+    if lacking := parser.unknown((flag.name for flag in merged.flags), known):
         remarks.append(
-            Remark(f"options that megatron-core {known} does not have", "", Fate.KEPT, tuple(lacking))
+            Remark(f"options that megatron-core {known} does not have", "", Treatment.KEPT, tuple(lacking))
         )
     if lora is not None:
-        remarks.append(Remark(f"adapters in the script: NEMOTRON3_LORA={lora}", _SCRIPT, Fate.UNTESTED))
+        remarks.append(Remark(f"adapters in the script: NEMOTRON3_LORA={lora}", _SCRIPT, Treatment.UNTESTED))
     config, sized = _small(launch, sizes, remarks)
-    meaning, mechanism, fates = list(sized), list[Flag](), dict[str, Fate]()
-    grouped: dict[table.Row, list[str]] = {}
+    meaning, mechanism, treatments = list(sized), list[Flag](), dict[str, Treatment]()
+    grouped: dict[table.OptionGroup, list[str]] = {}
     given = {flag.name: flag.values for flag in merged.flags}
     for flag in merged.flags:
         flag = _on_a_cpu(flag, remarks)
-        row = table.row(flag.name, flag.values, given)
-        fates[flag.name] = row.fate
-        if row.fate is Fate.KEPT and row.mechanism:
+        group = table.group(flag.name, flag.values, given)
+        treatments[flag.name] = group.treatment
+        if group.treatment is Treatment.KEPT and group.mechanism:
             mechanism.append(flag)
-        elif row.fate is Fate.KEPT:
+        elif group.treatment is Treatment.KEPT:
             meaning += to_argv([flag])
-        if row.fate in (Fate.REPLACED, Fate.UNTESTED) or row is table.UNKNOWN:
-            grouped.setdefault(row, []).append(str(flag))
-        if row.fate is Fate.UNTESTED and flag.name == "--moe-token-dispatcher-type":
+        if group.treatment in (Treatment.REPLACED, Treatment.UNTESTED) or group is table.UNKNOWN:
+            grouped.setdefault(group, []).append(str(flag))
+        if group.treatment is Treatment.UNTESTED and flag.name == "--moe-token-dispatcher-type":
             mechanism.append(Flag(flag.name, ("alltoall",)))
-    for name in (name for name in table.DROPOUT if name not in fates):
-        grouped.setdefault(table.row(name, ("0.1",)), []).append(f"{name} 0.1, Megatron's default")
-    remarks += [Remark(row.what, row.instead, row.fate, tuple(names)) for row, names in grouped.items()]
+    for name in (name for name in table.DROPOUT if name not in treatments):
+        grouped.setdefault(table.group(name, ("0.1",)), []).append(f"{name} 0.1, Megatron's default")
+    remarks += [
+        Remark(group.what, group.instead, group.treatment, tuple(names)) for group, names in grouped.items()
+    ]
     return Twin(
         model=launch.model,
         config=config,
@@ -214,7 +218,7 @@ def make(
         boost=boost,
         meaning=tuple(meaning),
         mechanism=tuple(mechanism),
-        fates=fates,
+        treatments=treatments,
         remarks=tuple(dict.fromkeys(remarks)),
     )
 
@@ -227,7 +231,7 @@ def _on_a_cpu(flag: Flag, remarks: list[Remark]) -> Flag:
         Remark(
             f"recomputation of {' and '.join(lost)}",
             "kept in memory: they need Transformer Engine",
-            Fate.UNTESTED,
+            Treatment.UNTESTED,
             (str(flag),),
         )
     )
@@ -251,7 +255,7 @@ def _small(
     for pairs, what in ((lost, "cuts between stages"), (apart, "neighbors in a stage")):
         if pairs:
             shown = ", ".join(f"{one or 'nothing'} and {other or 'nothing'}" for one, other in pairs)
-            remarks.append(Remark(f"{what}: {shown}", "the small pipeline has fewer", Fate.UNTESTED))
+            remarks.append(Remark(f"{what}: {shown}", "the small pipeline has fewer", Treatment.UNTESTED))
     mtp, _ = cuts.shortened([model.mtp_pattern or ""], [model.mtp_pattern or ""])
     config = small.small_model(model, layout, sizes, stages=stages, mtp=mtp[0])
     config = config.but(vocab_size=small.PADDED_VOCABULARY - (8 if launch.padded else 0))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from megatron_nemotron3.args.flag import parse
 from megatron_nemotron3.certify import options as table
-from megatron_nemotron3.certify.options import Fate
+from megatron_nemotron3.certify.options import Treatment
 from megatron_nemotron3.certify.twin import Twin
 from megatron_nemotron3.models import Nemotron3Config
 
@@ -31,30 +31,30 @@ _SIZES = {
 
 def lines(twin: Twin) -> list[str]:
     """Return what was kept, made small, replaced, left out and is not tested, in this order."""
-    result = [f"{Fate.SIZED.value}:"]
+    result = [f"{Treatment.SIZED.value}:"]
     result += [f"  {line}" for line in _sized(twin)]
     for title, flags in (
         ("what is computed", parse(twin.meaning)),
-        ("how it is computed", [flag for flag in twin.mechanism if flag.name in twin.fates]),
+        ("how it is computed", [flag for flag in twin.mechanism if flag.name in twin.treatments]),
     ):
         if flags:
-            result += [f"{Fate.KEPT.value}, {title}:", *_wrapped(", ".join(map(str, flags)))]
-    for fate in (Fate.KEPT, Fate.REPLACED, Fate.UNTESTED):
-        found = [remark for remark in twin.remarks if remark.fate is fate]
+            result += [f"{Treatment.KEPT.value}, {title}:", *_wrapped(", ".join(map(str, flags)))]
+    for treatment in (Treatment.KEPT, Treatment.REPLACED, Treatment.UNTESTED):
+        found = [remark for remark in twin.remarks if remark.treatment is treatment]
         if found:
-            result.append(f"{fate.value}:")
+            result.append(f"{treatment.value}:")
         for remark in found:
             names = f" ({', '.join(remark.options)})" if remark.options else ""
             instead = f": {remark.instead}" if remark.instead else ""
             result += _wrapped(f"{remark.what}{instead}{names}")
     dropped = Counter(
-        (row if row.fate is Fate.DROPPED else table.OFF).what
-        for name, fate in twin.fates.items()
-        if fate is Fate.DROPPED and (row := table.row(name))
+        (group if group.treatment is Treatment.DROPPED else table.OFF).what
+        for name, treatment in twin.treatments.items()
+        if treatment is Treatment.DROPPED and (group := table.group(name))
     )
     if dropped:
         said = ", ".join(f"{what} ({count} options)" for what, count in dropped.items())
-        result += [f"{Fate.DROPPED.value}:", *_wrapped(said)]
+        result += [f"{Treatment.DROPPED.value}:", *_wrapped(said)]
     return result
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_nemotron3 import cpu_mode
-from megatron_nemotron3.args import parser_check
+from megatron_nemotron3.args import parser
 from megatron_nemotron3.args.flag import Flag
 from megatron_nemotron3.build import megatron_args
 from megatron_nemotron3.certify import static
@@ -49,7 +49,7 @@ def test_megatron_accepts_the_twin(name: str, tmp_path: Path) -> None:
 
 
 def test_what_a_launch_of_main_asks_of_an_older_megatron() -> None:
-    lacking = {name: parser_check.unknown((flag.name for flag in flags_of(name)), VERSION) for name in PROVEN}
+    lacking = {name: parser.unknown((flag.name for flag in flags_of(name)), VERSION) for name in PROVEN}
     assert {name: found for name, found in lacking.items() if found} == {}
 
 

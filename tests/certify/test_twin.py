@@ -1,9 +1,8 @@
-"""The twin of a launch: every option has a fate, the structure stays, and what is lost is said."""
+"""The twin of a launch: every option has a treatment, the structure stays, and what is lost is said."""
 
 from __future__ import annotations
 
 import shlex
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_nemotron3 import cpu_mode
-from megatron_nemotron3.args import Launch, ParallelLayout, command_line, parser_table, versions
+from megatron_nemotron3.args import Launch, ParallelLayout, command_line, parser
 from megatron_nemotron3.args import flags as flags_of
 from megatron_nemotron3.args.flag import Flag
 from megatron_nemotron3.build import megatron_args
@@ -21,7 +20,7 @@ from megatron_nemotron3.certify.certificate import normalised
 from megatron_nemotron3.certify.definition import definition
 from megatron_nemotron3.certify.finding import State
 from megatron_nemotron3.certify.layouts import Sizes, cover
-from megatron_nemotron3.certify.options import Fate
+from megatron_nemotron3.certify.options import Treatment
 from megatron_nemotron3.certify.twin import Twin, make, stages_of
 from megatron_nemotron3.models import pattern as patterns
 from megatron_nemotron3.models.stack_specs import experts_text, stored_experts
@@ -29,11 +28,6 @@ from tests.properties.strategies import layouts
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 RECIPES = sorted((GOLDEN / "recipes").glob("*.txt"))
-KNOWN = {
-    name
-    for section in ("all", *versions.KNOWN, parser_table.MODELOPT)
-    for name in parser_table.section(section)
-}
 SUPER = """
     torchrun --nproc-per-node 8 --nnodes 8 pretrain_hybrid.py
     --spec megatron_nemotron3.specs nemotron3_te_stack_spec
@@ -68,19 +62,24 @@ def option(words: list[str], name: str) -> str:
     return words[words.index(name) + 1]
 
 
-def test_every_option_of_megatron_stands_in_one_row() -> None:
-    rows = {name: [row.what for row in options.rows(f"--{name}")] for name in KNOWN}
-    assert {name: found for name, found in rows.items() if len(found) != 1} == {}
+def test_every_option_of_megatron_has_one_treatment() -> None:
+    """One line of the file is one option, with a treatment that the file describes."""
+    lines = [line for line in parser.FILE.read_text().splitlines() if '"treatment": ' in line]
+    table = parser.table()
+    assert len(lines) == len(table["options"]) + len(table["treatments"]) > 900
+    assert list(table["options"]) == sorted(table["options"])
+    assert {row["treatment"] for row in table["options"].values()} == set(table["treatments"])
 
 
-def test_rows_name_options_that_exist() -> None:
-    every = [(row.what, name) for row in options.TABLE for name in row.names + row.switches]
-    assert [pair for pair in every if not any(fnmatchcase(known, pair[1]) for known in KNOWN)] == []
+def test_every_option_of_a_treatment_exists() -> None:
+    for name, row in parser.table()["treatments"].items():
+        assert set(row.get("switches", ())) <= set(parser.table()["options"]), name
+    assert len({group.what for group in options.GROUPS.values()}) == len(options.GROUPS)
 
 
 def test_an_unknown_option_is_kept_and_said() -> None:
     twin = twin_of(f"{SUPER} --moe-new-thing 3")
-    assert twin.fates["--moe-new-thing"] is Fate.KEPT
+    assert twin.treatments["--moe-new-thing"] is Treatment.KEPT
     assert option(twin.words(None), "--moe-new-thing") == "3"
     assert any("not in the table" in r.what and r.options == ("--moe-new-thing 3",) for r in twin.remarks)
 
@@ -88,8 +87,8 @@ def test_an_unknown_option_is_kept_and_said() -> None:
 def test_details_of_what_is_off_are_not_called_untested() -> None:
     off = "--cuda-graph-impl none --cuda-graph-warmup-steps 3 --moe-flex-dispatcher-num-sms 16"
     twin = twin_of(f"{SUPER} {off} --moe-token-dispatcher-type alltoall")
-    assert {twin.fates[f"--{name}"] for name in ("cuda-graph-impl", "moe-flex-dispatcher-num-sms")} == {
-        Fate.DROPPED
+    assert {twin.treatments[f"--{name}"] for name in ("cuda-graph-impl", "moe-flex-dispatcher-num-sms")} == {
+        Treatment.DROPPED
     }
     twin = twin_of(f"{SUPER} {off} --moe-token-dispatcher-type flex".replace("impl none", "impl local"))
     said = {name for remark in twin.remarks if remark.untested for name in remark.options}
@@ -102,16 +101,16 @@ def test_details_of_what_is_off_are_not_called_untested() -> None:
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
-def test_every_option_of_a_recipe_has_a_fate(file: Path) -> None:
+def test_every_option_of_a_recipe_has_a_treatment(file: Path) -> None:
     """What is replaced or not tested is in a remark; what is kept is in the words."""
     flags = command_line.read(recipe(file))
     twin = make(flags, 8)
     said = {name.split()[0] for remark in twin.remarks for name in remark.options}
     mechanism = {flag.name for flag in twin.mechanism}
     for flag in flags:
-        fate = twin.fates[flag.name]
-        assert (fate in (Fate.REPLACED, Fate.UNTESTED)) == (flag.name in said), flag
-        if fate is Fate.KEPT:
+        treatment = twin.treatments[flag.name]
+        assert (treatment in (Treatment.REPLACED, Treatment.UNTESTED)) == (flag.name in said), flag
+        if treatment is Treatment.KEPT:
             assert flag.name in mechanism or flag.name in twin.meaning, flag
     assert twin_text.lines(twin)
 
