@@ -53,11 +53,10 @@ def test_generation_with_drafts() -> None:
     """MTP agrees with the model: drafts are accepted, and the text stays the same."""
     model, *rows = rows_of("generate.drafts")
     assert model["dtype"] == "bfloat16"
-    cases = [(graphs, drafts) for graphs in (True, False) for drafts in range(8)]
-    assert [(row["graphs"], row["drafts"]) for row in rows] == cases
+    assert [row["drafts"] for row in rows] == list(range(8))
     assert all(row["equal"] == row["new"] and row["tokens_per_second"] > 0 for row in rows)
     assert rows[0]["acceptance_length"] == 1.0 and rows[7]["acceptance_length"] > 3
-    assert rows[0]["break_even"] == rows[8]["break_even"] == 1.0
+    assert rows[0]["break_even"] == 1.0
 
 
 @pytest.mark.parametrize("name", ["step.nano.te", "step.nano.mamba-ssm"])
