@@ -32,11 +32,14 @@ from megatron_nemotron3.refit.packer import Packed
 from megatron_nemotron3.refit.parts import Part, name_of, parts_of, sum_held, sum_sent, target_of
 from megatron_nemotron3.refit.plan import Plan, Transfer
 
-_CURE = "cure: if a rank ended, its own log has the cause; the servers' weights are not to be used"
+_CURE = (
+    "cure: the log of the rank that failed or ended first has the reason; the servers' weights are not to be "
+    "used"
+)
 
 
 class RefitError(RuntimeError):
-    """A refit failed. Every rank raises the same text. Servers may hold some new and some old weights."""
+    """A refit failed, on every rank. Servers may hold some new and some old weights."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ class Refit:
             raise ValueError(f"the plan needs rank {ranks[-1]}, the world has {dist.get_world_size()} ranks")
         # Of its own, so that a refit that failed leaves others and the next one alone.
         self.groups = Groups(ranks, backend=backend, timeout=timeout, own=True)
-        self._failure = Failure(ranks, self.groups.abort, cure=_CURE)
+        self._failure = Failure(self.groups.abort, cure=_CURE)
         rank = dist.get_rank()
         self.sender = self.senders.index(rank) if rank in self.senders else None
         self.receiver = self.receivers.index(rank) if rank in self.receivers else None
@@ -278,7 +281,7 @@ class Refit:
 
     @contextlib.contextmanager
     def _everywhere(self) -> Iterator[None]:
-        """Turn any error of this rank alone into one of all ranks."""
+        """Turn any error of this rank into a RefitError, and end the waits of the others."""
         if not self.groups.is_member:
             raise ValueError(f"rank {self.groups.rank} neither sends nor receives in {self.plan.serving}")
         try:
