@@ -213,7 +213,7 @@ def test_emulated(pattern: str, how: str, monkeypatch: pytest.MonkeyPatch) -> No
     """In Triton, experts' products too. The rotation's matrix is uploaded once a process, before."""
     monkeypatch.setattr(scales, "hadamard_matrix", lambda device, dtype: torch.empty(16, 16, device=device))
     with emulating(parse(how)):
-        launched = step(pattern)
+        launched = step(pattern, kernels=True)
     assert ("rotate" in launched) == (how == "nvfp4,every_layer=1")
     assert launched & {"finish_rows", "finish_columns"}
     grouped = {"_rows_kernel", "_weight_kernel"}
