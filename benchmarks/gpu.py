@@ -69,11 +69,10 @@ class Stage:
 WIDTHS = ("nano", "super")
 #: Of a training step -> title. The order is that of their value.
 SIDES = {
-    "kernels": "torch backend with our Triton kernels",
-    "plain": "torch backend without our kernels (the default)",
+    "plain": "torch backend without mamba-ssm",
     "hf": "transformers at its best setting",
     "te": "stock TransformerEngine spec",
-    "mamba-ssm": "torch backend with kernels and mamba-ssm's scan",
+    "mamba-ssm": "torch backend with mamba-ssm's scan",
 }
 
 
@@ -86,11 +85,11 @@ def _steps(*sides: str) -> Iterator[Stage]:
 STAGES = (
     Stage("versions", "doctor, versions, rates of the device", 60, 240),
     Stage("tests", "pytest -m gpu", 240, 480),
-    *_steps("kernels", "plain", "hf", "te"),
+    *_steps("plain", "hf", "te"),
     Stage("plan", "memory and time of `nemotron3 plan` beside the steps that were measured", 20, 120),
     Stage("nvfp4", "cost of NVFP4 emulation", 80, 240),
-    Stage("generate.plain", "generation, plain and with CUDA graphs", 75, 240),
-    Stage("generate.drafts", "generation with 1 to 7 drafts, with CUDA graphs and without", 150, 300),
+    Stage("generate.plain", "generation, plain", 45, 240),
+    Stage("generate.drafts", "generation with 1 to 7 drafts", 90, 300),
     Stage("prefill", "prefill of 1M tokens", 120, 300),
     Stage("boundary", "packing of rows between modules", 30, 120),
     *_steps("mamba-ssm"),

@@ -1,9 +1,7 @@
 """Stages `generate` and `prefill` of gpu.py: an engine with random weights, made on the device.
 
-plain     the whole of Nano in BF16, batch 1: decoding after a short and a long context, with a CUDA graph and
-          without
-drafts    11 layers of Super's width and its MTP: plain, and with 1 to 7 drafts, each with a CUDA graph and
-          without. The weights are such that MTP
+plain     the whole of Nano in BF16, batch 1: decoding after a short and a long context
+drafts    11 layers of Super's width and its MTP: plain, and with 1 to 7 drafts. The weights are such that MTP
           agrees with the model (the layers add nothing to the residual stream, though they are computed), so
           each verification gives about as many tokens as it can. What drafts cost does not depend on the
           weights; "break_even" is the acceptance length from which they are faster than plain decoding.
@@ -111,7 +109,7 @@ def about(setting: Setting, config: Nemotron3Config, engine: Engine) -> None:
 
 
 def plain(setting: Setting) -> None:
-    """Decoding of one sequence, with a CUDA graph and without."""
+    """Decoding of one sequence."""
     config = get("nano-tiny" if setting.small else "nano").but(mtp_pattern=None, mtp_num_layers=0)
     if setting.device == "cuda" and not setting.small:
         capacity = torch.cuda.get_device_properties(0).total_memory
@@ -122,23 +120,17 @@ def plain(setting: Setting) -> None:
     new, rounds = (SMALL_NEW, SMALL_ROUNDS) if setting.small else (NEW, ROUNDS)
     for context in SMALL_CONTEXTS if setting.small else CONTEXTS:
         tokens = prompt(config, context)
-        texts = {}
-        for graphs in (False, True):
-            found = runs(engine, tokens, GenerationOptions(new, chunk=CHUNK, graphs=graphs), rounds)
-            texts[graphs] = found[0].rows[0].tokens
-            setting.emit(
-                "decode",
-                context=context,
-                new=new,
-                graphs=graphs,
-                tokens_per_second=statistics.median(f.tokens_per_second for f in found),
-                prefill_seconds=statistics.median(f.prefill_seconds for f in found),
-                equal=sum(a == b for a, b in zip(texts[graphs], texts[False], strict=True)),
-            )
+        found = runs(engine, tokens, GenerationOptions(new, chunk=CHUNK), rounds)
+        setting.emit(
+            "decode",
+            context=context,
+            tokens_per_second=statistics.median(f.tokens_per_second for f in found),
+            prefill_seconds=statistics.median(f.prefill_seconds for f in found),
+        )
 
 
 def drafts(setting: Setting) -> None:
-    """Plain decoding, and with 1 to 7 drafts, with a CUDA graph and without."""
+    """Plain decoding, and with 1 to 7 drafts."""
     # Super's own pattern of MTP, which `stack` leaves out
     config = get("super-tiny") if setting.small else get("super").but(pattern=stack("super").pattern)
     if setting.device == "cuda":
@@ -150,23 +142,21 @@ def drafts(setting: Setting) -> None:
     about(setting, config, engine)
     new, rounds = (SMALL_NEW, SMALL_ROUNDS) if setting.small else (NEW, ROUNDS)
     tokens = prompt(config, SMALL_DRAFT_CONTEXT if setting.small else DRAFT_CONTEXT)
-    base: dict[bool, float] = {}
+    base = 0.0
     text: list[int] = []
-    # With graphs first: what a session is for, should it be cut off.
-    for graphs, draft in ((graphs, draft) for graphs in (True, False) for draft in (0, *DRAFTS)):
-        options = GenerationOptions(new, draft=draft, chunk=CHUNK, graphs=graphs)
+    for draft in (0, *DRAFTS):
+        options = GenerationOptions(new, draft=draft, chunk=CHUNK)
         found = runs(engine, tokens, options, rounds)
         step = statistics.median(f.decode_seconds / f.passes for f in found)
-        base.setdefault(graphs, step)
+        base = base or step
         text = text or found[0].rows[0].tokens
         setting.emit(
             "drafts",
             drafts=draft,
-            graphs=graphs,
             acceptance_length=found[0].speculation.acceptance_length if draft else 1.0,
             tokens_per_second=statistics.median(f.tokens_per_second for f in found),
             seconds_per_pass=step,
-            break_even=step / base[graphs],
+            break_even=step / base,
             equal=sum(a == b for a, b in zip(found[0].rows[0].tokens, text, strict=True)),
             new=new,
         )

@@ -14,7 +14,7 @@ from gpu_results import Results
 from gpu_setting import Setting, Skipped
 
 #: Side -> backend of the plan.
-BACKENDS = {"plain": "torch", "kernels": "auto", "te": "te"}
+BACKENDS = {"plain": "torch", "mamba-ssm": "auto", "te": "te"}
 
 
 def run(setting: Setting) -> None:

@@ -247,24 +247,21 @@ def generation(results: Results) -> Lines:
             f"{model['experts']} experts, {model['dtype']}{memory}; batch 1, greedy, random weights.",
         ]
         if kind == "decode":
-            header = "context|CUDA graph|tokens/s|prefill s|equal tokens"
+            header = "context|tokens/s|prefill s"
             cells = [
                 [
                     f"{r['context']:,}",
-                    "yes" if r["graphs"] else "no",
                     f"{r['tokens_per_second']:.1f}",
                     f"{r['prefill_seconds']:.2f}",
-                    f"{r['equal']} of {r['new']}",
                 ]
                 for r in rows
             ]
         else:
-            header = "drafts|CUDA graph|ms a pass|acceptance length|tokens/s"
+            header = "drafts|ms a pass|acceptance length|tokens/s"
             header += "|pays from acceptance length|equal tokens"
             cells = [
                 [
                     r["drafts"],
-                    "yes" if r["graphs"] else "no",
                     f"{r['seconds_per_pass'] * 1e3:.2f}",
                     f"{r['acceptance_length']:.2f}",
                     f"{r['tokens_per_second']:.1f}",

@@ -42,7 +42,7 @@ class Megatron(Side):
 
 
 class Ours(Megatron):
-    """Our torch spec. Unless `mamba_ssm`, that package is hidden, so that our own Triton scan runs."""
+    """Our torch spec. Unless `mamba_ssm`, that package is hidden, so that torch's scan runs."""
 
     def __init__(self, device: str, environment: dict[str, str], mamba_ssm: bool = False) -> None:
         super().__init__(device, environment)
@@ -242,12 +242,11 @@ def is_kernel(function: Any) -> bool:
     return bool(inspect.getclosurevars(function).nonlocals.get("is_new_implementation"))
 
 
-_ON, _DEFAULT = {"NEMOTRON3_GPU_KERNELS": "1"}, {"NEMOTRON3_GPU_KERNELS": ""}
+_DEFAULT = {"NEMOTRON3_GPU_KERNELS": ""}
 #: Name of the stage -> factory of the side, called with the device.
 SIDES: dict[str, Callable[[str], Side]] = {
-    "kernels": partial(Ours, environment=_ON),
     "plain": partial(Ours, environment=_DEFAULT),
-    "mamba-ssm": partial(Ours, environment=_ON, mamba_ssm=True),
+    "mamba-ssm": partial(Ours, environment=_DEFAULT, mamba_ssm=True),
     "hf": partial(Transformers, environment=_DEFAULT),
     "te": partial(StockTE, environment=_DEFAULT),
 }

@@ -105,7 +105,7 @@ COMMANDS = {
     "generate": {
         "--checkpoint", "--tokenizer", "--device", "--dtype", "--model", "--tiny", "--prompt",
         "--prompt-file", "--max-new-tokens", "--temperature", "--top-p", "--top-k", "--seed", "--draft",
-        "--stop", "--json", "--no-stream", "--cuda-graphs", "--chat", "--image", "--audio", "--video",
+        "--stop", "--json", "--no-stream", "--chat", "--image", "--audio", "--video",
     },
     "evaluate": {
         "--checkpoint", "--tokenizer", "--device", "--dtype", "--model", "--tiny", "--text", "--data-path",

@@ -37,7 +37,7 @@ ALLOWED = {
     "refit": {"args", "boundary", "checkpoint", "convert", "models", "plan", "precision"},
     "bisect": {"checkpoint", "convert", "distill", "generate", "layers", "models", "monitor"},
     "distill": {
-        *("args", "boundary", "build", "checkpoint", "convert", "cpu", "layers", "lora", "models", "monitor"),
+        *("args", "build", "checkpoint", "convert", "cpu", "layers", "lora", "models", "monitor"),
         *("precision", "specs", "words", "xtoken"),
     },
     "omni": {"args", "boundary", "build", "checkpoint", "convert", "cpu", "models", "train"},

@@ -91,7 +91,7 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
         self._owns_groups = groups_from is None
         if groups_from is None:
             self.groups = Groups(self.source.ranks, timeout=timeout)
-            self.failure = Failure(self.source.ranks, self.groups.abort)
+            self.failure = Failure(self.groups.abort)
         else:
             self.groups, self.failure = groups_from.groups, groups_from.failure
         self._cached_plan = functools.lru_cache(maxsize=32)(self._make_plan)
@@ -110,7 +110,7 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
                 rank's tensor requires a gradient; else whether this one does.
 
         Raises:
-            BoundaryError: rows, dtype or width are not what was agreed; the same on every rank.
+            BoundaryError: rows, dtype or width are not what was agreed; on every rank.
         """
         return communicate([ModalityRows(self, tensor, backward)], microbatch)[0]
 

@@ -72,13 +72,13 @@ class Coordinator:
         gathers = sorted({gather for edge in edges for gather in edge.gathers})
         self.groups = Groups(ranks, gathers, backend=backend, timeout=timeout)
         self._pending = Pending()
-        self.failure = failure or Failure(ranks, self.abort)
+        self.failure = failure or Failure(self.abort)
         self.training, self.evaluation = Stream(), Stream()
         self._kinds: dict[Edge, RowKind] = {}
         self._outstanding: dict[Edge, deque[_Outstanding]] = {edge: deque() for edge in edges}
         #: Those of the exchange that runs.
         self._newest: dict[Edge, _Outstanding] = {}
-        #: Names of transfers, and what all ranks believe about them as soon as the handle has completed.
+        #: Names of transfers, and the digests of all ranks as soon as the handle has completed.
         self._comparisons: deque[tuple[list[str], Any, Tensor]] = deque()
         self._forwards = self._backwards = 0
         if failure is None and self.groups.is_member:
@@ -123,7 +123,7 @@ class Coordinator:
             self.groups.close()
 
     def _compare(self, wait: bool = False) -> None:
-        """Fail if ranks believed different things about earlier exchanges (`wait`: about all of them)."""
+        """Fail if ranks described earlier exchanges differently (`wait`: any of them)."""
         while self._comparisons:
             names, work, everyone = self._comparisons[0]
             if not wait and not work.is_completed():
@@ -157,7 +157,7 @@ class Coordinator:
             a sending one (None for a frozen source).
 
         Raises:
-            BoundaryError: the same on every rank.
+            BoundaryError: on every rank.
         """
         self.failure.check()
         self._compare()
@@ -170,7 +170,7 @@ class Coordinator:
         found = exchange(transfers, self.groups, self.failure, self._pending if later else None)
         if transfers and not self.groups.tagged:
             names = [transfer.name for transfer in transfers]
-            comparison = self.groups.start_comparing([self.failure.beliefs[name] for name in names])
+            comparison = self.groups.start_comparing([transfer.tag() for transfer in transfers])
             self._comparisons.append((names, *comparison))
         inputs: dict[str, Tensor] = {}
         returned: dict[str, Tensor | None] = {

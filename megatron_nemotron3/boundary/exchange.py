@@ -2,7 +2,7 @@
 
 All ranks of an exchange pass the same transfers in the same order; from those and the plans each rank knows
 what the others send. Small messages between two ranks are coalesced into one buffer. The tag of a message is
-a digest of what the rank believes about the transfer: on gloo, ranks that count rows differently time out
+a digest of the rank's description of the transfer: on gloo, ranks that count rows differently time out
 instead of receiving wrong rows. NCCL has no tags: there the coordinator compares the digests.
 """
 
@@ -58,11 +58,11 @@ class Transfer(NamedTuple):
     name: str
 
     def tag(self) -> int:
-        """Digest of what a rank believes about the transfer, in 24 bits."""
+        """Digest of a rank's description of the transfer, in 24 bits."""
         plan = self.plan
         row, dtype = self.kind
-        belief = (self.name, row, str(dtype), plan.segments, plan.senders, plan.receivers)
-        return zlib.crc32(repr(belief).encode()) & 0xFFFFFF
+        description = (self.name, row, str(dtype), plan.segments, plan.senders, plan.receivers)
+        return zlib.crc32(repr(description).encode()) & 0xFFFFFF
 
     def text(self, rank: int) -> str:
         """What the rank sends and receives, for error messages."""
@@ -137,14 +137,13 @@ def exchange(
     Returns: for each transfer [plan.rows_wanted(rank), *row], or None on a rank that does not receive.
 
     Raises:
-        BoundaryError: the same on every rank: rows differ from the plan, or a peer is gone.
+        BoundaryError: on every rank: rows differ from the plan, or a peer is gone.
     """
     failure.check()
     rank = groups.rank
     for transfer in transfers:
         _check_rows(transfer, rank, failure)
-    tags = [transfer.tag() for transfer in transfers]
-    failure.believe({transfer.name: tag for transfer, tag in zip(transfers, tags, strict=True)})
+    tags = [transfer.tag() if groups.tagged else 0 for transfer in transfers]
     with failure.guarded(lambda: f"waited for {', '.join(transfer.text(rank) for transfer in transfers)}"):
         if pending is not None:
             pending.wait()

@@ -71,7 +71,7 @@ class Groups:
                 raise ValueError(f"ranks {group} of a group: give them in ascending order")
         others = {tuple(group) for group in gathers if len(group) > 1} - {self.ranks}
         self._mine = {group: self._get(group, backend) for group in (self.ranks, *sorted(others))}
-        #: On the CPU, to compare what ranks believe without waiting for a device.
+        #: On the CPU, to compare descriptions without waiting for a device.
         self._comparing = None if self.tagged else self._get(self.ranks, "gloo")
         for group, shared in self._mine.items():
             if self.rank in group and shared.users == 1:

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP1
 
 from megatron_nemotron3.boundary.colocated import ColocatedBridge, ModalityRows, communicate
 from megatron_nemotron3.boundary.decoder_input import build_decoder_input, place_rows
-from megatron_nemotron3.boundary.failure import BoundaryError, Failure
+from megatron_nemotron3.boundary.failure import CURE, BoundaryError, Failure
 from megatron_nemotron3.boundary.feed import Microbatch, RowFeed
 from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.boundary.multimodule import BoundaryCommunicator
@@ -150,7 +150,7 @@ class BoundaryMimoModel(MimoModel):
 
         Raises:
             BoundaryError: rows are not what was agreed, positions and rows do not match, or a module is in
-                FSDP; the same on every rank.
+                FSDP; on every rank.
             ValueError: the same without communicators.
         """
         with self._raised_everywhere():
@@ -163,8 +163,8 @@ class BoundaryMimoModel(MimoModel):
         try:
             return super().forward(*args, **kwargs)
         except RuntimeError as error:  # a collective of the language model whose peer failed at the boundary
-            for failure in [] if isinstance(error, BoundaryError) else self._failures():
-                failure.raise_written(error)
+            if self._failures() and not isinstance(error, BoundaryError):
+                error.add_note(CURE)
             raise
 
     def _failures(self) -> list[Failure]:

@@ -6,7 +6,7 @@
 
 Differences from upstream's class: every edge into a module takes part in one exchange; the pipeline stage is
 counted from the end, so that modules of different depth before a common one start in time; layouts may have
-any relation; and when something is wrong every rank raises the same BoundaryError.
+any relation; and when something is wrong every rank raises a BoundaryError.
 """
 
 from __future__ import annotations
@@ -72,11 +72,10 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
             for name, grid in module_to_grid_map.items()
         }
         check_modules(self._layouts, topology, dist.get_world_size(), frozen)
-        in_modules = sorted({rank for layout in self._layouts.values() for rank in layout.ranks})
         self._frozen = frozenset(frozen)
         self._hidden_size, self._timeout = hidden_size, timeout
         self._coordinators: dict[str, Coordinator] = {}
-        self.failure = Failure(in_modules, self._abort)
+        self.failure = Failure(self._abort)
         super().__init__(module_to_grid_map, topology, config, dim_mapping, module_output_ndim)
 
     def _build_bridge_comms(self) -> None:

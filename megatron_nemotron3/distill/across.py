@@ -10,7 +10,6 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_nemotron3.distill.lanes import Batch
 from megatron_nemotron3.distill.rows import borders_of, gathered, pack_of
 from megatron_nemotron3.distill.settings import Distillation
 from megatron_nemotron3.distill.teacher import Chunk, Teacher
@@ -54,7 +53,7 @@ class AcrossTokenizers:
         if borders.numel():
             packed = pack_of(borders[0].int(), borders[0].int(), length * self._cp.size())
         arguments = {"input_ids": ids, "packed_seq_params": packed}
-        self._hidden = self._chunk.forward(Batch(arguments, length, rows))
+        self._hidden = self._chunk.forward(arguments, length, rows)
 
     def _aligned(self, given: dict[str, Any], length: int) -> list[Tensor]:
         """The teacher's tokens and the alignment of this context rank, and borders of packed documents."""

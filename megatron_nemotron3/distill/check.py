@@ -22,7 +22,7 @@ from megatron_nemotron3.convert.hf_folder import read_config
 from megatron_nemotron3.convert.megatron_args import config_of
 from megatron_nemotron3.convert.opened import Checkpoint
 from megatron_nemotron3.distill.manifest import Manifest, is_stored, part_path, read_manifest, require_parts
-from megatron_nemotron3.distill.settings import SIZES, Distillation, Taught, Values, in_environment, read
+from megatron_nemotron3.distill.settings import Distillation, Taught, Values, in_environment, read
 from megatron_nemotron3.distill.vocabulary import Vocabulary, of_tokenizer
 from megatron_nemotron3.models import Nemotron3Config
 
@@ -107,8 +107,7 @@ def _tokenizers(checkpoint: Path, run: Path | None, stored: Any) -> list[Path]:
 def record_of(taught: Taught) -> dict[str, str] | None:
     """What run.json says of a distillation: a run that goes on must have the same, or say that it changes.
 
-    A teacher counts by its files, so that it may be moved; its layout does not change what is learnt. From
-    the second one on entries end in its number.
+    A teacher counts by its files, so that it may be moved. From the second one on entries end in its number.
     """
     if not taught:
         return None
@@ -189,21 +188,15 @@ def _check(how: Distillation, words: Sequence[str], world_size: int) -> None:
         _check_stored(how, read_manifest(Path(how.teacher)), words)
         return
     teacher = find(how.teacher)
-    student = student_layout(words, world_size)
     if how.projection:
         _check_projection(how, teacher, words)
     else:
         require_same_vocabulary(teacher.vocabulary, how.teacher, words)
-    layout = layout_of(
-        how,
-        student,
-        packed=option_values(words, "--sft") is not None,
-        contiguous=option_values(words, "--use-tp-pp-dp-mapping") is None,
-    )
+    layout = student_layout(words, world_size)
     if len(teacher.config.pattern) < layout.stages:
         raise ValueError(
             f"teacher {how.teacher} has {len(teacher.config.pattern)} layers for {layout.stages} pipeline "
-            "stages, at least as many as the student's: use fewer stages"
+            "stages of the student: use fewer, or store its logits first (nemotron3 logits)"
         )
     launch = Launch(config=teacher.config, layout=layout, precision="fp32", backend="torch")
     if wrong := [rule.message for rule in violations(launch) if rule.severity == "error"]:
@@ -240,9 +233,6 @@ def _check_stored(how: Distillation, found: Manifest, words: Sequence[str]) -> N
     require_same_vocabulary(found.vocabulary, how.teacher, words)
     folder = Path(how.teacher)
     require_parts(folder, found, [part for part in found.parts() if not part_path(folder, part).is_file()])
-    if how.sizes:
-        said = ", ".join(f"{name}={size}" for name, size in how.sizes)
-        raise ValueError(f"{how.teacher} has stored logits, which have no layout: drop {said}")
     if how.temperature != found.temperature:
         raise ValueError(
             f"temperature={how.temperature:g}: {how.teacher} was stored at {found.temperature:g}, from "
@@ -289,58 +279,6 @@ def require_same_vocabulary(teacher: Vocabulary, name: str, words: Sequence[str]
             "(--tokenizer-model, --tokenizer of nemotron3 train), or write a projection (nemotron3 xtoken) "
             "and give --distill projection=FILE"
         )
-
-
-def layout_of(
-    how: Distillation, student: ParallelLayout, *, packed: bool = False, contiguous: bool = True
-) -> ParallelLayout:
-    """Return the teacher's layout beside a student's.
-
-    Args:
-        packed: whether rows are packed with documents.
-        contiguous: whether the ranks of a pipeline stage lie side by side.
-
-    Raises:
-        ValueError: its sizes do not fit the ranks of a pipeline stage, or the student's batches.
-    """
-    if not how.sizes:
-        return student
-    given = dict(how.sizes)
-    if all(getattr(student, name) == size for name, size in given.items()):
-        return student
-    sizes = {"tp": student.tp, "cp": student.cp, "ep": 1, "etp": 1, "pp": student.pp, **given}
-    if sizes["pp"] % student.pp and student.pp % sizes["pp"]:
-        raise ValueError(
-            f"the teacher's pp={sizes['pp']}: each of the {student.pp} stages of the student computes whole "
-            f"stages of the teacher: give a multiple or a divisor of {student.pp}, or leave pp out"
-        )
-    # A teacher with fewer stages has a copy on every n-th stage of the student.
-    stages = max(sizes["pp"], student.pp)
-    ranks, uneven = divmod(student.world_size, stages)
-    said = ", ".join(f"{name}={size}" for name, size in sizes.items())
-    dp, rest = divmod(ranks, sizes["tp"] * sizes["cp"])
-    if uneven or rest or ranks % (sizes["ep"] * sizes["etp"]):
-        raise ValueError(
-            f"the teacher's layout {said} does not divide the {student.world_size} ranks: use sizes whose "
-            f"products tp * cp and ep * etp divide those of each of {stages} stages"
-        )
-    if student.dp % dp:
-        raise ValueError(
-            f"the teacher's layout {said} makes {dp} data lanes, and the student has {student.dp}: the "
-            "teacher takes whole micro-batches of the student, so give it more tp, cp or pp"
-        )
-    if packed and student.cp % sizes["cp"]:
-        raise ValueError(
-            f"the teacher's cp={sizes['cp']} with packed rows: conversations are padded for the student's "
-            f"CP {student.cp}; give a cp that divides it"
-        )
-    if not contiguous:
-        raise ValueError(
-            "--use-tp-pp-dp-mapping does not put a stage's ranks side by side, as a teacher in a layout of "
-            f"its own needs: leave it out, or {', '.join(name for name, _ in how.sizes)} of the teacher"
-        )
-    tp, cp, ep, etp, pp = (sizes[name] for name in SIZES)
-    return ParallelLayout(tp=tp, cp=cp, ep=ep, etp=etp, pp=pp, vpp=student.vpp if pp > 1 else 1, dp=dp)
 
 
 def student_layout(words: Sequence[str], world_size: int) -> ParallelLayout:

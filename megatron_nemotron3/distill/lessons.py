@@ -9,7 +9,6 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor
 
 from megatron_nemotron3.distill.divergence import divergence
-from megatron_nemotron3.distill.lanes import Batch
 from megatron_nemotron3.distill.rows import borders_of, gathered
 from megatron_nemotron3.distill.settings import Distillation
 from megatron_nemotron3.distill.stored import Reader
@@ -40,10 +39,7 @@ class FromTeacher:
 
     def prepare(self, given: dict[str, Any], tokens: int, rows: int) -> None:
         """Run the teacher's chunk."""
-        if self._chunk.teacher.turns > 1:  # a copy may begin on another stage than the student
-            ids, *_ = self._chunk.told(lambda: [given["input_ids"]])
-            given = {**given, "input_ids": ids}
-        self._hidden = self._chunk.forward(Batch(given, tokens, rows))
+        self._hidden = self._chunk.forward(given, tokens, rows)
 
     def divergence(self, logits: Tensor) -> Tensor:
         """As of `Lesson`."""

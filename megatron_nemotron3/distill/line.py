@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,15 +19,14 @@ class Line:
     Messages from one place to another arrive in the order in which they were sent.
 
     Args:
-        ranks: in the order of the stages; a rank's place is its index.
+        pipeline: the process group of the stages; a rank's place is its index there.
     """
 
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self.ranks = tuple(ranks)
+    def __init__(self, pipeline: Any) -> None:
+        self.ranks = tuple(dist.get_process_group_ranks(pipeline))
         self.place = self.ranks.index(dist.get_rank())
         self._group: Any = None
         self._sending: list[tuple[Any, Tensor]] = []
-        self._kept: deque[Tensor] = deque()
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, self.ranks)
         for line in sorted(set(every)):
@@ -37,17 +35,12 @@ class Line:
 
     def send(self, tensor: Tensor, place: int) -> None:
         """Start to send to a place, which may be busy; what has been sent is released."""
-        if place == self.place:
-            self._kept.append(tensor)
-            return
         self._sending = [(work, kept) for work, kept in self._sending if not work.is_completed()]
         kept = tensor.contiguous()
         self._sending.append((dist.isend(kept, dst=self.ranks[place], group=self._group), kept))
 
     def receive(self, into: Tensor, place: int) -> Tensor:
         """Wait for a message of the shape of `into` from a place."""
-        if place == self.place:
-            return self._kept.popleft()
         dist.recv(into, src=self.ranks[place], group=self._group)
         return into
 

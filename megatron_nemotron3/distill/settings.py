@@ -1,7 +1,7 @@
 """From what a student is distilled, and how. Standard library only.
 
     NEMOTRON3_DISTILL=teacher=runs/big
-    NEMOTRON3_DISTILL=kind=reverse-kl,temperature=2,weight=0.9,tp=2,teacher=runs/big
+    NEMOTRON3_DISTILL=kind=reverse-kl,temperature=2,weight=0.9,teacher=runs/big
     NEMOTRON3_DISTILL not set                                      off
 
 `teacher=` comes last, because a path may contain anything; several teachers have a line each. `nemotron3 run`
@@ -29,8 +29,8 @@ TEACHER, HOW = "--nemotron3-teacher", "--nemotron3-distill"
 KINDS = ("kl", "reverse-kl", "tv", "js")
 #: Losses of a teacher with another tokenizer (xtoken/loss.py), the default first.
 ACROSS = ("p-kl", "h-kl")
-#: Sizes of the teacher's layout that may differ from the student's.
-SIZES = ("tp", "cp", "ep", "etp", "pp")
+#: Sizes of a layout, which a teacher shares with the student.
+_SIZES = ("tp", "cp", "ep", "etp", "pp")
 _WORDS = ("kind", "projection")
 _NUMBERS = ("temperature", "weight")
 _LAST = "teacher="
@@ -47,7 +47,6 @@ class Distillation:
         kind: of `KINDS`; with a projection of `ACROSS`.
         temperature: T, which divides the logits of both. T ** 2 keeps the size of gradients.
         weight: from above 0 to 1.
-        sizes: of the teacher's layout, by names of `SIZES`; what is missing is the student's.
         projection: file of `nemotron3 xtoken` for a teacher with another tokenizer.
 
     Raises:
@@ -58,7 +57,6 @@ class Distillation:
     kind: str = "kl"
     temperature: float = 1.0
     weight: float = 1.0
-    sizes: tuple[tuple[str, int], ...] = ()
     projection: str = ""
 
     def __post_init__(self) -> None:
@@ -74,16 +72,13 @@ class Distillation:
             raise ValueError(f"temperature={self.temperature:g}: give a positive number")
         if not 0 < self.weight <= 1:
             raise ValueError(f"weight={self.weight:g}: give a number above 0, up to 1")
-        for name, size in self.sizes:
-            if size < 1:
-                raise ValueError(f"{name}={size}: give 1 or more")
 
     @property
     def how(self) -> str:
         """The value of `HOW` with this meaning."""
         words = [f"kind={self.kind}", *(f"{name}={getattr(self, name)!r}" for name in _NUMBERS)]
         words += [f"projection={self.projection}"] * bool(self.projection)
-        return ",".join([*words, *(f"{name}={size}" for name, size in self.sizes)])
+        return ",".join(words)
 
 
 #: The teachers of a run; () for none.
@@ -138,20 +133,23 @@ def _read(teacher: str, how: str, weight: float, option: str) -> Distillation:
         name, _, value = word.partition("=")
         if name in given:
             raise ValueError(f"{option} {how}: {name} is given twice")
-        if name not in (*_WORDS, *_NUMBERS, *SIZES):
-            known = (*_WORDS, *_NUMBERS, *SIZES)
+        if name in _SIZES:
+            raise ValueError(
+                f"{option} {how}: {word}: a teacher runs in the student's layout: leave {name} out, or "
+                f"store its logits in that layout first (nemotron3 logits {teacher} --{name} N)"
+            )
+        if name not in (known := (*_WORDS, *_NUMBERS)):
             raise ValueError(f"{option} {how}: {word!r}: use {'=, '.join(known)}={hint(name, known)}")
         try:
-            given[name] = value if name in _WORDS else float(value) if name in _NUMBERS else int(value)
+            given[name] = value if name in _WORDS else float(value)
         except ValueError:
             raise ValueError(f"{option} {how}: {word!r}: give a number") from None
-    sizes = tuple((name, given.pop(name)) for name in SIZES if name in given)
     if given.get("projection"):
         given["projection"] = os.path.abspath(given["projection"])
         given.setdefault("kind", ACROSS[0])
     given.setdefault("weight", weight)
     try:
-        return Distillation(teacher, **given, sizes=sizes)
+        return Distillation(teacher, **given)
     except ValueError as problem:
         raise ValueError(f"{option} {how}: {problem}" if how else str(problem)) from None
 
@@ -194,7 +192,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     among = "repeatable; may stand among ARGS, too"
     what = "learn from the model of a checkpoint, or from stored logits"
     parser.add_argument(TEACHER, metavar="DIR", help=f"{what}; {among}", **more)
-    parser.add_argument(HOW, metavar="HOW", help=f"as kind=kl,temperature=2,weight=0.9,tp=2; {among}", **more)
+    parser.add_argument(HOW, metavar="HOW", help=f"as kind=kl,temperature=2,weight=0.9; {among}", **more)
 
 
 def split_options(words: Sequence[str], options: argparse.Namespace) -> tuple[list[str], Values]:

@@ -118,16 +118,10 @@ def comparisons(device: str, dtype: torch.dtype) -> Iterator[Comparison]:
     reference = grouped.grouped_linear_reference
     yield Comparison("grouped product", grouped.grouped_linear, reference, grouped_inputs)
     if device == "cuda":
-        from megatron_nemotron3.layers import grouped_gpu, triton_activation
+        from megatron_nemotron3.layers import grouped_gpu
 
         if dtype == torch.bfloat16:
             yield Comparison("torch grouped_mm", grouped_gpu.grouped_linear_cuda, reference, grouped_inputs)
-        yield Comparison(
-            "squared ReLU, weighted, Triton",
-            triton_activation.weighted_squared_relu,
-            functional.weighted_squared_relu_reference,
-            {"x": random(tokens, 256), "w": torch.rand(tokens).to(device, dtype)},
-        )
 
 
 def findings() -> list[Finding]:

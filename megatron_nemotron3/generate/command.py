@@ -47,9 +47,6 @@ def register(commands: Any) -> None:
     )
     add_media(command)
     sampling = add_sampling(command, "prompt", seed="; prompt i has N + i")
-    command.add_argument(
-        "--cuda-graphs", action="store_true", help="launch all kernels of a step at once; needs a GPU"
-    )
     sampling.add_argument(
         "--stop",
         action="append",
@@ -212,11 +209,7 @@ def _generate(options: argparse.Namespace) -> int:
         from megatron_nemotron3.generate.text import OutputStream
         from megatron_nemotron3.run import resolve_device
 
-    asked = options.device
-    options.device = resolve_device(asked)
-    if options.cuda_graphs and options.device != "cuda":
-        why = "--device cpu has none" if asked == "cpu" else "torch sees no GPU"
-        raise ValueError(f"--cuda-graphs, but {why}: leave it out")
+    options.device = resolve_device(options.device)
     prompts = _read_prompts(options)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     if options.temperature == 0 and (options.top_k or options.top_p):
@@ -237,9 +230,7 @@ def _generate(options: argparse.Namespace) -> int:
     engine = load_engine(opened, options, mtp=options.draft > 0)
     texts = [prompt.text for prompt in prompts]
     stream = OutputStream(texts, tokenizer, options.stop, live=not (options.no_stream or options.json))
-    how = GenerationOptions(
-        options.max_new_tokens, sampling, options.draft, tokenizer.stop, graphs=options.cuda_graphs
-    )
+    how = GenerationOptions(options.max_new_tokens, sampling, options.draft, tokenizer.stop)
     result = generate(engine, ids, how, stream.push, rows=rows)
     stream.end()
     if options.json:

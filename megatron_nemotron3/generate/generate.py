@@ -23,8 +23,6 @@ from torch import Tensor
 
 from megatron_nemotron3.generate.batch import on_device
 from megatron_nemotron3.generate.engine import CHUNK, Engine, Rows
-from megatron_nemotron3.generate.graphed_drafts import GraphedDrafts
-from megatron_nemotron3.generate.graphs import GraphedStep, check_rows
 from megatron_nemotron3.generate.mtp import MTP
 from megatron_nemotron3.generate.sampling import (
     GREEDY,
@@ -53,7 +51,6 @@ class GenerationOptions:
             with continue with the repeated block.
         stop: ids that end a row.
         chunk: tokens per prefill pass.
-        graphs: decode with a CUDA graph (`graphs`, `graphed_drafts`); on a CPU its operations run one by one.
 
     Raises:
         ValueError: max_new_tokens < 1, or draft < 0.
@@ -64,7 +61,6 @@ class GenerationOptions:
     draft: int = 0
     stop: Collection[int] = ()
     chunk: int = CHUNK
-    graphs: bool = False
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -200,8 +196,6 @@ class Decoder:
         rows: Sequence[Rows | None] = (),
     ) -> None:
         self.engine, self.draft = engine, options.draft
-        if options.graphs:
-            check_rows(engine, engine.weights.layers, len(prompts) * (self.draft + 1))
         capacity = min(max(map(len, prompts)) + options.max_new_tokens, MAX_RESERVED)
         if memory is not None and memory.state is not None:
             self.state, self.mtp = memory.state, memory.mtp
@@ -215,26 +209,12 @@ class Decoder:
         self.sampler = Sampler(options.sampling, range(len(prompts)))
         #: [b], not yet seen by the states.
         self.newest: Tensor = self.sampler(read.logits)
-        # Room for the whole text: a graph cannot grow its caches. A step passes over all its drafts.
-        most = max(map(len, prompts)) + options.max_new_tokens + self.draft
-        self._room = most if options.graphs else 0
-        self._graphed = self._graph()
 
     def select(self, rows: Sequence[int]) -> None:
         """Continue only some rows."""
         self.state, self.sampler = self.state.select(rows), self.sampler.select(rows)
         self.mtp = None if self.mtp is None else self.mtp.select(rows)
         self.newest = self.newest[list(rows)]
-        self._graphed = self._graph()
-
-    def _graph(self) -> GraphedStep | GraphedDrafts | None:
-        """A graph of the next steps, if it is wanted and every depth has seen a token of each row."""
-        if not self._room or min(self.state.lengths) < self.draft:
-            return None
-        if self.mtp is None:
-            return GraphedStep(self.engine, self.state, self._room)
-        sampling = self.sampler.sampling
-        return GraphedDrafts(self.engine, self.state, self.mtp, self.newest, sampling, self._room)
 
     def step(self, limits: Sequence[int]) -> list[list[int]]:
         """Draft, verify, and roll back to the accepted tokens.
@@ -245,10 +225,6 @@ class Decoder:
         Returns:
             The new tokens of each row: 1 to min(limit, draft) + 1. The last one is now the newest.
         """
-        self._graphed = self._graphed or self._graph()
-        if isinstance(self._graphed, GraphedStep):
-            self.newest = self.sampler(self._graphed(self.newest.unsqueeze(1)))
-            return [[token] for token in self.newest.tolist()]
         if self.mtp is None:
             out = self.engine.forward(self.newest.unsqueeze(1), self.state)
             self.newest = self.sampler(out.logits.squeeze(1))
@@ -259,13 +235,7 @@ class Decoder:
         # To draft, to accept, and for the model's own token.
         numbers = None
         if not self.sampler.sampling.greedy:
-            numbers = self.sampler.uniform(2 * self.draft + 1)
-        if self._graphed is not None:
-            new = self._graphed(limits, numbers)
-            self.newest = self._graphed.newest
-            return new
-        if numbers is not None:
-            numbers = numbers.to(self.engine.device, non_blocking=True)
+            numbers = self.sampler.uniform(2 * self.draft + 1).to(self.engine.device, non_blocking=True)
         drafted, q = self._draft_tokens(self.mtp, k, numbers)
         tokens = torch.cat((self.newest.unsqueeze(1), drafted), 1)
         counts = [limit + 1 for limit in limits]
@@ -323,7 +293,7 @@ def generate(
     Args:
         prompts: token ids, of any lengths.
         on_token: called for each token as it appears; a row for which it returns True ends.
-        memory: of one row and without graphs: the prompt follows what it has seen. Then it has seen the
+        memory: of one row: the prompt follows what it has seen. Then it has seen the
             prompt and all new tokens but the last; with drafts also those behind a token that ended the row.
         rows: of encoders, for each prompt, in place of the embeddings of some of its tokens; without drafts.
 
@@ -333,8 +303,8 @@ def generate(
     """
     if len(prompts) == 0:
         raise ValueError("no prompts: give at least one")
-    if memory is not None and (options.graphs or len(prompts) > 1):
-        raise ValueError("memory goes with one prompt and graphs=False")
+    if memory is not None and len(prompts) > 1:
+        raise ValueError("memory goes with one prompt")
     if any(rows) and options.draft:
         raise ValueError(f"draft={options.draft}: MTP does not see the rows of encoders: use 0")
     lengths = memory.lengths if memory is not None else ()
@@ -374,7 +344,7 @@ def generate(
 
 
 def _accepted(drafted: list[int], best: list[int], limit: int) -> list[int]:
-    """The new tokens of a row as `accept_greedy` finds them, on the host, which needs them anyway."""
+    """The drafts of a row that are the most likely tokens, and the model's token after them."""
     n = 0
     while n < limit and drafted[n] == best[n]:
         n += 1

@@ -104,11 +104,6 @@ class MixtureOfExperts:
         y = self._implementation(len(x), x.device.type)(z, chosen, weight)
         return (self.out(y, add=x) if self.latent else x.add_(y)), None
 
-    def needs_counts(self, tokens: int, device: str) -> bool:
-        """Whether a pass over so many tokens reads the tokens per expert on the host."""
-        grouped = device == "cuda" and self._grouped
-        return not grouped and self._implementation(tokens, device) == self._sorted
-
     def _implementation(self, tokens: int, device: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         matrix, pairs = self.inner * self.width, tokens * self.topk
         if device == "cpu":

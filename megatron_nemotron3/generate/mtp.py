@@ -71,11 +71,6 @@ class MTP:
         self._finish()
         return self._pending
 
-    @pending.setter
-    def pending(self, values: list[Tensor]) -> None:
-        self._finish()
-        self._pending = values
-
     def select(self, rows: Sequence[int]) -> MTP:
         """Return a copy of some rows."""
         self._finish()

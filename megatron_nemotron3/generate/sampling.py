@@ -1,6 +1,6 @@
 """Logits to probabilities to a token: greedy, temperature, top-k, top-p (nucleus, arXiv 1904.09751).
 
-Also the acceptance rules of speculative decoding (arXiv 2211.17192).
+Also the acceptance rule of speculative decoding (arXiv 2211.17192).
 """
 
 from __future__ import annotations
@@ -119,22 +119,6 @@ class Sampler:
         return draw(
             probabilities(logits, self.sampling), self.uniform(1).to(logits.device, non_blocking=True)[:, 0]
         )
-
-
-def accept_greedy(logits: Tensor, drafted: Tensor, limits: Tensor) -> tuple[Tensor, Tensor]:
-    """Accept the drafts that are the most likely tokens.
-
-    Args:
-        logits: [b, k + 1, vocabulary], after the newest token and after each draft.
-        drafted: [b, k].
-        limits: [b], drafts that may be accepted, 0 to k.
-
-    Returns:
-        [b] how many are accepted, and [b] the model's token after them.
-    """
-    best = logits.argmax(-1)
-    accepted = _accepted_prefix(drafted == best[:, :-1], limits)
-    return accepted, best.gather(1, accepted.unsqueeze(1)).squeeze(1)
 
 
 def accept(

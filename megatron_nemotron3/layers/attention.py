@@ -28,7 +28,7 @@ from megatron_nemotron3.layers.context_parallel import (
     pack_positions,
     zigzag,
 )
-from megatron_nemotron3.precision.settings import torch_kernels_enabled
+from megatron_nemotron3.precision.settings import library_kernels_enabled
 
 try:
     from torch.nn.attention.varlen import varlen_attn as _varlen_attn
@@ -161,7 +161,7 @@ class TorchCoreAttention(MegatronModule):
         dropout = self.dropout if self.training else 0.0
         return bool(
             query.is_cuda
-            and torch_kernels_enabled()
+            and library_kernels_enabled()
             and _varlen_attn is not None
             and query.dtype in (torch.bfloat16, torch.float16)
             and query.shape[-1] % 8 == 0

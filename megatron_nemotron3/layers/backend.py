@@ -32,7 +32,7 @@ from megatron_nemotron3.layers.mamba import Mamba2Mixer
 from megatron_nemotron3.layers.norm import Norm
 from megatron_nemotron3.layers.scan_kernels import TORCH as TORCH_SCAN
 from megatron_nemotron3.layers.scan_kernels import cuda_scans
-from megatron_nemotron3.precision.settings import gpu_kernels_enabled, torch_kernels_enabled
+from megatron_nemotron3.precision.settings import library_kernels_enabled
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,10 @@ def _torch_parts() -> dict[str, str]:
         "latent": "torch",
     }
     on_gpu = torch.cuda.is_available() and not cpu.is_active()
-    if on_gpu and torch_kernels_enabled():
+    if on_gpu and library_kernels_enabled():
         parts["experts"] = "torch grouped_mm (BF16)"
-    if on_gpu and gpu_kernels_enabled():
-        parts["scan"] = f"{cuda_scans()[0].name} (BF16)"
+        if (scan := cuda_scans()[0]) is not TORCH_SCAN:
+            parts["scan"] = f"{scan.name} (BF16)"
     return parts
 
 

@@ -36,7 +36,7 @@ from megatron_nemotron3.layers.grouped_gpu import (
 )
 from megatron_nemotron3.layers.linear import ReplaceableProducts
 from megatron_nemotron3.layers.norm import EmptyExtraState, parameter_device
-from megatron_nemotron3.precision.settings import gpu_kernels_enabled, torch_kernels_enabled
+from megatron_nemotron3.precision.settings import library_kernels_enabled
 
 
 class GroupedLinear(ReplaceableProducts, EmptyExtraState):
@@ -98,7 +98,7 @@ class GroupedLinear(ReplaceableProducts, EmptyExtraState):
                 self._initialize(weight, shape, init_method)
             weight.allreduce = not own_groups  # type: ignore[attr-defined]
             self.register_parameter(f"weight{i}", weight)
-        if torch.device(device).type == "cuda" and torch_kernels_enabled():
+        if torch.device(device).type == "cuda" and library_kernels_enabled():
             one_allocation(self.weights())  # so that the grouped product needs no copy
 
     def _initialize(
@@ -281,11 +281,5 @@ class GroupedExperts(TEGroupedMLP):
     ) -> torch.Tensor:
         """FC1, activation and FC2, each as one operation on all tokens."""
         hidden, _ = self.linear_fc1(x, counts)
-        if x.is_cuda and gpu_kernels_enabled():
-            from megatron_nemotron3.layers import triton_activation  # CPU runs need no Triton
-
-            activation = triton_activation.weighted_squared_relu(hidden, probs)
-        else:
-            activation = weighted_squared_relu(hidden, probs)
-        output: torch.Tensor = self.linear_fc2(activation, counts)[0]
+        output: torch.Tensor = self.linear_fc2(weighted_squared_relu(hidden, probs), counts)[0]
         return output

@@ -322,13 +322,3 @@ def _check_norm_groups(x: Tensor, weight: Tensor, group_size: int) -> None:
         raise ValueError(f"{d} channels are not a multiple of group_size={group_size}: use a divisor of {d}")
     if weight.shape != (d,):
         raise ValueError(f"weight has shape {tuple(weight.shape)}, x {tuple(x.shape)} asks for {(d,)}")
-
-
-def unit_stride(t: Tensor) -> Tensor:
-    """t with stride 1 in its last dimension, as the Triton kernels need; copied if necessary."""
-    return t if t.stride(-1) == 1 else t.contiguous()
-
-
-def on_device_of(t: Tensor) -> Any:
-    """Make the device of t current: Triton launches on the current device."""
-    return torch.cuda.device(t.device if t.is_cuda else -1)

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_nemotron3.layers import functional
+from megatron_nemotron3.layers.functional import weighted_gradients, weighted_values
 from megatron_nemotron3.layers.grouped import check_counts, grouped_linear, squared_relu_experts
-from megatron_nemotron3.precision.settings import gpu_kernels_enabled, torch_kernels_enabled
+from megatron_nemotron3.precision.settings import library_kernels_enabled
 
 #: Most groups of torch's kernel, and the alignment in bytes that it needs at the start of rows.
 MAX_GROUPS, ALIGNMENT = 1024, 16
@@ -106,7 +106,7 @@ def grouped_mm_problem(x: Tensor, weights: Sequence[Tensor], number: int | None 
         number: of matrices, if `weights` is only a part of them.
     """
     number = number or len(weights)
-    if not torch_kernels_enabled():
+    if not library_kernels_enabled():
         return "NEMOTRON3_GPU_KERNELS=0 turns it off"
     if grouped_mm is None:
         return f"torch {torch.__version__} has no grouped_mm: use torch >= 2.10"
@@ -157,15 +157,6 @@ def stacked(weights: Sequence[Tensor]) -> Tensor:
     return torch.stack([w.detach() for w in weights])
 
 
-def _activation_of(hidden: Tensor) -> Any:
-    """The module that computes the activation where `hidden` is. Imported late: a CPU needs no Triton."""
-    if not (hidden.is_cuda and gpu_kernels_enabled()):
-        return functional
-    from megatron_nemotron3.layers import triton_activation
-
-    return triton_activation
-
-
 def _aligned_contiguous(t: Tensor) -> Tensor:
     t = t.contiguous()
     return t if t.data_ptr() % ALIGNMENT == 0 else t.clone()
@@ -204,7 +195,7 @@ class _ExpertsCUDA(torch.autograd.Function):
         x = _aligned_contiguous(x)
         fc1, fc2 = weights[: len(weights) // 2], weights[len(weights) // 2 :]
         hidden = grouped_mm(x, stacked(fc1).transpose(1, 2), offs=ends)
-        activation = _activation_of(hidden).weighted_values(hidden, probs)
+        activation = weighted_values(hidden, probs)
         ctx.save_for_backward(x, probs, ends, None if recompute else hidden, *weights)
         y: Tensor = grouped_mm(activation, stacked(fc2).transpose(1, 2), offs=ends)
         return y
@@ -219,10 +210,9 @@ class _ExpertsCUDA(torch.autograd.Function):
         dw1 = dw2 = (None,) * (len(weights) // 2)
         if hidden is None:
             hidden = grouped_mm(x, w1.transpose(1, 2), offs=ends)
-        form = _activation_of(hidden)
         if trained:
-            dw2 = grouped_mm(dy.t(), form.weighted_values(hidden, probs), offs=ends).unbind(0)
-        dhidden, dprobs = form.weighted_gradients(hidden, probs, grouped_mm(dy, w2, offs=ends))
+            dw2 = grouped_mm(dy.t(), weighted_values(hidden, probs), offs=ends).unbind(0)
+        dhidden, dprobs = weighted_gradients(hidden, probs, grouped_mm(dy, w2, offs=ends))
         if trained:
             dw1 = grouped_mm(dhidden.t(), x, offs=ends).unbind(0)
         dx = grouped_mm(dhidden, w1, offs=ends) if ctx.needs_input_grad[0] else None

@@ -36,7 +36,7 @@ from megatron_nemotron3.layers.norm import GatedGroupRMSNorm, parameter_device
 from megatron_nemotron3.layers.scan_kernels import TORCH, select_scan
 from megatron_nemotron3.layers.ssd import seq_idx_from_cu_seqlens
 from megatron_nemotron3.models.config import GATED_NORM_EPSILON
-from megatron_nemotron3.precision.settings import gpu_kernels_enabled
+from megatron_nemotron3.precision.settings import library_kernels_enabled
 
 #: Initial A ~ U(1, 16) and dt ~ exp U(log 1e-3, log 1e-1), as in the Mamba-2 code and Megatron.
 A_INIT_RANGE = (1.0, 16.0)
@@ -288,7 +288,7 @@ class Mamba2Mixer(MambaMixer):
         )
         joined = JoinedGradient(xbc, sizes.conv)
         x, B, C = joined.split(xbc)
-        ssd = select_scan(x) if gpu_kernels_enabled() else TORCH
+        ssd = select_scan(x) if library_kernels_enabled() else TORCH
         # Our own scan writes its gradients side by side; kernels allocate theirs, which are copied.
         places = {"gradients": tuple(map(joined.place, range(3)))} if ssd is TORCH else {}
         y = ssd(

@@ -1,10 +1,9 @@
-"""Selection of the SSD scan: mamba-ssm's kernels, our Triton kernels or plain torch, with one signature.
+"""Selection of the SSD scan: mamba-ssm's kernels or plain torch, with one signature.
 
 The first one that supports device and dtype is used:
 
     mamba-ssm     CUDA, BF16 and FP16, if `mamba_ssm.ops.triton.ssd_combined` can be imported. Not for FP32,
                   since its products round FP32 factors to TF32 (10 bits).
-    Triton        CUDA, BF16, FP16 and FP32, if Triton can be imported: `triton_scan.ssd_triton`
     torch         everywhere: `ssd.ssd_chunked`
 """
 
@@ -50,7 +49,7 @@ def select_scan(x: Tensor) -> Scan:
 @cache
 def cuda_scans() -> tuple[Scan, ...]:
     """The scans that can run on CUDA here, fastest first; the last is plain torch."""
-    return tuple(scan for scan in (_installed_mamba_ssm(), _installed_triton(), TORCH) if scan is not None)
+    return tuple(scan for scan in (_installed_mamba_ssm(), TORCH) if scan is not None)
 
 
 def _installed_mamba_ssm() -> Scan | None:
@@ -60,19 +59,6 @@ def _installed_mamba_ssm() -> Scan | None:
     except (ImportError, OSError, RuntimeError):
         return None
     return mamba_ssm_scan(module)
-
-
-def _installed_triton() -> Scan | None:
-    try:
-        from megatron_nemotron3.layers.triton_scan import ssd_triton, unsupported
-    except ImportError:
-        return None
-
-    def scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **options: Any) -> Any:
-        form = ssd_chunked if unsupported(x, B) else ssd_triton
-        return form(x, dt, A, B, C, **options)
-
-    return Scan("Triton chunked SSD", scan, HALF | {torch.float32})
 
 
 def mamba_ssm_scan(module: ModuleType | Any) -> Scan:

@@ -14,9 +14,9 @@ Environment variables, each read once by a process:
     NEMOTRON3_LOG_PRECISION=100              into the working directory
     NEMOTRON3_LOG_PRECISION=0, or not set    off
 
-    NEMOTRON3_GPU_KERNELS=1                  the torch backend uses its CUDA kernels
-    NEMOTRON3_GPU_KERNELS=0                  one product per expert and per document; torch alone
-    NEMOTRON3_GPU_KERNELS not set            torch alone, with its grouped product and packed attention
+    NEMOTRON3_GPU_KERNELS not set            torch's grouped product and packed attention, mamba-ssm's scan
+    NEMOTRON3_GPU_KERNELS=1                  the same, and our kernels of emulated training
+    NEMOTRON3_GPU_KERNELS=0                  torch alone, with one product per expert and per document
 
 Inside a process, callers use `emulating`, `logging_precision` and `gpu_kernels` instead. Linears take the
 first two settings when they are built.
@@ -208,13 +208,12 @@ logging_in_environment = _LOGGING.read
 _GPU_KERNELS: EnvironmentSetting[bool | None] = EnvironmentSetting(
     "NEMOTRON3_GPU_KERNELS", {"1": True, "0": False}.get
 )
-#: Context manager: inside it the torch backend uses its CUDA kernels (True), torch's own (None), or not even
-#: those of torch that compute all experts or documents in one launch (False).
+#: Context manager: inside it the torch backend uses our CUDA kernels (True), those of libraries alone (None),
+#: or not even torch's own that compute all experts or documents in one launch (False).
 #:
-#: The kernels are the SSD scan of mamba-ssm or our own in Triton, the activation of experts, and the NVFP4
-#: and MXFP8 quantizers of emulated training and its products of experts in Triton. They are off by default
-#: until their tests (`pytest -m gpu`) have run on a GPU; so far they have run in Triton's interpreter and
-#: compiler.
+#: Our kernels are the NVFP4 and MXFP8 quantizers of emulated training and its products of experts, in Triton.
+#: They are off by default until their tests (`pytest -m gpu`) have run on a GPU; so far they have run in
+#: Triton's interpreter and compiler.
 gpu_kernels = _GPU_KERNELS.using
 
 
@@ -223,6 +222,6 @@ def gpu_kernels_enabled() -> bool:
     return _GPU_KERNELS.current() is True
 
 
-def torch_kernels_enabled() -> bool:
-    """Whether torch's `grouped_mm` and `varlen_attn` are used now: unless NEMOTRON3_GPU_KERNELS=0."""
+def library_kernels_enabled() -> bool:
+    """Whether `grouped_mm`, `varlen_attn` and mamba-ssm's scan are used: unless NEMOTRON3_GPU_KERNELS=0."""
     return _GPU_KERNELS.current() is not False

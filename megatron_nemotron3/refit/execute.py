@@ -25,7 +25,6 @@ from torch import Tensor
 
 from megatron_nemotron3.boundary.failure import BoundaryError, Failure
 from megatron_nemotron3.boundary.groups import Groups
-from megatron_nemotron3.refit import transport
 from megatron_nemotron3.refit.checksum import added
 from megatron_nemotron3.refit.held import check_source, check_target, serving_parameters
 from megatron_nemotron3.refit.moving import Made, Moving
@@ -33,11 +32,14 @@ from megatron_nemotron3.refit.packer import Packed
 from megatron_nemotron3.refit.parts import Part, name_of, parts_of, sum_held, sum_sent, target_of
 from megatron_nemotron3.refit.plan import Plan, Transfer
 
-_CURE = "cure: if a rank ended, its own log has the cause; the servers' weights are not to be used"
+_CURE = (
+    "cure: the log of the rank that failed or ended first has the reason; the servers' weights are not to be "
+    "used"
+)
 
 
 class RefitError(RuntimeError):
-    """A refit failed. Every rank raises the same text. Servers may hold some new and some old weights."""
+    """A refit failed, on every rank. Servers may hold some new and some old weights."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +65,10 @@ class Refit:
         senders, receivers: global rank of each training and serving rank; default: trainers from 0 on, and
             servers behind them, or on the same ranks if the plan is colocated.
         backend, timeout: of the process group and of every wait; None: those of the default group.
-        shared: all ranks are on one host: tensors go through shared memory (`transport.SharedMemory`), two
-            times `plan.buffer` for each sender at most, and the process group carries only small messages.
 
     Raises:
         ValueError: other numbers of ranks than the plan's, or ranks that it cannot have.
-        RefitError: ranks have different plans, or cannot share memory.
+        RefitError: ranks have different plans.
     """
 
     def __init__(
@@ -79,7 +79,6 @@ class Refit:
         receivers: Sequence[int] | None = None,
         backend: str | None = None,
         timeout: timedelta | None = None,
-        shared: bool = False,
     ) -> None:
         size, serving = plan.training.layout.world_size, plan.serving.size
         self.plan = plan
@@ -104,7 +103,7 @@ class Refit:
             raise ValueError(f"the plan needs rank {ranks[-1]}, the world has {dist.get_world_size()} ranks")
         # Of its own, so that a refit that failed leaves others and the next one alone.
         self.groups = Groups(ranks, backend=backend, timeout=timeout, own=True)
-        self._failure = Failure(ranks, self.groups.abort, cure=_CURE)
+        self._failure = Failure(self.groups.abort, cure=_CURE)
         rank = dist.get_rank()
         self.sender = self.senders.index(rank) if rank in self.senders else None
         self.receiver = self.receivers.index(rank) if rank in self.receivers else None
@@ -113,36 +112,9 @@ class Refit:
         self._in = [] if self.receiver is None else list(plan.incoming(self.receiver))
         self._last: dict[Any, int] = {}
         if self.groups.is_member:
-            plans = self._gathered([plan.digest, shared], "compared the plans")
+            plans = self._gathered(plan.digest, "compared the plans")
             if other := [rank for rank, said in plans.items() if said != plans[ranks[0]]]:
-                self._fail(f"the plan or `shared` of ranks {other} is not that of rank {ranks[0]}")
-            with self._everywhere():
-                self._transport = self._share() if shared else transport.Messages(self.groups)
-
-    def _share(self) -> transport.Messages:
-        """Map the shared memory of all senders of this rank."""
-        rank, problem = dist.get_rank(), None
-        sizes: defaultdict[int, int] = defaultdict(int)
-        for one, receiver in self._out:
-            sizes[one.step] += one.space * (self.receivers[receiver] != rank)
-        size = max(sizes.values(), default=0)
-        need = 2 * sum(self._gathered(size, "compared their memory").values())
-        if need > (free := transport.available()):
-            problem = (
-                f"{need:,} bytes of shared memory are needed on this host, {free:,} are available: give "
-                "make_plan a smaller buffer"
-            )
-        self._agree(problem, "shared memory")
-        made = transport.SharedMemory(self.groups, size)
-        found = self._gathered(made.address(), "shared their memory")
-        senders = {self.senders[sender] for _, sender in self._in} - {rank}
-        try:
-            made.connect({sender: found[sender] for sender in senders})
-        except OSError as error:
-            problem = str(error)
-        self._agree(problem, "shared memory")
-        made.close_file()
-        return made
+                self._fail(f"the plan of ranks {other} is not that of rank {ranks[0]}")
 
     def run(
         self,
@@ -209,9 +181,8 @@ class Refit:
             self._prove(moving, found)
 
     def close(self) -> None:
-        """Release the process groups and the memory. Every rank closes in the same order."""
+        """Release the process groups. Every rank closes in the same order."""
         self.groups.close()
-        self._transport = transport.Messages(self.groups)
 
     def _sent(self, source: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
         """The tensors that this rank sends, after all ranks have agreed that they can."""
@@ -310,7 +281,7 @@ class Refit:
 
     @contextlib.contextmanager
     def _everywhere(self) -> Iterator[None]:
-        """Turn any error of this rank alone into one of all ranks."""
+        """Turn any error of this rank into a RefitError, and end the waits of the others."""
         if not self.groups.is_member:
             raise ValueError(f"rank {self.groups.rank} neither sends nor receives in {self.plan.serving}")
         try:

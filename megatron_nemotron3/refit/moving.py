@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -45,25 +46,35 @@ class Moving:
             incoming = coming[step]
             sizes = {peer: space_of(parts) for peer, parts in incoming.items()}
             with refit._guarded(f"moved step {step} of {refit.plan.steps}"):
-                packed = packed if i else self._pack(0, outgoing[step])
-                refit._transport.start(packed, sizes)
-                following = self._pack(i + 1, outgoing[numbers[i + 1]]) if i + 1 < len(numbers) else {}
-                buffers = refit._transport.finish()
+                packed = packed if i else self._pack(outgoing[step])
+                received = {peer: self._empty(size) for peer, size in sizes.items() if peer != own}
+                handles = self._post({peer: one for peer, one in packed.items() if peer != own}, received)
+                following = self._pack(outgoing[numbers[i + 1]]) if i + 1 < len(numbers) else {}
+                for handle in handles:
+                    handle.wait()
                 for peer, parts in incoming.items():
-                    unpack(buffers[peer], parts, target)
-                refit._transport.release()
+                    unpack(packed[own] if peer == own else received[peer], parts, target)
             self.sent += sum(len(one) for peer, one in packed.items() if peer != own)
             self.received += sum(size for peer, size in sizes.items() if peer != own)
             packed = following
             yield [part for parts in incoming.values() for part in parts]
 
-    def _pack(self, number: int, messages: Mapping[int, list[Part]]) -> dict[int, Tensor]:
+    def _pack(self, messages: Mapping[int, list[Part]]) -> dict[int, Tensor]:
         source = Made(self.source.__getitem__)  # a packed tensor is made once in a step
-        sizes = {peer: space_of(parts) for peer, parts in messages.items()}
-        packed = self.refit._transport.outgoing(number, sizes)
+        packed = {peer: self._empty(space_of(parts)) for peer, parts in messages.items()}
         for peer, parts in messages.items():
             pack(packed[peer], parts, source)
         return packed
+
+    def _empty(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self.refit.groups.device)
+
+    def _post(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> list[Any]:
+        """Start to send to and receive from ranks; returns the handles."""
+        group = self.refit.groups.group
+        operations = [dist.P2POp(dist.isend, one, peer, group) for peer, one in sorted(sent.items())]
+        operations += [dist.P2POp(dist.irecv, one, peer, group) for peer, one in sorted(received.items())]
+        return dist.batch_isend_irecv(operations) if operations else []
 
     def _messages(
         self, pairs: list[tuple[Transfer, int]], ranks: list[int]

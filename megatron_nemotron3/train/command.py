@@ -109,8 +109,7 @@ def register(commands: Any) -> None:
         action="append",
         default=[],
         metavar="HOW",
-        help="as kind=kl,temperature=2,weight=0.9, and the teacher's own tp=, cp=, ep=, etp=, pp= (once for "
-        "each --teacher, or once for all)",
+        help="as kind=kl,temperature=2,weight=0.9 (once for each --teacher, or once for all)",
     )
     manifest.add_change(start)
     watching.add_argument("--verbose", action="store_true", help="print Megatron's whole log")

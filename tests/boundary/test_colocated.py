@@ -342,9 +342,11 @@ def failing(kind: str) -> tuple[str, float]:
         ),
     ],
 )
-def test_what_is_wrong_on_one_rank_is_the_same_error_on_all(kind: str, words: str) -> None:
+def test_what_is_wrong_on_one_rank_is_an_error_on_all(kind: str, words: str) -> None:
+    """That rank says what; the others say so, too, or where to look."""
     errors = run_distributed(failing, 4, kind)
-    assert {text for text, _ in errors} == {errors[0][0]} and words in errors[0][0]
+    assert words in errors[1][0]
+    assert all(words in text or "failed or ended first" in text for text, _ in errors)
     assert max(seconds for _, seconds in errors) < 8
 
 

@@ -34,7 +34,7 @@ def _counted(rows_of_samples: tuple[int, ...], leader_bytes: int) -> list[dict[s
     rank, found = dist.get_rank(), []
     for source, destination in RELATIONS:
         groups = Groups(range(8), [*source.lanes(0), *destination.lanes(0)])
-        failure = Failure(groups.ranks, groups.abort)
+        failure = Failure(groups.abort)
         kind = RowKind((HIDDEN,), torch.float32)
         forward = replace(
             make_plan(source, destination, rows_of_samples, row_bytes=4 * HIDDEN), leader_bytes=leader_bytes

@@ -235,9 +235,10 @@ def failing(kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["feed", pytest.param("header", marks=pytest.mark.full)])
-def test_a_missing_input_is_the_same_error_everywhere(kind: str) -> None:
+def test_a_missing_input_is_an_error_everywhere(kind: str) -> None:
+    """The rank without input says why, the other one where to look."""
     first, second = run_distributed(failing, 2, kind)
-    assert first == second and "same samples" in first
+    assert "same samples" in second and ("same samples" in first or "failed or ended first" in first)
 
 
 def refused_fsdp() -> str:
@@ -260,9 +261,8 @@ def refused_fsdp() -> str:
 
 
 def test_fsdp_is_refused_before_any_exchange() -> None:
-    first, second = run_distributed(refused_fsdp, 2)
-    assert first == second and "module 'vision' is in FSDP" in first, first
-    assert "distributed optimizer" in first
+    for said in run_distributed(refused_fsdp, 2):
+        assert "module 'vision' is in FSDP" in said and "distributed optimizer" in said
 
 
 def check_overlap() -> float:

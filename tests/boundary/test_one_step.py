@@ -112,7 +112,10 @@ def test_recompute(reference: Reference, layouts: tuple[str, str, str], pattern:
 
 
 def _failed(case: Case, folder: str) -> str:
-    return f"no error: {steps([case], folder)}"
+    try:
+        return f"no error: {steps([case], folder)}"
+    except Exception as error:
+        return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
 
 
 @pytest.mark.parametrize(
@@ -131,11 +134,12 @@ def _failed(case: Case, folder: str) -> str:
         ),
     ],
 )
-def test_what_does_not_fit_is_one_error_everywhere(
+def test_what_does_not_fit_is_an_error_everywhere(
     reference: Reference, ranks: int, layouts: tuple[str, str, str], fed: bool, words: str
 ) -> None:
     """More rows than positions, found by the encoder's rank or by the language model's; layouts that do not
     fit each other, the world or the samples."""
     case = Case(layouts, fed=fed, extra=2)
     found = run_apart(_failed, ranks, case, reference.folder, wait=30.0, timeout=90)
-    assert len(set(found)) == 1 and "Error: " in found[0] and words in found[0], found
+    assert any(words in said for said in found), found
+    assert all("Error: " in said and (words in said or "failed or ended first" in said) for said in found)

@@ -87,62 +87,49 @@ def _apart(folder: Path, how: Distillation) -> Apart:
     return apart
 
 
-#: Layout of the student, sizes of the teacher, kind.
-ROWS: dict[str, tuple[ParallelLayout, dict[str, int], str]] = {
-    "one process": (_L(), {}, "p-kl"),
-    "TP2 SP": (_L(tp=2), {}, "p-kl"),
-    "TP2 SP, H-KL": (_L(tp=2), {}, "h-kl"),
-    "EP2 DP2": (_L(dp=2, ep=2), {}, "p-kl"),
-    "CP2, H-KL": (_L(cp=2), {}, "h-kl"),
-    "PP2": (_L(pp=2), {}, "p-kl"),
-    "PP2 VPP2 CP2": (_L(pp=2, vpp=2, cp=2), {}, "p-kl"),
-    "PP2 TP2 SP, H-KL": (_L(pp=2, tp=2), {}, "h-kl"),
-    "DP2, teacher TP2 EP2": (_L(dp=2), {"tp": 2, "ep": 2}, "p-kl"),
-    "TP2 SP, teacher CP2": (_L(tp=2), {"tp": 1, "cp": 2}, "h-kl"),
-    "DP2, teacher PP2": (_L(dp=2), {"pp": 2}, "p-kl"),
-    "PP2, teacher PP1": (_L(pp=2), {"pp": 1}, "p-kl"),
-    "PP2 DP2, teacher TP2 PP1": (_L(pp=2, dp=2), {"tp": 2, "pp": 1}, "h-kl"),
+#: Layout and kind.
+ROWS: dict[str, tuple[ParallelLayout, str]] = {
+    "one process": (_L(), "p-kl"),
+    "TP2 SP": (_L(tp=2), "p-kl"),
+    "TP2 SP, H-KL": (_L(tp=2), "h-kl"),
+    "EP2 DP2": (_L(dp=2, ep=2), "p-kl"),
+    "CP2, H-KL": (_L(cp=2), "h-kl"),
+    "PP2": (_L(pp=2), "p-kl"),
+    "PP2 VPP2 CP2": (_L(pp=2, vpp=2, cp=2), "p-kl"),
+    "PP2 TP2 SP, H-KL": (_L(pp=2, tp=2), "h-kl"),
 }
 
 
 @pytest.mark.full  # test_lesson.py has ranks and a teacher that is a table
 @pytest.mark.parametrize("name", ROWS)
 def test_a_step(given: tuple[Path, Tensors], name: str) -> None:
-    layout, sizes, kind = ROWS[name]
-    _check(given, STUDENT, layout, _how(given[0], kind, tuple(sizes.items())))
+    layout, kind = ROWS[name]
+    _check(given, STUDENT, layout, _how(given[0], kind))
 
 
 @pytest.mark.full  # test_lesson.py has packs, without a model
 @pytest.mark.parametrize(
-    ("layout", "sizes"),
-    [
-        (_L(), {}),
-        (_L(cp=2), {}),
-        (_L(tp=2, cp=2), {}),
-        (_L(pp=2), {}),
-        (_L(pp=2, dp=2), {"tp": 2, "pp": 1}),
-        (_L(cp=2, dp=2), {"tp": 2, "cp": 1, "pp": 2}),
-    ],
+    "layout",
+    [_L(), _L(cp=2), _L(tp=2, cp=2), _L(pp=2), _L(pp=2, dp=2), _L(cp=2, dp=2)],
     ids=str,
 )
-def test_packed(given: tuple[Path, Tensors], layout: ParallelLayout, sizes: dict[str, int]) -> None:
+def test_packed(given: tuple[Path, Tensors], layout: ParallelLayout) -> None:
     """Documents with padding between them, and behind the last."""
     packed = STUDENT.at(_L(), documents=(13, 22, 9), padded=(16, 24, 16), mask="heads")
-    _check(given, packed, layout, _how(given[0], "p-kl", tuple(sizes.items())))
+    _check(given, packed, layout, _how(given[0], "p-kl"))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", [_L(pp=2), _L(dp=2)], ids=str)
 def test_several_teachers(given: tuple[Path, Tensors], layout: ParallelLayout) -> None:
-    """Each with its own projection, loss, temperature, weight and layout; the rest is cross-entropy."""
+    """Each with its own projection, loss, temperature and weight; the rest is cross-entropy."""
     folder, _ = given
-    sizes = (("pp", 1),) if layout.pp > 1 else (("tp", 2),)
-    other = Distillation(str(folder / "other"), "h-kl", 1.0, 0.3, sizes, str(folder / "projection-other"))
+    other = Distillation(str(folder / "other"), "h-kl", 1.0, 0.3, str(folder / "projection-other"))
     _check(given, STUDENT, layout, replace(_how(folder, "p-kl"), weight=0.5), other)
 
 
-def _how(folder: Path, kind: str, sizes: tuple[tuple[str, int], ...] = ()) -> Distillation:
-    return Distillation(str(folder / "teacher"), kind, 2.0, 0.7, sizes, str(folder / "projection"))
+def _how(folder: Path, kind: str) -> Distillation:
+    return Distillation(str(folder / "teacher"), kind, 2.0, 0.7, str(folder / "projection"))
 
 
 def _check(given: tuple[Path, Tensors], case: Case, layout: ParallelLayout, *taught: Distillation) -> None:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from megatron_nemotron3.certify.ranks import run_distributed
 from megatron_nemotron3.distill.across import AcrossTokenizers
-from megatron_nemotron3.distill.lanes import Batch
 from megatron_nemotron3.distill.settings import Distillation
 from megatron_nemotron3.layers.context_parallel import zigzag
 from megatron_nemotron3.xtoken.align import Aligner
@@ -46,10 +45,10 @@ class _Table:
     def length(self, longest: int) -> int:
         return -(-longest // self._multiple) * self._multiple
 
-    def forward(self, batch: Batch) -> Tensor:
-        ids: Tensor = batch.arguments["input_ids"]
-        assert ids.shape == (batch.rows, batch.tokens)
-        self.given.append((batch.tokens, batch.rows))
+    def forward(self, arguments: dict[str, Any], tokens: int, rows: int) -> Tensor:
+        ids: Tensor = arguments["input_ids"]
+        assert ids.shape == (rows, tokens)
+        self.given.append((tokens, rows))
         return ids.T
 
     def logits(self, hidden: Tensor) -> Tensor:

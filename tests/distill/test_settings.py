@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from megatron_nemotron3 import cli
-from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.args.script_folders import settle_manifest
 from megatron_nemotron3.boost import settings as boosting
 from megatron_nemotron3.distill import check, settings
@@ -23,10 +23,10 @@ SCRIPT = str(Path(settings.__file__).parents[1] / "train" / "pretrain_script.py"
 
 
 def test_text_and_back() -> None:
-    how = Distillation("runs/a, teacher=b", "js", 2.5, 0.25, (("tp", 4), ("ep", 8)))
+    how = Distillation("runs/a, teacher=b", "js", 2.5, 0.25)
     assert settings.parse(settings.text_of((how,))) == (how,)
-    across = settings.parse("temperature=2,projection=/a/p,tp=2,teacher=runs/big")
-    assert across == (Distillation("runs/big", "p-kl", 2.0, 1.0, (("tp", 2),), "/a/p"),)
+    across = settings.parse("temperature=2,projection=/a/p,teacher=runs/big")
+    assert across == (Distillation("runs/big", "p-kl", 2.0, 1.0, "/a/p"),)
     several = (replace(how, weight=0.5), replace(across[0], weight=0.25))
     assert settings.parse(settings.text_of(several)) == several
     assert settings.parse("teacher=runs/big") == (Distillation("runs/big"),)
@@ -39,7 +39,7 @@ def test_several_teachers() -> None:
     assert (one, two) == (Distillation("a", "js", weight=1 / 3), Distillation("b", "js", weight=1 / 3))
     assert settings.rest_of((one, two, three)) == 0
     taught = settings.read(["a", "b"], ["weight=0.25", "weight=0.5,projection=/p"])
-    assert taught == (Distillation("a", weight=0.25), Distillation("b", "p-kl", 1.0, 0.5, (), "/p"))
+    assert taught == (Distillation("a", weight=0.25), Distillation("b", "p-kl", 1.0, 0.5, "/p"))
     assert settings.rest_of(taught) == 0.25
     with pytest.raises(ValueError, match=r"weights of the teachers 0.7 \+ 0.7 are above 1"):
         settings.read(["a", "b"], ["weight=0.7"])
@@ -56,10 +56,9 @@ def test_several_teachers() -> None:
         ("temperature=0,teacher=x", "temperature=0: give a positive number"),
         ("weight=1.5,teacher=x", "weight=1.5: give a number above 0, up to 1"),
         ("weight=much,teacher=x", "'weight=much': give a number"),
-        ("tp=0,teacher=x", "tp=0: give 1 or more"),
         ("dp=2,teacher=x", "'dp=2': use kind="),
-        ("tp=2,tp=4,teacher=x", "tp is given twice"),
-        ("tp=2", "end with teacher=FOLDER"),
+        ("weight=1,weight=0.5,teacher=x", "weight is given twice"),
+        ("weight=1", "end with teacher=FOLDER"),
         ("teacher=", "no teacher"),
     ],
 )
@@ -78,43 +77,19 @@ def test_the_script_does_not_see_the_options() -> None:
             "x.py",
             "--lr",
             "1",
-            "--nemotron3-distill=tp=2",
+            "--nemotron3-distill=kind=js",
             "--nemotron3-teacher",
             "b",
         ]
     )
-    assert (words.arguments, words.taught) == (["--lr", "1"], (("a", "b"), ("tp=2",)))
+    assert (words.arguments, words.taught) == (["--lr", "1"], (("a", "b"), ("kind=js",)))
 
 
-@pytest.mark.parametrize(
-    ("sizes", "student", "said"),
-    [
-        ({"tp": 3}, ParallelLayout(dp=4), "does not divide the 4 ranks: use sizes"),
-        ({"pp": 3}, ParallelLayout(dp=4), "does not divide the 4 ranks: use sizes"),
-        ({"pp": 3}, ParallelLayout(pp=2, dp=3), "pp=3: each of the 2 .* give a multiple or a divisor of 2"),
-        ({"pp": 1, "tp": 4}, ParallelLayout(pp=2, dp=2), "products .* divide those of each of 2 stages"),
-        ({"tp": 1}, ParallelLayout(tp=4), "makes 4 data lanes, and the student has 1"),
-        ({"ep": 3}, ParallelLayout(dp=4), "does not divide the 4 ranks"),
-    ],
-)
-def test_layouts_that_do_not_fit(sizes: dict[str, int], student: ParallelLayout, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        check.layout_of(Distillation("x", sizes=tuple(sizes.items())), student)
-
-
-def test_a_layout_of_its_own() -> None:
-    how = Distillation("x", sizes=(("tp", 4), ("ep", 2)))
-    found = check.layout_of(how, ParallelLayout(tp=2, dp=4, pp=2, vpp=2, ep=4))
-    assert found == ParallelLayout(tp=4, dp=2, pp=2, vpp=2, ep=2)
-    fewer = check.layout_of(Distillation("x", sizes=(("pp", 1), ("tp", 2))), ParallelLayout(pp=4, dp=4))
-    assert fewer == ParallelLayout(tp=2, dp=2)
-    same = ParallelLayout(tp=2, dp=2)
-    assert check.layout_of(Distillation("x", sizes=(("tp", 2),)), same) is same
-    cp = Distillation("x", sizes=(("cp", 2),))
-    with pytest.raises(ValueError, match="give a cp that divides it"):
-        check.layout_of(cp, ParallelLayout(dp=2), packed=True)
-    with pytest.raises(ValueError, match="--use-tp-pp-dp-mapping"):
-        check.layout_of(cp, ParallelLayout(dp=2), contiguous=False)
+def test_a_layout_of_its_own_is_refused() -> None:
+    """With what to do instead."""
+    cure = re.escape("store its logits in that layout first (nemotron3 logits runs/big --pp N)")
+    with pytest.raises(ValueError, match=f"pp=2: a teacher runs in the student's layout: .*{cure}"):
+        settings.parse("weight=0.5,pp=2,teacher=runs/big")
 
 
 @pytest.mark.parametrize(
@@ -157,10 +132,13 @@ def stored(tmp_path: Path) -> Path:
     ("words", "said"),
     [
         (["--nemotron3-teacher", "/nowhere"], "/nowhere: it does not exist"),
-        (["--nemotron3-distill", "tp=2"], "--nemotron3-distill goes with --nemotron3-teacher"),
+        (["--nemotron3-distill", "kind=js"], "--nemotron3-distill goes with --nemotron3-teacher"),
         (["--nemotron3-teacher", "LOGITS", "--vocab-size", "17"], "have different vocabularies"),
         (["--nemotron3-teacher", "LOGITS"], "temperature=1: LOGITS was stored at 2"),
-        (["--nemotron3-teacher", "LOGITS", "--nemotron3-distill", "temperature=2,tp=2"], "drop tp=2"),
+        (
+            ["--nemotron3-teacher", "LOGITS", "--nemotron3-distill", "tp=2"],
+            "in the student's layout: leave tp out",
+        ),
         (
             ["--nemotron3-teacher", "LOGITS", "--nemotron3-distill", "temperature=2", "--seq-length", "32"],
             "--seq-length 32: LOGITS has rows of 64 tokens",
@@ -226,9 +204,7 @@ def test_a_run_goes_on_with_its_teacher_only(
         status, found = run(*words)
         assert status == 2 and said in found and found.count("\n") == 1
         assert (save / "run.json").read_bytes() == before
-    settle_manifest(
-        save, [], teacher=check.record_of((replace(how, teacher=str(moved), sizes=(("tp", 2),)),))
-    )
+    settle_manifest(save, [], teacher=check.record_of((replace(how, teacher=str(moved)),)))
     lines = settle_manifest(
         save, [], ["teacher"], teacher=check.record_of((replace(how, teacher=str(other)),))
     )
@@ -247,7 +223,10 @@ def test_a_damaged_manifest(stored: Path) -> None:
         (["--teacher", "/nowhere"], "/nowhere: it does not exist"),
         (["--distill", "kind=kl"], "--distill goes with --teacher: give both"),
         (["--teacher", "x", "--distill", "kind=l2"], "train: --distill kind=l2: kind=l2: use one of kl"),
-        (["--teacher", "x", "--distill", "temprature=2"], "pp=; did you mean 'temperature'?"),
+        (
+            ["--teacher", "x", "--distill", "temprature=2"],
+            "weight=; did you mean 'temperature'?",
+        ),
         (["--teacher", "BOOST"], "NEMOTRON3_BOOST: MTP's heads are trained on what the model"),
     ],
 )

@@ -15,11 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_nemotron3 import cli
-from megatron_nemotron3.generate import command
 from megatron_nemotron3.generate.checkpoint_folder import CheckpointFolder
 from megatron_nemotron3.generate.engine import Engine
 from megatron_nemotron3.generate.generate import GenerationOptions, generate
-from megatron_nemotron3.generate.graphed_drafts import GraphedDrafts
 from megatron_nemotron3.generate.text import Detokenizer, OutputStream, OutputText, Tokenizer
 from megatron_nemotron3.generate.weights import load
 from megatron_nemotron3.train.data import train_tokenizer
@@ -97,31 +95,6 @@ def test_json(folders_with_text: Folders, capsys: Capture) -> None:
     assert s["draft"] == 2 and len(s["acceptance_by_position"]) == 2
     assert s["acceptance_length"] == pytest.approx((drafted["new_tokens"] - 2) / s["verifications"])
     assert drafted["passes"] < plain["passes"]
-
-
-def test_cuda_graphs(
-    folders_with_text: Folders, capsys: Capture, monkeypatch: pytest.MonkeyPatch, replayed_graphs: None
-) -> None:
-    """The text is that without; here the graph of a step is a recording on the CPU."""
-    load, made = command.load_engine, []
-
-    def on_cpu(opened: Any, options: Any, mtp: bool) -> Any:
-        assert options.device == "cuda"
-        options.device = "cpu"
-        return load(opened, options, mtp)
-
-    def noted(self: GraphedDrafts, *words: Any) -> Any:
-        made.append(words)
-        return step(self, *words)
-
-    step = GraphedDrafts.__call__
-    words = ["--checkpoint", folders_with_text.run, "--prompt", "good day", "--draft", 2, "--json"]
-    plain = json.loads(run(capsys, *words))
-    monkeypatch.setattr("megatron_nemotron3.run.resolve_device", lambda device: "cuda")
-    monkeypatch.setattr(command, "load_engine", on_cpu)
-    monkeypatch.setattr(GraphedDrafts, "__call__", noted)
-    graphed = json.loads(run(capsys, *words, "--cuda-graphs"))
-    assert made and graphed["texts"] == plain["texts"]
 
 
 def test_a_narrow_model_computes_in_one_thread(
@@ -228,8 +201,6 @@ def refused(capsys: Capture, *words: object) -> str:
         (["--prompt", "a", "--model", "supper"], "did you mean 'super'"),
         (["--prompt", "a", "--tokenizer", "/nowhere"], "--tokenizer /nowhere is missing: give a folder"),
         (["--prompt-file", "/nowhere/prompt"], "/nowhere/prompt"),
-        (["--prompt", "a", "--cuda-graphs"], "--cuda-graphs, but --device cpu has none: leave it out"),
-        (["--prompt", "a", "--cuda-graphs", "--device", "auto"], "torch sees no GPU: leave it out"),
     ],
 )
 def test_bad_options(folders_with_text: Folders, capsys: Capture, words: list[Any], message: str) -> None:

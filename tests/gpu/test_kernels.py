@@ -1,4 +1,4 @@
-"""The kernels on a GPU: the comparisons of tests/layers/test_triton.py, also at model sizes."""
+"""The kernels on a GPU: the comparisons of tests/support/kernel_checks.py, also at model sizes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import torch
 
 from megatron_nemotron3.layers import grouped_gpu, scan_kernels
 from megatron_nemotron3.layers.attention import _flash_packed
-from megatron_nemotron3.precision.settings import gpu_kernels
 from tests.layers.test_fewer_waits import check_flash_packed
-from tests.layers.test_ssd import make_documents, make_inputs, scan
-from tests.layers.test_triton import SCANS, check_activation, check_experts, check_grouped, check_scan
 from tests.precision.test_triton_grouped import check_rows, check_weights
+from tests.support.kernel_checks import SCANS, check_experts, check_grouped, check_scan
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,9 +21,9 @@ MODEL_SIZED = [
     (1, 200, 4, 64, 2, 128, [], False),
     (2, 150, 4, 64, 1, 128, [(0, 64), (0, 100), (1, 31), (1, 128)], True),
 ]
-#: Where factors of a term are rounded to BF16: at most twice by our kernels; mamba-ssm also rounds the
+#: Where factors of a term are rounded to BF16: at most twice by torch; mamba-ssm also rounds the
 #: states, their gradients and its partial results.
-ROUNDINGS = {"Triton chunked SSD": 2, "torch chunked SSD": 2, "mamba-ssm Triton SSD": 8}
+ROUNDINGS = {"torch chunked SSD": 2, "mamba-ssm Triton SSD": 8}
 
 
 @pytest.fixture(autouse=True)
@@ -45,42 +43,6 @@ def test_scan(shape, dtype, strided):
             check_scan(form, shape, dtype=dtype, device="cuda", strided=strided, roundings=roundings)
 
 
-def test_our_scan_is_there_and_deterministic():
-    """Repeated runs are bitwise equal: no sum depends on the order in which programs finish."""
-    form = next(form for form in scan_kernels.cuda_scans() if form.name == "Triton chunked SSD")
-    inputs = make_inputs(2, 300, 8, 64, 2, 128, dtype=torch.bfloat16)
-    inputs = {k: v.detach().cuda().requires_grad_() for k, v in inputs.items()}
-    seq_idx = make_documents(2, 300, [(0, 100), (1, 64)]).cuda()
-    runs = []
-    for _ in range(3):
-        y, state = scan(form, inputs, seq_idx, return_final_state=True)
-        runs.append([y, state, *torch.autograd.grad(y.sum() + state.sum(), list(inputs.values()))])
-    for run in runs[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
-
-
-@pytest.mark.parametrize("n", [64, 128, 256])
-@pytest.mark.parametrize("p", [16, 64, 128])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_widths_fit_the_device(p, n, dtype):
-    """Every width our kernels accept runs, forward and backward."""
-    from megatron_nemotron3.layers.triton_scan import ssd_triton, unsupported
-
-    inputs = make_inputs(1, 70, 2, p, 1, n, dtype=dtype)
-    if unsupported(inputs["x"], inputs["B"]):
-        assert p * n > 128 * 128
-        return
-    check_scan(ssd_triton, (1, 70, 2, p, 1, n, [], True), dtype=dtype, device="cuda")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows, width", [(0, 8), (1, 1), (5, 16), (300, 37), (1000, 1856), (100, 2688)])
-def test_activation(rows, width, dtype):
-    from megatron_nemotron3.layers import triton_activation
-
-    check_activation(triton_activation.weighted_squared_relu, rows, width, dtype, device="cuda")
-
-
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_grouped(together, as_tensor):
@@ -90,14 +52,11 @@ def test_grouped(together, as_tensor):
     check_grouped([3, 4], 12, 8, device="cuda", together=together, as_tensor=as_tensor)
 
 
-@pytest.mark.parametrize("kernels", [None, True])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("as_tensor", [False, True])
-def test_experts(as_tensor, recompute, kernels):
-    """With the activation of torch and with ours."""
-    with gpu_kernels(kernels):
-        for counts in ([3, 0, 5, 1], [0, 7, 0, 130, 0], [1000, 3, 257]):
-            check_experts(counts, 1856, 1024, device="cuda", as_tensor=as_tensor, recompute=recompute)
+def test_experts(as_tensor, recompute):
+    for counts in ([3, 0, 5, 1], [0, 7, 0, 130, 0], [1000, 3, 257]):
+        check_experts(counts, 1856, 1024, device="cuda", as_tensor=as_tensor, recompute=recompute)
 
 
 @pytest.mark.parametrize("borders", [[0, 70, 200], [0, 70, 150], [0, 128, 128, 199]])

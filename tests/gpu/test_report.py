@@ -81,15 +81,15 @@ def test_steps(report: Any, tmp_path: Path) -> None:
     found = results(report, tmp_path / "r")
     stage(found, "versions", {"kind": "rates", "matmul_tflops": 791.52, "copy_gbytes": 4300.0})
     stage(found, "step.nano.hf", MODEL, parity(), speed(1.0))
-    stage(found, "step.nano.kernels", MODEL, parity(0.01), speed(0.4096))
+    stage(found, "step.nano.mamba-ssm", MODEL, parity(0.01), speed(0.4096))
     stage(found, "step.nano.plain", MODEL, parity(0.01, one=0.3), speed(0.5))
     stage(found, "step.nano.te", MODEL, parity(), status="memory", error="OutOfMemoryError: much")
     lines = report.report(found)
     # 9.894 GFLOP a token, 20,000 tokens/s: 197.88 TFLOP/s, a fifth of 989.4 and a quarter of 791.52
-    kernels = cells(lines, "torch backend with our Triton kernels")
-    assert kernels[1:9] == ["20,000", "409.6", "20.0", "25.0", "2", "1", "3", "11.5000"]
-    assert kernels[9] == "1.0e-02" and kernels[11:] == ["agrees", "2.44", "-"]
-    plain = cells(lines, "torch backend without our kernels (the default)")
+    mamba = cells(lines, "torch backend with mamba-ssm's scan")
+    assert mamba[1:9] == ["20,000", "409.6", "20.0", "25.0", "2", "1", "3", "11.5000"]
+    assert mamba[9] == "1.0e-02" and mamba[11:] == ["agrees", "2.44", "-"]
+    plain = cells(lines, "torch backend without mamba-ssm")
     assert plain[11] == "**differs**" and "(b)" in plain[10]
     te = cells(lines, "stock TransformerEngine spec")
     assert te[1:3] == ["-", "-"] and te[11] == "agrees"  # it died after the comparison

@@ -39,7 +39,7 @@ def kinds(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def test_a_training_step() -> None:
-    rows = rows_of("step.super.kernels")
+    rows = rows_of("step.super.plain")
     assert kinds(rows) == ["model", "settings", "parity", "speed", "profile"]
     _, settings, parity, speed, profile = rows
     assert settings["text"].startswith("backend torch")
@@ -53,11 +53,10 @@ def test_generation_with_drafts() -> None:
     """MTP agrees with the model: drafts are accepted, and the text stays the same."""
     model, *rows = rows_of("generate.drafts")
     assert model["dtype"] == "bfloat16"
-    cases = [(graphs, drafts) for graphs in (True, False) for drafts in range(8)]
-    assert [(row["graphs"], row["drafts"]) for row in rows] == cases
+    assert [row["drafts"] for row in rows] == list(range(8))
     assert all(row["equal"] == row["new"] and row["tokens_per_second"] > 0 for row in rows)
     assert rows[0]["acceptance_length"] == 1.0 and rows[7]["acceptance_length"] > 3
-    assert rows[0]["break_even"] == rows[8]["break_even"] == 1.0
+    assert rows[0]["break_even"] == 1.0
 
 
 @pytest.mark.parametrize("name", ["step.nano.te", "step.nano.mamba-ssm"])
@@ -135,7 +134,7 @@ def test_everything_on_a_cpu(gpu: Any, tmp_path: Path) -> None:
     assert list(found) == [stage.name for stage in gpu.STAGES] and found["versions"] == before["versions"]
     skipped = {name for name, record in found.items() if record["status"] == "skipped"}
     assert skipped == {f"step.{width}.{side}" for width in gpu.WIDTHS for side in ("te", "mamba-ssm")}
-    assert [row["side"] for row in found["plan"]["rows"]] == ["kernels", "kernels", "plain", "plain"]
+    assert [row["side"] for row in found["plan"]["rows"]] == ["plain", "plain"]
     words = [sys.executable, str(BENCHMARKS / "gpu_report.py"), str(path), "--print", "--operations"]
     tables = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-    assert tables.startswith("A rehearsal") and tables.count("| agrees |") == 4 and "differs" not in tables
+    assert tables.startswith("A rehearsal") and tables.count("| agrees |") == 2 and "differs" not in tables

@@ -14,7 +14,7 @@ from tests.layers.test_ssd import (
     make_inputs,
     scan,
 )
-from tests.layers.test_triton import SCANS, check_experts, check_grouped, check_scan, with_triton
+from tests.support.kernel_checks import SCANS, check_experts, check_grouped, check_scan
 
 
 def reference_mamba_ssm(seen):
@@ -88,15 +88,11 @@ def test_mamba_ssm_signature():
 def test_choice(monkeypatch):
     """By device and dtype, among the scans that can be imported; plain torch is the last choice."""
     fake = scan_kernels.mamba_ssm_scan(reference_mamba_ssm([]))
-    own = scan_kernels.Scan("Triton chunked SSD", ssd.ssd_chunked, scan_kernels.HALF | {torch.float32})
-    for mamba, triton, names in (
-        (fake, own, ["mamba-ssm Triton SSD", "Triton chunked SSD", "torch chunked SSD"]),
-        (None, own, ["Triton chunked SSD", "Triton chunked SSD", "torch chunked SSD"]),
-        (fake, None, ["mamba-ssm Triton SSD", "torch chunked SSD", "torch chunked SSD"]),
-        (None, None, ["torch chunked SSD"] * 3),
+    for mamba, names in (
+        (fake, ["mamba-ssm Triton SSD", "torch chunked SSD", "torch chunked SSD"]),
+        (None, ["torch chunked SSD"] * 3),
     ):
         monkeypatch.setattr(scan_kernels, "_installed_mamba_ssm", lambda mamba=mamba: mamba)
-        monkeypatch.setattr(scan_kernels, "_installed_triton", lambda triton=triton: triton)
         scan_kernels.cuda_scans.cache_clear()
         dtypes = (torch.bfloat16, torch.float32, torch.float64)
         on_gpu = [SimpleNamespace(is_cuda=True, dtype=dtype) for dtype in dtypes]
@@ -111,35 +107,6 @@ def test_broken_mamba_ssm_is_passed_over(monkeypatch):
 
     monkeypatch.setattr(scan_kernels.importlib, "import_module", broken)
     assert scan_kernels._installed_mamba_ssm() is None
-
-
-@with_triton
-def test_too_wide_goes_to_torch():
-    """The Triton scan runs plain torch if the state size exceeds its kernels' limit."""
-    choice = scan_kernels._installed_triton()
-    inputs = make_inputs(1, 3, 1, 2, 1, 300)
-    torch.testing.assert_close(scan(choice, inputs), scan(ssd.ssd_chunked, inputs))
-
-
-@with_triton
-@pytest.mark.parametrize(
-    "major, dtype, n, taken",
-    [
-        (10, torch.float32, 128, False),
-        (10, torch.float16, 128, False),
-        (10, torch.float32, 64, True),
-        (10, torch.bfloat16, 128, True),
-        (9, torch.float32, 128, True),
-        (12, torch.float32, 128, True),
-    ],
-)
-def test_tensor_memory_limits_wide_factors(monkeypatch, major, dtype, n, taken):
-    """On SM 10 a wide FP32 state needs more tensor memory than there is."""
-    from megatron_nemotron3.layers.triton_scan import unsupported
-
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
-    x, B = (SimpleNamespace(is_cuda=True, device="cuda", dtype=dtype, shape=(1, 1, 1, w)) for w in (64, n))
-    assert (unsupported(x, B) is None) == taken
 
 
 # The grouped product: torch has it on the CPU, too

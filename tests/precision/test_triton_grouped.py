@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.triton_kernels import kernels, note_runs
+from tests.support.triton_kernels import kernels, note_runs, repair_interpreter
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 KERNELS = "precision.triton_grouped"
@@ -86,9 +86,9 @@ def test_kernels_in_the_interpreter():
 
 
 if INTERPRETED:
-    import tests.layers.test_triton  # noqa: F401 (repairs the interpreter)
     from megatron_nemotron3.precision import triton_grouped
 
+    repair_interpreter()
     RUN = note_runs()
     #: Experts without rows first, in between and last; more rows than a tile has.
     COUNTS = [[3, 0, 5, 1], [0, 20, 0, 33, 0], [16], [0, 0]]
@@ -162,3 +162,10 @@ def test_kernels_compile(tmp_path, target):
     assert {name for name, *_ in rows} == kernels()[KERNELS]
     for name, shared, cores, spilled in rows:
         assert shared <= SHARED and cores > 0 and spilled == 0, name
+
+
+def test_every_kernel_is_tried():
+    """Kernels are only in modules whose tests compile and interpret all that they find there."""
+    found = kernels()
+    assert found.keys() == {"precision.triton_quantize_kernels", "precision.triton_grouped"}
+    assert all(found.values())

@@ -1,6 +1,6 @@
 """The Triton kernels of fake quantization, without a GPU; tests/gpu runs the same checks on one.
 
-As in tests/layers/test_triton.py: in Triton's interpreter, in a process of its own, and compiled for GPUs
+In Triton's interpreter, in a process of its own, and compiled for GPUs
 that are not there. The torch path is the specification. Equal means bit for bit, NaN where NaN is.
 """
 
@@ -26,7 +26,7 @@ from megatron_nemotron3.precision import quantizer
 from megatron_nemotron3.precision.quantizer import fake_quantize, units
 from megatron_nemotron3.precision.recipe import PUBLISHED, Spec
 from megatron_nemotron3.precision.settings import gpu_kernels
-from tests.support.triton_kernels import kernels, note_runs
+from tests.support.triton_kernels import kernels, note_runs, repair_interpreter
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 with_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -202,9 +202,9 @@ def test_kernels_in_the_interpreter():
 
 
 if INTERPRETED:
-    import tests.layers.test_triton  # noqa: F401 (repairs the interpreter)
     from megatron_nemotron3.precision import triton_quantize
 
+    repair_interpreter()
     RUN = note_runs()
     pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 

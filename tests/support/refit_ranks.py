@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_nemotron3.models import get
-from megatron_nemotron3.refit import transport
 from megatron_nemotron3.refit.execute import Refit, RefitError
 from megatron_nemotron3.refit.held import empty_parameters
 from megatron_nemotron3.refit.layouts import Serving, Training
@@ -39,9 +38,9 @@ def plan_of(case: Case) -> Plan:
 class Rank:
     """This rank's tensors in a case, and its end of the refit."""
 
-    def __init__(self, case: Case, dtype: str = "bfloat16", shared: bool = False) -> None:
+    def __init__(self, case: Case, dtype: str = "bfloat16") -> None:
         self.plan, self.case, self.dtype = plan_of(case), case, dtype
-        self.refit = Refit(self.plan, shared=shared)
+        self.refit = Refit(self.plan)
         self.wrap: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda tensors: tensors
         self.target: dict[str, Tensor] | None = None
         if self.refit.receiver is not None:
@@ -77,11 +76,11 @@ class Rank:
         assert not different, different[:3]
 
 
-def refitted(cases: list[Case], dtype: str, shared: bool = False) -> list[int]:
+def refitted(cases: list[Case], dtype: str) -> list[int]:
     """Refit every case; returns the bytes that this rank sent."""
     sent = []
     for case in cases:
-        rank = Rank(case, dtype, shared)
+        rank = Rank(case, dtype)
         sent.append(rank.run(whole(get(case[0]), dtype)).sent)
         rank.refit.close()
     return sent
@@ -344,9 +343,9 @@ FAULTS: dict[str, Callable[[Rank], None]] = {
 }
 
 
-def faulty(case: Case, fault: str, shared: bool = False) -> str:
+def faulty(case: Case, fault: str) -> str:
     """What this rank says of a refit with a fault, and of the next one."""
-    rank, hf = Rank(case, shared=shared), whole(get(case[0]))
+    rank, hf = Rank(case), whole(get(case[0]))
     FAULTS[fault](rank)
     begin = time.monotonic()
     try:
@@ -383,14 +382,3 @@ def left(case: Case, how: str) -> str:
         return f"RefitError: {error}"
     stream.close()
     return "left"
-
-
-def unshared(case: Case, how: str) -> str:
-    """What this rank says where the last one cannot share memory, or only the first one wants to."""
-    rank = dist.get_rank()
-    if how == "another host" and rank == 3:
-        transport._host = lambda: "elsewhere"
-    if how == "little memory" and rank == 3:
-        transport.available = lambda: 1000
-    Refit(plan_of(case), shared=how != "one shares" or rank == 0)
-    return "no error"

@@ -43,7 +43,7 @@ class _Recording(TorchDispatchMode):
 
 
 def record(run: Callable[[], None], changed: Sequence[Tensor], *_: Any) -> Callable[[], None]:
-    """What `graphs.capture` does on a GPU."""
+    """Record a step, undo it, and return its replay; `changed`: what it changes and reads again."""
     before, recording = [tensor.clone() for tensor in changed], _Recording()
     with recording:
         run()
