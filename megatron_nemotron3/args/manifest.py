@@ -20,7 +20,7 @@ from typing import Any
 from megatron_nemotron3.args.architecture import MODEL, MOE, MTP
 from megatron_nemotron3.args.flag import parse
 from megatron_nemotron3.boost import settings as boosting
-from megatron_nemotron3.checkpoint.files import Unreadable, read_outside, write_text
+from megatron_nemotron3.common.files import Unreadable, read_outside, write_text
 from megatron_nemotron3.lora import ARGUMENT, in_environment
 from megatron_nemotron3.lora import VARIABLE as LORA
 from megatron_nemotron3.models.pattern import MTP_SEPARATOR

@@ -19,7 +19,7 @@ from megatron_nemotron3.args.flag import Flag
 from megatron_nemotron3.certify import options as table
 from megatron_nemotron3.certify.finding import Finding, State
 from megatron_nemotron3.certify.twin import Twin
-from megatron_nemotron3.checkpoint.files import atomic_group, read_outside, write_bytes, write_text
+from megatron_nemotron3.common.files import atomic_group, read_outside, write_bytes, write_text
 
 SCHEMA = 1
 JSON, PAGE = "certificate.json", "certificate.md"

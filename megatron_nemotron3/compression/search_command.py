@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoint.files import require_output, write_text
-from megatron_nemotron3.checkpoint.output import add_json, result, say
+from megatron_nemotron3.common.files import require_output, write_text
+from megatron_nemotron3.common.output import add_json, result, say
 from megatron_nemotron3.compression.budget import MEASURES, amount, costs, parse_budget
 from megatron_nemotron3.compression.search import Alike, Candidate, Found, Losses, search, sizes_text
 from megatron_nemotron3.compression.sizes import BY_LAYER, parse_numbers

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoint.files import Unreadable, read_outside, write_text
+from megatron_nemotron3.common.files import Unreadable, read_outside, write_text
 from megatron_nemotron3.distill.vocabulary import Vocabulary
 
 MANIFEST = "manifest.json"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoint.files import Unreadable, read_outside
+from megatron_nemotron3.common.files import Unreadable, read_outside
 
 FILE = "tokenizer.json"
 _LIMIT = 256 << 20

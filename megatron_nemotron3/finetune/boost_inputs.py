@@ -10,8 +10,8 @@ from pathlib import Path
 from megatron_nemotron3.args.rules import enforce
 from megatron_nemotron3.boost import settings
 from megatron_nemotron3.boost.settings import Boost
-from megatron_nemotron3.checkpoint.files import write_text
 from megatron_nemotron3.checkpoint.folders import checkpoint_path, read_tracker
+from megatron_nemotron3.common.files import write_text
 from megatron_nemotron3.convert.from_hf import pad_vocab_size
 from megatron_nemotron3.finetune.start import begin, own, require_positive, require_schedule
 from megatron_nemotron3.generate.checkpoint_folder import CheckpointFolder, find_checkpoint

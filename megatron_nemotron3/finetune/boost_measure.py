@@ -8,9 +8,9 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_nemotron3 import plots
-from megatron_nemotron3.bars import Bar
-from megatron_nemotron3.checkpoint.files import write_text
+from megatron_nemotron3.common import plots
+from megatron_nemotron3.common.files import write_text
+from megatron_nemotron3.common.output import Bar, interval, paired
 from megatron_nemotron3.finetune.boost_inputs import Inputs
 from megatron_nemotron3.generate.checkpoint_folder import find_checkpoint
 from megatron_nemotron3.generate.command import load_engine
@@ -24,7 +24,6 @@ from megatron_nemotron3.generate.evaluate_command import (
     chosen_seq_length,
     spread_prompts,
 )
-from megatron_nemotron3.paired import interval, paired
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_nemotron3.bars import Bar
-from megatron_nemotron3.checkpoint.files import read_outside, write_text
 from megatron_nemotron3.checkpoint.folders import locate
+from megatron_nemotron3.common.files import read_outside, write_text
+from megatron_nemotron3.common.output import Bar
 from megatron_nemotron3.convert.checkpoints import open_hugging_face
 from megatron_nemotron3.convert.from_hf import pad_vocab_size
 from megatron_nemotron3.finetune.start import begin, own

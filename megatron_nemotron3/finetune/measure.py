@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_nemotron3.bars import Bar
-from megatron_nemotron3.checkpoint.files import write_text
+from megatron_nemotron3.common.files import write_text
+from megatron_nemotron3.common.output import Bar
 from megatron_nemotron3.generate.checkpoint_folder import find_checkpoint
 from megatron_nemotron3.generate.command import load_engine
 from megatron_nemotron3.generate.conversations import ConversationLosses, conversation_losses

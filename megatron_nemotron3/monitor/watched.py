@@ -14,7 +14,7 @@ import torch
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from torch import Tensor
 
-from megatron_nemotron3.monitor.hooks import Switch, first_forward, no_wrapper
+from megatron_nemotron3.common.hooks import Switch, first_forward, no_wrapper
 
 #: Maximum number of visits kept without a report, for training loops that never ask for one.
 LIMIT = 16_384

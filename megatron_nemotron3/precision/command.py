@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoint.files import require_output, require_plot
-from megatron_nemotron3.checkpoint.output import add_json, result, say
+from megatron_nemotron3.common.files import require_output, require_plot
+from megatron_nemotron3.common.output import add_json, result, say
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import add_model, chosen_model, names_model
 from megatron_nemotron3.precision import report as report_file

@@ -24,8 +24,7 @@ from megatron.core import tensor_parallel
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from megatron_nemotron3.monitor.gradients import gradient_places, local_gradient
-from megatron_nemotron3.monitor.hooks import (
+from megatron_nemotron3.common.hooks import (
     Switch,
     find_ddp,
     first_forward,
@@ -33,6 +32,7 @@ from megatron_nemotron3.monitor.hooks import (
     no_wrapper,
     until_first_forward,
 )
+from megatron_nemotron3.monitor.gradients import gradient_places, local_gradient
 from megatron_nemotron3.monitor.settings import megatron_options
 from megatron_nemotron3.precision import report, statistics
 from megatron_nemotron3.precision.experts import Rows

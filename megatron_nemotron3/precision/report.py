@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_nemotron3 import plots
-from megatron_nemotron3.checkpoint.files import read_outside
+from megatron_nemotron3.common import plots
+from megatron_nemotron3.common.files import read_outside
 from megatron_nemotron3.monitor.series import decoder_row, is_decoder, layer_ticks
 from megatron_nemotron3.precision.formats import NVFP4
 

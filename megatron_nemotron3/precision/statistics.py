@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.monitor.hooks import Switch
+from megatron_nemotron3.common.hooks import Switch
 from megatron_nemotron3.precision import blocks as cut
 from megatron_nemotron3.precision.recipe import Recipe, Spec
 from megatron_nemotron3.precision.report import GRADIENT

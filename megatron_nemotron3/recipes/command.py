@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoint.output import add_json, print_json
+from megatron_nemotron3.common.output import add_json, print_json
 from megatron_nemotron3.recipes.files import Recipe, chosen, copy
 
 

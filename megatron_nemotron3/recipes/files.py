@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_nemotron3.checkpoint.files import write_bytes
+from megatron_nemotron3.common.files import write_bytes
 from megatron_nemotron3.words import hint
 
 HERE = Path(__file__).resolve().parent

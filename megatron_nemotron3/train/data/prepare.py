@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_nemotron3.checkpoint.files import read_outside, write_text
+from megatron_nemotron3.common.files import read_outside, write_text
 from megatron_nemotron3.train.data.indexed import DatasetInfo, write_dataset
 from megatron_nemotron3.train.data.splits import default_split, split_documents
 from megatron_nemotron3.train.data.text import Texts, read_texts

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_nemotron3.checkpoint.output import part, print_json, result, say
+from megatron_nemotron3.common.output import part, print_json, result, say
 
 Capture = pytest.CaptureFixture[str]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_nemotron3.checkpoint import files
+from megatron_nemotron3.common import files
 
 
 def test_replaces_the_file(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_nemotron3.paired import interval, paired, quantile, two_sided_p
+from megatron_nemotron3.common.output import interval, paired, quantile, two_sided_p
 from tests.support.programs import run_python
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 #: t of 95 % two-sided, from the tables of any textbook.
 TABLE = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 5: 2.5706, 9: 2.2622, 30: 2.0423, 120: 1.9799}
 
