@@ -290,57 +290,18 @@ def interval(values: Sequence[float], level: float = 0.95) -> Interval:
 
     Raises:
         ValueError: no values, one that is not finite, or a level outside 0 to 1.
+        ModuleNotFoundError: scipy is not installed.
     """
     if not values or not all(map(math.isfinite, values)):
         raise ValueError(f"an interval needs finite values, not {list(values)}")
+    if not 0 < level < 1:
+        raise ValueError(f"level {level}: use one between 0 and 1")
     n, mean = len(values), statistics.fmean(values)
     if n == 1:
         return Interval(mean, math.inf, 1, 1.0)
+    from scipy import stats
+
     error = statistics.stdev(values) / math.sqrt(n)
-    half_width = quantile(n - 1, level) * error
-    p = two_sided_p(abs(mean) / error, n - 1) if error else float(mean == 0)
+    half_width = float(stats.t.ppf((1 + level) / 2, n - 1)) * error
+    p = 2 * float(stats.t.sf(abs(mean) / error, n - 1)) if error else float(mean == 0)
     return Interval(mean, half_width, n, p)
-
-
-def two_sided_p(t: float, freedom: int) -> float:
-    """P(|T| >= t) of Student's t: the regularized incomplete beta I_x(f / 2, 1 / 2) at x = f / (f + t²)."""
-    x, y = freedom / (freedom + t * t), t * t / (freedom + t * t)
-    a, b = freedom / 2, 0.5
-    if x == 0 or y == 0:
-        return x
-    logarithm = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log(y)
-    # The continued fraction converges fast on this side of the mean, and I_x(a, b) = 1 - I_y(b, a).
-    if x < (a + 1) / (a + b + 2):
-        return math.exp(logarithm) * _beta_fraction(x, a, b) / a
-    return 1 - math.exp(logarithm) * _beta_fraction(y, b, a) / b
-
-
-def _beta_fraction(x: float, a: float, b: float) -> float:
-    """The continued fraction of the incomplete beta (Abramowitz and Stegun 26.5.8), by Lentz's method."""
-    c, d = 1.0, 1 / (1 - (a + b) * x / (a + 1))
-    result = d
-    for m in range(1, 1000):
-        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
-        odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
-        for term in (even, odd):
-            c, d = 1 + term / c, 1 / (1 + term * d)
-            result *= c * d
-        if abs(c * d - 1) < 1e-15:
-            break
-    return result
-
-
-def quantile(freedom: int, level: float = 0.95) -> float:
-    """t with P(|T| <= t) = `level`, to a relative 1e-9.
-
-    Raises:
-        ValueError: fewer than one degree of freedom, or a level outside 0 to 1.
-    """
-    if freedom < 1 or not 0 < level < 1:
-        raise ValueError(f"{freedom} degrees of freedom, level {level}: use at least 1, and between 0 and 1")
-    low, high = 0.0, 1.0
-    while two_sided_p(high, freedom) > 1 - level:
-        low, high = high, 2 * high
-    while low < (middle := (low + high) / 2) < high:
-        low, high = (middle, high) if two_sided_p(middle, freedom) > 1 - level else (low, middle)
-    return high
