@@ -1,4 +1,4 @@
-"""What commands print: lines or one JSON document, progress bars, means with intervals.
+"""What commands print: lines or one JSON document, tables, progress bars, means with intervals.
 
     with result(options.json):
         say(f"weights      {n:,} tensors", tensors=n)
@@ -19,7 +19,6 @@ import importlib.util
 import json
 import math
 import shutil
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -108,6 +107,24 @@ def say(line: str | None = None, /, **facts: Any) -> None:
             found.setdefault(name, []).extend(value)
         else:
             found[name] = value
+
+
+def table(rows: Sequence[Sequence[object]], align: str = "") -> list[str]:
+    """Return a line of text for each row, its cells two blanks apart.
+
+    Args:
+        align: "l" or "r" for each column; default: all to the left.
+    """
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    sides = align or "l" * len(widths)
+    return [
+        "  ".join(
+            cell.rjust(width) if side == "r" else cell.ljust(width)
+            for cell, width, side in zip(row, widths, sides)
+        ).rstrip()
+        for row in cells
+    ]
 
 
 def size_text(length: float) -> str:
@@ -296,11 +313,14 @@ def interval(values: Sequence[float], level: float = 0.95) -> Interval:
         raise ValueError(f"an interval needs finite values, not {list(values)}")
     if not 0 < level < 1:
         raise ValueError(f"level {level}: use one between 0 and 1")
-    n, mean = len(values), statistics.fmean(values)
+    n = len(values)
     if n == 1:
-        return Interval(mean, math.inf, 1, 1.0)
+        return Interval(float(values[0]), math.inf, 1, 1.0)
+    import statistics  # both take longer to import than most commands run
+
     from scipy import stats
 
+    mean = statistics.fmean(values)
     error = statistics.stdev(values) / math.sqrt(n)
     half_width = float(stats.t.ppf((1 + level) / 2, n - 1)) * error
     p = 2 * float(stats.t.sf(abs(mean) / error, n - 1)) if error else float(mean == 0)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.common.output import add_json, print_json
+from megatron_nemotron3.common.output import add_json, print_json, table
 from megatron_nemotron3.recipes.files import Recipe, chosen, copy
 
 
@@ -49,9 +49,7 @@ def recipe_command(options: argparse.Namespace) -> int:
         again = f"nemotron3 recipe {options.model} {options.name} --output DIR"
         print(f"{again}: copies it with the files that it sources", file=sys.stderr)
     else:
-        width = max(len(f"{recipe.model} {recipe.name}") for recipe in found)
-        for recipe in found:
-            print(f"{recipe.model + ' ' + recipe.name:<{width}}  {recipe.summary}")
+        print(*table([(f"{recipe.model} {recipe.name}", recipe.summary) for recipe in found]), sep="\n")
     return 0
 
 
