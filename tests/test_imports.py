@@ -57,6 +57,7 @@ ALLOWED = {
             "args",
             "boost",
             "checkpoint",
+            "common",
             "cpu",
             "distill",
             "layers",

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_nemotron3.common.hooks import (
-    Switch,
+    MeasuredSteps,
     find_ddp,
     first_forward,
     gather_stages,
@@ -64,7 +64,7 @@ class Observer:
                 f"{LOG_VARIABLE} and --cuda-graph-impl {stack.config.cuda_graph_impl}: a replayed graph "
                 "hides the operands, leave one of the two out"
             )
-        self.switch = Switch(chosen.interval)
+        self.switch = MeasuredSteps(chosen.interval)
         self.chosen, self.used, self.groups = chosen, used, stack.pg_collection
         self.records: list[Record] = []
         self._stack = weakref.ref(stack)
