@@ -23,7 +23,7 @@ from gpu import SIDES, WIDTHS
 from gpu_compare import agrees, differences
 from gpu_results import Record, Results
 
-from megatron_nemotron3.checkpoint.files import write_text
+from megatron_nemotron3.common.files import write_text
 from megatron_nemotron3.plan.hardware import GPUS
 
 PAGE = ROOT / "docs" / "measurements.md"

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoint.files import read_outside, write_text
+from megatron_nemotron3.common.files import read_outside, write_text
 
 #: ok: it ended. skipped: something that it needs is not here. failed: an error, a failed test or a signal.
 #: memory: out of memory. timeout: it was killed at its limit. interrupted: it was killed because the call

@@ -25,10 +25,10 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]  # this checkout, if the package is
 from tiny_runs import VALIDATION, Text, build, evaluate, on_teacher, on_text, token_losses, train
 
 import megatron_nemotron3 as n3
+from megatron_nemotron3.common.output import interval, paired
 from megatron_nemotron3.compression import memory
 from megatron_nemotron3.compression.importance import measure
 from megatron_nemotron3.models import count, get, tiny
-from megatron_nemotron3.paired import interval, paired
 
 #: Share of every dimension that is kept; dimensions that a model lacks are skipped.
 KEPT = {

@@ -24,8 +24,8 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]  # this checkout, if the package is
 from tiny_runs import VALIDATION, Text, build, evaluate, kept, on_text, train
 
 import megatron_nemotron3 as n3
+from megatron_nemotron3.common.output import Interval, interval
 from megatron_nemotron3.models import get, tiny
-from megatron_nemotron3.paired import Interval, interval
 from megatron_nemotron3.precision import yaml_file
 from megatron_nemotron3.precision.settings import emulating, parse
 from megatron_nemotron3.precision.table import bf16_tail

@@ -41,9 +41,9 @@ import omni_task as task
 import torch
 from omni_rank import Curve, Job, said, train
 
-from megatron_nemotron3 import plots
 from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.certify.ranks import run_distributed
+from megatron_nemotron3.common import plots
 
 NAMES = {"image": "words in pictures", "audio": "spoken digits"}
 

@@ -57,13 +57,13 @@ from tiny_runs import (
 import megatron_nemotron3 as n3
 from megatron_nemotron3.boost.heads import train_heads
 from megatron_nemotron3.boost.settings import Boost
+from megatron_nemotron3.common.output import interval, paired
 from megatron_nemotron3.compression import memory
 from megatron_nemotron3.compression.importance import measure
 from megatron_nemotron3.generate.engine import Engine
 from megatron_nemotron3.generate.evaluate import acceptance, losses, windows
 from megatron_nemotron3.generate.weights import load
 from megatron_nemotron3.models import Nemotron3Config, get, tiny
-from megatron_nemotron3.paired import interval, paired
 from megatron_nemotron3.precision.settings import emulating, parse
 from megatron_nemotron3.xtoken.align import Aligner
 from megatron_nemotron3.xtoken.loss import Kind, span_losses

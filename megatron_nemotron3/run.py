@@ -168,16 +168,12 @@ def require_supported_megatron() -> None:
 
 
 def at_first_forward(inspect: Callable[[Any], None]) -> None:
-    """Call `inspect` with the hybrid model when its first forward begins; the torch hook removes itself."""
-    import torch
+    """Call `inspect` with the hybrid model when its first forward begins."""
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-    def look(module: torch.nn.Module, _inputs: object) -> None:
-        if isinstance(module, HybridModel):
-            handle.remove()
-            inspect(module)
+    from megatron_nemotron3.common import hooks
 
-    handle = torch.nn.modules.module.register_module_forward_pre_hook(look)
+    hooks.at_first_forward(HybridModel, inspect)
 
 
 def verify_stack(words: str, spec: Any, arguments: list[str]) -> None:

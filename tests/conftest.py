@@ -38,8 +38,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """
     if (modules := sys.modules.get("torch.nn.modules.module")) is not None:
         hooks = modules._global_forward_pre_hooks
-        for key in [key for key, hook in hooks.items() if hook.__module__ == "megatron_nemotron3.run"]:
-            del hooks[key]
+        for key, hook in list(hooks.items()):
+            if getattr(hook, "__qualname__", "").startswith("at_first_forward."):
+                del hooks[key]
     if (moe_logging := sys.modules.get("megatron.core.transformer.moe.moe_logging")) is not None:
         moe_logging.destroy_moe_metrics_tracker()
     if (moe_utils := sys.modules.get("megatron.core.transformer.moe.moe_utils")) is not None:

@@ -26,7 +26,7 @@ from megatron_nemotron3.args.precision_file import check as check_precision_file
 from megatron_nemotron3.args.rules import check
 from megatron_nemotron3.args.schedule import TrainingSchedule, adjusted
 from megatron_nemotron3.args.script_options import add_set, text_of, told, variables
-from megatron_nemotron3.checkpoint.output import add_json, print_json
+from megatron_nemotron3.common.output import add_json, print_json
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import add_model, chosen_model, chosen_omni, names_model
 from megatron_nemotron3.models.omni import OmniConfig

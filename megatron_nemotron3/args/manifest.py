@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import time
 from collections.abc import Collection, Mapping, Sequence
 from importlib import metadata
@@ -20,7 +19,7 @@ from typing import Any
 from megatron_nemotron3.args.architecture import MODEL, MOE, MTP
 from megatron_nemotron3.args.flag import parse
 from megatron_nemotron3.boost import settings as boosting
-from megatron_nemotron3.checkpoint.files import Unreadable, read_outside, write_text
+from megatron_nemotron3.common.files import Unreadable, json_outside, read_outside, write_json
 from megatron_nemotron3.lora import ARGUMENT, in_environment
 from megatron_nemotron3.lora import VARIABLE as LORA
 from megatron_nemotron3.models.pattern import MTP_SEPARATOR
@@ -190,7 +189,7 @@ class Manifest:
         self.folder, self.path = folder, folder / NAME
         self.content: dict[str, Any] = {}
         try:
-            self.content = json.loads(read_outside(self.path, limit=_LIMIT))
+            self.content = json_outside(self.path, limit=_LIMIT)
             self.parts: Parts = {name: dict(part) for name, part in self.content["parts"].items()}
             list(self.content["changes"])
         except FileNotFoundError:
@@ -263,7 +262,7 @@ class Manifest:
                     f"{self.path} written: the folder had none, as older versions left it; tokenizer and "
                     f"data before step {step} are unknown and not compared"
                 ]
-            write_text(self.path, json.dumps(content, indent=1) + "\n")
+            write_json(self.path, content)
             self.content, self.parts = content, new
             return lines
         lines, changes = [], list(self.content["changes"])
@@ -276,7 +275,7 @@ class Manifest:
         content = {**self.content, "versions": versions, "changes": changes, "parts": new}
         content |= {"command": command} if command else {}
         if content != self.content:
-            write_text(self.path, json.dumps(content, indent=1) + "\n")
+            write_json(self.path, content)
             self.content, self.parts = content, new
         return lines
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Collection, Sequence
 
-from megatron_nemotron3.checkpoint.files import read_outside
+from megatron_nemotron3.common.files import read_outside
 
 #: Longest script that is read, in bytes.
 _LIMIT = 16 << 20

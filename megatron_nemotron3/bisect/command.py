@@ -7,8 +7,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoint.output import add_json, result, say
 from megatron_nemotron3.checkpoint.remote import local, place
+from megatron_nemotron3.common.output import add_json, result, say
 from megatron_nemotron3.models.command import add_stored_model, stored_model
 
 _PLACES = {

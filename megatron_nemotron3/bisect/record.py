@@ -24,10 +24,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_nemotron3.bisect.recording import Recording, Sequence, write
+from megatron_nemotron3.common.hooks import first_forward, unwrapped
 from megatron_nemotron3.distill.divergence import normalizer, real_entries
 from megatron_nemotron3.distill.rows import borders_of, gathered
 from megatron_nemotron3.layers.context_parallel import zigzag
-from megatron_nemotron3.monitor.hooks import first_forward, unwrapped
 
 #: What a rank has of one micro-batch: "ids" [b, s], "logprobs", ("mtp", depth), ("routing", layer), …
 Pass = dict[Any, Any]

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.checkpoint.files import atomic
+from megatron_nemotron3.common.files import atomic
 from megatron_nemotron3.models import Nemotron3Config
 
 FORMAT = "nemotron3-recording-1"

@@ -8,13 +8,13 @@ import math
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3 import plots
 from megatron_nemotron3.boundary.explain import LINES, describe, explain, ranks_text
 from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.boundary.plan import Plan, Side
 from megatron_nemotron3.boundary.planner import make_plan, slices_of
-from megatron_nemotron3.checkpoint.files import require_plot
-from megatron_nemotron3.checkpoint.output import add_json, print_json
+from megatron_nemotron3.common import plots
+from megatron_nemotron3.common.files import require_plot
+from megatron_nemotron3.common.output import add_json, print_json
 
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
 #: Limits beyond which a table is unreadable and slow to make.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_nemotron3.boundary import intervals
 from megatron_nemotron3.boundary.bounds import bounds, traffic
 from megatron_nemotron3.boundary.plan import Plan, Side
+from megatron_nemotron3.common.output import table
 
 MODES = {
     "once": "every row is sent once, in equal parts; groups of ranks gather the rest among themselves",
@@ -157,19 +158,12 @@ def _count_text(number: int, name: str) -> str:
     return f"{number:,} {name}{'s' * (number != 1)}"
 
 
-def _text_table(header: Sequence[str], rows: Sequence[Sequence[object]], lines: int) -> Iterator[str]:
+def _text_table(header: Sequence[str], rows: Sequence[Sequence[object]], lines: int) -> list[str]:
     """Align words to the left and numbers to the right; show the beginning and the end of a long table."""
     first = -(-lines // 2) if len(rows) > lines else len(rows)
     last = min(len(rows), lines) - first
     shown = [*rows[:first], *rows[len(rows) - last :]]
-    cells = [list(header), *([str(cell) for cell in row] for row in shown)]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    for number, line in enumerate(cells):
-        if number == first + 1 and len(rows) > lines:
-            yield f"… {len(rows) - lines:,} more …"
-        yield "  ".join(
-            cell.ljust(width) if name in LEFT_ALIGNED else cell.rjust(width)
-            for cell, width, name in zip(line, widths, header)
-        ).rstrip()
-    if not last and len(rows) > lines:
-        yield f"… {len(rows) - lines:,} more"
+    text = table([header, *shown], "".join("l" if name in LEFT_ALIGNED else "r" for name in header))
+    if len(rows) > lines:
+        text.insert(first + 1, f"… {len(rows) - lines:,} more" + " …" * bool(last))
+    return text

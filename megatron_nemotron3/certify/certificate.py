@@ -19,7 +19,7 @@ from megatron_nemotron3.args.flag import Flag
 from megatron_nemotron3.certify import options as table
 from megatron_nemotron3.certify.finding import Finding, State
 from megatron_nemotron3.certify.twin import Twin
-from megatron_nemotron3.checkpoint.files import atomic_group, read_outside, write_bytes, write_text
+from megatron_nemotron3.common.files import atomic_group, json_outside, read_outside, write_bytes, write_text
 
 SCHEMA = 1
 JSON, PAGE = "certificate.json", "certificate.md"
@@ -197,7 +197,7 @@ def read(path: Path) -> dict[str, Any]:
         OSError: it cannot be read.
     """
     try:
-        data = json.loads(read_outside(path, limit=_LIMIT))
+        data = json_outside(path, limit=_LIMIT)
     except (UnicodeDecodeError, json.JSONDecodeError):
         raise ValueError(f"{path} is no certificate: it is not JSON") from None
     if not isinstance(data, dict) or (missing := [name for name in _FIELDS if name not in data]):

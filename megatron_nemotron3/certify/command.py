@@ -18,7 +18,6 @@ from typing import Any
 
 from megatron_nemotron3.args.command import add_launch, add_published
 from megatron_nemotron3.args.script_options import add_set
-from megatron_nemotron3.bars import Bar
 from megatron_nemotron3.certify import certificate, twin_text
 from megatron_nemotron3.certify import twin as twins
 from megatron_nemotron3.certify.bench import Bench, last_line
@@ -26,7 +25,7 @@ from megatron_nemotron3.certify.finding import Finding, State, failed
 from megatron_nemotron3.certify.proof import STAGES, Stage, prove
 from megatron_nemotron3.certify.reading import Asked, checkout, read
 from megatron_nemotron3.checkpoint import lock
-from megatron_nemotron3.checkpoint.output import add_json, result, say
+from megatron_nemotron3.common.output import Bar, add_json, result, say
 from megatron_nemotron3.models.command import add_model
 
 #: Worlds that `--ranks` may name.

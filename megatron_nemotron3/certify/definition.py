@@ -26,7 +26,7 @@ from megatron_nemotron3.certify.plain_step import AdamW, Objective, define, move
 from megatron_nemotron3.certify.ranks import run_distributed
 from megatron_nemotron3.certify.tensors import Tensors, gather, load
 from megatron_nemotron3.certify.world import Run, mtp_losses
-from megatron_nemotron3.monitor.hooks import unwrapped
+from megatron_nemotron3.common.hooks import unwrapped
 
 #: Micro-batches of a step: more than one, and not all with the same number of counting tokens.
 _MICROBATCHES = 3

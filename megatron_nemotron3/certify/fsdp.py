@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron_nemotron3.certify.tensors import Pieces, pieces
-from megatron_nemotron3.monitor.hooks import unwrapped
+from megatron_nemotron3.common.hooks import unwrapped
 
 
 def weights(chunk: Any) -> Pieces:

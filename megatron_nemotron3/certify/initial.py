@@ -9,8 +9,8 @@ from typing import Any
 from megatron_nemotron3.certify.case import Case
 from megatron_nemotron3.certify.tensors import Tensors, load
 from megatron_nemotron3.certify.world import Run
+from megatron_nemotron3.common.hooks import unwrapped
 from megatron_nemotron3.cpu.async_save import forked_results
-from megatron_nemotron3.monitor.hooks import unwrapped
 
 
 def write_initial(case: Case, starts: Sequence[Tensors], folder: Path) -> None:

@@ -8,7 +8,6 @@ of the parameters, so each finds its place by its address.
 from __future__ import annotations
 
 import bisect
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.certify.tensors import Pieces, Tensors, gather, pieces
+from megatron_nemotron3.common.files import atomic
 
 #: Of a parameter, besides what the optimizer keeps of it ("exp_avg" …), before or after a step.
 GRADIENTS, WEIGHTS = "gradients", "weights"
@@ -102,9 +102,8 @@ class Observer:
         for (step, kind), shards in self._shards.items():
             if step == self._step:
                 self._seen[step, kind] = _whole(models, kind, shards)
-        part = self._file.with_suffix(".part")
-        torch.save(self._seen, part)
-        os.replace(part, self._file)
+        with atomic(self._file) as part:
+            torch.save(self._seen, part)
 
 
 def _parameters(inner: torch.optim.Optimizer) -> Iterator[Tensor]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.monitor.hooks import unwrapped
+from megatron_nemotron3.common.hooks import unwrapped
 
 #: Tensors of a whole model by checkpoint key.
 Tensors = dict[str, Tensor]

@@ -1,6 +1,5 @@
 """Read, verify, write and resume Megatron checkpoint folders, without Megatron.
 
-files.py      atomic writes
 lock.py       who writes to a folder
 folders.py    DIR/latest_checkpointed_iteration.txt and DIR/iter_*
 unpickle.py   pickles, without importing what they name

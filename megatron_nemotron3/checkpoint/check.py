@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.bars import BYTES, Bar
 from megatron_nemotron3.checkpoint.folders import (
     TRACKER,
     checkpoint_path,
@@ -24,12 +23,12 @@ from megatron_nemotron3.checkpoint.metadata import (
     count_elements,
     elements_text,
 )
-from megatron_nemotron3.checkpoint.output import say
 from megatron_nemotron3.checkpoint.read import common_state
 from megatron_nemotron3.checkpoint.remote import shown
 from megatron_nemotron3.checkpoint.resume import LoadFolder, tracker_fix
 from megatron_nemotron3.checkpoint.structure import Verdict, check_structure
 from megatron_nemotron3.checkpoint.unpickle import Inert
+from megatron_nemotron3.common.output import BYTES, Bar, say
 
 #: Largest number of problems printed.
 _SHOWN = 20

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron_nemotron3.checkpoint.files import Unreadable, open_outside, write_text
+from megatron_nemotron3.common.files import Unreadable, open_outside, write_text
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"

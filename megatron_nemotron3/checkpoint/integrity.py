@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 
 from megatron_nemotron3.checkpoint.archive import BLOCK, ArchiveError, crc_problem, records
-from megatron_nemotron3.checkpoint.files import open_outside
 from megatron_nemotron3.checkpoint.metadata import (
     COMMON,
     JSON_LIMIT,
@@ -29,6 +28,7 @@ from megatron_nemotron3.checkpoint.metadata import (
 from megatron_nemotron3.checkpoint.read import chunk_layout, opened
 from megatron_nemotron3.checkpoint.structure import legacy_files
 from megatron_nemotron3.checkpoint.unpickle import Refused
+from megatron_nemotron3.common.files import open_outside
 
 #: Written by Megatron with --verify-integrity: SHA-256 of every file.
 MANIFEST = "integrity.json"

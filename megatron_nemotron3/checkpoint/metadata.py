@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
-from megatron_nemotron3.checkpoint.files import read_outside
 from megatron_nemotron3.checkpoint.unpickle import Inert, Refused, arguments, inert, loads
+from megatron_nemotron3.common.files import read_outside
 
 INDEX = ".metadata"
 COMMON = "common.pt"

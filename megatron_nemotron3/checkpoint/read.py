@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.checkpoint.archive import ArchiveError, Record, crc_problem, read_at, records
-from megatron_nemotron3.checkpoint.files import Unreadable, open_outside
 from megatron_nemotron3.checkpoint.metadata import (
     COMMON,
     INDEX,
@@ -22,6 +21,7 @@ from megatron_nemotron3.checkpoint.metadata import (
     StoredObject,
 )
 from megatron_nemotron3.checkpoint.unpickle import Refused, arguments, inert, loads
+from megatron_nemotron3.common.files import Unreadable, open_outside
 
 #: Largest pickle that is read, in bytes.
 _LIMIT = 64 << 20

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoint.files import write_bytes
-from megatron_nemotron3.checkpoint.output import add_json, print_json
+from megatron_nemotron3.checkpoint.output import add_json
+from megatron_nemotron3.checkpoint.output import print_json
+from megatron_nemotron3.common.files import write_bytes
 from megatron_nemotron3.words import hint
 
 

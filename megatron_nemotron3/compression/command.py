@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_nemotron3.args.command import LAYOUT
 from megatron_nemotron3.args.layout import ParallelLayout
-from megatron_nemotron3.bars import BYTES, Bar, size_text
-from megatron_nemotron3.checkpoint.files import require_output
-from megatron_nemotron3.checkpoint.output import add_json, result, say
 from megatron_nemotron3.checkpoint.remote import local, place
+from megatron_nemotron3.common.files import require_output
+from megatron_nemotron3.common.output import BYTES, Bar, add_json, result, say, size_text
 from megatron_nemotron3.compression.sizes import BY_LAYER, Sizes, candidate_config, parse_sizes
 from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.models import Nemotron3Config, count

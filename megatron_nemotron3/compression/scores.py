@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy
 
-from megatron_nemotron3.checkpoint.files import atomic
+from megatron_nemotron3.common.files import atomic
 from megatron_nemotron3.convert.hf_folder import header_tensor, read_safetensors_header, safetensors_header
 from megatron_nemotron3.convert.keys import Prefix, prefixes
 from megatron_nemotron3.convert.plan import whole

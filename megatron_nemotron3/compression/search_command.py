@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoint.files import require_output, write_text
-from megatron_nemotron3.checkpoint.output import add_json, result, say
+from megatron_nemotron3.common.files import require_output, write_json
+from megatron_nemotron3.common.output import add_json, result, say
 from megatron_nemotron3.compression.budget import MEASURES, amount, costs, parse_budget
 from megatron_nemotron3.compression.search import Alike, Candidate, Found, Losses, search, sizes_text
 from megatron_nemotron3.compression.sizes import BY_LAYER, parse_numbers
@@ -87,7 +86,7 @@ def search_command(options: argparse.Namespace) -> int:
     serving = Serving(GPUS[options.gpu], options.sequences, context)
     found = search(config, values, budget, serving, _losses(options.scores, config))
     if options.output is not None:
-        write_text(options.output, json.dumps(describe(found.candidates[0].config), indent=2) + "\n")
+        write_json(options.output, describe(found.candidates[0].config), indent=2)
     with result(options.json):
         _say(config, budget, serving, found, options)
     return 0

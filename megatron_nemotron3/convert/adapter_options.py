@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_nemotron3.checkpoint.files import read_outside
-from megatron_nemotron3.checkpoint.output import say
+from megatron_nemotron3.common.files import read_outside
+from megatron_nemotron3.common.output import say
 from megatron_nemotron3.convert import peft
 from megatron_nemotron3.convert.adapters import Adapter, check_fits, to_megatron
 from megatron_nemotron3.convert.inventory import TensorMapping

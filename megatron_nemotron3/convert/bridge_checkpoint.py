@@ -12,8 +12,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoint.files import atomic, read_outside
 from megatron_nemotron3.checkpoint.metadata import COMMON, read_metadata
+from megatron_nemotron3.common.files import atomic, read_outside
 from megatron_nemotron3.convert.megatron_args import args_of, config_of
 
 _LIMIT = 1 << 24  # bytes of run_config.yaml

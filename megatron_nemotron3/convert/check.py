@@ -9,8 +9,8 @@ from typing import Any
 from megatron_nemotron3.checkpoint import check as megatron
 from megatron_nemotron3.checkpoint.folders import locate
 from megatron_nemotron3.checkpoint.metadata import count_elements, elements_text
-from megatron_nemotron3.checkpoint.output import add_json, part, result, say
 from megatron_nemotron3.checkpoint.remote import local, place, shown
+from megatron_nemotron3.common.output import add_json, part, result, say
 
 
 def register(commands: Any) -> None:

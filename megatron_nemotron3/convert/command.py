@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoint.output import add_json, result, say
 from megatron_nemotron3.checkpoint.remote import local, place, target
+from megatron_nemotron3.common.output import add_json, result, say
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import add_stored_model, stored_model
 from megatron_nemotron3.models.omni import OmniConfig, get_omni

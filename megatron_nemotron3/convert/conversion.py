@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from megatron_nemotron3.bars import BYTES, Bar, size_text
 from megatron_nemotron3.checkpoint.folders import TOKENIZER, locate
 from megatron_nemotron3.checkpoint.metadata import count_elements
-from megatron_nemotron3.checkpoint.output import say
 from megatron_nemotron3.checkpoint.remote import shown
+from megatron_nemotron3.common.output import BYTES, Bar, say, size_text
 from megatron_nemotron3.convert import config_json, from_hf, inventory, omni_parts, to_hf
 from megatron_nemotron3.convert.adapter_options import (
     adapter_folder,

@@ -22,11 +22,11 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_nemotron3.checkpoint.files import Unreadable, first_repeated, open_outside
 from megatron_nemotron3.checkpoint.folders import HF_CONFIG as CONFIG
 from megatron_nemotron3.checkpoint.folders import HF_INDEX as INDEX
 from megatron_nemotron3.checkpoint.folders import HF_SINGLE as SINGLE
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE, CheckpointError, read_json
+from megatron_nemotron3.common.files import Unreadable, first_repeated, open_outside
 from megatron_nemotron3.convert.omni_config import is_omni
 from megatron_nemotron3.convert.sources import Block, FileSource, Location, SourceTensor, row_major
 

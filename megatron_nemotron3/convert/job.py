@@ -24,11 +24,17 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.checkpoint import lock
-from megatron_nemotron3.checkpoint.files import read_outside, sync_folder, temporary_prefix, write_bytes
 from megatron_nemotron3.checkpoint.folders import free_bytes
 from megatron_nemotron3.checkpoint.metadata import COMMON, CheckpointError, read_json
 from megatron_nemotron3.checkpoint.metadata import INDEX as MEGATRON_INDEX
 from megatron_nemotron3.checkpoint.structure import CONFIG as MEGATRON_CONFIG
+from megatron_nemotron3.common.files import (
+    read_outside,
+    sync_folder,
+    temporary_prefix,
+    write_bytes,
+    write_json,
+)
 from megatron_nemotron3.convert.checksums import Reads
 from megatron_nemotron3.convert.hf_folder import CONFIG, INDEX
 from megatron_nemotron3.convert.sources import TensorSource
@@ -209,7 +215,7 @@ def _run_locked(job: Job, partial: Path, workers: int, report: Callable[[Progres
     for name, data in job.small.items():
         (partial / name).parent.mkdir(parents=True, exist_ok=True)
         write_bytes(partial / name, data)
-    write_bytes(partial / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+    write_json(partial / MANIFEST, manifest)
     (partial / JOURNAL).unlink()
     sync_folder(partial)
     if job.target.is_dir():

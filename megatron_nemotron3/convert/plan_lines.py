@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.bars import size_text
 from megatron_nemotron3.checkpoint.folders import free_bytes
 from megatron_nemotron3.checkpoint.metadata import count_elements, elements_text
 from megatron_nemotron3.checkpoint.remote import shown
+from megatron_nemotron3.common.output import size_text
 from megatron_nemotron3.convert.config_json import clamp_note
 from megatron_nemotron3.convert.job import Job, partial_of
 from megatron_nemotron3.convert.omni_config import TEXT, is_omni, part, pruning_note

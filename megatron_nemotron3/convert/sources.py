@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_nemotron3.checkpoint.archive import ArchiveError, Record, read_into
-from megatron_nemotron3.checkpoint.files import Unreadable, open_outside
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE, CheckpointError
+from megatron_nemotron3.common.files import Unreadable, open_outside
 from megatron_nemotron3.convert.checksums import Reads
 from megatron_nemotron3.convert.plan import Shape, Slices, extent
 

@@ -19,8 +19,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megatron_nemotron3.checkpoint.files import atomic
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE, CheckpointError
+from megatron_nemotron3.common.files import atomic
 from megatron_nemotron3.convert.checksums import combine_crc32
 from megatron_nemotron3.convert.plan import Slices, bands, extent
 from megatron_nemotron3.convert.sources import TensorSource

@@ -9,12 +9,11 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
-from megatron_nemotron3.bars import BYTES, Bar, size_text
 from megatron_nemotron3.checkpoint.archive import preadv
-from megatron_nemotron3.checkpoint.files import open_outside
 from megatron_nemotron3.checkpoint.metadata import CheckpointError, read_json
-from megatron_nemotron3.checkpoint.output import say
 from megatron_nemotron3.checkpoint.remote import shown
+from megatron_nemotron3.common.files import open_outside
+from megatron_nemotron3.common.output import BYTES, Bar, say, size_text
 from megatron_nemotron3.convert.checkpoints import open_checkpoint
 from megatron_nemotron3.convert.compare import Difference, compare
 from megatron_nemotron3.convert.conversion import Options

@@ -27,6 +27,7 @@ from megatron.core.models.hybrid.hybrid_block import HybridStack
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor
 
+from megatron_nemotron3.common.hooks import at_first_forward
 from megatron_nemotron3.distill.across import across_tokenizers
 from megatron_nemotron3.distill.lessons import FromStored, FromTeacher, Lesson
 from megatron_nemotron3.distill.manifest import is_stored
@@ -142,14 +143,12 @@ def distilling(*taught: Distillation) -> Iterator[None]:
         if isinstance(parent, HybridModel) and isinstance(child, HybridStack) and not building:
             parent.distillation = Hooks(parent, partial(begun, parent), taught)
 
-    def require_hooks(module: torch.nn.Module, _inputs: object) -> None:
-        if isinstance(module, LanguageModule):
-            looking.remove()
-            if not hasattr(module, "distillation"):
-                raise ValueError(f"a teacher was given, and nothing teaches this {type(module).__name__}")
+    def require_hooks(module: torch.nn.Module) -> None:
+        if not hasattr(module, "distillation"):
+            raise ValueError(f"a teacher was given, and nothing teaches this {type(module).__name__}")
 
     hook = torch.nn.modules.module.register_module_module_registration_hook(taken)
-    looking = torch.nn.modules.module.register_module_forward_pre_hook(require_hooks)
+    looking = at_first_forward(LanguageModule, require_hooks)
     try:
         yield
     finally:

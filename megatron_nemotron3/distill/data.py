@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_nemotron3.checkpoint.folders import locate_one
+from megatron_nemotron3.common.files import json_outside
 from megatron_nemotron3.distill.manifest import is_stored, read_manifest
+
+#: Longest manifest that is read, in bytes.
+_LIMIT = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ def of_run(run: Path | None) -> Rows | None:
     if len(found) != 1 or not (found[0] / "manifest.json").is_file():
         return None
     place = found[0].resolve()
-    split = json.loads((place / "manifest.json").read_text())["split"]
+    split = json_outside(place / "manifest.json", limit=_LIMIT)["split"]
     return Rows((str(place / "corpus"),), split, str(place / "tokenizer"))
 
 

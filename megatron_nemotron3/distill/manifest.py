@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoint.files import Unreadable, read_outside, write_text
+from megatron_nemotron3.common.files import Unreadable, json_outside, write_json
 from megatron_nemotron3.distill.vocabulary import Vocabulary
 
 MANIFEST = "manifest.json"
@@ -50,7 +49,7 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """Write it to a folder, which is created."""
         folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / MANIFEST, json.dumps({"format": _FORMAT, **asdict(self)}, indent=1) + "\n")
+        write_json(folder / MANIFEST, {"format": _FORMAT, **asdict(self)})
 
 
 def is_stored(folder: Path) -> bool:
@@ -66,7 +65,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        data = json.loads(read_outside(path, limit=_LIMIT))
+        data = json_outside(path, limit=_LIMIT)
         if data.pop("format") != _FORMAT:
             raise ValueError("another format")
         found = Manifest(**{**data, "vocabulary": Vocabulary(**data["vocabulary"])})

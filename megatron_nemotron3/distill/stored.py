@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_nemotron3.checkpoint.files import atomic
+from megatron_nemotron3.common.files import atomic
 from megatron_nemotron3.distill.manifest import KEY, Manifest, part_path, read_manifest, require_parts
 
 

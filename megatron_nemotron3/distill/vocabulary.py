@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoint.files import Unreadable, read_outside
+from megatron_nemotron3.common.files import Unreadable, json_outside
 
 FILE = "tokenizer.json"
 _LIMIT = 256 << 20
@@ -52,7 +52,7 @@ def _said(bounds: tuple[int, int]) -> str:
 def of_tokenizer(folder: Path) -> Vocabulary | None:
     """Vocabulary of a Hugging Face tokenizer's folder; None if it has no tokenizer.json that can be read."""
     try:
-        data = json.loads(read_outside(folder / FILE, limit=_LIMIT))
+        data = json_outside(folder / FILE, limit=_LIMIT)
         tokens: Any = data["model"]["vocab"]
         if isinstance(tokens, list):  # Unigram: [token, score] in the order of the ids
             tokens = {token: i for i, (token, _) in enumerate(tokens)}

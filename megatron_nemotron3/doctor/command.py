@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from typing import Any
 
-from megatron_nemotron3.checkpoint.output import add_json, print_json
+from megatron_nemotron3.common.output import add_json, print_json
 from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.doctor import gpu, loading, packages, recipe
 from megatron_nemotron3.doctor.finding import Finding, as_data, failed, render

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_nemotron3.args.rules import enforce
 from megatron_nemotron3.boost import settings
 from megatron_nemotron3.boost.settings import Boost
-from megatron_nemotron3.checkpoint.files import write_text
 from megatron_nemotron3.checkpoint.folders import checkpoint_path, read_tracker
+from megatron_nemotron3.common.files import write_json
 from megatron_nemotron3.convert.from_hf import pad_vocab_size
 from megatron_nemotron3.finetune.start import begin, own, require_positive, require_schedule
 from megatron_nemotron3.generate.checkpoint_folder import CheckpointFolder, find_checkpoint
@@ -201,6 +200,6 @@ def prepare(given: Inputs, output: Path) -> None:
         if given.documents:
             (folder / "data").mkdir()
             write_dataset(given.documents, given.info, given.prefix(folder))
-        write_text(folder / "model.json", json.dumps(describe(given.config), indent=1) + "\n")
+        write_json(folder / "model.json", describe(given.config))
 
     begin(output, RECORD, given.record, "boost", write)

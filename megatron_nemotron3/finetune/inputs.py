@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_nemotron3.bars import Bar
-from megatron_nemotron3.checkpoint.files import read_outside, write_text
 from megatron_nemotron3.checkpoint.folders import locate
+from megatron_nemotron3.common.files import json_outside, read_outside, write_json
+from megatron_nemotron3.common.output import Bar
 from megatron_nemotron3.convert.checkpoints import open_hugging_face
 from megatron_nemotron3.convert.from_hf import pad_vocab_size
 from megatron_nemotron3.finetune.start import begin, own
@@ -133,15 +132,15 @@ def _write(inputs: Inputs, folder: Path) -> None:
     """Write what the steps read."""
     (folder / "train.jsonl").write_bytes(b"".join(inputs.train.values()))
     (folder / "held_out.jsonl").write_bytes(b"".join(inputs.held_out.values()))
-    write_text(folder / "model.json", json.dumps(describe(inputs.config), indent=1) + "\n")
+    write_json(folder / "model.json", describe(inputs.config))
     chat = folder / "tokenizer"
     chat.mkdir()
     for file in _tokenizer_files(inputs.tokenizer):
         shutil.copyfile(file, chat / file.name)
     if inputs.template is not None:
         path = chat / "tokenizer_config.json"
-        config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        write_text(path, json.dumps({**config, "chat_template": inputs.template}, indent=2) + "\n")
+        config = json_outside(path, limit=_LIMIT) if path.exists() else {}
+        write_json(path, {**config, "chat_template": inputs.template}, indent=2)
         (chat / "chat_template.jinja").unlink(missing_ok=True)
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_nemotron3.bars import Bar
-from megatron_nemotron3.checkpoint.files import write_text
+from megatron_nemotron3.common.files import json_outside, write_json
+from megatron_nemotron3.common.output import Bar
 from megatron_nemotron3.generate.checkpoint_folder import find_checkpoint
 from megatron_nemotron3.generate.command import load_engine
 from megatron_nemotron3.generate.conversations import ConversationLosses, conversation_losses
@@ -19,6 +18,8 @@ from megatron_nemotron3.generate.text import Tokenizer
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.train.data.conversations import Encoded
 
+#: Longest file of what was measured that is read, in bytes.
+_LIMIT = 1 << 30
 #: Tokens of a sample.
 NEW_TOKENS = 48
 
@@ -47,7 +48,7 @@ def measure(
         ValueError: the checkpoint is damaged, or does not match the tokenizer.
     """
     with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
-        return Measured(**json.loads(kept.read_text(encoding="utf-8")))
+        return Measured(**json_outside(kept, limit=_LIMIT))
     words = Tokenizer(tokenizer)
     options = argparse.Namespace(device=device, dtype=None)
     opened = find_checkpoint(checkpoint).open(config, config.vocab_size)
@@ -60,7 +61,7 @@ def measure(
     (row,) = generate(engine, [prompt], GenerationOptions(NEW_TOKENS, stop=words.stop)).rows
     answer = words.decode(row.tokens)
     found = Measured(losses.per_token, losses.per_conversation, answer)
-    write_text(kept, json.dumps(asdict(found), indent=1) + "\n")
+    write_json(kept, asdict(found))
     return found
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megatron_nemotron3.checkpoint import lock
-from megatron_nemotron3.checkpoint.files import read_outside, write_text
+from megatron_nemotron3.common.files import json_outside, write_json
 from megatron_nemotron3.models import Nemotron3Config
 
 _LIMIT = 1 << 20
@@ -61,7 +60,7 @@ def begin(
                 return
             temporary.mkdir()
             write(temporary)
-            write_text(temporary / file, json.dumps(record, indent=1) + "\n")
+            write_json(temporary / file, record)
             if output.exists():
                 output.rmdir()
             temporary.rename(output)
@@ -74,7 +73,7 @@ def begin(
 def _begun(output: Path, file: str, record: Mapping[str, object], work: str) -> bool:
     """Whether the folder holds this work; False for a new one. Raises ValueError for another."""
     if (output / file).exists():
-        earlier = json.loads(read_outside(output / file, limit=_LIMIT))
+        earlier = json_outside(output / file, limit=_LIMIT)
         if different := sorted(name for name in record if earlier.get(name) != record[name]):
             raise ValueError(
                 f"{output} holds a {work} with another {', '.join(different)}: give another --output, or "

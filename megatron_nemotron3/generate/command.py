@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_nemotron3 import lifetime
-from megatron_nemotron3.checkpoint.files import read_outside
-from megatron_nemotron3.checkpoint.output import add_json, print_json
 from megatron_nemotron3.checkpoint.remote import local, place, shown
+from megatron_nemotron3.common.files import read_outside
+from megatron_nemotron3.common.output import add_json, print_json
 from megatron_nemotron3.convert.command import DTYPES
 from megatron_nemotron3.generate.media import InOrder, Prompt, PromptReader, ReadPrompt, add_media, prompts_of
 from megatron_nemotron3.models import Nemotron3Config

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from megatron_nemotron3 import plots
+from megatron_nemotron3.common import plots
 from megatron_nemotron3.generate.engine import CHUNK, Engine
 from megatron_nemotron3.generate.generate import GenerationOptions, Speculation, generate
 from megatron_nemotron3.generate.mtp import MTP

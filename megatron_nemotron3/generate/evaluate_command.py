@@ -7,10 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_nemotron3.bars import Bar
-from megatron_nemotron3.checkpoint.files import require_plot
-from megatron_nemotron3.checkpoint.output import add_json, print_json
 from megatron_nemotron3.checkpoint.remote import local, shown
+from megatron_nemotron3.common.files import require_plot
+from megatron_nemotron3.common.output import Bar, add_json, print_json
 from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.generate.command import (
     add_checkpoint,
@@ -268,7 +267,7 @@ def _agreement_lines(measured: Losses) -> list[str]:
     """MTP against the model's own distribution; nothing without MTP."""
     if not measured.agreement:
         return []
-    from megatron_nemotron3.paired import interval
+    from megatron_nemotron3.common.output import interval
 
     lines = [
         "drafts against the model's own next-token distribution, along the text",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from megatron_nemotron3.checkpoint.output import add_json, print_json
+from megatron_nemotron3.common.output import add_json, print_json
 from megatron_nemotron3.models.catalog import names
 from megatron_nemotron3.models.config import Nemotron3Config
 from megatron_nemotron3.models.omni import OmniConfig, get_omni

@@ -19,7 +19,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoint.files import first_repeated, read_outside
+from megatron_nemotron3.common.files import first_repeated, read_outside
 from megatron_nemotron3.models import catalog
 from megatron_nemotron3.models.config import Nemotron3Config
 from megatron_nemotron3.words import hint

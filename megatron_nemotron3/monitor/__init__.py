@@ -1,7 +1,6 @@
 """Stability monitors of a training run: router balance, residual stream, zero gradients, MTP.
 
     settings.py   how often monitors run; settings from environment variables
-    hooks.py      steps to measure, DDP wrapper of a stack, agreement of ranks (also for `precision.observe`)
     watched.py    what one layer collects during a step (torch forward hooks)
     gradients.py  reduced gradients in Megatron's buffers, each element on one rank
     reduce.py     reduces the collected numbers over ranks

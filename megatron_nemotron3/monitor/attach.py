@@ -11,8 +11,8 @@ from megatron.core.transformer.moe.moe_logging import (
     set_moe_metrics_tracker,
 )
 
+from megatron_nemotron3.common.hooks import agree_on_interval, find_ddp, find_model
 from megatron_nemotron3.monitor import settings
-from megatron_nemotron3.monitor.hooks import agree_on_interval, find_ddp, find_model
 from megatron_nemotron3.monitor.series import decoder_layers, decoder_row, mtp_row
 from megatron_nemotron3.monitor.tracker import Monitor, MonitorTracker
 from megatron_nemotron3.monitor.watched import WatchedLayer

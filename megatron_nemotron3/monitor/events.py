@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_nemotron3.checkpoint.files import read_outside
+from megatron_nemotron3.common.files import read_outside
 
 #: tag -> points (iteration, value), in order.
 History = dict[str, list[tuple[int, float]]]

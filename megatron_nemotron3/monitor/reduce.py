@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_nemotron3.common.hooks import gather_stages
 from megatron_nemotron3.monitor.gradients import gradient_places, zero_gradients
-from megatron_nemotron3.monitor.hooks import gather_stages
 from megatron_nemotron3.monitor.series import Values
 from megatron_nemotron3.monitor.watched import WatchedLayer
 

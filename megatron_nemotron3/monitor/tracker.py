@@ -13,8 +13,8 @@ import torch
 from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
+from megatron_nemotron3.common.hooks import MeasuredSteps
 from megatron_nemotron3.monitor.alarms import Watchdog
-from megatron_nemotron3.monitor.hooks import Switch
 from megatron_nemotron3.monitor.reduce import measure
 from megatron_nemotron3.monitor.series import aggregates, log_line, scalars
 from megatron_nemotron3.monitor.watched import WatchedLayer, WatchedLoss
@@ -25,7 +25,7 @@ class Monitor:
 
     def __init__(self, interval: int, groups: Any) -> None:
         self.groups = groups
-        self.switch = Switch(interval)
+        self.switch = MeasuredSteps(interval)
         self.watchdog = Watchdog()
         #: The last measured iteration.
         self.measured = 0

@@ -8,10 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3 import plots
-from megatron_nemotron3.checkpoint.files import require_plot
 from megatron_nemotron3.checkpoint.folders import run_of
-from megatron_nemotron3.checkpoint.output import add_json, result, say
+from megatron_nemotron3.common import plots
+from megatron_nemotron3.common.files import require_plot
+from megatron_nemotron3.common.output import add_json, result, say
 from megatron_nemotron3.monitor import events
 from megatron_nemotron3.monitor.alarms import scan
 from megatron_nemotron3.monitor.events import History

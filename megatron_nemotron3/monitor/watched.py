@@ -14,7 +14,7 @@ import torch
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from torch import Tensor
 
-from megatron_nemotron3.monitor.hooks import Switch, first_forward, no_wrapper
+from megatron_nemotron3.common.hooks import MeasuredSteps, first_forward, no_wrapper
 
 #: Maximum number of visits kept without a report, for training loops that never ask for one.
 LIMIT = 16_384
@@ -32,7 +32,7 @@ class WatchedLayer:
     rows: tuple[str, ...]
     module: torch.nn.Module
     #: Shared by all layers.
-    switch: Switch
+    switch: MeasuredSteps
     #: DDP wrapper of the model, once it ran; its buffers hold the reduced gradients.
     ddp: Callable[[], Any] = no_wrapper
     #: Per visit: L2 norm and number of elements of the residual stream after this layer.
@@ -96,7 +96,7 @@ class WatchedLayer:
 class WatchedLoss:
     """The main loss of one model on the last pipeline stage, MTP not included."""
 
-    switch: Switch
+    switch: MeasuredSteps
     #: Per micro-batch: sum of the token losses under the mask, and number of these tokens.
     found: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 

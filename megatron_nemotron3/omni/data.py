@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron_nemotron3.boundary.feed import describe_ids
 from megatron_nemotron3.boundary.partition import sample_shares
-from megatron_nemotron3.checkpoint.files import open_outside
+from megatron_nemotron3.common.files import open_outside
 from megatron_nemotron3.models.omni import OmniConfig
 from megatron_nemotron3.omni.conversation import ENCODER, OmniEncoder, WithMedia, join
 from megatron_nemotron3.omni.layouts import LANGUAGE

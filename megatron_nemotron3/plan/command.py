@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.args import PRECISIONS, Launch, TrainingSchedule, published
-from megatron_nemotron3.checkpoint.files import require_plot
-from megatron_nemotron3.checkpoint.output import add_json, print_json
+from megatron_nemotron3.common.files import require_plot
+from megatron_nemotron3.common.output import add_json, print_json
 from megatron_nemotron3.models.command import add_model, chosen_model
 from megatron_nemotron3.plan.hardware import GPUS, gpu_named
 from megatron_nemotron3.plan.options import DISPATCHERS

@@ -232,7 +232,7 @@ def memory_bars(answer: Answer, path: Path) -> None:
     """
     import matplotlib
 
-    from megatron_nemotron3 import plots
+    from megatron_nemotron3.common import plots
 
     shown = answer.best or ((answer.smallest,) if answer.smallest else ())
     if not shown:

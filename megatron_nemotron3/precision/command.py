@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoint.files import require_output, require_plot
-from megatron_nemotron3.checkpoint.output import add_json, result, say
+from megatron_nemotron3.common import output
+from megatron_nemotron3.common.files import require_output, require_plot
+from megatron_nemotron3.common.output import add_json, result, say
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import add_model, chosen_model, names_model
 from megatron_nemotron3.precision import report as report_file
@@ -134,12 +135,8 @@ def render(config: Nemotron3Config, precision: str = NVFP4) -> str:
         raise ValueError(f"unknown format {precision!r}: use one of {', '.join(PRECISIONS)}")
     lines = shares(config, precision)
     cells = [_COLUMNS, *_share_cells(lines)]
-    module, fmt, parameters, flops = (max(len(row[i]) for row in cells) for i in range(4))
     head = f"{config.title} in {precision}"
-    body = (
-        f"{row[0]:<{module}}  {row[1]:<{fmt}}  {row[2]:>{parameters}}  {row[3]:>{flops}}  {row[4]}".rstrip()
-        for row in cells
-    )
+    body = output.table(cells, "llrrl")
     return "\n".join((head, "=" * len(head), "", *body, "", *_recipe_notes(config, precision, lines)))
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_nemotron3.monitor.hooks import first_forward
+from megatron_nemotron3.common.hooks import first_forward
 from megatron_nemotron3.precision.formats import NVFP4
 from megatron_nemotron3.precision.products import dequantized, draws, matmul, operand
 from megatron_nemotron3.precision.quantizer import Operand

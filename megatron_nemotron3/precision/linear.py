@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_nemotron3.monitor.hooks import first_forward
+from megatron_nemotron3.common.hooks import first_forward
 from megatron_nemotron3.precision import experts
 from megatron_nemotron3.precision.products import (
     dequantized,

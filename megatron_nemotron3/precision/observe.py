@@ -24,15 +24,15 @@ from megatron.core import tensor_parallel
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from megatron_nemotron3.monitor.gradients import gradient_places, local_gradient
-from megatron_nemotron3.monitor.hooks import (
-    Switch,
+from megatron_nemotron3.common.hooks import (
+    MeasuredSteps,
     find_ddp,
     first_forward,
     gather_stages,
     no_wrapper,
     until_first_forward,
 )
+from megatron_nemotron3.monitor.gradients import gradient_places, local_gradient
 from megatron_nemotron3.monitor.settings import megatron_options
 from megatron_nemotron3.precision import report, statistics
 from megatron_nemotron3.precision.experts import Rows
@@ -64,7 +64,7 @@ class Observer:
                 f"{LOG_VARIABLE} and --cuda-graph-impl {stack.config.cuda_graph_impl}: a replayed graph "
                 "hides the operands, leave one of the two out"
             )
-        self.switch = Switch(chosen.interval)
+        self.switch = MeasuredSteps(chosen.interval)
         self.chosen, self.used, self.groups = chosen, used, stack.pg_collection
         self.records: list[Record] = []
         self._stack = weakref.ref(stack)

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_nemotron3 import plots
-from megatron_nemotron3.checkpoint.files import read_outside
+from megatron_nemotron3.common import plots
+from megatron_nemotron3.common.files import read_outside
+from megatron_nemotron3.common.output import table
 from megatron_nemotron3.monitor.series import decoder_row, is_decoder, layer_ticks
 from megatron_nemotron3.precision.formats import NVFP4
 
@@ -141,11 +142,8 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
         f"{_computed(now)}: median layer, worst layer"
     )
     head = ("module", "format", "tensor", "flushed to zero", "", "SQNR, dB", "", "largest |x|")
-    table: list[tuple[str, ...]] = [head]
-    table += [_summary_cells(group) for group in _rows_by_tensor(now) if group[0].tensor != GRADIENT]
-    widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
-    for line in table:
-        yield "  " + "  ".join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip()
+    cells = [_summary_cells(group) for group in _rows_by_tensor(now) if group[0].tensor != GRADIENT]
+    yield from (f"  {line}" for line in table([head, *cells]))
     yield from _gradient_summary(now)
 
 

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.monitor.hooks import Switch
+from megatron_nemotron3.common.hooks import MeasuredSteps
 from megatron_nemotron3.precision import blocks as cut
 from megatron_nemotron3.precision.recipe import Recipe, Spec
 from megatron_nemotron3.precision.report import GRADIENT
@@ -159,7 +159,7 @@ class Record:
     """
 
     def __init__(
-        self, switch: Switch, linear: torch.nn.Module, layer: str, module: str, fmt: str, how: Recipe
+        self, switch: MeasuredSteps, linear: torch.nn.Module, layer: str, module: str, fmt: str, how: Recipe
     ) -> None:
         self.layer, self.module, self.format = layer, module, fmt
         self.tensors = (*_recorded_tensors(how), GRADIENT)

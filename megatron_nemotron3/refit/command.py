@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoint.output import add_json, print_json
+from megatron_nemotron3.common.output import add_json, print_json
 from megatron_nemotron3.convert.quantized_config import read_scales
 from megatron_nemotron3.models.command import add_model, chosen_model
 from megatron_nemotron3.plan.hardware import GPUS

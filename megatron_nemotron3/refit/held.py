@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_nemotron3.common.hooks import unwrapped
 from megatron_nemotron3.convert.keys import NameLookup
 from megatron_nemotron3.refit.layouts import Training
 from megatron_nemotron3.refit.plan import Plan
@@ -37,9 +38,7 @@ def training_tensors(training: Training, rank: int, chunks: Sequence[Any]) -> di
     for number, chunk in enumerate(chunks):
         stage = number * layout.pp + pp_rank
         offset = training.stages.index(stage) if stage in training.stages else 0
-        while hasattr(chunk, "module"):
-            chunk = chunk.module
-        for local, tensor in _weights(chunk):
+        for local, tensor in _weights(unwrapped(chunk)):
             match = lookup.key(_renumbered(local, offset))
             expert = "" if match.expert is None else str(ep_rank * (experts // layout.ep) + match.expert)
             for hf in match.row.hf:

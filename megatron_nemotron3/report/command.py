@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoint.files import require_plot, write_text
 from megatron_nemotron3.checkpoint.folders import run_of
-from megatron_nemotron3.checkpoint.output import add_json, result, say
+from megatron_nemotron3.common.files import require_plot, write_text
+from megatron_nemotron3.common.output import add_json, result, say
 
 NAME = "report.html"
 #: Tokens of the sample.

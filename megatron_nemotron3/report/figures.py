@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_nemotron3 import plots
+from megatron_nemotron3.common import plots
 from megatron_nemotron3.monitor import watch
 from megatron_nemotron3.precision import report as precision
 from megatron_nemotron3.report.facts import NORM, RATE, TIME, Facts, Points

@@ -6,7 +6,7 @@ import io
 import re
 from dataclasses import dataclass, field
 
-from megatron_nemotron3.checkpoint.files import open_outside
+from megatron_nemotron3.common.files import open_outside
 
 #: Name of the time of a step in a log line.
 MILLISECONDS = "elapsed time per iteration (ms)"

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from megatron_nemotron3.build import model_provider
+from megatron_nemotron3.common.hooks import unwrapped
 from megatron_nemotron3.distill.manifest import read_manifest
 from megatron_nemotron3.distill.rows import borders_of, gathered
 from megatron_nemotron3.distill.stored import key_of, missing_parts, write_part
@@ -80,10 +81,7 @@ def main() -> None:
     args.iteration = 0  # what the provider asks of a run
     dataset, _, _ = build_train_valid_test_datasets(provider, (args.train_samples, 0, 0))
     (model,) = get_model(model_provider, wrap_with_ddp=False)
-    inner = model
-    while hasattr(inner, "module"):
-        inner = inner.module
-    load(inner, Path(os.environ[TEACHER]))
+    load(unwrapped(model), Path(os.environ[TEACHER]))
     model.eval()
     _write(model, dataset, sft)
 

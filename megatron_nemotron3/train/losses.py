@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron_nemotron3.monitor.hooks import unwrapped
+from megatron_nemotron3.common.hooks import unwrapped
 
 
 def reported(

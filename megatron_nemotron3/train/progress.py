@@ -12,8 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from megatron_nemotron3.bars import Bar, drawn_on
 from megatron_nemotron3.checkpoint.folders import free_bytes
+from megatron_nemotron3.common.output import Bar, drawn_on
 from megatron_nemotron3.train import log
 
 _SAVING = re.compile(r"saving checkpoint at iteration +(\d+) ")

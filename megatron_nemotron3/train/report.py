@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3 import plots
+from megatron_nemotron3.common import plots
 from megatron_nemotron3.train.log import Curve
 
 

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_nemotron3.checkpoint.files import read_outside, require_output
-from megatron_nemotron3.checkpoint.output import add_json, result, say
+from megatron_nemotron3.common.files import read_outside, require_output
+from megatron_nemotron3.common.output import add_json, result, say
 
 if TYPE_CHECKING:
     from megatron_nemotron3.xtoken.projection import Projection

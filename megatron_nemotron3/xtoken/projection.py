@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_nemotron3.checkpoint.files import atomic, open_outside
 from megatron_nemotron3.checkpoint.metadata import CheckpointError
+from megatron_nemotron3.common.files import atomic, open_outside
 from megatron_nemotron3.convert.hf_folder import read_safetensors_header, safetensors_header
 from megatron_nemotron3.xtoken import rules
 from megatron_nemotron3.xtoken.tokens import Vocabulary

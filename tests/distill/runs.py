@@ -116,7 +116,7 @@ def _defined(case: Case, weights: Tensors, taught: Sequence[Distillation], apart
 
     from megatron_nemotron3.certify.batch import batches
     from megatron_nemotron3.certify.world import _mean_loss
-    from megatron_nemotron3.monitor.hooks import unwrapped
+    from megatron_nemotron3.common.hooks import unwrapped
 
     run = Run(case, weights)
     teachers = [(how, apart_from(how)) for how in taught]

@@ -10,7 +10,7 @@ from megatron_nemotron3.certify.initial import metadata_of, state_of
 from megatron_nemotron3.certify.ranks import run_distributed
 from megatron_nemotron3.certify.tensors import Pieces, Tensors, gather, pieces
 from megatron_nemotron3.certify.world import Run
-from megatron_nemotron3.monitor.hooks import unwrapped
+from megatron_nemotron3.common.hooks import unwrapped
 
 
 def on_ranks(function: Any, case: Case, *args: Any) -> list[Tensors]:

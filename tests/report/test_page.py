@@ -11,9 +11,9 @@ from megatron_nemotron3 import cli
 from megatron_nemotron3.args.manifest import Manifest
 from megatron_nemotron3.checkpoint import lock
 from megatron_nemotron3.precision import report as precision
+from tests.common.test_bars import step
 from tests.monitor.test_watch import every_kind, write
 from tests.precision.test_report import rows
-from tests.test_bars import step
 
 PARTS = {
     "model": {"name": "super-tiny", "--hidden-size": "128"},

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_nemotron3.checkpoint.files import open_outside
+from megatron_nemotron3.common.files import open_outside
 
 Message = dict[str, Any]
 

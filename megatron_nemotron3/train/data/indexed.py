@@ -18,8 +18,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from megatron_nemotron3.bars import Bar
-from megatron_nemotron3.checkpoint.files import atomic_group
+from megatron_nemotron3.common.files import atomic_group
+from megatron_nemotron3.common.output import Bar
 from megatron_nemotron3.train.data.tokenizer import TokenizerInfo
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_nemotron3.bars import Bar
-from megatron_nemotron3.checkpoint.files import atomic_group, open_outside
+from megatron_nemotron3.common.files import atomic_group, open_outside
+from megatron_nemotron3.common.output import Bar
 from megatron_nemotron3.train.data.conversations import Conversation, Encoded, Encoder, read_conversations
 
 #: Version of the arrays.

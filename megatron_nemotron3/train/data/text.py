@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_nemotron3.checkpoint.files import open_outside
+from megatron_nemotron3.common.files import open_outside
 
 #: Folders without text of their own. Folders and files that start with "." are skipped, too.
 _NEVER = frozenset({"__pycache__", "node_modules"})

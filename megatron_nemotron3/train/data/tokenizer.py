@@ -23,7 +23,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_nemotron3.checkpoint.files import atomic_group
+from megatron_nemotron3.common.files import atomic_group
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoint.files import atomic
+from megatron_nemotron3.common.files import atomic
 
 #: Dots per inch of a PNG.
 DPI = 110

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from megatron_nemotron3 import bars
-from megatron_nemotron3.bars import BYTES, Bar
+from megatron_nemotron3.common import output
+from megatron_nemotron3.common.output import BYTES, Bar
 from megatron_nemotron3.train.progress import Progress
 from tests.train.test_progress import START, _save
 
@@ -57,8 +57,8 @@ def test_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> No
     bar = Bar("convert", BYTES, 3_000_000_000, begun=1_000_000_000, stream=stream)
     bar.to(1_500_000_000)
     assert stream.getvalue() == ""  # one every ten seconds
-    monkeypatch.setattr(bars, "INTERVAL", 0.0)
-    monkeypatch.setattr(bars.time, "monotonic", lambda: bar._started + 5)
+    monkeypatch.setattr(output, "INTERVAL", 0.0)
+    monkeypatch.setattr(output.time, "monotonic", lambda: bar._started + 5)
     bar.to(2_000_000_000)
     assert stream.getvalue() == "2.0 GB of 3.0 GB, 200.0 MB/s, 5 s left\n"
     quiet = io.StringIO()
@@ -67,8 +67,8 @@ def test_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_without_tqdm_a_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bars.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(bars, "INTERVAL", 0.0)
+    monkeypatch.setattr(output.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(output, "INTERVAL", 0.0)
     terminal = Terminal()
     bar = Bar("verify", "files", 4, stream=terminal)
     bar.to(1)

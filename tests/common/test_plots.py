@@ -8,7 +8,7 @@ import matplotlib
 import pytest
 from matplotlib.figure import Figure
 
-from megatron_nemotron3 import plots
+from megatron_nemotron3.common import plots
 from megatron_nemotron3.models import get
 from megatron_nemotron3.monitor.series import KINDS, decoder_row, is_decoder, layer_ticks, mtp_row
 from megatron_nemotron3.monitor.watch import LABELS, draw_panel

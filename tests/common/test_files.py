@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_nemotron3.checkpoint import files
+from megatron_nemotron3.common import files
 
 
 def test_replaces_the_file(tmp_path: Path) -> None:
@@ -118,3 +118,18 @@ def test_a_file_that_states_no_length_is_limited() -> None:
     """Files of /proc have the size 0."""
     with pytest.raises(ValueError, match="longer than 10 bytes"):
         files.read_outside("/proc/self/status", limit=10)
+
+
+def test_json(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    files.write_json(path, {"a": [1, "é"]})
+    assert path.read_bytes() == b'{\n "a": [\n  1,\n  "\\u00e9"\n ]\n}\n'
+    assert os.listdir(tmp_path) == ["a.json"]
+    assert files.json_outside(path, limit=100) == {"a": [1, "é"]}
+    with pytest.raises(files.Unreadable, match="longer than 8 bytes"):
+        files.json_outside(path, limit=8)
+    files.write_json(path, [1], indent=None)
+    assert path.read_text() == "[1]\n"
+    path.write_text("[" * 200_000)
+    with pytest.raises((ValueError, RecursionError)):
+        files.json_outside(path, limit=1 << 20)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib.util
+import json
 import os
 import shutil
 import stat
@@ -77,6 +78,17 @@ def read_outside(path: Path | str, *, limit: int) -> bytes:
             length += len(block)
             _check_length(length, path, limit)
     return b"".join(parts)
+
+
+def json_outside(path: Path | str, *, limit: int) -> Any:
+    """Read a JSON file of at most `limit` bytes that this program did not just write.
+
+    Raises:
+        Unreadable, OSError: as for `open_outside`.
+        ValueError: it is not JSON.
+        RecursionError: it is nested too deeply.
+    """
+    return json.loads(read_outside(path, limit=limit))
 
 
 def _check_regular(found: os.stat_result, path: Path | str, limit: int | None) -> None:
@@ -190,6 +202,11 @@ def write_bytes(path: Path, data: bytes) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write a UTF-8 file atomically; newlines are written as they are."""
     write_bytes(path, text.encode())
+
+
+def write_json(path: Path, data: Any, indent: int | None = 1) -> None:
+    """Write a JSON file atomically, with a newline at its end."""
+    write_text(path, json.dumps(data, indent=indent) + "\n")
 
 
 def temporary_prefix(name: str) -> str:

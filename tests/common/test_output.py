@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_nemotron3.checkpoint.output import part, print_json, result, say
+from megatron_nemotron3.common.output import part, print_json, result, say, table
 
 Capture = pytest.CaptureFixture[str]
 
@@ -57,3 +57,10 @@ def test_no_document_of_what_failed(capsys: Capture) -> None:
 def test_numbers_that_json_does_not_have(capsys: Capture) -> None:
     print_json({"a": float("nan"), "b": [float("inf"), 1.5], "c": (Path("x/y"), True), 3: None})
     assert read(capsys.readouterr().out) == {"a": None, "b": [None, 1.5], "c": ["x/y", True], "3": None}
+
+
+def test_a_table_has_columns_as_wide_as_their_widest_cell() -> None:
+    rows = [("name", "tokens", ""), ("a", 1_000_000, "x"), ("longer name", 7, "")]
+    assert table(rows, "lrl") == ["name          tokens", "a            1000000  x", "longer name        7"]
+    assert table([("a", "b"), ("cc", "d")]) == ["a   b", "cc  d"]
+    assert table([]) == []

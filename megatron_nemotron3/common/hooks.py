@@ -1,4 +1,4 @@
-"""What the monitors and the precision log (`precision.observe`) share: which steps to measure, and hooks."""
+"""The first forward of a model, the modules around a stack, and which steps are measured. Imports torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ def first_forward() -> bool:
 
 
 @dataclass
-class Switch:
+class MeasuredSteps:
     """Whether this step is measured: the first of a run, then each iteration that `interval` divides."""
 
     interval: int
@@ -41,6 +41,18 @@ class Switch:
     def step_done(self, iteration: int) -> None:
         """Decide about the step after `iteration`."""
         self.on = (iteration + 1) % self.interval == 0
+
+
+def at_first_forward(kind: type, inspect: Callable[[Any], None]) -> RemovableHandle:
+    """Call `inspect` with the first module of a class whose forward begins; the torch hook removes itself."""
+
+    def look(module: torch.nn.Module, _inputs: object) -> None:
+        if isinstance(module, kind):
+            handle.remove()
+            inspect(module)
+
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(look)
+    return handle
 
 
 def until_first_forward(stack: torch.nn.Module, look: Callable[[torch.nn.Module], None]) -> None:
@@ -61,8 +73,10 @@ def until_first_forward(stack: torch.nn.Module, look: Callable[[torch.nn.Module]
     handle = torch.nn.modules.module.register_module_forward_pre_hook(before)
 
 
-def find_ddp(stack: torch.nn.Module, wrapped: Callable[[DistributedDataParallel], None]) -> None:
+def find_ddp(stack: torch.nn.Module, wrapped: Callable[[torch.nn.Module], None]) -> None:
     """Call `wrapped` with the DDP wrapper of a stack before its first forward; not without a wrapper."""
+    from megatron.core.distributed import DistributedDataParallel
+
     reference = weakref.ref(stack)
 
     def look(module: torch.nn.Module) -> None:
