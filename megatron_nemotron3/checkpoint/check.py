@@ -17,7 +17,6 @@ from megatron_nemotron3.checkpoint.folders import (
     read_tracker,
 )
 from megatron_nemotron3.checkpoint.integrity import check_integrity
-from megatron_nemotron3.checkpoint.lock import holder
 from megatron_nemotron3.checkpoint.metadata import (
     CheckpointError,
     CheckpointIndex,
@@ -30,6 +29,7 @@ from megatron_nemotron3.checkpoint.remote import shown
 from megatron_nemotron3.checkpoint.resume import LoadFolder, tracker_fix
 from megatron_nemotron3.checkpoint.structure import Verdict, check_structure
 from megatron_nemotron3.checkpoint.unpickle import Inert
+from megatron_nemotron3.common.lock import holder
 
 #: Largest number of problems printed.
 _SHOWN = 20

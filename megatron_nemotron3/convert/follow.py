@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from megatron_nemotron3.checkpoint import lock
 from megatron_nemotron3.checkpoint.folders import (
     CHECKPOINTS,
     checkpoint_path,
@@ -26,6 +25,7 @@ from megatron_nemotron3.checkpoint.folders import (
 )
 from megatron_nemotron3.checkpoint.output import part, say
 from megatron_nemotron3.checkpoint.structure import check_structure
+from megatron_nemotron3.common import lock
 from megatron_nemotron3.convert.conversion import ToHfOptions, convert_to_hf
 from megatron_nemotron3.convert.job import MANIFEST, partial_of
 

@@ -15,13 +15,13 @@ from megatron_nemotron3.checkpoint.files import open_outside
 from megatron_nemotron3.checkpoint.metadata import CheckpointError, read_json
 from megatron_nemotron3.checkpoint.output import say
 from megatron_nemotron3.checkpoint.remote import shown
+from megatron_nemotron3.common.processes import parallel_map
 from megatron_nemotron3.convert.checkpoints import open_checkpoint
 from megatron_nemotron3.convert.compare import Difference, compare
 from megatron_nemotron3.convert.conversion import Options
 from megatron_nemotron3.convert.job import MANIFEST
 from megatron_nemotron3.convert.opened import checkpoint_facts, checkpoint_line
 from megatron_nemotron3.convert.streams import BAND
-from megatron_nemotron3.convert.workers import parallel_map
 
 #: Largest number of differences printed.
 _SHOWN = 20

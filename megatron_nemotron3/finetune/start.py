@@ -9,8 +9,8 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from megatron_nemotron3.checkpoint import lock
 from megatron_nemotron3.checkpoint.files import read_outside, write_text
+from megatron_nemotron3.common import lock
 from megatron_nemotron3.models import Nemotron3Config
 
 _LIMIT = 1 << 20

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_nemotron3.checkpoint import lock
+from megatron_nemotron3.common import lock
 
 #: Holds a lock until its input is closed. Arguments: folder, command, key, what to do when it has the lock.
 _HOLDER = """
 import os, sys, time
 from pathlib import Path
-from megatron_nemotron3.checkpoint import lock
+from megatron_nemotron3.common import lock
 folder, command, key, then = sys.argv[1:]
 try:
     with lock.held(Path(folder), command, key=key or None, patience=1.0):

@@ -1,0 +1,1 @@
+"""What every other part stands on: locks, processes, ranks. Imports no other part."""
