@@ -144,7 +144,7 @@ ALLOWED = {
     },
     "__main__": {"cli", "common"},
 }
-#: parts whose import costs neither torch nor megatron, numpy, yaml
+#: parts whose import costs neither torch nor megatron, numpy, yaml, psutil, filelock
 LIGHT = (
     "common.lock",
     "common.processes",
@@ -249,7 +249,8 @@ def test_imports_point_one_way(part: str) -> None:
 def test_light_parts_import_nothing_heavy(part: str) -> None:
     code = (
         f"import sys, megatron_nemotron3, megatron_nemotron3.{part}; "
-        "print([m for m in ('torch', 'megatron.core', 'numpy', 'yaml', 'transformers') if m in sys.modules])"
+        "print([m for m in ('torch', 'megatron.core', 'numpy', 'yaml', 'transformers', 'psutil', 'filelock') "
+        "if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == "[]"

@@ -117,7 +117,8 @@ def held(
     text = (this_command() if command is None else command)[:_LONGEST_COMMAND]
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     own = Holder(socket.gethostname(), os.getpid(), text, since, key, _boot(), _start(os.getpid()))
-    created = _create(folder)
+    created = [path for path in (folder, *folder.parents) if not path.exists()]  # the innermost first
+    folder.mkdir(parents=True, exist_ok=True)
     try:
         descriptor = _taken(folder, own, patience, say)
         try:
@@ -201,11 +202,14 @@ def _taken_by_record(path: Path, own: Holder, say: Callable[[str], None]) -> int
     from filelock import SoftFileLock, Timeout
 
     descriptor = _open(path, os.O_RDWR | os.O_CREAT)
+    if _first_key(descriptor) == own.key:  # thousands of ranks need not wait for each other
+        _write(descriptor, own)
+        return descriptor
+    os.close(descriptor)
     try:
-        if _first_key(descriptor) == own.key:
-            _write(descriptor, own)
-            return descriptor
-        with SoftFileLock(f"{path}.take", timeout=PATIENCE):
+        with SoftFileLock(f"{path}.take", timeout=PATIENCE), contextlib.ExitStack() as undo:
+            descriptor = _open(path, os.O_RDWR | os.O_CREAT)
+            undo.callback(os.close, descriptor)
             living = [record for record in _records(descriptor) if not record.ended]
             if living and living[0].key != own.key:
                 raise ValueError(
@@ -213,15 +217,12 @@ def _taken_by_record(path: Path, own: Holder, say: Callable[[str], None]) -> int
                     f"has ended, remove {path}"
                 )
             _write(descriptor, own, truncate=not living)
-        if not living:
-            say(f"{path.parent}: the file system has no locks; {NAME} alone says that this run writes here")
-        return descriptor
+            undo.pop_all()
     except Timeout:
-        os.close(descriptor)
-        raise ValueError(f"{path}.take: it was left by a process that was killed: remove it") from None
-    except BaseException:
-        os.close(descriptor)
-        raise
+        raise ValueError(f"{path}.take: a process that was killed left it: remove it") from None
+    if not living:
+        say(f"{path.parent}: the file system has no locks; {NAME} alone says that this run writes here")
+    return descriptor
 
 
 def _release(path: Path, descriptor: int, own: Holder) -> None:
@@ -267,16 +268,10 @@ def _open(path: Path, flags: int) -> int:
         ValueError: it is no regular file.
         OSError: it cannot be opened.
     """
-    try:
-        descriptor = os.open(path, flags | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    except OSError as problem:
-        if problem.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
-            raise ValueError(f"{path}: it is no regular file: remove it") from None
-        raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise ValueError(f"{path}: it is no regular file: remove it")
-    return descriptor
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise ValueError(f"{path}: it is no regular file: remove it")
+    return os.open(path, flags | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
 
 
 def _flock(descriptor: int, kind: int) -> bool:
@@ -317,13 +312,6 @@ def _records(descriptor: int) -> list[Holder]:
             if typed and 0 <= record.pid < 1 << 31:
                 found.append(record)
     return found
-
-
-def _create(folder: Path) -> list[Path]:
-    """Create a folder; return what was created, the innermost first."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    return missing
 
 
 def _boot() -> str:

@@ -184,6 +184,25 @@ def test_without_kernel_locks_the_record_counts(tmp_path: Path, monkeypatch: pyt
     assert lock.holder(tmp_path) is None
 
 
+def test_without_kernel_locks_one_of_many_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", _no_flock)
+    begin, end = time.time() + 0.2, time.time() + 2.0
+    racing = []
+    for _ in range(6):
+        if pid := os.fork():
+            racing.append(pid)
+            continue
+        status = 1
+        with contextlib.suppress(ValueError):
+            time.sleep(max(0.0, begin - time.time()))
+            with lock.held(tmp_path, say=lambda _line: None):
+                status = 0
+                time.sleep(max(0.0, end - time.time()))
+        os._exit(status)
+    assert sorted(os.waitpid(pid, 0)[1] >> 8 for pid in racing) == [0, 1, 1, 1, 1, 1]
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("change", ["pid", "boot", "start"])
 def test_a_record_of_an_ended_process_is_no_obstacle(
     change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
