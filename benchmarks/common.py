@@ -1,9 +1,9 @@
 """Helpers of the benchmarks: the model they run, worker processes, memory and time, a table.
 
 Every side of a comparison runs in a process of its own (`Worker`), so that memory can be attributed to it.
-The parent process calls the sides alternately, so that other load on the machine affects all of them alike. On a
-busy machine set OMP_WAIT_POLICY=passive: OpenMP threads that spin while they wait for a core make a step ten
-times slower.
+The parent process calls the sides alternately, so that other load on the machine affects all of them alike.
+On a busy machine set OMP_WAIT_POLICY=passive: OpenMP threads that spin while they wait for a core make a step
+ten times slower.
 """
 
 from __future__ import annotations
