@@ -1,9 +1,9 @@
 """Helpers of the benchmarks: the model they run, worker processes, memory and time, a table.
 
 Every side of a comparison runs in a process of its own (`Worker`), so that memory can be attributed to it.
-The parent process calls the sides in turn, so that other load on the machine affects all of them alike. On a
-busy machine set OMP_WAIT_POLICY=passive: OpenMP threads that spin while they wait for a core make a step ten
-times slower.
+The parent process calls the sides alternately, so that other load on the machine affects all of them alike.
+On a busy machine set OMP_WAIT_POLICY=passive: OpenMP threads that spin while they wait for a core make a step
+ten times slower.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def timed(function: Callable[[], Any]) -> float:
 
 
 def in_turn(calls: Sequence[Callable[[], float]], repetitions: int) -> list[float]:
-    """Median result of each call; the calls run in turn (`rounds`)."""
+    """Median result of each call; the calls run alternately (`rounds`)."""
     return [statistics.median(values) for values in rounds(calls, repetitions)]
 
 

@@ -214,9 +214,9 @@ def main() -> int:
     if args.name == "identify":
         return identify(args.device)
     if args.rows is not None:
-        from megatron_nemotron3 import lifetime
+        from megatron_nemotron3.common.processes import end_with_parent
 
-        lifetime.child_of(os.getppid())  # gpu.py may be killed
+        end_with_parent(os.getppid())  # gpu.py may be killed
     setting = Setting(args.device, args.small, args.rows, args.results, output=sys.stdout)
     with contextlib.redirect_stdout(sys.stderr):
         return run_stage(args.name, setting)

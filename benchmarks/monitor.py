@@ -1,4 +1,4 @@
-"""What the stability monitors cost: training steps with and without them, in turn.
+"""What the stability monitors cost: training steps with and without them, alternately.
 
     OMP_NUM_THREADS=2 python benchmarks/monitor.py [--quick] [--interval 10]
 

@@ -10,7 +10,7 @@ side is Megatron's stock HybridModel in training mode, with the load-balancing l
 Where our layers compute dense products by oneDNN (`cpu/products.py`), transformers takes torch's library.
 
 `--packed` times our model with two MTP depths alone, on rows of four documents: borders as stock Megatron
-takes them against the same tokens with padded borders, which our MTP layer handles. CPU seconds, in turn.
+takes them against the same tokens with padded borders, which our MTP layer handles. CPU seconds, alternately.
 """
 
 from __future__ import annotations

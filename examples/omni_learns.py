@@ -66,7 +66,7 @@ def run(job: Job, output: Path, result: Path | None = None) -> Curve:
     """Train in processes of their own, from the common initial weights."""
     where = (str(output / "encoded.pt"), str(output / "initial"), None if result is None else str(result))
     limit = 120 + 10 * job.steps  # seconds
-    return run_distributed(train, job.world, job, *where, timeout=limit, apart=True, children=True)[0]
+    return run_distributed(train, job.world, job, *where, timeout=limit, apart=True)[0]
 
 
 def compare(steps: int, output: Path) -> dict[str, Curve]:

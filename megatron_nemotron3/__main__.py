@@ -36,9 +36,9 @@ def main() -> int:
     ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # as in the background of a shell script
     if not ignored:
         signal.signal(signal.SIGINT, _leave)
-    from megatron_nemotron3 import lifetime
+    from megatron_nemotron3.common.processes import exit_at_interrupt
 
-    with lifetime.leaving_at_interrupt("nemotron3"):
+    with exit_at_interrupt("nemotron3"):
         from megatron_nemotron3 import cli
 
     if not ignored:

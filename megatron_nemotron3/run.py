@@ -18,7 +18,7 @@ The script runs as `__main__` with ARGS as its command line and its own folder f
 - `run.json` in the folder of `--save` says which run it is; a start with another model is refused, and one
   with another precision, MTP, tokenizer, data set or teacher needs `--change`.
 - Processes that the script starts survive a signal to the whole process group and end when it ends; with
-  `--exit-signal-handler` Ctrl-C saves and leaves, as SIGTERM does (`megatron_nemotron3.lifetime`).
+  `--exit-signal-handler` Ctrl-C saves and leaves, as SIGTERM does (`common/processes.py`).
 
 Exit code 2: the command line is wrong, the version of megatron-core is not supported, another run writes to
 --save, the checkpoint to load is damaged, or Megatron built another model than requested.
@@ -33,12 +33,12 @@ from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple, NoReturn
 
-from megatron_nemotron3 import lifetime, spawned
 from megatron_nemotron3.args import manifest
 from megatron_nemotron3.args.stored_model import loaded
 from megatron_nemotron3.args.versions import require_supported
 from megatron_nemotron3.boost import settings as boosting
 from megatron_nemotron3.checkpoint.argv import option_value, option_values
+from megatron_nemotron3.common import processes, spawned
 from megatron_nemotron3.distill import settings as distillation
 from megatron_nemotron3.distill.check import chosen as check_distillation
 from megatron_nemotron3.distill.check import record_of
@@ -127,7 +127,7 @@ def split_arguments(argv: list[str], read: Reader | None = None) -> Words:
 def resolve_device(device: str) -> str:
     """auto -> cuda where torch sees a GPU, else cpu."""
     try:
-        with lifetime.leaving_at_interrupt("megatron_nemotron3"):
+        with processes.exit_at_interrupt("megatron_nemotron3"):
             import torch
     except ModuleNotFoundError:
         fail("package torch is not installed: pip install 'megatron-nemotron3[train]'")
@@ -317,7 +317,7 @@ def prepare_folders(arguments: list[str], *given: Any) -> ExitStack:
 
 def main(argv: list[str] | None = None, read: Reader | None = None) -> None:
     """Entry point; `argv` without the program name, `read` as for `split_arguments`."""
-    with lifetime.rank():
+    with processes.as_rank():
         _launch(split_arguments(sys.argv[1:] if argv is None else argv, read))
 
 
@@ -337,7 +337,9 @@ def _launch(words: Words) -> None:
         fail(str(problem))
     require_well_formed_file(arguments)
     device = resolve_device(device)
-    lifetime.single_process_environment()
+    from megatron_nemotron3.common.ranks import single_process_environment
+
+    single_process_environment()
     locks = prepare_folders(arguments, changes, emulated, teacher)
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
@@ -353,7 +355,7 @@ def _launch(words: Words) -> None:
             print(f"megatron_nemotron3: {message}", flush=True)
 
     with locks, ExitStack() as stack:
-        with lifetime.importing():
+        with processes.no_garbage_collection():
             stack.enter_context(cpu_mode(announce) if device == "cpu" else nullcontext())
             # The environment is read once, for the whole run.
             stack.enter_context(emulation.emulating(emulated))

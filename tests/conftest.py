@@ -11,7 +11,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from megatron_nemotron3.lifetime import RANK_VARIABLES
+from megatron_nemotron3.common.ranks import RANK_VARIABLES
 from tests.support import durations
 
 # No test may depend on how busy the machine is.

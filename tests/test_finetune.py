@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_nemotron3 import cli
-from megatron_nemotron3.checkpoint import lock
+from megatron_nemotron3.common import lock
 from megatron_nemotron3.finetune import command
 from megatron_nemotron3.lora import VARIABLE
 from megatron_nemotron3.models import get

@@ -15,22 +15,25 @@ PACKAGE = Path(__file__).parent.parent / "megatron_nemotron3"
 ALLOWED = {
     "common": set(),
     "words": set(),
-    "models": {"common", "words"},
+    "models": {"checkpoint", "words"},
     "args": {"boost", "checkpoint", "common", "lora", "models", "precision", "words"},
     "cpu": set(),
-    "monitor": {"checkpoint", "common"},
-    "checkpoint": {"common"},
-    "precision": {"checkpoint", "common", "models", "monitor", "words"},
-    "convert": {"checkpoint", "common", "layers", "lora", "models", "precision", "words"},
-    "boundary": {"common"},
-    "plan": {"args", "common", "models", "precision"},
+    "plots": {"checkpoint"},
+    "bars": set(),
+    "paired": set(),
+    "monitor": {"checkpoint", "plots"},
+    "checkpoint": {"bars", "common"},
+    "precision": {"checkpoint", "models", "monitor", "plots", "words"},
+    "convert": {"bars", "checkpoint", "common", "layers", "lora", "models", "precision", "words"},
+    "boundary": {"checkpoint", "plots"},
+    "plan": {"args", "checkpoint", "models", "plots", "precision"},
     "generate": {
-        *("checkpoint", "common", "convert", "cpu", "layers", "lifetime", "models", "omni", "run"),
-        *("train", "words"),
+        *("bars", "checkpoint", "common", "convert", "cpu", "layers", "models", "omni", "paired", "plots"),
+        *("run", "train", "words"),
     },
     "certify": {
-        *("args", "boost", "build", "checkpoint", "common", "convert", "cpu", "generate", "lifetime"),
-        *("lora", "models", "monitor", "plan", "precision", "run", "specs", "train"),
+        *("args", "bars", "boost", "build", "checkpoint", "common", "convert", "cpu", "generate", "lora"),
+        *("models", "monitor", "plan", "precision", "run", "specs", "train"),
     },
     "refit": {"args", "boundary", "checkpoint", "common", "convert", "models", "plan", "precision"},
     "bisect": {"checkpoint", "common", "convert", "distill", "generate", "layers", "models"},
@@ -50,8 +53,6 @@ ALLOWED = {
     "build": {"args", "cpu", "layers", "models", "precision", "specs"},
     "bridge": {"convert", "cpu", "layers", "lora", "models", "specs"},
     "boost": {"checkpoint", "distill", "layers", "monitor"},
-    "lifetime": set(),
-    "spawned": {"lifetime"},
     "run": {
         *(
             "args",
@@ -61,22 +62,63 @@ ALLOWED = {
             "cpu",
             "distill",
             "layers",
-            "lifetime",
+            "common",
             "models",
             "monitor",
             "precision",
         ),
-        *("spawned", "specs", "words"),
+        *("specs", "words"),
     },
     "train": {
-        *("args", "boost", "build", "checkpoint", "common", "cpu", "distill", "layers", "lifetime"),
-        *("lora", "models", "monitor", "plan", "precision", "run", "words"),
+        "args",
+        "bars",
+        "boost",
+        "build",
+        "checkpoint",
+        "cpu",
+        "distill",
+        "layers",
+        "common",
+        "lora",
+        "models",
+        "monitor",
+        "plan",
+        "plots",
+        "precision",
+        "run",
+        "words",
     },
     "recipes": {"common", "omni", "words"},
     "xtoken": {"checkpoint", "common", "convert"},
     "finetune": {
-        *("args", "boost", "checkpoint", "common", "convert", "cpu", "generate", "lora", "models"),
-        *("run", "train", "words"),
+        *(
+            "args",
+            "bars",
+            "boost",
+            "checkpoint",
+            "common",
+            "convert",
+            "cpu",
+            "generate",
+            "lora",
+            "models",
+            "paired",
+        ),
+        *("plots", "run", "train", "words"),
+    },
+    "report": {
+        *(
+            "args",
+            "bars",
+            "checkpoint",
+            "common",
+            "generate",
+            "models",
+            "monitor",
+            "plots",
+            "precision",
+            "train",
+        ),
     },
     "report": {"args", "checkpoint", "common", "generate", "models", "monitor", "precision", "train"},
     "cli": {
@@ -101,13 +143,14 @@ ALLOWED = {
         "words",
         "xtoken",
     },
-    "__main__": {"cli", "lifetime"},
+    "__main__": {"cli", "common"},
 }
-#: parts whose import costs neither torch nor megatron, numpy, yaml
+#: parts whose import costs neither torch nor megatron, numpy, yaml, psutil, filelock
 LIGHT = (
-    "common.output",
-    "common.files",
-    "common.plots",
+    "common.lock",
+    "common.processes",
+    "common.ranks",
+    "common.spawned",
     "models",
     "compression.search_command",
     "compression.sizes",
@@ -206,7 +249,8 @@ def test_imports_point_one_way(part: str) -> None:
 def test_light_parts_import_nothing_heavy(part: str) -> None:
     code = (
         f"import sys, megatron_nemotron3, megatron_nemotron3.{part}; "
-        "print([m for m in ('torch', 'megatron.core', 'numpy', 'yaml', 'transformers') if m in sys.modules])"
+        "print([m for m in ('torch', 'megatron.core', 'numpy', 'yaml', 'transformers', 'psutil', 'filelock') "
+        "if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == "[]"

@@ -35,7 +35,7 @@ BACKENDS = ("auto", "te", "torch")
 class TrainingData:
     """Paths of a run. No flag is emitted for None and empty values; then Megatron's default applies."""
 
-    #: `--data-path`: one prefix, or weights and prefixes in turn.
+    #: `--data-path`: one prefix, or weights and prefixes alternately.
     data_path: tuple[str, ...] = ()
     #: `--split`, for example "99,1,0".
     split: str | None = None

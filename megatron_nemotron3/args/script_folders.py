@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_nemotron3.args import continued, manifest
-from megatron_nemotron3.checkpoint import lock
 from megatron_nemotron3.checkpoint.argv import option_value
 from megatron_nemotron3.checkpoint.folders import checkpoint_path, latest_iteration
 from megatron_nemotron3.checkpoint.resume import before_start
 from megatron_nemotron3.checkpoint.state import stored_state
+from megatron_nemotron3.common import lock
 from megatron_nemotron3.precision import settings as emulation
 
 

@@ -24,8 +24,11 @@ from megatron_nemotron3.certify.bench import Bench, last_line
 from megatron_nemotron3.certify.finding import Finding, State, failed
 from megatron_nemotron3.certify.proof import STAGES, Stage, prove
 from megatron_nemotron3.certify.reading import Asked, checkout, read
-from megatron_nemotron3.checkpoint import lock
-from megatron_nemotron3.common.output import Bar, add_json, result, say
+from megatron_nemotron3.common.output import Bar
+from megatron_nemotron3.common.output import add_json
+from megatron_nemotron3.common.output import result
+from megatron_nemotron3.common.output import say
+from megatron_nemotron3.common import lock
 from megatron_nemotron3.models.command import add_model
 
 #: Worlds that `--ranks` may name.
@@ -269,11 +272,12 @@ class _Progress:
 
 def _start_server(log: Path) -> None:
     """Start the process that ranks are forked from, so that what they print goes to a file."""
-    from megatron_nemotron3.certify.ranks import start_server
+    from megatron_nemotron3.certify.ranks import PRELOAD
+    from megatron_nemotron3.common.ranks import start_server
 
     with log.open("w") as file:
         try:
-            start_server(file)
+            start_server(file, PRELOAD)
         except OSError as problem:  # its socket lies there, and a socket's path has at most 107 characters
             raise ValueError(
                 f"no process can be started in {tempfile.gettempdir()} (TMPDIR): {problem}"
@@ -347,16 +351,15 @@ def _require_memory(ranks: int) -> None:
         ValueError: with the numbers.
     """
     free, needed = available(), OWN_GIB + ranks * RANK_GIB
-    if free is not None and free < needed:
+    if free < needed:
         raise ValueError(
             f"{ranks} ranks take about {needed:.1f} GiB ({RANK_GIB} each), and {free:.1f} GiB are free: give "
             "fewer --ranks"
         )
 
 
-def available() -> float | None:
-    """Return the GiB that new processes can take; None where the system does not say."""
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024 / _GIB
-    return None
+def available() -> float:
+    """Return the GiB that new processes can take."""
+    import psutil
+
+    return psutil.virtual_memory().available / _GIB

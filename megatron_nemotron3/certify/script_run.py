@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import sys
 import traceback
@@ -14,8 +13,8 @@ from pathlib import Path
 
 from megatron_nemotron3.boost.settings import VARIABLE
 from megatron_nemotron3.certify.case import Case
-from megatron_nemotron3.certify.ranks import start_ranks
-from megatron_nemotron3.lifetime import free_port
+from megatron_nemotron3.certify.ranks import PRELOAD
+from megatron_nemotron3.common.ranks import Call, free_port, run_ranks
 from megatron_nemotron3.train import log
 from megatron_nemotron3.train.processes import ENTRY
 
@@ -73,9 +72,9 @@ class ScriptRun:
             *self.words,
         ]
         arguments = (argv, self.folder, self.case.fault, self.killed_in)
-        call = pickle.dumps((_on_rank, arguments, environment))
+        call = Call(_on_rank, arguments, environment=environment)
         try:
-            start_ranks(call, self.ranks, None, self.timeout, daemon=False)
+            run_ranks(call, self.ranks, timeout=self.timeout, preload=PRELOAD)
         except RuntimeError as problem:
             if not (self.folder / _KILLED).exists():
                 raise RuntimeError(self._reason(problem)) from None

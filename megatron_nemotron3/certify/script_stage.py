@@ -126,7 +126,7 @@ class Scripts:
         start = noise.weights(one)
         starts = [start, *(noise.nudged(start, seed) for seed in range(noise.NUDGES))]
         place = self.folder / "start"
-        run_distributed(initial.write_initial, 1, one, starts, place, apart=True, children=True)
+        run_distributed(initial.write_initial, 1, one, starts, place, apart=True)
 
     def fresh(self, number: int = 0) -> tuple[str, ...]:
         """Words that start from an initial checkpoint."""

@@ -16,7 +16,6 @@ from megatron_nemotron3.checkpoint.folders import (
     read_tracker,
 )
 from megatron_nemotron3.checkpoint.integrity import check_integrity
-from megatron_nemotron3.checkpoint.lock import holder
 from megatron_nemotron3.checkpoint.metadata import (
     CheckpointError,
     CheckpointIndex,
@@ -28,7 +27,10 @@ from megatron_nemotron3.checkpoint.remote import shown
 from megatron_nemotron3.checkpoint.resume import LoadFolder, tracker_fix
 from megatron_nemotron3.checkpoint.structure import Verdict, check_structure
 from megatron_nemotron3.checkpoint.unpickle import Inert
-from megatron_nemotron3.common.output import BYTES, Bar, say
+from megatron_nemotron3.common.output import BYTES
+from megatron_nemotron3.common.output import Bar
+from megatron_nemotron3.common.output import say
+from megatron_nemotron3.common.lock import holder
 
 #: Largest number of problems printed.
 _SHOWN = 20

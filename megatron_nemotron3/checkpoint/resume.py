@@ -27,8 +27,8 @@ from megatron_nemotron3.checkpoint.folders import (
     write_tracker,
 )
 from megatron_nemotron3.checkpoint.integrity import MANIFEST
-from megatron_nemotron3.checkpoint.lock import Holder, holder
 from megatron_nemotron3.checkpoint.structure import CONFIG, Verdict, check_structure
+from megatron_nemotron3.common.lock import Holder, holder
 
 #: Seconds that other ranks wait until rank 0 has repaired the tracker.
 PATIENCE = 300.0

@@ -293,7 +293,7 @@ class _Opcodes:
 
     @contextmanager
     def mapping(self) -> Iterator[None]:
-        """Append a dict; the block writes keys and values in turn."""
+        """Append a dict; the block writes keys and values alternately."""
         self.code(pickle.EMPTY_DICT, pickle.MARK)
         yield
         self.code(pickle.SETITEMS)

@@ -1,1 +1,1 @@
-"""The ground that every other package stands on. It imports none of them."""
+"""What every other room stands on: files, locks, processes, ranks, options, output. It imports no other room."""

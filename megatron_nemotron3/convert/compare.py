@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from math import prod
 
 from megatron_nemotron3.checkpoint.metadata import ITEM_SIZE
+from megatron_nemotron3.common.processes import parallel_map
 from megatron_nemotron3.convert.checksums import Unfinished, combine_crc32
 from megatron_nemotron3.convert.plan import bands, whole
 from megatron_nemotron3.convert.sources import TensorSource
 from megatron_nemotron3.convert.streams import BAND
-from megatron_nemotron3.convert.workers import parallel_map
 
 #: Tensors per work item.
 _BATCH = 16

@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from megatron_nemotron3.checkpoint import lock
 from megatron_nemotron3.checkpoint.folders import (
     CHECKPOINTS,
     checkpoint_path,
@@ -25,7 +24,9 @@ from megatron_nemotron3.checkpoint.folders import (
     locate,
 )
 from megatron_nemotron3.checkpoint.structure import check_structure
-from megatron_nemotron3.common.output import part, say
+from megatron_nemotron3.common.output import part
+from megatron_nemotron3.common.output import say
+from megatron_nemotron3.common import lock
 from megatron_nemotron3.convert.conversion import ToHfOptions, convert_to_hf
 from megatron_nemotron3.convert.job import MANIFEST, partial_of
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_nemotron3.args.command import LAYOUT, SCHEDULE, add_launch
 from megatron_nemotron3.boost.settings import LOSSES, VARIABLE, Boost
-from megatron_nemotron3.checkpoint import lock
 from megatron_nemotron3.common.files import require_plot
+from megatron_nemotron3.common import lock
 from megatron_nemotron3.finetune.command import environment, step
 from megatron_nemotron3.models.command import add_stored_model
 from megatron_nemotron3.words import add_device, add_text, add_tokenizer

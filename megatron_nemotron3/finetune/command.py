@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_nemotron3.checkpoint import lock
+from megatron_nemotron3.common import lock
 from megatron_nemotron3.lora import VARIABLE, LoRA
 from megatron_nemotron3.words import add_device, add_tokenizer
 

@@ -8,8 +8,9 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from megatron_nemotron3.checkpoint import lock
-from megatron_nemotron3.common.files import json_outside, write_json
+from megatron_nemotron3.common.files import json_outside
+from megatron_nemotron3.common.files import write_json
+from megatron_nemotron3.common import lock
 from megatron_nemotron3.models import Nemotron3Config
 
 _LIMIT = 1 << 20

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_nemotron3 import lifetime
 from megatron_nemotron3.checkpoint.remote import local, place, shown
 from megatron_nemotron3.common.files import read_outside
-from megatron_nemotron3.common.output import add_json, print_json
+from megatron_nemotron3.common.output import add_json
+from megatron_nemotron3.common.output import print_json
+from megatron_nemotron3.common.processes import no_garbage_collection
 from megatron_nemotron3.convert.command import DTYPES
 from megatron_nemotron3.generate.media import InOrder, Prompt, PromptReader, ReadPrompt, add_media, prompts_of
 from megatron_nemotron3.models import Nemotron3Config
@@ -202,7 +203,7 @@ def generate_command(options: argparse.Namespace) -> int:
 
 
 def _generate(options: argparse.Namespace) -> int:
-    with lifetime.importing():
+    with no_garbage_collection():
         from megatron_nemotron3.generate.checkpoint_folder import find_checkpoint
         from megatron_nemotron3.generate.generate import GenerationOptions, generate
         from megatron_nemotron3.generate.sampling import Sampling

@@ -2,8 +2,8 @@
 
 from torch.distributed.run import main
 
-from megatron_nemotron3 import lifetime
+from megatron_nemotron3.common.processes import as_agent
 
 if __name__ == "__main__":
-    lifetime.agent()
+    as_agent()
     main()

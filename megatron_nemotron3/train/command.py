@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3 import lifetime
 from megatron_nemotron3.args import Launch, check, continued, flags, manifest, to_argv
 from megatron_nemotron3.args.command import (
     add_launch,
@@ -21,6 +20,7 @@ from megatron_nemotron3.args.command import (
 from megatron_nemotron3.args.flag import parse
 from megatron_nemotron3.boost import settings as boosting
 from megatron_nemotron3.checkpoint import folders
+from megatron_nemotron3.common.processes import exit_at_interrupt
 from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.distill import settings as distillation
 from megatron_nemotron3.distill.data import of_teacher
@@ -122,7 +122,7 @@ def train_command(options: argparse.Namespace) -> int:
     Raises:
         ValueError: as `training.train`; or an option is out of range or does not go with another.
     """
-    with lifetime.leaving_at_interrupt("nemotron3 train"):
+    with exit_at_interrupt("nemotron3 train"):
         from megatron_nemotron3.run import resolve_device
         from megatron_nemotron3.train.machine import shortages
         from megatron_nemotron3.train.training import Request, train_interruptibly
@@ -141,7 +141,7 @@ def train_command(options: argparse.Namespace) -> int:
 
         if problem := te_problem():
             raise ValueError(f"--backend te: {problem}")
-    with lifetime.leaving_at_interrupt("nemotron3 train"):  # imports torch
+    with exit_at_interrupt("nemotron3 train"):  # imports torch
         device = resolve_device(options.device)
     if device == "cpu":
         quiet_on_cpu()

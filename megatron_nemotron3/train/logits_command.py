@@ -9,10 +9,10 @@ from typing import Any
 
 from megatron_nemotron3.args import Launch, TrainingData, TrainingSchedule, flags, to_argv
 from megatron_nemotron3.args.command import LAYOUT, chosen_layout
-from megatron_nemotron3.checkpoint import lock
 from megatron_nemotron3.checkpoint.folders import free_bytes
 from megatron_nemotron3.common.files import temporary_prefix
 from megatron_nemotron3.common.output import Bar
+from megatron_nemotron3.common import lock
 from megatron_nemotron3.distill.check import Teacher, find
 from megatron_nemotron3.distill.data import of_run
 from megatron_nemotron3.distill.manifest import Manifest, is_stored, part_path, read_manifest

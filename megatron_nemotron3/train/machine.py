@@ -1,4 +1,4 @@
-"""Whether this machine has memory and cores for the ranks of a training run. Standard library only."""
+"""Whether this machine has memory and cores for the ranks of a training run."""
 
 from __future__ import annotations
 
@@ -26,20 +26,17 @@ def cores() -> int:
         return os.cpu_count() or 1
 
 
-def free_memory() -> int | None:
-    """Return the bytes that new processes can use, by machine and control group; None if unknown."""
-    found = []
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    except (OSError, ValueError, IndexError):
-        pass
+def free_memory() -> int:
+    """Return the bytes that new processes can use, by machine and control group."""
+    import psutil
+
+    found = [psutil.virtual_memory().available]
     for limit, usage in _GROUPS:
         try:
             found.append(int(Path(limit).read_text()) - int(Path(usage).read_text()))
         except (OSError, ValueError):  # "max": no limit
             continue
-    return max(0, min(found)) if found else None
+    return max(0, min(found))
 
 
 def needed_memory(launch: Launch) -> int:
@@ -55,7 +52,7 @@ def shortages(launch: Launch) -> list[str]:
     if ranks > have:
         found.append(f"{ranks} ranks share {have} cores: each rank gets {have / ranks:.2f} of a core at most")
     free, need = free_memory(), needed_memory(launch)
-    if free is not None and need > free:
+    if need > free:
         found.append(
             f"{ranks} ranks need about {need / _GIB:.1f} GiB of memory ({PROCESS / _GIB:.1f} GiB each for "
             f"Megatron itself), and {free / _GIB:.1f} GiB are free: use fewer ranks, a smaller model or batch"

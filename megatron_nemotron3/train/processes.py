@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_nemotron3 import lifetime
+from megatron_nemotron3.common.processes import CONTROL, GROUP_SIGNALS, descendants, handling
+
+if TYPE_CHECKING:
+    import psutil
 
 ENTRY = Path(__file__).parent / "pretrain_script.py"
 #: Seconds between two looks at whether an interrupt has come.
@@ -74,7 +75,7 @@ def interruptible() -> Iterator[None]:
     def interrupt(signum: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    with _handling(interrupt):
+    with handling(GROUP_SIGNALS, interrupt):
         yield
 
 
@@ -83,8 +84,8 @@ def follow(words: Sequence[str], env: dict[str, str], log: Path, watcher: Watche
 
     At the first interrupt (SIGINT, SIGTERM or SIGHUP) the processes are asked to save and leave if the
     watcher says so; a second one ends them. They are sent no signal: it would also reach the processes that
-    the ranks save with. They read the request in `lifetime`'s control pipe, and its end ends them. A closed
-    terminal or pipe, to which nothing can be printed, counts as an interrupt.
+    the ranks save with. They read the request in the control pipe (`common/processes.py`), and its end ends
+    them. A closed terminal or pipe, to which nothing can be printed, counts as an interrupt.
     """
     run = _Run(words, env, log, watcher)
     interrupts = 0
@@ -95,7 +96,7 @@ def follow(words: Sequence[str], env: dict[str, str], log: Path, watcher: Watche
 
     handled = 0
     try:
-        with _handling(count):
+        with handling(GROUP_SIGNALS, count):
             while run.read():
                 if handled < interrupts:
                     handled += 1
@@ -116,7 +117,7 @@ class _Run:
         self.log = _Log(log)
         self.process = subprocess.Popen(
             words,
-            env={**env, lifetime.CONTROL: "1"},
+            env={**env, CONTROL: "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -130,7 +131,7 @@ class _Run:
         self._rest = b""
         self._stopping = False
         self._deadline: float | None = None
-        self._told: dict[int, int] = {}
+        self._told: list[psutil.Process] = []
 
     def read(self) -> bool:
         """Read what the processes have printed, for a moment; return False once they have ended."""
@@ -203,10 +204,11 @@ class _Run:
         """Kill what was told to end and has not."""
         if self.process.poll() is None:
             self.process.kill()
-        for pid, started in self._told.items():
-            if _stat(pid)[1:] == (started,):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        import psutil
+
+        for process in self._told:
+            with contextlib.suppress(psutil.Error):  # it has ended
+                process.kill()
 
 
 class _Log:
@@ -231,51 +233,3 @@ class _Log:
         with contextlib.suppress(OSError):
             if not self.path.stat().st_size:
                 self.path.unlink()
-
-
-def descendants(pid: int) -> dict[int, int]:
-    """Processes that a process has started, and those that they have; none where there is no /proc.
-
-    Returns:
-        When each has started, by process id. A later process may have the same id.
-    """
-    children: dict[int, dict[int, int]] = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        if stat := _stat(int(entry.name)):
-            children.setdefault(stat[0], {})[int(entry.name)] = stat[1]
-    found: dict[int, int] = {}
-    more = [pid]
-    while more:
-        below = {child: since for parent in more for child, since in children.get(parent, {}).items()}
-        found |= below
-        more = list(below)
-    return found
-
-
-def _stat(pid: int) -> tuple[int, int] | tuple[()]:
-    """The parent of a process and when it has started, in clock ticks since the boot."""
-    try:
-        # The name, in parentheses, may hold anything.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ()
-    return int(fields[1]), int(fields[19])
-
-
-@contextlib.contextmanager
-def _handling(handler: Any) -> Iterator[None]:
-    """Handle the group's signals by `handler` inside the block; outside the main thread, nothing."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {
-        # nohup ignores SIGHUP.
-        signum: signal.signal(signum, handler)
-        for signum in lifetime.GROUP_SIGNALS
-        if signal.getsignal(signum) != signal.SIG_IGN
-    }
-    try:
-        yield
-    finally:
-        for signum, earlier in before.items():
-            signal.signal(signum, earlier)

@@ -22,8 +22,9 @@ from megatron_nemotron3.args import (
     to_argv,
 )
 from megatron_nemotron3.boost import settings as boosting
-from megatron_nemotron3.checkpoint import folders, lock, resume
+from megatron_nemotron3.checkpoint import folders, resume
 from megatron_nemotron3.checkpoint.state import stored_state
+from megatron_nemotron3.common import lock
 from megatron_nemotron3.distill import settings as distillation
 from megatron_nemotron3.distill.check import check as check_teacher
 from megatron_nemotron3.distill.check import record_of

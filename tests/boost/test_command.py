@@ -14,8 +14,8 @@ import pytest
 
 from megatron_nemotron3 import cli
 from megatron_nemotron3.boost.settings import VARIABLE
-from megatron_nemotron3.checkpoint import lock
 from megatron_nemotron3.checkpoint.folders import TRACKER
+from megatron_nemotron3.common import lock
 from megatron_nemotron3.finetune import boost_command, boost_inputs
 from megatron_nemotron3.generate.checkpoint_folder import find_checkpoint
 from megatron_nemotron3.train import processes

@@ -38,7 +38,7 @@ def bridges(folder: Path, save: str, load: str, sizes: dict[str, int], builder: 
     arguments = (folder / "hf", folder / save, folder / load, builder, sizes)
     world = 2 if sizes else 1
     # The last rank prints the losses.
-    return run_distributed(training.bridges, world, *arguments, timeout=300, apart=True, children=True)[-1]
+    return run_distributed(training.bridges, world, *arguments, timeout=300, apart=True)[-1]
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)

@@ -13,11 +13,11 @@ import pytest
 from megatron_nemotron3 import cli
 from megatron_nemotron3.args import Launch, flags
 from megatron_nemotron3.args.flag import render
-from megatron_nemotron3.certify import certificate, command, ranks
+from megatron_nemotron3.certify import certificate, command
 from megatron_nemotron3.certify.bench import Bench
 from megatron_nemotron3.certify.finding import Finding, State, failed, passed, untested
 from megatron_nemotron3.certify.proof import STAGES, Stage
-from megatron_nemotron3.checkpoint import lock
+from megatron_nemotron3.common import lock, ranks
 
 NO_TRAINING = (
     "Megatron's parser",
@@ -34,7 +34,7 @@ def static_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = tuple(stage for stage in STAGES if stage.title in NO_TRAINING)
     assert len(chosen) == len(NO_TRAINING)
     monkeypatch.setattr(command, "STAGES", chosen)
-    monkeypatch.setattr(ranks, "start_server", lambda output: None)
+    monkeypatch.setattr(ranks, "start_server", lambda output, preload: None)
     monkeypatch.delenv("MEGATRON_LM_DIR", raising=False)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_nemotron3.checkpoint import lock
+from megatron_nemotron3.common import lock
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import sys
 import time
 from collections.abc import Iterator
@@ -13,11 +12,12 @@ from megatron_nemotron3.certify import command, ranks
 from megatron_nemotron3.certify.bench import Bench
 from megatron_nemotron3.certify.finding import Finding
 from megatron_nemotron3.certify.proof import Stage
+from megatron_nemotron3.common.ranks import Call, run_ranks
 
 
 def waiting(bench: Bench) -> Iterator[Finding]:
     """Start two ranks. Nothing is found."""
-    ranks.start_ranks(pickle.dumps((_told, (os.environ["FIFO"],), dict(os.environ))), 2, None, 60, False)
+    run_ranks(Call(_told, (os.environ["FIFO"],)), 2, timeout=60, preload=ranks.PRELOAD)
     yield from ()
 
 

@@ -17,10 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_nemotron3 import cli
-from megatron_nemotron3.checkpoint import folders, lock
+from megatron_nemotron3.checkpoint import folders
 from megatron_nemotron3.checkpoint.integrity import check_integrity
 from megatron_nemotron3.checkpoint.metadata import CheckpointError, read_metadata
 from megatron_nemotron3.checkpoint.structure import check_structure
+from megatron_nemotron3.common import lock
 from tests.support import checkpoint_writer as writer
 from tests.support.checkpoint_reading import read_rows
 

@@ -123,7 +123,7 @@ def save_on_ranks(folder: str) -> None:
 @pytest.mark.full
 def test_saved_at_tp2_ep2(models: tuple[Any, Any], tmp_path: Path) -> None:
     """What four ranks save is read by one; transformers computes the same."""
-    run_distributed(save_on_ranks, 4, str(tmp_path / "iter_0000003"), children=True, timeout=300)
+    run_distributed(save_on_ranks, 4, str(tmp_path / "iter_0000003"), timeout=300)
     assert nemotron3("convert", "to-hf", tmp_path / "iter_0000003", tmp_path / "hf", "--workers", 1) == 0
     model = folders.load(folders.built(MODEL), tmp_path / "iter_0000003")
     theirs, said = folders.from_transformers(tmp_path / "hf")
@@ -137,7 +137,7 @@ def test_saved_at_tp2_ep2(models: tuple[Any, Any], tmp_path: Path) -> None:
 def test_what_megatron_saves(models: tuple[Any, Any], place: Path, tmp_path: Path) -> None:
     """Megatron's own checkpoint holds the keys of a converted one, and goes to the same folder."""
     saved = tmp_path / "iter_0000003"
-    run_distributed(save_again, 1, str(place / "megatron/release"), str(saved), apart=True, children=True)
+    run_distributed(save_again, 1, str(place / "megatron/release"), str(saved), apart=True)
     ours, theirs = (read_metadata(f).tensors for f in (place / "megatron/release", saved))
     assert {name: t.shape for name, t in ours.items()} == {name: t.shape for name, t in theirs.items()}
     assert nemotron3("convert", "to-hf", saved, tmp_path / "hf", "--workers", 1) == 0

@@ -97,9 +97,7 @@ def test_the_folder_is_sound_and_says_what_it_is(name: str, folders: dict[str, P
 )
 def test_every_weight_arrives(name: str, layout: str, strictness: str, folders: dict[str, Path]) -> None:
     case = Case(config=MODELS[name], layout=LAYOUTS[layout])
-    ranks = run_distributed(
-        load, case.layout.world_size, case, str(folders[name]), strictness, apart=True, children=True
-    )
+    ranks = run_distributed(load, case.layout.world_size, case, str(folders[name]), strictness, apart=True)
     assert all(rank["iteration"] == 0 and rank["optimizer"] == 0 for rank in ranks)
     same(written(folders[name]), gather([rank["pieces"] for rank in ranks]), MODELS[name])
 
@@ -112,7 +110,7 @@ def test_without_a_placeholder_megatron_refuses(tmp_path: Path, monkeypatch: pyt
     write_hf(tmp_path / "hf", config)
     arguments = (Case(config=config), str(convert(config, tmp_path, "bfloat16")), "assume_ok_unexpected")
     with pytest.raises(RuntimeError, match=r"output_layer\._extra_state/shard_0_1"):
-        run_distributed(load, 1, *arguments, apart=True, children=True)
+        run_distributed(load, 1, *arguments, apart=True)
 
 
 def test_a_checkpoint_without_any_placeholder_loads_with_megatrons_option(
@@ -124,9 +122,7 @@ def test_a_checkpoint_without_any_placeholder_loads_with_megatrons_option(
     write_hf(tmp_path / "hf", config)
     folder = convert(config, tmp_path, "bfloat16")
     case = Case(config=config, layout=LAYOUTS["TP2 EP2"])
-    ranks = run_distributed(
-        load, case.layout.world_size, case, str(folder), "log_all", apart=True, children=True
-    )
+    ranks = run_distributed(load, case.layout.world_size, case, str(folder), "log_all", apart=True)
     same(written(folder), gather([rank["pieces"] for rank in ranks]), config)
 
 

@@ -44,7 +44,7 @@ def compare(found: Step, expected: Step, *, loss: float = 2e-6, gradients: float
 
 def write_teacher(folder: str) -> None:
     """FOLDER/release with random weights of `TEACHER`."""
-    run_distributed(_write, 1, folder, children=True, apart=True)
+    run_distributed(_write, 1, folder, apart=True)
 
 
 def _write(folder: str) -> None:

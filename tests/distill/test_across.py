@@ -36,7 +36,7 @@ TEACHER = small("super", "M*EM").but(hidden_size=192, mtp_pattern=None, mtp_num_
 def given(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensors]:
     """A folder with two teachers, all tokenizers and projections; the student's weights."""
     folder = tmp_path_factory.mktemp("across")
-    run_distributed(_write, 1, folder, children=True, apart=True)
+    run_distributed(_write, 1, folder, apart=True)
     student = Vocabulary(train(folder / "student", 380, digits=3))
     for name, file, size in (("teacher", "projection", 340), ("other", "projection-other", 320)):
         tokenizer = train(folder / name / "release" / "tokenizer", size, digits=1, special=("<eos>",))

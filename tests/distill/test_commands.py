@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from megatron_nemotron3 import cli
-from megatron_nemotron3.checkpoint import lock
 from megatron_nemotron3.checkpoint.folders import TRACKER, latest_iteration
+from megatron_nemotron3.common import lock
+from megatron_nemotron3.common.processes import descendants
 from megatron_nemotron3.distill.manifest import part_path, read_manifest
 from megatron_nemotron3.distill.stored import Reader
 from megatron_nemotron3.train import log, processes
@@ -254,12 +255,12 @@ def test_no_rank_outlives_the_command(teacher: Path, tmp_path: Path) -> None:
         [sys.executable, "-m", "megatron_nemotron3", *words, *given], stdout=subprocess.PIPE, text=True
     )
     wait_until(lambda: any((tmp_path / "logits").glob("part-*.npy")), seconds=240)
-    ranks = processes.descendants(process.pid)
+    ranks = descendants(process.pid)
     assert len(ranks) >= 3
     process.send_signal(signal.SIGTERM)
     said = process.communicate(timeout=60)[0]
     assert process.returncode == 130 and " parts are stored; the same command goes on" in said
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks), seconds=10)
+    wait_until(lambda: not any(rank.is_running() for rank in ranks), seconds=10)
 
 
 @pytest.mark.full

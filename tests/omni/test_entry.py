@@ -51,9 +51,7 @@ def losses(ranks: list[Any]) -> list[float]:
 def start(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[float]]:
     """Weights of one process after a step, and the losses of two steps of one process from there."""
     folder = str(tmp_path_factory.mktemp("start"))
-    run_distributed(
-        train, 1, words(("--save", folder, "--save-interval", "1"), steps=1), apart=True, children=True
-    )
+    run_distributed(train, 1, words(("--save", folder, "--save-interval", "1"), steps=1), apart=True)
     return folder, losses(run_distributed(train, 1, words(("--load", folder, *LOAD), steps=2), apart=True))
 
 
@@ -95,8 +93,8 @@ def test_an_interrupted_disjoint_run_goes_on(tmp_path: Path) -> None:
     """To the bit, on every rank; Megatron refused what such a run had saved on each of them."""
     save = ("--save", str(tmp_path), "--load", str(tmp_path), "--save-interval", "1")
     whole = run_distributed(train, 3, words(APART, steps=2))
-    first = run_distributed(train, 3, words((*APART, *save, "--exit-interval", "1"), steps=2), children=True)
-    second = run_distributed(train, 3, words((*APART, *save), steps=2), children=True)
+    first = run_distributed(train, 3, words((*APART, *save, "--exit-interval", "1"), steps=2))
+    second = run_distributed(train, 3, words((*APART, *save), steps=2))
     assert [a + b for a, b in zip(first, second, strict=True)] == whole
     assert [len(one) for one in whole] == [0, 0, 8]
 
@@ -106,7 +104,7 @@ def test_in_another_layout_and_behind_an_incomplete_save(tmp_path: Path) -> None
     """Two replicas with encoders of their own; their last save did not end. One process goes on."""
     save = ("--save", str(tmp_path), "--save-interval", "1")
     words_of = {"steps": 3, "dp": 2}
-    whole = run_distributed(train, 4, words((*APART, *save), **words_of), children=True)
+    whole = run_distributed(train, 4, words((*APART, *save), **words_of))
     shutil.rmtree(tmp_path / "iter_0000003")
     (tmp_path / "iter_0000002/.metadata").unlink()
     (said,) = before_start(["--load", str(tmp_path)], rank=0)  # as `megatron_nemotron3.run` does
@@ -134,7 +132,7 @@ def test_conversations(tmp_path: Path) -> None:
     extra = ("--data-path", str(tmp_path / "talks.jsonl"), "--omni-processor", str(tmp_path))
     extra += ("--freeze", "vision", "vision-projector", "sound", "--data-cache-path", str(tmp_path / "cache"))
     save = ("--save", str(tmp_path / "start"), "--save-interval", "1")
-    run_distributed(train, 1, words(save, steps=1), apart=True, children=True)
+    run_distributed(train, 1, words(save, steps=1), apart=True)
     load = ("--load", str(tmp_path / "start"), *LOAD)
     (one,) = run_distributed(train, 1, words((*extra, *load), steps=2, mock=False, seq_length=96), apart=True)
     many = run_distributed(train, 4, words((*extra, *load, *APART), steps=2, tp=2, mock=False, seq_length=96))

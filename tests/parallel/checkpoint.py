@@ -16,7 +16,7 @@ from megatron_nemotron3.common.hooks import unwrapped
 def on_ranks(function: Any, case: Case, *args: Any) -> list[Tensors]:
     """Each of the results, put together from the ranks."""
     size = case.layout.world_size
-    ranks = run_distributed(function, size, case, *args, timeout=300, apart=True, children=True)
+    ranks = run_distributed(function, size, case, *args, timeout=300, apart=True)
     return [gather(of_ranks) for of_ranks in zip(*ranks, strict=True)]
 
 
@@ -86,7 +86,7 @@ def shifted_state(case: Case, weights: Tensors) -> set[str]:
 
     In FP32 its copy of a parameter is the parameter, so what it would save can be checked.
     """
-    ranks = run_distributed(both, case.layout.world_size, case, weights, timeout=300, children=True)
+    ranks = run_distributed(both, case.layout.world_size, case, weights, timeout=300)
     wrong = set()
     for held, saved in ranks:
         parameters = {(key, offset): part for key, _, offset, part in held}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_nemotron3.lifetime import free_port
+from megatron_nemotron3.common.ranks import free_port
 from megatron_nemotron3.monitor import events
 from tests.recipes.cases import RECIPES, run
 

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_nemotron3 import cli
 from megatron_nemotron3.args.manifest import Manifest
-from megatron_nemotron3.checkpoint import lock
+from megatron_nemotron3.common import lock
 from megatron_nemotron3.precision import report as precision
 from tests.common.test_bars import step
 from tests.monitor.test_watch import every_kind, write

@@ -38,7 +38,6 @@ def test_import(sizes: dict[str, int], tmp_path: Path) -> None:
         sizes,
         timeout=300,
         apart=True,
-        children=True,
     )
     iteration = tmp_path / "theirs" / "iter_0000000"
     model = yaml.safe_load((iteration / "run_config.yaml").read_text())["model"]
@@ -60,7 +59,7 @@ def test_the_worker_sends_the_weights(tmp_path: Path) -> None:
     values = write_hf(tmp_path / "hf", config)
     write_tokenizer(tmp_path / "hf")
     arguments = (nemo_rl_worker.refit, 1, tmp_path / "hf")
-    (rank,) = run_distributed(*arguments, timeout=500, apart=True, children=True)
+    (rank,) = run_distributed(*arguments, timeout=500, apart=True)
     assert rank["decoder"] == "Nemotron3Stack" and rank["mtp"] == config.mtp_num_layers == 2
     found = rank["weights"]
     assert found.keys() == values.keys()

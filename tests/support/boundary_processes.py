@@ -10,8 +10,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.certify.ranks import server
-from megatron_nemotron3.lifetime import free_port
+from megatron_nemotron3.certify.ranks import PRELOAD
+from megatron_nemotron3.common.ranks import free_port, server
 
 NOTHING = "(ended without a word)"
 
@@ -26,7 +26,7 @@ def run_apart(
         timeout: for the whole; what hangs then is killed and says so.
         tcp: rank 0 hosts the store of the default process group; otherwise it is a file.
     """
-    context = server()
+    context = server(PRELOAD)
     with tempfile.TemporaryDirectory() as folder:
         store = f"tcp://127.0.0.1:{free_port()}" if tcp else f"file://{folder}/store"
         processes = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import resource
 import shutil
 import signal
@@ -13,9 +12,9 @@ from pathlib import Path
 from unittest import mock
 
 from megatron_nemotron3.args import ParallelLayout, manifest
-from megatron_nemotron3.certify import ranks
-from megatron_nemotron3.checkpoint import lock
-from megatron_nemotron3.lifetime import free_port
+from megatron_nemotron3.certify.ranks import PRELOAD
+from megatron_nemotron3.common import lock
+from megatron_nemotron3.common.ranks import Call, free_port, run_ranks
 from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.train import log, processes
 from tests.support import distributed
@@ -60,9 +59,9 @@ def die_while_saving(
     arguments = (words, str(folder), str(journal), event, limit)
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with mock.patch.dict(os.environ, environment):
-        call = pickle.dumps((_launch_mortally, arguments, dict(os.environ)))
+        call = Call(_launch_mortally, arguments)
     try:
-        ranks.start_ranks(call, layout.world_size, None, 240, daemon=False)
+        run_ranks(call, layout.world_size, timeout=240, preload=PRELOAD)
     except RuntimeError as death:
         # Another rank may be the first to report: it has lost its peer.
         signs = ("exit code -9", f"exit code -{signal.SIGXFSZ}", "gloo/transport/tcp")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
 from contextlib import nullcontext, redirect_stdout
 from typing import Any
 from unittest import mock
 
-from megatron_nemotron3.certify.ranks import start_ranks
+from megatron_nemotron3.certify.ranks import PRELOAD
+from megatron_nemotron3.common.ranks import Call, free_port, run_ranks
 from megatron_nemotron3.cpu.async_save import forked_results
-from megatron_nemotron3.lifetime import free_port
 
 
 def run_launcher(argv: list[str], world_size: int, timeout: float = 120, *, inside: Any = nullcontext) -> str:
@@ -21,9 +20,8 @@ def run_launcher(argv: list[str], world_size: int, timeout: float = 120, *, insi
     importable function whose block they run in.
     """
     with mock.patch.dict(os.environ, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}):
-        call = pickle.dumps((_launch_and_save_quickly, (argv, inside), dict(os.environ)))
-    # Its checkpoint writer is a child of its own.
-    return "".join(start_ranks(call, world_size, None, timeout, daemon=False))
+        call = Call(_launch_and_save_quickly, (argv, inside))
+    return "".join(run_ranks(call, world_size, timeout=timeout, preload=PRELOAD))
 
 
 def launch(argv: list[str]) -> str:

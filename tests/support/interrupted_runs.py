@@ -20,10 +20,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from megatron_nemotron3.checkpoint import folders, resume
 from megatron_nemotron3.checkpoint.structure import check_structure
+from megatron_nemotron3.common.processes import descendants
 from megatron_nemotron3.train import log
-from megatron_nemotron3.train.processes import descendants
 
 ROOT = Path(__file__).parent.parent.parent
 STEPS = 24
@@ -97,7 +99,7 @@ def interrupt(folder: Path, kind: Kind, step: int, delay: float, again: float | 
     return _judge(folder, process.returncode, said, children, forced=again is not None or killed)
 
 
-def _judge(folder: Path, status: int, said: str, children: dict[int, int], forced: bool) -> Outcome:
+def _judge(folder: Path, status: int, said: str, children: list[psutil.Process], forced: bool) -> Outcome:
     problems = []
     deadline = time.monotonic() + LONGEST
     while time.monotonic() < deadline and (alive := _alive(children)):
@@ -138,8 +140,8 @@ def _untrue(said: str, saved: int | None, last: int) -> list[str]:
     return []
 
 
-def _alive(processes: dict[int, int]) -> list[int]:
-    return [pid for pid in processes if Path(f"/proc/{pid}").exists()]
+def _alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    return [process for process in processes if process.is_running()]
 
 
 def moments(kind: Kind, count: int, seed: int) -> list[Outcome]:

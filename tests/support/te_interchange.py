@@ -28,8 +28,8 @@ def exchange(saved_by: list[str], loaded_by: list[str]) -> dict[str, int]:
     for a, (size_a, sizes_a) in GOLDEN_LAYOUTS.items():
         for b, (size_b, sizes_b) in GOLDEN_LAYOUTS.items():
             with tempfile.TemporaryDirectory() as folder:
-                there = run_distributed(save, size_a, saved_by, sizes_a, Path(folder), children=True)
-                here = run_distributed(load, size_b, loaded_by, sizes_b, Path(folder), children=True)
+                there = run_distributed(save, size_a, saved_by, sizes_a, Path(folder))
+                here = run_distributed(load, size_b, loaded_by, sizes_b, Path(folder))
             kept, got = gather(there), gather(here)
             assert kept.keys() == got.keys(), sorted(kept.keys() ^ got.keys())
             for key in kept:

@@ -12,7 +12,7 @@ import pytest
 from megatron_nemotron3 import cli
 from megatron_nemotron3 import run as launcher
 from megatron_nemotron3.args import Launch, TrainingSchedule
-from megatron_nemotron3.lifetime import RANK_VARIABLES
+from megatron_nemotron3.common.ranks import RANK_VARIABLES
 from megatron_nemotron3.precision import report
 from megatron_nemotron3.precision.settings import LOG_VARIABLE, Logging
 from megatron_nemotron3.train import log

@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_nemotron3 import cli, lifetime, run
+from megatron_nemotron3 import cli, run
 from megatron_nemotron3.args import ParallelLayout, TrainingData, continued, flags, manifest, to_argv
 from megatron_nemotron3.args.launch import Launch
 from megatron_nemotron3.args.script_folders import settle_manifest
-from megatron_nemotron3.checkpoint import folders, lock
+from megatron_nemotron3.checkpoint import folders
 from megatron_nemotron3.checkpoint.state import loaded_state
+from megatron_nemotron3.common import lock
+from megatron_nemotron3.common.ranks import RANK_VARIABLES
 from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.train import processes
 from megatron_nemotron3.train.training import schedule_of
@@ -96,7 +98,7 @@ def test_a_stock_script_is_told_which_option_megatron_needs(
     trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without it Megatron ends in an AssertionError, after it has built the model."""
-    for name in lifetime.RANK_VARIABLES:
+    for name in RANK_VARIABLES:
         monkeypatch.setenv(name, "0")
         monkeypatch.delenv(name)
     monkeypatch.setattr(sys, "argv", list(sys.argv))
@@ -189,7 +191,7 @@ def test_a_second_training_is_refused(
     def listing() -> dict[str, int]:
         return {str(path): path.stat().st_mtime_ns for path in trained.rglob("*") if path.name != lock.NAME}
 
-    for name in lifetime.RANK_VARIABLES:
+    for name in RANK_VARIABLES:
         monkeypatch.setenv(name, "0")
         monkeypatch.delenv(name)
     folder = trained / "checkpoints"

@@ -14,7 +14,7 @@ import sys
 import types
 from typing import Any
 
-from megatron_nemotron3 import lifetime
+from megatron_nemotron3.common.processes import as_spawned
 
 #: The script that `megatron_nemotron3.run` runs.
 SCRIPT = "NEMOTRON3_SCRIPT"
@@ -22,7 +22,7 @@ SCRIPT = "NEMOTRON3_SCRIPT"
 _of_the_script: dict[str, Any] = {}
 
 if __name__ == "__mp_main__":
-    lifetime.spawned()
+    as_spawned()
 
 
 def run_script(script: str) -> None:

@@ -1,4 +1,4 @@
-"""Who writes to a folder: a lock that ends with the processes that hold it.
+"""Directory write lock: one run writes to a folder, and the lock ends with the processes of the run.
 
     with held(folder):
         ...
@@ -8,8 +8,9 @@ who holds it: one JSON line per process, first the one that took the lock. Proce
 and share the lock: the ranks of a training hold the folder even if the command that started them is killed. A
 rank takes it by itself, because torchrun closes inherited descriptors. Children made by fork inherit it.
 
-On a file system without `flock` the file alone counts. There a lock is free only if every process in the file
-is known to have ended. Standard library only.
+filelock locks where the file system has no `flock`, and the file alone says who holds the folder: its
+`SoftFileLock` admits one process at a time to a free folder. Its `FileLock` cannot do the rest: it knows no
+shared lock, it gives the lock up in a forked child, and it cannot be looked at without the right to write.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+
+from megatron_nemotron3.common.processes import alive
 
 NAME = ".nemotron3.lock"
 #: Environment variable with the key of a run, from the command that starts ranks to the ranks.
@@ -52,7 +55,7 @@ class Holder:
     since: str
     #: Of the run.
     key: str
-    #: The machine's boot and the process's start in it; a later process may have the same number.
+    #: The machine's boot and the process's start in it, in 1/100 s; a later process may have the same number.
     boot: str = ""
     start: int = 0
 
@@ -67,14 +70,8 @@ class Holder:
             return False
         if self.boot and (boot := _boot()) and boot != self.boot:
             return True
-        try:
-            os.kill(self.pid, 0)  # sends nothing
-        except ProcessLookupError:
-            return True
-        except OSError:  # it belongs to another user
-            return False
         start = _start(self.pid)
-        return start is None or bool(self.start and start and start != self.start)
+        return not alive(self.pid) or bool(self.start and start and start != self.start)
 
 
 def this_command() -> str:
@@ -119,8 +116,9 @@ def held(
     key = key or uuid.uuid4().hex
     text = (this_command() if command is None else command)[:_LONGEST_COMMAND]
     since = time.strftime("%Y-%m-%d %H:%M:%S")
-    own = Holder(socket.gethostname(), os.getpid(), text, since, key, _boot(), _start(os.getpid()) or 0)
-    created = _create(folder)
+    own = Holder(socket.gethostname(), os.getpid(), text, since, key, _boot(), _start(os.getpid()))
+    created = [path for path in (folder, *folder.parents) if not path.exists()]  # the innermost first
+    folder.mkdir(parents=True, exist_ok=True)
     try:
         descriptor = _taken(folder, own, patience, say)
         try:
@@ -168,7 +166,7 @@ def _taken(folder: Path, own: Holder, patience: float, say: Callable[[str], None
         except OSError as problem:
             os.close(descriptor)
             if problem.errno in _UNSUPPORTED:
-                return _taken_without_kernel(path, own, say)
+                return _taken_by_record(path, own, say)
             raise
         os.close(descriptor)
         waited = time.monotonic() - began
@@ -199,25 +197,31 @@ def _attempt(path: Path, descriptor: int, own: Holder) -> bool:
     return True
 
 
-def _taken_without_kernel(path: Path, own: Holder, say: Callable[[str], None]) -> int:
-    """Take the lock by its file alone."""
+def _taken_by_record(path: Path, own: Holder, say: Callable[[str], None]) -> int:
+    """Take the lock, or join the run that holds it, by the file alone."""
+    from filelock import SoftFileLock, Timeout
+
     descriptor = _open(path, os.O_RDWR | os.O_CREAT)
-    found = _records(descriptor)
-    joins = bool(found) and found[0].key == own.key
-    if not joins and (living := [record for record in found if not record.ended]):
-        os.close(descriptor)
-        raise ValueError(
-            f"{_refusal(path.parent, living, False)}; the file system has no locks: if that process has "
-            f"ended, remove {path}"
-        )
-    _write(descriptor, own, truncate=not joins)
-    if not joins:
+    if _first_key(descriptor) == own.key:  # thousands of ranks need not wait for each other
+        _write(descriptor, own)
+        return descriptor
+    os.close(descriptor)
+    try:
+        with SoftFileLock(f"{path}.take", timeout=PATIENCE), contextlib.ExitStack() as undo:
+            descriptor = _open(path, os.O_RDWR | os.O_CREAT)
+            undo.callback(os.close, descriptor)
+            living = [record for record in _records(descriptor) if not record.ended]
+            if living and living[0].key != own.key:
+                raise ValueError(
+                    f"{_refusal(path.parent, living, False)}; the file system has no locks: if that process "
+                    f"has ended, remove {path}"
+                )
+            _write(descriptor, own, truncate=not living)
+            undo.pop_all()
+    except Timeout:
+        raise ValueError(f"{path}.take: a process that was killed left it: remove it") from None
+    if not living:
         say(f"{path.parent}: the file system has no locks; {NAME} alone says that this run writes here")
-        time.sleep(0.2)  # of two that found it free the last one has it
-        found = _records(descriptor)
-        if not found or found[0].key != own.key:
-            os.close(descriptor)
-            raise ValueError(_refusal(path.parent, found, False))
     return descriptor
 
 
@@ -246,16 +250,15 @@ def _refusal(folder: Path, found: list[Holder], orphaned: bool) -> str:
 
 
 def _users(path: Path) -> list[int]:
-    """List the processes that have a file open, as far as this user may know."""
-    found = []
-    with contextlib.suppress(OSError):
-        target = os.path.realpath(path)
-        for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
-            with contextlib.suppress(OSError):
-                links = (os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd"))
-                if pid != os.getpid() and target in links:
-                    found.append(pid)
-    return found
+    """List the other processes that have a file open, as far as this user may know."""
+    import psutil
+
+    found, target = [], os.path.realpath(path)
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.pid != os.getpid() and any(file.path == target for file in process.open_files()):
+                found.append(process.pid)
+    return sorted(found)
 
 
 def _open(path: Path, flags: int) -> int:
@@ -265,16 +268,10 @@ def _open(path: Path, flags: int) -> int:
         ValueError: it is no regular file.
         OSError: it cannot be opened.
     """
-    try:
-        descriptor = os.open(path, flags | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    except OSError as problem:
-        if problem.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
-            raise ValueError(f"{path}: it is no regular file: remove it") from None
-        raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise ValueError(f"{path}: it is no regular file: remove it")
-    return descriptor
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise ValueError(f"{path}: it is no regular file: remove it")
+    return os.open(path, flags | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
 
 
 def _flock(descriptor: int, kind: int) -> bool:
@@ -317,23 +314,17 @@ def _records(descriptor: int) -> list[Holder]:
     return found
 
 
-def _create(folder: Path) -> list[Path]:
-    """Create a folder; return what was created, the innermost first."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    return missing
-
-
 def _boot() -> str:
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return ""
 
 
-def _start(pid: int) -> int | None:
-    """When a process started, in ticks since boot; 0: unknown; None: it has ended (a zombie)."""
-    with contextlib.suppress(OSError, IndexError, ValueError):
-        # The command, in parentheses, may contain anything.
-        words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        return None if words[0] == b"Z" else int(words[19])
+def _start(pid: int) -> int:
+    """When a process started, in hundredths of a second since boot; 0: unknown."""
+    import psutil
+
+    boot = psutil.boot_time()  # first: older versions keep it for what follows
+    with contextlib.suppress(psutil.Error, OSError):
+        return round(100 * (psutil.Process(pid).create_time() - boot))
     return 0

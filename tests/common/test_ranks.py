@@ -7,18 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron_nemotron3.certify import preload
-from megatron_nemotron3.certify.ranks import run_fresh, server
+from megatron_nemotron3.certify.ranks import PRELOAD, run_fresh
+from megatron_nemotron3.common.ranks import server
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_ranks_inherit_what_is_imported_and_the_environment_stays() -> None:
     before = dict(os.environ)
-    server()
+    server(PRELOAD)
     assert dict(os.environ) == before
     imported, frozen = run_fresh(eval, "set(__import__('sys').modules), __import__('gc').get_freeze_count()")
-    assert set(preload.MODULES) - imported <= {"megatron.bridge"} and frozen > 100_000
+    assert set(PRELOAD) - imported <= {"megatron.bridge"} and frozen > 100_000
     assert run_fresh(eval, "__import__('os').environ.get('PYTHONSAFEPATH')") == before.get("PYTHONSAFEPATH")
 
 

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_nemotron3.checkpoint import lock
+from megatron_nemotron3.common import lock
 
 #: Holds a lock until its input is closed. Arguments: folder, command, key, what to do when it has the lock.
 _HOLDER = """
 import os, sys, time
 from pathlib import Path
-from megatron_nemotron3.checkpoint import lock
+from megatron_nemotron3.common import lock
 folder, command, key, then = sys.argv[1:]
 try:
     with lock.held(Path(folder), command, key=key or None, patience=1.0):
@@ -182,6 +182,25 @@ def test_without_kernel_locks_the_record_counts(tmp_path: Path, monkeypatch: pyt
                 os._exit(len(lines))
         assert os.waitpid(rank, 0)[1] >> 8 == 1
     assert lock.holder(tmp_path) is None
+
+
+def test_without_kernel_locks_one_of_many_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", _no_flock)
+    begin, end = time.time() + 0.2, time.time() + 2.0
+    racing = []
+    for _ in range(6):
+        if pid := os.fork():
+            racing.append(pid)
+            continue
+        status = 1
+        with contextlib.suppress(ValueError):
+            time.sleep(max(0.0, begin - time.time()))
+            with lock.held(tmp_path, say=lambda _line: None):
+                status = 0
+                time.sleep(max(0.0, end - time.time()))
+        os._exit(status)
+    assert sorted(os.waitpid(pid, 0)[1] >> 8 for pid in racing) == [0, 1, 1, 1, 1, 1]
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("change", ["pid", "boot", "start"])

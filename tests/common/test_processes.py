@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
-from megatron_nemotron3 import lifetime
-from megatron_nemotron3.train.processes import descendants
+from megatron_nemotron3.common import processes
+from megatron_nemotron3.common.processes import descendants
+from megatron_nemotron3.common.ranks import free_port
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 #: What Megatron's writers are: a manager that is spawned, a process that is forked, one of the fork server.
 SCRIPT = """
 import multiprocessing, os, signal, sys, time
@@ -44,7 +46,8 @@ if __name__ == "__main__":
     print("saved", flush=True)
 """
 LAUNCH = (
-    "import sys; from megatron_nemotron3 import lifetime, spawned\n{before}\nwith lifetime.rank():\n    {run}"
+    "import sys; from megatron_nemotron3.common import processes, spawned\n{before}\n"
+    "with processes.as_rank():\n    {run}"
 )
 
 
@@ -53,7 +56,7 @@ def _rank(tmp_path: Path, *words: str, control: bool = False) -> Iterator[subpro
     """A rank that has started its children, in a process group of its own."""
     (tmp_path / "script.py").write_text(SCRIPT)
     code = LAUNCH.format(before="", run=f"spawned.run_script({str(tmp_path / 'script.py')!r})")
-    env = {**os.environ, "PYTHONPATH": str(ROOT)} | ({lifetime.CONTROL: "1"} if control else {})
+    env = {**os.environ, "PYTHONPATH": str(ROOT)} | ({processes.CONTROL: "1"} if control else {})
     process = subprocess.Popen(
         [sys.executable, "-c", code, *words],
         env=env,
@@ -73,10 +76,10 @@ def _rank(tmp_path: Path, *words: str, control: bool = False) -> Iterator[subpro
         process.wait()
 
 
-def _all_ended(processes: dict[int, int], within: float = 10.0) -> bool:
+def _all_ended(those: list[psutil.Process], within: float = 10.0) -> bool:
     deadline = time.monotonic() + within
     while time.monotonic() < deadline:
-        if not any(Path(f"/proc/{pid}").exists() for pid in processes):
+        if not any(process.is_running() for process in those):
             return True
         time.sleep(0.1)
     return False
@@ -105,10 +108,10 @@ def test_the_death_of_a_process_is_seen_with_many_open_files() -> None:
     try:
         while not files or files[-1] < 1024:
             files.append(os.open(os.devnull, os.O_RDONLY))
-        assert lifetime._alive(process.pid)
+        assert processes.alive(process.pid)
         process.kill()
         process.wait()
-        assert not lifetime._alive(process.pid)
+        assert not processes.alive(process.pid)
     finally:
         process.kill()
         for descriptor in files:
@@ -148,7 +151,7 @@ def test_the_control_pipe_asks_and_its_end_ends(tmp_path: Path) -> None:
         children = descendants(rank.pid)
         assert rank.stdin is not None
         rank.stdin.close()  # what the death of `nemotron3 train` does
-        assert rank.wait(timeout=10) == lifetime.ORPHANED
+        assert rank.wait(timeout=10) == processes.ORPHANED
         assert _all_ended(children)
 
 
@@ -166,9 +169,9 @@ def test_a_rank_ends_with_the_agent_of_torchrun() -> None:
 
 
 def test_the_agent_passes_no_signal_on(tmp_path: Path) -> None:
-    code = LAUNCH.format(before="lifetime.agent()", run="pass").split("\nwith")[0]
+    code = LAUNCH.format(before="processes.as_agent()", run="pass").split("\nwith")[0]
     code += "\nprint('ready', flush=True); import time; time.sleep(60)"
-    env = {**os.environ, "PYTHONPATH": str(ROOT), lifetime.CONTROL: "1"}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), processes.CONTROL: "1"}
     words = [sys.executable, "-c", code]
     with subprocess.Popen(words, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as agent:
         assert agent.stdin is not None and agent.stdout is not None and agent.stdout.readline() == b"ready\n"
@@ -176,7 +179,7 @@ def test_the_agent_passes_no_signal_on(tmp_path: Path) -> None:
         time.sleep(0.5)
         assert agent.poll() is None
         agent.stdin.close()
-        assert agent.wait(timeout=10) == lifetime.ORPHANED
+        assert agent.wait(timeout=10) == processes.ORPHANED
 
 
 def test_a_parent_can_terminate_its_child(tmp_path: Path) -> None:
@@ -193,11 +196,11 @@ def test_a_parent_can_terminate_its_child(tmp_path: Path) -> None:
 def test_imports_are_not_searched_for_garbage() -> None:
     """Not while they happen, and not when the process ends; what comes later is."""
     code = (
-        "import gc, atexit\nfrom megatron_nemotron3 import lifetime\n"
+        "import gc, atexit\nfrom megatron_nemotron3.common import processes\n"
         "atexit.register(lambda: print(len(gc.get_objects()) < 1000))\n"
-        "with lifetime.importing():\n"
+        "with processes.no_garbage_collection():\n"
         "    inside = gc.isenabled()\n"
-        "    with lifetime.leaving_at_interrupt('x'): import argparse\n"
+        "    with processes.exit_at_interrupt('x'): import argparse\n"
         "    nested = gc.isenabled()\n"
         "made = [[] for _ in range(5000)]\n"
         "print(inside, nested, gc.isenabled(), gc.get_freeze_count() > 1000, gc.is_tracked(made))\n"
@@ -214,6 +217,6 @@ def test_a_free_port_is_none_that_the_kernel_gives_away() -> None:
     """A connection that gloo opens before the store listens cannot get it."""
     with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
         first = int(file.read().split()[0])
-    ports = {lifetime.free_port() for _ in range(50)}
+    ports = {free_port() for _ in range(50)}
     assert min(ports) >= 1024 and max(ports) < first
     assert len(ports) > 40

@@ -1,0 +1,379 @@
+"""Processes that end with their parent, the process tree, and a pool of forked workers.
+
+A rank starts processes of its own: Megatron's checkpoint writer, the server of the writer's result queue,
+data loaders. Two things go wrong with them by default. A signal of the terminal or of torchrun reaches the
+whole process group, so the one that asks the rank to save kills the processes that it saves with. And they
+outlive a rank that is killed.
+
+    nemotron3 train --control pipe--> torchrun's agent and ranks --parent's pid--> their children
+
+- The control pipe is the standard input of agent and ranks. One byte in it asks the ranks to save and leave;
+  its end, which comes with the death of `nemotron3 train`, ends them. Nobody reads the byte, so each sees it.
+- Ranks that torchrun started end with their agent.
+- A child of a rank ends when the rank has ended. Until then it ignores SIGINT, SIGHUP and SIGTERM, but for
+  the SIGTERM of its parent (`Process.terminate`). So does a worker of `parallel_map`.
+
+Without sigtimedwait (macOS) children are not protected from signals.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import psutil
+
+#: Set where standard input is the control pipe.
+CONTROL = "NEMOTRON3_CONTROL"
+#: Process id of the rank whose child reads it.
+PARENT = "NEMOTRON3_PARENT"
+#: What a terminal, a batch system or torchrun sends to a whole process group.
+GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+#: Seconds between two looks at the parent, and between two reports of a pool.
+INTERVAL = 1.0
+#: Exit status of a process that ends because its parent has ended.
+ORPHANED = 1
+
+#: This process's id if its children are to end with it, else 0.
+_family = 0
+_hook_registered = False
+#: The function and the counter of a worker, inherited by fork.
+_work: tuple[Callable[[Any, Callable[[int], None]], Any], Any]
+
+
+@contextlib.contextmanager
+def as_rank() -> Iterator[None]:
+    """Make this process a rank inside the block: it obeys the control pipe, and its children end with it.
+
+    Raises:
+        SystemExit: 130, after an interrupt that the block does not handle.
+    """
+    control = _take_control_pipe()
+    agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+    if control is not None or agent is not None:
+        _end_after(lambda: agent is None or os.getppid() == agent, _control_watch(control, asks=True))
+    before = _family, os.environ.get(PARENT)
+    with _own_signals(controlled=control is not None):
+        _begin_family()
+        try:
+            yield
+        except KeyboardInterrupt:
+            print("megatron_nemotron3.run: interrupted", file=sys.stderr)
+            raise SystemExit(130) from None
+        finally:
+            _set_family(*before)
+
+
+def as_agent() -> None:
+    """Make this process the agent that starts the ranks: only the control pipe ends it.
+
+    Signals are blocked: the agent would pass them on to the ranks' whole groups, and kill the ranks 30 s
+    later, in the middle of a long save.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
+    if CONTROL in os.environ:
+        _end_after(lambda: True, _control_watch(0, asks=False))
+
+
+def as_spawned() -> None:
+    """`end_with_parent` for a process that multiprocessing has spawned; its own children end with it, too."""
+    started_by = int(os.environ.get(PARENT) or os.getppid())
+    # Another process is the parent: multiprocessing's fork server, or who adopts the orphan of a dead one.
+    if os.getppid() != started_by and not alive(started_by):
+        os._exit(ORPHANED)
+    _begin_family()
+    end_with_parent(os.getppid(), started_by)
+    # The manager of a queue of results imports torch with the first result, while its rank waits.
+    gc.set_threshold(10_000, *gc.get_threshold()[1:])
+    atexit.register(gc.freeze)
+
+
+def end_with_parent(parent: int, started_by: int | None = None, *, protected: bool = True) -> None:
+    """Make this process end when process `parent`, its parent, has ended, and ignore others' signals.
+
+    Args:
+        started_by: process that had the parent, multiprocessing's fork server, start this one. Then its end
+            counts: a fork server lives as long as what it has started, or ends by a signal to the group.
+        protected: ignore others' signals.
+    """
+    starter = started_by or parent
+
+    def receive() -> None:
+        received = signal.sigtimedwait(GROUP_SIGNALS, INTERVAL)
+        if received and received.si_signo == signal.SIGTERM and received.si_pid in (parent, starter):
+            os._exit(128 + signal.SIGTERM)
+
+    protected = protected and hasattr(signal, "sigtimedwait")
+    if protected:
+        signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
+    _end_after(
+        (lambda: os.getppid() == parent) if starter == parent else (lambda: alive(starter)),
+        receive if protected else (lambda: time.sleep(INTERVAL)),
+    )
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs. One that nobody has waited for yet does not."""
+    import psutil
+
+    try:
+        os.kill(pid, 0)  # sends nothing; /proc may hide the processes of others
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except (ProcessLookupError, psutil.NoSuchProcess):
+        return False
+    except (psutil.Error, OSError):  # of another user, or too many open files
+        return True
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    """List the processes that a process has started, and those that they have; none if it has ended."""
+    import psutil
+
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.Error:
+        return []
+
+
+@contextlib.contextmanager
+def exit_at_interrupt(name: str) -> Iterator[None]:
+    """Inside the block SIGINT prints one line and ends the process with status 130: for slow imports."""
+
+    def leave(signum: int, frame: FrameType | None) -> None:
+        # Not by an exception: a module that is being imported may catch it, or raise another.
+        with contextlib.suppress(OSError):
+            os.write(2, f"\n{name}: interrupted\n".encode())
+        os._exit(130)
+
+    ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    if threading.current_thread() is not threading.main_thread() or ignored:
+        yield
+        return
+    before = signal.signal(signal.SIGINT, leave)
+    try:
+        with no_garbage_collection():
+            yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Disable the garbage collector during imports: it takes a fourth of the time and finds hardly anything.
+
+    What exists at the end is left out of later collections, also out of the one when the process ends.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+        atexit.unregister(gc.freeze)
+        atexit.register(gc.freeze)
+
+
+def parallel_map(
+    work: Callable[[Any, Callable[[int], None]], Any],
+    items: Sequence[Any],
+    *,
+    workers: int,
+    report: Callable[[int], None] = lambda done: None,
+) -> Iterator[Any]:
+    """Yield the results of `work(item, count)` for every item, in the order in which they finish.
+
+    Args:
+        work: any function, since processes are forked. It calls `count` with the bytes of each step. Items
+            and results are pickled.
+        workers: number of processes; 1: this process does the work.
+        report: called with the bytes counted by all, every second and at the end.
+
+    Raises:
+        ValueError: a worker was killed.
+    """
+    if workers > 1 and len(items) > 1:
+        yield from _pool_map(work, items, min(workers, len(items)), report)
+        return
+    done, last = 0, time.monotonic()
+
+    def count(length: int) -> None:
+        nonlocal done, last
+        done += length
+        if time.monotonic() - last > INTERVAL:
+            last = time.monotonic()
+            report(done)
+
+    for item in items:
+        yield work(item, count)
+    report(done)
+
+
+def _pool_map(
+    work: Callable[[Any, Callable[[int], None]], Any],
+    items: Sequence[Any],
+    workers: int,
+    report: Callable[[int], None],
+) -> Iterator[Any]:
+    global _work
+    import multiprocessing
+    from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+    from concurrent.futures.process import BrokenProcessPool
+
+    context = multiprocessing.get_context("fork")
+    counter, last = context.Value("q", 0), time.monotonic()
+    _work = (work, counter)
+    others = multiprocessing.active_children()
+    pool = ProcessPoolExecutor(workers, context, _begin_worker, (os.getpid(),))
+    try:
+        pending = {pool.submit(_run_item, item) for item in items}
+        while pending:
+            finished, pending = wait(pending, INTERVAL, FIRST_COMPLETED)
+            for one in finished:
+                yield one.result()
+            now = time.monotonic()
+            if now - last > INTERVAL or not pending:
+                last = now
+                report(counter.value)
+    except BrokenProcessPool:
+        raise ValueError("a worker was killed (out of memory?): try again with fewer --workers") from None
+    except BaseException:
+        for worker in set(multiprocessing.active_children()) - set(others):
+            worker.terminate()  # at once, not with the file that it writes
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin_worker(parent: int) -> None:
+    gc.freeze()  # what is garbage of the parent is not collected here: a process group among it would hang
+    end_with_parent(parent)
+
+
+def _run_item(item: Any) -> Any:
+    work, counter = _work
+
+    def count(length: int) -> None:
+        with counter.get_lock():
+            counter.value += length
+
+    return work(item, count)
+
+
+def _end_after(lives: Callable[[], bool], wait: Callable[[], None]) -> None:
+    """Start the thread that ends this process when another no longer lives; `wait` takes at most a moment."""
+
+    def watch() -> None:
+        while lives():
+            wait()
+        os._exit(ORPHANED)
+
+    threading.Thread(target=watch, daemon=True, name="end with parent").start()
+
+
+def _take_control_pipe() -> int | None:
+    """Move the control pipe, if there is one, from standard input to a descriptor of its own."""
+    if os.environ.pop(CONTROL, None) is None:
+        return None
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)  # the agent's mask is inherited
+    pipe, null = os.dup(0), os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    return pipe
+
+
+def _control_watch(control: int | None, asks: bool) -> Callable[[], None]:
+    """Return a function that waits a moment for the control pipe, for its end and the byte if it `asks`."""
+    poll = select.poll()
+    if control is not None:
+        poll.register(control, select.POLLIN if asks else 0)
+
+    def wait() -> None:
+        for descriptor, event in poll.poll(int(INTERVAL * 1000)):
+            if event & ~select.POLLIN:
+                os._exit(ORPHANED)
+            poll.modify(descriptor, 0)  # the byte stays in the pipe: from now on only the end counts
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return wait
+
+
+@contextlib.contextmanager
+def _own_signals(controlled: bool) -> Iterator[None]:
+    """What a rank does at SIGINT and SIGHUP inside the block.
+
+    Under `nemotron3 train`, which decides, nothing. Else what SIGTERM does if the script handles it
+    (`--exit-signal-handler`: save and leave); a second one, and one before that, is a KeyboardInterrupt.
+    """
+    asked = False
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        saves = signal.getsignal(signal.SIGTERM)
+        if asked or not callable(saves):
+            raise KeyboardInterrupt
+        asked = True
+        with contextlib.suppress(OSError):
+            os.write(2, b"\ninterrupted: finishing the step, then saving; interrupt again to stop at once\n")
+        saves(signal.SIGTERM, frame)
+
+    with handling((signal.SIGINT, signal.SIGHUP), signal.SIG_IGN if controlled else interrupt):
+        yield
+
+
+@contextlib.contextmanager
+def handling(signals: Sequence[signal.Signals], handler: Any) -> Iterator[None]:
+    """Handle signals by `handler` inside the block; outside the main thread, nothing.
+
+    What is ignored stays ignored: nohup ignores SIGHUP.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {
+        signum: signal.signal(signum, handler)
+        for signum in signals
+        if signal.getsignal(signum) != signal.SIG_IGN
+    }
+    try:
+        yield
+    finally:
+        for signum, earlier in before.items():
+            signal.signal(signum, earlier)
+
+
+def _begin_family() -> None:
+    """From now on children made by fork end with this process."""
+    global _hook_registered
+    _set_family(os.getpid(), str(os.getpid()))
+    if not _hook_registered:
+        os.register_at_fork(after_in_child=_after_fork)
+        _hook_registered = True
+
+
+def _set_family(family: int, variable: str | None) -> None:
+    global _family
+    _family = family
+    if variable is None:
+        os.environ.pop(PARENT, None)
+    else:
+        os.environ[PARENT] = variable
+
+
+def _after_fork() -> None:
+    if parent := _family:
+        _set_family(os.getpid(), str(os.getpid()))
+        end_with_parent(parent)
