@@ -28,12 +28,13 @@ from megatron_nemotron3.args.rules import check
 from megatron_nemotron3.args.schedule import TrainingSchedule, adjusted
 from megatron_nemotron3.args.script_options import add_set, text_of, told, variables
 from megatron_nemotron3.checkpoint.output import add_json, print_json
+from megatron_nemotron3.common.switches import EMULATE
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import add_model, chosen_model, chosen_omni, names_model
 from megatron_nemotron3.models.omni import OmniConfig
 from megatron_nemotron3.models.stack_specs import MODULE, has_spec
 from megatron_nemotron3.precision.formats import EMULATED, NVFP4
-from megatron_nemotron3.precision.settings import OPTION, VARIABLE, Emulation, emulation_in_environment
+from megatron_nemotron3.precision.settings import OPTION, Emulation, emulation_in_environment
 
 LAYOUT = {
     "tp": "tensor parallel size",
@@ -183,7 +184,7 @@ def chosen_emulation(options: argparse.Namespace) -> Emulation | None:
     given = emulation_in_environment()
     if given is not None and not options.emulate:
         raise ValueError(
-            f"{VARIABLE}={os.environ[VARIABLE]} is set: pass --precision {given.format} --emulate or unset it"
+            f"{EMULATE}={os.environ[EMULATE]} is set: pass --precision {given.format} --emulate or unset it"
         )
     asked = options.precision if options.precision in EMULATED else NVFP4
     return (given or Emulation(format=asked)) if options.emulate else None
@@ -348,7 +349,7 @@ def _remarks(launch: Launch) -> list[str]:
         text = launch.emulate.text()
         found.append(
             f"nemotron3 run reads {OPTION} {text}; for a script that it does not start, drop the option and "
-            f"set {VARIABLE}={text} in the training processes"
+            f"set {EMULATE}={text} in the training processes"
         )
     return found
 

@@ -21,11 +21,10 @@ from megatron_nemotron3.args.architecture import MODEL, MOE, MTP
 from megatron_nemotron3.args.flag import parse
 from megatron_nemotron3.boost import settings as boosting
 from megatron_nemotron3.checkpoint.files import Unreadable, read_outside, write_text
+from megatron_nemotron3.common.switches import BOOST, EMULATE, LORA
 from megatron_nemotron3.lora import ARGUMENT, in_environment
-from megatron_nemotron3.lora import VARIABLE as LORA
 from megatron_nemotron3.models.pattern import MTP_SEPARATOR
 from megatron_nemotron3.models.stack_specs import stored_experts
-from megatron_nemotron3.precision import settings as emulation
 from megatron_nemotron3.precision import te_variables
 
 NAME = "run.json"
@@ -71,7 +70,7 @@ _QUIET = (
     *("--distributed-timeout", "--num-workers", "--verify-integrity", "--async-", "--ckpt-"),
 )
 #: Variables of Transformer Engine that change what it computes.
-_VARIABLES = frozenset((emulation.VARIABLE, *(variable.name for variable in te_variables.VARIABLES)))
+_VARIABLES = frozenset((EMULATE, *(variable.name for variable in te_variables.VARIABLES)))
 _PACKAGES = ("megatron-nemotron3", "megatron-core", "torch", "transformer-engine")
 #: Files of a tokenizer folder that decide about tokens.
 _TOKENIZER_FILES = (
@@ -139,7 +138,7 @@ def parts_of(
     if (lora := in_environment(environment)) is not None:
         parts["model"][LORA] = lora.text()
     if (boost := boosting.in_environment(environment)) is not None:
-        parts["mtp"][boosting.VARIABLE] = boost.text()
+        parts["mtp"][BOOST] = boost.text()
     parts["precision"] |= {
         name: value for name, value in sorted(environment.items()) if name in _VARIABLES and value
     }
@@ -167,7 +166,7 @@ def parts_of_checkpoint(args: Mapping[str, Any]) -> Parts:
     if isinstance(text := args.get(ARGUMENT), str):
         parts["model"][LORA] = text
     if isinstance(text := args.get(boosting.ARGUMENT), str):
-        parts["mtp"][boosting.VARIABLE] = text
+        parts["mtp"][BOOST] = text
     if experts := stored_experts(args):
         parts["model"][_EXPERTS] = experts
     parts["precision"] = found(("--bf16", "--fp16"))
@@ -286,7 +285,7 @@ _TITLES = {name: name for name in CHANGES} | {"mtp": "MTP", "data": "data set", 
 
 def precision_name(part: Mapping[str, str]) -> str:
     """Return the short name of a precision: "nvfp4 emulated"."""
-    if emulation.VARIABLE in part:
+    if EMULATE in part:
         return "nvfp4 emulated"
     for kind in ("fp4", "fp8"):
         if found := part.get(f"--{kind}-recipe") or part.get(f"--{kind}-format"):

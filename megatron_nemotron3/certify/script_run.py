@@ -12,9 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_nemotron3.boost.settings import VARIABLE
 from megatron_nemotron3.certify.case import Case
 from megatron_nemotron3.certify.ranks import start_ranks
+from megatron_nemotron3.common.switches import BOOST
 from megatron_nemotron3.lifetime import free_port
 from megatron_nemotron3.train import log
 from megatron_nemotron3.train.processes import ENTRY
@@ -61,7 +61,7 @@ class ScriptRun:
             **os.environ,
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
-            **({VARIABLE: self.case.boost} if self.case.boost is not None else {}),
+            **({BOOST: self.case.boost} if self.case.boost is not None else {}),
         }
         argv = [
             "--device",

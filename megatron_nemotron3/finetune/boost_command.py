@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_nemotron3.args.command import LAYOUT, SCHEDULE, add_launch
-from megatron_nemotron3.boost.settings import LOSSES, VARIABLE, Boost
+from megatron_nemotron3.boost.settings import LOSSES, Boost
 from megatron_nemotron3.checkpoint import lock
 from megatron_nemotron3.checkpoint.files import require_plot
+from megatron_nemotron3.common.switches import BOOST
 from megatron_nemotron3.finetune.command import environment, step
 from megatron_nemotron3.models.command import add_stored_model
 from megatron_nemotron3.words import add_device, add_text, add_tokenizer
@@ -123,8 +124,8 @@ def _boost(options: argparse.Namespace, boost: Boost, given: Inputs) -> int:
         if status:
             return status
     words = _training_words(options, given, out)
-    with environment(VARIABLE, boost.text()):
-        if status := step(options.main, "train", *words, prefix=f"{VARIABLE}={boost.text()} "):
+    with environment(BOOST, boost.text()):
+        if status := step(options.main, "train", *words, prefix=f"{BOOST}={boost.text()} "):
             return status
     after = boost_measure.measure(out / "run", given, options, out / "after.json")
     for line in boost_measure.report(before, after):

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_nemotron3.checkpoint import lock
-from megatron_nemotron3.lora import VARIABLE, LoRA
+from megatron_nemotron3.common.switches import LORA
+from megatron_nemotron3.lora import LoRA
 from megatron_nemotron3.words import add_device, add_tokenizer
 
 if TYPE_CHECKING:
@@ -125,9 +126,9 @@ def _finetune(
     words += ["--steps", checked.request.steps, "--seq-length", checked.request.seq_length]
     words += ["--lr", checked.request.lr, *(() if lora is not None else ("--pretrained", base))]
     adapters = "" if lora is None else f"base={base},{lora.text()}"
-    with environment(VARIABLE, adapters):
+    with environment(LORA, adapters):
         if status := step(
-            options.main, "train", *words, prefix=f"{VARIABLE}={shlex.quote(adapters)} " * bool(adapters)
+            options.main, "train", *words, prefix=f"{LORA}={shlex.quote(adapters)} " * bool(adapters)
         ):
             return status
     after = measure(run, checked.config, held_out, chat, device, out / "after.json")

@@ -13,6 +13,7 @@ from megatron_nemotron3.bars import Bar
 from megatron_nemotron3.checkpoint import lock
 from megatron_nemotron3.checkpoint.files import temporary_prefix
 from megatron_nemotron3.checkpoint.folders import free_bytes
+from megatron_nemotron3.common.switches import LOGITS_FOLDER, LOGITS_TEACHER
 from megatron_nemotron3.distill.check import Teacher, find
 from megatron_nemotron3.distill.data import of_run
 from megatron_nemotron3.distill.manifest import Manifest, is_stored, part_path, read_manifest
@@ -24,9 +25,8 @@ from megatron_nemotron3.words import add_device
 _PART = 64 << 20
 #: Rows of a part, at most.
 _ROWS = 64
-#: The script, and variables with the folder to write and the teacher's checkpoint.
+#: What the ranks run.
 SCRIPT = Path(__file__).parent / "logits_script.py"
-FOLDER, TEACHER = "NEMOTRON3_LOGITS_FOLDER", "NEMOTRON3_LOGITS_TEACHER"
 #: What the script prints after each part.
 _STORED = re.compile(r"(\d+) of (\d+) parts$")
 
@@ -225,7 +225,7 @@ def _run(options: argparse.Namespace, launch: Launch, argv: list[str], manifest:
     words = processes.command(argv, launch.layout.world_size, device)
     words[words.index(str(processes.ENTRY))] = str(SCRIPT)
     env = processes.environment(launch.layout.world_size, device, launch.config.hidden_size)
-    env |= {FOLDER: str(options.output.resolve()), TEACHER: manifest.teacher}
+    env |= {LOGITS_FOLDER: str(options.output.resolve()), LOGITS_TEACHER: manifest.teacher}
     log = options.output / "logits.log"
     with Bar("logits", "parts") as bar:
         watch = _Watch(bar)
