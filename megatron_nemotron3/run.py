@@ -39,6 +39,7 @@ from megatron_nemotron3.args.stored_model import loaded
 from megatron_nemotron3.args.versions import require_supported
 from megatron_nemotron3.boost import settings as boosting
 from megatron_nemotron3.checkpoint.argv import option_value, option_values
+from megatron_nemotron3.common.options import Parser, add_device
 from megatron_nemotron3.common.switches import BOOST, EMULATE, LOG_PRECISION, MONITOR
 from megatron_nemotron3.distill import settings as distillation
 from megatron_nemotron3.distill.check import chosen as check_distillation
@@ -46,7 +47,6 @@ from megatron_nemotron3.distill.check import record_of
 from megatron_nemotron3.models import stack_specs
 from megatron_nemotron3.monitor import settings
 from megatron_nemotron3.precision import settings as emulation
-from megatron_nemotron3.words import Parser, add_device
 
 
 def register(commands: Any) -> None:

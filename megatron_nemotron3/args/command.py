@@ -28,9 +28,10 @@ from megatron_nemotron3.args.rules import check
 from megatron_nemotron3.args.schedule import TrainingSchedule, adjusted
 from megatron_nemotron3.args.script_options import add_set, text_of, told, variables
 from megatron_nemotron3.checkpoint.output import add_json, print_json
+from megatron_nemotron3.common.options import add_options
 from megatron_nemotron3.common.switches import EMULATE
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.models.command import add_model, chosen_model, chosen_omni, names_model
+from megatron_nemotron3.models.command import ModelOptions, chosen_model, chosen_omni, names_model
 from megatron_nemotron3.models.omni import OmniConfig
 from megatron_nemotron3.models.stack_specs import MODULE, has_spec
 from megatron_nemotron3.precision.formats import EMULATED, NVFP4
@@ -76,7 +77,7 @@ def register(commands: Any) -> None:
     emit = commands.add_parser("flags")
     why = commands.add_parser("explain")
     for command in (emit, why):
-        add_model(command)
+        add_options(command, ModelOptions)
         add_launch(command, precision="bf16")
         add_published(command)
         add_json(command)

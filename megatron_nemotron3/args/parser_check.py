@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
-from megatron_nemotron3 import words
 from megatron_nemotron3.args import parser_table, versions
 from megatron_nemotron3.args.flag import Flag
+from megatron_nemotron3.common import options as command_lines
 
 #: At most this many names are suggested for one that does not exist.
 NEAREST = 3
@@ -51,7 +51,7 @@ def _unknown(name: str, version: str) -> str:
 
 def nearest(word: str, version: str) -> list[str]:
     """Return the options whose names are nearest to `word`, best first."""
-    return [f"--{name}" for name in words.nearest(word, _known(version), NEAREST)]
+    return [f"--{name}" for name in command_lines.nearest(word, _known(version), NEAREST)]
 
 
 def misused(flags: Iterable[Flag], version: str) -> list[str]:

@@ -27,7 +27,8 @@ from megatron_nemotron3.certify.proof import STAGES, Stage, prove
 from megatron_nemotron3.certify.reading import Asked, checkout, read
 from megatron_nemotron3.checkpoint import lock
 from megatron_nemotron3.checkpoint.output import add_json, result, say
-from megatron_nemotron3.models.command import add_model
+from megatron_nemotron3.common.options import add_options
+from megatron_nemotron3.models.command import ModelOptions
 
 #: Worlds that `--ranks` may name.
 RANKS = (2, 4, 8, 16, 32)
@@ -41,7 +42,7 @@ _WORD = {State.PASS: "pass", State.FAIL: "FAIL", State.UNTESTED: "-"}
 def register(commands: Any) -> None:
     """Add `nemotron3 certify`."""
     command = commands.add_parser("certify")
-    add_model(command)
+    add_options(command, ModelOptions)
     for action in command._actions:
         if action.dest == "name":
             action.metavar = "LAUNCH"

@@ -13,12 +13,12 @@ from megatron_nemotron3.bars import BYTES, Bar, size_text
 from megatron_nemotron3.checkpoint.files import require_output
 from megatron_nemotron3.checkpoint.output import add_json, result, say
 from megatron_nemotron3.checkpoint.remote import local, place
+from megatron_nemotron3.common.options import add_device, add_options, add_text, add_tokenizer, add_workers
 from megatron_nemotron3.compression.sizes import BY_LAYER, Sizes, candidate_config, parse_sizes
 from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.models import Nemotron3Config, count
-from megatron_nemotron3.models.command import add_stored_model, stored_model
+from megatron_nemotron3.models.command import StoredModelOptions, stored_model
 from megatron_nemotron3.train.inputs import require_tokenizer
-from megatron_nemotron3.words import add_device, add_text, add_tokenizer, add_workers
 
 if TYPE_CHECKING:
     from megatron_nemotron3.compression.scores import Scores
@@ -36,7 +36,7 @@ def register(commands: Any) -> None:
     command.add_argument(
         "checkpoint", type=place, metavar="CHECKPOINT", help="Megatron or Hugging Face checkpoint, or a URL"
     )
-    add_stored_model(command)
+    add_options(command, StoredModelOptions)
     measured = command.add_argument_group("importance")
     add_text(measured, "to measure on")
     measured.add_argument(

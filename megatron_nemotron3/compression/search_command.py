@@ -9,11 +9,12 @@ from typing import Any
 
 from megatron_nemotron3.checkpoint.files import require_output, write_text
 from megatron_nemotron3.checkpoint.output import add_json, result, say
+from megatron_nemotron3.common.options import add_options
 from megatron_nemotron3.compression.budget import MEASURES, amount, costs, parse_budget
 from megatron_nemotron3.compression.search import Alike, Candidate, Found, Losses, search, sizes_text
 from megatron_nemotron3.compression.sizes import BY_LAYER, parse_numbers
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.models.command import add_model, chosen_model
+from megatron_nemotron3.models.command import ModelOptions, chosen_model
 from megatron_nemotron3.models.show import describe
 from megatron_nemotron3.plan.hardware import GPUS
 from megatron_nemotron3.plan.serving import Serving
@@ -23,7 +24,7 @@ def register(commands: Any) -> None:
     """Add `nemotron3 search`."""
     command = commands.add_parser("search")
     command.set_defaults(run=search_command)
-    add_model(command)
+    add_options(command, ModelOptions)
     command.add_argument(
         "--budget",
         nargs="+",

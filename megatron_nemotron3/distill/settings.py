@@ -19,8 +19,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_nemotron3.common.options import hint
 from megatron_nemotron3.common.switches import DISTILL, EnvironmentSetting
-from megatron_nemotron3.words import hint
 
 #: Options of `nemotron3 run`; they may stand among the script's own.
 TEACHER, HOW = "--nemotron3-teacher", "--nemotron3-distill"

@@ -11,10 +11,10 @@ from megatron_nemotron3.args.command import LAYOUT, SCHEDULE, add_launch
 from megatron_nemotron3.boost.settings import LOSSES, Boost
 from megatron_nemotron3.checkpoint import lock
 from megatron_nemotron3.checkpoint.files import require_plot
+from megatron_nemotron3.common.options import add_device, add_options, add_text, add_tokenizer
 from megatron_nemotron3.common.switches import BOOST
 from megatron_nemotron3.finetune.command import environment, step
-from megatron_nemotron3.models.command import add_stored_model
-from megatron_nemotron3.words import add_device, add_text, add_tokenizer
+from megatron_nemotron3.models.command import StoredModelOptions
 
 if TYPE_CHECKING:
     from megatron_nemotron3.finetune.boost_inputs import Inputs
@@ -35,7 +35,7 @@ def register(commands: Any) -> None:
     command.add_argument(
         "--output", type=Path, required=True, metavar="DIR", help="where to write (a folder)"
     )
-    add_stored_model(command)
+    add_options(command, StoredModelOptions)
     heads = command.add_argument_group("the heads")
     heads.add_argument(
         "--depths",

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_nemotron3.checkpoint import lock
+from megatron_nemotron3.common.options import add_device, add_tokenizer
 from megatron_nemotron3.common.switches import LORA
 from megatron_nemotron3.lora import LoRA
-from megatron_nemotron3.words import add_device, add_tokenizer
 
 if TYPE_CHECKING:
     from megatron_nemotron3.finetune.inputs import Inputs

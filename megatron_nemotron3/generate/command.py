@@ -13,13 +13,13 @@ from megatron_nemotron3 import lifetime
 from megatron_nemotron3.checkpoint.files import read_outside
 from megatron_nemotron3.checkpoint.output import add_json, print_json
 from megatron_nemotron3.checkpoint.remote import local, place, shown
+from megatron_nemotron3.common.options import add_device, add_options, add_tokenizer
 from megatron_nemotron3.convert.command import DTYPES
 from megatron_nemotron3.generate.media import InOrder, Prompt, PromptReader, ReadPrompt, add_media, prompts_of
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.models.command import add_stored_model, stored_model
+from megatron_nemotron3.models.command import StoredModelOptions, stored_model
 from megatron_nemotron3.train.inputs import require_tokenizer
 from megatron_nemotron3.train.processes import NARROW, THREADS
-from megatron_nemotron3.words import add_device, add_tokenizer
 
 if TYPE_CHECKING:
     from megatron_nemotron3.convert.opened import Checkpoint
@@ -121,7 +121,7 @@ def add_checkpoint(command: argparse.ArgumentParser, *, option: bool = True) -> 
     model.add_argument(
         "--dtype", choices=DTYPES, help="type of the numbers (of the weights; default: as stored)"
     )
-    add_stored_model(model)
+    add_options(model, StoredModelOptions)
 
 
 def open_for_tokenizer(

@@ -11,6 +11,7 @@ from megatron_nemotron3.bars import Bar
 from megatron_nemotron3.checkpoint.files import require_plot
 from megatron_nemotron3.checkpoint.output import add_json, print_json
 from megatron_nemotron3.checkpoint.remote import local, shown
+from megatron_nemotron3.common.options import add_text
 from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.generate.command import (
     add_checkpoint,
@@ -20,7 +21,6 @@ from megatron_nemotron3.generate.command import (
 )
 from megatron_nemotron3.models.command import stored_model
 from megatron_nemotron3.train.inputs import require_tokenizer
-from megatron_nemotron3.words import add_text
 
 if TYPE_CHECKING:
     from megatron_nemotron3.generate.checkpoint_folder import CheckpointFolder

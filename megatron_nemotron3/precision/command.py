@@ -10,8 +10,9 @@ from typing import Any
 
 from megatron_nemotron3.checkpoint.files import require_output, require_plot
 from megatron_nemotron3.checkpoint.output import add_json, result, say
+from megatron_nemotron3.common.options import add_options
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.models.command import add_model, chosen_model, names_model
+from megatron_nemotron3.models.command import ModelOptions, chosen_model, names_model
 from megatron_nemotron3.precision import report as report_file
 from megatron_nemotron3.precision import te_variables, yaml_file
 from megatron_nemotron3.precision.census import Ambient, CensusError, require_some
@@ -26,7 +27,7 @@ _COLUMNS = ("module", "format", "parameters", "FLOPs", "why")
 def register(commands: Any) -> None:
     """Add `nemotron3 precision`."""
     command = commands.add_parser("precision")
-    add_model(command)
+    add_options(command, ModelOptions)
     command.add_argument(
         "--precision",
         dest="format",

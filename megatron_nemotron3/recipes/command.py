@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoint.output import add_json, print_json
+from megatron_nemotron3.checkpoint.output import print_json
+from megatron_nemotron3.common.options import add_command, argument, json_flag, option
 from megatron_nemotron3.recipes.files import Recipe, chosen, copy
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeOptions:
+    """Options of `nemotron3 recipe`."""
+
+    model: str | None = argument("nano, super, ultra, omni or cpu", "MODEL", default=None)
+    name: str | None = argument("of the model, such as pretrain", "RECIPE", default=None)
+    output: Path | None = option("where to write (a copy of the recipe, of those of MODEL, or of all)", "DIR")
+    json: bool = json_flag()
 
 
 def register(commands: Any) -> None:
     """Add `nemotron3 recipe`."""
-    command = commands.add_parser("recipe")
-    command.add_argument("model", metavar="MODEL", nargs="?", help="nano, super, ultra, omni or cpu")
-    command.add_argument("name", metavar="RECIPE", nargs="?", help="of the model, such as pretrain")
-    command.add_argument(
-        "--output",
-        metavar="DIR",
-        type=Path,
-        help="where to write (a copy of the recipe, of those of MODEL, or of all)",
-    )
-    add_json(command)
-    command.set_defaults(run=recipe_command)
+    add_command(commands.add_parser("recipe"), RecipeOptions, recipe_command)
 
 
-def recipe_command(options: argparse.Namespace) -> int:
+def recipe_command(options: RecipeOptions) -> int:
     """List, print or copy recipes.
-
-    Args:
-        options: those of `register`.
 
     Raises:
         ValueError: there is no such recipe, or another version's is in the folder.

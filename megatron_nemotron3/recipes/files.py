@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_nemotron3.checkpoint.files import write_bytes
-from megatron_nemotron3.words import hint
+from megatron_nemotron3.common.options import hint
 
 HERE = Path(__file__).resolve().parent
 #: Starts any recipe on the nodes of a Slurm job; every copy has it.

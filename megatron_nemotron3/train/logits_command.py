@@ -13,13 +13,13 @@ from megatron_nemotron3.bars import Bar
 from megatron_nemotron3.checkpoint import lock
 from megatron_nemotron3.checkpoint.files import temporary_prefix
 from megatron_nemotron3.checkpoint.folders import free_bytes
+from megatron_nemotron3.common.options import add_device
 from megatron_nemotron3.common.switches import LOGITS_FOLDER, LOGITS_TEACHER
 from megatron_nemotron3.distill.check import Teacher, find
 from megatron_nemotron3.distill.data import of_run
 from megatron_nemotron3.distill.manifest import Manifest, is_stored, part_path, read_manifest
 from megatron_nemotron3.distill.vocabulary import of_tokenizer
 from megatron_nemotron3.train.inputs import require_tokenizer
-from megatron_nemotron3.words import add_device
 
 #: Bytes of a part, about; a run that is interrupted repeats at most one.
 _PART = 64 << 20
