@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "megatron_nemotron3"
 
 #: part -> parts it may import besides `common`. A part is a top-level module or folder of the package.
 ALLOWED = {
-    "common": set(),
+    "common": {"checkpoint"},
     "models": {"checkpoint"},
     "args": {"boost", "checkpoint", "lora", "models", "precision"},
     "cpu": set(),

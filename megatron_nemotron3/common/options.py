@@ -232,8 +232,8 @@ def add_options(parser: argparse._ActionsContainer, cls: type) -> None:
     """
     hints = typing.get_type_hints(cls)
     for one in fields(cls):
-        if is_dataclass(hint := hints[one.name]):
-            add_options(parser, hint)
+        if is_dataclass(hints[one.name]):
+            add_options(parser, hints[one.name])
         if _DETAILS not in one.metadata:
             continue
         details = one.metadata[_DETAILS]
@@ -254,8 +254,8 @@ def from_arguments(cls: type[C], given: argparse.Namespace) -> C:
     """
     hints, values = typing.get_type_hints(cls), {}
     for one in fields(cls):  # type: ignore[arg-type]
-        if is_dataclass(hint := hints[one.name]):
-            values[one.name] = from_arguments(hint, given)  # type: ignore[arg-type]
+        if is_dataclass(hints[one.name]):
+            values[one.name] = from_arguments(hints[one.name], given)
         elif one.name in given or _DETAILS in one.metadata:
             values[one.name] = getattr(given, one.name)
             _check_bounds(one, values[one.name])

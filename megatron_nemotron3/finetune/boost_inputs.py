@@ -12,8 +12,9 @@ from megatron_nemotron3.boost import settings
 from megatron_nemotron3.boost.settings import Boost
 from megatron_nemotron3.checkpoint.files import write_text
 from megatron_nemotron3.checkpoint.folders import checkpoint_path, read_tracker
+from megatron_nemotron3.common import record
 from megatron_nemotron3.convert.from_hf import pad_vocab_size
-from megatron_nemotron3.finetune.start import begin, own, require_positive, require_schedule
+from megatron_nemotron3.finetune.schedule import own, require_positive, require_schedule
 from megatron_nemotron3.generate.checkpoint_folder import CheckpointFolder, find_checkpoint
 from megatron_nemotron3.generate.command import MAX_DRAFT
 from megatron_nemotron3.generate.evaluate_command import chosen_seq_length, data_tokens
@@ -203,4 +204,4 @@ def prepare(given: Inputs, output: Path) -> None:
             write_dataset(given.documents, given.info, given.prefix(folder))
         write_text(folder / "model.json", json.dumps(describe(given.config), indent=1) + "\n")
 
-    begin(output, RECORD, given.record, "boost", write)
+    record.begin(output, RECORD, given.record, "boost", write)

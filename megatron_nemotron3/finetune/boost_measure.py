@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_nemotron3 import plots
 from megatron_nemotron3.bars import Bar
-from megatron_nemotron3.checkpoint.files import write_text
+from megatron_nemotron3.common import record
 from megatron_nemotron3.finetune.boost_inputs import Inputs
 from megatron_nemotron3.generate.checkpoint_folder import find_checkpoint
 from megatron_nemotron3.generate.command import load_engine
@@ -50,7 +49,7 @@ def measure(checkpoint: Path, given: Inputs, options: argparse.Namespace, kept: 
     """
     found = find_checkpoint(checkpoint)
     with contextlib.suppress(FileNotFoundError, ValueError, TypeError, KeyError):
-        read = json.loads(kept.read_text(encoding="utf-8"))
+        read = record.read(kept)
         agreement = tuple(
             Agreement(**{**one, "greedy": tuple(one["greedy"]), "sampled": tuple(one["sampled"])})
             for one in read["agreement"]
@@ -70,7 +69,7 @@ def measure(checkpoint: Path, given: Inputs, options: argparse.Namespace, kept: 
         accepted = acceptance(engine, prompts, new, range(1, depths + 1), bar.add)
     lengths = tuple(one.speculation.acceptance_length for one in accepted)
     result = Measured(found.checkpoint.name, measured.agreement, lengths)
-    write_text(kept, json.dumps(asdict(result)) + "\n")
+    record.write(kept, asdict(result), indent=None)
     return result
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_nemotron3.bars import Bar
-from megatron_nemotron3.checkpoint.files import write_text
+from megatron_nemotron3.common import record
 from megatron_nemotron3.generate.checkpoint_folder import find_checkpoint
 from megatron_nemotron3.generate.command import load_engine
 from megatron_nemotron3.generate.conversations import ConversationLosses, conversation_losses
@@ -47,7 +46,7 @@ def measure(
         ValueError: the checkpoint is damaged, or does not match the tokenizer.
     """
     with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
-        return Measured(**json.loads(kept.read_text(encoding="utf-8")))
+        return Measured(**record.read(kept))
     words = Tokenizer(tokenizer)
     options = argparse.Namespace(device=device, dtype=None)
     opened = find_checkpoint(checkpoint).open(config, config.vocab_size)
@@ -60,7 +59,7 @@ def measure(
     (row,) = generate(engine, [prompt], GenerationOptions(NEW_TOKENS, stop=words.stop)).rows
     answer = words.decode(row.tokens)
     found = Measured(losses.per_token, losses.per_conversation, answer)
-    write_text(kept, json.dumps(asdict(found), indent=1) + "\n")
+    record.write(kept, asdict(found))
     return found
 
 

@@ -60,9 +60,9 @@ def chosen_model(options: ModelOptions | argparse.Namespace) -> Nemotron3Config:
     """
     if options.name is not None and options.model is not None:
         raise ValueError(f"NAME {options.name} and --model {options.model} both name a model: give one")
-    if not names_model(options):
+    if (given := options.name if options.model is None else options.model) is None:
         raise ValueError(f"give the NAME of a model ({', '.join(names())}), or --model FILE")
-    return _sized(options.model or options.name, options.tiny)
+    return _sized(given, options.tiny)
 
 
 def chosen_omni(options: ModelOptions | argparse.Namespace) -> OmniConfig | None:

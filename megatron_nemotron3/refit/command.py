@@ -52,7 +52,7 @@ class RefitOptions:
     buffer: int = _how("most that a rank sends in a step (256)", "MIB", default=256, least=1)
     gpu: str = _how("type of GPU, whose links give the time (h100)", default="h100", choices=GPUS)
     delta: str | None = _how('only tensors with such Hugging Face names, as "mtp.*"', "PATTERN")
-    prove: bool = _switch("check that every byte arrives once")
+    prove: bool = flag("check that every byte arrives once", group=_HOW)
     json: bool = json_flag()
 
 
