@@ -39,7 +39,7 @@ from megatron_nemotron3.args.stored_model import loaded
 from megatron_nemotron3.args.versions import require_supported
 from megatron_nemotron3.boost import settings as boosting
 from megatron_nemotron3.checkpoint.argv import option_value, option_values
-from megatron_nemotron3.common.options import Parser, add_device
+from megatron_nemotron3.common.options import Parser, add_option, device_option
 from megatron_nemotron3.common.switches import BOOST, EMULATE, LOG_PRECISION, MONITOR
 from megatron_nemotron3.distill import settings as distillation
 from megatron_nemotron3.distill.check import chosen as check_distillation
@@ -57,7 +57,7 @@ def register(commands: Any) -> None:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    add_device(parser)
+    add_option(parser, "device", device_option())
     parser.add_argument(
         "--monitor",
         type=int,

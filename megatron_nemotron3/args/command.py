@@ -26,7 +26,7 @@ from megatron_nemotron3.args.phases import BF16_END, PHASES, Phase, phase, requi
 from megatron_nemotron3.args.precision_file import check as check_precision_file
 from megatron_nemotron3.args.rules import check
 from megatron_nemotron3.args.schedule import TrainingSchedule, adjusted
-from megatron_nemotron3.args.script_options import add_set, text_of, told, variables
+from megatron_nemotron3.args.script_options import add_set, given_options, text_of, variables
 from megatron_nemotron3.checkpoint.output import add_json, print_json
 from megatron_nemotron3.common.options import add_options
 from megatron_nemotron3.common.switches import EMULATE
@@ -290,7 +290,7 @@ def explain_launch(options: argparse.Namespace, command: argparse.ArgumentParser
         found = explain(launch, name)
         remarks = _remarks(launch)
     else:
-        if words := [*told(options, command, _BESIDE_ARGV), *options.extra]:
+        if words := [*given_options(options, command, _BESIDE_ARGV), *options.extra]:
             raise ValueError(
                 f"--argv explains an existing launch, which options cannot change: drop {' '.join(words)}"
             )

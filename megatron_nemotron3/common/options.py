@@ -21,7 +21,6 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields, is_dataclass
-from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
 #: Short names of types, read where the long ones are choices.
@@ -57,43 +56,6 @@ def hint(word: str, known: Iterable[str]) -> str:
 
 def _folded(word: str) -> str:
     return word.lower().replace("_", "-")
-
-
-def add_device(parser: argparse._ActionsContainer) -> None:
-    """Add --device, which `run.resolve_device` reads."""
-    parser.add_argument(
-        "--device",
-        choices=["auto", "cpu", "cuda"],
-        default="auto",
-        help="where it computes (default auto: a GPU, if there is one)",
-    )
-
-
-def add_text(
-    parser: argparse._ActionsContainer, use: str, data: str = "here one, without a split"
-) -> argparse._MutuallyExclusiveGroup:
-    """Add --text or --data-path; return their group, of which one is given.
-
-    Args:
-        use: what the text is for, or what is read without it.
-        data: how a data set is read.
-    """
-    group = parser.add_mutually_exclusive_group()
-    group.add_argument("--text", metavar="PATH", help=f"text file, .jsonl or folder ({use})")
-    group.add_argument("--data-path", metavar="PREFIX", help=f"Megatron data sets ({data})")
-    return group
-
-
-def add_tokenizer(parser: argparse._ActionsContainer, default: str) -> None:
-    """Add --tokenizer, the folder of a Hugging Face tokenizer."""
-    what = f"folder of a Hugging Face tokenizer (default: {default})"
-    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help=what)
-
-
-def add_workers(parser: argparse._ActionsContainer) -> None:
-    """Add --workers, the processes or threads that read and write files."""
-    what = "processes or threads (default: one for each core, 8 at most)"
-    parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1), metavar="N", help=what)
 
 
 class Parser(argparse.ArgumentParser):
@@ -193,7 +155,8 @@ def option(help: str, metavar: str | None = None, *, default: Any = None, **deta
         default: `NEEDED`: the option must be given.
         details: `spelling`: instead of "--" and the name of the field. `hidden`: spellings that no help
             shows. `choices`, `nargs`, `const`: as in argparse. `parse`: makes the value of the text, in place
-            of the type. `group`: title of its group in the help. `least`, `most`: bounds of a number.
+            of the type. `group`: title of its group in the help. `one_of`: a name; of the options with the
+            same one, at most one is given. `least`, `most`: bounds of a number.
     """
     return field(default=default, metadata={_DETAILS: {"help": help, "metavar": metavar, **details}})
 
@@ -224,6 +187,28 @@ def workers_option(**details: Any) -> Any:
     return option(what, "N", default=min(8, os.cpu_count() or 1), least=1, **details)
 
 
+def device_option(**details: Any) -> Any:
+    """--device, which `run.resolve_device` reads."""
+    choices = ["auto", "cpu", "cuda"]
+    what = "where it computes (default auto: a GPU, if there is one)"
+    return option(what, default="auto", choices=choices, **details)
+
+
+def text_option(use: str, **details: Any) -> Any:
+    """--text, which excludes --data-path; `use`: what it is for, or what is read without it."""
+    return option(f"text file, .jsonl or folder ({use})", "PATH", one_of="text", **details)
+
+
+def data_path_option(data: str = "here one, without a split", **details: Any) -> Any:
+    """--data-path, which excludes --text; `data`: how a data set is read."""
+    return option(f"Megatron data sets ({data})", "PREFIX", one_of="text", **details)
+
+
+def tokenizer_option(default: str, **details: Any) -> Any:
+    """--tokenizer, the folder of a Hugging Face tokenizer."""
+    return option(f"folder of a Hugging Face tokenizer (default: {default})", "DIR", **details)
+
+
 def add_options(parser: argparse._ActionsContainer, cls: type) -> None:
     """Add an option for each field of a dataclass, in their order.
 
@@ -236,14 +221,19 @@ def add_options(parser: argparse._ActionsContainer, cls: type) -> None:
             add_options(parser, hints[one.name])
         if _DETAILS not in one.metadata:
             continue
-        details = one.metadata[_DETAILS]
-        names, settings = _names(one), _settings(one, hints[one.name])
-        if not details.get("positional"):
-            settings["dest"] = one.name
-        _group(parser, details.get("group")).add_argument(*names, **settings)
-        for spelling in details.get("hidden", ()):
-            hidden = {**settings, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS, "metavar": None}
-            parser.add_argument(spelling, **hidden)
+        _add(parser, one, hints[one.name])
+
+
+def add_option(parser: argparse._ActionsContainer, name: str, made: Any, kind: type = str) -> None:
+    """Add one option to a parser that is made by hand.
+
+    Args:
+        name: of its value in the namespace.
+        made: what `option` and its like return.
+        kind: its type.
+    """
+    made.name = name
+    _add(parser, made, kind)
 
 
 def from_arguments(cls: type[C], given: argparse.Namespace) -> C:
@@ -266,6 +256,20 @@ def add_command(parser: argparse.ArgumentParser, cls: type[C], run: Callable[[C]
     """Make a dataclass the options of a command, and `run` what is called with them."""
     add_options(parser, cls)
     parser.set_defaults(run=lambda given: run(from_arguments(cls, given)))
+
+
+def _add(parser: argparse._ActionsContainer, one: Field[Any], kind: Any) -> None:
+    details = one.metadata[_DETAILS]
+    settings = _settings(one, kind)
+    if not details.get("positional"):
+        settings["dest"] = one.name
+    group = _group(parser, details.get("group"))
+    if "one_of" in details:
+        group = _exclusive_group(group, details["one_of"])
+    group.add_argument(*_names(one), **settings)
+    for spelling in details.get("hidden", ()):
+        hidden = {**settings, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS, "metavar": None}
+        parser.add_argument(spelling, **hidden)
 
 
 def _names(one: Field[Any]) -> list[str]:
@@ -316,6 +320,15 @@ def _group(parser: argparse._ActionsContainer, title: str | None) -> argparse._A
         return parser
     known = {group.title: group for group in parser._action_groups}
     return known[title] if title in known else parser.add_argument_group(title)
+
+
+def _exclusive_group(group: argparse._ActionsContainer, name: str) -> argparse._ActionsContainer:
+    for known in group._mutually_exclusive_groups:
+        if known.title == name:
+            return known
+    made = group.add_mutually_exclusive_group()
+    made.title = name
+    return made
 
 
 def _check_bounds(one: Field[Any], value: Any) -> None:

@@ -290,7 +290,8 @@ def verify(options: VerifyOptions) -> int:
     )
     with ExitStack() as stack:
         stack.enter_context(result(options.json))
-        a, b = (one and stack.enter_context(local(one)) for one in (options.a, options.b))
+        a = stack.enter_context(local(options.a))
+        b = None if options.b is None else stack.enter_context(local(options.b))
         return comparison.verify(a, b, common, dequantize=options.dequantize, vocab_size=options.vocab_size)
 
 

@@ -85,7 +85,7 @@ def _verdict(sections: Sequence[tuple[str, Sequence[Finding]]]) -> Finding:
     return Finding("verdict", "error", f"this environment cannot train: {subjects}", cure)
 
 
-def _computed_findings(title: str, model: str) -> list[Finding]:
+def _computed_findings(title: str, model: str | None) -> list[Finding]:
     """Run a check that needs torch, with Megatron's messages kept off stdout, which holds the findings."""
     quiet_on_cpu()
     with redirect_stdout(io.StringIO()):
@@ -95,4 +95,5 @@ def _computed_findings(title: str, model: str) -> list[Finding]:
             return kernels.findings()
         from megatron_nemotron3.doctor import step
 
+        assert model is not None
         return step.findings(model)

@@ -11,7 +11,14 @@ from megatron_nemotron3.args.command import LAYOUT, SCHEDULE, add_launch
 from megatron_nemotron3.boost.settings import LOSSES, Boost
 from megatron_nemotron3.checkpoint import lock
 from megatron_nemotron3.checkpoint.files import require_plot
-from megatron_nemotron3.common.options import add_device, add_options, add_text, add_tokenizer
+from megatron_nemotron3.common.options import (
+    add_option,
+    add_options,
+    data_path_option,
+    device_option,
+    text_option,
+    tokenizer_option,
+)
 from megatron_nemotron3.common.switches import BOOST
 from megatron_nemotron3.finetune.command import environment, step
 from megatron_nemotron3.models.command import StoredModelOptions
@@ -72,13 +79,14 @@ def register(commands: Any) -> None:
         "--grow", metavar="PATTERN", help="add an MTP block of these layers (*E) to a model without"
     )
     data = command.add_argument_group("data")
-    add_text(data, "default: the run's data", "here one")
-    add_tokenizer(data, "the run's")
+    add_option(data, "text", text_option("default: the run's data"))
+    add_option(data, "data_path", data_path_option("here one"))
+    add_option(data, "tokenizer", tokenizer_option("the run's"), Path)
     data.add_argument(
         "--plot", type=Path, metavar="PNG", help="write acceptance before and after as a picture"
     )
     add_launch(command, precision=None)
-    add_device(command)
+    add_option(command, "device", device_option())
 
 
 def boost_command(options: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_nemotron3.checkpoint import lock
-from megatron_nemotron3.common.options import add_device, add_tokenizer
+from megatron_nemotron3.common.options import add_option, device_option, tokenizer_option
 from megatron_nemotron3.common.switches import LORA
 from megatron_nemotron3.lora import LoRA
 
@@ -36,7 +36,7 @@ def register(commands: Any) -> None:
     command.add_argument(
         "--output", type=Path, required=True, metavar="DIR", help="where to write (a folder)"
     )
-    add_tokenizer(command, "HF_DIR")
+    add_option(command, "tokenizer", tokenizer_option("HF_DIR"), Path)
     command.add_argument(
         "--chat-template", type=Path, metavar="FILE", help="Jinja; takes the place of the tokenizer's"
     )
@@ -60,7 +60,7 @@ def register(commands: Any) -> None:
         metavar="N",
         help=f"tokens per sequence (default {SEQ_LENGTH})",
     )
-    add_device(training)
+    add_option(training, "device", device_option())
     command.set_defaults(run=finetune_command)
 
 
@@ -79,7 +79,7 @@ def finetune_command(options: argparse.Namespace) -> int:
         raise ValueError("--adapter-only goes with --lora")
     from megatron_nemotron3.cpu import quiet_on_cpu
     from megatron_nemotron3.finetune import inputs as given
-    from megatron_nemotron3.finetune.start import require_positive, require_schedule
+    from megatron_nemotron3.finetune.schedule import require_positive, require_schedule
     from megatron_nemotron3.run import resolve_device
 
     require_positive(options, "steps", "lr", "seq_length")

@@ -13,7 +13,7 @@ from megatron_nemotron3 import lifetime
 from megatron_nemotron3.checkpoint.files import read_outside
 from megatron_nemotron3.checkpoint.output import add_json, print_json
 from megatron_nemotron3.checkpoint.remote import local, place, shown
-from megatron_nemotron3.common.options import add_device, add_options, add_tokenizer
+from megatron_nemotron3.common.options import add_option, add_options, device_option, tokenizer_option
 from megatron_nemotron3.convert.command import DTYPES
 from megatron_nemotron3.generate.media import InOrder, Prompt, PromptReader, ReadPrompt, add_media, prompts_of
 from megatron_nemotron3.models import Nemotron3Config
@@ -116,8 +116,8 @@ def add_checkpoint(command: argparse.ArgumentParser, *, option: bool = True) -> 
         model.add_argument("--checkpoint", type=place, required=True, metavar="DIR", help=what)
     else:
         command.add_argument("checkpoint", type=place, metavar="RUN", help=what)
-    add_tokenizer(model, "the checkpoint's or the run's")
-    add_device(model)
+    add_option(model, "tokenizer", tokenizer_option("the checkpoint's or the run's"), Path)
+    add_option(model, "device", device_option())
     model.add_argument(
         "--dtype", choices=DTYPES, help="type of the numbers (of the weights; default: as stored)"
     )

@@ -11,7 +11,7 @@ from megatron_nemotron3.bars import Bar
 from megatron_nemotron3.checkpoint.files import require_plot
 from megatron_nemotron3.checkpoint.output import add_json, print_json
 from megatron_nemotron3.checkpoint.remote import local, shown
-from megatron_nemotron3.common.options import add_text
+from megatron_nemotron3.common.options import add_option, data_path_option, option, text_option
 from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.generate.command import (
     add_checkpoint,
@@ -42,11 +42,10 @@ def register(commands: Any) -> None:
     command.set_defaults(run=evaluate_command)
     add_checkpoint(command)
     measured = command.add_argument_group("what is measured")
-    add_text(measured, "default: the run's held-out data").add_argument(
-        "--conversations",
-        metavar="FILE",
-        help=".jsonl conversations (the loss of the assistant's tokens; needs --tokenizer)",
-    )
+    add_option(measured, "text", text_option("default: the run's held-out data"))
+    add_option(measured, "data_path", data_path_option())
+    chats = ".jsonl conversations (the loss of the assistant's tokens; needs --tokenizer)"
+    add_option(measured, "conversations", option(chats, "FILE", one_of="text"))
     measured.add_argument(
         "--tokens", type=int, default=TOKENS, metavar="N", help=f"of the loss, at most (default {TOKENS})"
     )

@@ -21,7 +21,7 @@ from megatron_nemotron3.args.command import (
 from megatron_nemotron3.args.flag import parse
 from megatron_nemotron3.boost import settings as boosting
 from megatron_nemotron3.checkpoint import folders
-from megatron_nemotron3.common.options import add_device, add_options
+from megatron_nemotron3.common.options import add_option, add_options, device_option
 from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.distill import settings as distillation
 from megatron_nemotron3.distill.data import of_teacher
@@ -49,7 +49,7 @@ def register(commands: Any) -> None:
     train = commands.add_parser("train")
     add_options(train, ModelOptions)
     add_launch(train, precision=None)
-    add_device(train)
+    add_option(train, "device", device_option())
     train.add_argument("--output", type=Path, metavar="DIR", help="where to write (default: runs/NAME)")
     data = train.add_argument_group("data")
     start = train.add_argument_group("where it starts")

@@ -13,7 +13,8 @@ from megatron_nemotron3.bars import Bar
 from megatron_nemotron3.checkpoint import lock
 from megatron_nemotron3.checkpoint.files import temporary_prefix
 from megatron_nemotron3.checkpoint.folders import free_bytes
-from megatron_nemotron3.common.options import add_device
+from megatron_nemotron3.common import record
+from megatron_nemotron3.common.options import add_option, device_option
 from megatron_nemotron3.common.switches import LOGITS_FOLDER, LOGITS_TEACHER
 from megatron_nemotron3.distill.check import Teacher, find
 from megatron_nemotron3.distill.data import of_run
@@ -65,7 +66,7 @@ def register(commands: Any) -> None:
     layout.add_argument(
         "--micro-batch-size", type=int, default=1, metavar="N", help="sequences per rank and microbatch (1)"
     )
-    add_device(logits)
+    add_option(logits, "device", device_option())
     logits.set_defaults(run=logits_command, vpp=None)
 
 
@@ -157,10 +158,8 @@ def _data(options: argparse.Namespace, teacher: Teacher) -> TrainingData:
 
 
 def _differences(before: Manifest, now: Manifest) -> str:
-    then = vars(before)
-    return ", ".join(
-        f"{name} {then[name]}, not {new}" for name, new in vars(now).items() if new != then[name]
-    )
+    changed = record.differences(vars(before), vars(now))
+    return ", ".join(f"{name} {old}, not {new}" for name, (old, new) in changed.items())
 
 
 def _manifest(options: argparse.Namespace, teacher: Teacher, data: TrainingData, length: int) -> Manifest:
