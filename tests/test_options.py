@@ -13,13 +13,17 @@ from megatron_nemotron3.common.options import (
     NEEDED,
     Parser,
     add_command,
+    add_option,
     add_options,
     argument,
+    data_path_option,
+    device_option,
     flag,
     from_arguments,
     json_flag,
     option,
     repeated,
+    text_option,
 )
 
 
@@ -27,7 +31,7 @@ from megatron_nemotron3.common.options import (
 class Shared:
     model: str | None = option("the model", "MODEL")
     only_here: bool = False
-    size: float = option("its size", "N", default=1.5, least=1, most=2)
+    size: float = option("its size", "N", default=1.5, hidden=["--sz"], least=1, most=2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +43,7 @@ class More(Shared):
 class Example:
     source: Path = argument("what to read", "DIR")
     target: Path | None = argument("where to write", "DIR", default=None)
-    rows: int = option("rows", "N", default=NEEDED, spelling="--lines", hidden=["--seq"], least=1)
+    rows: int = option("rows", "N", default=NEEDED, spelling="--lines", least=1)
     shared: More
     kind: Literal["a", "b-c"] | None = option("the kind", group="more")
     place: Path | str | None = option("a place", "URL", parse=lambda text: text.upper())
@@ -77,7 +81,7 @@ def test_the_values_have_the_types_of_the_fields() -> None:
 
 
 def test_defaults_are_those_of_the_fields() -> None:
-    found = from_arguments(Example, _parser().parse_args(["in", "--seq", "4"]))
+    found = from_arguments(Example, _parser().parse_args(["in", "--lines", "4"]))
     assert found == Example(source=Path("in"), rows=4, shared=More(), extra=["x"])
     assert found.names == [] and found.files is None and not found.shared.only_here
 
@@ -134,5 +138,17 @@ def test_a_number_out_of_its_bounds(words: str, message: str) -> None:
 def test_a_command_is_called_with_its_dataclass() -> None:
     parser = Parser(prog="example")
     add_command(parser, Shared, lambda options: int(options.size))
-    given = parser.parse_args(["--size", "2"])
-    assert given.run(given) == 2
+    for spelling in ("--size", "--sz"):
+        given = parser.parse_args([spelling, "2"])
+        assert given.run(given) == 2
+
+
+def test_of_some_options_one_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = Parser(prog="example")
+    add_option(parser, "text", text_option("to read"))
+    add_option(parser, "data_path", data_path_option())
+    add_option(parser, "device", device_option())
+    assert vars(parser.parse_args(["--text", "a"])) == {"text": "a", "data_path": None, "device": "auto"}
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--text", "a", "--data-path", "b"])
+    assert "argument --data-path: not allowed with argument --text" in capsys.readouterr().err

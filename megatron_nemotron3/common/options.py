@@ -269,6 +269,7 @@ def _add(parser: argparse._ActionsContainer, one: Field[Any], kind: Any) -> None
     group.add_argument(*_names(one), **settings)
     for spelling in details.get("hidden", ()):
         hidden = {**settings, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS, "metavar": None}
+        hidden.pop("required", None)
         parser.add_argument(spelling, **hidden)
 
 
