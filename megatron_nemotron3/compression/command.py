@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,6 +179,7 @@ def _prune(options: PruneOptions, folder: Path, sizes: Sizes) -> int:
     assert isinstance(number, int)
     candidate_config(config, sizes, range(number))  # before any work; which layers stay is not known yet
     if options.text is None and options.data_path is None:
+        assert options.scores is not None
         scores = Scores.load(options.scores, config)
     else:
         scores = _measured(options, found, opened)
@@ -217,7 +219,9 @@ def _measured(options: PruneOptions, found: CheckpointFolder, opened: Checkpoint
     enforce(launch)
     from megatron_nemotron3.generate.evaluate import windows
 
-    ids, source = evaluation_tokens(found, options, 4 * options.sample_tokens)
+    ids, source = evaluation_tokens(
+        found, 4 * options.sample_tokens, options.text, options.data_path, options.tokenizer
+    )
     text = windows(ids, length, options.sample_tokens)
     if int(text.max()) >= config.vocab_size:
         raise ValueError(f"{source}: token {int(text.max())} is not in the vocabulary of {config.vocab_size}")
@@ -272,20 +276,16 @@ def _cut(
     from megatron_nemotron3.compression.folder import MODEL, cut_job
     from megatron_nemotron3.convert.job import run
 
-    try:
-        tokenizer = found.tokenizer(options.tokenizer).folder
-    except (ValueError, ModuleNotFoundError):
-        tokenizer = options.tokenizer
-    job = cut_job(opened, scores, pruned, layers, options.output, tokenizer)
+    output, tokenizer = options.output, options.tokenizer
+    assert output is not None
+    with contextlib.suppress(ValueError, ModuleNotFoundError):
+        tokenizer = found.tokenizer(tokenizer).folder
+    job = cut_job(opened, scores, pruned, layers, output, tokenizer)
     with Bar("prune", BYTES) as bar:
         run(job, workers=options.workers, report=lambda at: bar.to(at.done, at.total, begun=at.begun))
-    say(
-        f"written      {options.output}: {size_text(job.length)}",
-        output=str(options.output),
-        bytes=job.length,
-    )
-    model = options.output / MODEL
+    say(f"written      {output}: {size_text(job.length)}", output=str(output), bytes=job.length)
+    model = output / MODEL
     if opened.kind == "hugging face":
-        say(f"next         nemotron3 convert from-hf {options.output} MEGATRON_DIR --model {model}")
+        say(f"next         nemotron3 convert from-hf {output} MEGATRON_DIR --model {model}")
     else:
-        say(f"next         nemotron3 train --model {model} --pretrained {options.output}")
+        say(f"next         nemotron3 train --model {model} --pretrained {output}")
