@@ -149,7 +149,7 @@ def add_published(command: argparse.ArgumentParser) -> None:
     )
 
 
-def chosen_layout(options: argparse.Namespace) -> ParallelLayout:
+def chosen_layout(options: object) -> ParallelLayout:
     """Return the layout that the options describe.
 
     Raises:
@@ -158,7 +158,7 @@ def chosen_layout(options: argparse.Namespace) -> ParallelLayout:
     return ParallelLayout(**_sizes(options))
 
 
-def _sizes(options: argparse.Namespace) -> dict[str, Any]:
+def _sizes(options: object) -> dict[str, Any]:
     """Return the sizes of the layout that were given."""
     return {name: getattr(options, name) for name in LAYOUT if getattr(options, name) is not None}
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
-
 from megatron_nemotron3.models import Nemotron3Config
 
 
-def require_positive(options: argparse.Namespace, *names: str) -> None:
+def require_positive(options: object, *names: str) -> None:
     """Raise ValueError for an option that is given and not above 0."""
     for name in names:
         if (value := getattr(options, name)) is not None and not value > 0:
             raise ValueError(f"--{name.replace('_', '-')} {value}: give more than 0")
 
 
-def require_schedule(options: argparse.Namespace, config: Nemotron3Config) -> None:
+def require_schedule(options: object, config: Nemotron3Config) -> None:
     """Raise ValueError if --steps or --lr is missing and the model is no tiny one."""
     missing = [f"--{name}" for name in ("steps", "lr") if getattr(options, name) is None]
     if missing and "-tiny" not in config.name:
