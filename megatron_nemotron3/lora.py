@@ -7,14 +7,11 @@ Names of targets and parameters are those of Megatron-Bridge's LoRA, so checkpoi
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 
-#: How a shell reaches a training process. "" and unset: no LoRA.
-VARIABLE = "NEMOTRON3_LORA"
+from megatron_nemotron3.common.switches import LORA, EnvironmentSetting
+
 #: Linears that can have an adapter, by the last part of their name.
 LINEARS = (
     *("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "in_proj", "out_proj"),
@@ -104,32 +101,17 @@ def _matches(pattern: str, name: str) -> bool:
     return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), name) is not None
 
 
-def in_environment(environment: Mapping[str, str] = os.environ) -> LoRA | None:
-    """Return what NEMOTRON3_LORA says; None: no LoRA.
-
-    Raises:
-        ValueError: it is malformed.
-    """
-    text = environment.get(VARIABLE)
+def _parse(text: str) -> LoRA | None:
     try:
         return LoRA.parse("" if text == "1" else text) if text else None
     except ValueError as problem:
-        raise ValueError(f"{VARIABLE}: {problem}") from None
+        raise ValueError(f"{LORA}: {problem}") from None
 
 
-_chosen: list[LoRA | None] = []
-
-
-def current() -> LoRA | None:
-    """Return the settings for models that are built now: of `training`, else of the environment."""
-    return _chosen[-1] if _chosen else in_environment()
-
-
-@contextmanager
-def training(lora: LoRA | None) -> Iterator[None]:
-    """Add adapters to the models that are built inside; None: to none of them."""
-    _chosen.append(lora)
-    try:
-        yield
-    finally:
-        _chosen.pop()
+_LORA = EnvironmentSetting(LORA, _parse, once=False)
+#: What NEMOTRON3_LORA says; None: no LoRA. Raises ValueError if it is malformed.
+in_environment = _LORA.read
+#: Settings for models that are built now: of `training`, else of the environment.
+current = _LORA.current
+#: Context manager: adds adapters to the models that are built inside; None: to none of them.
+training = _LORA.using

@@ -39,13 +39,14 @@ from megatron_nemotron3.args.versions import require_supported
 from megatron_nemotron3.boost import settings as boosting
 from megatron_nemotron3.checkpoint.argv import option_value, option_values
 from megatron_nemotron3.common import processes, spawned
+from megatron_nemotron3.common.options import Parser, add_option, device_option
+from megatron_nemotron3.common.switches import BOOST, EMULATE, LOG_PRECISION, MONITOR
 from megatron_nemotron3.distill import settings as distillation
 from megatron_nemotron3.distill.check import chosen as check_distillation
 from megatron_nemotron3.distill.check import record_of
 from megatron_nemotron3.models import stack_specs
 from megatron_nemotron3.monitor import settings
 from megatron_nemotron3.precision import settings as emulation
-from megatron_nemotron3.words import Parser, add_device
 
 
 def register(commands: Any) -> None:
@@ -56,17 +57,17 @@ def register(commands: Any) -> None:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    add_device(parser)
+    add_option(parser, "device", device_option())
     parser.add_argument(
         "--monitor",
         type=int,
         metavar="N",
-        help=f"iterations between measurements; 0: off (default: {settings.VARIABLE}, or as the log)",
+        help=f"iterations between measurements; 0: off (default: {MONITOR}, or as the log)",
     )
     parser.add_argument(
         emulation.OPTION,
         metavar="HOW",
-        help=f"a value of {emulation.VARIABLE}, as nvfp4 or nvfp4,sr=0; 0: off; may stand among ARGS, too",
+        help=f"a value of {EMULATE}, as nvfp4 or nvfp4,sr=0; 0: off; may stand among ARGS, too",
     )
     distillation.add_options(parser)
     manifest.add_change(parser)
@@ -273,7 +274,7 @@ def verify_formats(arguments: list[str], words: str, spec: Any, *, emulate: bool
         fail(str(problem))
     if emulate and spec is not None and not torch_spec:
         fail(
-            f"{emulation.VARIABLE} or {emulation.OPTION} emulates linears of the torch backend, and --spec "
+            f"{EMULATE} or {emulation.OPTION} emulates linears of the torch backend, and --spec "
             f"names {words.split()[-1]}: use {_torch_spec(spec)}, or turn emulation off"
         )
     if emulate:
@@ -287,7 +288,7 @@ def _require_emulation(model: Any) -> None:
 
     if not isinstance(model.decoder, Nemotron3Stack):
         fail(
-            f"{emulation.VARIABLE} or {emulation.OPTION} is set, but Megatron built "
+            f"{EMULATE} or {emulation.OPTION} is set, but Megatron built "
             f"{type(model.decoder).__name__}, which ignores it: use {_torch_spec(None)}"
         )
 
@@ -298,7 +299,7 @@ def verify_measurable(spec: Any) -> None:
 
     if not is_torch(spec):
         fail(
-            f"{emulation.LOG_VARIABLE} measures linears of the torch backend, and --spec names another one: "
+            f"{LOG_PRECISION} measures linears of the torch backend, and --spec names another one: "
             f"use {_torch_spec(spec)}, or unset it"
         )
 
@@ -326,7 +327,7 @@ def _launch(words: Words) -> None:
     if not os.path.isfile(script):
         fail(f"script {script} does not exist")
     if emulate == "":
-        fail(f"{emulation.OPTION}: give a value of {emulation.VARIABLE}: nvfp4 or nvfp4,sr=0, or 0 for off")
+        fail(f"{emulation.OPTION}: give a value of {EMULATE}: nvfp4 or nvfp4,sr=0, or 0 for off")
     try:
         emulated = emulation.emulation_in_environment() if emulate is None else emulation.parse(emulate)
         measured = emulation.logging_in_environment()
@@ -370,7 +371,7 @@ def _launch(words: Words) -> None:
                 from megatron_nemotron3.boost.heads import training_heads
 
                 if spec is None:
-                    fail(f"{boosting.VARIABLE} trains a stack of this package: use {_torch_spec(None)}")
+                    fail(f"{BOOST} trains a stack of this package: use {_torch_spec(None)}")
                 stack.enter_context(training_heads(boost))
             if measured is not None:
                 verify_measurable(spec)

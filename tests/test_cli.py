@@ -329,7 +329,7 @@ def test_the_help_lists_every_command_by_group(
 
 
 def test_help_and_version_import_no_command() -> None:
-    """They answer at once: of this package they import `cli` and `words`."""
+    """They answer at once: of this package they import `cli` and `common`."""
     code = (
         "import sys; from megatron_nemotron3 import cli; cli.main({words}); "
         "print(*sorted({{m.split('.')[1] for m in sys.modules if m.startswith('megatron_nemotron3.')}}), "
@@ -339,7 +339,7 @@ def test_help_and_version_import_no_command() -> None:
         done = subprocess.run(
             [sys.executable, "-c", code.format(words=words)], capture_output=True, text=True, check=True
         )
-        assert done.stdout.splitlines()[-1] == "cli words"
+        assert done.stdout.splitlines()[-1] == "cli common"
     done = subprocess.run(
         [sys.executable, "-c", code.format(words="['show', 'nano']")],
         capture_output=True,

@@ -12,8 +12,8 @@ import pytest
 
 from megatron_nemotron3 import cli
 from megatron_nemotron3.common import lock
+from megatron_nemotron3.common.switches import LORA
 from megatron_nemotron3.finetune import command
-from megatron_nemotron3.lora import VARIABLE
 from megatron_nemotron3.models import get
 from megatron_nemotron3.train import processes
 from tests.support.engines import agreeing_tensors
@@ -46,7 +46,7 @@ def untrained(stopped: list[int]) -> Callable[..., int]:
             return cli.main(line)
         options = cli.parser("train").parse_args(line)
         assert options.steps == 2 and options.conversations and (options.pretrained / "release").is_dir()
-        assert VARIABLE not in os.environ and not prefix
+        assert LORA not in os.environ and not prefix
         if stopped:
             return stopped.pop()
         if not options.output.exists():
@@ -153,4 +153,4 @@ def test_trained(
     else:
         assert cli.main(["verify", str(tuned / "run"), str(tuned / "hf")]) == 0
         assert cli.main(["verify", str(tmp_path / "hf"), str(tuned / "hf")]) == 1
-    assert VARIABLE not in os.environ
+    assert LORA not in os.environ

@@ -25,14 +25,16 @@ from megatron_nemotron3.args.phases import BF16_END, PHASES, Phase, phase, requi
 from megatron_nemotron3.args.precision_file import check as check_precision_file
 from megatron_nemotron3.args.rules import check
 from megatron_nemotron3.args.schedule import TrainingSchedule, adjusted
-from megatron_nemotron3.args.script_options import add_set, text_of, told, variables
+from megatron_nemotron3.args.script_options import add_set, given_options, text_of, variables
+from megatron_nemotron3.common.options import add_options
 from megatron_nemotron3.common.output import add_json, print_json
+from megatron_nemotron3.common.switches import EMULATE
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.models.command import add_model, chosen_model, chosen_omni, names_model
+from megatron_nemotron3.models.command import ModelOptions, chosen_model, chosen_omni, names_model
 from megatron_nemotron3.models.omni import OmniConfig
 from megatron_nemotron3.models.stack_specs import MODULE, has_spec
 from megatron_nemotron3.precision.formats import EMULATED, NVFP4
-from megatron_nemotron3.precision.settings import OPTION, VARIABLE, Emulation, emulation_in_environment
+from megatron_nemotron3.precision.settings import OPTION, Emulation, emulation_in_environment
 
 LAYOUT = {
     "tp": "tensor parallel size",
@@ -74,7 +76,7 @@ def register(commands: Any) -> None:
     emit = commands.add_parser("flags")
     why = commands.add_parser("explain")
     for command in (emit, why):
-        add_model(command)
+        add_options(command, ModelOptions)
         add_launch(command, precision="bf16")
         add_published(command)
         add_json(command)
@@ -146,7 +148,7 @@ def add_published(command: argparse.ArgumentParser) -> None:
     )
 
 
-def chosen_layout(options: argparse.Namespace) -> ParallelLayout:
+def chosen_layout(options: object) -> ParallelLayout:
     """Return the layout that the options describe.
 
     Raises:
@@ -155,7 +157,7 @@ def chosen_layout(options: argparse.Namespace) -> ParallelLayout:
     return ParallelLayout(**_sizes(options))
 
 
-def _sizes(options: argparse.Namespace) -> dict[str, Any]:
+def _sizes(options: object) -> dict[str, Any]:
     """Return the sizes of the layout that were given."""
     return {name: getattr(options, name) for name in LAYOUT if getattr(options, name) is not None}
 
@@ -182,7 +184,7 @@ def chosen_emulation(options: argparse.Namespace) -> Emulation | None:
     given = emulation_in_environment()
     if given is not None and not options.emulate:
         raise ValueError(
-            f"{VARIABLE}={os.environ[VARIABLE]} is set: pass --precision {given.format} --emulate or unset it"
+            f"{EMULATE}={os.environ[EMULATE]} is set: pass --precision {given.format} --emulate or unset it"
         )
     asked = options.precision if options.precision in EMULATED else NVFP4
     return (given or Emulation(format=asked)) if options.emulate else None
@@ -287,7 +289,7 @@ def explain_launch(options: argparse.Namespace, command: argparse.ArgumentParser
         found = explain(launch, name)
         remarks = _remarks(launch)
     else:
-        if words := [*told(options, command, _BESIDE_ARGV), *options.extra]:
+        if words := [*given_options(options, command, _BESIDE_ARGV), *options.extra]:
             raise ValueError(
                 f"--argv explains an existing launch, which options cannot change: drop {' '.join(words)}"
             )
@@ -347,7 +349,7 @@ def _remarks(launch: Launch) -> list[str]:
         text = launch.emulate.text()
         found.append(
             f"nemotron3 run reads {OPTION} {text}; for a script that it does not start, drop the option and "
-            f"set {VARIABLE}={text} in the training processes"
+            f"set {EMULATE}={text} in the training processes"
         )
     return found
 

@@ -16,13 +16,12 @@ from megatron_nemotron3.args import yaml_launch
 from megatron_nemotron3.args.flag import Flag
 from megatron_nemotron3.args.layout import ParallelLayout
 from megatron_nemotron3.args.script import follow, is_known
-from megatron_nemotron3.boost.settings import VARIABLE as HEADS
-from megatron_nemotron3.lora import VARIABLE as ADAPTERS
-from megatron_nemotron3.precision.settings import OPTION, VARIABLE, Emulation
+from megatron_nemotron3.common.switches import BOOST, EMULATE, LORA
+from megatron_nemotron3.precision.settings import OPTION, Emulation
 from megatron_nemotron3.precision.settings import parse as parse_emulation
 
-_EMULATION = re.compile(rf"(?<!\S)(?:export\s+)?(?:{OPTION}[=\s]\s*|{VARIABLE}=)([^\s\\]+)")
-_OF_OURS = {name: re.compile(rf"(?<!\S)(?:export\s+)?{name}=([^\s\\]+)") for name in (ADAPTERS, HEADS)}
+_EMULATION = re.compile(rf"(?<!\S)(?:export\s+)?(?:{OPTION}[=\s]\s*|{EMULATE}=)([^\s\\]+)")
+_OF_OURS = {name: re.compile(rf"(?<!\S)(?:export\s+)?{name}=([^\s\\]+)") for name in (LORA, BOOST)}
 _SIZES = {
     "tp": "--tensor-model-parallel-size",
     "pp": "--pipeline-model-parallel-size",
@@ -113,13 +112,13 @@ def emulation(text: str) -> Emulation | None:
 
 def adapters(text: str) -> str | None:
     """Return what NEMOTRON3_LORA is set to in a script, or before a command; None for no adapters."""
-    words = _last(ADAPTERS, text)
+    words = _last(LORA, text)
     return None if words in ("", "0") else "" if words == "1" else words
 
 
 def heads(text: str) -> str | None:
     """Return what NEMOTRON3_BOOST is set to in a script, or before a command; None: it trains all weights."""
-    return _last(HEADS, text) or None
+    return _last(BOOST, text) or None
 
 
 def _last(name: str, text: str) -> str:

@@ -19,12 +19,12 @@ from typing import Any
 from megatron_nemotron3.args.architecture import MODEL, MOE, MTP
 from megatron_nemotron3.args.flag import parse
 from megatron_nemotron3.boost import settings as boosting
-from megatron_nemotron3.common.files import Unreadable, json_outside, read_outside, write_json
+from megatron_nemotron3.common import record
+from megatron_nemotron3.common.files import Unreadable, read_outside
+from megatron_nemotron3.common.switches import BOOST, EMULATE, LORA
 from megatron_nemotron3.lora import ARGUMENT, in_environment
-from megatron_nemotron3.lora import VARIABLE as LORA
 from megatron_nemotron3.models.pattern import MTP_SEPARATOR
 from megatron_nemotron3.models.stack_specs import stored_experts
-from megatron_nemotron3.precision import settings as emulation
 from megatron_nemotron3.precision import te_variables
 
 NAME = "run.json"
@@ -70,7 +70,7 @@ _QUIET = (
     *("--distributed-timeout", "--num-workers", "--verify-integrity", "--async-", "--ckpt-"),
 )
 #: Variables of Transformer Engine that change what it computes.
-_VARIABLES = frozenset((emulation.VARIABLE, *(variable.name for variable in te_variables.VARIABLES)))
+_VARIABLES = frozenset((EMULATE, *(variable.name for variable in te_variables.VARIABLES)))
 _PACKAGES = ("megatron-nemotron3", "megatron-core", "torch", "transformer-engine")
 #: Files of a tokenizer folder that decide about tokens.
 _TOKENIZER_FILES = (
@@ -80,7 +80,6 @@ _TOKENIZER_FILES = (
     "merges.txt",
     "special_tokens_map.json",
 )
-_SHOWN = 4
 
 
 def parts_of(
@@ -138,7 +137,7 @@ def parts_of(
     if (lora := in_environment(environment)) is not None:
         parts["model"][LORA] = lora.text()
     if (boost := boosting.in_environment(environment)) is not None:
-        parts["mtp"][boosting.VARIABLE] = boost.text()
+        parts["mtp"][BOOST] = boost.text()
     parts["precision"] |= {
         name: value for name, value in sorted(environment.items()) if name in _VARIABLES and value
     }
@@ -166,7 +165,7 @@ def parts_of_checkpoint(args: Mapping[str, Any]) -> Parts:
     if isinstance(text := args.get(ARGUMENT), str):
         parts["model"][LORA] = text
     if isinstance(text := args.get(boosting.ARGUMENT), str):
-        parts["mtp"][boosting.VARIABLE] = text
+        parts["mtp"][BOOST] = text
     if experts := stored_experts(args):
         parts["model"][_EXPERTS] = experts
     parts["precision"] = found(("--bf16", "--fp16"))
@@ -189,14 +188,14 @@ class Manifest:
         self.folder, self.path = folder, folder / NAME
         self.content: dict[str, Any] = {}
         try:
-            self.content = json_outside(self.path, limit=_LIMIT)
+            self.content = record.read(self.path)
             self.parts: Parts = {name: dict(part) for name, part in self.content["parts"].items()}
             list(self.content["changes"])
         except FileNotFoundError:
             self.parts = {}
         except Unreadable:
             raise
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise ValueError(
                 f"{self.path}: it is damaged: remove it, and the next start writes it without the old changes"
             ) from None
@@ -223,7 +222,7 @@ class Manifest:
             changed = _changed(old, new[part], common=not self.content and part != "precision")
             if not changed:
                 continue
-            details = _details(changed)
+            details = record.details(changed)
             if part == "model":
                 raise ValueError(
                     f"{self.folder} holds a training of {old.get('name', 'another model')}, not of "
@@ -262,7 +261,7 @@ class Manifest:
                     f"{self.path} written: the folder had none, as older versions left it; tokenizer and "
                     f"data before step {step} are unknown and not compared"
                 ]
-            write_json(self.path, content)
+            record.write(self.path, content)
             self.content, self.parts = content, new
             return lines
         lines, changes = [], list(self.content["changes"])
@@ -271,11 +270,11 @@ class Manifest:
             if changed := _changed(old_parts.get(part, {}), values):
                 changes.append({"step": step, "at": now, "part": part, "values": changed})
                 if part in CHANGES:
-                    lines.append(f"{part} changes at step {step}: {_details(changed)}")
+                    lines.append(f"{part} changes at step {step}: {record.details(changed)}")
         content = {**self.content, "versions": versions, "changes": changes, "parts": new}
         content |= {"command": command} if command else {}
         if content != self.content:
-            write_json(self.path, content)
+            record.write(self.path, content)
             self.content, self.parts = content, new
         return lines
 
@@ -285,7 +284,7 @@ _TITLES = {name: name for name in CHANGES} | {"mtp": "MTP", "data": "data set", 
 
 def precision_name(part: Mapping[str, str]) -> str:
     """Return the short name of a precision: "nvfp4 emulated"."""
-    if emulation.VARIABLE in part:
+    if EMULATE in part:
         return "nvfp4 emulated"
     for kind in ("fp4", "fp8"):
         if found := part.get(f"--{kind}-recipe") or part.get(f"--{kind}-format"):
@@ -298,26 +297,10 @@ def folder_of(save: Path) -> Path:
     return save.parent if save.name == "checkpoints" and (save.parent / NAME).is_file() else save
 
 
-def _changed(old: Part, new: Part, *, common: bool = False) -> dict[str, tuple[str | None, str | None]]:
-    """Return option -> (old value, new value); None: not given. `common`: only what both give."""
-    names = [name for name in old if name in new] if common else list({**old, **new})
-    names = [name for name in names if name != "name"]  # one model may have several
-    return {name: (old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)}
-
-
-def _details(changed: Mapping[str, tuple[str | None, str | None]]) -> str:
-    """Return changes as text, not all of them if they are many."""
-    shown = [
-        f"{name.removeprefix('--')} {_short(old)} -> {_short(new)}"
-        for name, (old, new) in list(changed.items())[:_SHOWN]
-    ]
-    more = [f"{len(changed) - _SHOWN} more"] if len(changed) > _SHOWN else []
-    return ", ".join([*shown, *more])
-
-
-def _short(value: str | None) -> str:
-    text = "not given" if value is None else value if len(value) <= 40 else f"{value[:37]}..."
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+def _changed(old: Part, new: Part, *, common: bool = False) -> record.Changed:
+    found = record.differences(old, new, common=common)
+    found.pop("name", None)  # one model may have several
+    return found
 
 
 def _normal(value: str) -> str:

@@ -14,9 +14,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_nemotron3 import words
 from megatron_nemotron3.args import versions
 from megatron_nemotron3.args.flag import Flag
+from megatron_nemotron3.common import options as command_lines
 
 FILE = Path(__file__).with_name("options.json")
 #: At most this many names are suggested for one that does not exist.
@@ -111,7 +111,7 @@ def _unknown(name: str, version: str) -> str:
 
 def nearest(word: str, version: str) -> list[str]:
     """Return the options whose names are nearest to `word`, best first."""
-    return [f"--{name}" for name in words.nearest(word, _of_version(version), NEAREST)]
+    return [f"--{name}" for name in command_lines.nearest(word, _of_version(version), NEAREST)]
 
 
 def misused(flags: Iterable[Flag], version: str) -> list[str]:

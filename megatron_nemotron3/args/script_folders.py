@@ -16,6 +16,7 @@ from megatron_nemotron3.checkpoint.folders import checkpoint_path, latest_iterat
 from megatron_nemotron3.checkpoint.resume import before_start
 from megatron_nemotron3.checkpoint.state import stored_state
 from megatron_nemotron3.common import lock
+from megatron_nemotron3.common.switches import EMULATE
 from megatron_nemotron3.precision import settings as emulation
 
 
@@ -71,7 +72,7 @@ def settle_manifest(
         ValueError, OSError: as `prepared`.
     """
     found, step = manifest.Manifest(manifest.folder_of(save)), latest_iteration(save)
-    environment = {**os.environ, emulation.VARIABLE: emulated.text() if emulated else ""}
+    environment = {**os.environ, EMULATE: emulated.text() if emulated else ""}
     new = manifest.parts_of(words, environment, teacher=teacher)
     if step is not None:
         stored = stored_state(checkpoint_path(save, step))

@@ -27,9 +27,11 @@ def add_set(command: argparse._ActionsContainer, script: str) -> None:
     )
 
 
-def told(options: argparse.Namespace, command: argparse.ArgumentParser, beside: Collection[str]) -> list[str]:
-    """Return the options that were given, but for those named in `beside`."""
-    defaults = {key: value for key, value in vars(command.parse_args([])).items() if key not in beside}
+def given_options(
+    options: argparse.Namespace, parser: argparse.ArgumentParser, ignore: Collection[str]
+) -> list[str]:
+    """Return the options that were given, but for those named in `ignore`."""
+    defaults = {key: value for key, value in vars(parser.parse_args([])).items() if key not in ignore}
     given = [key for key, value in defaults.items() if getattr(options, key) != value]
     return [f"--{key.replace('_', '-')}" for key in given]
 

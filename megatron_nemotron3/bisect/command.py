@@ -2,47 +2,48 @@
 
 from __future__ import annotations
 
-import argparse
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.checkpoint.remote import local, place
-from megatron_nemotron3.common.output import add_json, result, say
-from megatron_nemotron3.models.command import add_stored_model, stored_model
+from megatron_nemotron3.common.options import NEEDED, add_command, json_flag, option
+from megatron_nemotron3.common.output import result, say
+from megatron_nemotron3.models.command import StoredModelOptions, stored_model
 
-_PLACES = {
-    "--checkpoint": "a run, a Megatron checkpoint or a Hugging Face folder: what both systems ran",
-    "--previous": "an older checkpoint, to find weights that were not updated",
-}
-_FILES = {"--trainer": "recording of the trainer", "--engine": "recording of the inference engine"}
+_place = partial(option, metavar="DIR", parse=place)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BisectOptions:
+    """Options of `nemotron3 bisect`."""
+
+    checkpoint: Path | str = _place(
+        "a run, a Megatron checkpoint or a Hugging Face folder: what both systems ran", default=NEEDED
+    )
+    previous: Path | str | None = _place("an older checkpoint, to find weights that were not updated")
+    trainer: Path = option("recording of the trainer", "FILE", default=NEEDED)
+    engine: Path = option("recording of the inference engine", "FILE", default=NEEDED)
+    first: int | None = option("recompute the first N sequences (default: all)", "N", least=1)
+    stored: StoredModelOptions
+    json: bool = json_flag()
 
 
 def register(commands: Any) -> None:
     """Add `nemotron3 bisect`."""
-    command = commands.add_parser("bisect")
-    for option, words in _PLACES.items():
-        needed = option != "--previous"
-        command.add_argument(option, type=place, required=needed, metavar="DIR", help=words)
-    for option, words in _FILES.items():
-        command.add_argument(option, type=Path, required=True, metavar="FILE", help=words)
-    words = "recompute the first N sequences (default: all)"
-    command.add_argument("--first", type=int, metavar="N", help=words)
-    add_stored_model(command)
-    add_json(command)
-    command.set_defaults(run=bisect)
+    add_command(commands.add_parser("bisect"), BisectOptions, bisect)
 
 
-def bisect(options: argparse.Namespace) -> int:
+def bisect(options: BisectOptions) -> int:
     """Run `nemotron3 bisect`. Returns 0 if both systems agree with the checkpoint, 1 if one deviates.
 
     Raises:
         ValueError: a recording cannot be read, is of other tokens than the other one, or of another model; or
             as `Recomputation.open`.
     """
-    if options.first is not None and options.first < 1:
-        raise ValueError(f"--first {options.first}: give 1 or more")
-    config = stored_model(options)
+    config = stored_model(options.stored)
 
     from megatron_nemotron3.bisect.diagnose import Investigation
     from megatron_nemotron3.bisect.recompute import Recomputation

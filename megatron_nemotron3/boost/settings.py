@@ -13,9 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from megatron_nemotron3.checkpoint.argv import option_value
+from megatron_nemotron3.common.switches import BOOST, DISTILL, LORA, EnvironmentSetting
 
-#: How a shell reaches a training process. "" and unset: an ordinary training.
-VARIABLE = "NEMOTRON3_BOOST"
 #: Where a checkpoint's stored arguments keep `Boost.text()`.
 ARGUMENT = "nemotron3_boost"
 #: Loss -> what it is, per token of the text and MTP depth.
@@ -102,17 +101,15 @@ class Boost:
         return [one / sum(raw) for one in raw]
 
 
-def in_environment(environment: Mapping[str, str] = os.environ) -> Boost | None:
-    """Return what NEMOTRON3_BOOST says; None: an ordinary training.
-
-    Raises:
-        ValueError: it is malformed.
-    """
-    text = environment.get(VARIABLE)
+def _parse(text: str) -> Boost | None:
     try:
         return Boost.parse(text) if text else None
     except ValueError as problem:
-        raise ValueError(f"{VARIABLE}: {problem}") from None
+        raise ValueError(f"{BOOST}: {problem}") from None
+
+
+#: What NEMOTRON3_BOOST says; None: an ordinary training. Raises ValueError if it is malformed.
+in_environment = EnvironmentSetting(BOOST, _parse).read
 
 
 def asked(
@@ -133,7 +130,7 @@ def asked(
                 raise ValueError(_TAUGHT)
             refuse(boost, words, environment)
         except ValueError as problem:
-            raise ValueError(f"{VARIABLE}: {problem}") from None
+            raise ValueError(f"{BOOST}: {problem}") from None
     return boost
 
 
@@ -145,10 +142,10 @@ def refuse(boost: Boost, words: Sequence[str], environment: Mapping[str, str] = 
 
 
 def _problem(boost: Boost, words: Sequence[str], environment: Mapping[str, str]) -> str | None:
-    if environment.get("NEMOTRON3_DISTILL") not in (None, "", "0"):
-        return f"NEMOTRON3_DISTILL is set, too, but {_TAUGHT}"
-    if environment.get("NEMOTRON3_LORA"):
-        return "NEMOTRON3_LORA is set, too, but only MTP's own weights are trained: unset one of them"
+    if environment.get(DISTILL) not in (None, "", "0"):
+        return f"{DISTILL} is set, too, but {_TAUGHT}"
+    if environment.get(LORA):
+        return f"{LORA} is set, too, but only MTP's own weights are trained: unset one of them"
     if "/" not in (option_value(words, "--hybrid-layer-pattern") or ""):
         return (
             "the model has no MTP block to train: give --hybrid-layer-pattern one (…/*E) with "

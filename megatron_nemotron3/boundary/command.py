@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from megatron_nemotron3.boundary.plan import Plan, Side
 from megatron_nemotron3.boundary.planner import make_plan, slices_of
 from megatron_nemotron3.common import plots
 from megatron_nemotron3.common.files import require_plot
-from megatron_nemotron3.common.output import add_json, print_json
+from megatron_nemotron3.common.options import NEEDED, add_command, flag, json_flag, option
+from megatron_nemotron3.common.output import print_json
 
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
 #: Limits beyond which a table is unreadable and slow to make.
@@ -25,55 +27,49 @@ ROWS_PER_SAMPLE = 256
 LABELS = 32
 
 
+_LAYOUT = "tp=,cp=,pp=,dp=,offset= and sp, separated by commas"
+_rows = partial(option, group="rows of a microbatch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundaryOptions:
+    """Options of `nemotron3 boundary`."""
+
+    source: str = option(
+        f"layout of the sender (the encoder): {_LAYOUT}; with cp= also share=media, zigzag or contiguous",
+        "LAYOUT",
+        default=NEEDED,
+        spelling="--from",
+    )
+    destination: str = option(
+        "layout of the receiver (the language model), in the same form; "
+        "without offset= its ranks follow those of the encoder",
+        "LAYOUT",
+        default=NEEDED,
+        spelling="--to",
+    )
+    rows: str | None = _rows(
+        "rows of each sample of a microbatch, over all lanes; N+N for several media of a sample", "N,N,…"
+    )
+    samples: int | None = _rows("number of samples (default: the least possible)", "N", least=1)
+    rows_per_sample: int | None = _rows(f"rows of each sample ({ROWS_PER_SAMPLE})", "N", least=0)
+    seq_length: int | None = _rows(
+        "tokens per sequence, if --to has cp= or sp; rows are at its start (default: the least)", "N", least=1
+    )
+    hidden: int = _rows("width of a row (2688)", "N", default=2688, least=1)
+    dtype: str = _rows("type of the numbers (of a row; default bfloat16)", default="bfloat16", choices=DTYPES)
+    backward: bool = flag("plan of the gradients")
+    lines: int = option(f"lines of a table ({LINES})", "N", default=LINES, least=1)
+    json: bool = json_flag()
+    plot: Path | None = option("write a matrix of senders and receivers", "PNG")
+
+
 def register(commands: Any) -> None:
     """Add `nemotron3 boundary`."""
-    command = commands.add_parser("boundary")
-    layout = "tp=,cp=,pp=,dp=,offset= and sp, separated by commas"
-    command.add_argument(
-        "--from",
-        dest="source",
-        required=True,
-        metavar="LAYOUT",
-        help=f"layout of the sender (the encoder): {layout}; with cp= also share=media, zigzag or contiguous",
-    )
-    command.add_argument(
-        "--to",
-        dest="destination",
-        required=True,
-        metavar="LAYOUT",
-        help="layout of the receiver (the language model), in the same form; "
-        "without offset= its ranks follow those of the encoder",
-    )
-    rows = command.add_argument_group("rows of a microbatch")
-    rows.add_argument(
-        "--rows",
-        metavar="N,N,…",
-        help="rows of each sample of a microbatch, over all lanes; N+N for several media of a sample",
-    )
-    rows.add_argument(
-        "--samples", type=int, metavar="N", help="number of samples (default: the least possible)"
-    )
-    rows.add_argument(
-        "--rows-per-sample", type=int, metavar="N", help=f"rows of each sample ({ROWS_PER_SAMPLE})"
-    )
-    rows.add_argument(
-        "--seq-length",
-        type=int,
-        metavar="N",
-        help="tokens per sequence, if --to has cp= or sp; rows are at its start (default: the least)",
-    )
-    rows.add_argument("--hidden", type=int, default=2688, metavar="N", help="width of a row (2688)")
-    rows.add_argument(
-        "--dtype", choices=DTYPES, default="bfloat16", help="type of the numbers (of a row; default bfloat16)"
-    )
-    command.add_argument("--backward", action="store_true", help="plan of the gradients")
-    command.add_argument("--lines", type=int, default=LINES, metavar="N", help=f"lines of a table ({LINES})")
-    add_json(command)
-    command.add_argument("--plot", type=Path, metavar="PNG", help="write a matrix of senders and receivers")
-    command.set_defaults(run=boundary)
+    add_command(commands.add_parser("boundary"), BoundaryOptions, boundary)
 
 
-def boundary(options: argparse.Namespace) -> int:
+def boundary(options: BoundaryOptions) -> int:
     """Print the plan and write its plot if requested. Returns exit status 0.
 
     Raises:
@@ -83,9 +79,6 @@ def boundary(options: argparse.Namespace) -> int:
     """
     if options.plot is not None:
         require_plot(options.plot, "--plot")
-    for name in ("hidden", "lines", "samples", "seq_length"):
-        if (value := getattr(options, name)) is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: give 1 or more")
     source, destination = _parsed_layouts(options)
     media = _sample_media(options, source, destination)
     rows = [sum(sample) for sample in media]
@@ -125,7 +118,7 @@ def boundary(options: argparse.Namespace) -> int:
     return 0
 
 
-def _parsed_layouts(options: argparse.Namespace) -> tuple[Layout, Layout]:
+def _parsed_layouts(options: BoundaryOptions) -> tuple[Layout, Layout]:
     source, destination = Layout.parse(options.source), Layout.parse(options.destination)
     for layout in (source, destination):
         if layout.size > MOST_RANKS:
@@ -136,13 +129,11 @@ def _parsed_layouts(options: argparse.Namespace) -> tuple[Layout, Layout]:
     return source, destination
 
 
-def _sample_media(options: argparse.Namespace, source: Layout, destination: Layout) -> list[list[int]]:
+def _sample_media(options: BoundaryOptions, source: Layout, destination: Layout) -> list[list[int]]:
     """Rows of each medium of each sample."""
     if options.rows is None:
         samples = options.samples or math.lcm(source.dp, destination.dp)
         each = ROWS_PER_SAMPLE if options.rows_per_sample is None else options.rows_per_sample
-        if each < 0:
-            raise ValueError(f"--rows-per-sample {each}: give 0 or more")
         if samples > MOST_SAMPLES:
             raise ValueError(
                 f"{samples:,} samples (DP={source.dp} and DP={destination.dp}): use {MOST_SAMPLES:,} at most"
@@ -159,7 +150,7 @@ def _sample_media(options: argparse.Namespace, source: Layout, destination: Layo
 
 
 def _forward_plan(
-    options: argparse.Namespace, source: Layout, destination: Layout, media: list[list[int]]
+    options: BoundaryOptions, source: Layout, destination: Layout, media: list[list[int]]
 ) -> tuple[Plan, int | None]:
     """The forward plan, and the sequence length if the destination cuts sequences."""
     rows = [sum(sample) for sample in media]

@@ -24,12 +24,10 @@ from megatron_nemotron3.certify.bench import Bench, last_line
 from megatron_nemotron3.certify.finding import Finding, State, failed
 from megatron_nemotron3.certify.proof import STAGES, Stage, prove
 from megatron_nemotron3.certify.reading import Asked, checkout, read
-from megatron_nemotron3.common.output import Bar
-from megatron_nemotron3.common.output import add_json
-from megatron_nemotron3.common.output import result
-from megatron_nemotron3.common.output import say
 from megatron_nemotron3.common import lock
-from megatron_nemotron3.models.command import add_model
+from megatron_nemotron3.common.options import add_options
+from megatron_nemotron3.common.output import Bar, add_json, result, say
+from megatron_nemotron3.models.command import ModelOptions
 
 #: Worlds that `--ranks` may name.
 RANKS = (2, 4, 8, 16, 32)
@@ -43,7 +41,7 @@ _WORD = {State.PASS: "pass", State.FAIL: "FAIL", State.UNTESTED: "-"}
 def register(commands: Any) -> None:
     """Add `nemotron3 certify`."""
     command = commands.add_parser("certify")
-    add_model(command)
+    add_options(command, ModelOptions)
     for action in command._actions:
         if action.dest == "name":
             action.metavar = "LAUNCH"

@@ -16,7 +16,7 @@ from megatron_nemotron3.args import command_line, versions
 from megatron_nemotron3.args.command import chosen_launch
 from megatron_nemotron3.args.flag import Flag
 from megatron_nemotron3.args.flags import flags
-from megatron_nemotron3.args.script_options import text_of, told, variables
+from megatron_nemotron3.args.script_options import given_options, text_of, variables
 from megatron_nemotron3.models import names
 from megatron_nemotron3.precision.settings import Emulation
 
@@ -59,7 +59,7 @@ def read(options: argparse.Namespace, command: argparse.ArgumentParser) -> Asked
     target, words = options.name, tuple(options.extra)
     if options.model is not None or target in names() or Path(target or "").suffix in _OWN:
         return _named(options)
-    if described := told(options, command, BESIDE):
+    if described := given_options(options, command, BESIDE):
         raise ValueError(f"an existing launch is certified as it is: drop {' '.join(described)}")
     if target is None and not words:
         raise ValueError("give a script, the NAME of a model, or -- and the words of the command")

@@ -11,10 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_nemotron3.boost.settings import VARIABLE
 from megatron_nemotron3.certify.case import Case
 from megatron_nemotron3.certify.ranks import PRELOAD
 from megatron_nemotron3.common.ranks import Call, free_port, run_ranks
+from megatron_nemotron3.common.switches import BOOST
 from megatron_nemotron3.train import log
 from megatron_nemotron3.train.processes import ENTRY
 
@@ -60,7 +60,7 @@ class ScriptRun:
             **os.environ,
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
-            **({VARIABLE: self.case.boost} if self.case.boost is not None else {}),
+            **({BOOST: self.case.boost} if self.case.boost is not None else {}),
         }
         argv = [
             "--device",

@@ -27,10 +27,8 @@ from megatron_nemotron3.checkpoint.remote import shown
 from megatron_nemotron3.checkpoint.resume import LoadFolder, tracker_fix
 from megatron_nemotron3.checkpoint.structure import Verdict, check_structure
 from megatron_nemotron3.checkpoint.unpickle import Inert
-from megatron_nemotron3.common.output import BYTES
-from megatron_nemotron3.common.output import Bar
-from megatron_nemotron3.common.output import say
 from megatron_nemotron3.common.lock import holder
+from megatron_nemotron3.common.output import BYTES, Bar, say
 
 #: Largest number of problems printed.
 _SHOWN = 20

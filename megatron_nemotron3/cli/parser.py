@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_nemotron3 import words
 from megatron_nemotron3.cli.table import COMMANDS, DIRECTIONS
+from megatron_nemotron3.common import options
 
 
-class Parser(words.Parser):
+class Parser(options.Parser):
     """A parser with the example of its command."""
 
     @property

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoint.output import add_json
-from megatron_nemotron3.checkpoint.output import print_json
 from megatron_nemotron3.common.files import write_bytes
-from megatron_nemotron3.words import hint
+from megatron_nemotron3.common.options import hint
+from megatron_nemotron3.common.output import add_json, print_json
 
 
 def _folder() -> Path:

@@ -1,1 +1,1 @@
-"""What every other room stands on: files, locks, processes, ranks, options, output. It imports no other room."""
+"""What all other rooms stand on: files, locks, processes, ranks, options and output. It imports none of them."""

@@ -15,9 +15,7 @@ import types
 from typing import Any
 
 from megatron_nemotron3.common.processes import as_spawned
-
-#: The script that `megatron_nemotron3.run` runs.
-SCRIPT = "NEMOTRON3_SCRIPT"
+from megatron_nemotron3.common.switches import SCRIPT
 
 _of_the_script: dict[str, Any] = {}
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from megatron_nemotron3.common.options import hint
 from megatron_nemotron3.compression.choose import SLACK
 from megatron_nemotron3.models import Nemotron3Config, count
 from megatron_nemotron3.plan.serving import Serving, serving_bytes, step_seconds
-from megatron_nemotron3.words import hint
 
 _NUMBERS = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _BYTES = {"": 1.0, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}

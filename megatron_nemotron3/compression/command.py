@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_nemotron3.args.command import LAYOUT
 from megatron_nemotron3.args.layout import ParallelLayout
 from megatron_nemotron3.checkpoint.remote import local, place
 from megatron_nemotron3.common.files import require_output
-from megatron_nemotron3.common.output import BYTES, Bar, add_json, result, say, size_text
+from megatron_nemotron3.common.options import (
+    add_command,
+    argument,
+    data_path_option,
+    device_option,
+    flag,
+    json_flag,
+    option,
+    repeated,
+    text_option,
+    tokenizer_option,
+    workers_option,
+)
+from megatron_nemotron3.common.output import BYTES, Bar, result, say, size_text
 from megatron_nemotron3.compression.sizes import BY_LAYER, Sizes, candidate_config, parse_sizes
 from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.models import Nemotron3Config, count
-from megatron_nemotron3.models.command import add_stored_model, stored_model
+from megatron_nemotron3.models.command import StoredModelOptions, stored_model
 from megatron_nemotron3.train.inputs import require_tokenizer
-from megatron_nemotron3.words import add_device, add_text, add_tokenizer, add_workers
 
 if TYPE_CHECKING:
     from megatron_nemotron3.compression.scores import Scores
@@ -28,61 +41,62 @@ TOKENS = 65536
 _LAYOUT = ("tp", "pp", "ep", "etp")
 
 
+_MEASURED, _RANKS, _CUT = "importance", "how it is measured (under torchrun)", "the cut"
+
+
+def _size(name: str) -> Any:
+    return option(f"{LAYOUT[name]} (1)", "N", default=1, group=_RANKS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PruneOptions:
+    """Options of `nemotron3 prune`."""
+
+    checkpoint: Path | str = argument(
+        "Megatron or Hugging Face checkpoint, or a URL", "CHECKPOINT", parse=place
+    )
+    stored: StoredModelOptions
+    text: str | None = text_option("to measure on", group=_MEASURED)
+    data_path: str | None = data_path_option(group=_MEASURED)
+    scores: Path | None = option(
+        "measured importance: written with --text or --data-path, read without", "FILE", group=_MEASURED
+    )
+    tokenizer: Path | None = tokenizer_option("the checkpoint's", group=_MEASURED)
+    sample_tokens: int = option(
+        f"tokens of the text to measure on (at most; default {TOKENS})",
+        "N",
+        default=TOKENS,
+        group=_MEASURED,
+        least=2,
+    )
+    seq_length: int | None = option("tokens per sequence (default: the model's)", "N", group=_MEASURED)
+    tp: int = _size("tp")
+    pp: int = _size("pp")
+    ep: int = _size("ep")
+    etp: int = _size("etp")
+    precision: Literal["bf16", "fp32"] | None = option(
+        "number format of the linear layers (default fp32 on a CPU, else bf16)", group=_RANKS
+    )
+    device: str = device_option(group=_RANKS)
+    sizes: list[str] = repeated(
+        "sizes that remain, such as hidden_size=2048; those of experts may differ by layer (N,N,…)",
+        "NAME=N",
+        nargs="+",
+        group=_CUT,
+    )
+    output: Path | None = option("where to write (a new folder)", "DIR", group=_CUT)
+    dry_run: bool = flag("print the plan and its size, and stop", group=_CUT)
+    workers: int = workers_option(group=_CUT)
+    json: bool = json_flag()
+
+
 def register(commands: Any) -> None:
     """Add `nemotron3 prune`."""
-    command = commands.add_parser("prune")
-    command.set_defaults(run=prune_command)
-    command.add_argument(
-        "checkpoint", type=place, metavar="CHECKPOINT", help="Megatron or Hugging Face checkpoint, or a URL"
-    )
-    add_stored_model(command)
-    measured = command.add_argument_group("importance")
-    add_text(measured, "to measure on")
-    measured.add_argument(
-        "--scores",
-        type=Path,
-        metavar="FILE",
-        help="measured importance: written with --text or --data-path, read without",
-    )
-    add_tokenizer(measured, "the checkpoint's")
-    measured.add_argument(
-        "--sample-tokens",
-        type=int,
-        default=TOKENS,
-        metavar="N",
-        help=f"tokens of the text to measure on (at most; default {TOKENS})",
-    )
-    measured.add_argument(
-        "--seq-length", type=int, metavar="N", help="tokens per sequence (default: the model's)"
-    )
-    ranks = command.add_argument_group("how it is measured (under torchrun)")
-    for name in _LAYOUT:
-        ranks.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{LAYOUT[name]} (1)")
-    ranks.add_argument(
-        "--precision",
-        choices=("bf16", "fp32"),
-        help="number format of the linear layers (default fp32 on a CPU, else bf16)",
-    )
-    add_device(ranks)
-    cut = command.add_argument_group("the cut")
-    cut.add_argument(
-        "--sizes",
-        nargs="+",
-        default=[],
-        metavar="NAME=N",
-        help="sizes that remain, such as hidden_size=2048; those of experts may differ by layer (N,N,…)",
-    )
-    cut.add_argument("--output", type=Path, metavar="DIR", help="where to write (a new folder)")
-    cut.add_argument("--dry-run", action="store_true", help="print the plan and its size, and stop")
-    add_workers(cut)
-    add_json(command)
+    add_command(commands.add_parser("prune"), PruneOptions, prune_command)
 
 
-def prune_command(options: argparse.Namespace) -> int:
+def prune_command(options: PruneOptions) -> int:
     """Measure, cut, or both. Exit status 0.
-
-    Args:
-        options: those of `register`.
 
     Raises:
         ValueError: options that do not go together; sizes that the model cannot have; there is no checkpoint,
@@ -96,7 +110,7 @@ def prune_command(options: argparse.Namespace) -> int:
         return _prune(options, folder, sizes)
 
 
-def _check(options: argparse.Namespace, sizes: Sizes) -> None:
+def _check(options: PruneOptions, sizes: Sizes) -> None:
     """Raise ValueError for options that do not go together, before anything is read."""
     measures = options.text is not None or options.data_path is not None
     if not measures and options.scores is None:
@@ -111,10 +125,6 @@ def _check(options: argparse.Namespace, sizes: Sizes) -> None:
             "num_layers and sizes by layer: the scores decide which layers stay; prune the depth first, then "
             "the experts of what is left"
         )
-    if options.sample_tokens < 2:
-        raise ValueError(f"--sample-tokens {options.sample_tokens}: give 2 or more")
-    if options.workers < 1:
-        raise ValueError(f"--workers {options.workers}: give 1 or more")
     if options.tokenizer is not None:
         require_tokenizer(options.tokenizer)
     if options.text is not None and not Path(options.text).exists():
@@ -139,7 +149,7 @@ def _ranks() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _layout(options: argparse.Namespace) -> ParallelLayout:
+def _layout(options: PruneOptions) -> ParallelLayout:
     """Return the layout of all ranks of torchrun."""
     sizes = {name: getattr(options, name) for name in _LAYOUT}
     model, ranks = ParallelLayout(**sizes), _ranks()
@@ -151,12 +161,12 @@ def _layout(options: argparse.Namespace) -> ParallelLayout:
     return ParallelLayout(**sizes, dp=ranks // (options.tp * options.pp))
 
 
-def _prune(options: argparse.Namespace, folder: Path, sizes: Sizes) -> int:
+def _prune(options: PruneOptions, folder: Path, sizes: Sizes) -> int:
     from megatron_nemotron3.compression.scores import Scores
     from megatron_nemotron3.generate.checkpoint_folder import find_checkpoint
 
     found = find_checkpoint(folder)
-    opened = found.open(stored_model(options))
+    opened = found.open(stored_model(options.stored))
     if opened.omni is not None:
         raise ValueError(
             f"{folder}: it has encoders: `nemotron3 convert … --only language` takes the language model out"
@@ -168,6 +178,7 @@ def _prune(options: argparse.Namespace, folder: Path, sizes: Sizes) -> int:
     assert isinstance(number, int)
     candidate_config(config, sizes, range(number))  # before any work; which layers stay is not known yet
     if options.text is None and options.data_path is None:
+        assert options.scores is not None
         scores = Scores.load(options.scores, config)
     else:
         scores = _measured(options, found, opened)
@@ -187,7 +198,7 @@ def _prune(options: argparse.Namespace, folder: Path, sizes: Sizes) -> int:
     return 0
 
 
-def _measured(options: argparse.Namespace, found: CheckpointFolder, opened: Checkpoint) -> Scores:
+def _measured(options: PruneOptions, found: CheckpointFolder, opened: Checkpoint) -> Scores:
     from megatron_nemotron3.args import Launch
     from megatron_nemotron3.args.rules import enforce
     from megatron_nemotron3.generate.evaluate_command import chosen_seq_length, evaluation_tokens
@@ -207,7 +218,9 @@ def _measured(options: argparse.Namespace, found: CheckpointFolder, opened: Chec
     enforce(launch)
     from megatron_nemotron3.generate.evaluate import windows
 
-    ids, source = evaluation_tokens(found, options, 4 * options.sample_tokens)
+    ids, source = evaluation_tokens(
+        found, 4 * options.sample_tokens, options.text, options.data_path, options.tokenizer
+    )
     text = windows(ids, length, options.sample_tokens)
     if int(text.max()) >= config.vocab_size:
         raise ValueError(f"{source}: token {int(text.max())} is not in the vocabulary of {config.vocab_size}")
@@ -252,7 +265,7 @@ def _shown(pruned: Nemotron3Config, sizes: Sizes, name: str) -> Any:
 
 
 def _cut(
-    options: argparse.Namespace,
+    options: PruneOptions,
     found: CheckpointFolder,
     opened: Checkpoint,
     scores: Scores,
@@ -262,20 +275,16 @@ def _cut(
     from megatron_nemotron3.compression.folder import MODEL, cut_job
     from megatron_nemotron3.convert.job import run
 
-    try:
-        tokenizer = found.tokenizer(options.tokenizer).folder
-    except (ValueError, ModuleNotFoundError):
-        tokenizer = options.tokenizer
-    job = cut_job(opened, scores, pruned, layers, options.output, tokenizer)
+    output, tokenizer = options.output, options.tokenizer
+    assert output is not None
+    with contextlib.suppress(ValueError, ModuleNotFoundError):
+        tokenizer = found.tokenizer(tokenizer).folder
+    job = cut_job(opened, scores, pruned, layers, output, tokenizer)
     with Bar("prune", BYTES) as bar:
         run(job, workers=options.workers, report=lambda at: bar.to(at.done, at.total, begun=at.begun))
-    say(
-        f"written      {options.output}: {size_text(job.length)}",
-        output=str(options.output),
-        bytes=job.length,
-    )
-    model = options.output / MODEL
+    say(f"written      {output}: {size_text(job.length)}", output=str(output), bytes=job.length)
+    model = output / MODEL
     if opened.kind == "hugging face":
-        say(f"next         nemotron3 convert from-hf {options.output} MEGATRON_DIR --model {model}")
+        say(f"next         nemotron3 convert from-hf {output} MEGATRON_DIR --model {model}")
     else:
-        say(f"next         nemotron3 train --model {model} --pretrained {options.output}")
+        say(f"next         nemotron3 train --model {model} --pretrained {output}")

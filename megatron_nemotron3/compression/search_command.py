@@ -2,82 +2,74 @@
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.common.files import require_output, write_json
-from megatron_nemotron3.common.output import add_json, result, say
+from megatron_nemotron3.common.options import NEEDED, add_command, json_flag, option
+from megatron_nemotron3.common.output import result, say
 from megatron_nemotron3.compression.budget import MEASURES, amount, costs, parse_budget
 from megatron_nemotron3.compression.search import Alike, Candidate, Found, Losses, search, sizes_text
 from megatron_nemotron3.compression.sizes import BY_LAYER, parse_numbers
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.models.command import add_model, chosen_model
+from megatron_nemotron3.models.command import ModelOptions, chosen_model
 from megatron_nemotron3.models.show import describe
 from megatron_nemotron3.plan.hardware import GPUS
 from megatron_nemotron3.plan.serving import Serving
 
+_SERVED = "how the model is used (memory and latency)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    """Options of `nemotron3 search`."""
+
+    which: ModelOptions
+    budget: list[str] = option(
+        "at most so much of each: params=60B, active=9B, memory=80GiB (weights in BF16, and the state "
+        "of the sequences), latency=12ms (to decode a token of every sequence)",
+        "MEASURE=N",
+        default=NEEDED,
+        nargs="+",
+    )
+    vary: list[str] = option(
+        f"values to choose a size from; {' and '.join(BY_LAYER)} are chosen for each layer by itself",
+        "NAME=N,N,…",
+        default=NEEDED,
+        nargs="+",
+    )
+    scores: Path | None = option(
+        "measured importance, from nemotron3 prune --text … --scores FILE (default: all parts alike)", "FILE"
+    )
+    gpu: str = option("type of GPU (h100)", default="h100", choices=GPUS, group=_SERVED)
+    sequences: int = option("sequences that are decoded together (1)", "N", default=1, group=_SERVED)
+    context: int | None = option("tokens of each so far (default: the training length)", "N", group=_SERVED)
+    best: int = option(
+        "how many layouts or candidates to print (10)", "N", default=10, group="output", least=1
+    )
+    output: Path | None = option(
+        "where to write the best, for --model of other commands", "FILE.json", group="output"
+    )
+    json: bool = json_flag(group="output")
+
 
 def register(commands: Any) -> None:
     """Add `nemotron3 search`."""
-    command = commands.add_parser("search")
-    command.set_defaults(run=search_command)
-    add_model(command)
-    command.add_argument(
-        "--budget",
-        nargs="+",
-        required=True,
-        metavar="MEASURE=N",
-        help="at most so much of each: params=60B, active=9B, memory=80GiB (weights in BF16, and the state "
-        "of the sequences), latency=12ms (to decode a token of every sequence)",
-    )
-    command.add_argument(
-        "--vary",
-        nargs="+",
-        required=True,
-        metavar="NAME=N,N,…",
-        help=f"values to choose a size from; {' and '.join(BY_LAYER)} are chosen for each layer by itself",
-    )
-    command.add_argument(
-        "--scores",
-        type=Path,
-        metavar="FILE",
-        help="measured importance, from nemotron3 prune --text … --scores FILE (default: all parts alike)",
-    )
-    served = command.add_argument_group("how the model is used (memory and latency)")
-    served.add_argument("--gpu", choices=GPUS, default="h100", help="type of GPU (h100)")
-    served.add_argument(
-        "--sequences", type=int, default=1, metavar="N", help="sequences that are decoded together (1)"
-    )
-    served.add_argument(
-        "--context", type=int, metavar="N", help="tokens of each so far (default: the training length)"
-    )
-    shown = command.add_argument_group("output")
-    shown.add_argument(
-        "--best", type=int, default=10, metavar="N", help="how many layouts or candidates to print (10)"
-    )
-    shown.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE.json",
-        help="where to write the best, for --model of other commands",
-    )
-    add_json(shown)
+    add_command(commands.add_parser("search"), SearchOptions, search_command)
 
 
-def search_command(options: argparse.Namespace) -> int:
+def search_command(options: SearchOptions) -> int:
     """Print the candidates, best first. Exit status 0.
 
     Raises:
         ValueError: no candidate meets the budget (the message names the nearest), or an option is wrong.
         OSError: a file cannot be read or written.
     """
-    config = chosen_model(options)
+    config = chosen_model(options.which)
     budget = parse_budget(options.budget)
     given = parse_numbers(options.vary, "--vary", "NAME=N,N,…, such as moe_ffn_hidden_size=1280,1792,2688")
     values = {name: tuple(dict.fromkeys(numbers)) for name, numbers in given.items()}
-    if options.best < 1:
-        raise ValueError(f"--best {options.best}: give 1 or more")
     if options.output is not None:
         if options.output.suffix != ".json":
             raise ValueError(f"--output {options.output}: give a file that ends with .json, for --model")
@@ -106,7 +98,7 @@ def _say(
     budget: dict[str, float],
     serving: Serving,
     found: Found,
-    options: argparse.Namespace,
+    options: SearchOptions,
 ) -> None:
     def row(number: str, loss: str, values: list[str], sizes: str) -> None:
         say(f"{number:>3} {loss:>9}" + "".join(f"{value:>11}" for value in values) + f"  {sizes}")

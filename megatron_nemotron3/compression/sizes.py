@@ -12,9 +12,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_nemotron3.common.options import hint
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.tiny import TINY_SUFFIX
-from megatron_nemotron3.words import hint
 
 #: One size, or one for each E layer.
 Size = int | tuple[int, ...]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,34 +10,33 @@ from megatron_nemotron3.checkpoint import check as megatron
 from megatron_nemotron3.checkpoint.folders import locate
 from megatron_nemotron3.checkpoint.metadata import count_elements, elements_text
 from megatron_nemotron3.checkpoint.remote import local, place, shown
-from megatron_nemotron3.common.output import add_json, part, result, say
+from megatron_nemotron3.common.options import add_command, argument, flag, json_flag, option
+from megatron_nemotron3.common.output import part, result, say
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions:
+    """Options of `nemotron3 check`."""
+
+    folder: Path | str = argument(
+        "a run, its checkpoints or one of them, or a Hugging Face folder", "DIR", parse=place
+    )
+    full: bool = flag("everything: read all bytes and compare CRC32s")
+    workers: int = option("processes or threads (default 4)", "N", default=4, least=1)
+    json: bool = json_flag()
 
 
 def register(commands: Any) -> None:
     """Add `nemotron3 check`."""
-    command = commands.add_parser("check")
-    command.add_argument(
-        "folder",
-        type=place,
-        metavar="DIR",
-        help="a run, its checkpoints or one of them, or a Hugging Face folder",
-    )
-    command.add_argument("--full", action="store_true", help="everything: read all bytes and compare CRC32s")
-    command.add_argument(
-        "--workers", type=int, default=4, metavar="N", help="processes or threads (default 4)"
-    )
-    add_json(command)
-    command.set_defaults(run=check_command)
+    add_command(commands.add_parser("check"), CheckOptions, check_command)
 
 
-def check_command(options: argparse.Namespace) -> int:
+def check_command(options: CheckOptions) -> int:
     """Run `nemotron3 check`. Returns the exit status: 0 if the checkpoint is sound, else 2.
 
     Raises:
         ValueError: there is no checkpoint, or a Hugging Face folder is damaged.
     """
-    if options.workers < 1:
-        raise ValueError(f"--workers {options.workers}: give 1 or more")
     with local(options.folder, every=True) as folder, result(options.json):
         if locate(folder).kind == "hugging face":
             return check_hugging_face(folder, full=options.full, workers=options.workers)

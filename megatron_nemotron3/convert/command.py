@@ -2,238 +2,216 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_nemotron3.checkpoint.remote import local, place, target
-from megatron_nemotron3.common.output import add_json, result, say
+from megatron_nemotron3.common.options import (
+    add_command,
+    argument,
+    flag,
+    json_flag,
+    option,
+    repeated,
+    workers_option,
+)
+from megatron_nemotron3.common.output import result, say
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.models.command import add_stored_model, stored_model
+from megatron_nemotron3.models.command import StoredModelOptions, stored_model
 from megatron_nemotron3.models.omni import OmniConfig, get_omni
 from megatron_nemotron3.models.tiny import TINY_SUFFIX
 from megatron_nemotron3.precision.serving import RECIPES
-from megatron_nemotron3.words import add_workers
+
+if TYPE_CHECKING:
+    from megatron_nemotron3.convert.conversion import ToHfOptions
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 DTYPES = ("bfloat16", "float16", "float32")
+_DEQUANTIZE = "read packed NVFP4 and FP8 weights as BF16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredOptions:
+    """How a checkpoint is read: the same for both directions and `verify`."""
+
+    which: StoredModelOptions
+    lora_alpha: float | None = option("alpha of a Megatron LoRA adapter (default: as stored)", "N")
+    allow_unused: list[str] = repeated("tensors that may be left out", "GLOB")
+
+
+_LORA, _ENCODERS = "LoRA adapters", "models with encoders"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedOptions:
+    """Options of both directions of `nemotron3 convert`."""
+
+    stored: StoredOptions
+    check_logits: int | None = option(
+        "afterwards, compare the logits of both sides on N tokens, layer by layer", "N"
+    )
+    adapter: Path | None = option("a LoRA adapter to put in: a folder that peft saved", "DIR", group=_LORA)
+    adapter_only: bool = False
+    merge_adapter: bool = flag("add the adapter, W + alpha / r * B A, to the weights", group=_LORA)
+    only: Literal["language"] | None = option(
+        "convert the language model alone, without the encoders", group=_ENCODERS
+    )
+    into: Path | None = option(
+        "with --only language: write DIR, a checkpoint with encoders of the kind that is written, "
+        "with this language model in the place of its own",
+        "DIR",
+        group=_ENCODERS,
+    )
+    dtype: str | None = option("type of the numbers (of the weights; default: as stored)", choices=DTYPES)
+    shard_size: str = option("largest size of a file (default 5GB)", "SIZE", default="5GB")
+    allow_nonfinite: bool = flag("copy NaN and infinities")
+    json: bool = json_flag()
+    dry_run: bool = flag("print the plan and its size, and stop")
+    workers: int = workers_option()
+
+    def common(self) -> dict[str, Any]:
+        """Return the fields of `conversion.Options`."""
+        return {
+            "model": _model(self.stored.which),
+            "dtype": self.dtype,
+            "allow_unused": tuple(self.stored.allow_unused),
+            "workers": self.workers,
+            "dry_run": self.dry_run,
+            "shard_bytes": size(self.shard_size),
+            "allow_nonfinite": self.allow_nonfinite,
+            "adapter": self.adapter,
+            "merge_adapter": self.merge_adapter,
+            "lora_alpha": self.stored.lora_alpha,
+            "only": self.only,
+            "into": self.into,
+            "compare_logits": None
+            if self.check_logits is None
+            else partial(_compare_logits, self.check_logits),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SharedWithAdapter(SharedOptions):
+    adapter_only: bool = flag("write the LoRA adapter alone, as a folder of peft", group=_LORA)
+
+
+_QUANTIZED, _WATCH = "quantized weights", "exports of a running job"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToHf:
+    """Options of `nemotron3 convert to-hf`."""
+
+    source: Path | str = argument(
+        "a run, its checkpoints or one of them; or a URL", "MEGATRON_DIR", parse=place
+    )
+    target: Path | str = argument("a new folder, or a URL", "HF_DIR", parse=place)
+    iteration: int | None = option("default: the iteration that the tracker names", "N")
+    vocab_size: int | None = option("tokens in the vocabulary (default: as stored)", "N")
+    reference: Path | None = option(
+        "HF folder whose tokenizer and generation files are copied (default: the tokenizer in the "
+        "checkpoint, which Megatron's main saves)",
+        "DIR",
+    )
+    from_optimizer_master: bool = flag("convert the FP32 masters of the optimizer, not the weights")
+    quantize: str | None = option(
+        f"pack the weights for inference engines: nvfp4, fp8, or one of {', '.join(RECIPES)}",
+        "RECIPE",
+        group=_QUANTIZED,
+    )
+    input_scales: Path | None = option(
+        "scales of activations for --quantize: JSON, safetensors, or a quantized folder",
+        "PATH",
+        group=_QUANTIZED,
+    )
+    watch: float | None = option(
+        "export each new checkpoint of a running job to HF_DIR/iter_N; look every SECONDS (default 30)",
+        "SECONDS",
+        nargs="?",
+        const=30.0,
+        group=_WATCH,
+    )
+    once: bool = flag("with --watch: export what is there, and stop", group=_WATCH)
+    keep_last: int | None = option(
+        "with --watch: keep the newest N exports (default: all)", "N", group=_WATCH
+    )
+    shared: _SharedWithAdapter
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromHf:
+    """Options of `nemotron3 convert from-hf`."""
+
+    source: Path | str = argument(
+        "a Hugging Face folder, a URL, or the id of a repository", "HF_DIR", parse=place
+    )
+    target: Path | str = argument("a new folder, for --load; or a URL", "MEGATRON_DIR", parse=place)
+    make_vocab_size_divisible_by: int = option(
+        "pad the vocabulary to a multiple of N: Megatron's option times TP (default 128)", "N", default=128
+    )
+    mtp_num_layers: int | None = option(
+        "depths of MTP (default: as --model, config.json or the catalog says, else the stored blocks)", "N"
+    )
+    dequantize: bool = flag(_DEQUANTIZE)
+    shared: SharedOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions:
+    """Options of `nemotron3 verify`."""
+
+    a: Path | str = argument("Megatron or Hugging Face checkpoint, or a URL", "A", parse=place)
+    b: Path | str | None = argument("default: the manifest of A", "B", default=None, parse=place)
+    vocab_size: int | None = option("tokens in the vocabulary (default: as stored)", "N")
+    dequantize: bool = flag(_DEQUANTIZE)
+    stored: StoredOptions
+    workers: int = workers_option()
+    json: bool = json_flag()
 
 
 def register(commands: Any) -> None:
     """Add `nemotron3 convert` and `nemotron3 verify`."""
-    _add_convert(commands.add_parser("convert"))
-    _add_verify(commands.add_parser("verify"))
-
-
-def _add_convert(command: argparse.ArgumentParser) -> None:
-    command.set_defaults(run=convert)
+    command = commands.add_parser("convert")
     ways = command.add_subparsers(
         dest="direction", required=True, metavar="to-hf|from-hf", parser_class=type(command)
     )
     to_hf = "convert a Megatron checkpoint to a Hugging Face folder"
-    export = ways.add_parser("to-hf", help=to_hf, description=to_hf.replace("c", "C", 1) + ".")
-    export.add_argument(
-        "source", type=place, metavar="MEGATRON_DIR", help="a run, its checkpoints or one of them; or a URL"
-    )
-    export.add_argument("target", type=place, metavar="HF_DIR", help="a new folder, or a URL")
-    export.add_argument(
-        "--iteration", type=int, metavar="N", help="default: the iteration that the tracker names"
-    )
-    export.add_argument(
-        "--vocab-size", type=int, metavar="N", help="tokens in the vocabulary (default: as stored)"
-    )
-    export.add_argument(
-        "--reference",
-        type=Path,
-        metavar="DIR",
-        help="HF folder whose tokenizer and generation files are copied (default: the tokenizer in the "
-        "checkpoint, which Megatron's main saves)",
-    )
-    export.add_argument(
-        "--from-optimizer-master",
-        action="store_true",
-        help="convert the FP32 masters of the optimizer, not the weights",
-    )
-    packed = export.add_argument_group("quantized weights")
-    packed.add_argument(
-        "--quantize",
-        metavar="RECIPE",
-        help=f"pack the weights for inference engines: nvfp4, fp8, or one of {', '.join(RECIPES)}",
-    )
-    packed.add_argument(
-        "--input-scales",
-        type=Path,
-        metavar="PATH",
-        help="scales of activations for --quantize: JSON, safetensors, or a quantized folder",
-    )
-    following = export.add_argument_group("exports of a running job")
-    following.add_argument(
-        "--watch",
-        type=float,
-        nargs="?",
-        const=30.0,
-        metavar="SECONDS",
-        help="export each new checkpoint of a running job to HF_DIR/iter_N; look every SECONDS (default 30)",
-    )
-    following.add_argument("--once", action="store_true", help="with --watch: export what is there, and stop")
-    following.add_argument(
-        "--keep-last", type=int, metavar="N", help="with --watch: keep the newest N exports (default: all)"
-    )
     from_hf = "convert a Hugging Face folder to a Megatron checkpoint"
-    load = ways.add_parser("from-hf", help=from_hf, description=from_hf.replace("c", "C", 1) + ".")
-    load.add_argument(
-        "source", type=place, metavar="HF_DIR", help="a Hugging Face folder, a URL, or the id of a repository"
-    )
-    load.add_argument("target", type=place, metavar="MEGATRON_DIR", help="a new folder, for --load; or a URL")
-    load.add_argument(
-        "--make-vocab-size-divisible-by",
-        type=int,
-        default=128,
-        metavar="N",
-        help="pad the vocabulary to a multiple of N: Megatron's option times TP (default 128)",
-    )
-    load.add_argument(
-        "--mtp-num-layers",
-        type=int,
-        metavar="N",
-        help="depths of MTP (default: as --model, config.json or the catalog says, else the stored blocks)",
-    )
-    _add_dequantize(load)
-    for way in (export, load):
-        _add_stored(way)
-        way.add_argument(
-            "--check-logits",
-            type=int,
-            metavar="N",
-            help="afterwards, compare the logits of both sides on N tokens, layer by layer",
-        )
-        lora = way.add_argument_group("LoRA adapters")
-        lora.add_argument(
-            "--adapter", type=Path, metavar="DIR", help="a LoRA adapter to put in: a folder that peft saved"
-        )
-        if way is export:
-            lora.add_argument(
-                "--adapter-only",
-                action="store_true",
-                help="write the LoRA adapter alone, as a folder of peft",
-            )
-        lora.add_argument(
-            "--merge-adapter",
-            action="store_true",
-            help="add the adapter, W + alpha / r * B A, to the weights",
-        )
-        encoders = way.add_argument_group("models with encoders")
-        encoders.add_argument(
-            "--only", choices=("language",), help="convert the language model alone, without the encoders"
-        )
-        encoders.add_argument(
-            "--into",
-            type=Path,
-            metavar="DIR",
-            help="with --only language: write DIR, a checkpoint with encoders of the kind that is written, "
-            "with this language model in the place of its own",
-        )
-        way.add_argument(
-            "--dtype", choices=DTYPES, help="type of the numbers (of the weights; default: as stored)"
-        )
-        way.add_argument(
-            "--shard-size", default="5GB", metavar="SIZE", help="largest size of a file (default 5GB)"
-        )
-        way.add_argument("--allow-nonfinite", action="store_true", help="copy NaN and infinities")
-        add_json(way)
-        way.add_argument("--dry-run", action="store_true", help="print the plan and its size, and stop")
-        add_workers(way)
+    for name, what in (("to-hf", to_hf), ("from-hf", from_hf)):
+        ways.add_parser(name, help=what, description=what.replace("c", "C", 1) + ".")
+    add_command(ways.choices["to-hf"], ToHf, convert_to_hf)
+    add_command(ways.choices["from-hf"], FromHf, convert_from_hf)
+    add_command(commands.add_parser("verify"), VerifyOptions, verify)
 
 
-def _add_verify(command: argparse.ArgumentParser) -> None:
-    command.set_defaults(run=verify)
-    command.add_argument("a", type=place, metavar="A", help="Megatron or Hugging Face checkpoint, or a URL")
-    command.add_argument("b", type=place, nargs="?", metavar="B", help="default: the manifest of A")
-    command.add_argument(
-        "--vocab-size", type=int, metavar="N", help="tokens in the vocabulary (default: as stored)"
-    )
-    _add_dequantize(command)
-    _add_stored(command)
-    add_workers(command)
-    add_json(command)
-
-
-def _add_dequantize(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--dequantize", action="store_true", help="read packed NVFP4 and FP8 weights as BF16"
-    )
-
-
-def _add_stored(command: argparse.ArgumentParser) -> None:
-    add_stored_model(command)
-    command.add_argument(
-        "--lora-alpha", type=float, metavar="N", help="alpha of a Megatron LoRA adapter (default: as stored)"
-    )
-    command.add_argument(
-        "--allow-unused", action="append", default=[], metavar="GLOB", help="tensors that may be left out"
-    )
-
-
-def convert(options: argparse.Namespace) -> int:
-    """Run `nemotron3 convert`.
+def convert_to_hf(options: ToHf) -> int:
+    """Run `nemotron3 convert to-hf`.
 
     Raises:
         ValueError, OSError: as `conversion.convert_to_hf`; --check-logits without a transformers that knows
             the models.
     """
-    with result(options.json):
-        return _convert(options)
+    shared = options.shared
+    with result(shared.json):
+        _require_transformers(shared)
+        from megatron_nemotron3.convert import conversion
 
-
-def _convert(options: argparse.Namespace) -> int:
-    if options.check_logits is not None:
-        from megatron_nemotron3.convert.logits.hugging_face import transformers_model
-
-        try:
-            transformers_model()  # before any work: is it installed, and new enough?
-        except ImportError as problem:
-            raise ValueError(problem) from None
-    from megatron_nemotron3.convert import conversion
-
-    common: dict[str, Any] = {
-        "model": _model(options),
-        "dtype": options.dtype,
-        "allow_unused": tuple(options.allow_unused),
-        "workers": _workers(options),
-        "dry_run": options.dry_run,
-        "shard_bytes": size(options.shard_size),
-        "allow_nonfinite": options.allow_nonfinite,
-        "adapter": options.adapter,
-        "merge_adapter": options.merge_adapter,
-        "lora_alpha": options.lora_alpha,
-        "only": options.only,
-        "into": options.into,
-    }
-    if options.check_logits is not None:
-        common["compare_logits"] = partial(_compare_logits, options.check_logits)
-    if options.direction == "to-hf":
         to_hf = conversion.ToHfOptions(
-            **common,
+            **shared.common(),
             iteration=options.iteration,
             vocab_size=options.vocab_size,
             from_masters=options.from_optimizer_master,
             reference=options.reference,
             quantize=options.quantize,
             input_scales=options.input_scales,
-            adapter_only=options.adapter_only,
+            adapter_only=shared.adapter_only,
         )
         if options.watch is not None:
-            from megatron_nemotron3.convert.follow import Following, follow
-
-            for where in (options.source, options.target):
-                if isinstance(where, str):
-                    raise ValueError(f"{where}: --watch is for local folders, not for a URL")
-            how = Following(options.watch, options.once, options.keep_last)
-            return follow(options.source, options.target, to_hf, how)
+            return _follow(options, to_hf, options.watch)
         if options.once or options.keep_last is not None:
             raise ValueError("--once and --keep-last belong to --watch")
         with (
@@ -241,14 +219,48 @@ def _convert(options: argparse.Namespace) -> int:
             target(options.target) as (path, url),
         ):
             return conversion.convert_to_hf(source, path, replace(to_hf, url=url))
-    from_hf = conversion.FromHfOptions(
-        **common,
-        make_vocab_size_divisible_by=options.make_vocab_size_divisible_by,
-        dequantize=options.dequantize,
-        mtp_num_layers=options.mtp_num_layers,
-    )
-    with local(options.source) as source, target(options.target) as (path, url):
-        return conversion.convert_from_hf(source, path, replace(from_hf, url=url))
+
+
+def _follow(options: ToHf, to_hf: ToHfOptions, interval: float) -> int:
+    from megatron_nemotron3.convert.follow import Following, follow
+
+    source, target = options.source, options.target
+    if isinstance(source, str) or isinstance(target, str):
+        url = source if isinstance(source, str) else target
+        raise ValueError(f"{url}: --watch is for local folders, not for a URL")
+    return follow(source, target, to_hf, Following(interval, options.once, options.keep_last))
+
+
+def convert_from_hf(options: FromHf) -> int:
+    """Run `nemotron3 convert from-hf`.
+
+    Raises:
+        ValueError, OSError: as `conversion.convert_from_hf`; --check-logits without a transformers that knows
+            the models.
+    """
+    with result(options.shared.json):
+        _require_transformers(options.shared)
+        from megatron_nemotron3.convert import conversion
+
+        from_hf = conversion.FromHfOptions(
+            **options.shared.common(),
+            make_vocab_size_divisible_by=options.make_vocab_size_divisible_by,
+            dequantize=options.dequantize,
+            mtp_num_layers=options.mtp_num_layers,
+        )
+        with local(options.source) as source, target(options.target) as (path, url):
+            return conversion.convert_from_hf(source, path, replace(from_hf, url=url))
+
+
+def _require_transformers(options: SharedOptions) -> None:
+    """Raise ValueError, before any work, if --check-logits lacks a transformers that knows the models."""
+    if options.check_logits is not None:
+        from megatron_nemotron3.convert.logits.hugging_face import transformers_model
+
+        try:
+            transformers_model()
+        except ImportError as problem:
+            raise ValueError(problem) from None
 
 
 def _compare_logits(tokens: int, megatron: Any, hf: Any, config: Nemotron3Config) -> int:
@@ -261,7 +273,7 @@ def _compare_logits(tokens: int, megatron: Any, hf: Any, config: Nemotron3Config
     return report.exit_status
 
 
-def verify(options: argparse.Namespace) -> int:
+def verify(options: VerifyOptions) -> int:
     """Run `nemotron3 verify`.
 
     Raises:
@@ -271,14 +283,15 @@ def verify(options: argparse.Namespace) -> int:
     from megatron_nemotron3.convert import verify as comparison
 
     common = conversion.Options(
-        model=_model(options),
-        allow_unused=tuple(options.allow_unused),
-        workers=_workers(options),
-        lora_alpha=options.lora_alpha,
+        model=_model(options.stored.which),
+        allow_unused=tuple(options.stored.allow_unused),
+        workers=options.workers,
+        lora_alpha=options.stored.lora_alpha,
     )
     with ExitStack() as stack:
         stack.enter_context(result(options.json))
-        a, b = (one and stack.enter_context(local(one)) for one in (options.a, options.b))
+        a = stack.enter_context(local(options.a))
+        b = None if options.b is None else stack.enter_context(local(options.b))
         return comparison.verify(a, b, common, dequantize=options.dequantize, vocab_size=options.vocab_size)
 
 
@@ -295,13 +308,7 @@ def size(text: str) -> int:
     return found
 
 
-def _model(options: argparse.Namespace) -> Nemotron3Config | OmniConfig | None:
+def _model(options: StoredModelOptions) -> Nemotron3Config | OmniConfig | None:
     """Return the model of --model and --tiny, which may have encoders. Errors as `stored_model`."""
     encoders = get_omni(f"{options.model or ''}{TINY_SUFFIX if options.tiny else ''}")
     return encoders or stored_model(options)
-
-
-def _workers(options: argparse.Namespace) -> int:
-    if options.workers < 1:
-        raise ValueError(f"--workers {options.workers}: give 1 or more")
-    return int(options.workers)

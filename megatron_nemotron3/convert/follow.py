@@ -24,9 +24,8 @@ from megatron_nemotron3.checkpoint.folders import (
     locate,
 )
 from megatron_nemotron3.checkpoint.structure import check_structure
-from megatron_nemotron3.common.output import part
-from megatron_nemotron3.common.output import say
 from megatron_nemotron3.common import lock
+from megatron_nemotron3.common.output import part, say
 from megatron_nemotron3.convert.conversion import ToHfOptions, convert_to_hf
 from megatron_nemotron3.convert.job import MANIFEST, partial_of
 

@@ -27,12 +27,14 @@ from megatron_nemotron3.checkpoint.folders import free_bytes
 from megatron_nemotron3.checkpoint.metadata import COMMON, CheckpointError, read_json
 from megatron_nemotron3.checkpoint.metadata import INDEX as MEGATRON_INDEX
 from megatron_nemotron3.checkpoint.structure import CONFIG as MEGATRON_CONFIG
-from megatron_nemotron3.common.files import read_outside
-from megatron_nemotron3.common.files import sync_folder
-from megatron_nemotron3.common.files import temporary_prefix
-from megatron_nemotron3.common.files import write_bytes
-from megatron_nemotron3.common.files import write_json
 from megatron_nemotron3.common import lock
+from megatron_nemotron3.common.files import (
+    read_outside,
+    sync_folder,
+    temporary_prefix,
+    write_bytes,
+    write_json,
+)
 from megatron_nemotron3.common.processes import parallel_map
 from megatron_nemotron3.convert.checksums import Reads
 from megatron_nemotron3.convert.hf_folder import CONFIG, INDEX

@@ -13,10 +13,7 @@ from megatron_nemotron3.checkpoint.archive import preadv
 from megatron_nemotron3.checkpoint.metadata import CheckpointError, read_json
 from megatron_nemotron3.checkpoint.remote import shown
 from megatron_nemotron3.common.files import open_outside
-from megatron_nemotron3.common.output import BYTES
-from megatron_nemotron3.common.output import Bar
-from megatron_nemotron3.common.output import say
-from megatron_nemotron3.common.output import size_text
+from megatron_nemotron3.common.output import BYTES, Bar, say, size_text
 from megatron_nemotron3.common.processes import parallel_map
 from megatron_nemotron3.convert.checkpoints import open_checkpoint
 from megatron_nemotron3.convert.compare import Difference, compare

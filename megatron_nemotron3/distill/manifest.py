@@ -7,14 +7,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.common.files import Unreadable, json_outside, write_json
+from megatron_nemotron3.common import record
 from megatron_nemotron3.distill.vocabulary import Vocabulary
 
 MANIFEST = "manifest.json"
 #: Bytes of a row's key.
 KEY = 32
 _FORMAT = "nemotron3-logits 1"
-_LIMIT = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """Write it to a folder, which is created."""
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / MANIFEST, {"format": _FORMAT, **asdict(self)})
+        record.write(folder / MANIFEST, {"format": _FORMAT, **asdict(self)})
 
 
 def is_stored(folder: Path) -> bool:
@@ -65,13 +64,13 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        data = json_outside(path, limit=_LIMIT)
+        data = record.read(path)
         if data.pop("format") != _FORMAT:
             raise ValueError("another format")
         found = Manifest(**{**data, "vocabulary": Vocabulary(**data["vocabulary"])})
         if not all(type(n) is int and n > 0 for n in (found.k, found.length, found.rows, found.samples)):
             raise ValueError("impossible sizes")
-    except (OSError, Unreadable, KeyError, TypeError, AttributeError, ValueError) as problem:
+    except (OSError, KeyError, TypeError, AttributeError, ValueError) as problem:
         raise ValueError(f"{path}: not a manifest of {_FORMAT}: {problem}") from None
     return found
 

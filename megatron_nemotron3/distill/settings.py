@@ -19,10 +19,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_nemotron3.monitor.settings import EnvironmentSetting
-from megatron_nemotron3.words import hint
+from megatron_nemotron3.common.options import hint
+from megatron_nemotron3.common.switches import DISTILL, EnvironmentSetting
 
-VARIABLE = "NEMOTRON3_DISTILL"
 #: Options of `nemotron3 run`; they may stand among the script's own.
 TEACHER, HOW = "--nemotron3-teacher", "--nemotron3-distill"
 #: Divergences of teacher and student (divergence.py).
@@ -166,7 +165,7 @@ def parse(text: str) -> Taught:
     for line in text.splitlines():
         start = 0 if line.startswith(_LAST) else line.find(f",{_LAST}") + 1
         if not line[start:].startswith(_LAST):
-            raise ValueError(f"{VARIABLE}={text!r}: end with teacher=FOLDER")
+            raise ValueError(f"{DISTILL}={text!r}: end with teacher=FOLDER")
         teachers.append(line[start + len(_LAST) :])
         hows.append(line[:start].rstrip(","))
     return read(teachers, hows)
@@ -208,6 +207,6 @@ def split_options(words: Sequence[str], options: argparse.Namespace) -> tuple[li
     return kept, (tuple(found[TEACHER]), tuple(found[HOW]))
 
 
-_DISTILLATION: EnvironmentSetting[Taught] = EnvironmentSetting(VARIABLE, parse)
+_DISTILLATION: EnvironmentSetting[Taught] = EnvironmentSetting(DISTILL, parse)
 #: Value of NEMOTRON3_DISTILL as it is now, for entry points. Raises ValueError as `parse` does.
 in_environment = _DISTILLATION.read

@@ -2,42 +2,39 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 from typing import Any
 
-from megatron_nemotron3.common.output import add_json, print_json
+from megatron_nemotron3.common.options import add_command, flag, json_flag, option
+from megatron_nemotron3.common.output import print_json
 from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.doctor import gpu, loading, packages, recipe
 from megatron_nemotron3.doctor.finding import Finding, as_data, failed, render
 from megatron_nemotron3.models.own import model as named_model
 
 
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    """Options of `nemotron3 doctor`."""
+
+    kernels: bool = flag("also compare the fast kernels with their references")
+    step: str | None = option(
+        "also train the tiny form of a model, a NAME or FILE, for one step", "NAME", nargs="?", const="super"
+    )
+    json: bool = json_flag()
+
+
 def register(commands: Any) -> None:
     """Add `nemotron3 doctor`."""
-    command = commands.add_parser("doctor")
-    command.add_argument(
-        "--kernels", action="store_true", help="also compare the fast kernels with their references"
-    )
-    command.add_argument(
-        "--step",
-        nargs="?",
-        const="super",
-        metavar="NAME",
-        help="also train the tiny form of a model, a NAME or FILE, for one step",
-    )
-    add_json(command)
-    command.set_defaults(run=doctor_command)
+    add_command(commands.add_parser("doctor"), DoctorOptions, doctor_command)
 
 
-def doctor_command(options: argparse.Namespace) -> int:
+def doctor_command(options: DoctorOptions) -> int:
     """Check this environment. Exit status 1 if there is an error, else 0.
-
-    Args:
-        options: those of `register`.
 
     Raises:
         ValueError: --step names no model.
@@ -88,7 +85,7 @@ def _verdict(sections: Sequence[tuple[str, Sequence[Finding]]]) -> Finding:
     return Finding("verdict", "error", f"this environment cannot train: {subjects}", cure)
 
 
-def _computed_findings(title: str, model: str) -> list[Finding]:
+def _computed_findings(title: str, model: str | None) -> list[Finding]:
     """Run a check that needs torch, with Megatron's messages kept off stdout, which holds the findings."""
     quiet_on_cpu()
     with redirect_stdout(io.StringIO()):
@@ -98,4 +95,5 @@ def _computed_findings(title: str, model: str) -> list[Finding]:
             return kernels.findings()
         from megatron_nemotron3.doctor import step
 
+        assert model is not None
         return step.findings(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_nemotron3.common.switches import EMULATE
 from megatron_nemotron3.doctor.finding import Finding
 from megatron_nemotron3.precision import settings, te_variables
 
@@ -25,8 +26,8 @@ def findings() -> list[Finding]:
     try:
         emulated = settings.emulation_in_environment()
     except ValueError as problem:
-        found.append(Finding(settings.VARIABLE, "error", str(problem), f"unset {settings.VARIABLE}"))
+        found.append(Finding(EMULATE, "error", str(problem), f"unset {EMULATE}"))
     else:
         if emulated is not None:
-            found.append(Finding(settings.VARIABLE, "ok", f"the torch backend emulates {emulated.text()}"))
+            found.append(Finding(EMULATE, "ok", f"the torch backend emulates {emulated.text()}"))
     return found

@@ -8,12 +8,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_nemotron3.args.command import LAYOUT, SCHEDULE, add_launch
-from megatron_nemotron3.boost.settings import LOSSES, VARIABLE, Boost
-from megatron_nemotron3.common.files import require_plot
+from megatron_nemotron3.boost.settings import LOSSES, Boost
 from megatron_nemotron3.common import lock
+from megatron_nemotron3.common.files import require_plot
+from megatron_nemotron3.common.options import (
+    add_option,
+    add_options,
+    data_path_option,
+    device_option,
+    text_option,
+    tokenizer_option,
+)
+from megatron_nemotron3.common.switches import BOOST
 from megatron_nemotron3.finetune.command import environment, step
-from megatron_nemotron3.models.command import add_stored_model
-from megatron_nemotron3.words import add_device, add_text, add_tokenizer
+from megatron_nemotron3.models.command import StoredModelOptions
 
 if TYPE_CHECKING:
     from megatron_nemotron3.finetune.boost_inputs import Inputs
@@ -34,7 +42,7 @@ def register(commands: Any) -> None:
     command.add_argument(
         "--output", type=Path, required=True, metavar="DIR", help="where to write (a folder)"
     )
-    add_stored_model(command)
+    add_options(command, StoredModelOptions)
     heads = command.add_argument_group("the heads")
     heads.add_argument(
         "--depths",
@@ -71,13 +79,14 @@ def register(commands: Any) -> None:
         "--grow", metavar="PATTERN", help="add an MTP block of these layers (*E) to a model without"
     )
     data = command.add_argument_group("data")
-    add_text(data, "default: the run's data", "here one")
-    add_tokenizer(data, "the run's")
+    add_option(data, "text", text_option("default: the run's data"))
+    add_option(data, "data_path", data_path_option("here one"))
+    add_option(data, "tokenizer", tokenizer_option("the run's"), Path)
     data.add_argument(
         "--plot", type=Path, metavar="PNG", help="write acceptance before and after as a picture"
     )
     add_launch(command, precision=None)
-    add_device(command)
+    add_option(command, "device", device_option())
 
 
 def boost_command(options: argparse.Namespace) -> int:
@@ -123,8 +132,8 @@ def _boost(options: argparse.Namespace, boost: Boost, given: Inputs) -> int:
         if status:
             return status
     words = _training_words(options, given, out)
-    with environment(VARIABLE, boost.text()):
-        if status := step(options.main, "train", *words, prefix=f"{VARIABLE}={boost.text()} "):
+    with environment(BOOST, boost.text()):
+        if status := step(options.main, "train", *words, prefix=f"{BOOST}={boost.text()} "):
             return status
     after = boost_measure.measure(out / "run", given, options, out / "after.json")
     for line in boost_measure.report(before, after):

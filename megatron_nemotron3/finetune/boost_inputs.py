@@ -10,9 +10,10 @@ from megatron_nemotron3.args.rules import enforce
 from megatron_nemotron3.boost import settings
 from megatron_nemotron3.boost.settings import Boost
 from megatron_nemotron3.checkpoint.folders import checkpoint_path, read_tracker
+from megatron_nemotron3.common import record
 from megatron_nemotron3.common.files import write_json
 from megatron_nemotron3.convert.from_hf import pad_vocab_size
-from megatron_nemotron3.finetune.start import begin, own, require_positive, require_schedule
+from megatron_nemotron3.finetune.schedule import own, require_positive, require_schedule
 from megatron_nemotron3.generate.checkpoint_folder import CheckpointFolder, find_checkpoint
 from megatron_nemotron3.generate.command import MAX_DRAFT
 from megatron_nemotron3.generate.evaluate_command import chosen_seq_length, data_tokens
@@ -202,4 +203,4 @@ def prepare(given: Inputs, output: Path) -> None:
             write_dataset(given.documents, given.info, given.prefix(folder))
         write_json(folder / "model.json", describe(given.config))
 
-    begin(output, RECORD, given.record, "boost", write)
+    record.begin(output, RECORD, given.record, "boost", write)

@@ -7,8 +7,7 @@ import contextlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_nemotron3.common import plots
-from megatron_nemotron3.common.files import json_outside, write_json
+from megatron_nemotron3.common import plots, record
 from megatron_nemotron3.common.output import Bar, interval, paired
 from megatron_nemotron3.finetune.boost_inputs import Inputs
 from megatron_nemotron3.generate.checkpoint_folder import find_checkpoint
@@ -51,7 +50,7 @@ def measure(checkpoint: Path, given: Inputs, options: argparse.Namespace, kept: 
     """
     found = find_checkpoint(checkpoint)
     with contextlib.suppress(FileNotFoundError, ValueError, TypeError, KeyError):
-        read = json_outside(kept, limit=_LIMIT)
+        read = record.read(kept)
         agreement = tuple(
             Agreement(**{**one, "greedy": tuple(one["greedy"]), "sampled": tuple(one["sampled"])})
             for one in read["agreement"]
@@ -71,7 +70,7 @@ def measure(checkpoint: Path, given: Inputs, options: argparse.Namespace, kept: 
         accepted = acceptance(engine, prompts, new, range(1, depths + 1), bar.add)
     lengths = tuple(one.speculation.acceptance_length for one in accepted)
     result = Measured(found.checkpoint.name, measured.agreement, lengths)
-    write_json(kept, asdict(result), indent=None)
+    record.write(kept, asdict(result), indent=None)
     return result
 
 

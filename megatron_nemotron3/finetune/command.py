@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import shlex
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_nemotron3.common import lock
-from megatron_nemotron3.lora import VARIABLE, LoRA
-from megatron_nemotron3.words import add_device, add_tokenizer
+from megatron_nemotron3.common.options import (
+    NEEDED,
+    add_command,
+    argument,
+    device_option,
+    flag,
+    option,
+    tokenizer_option,
+)
+from megatron_nemotron3.common.switches import LORA
+from megatron_nemotron3.lora import LoRA
 
 if TYPE_CHECKING:
     from megatron_nemotron3.finetune.inputs import Inputs
@@ -22,48 +31,36 @@ if TYPE_CHECKING:
 STEPS, LR, SEQ_LENGTH = 60, 1e-3, 512
 
 
+@dataclass(frozen=True, kw_only=True)
+class FinetuneOptions:
+    """Options of `nemotron3 finetune`."""
+
+    source: Path = argument("a Hugging Face folder with weights", "HF_DIR")
+    conversations: Path = option(".jsonl conversations (to train on)", "FILE", default=NEEDED)
+    held_out: Path | None = option(".jsonl: what to measure on (default: one line in 8)", "FILE")
+    output: Path = option("where to write (a folder)", "DIR", default=NEEDED)
+    tokenizer: Path | None = tokenizer_option("HF_DIR")
+    chat_template: Path | None = option("Jinja; takes the place of the tokenizer's", "FILE")
+    lora: str | None = option("train adapters: dim=N, alpha=N, targets=A+B", "WORDS", nargs="?", const="")
+    adapter_only: bool = flag("write the LoRA adapter alone, as a folder of peft")
+    steps: int | None = option(
+        f"training iterations (default {STEPS} for a tiny model)", "N", group="training"
+    )
+    lr: float | None = option(f"peak learning rate (default {LR} for a tiny model)", "N", group="training")
+    seq_length: int = option(
+        f"tokens per sequence (default {SEQ_LENGTH})", "N", default=SEQ_LENGTH, group="training"
+    )
+    device: str = device_option(group="training")
+    #: The entry point of the commands that this one consists of.
+    main: Callable[[list[str]], int]
+
+
 def register(commands: Any) -> None:
     """Add `nemotron3 finetune`."""
-    command = commands.add_parser("finetune")
-    command.add_argument("source", type=Path, metavar="HF_DIR", help="a Hugging Face folder with weights")
-    command.add_argument(
-        "--conversations", type=Path, required=True, metavar="FILE", help=".jsonl conversations (to train on)"
-    )
-    command.add_argument(
-        "--held-out", type=Path, metavar="FILE", help=".jsonl: what to measure on (default: one line in 8)"
-    )
-    command.add_argument(
-        "--output", type=Path, required=True, metavar="DIR", help="where to write (a folder)"
-    )
-    add_tokenizer(command, "HF_DIR")
-    command.add_argument(
-        "--chat-template", type=Path, metavar="FILE", help="Jinja; takes the place of the tokenizer's"
-    )
-    command.add_argument(
-        "--lora", nargs="?", const="", metavar="WORDS", help="train adapters: dim=N, alpha=N, targets=A+B"
-    )
-    command.add_argument(
-        "--adapter-only", action="store_true", help="write the LoRA adapter alone, as a folder of peft"
-    )
-    training = command.add_argument_group("training")
-    training.add_argument(
-        "--steps", type=int, metavar="N", help=f"training iterations (default {STEPS} for a tiny model)"
-    )
-    training.add_argument(
-        "--lr", type=float, metavar="N", help=f"peak learning rate (default {LR} for a tiny model)"
-    )
-    training.add_argument(
-        "--seq-length",
-        type=int,
-        default=SEQ_LENGTH,
-        metavar="N",
-        help=f"tokens per sequence (default {SEQ_LENGTH})",
-    )
-    add_device(training)
-    command.set_defaults(run=finetune_command)
+    add_command(commands.add_parser("finetune"), FinetuneOptions, finetune_command)
 
 
-def finetune_command(options: argparse.Namespace) -> int:
+def finetune_command(options: FinetuneOptions) -> int:
     """Run the steps that are not done yet. Exit status 0; that of a step that failed or was interrupted.
 
     Raises:
@@ -78,7 +75,7 @@ def finetune_command(options: argparse.Namespace) -> int:
         raise ValueError("--adapter-only goes with --lora")
     from megatron_nemotron3.cpu import quiet_on_cpu
     from megatron_nemotron3.finetune import inputs as given
-    from megatron_nemotron3.finetune.start import require_positive, require_schedule
+    from megatron_nemotron3.finetune.schedule import require_positive, require_schedule
     from megatron_nemotron3.run import resolve_device
 
     require_positive(options, "steps", "lr", "seq_length")
@@ -109,7 +106,7 @@ def finetune_command(options: argparse.Namespace) -> int:
 
 
 def _finetune(
-    options: argparse.Namespace, lora: LoRA | None, checked: Inputs, held_out: Any, device: str
+    options: FinetuneOptions, lora: LoRA | None, checked: Inputs, held_out: Any, device: str
 ) -> int:
     """Do the steps that are left, while no other process does; the exit status."""
     from megatron_nemotron3.finetune.measure import measure
@@ -125,9 +122,9 @@ def _finetune(
     words += ["--steps", checked.request.steps, "--seq-length", checked.request.seq_length]
     words += ["--lr", checked.request.lr, *(() if lora is not None else ("--pretrained", base))]
     adapters = "" if lora is None else f"base={base},{lora.text()}"
-    with environment(VARIABLE, adapters):
+    with environment(LORA, adapters):
         if status := step(
-            options.main, "train", *words, prefix=f"{VARIABLE}={shlex.quote(adapters)} " * bool(adapters)
+            options.main, "train", *words, prefix=f"{LORA}={shlex.quote(adapters)} " * bool(adapters)
         ):
             return status
     after = measure(run, checked.config, held_out, chat, device, out / "after.json")

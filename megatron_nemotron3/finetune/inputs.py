@@ -9,11 +9,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_nemotron3.checkpoint.folders import locate
+from megatron_nemotron3.common import record
 from megatron_nemotron3.common.files import json_outside, read_outside, write_json
 from megatron_nemotron3.common.output import Bar
 from megatron_nemotron3.convert.checkpoints import open_hugging_face
 from megatron_nemotron3.convert.from_hf import pad_vocab_size
-from megatron_nemotron3.finetune.start import begin, own
+from megatron_nemotron3.finetune.schedule import own
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.show import describe
 from megatron_nemotron3.train.data.conversations import Encoded, Encoder, parse_line
@@ -124,7 +125,7 @@ def prepare(inputs: Inputs, output: Path) -> list[Encoded]:
         _write(inputs, folder)
         encoded.extend(_encoded(inputs, folder))
 
-    begin(output, RECORD, asdict(inputs.request), "fine-tuning", write)
+    record.begin(output, RECORD, asdict(inputs.request), "fine-tuning", write)
     return encoded or _encoded(inputs, output)
 
 

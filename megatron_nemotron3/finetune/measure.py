@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_nemotron3.common.files import json_outside, write_json
+from megatron_nemotron3.common import record
 from megatron_nemotron3.common.output import Bar
 from megatron_nemotron3.generate.checkpoint_folder import find_checkpoint
 from megatron_nemotron3.generate.command import load_engine
@@ -48,7 +48,7 @@ def measure(
         ValueError: the checkpoint is damaged, or does not match the tokenizer.
     """
     with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
-        return Measured(**json_outside(kept, limit=_LIMIT))
+        return Measured(**record.read(kept))
     words = Tokenizer(tokenizer)
     options = argparse.Namespace(device=device, dtype=None)
     opened = find_checkpoint(checkpoint).open(config, config.vocab_size)
@@ -61,7 +61,7 @@ def measure(
     (row,) = generate(engine, [prompt], GenerationOptions(NEW_TOKENS, stop=words.stop)).rows
     answer = words.decode(row.tokens)
     found = Measured(losses.per_token, losses.per_conversation, answer)
-    write_json(kept, asdict(found))
+    record.write(kept, asdict(found))
     return found
 
 

@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_nemotron3.checkpoint.remote import local, place, shown
 from megatron_nemotron3.common.files import read_outside
-from megatron_nemotron3.common.output import add_json
-from megatron_nemotron3.common.output import print_json
+from megatron_nemotron3.common.options import add_option, add_options, device_option, tokenizer_option
+from megatron_nemotron3.common.output import add_json, print_json
 from megatron_nemotron3.common.processes import no_garbage_collection
 from megatron_nemotron3.convert.command import DTYPES
 from megatron_nemotron3.generate.media import InOrder, Prompt, PromptReader, ReadPrompt, add_media, prompts_of
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.models.command import add_stored_model, stored_model
+from megatron_nemotron3.models.command import StoredModelOptions, stored_model
 from megatron_nemotron3.train.inputs import require_tokenizer
 from megatron_nemotron3.train.processes import NARROW, THREADS
-from megatron_nemotron3.words import add_device, add_tokenizer
 
 if TYPE_CHECKING:
     from megatron_nemotron3.convert.opened import Checkpoint
@@ -114,12 +113,12 @@ def add_checkpoint(command: argparse.ArgumentParser, *, option: bool = True) -> 
         model.add_argument("--checkpoint", type=place, required=True, metavar="DIR", help=what)
     else:
         command.add_argument("checkpoint", type=place, metavar="RUN", help=what)
-    add_tokenizer(model, "the checkpoint's or the run's")
-    add_device(model)
+    add_option(model, "tokenizer", tokenizer_option("the checkpoint's or the run's"), Path)
+    add_option(model, "device", device_option())
     model.add_argument(
         "--dtype", choices=DTYPES, help="type of the numbers (of the weights; default: as stored)"
     )
-    add_stored_model(model)
+    add_options(model, StoredModelOptions)
 
 
 def open_for_tokenizer(

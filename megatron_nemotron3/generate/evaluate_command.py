@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_nemotron3.checkpoint.remote import local, shown
 from megatron_nemotron3.common.files import require_plot
+from megatron_nemotron3.common.options import add_option, data_path_option, option, text_option
 from megatron_nemotron3.common.output import Bar, add_json, print_json
 from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.generate.command import (
@@ -19,7 +20,6 @@ from megatron_nemotron3.generate.command import (
 )
 from megatron_nemotron3.models.command import stored_model
 from megatron_nemotron3.train.inputs import require_tokenizer
-from megatron_nemotron3.words import add_text
 
 if TYPE_CHECKING:
     from megatron_nemotron3.generate.checkpoint_folder import CheckpointFolder
@@ -41,11 +41,10 @@ def register(commands: Any) -> None:
     command.set_defaults(run=evaluate_command)
     add_checkpoint(command)
     measured = command.add_argument_group("what is measured")
-    add_text(measured, "default: the run's held-out data").add_argument(
-        "--conversations",
-        metavar="FILE",
-        help=".jsonl conversations (the loss of the assistant's tokens; needs --tokenizer)",
-    )
+    add_option(measured, "text", text_option("default: the run's held-out data"))
+    add_option(measured, "data_path", data_path_option())
+    chats = ".jsonl conversations (the loss of the assistant's tokens; needs --tokenizer)"
+    add_option(measured, "conversations", option(chats, "FILE", one_of="text"))
     measured.add_argument(
         "--tokens", type=int, default=TOKENS, metavar="N", help=f"of the loss, at most (default {TOKENS})"
     )
@@ -111,7 +110,8 @@ def _evaluate(options: argparse.Namespace) -> int:
     draft = _chosen_draft(options.draft, config)
     check_draft(opened, draft)
     seq_length = chosen_seq_length(options.seq_length, config)
-    ids, source = evaluation_tokens(found, options, SPREAD * max(options.tokens + 1, PROMPTS * PROMPT_TOKENS))
+    most = SPREAD * max(options.tokens + 1, PROMPTS * PROMPT_TOKENS)
+    ids, source = evaluation_tokens(found, most, options.text, options.data_path, options.tokenizer)
     text = windows(ids, seq_length, options.tokens)
     depths = max(draft, config.mtp_num_layers)
     engine = load_engine(opened, options, mtp=depths > 0)
@@ -170,26 +170,30 @@ def _evaluate_conversations(engine: Engine, options: argparse.Namespace, title: 
 
 
 def evaluation_tokens(
-    found: CheckpointFolder, options: argparse.Namespace, tokens: int
+    found: CheckpointFolder, tokens: int, text: str | None, data_path: str | None, tokenizer: Path | None
 ) -> tuple[list[int], str]:
     """Return about `tokens` ids to evaluate on, and their source.
+
+    Args:
+        text, data_path: what --text or --data-path names; None for both: the data of the checkpoint's run.
+        tokenizer: for a text; None: the checkpoint's.
 
     Raises:
         ValueError: no text is given and the run's data is not found; otherwise as `evaluate_command`.
     """
-    if options.text is not None:
+    if text is not None:
         from megatron_nemotron3.train.data import read_texts
 
-        tokenizer = found.tokenizer(options.tokenizer)
-        end = tokenizer.stop[:1]
+        encoder = found.tokenizer(tokenizer)
+        end = encoder.stop[:1]
         ids: list[int] = []
-        for document in read_texts(options.text).documents:
-            ids += [*tokenizer.encode(document), *end]
+        for document in read_texts(text).documents:
+            ids += [*encoder.encode(document), *end]
             if len(ids) >= tokens:
                 break
-        return ids, options.text
-    if options.data_path is not None:
-        return data_tokens(options.data_path, None, tokens), options.data_path
+        return ids, text
+    if data_path is not None:
+        return data_tokens(data_path, None, tokens), data_path
     prefix, split = found.data()
     return data_tokens(prefix, split, tokens), f"held out by --split {split} of {prefix}"
 

@@ -35,10 +35,11 @@ from torch import Tensor
 
 from megatron_nemotron3.checkpoint.folders import locate_one
 from megatron_nemotron3.checkpoint.structure import CONFIG as METADATA
+from megatron_nemotron3.common.switches import LORA
 from megatron_nemotron3.layers.experts import GroupedLinear
 from megatron_nemotron3.layers.linear import ColumnParallelLinear, DuplicatedLinear, RowParallelLinear
 from megatron_nemotron3.layers.registration import keep_argument, when_complete
-from megatron_nemotron3.lora import ARGUMENT, LINEARS, VARIABLE, LoRA, current
+from megatron_nemotron3.lora import ARGUMENT, LINEARS, LoRA, current
 
 #: Parts of Mamba's in_proj in torch_dist keys.
 _MAMBA_PARTS = ("z", "x", "B", "C", "dt")
@@ -311,7 +312,7 @@ def add_when_built(stack: Any) -> None:
     when_complete(stack, complete)
 
 
-def load_base(model: Any, folder: Path, *, option: str = f"{VARIABLE}: base=", dp_cp: Any = None) -> None:
+def load_base(model: Any, folder: Path, *, option: str = f"{LORA}: base=", dp_cp: Any = None) -> None:
     """Load this rank's weights of a Megatron checkpoint into a model without adapters. All ranks call it.
 
     Args:

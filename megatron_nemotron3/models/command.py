@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from typing import Any
 
-from megatron_nemotron3.common.output import add_json, print_json
+from megatron_nemotron3.common.options import add_command, argument, flag, json_flag, option
+from megatron_nemotron3.common.output import print_json
 from megatron_nemotron3.models.catalog import names
 from megatron_nemotron3.models.config import Nemotron3Config
 from megatron_nemotron3.models.omni import OmniConfig, get_omni
@@ -14,27 +16,42 @@ from megatron_nemotron3.models.tiny import TINY_SUFFIX, tiny
 _MODEL = "a name of the catalog, or FILE.json or FILE.py with a model of your own"
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """NAME or --model, and --tiny, which `chosen_model` reads."""
+
+    name: str | None = argument(", ".join(names()), "NAME", default=None)
+    model: str | None = option(f"{_MODEL}; instead of NAME", "MODEL")
+    tiny: bool = flag("use the small form of the model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredModelOptions:
+    """--model and --tiny of commands that read a checkpoint; `stored_model` reads them."""
+
+    model: str | None = option(f"{_MODEL}; default: as the checkpoint says", "MODEL")
+    tiny: bool = flag("use the small form of the model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowOptions:
+    """Options of `nemotron3 show`."""
+
+    which: ModelOptions
+    json: bool = json_flag()
+
+
 def register(commands: Any) -> None:
     """Add `nemotron3 show`."""
-    show = commands.add_parser("show")
-    add_model(show)
-    add_json(show)
-    show.set_defaults(run=show_command)
+    add_command(commands.add_parser("show"), ShowOptions, show_command)
 
 
-def add_model(command: argparse.ArgumentParser) -> None:
-    """Add NAME or --model, and --tiny, which `chosen_model` reads."""
-    command.add_argument("name", metavar="NAME", nargs="?", help=", ".join(names()))
-    command.add_argument("--model", metavar="MODEL", help=f"{_MODEL}; instead of NAME")
-    command.add_argument("--tiny", action="store_true", help="use the small form of the model")
-
-
-def names_model(options: argparse.Namespace) -> bool:
+def names_model(options: ModelOptions | argparse.Namespace) -> bool:
     """Whether the options name a model for `chosen_model`."""
     return options.name is not None or options.model is not None
 
 
-def chosen_model(options: argparse.Namespace) -> Nemotron3Config:
+def chosen_model(options: ModelOptions | argparse.Namespace) -> Nemotron3Config:
     """Return the model of NAME or --model, and --tiny.
 
     Raises:
@@ -43,29 +60,19 @@ def chosen_model(options: argparse.Namespace) -> Nemotron3Config:
     """
     if options.name is not None and options.model is not None:
         raise ValueError(f"NAME {options.name} and --model {options.model} both name a model: give one")
-    if not names_model(options):
+    if (given := options.name if options.model is None else options.model) is None:
         raise ValueError(f"give the NAME of a model ({', '.join(names())}), or --model FILE")
-    return _sized(options.model or options.name, options.tiny)
+    return _sized(given, options.tiny)
 
 
-def chosen_omni(options: argparse.Namespace) -> OmniConfig | None:
+def chosen_omni(options: ModelOptions | argparse.Namespace) -> OmniConfig | None:
     """Return the model with encoders that NAME and --tiny mean; None if NAME is none of them."""
     if options.name is None or options.model is not None:
         return None
     return get_omni(options.name + (TINY_SUFFIX if options.tiny else ""))
 
 
-def add_stored_model(command: argparse._ActionsContainer) -> None:
-    """Add --model and --tiny, for commands that read a checkpoint; `stored_model` reads them."""
-    command.add_argument(
-        "--model",
-        metavar="MODEL",
-        help=f"{_MODEL}; default: as the checkpoint says",
-    )
-    command.add_argument("--tiny", action="store_true", help="use the small form of the model")
-
-
-def stored_model(options: argparse.Namespace) -> Nemotron3Config | None:
+def stored_model(options: StoredModelOptions | argparse.Namespace) -> Nemotron3Config | None:
     """Return the model of --model and --tiny, or None if the checkpoint is to say which model it holds.
 
     Raises:
@@ -86,7 +93,7 @@ def _sized(text: str, small: bool) -> Nemotron3Config:
     return tiny(config) if small else config
 
 
-def show_command(options: argparse.Namespace) -> int:
+def show_command(options: ShowOptions) -> int:
     """Print a model's numbers. Exit status 0.
 
     Raises:
@@ -94,11 +101,11 @@ def show_command(options: argparse.Namespace) -> int:
     """
     from megatron_nemotron3.models.show import describe, describe_omni, render, render_omni
 
-    omni = chosen_omni(options)
+    omni = chosen_omni(options.which)
     if omni is not None:
         print_json(describe_omni(omni)) if options.json else print(render_omni(omni))
         return 0
-    config = chosen_model(options)
+    config = chosen_model(options.which)
     if options.json:
         print_json(describe(config))
     else:

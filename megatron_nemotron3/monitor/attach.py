@@ -12,6 +12,7 @@ from megatron.core.transformer.moe.moe_logging import (
 )
 
 from megatron_nemotron3.common.hooks import agree_on_interval, find_ddp, find_model
+from megatron_nemotron3.common.switches import MONITOR
 from megatron_nemotron3.monitor import settings
 from megatron_nemotron3.monitor.series import decoder_layers, decoder_row, mtp_row
 from megatron_nemotron3.monitor.tracker import Monitor, MonitorTracker
@@ -31,7 +32,7 @@ def watch_stack(stack: Any) -> None:
     if not torch.distributed.is_initialized():
         return
     interval = settings.interval()
-    agree_on_interval(settings.VARIABLE, interval)
+    agree_on_interval(MONITOR, interval)
     if interval == 0 or _reason_against(stack.config):
         return
     monitor = _install_monitor(interval, stack.pg_collection)
@@ -70,7 +71,7 @@ def _reason_against(config: Any) -> str | None:
     else:
         return None
     if settings.asked_for() and torch.distributed.get_rank() == 0:
-        print(f"megatron_nemotron3: {settings.VARIABLE} has no effect: {reason}", flush=True)
+        print(f"megatron_nemotron3: {MONITOR} has no effect: {reason}", flush=True)
     return reason
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import re
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.checkpoint.folders import run_of
 from megatron_nemotron3.common import plots
 from megatron_nemotron3.common.files import require_plot
-from megatron_nemotron3.common.output import add_json, result, say
+from megatron_nemotron3.common.options import add_command, argument, json_flag, option
+from megatron_nemotron3.common.output import result, say
 from megatron_nemotron3.monitor import events
 from megatron_nemotron3.monitor.alarms import scan
 from megatron_nemotron3.monitor.events import History
@@ -28,20 +28,21 @@ LINES = 12
 LABELS = 18
 
 
+@dataclass(frozen=True, kw_only=True)
+class WatchOptions:
+    """Options of `nemotron3 watch`."""
+
+    folder: Path = argument("the folder of --tensorboard-dir, a run, or its checkpoints", "DIR")
+    output: Path | None = option("where to write (default: DIR/monitor.png)", "PNG")
+    json: bool = json_flag()
+
+
 def register(commands: Any) -> None:
     """Add `nemotron3 watch`."""
-    command = commands.add_parser("watch")
-    command.add_argument(
-        "folder", type=Path, metavar="DIR", help="the folder of --tensorboard-dir, a run, or its checkpoints"
-    )
-    command.add_argument(
-        "--output", type=Path, metavar="PNG", help="where to write (default: DIR/monitor.png)"
-    )
-    add_json(command)
-    command.set_defaults(run=watch_command)
+    add_command(commands.add_parser("watch"), WatchOptions, watch_command)
 
 
-def watch_command(options: argparse.Namespace) -> int:
+def watch_command(options: WatchOptions) -> int:
     """Plot the run in `folder` to `output` (default: monitor.png in it); print findings. Exit status 0.
 
     Raises:
@@ -49,7 +50,7 @@ def watch_command(options: argparse.Namespace) -> int:
         OSError: the PNG cannot be written.
         ModuleNotFoundError: tensorboard or matplotlib is not installed.
     """
-    folder: Path = run_of(options.folder)
+    folder = run_of(options.folder)
     output = options.output or folder / "monitor.png"
     if options.output is not None or folder.is_dir():  # a missing folder has its own message
         require_plot(output, "--output")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
-from argparse import SUPPRESS
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.args import PRECISIONS, Launch, TrainingSchedule, published
 from megatron_nemotron3.common.files import require_plot
-from megatron_nemotron3.common.output import add_json, print_json
-from megatron_nemotron3.models.command import add_model, chosen_model
+from megatron_nemotron3.common.options import NEEDED, add_command, flag, json_flag, option
+from megatron_nemotron3.common.output import print_json
+from megatron_nemotron3.models.command import ModelOptions, chosen_model
 from megatron_nemotron3.plan.hardware import GPUS, gpu_named
 from megatron_nemotron3.plan.options import DISPATCHERS
 from megatron_nemotron3.plan.report import describe, memory_bars, render
@@ -22,56 +23,42 @@ BATCH = 3072
 MOST_GPUS = 131072
 
 
+_training = partial(option, group="training")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Options of `nemotron3 plan`."""
+
+    which: ModelOptions
+    gpus: int = option("GPUs of the whole job", "N", default=NEEDED, least=1, most=MOST_GPUS)
+    gpu: str = option("type of GPU: memory, rates and NVLink are its", default=NEEDED, choices=GPUS)
+    nvlink_domain: int | None = option("GPUs that NVLink joins (default: its)", "N")
+    seq_length: int | None = _training("tokens per sequence (default: the model's)", "N", hidden=["--seq"])
+    global_batch_size: int | None = _training(
+        f"sequences per step (default: as published, or {BATCH})", "N", hidden=["--gbs"]
+    )
+    precision: str = _training(
+        "number format of the linear layers (default bf16)", default="bf16", choices=PRECISIONS
+    )
+    dispatcher: str | None = _training(
+        "how tokens are sent to experts (default: as published for the GPU; with --plain: alltoall)",
+        choices=DISPATCHERS,
+    )
+    plain: bool = flag("without the performance options published for the GPU", group="training")
+    best: int = option(
+        "how many layouts or candidates to print (5)", "N", default=5, group="output", least=1, most=1000
+    )
+    json: bool = json_flag(group="output")
+    plot: Path | None = option("write a bar chart of the memory of the best layouts", "PNG", group="output")
+
+
 def register(commands: Any) -> None:
     """Add `nemotron3 plan`."""
-    command = commands.add_parser("plan")
-    add_model(command)
-    command.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs of the whole job")
-    command.add_argument(
-        "--gpu", choices=GPUS, required=True, help="type of GPU: memory, rates and NVLink are its"
-    )
-    command.add_argument(
-        "--nvlink-domain", type=int, metavar="N", help="GPUs that NVLink joins (default: its)"
-    )
-    training = command.add_argument_group("training")
-    training.add_argument(
-        "--seq-length", type=int, metavar="N", help="tokens per sequence (default: the model's)"
-    )
-    training.add_argument(
-        "--global-batch-size",
-        type=int,
-        metavar="N",
-        help=f"sequences per step (default: as published, or {BATCH})",
-    )
-    training.add_argument(
-        "--precision",
-        choices=PRECISIONS,
-        default="bf16",
-        help="number format of the linear layers (default bf16)",
-    )
-    training.add_argument(
-        "--dispatcher",
-        choices=DISPATCHERS,
-        help="how tokens are sent to experts (default: as published for the GPU; with --plain: alltoall)",
-    )
-    training.add_argument(
-        "--plain", action="store_true", help="without the performance options published for the GPU"
-    )
-    # Earlier spellings.
-    command.add_argument("--seq", dest="seq_length", type=int, default=SUPPRESS, help=SUPPRESS)
-    command.add_argument("--gbs", dest="global_batch_size", type=int, default=SUPPRESS, help=SUPPRESS)
-    shown = command.add_argument_group("output")
-    shown.add_argument(
-        "--best", type=int, default=5, metavar="N", help="how many layouts or candidates to print (5)"
-    )
-    add_json(shown)
-    shown.add_argument(
-        "--plot", type=Path, metavar="PNG", help="write a bar chart of the memory of the best layouts"
-    )
-    command.set_defaults(run=plan)
+    add_command(commands.add_parser("plan"), PlanOptions, plan)
 
 
-def plan(options: argparse.Namespace) -> int:
+def plan(options: PlanOptions) -> int:
     """Print the best layouts. Exit status 0, or 1 if nothing fits.
 
     Raises:
@@ -79,12 +66,9 @@ def plan(options: argparse.Namespace) -> int:
         OSError: the PNG cannot be written.
         ModuleNotFoundError: matplotlib is not installed (`--plot`).
     """
-    config = chosen_model(options)
+    config = chosen_model(options.which)
     if options.plot is not None:
         require_plot(options.plot, "--plot")
-    for name, most in (("gpus", MOST_GPUS), ("best", 1000)):
-        if not 1 <= (value := getattr(options, name)) <= most:
-            raise ValueError(f"--{name} {value}: give 1 to {most}")
     length, batch = options.seq_length, options.global_batch_size  # 0 is wrong, not "as published"
     schedule = TrainingSchedule(
         seq_length=config.seq_length if length is None else length,

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
-from argparse import SUPPRESS
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.common import output
 from megatron_nemotron3.common.files import require_output, require_plot
-from megatron_nemotron3.common.output import add_json, result, say
+from megatron_nemotron3.common.options import add_command, json_flag, option
+from megatron_nemotron3.common.output import result, say
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.models.command import add_model, chosen_model, names_model
+from megatron_nemotron3.models.command import ModelOptions, chosen_model, names_model
 from megatron_nemotron3.precision import report as report_file
 from megatron_nemotron3.precision import te_variables, yaml_file
 from megatron_nemotron3.precision.census import Ambient, CensusError, require_some
@@ -24,35 +24,33 @@ from megatron_nemotron3.precision.table import PRECISIONS, Structure, bf16_layer
 _COLUMNS = ("module", "format", "parameters", "FLOPs", "why")
 
 
+@dataclass(frozen=True, kw_only=True)
+class PrecisionOptions:
+    """Options of `nemotron3 precision`."""
+
+    which: ModelOptions
+    format: str = option(
+        f"number format of the linear layers (default {NVFP4})",
+        default=NVFP4,
+        choices=PRECISIONS,
+        spelling="--precision",
+        hidden=["--format"],
+    )
+    output: Path | None = option("where to write: a --te-precision-config-file", "FILE", hidden=["--yaml"])
+    te_precision_config_file: Path | None = option(
+        "Megatron's file with the format of each module (compare it with the published)",
+        "FILE",
+    )
+    report: Path | None = option("summary and plot of a measured run", "DIR")
+    json: bool = json_flag()
+
+
 def register(commands: Any) -> None:
     """Add `nemotron3 precision`."""
-    command = commands.add_parser("precision")
-    add_model(command)
-    command.add_argument(
-        "--precision",
-        dest="format",
-        choices=PRECISIONS,
-        default=NVFP4,
-        help=f"number format of the linear layers (default {NVFP4})",
-    )
-    command.add_argument(
-        "--output", type=Path, metavar="FILE", help="where to write: a --te-precision-config-file"
-    )
-    command.add_argument(
-        yaml_file.FLAG,
-        type=Path,
-        metavar="FILE",
-        help="Megatron's file with the format of each module (compare it with the published)",
-    )
-    # Earlier spellings.
-    command.add_argument("--format", choices=PRECISIONS, default=SUPPRESS, help=SUPPRESS)
-    command.add_argument("--yaml", dest="output", type=Path, default=SUPPRESS, help=SUPPRESS)
-    command.add_argument("--report", type=Path, metavar="DIR", help="summary and plot of a measured run")
-    add_json(command)
-    command.set_defaults(run=precision_command)
+    add_command(commands.add_parser("precision"), PrecisionOptions, precision_command)
 
 
-def precision_command(options: argparse.Namespace) -> int:
+def precision_command(options: PrecisionOptions) -> int:
     """Print the recipe's table, write or compare a precision file, or summarize a run. Exit status 0.
 
     Raises:
@@ -60,7 +58,7 @@ def precision_command(options: argparse.Namespace) -> int:
         OSError: a file cannot be written.
         ModuleNotFoundError: matplotlib is not installed (--report).
     """
-    if options.report is not None and not names_model(options) and options.output is None:
+    if options.report is not None and not names_model(options.which) and options.output is None:
         if options.report.is_dir():  # a missing one has its own message
             require_plot(options.report / report_file.PICTURE, "--report")
         with result(options.json):
@@ -74,13 +72,13 @@ def precision_command(options: argparse.Namespace) -> int:
                 rows=[row._asdict() for row in now],
             )
         return 0
-    if options.report is not None or not names_model(options):
+    if options.report is not None or not names_model(options.which):
         raise ValueError("give the NAME of a model, or --report DIR alone")
     if options.te_precision_config_file is not None:
         if options.output is not None or options.format != NVFP4:
             raise ValueError(f"{yaml_file.FLAG} compares a file for {NVFP4}: drop --output and --precision")
         with result(options.json):
-            config = chosen_model(options)
+            config = chosen_model(options.which)
             text = compare(config, options.te_precision_config_file)
             say(
                 text,
@@ -92,7 +90,7 @@ def precision_command(options: argparse.Namespace) -> int:
     if options.output is not None:
         require_output(options.output, "--output")
     with result(options.json):
-        config = chosen_model(options)
+        config = chosen_model(options.which)
         text = run(config, options.format, options.output)
         facts = {"file": options.output} if options.output is not None else table(config, options.format)
         say(text, model=config.name, precision=options.format, **facts)

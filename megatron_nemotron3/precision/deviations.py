@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_nemotron3.common.switches import EMULATE
 from megatron_nemotron3.precision import te_variables
 from megatron_nemotron3.precision.census import (
     Ambient,
@@ -21,7 +22,7 @@ from megatron_nemotron3.precision.census import (
     structure_of,
 )
 from megatron_nemotron3.precision.formats import BF16, NVFP4, counted
-from megatron_nemotron3.precision.settings import SWITCHES, VARIABLE, Emulation
+from megatron_nemotron3.precision.settings import SWITCHES, Emulation
 from megatron_nemotron3.precision.table import Structure, tail_of_depth
 from megatron_nemotron3.precision.yaml_file import PrecisionFile
 
@@ -99,7 +100,7 @@ def of_emulation(chosen: Emulation) -> list[Deviation]:
     """Differences of what emulation computes from the published recipe; its switches ask for them."""
     default = Emulation()
     return [
-        Deviation(_WITHOUT[name], f"{VARIABLE} {name}={int(getattr(chosen, field))}")
+        Deviation(_WITHOUT[name], f"{EMULATE} {name}={int(getattr(chosen, field))}")
         for name, field in SWITCHES.items()
         if getattr(chosen, field) != getattr(default, field) and name in _WITHOUT
     ]

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_nemotron3.checkpoint.argv import option_value, option_values
+from megatron_nemotron3.common.switches import EMULATE
 from megatron_nemotron3.monitor.settings import megatron_options
 from megatron_nemotron3.precision import yaml_file
 from megatron_nemotron3.precision.census import CensusError
-from megatron_nemotron3.precision.settings import OPTION, VARIABLE
+from megatron_nemotron3.precision.settings import OPTION
 from megatron_nemotron3.precision.yaml_file import FLAG
 
 _TORCH_SPEC = "--spec megatron_nemotron3.specs nemotron3_torch_stack_spec"
@@ -24,7 +25,7 @@ def without_effect(asked: Sequence[str]) -> str:
     return (
         f"{' and '.join(asked)} would have no effect: linears of the torch backend compute in BF16 or FP32 "
         f"unless they emulate. To emulate NVFP4, pass {OPTION} nvfp4 to nemotron3 run, or set "
-        f"{VARIABLE}=nvfp4 in the training processes, and leave --fp4-format and --fp8-format out. On GPUs "
+        f"{EMULATE}=nvfp4 in the training processes, and leave --fp4-format and --fp8-format out. On GPUs "
         "with FP4 or FP8 use --spec megatron_nemotron3.specs nemotron3_te_stack_spec. For a plain run drop "
         f"{' and '.join(asked)}"
     )
@@ -46,7 +47,7 @@ def require_followed(stack: Any, *, emulate: bool, measured: bool) -> None:
     linears = [module for module in stack.modules() if hasattr(module, "products")]
     if emulate and len(stack.layers) and not linears:
         raise CensusError(
-            f"{VARIABLE} emulates linears of the torch backend, and this stack has none: use {_TORCH_SPEC}, "
+            f"{EMULATE} emulates linears of the torch backend, and this stack has none: use {_TORCH_SPEC}, "
             "or unset it"
         )
     if emulate or all(hasattr(module, "finish_init") for module in linears):

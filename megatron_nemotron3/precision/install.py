@@ -27,6 +27,7 @@ from megatron.core.tensor_parallel.random import (
 )
 
 from megatron_nemotron3.common.hooks import agree_on_interval, until_first_forward
+from megatron_nemotron3.common.switches import EMULATE, LOG_PRECISION
 from megatron_nemotron3.monitor.series import decoder_layers, decoder_row, mtp_row
 from megatron_nemotron3.precision import settings, yaml_file
 from megatron_nemotron3.precision.census import (
@@ -59,7 +60,7 @@ def ambient_of(config: Any, chosen: Emulation) -> Ambient:
     """
     if config.fp8 or config.fp4:
         raise ValueError(
-            f"{settings.VARIABLE} and fp8={config.fp8!r}, fp4={config.fp4!r}: leave --fp8-format and "
+            f"{EMULATE} and fp8={config.fp8!r}, fp4={config.fp4!r}: leave --fp8-format and "
             "--fp4-format out, emulation replaces them"
         )
     if chosen.packed:  # its kinds of linears; never in MTP
@@ -125,14 +126,14 @@ def emulate_stack(stack: Any) -> None:
     require_followed(stack, emulate=chosen is not None, measured=log is not None)
     if torch.distributed.is_initialized():
         interval = 0 if log is None else log.interval
-        agree_on_interval(f"the interval of {settings.LOG_VARIABLE}", interval)
+        agree_on_interval(f"the interval of {LOG_PRECISION}", interval)
     if chosen is not None and chosen.packed and (log is not None or stack.config.quant_recipe is not None):
-        other = settings.LOG_VARIABLE if log is not None else yaml_file.FLAG
-        raise ValueError(f"{settings.VARIABLE}={chosen.packed} says which weights are packed: drop {other}")
+        other = LOG_PRECISION if log is not None else yaml_file.FLAG
+        raise ValueError(f"{EMULATE}={chosen.packed} says which weights are packed: drop {other}")
     if log is not None:
         if not any(hasattr(module, "products") for module in stack.modules()) and len(stack.layers):
             raise ValueError(
-                f"{settings.LOG_VARIABLE} measures linears of the torch backend, and this stack has none: "
+                f"{LOG_PRECISION} measures linears of the torch backend, and this stack has none: "
                 "use --spec megatron_nemotron3.specs nemotron3_torch_stack_spec"
             )
         observer = Observer(stack, log, settings.current() is not None)

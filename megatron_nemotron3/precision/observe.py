@@ -32,6 +32,7 @@ from megatron_nemotron3.common.hooks import (
     no_wrapper,
     until_first_forward,
 )
+from megatron_nemotron3.common.switches import LOG_PRECISION
 from megatron_nemotron3.monitor.gradients import gradient_places, local_gradient
 from megatron_nemotron3.monitor.settings import megatron_options
 from megatron_nemotron3.precision import report, statistics
@@ -40,7 +41,7 @@ from megatron_nemotron3.precision.formats import NVFP4
 from megatron_nemotron3.precision.products import gather_rows, padded
 from megatron_nemotron3.precision.quantizer import fake_quantize
 from megatron_nemotron3.precision.recipe import Recipe, Spec
-from megatron_nemotron3.precision.settings import LOG_VARIABLE, Logging
+from megatron_nemotron3.precision.settings import Logging
 from megatron_nemotron3.precision.statistics import Record
 
 
@@ -61,7 +62,7 @@ class Observer:
     def __init__(self, stack: Any, chosen: Logging, used: bool) -> None:
         if stack.config.cuda_graph_impl not in (None, "none"):
             raise ValueError(
-                f"{LOG_VARIABLE} and --cuda-graph-impl {stack.config.cuda_graph_impl}: a replayed graph "
+                f"{LOG_PRECISION} and --cuda-graph-impl {stack.config.cuda_graph_impl}: a replayed graph "
                 "hides the operands, leave one of the two out"
             )
         self.switch = MeasuredSteps(chosen.interval)

@@ -28,14 +28,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_nemotron3.monitor.settings import EnvironmentSetting
+from megatron_nemotron3.common.switches import EMULATE, GPU_KERNELS, LOG_PRECISION, EnvironmentSetting
 from megatron_nemotron3.precision.formats import EMULATED, NVFP4
 from megatron_nemotron3.precision.serving import PACKED_KINDS, RECIPES
 
-VARIABLE = "NEMOTRON3_EMULATE"
 #: Option of `nemotron3 run` with a value of the variable. It may stand among the script's own options.
 OPTION = "--nemotron3-emulate"
-LOG_VARIABLE = "NEMOTRON3_LOG_PRECISION"
 #: Default number of iterations from one measurement to the next (cost: docs/nvfp4.md).
 LOG_DEFAULT = 100
 #: Switch in the variable -> field of `Emulation`.
@@ -122,26 +120,26 @@ def parse(text: str) -> Emulation | None:
         return None
     if first not in (*EMULATED, *RECIPES):
         raise ValueError(
-            f"{VARIABLE}={text!r}: {first!r} is not emulated: start with {', '.join(EMULATED)}, a recipe of "
+            f"{EMULATE}={text!r}: {first!r} is not emulated: start with {', '.join(EMULATED)}, a recipe of "
             f"packed weights ({', '.join(PACKED_KINDS)}), or 0 for off"
         )
     if first in RECIPES and rest:
-        raise ValueError(f"{VARIABLE}={text!r}: {first} takes no switches")
+        raise ValueError(f"{EMULATE}={text!r}: {first} takes no switches")
     known = tuple(SWITCHES) if first == NVFP4 else _COMMON
     chosen: dict[str, Any] = {}
     for part in rest:
         name, _, value = part.partition("=")
         if name not in known:
-            raise ValueError(f"{VARIABLE}={text!r}: {name!r} is no switch of {first}: use {', '.join(known)}")
+            raise ValueError(f"{EMULATE}={text!r}: {name!r} is no switch of {first}: use {', '.join(known)}")
         if value not in ("0", "1"):
-            raise ValueError(f"{VARIABLE}={text!r}: {part!r}: give {name}=0 or {name}=1")
+            raise ValueError(f"{EMULATE}={text!r}: {part!r}: give {name}=0 or {name}=1")
         if SWITCHES[name] in chosen:
-            raise ValueError(f"{VARIABLE}={text!r}: {name} is given twice")
+            raise ValueError(f"{EMULATE}={text!r}: {name} is given twice")
         chosen[SWITCHES[name]] = value == "1"
     try:
         return Emulation(packed=first) if first in RECIPES else Emulation(**chosen, format=first)
     except ValueError as problem:
-        raise ValueError(f"{VARIABLE}={text!r}: {problem}") from None
+        raise ValueError(f"{EMULATE}={text!r}: {problem}") from None
 
 
 def split_option(words: Sequence[str], option: str = OPTION) -> tuple[list[str], str | None]:
@@ -158,7 +156,7 @@ def split_option(words: Sequence[str], option: str = OPTION) -> tuple[list[str],
     return kept, value
 
 
-_EMULATION = EnvironmentSetting(VARIABLE, parse)
+_EMULATION = EnvironmentSetting(EMULATE, parse)
 #: Context manager: linears built inside it emulate this `Emulation`; None for plain linears.
 emulating = _EMULATION.using
 #: `Emulation` of linears that are built now, or None: from `emulating`, else NEMOTRON3_EMULATE.
@@ -190,13 +188,13 @@ def parse_logging(text: str) -> Logging | None:
         return None
     if not (interval.isascii() and interval.isdigit() and int(interval)) or (colon and not folder):
         raise ValueError(
-            f"{LOG_VARIABLE}={text!r}: give an interval of 1 or more iterations, then optionally a folder, "
+            f"{LOG_PRECISION}={text!r}: give an interval of 1 or more iterations, then optionally a folder, "
             f"as in {LOG_DEFAULT} or {LOG_DEFAULT}:runs/mine; 0 is off"
         )
     return Logging(int(interval), folder or ".")
 
 
-_LOGGING = EnvironmentSetting(LOG_VARIABLE, parse_logging)
+_LOGGING = EnvironmentSetting(LOG_PRECISION, parse_logging)
 #: Context manager: quantization errors of linears built inside it are logged with this `Logging`; None: not.
 logging_precision = _LOGGING.using
 #: `Logging` of linears that are built now, or None: from `logging_precision`, else NEMOTRON3_LOG_PRECISION.
@@ -205,9 +203,7 @@ current_logging = _LOGGING.current
 logging_in_environment = _LOGGING.read
 
 
-_GPU_KERNELS: EnvironmentSetting[bool | None] = EnvironmentSetting(
-    "NEMOTRON3_GPU_KERNELS", {"1": True, "0": False}.get
-)
+_GPU_KERNELS: EnvironmentSetting[bool | None] = EnvironmentSetting(GPU_KERNELS, {"1": True, "0": False}.get)
 #: Context manager: inside it the torch backend uses our CUDA kernels (True), those of libraries alone (None),
 #: or not even torch's own that compute all experts or documents in one launch (False).
 #:

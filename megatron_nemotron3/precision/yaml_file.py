@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.common.files import read_outside, write_text
+from megatron_nemotron3.common.options import hint
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.precision.formats import BF16, MXFP8, NVFP4, name_of
 from megatron_nemotron3.precision.table import LINEARS, Structure
-from megatron_nemotron3.words import hint
 
 #: Longest file that is read, in bytes; the recipe of Ultra has 4 kB.
 _LIMIT = 1 << 20

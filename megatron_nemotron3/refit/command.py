@@ -2,80 +2,72 @@
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.common.output import add_json, print_json
+from megatron_nemotron3.common.options import NEEDED, add_command, flag, json_flag, option
+from megatron_nemotron3.common.output import print_json
 from megatron_nemotron3.convert.quantized_config import read_scales
-from megatron_nemotron3.models.command import add_model, chosen_model
+from megatron_nemotron3.models.command import ModelOptions, chosen_model
 from megatron_nemotron3.plan.hardware import GPUS
 from megatron_nemotron3.refit.engines import ENGINES
 from megatron_nemotron3.refit.layouts import DTYPES, Serving, Training
 
 _MIB = 1 << 20
+_HOW = "how the weights go"
+_how = partial(option, group=_HOW)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefitOptions:
+    """Options of `nemotron3 refit`."""
+
+    which: ModelOptions
+    source: str = option(
+        "layout of the sender (the trainer): tp=,pp=,vpp=,ep=,etp=,cp=,dp=; dp is by default the "
+        "least that holds the experts",
+        "LAYOUT",
+        default=NEEDED,
+        spelling="--from",
+    )
+    target: str = option(
+        "layout of the receiver (the servers): tp=,pp=,dp=,ep=,replicas=,mtp=,fp32_router=, as the "
+        "engine counts them; mtp=0 leaves MTP out, fp32_router=1 sends routers in FP32",
+        "LAYOUT",
+        default=NEEDED,
+        spelling="--to",
+    )
+    engine: str = _how("inference engine (default vllm)", default="vllm", choices=ENGINES)
+    dtype: str = _how("type of the numbers (bfloat16)", default="bfloat16", choices=DTYPES)
+    quantize: str | None = _how(
+        "pack the weights for inference engines (engine hf): nvfp4, fp8, fp8-blockwise, or a full name",
+        "RECIPE",
+    )
+    input_scales: Path | None = _how(
+        "scales of activations for --quantize: JSON, safetensors, or a quantized folder", "PATH"
+    )
+    colocated: bool = flag("trainer and server of the same number are one process", group=_HOW)
+    buffer: int = _how("most that a rank sends in a step (256)", "MIB", default=256, least=1)
+    gpu: str = _how("type of GPU, whose links give the time (h100)", default="h100", choices=GPUS)
+    delta: str | None = _how('only tensors with such Hugging Face names, as "mtp.*"', "PATTERN")
+    prove: bool = flag("check that every byte arrives once", group=_HOW)
+    json: bool = json_flag()
 
 
 def register(commands: Any) -> None:
     """Add `nemotron3 refit`."""
-    command = commands.add_parser("refit")
-    add_model(command)
-    command.add_argument(
-        "--from",
-        dest="source",
-        required=True,
-        metavar="LAYOUT",
-        help="layout of the sender (the trainer): tp=,pp=,vpp=,ep=,etp=,cp=,dp=; dp is by default the "
-        "least that holds the experts",
-    )
-    command.add_argument(
-        "--to",
-        dest="target",
-        required=True,
-        metavar="LAYOUT",
-        help="layout of the receiver (the servers): tp=,pp=,dp=,ep=,replicas=,mtp=,fp32_router=, as the "
-        "engine counts them; mtp=0 leaves MTP out, fp32_router=1 sends routers in FP32",
-    )
-    how = command.add_argument_group("how the weights go")
-    how.add_argument("--engine", choices=ENGINES, default="vllm", help="inference engine (default vllm)")
-    how.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="type of the numbers (bfloat16)")
-    how.add_argument(
-        "--quantize",
-        metavar="RECIPE",
-        help="pack the weights for inference engines (engine hf): nvfp4, fp8, fp8-blockwise, or a full name",
-    )
-    how.add_argument(
-        "--input-scales",
-        type=Path,
-        metavar="PATH",
-        help="scales of activations for --quantize: JSON, safetensors, or a quantized folder",
-    )
-    how.add_argument(
-        "--colocated", action="store_true", help="trainer and server of the same number are one process"
-    )
-    how.add_argument(
-        "--buffer", type=int, default=256, metavar="MIB", help="most that a rank sends in a step (256)"
-    )
-    how.add_argument(
-        "--gpu", choices=GPUS, default="h100", help="type of GPU, whose links give the time (h100)"
-    )
-    how.add_argument(
-        "--delta", metavar="PATTERN", help='only tensors with such Hugging Face names, as "mtp.*"'
-    )
-    how.add_argument("--prove", action="store_true", help="check that every byte arrives once")
-    add_json(command)
-    command.set_defaults(run=refit)
+    add_command(commands.add_parser("refit"), RefitOptions, refit)
 
 
-def refit(options: argparse.Namespace) -> int:
+def refit(options: RefitOptions) -> int:
     """Print the figures of the plan. Returns exit status 0.
 
     Raises:
         ValueError: a layout cannot hold the model, or a number is invalid.
     """
-    config = chosen_model(options)
-    if options.buffer < 1:
-        raise ValueError(f"--buffer {options.buffer}: give 1 or more")
+    config = chosen_model(options.which)
     if options.prove and options.delta is not None:
         raise ValueError("--prove is for a plan of all tensors: leave --delta out")
     training = Training.of(config, options.source)

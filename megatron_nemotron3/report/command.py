@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-import argparse
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.checkpoint.folders import run_of
 from megatron_nemotron3.common.files import require_plot, write_text
-from megatron_nemotron3.common.output import add_json, result, say
+from megatron_nemotron3.common.options import add_command, argument, json_flag, option
+from megatron_nemotron3.common.output import result, say
 
 NAME = "report.html"
 #: Tokens of the sample.
 NEW_TOKENS = 120
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """Options of `nemotron3 report`."""
+
+    folder: Path = argument("a run, or its checkpoints", "RUN")
+    output: Path | None = option(f"where to write (default: RUN/{NAME})", "HTML")
+    prompt: str | None = option("text to continue (by the last checkpoint)", "TEXT")
+    json: bool = json_flag()
+
+
 def register(commands: Any) -> None:
     """Add `nemotron3 report`."""
-    command = commands.add_parser("report")
-    command.add_argument("folder", type=Path, metavar="RUN", help="a run, or its checkpoints")
-    command.add_argument("--output", type=Path, metavar="HTML", help=f"where to write (default: RUN/{NAME})")
-    command.add_argument("--prompt", metavar="TEXT", help="text to continue (by the last checkpoint)")
-    add_json(command)
-    command.set_defaults(run=report_command)
+    add_command(commands.add_parser("report"), ReportOptions, report_command)
 
 
-def report_command(options: argparse.Namespace) -> int:
+def report_command(options: ReportOptions) -> int:
     """Write the page; exit status 0.
 
     Raises:
@@ -38,7 +44,7 @@ def report_command(options: argparse.Namespace) -> int:
     from megatron_nemotron3.report import figures, page
     from megatron_nemotron3.report.facts import gather
 
-    folder: Path = run_of(options.folder)
+    folder = run_of(options.folder)
     output = options.output or folder / NAME
     facts = gather(folder)
     require_plot(output, "--output")

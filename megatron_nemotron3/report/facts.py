@@ -11,8 +11,8 @@ from pathlib import Path
 from megatron_nemotron3.args.manifest import NAME, Manifest, Part
 from megatron_nemotron3.checkpoint import folders
 from megatron_nemotron3.checkpoint.structure import check_structure
-from megatron_nemotron3.common.output import size_text
 from megatron_nemotron3.common import lock
+from megatron_nemotron3.common.output import size_text
 from megatron_nemotron3.models import Nemotron3Config, count, get
 from megatron_nemotron3.monitor import alarms, events
 from megatron_nemotron3.precision import report as precision

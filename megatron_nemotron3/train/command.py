@@ -20,17 +20,17 @@ from megatron_nemotron3.args.command import (
 from megatron_nemotron3.args.flag import parse
 from megatron_nemotron3.boost import settings as boosting
 from megatron_nemotron3.checkpoint import folders
+from megatron_nemotron3.common.options import add_option, add_options, device_option
 from megatron_nemotron3.common.processes import exit_at_interrupt
 from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.distill import settings as distillation
 from megatron_nemotron3.distill.data import of_teacher
 from megatron_nemotron3.lora import in_environment
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.models.command import add_model, chosen_model
+from megatron_nemotron3.models.command import ModelOptions, chosen_model
 from megatron_nemotron3.monitor import settings as monitor
 from megatron_nemotron3.precision import settings as emulation
 from megatron_nemotron3.train.inputs import MEANS, require_inputs
-from megatron_nemotron3.words import add_device
 
 #: Options of Megatron that an option of this command sets.
 _OWN = {
@@ -47,9 +47,9 @@ _OWN = {
 def register(commands: Any) -> None:
     """Add `nemotron3 train`."""
     train = commands.add_parser("train")
-    add_model(train)
+    add_options(train, ModelOptions)
     add_launch(train, precision=None)
-    add_device(train)
+    add_option(train, "device", device_option())
     train.add_argument("--output", type=Path, metavar="DIR", help="where to write (default: runs/NAME)")
     data = train.add_argument_group("data")
     start = train.add_argument_group("where it starts")

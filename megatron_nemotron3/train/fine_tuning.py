@@ -25,10 +25,10 @@ from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatr
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megatron_nemotron3.common.switches import SFT_MEAN, EnvironmentSetting
 from megatron_nemotron3.layers.context_parallel import zigzag
-from megatron_nemotron3.monitor.settings import EnvironmentSetting
 from megatron_nemotron3.train.data.packing import PackedConversations, Row, conversation_multiple
-from megatron_nemotron3.train.inputs import MEANS, SFT_MEAN
+from megatron_nemotron3.train.inputs import MEANS
 from megatron_nemotron3.train.losses import reported
 
 Sample = dict[str, Any]

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from megatron_nemotron3.checkpoint.folders import CHECKPOINTS, TRACKER
 
-#: What the loss of fine-tuning may be a mean over, the default first, and the variable that says it.
+#: What the loss of fine-tuning may be a mean over, the default first.
 MEANS = ("tokens", "conversations")
-SFT_MEAN = "NEMOTRON3_SFT_MEAN"
 
 #: Files of which a tokenizer's folder has at least one.
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")

@@ -2,74 +2,77 @@
 
 from __future__ import annotations
 
-import argparse
 import re
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.args import Launch, TrainingData, TrainingSchedule, flags, to_argv
 from megatron_nemotron3.args.command import LAYOUT, chosen_layout
 from megatron_nemotron3.checkpoint.folders import free_bytes
+from megatron_nemotron3.common import lock, record
 from megatron_nemotron3.common.files import temporary_prefix
+from megatron_nemotron3.common.options import NEEDED, add_command, argument, device_option, option
 from megatron_nemotron3.common.output import Bar
-from megatron_nemotron3.common import lock
+from megatron_nemotron3.common.switches import LOGITS_FOLDER, LOGITS_TEACHER
 from megatron_nemotron3.distill.check import Teacher, find
 from megatron_nemotron3.distill.data import of_run
 from megatron_nemotron3.distill.manifest import Manifest, is_stored, part_path, read_manifest
 from megatron_nemotron3.distill.vocabulary import of_tokenizer
 from megatron_nemotron3.train.inputs import require_tokenizer
-from megatron_nemotron3.words import add_device
 
 #: Bytes of a part, about; a run that is interrupted repeats at most one.
 _PART = 64 << 20
 #: Rows of a part, at most.
 _ROWS = 64
-#: The script, and variables with the folder to write and the teacher's checkpoint.
+#: What the ranks run.
 SCRIPT = Path(__file__).parent / "logits_script.py"
-FOLDER, TEACHER = "NEMOTRON3_LOGITS_FOLDER", "NEMOTRON3_LOGITS_TEACHER"
 #: What the script prints after each part.
 _STORED = re.compile(r"(\d+) of (\d+) parts$")
 
 
+_DATA = partial(option, group="data, as in the training that reads it")
+
+
+def _size(name: str) -> Any:
+    return option(f"{LAYOUT[name]} (1)", "N", group="layout")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitsOptions:
+    """Options of `nemotron3 logits`."""
+
+    teacher: str = argument("a run, Megatron's or Hugging Face's folder", "FOLDER")
+    output: Path = option("where to write, or go on", "DIR", default=NEEDED)
+    samples: int = option("number of samples (rows of the training set)", "N", default=NEEDED, least=1)
+    topk: int = option("tokens of each position (64)", "K", default=64, least=1)
+    logit_temperature: float = option("what divides the logits (1)", "T", default=1.0)
+    data_path: list[str] | None = _DATA("Megatron data sets (default: the run's)", "PREFIX", nargs="+")
+    split: str | None = _DATA("of the data sets (default: as in nemotron3 train)", "99,1,0")
+    conversations: list[str] | None = _DATA(".jsonl conversations, packed", "FILE", nargs="+")
+    tokenizer: str | None = _DATA("folder of a Hugging Face tokenizer (default: the run's)", "DIR")
+    seq_length: int | None = _DATA("tokens per sequence (default: the model's)", "N")
+    data_seed: int = _DATA("of the order of documents (1234)", "N", default=1234)
+    tp: int | None = _size("tp")
+    pp: int | None = _size("pp")
+    vpp: int | None = None
+    ep: int | None = _size("ep")
+    etp: int | None = _size("etp")
+    cp: int | None = _size("cp")
+    dp: int | None = _size("dp")
+    micro_batch_size: int = option(
+        "sequences per rank and microbatch (1)", "N", default=1, group="layout", least=1
+    )
+    device: str = device_option()
+
+
 def register(commands: Any) -> None:
     """Add `nemotron3 logits`."""
-    logits = commands.add_parser("logits")
-    logits.add_argument("teacher", metavar="FOLDER", help="a run, Megatron's or Hugging Face's folder")
-    logits.add_argument("--output", type=Path, required=True, metavar="DIR", help="where to write, or go on")
-    logits.add_argument(
-        "--samples", type=int, required=True, metavar="N", help="number of samples (rows of the training set)"
-    )
-    logits.add_argument("--topk", type=int, default=64, metavar="K", help="tokens of each position (64)")
-    logits.add_argument(
-        "--logit-temperature", type=float, default=1.0, metavar="T", help="what divides the logits (1)"
-    )
-    data = logits.add_argument_group("data, as in the training that reads it")
-    data.add_argument(
-        "--data-path", nargs="+", metavar="PREFIX", help="Megatron data sets (default: the run's)"
-    )
-    data.add_argument("--split", metavar="99,1,0", help="of the data sets (default: as in nemotron3 train)")
-    data.add_argument("--conversations", nargs="+", metavar="FILE", help=".jsonl conversations, packed")
-    data.add_argument(
-        "--tokenizer", metavar="DIR", help="folder of a Hugging Face tokenizer (default: the run's)"
-    )
-    data.add_argument(
-        "--seq-length", type=int, metavar="N", help="tokens per sequence (default: the model's)"
-    )
-    data.add_argument(
-        "--data-seed", type=int, default=1234, metavar="N", help="of the order of documents (1234)"
-    )
-    layout = logits.add_argument_group("layout")
-    for name, text in LAYOUT.items():
-        if name != "vpp":
-            layout.add_argument(f"--{name}", type=int, metavar="N", help=f"{text} (1)")
-    layout.add_argument(
-        "--micro-batch-size", type=int, default=1, metavar="N", help="sequences per rank and microbatch (1)"
-    )
-    add_device(logits)
-    logits.set_defaults(run=logits_command, vpp=None)
+    add_command(commands.add_parser("logits"), LogitsOptions, logits_command)
 
 
-def logits_command(options: argparse.Namespace) -> int:
+def logits_command(options: LogitsOptions) -> int:
     """Store the logits, or what is missing of them. Exit status 0; 130 after an interrupt.
 
     Raises:
@@ -77,9 +80,6 @@ def logits_command(options: argparse.Namespace) -> int:
             disk has not enough room, the folder holds something else or another process writes there, or a
             process failed.
     """
-    for name in ("samples", "topk", "micro_batch_size"):
-        if (value := getattr(options, name)) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: give 1 or more")
     if not 0 < options.logit_temperature < float("inf"):
         raise ValueError(f"--logit-temperature {options.logit_temperature:g}: give a positive number")
     teacher = find(options.teacher)
@@ -120,7 +120,7 @@ def _require_folder(folder: Path, manifest: Manifest) -> None:
     manifest.write(folder)
 
 
-def _data(options: argparse.Namespace, teacher: Teacher) -> TrainingData:
+def _data(options: LogitsOptions, teacher: Teacher) -> TrainingData:
     """The data set, its split and its tokenizer: those given, or those of the teacher's run."""
     if options.data_path and options.conversations:
         raise ValueError("--data-path and --conversations both say which rows to take: give one")
@@ -157,13 +157,11 @@ def _data(options: argparse.Namespace, teacher: Teacher) -> TrainingData:
 
 
 def _differences(before: Manifest, now: Manifest) -> str:
-    then = vars(before)
-    return ", ".join(
-        f"{name} {then[name]}, not {new}" for name, new in vars(now).items() if new != then[name]
-    )
+    changed = record.differences(vars(before), vars(now))
+    return ", ".join(f"{name} {old}, not {new}" for name, (old, new) in changed.items())
 
 
-def _manifest(options: argparse.Namespace, teacher: Teacher, data: TrainingData, length: int) -> Manifest:
+def _manifest(options: LogitsOptions, teacher: Teacher, data: TrainingData, length: int) -> Manifest:
     source: dict[str, Any] = {
         "data": [
             str(Path(path).absolute()) if Path(path).parent.is_dir() else path for path in data.data_path
@@ -190,7 +188,7 @@ def _manifest(options: argparse.Namespace, teacher: Teacher, data: TrainingData,
     )
 
 
-def _launch(options: argparse.Namespace, teacher: Teacher, data: TrainingData, length: int) -> Launch:
+def _launch(options: LogitsOptions, teacher: Teacher, data: TrainingData, length: int) -> Launch:
     from megatron_nemotron3.run import resolve_device
 
     on_cpu = resolve_device(options.device) == "cpu"
@@ -217,7 +215,7 @@ def _launch(options: argparse.Namespace, teacher: Teacher, data: TrainingData, l
     )
 
 
-def _run(options: argparse.Namespace, launch: Launch, argv: list[str], manifest: Manifest) -> int:
+def _run(options: LogitsOptions, launch: Launch, argv: list[str], manifest: Manifest) -> int:
     from megatron_nemotron3.run import resolve_device
     from megatron_nemotron3.train import processes
 
@@ -225,7 +223,7 @@ def _run(options: argparse.Namespace, launch: Launch, argv: list[str], manifest:
     words = processes.command(argv, launch.layout.world_size, device)
     words[words.index(str(processes.ENTRY))] = str(SCRIPT)
     env = processes.environment(launch.layout.world_size, device, launch.config.hidden_size)
-    env |= {FOLDER: str(options.output.resolve()), TEACHER: manifest.teacher}
+    env |= {LOGITS_FOLDER: str(options.output.resolve()), LOGITS_TEACHER: manifest.teacher}
     log = options.output / "logits.log"
     with Bar("logits", "parts") as bar:
         watch = _Watch(bar)

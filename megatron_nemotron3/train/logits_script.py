@@ -25,13 +25,13 @@ from torch.utils.data import default_collate
 
 from megatron_nemotron3.build import model_provider
 from megatron_nemotron3.common.hooks import unwrapped
+from megatron_nemotron3.common.switches import LOGITS_FOLDER, LOGITS_TEACHER
 from megatron_nemotron3.distill.manifest import read_manifest
 from megatron_nemotron3.distill.rows import borders_of, gathered
 from megatron_nemotron3.distill.stored import key_of, missing_parts, write_part
 from megatron_nemotron3.distill.topk import most_probable
 from megatron_nemotron3.distill.weights import load
 from megatron_nemotron3.train import fine_tuning
-from megatron_nemotron3.train.logits_command import FOLDER, TEACHER
 from megatron_nemotron3.train.pretrain_script import conversations_provider, datasets_provider, get_batch
 
 
@@ -81,13 +81,13 @@ def main() -> None:
     args.iteration = 0  # what the provider asks of a run
     dataset, _, _ = build_train_valid_test_datasets(provider, (args.train_samples, 0, 0))
     (model,) = get_model(model_provider, wrap_with_ddp=False)
-    load(unwrapped(model), Path(os.environ[TEACHER]))
+    load(unwrapped(model), Path(os.environ[LOGITS_TEACHER]))
     model.eval()
     _write(model, dataset, sft)
 
 
 def _write(model: Any, dataset: Any, sft: bool) -> None:
-    args, folder = get_args(), Path(os.environ[FOLDER])
+    args, folder = get_args(), Path(os.environ[LOGITS_FOLDER])
     manifest = read_manifest(folder)
     # Rank 0 decides what is missing, for a part that another rank writes may appear meanwhile.
     missing = [missing_parts(folder, manifest)]

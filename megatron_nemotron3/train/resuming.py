@@ -9,16 +9,16 @@ from pathlib import Path
 
 from megatron_nemotron3.args import Launch, continued, flags, manifest, to_argv
 from megatron_nemotron3.checkpoint.state import StoredState
-from megatron_nemotron3.precision import settings as emulation
+from megatron_nemotron3.common.switches import EMULATE
 
 
 def parts(
     launch: Launch, contents: Mapping[str, bytes], teacher: manifest.Part | None = None
 ) -> manifest.Parts:
     """Return what the folder's manifest says of a launch; arguments as of `manifest.parts_of`."""
-    environment = {name: value for name, value in os.environ.items() if name != emulation.VARIABLE}
+    environment = {name: value for name, value in os.environ.items() if name != EMULATE}
     if launch.emulate:
-        environment[emulation.VARIABLE] = launch.emulate.text()
+        environment[EMULATE] = launch.emulate.text()
     return manifest.parts_of(to_argv(flags(launch)), environment, launch.config.name, contents, teacher)
 
 

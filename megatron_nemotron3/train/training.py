@@ -24,18 +24,17 @@ from megatron_nemotron3.args import (
 from megatron_nemotron3.boost import settings as boosting
 from megatron_nemotron3.checkpoint import folders, resume
 from megatron_nemotron3.checkpoint.state import stored_state
-from megatron_nemotron3.common import lock
+from megatron_nemotron3.common import lock, switches
 from megatron_nemotron3.distill import settings as distillation
 from megatron_nemotron3.distill.check import check as check_teacher
 from megatron_nemotron3.distill.check import record_of
 from megatron_nemotron3.models import Nemotron3Config, count
-from megatron_nemotron3.monitor import settings as monitor
 from megatron_nemotron3.precision import command as precision
 from megatron_nemotron3.precision import report as precision_report
 from megatron_nemotron3.precision import settings as emulation
 from megatron_nemotron3.precision import yaml_file
 from megatron_nemotron3.train import log, processes, report, resuming
-from megatron_nemotron3.train.inputs import MEANS, SFT_MEAN
+from megatron_nemotron3.train.inputs import MEANS
 from megatron_nemotron3.train.progress import Progress
 
 
@@ -254,15 +253,15 @@ def _run(
 ) -> tuple[int, Progress]:
     """Run the training processes; return their exit status and what was seen of their log."""
     if request.conversations:
-        env[SFT_MEAN] = request.mean
+        env[switches.SFT_MEAN] = request.mean
     if request.monitor is not None:
-        env[monitor.VARIABLE] = str(request.monitor)
+        env[switches.MONITOR] = str(request.monitor)
     if request.distill:
-        env[distillation.VARIABLE] = distillation.text_of(request.distill)
+        env[switches.DISTILL] = distillation.text_of(request.distill)
     if launch.emulate:
-        env[emulation.VARIABLE] = launch.emulate.text()
+        env[switches.EMULATE] = launch.emulate.text()
     if (measuring := _measurement(request)) is not None:
-        env[emulation.LOG_VARIABLE] = measuring.text()
+        env[switches.LOG_PRECISION] = measuring.text()
     planned = launch.schedule.train_iters if launch.schedule is not None else None
     progress = Progress(request.verbose, begun, planned, launch.seq_length)
     try:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_nemotron3.common.files import read_outside, require_output
-from megatron_nemotron3.common.output import add_json, result, say
+from megatron_nemotron3.common.options import add_command, argument, flag, json_flag, option, repeated
+from megatron_nemotron3.common.output import result, say
 
 if TYPE_CHECKING:
     from megatron_nemotron3.xtoken.projection import Projection
@@ -17,27 +18,35 @@ if TYPE_CHECKING:
 _MOST = 16 << 20
 
 
+_made, _shown = "the projection", "what is shown"
+
+
+@dataclass(frozen=True, kw_only=True)
+class XTokenOptions:
+    """Options of `nemotron3 xtoken`."""
+
+    student: Path = argument(
+        "a folder with tokenizer.json, or a checkpoint or run that has one", "STUDENT_TOKENIZER"
+    )
+    teacher: Path = argument("the same of the teacher", "TEACHER_TOKENIZER")
+    output: Path | None = option("where to write it (default: nowhere)", "FILE", group=_made)
+    projection: Path | None = option("inspect this file, do not build one", "FILE", group=_made)
+    width: int | None = option("weights kept of a token (default 4)", "N", group=_made, least=1, most=64)
+    pieces: int | None = option(
+        "tokens that count of a text that the teacher splits (4)", "N", group=_made, least=1, most=64
+    )
+    no_joined: bool = flag("leave out the rule joined", group=_made)
+    token: list[str] = repeated("the weights of this token (repeatable)", "TEXT", group=_shown)
+    text: str | None = option("text file, whose spans are counted", "PATH", group=_shown)
+    json: bool = json_flag()
+
+
 def register(commands: Any) -> None:
     """Add `nemotron3 xtoken`."""
-    command = commands.add_parser("xtoken")
-    place = "a folder with tokenizer.json, or a checkpoint or run that has one"
-    command.add_argument("student", type=Path, metavar="STUDENT_TOKENIZER", help=place)
-    command.add_argument("teacher", type=Path, metavar="TEACHER_TOKENIZER", help="the same of the teacher")
-    made = command.add_argument_group("the projection")
-    made.add_argument("--output", type=Path, metavar="FILE", help="where to write it (default: nowhere)")
-    made.add_argument("--projection", type=Path, metavar="FILE", help="inspect this file, do not build one")
-    made.add_argument("--width", type=int, metavar="N", help="weights kept of a token (default 4)")
-    pieces, joined = "tokens that count of a text that the teacher splits (4)", "leave out the rule joined"
-    made.add_argument("--pieces", type=int, metavar="N", help=pieces)
-    made.add_argument("--no-joined", action="store_true", help=joined)
-    shown, token = command.add_argument_group("what is shown"), "the weights of this token (repeatable)"
-    shown.add_argument("--token", action="append", default=[], metavar="TEXT", help=token)
-    shown.add_argument("--text", metavar="PATH", help="text file, whose spans are counted")
-    add_json(command)
-    command.set_defaults(run=xtoken)
+    add_command(commands.add_parser("xtoken"), XTokenOptions, xtoken)
 
 
-def xtoken(options: argparse.Namespace) -> int:
+def xtoken(options: XTokenOptions) -> int:
     """Build or read the projection, print what it consists of, and write it. Exit status 0.
 
     Raises:
@@ -49,9 +58,6 @@ def xtoken(options: argparse.Namespace) -> int:
     if options.output is not None:
         require_output(options.output, "--output")
     built = {name: value for name in ("width", "pieces") if (value := getattr(options, name)) is not None}
-    for name, value in built.items():
-        if not 1 <= value <= 64:
-            raise ValueError(f"--{name} {value}: give 1 to 64")
     said = [f"--{name}" for name in built]
     said += ["--no-joined"] * options.no_joined + ["--output"] * (options.output is not None)
     if options.projection is not None and said:

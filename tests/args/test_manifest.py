@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from megatron_nemotron3.args import Launch, ParallelLayout, TrainingData, flags, manifest, to_argv
+from megatron_nemotron3.common.switches import EMULATE
 from megatron_nemotron3.convert.megatron_args import args_of
 from megatron_nemotron3.models import get, names, tiny
-from megatron_nemotron3.precision import settings as emulation
 from megatron_nemotron3.precision import yaml_file
 
 ALL = ("model", *manifest.CHANGES)
@@ -20,7 +20,7 @@ ALL = ("model", *manifest.CHANGES)
 def _parts(name: str = "super", *, layout: ParallelLayout | None = None, **given: object) -> manifest.Parts:
     config = tiny(get(name))
     launch = Launch.of(config, layout or ParallelLayout(), **given)  # type: ignore[arg-type]
-    environment = {emulation.VARIABLE: launch.emulate.text()} if launch.emulate else {}
+    environment = {EMULATE: launch.emulate.text()} if launch.emulate else {}
     return manifest.parts_of(to_argv(flags(launch)), environment, config.name)
 
 
@@ -50,7 +50,7 @@ def test_emulated_nvfp4_does_not_become_bf16_in_silence(tmp_path: Path) -> None:
     (line,) = found.write(_parts(), 7)
     assert line.startswith("precision changes at step 7: ")
     (change,) = [c for c in manifest.Manifest(tmp_path).content["changes"] if c["part"] == "precision"]
-    assert change["step"] == 7 and change["values"][emulation.VARIABLE][1] is None
+    assert change["step"] == 7 and change["values"][EMULATE][1] is None
     with pytest.raises(ValueError, match="to step 9 with bf16, not nvfp4 emulated"):
         manifest.Manifest(tmp_path).require_same(_emulated(tmp_path), 9, (), ALL, {})
 

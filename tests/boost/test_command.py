@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from megatron_nemotron3 import cli
-from megatron_nemotron3.boost.settings import VARIABLE
 from megatron_nemotron3.checkpoint.folders import TRACKER
 from megatron_nemotron3.common import lock
+from megatron_nemotron3.common.switches import BOOST
 from megatron_nemotron3.finetune import boost_command, boost_inputs
 from megatron_nemotron3.generate.checkpoint_folder import find_checkpoint
 from megatron_nemotron3.train import processes
@@ -60,8 +60,8 @@ def untrained(stopped: list[int]) -> Callable[..., int]:
         if line[0] != "train":
             return cli.main(line)
         options = cli.parser("train").parse_args(line[: line.index("--")])
-        assert options.steps == 4 and Path(options.tokenizer).is_absolute() and f"{VARIABLE}=" in prefix
-        assert os.environ[VARIABLE] == "loss=kl,temperature=1.0,mix=1.0,decay=1.0,cache=0,seed=1234"
+        assert options.steps == 4 and Path(options.tokenizer).is_absolute() and f"{BOOST}=" in prefix
+        assert os.environ[BOOST] == "loss=kl,temperature=1.0,mix=1.0,decay=1.0,cache=0,seed=1234"
         if stopped:
             return stopped.pop()
         shutil.copytree(options.pretrained, options.output / "checkpoints")
@@ -85,7 +85,7 @@ def test_measured_before_and_after(
     assert (tmp_path / "out/after.json").read_bytes() == before
     assert "  3 drafted   " in out and "+0.000 ± 0.000" in out
     assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
-    assert VARIABLE not in os.environ
+    assert BOOST not in os.environ
     for other in (["--mix", "0"], ["--seq-length", "32"]):
         assert cli.main([*line, *other]) == 2
         name = "boost" if other[0] == "--mix" else "seq_length"

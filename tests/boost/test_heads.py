@@ -10,7 +10,8 @@ from torch import Tensor
 
 from megatron_nemotron3.args import manifest
 from megatron_nemotron3.boost.heads import _uniform, train_heads
-from megatron_nemotron3.boost.settings import VARIABLE, Boost, asked, in_environment
+from megatron_nemotron3.boost.settings import Boost, asked, in_environment
+from megatron_nemotron3.common.switches import BOOST
 from megatron_nemotron3.generate.engine import Engine
 from megatron_nemotron3.generate.mtp import MTP
 from megatron_nemotron3.generate.weights import read_weights
@@ -178,12 +179,12 @@ def test_random_numbers_are_uniform_and_of_the_row() -> None:
     ],
 )
 def test_settings_that_are_refused(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=f"{VARIABLE}: .*{message}"):
-        in_environment({VARIABLE: text})
+    with pytest.raises(ValueError, match=f"{BOOST}: .*{message}"):
+        in_environment({BOOST: text})
 
 
 def test_settings() -> None:
-    assert in_environment({}) is None and in_environment({VARIABLE: "1"}) == Boost()
+    assert in_environment({}) is None and in_environment({BOOST: "1"}) == Boost()
     boost = Boost("tv", 2.0, 0.5, 0.8, 3, 4)
     assert Boost.parse(boost.text()) == boost
 
@@ -198,20 +199,20 @@ def test_settings() -> None:
 )
 def test_command_lines_that_are_refused(text: str, words: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        asked(words, {VARIABLE: text})
+        asked(words, {BOOST: text})
     assert asked(words, {}) is None
 
 
 def test_adapters_and_heads_are_refused() -> None:
     with pytest.raises(ValueError, match="NEMOTRON3_LORA is set, too"):
-        asked(["--hybrid-layer-pattern", "M/*E"], {VARIABLE: "1", "NEMOTRON3_LORA": "dim=4"})
+        asked(["--hybrid-layer-pattern", "M/*E"], {BOOST: "1", "NEMOTRON3_LORA": "dim=4"})
 
 
 def test_a_run_that_goes_on_without_the_variable_is_another_one() -> None:
     """Its folder says what the heads are trained for; without it everything would be trained."""
     words = ["--hybrid-layer-pattern", "ME/*E"]
-    begun = manifest.parts_of(words, {VARIABLE: "mix=0.5"})
-    assert begun["mtp"][VARIABLE] == Boost(mix=0.5).text()
-    assert VARIABLE not in manifest.parts_of(words, {})["mtp"]
+    begun = manifest.parts_of(words, {BOOST: "mix=0.5"})
+    assert begun["mtp"][BOOST] == Boost(mix=0.5).text()
+    assert BOOST not in manifest.parts_of(words, {})["mtp"]
     stored = manifest.parts_of_checkpoint({"nemotron3_boost": Boost(mix=0.5).text()})
-    assert stored["mtp"][VARIABLE] == begun["mtp"][VARIABLE]
+    assert stored["mtp"][BOOST] == begun["mtp"][BOOST]

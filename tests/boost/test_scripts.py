@@ -9,7 +9,7 @@ import pytest
 
 from megatron_nemotron3 import cli
 from megatron_nemotron3.args import ParallelLayout
-from megatron_nemotron3.boost.settings import VARIABLE
+from megatron_nemotron3.common.switches import BOOST
 from megatron_nemotron3.train import processes
 from tests.support.short_run import mock_argv, short_schedule
 from tests.test_layouts import CONFIG, SCRIPTS, _train
@@ -25,7 +25,7 @@ def test_trains_saves_and_resumes(
     script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """As "lm loss" Megatron logs that of the heads, which falls, and a resumed run goes on as if not cut."""
-    monkeypatch.setenv(VARIABLE, "mix=0.5")
+    monkeypatch.setenv(BOOST, "mix=0.5")
 
     def run(folder: Path, *extra: str, pretrained: Path | None = None) -> dict[int, float]:
         start = () if pretrained is None else ("--pretrained-checkpoint", str(pretrained))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_nemotron3.precision.settings import VARIABLE
+from megatron_nemotron3.common.switches import EMULATE
 
 from .test_commands import nemotron3, train
 from .test_commands import text as text
@@ -21,12 +21,12 @@ def test_a_model_learns_from_itself(text: str, tmp_path: Path, monkeypatch: pyte
     train("super", text, base, "--precision", "bf16")
     itself = ("--pretrained", str(base), "--teacher", str(base))
     assert train("super", text, plain, *itself, "--precision", "bf16").values["divergence"] == 0
-    monkeypatch.setenv(VARIABLE, "super-nvfp4")
+    monkeypatch.setenv(EMULATE, "super-nvfp4")
     first = train("super", text, packed, *itself, "--emulate")
     assert 0 < first.values["divergence"] < 0.1
     assert "have the weights of super-nvfp4" in (packed / "train.log").read_text()
     assert not (packed / "precision.yaml").exists()
-    monkeypatch.delenv(VARIABLE)
+    monkeypatch.delenv(EMULATE)
     hf, back = str(tmp_path / "hf"), str(tmp_path / "back")
     nemotron3("convert", "to-hf", str(packed / "checkpoints"), hf, "--quantize", "super-nvfp4")
     stated = json.loads((tmp_path / "hf" / "config.json").read_text())["quantization_config"]

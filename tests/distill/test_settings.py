@@ -13,6 +13,7 @@ import pytest
 from megatron_nemotron3 import cli
 from megatron_nemotron3.args.script_folders import settle_manifest
 from megatron_nemotron3.boost import settings as boosting
+from megatron_nemotron3.common.switches import BOOST, DISTILL
 from megatron_nemotron3.distill import check, settings
 from megatron_nemotron3.distill.manifest import Manifest, part_path, read_manifest
 from megatron_nemotron3.distill.settings import Distillation
@@ -240,7 +241,7 @@ def test_wrong_lines_of_train(
 ) -> None:
     output = tmp_path / "run"
     if "BOOST" in words:
-        monkeypatch.setenv(boosting.VARIABLE, "1")
+        monkeypatch.setenv(BOOST, "1")
         words = ["--teacher", str(stored), "--distill", "temperature=2", "--text", SCRIPT]
     assert cli.main(["train", "nano", "--tiny", "--device", "cpu", "--output", str(output), *words]) == 2
     found = capsys.readouterr().err
@@ -251,12 +252,12 @@ def test_no_boost_from_a_teacher(
     stored: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Neither a script, nor `nemotron3 boost`, whose check sees the environment before any work."""
-    monkeypatch.setenv(boosting.VARIABLE, "1")
+    monkeypatch.setenv(BOOST, "1")
     given = ("--nemotron3-teacher", str(stored), "--nemotron3-distill", "temperature=2")
     assert _run(*given) == 2
     assert "MTP's heads are trained on what the model itself predicts" in capsys.readouterr().err
     with pytest.raises(ValueError, match="NEMOTRON3_DISTILL is set, too, but MTP's heads"):
-        boosting.refuse(boosting.Boost(), [], {settings.VARIABLE: "teacher=x"})
+        boosting.refuse(boosting.Boost(), [], {DISTILL: "teacher=x"})
 
 
 @pytest.mark.parametrize(

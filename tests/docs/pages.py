@@ -137,6 +137,17 @@ def imports() -> str:
     return "\n".join(lines) + "\n"
 
 
+def variables() -> str:
+    """The table of docs/environment.md: each environment variable of the package."""
+    from megatron_nemotron3.common.switches import SWITCHES
+
+    lines = ["| variable | what it says | values | if not set | what sets it |", "|-|-|-|-|-|"]
+    for name, switch in SWITCHES.items():
+        what = f"[{switch.purpose}]({switch.page})" if switch.page else switch.purpose
+        lines.append(f"| `{name}` | {what} | {switch.values} | {switch.default} | {switch.setters} |")
+    return "\n".join(lines) + "\n"
+
+
 def _summary(part: str) -> str:
     """The first paragraph of a part's docstring, as one line."""
     file = PACKAGE / f"{part}.py"
@@ -159,7 +170,10 @@ PAGES: dict[str, Callable[[], str]] = {
     **{f"pictures/{name}.svg": draw for name, draw in PICTURES.items()},
 }
 #: Page below docs/ -> tables in it that are generated, by name. They stand between two comments.
-TABLES: dict[str, dict[str, Callable[[], str]]] = {"design.md": {"imports": imports}}
+TABLES: dict[str, dict[str, Callable[[], str]]] = {
+    "design.md": {"imports": imports},
+    "environment.md": {"variables": variables},
+}
 
 
 def current(page: str) -> str:

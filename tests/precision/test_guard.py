@@ -13,11 +13,11 @@ import pytest
 import yaml
 
 from megatron_nemotron3 import cli, models, run
+from megatron_nemotron3.common.switches import EMULATE
 from megatron_nemotron3.precision import deviations, yaml_file
 from megatron_nemotron3.precision.census import Ambient, CensusError, ambient_of_linear
 from megatron_nemotron3.precision.settings import (
     OPTION,
-    VARIABLE,
     Emulation,
     Logging,
     logging_precision,
@@ -63,7 +63,7 @@ def test_the_torch_stack_refuses_what_it_would_ignore(asked: str, changes: dict[
     """Megatron's own builder with our spec, and no launcher of ours: the run ends when the stack is built."""
     if "quant_recipe" in changes:
         changes = {**changes, "quant_recipe": quant_recipe()}
-    with pytest.raises(CensusError, match=f"^{asked} would have no effect.*{VARIABLE}=nvfp4"):
+    with pytest.raises(CensusError, match=f"^{asked} would have no effect.*{EMULATE}=nvfp4"):
         built(None, "M", mtp_use_repeated_layer=False, **changes)
 
 
@@ -187,7 +187,7 @@ def test_a_bad_value_of_the_option(value: str, tmp_path: Path, capsys: pytest.Ca
     script.write_text("raise RuntimeError('started')")
     with pytest.raises(SystemExit) as stopped:
         run.main([str(script), f"{OPTION}={value}"])
-    assert stopped.value.code == 2 and VARIABLE in capsys.readouterr().err
+    assert stopped.value.code == 2 and EMULATE in capsys.readouterr().err
 
 
 def emitted(*words: str) -> str:
@@ -233,7 +233,7 @@ def test_the_emitted_command_emulates_by_itself(keep: bool, tmp_path: Path) -> N
         [sys.executable, "-m", "megatron_nemotron3", "run", "--device", "cpu", str(processes.ENTRY)]
         + (words if keep else words[:-2]),
         cwd=tmp_path,
-        env={**{k: v for k, v in os.environ.items() if k != VARIABLE}, "OMP_NUM_THREADS": "1"},
+        env={**{k: v for k, v in os.environ.items() if k != EMULATE}, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,
@@ -350,16 +350,14 @@ def test_all_matmuls_off_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = "nvfp4,fprop=0,dgrad=0,wgrad=0"
-    with pytest.raises(
-        ValueError, match=f"{VARIABLE}='{text}': fprop=0, dgrad=0 and wgrad=0 leave no matmul"
-    ):
+    with pytest.raises(ValueError, match=f"{EMULATE}='{text}': fprop=0, dgrad=0 and wgrad=0 leave no matmul"):
         parse(text)
     with pytest.raises(ValueError, match="leave no matmul to quantize"):
         Emulation(fprop=False, dgrad=False, wgrad=False)
     for one in ("fprop", "dgrad", "wgrad"):
         kept = ",".join(f"{name}=0" for name in ("fprop", "dgrad", "wgrad") if name != one)
         assert parse(f"nvfp4,{kept}") is not None
-    monkeypatch.setenv(VARIABLE, text)
+    monkeypatch.setenv(EMULATE, text)
     words = ["super", "--tiny", "--precision", "nvfp4", "--emulate", "--backend", "torch"]
     assert cli.main(["flags", *words, "--te-precision-config-file", "f.yaml"]) == 2
     assert "leave no matmul" in capsys.readouterr().err

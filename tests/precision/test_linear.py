@@ -12,6 +12,7 @@ import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
+from megatron_nemotron3.common.switches import EMULATE
 from megatron_nemotron3.layers.experts import ColumnParallelGroupedLinear
 from megatron_nemotron3.layers.functional import rms_norm
 from megatron_nemotron3.layers.linear import DuplicatedLinear, LayerNormColumnParallelLinear
@@ -64,7 +65,7 @@ def away(a: Tensor, b: Tensor) -> float:
     ],
 )
 def test_settings(text: str, meaning: Emulation | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(settings.VARIABLE, text)
+    monkeypatch.setenv(EMULATE, text)
     assert settings.emulation_in_environment() == meaning
     if meaning is not None:
         assert settings.parse(meaning.text()) == meaning

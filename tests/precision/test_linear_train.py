@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron_nemotron3 import cli
-from megatron_nemotron3.precision.settings import OPTION, VARIABLE
+from megatron_nemotron3.common.switches import EMULATE
+from megatron_nemotron3.precision.settings import OPTION
 from megatron_nemotron3.train import log
 
 FLAGS = ["flags", "super", "--tiny", "--precision", "nvfp4", "--te-precision-config-file", "file.yaml"]
@@ -23,10 +24,10 @@ def test_flags(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
     assert "--bf16" in lines and "--te-precision-config-file file.yaml" in lines
     assert "--num-layers-at-end-in-bf16 2" in lines and "--fp4-format e2m1" not in lines
     assert lines[-1] == f"{OPTION} nvfp4"
-    assert f"set {VARIABLE}=nvfp4 in the training processes" in found.err
-    monkeypatch.setenv(VARIABLE, "nvfp4,sr=0")
+    assert f"set {EMULATE}=nvfp4 in the training processes" in found.err
+    monkeypatch.setenv(EMULATE, "nvfp4,sr=0")
     assert cli.main([*FLAGS, "--backend", "torch", "--emulate"]) == 0
-    assert f"set {VARIABLE}=nvfp4,sr=0 in" in capsys.readouterr().err
+    assert f"set {EMULATE}=nvfp4,sr=0 in" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,7 @@ def test_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     if value is not None:
-        monkeypatch.setenv(VARIABLE, value)
+        monkeypatch.setenv(EMULATE, value)
     assert cli.main(words) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

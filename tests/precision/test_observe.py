@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.certify.ranks import initialize, run_distributed
+from megatron_nemotron3.common.switches import LOG_PRECISION
 from megatron_nemotron3.precision.install import emulate_stack
 from megatron_nemotron3.precision.observe import Observed, Observer
 from megatron_nemotron3.precision.quantizer import fake_quantize
 from megatron_nemotron3.precision.recipe import Recipe, Spec
 from megatron_nemotron3.precision.report import GRADIENT, Row
 from megatron_nemotron3.precision.settings import (
-    LOG_VARIABLE,
     Logging,
     logging_in_environment,
     logging_precision,
@@ -219,9 +219,9 @@ def test_the_tail_of_a_plain_run_is_the_published_one() -> None:
 
 def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for text in ("x", "1.5", "-1", "00", "5:", ":here"):
-        with pytest.raises(ValueError, match=f"{LOG_VARIABLE}='{text}'.*100:runs/mine; 0 is off"):
+        with pytest.raises(ValueError, match=f"{LOG_PRECISION}='{text}'.*100:runs/mine; 0 is off"):
             parse_logging(text)
-    monkeypatch.setenv(LOG_VARIABLE, "20:/data/a:b")
+    monkeypatch.setenv(LOG_PRECISION, "20:/data/a:b")
     chosen = logging_in_environment()
     assert chosen is not None and (chosen.interval, chosen.folder) == (20, "/data/a:b")
     assert parse_logging(chosen.text()) == chosen and parse_logging("0") is None

@@ -13,11 +13,12 @@ import torch
 
 from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.certify.ranks import initialize, run_distributed
+from megatron_nemotron3.common.switches import LOG_PRECISION
 from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.precision import report
 from megatron_nemotron3.precision.observe import Observed
 from megatron_nemotron3.precision.report import GRADIENT, Row
-from megatron_nemotron3.precision.settings import LOG_VARIABLE, Logging, logging_precision
+from megatron_nemotron3.precision.settings import Logging, logging_precision
 from megatron_nemotron3.train import processes
 from tests.support.distributed import run_launcher
 from tests.support.emulation import built
@@ -137,7 +138,7 @@ def launched(
     layout: ParallelLayout, folder: Path, monkeypatch: pytest.MonkeyPatch, interval: int
 ) -> list[Row]:
     """Three steps in Megatron's own loop."""
-    monkeypatch.setenv(LOG_VARIABLE, f"{interval}:{folder}")
+    monkeypatch.setenv(LOG_PRECISION, f"{interval}:{folder}")
     words = mock_argv(CONFIG, layout, short_schedule(3, lr=1e-6, min_lr=1e-7))
     output = run_launcher(["--device", "cpu", str(processes.ENTRY), *words], layout.world_size)
     assert f"every {interval} iterations, into {folder}/precision.csv" in output

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_nemotron3.common.switches import EMULATE
 from megatron_nemotron3.precision.settings import (
     SWITCHES,
-    VARIABLE,
     Emulation,
     emulation_in_environment,
     parse,
@@ -29,9 +29,9 @@ def test_the_launcher_refuses_a_bad_value(
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text("raise RuntimeError('started')")
-    monkeypatch.setenv(VARIABLE, text)
-    with pytest.raises(ValueError, match=VARIABLE):
+    monkeypatch.setenv(EMULATE, text)
+    with pytest.raises(ValueError, match=EMULATE):
         emulation_in_environment()
     with pytest.raises(SystemExit) as stopped:
         main([str(script)])
-    assert stopped.value.code == 2 and VARIABLE in capsys.readouterr().err
+    assert stopped.value.code == 2 and EMULATE in capsys.readouterr().err

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from megatron_nemotron3 import cli, models
+from megatron_nemotron3.common.switches import EMULATE
 from megatron_nemotron3.doctor import recipe as doctor
 from megatron_nemotron3.precision.census import Ambient
 from megatron_nemotron3.precision.deviations import recipe_in_force
-from megatron_nemotron3.precision.settings import VARIABLE, Emulation
+from megatron_nemotron3.precision.settings import Emulation
 from megatron_nemotron3.precision.table import Structure
 from megatron_nemotron3.precision.te_variables import VARIABLES, nvfp4_ingredients, remarks
 from megatron_nemotron3.precision.yaml_file import NO_FILE
@@ -23,7 +24,7 @@ PYTHON = [v for v in VARIABLES if "FAST_MATH" not in v.name]  # the others are r
 
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*NAMES, VARIABLE):
+    for name in (*NAMES, EMULATE):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -105,8 +106,8 @@ def test_where_they_are_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 def test_the_doctor_says_what_is_emulated(
     value: str, level: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(VARIABLE, value)
-    assert {f.subject: f.level for f in doctor.findings()}.get(VARIABLE) == level
+    monkeypatch.setenv(EMULATE, value)
+    assert {f.subject: f.level for f in doctor.findings()}.get(EMULATE) == level
 
 
 def test_the_page_has_the_table() -> None:

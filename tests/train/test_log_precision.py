@@ -13,8 +13,9 @@ from megatron_nemotron3 import cli
 from megatron_nemotron3 import run as launcher
 from megatron_nemotron3.args import Launch, TrainingSchedule
 from megatron_nemotron3.common.ranks import RANK_VARIABLES
+from megatron_nemotron3.common.switches import LOG_PRECISION
 from megatron_nemotron3.precision import report
-from megatron_nemotron3.precision.settings import LOG_VARIABLE, Logging
+from megatron_nemotron3.precision.settings import Logging
 from megatron_nemotron3.train import log
 from megatron_nemotron3.train.training import Request, _measurement
 
@@ -70,7 +71,7 @@ def test_when() -> None:
 @pytest.mark.parametrize(
     ("value", "arguments", "message"),
     [
-        ("0.5", [], f"{LOG_VARIABLE}='0.5': give an interval"),
+        ("0.5", [], f"{LOG_PRECISION}='0.5': give an interval"),
         (
             "5",
             [],
@@ -90,7 +91,7 @@ def test_the_launcher_refuses(
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text("raise RuntimeError('started')")
-    monkeypatch.setenv(LOG_VARIABLE, value)
+    monkeypatch.setenv(LOG_PRECISION, value)
     for name in RANK_VARIABLES:
         monkeypatch.setenv(name, {"MASTER_ADDR": "localhost", "WORLD_SIZE": "1"}.get(name, "0"))
     monkeypatch.setattr(sys, "argv", sys.argv)

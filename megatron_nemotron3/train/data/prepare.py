@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_nemotron3.common.files import json_outside, write_json
+from megatron_nemotron3.common import record
 from megatron_nemotron3.train.data.indexed import DatasetInfo, write_dataset
 from megatron_nemotron3.train.data.splits import default_split, split_documents
 from megatron_nemotron3.train.data.text import Texts, read_texts
@@ -28,8 +28,6 @@ _PREFIX = "corpus"
 _TOKENIZER = "tokenizer"
 _CACHE = "cache"
 _MANIFEST = "manifest.json"
-#: Longest manifest that is read, in bytes.
-_LIMIT = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -135,7 +133,7 @@ def _build(root: Path, digest: str, documents: Sequence[str], kind: str, vocab_s
             if file.is_file() and not any(part.startswith(".") for part in file.relative_to(root).parts)
         },
     }
-    write_json(root / _MANIFEST, manifest, indent=2)
+    record.write(root / _MANIFEST, manifest, indent=2)
     return manifest
 
 
@@ -156,7 +154,7 @@ def _remove_cut_indices(cache: Path) -> None:
 def _read_manifest(root: Path, digest: str) -> dict[str, Any] | None:
     """Return the manifest if it belongs to this input and every file has the size it names; else None."""
     try:
-        manifest: dict[str, Any] = json_outside(root / _MANIFEST, limit=_LIMIT)
+        manifest: dict[str, Any] = record.read(root / _MANIFEST)
         whole = manifest["digest"] == digest and all(
             (root / name).stat().st_size == size for name, size in manifest["sizes"].items()
         )

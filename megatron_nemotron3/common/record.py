@@ -1,0 +1,122 @@
+"""One record of one folder and one job: a JSON file that says what the folder is the work of.
+
+`begin` writes the record with everything else at once, so a folder with a record is whole. A job that goes on
+compares its own record with it: `differences` returns what is not the same, `details` gives it as text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_nemotron3.common import lock
+from megatron_nemotron3.common.files import json_outside, write_json
+
+#: Longest record that is read, in bytes.
+LIMIT = 64 << 20
+#: Most values that `details` shows, and their longest text.
+_SHOWN, _LONGEST = 4, 40
+
+#: Name of a value -> what it was and what it is; None: not given.
+Changed = dict[str, tuple[Any, Any]]
+
+
+def read(path: Path, *, limit: int = LIMIT) -> dict[str, Any]:
+    """Return a record.
+
+    Raises:
+        ValueError: it is not a JSON object.
+        Unreadable, OSError: as `files.json_outside`.
+    """
+    try:
+        found = json_outside(path, limit=limit)
+    except (ValueError, RecursionError) as problem:
+        raise ValueError(f"{path}: it is not JSON: {problem}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: it holds a {type(found).__name__}, not an object")
+    return found
+
+
+def write(path: Path, content: Mapping[str, Any], *, indent: int | None = 1) -> None:
+    """Write a record atomically.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    write_json(path, content, indent)
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], *, common: bool = False) -> Changed:
+    """Return what differs between two parts; `common`: only of what both give."""
+    names = [name for name in old if name in new] if common else list({**old, **new})
+    return {name: (old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)}
+
+
+def details(changed: Mapping[str, tuple[str | None, str | None]]) -> str:
+    """Return changes as text, not all of them if they are many."""
+    shown = [
+        f"{name.removeprefix('--')} {_short(old)} -> {_short(new)}"
+        for name, (old, new) in list(changed.items())[:_SHOWN]
+    ]
+    more = [f"{len(changed) - _SHOWN} more"] if len(changed) > _SHOWN else []
+    return ", ".join([*shown, *more])
+
+
+def _short(value: str | None) -> str:
+    text = "not given" if value is None else value
+    text = text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
+def begin(
+    folder: Path, file: str, record: Mapping[str, Any], work: str, fill: Callable[[Path], None]
+) -> None:
+    """Write a folder, whole or not at all, with a record of it. Where the same record is, nothing changes.
+
+    Args:
+        file: name of the record.
+        work: what it is, in messages: "fine-tuning".
+        fill: writes into the folder that it is given, which becomes `folder` when all is there.
+
+    Raises:
+        ValueError: the folder holds something else, or such a work with another record; another process
+            begins it now; or as `fill`.
+        OSError: it cannot be written.
+    """
+    if _begun(folder, file, record, work):
+        return
+    beside = folder.with_name(f".{folder.name}.part")
+    temporary = beside / "new"
+    with lock.held(beside):
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            if _begun(folder, file, record, work):  # by a process that has just ended
+                return
+            temporary.mkdir()
+            fill(temporary)
+            write(temporary / file, record)
+            if folder.exists():
+                folder.rmdir()
+            temporary.rename(folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    with contextlib.suppress(OSError):  # of a process that was killed
+        beside.rmdir()
+
+
+def _begun(folder: Path, file: str, record: Mapping[str, Any], work: str) -> bool:
+    """Whether the folder holds this work; False for a new one. Raises ValueError for another."""
+    if (folder / file).exists():
+        earlier = read(folder / file)
+        if different := sorted(name for name in differences(earlier, record) if name in record):
+            raise ValueError(
+                f"{folder} holds a {work} with another {', '.join(different)}: give another --output, or "
+                "remove it"
+            )
+        return True
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} exists and is no {work}: give a new --output")
+    return False

@@ -1,0 +1,153 @@
+"""Every NEMOTRON3_* environment variable: one table, and one reader. Standard library only.
+
+The text of a variable is parsed by the part of the package that it configures, which passes its parser to
+`EnvironmentSetting`. `SWITCHES` generates the table in docs/environment.md; a test finds names that it lacks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Generic, NamedTuple, TypeVar
+
+MONITOR = "NEMOTRON3_MONITOR"
+EMULATE = "NEMOTRON3_EMULATE"
+LOG_PRECISION = "NEMOTRON3_LOG_PRECISION"
+GPU_KERNELS = "NEMOTRON3_GPU_KERNELS"
+LORA = "NEMOTRON3_LORA"
+BOOST = "NEMOTRON3_BOOST"
+DISTILL = "NEMOTRON3_DISTILL"
+SFT_MEAN = "NEMOTRON3_SFT_MEAN"
+LOGITS_FOLDER = "NEMOTRON3_LOGITS_FOLDER"
+LOGITS_TEACHER = "NEMOTRON3_LOGITS_TEACHER"
+SCRIPT = "NEMOTRON3_SCRIPT"
+CONTROL = "NEMOTRON3_CONTROL"
+PARENT = "NEMOTRON3_PARENT"
+LOCK = "NEMOTRON3_LOCK"
+
+
+class Switch(NamedTuple):
+    """A row of the table.
+
+    values: what its text may be. default: what holds if it is not set, or empty.
+    setters: options and commands that set it in the processes that they start.
+    page: the page of docs/ that explains it; "" for a variable that only this package sets.
+    """
+
+    purpose: str
+    values: str
+    default: str
+    setters: str
+    page: str = ""
+
+
+SWITCHES = {
+    MONITOR: Switch(
+        "interval of the stability monitors",
+        "iterations; 0: off",
+        "the log interval, at least 10",
+        "`--monitor` of `train`; `run` has the same option",
+        "monitor.md",
+    ),
+    EMULATE: Switch(
+        "emulated NVFP4 or MXFP8 training",
+        "`nvfp4`, `mxfp8` or a recipe of packed weights, then switches such as `,rht=0`; 0: off",
+        "off",
+        "`--emulate` of `train`; `--nemotron3-emulate` of `run` says the same",
+        "nvfp4.md",
+    ),
+    LOG_PRECISION: Switch(
+        "measured quantization errors",
+        "iterations, then optionally `:FOLDER`; 0: off",
+        "off",
+        "`--log-precision` of `train`",
+        "nvfp4.md",
+    ),
+    GPU_KERNELS: Switch(
+        "kernels of the torch backend on CUDA",
+        "1: all kernels; 0: not even torch's grouped ones",
+        "torch alone, with its grouped product and packed attention",
+        "nothing",
+        "nvfp4.md",
+    ),
+    LORA: Switch(
+        "adapters that are trained",
+        "`base=FOLDER,dim=16,alpha=32,targets=…`; 1: the defaults",
+        "all weights are trained",
+        "`finetune`",
+        "lora.md",
+    ),
+    BOOST: Switch(
+        "training of the MTP heads alone",
+        "`loss=kl,temperature=2,mix=1,…`; 1: the defaults",
+        "all weights are trained",
+        "`boost`",
+        "boost.md",
+    ),
+    DISTILL: Switch(
+        "teachers of a distillation",
+        "a line for each: `kind=kl,…,teacher=FOLDER`; 0: off",
+        "off",
+        "`--teacher` of `train`; `--nemotron3-teacher` of `run` says the same",
+        "distill.md",
+    ),
+    SFT_MEAN: Switch(
+        "what the loss of fine-tuning is a mean over",
+        "`tokens` or `conversations`",
+        "tokens",
+        "`--mean` of `train`",
+        "sft.md",
+    ),
+    LOGITS_FOLDER: Switch("folder that the teacher's logits are stored in", "a path", "", "`logits`"),
+    LOGITS_TEACHER: Switch("checkpoint of the teacher", "a path", "", "`logits`"),
+    SCRIPT: Switch("script that a spawned process belongs to", "a path", "", "`run`"),
+    CONTROL: Switch("standard input is the control pipe of the ranks", "1", "", "`train`"),
+    PARENT: Switch("process with which a child of a rank ends", "a process id", "the parent", "each rank"),
+    LOCK: Switch("key by which the ranks share the lock of a folder", "a text", "", "`train`"),
+}
+
+T = TypeVar("T")
+
+
+class EnvironmentSetting(Generic[T]):
+    """A setting that a process receives in an environment variable, or a caller sets by a `with` block.
+
+    The variable is read once, when `current` is first called. What changes it later has no effect. A `with`
+    block applies to all threads, because autograd runs backward on a GPU in threads of its own.
+
+    Args:
+        name: the environment variable, of `SWITCHES`.
+        parse: turns its text into a value; "" if it is not set. Raises ValueError for text without meaning.
+        once: False: the variable is read each time, because a command sets it in its own process.
+    """
+
+    def __init__(self, name: str, parse: Callable[[str], T], *, once: bool = True) -> None:
+        if name not in SWITCHES:
+            raise KeyError(name)
+        self.name, self._parse, self._once = name, parse, once
+        self._overrides: list[T] = []
+
+    def read(self, environment: Mapping[str, str] = os.environ) -> T:
+        """Value of the environment variable as it is now: for entry points, which refuse bad text early."""
+        return self._parse(environment.get(self.name, ""))
+
+    @cached_property
+    def _of_process(self) -> T:
+        return self.read()
+
+    def current(self) -> T:
+        """Value set by the innermost `using` block, else the one this process was started with."""
+        if self._overrides:
+            return self._overrides[-1]
+        return self._of_process if self._once else self.read()
+
+    @contextmanager
+    def using(self, value: T) -> Iterator[None]:
+        """Set the value inside a `with` block, whatever the environment says."""
+        self._overrides.append(value)
+        try:
+            yield
+        finally:
+            self._overrides.pop()
