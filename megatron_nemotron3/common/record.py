@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.common import lock
-from megatron_nemotron3.common.files import json_outside, write_json
+from megatron_nemotron3.common.files import Unreadable, json_outside, write_json
 
 #: Longest record that is read, in bytes.
 LIMIT = 64 << 20
@@ -33,6 +33,8 @@ def read(path: Path, *, limit: int = LIMIT) -> dict[str, Any]:
     """
     try:
         found = json_outside(path, limit=limit)
+    except Unreadable:
+        raise
     except (ValueError, RecursionError) as problem:
         raise ValueError(f"{path}: it is not JSON: {problem}") from None
     if not isinstance(found, dict):
