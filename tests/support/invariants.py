@@ -145,10 +145,7 @@ def variables() -> list[str]:
 
 
 def flags() -> dict[str, list[str]]:
-    """Lines of `nemotron3 flags` for every model; after the first layout, the difference from that.
-
-    Layouts that a model cannot have are left out.
-    """
+    """Lines of `nemotron3 flags` for the layouts that a model can have; after the first, what differs."""
     import megatron_nemotron3 as n3
 
     found = {}
@@ -376,6 +373,7 @@ def training_codes() -> dict[str, str]:
                 linear = model.get_submodule(f"decoder.layers.{path}")
                 unit = torch.eye(linear.weight.shape[1], dtype=torch.bfloat16)[:, None]
                 with torch.no_grad():
+                    linear.weight.div_(1 + torch.arange(len(linear.weight))[:, None] // 16)  # scales differ
                     found[f"{name} {path}"] = _digest(linear(unit)[0])
     return found
 
