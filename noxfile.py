@@ -37,14 +37,14 @@ PACKAGES = (
 #: The short suite.
 SHORT = (
     "tests/test_versions.py",
-    "tests/test_cpu.py",
+    "tests/cpu/test_cpu.py",
     "tests/test_layouts.py",
     "tests/test_specs.py",
     "tests/test_checkpoint_keys.py",
     "tests/test_mtp_aux_loss.py",
     "tests/layers/test_modules.py",
-    "tests/args/test_megatron.py",
-    "tests/args/test_performance.py",
+    "tests/launch/test_megatron.py",
+    "tests/launch/test_performance.py",
 )
 
 

@@ -24,12 +24,12 @@ from common import MIB, ROOT, machine, parser
 from process_tree import watch
 from torch import Tensor
 
-from megatron_nemotron3.bisect.recording import Recording, Sequence, write
-from megatron_nemotron3.convert.checkpoints import open_hugging_face
-from megatron_nemotron3.convert.keys import prefixes
-from megatron_nemotron3.convert.logits.hugging_face import HuggingFace
+from megatron_nemotron3.checkpoints.convert.checkpoints import open_hugging_face
+from megatron_nemotron3.checkpoints.convert.keys import prefixes
+from megatron_nemotron3.checkpoints.convert.logits.hugging_face import HuggingFace
 from megatron_nemotron3.models import Nemotron3Config, get
-from tests.bisect.systems import moments
+from megatron_nemotron3.proof.bisect.recording import Recording, Sequence, write
+from tests.proof.bisect.systems import moments
 from tests.support.sparse_checkpoints import write_hf
 
 #: Numbers that are repeated; their count is prime, so that rows of a weight are not copies.

@@ -226,7 +226,7 @@ def summary(ranks: list[Measured], total: int) -> dict[str, Any]:
 
 def wire_table(rows: int, hidden: int, quick: bool) -> None:
     """Run both communicators and print the tables."""
-    from megatron_nemotron3.certify.ranks import run_distributed
+    from megatron_nemotron3.proof.certify.ranks import run_distributed
 
     todo = cases(quick)
     with contextlib.redirect_stdout(io.StringIO()):

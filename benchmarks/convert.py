@@ -35,10 +35,10 @@ from typing import Any
 from common import MIB, ROOT, machine, print_table, timed
 from process_tree import Usage, idle, watch
 
-from megatron_nemotron3.convert import inventory, to_hf
-from megatron_nemotron3.convert.job import MANIFEST, Job, run
-from megatron_nemotron3.convert.plan import Slices, extent
-from megatron_nemotron3.convert.sources import SourceTensor, TensorSource, bits
+from megatron_nemotron3.checkpoints.convert import inventory, to_hf
+from megatron_nemotron3.checkpoints.convert.job import MANIFEST, Job, run
+from megatron_nemotron3.checkpoints.convert.plan import Slices, extent
+from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource, bits
 from megatron_nemotron3.models import Nemotron3Config, get
 
 PATTERN = "MEMEME*"

@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from common import do_not_clamp_time_steps, machine, model, parser, print_table, rounds, set_threads
 
-from megatron_nemotron3.generate.engine import Engine
-from megatron_nemotron3.generate.generate import Decoder, GenerationOptions, generate
-from megatron_nemotron3.generate.weights import read_weights
+from megatron_nemotron3.inference.generate.engine import Engine
+from megatron_nemotron3.inference.generate.generate import Decoder, GenerationOptions, generate
+from megatron_nemotron3.inference.generate.weights import read_weights
 from megatron_nemotron3.models import Nemotron3Config
 from tests.support.checkpoint_pair import InMemory
 from tests.support.engines import agreeing_tensors, engine_of, tensors
@@ -117,8 +117,8 @@ def trained(
     """Compare plain decoding with drafting, on text like that of the training."""
     import argparse as stdlib
 
-    from megatron_nemotron3.generate.checkpoint_folder import find_checkpoint
-    from megatron_nemotron3.generate.command import open_for_tokenizer
+    from megatron_nemotron3.inference.generate.checkpoint_folder import find_checkpoint
+    from megatron_nemotron3.inference.generate.command import open_for_tokenizer
 
     folder = find_checkpoint(run)
     tokenizer = folder.tokenizer()

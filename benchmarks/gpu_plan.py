@@ -38,7 +38,7 @@ def run(setting: Setting) -> None:
 
 def gpu_of(device: str) -> Any:
     """The GPU of the plan's table with that name; None if there is none."""
-    from megatron_nemotron3.plan.hardware import GPUS
+    from megatron_nemotron3.launch.plan.hardware import GPUS
 
     words = device.lower().split()
     return next((gpu for name, gpu in GPUS.items() if name in words), None)
@@ -46,9 +46,9 @@ def gpu_of(device: str) -> Any:
 
 def compared(config: Any, backend: str, speed: dict[str, Any], gpu: Any) -> dict[str, Any]:
     """Measured and planned bytes and seconds; no seconds for a device that the plan does not know."""
-    from megatron_nemotron3.args import Launch, TrainingSchedule
-    from megatron_nemotron3.plan.memory import memory
-    from megatron_nemotron3.plan.timing import Machine, step_time
+    from megatron_nemotron3.launch import Launch, TrainingSchedule
+    from megatron_nemotron3.launch.plan.memory import memory
+    from megatron_nemotron3.launch.plan.timing import Machine, step_time
 
     schedule = TrainingSchedule(seq_length=speed["tokens"], micro_batch_size=1, global_batch_size=1)
     launch = Launch(config=config, precision="bf16", backend=backend, schedule=schedule)

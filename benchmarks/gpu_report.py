@@ -24,7 +24,7 @@ from gpu_compare import agrees, differences
 from gpu_results import Record, Results
 
 from megatron_nemotron3.common.files import write_text
-from megatron_nemotron3.plan.hardware import GPUS
+from megatron_nemotron3.launch.plan.hardware import GPUS
 
 PAGE = ROOT / "docs" / "measurements.md"
 BEGIN, END = "<!-- results of gpu.py: begin -->", "<!-- results of gpu.py: end -->"

@@ -33,7 +33,7 @@ PACKAGES += ("causal-conv1d", "flash-attn")
 #: Sides of the matrix product whose rate is measured, and bytes of the copy.
 MATRIX, COPY = 8192, 4 * 2**30
 #: Where tests marked gpu are.
-GPU_TESTS = ("tests/gpu", "tests/generate", "tests/precision/test_golden.py")
+GPU_TESTS = ("tests/gpu", "tests/inference/generate", "tests/precision/test_golden.py")
 GPU_TESTS += ("tests/boundary/test_multimodule.py",)
 #: Tests between two rows with the number of results.
 EVERY = 20

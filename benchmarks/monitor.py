@@ -37,7 +37,7 @@ class Training:
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
         from torch.utils.tensorboard import SummaryWriter
 
-        from megatron_nemotron3.monitor.settings import monitoring
+        from megatron_nemotron3.train.monitor.settings import monitoring
         from tests.support.model_mapping import megatron_model, randomize
         from tests.support.world import world_of_one
 
@@ -59,8 +59,8 @@ class Training:
 
     def _put_clocks(self) -> None:
         """Around every hook, before any is registered, and around the report."""
-        from megatron_nemotron3.monitor.tracker import Monitor
-        from megatron_nemotron3.monitor.watched import WatchedLayer, WatchedLoss
+        from megatron_nemotron3.train.monitor.tracker import Monitor
+        from megatron_nemotron3.train.monitor.watched import WatchedLayer, WatchedLoss
 
         def clocked(function: Any) -> Any:
             def call(*args: Any, **kwargs: Any) -> Any:

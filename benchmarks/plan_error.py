@@ -12,12 +12,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_nemotron3.args import Launch, TrainingSchedule, published_layout
-from megatron_nemotron3.models import get
-from megatron_nemotron3.plan.hardware import GIB, GPUS, RESERVE
-from megatron_nemotron3.plan.options import ALLTOALL, HYBRIDEP
-from megatron_nemotron3.plan.published import CARDS, RUNS, SEQUENCE, Run
-from megatron_nemotron3.plan.search import (
+from megatron_nemotron3.launch import Launch, TrainingSchedule, published_layout
+from megatron_nemotron3.launch.plan.hardware import GIB, GPUS, RESERVE
+from megatron_nemotron3.launch.plan.options import ALLTOALL, HYBRIDEP
+from megatron_nemotron3.launch.plan.published import CARDS, RUNS, SEQUENCE, Run
+from megatron_nemotron3.launch.plan.search import (
     MICRO_BATCHES,
     Candidate,
     Question,
@@ -26,7 +25,8 @@ from megatron_nemotron3.plan.search import (
     search,
     worst_memory,
 )
-from megatron_nemotron3.plan.timing import ASSUMED, Assumptions, Machine, step_time, tokens_per_gpu
+from megatron_nemotron3.launch.plan.timing import ASSUMED, Assumptions, Machine, step_time, tokens_per_gpu
+from megatron_nemotron3.models import get
 
 #: Public pre-training launches: model -> (GPU, GPUs, precision, dispatcher, micro batch).
 #: Sequences of 8,192 tokens, 3,072 a step.

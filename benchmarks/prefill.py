@@ -18,8 +18,8 @@ import torch
 from common import MIB, machine, parser, proc_bytes, reset_peak
 
 from megatron_nemotron3.common import plots
-from megatron_nemotron3.generate.engine import Engine
-from megatron_nemotron3.generate.state import KVCache, State
+from megatron_nemotron3.inference.generate.engine import Engine
+from megatron_nemotron3.inference.generate.state import KVCache, State
 from megatron_nemotron3.models import get
 from tests.support.engines import engine_of
 

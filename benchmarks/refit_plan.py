@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import time
 
+from megatron_nemotron3.inference.refit.check import check
+from megatron_nemotron3.inference.refit.layouts import Serving, Training
+from megatron_nemotron3.inference.refit.planner import make_plan
 from megatron_nemotron3.models import get
-from megatron_nemotron3.refit.check import check
-from megatron_nemotron3.refit.layouts import Serving, Training
-from megatron_nemotron3.refit.planner import make_plan
 
 #: (model, trainer, servers)
 CASES = (

@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # this checkout, if the package is not installed
 
-from megatron_nemotron3.args import Launch, ParallelLayout, RuleError, flags
+from megatron_nemotron3.launch import Launch, ParallelLayout, RuleError, flags
 from megatron_nemotron3.models import count, get
 
 config = get("super")

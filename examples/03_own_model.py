@@ -6,7 +6,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # this checkout, if the package is not installed
 
 import megatron_nemotron3 as n3
-from megatron_nemotron3.args import Launch, flags
+from megatron_nemotron3.launch import Launch, flags
 from megatron_nemotron3.models import count, get, tiny
 
 # Twice the experts at a quarter of the width ("acc" of LatentMoE), one more attention layer, no MTP.

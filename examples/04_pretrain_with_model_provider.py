@@ -23,7 +23,7 @@ from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 
 from megatron_nemotron3 import get, model_provider
-from megatron_nemotron3.args import Launch, TrainingSchedule, adjusted, flags, mock_data, to_argv
+from megatron_nemotron3.launch import Launch, TrainingSchedule, adjusted, flags, mock_data, to_argv
 from megatron_nemotron3.models import tiny
 from megatron_nemotron3.train.pretrain_script import datasets_provider, forward_step
 

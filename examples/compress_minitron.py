@@ -26,9 +26,9 @@ from tiny_runs import VALIDATION, Text, build, evaluate, on_teacher, on_text, to
 
 import megatron_nemotron3 as n3
 from megatron_nemotron3.common.output import interval, paired
-from megatron_nemotron3.compression import memory
-from megatron_nemotron3.compression.importance import measure
 from megatron_nemotron3.models import count, get, tiny
+from megatron_nemotron3.post_training.compress import memory
+from megatron_nemotron3.post_training.compress.importance import measure
 
 #: Share of every dimension that is kept; dimensions that a model lacks are skipped.
 KEPT = {

@@ -42,8 +42,8 @@ import torch
 from omni_rank import Curve, Job, said, train
 
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.certify.ranks import run_distributed
 from megatron_nemotron3.common import plots
+from megatron_nemotron3.proof.certify.ranks import run_distributed
 
 NAMES = {"image": "words in pictures", "audio": "spoken digits"}
 

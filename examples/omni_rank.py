@@ -28,9 +28,9 @@ from megatron_nemotron3.boundary.feed import RowFeed, describe_ids, tokens
 from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.boundary.multimodule import BoundaryCommunicator
 from megatron_nemotron3.boundary.partition import sample_shares
-from megatron_nemotron3.omni import checkpoint
-from megatron_nemotron3.omni.build import LANGUAGE, SOUND, VISION, build
-from megatron_nemotron3.omni.model import prepare
+from megatron_nemotron3.train.omni import checkpoint
+from megatron_nemotron3.train.omni.build import LANGUAGE, SOUND, VISION, build
+from megatron_nemotron3.train.omni.model import prepare
 
 PEAK_RATE = 2e-3
 SPECIAL = {VISION: task.model().image_token_id, SOUND: task.model().sound_token_id}

@@ -55,20 +55,20 @@ from tiny_runs import (
 )
 
 import megatron_nemotron3 as n3
-from megatron_nemotron3.boost.heads import train_heads
-from megatron_nemotron3.boost.settings import Boost
 from megatron_nemotron3.common.output import interval, paired
-from megatron_nemotron3.compression import memory
-from megatron_nemotron3.compression.importance import measure
-from megatron_nemotron3.generate.engine import Engine
-from megatron_nemotron3.generate.evaluate import acceptance, losses, windows
-from megatron_nemotron3.generate.weights import load
+from megatron_nemotron3.inference.generate.engine import Engine
+from megatron_nemotron3.inference.generate.evaluate import acceptance, losses, windows
+from megatron_nemotron3.inference.generate.weights import load
+from megatron_nemotron3.launch.boosting import Boost
 from megatron_nemotron3.models import Nemotron3Config, get, tiny
+from megatron_nemotron3.post_training.boost.heads import train_heads
+from megatron_nemotron3.post_training.compress import memory
+from megatron_nemotron3.post_training.compress.importance import measure
+from megatron_nemotron3.post_training.xtoken.align import Aligner
+from megatron_nemotron3.post_training.xtoken.loss import Kind, span_losses
 from megatron_nemotron3.precision.settings import emulating, parse
-from megatron_nemotron3.xtoken.align import Aligner
-from megatron_nemotron3.xtoken.loss import Kind, span_losses
-from megatron_nemotron3.xtoken.projection import Projection
-from megatron_nemotron3.xtoken.tokens import Vocabulary
+from megatron_nemotron3.train.teacher.projection import Projection
+from megatron_nemotron3.train.teacher.tokens import Vocabulary
 
 TEACHER = tiny(get("nano")).but(
     name="teacher", pattern="MEM*E", seq_length=128, num_moe_experts=8, moe_router_topk=2

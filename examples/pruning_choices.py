@@ -17,15 +17,15 @@ import numpy as np
 import torch
 from tiny_runs import VALIDATION, build, on_teacher, token_losses
 
-from megatron_nemotron3.compression import memory
-from megatron_nemotron3.compression.importance import measure
-from megatron_nemotron3.compression.losses import Measured as Losses
-from megatron_nemotron3.compression.scores import Scores
-from megatron_nemotron3.compression.search import search
-from megatron_nemotron3.compression.sizes import Sizes, candidate_config
+from megatron_nemotron3.launch.plan.hardware import GPUS
+from megatron_nemotron3.launch.plan.serving import Serving
 from megatron_nemotron3.models import Nemotron3Config, count, get, tiny
-from megatron_nemotron3.plan.hardware import GPUS
-from megatron_nemotron3.plan.serving import Serving
+from megatron_nemotron3.post_training.compress import memory
+from megatron_nemotron3.post_training.compress.importance import measure
+from megatron_nemotron3.post_training.compress.losses import Measured as Losses
+from megatron_nemotron3.post_training.compress.scores import Scores
+from megatron_nemotron3.post_training.compress.search import search
+from megatron_nemotron3.post_training.compress.sizes import Sizes, candidate_config
 
 if TYPE_CHECKING:
     from paired_studies import Lab, Measured, Results

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 import megatron_nemotron3 as n3
-from megatron_nemotron3.distill.divergence import divergence
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.post_training.distill.divergence import divergence
 from megatron_nemotron3.train.data import prepare
 
 BATCH = 4  # sequences

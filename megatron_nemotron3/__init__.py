@@ -21,10 +21,10 @@ _PUBLIC = {
     "get": "models.catalog",
     "names": "models.catalog",
     "count": "models.parameters",
-    "Launch": "args.launch",
-    "ParallelLayout": "args.layout",
-    "TrainingSchedule": "args.schedule",
-    "flags": "args.flags",
+    "Launch": "launch.launch",
+    "ParallelLayout": "launch.layout",
+    "TrainingSchedule": "launch.schedule",
+    "flags": "launch.flags",
     "cpu_mode": "cpu",
     "build_model": "build",
     "model_provider": "build",
@@ -36,12 +36,11 @@ _PUBLIC = {
 __all__ = ["__version__", *_PUBLIC]
 
 if TYPE_CHECKING:
-    from megatron_nemotron3.args.flags import flags
-    from megatron_nemotron3.args.launch import Launch
-    from megatron_nemotron3.args.layout import ParallelLayout
-    from megatron_nemotron3.args.schedule import TrainingSchedule
-    from megatron_nemotron3.build import build_model, model_provider
     from megatron_nemotron3.cpu import cpu_mode
+    from megatron_nemotron3.launch.flags import flags
+    from megatron_nemotron3.launch.launch import Launch
+    from megatron_nemotron3.launch.layout import ParallelLayout
+    from megatron_nemotron3.launch.schedule import TrainingSchedule
     from megatron_nemotron3.models.catalog import get, names
     from megatron_nemotron3.models.config import Nemotron3Config
     from megatron_nemotron3.models.parameters import count
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
         nemotron3_te_stack_spec,
         nemotron3_torch_stack_spec,
     )
+    from megatron_nemotron3.train.build import build_model, model_provider
 
 
 def __getattr__(name: str) -> Any:
@@ -57,7 +57,7 @@ def __getattr__(name: str) -> Any:
         try:
             value = getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)
         except ImportError:
-            from megatron_nemotron3.args.versions import require_supported
+            from megatron_nemotron3.launch.versions import require_supported
 
             require_supported()  # an old megatron-core lacks modules: name the version, not the module
             raise

@@ -56,11 +56,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.utils import get_model_config
 
 from megatron_nemotron3 import cpu, specs
-from megatron_nemotron3 import lora as settings
-from megatron_nemotron3.convert.block_configs import KEY as BLOCKS_KEY
-from megatron_nemotron3.convert.block_configs import has_blocks
-from megatron_nemotron3.convert.checkpoints import hf_model
-from megatron_nemotron3.convert.config_json import MTP_BLOCKS, OWN, OWN_FIELDS
+from megatron_nemotron3.checkpoints.convert.block_configs import KEY as BLOCKS_KEY
+from megatron_nemotron3.checkpoints.convert.block_configs import has_blocks
+from megatron_nemotron3.checkpoints.convert.checkpoints import hf_model
+from megatron_nemotron3.checkpoints.convert.config_json import MTP_BLOCKS, OWN, OWN_FIELDS
 from megatron_nemotron3.cpu.megatron import ARGUMENTS
 from megatron_nemotron3.layers.backend import default_backend, te_problem
 from megatron_nemotron3.layers.experts import ColumnParallelGroupedLinear, RowParallelGroupedLinear
@@ -68,6 +67,7 @@ from megatron_nemotron3.layers.latent_moe import CountingRouter
 from megatron_nemotron3.layers.linear import DuplicatedLinear
 from megatron_nemotron3.layers.lora import adapter_class
 from megatron_nemotron3.layers.mamba import Mamba2Mixer
+from megatron_nemotron3.models import lora as settings
 from megatron_nemotron3.models.catalog import identify
 
 logger = logging.getLogger(__name__)

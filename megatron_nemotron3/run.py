@@ -7,13 +7,14 @@ The script runs as `__main__` with ARGS as its command line and its own folder f
 
 - Without a GPU (or with `--device cpu`) CUDA names mean the CPU (`megatron_nemotron3.cpu`).
 - With `--spec megatron_nemotron3.specs …` the run stops unless Megatron builds that stack.
-- With NEMOTRON3_BOOST only MTP's heads are trained (`megatron_nemotron3.boost`).
+- With NEMOTRON3_BOOST only MTP's heads are trained (`megatron_nemotron3.post_training.boost`).
 - With `--fp4-format` or `--fp8-format` the run stops if no linear of the model computes in that format. It
   also stops if the precision file is malformed, or if the torch backend would ignore the formats that options
   ask for.
-- With `--nemotron3-teacher` the script's model is distilled from a frozen one (`megatron_nemotron3.distill`).
+- With `--nemotron3-teacher` the script's model is distilled from a frozen one
+(`megatron_nemotron3.post_training.distill`).
 - The folder of `--save` is locked until the last rank ends. Before the start the tracker of `--load` is made
-  to name the last complete checkpoint (`megatron_nemotron3.checkpoint.resume`), and a schedule that Megatron
+  to name the last complete checkpoint (`megatron_nemotron3.checkpoints.resume`), and a schedule that Megatron
   would refuse to load is refused with the option that it needs.
 - `run.json` in the folder of `--save` says which run it is; a start with another model is refused, and one
   with another precision, MTP, tokenizer, data set or teacher needs `--change`.
@@ -33,20 +34,19 @@ from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple, NoReturn
 
-from megatron_nemotron3.args import manifest
-from megatron_nemotron3.args.stored_model import loaded
-from megatron_nemotron3.args.versions import require_supported
-from megatron_nemotron3.boost import settings as boosting
-from megatron_nemotron3.checkpoint.argv import option_value, option_values
 from megatron_nemotron3.common import processes, spawned
+from megatron_nemotron3.common.argv import option_value, option_values
 from megatron_nemotron3.common.options import Parser, add_option, device_option
 from megatron_nemotron3.common.switches import BOOST, EMULATE, LOG_PRECISION, MONITOR
-from megatron_nemotron3.distill import settings as distillation
-from megatron_nemotron3.distill.check import chosen as check_distillation
-from megatron_nemotron3.distill.check import record_of
+from megatron_nemotron3.launch import boosting, manifest
+from megatron_nemotron3.launch.stored_model import loaded
+from megatron_nemotron3.launch.versions import require_supported
 from megatron_nemotron3.models import stack_specs
-from megatron_nemotron3.monitor import settings
 from megatron_nemotron3.precision import settings as emulation
+from megatron_nemotron3.train.monitor import settings
+from megatron_nemotron3.train.teacher import settings as distillation
+from megatron_nemotron3.train.teacher.check import chosen as check_distillation
+from megatron_nemotron3.train.teacher.check import record_of
 
 
 def register(commands: Any) -> None:
@@ -306,7 +306,7 @@ def verify_measurable(spec: Any) -> None:
 
 def prepare_folders(arguments: list[str], *given: Any) -> ExitStack:
     """Prepare folders as `script_folders.prepared`, or stop; return what holds the lock of `--save`."""
-    from megatron_nemotron3.args.script_folders import prepared
+    from megatron_nemotron3.launch.script_folders import prepared
 
     with ExitStack() as stack:
         try:
@@ -368,7 +368,7 @@ def _launch(words: Words) -> None:
             if spec is not None:
                 verify_stack(spec_words, spec, arguments)
             if boost is not None:
-                from megatron_nemotron3.boost.heads import training_heads
+                from megatron_nemotron3.post_training.boost.heads import training_heads
 
                 if spec is None:
                     fail(f"{BOOST} trains a stack of this package: use {_torch_spec(None)}")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_nemotron3.certify.ranks import run_distributed
+from megatron_nemotron3.proof.certify.ranks import run_distributed
 from tests.support.models import GOLDEN_LAYOUTS, describe_golden_model, golden_file
 
 GOLDEN: dict[str, Any] = json.loads(golden_file().read_text())

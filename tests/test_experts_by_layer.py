@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from megatron_nemotron3 import cli
-from megatron_nemotron3.certify.ranks import initialize, run_distributed
 from megatron_nemotron3.models import Nemotron3Config, count, get
 from megatron_nemotron3.models.stack_specs import (
     MODULE,
@@ -18,6 +17,7 @@ from megatron_nemotron3.models.stack_specs import (
     spec_name,
     stored_experts,
 )
+from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
 from tests.support.models import build_hybrid
 
 PUZZLE = get("puzzle-tiny")

@@ -1,7 +1,7 @@
 """Groups in the pattern, `M[*E]`: the stack of such a model is walked, built and saved as its layers are.
 
 Only a megatron-core that has groups (Megatron-LM #4798) builds one; the checkpoint that one wrote is read in
-`tests/convert/test_dialects.py` on every version.
+`tests/checkpoints/convert/test_dialects.py` on every version.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import pytest
 import torch
 from megatron.core.models.hybrid import hybrid_layer_allocation
 
-from megatron_nemotron3.certify.ranks import initialize, run_distributed
-from megatron_nemotron3.convert.keys import numbered_by_layer
+from megatron_nemotron3.checkpoints.convert.keys import numbered_by_layer
 from megatron_nemotron3.models.pattern import parse
-from megatron_nemotron3.monitor.series import decoder_layers
+from megatron_nemotron3.models.series import decoder_layers
 from megatron_nemotron3.precision.census import CensusError, structure_of
+from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
 from megatron_nemotron3.specs import nemotron3_torch_stack_spec
 from tests.support.models import build_hybrid, describe
 

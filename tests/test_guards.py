@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from megatron_nemotron3 import cli
-from megatron_nemotron3.args import Launch
+from megatron_nemotron3.launch import Launch
 from megatron_nemotron3.train import machine
 
 ROOT = Path(__file__).parents[1]

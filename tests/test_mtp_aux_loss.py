@@ -21,8 +21,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper, MultiTokenPredictionLayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from megatron_nemotron3.certify.ranks import initialize, run_distributed
 from megatron_nemotron3.layers.mtp import MTPLayer
+from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
 from megatron_nemotron3.specs import nemotron3_torch_stack_spec
 from tests.support.models import SIZES, build_hybrid
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_nemotron3.build import build_model, mtp_on_request
 from megatron_nemotron3.models import get
+from megatron_nemotron3.train.build import build_model, mtp_on_request
 
 pytestmark = pytest.mark.usefixtures("world")
 #: Without the routers' own loss, so that MTP's is the only one.

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megatron_nemotron3.certify.ranks import initialize, run_distributed, run_fresh
+from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed, run_fresh
 from tests.support.models import build_hybrid
 
 ROOT = Path(__file__).parents[1]
@@ -44,7 +44,7 @@ import json, sys
 for name in {OPTIONAL!r}:
     sys.modules[name] = None  # import raises ImportError
 from megatron.core.transformer.spec_utils import ModuleSpec, import_module
-from megatron_nemotron3.certify.ranks import initialize, run_distributed
+from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
 from tests.support.models import build_hybrid
 specs = __import__({MODULE!r}, fromlist=["_"])
 

@@ -24,7 +24,7 @@ import pytest
 import megatron_nemotron3
 from megatron_nemotron3 import cli, models
 from megatron_nemotron3 import run as launcher
-from megatron_nemotron3.args import (
+from megatron_nemotron3.launch import (
     BACKENDS,
     PRECISIONS,
     Launch,
@@ -38,8 +38,8 @@ from megatron_nemotron3.args import (
     to_argv,
     versions,
 )
-from megatron_nemotron3.args.flag import Flag
-from megatron_nemotron3.args.parser import misused, unknown
+from megatron_nemotron3.launch.flag import Flag
+from megatron_nemotron3.launch.parser import misused, unknown
 from megatron_nemotron3.train import processes
 from tests.support.programs import run_python
 
@@ -163,7 +163,7 @@ def test_train_and_build_model_name_an_unsupported_version(
     # 0.17 has no module of hybrid models, so importing ours fails first.
     monkeypatch.setattr(megatron.core, "__version__", "0.17.1")
     monkeypatch.setitem(sys.modules, "megatron.core.models.hybrid.hybrid_model", None)
-    monkeypatch.delitem(sys.modules, "megatron_nemotron3.build")
+    monkeypatch.delitem(sys.modules, "megatron_nemotron3.train.build")
     monkeypatch.delitem(vars(megatron_nemotron3), "build_model")
     with pytest.raises(ValueError, match=re.escape(said)):
         megatron_nemotron3.build_model("super", tiny=True)
@@ -194,15 +194,15 @@ def here() -> str:
 
 def test_the_installed_parser_has_these_options() -> None:
     """Types, values, sections and defaults: a new file would be the same, byte for byte."""
-    done = run_python(["-m", "tests.args.make_options", "--check"], Path.cwd())
+    done = run_python(["-m", "tests.launch.make_options", "--check"], Path.cwd())
     assert done.returncode == 0, done.stderr[-2000:]
 
 
 @full
 @pytest.mark.parametrize("name", ["nano", "super", "ultra", "nemotron-h-8b"])
 def test_the_installed_parser_takes_the_flags(name: str) -> None:
-    from megatron_nemotron3.build import megatron_args
     from megatron_nemotron3.cpu import cpu_mode
+    from megatron_nemotron3.train.build import megatron_args
 
     config = models.tiny(models.get(name))
     layout = ParallelLayout(tp=2, pp=2, dp=2, ep=2 if config.is_moe else 1)
@@ -233,8 +233,8 @@ def built(extra: str = "", **options: Any) -> Iterator[Any]:
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
-    from megatron_nemotron3.build import build_model
     from megatron_nemotron3.cpu import cpu_mode
+    from megatron_nemotron3.train.build import build_model
 
     with cpu_mode(), torch.random.fork_rng(devices=[]):
         try:

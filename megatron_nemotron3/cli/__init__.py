@@ -94,7 +94,7 @@ def _run(words: list[str]) -> int:
     if options.version or options.command is None:
         print(versions() if options.version else overview(), end="", flush=True)
         return 0
-    from megatron_nemotron3.checkpoint.metadata import printable
+    from megatron_nemotron3.checkpoints.metadata import printable
 
     try:
         if extra and not hasattr(options, "extra"):

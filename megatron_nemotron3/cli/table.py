@@ -27,13 +27,13 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("show", "models.command", "print the sizes of a model", "nemotron3 show super"),
         Command(
             "flags",
-            "args.command",
+            "launch.command",
             "print Megatron's options for a model",
             "nemotron3 flags super --gpu h100",
         ),
         Command(
             "explain",
-            "args.command",
+            "launch.command",
             "show where every option comes from, and what was published",
             "nemotron3 explain super --tp 2 --ep 8 --dp 4",
         ),
@@ -45,22 +45,24 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         ),
     ),
     "Plan a run": (
-        Command("doctor", "doctor.command", "check whether this environment can train", "nemotron3 doctor"),
+        Command(
+            "doctor", "cli.doctor.command", "check whether this environment can train", "nemotron3 doctor"
+        ),
         Command(
             "plan",
-            "plan.command",
+            "launch.plan.command",
             "find the fastest layouts of a model on a number of GPUs",
             "nemotron3 plan nano --gpus 16 --gpu h100",
         ),
         Command(
             "search",
-            "compression.search_command",
+            "post_training.compress.search_command",
             "find the smaller forms of a model that meet a budget and lose least",
             "nemotron3 search super --budget params=75B --vary moe_ffn_hidden_size=1280,1792,2688",
         ),
         Command(
             "certify",
-            "certify.command",
+            "proof.certify.command",
             "prove on a CPU that a launch computes what one process computes",
             "nemotron3 certify super --tp 2 --pp 4 --ep 8 --dp 4",
         ),
@@ -72,7 +74,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         ),
         Command(
             "refit",
-            "refit.command",
+            "inference.refit.command",
             "plan which weights a trainer's ranks send to an inference engine's",
             "nemotron3 refit super --from tp=2,ep=8,pp=4 --to tp=8",
         ),
@@ -98,52 +100,54 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         ),
         Command(
             "finetune",
-            "finetune.command",
+            "post_training.finetune.command",
             "fine-tune a Hugging Face folder on conversations, into a Hugging Face folder",
             "nemotron3 finetune demo-hf --conversations chats.jsonl --output tuned",
         ),
         Command(
             "boost",
-            "finetune.boost_command",
+            "post_training.boost.command",
             "train the MTP heads of a finished model, so that more drafts are accepted",
             "nemotron3 boost runs/demo --output runs/boosted",
         ),
         Command(
             "report",
-            "report.command",
+            "cli.report",
             "write losses, monitors, precision and versions of a run to one HTML file",
             "nemotron3 report runs/demo",
         ),
         Command(
             "logits",
-            "train.logits_command",
+            "post_training.distill.logits_command",
             "store a teacher's most probable tokens for the rows of a data set",
             "nemotron3 logits runs/demo --output demo-logits --samples 8 --topk 16",
         ),
-        Command("watch", "monitor.watch", "plot the monitored series of a run", "nemotron3 watch runs/demo"),
+        Command(
+            "watch", "train.monitor.watch", "plot the monitored series of a run", "nemotron3 watch runs/demo"
+        ),
     ),
     "Checkpoints": (
         Command(
             "check",
-            "convert.check",
+            "checkpoints.convert.check",
             "check that a checkpoint is complete and undamaged",
             "nemotron3 check runs/demo",
         ),
         Command(
             "convert",
-            "convert.command",
+            "checkpoints.convert.command",
             "convert a checkpoint between Megatron and Hugging Face",
             "nemotron3 convert to-hf runs/demo demo-hf",
         ),
         Command(
             "prune",
-            "compression.command",
+            "post_training.compress.command",
             "measure what matters least in a checkpoint, and cut it to smaller sizes",
             "nemotron3 prune runs/demo --text README.md --sizes mamba_num_heads=8 --output pruned",
         ),
         Command(
             "verify",
-            "convert.command",
+            "checkpoints.convert.command",
             "compare two checkpoints tensor by tensor",
             "nemotron3 verify runs/demo demo-hf",
         ),
@@ -151,7 +155,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
     "Distil": (
         Command(
             "xtoken",
-            "xtoken.command",
+            "post_training.xtoken.command",
             "write and inspect the projection between two tokenizers' vocabularies",
             "nemotron3 xtoken runs/demo runs/demo",
         ),
@@ -159,25 +163,25 @@ GROUPS: dict[str, tuple[Command, ...]] = {
     "Use a model": (
         Command(
             "generate",
-            "generate.command",
+            "inference.generate.command",
             "continue prompts with a checkpoint's model",
             'nemotron3 generate --checkpoint runs/demo --prompt "def main"',
         ),
         Command(
             "chat",
-            "generate.chat_command",
+            "inference.generate.chat_command",
             "talk to a checkpoint's model in the terminal",
             "nemotron3 chat runs/demo",
         ),
         Command(
             "bisect",
-            "bisect.command",
+            "proof.bisect.command",
             "say which of a trainer and an engine deviates from their checkpoint, where, and why",
             "nemotron3 bisect --checkpoint runs/demo --trainer trainer.pt --engine engine.pt",
         ),
         Command(
             "evaluate",
-            "generate.evaluate_command",
+            "inference.generate.evaluate_command",
             "measure the loss on other text by MTP depth, and how many drafts are accepted",
             "nemotron3 evaluate --checkpoint runs/demo --text README.md",
         ),

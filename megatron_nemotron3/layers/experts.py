@@ -216,7 +216,8 @@ class GroupedExperts(TEGroupedMLP):
         ValueError: an activation other than ungated squared ReLU.
     """
 
-    #: Call the linears one after the other, so that hooks see what enters FC2 (`compression.importance`).
+    #: Call the linears one after the other, so that hooks see what enters FC2
+    #: (`post_training.compress.importance`).
     separate = False
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:

@@ -33,13 +33,13 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from megatron_nemotron3.checkpoint.folders import locate_one
-from megatron_nemotron3.checkpoint.structure import CONFIG as METADATA
+from megatron_nemotron3.checkpoints.folders import locate_one
+from megatron_nemotron3.checkpoints.structure import CONFIG as METADATA
 from megatron_nemotron3.common.switches import LORA
 from megatron_nemotron3.layers.experts import GroupedLinear
 from megatron_nemotron3.layers.linear import ColumnParallelLinear, DuplicatedLinear, RowParallelLinear
 from megatron_nemotron3.layers.registration import keep_argument, when_complete
-from megatron_nemotron3.lora import ARGUMENT, LINEARS, LoRA, current
+from megatron_nemotron3.models.lora import ARGUMENT, LINEARS, LoRA, current
 
 #: Parts of Mamba's in_proj in torch_dist keys.
 _MAMBA_PARTS = ("z", "x", "B", "C", "dt")

@@ -35,8 +35,8 @@ from torch import Tensor
 from megatron_nemotron3.layers import padding
 from megatron_nemotron3.layers.context_parallel import Places, cu_seqlens, on_host
 from megatron_nemotron3.layers.registration import when_taken
-from megatron_nemotron3.monitor.attach import watch_mtp
 from megatron_nemotron3.precision.install import emulate_mtp
+from megatron_nemotron3.train.monitor.attach import watch_mtp
 
 #: Weight of one token on a rank whose tokens are all masked; see `_weights`. Lost when added to 1 in FP32.
 _TRACE = 2.0**-30

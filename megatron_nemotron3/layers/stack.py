@@ -22,8 +22,8 @@ from megatron_nemotron3.layers.lora import add_when_built
 from megatron_nemotron3.layers.registration import announce_completion, keep_argument
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.stack_specs import ARGUMENT, experts_text
-from megatron_nemotron3.monitor.attach import watch_stack
 from megatron_nemotron3.precision.install import emulate_stack
+from megatron_nemotron3.train.monitor.attach import watch_stack
 
 
 @dataclass
@@ -73,8 +73,8 @@ class Nemotron3Stack(HybridStack):
     """`HybridStack` with `submodules.final_norm`; parameter names and checkpoint keys are unchanged."""
 
     _announced = False
-    #: Runs the layers in place of a plain call, as in a frozen model (boost/trunk.py): it is given a function
-    #: that computes this stage's output, and returns that.
+    #: Runs the layers in place of a plain call, as in a frozen model (post_training/boost/trunk.py): it is
+    #: given a function that computes this stage's output, and returns that.
     around: Callable[[Callable[[], torch.Tensor]], torch.Tensor] | None = None
 
     def __init__(

@@ -7,9 +7,9 @@ precision recipe it belongs to:
     Row("*", (q, k, v), torch_dist: self_attention.linear_qkv.weight, rule qkv, tp column, linear attention)
 
 Everything else is a projection of this table: parameter counts and the inventory of a checkpoint
-(`parameters`), conversion (`convert.inventory`, `convert.keys`), the modules of the precision recipe
-(`precision.table`), and the memory of a rank (`plan.state`). Names are relative to the layer; `{e}` stands
-for the number of a routed expert. Shapes are in the symbols of `symbol_sizes`.
+(`parameters`), conversion (`checkpoints.convert.inventory`, `checkpoints.convert.keys`), the modules of the
+precision recipe (`precision.table`), and the memory of a rank (`launch.plan.state`). Names are relative to
+the layer; `{e}` stands for the number of a routed expert. Shapes are in the symbols of `symbol_sizes`.
 
 Megatron spells one tensor in several ways: a torch_dist key is not always the name of the parameter it was
 saved from, and other versions and specs use other names. Each way is a `Spelling`; the first is the one that
@@ -48,7 +48,7 @@ class Spelling:
 
     #: The set of names this spelling belongs to; one of `DIALECTS`.
     dialect: str
-    #: A key of `convert.transforms.RULES`.
+    #: A key of `checkpoints.convert.transforms.RULES`.
     rule: str
     tensors: tuple[NamedShape, ...]
 

@@ -28,7 +28,7 @@ from megatron.core.tensor_parallel.random import (
 
 from megatron_nemotron3.common.hooks import agree_on_interval, until_first_forward
 from megatron_nemotron3.common.switches import EMULATE, LOG_PRECISION
-from megatron_nemotron3.monitor.series import decoder_layers, decoder_row, mtp_row
+from megatron_nemotron3.models.series import decoder_layers, decoder_row, mtp_row
 from megatron_nemotron3.precision import settings, yaml_file
 from megatron_nemotron3.precision.census import (
     Ambient,

@@ -22,14 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_nemotron3.common.hooks import first_forward
 from megatron_nemotron3.precision import experts
-from megatron_nemotron3.precision.products import (
-    dequantized,
-    draws,
-    gather_rows,
-    operand,
-    padded,
-    product,
-)
+from megatron_nemotron3.precision.products import dequantized, draws, gather_rows, operand, padded, product
 from megatron_nemotron3.precision.quantizer import Operand
 from megatron_nemotron3.precision.recipe import Recipe, Spec
 from megatron_nemotron3.precision.settings import gpu_kernels_enabled

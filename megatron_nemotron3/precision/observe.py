@@ -33,16 +33,16 @@ from megatron_nemotron3.common.hooks import (
     until_first_forward,
 )
 from megatron_nemotron3.common.switches import LOG_PRECISION
-from megatron_nemotron3.monitor.gradients import gradient_places, local_gradient
-from megatron_nemotron3.monitor.settings import megatron_options
 from megatron_nemotron3.precision import report, statistics
 from megatron_nemotron3.precision.experts import Rows
 from megatron_nemotron3.precision.formats import NVFP4
+from megatron_nemotron3.precision.gradients import gradient_places, local_gradient
 from megatron_nemotron3.precision.products import gather_rows, padded
 from megatron_nemotron3.precision.quantizer import fake_quantize
 from megatron_nemotron3.precision.recipe import Recipe, Spec
 from megatron_nemotron3.precision.settings import Logging
 from megatron_nemotron3.precision.statistics import Record
+from megatron_nemotron3.train.monitor.settings import megatron_options
 
 
 class Observer:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from megatron_nemotron3.common import plots
 from megatron_nemotron3.common.files import read_outside
 from megatron_nemotron3.common.output import table
-from megatron_nemotron3.monitor.series import decoder_row, is_decoder, layer_ticks
+from megatron_nemotron3.models.series import decoder_row, is_decoder, layer_ticks
 from megatron_nemotron3.precision.formats import NVFP4
 
 FILE = "precision.csv"

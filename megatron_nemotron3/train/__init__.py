@@ -4,6 +4,6 @@ command.py           the command and its options
 training.py          the steps of a run, in the calling process
 processes.py         start and follow the training processes
 pretrain_script.py   what they run: a short form of the stock `pretrain_hybrid.py`
-log.py, report.py    read Megatron's log; print and plot the losses
+log.py, train/report.py    read Megatron's log; print and plot the losses
 data/                text -> tokenizer and data set
 """

@@ -9,28 +9,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.args import Launch, check, continued, flags, manifest, to_argv
-from megatron_nemotron3.args.command import (
+from megatron_nemotron3.checkpoints import folders
+from megatron_nemotron3.common.options import add_option, add_options, device_option
+from megatron_nemotron3.common.processes import exit_at_interrupt
+from megatron_nemotron3.cpu import quiet_on_cpu
+from megatron_nemotron3.launch import Launch, boosting, check, continued, flags, manifest, to_argv
+from megatron_nemotron3.launch.command import (
     add_launch,
     chosen_emulation,
     chosen_layout,
     chosen_schedule,
     print_warnings,
 )
-from megatron_nemotron3.args.flag import parse
-from megatron_nemotron3.boost import settings as boosting
-from megatron_nemotron3.checkpoint import folders
-from megatron_nemotron3.common.options import add_option, add_options, device_option
-from megatron_nemotron3.common.processes import exit_at_interrupt
-from megatron_nemotron3.cpu import quiet_on_cpu
-from megatron_nemotron3.distill import settings as distillation
-from megatron_nemotron3.distill.data import of_teacher
-from megatron_nemotron3.lora import in_environment
+from megatron_nemotron3.launch.flag import parse
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import ModelOptions, chosen_model
-from megatron_nemotron3.monitor import settings as monitor
+from megatron_nemotron3.models.lora import in_environment
 from megatron_nemotron3.precision import settings as emulation
 from megatron_nemotron3.train.inputs import MEANS, require_inputs
+from megatron_nemotron3.train.monitor import settings as monitor
+from megatron_nemotron3.train.teacher import settings as distillation
+from megatron_nemotron3.train.teacher.data import of_teacher
 
 #: Options of Megatron that an option of this command sets.
 _OWN = {
@@ -198,7 +197,7 @@ def chosen_launch(
     torch_only: bool = False,
     conversations: bool = False,
 ) -> Launch:
-    """Return the launch that the options of `args.command.add_launch` ask for.
+    """Return the launch that the options of `launch.command.add_launch` ask for.
 
     Args:
         device: "cpu" or "cuda".

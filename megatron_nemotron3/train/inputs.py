@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_nemotron3.checkpoint.folders import CHECKPOINTS, TRACKER
+from megatron_nemotron3.checkpoints.folders import CHECKPOINTS, TRACKER
 
 #: What the loss of fine-tuning may be a mean over, the default first.
 MEANS = ("tokens", "conversations")

@@ -16,7 +16,7 @@ def reported(
 
     Args:
         model: the chunk that computed it, in Megatron's wrappers. One that is distilled returns another loss
-            than its cross-entropy, and keeps the parts (`distill/attach.py`).
+            than its cross-entropy, and keeps the parts (`post_training/distill/attach.py`).
         output: [b, s / cp] that it returned.
         weights: [b, s / cp] of the tokens.
         divisor: what the sums are divided by after they are added up over ranks.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from megatron_nemotron3.args import Launch
-from megatron_nemotron3.plan.memory import memory
+from megatron_nemotron3.launch import Launch
+from megatron_nemotron3.launch.plan.memory import memory
 
 #: Bytes of one process that has imported torch and Megatron 0.19 (measured, CPU).
 PROCESS = int(0.7 * 2**30)

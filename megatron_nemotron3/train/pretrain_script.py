@@ -33,8 +33,8 @@ from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
-from megatron_nemotron3.build import model_provider
 from megatron_nemotron3.train import fine_tuning
+from megatron_nemotron3.train.build import model_provider
 from megatron_nemotron3.train.losses import reported
 
 #: Options whose batches carry document borders or teacher data. Only the stock script supports them.

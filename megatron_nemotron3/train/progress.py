@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from megatron_nemotron3.checkpoint.folders import free_bytes
+from megatron_nemotron3.checkpoints.folders import free_bytes
 from megatron_nemotron3.common.output import Bar, drawn_on
 from megatron_nemotron3.train import log
 

@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_nemotron3.args import Launch, continued, flags, manifest, to_argv
-from megatron_nemotron3.checkpoint.state import StoredState
+from megatron_nemotron3.checkpoints.state import StoredState
 from megatron_nemotron3.common.switches import EMULATE
+from megatron_nemotron3.launch import Launch, continued, flags, manifest, to_argv
 
 
 def parts(

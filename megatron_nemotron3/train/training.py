@@ -9,33 +9,34 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.args import (
+from megatron_nemotron3.checkpoints import folders, resume
+from megatron_nemotron3.checkpoints.state import stored_state
+from megatron_nemotron3.common import lock, switches
+from megatron_nemotron3.launch import (
     Launch,
     ParallelLayout,
     TrainingData,
     TrainingSchedule,
     adjusted,
+    boosting,
     continued,
     flags,
     precision_file,
     published,
     to_argv,
 )
-from megatron_nemotron3.boost import settings as boosting
-from megatron_nemotron3.checkpoint import folders, resume
-from megatron_nemotron3.checkpoint.state import stored_state
-from megatron_nemotron3.common import lock, switches
-from megatron_nemotron3.distill import settings as distillation
-from megatron_nemotron3.distill.check import check as check_teacher
-from megatron_nemotron3.distill.check import record_of
 from megatron_nemotron3.models import Nemotron3Config, count
 from megatron_nemotron3.precision import command as precision
 from megatron_nemotron3.precision import report as precision_report
 from megatron_nemotron3.precision import settings as emulation
 from megatron_nemotron3.precision import yaml_file
-from megatron_nemotron3.train import log, processes, report, resuming
+from megatron_nemotron3.train import log, processes, resuming
+from megatron_nemotron3.train import summary as report
 from megatron_nemotron3.train.inputs import MEANS
 from megatron_nemotron3.train.progress import Progress
+from megatron_nemotron3.train.teacher import settings as distillation
+from megatron_nemotron3.train.teacher.check import check as check_teacher
+from megatron_nemotron3.train.teacher.check import record_of
 
 
 @dataclass(frozen=True, kw_only=True)

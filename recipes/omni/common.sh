@@ -45,7 +45,7 @@ checkpoints() { # resume from OUTPUT, or start from LOAD with a new optimizer if
 launch() {
     local flags command dp layouts given=() python=()
     layouts=(${VISION:+--vision-layout "$VISION"} ${SOUND:+--sound-layout "$SOUND"})
-    dp=$(python3 -m megatron_nemotron3.omni.layouts --world $(( GPUS * NNODES )) --tp "$TP" --pp "$PP" --cp "$CP" \
+    dp=$(python3 -m megatron_nemotron3.train.omni.layouts --world $(( GPUS * NNODES )) --tp "$TP" --pp "$PP" --cp "$CP" \
         --ep "$EP" --etp "$ETP" --micro-batch-size "$MBS" "${layouts[@]}") || exit 2
     # shellcheck disable=SC2206 # words
     given=(${FREEZE:+--freeze $FREEZE} ${EXTRA:-})

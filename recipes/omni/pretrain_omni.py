@@ -6,7 +6,7 @@
 
 Process setup, forward step and loss are the checkout's; the loop, checkpoints and every other argument are
 Megatron's own. The checkout's entry cannot be given another model, communicator or data, so this script takes
-its place: `megatron_nemotron3.omni.entry` has what it puts there.
+its place: `megatron_nemotron3.train.omni.entry` has what it puts there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from examples.mimo.training.distributed import initialize_distributed, shutdown_distributed
 from examples.mimo.training.step import mimo_forward_step
 
-from megatron_nemotron3.omni import arguments, entry
+from megatron_nemotron3.train.omni import arguments, entry
 
 
 @contextlib.contextmanager

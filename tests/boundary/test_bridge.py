@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_nemotron3.certify.ranks import run_distributed
+from megatron_nemotron3.proof.certify.ranks import run_distributed
 
 #: (source, destination): TP and DP of 4 + 4 ranks in every combination, then what upstream refuses.
 RELATIONS = [(f"tp={a},dp={4 // a}", f"tp={b},dp={4 // b},offset=4") for a in (1, 2, 4) for b in (1, 2, 4)]

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from megatron_nemotron3.certify.ranks import run_distributed
+from megatron_nemotron3.proof.certify.ranks import run_distributed
 from tests.boundary.test_plan import expected
 from tests.support.boundary_reference import media_of, of_context, unit
 

@@ -12,7 +12,7 @@ from megatron_nemotron3.boundary import exchange
 from megatron_nemotron3.boundary.bounds import bounds, traffic
 from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.boundary.planner import make_plan
-from megatron_nemotron3.certify.ranks import run_distributed
+from megatron_nemotron3.proof.certify.ranks import run_distributed
 
 HIDDEN = 8
 #: Rows of four samples.

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_nemotron3.certify.ranks import run_distributed
+from megatron_nemotron3.proof.certify.ranks import run_distributed
 from tests.boundary import test_training_schedule as colocated
 
 SAMPLES, LENGTH, MICROBATCHES = colocated.SAMPLES, colocated.LENGTH, colocated.MICROBATCHES

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_nemotron3.certify.ranks import run_distributed
+from megatron_nemotron3.proof.certify.ranks import run_distributed
 
 AXES = {"s": 0, "b": 1, "h": 2}
 

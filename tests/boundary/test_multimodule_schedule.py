@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_nemotron3.certify.ranks import run_distributed
+from megatron_nemotron3.proof.certify.ranks import run_distributed
 from tests.support.boundary_pipeline import Result, Runner, World, compare, microbatches
 from tests.support.boundary_processes import run_apart
 

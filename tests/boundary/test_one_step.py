@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.certify.ranks import run_distributed
+from megatron_nemotron3.proof.certify.ranks import run_distributed
 from tests.support.boundary_processes import run_apart
 from tests.support.boundary_steps import MICROBATCHES, PATTERN, Case, Outcome, single, steps
 

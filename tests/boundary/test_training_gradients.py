@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_nemotron3.boundary.training import finalize_model_grads, gradient_scale
-from megatron_nemotron3.certify.ranks import run_distributed
+from megatron_nemotron3.proof.certify.ranks import run_distributed
 
 SAMPLES, MICROBATCHES, LENGTH, WIDTH, WORDS = 8, 2, 7, 8, 11
 #: DP of the encoder, DP of the language model.

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_nemotron3.certify.ranks import run_distributed
+from megatron_nemotron3.proof.certify.ranks import run_distributed
 
 SAMPLES, LENGTH, MICROBATCHES = 4, 16, 3
 PATTERN = "M*|M*"

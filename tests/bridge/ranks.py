@@ -27,7 +27,7 @@ def set_layout(provider: Any, tp: int = 1, pp: int = 1, ep: int = 1) -> None:
 
 def imported(folder: Path, **sizes: int) -> tuple[Any, Any]:
     """(Bridge, this rank's model) of a Hugging Face folder."""
-    from megatron_nemotron3.certify.ranks import initialize
+    from megatron_nemotron3.proof.certify.ranks import initialize
 
     initialize(**sizes, **({"etp": 1} if "ep" in sizes else {}))
     bridge = AutoBridge.from_hf_pretrained(str(folder))
@@ -42,8 +42,8 @@ def built(folder: Path, sizes: dict[str, int]) -> Any:
     """This rank's pieces of the model that the config and its builder make, weights imported."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from megatron_nemotron3.certify.ranks import initialize
-    from megatron_nemotron3.certify.tensors import pieces
+    from megatron_nemotron3.proof.certify.ranks import initialize
+    from megatron_nemotron3.proof.certify.tensors import pieces
 
     initialize(**sizes)
     provider = AutoBridge.from_hf_pretrained(str(folder)).to_megatron_provider()
@@ -63,7 +63,7 @@ def built(folder: Path, sizes: dict[str, int]) -> Any:
 def round_trip(folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
     """Import and export: this rank's pieces, the exported tensors, logits, and what was built."""
     bridge, models = imported(folder, **sizes)
-    from megatron_nemotron3.certify.tensors import pieces
+    from megatron_nemotron3.proof.certify.tensors import pieces
 
     (model,) = models
     return {
@@ -85,7 +85,7 @@ def imported_logits(folder: Path, config: Any) -> Any:
 def own_logits(weights: Any, config: Any) -> Any:
     """`logits` of our own build with these weights."""
     import megatron_nemotron3 as n3
-    from megatron_nemotron3.certify.tensors import load
+    from megatron_nemotron3.proof.certify.tensors import load
 
     model = n3.build_model(config, precision="fp32", backend="torch")
     load([model], weights)

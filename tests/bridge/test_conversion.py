@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from megatron_nemotron3.certify.ranks import run_distributed
-from megatron_nemotron3.certify.tensors import gather
 from megatron_nemotron3.cli import main
 from megatron_nemotron3.models import Nemotron3Config, get
+from megatron_nemotron3.proof.certify.ranks import run_distributed
+from megatron_nemotron3.proof.certify.tensors import gather
 from tests.support.convert_models import DISTINCT
 from tests.support.engines import tensors
 from tests.support.hf_folders import write_hf

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from megatron_nemotron3.certify.ranks import run_distributed
+from megatron_nemotron3.proof.certify.ranks import run_distributed
 
 pytestmark = [
     pytest.mark.bridge,
@@ -34,10 +34,10 @@ def logits_and_gradients(tp: int, kind: str) -> tuple[Any, dict[str, Any]]:
     from megatron.bridge.peft.lora import LoRA as BridgeLoRA
     from megatron.core import parallel_state
 
-    from megatron_nemotron3.build import build_model
-    from megatron_nemotron3.certify.ranks import initialize
-    from megatron_nemotron3.certify.tensors import sharded
-    from megatron_nemotron3.lora import LoRA, training
+    from megatron_nemotron3.models.lora import LoRA, training
+    from megatron_nemotron3.proof.certify.ranks import initialize
+    from megatron_nemotron3.proof.certify.tensors import sharded
+    from megatron_nemotron3.train.build import build_model
 
     initialize(tp=tp, **({"etp": 1} if tp > 1 else {}))
     targets = DENSE if "dense" in kind else EVERY

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_nemotron3.convert.config_json import MTP_BLOCKS, OWN
+from megatron_nemotron3.checkpoints.convert.config_json import MTP_BLOCKS, OWN
 from megatron_nemotron3.models import Nemotron3Config, get
 from tests.support.hf_folders import write_hf
 

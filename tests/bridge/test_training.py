@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_nemotron3.args import ParallelLayout
-from megatron_nemotron3.certify.ranks import run_distributed
+from megatron_nemotron3.checkpoints.convert.bridge_checkpoint import add_arguments
 from megatron_nemotron3.cli import main
-from megatron_nemotron3.convert.bridge_checkpoint import add_arguments
+from megatron_nemotron3.launch import ParallelLayout
+from megatron_nemotron3.proof.certify.ranks import run_distributed
 from tests.support.checkpoint_runs import copy
 from tests.support.engines import tensors
 from tests.support.hf_folders import read_hf, write_hf, write_tokenizer

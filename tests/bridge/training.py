@@ -27,8 +27,8 @@ from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
 from megatron.core.distributed import DistributedDataParallelConfig
 
-from megatron_nemotron3.args import ParallelLayout
 from megatron_nemotron3.cpu.async_save import forked_results
+from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.train import log, processes
 from tests.bridge.ranks import set_layout

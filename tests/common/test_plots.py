@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 
 from megatron_nemotron3.common import plots
 from megatron_nemotron3.models import get
-from megatron_nemotron3.monitor.series import KINDS, decoder_row, is_decoder, layer_ticks, mtp_row
-from megatron_nemotron3.monitor.watch import LABELS, draw_panel
+from megatron_nemotron3.models.series import KINDS, decoder_row, is_decoder, layer_ticks, mtp_row
 from megatron_nemotron3.precision import report
+from megatron_nemotron3.train.monitor.watch import LABELS, draw_panel
 from tests.precision.test_report import row
 
 ULTRA = [decoder_row(n) for n in range(1, get("ultra").num_layers + 1)]

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron_nemotron3.certify.ranks import PRELOAD, run_fresh
 from megatron_nemotron3.common.ranks import server
+from megatron_nemotron3.proof.certify.ranks import PRELOAD, run_fresh
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,7 +29,7 @@ def test_another_copy_in_the_working_directory_is_not_imported(tmp_path: Path) -
     script.parent.mkdir()
     script.write_text(
         "if __name__ == '__main__':\n"
-        "    from megatron_nemotron3.certify import ranks\n"
+        "    from megatron_nemotron3.proof.certify import ranks\n"
         "    ranks.PRELOAD[:] = ['megatron_nemotron3']\n"  # light
         "    print(ranks.run_fresh(eval, \"__import__('megatron_nemotron3').__file__\", timeout=60))\n"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from megatron_nemotron3.convert import config_keys, inventory
+from megatron_nemotron3.checkpoints.convert import config_keys, inventory
 from megatron_nemotron3.models import get
 from megatron_nemotron3.models.config import BUILT, Nemotron3Config
 from megatron_nemotron3.models.table import tables
@@ -72,8 +72,8 @@ _PYTHON = """\
 ## From Python
 
 ```python
-from megatron_nemotron3.convert import inventory, plan
-from megatron_nemotron3.convert.keys import NameLookup
+from megatron_nemotron3.checkpoints.convert import inventory, plan
+from megatron_nemotron3.checkpoints.convert.keys import NameLookup
 from megatron_nemotron3.models import get
 
 config = get("super")
@@ -159,7 +159,7 @@ def _config_section() -> list[str]:
     lines = [
         "## config.json",
         "",
-        "`convert.config_json.read` and `write`. Layers are a pattern string "
+        "`checkpoints.convert.config_json.read` and `write`. Layers are a pattern string "
         f"(`{config_keys.LAYERS[0]}`, `{config_keys.MTP_LAYERS[0]}`) or a list of block types "
         f"(`{config_keys.LAYERS[1][0]}`, `{config_keys.MTP_LAYERS[1][0]}`); either is "
         "read, and the string written, or the list where a reference has only that. Block types: "

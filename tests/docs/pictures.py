@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron_nemotron3.args.layout import ParallelLayout, cut_pattern
-from megatron_nemotron3.args.phases import phase
+from megatron_nemotron3.launch.layout import ParallelLayout, cut_pattern
+from megatron_nemotron3.launch.phases import phase
 from megatron_nemotron3.models import NANO, SUPER, ULTRA, Nemotron3Config
 from megatron_nemotron3.models.pattern import parse
 from megatron_nemotron3.models.tensors import symbol_sizes

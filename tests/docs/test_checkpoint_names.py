@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_nemotron3.convert import inventory
-from megatron_nemotron3.convert.keys import NameLookup
+from megatron_nemotron3.checkpoints.convert import inventory
+from megatron_nemotron3.checkpoints.convert.keys import NameLookup
 from megatron_nemotron3.models import get
 from megatron_nemotron3.models.tensors import ROWS
 from tests.docs.checkpoint_names import markdown

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 from megatron.core.parallel_state import RankGenerator
 
-from megatron_nemotron3.args import Launch, ParallelLayout, check
+from megatron_nemotron3.launch import Launch, ParallelLayout, check
 from megatron_nemotron3.layers.context_parallel import zigzag
 from megatron_nemotron3.models import NANO, SUPER, ULTRA
 from tests.docs import pictures

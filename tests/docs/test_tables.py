@@ -1,7 +1,7 @@
 """Tables of the documentation that no other test compares with the code they speak of.
 
 Held elsewhere: reference/models.md (tests/models/test_table.py), reference/checkpoint_names.md
-(tests/convert/test_table.py), reference/rules.md (tests/properties/test_page.py), launching.md
+(tests/checkpoints/convert/test_table.py), reference/rules.md (tests/properties/test_page.py), launching.md
 (tests/recipes/test_commands.py), the other generated pages (test_pages.py).
 """
 
@@ -11,12 +11,12 @@ import math
 import re
 from pathlib import Path
 
-from megatron_nemotron3.args import published
-from megatron_nemotron3.convert.quantized_recipes import quantization
-from megatron_nemotron3.models import get
-from megatron_nemotron3.monitor import rules, series
+from megatron_nemotron3.checkpoints.convert.quantized_recipes import quantization
+from megatron_nemotron3.launch import published
+from megatron_nemotron3.models import get, series
 from megatron_nemotron3.precision.serving import RECIPES
 from megatron_nemotron3.train import log
+from megatron_nemotron3.train.monitor import rules
 from tests.parallel.layouts import LAYOUTS
 from tests.support.quantized_models import all_scales
 

@@ -13,19 +13,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoint.check import describe
-from megatron_nemotron3.checkpoint.metadata import read_metadata
-from megatron_nemotron3.checkpoint.read import chunk_layout, opened
-from megatron_nemotron3.convert import conversion, from_hf, to_hf, verify
-from megatron_nemotron3.convert.checkpoints import open_hugging_face, open_megatron
-from megatron_nemotron3.convert.hf_folder import read_safetensors_header, safetensors_header
-from megatron_nemotron3.convert.inventory import mappings
-from megatron_nemotron3.convert.job import JOURNAL, MANIFEST, run
-from megatron_nemotron3.convert.sources import TensorSource
-from megatron_nemotron3.convert.streams import FilePlan, blocks
-from megatron_nemotron3.convert.views import Converted
+from megatron_nemotron3.checkpoints.check import describe
+from megatron_nemotron3.checkpoints.convert import conversion, from_hf, to_hf, verify
+from megatron_nemotron3.checkpoints.convert.checkpoints import open_hugging_face, open_megatron
+from megatron_nemotron3.checkpoints.convert.hf_folder import read_safetensors_header, safetensors_header
+from megatron_nemotron3.checkpoints.convert.inventory import mappings
+from megatron_nemotron3.checkpoints.convert.job import JOURNAL, MANIFEST, run
+from megatron_nemotron3.checkpoints.convert.sources import TensorSource
+from megatron_nemotron3.checkpoints.convert.streams import FilePlan, blocks
+from megatron_nemotron3.checkpoints.convert.views import Converted
+from megatron_nemotron3.checkpoints.metadata import read_metadata
+from megatron_nemotron3.checkpoints.read import chunk_layout, opened
 from megatron_nemotron3.models import get, tiny
-from tests.convert.test_dialects import config as golden
+from tests.checkpoints.convert.test_dialects import config as golden
 from tests.support import sparse_checkpoints as sparse
 from tests.support.convert_models import random_config
 from tests.support.counted_job import counted, digest

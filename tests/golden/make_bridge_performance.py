@@ -29,7 +29,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron_nemotron3 import models
-from megatron_nemotron3.convert import config_json
+from megatron_nemotron3.checkpoints.convert import config_json
 from megatron_nemotron3.cpu.bridge_imports import allow_missing_te
 
 #: Hugging Face repositories whose config.json the recipes read.

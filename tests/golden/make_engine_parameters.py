@@ -38,10 +38,10 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from megatron_nemotron3.convert import config_json
-from megatron_nemotron3.convert.inventory import hf_tensors
+from megatron_nemotron3.checkpoints.convert import config_json
+from megatron_nemotron3.checkpoints.convert.inventory import hf_tensors
+from megatron_nemotron3.inference.refit.layouts import Serving, Training
 from megatron_nemotron3.models import Nemotron3Config, get
-from megatron_nemotron3.refit.layouts import Serving, Training
 
 #: Model, its vocabulary if it is another than its own, and the servers' layout.
 CASES: dict[str, tuple[tuple[str, int | None, str], ...]] = {
@@ -200,8 +200,8 @@ def _loaded(
     rank: int, port: int, folder: str, engine: str, name: str, vocabulary: int | None, layout: str
 ) -> Any:
     """Parameters of one rank: name -> (type, shape, CRC-32)."""
-    from megatron_nemotron3.refit.execute import Refit
-    from megatron_nemotron3.refit.planner import make_plan
+    from megatron_nemotron3.inference.refit.execute import Refit
+    from megatron_nemotron3.inference.refit.planner import make_plan
     from tests.support.refit_reference import trained
 
     config = model(name, vocabulary)

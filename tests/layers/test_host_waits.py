@@ -17,8 +17,8 @@ import triton  # noqa: F401  (imports of Triton's modules make tensors)
 from benchmarks.gpu_world import world
 from megatron_nemotron3.layers import context_parallel, grouped_gpu
 from megatron_nemotron3.layers.lora import add_adapters
-from megatron_nemotron3.lora import LoRA
 from megatron_nemotron3.models import get
+from megatron_nemotron3.models.lora import LoRA
 from megatron_nemotron3.precision import scales, triton_quantize  # noqa: F401
 from megatron_nemotron3.precision.settings import emulating, gpu_kernels, parse
 from tests.support.fake_cuda import DEVICE, HostWait, backward, fake_cuda, first_of_two_ranks

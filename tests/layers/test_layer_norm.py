@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.args import ParallelLayout
+from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.layers.linear import LayerNormColumnParallelLinear
 from megatron_nemotron3.layers.norm import LayerNorm, Norm, RMSNorm
 from megatron_nemotron3.models import get

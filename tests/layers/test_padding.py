@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_nemotron3.certify.ranks import initialize, run_distributed
 from megatron_nemotron3.layers.padding import local_mask, padding_of_pack
+from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
 from tests.support.models import build_hybrid
 
 #: Real tokens and length of the padded row: under TP 2 the second rank has 6 real tokens and 26 of padding.

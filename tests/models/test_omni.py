@@ -8,14 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_nemotron3.models.omni import (
-    NANO_OMNI,
-    SOURCES,
-    OmniConfig,
-    get_omni,
-    sources,
-    with_encoders,
-)
+from megatron_nemotron3.models.omni import NANO_OMNI, SOURCES, OmniConfig, get_omni, sources, with_encoders
 from megatron_nemotron3.models.omni_tensors import PARTS, count_parts, encoder_tensors, released_tensors
 from megatron_nemotron3.models.parameters import stored_tensors
 
@@ -119,7 +112,7 @@ def test_modules_are_those_of_transformers(model: OmniConfig) -> None:
     from transformers import ParakeetEncoder, RadioModel
 
     from megatron_nemotron3.models.omni_tensors import MODULES, rows, symbol_sizes
-    from megatron_nemotron3.omni.encoders import parakeet_config, radio_config
+    from megatron_nemotron3.train.omni.encoders import parakeet_config, radio_config
 
     assert model.sound is not None
     with torch.device("meta"):
@@ -175,7 +168,7 @@ def test_positions_of_sound_stay_exact_in_bfloat16() -> None:
     pytest.importorskip("transformers.models.radio")
     from transformers import ParakeetEncoder
 
-    from megatron_nemotron3.omni.encoders import SoundEncoder
+    from megatron_nemotron3.train.omni.encoders import SoundEncoder
 
     small = get_omni("nano-omni-tiny")
     assert small is not None and small.sound is not None

@@ -24,11 +24,7 @@ from megatron_nemotron3.models import (
     stored_tensors,
     tiny,
 )
-from megatron_nemotron3.models.parameters import (
-    ACTIVE_CONVENTIONS,
-    layer_parameters,
-    layer_tensors,
-)
+from megatron_nemotron3.models.parameters import ACTIVE_CONVENTIONS, layer_parameters, layer_tensors
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_counts_are_of_the_rows_a_model_has(config: Nemotron3Config) -> None:
 
 
 def test_registration_keeps_the_rows() -> None:
-    """That the order is Megatron's is tested on a built model in tests/plan."""
+    """That the order is Megatron's is tested on a built model in tests/launch/plan."""
     for part in dict.fromkeys(row.part for row in ROWS):
         rows = [row for row in ROWS if row.part == part]
         assert Counter(registered(rows)) == Counter(rows)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 from unittest import mock
 
-from megatron_nemotron3.args import Launch, ParallelLayout, TrainingSchedule, flags, to_argv
-from megatron_nemotron3.certify import case
+from megatron_nemotron3.launch import Launch, ParallelLayout, TrainingSchedule, flags, to_argv
+from megatron_nemotron3.proof.certify import case
 from tests.support.short_run import short_schedule
 
 
@@ -38,7 +38,7 @@ class Case(case.Case):
             lr=1e-2,
             min_lr=1e-2,
         )
-        rules_off = mock.patch("megatron_nemotron3.args.flags.rules.enforce")
+        rules_off = mock.patch("megatron_nemotron3.launch.flags.rules.enforce")
         with rules_off if self.against_rules else nullcontext():
             words = self._words(schedule)
         return [word for word in words if word not in self.without]

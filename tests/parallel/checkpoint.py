@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.certify.case import Case
-from megatron_nemotron3.certify.initial import metadata_of, state_of
-from megatron_nemotron3.certify.ranks import run_distributed
-from megatron_nemotron3.certify.tensors import Pieces, Tensors, gather, pieces
-from megatron_nemotron3.certify.world import Run
 from megatron_nemotron3.common.hooks import unwrapped
+from megatron_nemotron3.proof.certify.case import Case
+from megatron_nemotron3.proof.certify.initial import metadata_of, state_of
+from megatron_nemotron3.proof.certify.ranks import run_distributed
+from megatron_nemotron3.proof.certify.tensors import Pieces, Tensors, gather, pieces
+from megatron_nemotron3.proof.certify.world import Run
 
 
 def on_ranks(function: Any, case: Case, *args: Any) -> list[Tensors]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from megatron_nemotron3.certify.case import Case
-from megatron_nemotron3.certify.compare import Distance, compared
-from megatron_nemotron3.certify.noise import reference, weights
-from megatron_nemotron3.certify.world import Result, train
+from megatron_nemotron3.proof.certify.case import Case
+from megatron_nemotron3.proof.certify.compare import Distance, compared
+from megatron_nemotron3.proof.certify.noise import reference, weights
+from megatron_nemotron3.proof.certify.world import Result, train
 
 
 def check(one: Case, other: Case) -> tuple[Distance, Distance]:

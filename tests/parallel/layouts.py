@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_nemotron3.args import ParallelLayout
+from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.models import Nemotron3Config, get, tiny
 from tests.parallel.case import Case
 

@@ -9,7 +9,7 @@ import logging
 import sys
 import warnings
 
-from megatron_nemotron3.certify.compare import Distance
+from megatron_nemotron3.proof.certify.compare import Distance
 from tests.parallel.compare import check
 from tests.parallel.layouts import CASES, LAYOUTS, cases
 

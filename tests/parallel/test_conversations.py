@@ -20,10 +20,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.args import ParallelLayout
-from megatron_nemotron3.certify.ranks import run_distributed
-from megatron_nemotron3.certify.tensors import Tensors, gather, gradients
-from megatron_nemotron3.certify.world import Run, initial_weights
+from megatron_nemotron3.launch import ParallelLayout
+from megatron_nemotron3.proof.certify.ranks import run_distributed
+from megatron_nemotron3.proof.certify.tensors import Tensors, gather, gradients
+from megatron_nemotron3.proof.certify.world import Run, initial_weights
 from megatron_nemotron3.train.data import packing
 from megatron_nemotron3.train.data.conversations import Conversation, Encoded
 from tests.parallel.case import Case
@@ -98,7 +98,7 @@ def _measure(case: Case, weights: Tensors, mean: str, separate: bool, folder: st
     from megatron.core import mpu
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron_nemotron3.certify.world import _mean_loss
+    from megatron_nemotron3.proof.certify.world import _mean_loss
     from megatron_nemotron3.train import fine_tuning
 
     run = Run(case, weights)

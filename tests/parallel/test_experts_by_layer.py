@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_nemotron3.args import ParallelLayout
+from megatron_nemotron3.launch import ParallelLayout
 from tests.parallel.case import Case
 from tests.parallel.compare import check
 from tests.parallel.layouts import LAYOUTS

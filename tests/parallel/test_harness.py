@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_nemotron3.args import ParallelLayout
-from megatron_nemotron3.certify.compare import farthest
-from megatron_nemotron3.certify.noise import nudged, reference, tolerances, weights
-from megatron_nemotron3.certify.tensors import RanksDiffer, gather
-from megatron_nemotron3.certify.world import train, train_each
+from megatron_nemotron3.launch import ParallelLayout
+from megatron_nemotron3.proof.certify.compare import farthest
+from megatron_nemotron3.proof.certify.noise import nudged, reference, tolerances, weights
+from megatron_nemotron3.proof.certify.tensors import RanksDiffer, gather
+from megatron_nemotron3.proof.certify.world import train, train_each
 from tests.parallel.compare import against
 from tests.parallel.layouts import CASES
 

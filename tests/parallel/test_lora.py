@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_nemotron3.args import ParallelLayout
-from megatron_nemotron3.certify.noise import reference, weights
-from megatron_nemotron3.certify.world import train
+from megatron_nemotron3.launch import ParallelLayout
+from megatron_nemotron3.proof.certify.noise import reference, weights
+from megatron_nemotron3.proof.certify.world import train
 from tests.parallel.case import Case
 from tests.parallel.compare import check
 from tests.parallel.layouts import CASES, LAYOUTS

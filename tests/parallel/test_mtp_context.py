@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_nemotron3.args import ParallelLayout
+from megatron_nemotron3.launch import ParallelLayout
 from tests.parallel.case import Case
 from tests.parallel.layouts import CASES, PER_TOKEN
 from tests.parallel.test_packed import forget_hooks

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from megatron_nemotron3.args import ParallelLayout
-from megatron_nemotron3.certify.noise import reference, weights
-from megatron_nemotron3.certify.ranks import run_distributed
-from megatron_nemotron3.certify.tensors import RanksDiffer
-from megatron_nemotron3.certify.world import train
+from megatron_nemotron3.launch import ParallelLayout
+from megatron_nemotron3.proof.certify.noise import reference, weights
+from megatron_nemotron3.proof.certify.ranks import run_distributed
+from megatron_nemotron3.proof.certify.tensors import RanksDiffer
+from megatron_nemotron3.proof.certify.world import train
 from tests.parallel.compare import check
 from tests.parallel.layouts import CASES
 from tests.properties.entries import case

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_nemotron3.args import ParallelLayout
-from megatron_nemotron3.certify.noise import reference, weights
-from megatron_nemotron3.certify.world import train
+from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.layers.context_parallel import Places, document_borders, gathered_positions, zigzag
 from megatron_nemotron3.layers.mtp import MTPLayer, refuse_padding
+from megatron_nemotron3.proof.certify.noise import reference, weights
+from megatron_nemotron3.proof.certify.world import train
 from tests.parallel.case import Case
 from tests.parallel.compare import against, check
 from tests.parallel.layouts import CASES, PER_TOKEN

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_nemotron3.args import ParallelLayout
-from megatron_nemotron3.certify.world import Result, train
+from megatron_nemotron3.launch import ParallelLayout
+from megatron_nemotron3.proof.certify.world import Result, train
 from tests.parallel.case import Case
 from tests.parallel.layouts import CASES, PER_TOKEN
 from tests.parallel.wrong import one_step, relative

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import megatron_nemotron3 as n3
-from megatron_nemotron3.args import Launch
-from megatron_nemotron3.args.rules import RuleError
-from megatron_nemotron3.build import model_config
-from megatron_nemotron3.certify.ranks import initialize, run_distributed
+from megatron_nemotron3.launch import Launch
+from megatron_nemotron3.launch.rules import RuleError
 from megatron_nemotron3.models import tiny
 from megatron_nemotron3.precision import install, yaml_file
 from megatron_nemotron3.precision.settings import current, emulating, parse
 from megatron_nemotron3.precision.table import expected
+from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
+from megatron_nemotron3.train.build import model_config
 from tests.support.emulation import seed
 
 TINY = tiny(n3.get("super"))

@@ -10,19 +10,13 @@ import pytest
 
 import megatron_nemotron3 as n3
 from megatron_nemotron3 import models
-from megatron_nemotron3.certify import built
-from megatron_nemotron3.certify.ranks import run_distributed
 from megatron_nemotron3.precision import yaml_file
-from megatron_nemotron3.precision.census import (
-    Ambient,
-    Entry,
-    census,
-    formats,
-    structure_of,
-)
+from megatron_nemotron3.precision.census import Ambient, Entry, census, formats, structure_of
 from megatron_nemotron3.precision.share import TAIL, shares
 from megatron_nemotron3.precision.table import Structure, bf16_tail, expected
 from megatron_nemotron3.precision.yaml_file import NO_FILE, PrecisionFile
+from megatron_nemotron3.proof.certify import built
+from megatron_nemotron3.proof.certify.ranks import run_distributed
 from tests.support.models import GOLDEN_MODELS, golden_file
 
 GOLDEN: dict[str, Any] = json.loads(golden_file().read_text())

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from megatron_nemotron3 import models
-from megatron_nemotron3.certify.ranks import initialize, run_distributed
 from megatron_nemotron3.precision import yaml_file
 from megatron_nemotron3.precision.census import (
     Ambient,
@@ -27,6 +26,7 @@ from megatron_nemotron3.precision.census import (
     require_format,
 )
 from megatron_nemotron3.precision.yaml_file import NO_FILE, PrecisionFileError
+from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
 from tests.support.models import GOLDEN_MODELS, build_hybrid
 
 from .test_census import GOLDEN, content
@@ -253,7 +253,7 @@ LIVE = f"""
 import json, logging, warnings
 warnings.simplefilter("ignore"); logging.disable(logging.WARNING)
 import yaml
-from megatron_nemotron3.certify import ranks
+from megatron_nemotron3.proof.certify import ranks
 from tests.support import models
 from megatron_nemotron3.models import SUPER
 from megatron_nemotron3.precision import yaml_file

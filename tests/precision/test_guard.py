@@ -16,13 +16,7 @@ from megatron_nemotron3 import cli, models, run
 from megatron_nemotron3.common.switches import EMULATE
 from megatron_nemotron3.precision import deviations, yaml_file
 from megatron_nemotron3.precision.census import Ambient, CensusError, ambient_of_linear
-from megatron_nemotron3.precision.settings import (
-    OPTION,
-    Emulation,
-    Logging,
-    logging_precision,
-    parse,
-)
+from megatron_nemotron3.precision.settings import OPTION, Emulation, Logging, logging_precision, parse
 from megatron_nemotron3.precision.table import Structure, expected
 from megatron_nemotron3.precision.yaml_file import NO_FILE, PrecisionFile, PrecisionFileError
 from megatron_nemotron3.train import processes

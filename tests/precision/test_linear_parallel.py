@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.certify.ranks import initialize, run_distributed
 from megatron_nemotron3.precision import install
 from megatron_nemotron3.precision.recipe import recipe
 from megatron_nemotron3.precision.settings import Emulation
+from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
 from tests.support.emulation import built, step
 from tests.support.models import hybrid_config
 

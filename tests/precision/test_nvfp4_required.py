@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from megatron_nemotron3 import run
-from megatron_nemotron3.certify.ranks import initialize, run_distributed
 from megatron_nemotron3.precision import install
 from megatron_nemotron3.precision.deviations import census_lines
+from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
 
 from .test_census_upstream import FP4, listening, tiny_super
 
@@ -98,7 +98,7 @@ LIVE = f"""
 import json, logging, warnings
 warnings.simplefilter("ignore"); logging.disable(logging.WARNING)
 import yaml
-from megatron_nemotron3.certify import ranks
+from megatron_nemotron3.proof.certify import ranks
 from tests.support import models
 from megatron_nemotron3.models import SUPER
 from megatron_nemotron3.precision import yaml_file

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.certify.ranks import initialize, run_distributed
 from megatron_nemotron3.common.switches import LOG_PRECISION
 from megatron_nemotron3.precision.install import emulate_stack
 from megatron_nemotron3.precision.observe import Observed, Observer
@@ -26,6 +25,7 @@ from megatron_nemotron3.precision.settings import (
 )
 from megatron_nemotron3.precision.statistics import Sums, measure, numbers
 from megatron_nemotron3.precision.table import tail_of_depth
+from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
 from tests.support.emulation import assert_same, built, seed, step
 from tests.support.precision_log import Run, Seen, train
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_nemotron3.args import ParallelLayout
-from megatron_nemotron3.certify.ranks import initialize, run_distributed
 from megatron_nemotron3.common.switches import LOG_PRECISION
+from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.precision import report
 from megatron_nemotron3.precision.observe import Observed
 from megatron_nemotron3.precision.report import GRADIENT, Row
 from megatron_nemotron3.precision.settings import Logging, logging_precision
+from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
 from megatron_nemotron3.train import processes
 from tests.support.distributed import run_launcher
 from tests.support.emulation import built

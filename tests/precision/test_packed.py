@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.args import Launch, flags, precision_file
-from megatron_nemotron3.certify.ranks import initialize, run_distributed
-from megatron_nemotron3.convert.quantized_recipes import quantization
-from megatron_nemotron3.convert.quantized_views import Dequantized, Quantized
+from megatron_nemotron3.checkpoints.convert.quantized_recipes import quantization
+from megatron_nemotron3.checkpoints.convert.quantized_views import Dequantized, Quantized
+from megatron_nemotron3.launch import Launch, flags, precision_file
 from megatron_nemotron3.models import get
 from megatron_nemotron3.precision import install, yaml_file
 from megatron_nemotron3.precision.numerics import nvfp4
@@ -26,6 +25,7 @@ from megatron_nemotron3.precision.settings import (
     parse,
     parse_logging,
 )
+from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
 from megatron_nemotron3.specs import nemotron3_torch_stack_spec
 from tests.support.emulation import FIELDS, quant_recipe, seed, step
 from tests.support.models import build_hybrid, hybrid_config

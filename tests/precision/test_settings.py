@@ -7,12 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_nemotron3.common.switches import EMULATE
-from megatron_nemotron3.precision.settings import (
-    SWITCHES,
-    Emulation,
-    emulation_in_environment,
-    parse,
-)
+from megatron_nemotron3.precision.settings import SWITCHES, Emulation, emulation_in_environment, parse
 from megatron_nemotron3.run import main
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron_nemotron3 import models
-from megatron_nemotron3.args import Launch, ParallelLayout, flags
-from megatron_nemotron3.args.layout import last_stage_cost
+from megatron_nemotron3.launch import Launch, ParallelLayout, flags
+from megatron_nemotron3.launch.layout import last_stage_cost
 from megatron_nemotron3.models.flops import layer_flops as layer_cost
 from megatron_nemotron3.models.parameters import layer_tensors
 from megatron_nemotron3.precision import command
@@ -170,7 +170,7 @@ def test_the_page_shows_it(config: models.Nemotron3Config) -> None:
 
 
 def test_flags_come_from_it() -> None:
-    """Start count 0, the tail, router padding; and from there into Megatron's config (tests/args)."""
+    """Start count 0, the tail, router padding; and from there into Megatron's config (tests/launch)."""
     for config in (models.SUPER, models.ULTRA):
         emitted = flags(
             Launch.of(config, ParallelLayout(), precision="nvfp4", te_precision_config_file="file.yaml")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_nemotron3 import cli, models
+from megatron_nemotron3.cli.doctor import recipe as doctor
 from megatron_nemotron3.common.switches import EMULATE
-from megatron_nemotron3.doctor import recipe as doctor
 from megatron_nemotron3.precision.census import Ambient
 from megatron_nemotron3.precision.deviations import recipe_in_force
 from megatron_nemotron3.precision.settings import Emulation

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_nemotron3 import models
-from megatron_nemotron3.args import Launch, precision_file
+from megatron_nemotron3.launch import Launch, precision_file
 from megatron_nemotron3.precision import command, yaml_file
 from megatron_nemotron3.precision.table import Structure, bf16_tail, expected
 from megatron_nemotron3.precision.yaml_file import RECIPE_FIELDS, PrecisionFileError

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_nemotron3.args import ParallelLayout, TrainingSchedule
+from megatron_nemotron3.launch import ParallelLayout, TrainingSchedule
 from megatron_nemotron3.models import Nemotron3Config
 from tests.properties import measure
 from tests.properties.step import Case

@@ -13,9 +13,9 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from megatron_nemotron3.certify.ranks import run_distributed
 from megatron_nemotron3.models import count
 from megatron_nemotron3.precision.settings import Logging, logging_precision
+from megatron_nemotron3.proof.certify.ranks import run_distributed
 from tests.properties import step
 from tests.properties.step import Case, Outcome, Refusal
 
@@ -185,7 +185,7 @@ def _held(case: Case) -> Any:
         return ranks
 
     empty = "|".join([case.config.pattern, *[""] * (case.layout.stages - 1)])
-    with step.rules_off(), mock.patch("megatron_nemotron3.args.flags.cut_pattern", lambda *_: empty):
+    with step.rules_off(), mock.patch("megatron_nemotron3.launch.flags.cut_pattern", lambda *_: empty):
         return step.attempt(case, weights)
 
 

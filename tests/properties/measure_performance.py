@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 
-from megatron_nemotron3.certify.ranks import run_distributed
+from megatron_nemotron3.proof.certify.ranks import run_distributed
 from tests.properties.measure import attempts, nothing, outcome
 from tests.properties.step import Case, Outcome, Refusal
 

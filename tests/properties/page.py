@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from megatron_nemotron3.args import RULES, Launch, Violation, check
+from megatron_nemotron3.launch import RULES, Launch, Violation, check
 from tests.properties.entries import Evidence, NotShown, Refused
 from tests.properties.evidence import EVIDENCE
 
@@ -13,7 +13,7 @@ _HEAD = """\
 # Rules: what is refused, and what would happen otherwise
 
 `nemotron3 flags` and `train` refuse a run that breaks one of the rules of
-`megatron_nemotron3/args/rules*.py`, and print a warning for others. Every row is a run of a few hundred
+`megatron_nemotron3/launch/rules*.py`, and print a warning for others. Every row is a run of a few hundred
 weights that breaks the rule, made by `tests/properties/evidence.py` and tested there: what the rule says to
 it, and what Megatron-Core 0.19 does with it when the rules are off.
 

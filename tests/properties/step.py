@@ -1,7 +1,7 @@
 """One whole training step of any model in any layout, from flags to the optimizer, on this rank.
 
-The way is that of `certify.world`, with Megatron's globals around it, which its learning rate wants, and one
-world for many cases. Weights and tokens are a function of their global place, so the same model in
+The way is that of `proof.certify.world`, with Megatron's globals around it, which its learning rate wants,
+and one world for many cases. Weights and tokens are a function of their global place, so the same model in
 another layout must give the same loss, the same MTP losses and the same gradient norm.
 """
 
@@ -31,11 +31,11 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.training import arguments, global_vars
 from megatron.training import training as loop
 
-from megatron_nemotron3.args import Launch, ParallelLayout, TrainingSchedule, flags, rules, to_argv
-from megatron_nemotron3.build import megatron_args
-from megatron_nemotron3.certify import case as certify
-from megatron_nemotron3.certify import ranks, tensors, world
+from megatron_nemotron3.launch import Launch, ParallelLayout, TrainingSchedule, flags, rules, to_argv
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.proof.certify import case as certify
+from megatron_nemotron3.proof.certify import ranks, tensors, world
+from megatron_nemotron3.train.build import megatron_args
 
 #: Standard deviation of the tokens' embeddings and of every matrix; others by the end of their name.
 STD = 0.1

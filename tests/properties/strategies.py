@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 
-from megatron_nemotron3.args import Launch, ParallelLayout, TrainingSchedule, check
+from megatron_nemotron3.launch import Launch, ParallelLayout, TrainingSchedule, check
 from megatron_nemotron3.models import Nemotron3Config
 from tests.properties.step import Case
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from megatron_nemotron3.args import ParallelLayout
-from megatron_nemotron3.certify.ranks import run_distributed
+from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.models import count
+from megatron_nemotron3.proof.certify.ranks import run_distributed
 from tests.properties.step import Case, Outcome, train_step
 from tests.properties.strategies import accepted, draw_many
 

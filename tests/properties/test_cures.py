@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from hypothesis import HealthCheck, given, settings
 
-from megatron_nemotron3.args import Launch, Violation, check
+from megatron_nemotron3.launch import Launch, Violation, check
 from tests.properties.evidence import EVIDENCE
 from tests.properties.step import Case
 from tests.properties.strategies import misfits

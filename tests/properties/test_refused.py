@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from megatron_nemotron3.args import RULES, Launch, check, versions
-from megatron_nemotron3.args.rules_options import _GPT_LAYOUT
-from megatron_nemotron3.certify.ranks import run_distributed
+from megatron_nemotron3.launch import RULES, Launch, check, versions
+from megatron_nemotron3.launch.rules_options import _GPT_LAYOUT
 from megatron_nemotron3.models import count
+from megatron_nemotron3.proof.certify.ranks import run_distributed
 from tests.properties.entries import Refused, Wrong
 from tests.properties.evidence import EVIDENCE
 from tests.properties.measure import _GPT_VALUES, attempts, nothing

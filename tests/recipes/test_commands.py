@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from megatron_nemotron3 import models
-from megatron_nemotron3.args import published, published_layout
-from megatron_nemotron3.args.phases import PHASES, phase
+from megatron_nemotron3.launch import published, published_layout
+from megatron_nemotron3.launch.phases import PHASES, phase
 from megatron_nemotron3.precision import yaml_file
-from tests.args.megatron_parser import ask
+from tests.launch.megatron_parser import ask
 from tests.recipes.cases import CASES, GOLDEN, RECIPES, ROOT, Case, arguments, commands, golden_text
 
 pytest.importorskip("megatron.training")

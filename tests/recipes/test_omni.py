@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_nemotron3.common.ranks import free_port
-from megatron_nemotron3.monitor import events
+from megatron_nemotron3.train.monitor import events
 from tests.recipes.cases import RECIPES, run
 
 OMNI = RECIPES / "omni"

@@ -21,7 +21,7 @@ def _stream(case: Packing) -> tuple[Any, dict[str, Any]]:
     """The stream of this rank, and the tensors that it must have."""
     import torch.distributed as dist
 
-    from megatron_nemotron3.refit.execute import Refit
+    from megatron_nemotron3.inference.refit.execute import Refit
 
     plan = packing_plan(case)
     config, hf = plan.training.config, random_model(plan.training.config)

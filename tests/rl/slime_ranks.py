@@ -68,7 +68,7 @@ def megatron(argv: list[str], **sizes: int) -> Iterator[Any]:
     )
     from megatron.training import global_vars
 
-    from megatron_nemotron3.certify.ranks import initialize
+    from megatron_nemotron3.proof.certify.ranks import initialize
 
     initialize(**sizes)
     accelerator.set_accelerator(CPU())

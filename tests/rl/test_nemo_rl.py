@@ -9,10 +9,10 @@ import pytest
 import torch
 import yaml
 
-from megatron_nemotron3.certify.ranks import run_distributed
-from megatron_nemotron3.checkpoint.metadata import read_metadata
+from megatron_nemotron3.checkpoints.metadata import read_metadata
 from megatron_nemotron3.cli import main
 from megatron_nemotron3.models import get
+from megatron_nemotron3.proof.certify.ranks import run_distributed
 from tests.rl.frameworks import marks
 from tests.support.checkpoint_reading import read_rows
 from tests.support.hf_folders import write_hf, write_tokenizer

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_nemotron3.args import Launch, flags, to_argv
-from megatron_nemotron3.certify.ranks import run_distributed
+from megatron_nemotron3.launch import Launch, flags, to_argv
 from megatron_nemotron3.models import get
+from megatron_nemotron3.proof.certify.ranks import run_distributed
 from tests.rl.frameworks import marks
 
 pytestmark = marks("SLIME_DIR")
@@ -19,7 +19,7 @@ def command(**sizes: int) -> list[str]:
     launch = Launch.of(MODEL, precision="fp32", backend="torch", **sizes)
     return [
         *to_argv(flags(launch)),
-        *("--custom-model-provider-path", "megatron_nemotron3.build.model_provider"),
+        *("--custom-model-provider-path", "megatron_nemotron3.train.build.model_provider"),
         *("--train-backend", "megatron", "--load", "unused", "--loss-type", "sft_loss"),
         *("--rollout-batch-size", "3", "--num-rollout", "1"),
         *("--vocab-size", str(MODEL.vocab_size), "--weight-decay", "0", "--lr", "1e-3"),

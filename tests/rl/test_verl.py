@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_nemotron3.certify.ranks import run_distributed
 from megatron_nemotron3.models import Nemotron3Config, get
+from megatron_nemotron3.proof.certify.ranks import run_distributed
 from tests.rl.frameworks import marks
 from tests.support.convert_models import DISTINCT
 from tests.support.hf_folders import write_hf

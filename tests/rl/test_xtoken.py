@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_nemotron3.certify.ranks import run_distributed
+from megatron_nemotron3.proof.certify.ranks import run_distributed
 
 pytestmark = [
     pytest.mark.rl,

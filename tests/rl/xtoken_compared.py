@@ -10,13 +10,13 @@ from unittest.mock import MagicMock
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.certify.ranks import initialize
-from megatron_nemotron3.xtoken.align import Aligner, Alignment
-from megatron_nemotron3.xtoken.loss import span_losses
-from megatron_nemotron3.xtoken.projection import Projection
-from megatron_nemotron3.xtoken.tokens import Vocabulary
+from megatron_nemotron3.post_training.xtoken.align import Aligner, Alignment
+from megatron_nemotron3.post_training.xtoken.loss import span_losses
+from megatron_nemotron3.proof.certify.ranks import initialize
+from megatron_nemotron3.train.teacher.projection import Projection
+from megatron_nemotron3.train.teacher.tokens import Vocabulary
+from tests.post_training.xtoken.tokenizers_of import TEXT, train
 from tests.rl.frameworks import placeholder, skeleton, use
-from tests.xtoken.tokenizers_of import TEXT, train
 
 #: Name -> settings of both: kind, temperature, top k, reverse.
 LOSSES = {

@@ -10,8 +10,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.certify.ranks import PRELOAD
 from megatron_nemotron3.common.ranks import free_port, server
+from megatron_nemotron3.proof.certify.ranks import PRELOAD
 
 NOTHING = "(ended without a word)"
 

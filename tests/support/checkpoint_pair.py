@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.convert import config_json, inventory
-from megatron_nemotron3.convert.checksums import Reads
-from megatron_nemotron3.convert.plan import apply
+from megatron_nemotron3.checkpoints.convert import config_json, inventory
+from megatron_nemotron3.checkpoints.convert.checksums import Reads
+from megatron_nemotron3.checkpoints.convert.plan import apply
 from megatron_nemotron3.models import Nemotron3Config
 from tests.support.convert_models import assemble, chunks
 from tests.support.model_mapping import megatron_model, randomize

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from megatron_nemotron3.checkpoint.metadata import CheckpointIndex
-from megatron_nemotron3.convert.sources import FileSource
-from megatron_nemotron3.convert.torch_dist import index_tensors
-from megatron_nemotron3.convert.views import as_tensor
+from megatron_nemotron3.checkpoints.convert.sources import FileSource
+from megatron_nemotron3.checkpoints.convert.torch_dist import index_tensors
+from megatron_nemotron3.checkpoints.convert.views import as_tensor
+from megatron_nemotron3.checkpoints.metadata import CheckpointIndex
 
 
 def read_rows(index: CheckpointIndex, name: str, rows: slice | None = None) -> torch.Tensor:

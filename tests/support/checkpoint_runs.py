@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-from megatron_nemotron3.args import ParallelLayout, manifest
-from megatron_nemotron3.certify.ranks import PRELOAD
 from megatron_nemotron3.common import lock
 from megatron_nemotron3.common.ranks import Call, free_port, run_ranks
+from megatron_nemotron3.launch import ParallelLayout, manifest
 from megatron_nemotron3.models import get, tiny
+from megatron_nemotron3.proof.certify.ranks import PRELOAD
 from megatron_nemotron3.train import log, processes
 from tests.support import distributed
 from tests.support.short_run import mock_argv, short_schedule

@@ -9,7 +9,7 @@ import torch
 from torch._C._distributed_c10d import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_nemotron3.plan.traffic import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SEND
+from megatron_nemotron3.launch.plan.traffic import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SEND
 
 #: Operation of torch.distributed's dispatcher -> (collective, which argument is the buffer of all ranks).
 _OPERATIONS = {

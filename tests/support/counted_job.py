@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy
 
-from megatron_nemotron3.convert import streams
-from megatron_nemotron3.convert.job import Job, run
-from megatron_nemotron3.convert.plan import Slices, extent, whole
-from megatron_nemotron3.convert.sources import SourceTensor, TensorSource
-from megatron_nemotron3.convert.streams import FilePlan, Part
+from megatron_nemotron3.checkpoints.convert import streams
+from megatron_nemotron3.checkpoints.convert.job import Job, run
+from megatron_nemotron3.checkpoints.convert.plan import Slices, extent, whole
+from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource
+from megatron_nemotron3.checkpoints.convert.streams import FilePlan, Part
 
 
 class Numbers(TensorSource):

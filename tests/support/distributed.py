@@ -8,9 +8,9 @@ from contextlib import nullcontext, redirect_stdout
 from typing import Any
 from unittest import mock
 
-from megatron_nemotron3.certify.ranks import PRELOAD
 from megatron_nemotron3.common.ranks import Call, free_port, run_ranks
 from megatron_nemotron3.cpu.async_save import forked_results
+from megatron_nemotron3.proof.certify.ranks import PRELOAD
 
 
 def run_launcher(argv: list[str], world_size: int, timeout: float = 120, *, inside: Any = nullcontext) -> str:

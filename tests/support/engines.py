@@ -12,13 +12,13 @@ import torch
 from hypothesis import HealthCheck, settings
 from torch import Tensor
 
-from megatron_nemotron3.convert import inventory
-from megatron_nemotron3.generate.batch import ForwardBatch
-from megatron_nemotron3.generate.engine import Engine
-from megatron_nemotron3.generate.moe import MixtureOfExperts
-from megatron_nemotron3.generate.mtp import MTP
-from megatron_nemotron3.generate.state import KVCache, MambaState, State
-from megatron_nemotron3.generate.weights import read_weights
+from megatron_nemotron3.checkpoints.convert import inventory
+from megatron_nemotron3.inference.generate.batch import ForwardBatch
+from megatron_nemotron3.inference.generate.engine import Engine
+from megatron_nemotron3.inference.generate.moe import MixtureOfExperts
+from megatron_nemotron3.inference.generate.mtp import MTP
+from megatron_nemotron3.inference.generate.state import KVCache, MambaState, State
+from megatron_nemotron3.inference.generate.weights import read_weights
 from megatron_nemotron3.models import Nemotron3Config, get
 from tests.support.checkpoint_pair import InMemory
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_nemotron3.checkpoints.convert import from_hf
 from megatron_nemotron3.cli import main
-from megatron_nemotron3.convert import from_hf
-from megatron_nemotron3.generate.text import Tokenizer
+from megatron_nemotron3.inference.generate.text import Tokenizer
 from megatron_nemotron3.models import Nemotron3Config, get
 from megatron_nemotron3.train.data import prepare
 from tests.support.engines import agreeing_tensors

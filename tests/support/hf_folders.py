@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_nemotron3.convert import config_json, inventory
+from megatron_nemotron3.checkpoints.convert import config_json, inventory
 from megatron_nemotron3.models import Nemotron3Config
 
 

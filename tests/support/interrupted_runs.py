@@ -22,8 +22,8 @@ from pathlib import Path
 
 import psutil
 
-from megatron_nemotron3.checkpoint import folders, resume
-from megatron_nemotron3.checkpoint.structure import check_structure
+from megatron_nemotron3.checkpoints import folders, resume
+from megatron_nemotron3.checkpoints.structure import check_structure
 from megatron_nemotron3.common.processes import descendants
 from megatron_nemotron3.train import log
 

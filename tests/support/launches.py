@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_nemotron3.args import Launch, ParallelLayout, TrainingSchedule
+from megatron_nemotron3.launch import Launch, ParallelLayout, TrainingSchedule
+from megatron_nemotron3.launch.plan.recompute import NONE, Recompute
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.plan.recompute import NONE, Recompute
 
 ONE_RANK = ParallelLayout()
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.certify.ranks import run_distributed
-from megatron_nemotron3.certify.tensors import Tensors, gather
-from megatron_nemotron3.checkpoint.metadata import read_metadata
+from megatron_nemotron3.checkpoints.metadata import read_metadata
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.proof.certify.ranks import run_distributed
+from megatron_nemotron3.proof.certify.tensors import Tensors, gather
 from tests.support.checkpoint_reading import read_rows
 from tests.support.convert_models import GOLDEN
 
@@ -62,8 +62,8 @@ def _load_spec(spec: list[str], name: str, sizes: dict[str, int], folder: Path) 
     from megatron.core.dist_checkpointing.validation import StrictHandling
     from megatron.core.transformer.spec_utils import import_module
 
-    from megatron_nemotron3.certify.ranks import initialize
-    from megatron_nemotron3.certify.tensors import pieces
+    from megatron_nemotron3.proof.certify.ranks import initialize
+    from megatron_nemotron3.proof.certify.tensors import pieces
     from tests.support.models import GOLDEN_MODELS, build_hybrid
     from tests.support.te_interchange import state
 

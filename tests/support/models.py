@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.certify.ranks import initialize
+from megatron_nemotron3.proof.certify.ranks import initialize
 
 #: TransformerConfig fields of every model in golden/stock_te_models.json.
 SIZES: dict[str, Any] = {

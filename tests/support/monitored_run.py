@@ -23,9 +23,9 @@ from megatron.core.transformer.moe.moe_logging import (
 )
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-from megatron_nemotron3.build import build_model
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.monitor.settings import monitoring
+from megatron_nemotron3.train.build import build_model
+from megatron_nemotron3.train.monitor.settings import monitoring
 from tests.support.world import world_of_one
 
 #: Tag -> points (iteration, value).

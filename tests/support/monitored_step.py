@@ -16,9 +16,9 @@ from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-from megatron_nemotron3.certify.ranks import initialize
-from megatron_nemotron3.monitor.settings import monitoring
+from megatron_nemotron3.proof.certify.ranks import initialize
 from megatron_nemotron3.specs import nemotron3_torch_stack_spec
+from megatron_nemotron3.train.monitor.settings import monitoring
 from tests.support.models import build_hybrid
 
 PATTERN = "MEM*EE/*E/*E"

@@ -7,8 +7,8 @@ import math
 
 import torch
 
-from megatron_nemotron3.generate.engine import Engine
-from megatron_nemotron3.generate.sampling import Sampling
+from megatron_nemotron3.inference.generate.engine import Engine
+from megatron_nemotron3.inference.generate.sampling import Sampling
 
 
 def naive_continuation(

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from megatron_nemotron3 import cli
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.convert.megatron_args import args_of
+from megatron_nemotron3.checkpoints.convert.megatron_args import args_of
 from megatron_nemotron3.models.omni import ARGUMENT, OmniConfig
-from megatron_nemotron3.omni.build import LANGUAGE, SOUND, VISION, build
+from megatron_nemotron3.train.omni.build import LANGUAGE, SOUND, VISION, build
 
 
 def nemotron3(*words: object) -> int:
@@ -64,8 +64,8 @@ def renamed(source: Path, folder: Path, names: Callable[[str], str]) -> Path:
     """A copy of a torch_dist checkpoint with other keys."""
     from dataclasses import replace
 
-    from megatron_nemotron3.checkpoint.metadata import read_metadata
-    from megatron_nemotron3.checkpoint.write import index_bytes
+    from megatron_nemotron3.checkpoints.metadata import read_metadata
+    from megatron_nemotron3.checkpoints.write import index_bytes
 
     shutil.copytree(source, folder)
     index = read_metadata(source)

@@ -38,7 +38,7 @@ def tiny_omni() -> OmniConfig:
 
 def tiny_processor(folder: Path) -> Any:
     """Its processor with a tokenizer of few tokens, which is saved in `folder`."""
-    from megatron_nemotron3.omni.processor import make_processor, omni_tokenizer
+    from megatron_nemotron3.train.omni.processor import make_processor, omni_tokenizer
 
     texts = ["user assistant what is it hello apples and pears one two three Frame sampled at seconds"] * 50
     config = tiny_omni()

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from megatron_nemotron3.models.omni import OmniConfig, get_omni
-from megatron_nemotron3.omni.processor import make_processor, omni_tokenizer
+from megatron_nemotron3.train.omni.processor import make_processor, omni_tokenizer
 from tests.support.engines import tensors
 from tests.support.model_mapping import stack_experts
 from tests.support.omni_oracle import transformers_omni

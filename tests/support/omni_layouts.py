@@ -18,8 +18,8 @@ from torch import Tensor
 
 from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.boundary.partition import sample_shares
-from megatron_nemotron3.certify.tensors import Pieces, Tensors, gather
 from megatron_nemotron3.models.omni import OmniConfig, get_omni
+from megatron_nemotron3.proof.certify.tensors import Pieces, Tensors, gather
 
 SAMPLES, LENGTH, MICROBATCHES = 12, 48, 2
 LANGUAGE, VISION, SOUND = "language", "vision", "sound"
@@ -286,7 +286,7 @@ def step(case: Case, weights: Tensors | None = None, change: Change | None = Non
     from megatron_nemotron3.boundary.feed import RowFeed
     from megatron_nemotron3.boundary.multimodule import BoundaryCommunicator
     from megatron_nemotron3.boundary.training import forward_backward_colocated
-    from megatron_nemotron3.omni.build import build
+    from megatron_nemotron3.train.omni.build import build
 
     made, groups = build(model(), case.layouts, ep=case.ep, frozen=case.frozen)
     if weights is not None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_nemotron3.args import Launch, ParallelLayout, TrainingData, flags, to_argv
+from megatron_nemotron3.launch import Launch, ParallelLayout, TrainingData, flags, to_argv
 from megatron_nemotron3.models.omni import get_omni
 from tests.support.short_run import short_schedule
 
@@ -47,7 +47,7 @@ def words(
 
 def train(argv: tuple[str, ...]) -> list[tuple[float, float]]:
     """Run one rank; return (sum of losses, tokens) of its microbatches, empty without the last stage."""
-    from megatron_nemotron3.omni import arguments, entry
+    from megatron_nemotron3.train.omni import arguments, entry
 
     os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
     sys.argv = ["pretrain_omni.py", *argv]

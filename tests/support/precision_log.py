@@ -16,10 +16,10 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
 
-from megatron_nemotron3.certify.ranks import initialize
 from megatron_nemotron3.precision import report
 from megatron_nemotron3.precision.report import Row
 from megatron_nemotron3.precision.settings import Logging, logging_precision
+from megatron_nemotron3.proof.certify.ranks import initialize
 from tests.support.emulation import built
 from tests.support.models import VOCABULARY
 

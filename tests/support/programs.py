@@ -12,8 +12,8 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from unittest import mock
 
-from megatron_nemotron3.certify.ranks import run_fresh
 from megatron_nemotron3.common.ranks import RANK_VARIABLES
+from megatron_nemotron3.proof.certify.ranks import run_fresh
 from megatron_nemotron3.train.processes import Watcher
 from tests.support.distributed import run_launcher
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy
 import torch
 
-from megatron_nemotron3.convert import inventory, to_hf
-from megatron_nemotron3.convert.plan import whole
-from megatron_nemotron3.convert.quantized_recipes import formats
-from megatron_nemotron3.convert.sources import SourceTensor, TensorSource
-from megatron_nemotron3.convert.streams import write
-from megatron_nemotron3.convert.views import as_bits, as_tensor
+from megatron_nemotron3.checkpoints.convert import inventory, to_hf
+from megatron_nemotron3.checkpoints.convert.plan import whole
+from megatron_nemotron3.checkpoints.convert.quantized_recipes import formats
+from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource
+from megatron_nemotron3.checkpoints.convert.streams import write
+from megatron_nemotron3.checkpoints.convert.views import as_bits, as_tensor
 from megatron_nemotron3.models import Nemotron3Config
 
 TINY = ("super-tiny", "ultra-tiny", "nano-tiny", "lightning-tiny")

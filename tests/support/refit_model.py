@@ -7,18 +7,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_nemotron3.args import Launch, ParallelLayout
-from megatron_nemotron3.build import build
-from megatron_nemotron3.certify.ranks import initialize
-from megatron_nemotron3.certify.tensors import gather, pieces
-from megatron_nemotron3.convert.inventory import mappings
-from megatron_nemotron3.convert.plan import apply
+from megatron_nemotron3.checkpoints.convert.inventory import mappings
+from megatron_nemotron3.checkpoints.convert.plan import apply
+from megatron_nemotron3.inference.refit.execute import Refit
+from megatron_nemotron3.inference.refit.held import empty_parameters, training_tensors
+from megatron_nemotron3.inference.refit.layouts import Serving, Training
+from megatron_nemotron3.inference.refit.planner import make_plan
+from megatron_nemotron3.launch import Launch, ParallelLayout
+from megatron_nemotron3.launch.plan.state import padded_vocab_size
 from megatron_nemotron3.models import get
-from megatron_nemotron3.plan.state import padded_vocab_size
-from megatron_nemotron3.refit.execute import Refit
-from megatron_nemotron3.refit.held import empty_parameters, training_tensors
-from megatron_nemotron3.refit.layouts import Serving, Training
-from megatron_nemotron3.refit.planner import make_plan
+from megatron_nemotron3.proof.certify.ranks import initialize
+from megatron_nemotron3.proof.certify.tensors import gather, pieces
+from megatron_nemotron3.train.build import build
 from tests.support.refit_reference import loaded
 
 
@@ -64,7 +64,7 @@ def built_and_refitted(
 
 def _fill(chunks: list[Any]) -> None:
     """Give every element of the whole model a value of its own, so that no place is like another."""
-    from megatron_nemotron3.certify.tensors import sharded
+    from megatron_nemotron3.proof.certify.tensors import sharded
 
     with torch.no_grad():
         for one in sharded(chunks):

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_nemotron3.convert.quantized_recipes import formats, quantization
-from megatron_nemotron3.convert.quantized_views import Quantized
+from megatron_nemotron3.checkpoints.convert.quantized_recipes import formats, quantization
+from megatron_nemotron3.checkpoints.convert.quantized_views import Quantized
+from megatron_nemotron3.inference.refit.execute import Refit, RefitError
+from megatron_nemotron3.inference.refit.layouts import Serving, Training
+from megatron_nemotron3.inference.refit.plan import Plan
+from megatron_nemotron3.inference.refit.planner import make_plan
 from megatron_nemotron3.models import Nemotron3Config, get
-from megatron_nemotron3.refit.execute import Refit, RefitError
-from megatron_nemotron3.refit.layouts import Serving, Training
-from megatron_nemotron3.refit.plan import Plan
-from megatron_nemotron3.refit.planner import make_plan
 from tests.support.quantized_models import Memory, all_scales, random_model, read_whole
 from tests.support.refit_reference import trained
 

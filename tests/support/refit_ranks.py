@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_nemotron3.inference.refit.execute import Refit, RefitError
+from megatron_nemotron3.inference.refit.held import empty_parameters
+from megatron_nemotron3.inference.refit.layouts import Serving, Training
+from megatron_nemotron3.inference.refit.plan import Plan
+from megatron_nemotron3.inference.refit.planner import make_plan
 from megatron_nemotron3.models import get
-from megatron_nemotron3.refit.execute import Refit, RefitError
-from megatron_nemotron3.refit.held import empty_parameters
-from megatron_nemotron3.refit.layouts import Serving, Training
-from megatron_nemotron3.refit.plan import Plan
-from megatron_nemotron3.refit.planner import make_plan
 from tests.support.refit_reference import loaded, trained, whole
 
 #: (model, trainer, engine, servers, settings of `make_plan`)

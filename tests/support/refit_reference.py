@@ -1,8 +1,8 @@
 """What ranks of a trainer and of an engine must hold, made from whole tensors without the code under test.
 
-`trained` cuts with the converter's rules, which tests/convert compares with Megatron's own checkpoints.
-`loaded` follows the loaders of vLLM's and SGLang's NemotronH models: narrow, by rank, of the whole tensor.
-tests/refit/test_engines.py compares it with what vLLM's own loaders made.
+`trained` cuts with the converter's rules, which tests/checkpoints/convert compares with Megatron's own
+checkpoints. `loaded` follows the loaders of vLLM's and SGLang's NemotronH models: narrow, by rank, of the
+whole tensor. tests/inference/refit/test_engines.py compares it with what vLLM's own loaders made.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.args.layout import cut_pattern
-from megatron_nemotron3.convert import transforms
-from megatron_nemotron3.convert.inventory import hf_tensors, mappings
-from megatron_nemotron3.convert.plan import apply
+from megatron_nemotron3.checkpoints.convert import transforms
+from megatron_nemotron3.checkpoints.convert.inventory import hf_tensors, mappings
+from megatron_nemotron3.checkpoints.convert.plan import apply
+from megatron_nemotron3.launch.layout import cut_pattern
+from megatron_nemotron3.launch.plan.state import padded_vocab_size
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models import pattern as _pattern
-from megatron_nemotron3.plan.state import padded_vocab_size
 
 
 def whole(config: Nemotron3Config, dtype: str = "bfloat16", seed: int = 0) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_nemotron3.models import get
-from megatron_nemotron3.monitor.series import decoder_row, is_decoder
+from megatron_nemotron3.models.series import decoder_row, is_decoder
 
 #: Tag -> points (iteration, value).
 History = dict[str, list[tuple[int, float]]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_nemotron3.args import Launch, ParallelLayout, TrainingData, TrainingSchedule, flags, to_argv
+from megatron_nemotron3.launch import Launch, ParallelLayout, TrainingData, TrainingSchedule, flags, to_argv
 from megatron_nemotron3.models import Nemotron3Config
 
 

@@ -10,12 +10,20 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from megatron_nemotron3.checkpoint import folders
-from megatron_nemotron3.convert import checksums, from_hf, inventory, job, omni_inventory, streams, to_hf
-from megatron_nemotron3.convert.checkpoints import open_hugging_face
-from megatron_nemotron3.convert.sources import SourceTensor
-from megatron_nemotron3.convert.streams import FilePlan
-from megatron_nemotron3.convert.views import Converted
+from megatron_nemotron3.checkpoints import folders
+from megatron_nemotron3.checkpoints.convert import (
+    checksums,
+    from_hf,
+    inventory,
+    job,
+    omni_inventory,
+    streams,
+    to_hf,
+)
+from megatron_nemotron3.checkpoints.convert.checkpoints import open_hugging_face
+from megatron_nemotron3.checkpoints.convert.sources import SourceTensor
+from megatron_nemotron3.checkpoints.convert.streams import FilePlan
+from megatron_nemotron3.checkpoints.convert.views import Converted
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.omni import OmniConfig
 
@@ -82,7 +90,7 @@ def main(words: list[str]) -> int:
 
     streams._write_all = _write_holes
     job.free_bytes = folders.free_bytes = lambda folder: 1 << 60
-    command = sys.modules.get("megatron_nemotron3.convert.conversion")
+    command = sys.modules.get("megatron_nemotron3.checkpoints.convert.conversion")
     assert command is None, "it has its own name for free_bytes by now"
     return cli.main(words)
 

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from megatron_nemotron3.convert import config_json, inventory
-from megatron_nemotron3.convert.logits.compare import CheckOptions, check_logits, memory_bound
-from megatron_nemotron3.convert.sources import SourceTensor, TensorSource
-from megatron_nemotron3.convert.views import Converted
+from megatron_nemotron3.checkpoints.convert import config_json, inventory
+from megatron_nemotron3.checkpoints.convert.logits.compare import CheckOptions, check_logits, memory_bound
+from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource
+from megatron_nemotron3.checkpoints.convert.views import Converted
 from megatron_nemotron3.models import Nemotron3Config, get
 
 #: Random numbers that are repeated; their count is prime, so that rows of a weight are not copies.

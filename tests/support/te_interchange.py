@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.certify.ranks import initialize, run_distributed
+from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
 from tests.support.models import GOLDEN_LAYOUTS, GOLDEN_MODELS, build_hybrid
 
 MODEL = "super_like"
@@ -22,7 +22,7 @@ def exchange(saved_by: list[str], loaded_by: list[str]) -> dict[str, int]:
         AssertionError: a weight changed on the way.
         RuntimeError: Megatron refused to load, with strictness `raise_all`.
     """
-    from megatron_nemotron3.certify.tensors import gather
+    from megatron_nemotron3.proof.certify.tensors import gather
 
     compared = {}
     for a, (size_a, sizes_a) in GOLDEN_LAYOUTS.items():
@@ -43,8 +43,8 @@ def save(spec: list[str], sizes: dict[str, int], folder: Path) -> Any:
     import torch
     from megatron.core import dist_checkpointing
 
-    from megatron_nemotron3.certify.tensors import load as fill
-    from megatron_nemotron3.certify.tensors import pieces
+    from megatron_nemotron3.proof.certify.tensors import load as fill
+    from megatron_nemotron3.proof.certify.tensors import pieces
 
     model = build(spec, sizes)
     whole = {
@@ -61,7 +61,7 @@ def load(spec: list[str], sizes: dict[str, int], folder: Path) -> Any:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
-    from megatron_nemotron3.certify.tensors import pieces
+    from megatron_nemotron3.proof.certify.tensors import pieces
 
     model = build(spec, sizes)
     loaded = dist_checkpointing.load(state(model), str(folder), strict=StrictHandling.RAISE_ALL)

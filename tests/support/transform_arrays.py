@@ -1,13 +1,20 @@
-"""The rules of `convert.transforms`, applied to torch tensors and numpy arrays in memory."""
+"""The rules of `checkpoints.convert.transforms`, applied to torch tensors and numpy arrays in memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_nemotron3.checkpoint.structure import tiling_problem
-from megatron_nemotron3.convert.plan import Plan, apply, extent
-from megatron_nemotron3.convert.transforms import concat, qkv, split, split_parameter, stack, vocabulary
+from megatron_nemotron3.checkpoints.convert.plan import Plan, apply, extent
+from megatron_nemotron3.checkpoints.convert.transforms import (
+    concat,
+    qkv,
+    split,
+    split_parameter,
+    stack,
+    vocabulary,
+)
+from megatron_nemotron3.checkpoints.structure import tiling_problem
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.tensors import PARAMETER, Row
 

@@ -38,7 +38,7 @@ pytestmark = [
 DESCRIBE = f"""
 import json, logging, warnings
 warnings.simplefilter("ignore"); logging.disable(logging.WARNING)
-from megatron_nemotron3.certify.ranks import run_distributed
+from megatron_nemotron3.proof.certify.ranks import run_distributed
 from tests.support.models import GOLDEN_LAYOUTS, GOLDEN_MODELS, describe_golden_model
 from megatron_nemotron3.layers.backend import te_problem
 
@@ -58,7 +58,7 @@ print("RESULT", json.dumps({{"te_problem": te_problem(), "models": models}}))
 TRAIN = """
 import json, logging, warnings
 warnings.simplefilter("ignore"); logging.disable(logging.WARNING)
-from megatron_nemotron3.certify.ranks import initialize, run_distributed
+from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
 from tests.support.models import build_hybrid
 
 def train(bf16, distributed):

@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from megatron_nemotron3 import cli
-from megatron_nemotron3.args import Launch, ParallelLayout, flags, to_argv
-from megatron_nemotron3.args.script_folders import settle_manifest
-from megatron_nemotron3.certify import ranks
-from megatron_nemotron3.checkpoint.state import loaded_state
-from megatron_nemotron3.generate.engine import Engine
-from megatron_nemotron3.generate.generate import GenerationOptions, generate
-from megatron_nemotron3.generate.weights import load
+from megatron_nemotron3.checkpoints.state import loaded_state
+from megatron_nemotron3.inference.generate.engine import Engine
+from megatron_nemotron3.inference.generate.generate import GenerationOptions, generate
+from megatron_nemotron3.inference.generate.weights import load
+from megatron_nemotron3.launch import Launch, ParallelLayout, flags, to_argv
+from megatron_nemotron3.launch.script_folders import settle_manifest
 from megatron_nemotron3.models import get
 from megatron_nemotron3.models.stack_specs import (
     ARGUMENT,
@@ -24,6 +23,7 @@ from megatron_nemotron3.models.stack_specs import (
     models_by_spec,
     stored_experts,
 )
+from megatron_nemotron3.proof.certify import ranks
 from megatron_nemotron3.train import log, processes
 from tests.support import distributed
 from tests.support.own_stack import WORDS, config
@@ -120,7 +120,7 @@ def _load(folder: str, spec: str) -> str:
     from torch.distributed.checkpoint.api import CheckpointException
 
     from megatron_nemotron3 import build_model
-    from megatron_nemotron3.checkpoint.folders import checkpoint_path
+    from megatron_nemotron3.checkpoints.folders import checkpoint_path
 
     model = build_model(CONFIG.but(moe_layers=None) if spec == "stock" else CONFIG, precision="fp32")
     state = model.sharded_state_dict(metadata=None)

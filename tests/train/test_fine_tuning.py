@@ -49,7 +49,7 @@ def test_wrong_lines(
 
 def test_a_released_model_needs_a_schedule() -> None:
     """Pre-training's rate and batch would be wrong for fine-tuning."""
-    from megatron_nemotron3.args import ParallelLayout
+    from megatron_nemotron3.launch import ParallelLayout
     from megatron_nemotron3.models import get
     from megatron_nemotron3.train.training import schedule_of
 

@@ -11,9 +11,9 @@ import pytest
 
 from megatron_nemotron3 import cli
 from megatron_nemotron3 import run as launcher
-from megatron_nemotron3.args import Launch, TrainingSchedule
 from megatron_nemotron3.common.ranks import RANK_VARIABLES
 from megatron_nemotron3.common.switches import LOG_PRECISION
+from megatron_nemotron3.launch import Launch, TrainingSchedule
 from megatron_nemotron3.precision import report
 from megatron_nemotron3.precision.settings import Logging
 from megatron_nemotron3.train import log

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from megatron_nemotron3 import cli, run
-from megatron_nemotron3.args import ParallelLayout, TrainingData, continued, flags, manifest, to_argv
-from megatron_nemotron3.args.launch import Launch
-from megatron_nemotron3.args.script_folders import settle_manifest
-from megatron_nemotron3.checkpoint import folders
-from megatron_nemotron3.checkpoint.state import loaded_state
+from megatron_nemotron3.checkpoints import folders
+from megatron_nemotron3.checkpoints.state import loaded_state
 from megatron_nemotron3.common import lock
 from megatron_nemotron3.common.ranks import RANK_VARIABLES
+from megatron_nemotron3.launch import ParallelLayout, TrainingData, continued, flags, manifest, to_argv
+from megatron_nemotron3.launch.launch import Launch
+from megatron_nemotron3.launch.script_folders import settle_manifest
 from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.train import processes
 from megatron_nemotron3.train.training import schedule_of
@@ -214,7 +214,7 @@ def test_a_second_training_is_refused(
     assert set(before) == set(listing())
 
 
-@pytest.mark.full  # the rates: tests/args/test_continued.py
+@pytest.mark.full  # the rates: tests/launch/test_continued.py
 def test_held_rates(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -225,7 +225,7 @@ def test_held_rates(
     assert {_rates(tmp_path)[step] for step in (4, 5)} == {4e-5}
 
 
-@pytest.mark.full  # the lock itself: tests/checkpoint/test_lock.py
+@pytest.mark.full  # the lock itself: tests/checkpoints/test_lock.py
 def test_ranks_keep_the_folder_when_the_command_is_killed(text: Path, tmp_path: Path) -> None:
     """A rank goes on for a while, and may be saving."""
     words = [sys.executable, "-m", "megatron_nemotron3", "train", "nano", "--tiny", "--device", "cpu"]

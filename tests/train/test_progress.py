@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_nemotron3 import cli
-from megatron_nemotron3.checkpoint import folders
+from megatron_nemotron3.checkpoints import folders
 from megatron_nemotron3.train import processes, progress
 from megatron_nemotron3.train.progress import Progress
 

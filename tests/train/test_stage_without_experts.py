@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_nemotron3.args import ParallelLayout
+from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.train import log, processes
 from tests.support import distributed

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_nemotron3 import cli
-from megatron_nemotron3.checkpoint import folders
+from megatron_nemotron3.checkpoints import folders
 from megatron_nemotron3.train import log, processes
 from tests.support.programs import follow_forked
 
@@ -112,7 +112,7 @@ def test_an_interrupt_saves_first_and_the_same_command_goes_on(
     assert f"already trained to step {steps}" in capsys.readouterr().out
 
 
-@pytest.mark.full  # its message: test_progress.py; what it leaves: tests/checkpoint/test_kill.py
+@pytest.mark.full  # its message: test_progress.py; what it leaves: tests/checkpoints/test_kill.py
 def test_a_full_disk_leaves_nothing_half_written(text: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     words = _command(

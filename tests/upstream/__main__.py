@@ -16,8 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from megatron_nemotron3.args import versions
 from megatron_nemotron3.common.ranks import free_port
+from megatron_nemotron3.launch import versions
 from tests.upstream.page import RESULTS
 
 ROOT = Path(__file__).parents[2]

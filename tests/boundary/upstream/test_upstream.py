@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_nemotron3.args import versions
-from megatron_nemotron3.certify.ranks import run_distributed
+from megatron_nemotron3.launch import versions
+from megatron_nemotron3.proof.certify.ranks import run_distributed
 from tests.support.boundary_upstream import run_file
 
 CHECKOUT = os.environ.get("MEGATRON_LM_DIR", "")

@@ -129,7 +129,7 @@ def fsdp_dtensor(args: argparse.Namespace, content: dict[str, Any]) -> None:
         handle_fp8_extra_state_case,
     )
 
-    from megatron_nemotron3.certify.tensors import sharded
+    from megatron_nemotron3.proof.certify.tensors import sharded
 
     settings = DistributedDataParallelConfig(
         use_megatron_fsdp=True,

@@ -17,8 +17,8 @@ import tempfile
 from pathlib import Path
 from types import ModuleType
 
-from megatron_nemotron3.args import command_line
-from megatron_nemotron3.args.flag import Flag, render
+from megatron_nemotron3.launch import command_line
+from megatron_nemotron3.launch.flag import Flag, render
 
 HERE = Path(__file__).parent
 REPOSITORIES = {

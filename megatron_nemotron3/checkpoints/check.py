@@ -1,0 +1,250 @@
+"""Describe Megatron checkpoints and verify their files, for `nemotron3 check`."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron_nemotron3.checkpoints.folders import (
+    TRACKER,
+    checkpoint_path,
+    iterations,
+    locate,
+    read_tracker,
+)
+from megatron_nemotron3.checkpoints.integrity import check_integrity
+from megatron_nemotron3.checkpoints.metadata import (
+    CheckpointError,
+    CheckpointIndex,
+    count_elements,
+    elements_text,
+)
+from megatron_nemotron3.checkpoints.read import common_state
+from megatron_nemotron3.checkpoints.remote import shown
+from megatron_nemotron3.checkpoints.resume import LoadFolder, tracker_fix
+from megatron_nemotron3.checkpoints.structure import Verdict, check_structure
+from megatron_nemotron3.checkpoints.unpickle import Inert
+from megatron_nemotron3.common.lock import holder
+from megatron_nemotron3.common.output import BYTES, Bar, say
+
+#: Largest number of problems printed.
+_SHOWN = 20
+_FORMATS = {
+    "complete": "torch_dist",
+    "legacy": "legacy torch format: mp_rank folders, loads into the layout that wrote it",
+    "foreign": "a format that is not checked here",
+}
+_LAYOUT = {
+    "TP": "tensor_model_parallel_size",
+    "PP": "pipeline_model_parallel_size",
+    "VPP": "virtual_pipeline_model_parallel_size",
+    "EP": "expert_model_parallel_size",
+    "ETP": "expert_tensor_parallel_size",
+    "CP": "context_parallel_size",
+    "DP": "data_parallel_size",
+}
+
+
+def check(folder: Path, *, full: bool = False, workers: int = 4) -> int:
+    """Print what `folder` contains and verify it. Returns the exit status: 0 if it is sound, else 2.
+
+    Args:
+        folder: one checkpoint (iter_0000300), the folder with the tracker, or a run. If there are several
+            checkpoints, all get the structural check, and `full` reads the one that the tracker names.
+        full: read everything and compare CRC32s.
+        workers: threads of the full check.
+
+    Raises:
+        ValueError: there is no Megatron checkpoint at `folder`.
+    """
+    found = locate(folder)
+    if found.kind == "hugging face":
+        raise ValueError(f"{folder}: it is a Hugging Face folder, not Megatron's")
+    if found.kind == "checkpoints":
+        return _print_problems(_check_all(found.folder, iterations(found.folder), full, workers))
+    return _print_problems(_check_one(found.folder, full, workers))
+
+
+def _check_all(folder: Path, found: list[int], full: bool, workers: int) -> list[str]:
+    """Check every checkpoint of a folder. Returns the problems.
+
+    A checkpoint that a running training is saving is not one.
+    """
+    problems: list[str] = []
+    named: int | str | None = None
+    writer = holder(folder)
+    try:
+        named = read_tracker(folder) if writer is None else _tracker_of_writer(folder)
+    except ValueError as problem:
+        problems.append(f"{folder / TRACKER}: it {problem}{_tracker_cure(folder)}")
+    for iteration in reversed(found):
+        if iteration == named:
+            continue
+        verdict = check_structure(checkpoint_path(folder, iteration))
+        newer = not isinstance(named, int) or iteration > named
+        if writer is not None and newer and verdict.state in ("unfinished", "damaged"):
+            say(
+                f"iter_{iteration:07d} is being written by {writer}",
+                others=[{"iteration": iteration, "state": "being written", "problems": []}],
+            )
+            continue
+        say(
+            f"iter_{iteration:07d} {verdict.state}" + "".join(f": {shown(p)}" for p in verdict.problems[:1]),
+            others=[
+                {
+                    "iteration": iteration,
+                    "state": verdict.state,
+                    "problems": [shown(problem) for problem in verdict.problems],
+                }
+            ],
+        )
+        if verdict.state == "damaged":
+            problems += verdict.problems
+    if named is None:
+        if not problems and found and writer is None:
+            problems.append(f"{folder / TRACKER}: the file is missing{_tracker_cure(folder)}")
+        return problems
+    say(f"{TRACKER} names {named}", tracker=named, others=[])
+    return problems + _check_one(checkpoint_path(folder, named), full, workers)
+
+
+def _tracker_of_writer(folder: Path) -> int | str | None:
+    """Read the tracker of a running training, which writes it in two steps: empty, then the iteration.
+
+    Raises:
+        ValueError: as `read_tracker`, for two seconds.
+    """
+    for _ in range(40):
+        try:
+            return read_tracker(folder)
+        except ValueError:
+            time.sleep(0.05)
+    return read_tracker(folder)
+
+
+def _tracker_cure(folder: Path) -> str:
+    """Return the fix of the tracker that a start would make, as the end of a message."""
+    try:
+        fix = tracker_fix(LoadFolder(folder))
+    except ValueError:
+        fix = None
+    if fix is None:
+        return "; no checkpoint here is known to be complete"
+    return f"; the last complete checkpoint is iteration {fix.iteration}: write {fix.iteration} into it"
+
+
+def _check_one(path: Path, full: bool, workers: int) -> list[str]:
+    """Describe and check one checkpoint. Returns the problems."""
+    verdict = check_structure(path)
+    form = f" ({_FORMATS[verdict.state]})" if verdict.state in _FORMATS else ""
+    say(
+        f"{shown(path)} {verdict.state}{form}",
+        checkpoint=shown(path),
+        kind="megatron",
+        state=verdict.state,
+    )
+    if verdict.index is not None:
+        facts, lines = describe(verdict.index)
+        for line in lines:
+            say("  " + line)
+        say(**facts)
+    if verdict.state == "unfinished" and (writer := holder(path.parent)) is not None:
+        return [f"{path}: it is being written by {writer}: check it when it is complete"]
+    if verdict.state in ("unfinished", "damaged") or verdict.problems:
+        return list(verdict.problems)
+    if not full:
+        say("  checked      names, sizes and tiling; --full reads everything", checked="names and sizes")
+        return []
+    return _check_full(path, verdict, workers)
+
+
+def _check_full(path: Path, verdict: Verdict, workers: int) -> list[str]:
+    started = time.monotonic()
+    total = sum(verdict.index.files.values()) if verdict.index is not None else None
+    try:
+        with Bar("check", BYTES, total, lines=False) as bar:
+            read = check_integrity(path, verdict.index, workers, bar.add)
+    except CheckpointError as problem:
+        return [str(problem)]
+    seconds = time.monotonic() - started
+    say(
+        f"  checked      CRC32 of {read.records:,} records, {read.bytes:,} bytes in {seconds:.1f} s",
+        checked="bytes",
+        records=read.records,
+        bytes_read=read.bytes,
+        seconds=seconds,
+        archives_without_crc32=read.unprotected,
+    )
+    if read.unprotected:
+        say(
+            f"  unprotected  {read.unprotected:,} archives were written without CRC32: only sizes are checked"
+        )
+    return list(read.problems)
+
+
+def _print_problems(problems: list[str]) -> int:
+    sys.stdout.flush()
+    say(problems=[shown(problem) for problem in problems], sound=not problems)
+    for problem in problems[:_SHOWN]:
+        print(f"nemotron3 check: {shown(problem)}", file=sys.stderr)
+    if len(problems) > _SHOWN:
+        print(f"nemotron3 check: and {len(problems) - _SHOWN:,} more", file=sys.stderr)
+    if not problems:
+        say("sound")
+    return 2 if problems else 0
+
+
+def describe(index: CheckpointIndex) -> tuple[dict[str, Any], list[str]]:
+    """Describe a checkpoint as facts and in lines; if its arguments cannot be read, a line says why."""
+    lines: list[str] = []
+    facts: dict[str, Any] = {}
+    try:
+        state = common_state(index)
+    except CheckpointError as problem:
+        lines.append(f"arguments    not shown: {shown(str(problem))}")
+    else:
+        iteration = state.get("iteration")
+        facts["iteration"] = iteration if type(iteration) is int else None
+        lines.append(f"iteration    {iteration if type(iteration) is int else 'not stored'}")
+        if (written := layout_of(state)) is not None:
+            facts["written_with"] = written
+            lines.append(f"written with {written}; the weights load into any other layout")
+    elements = count_elements(index.tensors.values())
+    facts |= {
+        "tensors": len(index.tensors),
+        "chunks": sum(len(tensor.chunks) for tensor in index.tensors.values()),
+        "elements": elements,
+        "tensor_bytes": sum(tensor.nbytes for tensor in index.tensors.values()),
+        "model_elements": sum(
+            math.prod(tensor.shape)
+            for name, tensor in index.tensors.items()
+            if "optimizer" not in name.split(".")
+        ),
+        "objects": len(index.objects),
+        "files": len(index.files),
+        "bytes": sum(index.files.values()),
+    }
+    lines += [
+        f"tensors      {facts['tensors']:,} in {facts['chunks']:,} chunks; "
+        f"elements {elements_text(elements)}: {facts['tensor_bytes']:,} bytes",
+        f"of these     {facts['model_elements']:,} elements are the model's, the rest is optimizer state",
+        f"objects      {facts['objects']:,}",
+        f"files        {facts['files']:,} with {facts['bytes']:,} bytes",
+    ]
+    return facts, lines
+
+
+def layout_of(state: dict[str, Any]) -> str | None:
+    """Return "TP2 PP1 … on 2 ranks" from the stored arguments; None if there are none."""
+    arguments = state.get("args")
+    if not isinstance(arguments, Inert) or not isinstance(arguments.state, dict):
+        return None
+    sizes = {short: arguments.field(name) for short, name in _LAYOUT.items()}
+    known = [f"{short}{size}" for short, size in sizes.items() if type(size) is int]
+    if not known:
+        return None
+    ranks = arguments.field("world_size")
+    return " ".join(known) + (f" on {ranks} rank{'s' * (ranks != 1)}" if type(ranks) is int else "")

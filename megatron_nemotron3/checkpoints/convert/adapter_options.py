@@ -1,0 +1,114 @@
+"""What `nemotron3 convert` does with LoRA adapters: --adapter, --merge-adapter, --adapter-only."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_nemotron3.checkpoints.convert import peft
+from megatron_nemotron3.checkpoints.convert.adapters import Adapter, check_fits, to_megatron
+from megatron_nemotron3.checkpoints.convert.inventory import TensorMapping
+from megatron_nemotron3.checkpoints.convert.opened import Checkpoint
+from megatron_nemotron3.checkpoints.convert.sources import TensorSource
+from megatron_nemotron3.checkpoints.convert.streams import FilePlan
+from megatron_nemotron3.common.files import read_outside
+from megatron_nemotron3.common.output import say
+from megatron_nemotron3.models.lora import LINEARS, LoRA
+from megatron_nemotron3.models.tensors import hf_root
+
+if TYPE_CHECKING:
+    from megatron_nemotron3.checkpoints.convert.conversion import FromHfOptions, ToHfOptions
+
+
+def with_adapter(opened: Checkpoint, options: ToHfOptions | FromHfOptions) -> Checkpoint:
+    """Return the checkpoint with the adapter of --adapter, if it is given.
+
+    Raises:
+        ValueError: the options do not say what to do with an adapter, or ask for one that is not there, or it
+            does not belong to the model.
+    """
+    only = getattr(options, "adapter_only", False)
+    if options.adapter is not None:
+        if opened.adapter is not None:
+            raise ValueError(f"--adapter: {opened.folder} has a LoRA adapter of its own")
+        adapter = peft.open_peft(
+            options.adapter, experts=opened.config.num_moe_experts or 0, root=hf_root(opened.config)
+        )
+        check_fits(adapter, {t.name: t.shape for mapping in opened.mappings for t in mapping.hf})
+        opened = replace(opened, adapter=adapter)
+    asked = next((name for name, on in (("merge", options.merge_adapter), ("only", only)) if on), None)
+    if opened.adapter is None:
+        if asked is not None:
+            name = "--merge-adapter" if asked == "merge" else "--adapter-only"
+            raise ValueError(f"{name}: {opened.folder} has no LoRA adapter")
+        return opened
+    if only and options.merge_adapter:
+        raise ValueError("--adapter-only and --merge-adapter: give one of them")
+    if opened.kind != "hugging face" and asked is None:
+        raise ValueError(
+            f"{opened.folder}: it has a LoRA adapter: --merge-adapter adds it to the weights, --adapter-only "
+            "writes it alone"
+        )
+    if only and (given := [name for name in ("quantize", "dtype", "from_masters") if getattr(options, name)]):
+        option = {"from_masters": "from-optimizer-master"}.get(given[0], given[0])
+        raise ValueError(f"--adapter-only: it does not go with --{option}")
+    if options.compare_logits is not None:
+        raise ValueError("--check-logits: it compares weights without adapters: leave it out")
+    if options.merge_adapter:
+        import torch  # noqa: F401  # now, before anything is written: sums need it
+    return opened
+
+
+def adapter_folder(
+    opened: Checkpoint, options: ToHfOptions
+) -> tuple[TensorSource, list[FilePlan], dict[str, bytes]]:
+    """Plan the folder of --adapter-only, and say what peft will make of it."""
+    assert opened.adapter is not None
+    names = [t.name for mapping in opened.mappings for t in mapping.hf]
+    stems = opened.adapter.stems
+    if refused := [stem for stem in stems if stem.endswith(f".{peft.REFUSED}")]:
+        _note(
+            f"{len(refused):,} adapters are of Mamba's {peft.REFUSED}, which peft refuses "
+            "to load for this family: merge the adapter, or train without them"
+        )
+    if mtp := [stem for stem in stems if stem.startswith("mtp.")]:
+        _note(f"{len(mtp):,} adapters are of MTP, which transformers does not have: peft ignores them")
+    base = str(options.reference) if options.reference is not None else None
+    return peft.folder_plan(opened.adapter, names, base)
+
+
+def _note(text: str) -> None:
+    say(f"note         {text}", notes=[text])
+
+
+def megatron_adapter(adapter: Adapter, mappings: Sequence[TensorMapping]) -> tuple[str, list[TensorMapping]]:
+    """Return the settings to train on with (`LoRA.text`), and the mappings of the adapter's tensors.
+
+    Raises:
+        ValueError: as `to_megatron`; or matrices have several ranks, which one run does not train.
+    """
+    found = to_megatron(adapter, mappings)
+    if not found:
+        raise ValueError("--adapter: it has no tensors")
+    modules = {t.name.partition(".adapter.")[0].rpartition(".")[2] for one in found for t in one.megatron}
+    ranks = sorted({adapter.rank(stem) for stem in adapter.stems})
+    if len(ranks) > 1:
+        raise ValueError(
+            f"--adapter: its ranks are {ranks}, one run trains one rank: merge it (--merge-adapter)"
+        )
+    targets = tuple(sorted(modules, key=LINEARS.index))
+    return LoRA(targets, dim=ranks[0], alpha=adapter.alpha).text(), found
+
+
+def adapter_state(folder: Path) -> dict[str, object]:
+    """Return what identifies an adapter folder's content, for a job that is continued."""
+    found = (folder / peft.WEIGHTS).stat()
+    text = read_outside(folder / peft.CONFIG, limit=1 << 20)
+    return {
+        "folder": str(folder.absolute()),
+        "weights": [found.st_size, found.st_mtime_ns],
+        "config": hashlib.sha256(text).hexdigest(),
+    }

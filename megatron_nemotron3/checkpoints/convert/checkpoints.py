@@ -1,0 +1,330 @@
+"""Open a checkpoint of any kind: its weights by plain name, its model, and what is left out."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from megatron_nemotron3.checkpoints.convert import (
+    adapters,
+    config_json,
+    inventory,
+    mp_rank,
+    omni_checkpoint,
+)
+from megatron_nemotron3.checkpoints.convert.config_keys import OWN
+from megatron_nemotron3.checkpoints.convert.hf_folder import TAKEN_OUT, open_hf, read_config
+from megatron_nemotron3.checkpoints.convert.keys import (
+    ADAPTER,
+    master_keys,
+    non_weight_kind,
+    numbered_by_layer,
+    plain_name,
+)
+from megatron_nemotron3.checkpoints.convert.megatron_args import config_of, require_experts, stored_pattern
+from megatron_nemotron3.checkpoints.convert.omni_checkpoint import stored_omni
+from megatron_nemotron3.checkpoints.convert.omni_config import is_omni
+from megatron_nemotron3.checkpoints.convert.omni_inventory import ENCODERS, LANGUAGE
+from megatron_nemotron3.checkpoints.convert.opened import EMBEDDING, Checkpoint
+from megatron_nemotron3.checkpoints.convert.quantized_views import Dequantized
+from megatron_nemotron3.checkpoints.convert.sources import FileSource, TensorSource
+from megatron_nemotron3.checkpoints.convert.torch_dist import open_torch_dist, read_dcp_state, reorder_mamba
+from megatron_nemotron3.checkpoints.convert.views import Selected
+from megatron_nemotron3.checkpoints.folders import CHECKPOINTS, locate, locate_one
+from megatron_nemotron3.checkpoints.metadata import CheckpointError, read_json
+from megatron_nemotron3.checkpoints.read import common_state
+from megatron_nemotron3.checkpoints.state import stored_arguments
+from megatron_nemotron3.checkpoints.structure import CONFIG as METADATA
+from megatron_nemotron3.checkpoints.structure import check_structure
+from megatron_nemotron3.checkpoints.unpickle import Inert
+from megatron_nemotron3.models import Nemotron3Config, identify, named
+from megatron_nemotron3.models.lora import ARGUMENT, LoRA
+from megatron_nemotron3.models.omni import OmniConfig
+from megatron_nemotron3.models.pattern import HybridPattern
+
+QUANTIZATION = "quantization_config"
+#: What a training writes beside its checkpoints, and the names of models that are taken from it.
+_RUN, _NAME = "run.json", re.compile(r"[\w.-]{1,100}")
+
+
+def open_checkpoint(folder: Path, **options: Any) -> Checkpoint:
+    """Open a checkpoint of any kind. Options and errors are those of the two functions below."""
+    if locate(folder).kind == "hugging face":
+        options = {k: v for k, v in options.items() if k in ("model", "allow_unused", "dequantize", "omni")}
+        return open_hugging_face(folder, **options)
+    options.pop("dequantize", None)
+    return open_megatron(folder, **options)
+
+
+def open_megatron(
+    folder: Path,
+    *,
+    model: Nemotron3Config | OmniConfig | None = None,
+    iteration: int | None = None,
+    vocab_size: int | None = None,
+    from_masters: bool = False,
+    allow_unused: Sequence[str] = (),
+    alpha: float | None = None,
+    omni: bool = False,
+) -> Checkpoint:
+    """Open a Megatron checkpoint: that of a run, of the folder with the tracker, or of one iteration.
+
+    Args:
+        model: its model; default: from the arguments stored in the checkpoint.
+        vocab_size: tokens of the vocabulary; default: from the model or the stored arguments.
+        from_masters: read the optimizer's FP32 masters instead of the weights.
+        allow_unused: patterns of keys that may be left out.
+        alpha: of LoRA adapters in it; default: from the stored arguments.
+        omni: it may be a model with encoders, whose tensors have other names (`Checkpoint.omni`).
+
+    Raises:
+        ValueError: there is no Megatron checkpoint, it is damaged, or its tensors are not those of the model.
+    """
+    given, model = (model, model.language) if isinstance(model, OmniConfig) else (None, model)
+    located = locate_one(folder, iteration)
+    if located.kind == "hugging face":
+        raise ValueError(f"{folder}: it is a Hugging Face folder, not Megatron's")
+    place = located.folder
+    verdict = check_structure(place)
+    source: FileSource
+    if verdict.state == "legacy":
+        kind, state = "mp_rank", mp_rank.common_state(place)
+        config, guessed = _megatron_config(place, state, model, vocab_size)
+        _refuse_groups(place, state)
+        source = mp_rank.open_mp_rank(place, config, allow_unused=allow_unused)
+    else:
+        source, index = open_torch_dist(place, verdict)
+        fsdp = not (place / METADATA).exists()
+        kind, state = "fsdp_dtensor" if fsdp else "torch_dist", {}
+        try:
+            state = read_dcp_state(index) if fsdp else common_state(index)
+        except CheckpointError:
+            if model is None:
+                raise
+        config, guessed = _megatron_config(place, state, model, vocab_size)
+        if fsdp:
+            _refuse_groups(place, state)
+            source = reorder_mamba(source, config, state)
+        elif pattern := _grouped_pattern(place, state):
+            names = numbered_by_layer(source.tensors, pattern)
+            source = FileSource(place, {names[k]: t for k, t in source.tensors.items()}, source.files)
+    keys, left_out = _weight_keys(source.tensors, allow_unused)
+    encoders = stored_omni(place, config, stored_arguments(state), keys, given)
+    if encoders is not None and not omni:
+        raise CheckpointError(f"{place}: it is a model with encoders: {TAKEN_OUT}")
+    if encoders is not None and kind != "torch_dist":
+        raise CheckpointError(f"{place}: it is a model with encoders in {kind}: only torch_dist is read")
+    if from_masters:
+        # Frozen encoders have no masters, and statistics of norms never have.
+        masters = master_keys(source.tensors, optional=ENCODERS)
+        # The expert bias is not a parameter: it has no master, and is stored in FP32.
+        keys = {name: masters.get(name, key) for name, key in keys.items()}
+        left_out["optimizer"] -= sum(name in masters for name in keys)
+    first, weights = EMBEDDING if encoders is None else LANGUAGE + EMBEDDING, Selected(source, keys)
+    padded = weights.tensors[first].shape[0] if first in keys else None
+    if encoders is not None:
+        mappings = omni_checkpoint.mappings_of(encoders, weights, padded)
+    else:
+        mappings = tuple(inventory.mappings_of(config, keys, padded_vocab_size=padded))
+        inventory.check_types(place, {name: tensor.dtype for name, tensor in weights.tensors.items()})
+    iteration = state.get("iteration") if type(state.get("iteration")) is int else None
+    adapter = None
+    if left_out.pop(ADAPTER, 0):
+        if encoders is not None:
+            raise ValueError(f"{place}: it has LoRA adapters and encoders: not supported together")
+        found = {plain_name(key): key for key in source.tensors if non_weight_kind(key) == ADAPTER}
+        alpha = _stored_alpha(place, state) if alpha is None else alpha
+        adapter = adapters.from_megatron(Selected(source, found), mappings, alpha)
+        adapters.check_fits(adapter, {t.name: t.shape for mapping in mappings for t in mapping.hf})
+    return Checkpoint(
+        kind,
+        place,
+        config,
+        weights,
+        mappings,
+        +left_out,
+        iteration,
+        mtp_source="" if not config.has_mtp else f"--model {model.name}" if model else "the stored arguments",
+        vocabulary_guessed=guessed,
+        adapter=adapter,
+        omni=encoders,
+    )
+
+
+def open_hugging_face(
+    folder: Path,
+    *,
+    model: Nemotron3Config | OmniConfig | None = None,
+    allow_unused: Sequence[str] = (),
+    dequantize: bool = False,
+    mtp_num_layers: int | None = None,
+    omni: bool = False,
+) -> Checkpoint:
+    """Open a Hugging Face checkpoint.
+
+    Args:
+        model: the expected model; it supplies what config.json does not contain (how MTP is trained).
+        allow_unused: patterns of tensors that may be left out.
+        dequantize: read packed NVFP4 and FP8 weights as BF16.
+        mtp_num_layers: depths of MTP. By default `model` says it, then config.json in a key of our own, then
+            the catalog; otherwise there are as many as MTP blocks.
+        omni: it may be a model with encoders, whose tensors have other names (`Checkpoint.omni`).
+
+    Raises:
+        ValueError: there is no Hugging Face checkpoint, it is damaged, or its tensors are not those of its
+            config.json.
+    """
+    if locate(folder).kind != "hugging face":
+        raise ValueError(f"{folder}: it is a Megatron checkpoint, not a Hugging Face folder")
+    source: TensorSource = open_hf(folder)
+    data = read_config(folder, omni=omni)
+    if is_omni(data):
+        if dequantize:
+            raise ValueError(
+                f"{folder}: --dequantize: quantized weights of a model with encoders are not read"
+            )
+        unused = [name for name in source.tensors if _matches_any(name, allow_unused)]
+        return omni_checkpoint.open_omni(folder, source, data, model, unused)
+    if isinstance(model, OmniConfig):
+        raise ValueError(f"{folder}: it is a language model, and --model {model.name} has encoders")
+    left_out: Counter[str] = Counter()
+    if QUANTIZATION in data:
+        packed = Dequantized(source)
+        packed.check(data[QUANTIZATION])
+        if not dequantize:
+            raise ValueError(f"{folder}: its weights are quantized: --dequantize reads them as BF16")
+        source = packed
+        data = {key: value for key, value in data.items() if key != QUANTIZATION}
+        left_out["activation scale"] = len(packed.left_behind)
+    elif dequantize:
+        raise ValueError(
+            f"{folder}: --dequantize: config.json has no {QUANTIZATION}: its weights are not quantized"
+        )
+    config, mtp_source = hf_model(folder, data, model, mtp_num_layers)
+    kept = {name: name for name in source.tensors if not _matches_any(name, allow_unused)}
+    inventory.check_hf(config, {name: source.tensors[name].shape for name in kept})
+    inventory.check_types(folder, {name: source.tensors[name].dtype for name in kept})
+    left_out["unused"] = len(source.tensors) - len(kept)
+    mappings = tuple(inventory.mappings(config))
+    return Checkpoint(
+        "hugging face", folder, config, Selected(source, kept), mappings, +left_out, mtp_source=mtp_source
+    )
+
+
+def hf_model(
+    folder: Path, data: dict[str, Any], model: Nemotron3Config | None, depths: int | None
+) -> tuple[Nemotron3Config, str]:
+    """Return the model of a config.json, and what says how many depths its MTP has."""
+    config = config_json.read(data, name=os.fspath(folder), base=model)
+    found = (model,) if model else identify(config)
+    blocks, own = config.mtp_num_blocks, data.get(OWN)
+    config = named(config, found)
+    if depths is not None:
+        if not config.has_mtp or depths < 1 or (blocks > 1 and depths != blocks):
+            raise ValueError(f"--mtp-num-layers {depths}: {folder} has {blocks} MTP block(s)")
+        return config.but(mtp_num_layers=depths, mtp_use_repeated_layer=blocks == 1), "--mtp-num-layers"
+    if not config.has_mtp:
+        return config, ""
+    if model is not None:
+        stated = own.get("mtp_num_layers", blocks) if own else blocks
+        differs = own and stated != config.mtp_num_layers
+        return config, f"--model {model.name}" + (f"; config.json says {stated}" if differs else "")
+    if own:
+        return config, f"{OWN} in config.json"
+    trained = {(one.mtp_num_layers, one.mtp_use_repeated_layer) for one in found}
+    if blocks == 1 and trained and all(repeated for _, repeated in trained):
+        factors = {one.mtp_loss_scaling_factor for one in found}
+        factor = factors.pop() if len(factors) == 1 else config.mtp_loss_scaling_factor
+        depths = max(number for number, _ in trained)
+        taken = config.but(mtp_num_layers=depths, mtp_use_repeated_layer=True, mtp_loss_scaling_factor=factor)
+        return taken, f"the catalog, for {config.name}; config.json does not say"
+    return config, "the stored blocks; config.json does not say (--mtp-num-layers N)"
+
+
+def _stored_alpha(folder: Path, state: dict[str, Any]) -> float:
+    """Return the alpha that LoRA was trained with."""
+    text = stored_arguments(state).get(ARGUMENT)
+    if not isinstance(text, str):
+        raise ValueError(
+            f"{folder}: it has LoRA adapters and does not say their alpha (Megatron-Bridge's run_config.yaml "
+            "has it under peft): give --lora-alpha"
+        )
+    return LoRA.parse(text).alpha
+
+
+def _weight_keys(tensors: Iterable[str], allow_unused: Sequence[str]) -> tuple[dict[str, str], Counter[str]]:
+    """Map the plain names of weights to their keys, and count the keys that are not weights."""
+    keys: dict[str, str] = {}
+    left_out: Counter[str] = Counter()
+    for key in tensors:
+        other = "unused" if _matches_any(key, allow_unused) else non_weight_kind(key)
+        if other is not None:
+            left_out[other] += 1
+        elif plain_name(key) in keys:
+            raise ValueError(f"{keys[plain_name(key)]!r} and {key!r} are the same tensor")
+        else:
+            keys[plain_name(key)] = key
+    return keys, left_out
+
+
+def _matches_any(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _megatron_config(
+    folder: Path, state: dict[str, Any], model: Nemotron3Config | None, vocab_size: int | None
+) -> tuple[Nemotron3Config, bool]:
+    """Return the model, and whether its vocabulary size is a guess: a tokenizer's is not stored."""
+    if model is not None:
+        require_experts(os.fspath(folder), stored_arguments(state), model)
+        return dataclasses.replace(model, vocab_size=vocab_size) if vocab_size else model, False
+    arguments = state.get("args")
+    if not isinstance(arguments, (Inert, Namespace)):
+        raise ValueError(
+            f"{folder}: the checkpoint stores no arguments, so its model is unknown: give --model"
+        )
+    values = stored_arguments(state)
+    padded = values.get("padded_vocab_size")
+    guess = vocab_size is None and values.get("vocab_size") is None and type(padded) is int
+    config = config_of(arguments, name=os.fspath(folder), vocab_size=padded if guess else vocab_size)
+    found = identify(config)
+    stated = None if len(found) == 1 else _name_in_run(folder)
+    if stated is not None and (not found or stated in {one.name for one in found}):
+        return config.but(name=stated, title=stated), guess
+    return named(config, found), guess
+
+
+def _grouped_pattern(folder: Path, state: dict[str, Any]) -> HybridPattern | None:
+    """Return the stored pattern if it groups layers; None otherwise."""
+    values = stored_arguments(state)
+    text = values.get("hybrid_layer_pattern")
+    return stored_pattern(os.fspath(folder), values) if isinstance(text, str) and "[" in text else None
+
+
+def _refuse_groups(folder: Path, state: dict[str, Any]) -> None:
+    """Refuse layers in groups in a format that names them as a stack inside the stack."""
+    if (pattern := _grouped_pattern(folder, state)) is not None:
+        raise ValueError(
+            f"{folder}: its layers are grouped ({pattern}), which is read from torch_dist checkpoints only: "
+            "load it in Megatron and save it with --ckpt-format torch_dist"
+        )
+
+
+def _name_in_run(folder: Path) -> str | None:
+    """Return the model's name in the manifest of the run that wrote a checkpoint; None if it says none."""
+    saves = folder.absolute().parent
+    with contextlib.suppress(CheckpointError, KeyError, TypeError):
+        name = read_json((saves.parent if saves.name == CHECKPOINTS else saves) / _RUN)["parts"]["model"][
+            "name"
+        ]
+        if isinstance(name, str) and _NAME.fullmatch(name):
+            return name
+    return None

@@ -1,0 +1,387 @@
+"""Convert checkpoints, and print the plan, the progress and the result."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from megatron_nemotron3.checkpoints.convert import config_json, from_hf, inventory, omni_parts, to_hf
+from megatron_nemotron3.checkpoints.convert.adapter_options import (
+    adapter_folder,
+    adapter_state,
+    megatron_adapter,
+    with_adapter,
+)
+from megatron_nemotron3.checkpoints.convert.checkpoints import open_hugging_face, open_megatron
+from megatron_nemotron3.checkpoints.convert.hf_folder import CONFIG, read_config
+from megatron_nemotron3.checkpoints.convert.job import MANIFEST, Job, Progress, check_target, run
+from megatron_nemotron3.checkpoints.convert.omni_config import TEXT, is_omni, part
+from megatron_nemotron3.checkpoints.convert.opened import Checkpoint, checkpoint_facts
+from megatron_nemotron3.checkpoints.convert.peft import Packed
+from megatron_nemotron3.checkpoints.convert.plan_lines import (
+    config_lines,
+    into_lines,
+    plan_lines,
+    quantized_lines,
+)
+from megatron_nemotron3.checkpoints.convert.quantized_config import read_scales
+from megatron_nemotron3.checkpoints.convert.quantized_recipes import quantization
+from megatron_nemotron3.checkpoints.convert.quantized_views import Quantized
+from megatron_nemotron3.checkpoints.convert.sources import TensorSource
+from megatron_nemotron3.checkpoints.convert.streams import FilePlan
+from megatron_nemotron3.checkpoints.convert.upload import check_url, upload
+from megatron_nemotron3.checkpoints.convert.views import Cast, Converted, Together
+from megatron_nemotron3.checkpoints.folders import TOKENIZER, locate
+from megatron_nemotron3.checkpoints.metadata import count_elements
+from megatron_nemotron3.checkpoints.remote import shown
+from megatron_nemotron3.common.output import BYTES, Bar, say, size_text
+from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.omni import OmniConfig
+
+#: Options that do not change what is written.
+_NO_EFFECT = ("workers", "dry_run", "compare_logits", "url")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of both directions; names and meaning are those of the command line."""
+
+    #: Default: the model is read from the checkpoint.
+    model: Nemotron3Config | OmniConfig | None = None
+    #: Default: types are kept.
+    dtype: str | None = None
+    allow_unused: Sequence[str] = ()
+    workers: int = 1
+    dry_run: bool = False
+    shard_bytes: int = to_hf.SHARD_BYTES
+    allow_nonfinite: bool = False
+    #: A folder that peft saved.
+    adapter: Path | None = None
+    #: Add the adapter to the weights: that of `adapter`, or the source's own.
+    merge_adapter: bool = False
+    #: Default: as the Megatron checkpoint says.
+    lora_alpha: float | None = None
+    #: "language": convert the language model of a model with encoders alone.
+    only: str | None = None
+    #: A checkpoint with encoders, of the kind that is written: put the language model into it.
+    into: Path | None = None
+    #: Write there; the target is then only a name.
+    url: str | None = None
+    #: Called with Megatron's weights, Hugging Face's and the model after the conversion; returns the exit
+    #: status (--check-logits).
+    compare_logits: Callable[[TensorSource, TensorSource, Nemotron3Config], int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToHfOptions(Options):
+    """Options of `convert_to_hf`."""
+
+    #: Default: the iteration that the tracker names.
+    iteration: int | None = None
+    vocab_size: int | None = None
+    from_masters: bool = False
+    reference: Path | None = None
+    #: Recipe of `quantized_recipes`.
+    quantize: str | None = None
+    input_scales: Path | None = None
+    #: Write the adapter alone, as a folder of peft.
+    adapter_only: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromHfOptions(Options):
+    """Options of `convert_from_hf`."""
+
+    make_vocab_size_divisible_by: int = 128
+    dequantize: bool = False
+    mtp_num_layers: int | None = None
+
+
+def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
+    """Convert a Megatron checkpoint to a Hugging Face folder. Returns the exit status.
+
+    Raises:
+        ValueError: the source is not a valid checkpoint of the model, the target exists, or the disk is full.
+        OSError: a file cannot be written.
+    """
+    _check_target(target, options)
+    _require_torch(options.dtype or options.quantize)
+    base = omni_parts.open_into(options.into, megatron=False)
+    vocab_size, reference = options.vocab_size, options.reference or options.into
+    if locate(source).kind == "hugging face":
+        raise ValueError(f"{source}: it is a Hugging Face folder: use `nemotron3 convert from-hf`")
+    if vocab_size is None and reference is not None:
+        vocab_size = _stated_vocabulary(reference)
+    opened = open_megatron(
+        source,
+        model=options.model,
+        iteration=options.iteration,
+        vocab_size=vocab_size,
+        from_masters=options.from_masters,
+        allow_unused=options.allow_unused,
+        alpha=options.lora_alpha,
+        omni=True,
+    )
+    opened = omni_parts.check_options(opened, options)
+    _check_alike(opened, options)
+    opened = with_adapter(opened, options)
+    if options.adapter_only:
+        view, files, small = adapter_folder(opened, options)
+        _run_job(opened, target, _job(opened, target, view, (files, small), options), options, ())
+        return 0
+    view = opened.hf_view()
+    dtype = _main_dtype(view)
+    view = _cast(view, options.dtype, opened, hf=True)
+    plan = scales = None
+    if options.quantize is not None:
+        if options.compare_logits is not None:
+            raise ValueError(
+                "--check-logits: quantized weights give other logits: leave out --quantize or --check-logits"
+            )
+        scales = read_scales(options.input_scales) if options.input_scales is not None else None
+        plan = quantization(opened.config, options.quantize, scales, options.dtype or dtype)
+        view = Quantized(view, plan)
+    elif options.input_scales is not None:
+        raise ValueError("--input-scales: it needs --quantize")
+    view, lines = omni_parts.with_other_tensors(view, opened, reference, options.dtype or dtype)
+    view, written, _ = omni_parts.in_place(view, opened, base)
+    small = to_hf.small_files(
+        opened.config,
+        view.tensors,
+        limit=options.shard_bytes,
+        reference=reference,
+        tokenizer=stored if (stored := opened.folder / TOKENIZER).is_dir() else None,
+        dtype=options.dtype or dtype,
+        quantization=plan,
+        omni=written,
+    )
+    files = to_hf.files(view.tensors, options.shard_bytes)
+    lines += [*into_lines(base), *config_lines(opened, json.loads(small[CONFIG]))]
+    notes = [*quantized_lines(plan), *lines]
+    job = _job(opened, target, view, (files, small), options, scales)
+    if not _run_job(opened, target, job, options, notes) or options.compare_logits is None:
+        return 0
+    opened = _language(opened)
+    megatron = _cast(opened.weights, options.dtype, opened, hf=False)
+    hf = _language(open_hugging_face(target, model=opened.config, omni=True)).weights
+    return options.compare_logits(megatron, hf, opened.config)
+
+
+def convert_from_hf(source: Path, target: Path, options: FromHfOptions) -> int:
+    """Convert a Hugging Face folder to a Megatron checkpoint. Returns the exit status.
+
+    Raises:
+        ValueError: as `convert_to_hf`.
+        OSError: a file cannot be written.
+    """
+    _check_target(target, options)
+    _require_torch(options.dtype or options.dequantize)
+    divisor = options.make_vocab_size_divisible_by
+    if divisor < 1:
+        raise ValueError(f"--make-vocab-size-divisible-by {divisor}: use 1 or more")
+    if options.dequantize and options.compare_logits is not None:
+        raise ValueError(
+            "--check-logits: transformers does not compute with quantized weights: leave out --dequantize or "
+            "--check-logits"
+        )
+    if locate(source).kind != "hugging face":
+        raise ValueError(f"{source}: it is a Megatron checkpoint: use `nemotron3 convert to-hf`")
+    base = omni_parts.open_into(options.into, megatron=True)
+    opened = open_hugging_face(
+        source,
+        model=options.model,
+        allow_unused=options.allow_unused,
+        dequantize=options.dequantize,
+        mtp_num_layers=options.mtp_num_layers,
+        omni=True,
+    )
+    opened = omni_parts.check_options(opened, options)
+    _check_alike(opened, options)
+    rows = from_hf.pad_vocab_size(opened.config.vocab_size, divisor)
+    if base is not None:
+        config_json.check_same_model(opened.config, base.config)
+        rows = base.padded_vocab_size or rows
+    dtype = options.dtype or _main_dtype(opened.weights)
+    opened = with_adapter(opened, options)
+    weights = _cast(
+        opened.hf_view() if options.merge_adapter else opened.weights, options.dtype, opened, hf=True
+    )
+    made_of, found = weights, opened.to_megatron(rows)
+    lora = None
+    if opened.adapter is not None and not options.merge_adapter:
+        lora, beside = megatron_adapter(opened.adapter, found)
+        made_of, found = (
+            Together(weights, _cast(opened.adapter.tensors, options.dtype, opened, hf=True)),
+            found + beside,
+        )
+    converted = Converted(made_of, found, to_hf=False)
+    view, written, table = omni_parts.in_place(converted, opened, base)
+    plan = from_hf.plan(
+        view,
+        opened.config,
+        padded_vocab_size=rows,
+        dtype=dtype,
+        limit=options.shard_bytes,
+        lora=lora,
+        rows=table,
+        omni=written,
+    )
+    job = _job(opened, target, view, plan, options)
+    notes = [*into_lines(base), *config_lines(opened, read_config(opened.folder, omni=True))]
+    if not _run_job(opened, target, job, options, notes) or options.compare_logits is None:
+        return 0
+    made = _language(open_megatron(target, model=opened.omni or opened.config, omni=True))
+    opened = _language(opened)
+    weights = _cast(opened.weights, options.dtype, opened, hf=True)
+    return options.compare_logits(made.weights, weights, opened.config)
+
+
+def _language(opened: Checkpoint) -> Checkpoint:
+    """Return the language model of a checkpoint, which --check-logits compares."""
+    return opened.language_part() if opened.omni is not None else opened
+
+
+def _stated_vocabulary(reference: Path) -> int | None:
+    """Return the vocabulary size of a folder's config.json, if it has one."""
+    if not (reference / CONFIG).exists():
+        return None
+    data = read_config(reference, omni=True)
+    stated = ((part(data, TEXT) if is_omni(data) else None) or data).get("vocab_size")
+    return stated if type(stated) is int else None
+
+
+def _check_alike(opened: Checkpoint, options: Options) -> None:
+    if options.dtype is None:
+        types = {
+            name: tensor.dtype
+            for name, tensor in opened.weights.tensors.items()
+            if opened.omni is None or tensor.dtype in inventory.WEIGHT_TYPES
+        }
+        inventory.check_types(opened.folder, types, alike=True)
+
+
+def _check_target(target: Path, options: Options) -> None:
+    check_target(target)
+    if options.url is not None:
+        if options.compare_logits is not None:
+            raise ValueError("--check-logits: convert to a local folder, or leave it out")
+        check_url(options.url)
+
+
+def _run_job(opened: Checkpoint, target: Path, job: Job, options: Options, notes: Iterable[str]) -> bool:
+    """Print the notes and the plan, and write the folder. Returns whether it was written."""
+    for line in notes:
+        say(line, notes=[" ".join(line.split())])
+    for line in plan_lines(opened, target, job):
+        say(line)
+    say(
+        source=checkpoint_facts(opened),
+        target=options.url or str(target),
+        tensors=len(job.source.tensors),
+        elements=count_elements(job.source.tensors.values()),
+        vocabulary_guessed=opened.vocabulary_guessed,
+        padded_vocab_size=opened.padded_vocab_size,
+        left_out=dict(opened.left_out),
+        files=len(job.files) + len(job.small),
+        bytes=job.length,
+        written=False,
+    )
+    if options.dry_run:
+        say("dry run      nothing was written")
+        return False
+    sys.stdout.flush()
+    started = time.monotonic()
+    with Bar("convert", BYTES) as bar:
+
+        def show(at: Progress) -> None:
+            bar.to(at.done, at.total, begun=at.begun)
+
+        if options.url is not None:
+            upload(job, options.url, show)
+        else:
+            run(job, workers=options.workers, report=show)
+    seconds = time.monotonic() - started
+    say(
+        f"written      {size_text(job.length)} in {seconds:.1f} s; {shown(target / MANIFEST)} has the CRC32 "
+        "of each file",
+        written=True,
+        seconds=seconds,
+        manifest=shown(target / MANIFEST),
+    )
+    same = options.only is None and not isinstance(job.source, (Quantized, Packed))
+    if options.compare_logits is None and same:
+        say(f"next         nemotron3 verify {shown(opened.folder)} {shown(target)}")
+    return True
+
+
+def _require_torch(arithmetic: object) -> None:
+    """Import torch now if it will be needed. Copying needs only numpy; casts and quantization need torch."""
+    if arithmetic:
+        import torch  # noqa: F401
+
+
+def _main_dtype(view: TensorSource) -> str:
+    """Return the type of most elements."""
+    found: Counter[str] = Counter()
+    for tensor in view.tensors.values():
+        found[tensor.dtype] += tensor.nbytes
+    return found.most_common(1)[0][0]
+
+
+def _cast(view: TensorSource, dtype: str | None, opened: Checkpoint, *, hf: bool) -> TensorSource:
+    if dtype is None:
+        return view
+    kept = {
+        t.name
+        for mapping in opened.mappings
+        for t in (mapping.hf if hf else mapping.megatron)
+        if mapping.row.float32 or t.dtype not in inventory.WEIGHT_TYPES
+    }
+    return Cast(view, dtype, keep=kept.__contains__)
+
+
+def _job_options(options: Options, scales: Mapping[str, float] | None = None) -> dict[str, object]:
+    """Return every option that may change what is written, and the content of the scale file."""
+    values = {one.name: getattr(options, one.name) for one in fields(options) if one.name not in _NO_EFFECT}
+    return {**values, "scales": scales}
+
+
+def _job(
+    opened: Checkpoint,
+    target: Path,
+    view: TensorSource,
+    plan: tuple[Sequence[FilePlan], Mapping[str, bytes]],
+    options: Options,
+    scales: Mapping[str, float] | None = None,
+) -> Job:
+    """Return what to write, where it comes from, and all that may change it.
+
+    Args:
+        plan: files of tensors, and small files.
+        scales: content of the scale file.
+    """
+    files, small = plan
+    origin: dict[str, object] = {
+        "source": shown(opened.folder.absolute()),
+        "source_kind": opened.kind,
+        "model": opened.name,
+        "dtype": options.dtype,
+    }
+    if options.into is not None:
+        origin["into"] = shown(options.into.absolute())
+    if options.adapter is not None:
+        origin["adapter"] = adapter_state(options.adapter)
+    return Job(
+        target,
+        view,
+        files,
+        small,
+        origin,
+        _job_options(options, scales),
+        finite=not options.allow_nonfinite,
+    )

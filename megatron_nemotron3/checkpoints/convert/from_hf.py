@@ -1,0 +1,207 @@
+"""Hugging Face -> Megatron: plan the files of a torch_dist folder.
+
+OUT/latest_checkpointed_iteration.txt    "release": Megatron starts at iteration 0 with a new optimizer
+OUT/release/__0_N.distcp                 one chunk after another; one chunk per expert
+OUT/release/common.pt, .metadata, metadata.json
+
+Megatron's hybrid spec on TransformerEngine (TE) loads one `_extra_state` object per TE module, which holds
+FP8 scaling state. Without these objects, a load fails at the default strictness. Each routed expert has one:
+
+    decoder.layers.0.mixer.in_proj._extra_state/shard_0_1
+    decoder.layers.1.mlp.experts.experts.linear_fc1._extra_state/shard_3_8         expert 3 of 8
+
+A converted checkpoint has no such state, so every object is None: TE and Megatron's own linears then keep
+their initial state. Modules that are not TE modules have no object: the embedding, the router, Mamba's
+convolution and its gated norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from megatron_nemotron3.checkpoints.convert.keys import prefixes
+from megatron_nemotron3.checkpoints.convert.megatron_args import args_of, common_state
+from megatron_nemotron3.checkpoints.convert.omni_inventory import LANGUAGE
+from megatron_nemotron3.checkpoints.convert.plan import Slices, band, extent, whole
+from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource
+from megatron_nemotron3.checkpoints.convert.streams import FilePlan, Part
+from megatron_nemotron3.checkpoints.convert.views import Converted
+from megatron_nemotron3.checkpoints.folders import RELEASE, TRACKER
+from megatron_nemotron3.checkpoints.metadata import COMMON, INDEX, Chunk, StoredObject, StoredTensor
+from megatron_nemotron3.checkpoints.structure import CONFIG
+from megatron_nemotron3.checkpoints.write import (
+    COMMON_OBJECT,
+    CONFIG_TEXT,
+    index_bytes,
+    object_archive,
+    tensor_archive,
+)
+from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.lora import ARGUMENT
+from megatron_nemotron3.models.omni import ARGUMENT as ENCODERS
+from megatron_nemotron3.models.omni import OmniConfig
+from megatron_nemotron3.models.tensors import Row
+
+#: Largest size of a file in bytes, unless a single chunk is larger.
+FILE_BYTES = 5 * 10**9
+#: Large column-parallel tensors are stored in several chunks, so that a rank reads little beyond its shard.
+_PARTS = 8
+#: Size in bytes from which a tensor is large.
+_LARGE = 16 << 20
+
+
+@dataclass
+class FolderPlan:
+    """The plan of a torch_dist folder."""
+
+    limit: int
+    files: list[FilePlan] = field(default_factory=list)
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    objects: dict[str, StoredObject] = field(default_factory=dict)
+    _parts: list[Part] = field(default_factory=list)
+    _length: int = 0
+
+    def add(self, name: str, tensor: SourceTensor, slices: list[Slices]) -> None:
+        """Add a tensor in chunks."""
+        chunks = []
+        for one in slices:
+            archive = tensor_archive(tensor.dtype, extent(one))
+            part = Part(
+                archive.head,
+                name,
+                one,
+                tensor.dtype,
+                archive.tail,
+                archive.length - len(archive.head) - archive.data_length,
+            )
+            place = self._append(part)
+            starts = tuple(start for start, _ in one)
+            chunks.append(Chunk(place.file, place.offset, place.length, starts, extent(one)))
+        self.tensors[name] = StoredTensor(tensor.dtype, tensor.shape, tuple(chunks))
+
+    def add_object(self, key: str, archive: bytes) -> None:
+        """Add a pickled object."""
+        self.objects[key] = self._append(Part(head=archive))
+
+    def close(self) -> None:
+        """Close the current file."""
+        if self._parts:
+            self.files.append(FilePlan(f"{RELEASE}/{self._file_name()}", self._parts))
+            self._parts, self._length = [], 0
+
+    def _append(self, part: Part) -> StoredObject:
+        if self._parts and self._length + part.length > self.limit:
+            self.close()
+        place = StoredObject(self._file_name(), self._length, part.length)
+        self._parts.append(part)
+        self._length += part.length
+        return place
+
+    def _file_name(self) -> str:
+        return f"__0_{len(self.files)}.distcp"
+
+
+def plan(
+    view: TensorSource,
+    config: Nemotron3Config,
+    *,
+    padded_vocab_size: int,
+    dtype: str,
+    limit: int = FILE_BYTES,
+    lora: str | None = None,
+    rows: Mapping[str, Row] | None = None,
+    omni: OmniConfig | None = None,
+) -> tuple[list[FilePlan], dict[str, bytes]]:
+    """Plan a folder with these weights. Returns the data files, and the small files in the order of writing.
+
+    Args:
+        view: Megatron's tensors.
+        padded_vocab_size: rows of the embedding.
+        dtype: type of the weights, for the stored arguments.
+        limit: largest size of a file in bytes, unless a single chunk is larger.
+        lora: settings of the LoRA adapters among the tensors (`LoRA.text`).
+        rows: what says how a tensor is split over ranks, by name, for a view that does not. Other tensors are
+            stored in one chunk.
+        omni: the model with encoders, of which `config` is the language model.
+    """
+    folder = FolderPlan(limit)
+    if rows is None:
+        rows = view.rows if isinstance(view, Converted) else {}
+    for name, tensor in view.tensors.items():
+        folder.add(name, tensor, list(_chunk_slices(rows.get(name), tensor)))
+    for key in extra_state_keys(config):
+        folder.add_object(LANGUAGE + key if omni else key, EXTRA_STATE)
+    args = args_of(config, padded_vocab_size=padded_vocab_size, dtype=dtype)
+    if lora is not None:
+        setattr(args, ARGUMENT, lora)
+    if omni is not None:
+        setattr(args, ENCODERS, omni.encoders_json())
+    state = common_state(args)
+    folder.add_object(COMMON_OBJECT, object_archive([state]))
+    folder.close()
+    small = {
+        f"{RELEASE}/{COMMON}": object_archive(state),
+        f"{RELEASE}/{INDEX}": index_bytes(folder.tensors, folder.objects),
+        f"{RELEASE}/{CONFIG}": CONFIG_TEXT.encode(),
+        TRACKER: RELEASE.encode(),
+    }
+    return folder.files, small
+
+
+def _chunk_slices(row: Row | None, tensor: SourceTensor) -> Iterator[Slices]:
+    shape = tensor.shape
+    if row is None:
+        yield whole(shape)
+    elif row.routed and len(shape) == 3:
+        for expert in range(shape[0]):
+            yield band(shape, expert, expert + 1)
+    elif row.tp in ("column", "parts") and tensor.nbytes > _LARGE and shape[0] % _PARTS == 0:
+        rows = shape[0] // _PARTS
+        for part in range(_PARTS):
+            yield band(shape, part * rows, (part + 1) * rows)
+    else:
+        yield whole(shape)
+
+
+def pad_vocab_size(vocab_size: int, divisible_by: int) -> int:
+    """Return the number of rows of Megatron's embedding: a multiple of `divisible_by`."""
+    return -(-vocab_size // divisible_by) * divisible_by
+
+
+#: Part of the table of tensors -> its TE modules. A norm that TE fuses into the next linear is not one.
+MODULES: dict[str, tuple[str, ...]] = {
+    "model": ("decoder.final_norm", "output_layer"),
+    "M": ("mixer.in_proj", "mixer.out_proj"),
+    "*": ("self_attention.linear_qkv", "self_attention.linear_proj"),
+    "E": (
+        "pre_mlp_layernorm",
+        "mlp.fc1_latent_proj",
+        "mlp.fc2_latent_proj",
+        "mlp.experts.experts.linear_fc1",
+        "mlp.experts.experts.linear_fc2",
+        "mlp.shared_experts.linear_fc1",
+        "mlp.shared_experts.linear_fc2",
+    ),
+    "-": ("mlp.linear_fc1", "mlp.linear_fc2"),
+    "mtp_in": ("enorm", "hnorm", "eh_proj"),
+    "mtp_out": ("final_layernorm",),
+}
+#: Content of each `_extra_state` object: torch.save([None]), because Megatron stores lists.
+EXTRA_STATE = object_archive([None])
+_ROUTED = ".experts.experts."
+_LATENT = "_latent_proj"
+
+
+def extra_state_keys(config: Nemotron3Config) -> Iterator[str]:
+    """Yield the keys of the objects in the order of the layers; they do not depend on the layout that loads.
+
+    Experts must be stored as one stack (Megatron's metadata `singleton_local_shards` is false).
+    """
+    for prefix in prefixes(config):
+        for module in MODULES[prefix.part]:
+            if _LATENT in module and not config.moe_latent_size:
+                continue
+            shards = config.num_moe_experts if _ROUTED in module else 1
+            for shard in range(shards or 0):
+                yield f"{prefix.megatron}{module}._extra_state/shard_{shard}_{shards}"

@@ -1,0 +1,45 @@
+"""Read a checkpoint of any kind into a model that Megatron has built: each rank its parts, without a file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_nemotron3.checkpoints.convert.opened import EMBEDDING, Checkpoint
+from megatron_nemotron3.checkpoints.convert.sources import TensorSource
+from megatron_nemotron3.checkpoints.convert.views import Converted, as_tensor
+
+
+def sharded(model: Any, dp_cp: Any = None) -> list[Any]:
+    """The ShardedTensors of a model chunk, data as views of its parameters and buffers.
+
+    Args:
+        dp_cp: its data- and context-parallel group; None: Megatron's.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
+    group = dp_cp or parallel_state.get_data_parallel_group(with_context_parallel=True)
+    state = model.sharded_state_dict(metadata={"dp_cp_group": group})
+    apply_factories(state)
+    return [value for value in nested_values(state) if isinstance(value, ShardedTensor)]
+
+
+def load_weights(model: Any, opened: Checkpoint, dp_cp: Any = None) -> None:
+    """Read this rank's part of a checkpoint into a model chunk, tensor by tensor; `dp_cp` as of `sharded`.
+
+    Raises:
+        CheckpointError: a file is damaged, or a tensor does not have the model's shape.
+    """
+    parts = sharded(model, dp_cp)
+    rows = next((t.global_shape[0] for t in parts if t.key in (EMBEDDING, "output_layer.weight")), None)
+    mappings = opened.to_megatron(rows or opened.config.vocab_size)
+    source: TensorSource = Converted(opened.hf_view(), mappings, to_hf=False)
+    with torch.no_grad():
+        for t in parts:
+            shape = (1,) * t.prepend_axis_num + tuple(t.data.shape)
+            slices = tuple((start, start + n) for start, n in zip(t.global_offset, shape))
+            part = as_tensor(source.read(t.key, slices), source.tensors[t.key].dtype)
+            t.data.copy_(part.reshape(t.data.shape))

@@ -1,0 +1,269 @@
+"""Every tensor of a model on both sides, and the mappings between Hugging Face's tensors and Megatron's.
+
+`mappings(config)` applies the table of tensors to every layer of the model. A mapping is the smallest set of
+tensors that can be converted together. Most have one tensor on each side; a stack of experts is one tensor in
+Megatron and hundreds in HF.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_nemotron3.checkpoints.convert import transforms
+from megatron_nemotron3.checkpoints.convert.keys import NameLookup, Prefix, plain_name, prefixes
+from megatron_nemotron3.checkpoints.convert.plan import Plan, Shape
+from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.tensors import (
+    DIALECTS,
+    TORCH_DIST,
+    NamedShape,
+    Row,
+    Spelling,
+    rows_of,
+    symbol_sizes,
+)
+
+#: Type of released checkpoints and of torch_dist folders of BF16 runs, except for rows marked `float32`.
+BF16 = "bfloat16"
+#: Types that weights may be stored in.
+WEIGHT_TYPES = ("bfloat16", "float16", "float32", "float64")
+_NUMBER = re.compile(r"\b\d+\b")
+
+
+class Tensor(NamedTuple):
+    """Name, shape, and torch's dtype name."""
+
+    name: str
+    shape: Shape
+    dtype: str
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class TensorMapping:
+    """Tensors of both sides that are converted into each other."""
+
+    row: Row
+    prefix: Prefix
+    spelling: Spelling
+    megatron: tuple[Tensor, ...]
+    hf: tuple[Tensor, ...]
+    head_dim: int
+
+    def to_hf(self) -> Plan:
+        """Return the plan that makes the HF tensors from Megatron's; `.inverse()` goes back."""
+        rule = transforms.RULES[self.spelling.rule]
+        return rule(_shapes_by_name(self.megatron), _shapes_by_name(self.hf), self.head_dim)
+
+
+def mappings(
+    config: Nemotron3Config,
+    *,
+    dialect: str = TORCH_DIST,
+    dtype: str = BF16,
+    padded_vocab_size: int | None = None,
+) -> Iterator[TensorMapping]:
+    """Yield every mapping of a model, in the order of the layers.
+
+    Args:
+        dialect: one of `tensors.DIALECTS`; rows without a spelling in it use their first spelling.
+        dtype: type of all rows that are not FP32.
+        padded_vocab_size: rows of Megatron's embedding and output layer; default: the vocabulary size.
+
+    Raises:
+        ValueError: the dialect is unknown, or the padded vocabulary is smaller than the vocabulary.
+    """
+    if dialect not in DIALECTS:
+        raise ValueError(f"unknown dialect {dialect!r}: use one of {', '.join(DIALECTS)}")
+    yield from _build_mappings(config, lambda prefix, row: row.spelling(dialect), dtype, padded_vocab_size)
+
+
+def mappings_of(
+    config: Nemotron3Config,
+    keys: Iterable[str],
+    *,
+    dtype: str = BF16,
+    padded_vocab_size: int | None = None,
+) -> list[TensorMapping]:
+    """Return the mappings of a model in the spelling of a checkpoint with these weight keys.
+
+    The checkpoint may mix dialects. The mappings use plain names (`keys.plain_name`).
+
+    Raises:
+        ValueError: a key is not a weight of the model, a tensor occurs twice, or tensors are missing. The
+            message counts them and names the first.
+    """
+    lookup = NameLookup(config)
+    found: dict[str, str] = {}  # plain name -> key
+    spellings: dict[str, Spelling] = {}  # by the first HF name, which is unique for each mapping
+    for key in keys:
+        match, name = lookup.key(key), plain_name(key)
+        assert match.spelling is not None
+        other = spellings.setdefault(match.prefix.hf + match.row.hf[0].name, match.spelling)
+        if other is not match.spelling or name in found:
+            raise ValueError(
+                f"Megatron keys {found.get(name, other.tensors[0].name)!r} and {key!r} are the same tensor"
+            )
+        found[name] = key
+    result = list(
+        _build_mappings(
+            config,
+            lambda prefix, row: spellings.get(prefix.hf + row.hf[0].name, row.spellings[0]),
+            dtype,
+            padded_vocab_size,
+        )
+    )
+    missing = [t.name for mapping in result for t in mapping.megatron if t.name not in found]
+    if missing:
+        raise ValueError(
+            f"{len(missing)} tensors of {config.name} are missing, the first is {missing[0]!r}"
+            + _mtp_hint(config, missing)
+        )
+    return result
+
+
+def hf_tensors(config: Nemotron3Config, *, dtype: str = BF16) -> list[Tensor]:
+    """List every tensor of the model's Hugging Face checkpoint, including MTP."""
+    return [tensor for mapping in mappings(config, dtype=dtype) for tensor in mapping.hf]
+
+
+def megatron_tensors(
+    config: Nemotron3Config,
+    *,
+    dialect: str = TORCH_DIST,
+    dtype: str = BF16,
+    padded_vocab_size: int | None = None,
+) -> list[Tensor]:
+    """List every weight of the model's Megatron checkpoint, in global shapes.
+
+    `dialect="parameter"`: every parameter and buffer of a model on one rank.
+    """
+    found = mappings(config, dialect=dialect, dtype=dtype, padded_vocab_size=padded_vocab_size)
+    return [tensor for mapping in found for tensor in mapping.megatron]
+
+
+def check_types(folder: Path, types: Mapping[str, str], *, alike: bool = False) -> None:
+    """Check that the weights of a checkpoint have types of weights.
+
+    Args:
+        types: torch's dtype name of every weight, by name.
+        alike: also check that tensors with the same name in other layers, or of other experts, have one type.
+
+    Raises:
+        ValueError: a tensor has another type. The message names it.
+    """
+    kinds: dict[str, Counter[str]] = {}
+    for name, dtype in types.items():
+        if dtype not in WEIGHT_TYPES:
+            raise ValueError(
+                f"{folder}: {name} is {dtype}, and nothing says that weights are quantized; they are "
+                + ", ".join(WEIGHT_TYPES)
+            )
+        kinds.setdefault(_NUMBER.sub("N", name), Counter())[dtype] += 1
+    for kind, found in kinds.items() if alike else ():
+        if len(found) > 1:
+            (most, count), *_ = found.most_common()
+            name = next(n for n, dtype in types.items() if dtype != most and _NUMBER.sub("N", n) == kind)
+            raise ValueError(
+                f"{folder}: {name} is {types[name]}, {count:,} others of its kind are {most}: give --dtype "
+                "to write one type"
+            )
+
+
+def check_hf(config: Nemotron3Config, shapes: Mapping[str, Shape]) -> None:
+    """Check that a Hugging Face checkpoint contains exactly the tensors of its config.json.
+
+    Args:
+        shapes: shapes of all tensors of the checkpoint, by name.
+
+    Raises:
+        ValueError: tensors are missing, unknown or of another shape. The message gives numbers and first
+            names, and explains missing MTP weights.
+    """
+    expected = {tensor.name: tensor.shape for tensor in hf_tensors(config)}
+    missing = [name for name in expected if name not in shapes]
+    check_shapes(config.name, expected, shapes, _mtp_hint(config, missing) if missing else "")
+
+
+def check_shapes(
+    name: str, expected: Mapping[str, Shape], shapes: Mapping[str, Shape], hint: str = ""
+) -> None:
+    """Check that tensors are exactly the expected ones.
+
+    Args:
+        name: of the model.
+        hint: appended to what is said of missing tensors.
+
+    Raises:
+        ValueError: as `check_hf`.
+    """
+    missing = [one for one in expected if one not in shapes]
+    unknown = [one for one in shapes if one not in expected]
+    differ = [one for one in expected if one in shapes and tuple(shapes[one]) != expected[one]]
+    problems = []
+    if missing:
+        problems.append(f"{len(missing)} of {len(expected)} tensors are missing, first {missing[0]!r}{hint}")
+    if unknown:
+        problems.append(f"{len(unknown)} tensors do not belong to the model, first {unknown[0]!r}")
+    if differ:
+        first = differ[0]
+        problems.append(
+            f"{len(differ)} tensors have another shape, first {first!r}: {list(shapes[first])} instead of "
+            f"{list(expected[first])}"
+        )
+    if problems:
+        raise ValueError(f"{name}: " + "; ".join(problems))
+
+
+def _mtp_hint(config: Nemotron3Config, missing: list[str]) -> str:
+    if not all(name.startswith("mtp.") for name in missing):
+        return ""
+    return (
+        f": the configuration has {config.mtp_num_blocks} MTP block(s) {config.mtp_pattern!r} whose weights "
+        "are missing. Some tools drop them (transformers' save_pretrained does): take the weights from the "
+        "original checkpoint, or give a configuration without MTP"
+    )
+
+
+def _build_mappings(
+    config: Nemotron3Config,
+    choose: Callable[[Prefix, Row], Spelling],
+    dtype: str,
+    padded_vocab_size: int | None,
+) -> Iterator[TensorMapping]:
+    if padded_vocab_size is not None and padded_vocab_size < config.vocab_size:
+        raise ValueError(f"padded_vocab_size={padded_vocab_size} is less than vocab_size={config.vocab_size}")
+
+    def tensors(
+        row: Row, stored: tuple[NamedShape, ...], prefix: str, table: Mapping[str, int]
+    ) -> tuple[Tensor, ...]:
+        kind = "float32" if row.float32 else dtype
+        result = []
+        for one in stored:
+            shape = tuple(table[symbol] for symbol in one.shape)
+            copies = table["experts"] if "{e}" in one.name else 1
+            for e in range(copies):
+                result.append(Tensor(prefix + one.name.replace("{e}", str(e)), shape, kind))
+        return tuple(result)
+
+    for prefix in prefixes(config):
+        table = symbol_sizes(prefix.config, padded_vocab_size)
+        for row in rows_of(config, prefix.part):
+            spelling = choose(prefix, row)
+            megatron = tensors(row, spelling.tensors, prefix.megatron, table)
+            hf = tensors(row, row.hf, prefix.hf, table)
+            yield TensorMapping(row, prefix, spelling, megatron, hf, config.kv_channels)
+
+
+def _shapes_by_name(tensors: tuple[Tensor, ...]) -> dict[str, Shape]:
+    return {tensor.name: tensor.shape for tensor in tensors}

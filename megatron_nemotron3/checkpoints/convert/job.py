@@ -1,0 +1,324 @@
+"""Write a folder of planned files: in several processes, restartable, and atomically.
+
+    OUT.partial/            the folder while it is written; it is renamed to OUT at the end
+      journal.jsonl         the fingerprint of the plan, then one line per finished file
+      .nemotron3.lock       who writes it
+
+A killed job leaves OUT.partial. The same command continues it: files in the journal stay, the others are
+written again. Files depend only on the plan, so the result is the same as without the interruption. The
+fingerprint covers the options and the source: its metadata, and size and time of its files. It is also in the
+manifest, which replaces the journal before the folder is renamed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_nemotron3.checkpoints.convert.checksums import Reads
+from megatron_nemotron3.checkpoints.convert.hf_folder import CONFIG, INDEX
+from megatron_nemotron3.checkpoints.convert.sources import TensorSource
+from megatron_nemotron3.checkpoints.convert.streams import FilePlan, write
+from megatron_nemotron3.checkpoints.folders import free_bytes
+from megatron_nemotron3.checkpoints.metadata import COMMON, CheckpointError, read_json
+from megatron_nemotron3.checkpoints.metadata import INDEX as MEGATRON_INDEX
+from megatron_nemotron3.checkpoints.structure import CONFIG as MEGATRON_CONFIG
+from megatron_nemotron3.common import lock
+from megatron_nemotron3.common.files import (
+    read_outside,
+    sync_folder,
+    temporary_prefix,
+    write_bytes,
+    write_json,
+)
+from megatron_nemotron3.common.processes import parallel_map
+
+JOURNAL = "journal.jsonl"
+MANIFEST = "nemotron3_manifest.json"
+#: Files of a source that say what its tensors are.
+_METADATA = (CONFIG, INDEX, MEGATRON_INDEX, MEGATRON_CONFIG, COMMON)
+#: Errors of a full disk, a full quota, and a file that is longer than the process may write.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+#: Free space, in bytes, that a job does not use.
+_RESERVE = 64 << 20
+#: Longest journal, and longest file of _METADATA, that is read, in bytes.
+_METADATA_LIMIT = 1 << 30
+
+
+@dataclass(frozen=True)
+class Job:
+    """A folder to write."""
+
+    target: Path
+    source: TensorSource
+    files: Sequence[FilePlan]
+    #: Small files, written in this order after all others; the last ones make the folder valid.
+    small: Mapping[str, bytes] = field(default_factory=dict)
+    #: Origin of the folder, for the manifest; part of the fingerprint.
+    origin: Mapping[str, Any] = field(default_factory=dict)
+    #: Every option that may change the result; part of the fingerprint.
+    options: Mapping[str, Any] = field(default_factory=dict)
+    #: Refuse NaN and infinities.
+    finite: bool = True
+
+    @property
+    def length(self) -> int:
+        """Size of all files in bytes."""
+        return sum(plan.length for plan in self.files) + sum(map(len, self.small.values()))
+
+    def fingerprint(self) -> str:
+        """Return a hash of the source, the plan and the options."""
+        said = [self.origin, self.options, self.source_state()]
+        digest = hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode())
+        for plan in self.files:
+            digest.update(f"{plan.name} {plan.length}".encode())
+            for part in plan.parts:
+                digest.update(part.head)
+                digest.update(f"{part.tensor} {part.slices} {part.dtype}".encode())
+        for name, data in self.small.items():
+            digest.update(name.encode() + data)
+        return digest.hexdigest()
+
+    def source_state(self) -> dict[str, Any]:
+        """Return size and time of the source's files, and hashes of its metadata.
+
+        Raises:
+            CheckpointError: a file has another size than when it was opened.
+            OSError: a file cannot be read.
+        """
+        state: dict[str, Any] = {}
+        for name, size in self.source.files.items():
+            found = os.stat(self.source.folder / name)
+            if found.st_size != size:
+                raise CheckpointError(
+                    f"{self.source.folder / name}: it had {size:,} bytes when it was opened, now it has "
+                    f"{found.st_size:,}"
+                )
+            state[name] = [size, found.st_mtime_ns]
+        for name in _METADATA:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                data = read_outside(self.source.folder / name, limit=_METADATA_LIMIT)
+                state[f"content of {name}"] = hashlib.sha256(data).hexdigest()
+        return state
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Progress of a job in bytes; `begun` of them were written before this process started."""
+
+    done: int
+    total: int
+    begun: int = 0
+
+
+def check_target(target: Path) -> None:
+    """Check that `target` can be created.
+
+    Raises:
+        ValueError: `target` exists and is not an empty folder, or its parent is not a writable folder.
+    """
+    if os.path.lexists(target) and not (
+        target.is_dir() and not target.is_symlink() and not any(target.iterdir())
+    ):
+        raise ValueError(f"{target}: it exists: give a new folder, or remove it")
+    parent = target.absolute().parent
+    while not os.path.lexists(parent):
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ValueError(f"{target}: {parent} is not a writable folder: choose another place")
+
+
+def partial_of(target: Path) -> Path:
+    """Return the path of a folder while it is written."""
+    return target.with_name(target.name + ".partial")
+
+
+def run(
+    job: Job, *, workers: int = 1, report: Callable[[Progress], None] = lambda progress: None
+) -> dict[str, Any]:
+    """Write the folder. Returns its manifest.
+
+    Args:
+        workers: processes.
+        report: called about once a second.
+
+    Raises:
+        ValueError: the target exists, the disk is too small, the source changes, or OUT.partial belongs to
+            another conversion or is in use.
+        CheckpointError: a source is damaged.
+        OSError: a file cannot be written.
+    """
+    check_target(job.target)
+    partial = partial_of(job.target)
+    if partial.is_symlink():
+        raise ValueError(f"{partial}: it is a link: remove it")
+    try:
+        with lock.held(partial):
+            check_target(job.target)  # another process may just have finished it
+            try:
+                return _run_locked(job, partial, workers, report)
+            except CheckpointError:
+                if not _journal_lines(partial)[1:]:  # no file is finished: there is nothing to continue
+                    shutil.rmtree(partial)
+                raise
+    except FileNotFoundError:
+        check_target(job.target)  # it has finished it while this one waited for the lock
+        raise
+    except OSError as problem:
+        if problem.errno not in _FULL:
+            raise
+        raise OSError(
+            problem.errno,
+            f"{os.strerror(problem.errno)}, {free_bytes(partial) / 1e6:,.0f} MB are free; the finished files "
+            "are kept: free some space and repeat the command, which continues",
+            os.fspath(partial),
+        ) from None
+
+
+def _run_locked(job: Job, partial: Path, workers: int, report: Callable[[Progress], None]) -> dict[str, Any]:
+    state, fingerprint = job.source_state(), job.fingerprint()
+    done = _finished_files(partial, fingerprint, job)
+    todo = [plan for plan in job.files if plan.name not in done]
+    need = sum(plan.length for plan in todo) + sum(map(len, job.small.values()))
+    free = free_bytes(job.target)
+    if need + _RESERVE > free:
+        raise ValueError(
+            f"{job.target}: {need:,} bytes are still to be written, {free:,} are free (64 MiB are kept "
+            "free): choose another place or free some space"
+        )
+    _remove_leftovers(partial, set(done))
+    lines = [{"plan": fingerprint}, *({"file": name, **entry} for name, entry in done.items())]
+    write_bytes(partial / JOURNAL, b"".join(map(_journal_line, lines)))
+    with open(partial / JOURNAL, "ab") as journal:
+        for name, entry in _write_files(todo, job, partial, workers, report):
+            done[name] = entry
+            journal.write(_journal_line({"file": name, **entry}))
+            journal.flush()
+            os.fsync(journal.fileno())
+    for entry in done.values():
+        job.source.reads.merge(entry.pop("read", []))
+    job.source.reads.finish()
+    if job.source_state() != state:
+        raise ValueError(
+            f"{job.source.folder}: its files changed while they were converted: remove {partial} and repeat "
+            "the command when nothing writes there"
+        )
+    manifest = manifest_of(job, fingerprint, done)
+    for name, data in job.small.items():
+        (partial / name).parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(partial / name, data)
+    write_json(partial / MANIFEST, manifest)
+    (partial / JOURNAL).unlink()
+    sync_folder(partial)
+    if job.target.is_dir():
+        job.target.rmdir()
+    os.replace(partial, job.target)
+    (job.target / lock.NAME).unlink(missing_ok=True)
+    sync_folder(job.target.absolute().parent)
+    return manifest
+
+
+def manifest_of(job: Job, fingerprint: str, done: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what the manifest says: origin of the folder, length and CRC32 of each file."""
+    return {
+        "format": 1,
+        "made_by": "megatron-nemotron3",
+        **job.origin,
+        "plan": fingerprint,
+        "files": {plan.name: done[plan.name] for plan in job.files},
+    }
+
+
+def _finished_files(partial: Path, fingerprint: str, job: Job) -> dict[str, dict[str, Any]]:
+    """Return the files of the journal that exist in full length.
+
+    Raises:
+        ValueError: the journal belongs to another plan.
+    """
+    lines = _journal_lines(partial)
+    if lines and lines[0].get("plan") != fingerprint:
+        raise ValueError(
+            f"{partial}: it belongs to an interrupted conversion with other options or another source, or "
+            "the source has changed since: repeat that command, or remove the folder"
+        )
+    lengths, home = {plan.name: plan.length for plan in job.files}, os.path.realpath(partial)
+    done: dict[str, dict[str, Any]] = {}
+    for line in lines[1:]:
+        name = line.pop("file", None)
+        if not isinstance(name, str) or lengths.get(name) != line.get("bytes") or "crc32" not in line:
+            continue
+        path = partial / name
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            Reads(job.source.folder).merge(line.get("read", []), list(job.source.files))  # whether it can be
+            if path.stat().st_size == lengths[name] and os.path.realpath(path) == os.path.join(home, name):
+                done[name] = {key: line[key] for key in ("bytes", "crc32", "read") if key in line}
+    return done
+
+
+def _journal_lines(partial: Path) -> list[dict[str, Any]]:
+    """Return the lines of the journal, or of the manifest if the job was killed just before the rename.
+
+    Raises:
+        ValueError: the folder is not an interrupted conversion.
+    """
+    lines = []
+    if os.path.lexists(partial / JOURNAL):
+        for line in read_outside(partial / JOURNAL, limit=_METADATA_LIMIT).splitlines():
+            with contextlib.suppress(ValueError, RecursionError):  # the last line may be truncated
+                if isinstance(found := json.loads(line), dict):
+                    lines.append(found)
+        return lines
+    with contextlib.suppress(CheckpointError, KeyError, AttributeError, TypeError):
+        manifest = read_json(partial / MANIFEST)
+        files = manifest["files"].items()
+        return [{"plan": manifest["plan"]}, *({"file": name, **entry} for name, entry in files)]
+    # Killed before the journal was renamed.
+    own = (temporary_prefix(JOURNAL), lock.NAME)
+    if any(not path.name.startswith(own) for path in partial.iterdir()):
+        raise ValueError(f"{partial}: it exists and is not an interrupted conversion: remove it")
+    return []
+
+
+def _write_files(
+    todo: Sequence[FilePlan], job: Job, partial: Path, workers: int, report: Callable[[Progress], None]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Write files in any order; yield (name, journal entry) of each finished file."""
+    total = sum(plan.length for plan in job.files)
+    before = total - sum(plan.length for plan in todo)
+    for plan in todo:
+        (partial / plan.name).parent.mkdir(parents=True, exist_ok=True)
+
+    def write_one(number: int, count: Callable[[int], None]) -> tuple[str, dict[str, Any]]:
+        plan = todo[number]
+        crc = write(plan, job.source, partial / plan.name, count, finite=job.finite)
+        entry = {"bytes": plan.length, "crc32": f"{crc:08x}"}
+        rest = job.source.reads.take()
+        return plan.name, {**entry, "read": rest} if rest else entry
+
+    def tell(done: int) -> None:
+        report(Progress(before + done, total, before))
+
+    yield from parallel_map(write_one, range(len(todo)), workers=workers, report=tell)
+
+
+def _remove_leftovers(partial: Path, keep: set[str]) -> None:
+    """Remove what an interrupted job left, except finished files."""
+    for path in sorted(partial.rglob("*"), reverse=True):
+        name = path.relative_to(partial).as_posix()
+        if path.is_dir() and not path.is_symlink():
+            with contextlib.suppress(OSError):
+                path.rmdir()
+        elif name not in keep and name not in (JOURNAL, lock.NAME):
+            path.unlink()
+
+
+def _journal_line(entry: Mapping[str, Any]) -> bytes:
+    return (json.dumps(entry) + "\n").encode()

@@ -1,0 +1,315 @@
+"""Keys of a checkpoint: the layer prefixes of a model, the row of the table a key belongs to, and masters.
+
+Megatron numbers MTP blocks and the layers in each block; Hugging Face numbers all MTP layers consecutively:
+
+    mtp.layers.o.mtp_model_layer.layers.i.…   <->   mtp.layers.{o * P + i}.…     P layers per block
+    mtp.layers.o.enorm.weight                 <->   mtp.layers.{o * P}.enorm.weight
+    mtp.layers.o.final_layernorm.weight       <->   mtp.layers.{o * P + P - 1}.final_layernorm.weight
+
+With groups in the pattern (`M[*E]`, Megatron-LM #4798) the layers of a group share a number:
+
+    decoder.layers.1.self_attention.…, decoder.layers.1.mlp.…   <->   backbone.layers.1.…, backbone.layers.2.…
+
+Where experts differ by layer, Hugging Face's names begin with `model.` instead of `backbone.`.
+
+How a torch_dist folder names the optimizer's FP32 master weights depends on the options of the run:
+
+    plain optimizer                                    optimizer.state.fp32_param.<key>
+    distributed, --dist-ckpt-optim-fully-reshardable   optimizer.state.param.<key>
+    distributed, fully_sharded_model_space (old)       optimizer.state.fp32_param.<key>
+    distributed, default (dp_reshardable)              optimizer.distributed.….bucket_idx_0.param (no names)
+
+If the experts have an optimizer of their own, some of these begin with `chained_0.`; in a MIMO model all
+begin with the name of a module, `mimo.language.`. The keys after the prefix are those of the weights, with
+in_proj and conv1d in parts and experts stacked. Weights stored as float32 (FP32 runs, Megatron-FSDP, the
+expert bias) have no master.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from megatron_nemotron3.checkpoints.convert.sources import SourceTensor
+from megatron_nemotron3.checkpoints.metadata import StoredTensor
+from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.pattern import HybridPattern
+from megatron_nemotron3.models.tensors import ROWS, NamedShape, Row, Spelling, hf_root, rows_of
+
+#: The layer prefix of a name, on either side.
+_PREFIX = re.compile(
+    r"(?:decoder|backbone|model|mtp)\.layers\.[0-9]+\.(?:mtp_model_layer\.layers\.[0-9]+\.)?"
+)
+_EXPERT = re.compile(r"(?:(?<=experts\.)|(?<=weight))(?:0|[1-9][0-9]*)(?=\.|\Z)")
+#: Limits for damaged or hostile configurations. Ultra has 110 layers and 25,600 experts.
+_MOST_LAYERS, _MOST_EXPERTS = 10_000, 1_000_000
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """A layer, or the model itself: its part of the table, and the prefix of its names on both sides."""
+
+    part: str
+    megatron: str
+    hf: str
+    #: Of the layer (`Nemotron3Config.at`); the model's own outside the decoder.
+    config: Nemotron3Config = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class Match:
+    """The meaning of a name: a tensor of a row in a layer, and the expert it belongs to."""
+
+    row: Row
+    prefix: Prefix
+    #: None for a Hugging Face name.
+    spelling: Spelling | None
+    tensor: NamedShape
+    expert: int | None
+
+
+_RowEntry = tuple[Row, Spelling | None, NamedShape]
+_RowsByName = dict[str, list[_RowEntry]]
+_Names = tuple[dict[str, list[Prefix]], dict[str, _RowsByName]]
+
+
+def prefixes(config: Nemotron3Config) -> Iterator[Prefix]:
+    """Yield the prefixes of a model in the order of its layers: model, decoder, MTP blocks.
+
+    Raises:
+        ValueError: the configuration has absurdly many layers or experts.
+    """
+    layers = len(config.pattern) + config.mtp_num_blocks * len(config.mtp_pattern or "")
+    experts = layers * (config.num_moe_experts or 1)
+    if layers > _MOST_LAYERS or experts > _MOST_EXPERTS:
+        raise ValueError(
+            f"{config.name}: {layers:,} layers with {config.num_moe_experts or 0:,} experts each exceed the "
+            f"limits of {_MOST_LAYERS:,} layers and {_MOST_EXPERTS:,} experts in all"
+        )
+    yield Prefix("model", "", "", config)
+    root = hf_root(config)
+    for layer, kind in enumerate(config.pattern):
+        yield Prefix(kind, f"decoder.layers.{layer}.", f"{root}.layers.{layer}.", config.at(layer))
+    inner = config.mtp_pattern or ""
+    for block in range(config.mtp_num_blocks):
+        prefix, first = f"mtp.layers.{block}.", block * len(inner)
+        yield Prefix("mtp_in", prefix, f"mtp.layers.{first}.", config)
+        for layer, kind in enumerate(inner):
+            below = f"{prefix}mtp_model_layer.layers.{layer}."
+            yield Prefix(kind, below, f"mtp.layers.{first + layer}.", config)
+        yield Prefix("mtp_out", prefix, f"mtp.layers.{first + len(inner) - 1}.", config)
+
+
+#: Prefixes that wrappers add to a key (fsdp_dtensor checkpoints, DDP, Float16Module).
+_WRAPPERS = re.compile(r"^(?:(?:model|module)\.)+")
+#: The same within the names of a MIMO model, each of whose modules is wrapped by itself.
+_MIMO_WRAPPERS = re.compile(r"^(language_model\.|modality_submodules\.\w+\.)(?:module\.)+")
+#: Older name of the layer stack in an MTP block.
+_OLD_MTP = re.compile(r"^(mtp\.layers\.\d+\.)transformer_layer\.(?=layers\.)")
+
+ADAPTER = "adapter"
+#: Beginnings of the keys of an optimizer that is one of several: a MIMO model has one for each module.
+_OWNER = r"(?:mimo\.\w+\.)?(?:chained_\d+\.)?"
+#: Keys of a checkpoint folder that are not weights of the model.
+NON_WEIGHTS = {
+    "extra state": re.compile(r".*\._extra_state(?:/.*)?"),
+    "optimizer": re.compile(rf"{_OWNER}optimizer\..*"),
+    "quantizer": re.compile(r".*_quantizer\..*"),
+    # Followed by "/" in torch_dist folders, by "." in torch_dcp and fsdp_dtensor folders.
+    "training state": re.compile(
+        r"(?:rng_state|rerun_state_machine(?:_state)?|common_state|opt_param_scheduler|args|iteration"
+        r"|checkpoint_version|num_floating_point_operations_so_far)(?:[/.].*)?"
+    ),
+    # Of LoRA. Last, because the optimizer's state has the same ends.
+    ADAPTER: re.compile(r".*\.adapter\.linear_(?:in|out)\.weight(?:\.\w+)?"),
+}
+_MASTER = re.compile(rf"{_OWNER}optimizer\.state\.(?:fp32_)?param\.(.+)")
+
+
+def non_weight_kind(key: str) -> str | None:
+    """Return the kind of `NON_WEIGHTS` a key belongs to; None if it should be a weight."""
+    return next((what for what, pattern in NON_WEIGHTS.items() if pattern.fullmatch(key)), None)
+
+
+def weight_of_master(key: str) -> str | None:
+    """Return the plain name of the weight whose FP32 master `key` is; None if it is not a master."""
+    match = _MASTER.fullmatch(key)
+    return plain_name(match[1]) if match else None
+
+
+def plain_name(key: str) -> str:
+    """Return a key without the prefixes of wrappers, and with the present name of MTP's layer stack."""
+    return _OLD_MTP.sub(r"\1mtp_model_layer.", _MIMO_WRAPPERS.sub(r"\1", _WRAPPERS.sub("", key)))
+
+
+_DECODER_LAYER = re.compile(r"(.*\bdecoder\.layers\.)(\d+)\.(.+)")
+
+
+def numbered_by_layer(keys: Iterable[str], pattern: HybridPattern) -> dict[str, str]:
+    """Map keys of a checkpoint whose groups are numbered as one layer to keys with every layer's own number.
+
+    Keys of optimizer state are mapped, too. A key that fits no layer of its group stays as it is.
+
+    Raises:
+        ValueError: two keys become one.
+    """
+    layers: dict[tuple[int, str], int] = {}
+    for layer, (number, kind) in enumerate(zip(pattern.numbers, pattern.main, strict=True)):
+        of_kind = (t.name for row in ROWS if row.part == kind for s in row.spellings for t in s.tensors)
+        layers |= {(number, name.partition(".")[0]): layer for name in of_kind}
+    found: dict[str, str] = {}
+    for key in keys:
+        match = _DECODER_LAYER.fullmatch(key)
+        own = match and layers.get((int(match[2]), match[3].partition(".")[0]))
+        new = f"{match[1]}{own}.{match[3]}" if match and own is not None else key
+        if new in found:
+            raise ValueError(f"{found[new]!r} and {key!r} are the same tensor of the pattern {pattern}")
+        found[new] = key
+    return {key: new for new, key in found.items()}
+
+
+class NameLookup:
+    """Look up names of one model in the table of tensors."""
+
+    def __init__(self, config: Nemotron3Config) -> None:
+        self.config = config
+        #: Prefix of a name -> prefixes of the model; part -> name without prefix -> rows.
+        self._megatron: _Names = ({}, {})
+        self._hf: _Names = ({}, {})
+        for prefix in prefixes(config):
+            self._megatron[0].setdefault(prefix.megatron, []).append(prefix)
+            self._hf[0].setdefault(prefix.hf, []).append(prefix)
+            if prefix.part in self._hf[1]:
+                continue
+            table = rows_of(config, prefix.part)
+            self._megatron[1][prefix.part] = _rows_by_name(
+                (r, s, t) for r in table for s in r.spellings for t in s.tensors
+            )
+            self._hf[1][prefix.part] = _rows_by_name((r, None, t) for r in table for t in r.hf)
+
+    def key(self, name: str) -> Match:
+        """Find the row of a Megatron key or parameter name, in any dialect of the table.
+
+        Raises:
+            ValueError: no row matches, more than one matches, or the expert does not exist.
+        """
+        return self._find("Megatron key", plain_name(name), self._megatron)
+
+    def layer(self, name: str) -> Nemotron3Config:
+        """Return the config of the layer that a Megatron key names; the model's own outside the decoder."""
+        match = _PREFIX.match(plain_name(name))
+        found = self._megatron[0].get(match[0] if match else "", [])
+        return found[0].config if found else self.config
+
+    def hf(self, name: str) -> Match:
+        """Find the row of a Hugging Face name.
+
+        Raises:
+            ValueError: as for `key`.
+        """
+        return self._find("Hugging Face tensor", name, self._hf)
+
+    def _find(self, what: str, name: str, names: _Names) -> Match:
+        where, table = names
+        start = match[0] if (match := _PREFIX.match(name)) else ""
+        rest = name[len(start) :]
+        number = _EXPERT.search(rest)
+        expert = int(number[0]) if number else None
+        # The table writes {e} in place of the number of the expert.
+        form = rest if number is None else f"{rest[: number.start()]}{{e}}{rest[number.end() :]}"
+        found = [
+            Match(row, prefix, spelling, tensor, expert)
+            for prefix in where.get(start, ())
+            for row, spelling, tensor in table[prefix.part].get(form, ())
+            if ("{e}" in tensor.name) == (number is not None)
+        ]
+        if len(found) != 1:
+            layers = f"{self.config.full_pattern!r} of {self.config.name}"
+            raise ValueError(
+                f"{what} {name!r}: {len(found)} rows of the name table fit a model with the layers {layers}, "
+                "expected one: is it another model, or a name this version does not know?"
+            )
+        experts = self.config.num_moe_experts or 0
+        if found[0].expert is not None and found[0].expert >= experts:
+            raise ValueError(f"{what} {name!r}: expert {found[0].expert} of a model with {experts}")
+        return found[0]
+
+
+def _rows_by_name(entries: Iterable[_RowEntry]) -> _RowsByName:
+    table: _RowsByName = {}
+    for entry in entries:
+        table.setdefault(entry[2].name, []).append(entry)
+    return table
+
+
+_BUCKET = re.compile(rf"{_OWNER}optimizer\.distributed\..*\.(?:param|fp32_param|param_state)(?:/.*)?")
+_RESHARD = (
+    "load the checkpoint in Megatron with the layout that wrote it and save again with "
+    "--dist-ckpt-optim-fully-reshardable"
+)
+
+
+def master_keys(
+    tensors: Mapping[str, StoredTensor | SourceTensor], *, optional: str | None = None
+) -> dict[str, str]:
+    """Map the plain name of each weight to the key of its FP32 master. Float32 weights may be absent.
+
+    Args:
+        tensors: all tensors of a checkpoint, by key.
+        optional: beginning of the plain names of weights that may have no master.
+
+    Raises:
+        ValueError: a weight has no master, or a master has no weight or another shape. The message gives
+            numbers and the option to save with.
+    """
+    weights = {plain_name(key): key for key in tensors if non_weight_kind(key) is None}
+    found: dict[str, str] = {}
+    for key in tensors:
+        if (name := weight_of_master(key)) is None:
+            continue
+        if name in found:
+            raise ValueError(f"{found[name]!r} and {key!r} are masters of the same weight")
+        found[name] = key
+    if stray := [name for name in found if name not in weights]:
+        raise ValueError(
+            f"{len(stray)} of {len(found)} FP32 masters belong to no weight of the checkpoint, the first is "
+            f"{found[stray[0]]!r}"
+        )
+    if missing := [
+        name
+        for name, key in weights.items()
+        if name not in found
+        and tensors[key].dtype != "float32"
+        and (optional is None or not name.startswith(optional))
+    ]:
+        raise ValueError(_missing_masters_message(len(missing), len(weights), missing[0], tensors))
+    for name, key in found.items():
+        if tensors[key].shape != tensors[weights[name]].shape or tensors[key].dtype != "float32":
+            raise ValueError(
+                f"{key!r} is {tensors[key].dtype} {list(tensors[key].shape)}, but the weight it should be a "
+                f"master of has shape {list(tensors[weights[name]].shape)}"
+            )
+    return found
+
+
+def _missing_masters_message(
+    missing: int, total: int, first: str, tensors: Mapping[str, StoredTensor | SourceTensor]
+) -> str:
+    number = (
+        f"{missing} of {total} weights have no FP32 master that can be identified by name, first {first!r}: "
+    )
+    if buckets := sum(_BUCKET.fullmatch(key) is not None for key in tensors):
+        return number + (
+            f"the distributed optimizer saved them in {buckets} bucket(s), which only a run with the same "
+            f"parallel layout can interpret. To export them, {_RESHARD}; or leave --from-optimizer-master out"
+        )
+    if any(non_weight_kind(key) == "optimizer" for key in tensors):
+        return number + (
+            f"the optimizer state covers only some of the weights. If it was saved that way, {_RESHARD}; or "
+            "leave --from-optimizer-master out"
+        )
+    return number + (
+        "the checkpoint holds no optimizer state with names (saved with --no-save-optim, a release, or a "
+        "legacy mp_rank folder): leave --from-optimizer-master out"
+    )

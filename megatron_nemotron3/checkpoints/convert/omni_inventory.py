@@ -1,0 +1,197 @@
+"""Every tensor of an Omni model on both sides.
+
+Megatron's names are those of its MIMO model, with transformers' encoders inside; Hugging Face's are the
+released ones, which transformers saves, too:
+
+    language_model.…                                        language_model.…
+    modality_submodules.vision.encoders.radio.…             vision_model.radio_model.…  q, k, v are one tensor
+    modality_submodules.vision.input_projections.0.…        mlp1.…
+    modality_submodules.sound.encoders.parakeet.…           sound_encoder.encoder.…
+    modality_submodules.sound.input_projections.0.…         sound_projection.…
+
+Two kinds of tensors are in some Hugging Face folders only. The release has constants of preprocessing
+(`omni_tensors.CONSTANTS`), which no model holds: Megatron's folder keeps them under names of their own.
+transformers saves scales of RADIO's layers, which are 1, and the places of its summary tokens, which nothing
+reads: they are compared when they are read, and made when they are written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from megatron_nemotron3.checkpoints.convert import inventory
+from megatron_nemotron3.checkpoints.convert.inventory import Tensor, TensorMapping
+from megatron_nemotron3.checkpoints.convert.keys import Prefix
+from megatron_nemotron3.checkpoints.convert.plan import Shape, whole
+from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource, bits
+from megatron_nemotron3.checkpoints.convert.views import Arrays
+from megatron_nemotron3.models.omni import OmniConfig
+from megatron_nemotron3.models.omni_tensors import CONSTANTS, MODULES, PARTS, rows, symbol_sizes
+from megatron_nemotron3.models.tensors import NamedShape, Row, Spelling
+
+if TYPE_CHECKING:
+    import numpy
+
+    Bits = numpy.ndarray[Any, Any]
+
+#: What the names of the language model's tensors begin with, on both sides; and Megatron's of all others.
+LANGUAGE, ENCODERS = "language_model.", "modality_submodules."
+#: Part of `PARTS` -> beginning of Megatron's names.
+_MODULE = {
+    "vision encoder": f"{ENCODERS}vision.encoders.radio.",
+    "vision projector": f"{ENCODERS}vision.input_projections.0.",
+    "sound encoder": f"{ENCODERS}sound.encoders.parakeet.",
+    "sound projector": f"{ENCODERS}sound.input_projections.0.",
+}
+#: Constant -> Megatron's name. No module has it, so a load leaves it alone.
+_CONSTANTS = {
+    name: _MODULE[f"{'vision' if name.startswith('vision') else 'sound'} encoder"]
+    + name.removeprefix("vision_model.radio_model.").removeprefix("sound_encoder.encoder.")
+    for name in CONSTANTS
+}
+#: The only tensor of integers.
+_COUNTED, _INTEGER = ".num_batches_tracked", "int64"
+_SUMMARY, _SUMMARY_VALUES = "vision_model.radio_model.summary_idxs", (0, 1)
+#: Raw bits of 1.
+_ONE = {"bfloat16": 0x3F80, "float16": 0x3C00, "float32": 0x3F800000, "float64": 0x3FF << 52}
+
+
+def in_omni(mappings: Iterable[TensorMapping]) -> Iterator[TensorMapping]:
+    """Yield the mappings of a language model under its names in an Omni model."""
+    for one in mappings:
+        yield replace(
+            one,
+            megatron=tuple(t._replace(name=LANGUAGE + t.name) for t in one.megatron),
+            hf=tuple(t._replace(name=LANGUAGE + t.name) for t in one.hf),
+        )
+
+
+def encoder_mappings(
+    config: OmniConfig, *, dtype: str = inventory.BF16, constants: Mapping[str, SourceTensor] | None = None
+) -> Iterator[TensorMapping]:
+    """Yield every mapping of the encoders and projectors, in the order of the layers.
+
+    Args:
+        dtype: type of all rows of numbers that are not integers.
+        constants: those of `CONSTANTS` that the source has, under Hugging Face's names.
+    """
+    at = Prefix("model", "", "", config.language)
+    for part, module in _MODULE.items():
+        assert part in PARTS
+        sizes = symbol_sizes(config, part)
+        for row, numbers in rows(config, part):
+            spelling = row.spelling(MODULES)
+            sides = []
+            for stored, start in ((spelling.tensors, module), (row.hf, "")):
+                sides.append(tuple(_tensor(one, start, sizes, numbers, dtype) for one in stored))
+            yield TensorMapping(row, at, spelling, sides[0], sides[1], 0)
+    for name, constant in (constants or {}).items():
+        side = [(Tensor(one, constant.shape, constant.dtype),) for one in (_CONSTANTS[name], name)]
+        # Its type is its own, whatever that of the weights is.
+        row = Row("constant", (NamedShape(name, ()),), (), float32=True, trainable=False)
+        yield TensorMapping(row, at, Spelling(MODULES, "copy", ()), side[0], side[1], 0)
+
+
+def _tensor(
+    one: NamedShape, start: str, sizes: Mapping[str, int], numbers: dict[str, int], dtype: str
+) -> Tensor:
+    shape = tuple(sizes[symbol] for symbol in one.shape)
+    return Tensor(
+        start + one.name.format(**numbers), shape, _INTEGER if one.name.endswith(_COUNTED) else dtype
+    )
+
+
+def hf_tensors(config: OmniConfig, *, dtype: str = inventory.BF16) -> list[Tensor]:
+    """List the tensors of a Hugging Face folder, without those that only some folders have."""
+    found = [
+        *in_omni(inventory.mappings(config.language, dtype=dtype)),
+        *encoder_mappings(config, dtype=dtype),
+    ]
+    return [tensor for mapping in found for tensor in mapping.hf]
+
+
+def constants_of(tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor]:
+    """Return the constants among the tensors of a checkpoint of either kind, under Hugging Face's names."""
+    names = {hf: hf if hf in tensors else own for hf, own in _CONSTANTS.items()}
+    return {hf: tensors[name] for hf, name in names.items() if name in tensors}
+
+
+def is_weight(tensor: Tensor) -> bool:
+    """Whether a tensor is of floating-point numbers."""
+    return tensor.dtype != _INTEGER
+
+
+def mappings_of(
+    config: OmniConfig, tensors: Mapping[str, SourceTensor], *, padded_vocab_size: int | None = None
+) -> list[TensorMapping]:
+    """Return the mappings of a model in the spelling of a Megatron checkpoint.
+
+    Args:
+        tensors: its weights, by plain name.
+
+    Raises:
+        ValueError: as `inventory.mappings_of`.
+    """
+    language = [name.removeprefix(LANGUAGE) for name in tensors if name.startswith(LANGUAGE)]
+    others = {name: t.shape for name, t in tensors.items() if not name.startswith(LANGUAGE)}
+    encoders = list(encoder_mappings(config, constants=constants_of(tensors)))
+    expected = {tensor.name: tensor.shape for mapping in encoders for tensor in mapping.megatron}
+    check(config, expected, others)
+    found = inventory.mappings_of(config.language, language, padded_vocab_size=padded_vocab_size)
+    return [*in_omni(found), *encoders]
+
+
+def check(config: OmniConfig, expected: Mapping[str, Shape], shapes: Mapping[str, Shape]) -> None:
+    """Check that a checkpoint contains exactly the expected tensors.
+
+    Raises:
+        ValueError: tensors are missing, unknown or of another shape; the message counts and names them.
+    """
+    hint = ""
+    missing = [name for name in expected if name not in shapes]
+    if missing and len(missing) == sum(not name.startswith(LANGUAGE) for name in expected):
+        hint = ": it has no encoder at all, though its configuration states them: is it a language model?"
+    inventory.check_shapes(config.name, expected, shapes, hint)
+
+
+def made(config: OmniConfig, dtype: str) -> dict[str, tuple[str, Bits]]:
+    """Return name, type and raw bits of the tensors that transformers saves and the release has not.
+
+    Args:
+        dtype: type of the scales.
+    """
+    import numpy
+
+    ones = numpy.full(config.vision.hidden_size, _ONE[dtype], bits(dtype))
+    block = "vision_model.radio_model.model.blocks"
+    scales = [f"{block}.{n}.layer_scale{i}.lambda1" for n in range(config.vision.num_layers) for i in (1, 2)]
+    return {**dict.fromkeys(scales, (dtype, ones)), _SUMMARY: (_INTEGER, numpy.array(_SUMMARY_VALUES, "u8"))}
+
+
+def made_source(config: OmniConfig, dtype: str, like: TensorSource) -> Arrays:
+    """Return the tensors of `made` as a source, in the folder of another."""
+    return Arrays(like.folder, made(config, dtype))
+
+
+def without_made(config: OmniConfig, source: TensorSource) -> list[str]:
+    """Return the names of a Hugging Face folder's tensors without those that can be made again.
+
+    Raises:
+        ValueError: one of them has another value, so that the model computes something else.
+    """
+    for name in (names := made(config, inventory.BF16)):
+        if name not in source.tensors:
+            continue
+        stored = source.tensors[name]
+        expected = made(config, stored.dtype if stored.dtype in _ONE else inventory.BF16)[name]
+        if (stored.dtype, stored.shape) != (expected[0], expected[1].shape) or (
+            source.read(name, whole(stored.shape)) != expected[1]
+        ).any():
+            said = list(_SUMMARY_VALUES) if name == _SUMMARY else "1 everywhere"
+            raise ValueError(
+                f"{source.folder}: {name} is not {said}, and Megatron's model has no such tensor: "
+                "--allow-unused leaves it out"
+            )
+    return [name for name in source.tensors if name not in names]

@@ -1,0 +1,134 @@
+"""An opened checkpoint of any kind, and what to say of it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_nemotron3.checkpoints.convert import inventory, omni_inventory
+from megatron_nemotron3.checkpoints.convert.adapters import Adapter, Merged
+from megatron_nemotron3.checkpoints.convert.inventory import TensorMapping
+from megatron_nemotron3.checkpoints.convert.omni_inventory import LANGUAGE
+from megatron_nemotron3.checkpoints.convert.sources import TensorSource
+from megatron_nemotron3.checkpoints.convert.views import Converted, Selected
+from megatron_nemotron3.checkpoints.remote import shown
+from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.omni import OmniConfig
+
+EMBEDDING = "embedding.word_embeddings.weight"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint."""
+
+    #: "torch_dist", "fsdp_dtensor", "mp_rank" or "hugging face".
+    kind: str
+    folder: Path
+    config: Nemotron3Config
+    #: Weights only; Megatron's by plain name.
+    weights: TensorSource
+    mappings: tuple[TensorMapping, ...]
+    #: Kind of tensors that are left out -> their number.
+    left_out: Counter[str] = field(default_factory=Counter)
+    iteration: int | None = None
+    #: What says how many depths MTP has.
+    mtp_source: str = ""
+    #: The vocabulary size is unknown, and the padded size is used instead.
+    vocabulary_guessed: bool = False
+    #: The checkpoint's own LoRA adapter, or another's.
+    adapter: Adapter | None = None
+    #: The model with encoders, of which `config` is the language model; None without encoders.
+    omni: OmniConfig | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the model."""
+        return self.omni.name if self.omni else self.config.name
+
+    @property
+    def padded_vocab_size(self) -> int | None:
+        """Rows of Megatron's embedding; None for a Hugging Face checkpoint."""
+        name = LANGUAGE + EMBEDDING if self.omni else EMBEDDING
+        return self.weights.tensors[name].shape[0] if self.kind != "hugging face" else None
+
+    def language_part(self) -> Checkpoint:
+        """Return the language model of a model with encoders as a checkpoint of its own.
+
+        Raises:
+            ValueError: it has no encoders.
+        """
+        if self.omni is None:
+            raise ValueError(f"{self.folder}: it has no encoders: the language model is all of it")
+        names = {n.removeprefix(LANGUAGE): n for n in self.weights.tensors if n.startswith(LANGUAGE)}
+        if self.kind == "hugging face":
+            mappings = list(inventory.mappings(self.config))
+        else:
+            rows = self.padded_vocab_size
+            mappings = inventory.mappings_of(self.config, names, padded_vocab_size=rows)
+        return replace(
+            self,
+            weights=Selected(self.weights, names),
+            mappings=tuple(mappings),
+            left_out=self.left_out + Counter(encoder=len(self.weights.tensors) - len(names)),
+            omni=None,
+        )
+
+    def to_megatron(self, padded_vocab_size: int) -> list[TensorMapping]:
+        """Return the mappings from a Hugging Face checkpoint to the keys that Megatron writes."""
+        language = inventory.mappings(self.config, padded_vocab_size=padded_vocab_size)
+        if self.omni is None:
+            return list(language)
+        constants = omni_inventory.constants_of(self.weights.tensors)
+        encoders = omni_inventory.encoder_mappings(self.omni, constants=constants)
+        return [*omni_inventory.in_omni(language), *encoders]
+
+    def hf_view(self) -> TensorSource:
+        """Return the weights under their Hugging Face names, the adapter merged into them."""
+        view = self.weights
+        if self.kind != "hugging face":
+            view = Converted(view, self.mappings, to_hf=True)
+        return view if self.adapter is None else Merged(view, self.adapter)
+
+
+def checkpoint_line(opened: Checkpoint) -> str:
+    """Describe a checkpoint: folder, format, model, layers."""
+    c = opened.config
+    at = "" if opened.iteration is None else f", iteration {opened.iteration}"
+    depths = f", {c.mtp_num_layers} depths" if c.mtp_num_layers != c.mtp_num_blocks else ""
+    mtp = f" / MTP {c.mtp_pattern} x {c.mtp_num_blocks}{depths}" if c.has_mtp else ""
+    encoders = f" behind encoders {_encoders(opened.omni)}" if opened.omni else ""
+    lora = f", with a LoRA adapter of {len(opened.adapter.stems):,} matrices" if opened.adapter else ""
+    return (
+        f"{shown(opened.folder)} ({opened.kind}{at}): {opened.name}, layers {c.pattern}{mtp}{encoders}, "
+        f"hidden size {c.hidden_size}{lora}"
+    )
+
+
+def checkpoint_facts(opened: Checkpoint) -> dict[str, Any]:
+    """What `checkpoint_line` says, for a JSON document."""
+    c = opened.config
+    return {
+        "checkpoint": shown(opened.folder),
+        "kind": opened.kind,
+        "iteration": opened.iteration,
+        "model": opened.name,
+        "pattern": c.pattern,
+        "hidden_size": c.hidden_size,
+        "vocab_size": c.vocab_size,
+        "mtp_num_layers": c.mtp_num_layers,
+        "mtp_blocks": c.mtp_num_blocks if c.has_mtp else 0,
+        "adapter_matrices": len(opened.adapter.stems) if opened.adapter else 0,
+        **({"encoders": json.loads(opened.omni.encoders_json())} if opened.omni else {}),
+    }
+
+
+def _encoders(config: OmniConfig) -> str:
+    seen, heard = config.vision, config.sound
+    said = f"radio {seen.num_layers} x {seen.hidden_size}"
+    return (
+        f"{said}, no sound" if heard is None else f"{said}, parakeet {heard.num_layers} x {heard.hidden_size}"
+    )

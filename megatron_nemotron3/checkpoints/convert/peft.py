@@ -1,0 +1,290 @@
+"""Folders of Hugging Face's peft library, as it loads them on transformers' model of the family.
+
+    ADAPTER/adapter_config.json           r, lora_alpha, target_modules, target_parameters
+    ADAPTER/adapter_model.safetensors     base_model.model.model.layers.0.mixer.q_proj.lora_A.weight …
+
+transformers stores the experts of a layer as two parameters, up_proj [E, f, l] and down_proj [E, l, f], which
+peft adapts as `target_parameters`: one wrapper around another, with the pairs of all experts in two matrices,
+
+    mixer.experts.base_layer.lora_A.weight [E r, l]     up_proj: expert after expert
+    mixer.experts.base_layer.lora_B.weight [f, r E]     rank after rank, and within it expert after expert
+    mixer.experts.lora_A.weight [E r, f] …              down_proj; without "base_layer" if it is alone
+
+MTP's adapters are in the file, too (`base_model.model.mtp.layers…`); transformers has no MTP, and peft
+ignores them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_nemotron3.checkpoints.convert.adapters import A, Adapter, B
+from megatron_nemotron3.checkpoints.convert.hf_folder import (
+    header_tensor,
+    read_safetensors_header,
+    regular_file_size,
+    safetensors_header,
+)
+from megatron_nemotron3.checkpoints.convert.plan import Slices, whole
+from megatron_nemotron3.checkpoints.convert.sources import FileSource, SourceTensor, TensorSource
+from megatron_nemotron3.checkpoints.convert.streams import FilePlan, Part
+from megatron_nemotron3.checkpoints.metadata import CheckpointError, read_json
+
+if TYPE_CHECKING:
+    import numpy
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_ROOT = "base_model.model."
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(up_proj|down_proj)")
+_PACKED = re.compile(r"(.+\.experts)(\.base_layer)?\.lora_([AB])\.weight")
+#: Values of adapter_config.json that other products than W + scale B A need.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("use_dora", "lora_bias", "use_qalora", "fan_in_fan_out"), (False, None)),
+    **dict.fromkeys(("alpha_pattern", "modules_to_save", "layer_replication"), (None, {}, [])),
+    "bias": ("none", None),
+}
+#: The linear that peft refuses to adapt in models of the family (its `_check_lora_target_modules_mamba`).
+REFUSED = "out_proj"
+
+
+@dataclass
+class _Packing:
+    """The experts of one layer and projection, in the order of their numbers."""
+
+    parent: str
+    projection: str
+    stems: list[str] = field(default_factory=list)
+
+
+class Packed(TensorSource):
+    """An adapter's tensors under peft's names, experts packed."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        source = adapter.tensors
+        self.folder, self.files, self.reads, self._source = source.folder, source.files, source.reads, source
+        self._parts: dict[str, list[str]] = {}
+        tensors: dict[str, SourceTensor] = {}
+        packings: dict[tuple[str, str], _Packing] = {}
+        for stem in adapter.stems:
+            match = _EXPERT.fullmatch(stem)
+            if match is None:
+                for kind in (A, B):
+                    tensors[_peft_name(stem) + kind] = source.tensors[stem + kind]
+                    self._parts[_peft_name(stem) + kind] = [stem + kind]
+                continue
+            key = (match[1], match[3])
+            packings.setdefault(key, _Packing(*key)).stems.append(stem)
+        for packing in packings.values():
+            inner = packing.projection == "up_proj" and (packing.parent, "down_proj") in packings
+            name = _peft_name(packing.parent) + (".base_layer" if inner else "")
+            experts = len(packing.stems)
+            for kind in (A, B):
+                one = source.tensors[packing.stems[0] + kind]
+                rows, columns = one.shape
+                shape = (experts * rows, columns) if kind == A else (rows, columns * experts)
+                tensors[name + kind] = SourceTensor(one.dtype, shape)
+                self._parts[name + kind] = [stem + kind for stem in packing.stems]
+        self.tensors = tensors
+
+    def read(self, name: str, slices: Slices) -> numpy.ndarray[Any, Any]:
+        import numpy
+
+        parts = self._parts[name]
+        if len(parts) == 1:
+            return self._source.read(parts[0], slices)
+        rows, columns = slices
+        one = self._source.tensors[parts[0]].shape
+        if name.endswith(A):
+            return numpy.concatenate(
+                [
+                    self._source.read(part, ((max(rows[0] - at, 0), min(rows[1] - at, one[0])), columns))
+                    for at, part in zip(range(0, len(parts) * one[0], one[0]), parts)
+                    if rows[0] < at + one[0] and at < rows[1]
+                ]
+            )
+        stack = numpy.stack([self._source.read(part, (rows, (0, one[1]))) for part in parts], axis=-1)
+        flat = stack.reshape(stack.shape[0], -1)[:, columns[0] : columns[1]]
+        return numpy.ascontiguousarray(flat)
+
+
+class Unpacked(TensorSource):
+    """The tensors of a peft file in the common form (`adapters`)."""
+
+    def __init__(self, source: FileSource, experts: int, parameters: Iterable[str], root: str) -> None:
+        """
+        Args:
+            experts: routed experts of a layer.
+            root: what Hugging Face's names of the model's decoder begin with.
+            parameters: `target_parameters` of the folder.
+
+        Raises:
+            CheckpointError: a name or a shape is not peft's.
+        """
+        self.folder, self.files, self.reads, self._source = source.folder, source.files, source.reads, source
+        #: Name -> (name in the file, expert or None).
+        self._places: dict[str, tuple[str, int | None]] = {}
+        self._cached: tuple[str, Any] = ("", None)
+        self._experts = experts
+        last = {name.rpartition(".")[2] for name in parameters}
+        tensors: dict[str, SourceTensor] = {}
+        for name, tensor in source.tensors.items():
+            match = _PACKED.fullmatch(name)
+            if match is None:
+                tensors[_common_name(name, source.folder, root)] = tensor
+                self._places[_common_name(name, source.folder, root)] = (name, None)
+                continue
+            parent, inner, kind = match[1], match[2], match[3]
+            both = f"{parent}.base_layer.lora_A.weight" in source.tensors
+            projection = (
+                "up_proj" if inner else "down_proj" if both else min(last & {"up_proj", "down_proj"} or {""})
+            )
+            axis = 0 if kind == "A" else 1
+            if len(tensor.shape) != 2 or not experts or tensor.shape[axis] % experts or not projection:
+                raise CheckpointError(
+                    f"{source.folder}: {name} {list(tensor.shape)} does not hold {experts} experts that "
+                    f"target_parameters of {CONFIG} name"
+                )
+            shape = list(tensor.shape)
+            shape[axis] //= experts
+            for e in range(experts):
+                common = _common_name(f"{parent}.{e}.{projection}.lora_{kind}.weight", source.folder, root)
+                tensors[common] = SourceTensor(tensor.dtype, tuple(shape))
+                self._places[common] = (name, e)
+        self.tensors = tensors
+
+    def read(self, name: str, slices: Slices) -> numpy.ndarray[Any, Any]:
+        import numpy
+
+        place, expert = self._places[name]
+        if expert is None:
+            return self._source.read(place, slices)
+        rows, columns = slices
+        if name.endswith(A):
+            first = expert * self.tensors[name].shape[0]
+            return self._source.read(place, ((rows[0] + first, rows[1] + first), columns))
+        if self._cached[0] != place:  # all experts are read one after another
+            self._cached = (place, self._source.read(place, whole(self._source.tensors[place].shape)))
+        mine = self._cached[1][rows[0] : rows[1], expert :: self._experts]
+        return numpy.ascontiguousarray(mine[:, columns[0] : columns[1]])
+
+
+def open_peft(folder: Path, *, experts: int, root: str) -> Adapter:
+    """Open an adapter folder; only its configuration and the header of its weights are read.
+
+    Raises:
+        CheckpointError: it is not a folder of peft, is damaged, or is not plain LoRA.
+    """
+    if not (folder / CONFIG).is_file():
+        raise CheckpointError(f"{folder}: it has no {CONFIG}: give a folder that peft saved")
+    data = read_json(folder / CONFIG)
+    if data.get("peft_type") != "LORA":
+        raise CheckpointError(
+            f"{folder / CONFIG}: peft_type {data.get('peft_type')!r:.40}: only LORA is converted"
+        )
+    for key, plain in _PLAIN.items():
+        if data.get(key) not in plain:
+            raise CheckpointError(f"{folder / CONFIG}: {key} {data[key]!r:.60}: only plain LoRA is converted")
+    alpha: Any = data.get("lora_alpha")
+    parameters = data.get("target_parameters") or []
+    if type(alpha) not in (int, float) or not 0 < alpha < float("inf") or not isinstance(parameters, list):
+        raise CheckpointError(
+            f"{folder / CONFIG}: lora_alpha {alpha!r:.40} or target_parameters is not valid"
+        )
+    if not (folder / WEIGHTS).exists():
+        raise CheckpointError(f"{folder}: it has no {WEIGHTS}: save the adapter as safetensors")
+    size = regular_file_size(folder / WEIGHTS, folder)
+    header = read_safetensors_header(folder / WEIGHTS)[0]
+    tensors = {name: header_tensor(folder / WEIGHTS, entry) for name, entry in header.items()}
+    source = FileSource(folder, tensors, {WEIGHTS: size})
+    unpacked = Unpacked(source, experts, map(str, parameters), root)
+    return Adapter(unpacked, alpha, bool(data.get("use_rslora")))
+
+
+def folder_plan(
+    adapter: Adapter, names: Iterable[str], base: str | None
+) -> tuple[TensorSource, list[FilePlan], dict[str, bytes]]:
+    """Plan an adapter folder: the view to write from, the file of tensors, and the configuration.
+
+    Args:
+        names: Hugging Face's names of all weights of the model.
+        base: `base_model_name_or_path`.
+    """
+    view = Packed(adapter)
+    ordered = sorted(view.tensors.items())
+    head = safetensors_header(((name, t.dtype, t.shape) for name, t in ordered), {"format": "pt"})
+    parts = [Part(head=head)]
+    parts += [Part(tensor=name, slices=whole(t.shape), dtype=t.dtype) for name, t in ordered]
+    text = json.dumps(config(adapter, names, base), indent=2) + "\n"
+    return view, [FilePlan(WEIGHTS, parts)], {CONFIG: text.encode()}
+
+
+def config(adapter: Adapter, names: Iterable[str], base: str | None) -> dict[str, Any]:
+    """Return adapter_config.json. Names are short where all modules of a name are adapted."""
+    stems = [stem for stem in adapter.stems if not stem.startswith("mtp.")]
+    weights = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
+    weights = [name for name in weights if not name.startswith("mtp.")]
+    modules = [stem for stem in stems if _EXPERT.fullmatch(stem) is None]
+    ranks = {stem: adapter.rank(stem) for stem in stems}
+    rank = max(ranks.values(), key=[*ranks.values()].count) if ranks else 1
+    others = {_module_name(s): r for s, r in ranks.items() if r != rank and _EXPERT.fullmatch(s) is None}
+    others |= {_parameter(s): r for s, r in ranks.items() if r != rank and _EXPERT.fullmatch(s)}
+    result: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": adapter.alpha,
+        "lora_dropout": 0.0,
+        "rank_pattern": others,
+        "bias": "none",
+        "use_rslora": adapter.rank_stabilized,
+        "use_dora": False,
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "target_modules": _shortened(modules, [w for w in weights if _EXPERT.fullmatch(w) is None]),
+    }
+    packed = list(dict.fromkeys(_parameter(stem) for stem in stems if _EXPERT.fullmatch(stem)))
+    if packed:
+        whole_model = {_parameter(w) for w in weights if _EXPERT.fullmatch(w)}
+        ends = {name.rpartition(".")[2] for name in packed}
+        short = {f"experts.{end}" for end in ends}
+        same = {name for name in whole_model if name.rpartition(".")[2] in ends} == set(packed)
+        result["target_parameters"] = sorted(short) if same else packed
+    return result
+
+
+def _shortened(modules: list[str], weights: list[str]) -> list[str]:
+    result: list[str] = []
+    for end in dict.fromkeys(name.rpartition(".")[2] for name in modules):
+        mine = [name for name in modules if name.endswith(f".{end}")]
+        same = len(mine) == sum(name.endswith(f".{end}") for name in weights)
+        result += [end] if same else map(_module_name, mine)
+    return result
+
+
+def _module_name(stem: str) -> str:
+    """transformers' name of a module: "model.layers.0…" for "backbone.layers.0…" and for itself."""
+    return re.sub(r"^backbone\.", "model.", stem)
+
+
+def _parameter(stem: str) -> str:
+    """transformers' name of the parameter that holds an expert: "model.layers.1.mixer.experts.up_proj"."""
+    match = _EXPERT.fullmatch(stem)
+    assert match is not None
+    return f"{_module_name(match[1])}.{match[3]}"
+
+
+def _peft_name(stem: str) -> str:
+    return _ROOT + _module_name(stem)
+
+
+def _common_name(name: str, folder: Path, root: str) -> str:
+    if not name.startswith(_ROOT):
+        raise CheckpointError(f"{folder / WEIGHTS}: {name!r:.120} is not a name of peft's ({_ROOT}…)")
+    return re.sub(r"^model\.", f"{root}.", name.removeprefix(_ROOT))

@@ -1,0 +1,186 @@
+"""The quantization plan of a model's inference checkpoint, by a recipe of `precision.serving`.
+
+A quantized weight X is stored as several tensors, in this order:
+
+    NVFP4  X.weight uint8 [out, in/2], X.weight_scale float8_e4m3fn [out, in/16], X.weight_scale_2 float32 []
+    FP8    X.weight float8_e4m3fn [out, in], X.weight_scale float32 []
+    both   X.input_scale float32 [], if activations are quantized as well
+
+Weight scales follow from the weights. Scales of activations and of the KV cache require running the model on
+data, and are never invented. Without them, the behavior of engines decides what is written:
+
+    NVFP4  becomes W4A16_NVFP4: weights in 4 bits, activations in BF16. If it were written as NVFP4, vLLM
+           would compute with uninitialized memory (vllm#45212, vllm#54189).
+    FP8    stays BF16: vLLM and SGLang read a missing input_scale as -3.4e38; only TensorRT-LLM computes it.
+    KV     is not mentioned: engines use BF16, or their own option.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import inf
+
+from megatron_nemotron3.checkpoints.convert import inventory
+from megatron_nemotron3.checkpoints.convert.inventory import Tensor
+from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE
+from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.tensors import hf_root
+from megatron_nemotron3.precision.numerics import NVFP4_BLOCK as BLOCK
+from megatron_nemotron3.precision.serving import BF16, CLASSES, FP8, NVFP4, recipe_of, spared
+
+#: Suffixes after "X." of the scales of activations and of the KV cache.
+SCALES = ("input_scale", "k_scale", "v_scale")
+_CLASS_OF = {name: title for title, names in CLASSES.items() for name in names}
+
+
+def formats(config: Nemotron3Config, recipe: str) -> dict[str, str]:
+    """Map every tensor of the model's Hugging Face checkpoint to "nvfp4", "fp8" or "bf16" (unchanged).
+
+    Args:
+        recipe: see `recipe_of`.
+
+    Raises:
+        ValueError: the recipe does not exist, or a weight's columns are not a multiple of the NVFP4 block.
+    """
+    full, rules = recipe_of(config, recipe)
+    result = {}
+    unchanged = {f"{hf_root(config)}.layers.{layer}." for layer in spared(full, config.pattern)}
+    for mapping in inventory.mappings(config):
+        title = _CLASS_OF.get(mapping.row.hf[0].name) if not mapping.prefix.hf.startswith("mtp.") else None
+        kind = BF16 if mapping.prefix.hf in unchanged else rules.formats.get(title or "", BF16)
+        for tensor in mapping.hf:
+            if kind == NVFP4 and tensor.shape[-1] % BLOCK:
+                raise ValueError(
+                    f"{tensor.name} has {tensor.shape[-1]} columns, not a multiple of the NVFP4 block of "
+                    f"{BLOCK}: {config.name} cannot have recipe {recipe!r}"
+                )
+            result[tensor.name] = kind
+    return result
+
+
+@dataclass(frozen=True)
+class Weight:
+    """The quantized form of a tensor of the model."""
+
+    tensor: Tensor
+    #: "NVFP4", "W4A16_NVFP4" or "FP8", as in `quant_algo`; None: the tensor is copied.
+    algorithm: str | None
+    #: Given scales: suffix after "X." -> value.
+    given: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def module(self) -> str:
+        """X of X.weight."""
+        return self.tensor.name.removesuffix(".weight")
+
+    @property
+    def outputs(self) -> tuple[Tensor, ...]:
+        """The stored tensors, in file order."""
+        name, shape, dtype = self.tensor
+        if self.algorithm is None:
+            made = [self.tensor]
+        elif self.algorithm == "FP8":
+            made = [Tensor(name, shape, "float8_e4m3fn"), Tensor(f"{name}_scale", (), "float32")]
+        else:
+            rows, columns = shape
+            made = [
+                Tensor(name, (rows, columns // 2), "uint8"),
+                Tensor(f"{name}_scale", (rows, columns // BLOCK), "float8_e4m3fn"),
+                Tensor(f"{name}_scale_2", (), "float32"),
+            ]
+        return (*made, *(Tensor(f"{self.module}.{scale}", (), "float32") for scale in self.given))
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """The quantization plan of a checkpoint: every tensor of the model, in the order of the layers."""
+
+    recipe: str
+    weights: tuple[Weight, ...]
+    #: Whether the KV cache is FP8, with scales.
+    kv_cache: bool
+    #: Weights that are FP8 in the recipe but stay BF16 for lack of activation scales.
+    kept: tuple[str, ...] = ()
+    #: Given scales of modules that are not quantized.
+    unused: tuple[str, ...] = ()
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """The stored tensors by name, in file order."""
+        return {tensor.name: tensor for weight in self.weights for tensor in weight.outputs}
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all elements in bytes."""
+        return sum(t.elements * ITEM_SIZE[t.dtype] for t in self.tensors.values())
+
+
+def quantization(
+    config: Nemotron3Config, recipe: str, scales: Mapping[str, float] | None = None, dtype: str = "bfloat16"
+) -> Quantization:
+    """Plan the quantization of a model's checkpoint by a recipe.
+
+    Args:
+        recipe: see `recipe_of`.
+        scales: X.input_scale of quantized weights, and k_proj.k_scale, v_proj.v_scale of attention layers;
+            for each format all of them or none. See `quantized_config.read_scales`.
+        dtype: type of the weights that are not quantized.
+
+    Raises:
+        ValueError: the recipe does not exist; a scale is not a positive number or belongs to no module; some
+            scales of a format are missing; or nothing can be quantized without scales.
+    """
+    full, rules = recipe_of(config, recipe)
+    by_name = formats(config, recipe)
+    given = dict(scales or {})
+    mappings = list(inventory.mappings(config, dtype=dtype))
+    tensors = [tensor for mapping in mappings for tensor in mapping.hf]
+    modules = {t.name.removesuffix(".weight") for t in tensors}
+    for name, value in given.items():
+        module, _, kind = name.rpartition(".")
+        if module not in modules or kind not in SCALES:
+            raise ValueError(f"scale {name!r}: {config.name} has no such module")
+        if not 0 < value < inf:
+            raise ValueError(f"scale {name!r} is {value!r}, not a positive number")
+    wanted = {
+        kind: [f"{n.removesuffix('.weight')}.input_scale" for n, k in by_name.items() if k == kind]
+        for kind in (NVFP4, FP8)
+    }
+    root = hf_root(config)
+    attention = [f"{root}.layers.{i}.mixer." for i, kind in enumerate(config.pattern) if kind == "*"]
+    wanted["KV cache"] = [f"{p}{x}_proj.{x}_scale" for p in attention for x in "kv"]
+    if rules.weight_only:
+        wanted[NVFP4] = []
+    have = {kind: _all_or_none(kind, names, given) for kind, names in wanted.items()}
+    algorithms = {
+        NVFP4: "NVFP4" if have[NVFP4] else "W4A16_NVFP4",
+        FP8: "FP8" if have[FP8] else None,
+        BF16: None,
+    }
+    if not any(algorithms[kind] for kind in by_name.values()):
+        raise ValueError(
+            f"recipe {full!r} has only FP8 weights, and engines need a scale for the activations of each "
+            f"({len(wanted[FP8])}, first {wanted[FP8][0]!r}): give --input-scales"
+        )
+    used = {n for kind, names in wanted.items() if have[kind] for n in names}
+    weights = []
+    for tensor in tensors:
+        module = tensor.name.removesuffix(".weight")
+        names = [f"{module}.{suffix}" for suffix in SCALES]
+        own = {n.rpartition(".")[2]: given[n] for n in names if n in used}
+        weights.append(Weight(tensor, algorithms[by_name[tensor.name]], own))
+    kept = tuple(n for n, kind in by_name.items() if kind == FP8 and not have[FP8])
+    unused = tuple(name for name in given if name not in used)
+    return Quantization(full, tuple(weights), have["KV cache"], kept, unused)
+
+
+def _all_or_none(kind: str, names: list[str], given: Mapping[str, float]) -> bool:
+    missing = [name for name in names if name not in given]
+    if missing and len(missing) < len(names):
+        raise ValueError(
+            f"{kind}: {len(missing)} of {len(names)} scales are missing, first {missing[0]!r}. Calibration "
+            "leaves out experts that received no token: calibrate on more data, or give none of these scales"
+        )
+    return bool(names) and not missing

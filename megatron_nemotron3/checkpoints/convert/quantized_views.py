@@ -1,0 +1,369 @@
+"""Lazy views that pack BF16 weights to NVFP4 or FP8, and that unpack them to BF16.
+
+`Quantized` writes the layout of NVIDIA ModelOpt, which vLLM, SGLang and TensorRT-LLM read
+(`quantized_recipes`). `Dequantized` reads a quantized checkpoint as if it were a BF16 checkpoint. The tensors
+themselves determine which weights are quantized, and how; the configuration files are only compared. Formats
+that are read, with value = element * (block scale *) scale:
+
+    ModelOpt NVFP4            X.weight uint8, X.weight_scale, X.weight_scale_2
+    ModelOpt FP8              X.weight float8_e4m3fn, X.weight_scale of one element or one per row
+    compressed-tensors NVFP4  X.weight_packed uint8, X.weight_scale, X.weight_global_scale (the reciprocal of
+                              ModelOpt's weight_scale_2)
+    compressed-tensors FP8    as ModelOpt's, with scales [out, 1]
+
+Products are rounded once to BF16. The result is not the model before quantization, but the weights that
+engines compute with. Scales of activations and of the KV cache are not read; `left_behind` lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megatron_nemotron3.checkpoints.convert.plan import Slices, bands, whole
+from megatron_nemotron3.checkpoints.convert.quantized_config import scalar
+from megatron_nemotron3.checkpoints.convert.quantized_recipes import BLOCK, FP8, NVFP4, Quantization, Weight
+from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource
+from megatron_nemotron3.checkpoints.convert.views import as_bits, as_tensor
+from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, CheckpointError
+
+if TYPE_CHECKING:
+    import numpy
+
+#: Suffixes after "X." of tensors that do not concern weights.
+_ACTIVATION_SCALES = ("input_scale", "input_global_scale", "k_scale", "v_scale", "q_scale")
+#: Suffixes of tensors of other quantization layouts, which are not read.
+_FOREIGN = (
+    *("weight_zero_point", "weight_g_idx", "weight_scale_inv", "pre_quant_scale", "weight_shape"),
+    *("svdquant_lora_a", "svdquant_lora_b", "qweight", "qzeros", "scales"),
+)
+_METHODS = ("modelopt", "compressed-tensors")
+_SCALE_TYPES = ("float32", "bfloat16")
+
+
+class _PackedWeight(NamedTuple):
+    """A quantized weight: its format, and the names of its tensors."""
+
+    format: str
+    elements: str
+    scale: str
+    #: NVFP4 only.
+    scale_2: str = ""
+
+    @property
+    def reciprocal(self) -> bool:
+        """Whether `scale_2` is a divisor."""
+        return self.scale_2.endswith(".weight_global_scale")
+
+
+class Dequantized(TensorSource):
+    """The tensors of a checkpoint, quantized weights as bfloat16 [out, in]."""
+
+    def __init__(self, source: TensorSource) -> None:
+        """
+        Raises:
+            CheckpointError: a weight has no scales, scales have no weight or the wrong shape or type, or the
+                layout is not read. The message names the tensor.
+        """
+        self.folder, self.files, self._source = source.folder, source.files, source
+        self.reads = source.reads
+        #: Module -> "nvfp4" or "fp8".
+        self.formats: dict[str, str] = {}
+        #: Scales of activations and of the KV cache.
+        self.left_behind: tuple[str, ...] = ()
+        self._packed: dict[str, _PackedWeight] = {}
+        self._scales: dict[str, float] = {}
+        by_elements: dict[str, str] = {}  # tensor of the elements -> name of the weight
+        used: set[str] = set()
+        for name, tensor in source.tensors.items():
+            module, _, part = name.rpartition(".")
+            if part in _FOREIGN:
+                raise CheckpointError(
+                    f"{self.folder}: {name}: this layout is not read: convert the unquantized checkpoint"
+                )
+            kind = {"uint8": NVFP4, "float8_e4m3fn": FP8}.get(tensor.dtype)
+            if part == "weight_packed" or (part == "weight" and kind):
+                packed = self._packed_weight(module, part, kind)
+                by_elements[name] = f"{module}.weight"
+                self._packed[by_elements[name]], self.formats[module] = packed, packed.format
+                used |= {packed.scale, packed.scale_2}
+        tensors: dict[str, SourceTensor] = {}
+        left_behind = []
+        for name, tensor in source.tensors.items():
+            part = name.rpartition(".")[2]
+            if name in by_elements:
+                weight = by_elements[name]
+                if weight != name and weight in source.tensors:
+                    raise CheckpointError(f"{self.folder}: {name} and {weight} are the same weight")
+                rows, columns = tensor.shape
+                columns *= 2 if self._packed[weight].format == NVFP4 else 1
+                tensors[weight] = SourceTensor("bfloat16", (rows, columns))
+            elif name in used:
+                continue
+            elif part in ("weight_scale", "weight_scale_2", "weight_global_scale"):
+                raise CheckpointError(f"{self.folder}: {name} is a scale, but its weight is not quantized")
+            elif part in _ACTIVATION_SCALES:
+                left_behind.append(name)
+            else:
+                tensors[name] = tensor
+        self.left_behind = tuple(left_behind)
+        self.tensors = tensors
+
+    def read(self, name: str, slices: Slices) -> numpy.ndarray[Any, Any]:
+        """Read a slice as raw bits.
+
+        Raises:
+            CheckpointError: as the source raises, and if a scale is NaN, infinite or negative, or the scale
+                of a whole tensor is zero.
+        """
+        if name not in self._packed:
+            return self._source.read(name, slices)
+        packed = self._packed[name]
+        return (self._unpack_fp8 if packed.format == FP8 else self._unpack_nvfp4)(packed, slices)
+
+    def check(self, stated: Any) -> None:
+        """Compare with hf_quant_config.json, or with `quantization_config` of config.json.
+
+        Only what the configuration states per module is compared.
+
+        Raises:
+            CheckpointError: the configuration is malformed, or states another format for a module.
+        """
+        details = stated.get("quantization", stated) if isinstance(stated, Mapping) else stated
+        if not isinstance(details, Mapping):
+            raise CheckpointError(
+                f"{self.folder}: its quantization configuration is {details!r:.60}, not an object"
+            )
+        for name in ("exclude_modules", "ignore"):
+            if not isinstance(details.get(name) or [], list):
+                raise CheckpointError(
+                    f"{self.folder}: {name} in its quantization configuration is not a list"
+                )
+        if not self.formats:
+            raise CheckpointError(
+                f"{self.folder}: it has a quantization configuration, but no weight is quantized: if the "
+                "configuration is a leftover, remove it"
+            )
+        layers, method = details.get("quantized_layers"), details.get("quant_method", "modelopt")
+        if method not in _METHODS:
+            raise CheckpointError(
+                f"{self.folder}: its quantization method {method!r:.40} is not read; known are "
+                + ", ".join(_METHODS)
+            )
+        stated = _stated_formats(details)
+        for module, stored in self.formats.items():
+            if stated and stored not in stated:
+                raise CheckpointError(
+                    f"{self.folder}: {module} is stored as {stored}, the configuration has only "
+                    + ", ".join(sorted(stated))
+                )
+        if isinstance(layers, Mapping):
+            for module in {*layers, *self.formats}:
+                entry = layers.get(module)
+                algorithm = str(entry.get("quant_algo")).upper() if isinstance(entry, Mapping) else "none"
+                expected = NVFP4 if "NVFP4" in algorithm else FP8 if "FP8" in algorithm else None
+                if expected != self.formats.get(module):
+                    raise CheckpointError(
+                        f"{self.folder}: {module} is stored as {self.formats.get(module, 'a plain weight')}, "
+                        f"the configuration lists {algorithm}"
+                    )
+        elif method == "modelopt":
+            excluded = details.get("exclude_modules", details.get("ignore")) or []
+            for module in self.formats:
+                rule = next((r for r in excluded if isinstance(r, str) and fnmatchcase(module, r)), None)
+                if rule is not None:
+                    raise CheckpointError(
+                        f"{self.folder}: {module} is stored as {self.formats[module]}, the configuration "
+                        f"excludes {rule!r} from quantization"
+                    )
+
+    def _packed_weight(self, module: str, part: str, kind: str | None) -> _PackedWeight:
+        """Return the tensors of a quantized weight after checking their shapes and types."""
+        tensors = self._source.tensors
+        elements, scale = f"{module}.{part}", f"{module}.weight_scale"
+        shape, dtype = tensors[elements].shape, tensors[elements].dtype
+        if len(shape) != 2 or not all(shape) or (part == "weight_packed" and kind != NVFP4):
+            raise CheckpointError(
+                f"{self.folder}: {elements} is {dtype} {list(shape)}: "
+                "expected a matrix of uint8 or float8_e4m3fn"
+            )
+        if scale not in tensors:
+            raise CheckpointError(f"{self.folder}: {elements} is {dtype}, but {scale} is missing")
+        found, (rows, columns) = tensors[scale], shape
+        if kind == FP8:
+            if found.shape not in ((), (1,), (1, 1), (rows,), (rows, 1)) or found.dtype not in _SCALE_TYPES:
+                raise CheckpointError(
+                    f"{self.folder}: {scale} is {found.dtype} {list(found.shape)}: expected one float32, or "
+                    f"one for each of {rows} rows (block scales are not read)"
+                )
+            return _PackedWeight(FP8, elements, scale)
+        columns *= 2
+        if found != SourceTensor("float8_e4m3fn", (rows, columns // BLOCK), found.blocks) or columns % BLOCK:
+            raise CheckpointError(
+                f"{self.folder}: {scale} is {found.dtype} {list(found.shape)}: expected float8_e4m3fn "
+                f"{[rows, columns // BLOCK]}, one for {BLOCK} of the {columns} columns"
+            )
+        scale_2 = f"{module}." + ("weight_scale_2" if part == "weight" else "weight_global_scale")
+        if scale_2 not in tensors or prod(tensors[scale_2].shape) != 1:
+            what = f"has shape {list(tensors[scale_2].shape)}" if scale_2 in tensors else "is missing"
+            raise CheckpointError(f"{self.folder}: {scale_2} {what}, expected one float32")
+        return _PackedWeight(NVFP4, elements, scale, scale_2)
+
+    def _tensor_scale(self, name: str) -> float:
+        if name not in self._scales:
+            self._scales[name] = scalar(self._source, name)
+        return self._scales[name]
+
+    def _unpack_nvfp4(self, packed: _PackedWeight, slices: Slices) -> numpy.ndarray[Any, Any]:
+        import torch
+
+        from megatron_nemotron3.precision.numerics import nvfp4
+
+        rows, (left, right) = slices
+        first, last = left // BLOCK, -(-right // BLOCK)  # blocks
+        codes = self._source.read(packed.elements, (rows, (first * BLOCK // 2, last * BLOCK // 2)))
+        bits = self._source.read(packed.scale, (rows, (first, last)))
+        if (bits >= 0x7F).any():  # NaN or negative
+            raise CheckpointError(f"{self.folder}: {packed.scale} holds NaN or a negative scale")
+        scale = torch.tensor(self._tensor_scale(packed.scale_2))
+        if packed.reciprocal:
+            scale = torch.ones(()) / scale
+        shift = left - first * BLOCK
+        values = nvfp4.dequantize(torch.from_numpy(codes), torch.from_numpy(bits), scale)
+        return as_bits(values[:, shift : shift + right - left])
+
+    def _unpack_fp8(self, packed: _PackedWeight, slices: Slices) -> numpy.ndarray[Any, Any]:
+        import torch
+
+        from megatron_nemotron3.precision.numerics import fp8
+
+        bits = self._source.read(packed.elements, slices)
+        if ((bits & 0x7F) == 0x7F).any():
+            raise CheckpointError(f"{self.folder}: {packed.elements} holds NaN")
+        found = self._source.tensors[packed.scale]
+        if prod(found.shape) == 1:
+            scale = torch.tensor(self._tensor_scale(packed.scale))
+        else:
+            some = (slices[0], *((0, n) for n in found.shape[1:]))
+            scale = as_tensor(self._source.read(packed.scale, some), found.dtype).float().reshape(-1, 1)
+            if not bool(((scale > 0) & torch.isfinite(scale)).all()):
+                raise CheckpointError(f"{self.folder}: {packed.scale} holds a scale not above 0")
+        return as_bits(fp8.dequantize(torch.from_numpy(bits), scale))
+
+
+def _stated_formats(details: Mapping[str, Any]) -> set[str]:
+    """Return the formats of weights that a quantization configuration has; empty if it does not say."""
+    groups = details.get("config_groups")
+    weights = [
+        group.get("weights")
+        for group in (groups.values() if isinstance(groups, Mapping) else ())
+        if isinstance(group, Mapping)
+    ]
+    bits = {one.get("num_bits") for one in weights if isinstance(one, Mapping)}
+    found = {format for number, format in ((4, NVFP4), (8, FP8)) if number in bits}
+    algorithm = str(details.get("quant_algo", "")).upper()
+    return found | {format for name, format in (("NVFP4", NVFP4), ("FP8", FP8)) if name in algorithm}
+
+
+#: Elements quantized per step: their FP32 copies stay in the cache of a core.
+_QUANTIZE_STEP = 1 << 18
+#: Largest weight, in bytes, that is cached, so that its scales need no second read of the file.
+_CACHE_BYTES = 24 << 20
+
+
+class Quantized(TensorSource):
+    """The tensors of a quantized checkpoint, made from an unquantized source."""
+
+    def __init__(self, source: TensorSource, plan: Quantization) -> None:
+        """
+        Args:
+            source: contains the tensors of the plan, in bfloat16, float16 or float32.
+
+        Raises:
+            CheckpointError: a tensor is missing, or has another shape or type.
+        """
+        self.folder, self.files, self.plan, self._source = source.folder, source.files, plan, source
+        self.reads = source.reads
+        self._origins: dict[str, tuple[Weight, str]] = {}
+        tensors: dict[str, SourceTensor] = {}
+        for weight in plan.weights:
+            name, shape, _ = weight.tensor
+            found = source.tensors.get(name)
+            if found is None or found.shape != shape:
+                what = f"has shape {list(found.shape)}" if found else "is missing"
+                raise CheckpointError(f"{source.folder}: {name} {what}, expected {list(shape)}")
+            if weight.algorithm and found.dtype not in ("bfloat16", "float16", "float32"):
+                raise CheckpointError(f"{source.folder}: {name} is {found.dtype}: it cannot be quantized")
+            for output in weight.outputs:
+                copied = weight.algorithm is None and output.name == name
+                tensors[output.name] = found if copied else SourceTensor(output.dtype, output.shape)
+                self._origins[output.name] = (weight, output.name.removeprefix(weight.module + "."))
+        self.tensors = tensors
+        self._amax: dict[str, Any] = {}
+        self._cached: tuple[str, Any] = ("", None)
+
+    def read(self, name: str, slices: Slices) -> numpy.ndarray[Any, Any]:
+        weight, part = self._origins[name]
+        if part in weight.given:
+            import numpy
+
+            return numpy.array(weight.given[part], "f4").view("u4")
+        if weight.algorithm is None:
+            return self._source.read(name, slices)
+        scale = self._weight_scale(weight)
+        if part == ("weight_scale" if weight.algorithm == "FP8" else "weight_scale_2"):
+            return as_bits(scale)
+        return self._pack(weight, part, slices, scale)
+
+    def _weight_scale(self, weight: Weight) -> Any:
+        """Return the scale of a whole tensor; the first call reads all its elements."""
+        from megatron_nemotron3.precision.numerics import fp8, nvfp4
+
+        name, shape, _ = weight.tensor
+        make = fp8.tensor_scale if weight.algorithm == "FP8" else nvfp4.tensor_scale
+        try:
+            if name not in self._amax:
+                pieces = bands(whole(shape), 1 << 22)
+                self._amax[name] = max(nvfp4.amax(self._elements(name, some)) for some in pieces)
+            return make(self._amax[name])
+        except CheckpointError:
+            raise
+        except ValueError as problem:
+            raise CheckpointError(f"{self.folder}: {name}: {problem}") from None
+
+    def _pack(self, weight: Weight, part: str, slices: Slices, scale: Any) -> numpy.ndarray[Any, Any]:
+        """Return the codes or block scales of a slice; whole blocks of columns are quantized."""
+        import torch
+
+        from megatron_nemotron3.precision.numerics import fp8, nvfp4
+
+        name, shape, _ = weight.tensor
+        (top, bottom), (left, right) = slices
+        # Source columns per element of the result, rounded to whole blocks.
+        each = 1 if weight.algorithm == "FP8" else 2 if part == "weight" else BLOCK
+        first, last = left * each // BLOCK * BLOCK, min(-(-right * each // BLOCK) * BLOCK, shape[1])
+        result = torch.empty((bottom - top, right - left), dtype=torch.uint8)
+        step = max(1, _QUANTIZE_STEP // max(1, last - first))
+        for start in range(top, bottom, step):
+            stop = min(start + step, bottom)
+            x = self._elements(name, ((start, stop), (first, last)))
+            if weight.algorithm == "FP8":
+                made = fp8.quantize(x, scale)
+            elif part == "weight":
+                made = nvfp4.quantize(x, scale)[0]
+            else:
+                made = nvfp4.block_scales(x, scale)
+            skip = left - first // each
+            result[start - top : stop - top] = made[:, skip : skip + right - left]
+        return result.numpy()
+
+    def _elements(self, name: str, slices: Slices) -> Any:
+        """Read a slice of the source as a torch tensor; a small weight is read whole, and cached."""
+        tensor = self._source.tensors[name]
+        if prod(tensor.shape) * ITEM_SIZE[tensor.dtype] > _CACHE_BYTES:
+            return as_tensor(self._source.read(name, slices), tensor.dtype)
+        if self._cached[0] != name:
+            self._cached = (name, as_tensor(self._source.read(name, whole(tensor.shape)), tensor.dtype))
+        return self._cached[1][tuple(slice(a, b) for a, b in slices)]

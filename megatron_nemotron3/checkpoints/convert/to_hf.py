@@ -1,0 +1,143 @@
+"""Megatron -> Hugging Face: plan the files of an HF folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from megatron_nemotron3.checkpoints.convert import config_json
+from megatron_nemotron3.checkpoints.convert.hf_folder import (
+    CONFIG,
+    INDEX,
+    SINGLE,
+    read_config,
+    regular_file_size,
+    safetensors_header,
+)
+from megatron_nemotron3.checkpoints.convert.omni_config import omni_json
+from megatron_nemotron3.checkpoints.convert.plan import whole
+from megatron_nemotron3.checkpoints.convert.quantized_config import (
+    HF_QUANT_CONFIG,
+    hf_quant_config,
+    quantization_config,
+)
+from megatron_nemotron3.checkpoints.convert.quantized_recipes import Quantization
+from megatron_nemotron3.checkpoints.convert.sources import SourceTensor
+from megatron_nemotron3.checkpoints.convert.streams import FilePlan, Part
+from megatron_nemotron3.checkpoints.metadata import read_file
+from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.omni import OmniConfig
+
+#: 5GB as Hugging Face counts it.
+SHARD_BYTES = 5 * 10**9
+_METADATA = {"format": "pt"}
+#: Files that are copied from a reference, besides those with _COPIED_ENDINGS.
+_COPIED = (
+    *("generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.json"),
+    *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
+)
+#: Longest file that is copied, in bytes; the tokenizer has 17 MB.
+_COPIED_LIMIT = 256 << 20
+_COPIED_ENDINGS = (".py", ".jinja", ".tiktoken")
+
+
+def shards(tensors: Mapping[str, SourceTensor], limit: int = SHARD_BYTES) -> dict[str, list[str]]:
+    """Map each file name to its tensors: in order, as many as fit into `limit` bytes, but at least one."""
+    groups: list[list[str]] = []
+    size = limit
+    for name, tensor in tensors.items():
+        if size + tensor.nbytes > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += tensor.nbytes
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
+
+
+def files(tensors: Mapping[str, SourceTensor], limit: int = SHARD_BYTES) -> list[FilePlan]:
+    """Plan the safetensors files with these tensors."""
+    result = []
+    for file, names in shards(tensors, limit).items():
+        head = safetensors_header(
+            ((name, tensors[name].dtype, tensors[name].shape) for name in names), _METADATA
+        )
+        parts = [Part(head=head)]
+        parts += [Part(tensor=n, slices=whole(tensors[n].shape), dtype=tensors[n].dtype) for n in names]
+        result.append(FilePlan(file, parts))
+    return result
+
+
+def index(tensors: Mapping[str, SourceTensor], limit: int = SHARD_BYTES) -> bytes | None:
+    """Return the content of model.safetensors.index.json; None if there is only one file."""
+    by_file = shards(tensors, limit)
+    if len(by_file) == 1:
+        return None
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    where = {name: file for file, names in by_file.items() for name in names}
+    data = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+    return (json.dumps(data, indent=2) + "\n").encode()
+
+
+def small_files(
+    config: Nemotron3Config,
+    tensors: Mapping[str, SourceTensor],
+    *,
+    limit: int = SHARD_BYTES,
+    reference: Path | None = None,
+    tokenizer: Path | None = None,
+    dtype: str = "bfloat16",
+    quantization: Quantization | None = None,
+    omni: OmniConfig | None = None,
+) -> dict[str, bytes]:
+    """Return the other files of an HF folder: the index, config.json, and copied files.
+
+    Args:
+        reference: HF folder whose tokenizer and generation files are copied.
+        tokenizer: folder of a tokenizer, for files that the reference does not have.
+        omni: the model with encoders, of which `config` is the language model.
+
+    Raises:
+        CheckpointError: a file of the reference cannot be read.
+        ValueError: the reference is a different model.
+    """
+    result = {}
+    if (text := index(tensors, limit)) is not None:
+        result[INDEX] = text
+    base = None
+    if tokenizer is not None:
+        result.update(copied_files(tokenizer))
+    if reference is not None:
+        result.update(copied_files(reference))
+        there = (reference / CONFIG).exists()
+        base = read_config(reference, omni=omni is not None) if there else None
+    if omni is None:
+        data = config_json.write(config, reference=base, dtype=dtype)
+    else:
+        data = omni_json(omni, reference=base, dtype=dtype)
+    if quantization is not None:
+        stated = hf_quant_config(quantization, "megatron-nemotron3")
+        data["quantization_config"] = quantization_config(stated)
+        result[HF_QUANT_CONFIG] = (json.dumps(stated, indent=2) + "\n").encode()
+    result[CONFIG] = (json.dumps(data, indent=2, allow_nan=False) + "\n").encode()
+    return result
+
+
+def copied_files(reference: Path) -> dict[str, bytes]:
+    """Return the tokenizer, generation and code files of a folder, by name.
+
+    Raises:
+        ValueError: it is no folder.
+        CheckpointError: a file cannot be read.
+    """
+    if not reference.is_dir():
+        raise ValueError(f"{reference}: --reference must be a folder")
+    result = {}
+    for path in sorted(reference.iterdir()):
+        if path.name in _COPIED or path.name.endswith(_COPIED_ENDINGS):
+            regular_file_size(path, reference)
+            result[path.name] = read_file(path, _COPIED_LIMIT)
+    return result

@@ -1,0 +1,149 @@
+"""Tensor sources for folders in torch's distributed format: torch_dist, and torch_dcp or fsdp_dtensor.
+
+torch_dist folders of any layout and version are read; a chunk's file is opened only when the chunk is read.
+
+Folders in torch's own format (torch_dcp, fsdp_dtensor) have neither common.pt nor `common_state`. Each entry
+of the state is a separate object in the index: `args`, `iteration`, `checkpoint_version`, …. Their tensors
+are whole parameters, which torch_dist splits into parts. This matters for Mamba under tensor parallelism: a
+rank holds [z_r | x_r | B_r | C_r | dt_r] of in_proj, and the stored tensor concatenates the ranks:
+[z_0 | x_0 | … | z_1 | x_1 | …]. Megatron-FSDP does not reorder them, so such a checkpoint loads only at the
+TP that wrote it. `reorder_mamba` puts the rows in order.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_nemotron3.checkpoints.convert import transforms
+from megatron_nemotron3.checkpoints.convert.hf_folder import regular_file_size
+from megatron_nemotron3.checkpoints.convert.keys import NameLookup, non_weight_kind
+from megatron_nemotron3.checkpoints.convert.plan import Plan
+from megatron_nemotron3.checkpoints.convert.sources import Block, FileSource, Location, SourceTensor
+from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, CheckpointError, CheckpointIndex, Chunk
+from megatron_nemotron3.checkpoints.read import chunk_layout, opened, stored_object
+from megatron_nemotron3.checkpoints.structure import Verdict, check_structure
+from megatron_nemotron3.checkpoints.unpickle import Inert
+from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.tensors import symbol_sizes
+
+#: Objects of the state in torch's own format.
+_STATE_OBJECTS = ("args", "iteration", "checkpoint_version")
+
+
+def open_torch_dist(folder: Path, verdict: Verdict | None = None) -> tuple[FileSource, CheckpointIndex]:
+    """Open every tensor of a torch_dist folder, including optimizer state. Returns the source and the index.
+
+    Raises:
+        CheckpointError: the folder is unfinished or damaged, or one of its files is a link to elsewhere.
+    """
+    verdict = verdict or check_structure(folder)
+    if verdict.state != "complete" or verdict.index is None:
+        problem = verdict.problems[0] if verdict.problems else f"{folder}: not a torch_dist checkpoint"
+        raise CheckpointError(f"{problem} ({verdict.state}; `nemotron3 check {folder}` says more)")
+    index = verdict.index
+    files = {name: regular_file_size(folder / name, folder) for name in index.files}
+    return FileSource(folder, index_tensors(index), files), index
+
+
+def index_tensors(index: CheckpointIndex) -> dict[str, SourceTensor]:
+    """Return every tensor of an index; the elements of a chunk are located when they are read."""
+
+    def block(chunk: Chunk, dtype: str) -> Block:
+        return Block(chunk.offsets, chunk.sizes, partial(_locate_chunk, index.folder, chunk, dtype))
+
+    return {
+        name: SourceTensor(tensor.dtype, tensor.shape, tuple(block(c, tensor.dtype) for c in tensor.chunks))
+        for name, tensor in index.tensors.items()
+    }
+
+
+def _locate_chunk(folder: Path, chunk: Chunk, dtype: str) -> Location:
+    """Locate the elements of a chunk; only the headers of its archive are read."""
+    path = folder / chunk.file
+    with opened(path) as descriptor:
+        found = chunk_layout(descriptor, chunk, dtype)
+    return Location(path, found.offset, found.stride, found.record)
+
+
+def read_dcp_state(index: CheckpointIndex) -> dict[str, Any]:
+    """Read the state of a folder in torch's own format, like `read.common_state`; entries may be missing.
+
+    Raises:
+        CheckpointError: an entry is damaged or names something that is not data.
+    """
+    return {
+        name: stored_object(index.folder, index.objects[name])
+        for name in _STATE_OBJECTS
+        if name in index.objects
+    }
+
+
+def reorder_mamba(source: FileSource, config: Nemotron3Config, state: dict[str, Any]) -> FileSource:
+    """Return the source with Mamba's tensors in the table's order: [z | x | B | C | dt], [x | B | C].
+
+    Tensors that are stored in parts (torch_dist), or were written with TP=1, do not change.
+
+    Args:
+        state: result of `read_dcp_state`; its "args" contain TP.
+
+    Raises:
+        CheckpointError: TP is unknown, or does not divide the model's Mamba layers.
+    """
+    lookup, table = NameLookup(config), symbol_sizes(config)
+    changed: dict[str, SourceTensor] = {}
+    tp: int | None = None
+    for key, tensor in source.tensors.items():
+        if non_weight_kind(key) is not None:
+            continue
+        try:
+            match = lookup.key(key)
+        except ValueError:  # the inventory reports it, unless --allow-unused covers it
+            continue
+        if match.row.tp != "parts" or match.spelling is match.row.spellings[0]:
+            continue
+        tp = _written_tp(source, state) if tp is None else tp
+        if tensor.shape != tuple(table[symbol] for symbol in match.tensor.shape):
+            continue  # another model; the inventory reports it
+        try:
+            plan = transforms.split_parameter(match.row, config, tp=tp)
+        except ValueError as problem:
+            raise CheckpointError(f"{source.folder}: written at TP={tp}, but {problem}") from None
+        assert plan is not None
+        changed[key] = SourceTensor(tensor.dtype, tensor.shape, _reordered(tensor, plan))
+    return FileSource(source.folder, {**source.tensors, **changed}, source.files) if changed else source
+
+
+def _written_tp(source: FileSource, state: dict[str, Any]) -> int:
+    arguments = state.get("args")
+    tp = arguments.field("tensor_model_parallel_size") if isinstance(arguments, Inert) else None
+    if type(tp) is not int or tp < 1:
+        raise CheckpointError(
+            f"{source.folder}: the order of Mamba's in_proj rows depends on the TP that wrote it, but "
+            f"its stored arguments have tensor_model_parallel_size={tp!r}: save it with --ckpt-format "
+            "torch_dist"
+        )
+    return tp
+
+
+def _reordered(tensor: SourceTensor, plan: Plan) -> tuple[Block, ...]:
+    """Cut the blocks of a tensor that was stored rank by rank, and move them to their rows in `plan`."""
+    blocks = []
+    for piece in plan.pieces:
+        (first, last), (begin, _) = piece.source_slices[0], piece.destination_slices[0]
+        stored = int(piece.destination) * plan.destinations[piece.destination][0] + begin
+        for block in tensor.blocks:
+            low = max(stored, block.offsets[0])
+            high = min(stored + last - first, block.offsets[0] + block.sizes[0])
+            if low < high:
+                location = partial(_location_from_row, block, low - block.offsets[0], ITEM_SIZE[tensor.dtype])
+                offsets = (first + low - stored, *block.offsets[1:])
+                blocks.append(Block(offsets, (high - low, *block.sizes[1:]), location))
+    return tuple(blocks)
+
+
+def _location_from_row(block: Block, row: int, item: int) -> Location:
+    found = block.locate()
+    offset = found.offset + row * found.stride[0] * item
+    return Location(found.path, offset, found.stride, found.record)

@@ -1,0 +1,134 @@
+"""Write a folder of planned files to a URL through fsspec: restartable, without a local copy.
+
+Object stores cannot rename, so files get their final names at once. While `journal.jsonl` is there, the
+folder is incomplete; the files that make it a checkpoint (config.json and index, or Megatron's metadata and
+tracker) come last. The same command continues what was interrupted: files in the journal stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from megatron_nemotron3.checkpoints.convert.checksums import combine_crc32
+from megatron_nemotron3.checkpoints.convert.job import JOURNAL, MANIFEST, Job, Progress, manifest_of
+from megatron_nemotron3.checkpoints.convert.streams import blocks, prefetched
+from megatron_nemotron3.checkpoints.remote import filesystem, root
+
+
+def check_url(url: str) -> None:
+    """Check that nothing is at a URL, except a conversion that was interrupted.
+
+    Raises:
+        ValueError: something is there, or the place cannot be reached.
+    """
+    with _explained(url):
+        store, place = filesystem(url), root(url)
+        if store.exists(place) and store.ls(place) and not store.exists(f"{place}/{JOURNAL}"):
+            raise ValueError(f"{url}: it exists: give a new place, or remove it")
+
+
+def upload(job: Job, url: str, report: Callable[[Progress], None]) -> dict[str, Any]:
+    """Write the files of a job to a URL. Returns the manifest.
+
+    Nobody is kept from writing there at the same time: object stores have no locks.
+
+    Args:
+        report: called about once a second.
+
+    Raises:
+        ValueError: something else is there, or the place cannot be written, or the source changes.
+        CheckpointError: a source is damaged.
+    """
+    check_url(url)
+    store, place = filesystem(url), root(url)
+    state, fingerprint = job.source_state(), job.fingerprint()
+    done = _uploaded(store, place, url, fingerprint, job)
+    total, before = sum(plan.length for plan in job.files), sum(entry["bytes"] for entry in done.values())
+    written, last = 0, time.monotonic()
+    for plan in job.files:
+        if plan.name in done:
+            continue
+        _put_journal(store, place, url, fingerprint, done)
+        crc = 0
+        with _explained(url), _created(store, f"{place}/{plan.name}") as file:
+            for block, one in prefetched(blocks(plan, job.source, finite=job.finite)):
+                file.write(block)
+                crc, written = combine_crc32(crc, one, len(block)), written + len(block)
+                if (now := time.monotonic()) - last > 1:
+                    last = now
+                    report(Progress(before + written, total, before))
+        with _explained(url):
+            if (size := store.info(f"{place}/{plan.name}")["size"]) != plan.length:
+                raise ValueError(f"{url}/{plan.name}: {size:,} bytes arrived of {plan.length:,}")
+        done[plan.name] = {"bytes": plan.length, "crc32": f"{crc:08x}", "read": job.source.reads.take()}
+    _put_journal(store, place, url, fingerprint, done)
+    for entry in done.values():
+        job.source.reads.merge(entry.pop("read", []))
+    job.source.reads.finish()
+    if job.source_state() != state:
+        raise ValueError(f"{job.source.folder}: its files changed while they were converted: remove {url}")
+    manifest = manifest_of(job, fingerprint, done)
+    with _explained(url):
+        for name, data in job.small.items():
+            store.pipe_file(f"{place}/{name}", data)
+        store.pipe_file(f"{place}/{MANIFEST}", (json.dumps(manifest, indent=1) + "\n").encode())
+        store.rm_file(f"{place}/{JOURNAL}")
+    return manifest
+
+
+def _uploaded(store: Any, place: str, url: str, fingerprint: str, job: Job) -> dict[str, dict[str, Any]]:
+    """Return the files of the journal that are there in full length."""
+    if not store.exists(f"{place}/{JOURNAL}"):
+        return {}
+    lengths, done = {plan.name: plan.length for plan in job.files}, {}
+    try:
+        found = json.loads(store.cat_file(f"{place}/{JOURNAL}"))
+        if found["plan"] != fingerprint:
+            raise ValueError("its source or its options were others")
+        for name, entry in found["files"].items():
+            if lengths.get(name) != entry["bytes"] or not store.exists(f"{place}/{name}"):
+                continue
+            if store.info(f"{place}/{name}")["size"] == lengths[name]:
+                done[name] = entry
+    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+        raise ValueError(
+            f"{url}: an interrupted conversion is there that cannot be continued ({problem}): repeat that "
+            "command, or remove it"
+        ) from None
+    return done
+
+
+def _put_journal(store: Any, place: str, url: str, fingerprint: str, done: dict[str, dict[str, Any]]) -> None:
+    with _explained(url):
+        store.makedirs(place, exist_ok=True)
+        store.pipe_file(f"{place}/{JOURNAL}", json.dumps({"plan": fingerprint, "files": done}).encode())
+
+
+@contextlib.contextmanager
+def _created(store: Any, path: str) -> Iterator[Any]:
+    """Open a file to write. If the block fails, what was written is dropped where the store can do that."""
+    store.makedirs(path.rpartition("/")[0], exist_ok=True)
+    file = store.open(path, "wb")
+    try:
+        yield file
+    except BaseException:
+        with contextlib.suppress(Exception):
+            file.discard()
+            file.closed = True
+        raise
+    file.close()
+
+
+@contextlib.contextmanager
+def _explained(url: str) -> Iterator[None]:
+    """Turn what a file system raises, which is of many kinds, into one line."""
+    try:
+        yield
+    except (ValueError, RuntimeError):
+        raise
+    except Exception as problem:
+        raise ValueError(f"{url}: it cannot be written: {problem!r:.300}") from None

@@ -1,0 +1,170 @@
+"""Full check of a checkpoint: read everything and compare the CRC32 of every record.
+
+torch.save writes a CRC32 with every record, but torch.load does not check it: a flipped bit in a weight
+loads as another weight.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from megatron_nemotron3.checkpoints.archive import BLOCK, ArchiveError, crc_problem, records
+from megatron_nemotron3.checkpoints.metadata import (
+    COMMON,
+    JSON_LIMIT,
+    CheckpointError,
+    CheckpointIndex,
+    Chunk,
+    StoredObject,
+    read_file,
+)
+from megatron_nemotron3.checkpoints.read import chunk_layout, opened
+from megatron_nemotron3.checkpoints.structure import legacy_files
+from megatron_nemotron3.checkpoints.unpickle import Refused
+from megatron_nemotron3.common.files import open_outside
+
+#: Written by Megatron with --verify-integrity: SHA-256 of every file.
+MANIFEST = "integrity.json"
+#: Bytes read by one task.
+_TASK_BYTES = 256 << 20
+#: (name, dtype or "" for an object, position) of an archive.
+_Item = tuple[str, str, StoredObject]
+
+
+@dataclass
+class Read:
+    """Result of a full check."""
+
+    records: int = 0
+    bytes: int = 0
+    #: Archives that were written without CRC32s.
+    unprotected: int = 0
+    problems: tuple[str, ...] = ()
+
+
+def check_integrity(
+    folder: Path,
+    index: CheckpointIndex | None,
+    workers: int = 1,
+    report: Callable[[int], None] = lambda read: None,
+) -> Read:
+    """Check the CRC32 of every record, and that every chunk holds the tensor the index describes.
+
+    Every byte is read once, or twice if there is an integrity.json (SHA-256 of whole files). Memory: one
+    block per worker. The folder must have passed the structural check.
+
+    Args:
+        index: index of a torch_dist folder; None for a legacy folder.
+        report: called with the bytes of each part that was read.
+    """
+    parts = []
+    with ThreadPoolExecutor(max_workers=max(1, workers)) as pool:
+        for part in pool.map(lambda task: task(), _check_tasks(folder, index)):
+            parts.append(part)
+            report(part.bytes)
+    return Read(
+        sum(part.records for part in parts),
+        sum(part.bytes for part in parts),
+        sum(part.unprotected for part in parts),
+        tuple(problem for part in parts for problem in part.problems),
+    )
+
+
+def _check_archives(path: Path, items: list[_Item]) -> Read:
+    """Check neighboring archives of one file."""
+    result, problems = Read(), []
+    try:
+        with opened(path) as descriptor:
+            for name, dtype, place in items:
+                try:
+                    _check_archive(descriptor, dtype, place, result)
+                except (ArchiveError, Refused) as problem:
+                    problems.append(f"{path}: {name} at byte {place.offset:,}: {problem}")
+    except CheckpointError as problem:
+        problems.append(str(problem))
+    result.problems = tuple(problems)
+    return result
+
+
+def _check_archive(descriptor: int, dtype: str, place: StoredObject, result: Read) -> None:
+    found = records(descriptor, place.offset, place.length)
+    if all(record.crc == 0 for record in found):  # torch.serialization.set_crc32_options(False)
+        result.unprotected += 1
+    else:
+        for record in found:
+            if problem := crc_problem(descriptor, record):
+                raise ArchiveError(problem)
+    result.records += len(found)
+    result.bytes += place.length
+    if isinstance(place, Chunk):
+        chunk_layout(descriptor, place, dtype)
+
+
+def _check_digest(path: Path, expected: str) -> Read:
+    """Check one file against integrity.json."""
+    digest = hashlib.sha256()
+    try:
+        with open_outside(path) as file:
+            while block := file.read(BLOCK):
+                digest.update(block)
+    except OSError as problem:
+        return Read(problems=(f"{path}: {problem.strerror}",))
+    except ValueError as problem:
+        return Read(problems=(str(problem),))
+    if digest.hexdigest() == expected:
+        return Read()
+    found = f"SHA-256 {digest.hexdigest()[:16]}…, {MANIFEST} says {expected[:16]}…"
+    return Read(problems=(f"{path}: {found}",))
+
+
+def _check_tasks(folder: Path, index: CheckpointIndex | None) -> Iterator[Callable[[], Read]]:
+    items: list[_Item] = []
+    if index is not None:
+        for name, tensor in index.tensors.items():
+            items += [(name, tensor.dtype, chunk) for chunk in tensor.chunks]
+        items += [(name, "", place) for name, place in index.objects.items()]
+    whole = [folder / COMMON] if (folder / COMMON).is_file() else []
+    for path in [*whole, *legacy_files(folder)]:
+        items.append(
+            ("the whole file", "", StoredObject(str(path.relative_to(folder)), 0, path.stat().st_size))
+        )
+    group: list[_Item] = []
+    size = 0
+    for item in sorted(items, key=lambda item: (item[2].file, item[2].offset)):
+        if group and (item[2].file != group[0][2].file or size > _TASK_BYTES):
+            yield partial(_check_archives, folder / group[0][2].file, group)
+            group, size = [], 0
+        group.append(item)
+        size += item[2].length
+    if group:
+        yield partial(_check_archives, folder / group[0][2].file, group)
+    for name, expected in _sha256_manifest(folder).items():
+        yield partial(_check_digest, folder / name, expected)
+
+
+def _sha256_manifest(folder: Path) -> dict[str, str]:
+    """Read file -> SHA-256 from integrity.json; empty if the file does not exist.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    path = folder / MANIFEST
+    if not os.path.lexists(path):
+        return {}
+    data = read_file(path, JSON_LIMIT)
+    try:
+        found = json.loads(data)
+        if found.get("algorithm", "sha256") != "sha256":
+            raise CheckpointError(f"{path}: algorithm {found['algorithm']!r:.40} is not sha256")
+        return {os.path.basename(str(name)): str(digest) for name, digest in found["files"].items()}
+    except CheckpointError:
+        raise
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        raise CheckpointError(f"{path}: it is not an integrity manifest") from None

@@ -1,0 +1,307 @@
+"""The index of a torch_dist checkpoint folder, read without Megatron and without torch.
+
+FOLDER/.metadata       the index: a pickle of torch.distributed.checkpoint's Metadata
+FOLDER/__0_0.distcp    chunks, one torch.save archive after another
+FOLDER/metadata.json   {"sharded_backend": "torch_dist", …}, written last
+FOLDER/common.pt       what is not a tensor, up to megatron-core 0.18; later the object `common_state/…`
+
+Tensors are stored with global shapes, so the index does not depend on the layout that wrote it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Protocol
+
+from megatron_nemotron3.checkpoints.unpickle import Inert, Refused, arguments, inert, loads
+from megatron_nemotron3.common.files import read_outside
+
+INDEX = ".metadata"
+COMMON = "common.pt"
+#: Longest index and longest JSON file that are read, in bytes. Ultra's released index has 6 MB.
+_INDEX_LIMIT = 1 << 30
+JSON_LIMIT = 64 << 20
+
+#: Bytes per element; two float4 elements are packed into one of one byte.
+ITEM_SIZE = {
+    **dict.fromkeys(["float64", "int64", "uint64", "complex64"], 8),
+    **dict.fromkeys(["float32", "int32", "uint32"], 4),
+    **dict.fromkeys(["float16", "bfloat16", "int16", "uint16"], 2),
+    **dict.fromkeys(["int8", "uint8", "bool", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz"], 1),
+    **dict.fromkeys(["float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"], 1),
+    "complex128": 16,
+}
+
+#: Largest number of dimensions, as in torch.
+MOST_AXES = 64
+
+
+class CheckpointError(ValueError):
+    """A checkpoint file is damaged. The message begins with its path and is one printable line."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
+
+
+def printable(text: str, but: str = "") -> str:
+    """Escape control characters, which could move the cursor or rewrite a terminal; keep those of `but`."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() or char in but else repr(char)[1:-1] for char in text)
+
+
+def read_file(path: Path, limit: int) -> bytes:
+    """Read a file of a checkpoint.
+
+    Raises:
+        CheckpointError: it is missing, not a regular file, or longer than `limit` bytes.
+    """
+    try:
+        return read_outside(path, limit=limit)
+    except OSError as problem:
+        raise CheckpointError(f"{path}: {problem.strerror}") from None
+    except ValueError as problem:
+        raise CheckpointError(str(problem)) from None
+
+
+def read_json(path: Path, limit: int = JSON_LIMIT) -> dict[str, Any]:
+    """Read a JSON file that holds an object.
+
+    Raises:
+        CheckpointError: as for `read_file`, or it is not a JSON object.
+    """
+    try:
+        data = json.loads(read_file(path, limit))
+    except CheckpointError:
+        raise
+    except (ValueError, RecursionError) as problem:
+        raise CheckpointError(f"{path}: it is not JSON: {problem}") from None
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path}: it holds a {type(data).__name__}, not an object")
+    return data
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """A pickled object: bytes [offset, offset + length) of `file`."""
+
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk(StoredObject):
+    """The part of a tensor of shape `sizes` that begins at `offsets`; stored as a torch.save archive."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor: torch's dtype name without "torch.", global shape, chunks in file order."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the elements in bytes."""
+        return self.numel * ITEM_SIZE[self.dtype]
+
+
+class Sized(Protocol):
+    """A tensor with the name of its dtype and the size of its elements in bytes."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+def count_elements(tensors: Iterable[Sized]) -> dict[str, int]:
+    """Return the number of elements of each dtype, the most frequent first."""
+    elements: Counter[str] = Counter()
+    for tensor in tensors:
+        elements[tensor.dtype] += tensor.nbytes // ITEM_SIZE[tensor.dtype]
+    return dict(elements.most_common())
+
+
+def elements_text(elements: Mapping[str, int]) -> str:
+    """Return "1,024 in bfloat16, 16 in float32" for what `count_elements` returned."""
+    return ", ".join(f"{count:,} in {dtype}" for dtype, count in elements.items())
+
+
+@dataclass(frozen=True)
+class CheckpointIndex:
+    """The index of one checkpoint folder."""
+
+    folder: Path
+    tensors: dict[str, StoredTensor]
+    objects: dict[str, StoredObject]
+
+    @property
+    def files(self) -> dict[str, int]:
+        """File name -> smallest size in bytes that holds everything the index places in the file."""
+        ends: dict[str, int] = {}
+        for item in self.items():
+            ends[item.file] = max(ends.get(item.file, 0), item.offset + item.length)
+        return dict(sorted(ends.items()))
+
+    def items(self) -> list[StoredObject]:
+        """All chunks and objects."""
+        return [*(c for t in self.tensors.values() for c in t.chunks), *self.objects.values()]
+
+    @property
+    def common_state(self) -> StoredObject | None:
+        """The object that holds arguments and iteration since megatron-core 0.19; None: see common.pt."""
+        found = (v for k, v in self.objects.items() if k.startswith("common_state/"))
+        return next(found, None)
+
+
+def _torch_size(values: Any = ()) -> tuple[Any, ...]:
+    return tuple(values)
+
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+#: Names in an index. Instances become `Inert`, also those in cached save plans.
+_INDEX_TABLE: dict[tuple[str, str], Any] = {
+    **{("torch", dtype): dtype for dtype in ITEM_SIZE},
+    **{
+        (_METADATA, name): inert(name)
+        for name in (
+            *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+            *("TensorProperties", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+        )
+    },
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): inert("_StorageInfo"),
+    ("torch", "Size"): _torch_size,
+    ("torch.serialization", "_get_layout"): arguments,
+    # Python 3.11 pickles members of enumerations as calls of getattr; nothing is looked up.
+    ("builtins", "getattr"): arguments,
+    ("__builtin__", "getattr"): arguments,  # protocol 2
+    ("collections", "OrderedDict"): dict,
+    ("pathlib", "PosixPath"): arguments,
+    ("pathlib", "PurePosixPath"): arguments,
+    ("io", "BytesIO"): inert("BytesIO"),
+}
+#: Packages of the classes in a save plan that is cached in the index.
+_STUBS = ("megatron.", "nvidia_resiliency_ext.", "torch.distributed.")
+
+
+def read_metadata(folder: Path | str) -> CheckpointIndex:
+    """Read the index of a torch_dist folder. No class it names is imported, no data file is opened.
+
+    Raises:
+        CheckpointError: `.metadata` is missing or damaged, or names a class that does not belong there.
+    """
+    folder = Path(folder)
+    path = folder / INDEX
+    data = read_file(path, _INDEX_LIMIT)
+    if not data:
+        raise CheckpointError(f"{path}: the file is empty (0 bytes)")
+    try:
+        root = loads(data, _INDEX_TABLE, stubs=_STUBS)
+        if type(root).__name__ not in ("Metadata", "MCoreMetadata"):
+            raise Refused(f"it holds a {type(root).__name__}, not a Metadata")
+        return _parse_index(folder, root)
+    except Refused as problem:
+        raise CheckpointError(f"{path}: {problem}") from None
+
+
+def _parse_index(folder: Path, root: Inert) -> CheckpointIndex:
+    places: dict[tuple[str, Any], StoredObject] = {}
+    for where, info in _require_dict(root.field("storage_data"), "storage_data").items():
+        offset = _typed_field(where, "offset", (tuple, type(None)))
+        key = (_typed_field(where, "fqn", str), offset)
+        if key in places:
+            raise Refused(f"it gives two positions for {key[0]} at {offset}")
+        places[key] = _parse_place(key[0], info)
+    tensors: dict[str, StoredTensor] = {}
+    objects: dict[str, StoredObject] = {}
+    for name, entry in _require_dict(root.field("state_dict_metadata"), "state_dict_metadata").items():
+        if not isinstance(name, str):
+            raise Refused(f"the name of a tensor is the {type(name).__name__} {name!r:.60}")
+        kind = type(entry).__name__
+        if kind == "BytesStorageMetadata":
+            objects[name] = _take_place(places, name, None)
+        elif kind == "TensorStorageMetadata":
+            tensors[name] = _parse_tensor(places, name, entry)
+        else:
+            raise Refused(f"{name} is a {kind}, neither a tensor nor an object")
+    if places:
+        name, offset = next(iter(places))
+        raise Refused(f"it gives a position for {name} at {offset}, but no tensor or object has this part")
+    return CheckpointIndex(folder, tensors, objects)
+
+
+def _parse_tensor(places: dict[tuple[str, Any], StoredObject], name: str, entry: Any) -> StoredTensor:
+    shape = _checked_shape(entry.field("size"), name)
+    # Pickled as the tuple (dtype, layout, requires_grad, memory format, pinned).
+    properties = entry.field("properties")
+    state = properties.state if isinstance(properties, Inert) else None
+    dtype = state[0] if isinstance(state, tuple) and state else None
+    if not isinstance(dtype, str) or dtype not in ITEM_SIZE:
+        raise Refused(f"{name} has the unknown type {dtype!r:.40}")
+    chunks = []
+    for chunk in entry.field("chunks") or ():
+        offsets, sizes = (
+            _checked_shape(_typed_field(chunk, key, tuple), name) for key in ("offsets", "sizes")
+        )
+        at = _take_place(places, name, offsets)
+        chunks.append(Chunk(at.file, at.offset, at.length, offsets, sizes))
+    return StoredTensor(dtype, shape, tuple(chunks))
+
+
+def _take_place(places: dict[tuple[str, Any], StoredObject], name: str, offset: Any) -> StoredObject:
+    if (name, offset) not in places:
+        raise Refused(f"it gives no position for {name}" + ("" if offset is None else f" at {offset}"))
+    return places.pop((name, offset))
+
+
+def _parse_place(name: str, info: Any) -> StoredObject:
+    file = _typed_field(info, "relative_path", str)
+    offset, length = _typed_field(info, "offset", int), _typed_field(info, "length", int)
+    path = PurePosixPath(file)
+    if path.is_absolute() or ".." in path.parts or not file.isprintable() or not path.name:
+        raise Refused(f"it places {name} outside the folder, in {file!r:.120}")
+    if min(offset, length) < 0 or max(offset, length) >= 1 << 63:
+        raise Refused(f"it places {name} at offset {offset} with length {length}")
+    if extra := info.field("transform_descriptors"):
+        raise Refused(f"{name} is stored through {extra!r:.60}; only plain storage can be read")
+    return StoredObject(file, offset, length)
+
+
+def _require_dict(value: Any, what: str) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        raise Refused(f"its {what} is not a dict")
+    return value
+
+
+def _typed_field(instance: Any, name: str, kind: type | tuple[type, ...]) -> Any:
+    value = instance.field(name) if isinstance(instance, Inert) else None
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise Refused(f"{type(instance).__name__}.{name} is {value!r:.60}")
+    return value
+
+
+def _checked_shape(values: Any, name: str) -> tuple[int, ...]:
+    if (
+        not isinstance(values, tuple)
+        or len(values) > MOST_AXES
+        or not all(type(v) is int and 0 <= v < 1 << 63 for v in values)
+    ):
+        raise Refused(f"{name} has the shape or offset {values!r:.80}")
+    return values

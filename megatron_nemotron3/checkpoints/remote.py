@@ -1,0 +1,318 @@
+"""Checkpoints elsewhere: URLs through fsspec (s3://, gs://, hf://, memory://, …) and Hugging Face ids.
+
+    with local("s3://bucket/runs/demo") as folder:
+        ...                                  # read it like any folder
+
+A remote folder is read through a local one with the same names. Small files (JSON, `.metadata`, tokenizers)
+are copied. Files with tensors are placeholders: sparse files of the right size, which need no room on disk.
+Where elements are read (`archive.preadv`), the range is fetched instead. Everything that judges names, sizes
+and links therefore works unchanged, and memory is bounded as for local files. A reader that passed by would
+find zeros, which are no valid header of any format.
+
+The packages fsspec and huggingface_hub are imported when a place needs them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections import OrderedDict
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from megatron_nemotron3.checkpoints import archive
+from megatron_nemotron3.checkpoints.folders import (
+    CHECKPOINTS,
+    HF_INDEX,
+    RELEASE,
+    TOKENIZER,
+    TRACKER,
+    iteration_of,
+)
+from megatron_nemotron3.checkpoints.metadata import CheckpointError, read_json
+
+_URL = re.compile(r"[a-z][a-z0-9+.-]*(::[^/]*)?://")
+_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+#: Ends of the names of files with tensors.
+_TENSORS = (".safetensors", ".distcp", ".pt", ".bin", ".pth", ".gguf", ".h5", ".msgpack")
+#: Files that are copied whole, although they end like one with tensors.
+_COPIED = ("common.pt",)
+#: Largest size of a copied file, in bytes.
+_LIMIT = 1 << 30
+#: Shorter reads, of headers, fetch a block of this many bytes; this many blocks are kept per file.
+_BLOCK, _KEPT = 256 << 10, 8
+#: What `local` made -> URL.
+_shown: dict[str, str] = {}
+
+
+def place(text: str) -> Path | str:
+    """Return a URL as it is, and anything else as a path; the type of arguments of `local`."""
+    return text if _URL.match(text) else Path(text)
+
+
+def shown(path: Path | str) -> str:
+    """Return a path, or a message, as the user knows it: with URLs for the folders that `local` made."""
+    text = os.fspath(path)
+    for folder, url in _shown.items():
+        text = text.replace(folder, url)
+    return text
+
+
+@contextlib.contextmanager
+def target(where: Path | str) -> Iterator[tuple[Path, str | None]]:
+    """Yield the path to write to, and the URL if it only stands for one: nothing is written to it then."""
+    if isinstance(where, Path) or where.startswith("file://"):
+        yield _path_of(where), None
+        return
+    with tempfile.TemporaryDirectory(prefix="nemotron3-remote-") as home:
+        path = Path(home) / "target"
+        _shown[os.fspath(path)] = where.rstrip("/")
+        try:
+            yield path, where.rstrip("/")
+        finally:
+            del _shown[os.fspath(path)]
+
+
+def _path_of(where: Path | str) -> Path:
+    return where if isinstance(where, Path) else Path(unquote(urlsplit(where).path))
+
+
+@contextlib.contextmanager
+def local(where: Path | str, *, iteration: int | None = None, every: bool = False) -> Iterator[Path]:
+    """Yield a local folder to read `where` through: a path, a URL, or the id of a Hugging Face repository.
+
+    Args:
+        iteration: the only iteration that is needed; default: the one that the tracker names.
+        every: all iterations are needed.
+
+    Raises:
+        ValueError: the package is not installed, the place cannot be reached, or does not exist. Messages of
+            errors raised inside the block name the URL.
+    """
+    if isinstance(where, Path) or not _URL.match(where):
+        path = Path(where)
+        is_id = _ID.fullmatch(os.fspath(where)) and not os.path.lexists(path) and not path.parent.exists()
+        yield _snapshot(os.fspath(where)) if is_id else path
+        return
+    if where.startswith("file://"):
+        yield _path_of(where)
+        return
+    home = Path(tempfile.mkdtemp(prefix="nemotron3-remote-"))
+    folder = home / (where.rstrip("/").rpartition("/")[2] or "root")
+    _shown[os.fspath(folder)] = where.rstrip("/")
+    made: list[tuple[int, int]] = []
+    try:
+        _Mirror(where, made, iteration, every).folder(root(where), folder)
+        yield folder
+    except (ValueError, OSError) as problem:
+        raise ValueError(shown(str(problem))) from None
+    finally:
+        for key in made:
+            archive.REMOTE.pop(key, None)
+        del _shown[os.fspath(folder)]
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def filesystem(url: str) -> Any:
+    """Return fsspec's file system of a URL, a new one in each process: sockets do not survive a fork.
+
+    Raises:
+        ValueError: fsspec, or the package of this protocol, is not installed.
+    """
+    try:
+        import fsspec
+    except ImportError:
+        raise ValueError(f"{url}: URLs need the package fsspec: pip install fsspec") from None
+    if (url, os.getpid()) not in _filesystems:
+        try:
+            _filesystems[url, os.getpid()] = fsspec.core.url_to_fs(url, skip_instance_cache=True)
+        except (ImportError, ValueError) as problem:
+            raise ValueError(f"{url}: {problem}") from None
+    return _filesystems[url, os.getpid()][0]
+
+
+_filesystems: dict[tuple[str, int], tuple[Any, str]] = {}
+
+
+def root(url: str) -> str:
+    """Return the path of a URL in its file system."""
+    filesystem(url)
+    return _filesystems[url, os.getpid()][1].rstrip("/") or "/"
+
+
+class _Mirror:
+    """Makes the local folder of a remote one."""
+
+    def __init__(self, url: str, made: list[tuple[int, int]], iteration: int | None, every: bool) -> None:
+        self.url, self.made, self.iteration, self.every = url, made, iteration, every
+
+    def folder(self, remote: str, folder: Path) -> None:
+        """Make a folder and what is needed below it.
+
+        Raises:
+            ValueError: the remote folder does not exist, or cannot be listed.
+        """
+        try:
+            entries = filesystem(self.url).ls(remote, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            raise ValueError(f"{folder}: it does not exist") from None
+        except Exception as problem:  # each file system has its own
+            raise ValueError(f"{folder}: it cannot be listed: {problem!r:.300}") from None
+        folder.mkdir(parents=True)
+        folders = {}
+        for entry in entries:
+            name = str(entry["name"]).rstrip("/").rpartition("/")[2]
+            if name in ("", ".", "..") or "\0" in name:
+                continue
+            if entry["type"] == "directory":
+                folders[name] = f"{remote.rstrip('/')}/{name}"
+            elif str(entry["name"]).rstrip("/") != remote.rstrip("/"):  # a file was asked for
+                self.file(entry, folder / name)
+        if not entries or not (folders or any(folder.iterdir())):
+            raise ValueError(f"{folder}: it is not a folder, or is empty")
+        for name, below in folders.items():
+            number = iteration_of(name)
+            if number is not None or name == RELEASE:
+                if not self._needed(folder, number if number is not None else name):
+                    (folder / name).mkdir()
+                    continue
+            elif name not in (CHECKPOINTS, TOKENIZER) and not name.startswith("mp_rank_"):
+                continue
+            self.folder(below, folder / name)
+
+    def file(self, entry: dict[str, Any], path: Path) -> None:
+        """Copy a small file, or make the placeholder of a file with tensors."""
+        remote, size = entry["name"], entry.get("size")
+        if type(size) is not int:
+            raise ValueError(f"{path}: {entry.get('size')!r} is not its size")
+        if path.name.endswith(_TENSORS) and path.name not in _COPIED or size > _LIMIT:
+            reader = _Reader(self.url, remote, path, size)
+            with open(path, "wb") as file:
+                os.truncate(file.fileno(), size)
+                if path.name.endswith(".safetensors") and size > 8:
+                    head = bytearray(8)
+                    reader(memoryview(head), 0)
+                    length = min(int.from_bytes(head, "little"), size - 8, 64 << 20)
+                    head = bytearray(8 + length)
+                    reader(memoryview(head), 0)
+                    os.pwrite(file.fileno(), head, 0)
+                found = os.fstat(file.fileno())
+            archive.REMOTE[found.st_dev, found.st_ino] = reader
+            self.made.append((found.st_dev, found.st_ino))
+        else:
+            path.write_bytes(_fetch(self.url, remote, 0, size, path))
+        os.utime(path, ns=(0, _changed(entry)))
+
+    def _needed(self, folder: Path, which: int | str) -> bool:
+        if self.every:
+            return True
+        if self.iteration is not None:
+            return which == self.iteration
+        try:
+            named = (folder / TRACKER).read_bytes().decode(errors="replace").strip()
+        except OSError:
+            return False
+        return named == str(which) or (named.isdecimal() and int(named) == which)
+
+
+class _Reader:
+    """Reads ranges of a remote file; short ones through a few blocks that are kept."""
+
+    def __init__(self, url: str, remote: str, path: Path, size: int) -> None:
+        self.url, self.remote, self.path, self.size = url, remote, path, size
+        self._blocks: OrderedDict[int, bytes] = OrderedDict()
+
+    def __call__(self, view: memoryview, offset: int) -> int:
+        """Fill the beginning of `view`; returns how much, 0 at the end of the file.
+
+        Raises:
+            OSError: it cannot be fetched.
+        """
+        length = min(len(view), self.size - offset)
+        if length <= 0:
+            return 0
+        if length >= _BLOCK:
+            view[:length] = _fetch(self.url, self.remote, offset, length, self.path)
+            return length
+        number = offset // _BLOCK
+        block = self._blocks.get(number)
+        if block is None:
+            begin = number * _BLOCK
+            block = _fetch(self.url, self.remote, begin, min(_BLOCK, self.size - begin), self.path)
+            self._blocks[number] = block
+            if len(self._blocks) > _KEPT:
+                with contextlib.suppress(KeyError):  # another thread
+                    self._blocks.popitem(last=False)
+        part = block[offset - number * _BLOCK :][:length]
+        view[: len(part)] = part
+        return len(part)
+
+
+def _fetch(url: str, remote: str, offset: int, length: int, path: Path) -> bytes:
+    if not length:
+        return b""
+    try:
+        data = filesystem(url).cat_file(remote, start=offset, end=offset + length)
+    except Exception as problem:  # each file system has its own
+        raise OSError(0, f"bytes from {offset:,} cannot be fetched: {problem!r:.300}", path) from None
+    if len(data) != length:
+        raise CheckpointError(f"{path}: {len(data):,} of {length:,} bytes came from {offset:,}")
+    return bytes(data)
+
+
+def _changed(entry: dict[str, Any]) -> int:
+    """Return the time of the last change in ns, or of the number that stands for a version; 0 if unknown."""
+    for key in ("mtime", "LastModified", "last_modified", "updated", "created"):
+        found = entry.get(key)
+        if isinstance(found, datetime):
+            return int(found.timestamp() * 1e9)
+        if isinstance(found, (int, float)):
+            return int(found * 1e9)
+    return 0
+
+
+def _snapshot(name: str) -> Path:
+    """Return the folder of a repository in Hugging Face's cache; download it if it is not there.
+
+    Raises:
+        ValueError: huggingface_hub is not installed, or the repository is not in the cache and cannot be
+            downloaded.
+    """
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise ValueError(
+            f"{name}: it does not exist here; as a Hugging Face id it needs the package huggingface_hub"
+        ) from None
+    with contextlib.suppress(Exception):
+        found = Path(snapshot_download(name, local_files_only=True))
+        if _is_whole(found):
+            return found
+    print(f"{name}: not in Hugging Face's cache; downloading it (hf://{name} only reads)", file=sys.stderr)
+    patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.py"]
+    try:
+        found = Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception as problem:  # httpx's, requests' or the package's own
+        text = f"{type(problem).__name__}: {' '.join(str(problem).split()):.200}"
+    else:
+        if _is_whole(found):
+            return found
+        text = "files with weights are missing"
+    raise ValueError(
+        f"{name}: no such folder is here, and as a Hugging Face id it is neither in the cache nor can it be "
+        f"downloaded ({text})"
+    )
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether every file with weights is there."""
+    if not (folder / HF_INDEX).exists():
+        return any(folder.glob("*.safetensors"))
+    return all((folder / str(name)).exists() for name in read_json(folder / HF_INDEX)["weight_map"].values())

@@ -1,0 +1,352 @@
+"""Before a run starts: make the tracker name the last complete checkpoint.
+
+Megatron loads the checkpoint that `latest_checkpointed_iteration.txt` (the tracker) names. It writes this
+file after the checkpoint, but not atomically. If it is killed while it writes, the file is empty, and the
+next run ends at once with status 0. If it is killed earlier, the file names the previous checkpoint. After a
+power failure the file may name a folder that never reached the disk. `repair_tracker` corrects the tracker in
+these cases and says so in one line. It stops the run if the named checkpoint is damaged. Only
+`remove_incomplete` deletes anything.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_nemotron3.checkpoints.folders import (
+    RELEASE,
+    TRACKER,
+    checkpoint_path,
+    iterations,
+    latest_iteration,
+    read_tracker,
+    write_tracker,
+)
+from megatron_nemotron3.checkpoints.integrity import MANIFEST
+from megatron_nemotron3.checkpoints.structure import CONFIG, Verdict, check_structure
+from megatron_nemotron3.common.argv import option_value
+from megatron_nemotron3.common.lock import Holder, holder
+
+#: Seconds that other ranks wait until rank 0 has repaired the tracker.
+PATIENCE = 300.0
+#: Seconds in which another run, which is saving, may leave the tracker empty.
+_SAVING = 2.0
+#: States that the named checkpoint may have; Megatron itself checks the formats that are not checked here.
+_TRUSTED = ("complete", "legacy", "foreign")
+#: Where Megatron keeps non-persistent checkpoints below --load.
+NON_PERSISTENT = "non_persistent"
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What a Megatron command line says about loading."""
+
+    load: Path | None = None
+    #: --ckpt-step; 0 and None both mean the iteration that the tracker names.
+    step: int | None = None
+    #: Folder of global non-persistent checkpoints, if they are used.
+    non_persistent: Path | None = None
+    #: --verify-integrity: a save ends with integrity.json.
+    manifest: bool = False
+    #: --pretrained-checkpoint: where a run starts if --load has no checkpoint.
+    pretrained: Path | None = None
+
+
+def load_options(argv: Sequence[str]) -> LoadOptions:
+    """Read Megatron's command line as its own parser does: the last value of an option counts.
+
+    Addresses of object stores (msc://…) are ignored.
+    """
+    named = option_value(argv, "--load")
+    load = _local_path(named)
+    # Whether an object store holds a checkpoint is unknown, and so is whether this option takes effect.
+    pretrained = _local_path(option_value(argv, "--pretrained-checkpoint")) if load or not named else None
+    step = option_value(argv, "--ckpt-step")
+    non_persistent = None
+    if option_value(argv, "--non-persistent-ckpt-type") == "global":
+        given = option_value(argv, "--non-persistent-global-ckpt-dir")
+        non_persistent = _local_path(given) if given else load and load / NON_PERSISTENT
+    number = int(step) if step is not None and step.isascii() and step.isdigit() else None
+    return LoadOptions(load, number or None, non_persistent, "--verify-integrity" in argv, pretrained)
+
+
+@dataclass(frozen=True)
+class LoadFolder:
+    """A folder to load a checkpoint from."""
+
+    folder: Path
+    #: --ckpt-step: the iteration to load, whatever the tracker names.
+    step: int | None = None
+    #: A checkpoint without integrity.json is incomplete (--verify-integrity).
+    manifest: bool = False
+    #: Iteration of a non-persistent checkpoint. Megatron prefers it if it is not older.
+    non_persistent: int | None = None
+    #: The cure to name in errors instead of --ckpt-step.
+    cure: str = ""
+    #: The option that named the folder.
+    option: str = "--load"
+
+    @property
+    def tracker(self) -> Path:
+        """The file that names the checkpoint to load."""
+        return self.folder / TRACKER
+
+
+@dataclass(frozen=True)
+class TrackerFix:
+    """The iteration to write into the tracker, and why: a phrase that continues "the tracker …"."""
+
+    iteration: int
+    why: str
+
+
+def before_start(argv: Sequence[str], rank: int, key: str = "") -> list[str]:
+    """Prepare the folders that a Megatron command line loads from. Returns lines to print.
+
+    Rank 0 checks the checkpoints and repairs the trackers. Other ranks wait until the trackers are usable.
+
+    Args:
+        key: of the locks that this run holds. Where another one writes nothing is repaired.
+
+    Raises:
+        ValueError: the checkpoint to load is damaged. The message names the file and the cure.
+    """
+    given = load_options(argv)
+
+    def prepare(source: LoadFolder) -> list[str]:
+        return wait_for_repair(source) if rank else repair_tracker(source, key)
+
+    lines: list[str] = []
+    newer = None
+    if given.non_persistent is not None:
+        cure = "leave --non-persistent-ckpt-type out to load from --load alone"
+        lines += prepare(LoadFolder(given.non_persistent, manifest=given.manifest, cure=cure))
+        newer = latest_iteration(given.non_persistent)
+    if given.load is not None:
+        lines += prepare(LoadFolder(given.load, given.step, given.manifest, newer))
+    if given.pretrained is not None and not (given.load and (given.load / TRACKER).is_file()):
+        source = LoadFolder(given.pretrained, given.step, given.manifest, option="--pretrained-checkpoint")
+        lines += prepare(source)
+        if not source.tracker.is_file():
+            raise ValueError(
+                f"{source.tracker} does not exist: give --pretrained-checkpoint a folder with this file"
+            )
+    return lines
+
+
+def repair_tracker(source: LoadFolder, key: str = "") -> list[str]:
+    """Make the tracker name the last complete checkpoint. Returns lines to print.
+
+    Args:
+        key: of the lock that this run holds on the folder.
+
+    Raises:
+        ValueError: as `tracker_fix`, or the tracker cannot be written, or is unusable while another run
+            writes to the folder.
+    """
+    fix = tracker_fix(source)
+    if fix is None:
+        return []
+    if (other := holder(source.folder)) is not None and other.key != key:
+        _wait_for_writer(source, fix, other)
+        return []
+    try:
+        write_tracker(source.folder, fix.iteration)
+    except OSError as problem:
+        raise ValueError(
+            f"{source.tracker}: it {fix.why}; the last complete checkpoint is iteration {fix.iteration}, "
+            f"but the file cannot be written ({problem.strerror}): write {fix.iteration} into it"
+        ) from None
+    return [f"{source.tracker} {fix.why}: it now names {fix.iteration}, the last complete checkpoint"]
+
+
+def _wait_for_writer(source: LoadFolder, fix: TrackerFix, other: Holder) -> None:
+    """Return when the tracker is usable. A run that is saving writes it in two steps."""
+    deadline = time.monotonic() + _SAVING
+    while not _tracker_usable(source.folder):
+        if time.monotonic() > deadline:
+            raise ValueError(f"{source.tracker}: it {fix.why}, and the folder is being written by {other}")
+        time.sleep(0.05)
+
+
+def wait_for_repair(source: LoadFolder, patience: float = PATIENCE) -> list[str]:
+    """Return as soon as the tracker is usable: at once, unless rank 0 has to repair it.
+
+    Raises:
+        ValueError: as `tracker_fix`, or rank 0 did not repair the tracker within `patience` seconds.
+    """
+    deadline = time.monotonic() + patience
+    while not _tracker_usable(source.folder) and (fix := tracker_fix(source)) is not None:
+        while latest_iteration(source.folder) != fix.iteration:
+            if time.monotonic() > deadline:
+                raise ValueError(
+                    f"{source.tracker}: it {fix.why}; rank 0 should have written {fix.iteration} into it, "
+                    f"but did not within {patience:.0f} s: is the folder shared by all nodes?"
+                )
+            time.sleep(0.05)
+    return []
+
+
+def tracker_fix(source: LoadFolder) -> TrackerFix | None:
+    """Return the fix after which the last complete checkpoint is loaded; None if nothing is wrong.
+
+    A checkpoint newer than the one in the tracker counts if its save ended after the tracker was written,
+    because then the save was killed between the two. A tracker that a user set back by hand is newer than
+    that, and is left alone.
+
+    Raises:
+        ValueError: the checkpoint to load is damaged, or there is a tracker but no complete checkpoint.
+    """
+    folder, step = source.folder, source.step
+    try:
+        named, trouble = read_tracker(folder), ""
+    except ValueError as problem:
+        named, trouble = None, str(problem)
+    if not trouble and step is not None and named != RELEASE:
+        _require_loadable(folder, step)
+        return None
+    if named is not None:
+        if (later := _finished_later(source, named)) is not None:
+            return TrackerFix(
+                later, f"named {_checkpoint_name(named)}, but the save of iteration {later} was complete"
+            )
+        verdict = check_structure(checkpoint_path(folder, named))
+        # Megatron ignores it if a non-persistent checkpoint is at least as new.
+        unused = (
+            source.non_persistent is not None and isinstance(named, int) and source.non_persistent >= named
+        )
+        if verdict.state in _TRUSTED or unused:
+            return None
+        if verdict.state == "damaged":
+            raise ValueError(_damaged_message(source, named, verdict))
+        trouble = f"named {_checkpoint_name(named)}, which is incomplete ({verdict.problems[0]})"
+    found, others = _last_complete(source)
+    if found is not None:
+        if step is not None:
+            _require_loadable(folder, step)
+        return TrackerFix(found, trouble or "was missing")
+    if not trouble and "damaged" not in {verdict.state for verdict in others.values()}:
+        return None  # no save was ever finished: Megatron starts from random weights
+    raise ValueError(_nothing_complete_message(source, trouble or "is missing", others))
+
+
+def remove_incomplete(folder: Path) -> list[Path]:
+    """Delete the unfinished checkpoints of interrupted saves. Returns the deleted folders.
+
+    Only unfinished folders newer than the checkpoint in the tracker are deleted; without a tracker, newer
+    than the last complete one. Finished checkpoints stay, even damaged ones.
+    """
+    newest = latest_iteration(folder)
+    if newest is None:
+        newest = _last_complete(LoadFolder(folder))[0]
+    removed = []
+    for iteration in reversed(iterations(folder)):
+        path = checkpoint_path(folder, iteration)
+        if (newest is None or iteration > newest) and check_structure(path).state == "unfinished":
+            shutil.rmtree(path)
+            removed.append(path)
+    return removed
+
+
+def _tracker_usable(folder: Path) -> bool:
+    """Whether the tracker names a folder that contains a file which a save writes last."""
+    try:
+        named = read_tracker(folder)
+    except ValueError:
+        return False
+    if named is None:
+        return not iterations(folder)
+    path = checkpoint_path(folder, named)
+    return (path / CONFIG).exists() or next(path.glob("mp_rank_0*"), None) is not None
+
+
+def _finished_later(source: LoadFolder, named: int | str) -> int | None:
+    """Find the newest complete checkpoint after `named` whose save ended after the tracker was written."""
+    after = -1 if isinstance(named, str) else named
+    try:
+        written = source.tracker.stat().st_mtime_ns
+        for iteration in iterations(source.folder):
+            if iteration <= after:
+                break
+            path = checkpoint_path(source.folder, iteration)
+            last = path / (MANIFEST if source.manifest else CONFIG)
+            if (
+                last.exists()
+                and last.stat().st_mtime_ns > written
+                and check_structure(path).state == "complete"
+            ):
+                return iteration
+    except OSError:  # a run that is still saving here may remove an old checkpoint meanwhile
+        pass
+    return None
+
+
+def _last_complete(source: LoadFolder) -> tuple[int | None, dict[int, Verdict]]:
+    """Find the newest complete checkpoint, and the verdicts on all newer ones."""
+    others: dict[int, Verdict] = {}
+    for iteration in iterations(source.folder):
+        path = checkpoint_path(source.folder, iteration)
+        verdict = check_structure(path)
+        if verdict.state == "complete" and (not source.manifest or (path / MANIFEST).exists()):
+            return iteration, others
+        others[iteration] = verdict
+    return None, others
+
+
+def _require_loadable(folder: Path, step: int) -> None:
+    verdict = check_structure(checkpoint_path(folder, step))
+    if verdict.state not in _TRUSTED:
+        other = _other_complete(folder, step)
+        cure = "no other checkpoint there is complete" if other is None else f"give --ckpt-step {other}"
+        raise ValueError(f"{verdict.problems[0]} (--ckpt-step {step} cannot be loaded: {cure})")
+
+
+def _other_complete(folder: Path, than: int | str) -> int | None:
+    for iteration in iterations(folder):
+        if iteration != than and check_structure(checkpoint_path(folder, iteration)).state == "complete":
+            return iteration
+    return None
+
+
+def _damaged_message(source: LoadFolder, named: int | str, verdict: Verdict) -> str:
+    other = _other_complete(source.folder, named)
+    if source.cure:
+        cure = source.cure
+    elif other is None:
+        cure = "no other checkpoint there is complete"
+    elif named == RELEASE:  # Megatron ignores --ckpt-step if the tracker names a release
+        cure = f"write {other} into {source.tracker} to load that iteration, which is complete"
+    else:
+        cure = f"give --ckpt-step {other}, which is complete"
+    more = f"; and {len(verdict.problems) - 1} more" if len(verdict.problems) > 1 else ""
+    return (
+        f"{verdict.problems[0]}{more} ({_checkpoint_name(named)}, which is to be loaded, is damaged: {cure})"
+    )
+
+
+def _nothing_complete_message(source: LoadFolder, trouble: str, others: dict[int, Verdict]) -> str:
+    for iteration, verdict in others.items():
+        if verdict.state in _TRUSTED:
+            return (
+                f"{source.tracker}: it {trouble}; whether iteration {iteration} is complete cannot be told "
+                f"from its format ({verdict.state}): if you know it is, write {iteration} into the file"
+            )
+    problem = next((v.problems[0] for v in others.values() if v.state == "damaged"), "")
+    own = source.option == "--load"
+    return (
+        f"{source.tracker}: it {trouble}, and no checkpoint in {source.folder} is complete"
+        + (f" ({problem})" if problem else "")
+        + f": give another {source.option}"
+        + (", or move the checkpoints and this file away to start from random weights" if own else "")
+    )
+
+
+def _checkpoint_name(named: int | str) -> str:
+    return "the release checkpoint" if isinstance(named, str) else f"iteration {named}"
+
+
+def _local_path(value: str | None) -> Path | None:
+    return None if not value or "://" in value else Path(value)

@@ -1,0 +1,216 @@
+"""Structural check of a checkpoint folder: names and sizes only, so it is fast at any size."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, product
+from pathlib import Path
+from typing import Literal
+
+from megatron_nemotron3.checkpoints.metadata import (
+    COMMON,
+    INDEX,
+    ITEM_SIZE,
+    CheckpointError,
+    CheckpointIndex,
+    StoredObject,
+    read_file,
+    read_metadata,
+)
+
+CONFIG = "metadata.json"
+#: Longest metadata.json that is read, in bytes.
+_CONFIG_LIMIT = 1 << 20
+#: Largest number of problems reported per kind.
+_LIMIT = 50
+
+State = Literal["complete", "unfinished", "damaged", "legacy", "foreign"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Result of the structural check.
+
+    complete    every file exists and is large enough
+    unfinished  the file that a save writes last is missing
+    damaged     the save had finished, but a file is missing, too short or unreadable
+    legacy      mp_rank_… folders, which do not list their files
+    foreign     metadata.json names a format that is not checked here, and there is no index
+    """
+
+    state: State
+    #: Each message begins with the path of a file.
+    problems: tuple[str, ...] = ()
+    index: CheckpointIndex | None = None
+
+
+def check_structure(folder: Path) -> Verdict:
+    """Check the structure of one checkpoint folder. No data file is opened.
+
+    The check covers metadata.json, the index, the size of every file in the index, and common.pt if the
+    index has no common state. Chunks must tile their tensor without gap or overlap and must be long enough
+    for their elements.
+    """
+    if not folder.is_dir():
+        what = "is not a folder" if folder.exists() else "does not exist"
+        return Verdict("unfinished", (f"{folder}: {what}",))
+    if not os.path.lexists(folder / CONFIG):
+        if next(folder.glob("mp_rank_0*"), None) is not None:
+            return Verdict("legacy", tuple(_legacy_problems(folder)))
+        missing = f"{folder / CONFIG}: the file is missing; a save writes it last"
+        if not (folder / INDEX).is_file():
+            return Verdict("unfinished", (missing,))
+    else:
+        try:
+            if (folder / CONFIG).is_file() and (folder / CONFIG).stat().st_size == 0:
+                return Verdict(
+                    "unfinished", (f"{folder / CONFIG}: the file is empty; a save writes it last",)
+                )
+            if _sharded_backend(folder / CONFIG) != "torch_dist" and not os.path.lexists(folder / INDEX):
+                return Verdict("foreign")
+        except CheckpointError as problem:
+            return Verdict("damaged", (str(problem),))
+        missing = ""
+    try:
+        index = read_metadata(folder)
+    except CheckpointError as problem:
+        return Verdict("unfinished" if missing else "damaged", (missing or str(problem),))
+    if missing and (index.common_state or (folder / COMMON).exists()):
+        return Verdict("unfinished", (missing,))
+    # Folders without metadata.json are in a format of torch (torch_dcp, fsdp_dtensor); the index comes last.
+    found = (_file_problems(index), _place_problems(index), _tensor_problems(index))
+    problems = tuple(problem for kind in found for problem in islice(kind, _LIMIT))
+    if not missing and index.common_state is None and not (folder / COMMON).is_file():
+        path = folder / COMMON
+        problems += (f"{path}: the file is missing, and {INDEX} has no common_state in its place",)
+    return Verdict("damaged" if problems else "complete", problems, index)
+
+
+def _sharded_backend(path: Path) -> str:
+    """Read `sharded_backend` from metadata.json."""
+    data = read_file(path, _CONFIG_LIMIT)
+    try:
+        return str(json.loads(data)["sharded_backend"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise CheckpointError(f'{path}: {data[:60]!r} is not {{"sharded_backend": …}}') from None
+
+
+def _file_problems(index: CheckpointIndex) -> Iterator[str]:
+    for name, need in index.files.items():
+        path = index.folder / name
+        try:
+            found = path.stat()
+        except OSError as problem:
+            users = _contents_beyond(index, name, 0)
+            yield f"{path}: {problem.strerror}; it holds {users}"
+            continue
+        if not stat.S_ISREG(found.st_mode):
+            yield f"{path}: it is not a regular file"
+        elif found.st_size < need:
+            users = _contents_beyond(index, name, found.st_size)
+            yield f"{path}: {found.st_size:,} bytes, but {need:,} are needed: cut off are {users}"
+
+
+def _place_problems(index: CheckpointIndex) -> Iterator[str]:
+    """Find archives that share bytes: each of them was written once, behind the others."""
+    last: StoredObject | None = None
+    for item in sorted(index.items(), key=lambda item: (item.file, item.offset)):
+        if last is not None and item.file == last.file and item.offset < last.offset + last.length:
+            names = " and ".join(_name_of(index, one) for one in (last, item))
+            yield (
+                f"{index.folder / INDEX}: {names} are in the same bytes of {item.file}, from {item.offset:,}"
+            )
+        elif item.length:
+            last = item
+
+
+def _name_of(index: CheckpointIndex, item: StoredObject) -> str:
+    for name, tensor in index.tensors.items():
+        if any(chunk is item for chunk in tensor.chunks):
+            return name
+    return next(name for name, place in index.objects.items() if place is item)
+
+
+def _contents_beyond(index: CheckpointIndex, file: str, size: int) -> str:
+    """Name the tensors and objects of `file` that reach beyond `size`."""
+    tensors = [
+        name
+        for name, tensor in index.tensors.items()
+        if any(c.file == file and c.offset + c.length > size for c in tensor.chunks)
+    ]
+    names = tensors + [k for k, o in index.objects.items() if o.file == file and o.offset + o.length > size]
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+def _tensor_problems(index: CheckpointIndex) -> Iterator[str]:
+    path = index.folder / INDEX
+    for name, tensor in index.tensors.items():
+        boxes = ((chunk.offsets, chunk.sizes) for chunk in tensor.chunks)
+        if problem := tiling_problem(tensor.shape, boxes):
+            yield f"{path}: {name}: {problem}"
+            continue
+        for chunk in tensor.chunks:
+            need = math.prod(chunk.sizes) * ITEM_SIZE[tensor.dtype]
+            if chunk.length < need:
+                yield (
+                    f"{path}: {name} at {list(chunk.offsets)} of shape {list(chunk.sizes)} in "
+                    f"{tensor.dtype} needs {need:,} bytes, {chunk.length:,} are given"
+                )
+
+
+def legacy_files(folder: Path) -> list[Path]:
+    """List the torch.save files of a legacy checkpoint."""
+    return sorted(folder.glob("mp_rank_*/*.pt"))
+
+
+def _legacy_problems(folder: Path) -> Iterator[str]:
+    for place in sorted(folder.glob("mp_rank_*")):
+        files = sorted(place.glob("*.pt"))
+        if not (place / "model_optim_rng.pt").exists():
+            yield f"{place / 'model_optim_rng.pt'}: the file is missing"
+        for path in files:
+            if not path.is_file() or path.stat().st_size == 0:
+                yield f"{path}: the file is empty or not a regular file"
+
+
+def tiling_problem(
+    shape: Sequence[int], boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]
+) -> str | None:
+    """Return None if `boxes` of (offsets, sizes) fill a tensor of `shape` exactly once, else a message.
+
+    The number of boxes that cover a point is a function on the grid. Its mixed differences, which are +1 or
+    -1 at the corners of a box and 0 elsewhere, determine it. The boxes therefore cover every point once if
+    and only if the summed differences equal those of the whole tensor. At the first point (in lexicographic
+    order) where the sums differ, the difference is the number of surplus boxes (negative: missing) at that
+    point. Works in any number of dimensions, in time linear in the number of boxes.
+    """
+    shape = tuple(shape)
+    corners: defaultdict[tuple[int, ...], int] = defaultdict(int)
+    held = 0
+    for offsets, sizes in boxes:
+        if not len(offsets) == len(sizes) == len(shape):
+            return f"a chunk at {list(offsets)} of shape {list(sizes)} does not have {len(shape)} dimensions"
+        if any(o + s > n for o, s, n in zip(offsets, sizes, shape)):
+            return f"the chunk at {list(offsets)} of shape {list(sizes)} reaches beyond {list(shape)}"
+        _add_corners(corners, offsets, sizes, 1)
+        held += math.prod(sizes)
+    _add_corners(corners, (0,) * len(shape), shape, -1)
+    wrong = min((point for point, count in corners.items() if count), default=None)
+    if wrong is None:
+        return None
+    what = "two chunks overlap" if corners[wrong] > 0 else "no chunk covers the elements"
+    return f"{what} at {list(wrong)}; its chunks hold {held:,} of {math.prod(shape):,} elements"
+
+
+def _add_corners(
+    corners: dict[tuple[int, ...], int], offsets: Sequence[int], sizes: Sequence[int], times: int
+) -> None:
+    for ends in product((0, 1), repeat=len(sizes)):
+        point = tuple(o + s * e for o, s, e in zip(offsets, sizes, ends))
+        corners[point] += times * (-1) ** sum(ends)

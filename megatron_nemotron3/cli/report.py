@@ -1,0 +1,79 @@
+"""`nemotron3 report`: losses, monitors, precision, versions and checkpoints of a run in one HTML file."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_nemotron3.checkpoints.folders import run_of
+from megatron_nemotron3.common.files import require_plot, write_text
+from megatron_nemotron3.common.options import add_command, argument, json_flag, option
+from megatron_nemotron3.common.output import result, say
+
+NAME = "report.html"
+#: Tokens of the sample.
+NEW_TOKENS = 120
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """Options of `nemotron3 report`."""
+
+    folder: Path = argument("a run, or its checkpoints", "RUN")
+    output: Path | None = option(f"where to write (default: RUN/{NAME})", "HTML")
+    prompt: str | None = option("text to continue (by the last checkpoint)", "TEXT")
+    json: bool = json_flag()
+
+
+def register(commands: Any) -> None:
+    """Add `nemotron3 report`."""
+    add_command(commands.add_parser("report"), ReportOptions, report_command)
+
+
+def report_command(options: ReportOptions) -> int:
+    """Write the page; exit status 0.
+
+    Raises:
+        ValueError: the folder is not a run's; or there is no checkpoint or tokenizer for --prompt.
+        OSError: the page cannot be written.
+        ModuleNotFoundError: matplotlib, jinja2 or tensorboard is not installed.
+    """
+    from megatron_nemotron3.precision.report import summary
+    from megatron_nemotron3.train.report import figures, page
+    from megatron_nemotron3.train.report.facts import gather
+
+    folder = run_of(options.folder)
+    output = options.output or folder / NAME
+    facts = gather(folder)
+    require_plot(output, "--output")
+    sample = None if options.prompt is None else _sample(folder, options.prompt)
+    text = page.render(
+        facts=facts,
+        written=time.strftime("%Y-%m-%d %H:%M"),
+        training=list(figures.training(facts)),
+        monitors=list(figures.monitors(facts)),
+        precision="\n".join(summary(facts.precision)) if facts.precision else "",
+        quantization=figures.quantization(facts),
+        prompt=options.prompt,
+        sample=sample,
+    )
+    write_text(output, text)
+    with result(options.json):
+        say(
+            f"{facts.title}: {facts.state}",
+            model=facts.title,
+            state=facts.state,
+            result=dict(facts.loss_rows()),
+            warnings=facts.warnings,
+            notes=facts.notes,
+        )
+        say(f"report           {output} ({len(text.encode()) / 1e6:.1f} MB)", report=output)
+    return 0
+
+
+def _sample(folder: Path, prompt: str) -> str:
+    from megatron_nemotron3.inference.generate.sample import sample
+
+    return sample(folder, prompt, NEW_TOKENS)

@@ -1,0 +1,168 @@
+"""A conversation with a model whose states are kept from turn to turn.
+
+    rendered    the text of the conversation so far, with the prompt for the next answer
+    seen        the text that the states have read
+
+If `rendered` begins with `seen`, only the rest is read. Otherwise everything is read again: a template may
+write an earlier turn differently once others follow it (it drops thoughts, or trims an answer).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_nemotron3.inference.generate.engine import Engine
+from megatron_nemotron3.inference.generate.generate import Generation, GenerationOptions, Memory, generate
+from megatron_nemotron3.inference.generate.text import OutputText, Tokenizer
+
+#: Stands for an answer when the end of one is looked up in a template.
+_MARK = "ANSWER"
+
+
+class Template:
+    """The chat template of a tokenizer's folder."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoTokenizer
+
+        self._tokenizer = AutoTokenizer.from_pretrained(str(folder))
+
+    @property
+    def usable(self) -> bool:
+        """Whether the folder has one."""
+        return isinstance(self._tokenizer.chat_template, str)
+
+    def render(self, messages: list[dict[str, str]]) -> str:
+        """Text of messages with the prompt for an answer.
+
+        Raises:
+            ValueError: the template refuses them.
+        """
+        return self._apply(messages, add_generation_prompt=True)
+
+    def end(self) -> str:
+        """What the template writes after an answer."""
+        asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
+        return self._apply(asked).rpartition(_MARK)[2]
+
+    def _apply(self, messages: list[dict[str, str]], **how: Any) -> str:
+        try:
+            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **how))
+        except Exception as problem:  # a template raises what it likes
+            raise ValueError(f"the chat template: {problem}") from None
+
+
+@dataclass
+class Chat:
+    """A conversation.
+
+    Args:
+        how: `max_new_tokens` of an answer, fewer where the context ends, sampling and drafts; the seed grows
+            by one with each turn.
+        template: None: the model continues the text of all turns, each on a line of its own.
+        system: a system message, with a template.
+    """
+
+    engine: Engine
+    tokenizer: Tokenizer
+    how: GenerationOptions
+    template: Template | None = None
+    system: str | None = None
+    messages: list[dict[str, str]] = field(default_factory=list)
+    #: All tokens in front of the last answer, and how many of them were read for it.
+    context: list[int] = field(default_factory=list)
+    read: int = 0
+    _memory: Memory = field(default_factory=Memory)
+    #: Tokens that the states have seen.
+    _seen: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        end = self.template.end() if self.template is not None else ""
+        #: Texts that end an answer. That of a template that has no special token for it is plain text.
+        self.stops = (end,) if end else ()
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self.messages = []
+        if self.system is not None and self.template is not None:
+            self.messages.append({"role": "system", "content": self.system})
+        self._forget()
+
+    def say(self, message: str, push: Callable[[OutputText], None]) -> Generation:
+        """Add a message of the user and the model's answer.
+
+        Args:
+            push: called after each token with the answer so far.
+
+        Raises:
+            ValueError: the context is full, or the template refuses the message; the conversation is then as
+                before.
+            KeyboardInterrupt: the answer was interrupted; what there is of it counts.
+        """
+        self.messages.append({"role": "user", "content": message})
+        answer = OutputText(self.tokenizer, self.stops)
+        new: list[int] = []
+
+        def on_token(_: int, token: int) -> bool:
+            new.append(token)
+            ended = answer.push(token)
+            push(answer)
+            return ended
+
+        try:
+            ids = self._unread()
+            self.context, self.read = [*self._seen, *ids], len(ids)
+            turns = sum(one["role"] == "user" for one in self.messages)
+            sampling = replace(self.how.sampling, seed=self.how.sampling.seed + turns - 1)
+            room = self.engine.max_context - len(self.context)
+            if room < 1:
+                raise ValueError(
+                    f"the conversation has {len(self.context):,} tokens, and the model's context "
+                    f"{self.engine.max_context:,}"
+                )
+            new_tokens = min(self.how.max_new_tokens, room)
+            how = replace(self.how, max_new_tokens=new_tokens, sampling=sampling, stop=self.tokenizer.stop)
+            result = generate(self.engine, [ids], how, on_token, self._memory)
+        except KeyboardInterrupt:
+            self._forget()  # a pass may have been cut in two
+            self._close(answer)
+            raise
+        except ValueError:
+            self.messages.pop()
+            self._forget()
+            raise
+        self._seen = [*self.context, *new[:-1]]
+        if self._memory.lengths != [len(self._seen)]:
+            self._forget()  # drafts behind the end of the answer were read, too
+        self._close(answer)
+        push(answer)
+        return result
+
+    def _close(self, answer: OutputText) -> None:
+        answer.end()
+        self.messages.append({"role": "assistant", "content": answer.text})
+
+    def _unread(self) -> list[int]:
+        """Tokens to read before the answer."""
+        rendered, seen = self._rendered(), self.tokenizer.decode(self._seen, special=True)
+        if self._seen and rendered.startswith(seen) and len(rendered) > len(seen):
+            return self.tokenizer.encode(rendered[len(seen) :], whole=False)
+        self._forget()
+        # A template writes the tokens around a text itself.
+        return self.tokenizer.encode(rendered, whole=self.template is None)
+
+    def _rendered(self) -> str:
+        if self.template is not None:
+            return self.template.render(self.messages)
+        text = ""
+        for one in self.messages:
+            line_before = one["role"] == "user" and text and not text.endswith("\n")
+            text += "\n" * bool(line_before) + one["content"]
+        return text
+
+    def _forget(self) -> None:
+        self._memory, self._seen = Memory(), []

@@ -1,0 +1,145 @@
+"""The checkpoint, tokenizer and data of a folder. Imports no torch.
+
+`checkpoints.folders` says which folders there are. What `nemotron3 train --output` wrote also has its data:
+
+    runs/NAME/checkpoints/iter_0000300
+    runs/NAME/data/37268f6eae94a988/tokenizer, corpus.bin, corpus.idx, manifest.json
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_nemotron3.checkpoints.convert import mp_rank
+from megatron_nemotron3.checkpoints.convert.checkpoints import QUANTIZATION, open_checkpoint
+from megatron_nemotron3.checkpoints.convert.hf_folder import read_config
+from megatron_nemotron3.checkpoints.convert.opened import Checkpoint
+from megatron_nemotron3.checkpoints.convert.torch_dist import open_torch_dist, read_dcp_state
+from megatron_nemotron3.checkpoints.folders import TOKENIZER as TOKENIZER_FOLDER
+from megatron_nemotron3.checkpoints.folders import is_hugging_face, locate_one
+from megatron_nemotron3.checkpoints.metadata import CheckpointError
+from megatron_nemotron3.checkpoints.read import common_state
+from megatron_nemotron3.checkpoints.state import stored_arguments
+from megatron_nemotron3.checkpoints.structure import CONFIG as METADATA
+from megatron_nemotron3.checkpoints.structure import check_structure
+from megatron_nemotron3.inference.generate.text import TOKENIZER, Tokenizer, read_json_object
+from megatron_nemotron3.models import Nemotron3Config
+
+DATA = "data"
+CORPUS = "corpus"
+
+
+@dataclass(frozen=True)
+class CheckpointFolder:
+    """What a folder contains.
+
+    Attributes:
+        checkpoint: the folder of one checkpoint.
+        run: the output folder of `nemotron3 train`, if the checkpoint lies in one.
+        arguments: Megatron's arguments as stored in the checkpoint; empty for Hugging Face.
+    """
+
+    checkpoint: Path
+    run: Path | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def prepared(self) -> Path | None:
+        """The prepared data the run was trained on, also if the run was moved."""
+        if self.run is None:
+            return None
+        stored = self.arguments.get("data_path")
+        name = Path(stored[0]).parent.name if isinstance(stored, list) and len(stored) == 1 else ""
+        found = sorted(path.parent for path in (self.run / DATA).glob(f"*/{CORPUS}.idx"))
+        named = [path for path in found if path.name == name]
+        return (named or found)[0] if len(named or found) == 1 else None
+
+    def tokenizer(self, given: Path | None = None) -> Tokenizer:
+        """The given tokenizer; otherwise that in the checkpoint, of the run, or of the stored arguments.
+
+        Raises:
+            ValueError: none is found, or it is damaged.
+        """
+        places = [given] if given is not None else self._tokenizer_folders()
+        for place in places:
+            if given is not None or (place / TOKENIZER).is_file():
+                return Tokenizer(place)
+        looked = ", ".join(map(str, places))
+        raise ValueError(
+            f"{self.checkpoint}: no tokenizer found (looked for {TOKENIZER} in {looked}): give --tokenizer "
+            "DIR"
+        )
+
+    def _tokenizer_folders(self) -> list[Path]:
+        places = [self.checkpoint, self.checkpoint / TOKENIZER_FOLDER]
+        if (prepared := self.prepared()) is not None:
+            places.append(prepared / "tokenizer")
+        stored = self.arguments.get("tokenizer_model")
+        return [*places, Path(stored)] if isinstance(stored, str) and stored else places
+
+    def data(self) -> tuple[str, str]:
+        """Prefix and --split of the data the checkpoint was trained on.
+
+        Raises:
+            ValueError: it is missing, or is a blend of several data sets.
+        """
+        stored, split = self.arguments.get("data_path"), self.arguments.get("split")
+        prepared, prefix = self.prepared(), ""
+        if prepared is not None:
+            prefix = str(prepared / CORPUS)
+            split = split or read_json_object(prepared / "manifest.json").get("split")
+        elif isinstance(stored, list) and len(stored) == 1:
+            prefix = str(stored[0])
+        if not isinstance(split, str) or not Path(f"{prefix}.idx").is_file():
+            raise ValueError(
+                f"{self.checkpoint}: the data it was trained on is not found: give --text PATH or "
+                "--data-path PREFIX"
+            )
+        return prefix, split
+
+    def open(self, model: Nemotron3Config | None, vocab_size: int | None = None) -> Checkpoint:
+        """Open the checkpoint's tensors; packed weights are read as BF16.
+
+        Args:
+            model: default: what the checkpoint says.
+            vocab_size: rows of Megatron's embedding that are tokens; default: as stored.
+
+        Raises:
+            ValueError: it is damaged, or is of another model.
+        """
+        config = read_config(self.checkpoint, omni=True) if is_hugging_face(self.checkpoint) else {}
+        packed = QUANTIZATION in config
+        return open_checkpoint(
+            self.checkpoint, model=model, vocab_size=vocab_size, dequantize=packed, omni=True
+        )
+
+
+def find_checkpoint(folder: Path) -> CheckpointFolder:
+    """Locate the checkpoint of a folder.
+
+    Raises:
+        ValueError: as `locate_one`; or it is damaged.
+    """
+    found = locate_one(folder)
+    if found.kind == "hugging face":
+        return CheckpointFolder(found.folder)
+    return CheckpointFolder(found.folder, found.run, read_arguments(found.folder))
+
+
+def read_arguments(place: Path) -> dict[str, Any]:
+    """Megatron's arguments stored in a checkpoint; {} if it has none.
+
+    Raises:
+        ValueError: there is no checkpoint, or it is damaged.
+    """
+    verdict = check_structure(place)
+    if verdict.state == "legacy":
+        state = mp_rank.common_state(place)
+    else:
+        _, index = open_torch_dist(place, verdict)
+        try:
+            state = common_state(index) if (place / METADATA).exists() else read_dcp_state(index)
+        except CheckpointError:
+            return {}
+    return stored_arguments(state)

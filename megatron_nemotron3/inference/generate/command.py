@@ -1,0 +1,349 @@
+"""`nemotron3 generate`: continue prompts with the model of a Megatron or Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_nemotron3.checkpoints.convert.command import DTYPES
+from megatron_nemotron3.checkpoints.remote import local, place, shown
+from megatron_nemotron3.common.files import read_outside
+from megatron_nemotron3.common.options import add_option, add_options, device_option, tokenizer_option
+from megatron_nemotron3.common.output import add_json, print_json
+from megatron_nemotron3.common.processes import no_garbage_collection
+from megatron_nemotron3.inference.generate.media import (
+    InOrder,
+    Prompt,
+    PromptReader,
+    ReadPrompt,
+    add_media,
+    prompts_of,
+)
+from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.command import StoredModelOptions, stored_model
+from megatron_nemotron3.train.inputs import require_tokenizer
+from megatron_nemotron3.train.processes import NARROW, THREADS
+
+if TYPE_CHECKING:
+    from megatron_nemotron3.checkpoints.convert.opened import Checkpoint
+    from megatron_nemotron3.inference.generate.checkpoint_folder import CheckpointFolder
+    from megatron_nemotron3.inference.generate.encoders import Encoders
+    from megatron_nemotron3.inference.generate.engine import Engine, Rows
+    from megatron_nemotron3.inference.generate.generate import Generation, Speculation
+    from megatron_nemotron3.inference.generate.text import OutputText, Tokenizer
+
+NEW_TOKENS = 64
+#: Longest prompt that is read, in bytes.
+_PROMPT_LIMIT = 64 << 20
+#: Most drafts per verification, because every depth has a KV cache of its own.
+MAX_DRAFT = 32
+
+
+def register(commands: Any) -> None:
+    """Add `nemotron3 generate`."""
+    command = commands.add_parser("generate")
+    command.set_defaults(run=generate_command)
+    add_checkpoint(command)
+    command.add_argument("--prompt", action=InOrder, metavar="TEXT", help="text to continue; may be repeated")
+    command.add_argument(
+        "--prompt-file", type=Path, metavar="FILE", help="one prompt: the text of a file; - reads stdin"
+    )
+    add_media(command)
+    sampling = add_sampling(command, "prompt", seed="; prompt i has N + i")
+    sampling.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="ends a text, like the end token",
+    )
+    add_json(command)
+    command.add_argument("--no-stream", action="store_true", help="print the texts when all are complete")
+
+
+def add_sampling(
+    command: argparse.ArgumentParser,
+    each: str,
+    *,
+    tokens: int = NEW_TOKENS,
+    temperature: float = 0.0,
+    top_p: float | None = None,
+    seed: str = "",
+) -> argparse._ArgumentGroup:
+    """Add --draft, and the group of options that say how new tokens are chosen; return the group.
+
+    Args:
+        each: what --max-new-tokens counts for.
+        tokens, temperature: the defaults.
+        top_p: what the command takes where --top-p is not given (its default is None).
+        seed: added to the help of --seed.
+    """
+    group = command.add_argument_group("new tokens")
+    group.add_argument(
+        "--max-new-tokens",
+        type=int,
+        default=tokens,
+        metavar="N",
+        help=f"tokens to generate (at most, for each {each}; default {tokens})",
+    )
+    group.add_argument(
+        "--temperature",
+        type=float,
+        default=temperature,
+        metavar="T",
+        help=f"of sampling (default {temperature:g}; 0: the most likely token)",
+    )
+    default = "" if top_p is None else f" (default {top_p})"
+    group.add_argument(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help=f"sample from the most likely tokens that add up to P{default}",
+    )
+    group.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help=f"of sampling (default 0{seed})")
+    command.add_argument(
+        "--draft", type=int, default=0, metavar="K", help="tokens that MTP drafts per step (default 0: off)"
+    )
+    return group
+
+
+def add_checkpoint(command: argparse.ArgumentParser, *, option: bool = True) -> None:
+    """Add what says what to load, and how; `option`: as --checkpoint, else as the first word."""
+    model = command.add_argument_group("model")
+    what = "a run, Megatron's or Hugging Face's folder, a URL, or the id of a repository"
+    if option:
+        model.add_argument("--checkpoint", type=place, required=True, metavar="DIR", help=what)
+    else:
+        command.add_argument("checkpoint", type=place, metavar="RUN", help=what)
+    add_option(model, "tokenizer", tokenizer_option("the checkpoint's or the run's"), Path)
+    add_option(model, "device", device_option())
+    model.add_argument(
+        "--dtype", choices=DTYPES, help="type of the numbers (of the weights; default: as stored)"
+    )
+    add_options(model, StoredModelOptions)
+
+
+def open_for_tokenizer(
+    found: CheckpointFolder, tokenizer: Tokenizer, model: Nemotron3Config | None
+) -> Checkpoint:
+    """Open a checkpoint with as many tokens as the tokenizer has, without padding.
+
+    Raises:
+        ValueError: it is damaged, or has fewer tokens than the tokenizer.
+    """
+    opened = found.open(model)
+    if tokenizer.vocab_size > opened.config.vocab_size:
+        raise ValueError(
+            f"{tokenizer.folder}: its {tokenizer.vocab_size:,} tokens are more than the "
+            f"{opened.config.vocab_size:,} of {found.checkpoint}: it is another model's tokenizer; give "
+            "--tokenizer DIR"
+        )
+    return found.open(model, tokenizer.vocab_size) if opened.vocabulary_guessed else opened
+
+
+def check_draft(opened: Checkpoint, draft: int) -> None:
+    """Refuse drafts that the checkpoint cannot make.
+
+    Raises:
+        ValueError: a number out of range, no MTP block, or too few blocks where each depth has its own.
+    """
+    config = opened.config
+    if not 0 <= draft <= MAX_DRAFT:
+        raise ValueError(f"--draft {draft}: give 1 to {MAX_DRAFT}, or leave it out")
+    if draft and not config.has_mtp:
+        raise ValueError(f"--draft {draft}: {opened.folder} has no MTP block to draft with: leave it out")
+    if draft > config.mtp_num_layers and draft and not config.mtp_use_repeated_layer:
+        raise ValueError(
+            f"--draft {draft}: {opened.folder} has {config.mtp_num_layers} MTP blocks, one per depth: "
+            f"use --draft {config.mtp_num_layers} or less"
+        )
+
+
+def load_engine(opened: Checkpoint, options: argparse.Namespace, mtp: bool) -> Engine:
+    """Load the model onto `options.device`, "cpu" or "cuda"."""
+    import torch
+
+    from megatron_nemotron3.inference.generate.engine import Engine
+    from megatron_nemotron3.inference.generate.weights import read_weights
+
+    if options.device == "cpu" and opened.config.hidden_size <= NARROW and THREADS not in os.environ:
+        torch.set_num_threads(1)  # as in training: threads of a narrow model wait for each other
+    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    language = opened.language_part() if opened.omni else opened
+    weights = read_weights(language.hf_view(), opened.config, device=options.device, dtype=dtype, mtp=mtp)
+    return Engine(weights, media=tuple(opened.omni.special_ids().values()) if opened.omni else ())
+
+
+def load_encoders(opened: Checkpoint, options: argparse.Namespace) -> Encoders:
+    """Load the encoders of a model that has some onto `options.device`."""
+    import torch
+
+    from megatron_nemotron3.inference.generate.encoders import Encoders
+
+    assert opened.omni is not None
+    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    return Encoders(opened.hf_view(), opened.omni, device=options.device, dtype=dtype)
+
+
+def generate_command(options: argparse.Namespace) -> int:
+    """Continue the prompts and print the texts. Exit status 0.
+
+    Args:
+        options: those of `register`.
+
+    Raises:
+        ValueError: there is no prompt, or it is empty; an option is out of range; prompt and new tokens
+            exceed the model's context; there is no checkpoint or tokenizer, or they do not match; --draft
+            without MTP; media that the model or the prompt has no place for, or that cannot be decoded.
+        OSError: the file of --prompt-file cannot be read.
+    """
+    if options.tokenizer is not None:
+        require_tokenizer(options.tokenizer)
+    with local(options.checkpoint) as options.checkpoint:
+        return _generate(options)
+
+
+def _generate(options: argparse.Namespace) -> int:
+    with no_garbage_collection():
+        from megatron_nemotron3.inference.generate.checkpoint_folder import find_checkpoint
+        from megatron_nemotron3.inference.generate.generate import GenerationOptions, generate
+        from megatron_nemotron3.inference.generate.sampling import Sampling
+        from megatron_nemotron3.inference.generate.text import OutputStream
+        from megatron_nemotron3.run import resolve_device
+
+    options.device = resolve_device(options.device)
+    prompts = _read_prompts(options)
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+    if options.temperature == 0 and (options.top_k or options.top_p):
+        raise ValueError(
+            "--top-k and --top-p restrict sampling, but temperature 0 does not sample: give --temperature T"
+        )
+    if "" in options.stop:
+        raise ValueError("--stop '': give a text")
+    found = find_checkpoint(options.checkpoint)
+    tokenizer = found.tokenizer(options.tokenizer)
+    opened = open_for_tokenizer(found, tokenizer, stored_model(options))
+    check_draft(opened, options.draft)
+    reader = PromptReader(tokenizer, opened.omni, f"{opened.name}, {shown(found.checkpoint)},", options.chat)
+    read = [reader.read(prompt) for prompt in prompts]
+    ids = [one.ids for one in read]
+    _check_lengths(read, options.max_new_tokens, opened.config)
+    rows = _encode_media(opened, options, reader, prompts, read)
+    engine = load_engine(opened, options, mtp=options.draft > 0)
+    texts = [prompt.text for prompt in prompts]
+    stream = OutputStream(texts, tokenizer, options.stop, live=not (options.no_stream or options.json))
+    how = GenerationOptions(options.max_new_tokens, sampling, options.draft, tokenizer.stop)
+    result = generate(engine, ids, how, stream.push, rows=rows)
+    stream.end()
+    if options.json:
+        about: dict[str, Any] = {"checkpoint": shown(found.checkpoint), "model": opened.name}
+        about |= {"mtp_num_layers": opened.config.mtp_num_layers, "mtp_source": opened.mtp_source}
+        print_json({**about, **_generation_as_json(result, stream.outputs, ids)})
+    else:
+        stream.print_rest()
+        print(_generation_summary(result))
+    return 0
+
+
+def _encode_media(
+    opened: Checkpoint,
+    options: argparse.Namespace,
+    reader: PromptReader,
+    prompts: Sequence[Prompt],
+    read: Sequence[ReadPrompt],
+) -> Sequence[Rows | None]:
+    """The rows that stand for the media of each prompt; the encoders are in memory only here."""
+    if not any(one.media for one in read):
+        return ()
+    if options.draft:
+        raise ValueError(f"--draft {options.draft}: MTP does not see media: leave it out")
+    inputs = [reader.inputs(one, prompt.place) for prompt, one in zip(prompts, read)]
+    encoders = load_encoders(opened, options)
+    return [encoders.rows(one.ids, given) if given else None for one, given in zip(read, inputs)]
+
+
+def _read_prompts(options: argparse.Namespace) -> list[Prompt]:
+    last = None
+    if options.prompt_file is not None:
+        from_stdin = str(options.prompt_file) == "-"
+        data = (
+            sys.stdin.buffer.read() if from_stdin else read_outside(options.prompt_file, limit=_PROMPT_LIMIT)
+        )
+        try:
+            # Editors add a newline at the end of a file.
+            last = data.decode("utf-8").removesuffix("\n")
+        except UnicodeDecodeError as problem:
+            raise ValueError(f"--prompt-file {options.prompt_file}: not UTF-8: {problem}") from None
+    prompts = prompts_of(options.given, last)
+    for number, prompt in enumerate(prompts, 1):
+        if not prompt.text:
+            raise ValueError(f"prompt {number} is empty: give at least one character")
+        try:
+            prompt.text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise ValueError(f"prompt {number} is not UTF-8") from None
+    if options.max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens {options.max_new_tokens}: give 1 or more")
+    return prompts
+
+
+def _check_lengths(read: Sequence[ReadPrompt], new: int, config: Nemotron3Config) -> None:
+    most = config.max_position_embeddings
+    for number, prompt in enumerate(read, 1):
+        if not prompt.ids:
+            raise ValueError(f"prompt {number} is empty: the tokenizer makes no token of it")
+        if (length := len(prompt.ids)) + new > most:
+            left = most - length
+            cure = f"use --max-new-tokens {left} or less" if left > 0 else "shorten it"
+            media = sum(one.rows for one in prompt.media)
+            of_media = f" ({media:,} of media)" if media else ""
+            raise ValueError(
+                f"prompt {number} and {new:,} new tokens are {length:,}{of_media} + {new:,} tokens, more "
+                f"than the {most:,} of the model (max_position_embeddings): {cure}"
+            )
+
+
+def _generation_summary(result: Generation) -> str:
+    seconds = result.prefill_seconds + result.decode_seconds
+    line = f"{result.new_tokens:,} tokens in {seconds:.2f} s, {result.tokens_per_second:,.1f} tokens/s"
+    s = result.speculation
+    if s.draft:
+        line += f", acceptance length {s.acceptance_length:.2f} of at most {s.draft + 1}"
+    return line
+
+
+def speculation_as_json(speculation: Speculation) -> dict[str, Any]:
+    """Statistics of drafting, for --json."""
+    return {
+        "draft": speculation.draft,
+        "verifications": speculation.steps,
+        "acceptance_length": speculation.acceptance_length,
+        "acceptance_by_position": speculation.by_position,
+    }
+
+
+def _generation_as_json(
+    result: Generation, outputs: Sequence[OutputText], ids: Sequence[Sequence[int]]
+) -> dict[str, Any]:
+    return {
+        "texts": [
+            {
+                "prompt_tokens": len(prompt),
+                "text": output.text,
+                "tokens": row.tokens,
+                "stopped": row.stopped or output.stopped_by is not None,
+            }
+            for row, output, prompt in zip(result.rows, outputs, ids)
+        ],
+        "new_tokens": result.new_tokens,
+        "passes": result.passes,
+        "prefill_seconds": result.prefill_seconds,
+        "decode_seconds": result.decode_seconds,
+        "tokens_per_second": result.tokens_per_second,
+        "speculation": speculation_as_json(result.speculation) if result.speculation.draft else None,
+    }

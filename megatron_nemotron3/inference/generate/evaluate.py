@@ -1,0 +1,258 @@
+"""How well a model and each of its MTP depths predict a text, and how many drafts that gets accepted.
+
+    loss        of the next token, and at MTP depth k of the token k further on: mean -log p in nats
+    agreement   of MTP depth k with the model's own distribution of the same token: what acceptance depends on
+    acceptance  mean tokens per verification when k tokens are drafted (`Speculation.acceptance_length`)
+
+The loss is Megatron's: consecutive windows of `seq_length` tokens that ignore document boundaries, every
+position with a known label counted once, the softmax over the padded vocabulary. Depth k has no label at the
+last k positions of a window (Megatron's `process_mtp_loss` masks them, too).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from megatron_nemotron3.common import plots
+from megatron_nemotron3.inference.generate.engine import CHUNK, Engine
+from megatron_nemotron3.inference.generate.generate import GenerationOptions, Speculation, generate
+from megatron_nemotron3.inference.generate.mtp import MTP
+
+#: Rows of logits that exist at once, and those of two distributions that are compared.
+LOGIT_ROWS, COMPARED_ROWS = 1024, 256
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How near one MTP depth is to the distribution that the model itself has for the same token.
+
+    Attributes:
+        kl: KL(model || MTP), mean nats per token.
+        overlap: mean sum of min(p, q): how probably a sampled draft is accepted if all before it were.
+        top1: share of tokens where both have the same most likely token: the same of a greedy draft.
+        greedy: for each window, the expected tokens per verification with as many drafts as this depth's
+            number: 1 and, for each draft, how probably it and all before it are accepted. The drafts follow
+            the text, not the model's own continuation.
+        sampled: the same at temperature 1.
+    """
+
+    kl: float
+    overlap: float
+    top1: float
+    greedy: tuple[float, ...]
+    sampled: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Mean losses in nats per token.
+
+    Attributes:
+        next_token: of the model.
+        depths: of MTP depth 1, 2, …
+        tokens: labels of the next token; depth k has k fewer in each window.
+        agreement: of MTP depth 1, 2, …
+    """
+
+    next_token: float
+    depths: tuple[float, ...]
+    tokens: int
+    agreement: tuple[Agreement, ...] = ()
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Greedy decoding with a certain number of drafts."""
+
+    speculation: Speculation
+    tokens_per_second: float
+
+
+def windows(ids: Sequence[int], seq_length: int, tokens: int | None = None) -> Tensor:
+    """Cut a text into windows; consecutive windows share one token.
+
+    Args:
+        ids: the text. An incomplete window at its end is dropped, unless it is the only one.
+        seq_length: labels per window.
+        tokens: labels at most, but at least one window; the windows are spread over the text.
+
+    Returns:
+        [windows, seq_length + 1].
+
+    Raises:
+        ValueError: fewer than two tokens.
+    """
+    if len(ids) < 2:
+        raise ValueError(f"the text has {len(ids)} token(s): a loss needs at least 2")
+    s = min(seq_length, len(ids) - 1)
+    found = torch.tensor(ids).unfold(0, s + 1, s)
+    count = len(found) if tokens is None else max(1, min(len(found), tokens // s))
+    return found[[i * len(found) // count for i in range(count)]]
+
+
+@torch.inference_mode()
+def losses(
+    engine: Engine,
+    text: Tensor,
+    depths: int,
+    chunk: int = CHUNK,
+    report: Callable[[int], None] = lambda tokens: None,
+) -> Losses:
+    """Mean losses over windows of text.
+
+    Args:
+        text: [windows, s + 1] ids, from `windows`.
+        depths: MTP depths, 0 or more; depths beyond those of training continue with the repeated block.
+        chunk: positions per pass.
+        report: called with the number of tokens of each group of windows that was measured.
+
+    Raises:
+        ValueError: s <= depths, ids outside the vocabulary, s beyond the context, or MTP the model lacks.
+    """
+    s = text.shape[1] - 1
+    if s <= depths:
+        raise ValueError(f"windows of {s} tokens have no label at MTP depth {depths}: use longer ones")
+    engine.check_prompts([[int(text.min()), int(text.max())]], more=s - 2)
+    chunk = min(chunk, s)
+    groups = []
+    for rows in text.to(engine.device).split(max(1, LOGIT_ROWS // chunk)):
+        groups.append(_measure(engine, rows, depths, chunk))
+        report(len(rows) * s)
+    means = [sum(group[0][k] for group in groups) / (len(text) * (s - k)) for k in range(depths + 1)]
+    agreement = [_agreement([group[1][k] for group in groups]) for k in range(depths)]
+    return Losses(means[0], tuple(means[1:]), len(text) * s, tuple(agreement))
+
+
+def _measure(
+    engine: Engine, rows: Tensor, depths: int, chunk: int
+) -> tuple[list[float], list[tuple[Tensor, Tensor]]]:
+    """Summed losses of the model and of each depth over rows [b, s + 1]; and of each depth, for each row, the
+    means of `_compare` [b, 3] and the expected tokens per verification [b, 2]."""
+    b, s = rows.shape[0], rows.shape[1] - 1
+    state = engine.new_state(b, capacity=s)
+    mtp = MTP(engine, b, depths, capacity=s) if depths else None
+    sums, compared = [0.0] * (depths + 1), []
+    trunk = hidden = engine.weights.embedding.new_empty(0)  # of the depth before, at all positions
+    accepted = torch.ones(b, s, 2, device=rows.device)  # probability that all drafts so far are
+    expected = torch.ones(b, 2, device=rows.device, dtype=torch.float64)
+    for depth in range(depths + 1):
+        parts, agreed = [], []
+        for at in range(0, s - depth, chunk):
+            end = min(at + chunk, s - depth)
+            tokens = rows[:, at + depth : end + depth]
+            if mtp is None or depth == 0:
+                out = engine.forward(tokens, state)
+            else:
+                out = mtp.forward(depth, hidden[:, at:end], tokens)
+                own = trunk[:, at + depth : end + depth]
+                agreed.append(_compare(engine, own.flatten(0, 1), out.logits.flatten(0, 1)).view(b, -1, 3))
+            labels = rows[:, at + depth + 1 : end + depth + 1].flatten()
+            found = cross_entropy(out.logits.flatten(0, 1).float(), labels, reduction="none")
+            sums[depth] += float(found.double().sum())
+            parts.append(out.hidden)
+        hidden = torch.cat(parts, 1)
+        if depth == 0:
+            trunk = hidden
+        else:
+            here = torch.cat(agreed, 1)
+            accepted = accepted[:, : s - depth] * here[..., 1:].flip(-1)
+            expected = expected + accepted.double().mean(1)
+            compared.append((here.double().mean(1), expected))
+    return sums, compared
+
+
+def _compare(engine: Engine, hidden: Tensor, drafted: Tensor) -> Tensor:
+    """The model after hidden [n, d] against drafted logits [n, v]: KL, overlap, same top token [n, 3]."""
+    rows = []
+    for own, logits in zip(hidden.split(COMPARED_ROWS), drafted.split(COMPARED_ROWS)):
+        p = engine.logits(own).float().log_softmax(-1)
+        q = logits.float().log_softmax(-1)
+        kl = (p.exp() * (p - q)).sum(-1)
+        overlap = torch.minimum(p, q).exp().sum(-1)
+        rows.append(torch.stack((kl, overlap, (p.argmax(-1) == q.argmax(-1)).float()), -1))
+    return torch.cat(rows)
+
+
+def _agreement(groups: Sequence[tuple[Tensor, Tensor]]) -> Agreement:
+    kl, overlap, top1 = torch.cat([means for means, _ in groups]).mean(0).tolist()
+    greedy, sampled = torch.cat([expected for _, expected in groups]).T.tolist()
+    return Agreement(kl, overlap, top1, tuple(greedy), tuple(sampled))
+
+
+def acceptance(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    drafts: Sequence[int],
+    report: Callable[[int], None] = lambda tokens: None,
+) -> list[Acceptance]:
+    """Continue prompts greedily, once with each number of drafts; nothing ends a text early.
+
+    Args:
+        drafts: 0 is plain decoding.
+        report: called with 1 for each new token.
+
+    Raises:
+        ValueError: as `generate`.
+    """
+    generate(engine, prompts, GenerationOptions(2, draft=max(drafts)))  # warm-up
+    results = [
+        generate(engine, prompts, GenerationOptions(new_tokens, draft=draft), lambda row, token: report(1))
+        for draft in drafts
+    ]
+    return [Acceptance(result.speculation, result.tokens_per_second) for result in results]
+
+
+def plot(losses: Losses, accepted: Sequence[Acceptance], trained: int, path: Path, title: str) -> None:
+    """Write losses and agreement by depth and acceptance by number of drafts as a PNG.
+
+    Args:
+        trained: MTP depths that the checkpoint states; deeper ones are hatched.
+
+    Raises:
+        OSError: it cannot be written.
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    with plots.picture(path, 1, 3, size=(14, 4), title=title) as (_, grid):
+        left, middle, right = grid[0]
+        values = [losses.next_token, *losses.depths]
+        bars = left.bar(range(len(values)), values, color=["C0", *["C1"] * len(losses.depths)])
+        for depth, bar in enumerate(bars):
+            if depth > trained:
+                bar.set_hatch("//")
+        left.bar_label(bars, fmt="%.3f", fontsize=8)
+        left.set_xticks(range(len(values)), ["next\ntoken", *map(str, range(1, len(values)))])
+        beyond = f" (hatched: deeper than the {trained} of training)" if len(losses.depths) > trained else ""
+        left.set(ylabel="loss (nats per token)", title=f"Held-out loss{beyond}")
+        if losses.depths:
+            left.set_xlabel("MTP depth")
+        if losses.agreement:
+            depths = range(1, len(losses.agreement) + 1)
+            middle.plot(depths, [one.top1 for one in losses.agreement], "o-", label="same top token")
+            middle.plot(depths, [one.overlap for one in losses.agreement], "s-", label="overlap")
+            middle.set(xlabel="MTP depth", ylabel="share", ylim=(0, 1))
+            middle.set_title("Agreement with the model's own distribution")
+            middle.set_xticks(depths)
+            middle.legend()
+        else:
+            middle.set_axis_off()
+        if accepted:
+            drafts = [a.speculation.draft for a in accepted]
+            lengths = [a.speculation.acceptance_length for a in accepted]
+            right.plot(drafts, lengths, "o-", label="measured")
+            right.plot(
+                drafts, [k + 1 for k in drafts], color="gray", ls="--", lw=1, label="every draft accepted"
+            )
+            right.set(
+                xlabel="drafted tokens", ylabel="tokens per verification", title="Acceptance length, greedy"
+            )
+            right.set_xticks(drafts)
+            right.legend()
+        else:
+            right.set_axis_off()

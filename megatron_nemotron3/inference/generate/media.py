@@ -1,0 +1,251 @@
+"""Prompts with pictures, sounds and videos: their options, and what the model reads of them.
+
+    --image a.png --prompt "<image> What is it?" --audio b.wav --prompt "<so_embedding> Who speaks?"
+
+A file belongs to the prompt behind it, or to the only one. The prompt has the name of a medium's token where
+the medium stands; with `--chat` the media may also come before the text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from megatron_nemotron3.inference.generate.text import Tokenizer
+    from megatron_nemotron3.models.omni import OmniConfig
+    from megatron_nemotron3.train.data.conversations import Encoded
+    from megatron_nemotron3.train.omni.conversation import OmniEncoder
+
+#: Option -> what it takes.
+OPTIONS = {
+    "image": "a picture for the next prompt, or the only one; may be repeated, like the next two",
+    "audio": "a sound",
+    "video": "a video",
+}
+#: Files of which one says that a folder has a processor.
+_PROCESSOR = ("processor_config.json", "preprocessor_config.json")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt and its media.
+
+    Attributes:
+        media: (kind, file) in the order of the command line; a kind is a key of `OPTIONS`.
+        place: what messages call it.
+    """
+
+    text: str
+    media: tuple[tuple[str, str], ...] = ()
+    place: str = "the prompt"
+
+
+@dataclass(frozen=True)
+class ReadPrompt:
+    """What the model reads.
+
+    Attributes:
+        media: `train.omni.conversation.Medium`s in the order of their positions.
+    """
+
+    ids: list[int]
+    media: list[Any] = field(default_factory=list)
+
+
+class InOrder(argparse.Action):
+    """Appends (option, value) to `options.given`, which keeps the order of several options."""
+
+    def __call__(self, parser: Any, options: argparse.Namespace, value: Any, name: str | None = None) -> None:
+        options.given = [*options.given, (self.dest, value)]
+
+
+def add_media(command: argparse.ArgumentParser) -> None:
+    """Add the options of media, and --chat."""
+    group = command.add_argument_group("media, for a model with encoders")
+    for name, what in OPTIONS.items():
+        group.add_argument(f"--{name}", action=InOrder, dest=name, metavar="FILE", help=what)
+    command.add_argument(
+        "--chat",
+        action="store_true",
+        help="make each prompt a user's message with the tokenizer's chat template",
+    )
+    command.set_defaults(given=[])
+
+
+def prompts_of(given: Sequence[tuple[str, str]], last: str | None) -> list[Prompt]:
+    """Return the prompts in order, each with its media.
+
+    Args:
+        given: ("prompt" or a kind of media, value), as on the command line.
+        last: a prompt that follows all of them.
+
+    Raises:
+        ValueError: there is no prompt, or media follow the last of several.
+    """
+    given = [*given, *([] if last is None else [("prompt", last)])]
+    texts = [value for name, value in given if name == "prompt"]
+    if not texts:
+        raise ValueError("no prompt: give --prompt TEXT or --prompt-file F")
+    if len(texts) == 1:
+        return [Prompt(texts[0], tuple(one for one in given if one[0] != "prompt"))]
+    result: list[Prompt] = []
+    waiting: list[tuple[str, str]] = []
+    for name, value in given:
+        if name != "prompt":
+            waiting.append((name, value))
+            continue
+        result.append(Prompt(value, tuple(waiting), f"prompt {len(result) + 1}"))
+        waiting = []
+    if waiting:
+        raise ValueError(
+            f"--{waiting[0][0]} {waiting[0][1]} follows the last prompt: with several prompts, put a file "
+            "before its own"
+        )
+    return result
+
+
+class PromptReader:
+    """Tokens of prompts for a model.
+
+    Args:
+        model: its encoders; None: a model of text.
+        called: its name and folder, for messages.
+        template: prompts are a user's messages.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, model: OmniConfig | None, called: str, template: bool) -> None:
+        self.tokenizer, self.model, self.called = tokenizer, model, called
+        self.template = _template(tokenizer.folder) if template else None
+        self._encoder: OmniEncoder | None = None
+
+    @property
+    def encoder(self) -> OmniEncoder:
+        """What reads media; made when the first prompt has some."""
+        if self._encoder is None:
+            from megatron_nemotron3.train.omni.conversation import OmniEncoder
+            from megatron_nemotron3.train.omni.processor import names_of
+
+            assert self.model is not None
+            processor = _processor(self.tokenizer.folder, self.model)
+            text = _Text(self.tokenizer, names_of(processor)) if self.template is None else None
+            self._encoder = OmniEncoder(processor, self.model, text=text)
+        return self._encoder
+
+    def read(self, prompt: Prompt) -> ReadPrompt:
+        """Tokens of a prompt; of its media only the headers are read.
+
+        Raises:
+            ValueError: media for a model of text, media without a place in the prompt or the reverse, or a
+                file that is no such medium.
+        """
+        if prompt.media and self.model is None:
+            kind, file = prompt.media[0]
+            raise ValueError(f"--{kind} {file}: {self.called} reads only text: leave it out")
+        if not prompt.media:
+            return self._without_media(prompt)
+        from megatron_nemotron3.train.data.conversations import Conversation
+        from megatron_nemotron3.train.omni.processor import names_of
+
+        content = _content(prompt, names_of(self.encoder.processor), self.template is not None)
+        message = {"role": "user", "content": content}
+        found = self.encoder.encode(Conversation([message], None, prompt.place), prompt=True)
+        return ReadPrompt(found.ids, found.media)
+
+    def inputs(self, read: ReadPrompt, place: str) -> dict[str, Any]:
+        """Decode the media of a prompt: arguments of the encoders, {} without any.
+
+        Raises:
+            ValueError: a file cannot be decoded.
+        """
+        return self.encoder.decode(read.media, place) if read.media else {}
+
+    def _without_media(self, prompt: Prompt) -> ReadPrompt:
+        if self.template is None:
+            ids = self.tokenizer.encode(prompt.text)
+        else:
+            rendered = self.template.render([{"role": "user", "content": prompt.text}])
+            ids = self.tokenizer.encode(rendered, whole=False)
+        if self.model is not None and (name := self._named(prompt.text, ids)):
+            raise ValueError(f"{prompt.place} has {name}, which stands for a medium, but no file is given")
+        return ReadPrompt(ids)
+
+    def _named(self, text: str, ids: Sequence[int]) -> str:
+        """The name of a medium's token in a text; "" if it has none."""
+        from megatron_nemotron3.train.omni.processor import VIDEO
+
+        assert self.model is not None
+        found = next((one for one in self.model.special_ids().values() if one in ids), None)
+        if found is not None:
+            return self.tokenizer.decode([found], special=True)
+        return VIDEO if VIDEO in text else ""  # videos have the tokens of pictures
+
+
+class _Text:
+    """Texts of prompts that no template changes. As `train.data.conversations.Encoder`, for prompts."""
+
+    def __init__(self, tokenizer: Tokenizer, names: dict[str, str]) -> None:
+        self.tokenizer, self.names = tokenizer, names
+
+    def prompt(self, conversation: Any) -> str:
+        """The text of the only message, with the names of its media's tokens."""
+        (message,) = conversation.messages
+        return "".join(part.get("text") or self.names[part["type"]] for part in message["content"])
+
+    def tokens(self, text: str, spans: Sequence[tuple[int, int]]) -> Encoded:
+        """Tokens of a text."""
+        from megatron_nemotron3.train.data.conversations import Encoded
+
+        ids = self.tokenizer.encode(text)
+        return Encoded(ids, [False] * len(ids))
+
+
+def _content(prompt: Prompt, names: dict[str, str], template: bool) -> list[dict[str, str]]:
+    """The parts of a prompt: its text, cut where media stand.
+
+    Raises:
+        ValueError: the prompt names another number of media than there are.
+    """
+    waiting = {kind: [file for one, file in prompt.media if one == kind] for kind in names}
+    named = {kind: prompt.text.count(name) for kind, name in names.items()}
+    if template and not any(named.values()):
+        media = [{"type": kind, "path": file} for kind, file in prompt.media]
+        return [*media, {"type": "text", "text": prompt.text}]
+    for kind, name in names.items():
+        if named[kind] != (count := len(waiting[kind])):
+            raise ValueError(
+                f"{prompt.place} has {name} {named[kind]} times, and --{kind} is given {count} times: write "
+                f"{name} where each stands"
+            )
+    kinds = {name: kind for kind, name in names.items()}
+    parts = re.split("(" + "|".join(map(re.escape, kinds)) + ")", prompt.text)
+    return [
+        {"type": kinds[part], "path": waiting[kinds[part]].pop(0)}
+        if part in kinds
+        else {"type": "text", "text": part}
+        for part in parts
+        if part
+    ]
+
+
+def _template(folder: Path) -> Any:
+    from megatron_nemotron3.inference.generate.chat import Template
+
+    template = Template(folder)
+    if not template.usable:
+        raise ValueError(f"--chat: the tokenizer in {folder} has none: leave it out")
+    return template
+
+
+def _processor(folder: Path, model: OmniConfig) -> Any:
+    """The processor in a tokenizer's folder; otherwise one with the sizes of the model."""
+    from megatron_nemotron3.train.omni.processor import load_processor, make_processor
+
+    if any((folder / name).is_file() for name in _PROCESSOR):
+        return load_processor(folder)
+    return make_processor(model, folder)

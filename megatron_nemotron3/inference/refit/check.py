@@ -1,0 +1,104 @@
+"""Check a plan without processes: every receiver gets all of its parameters once, from ranks that hold them.
+
+Each index of a tensor's axis, on either side, and each expert has a random weight. The weights of what a
+receiver gets must add up to those of its shares, which are taken from the layouts and not from the plan. A
+part that is missing, doubled, or put to a wrong place would change the sum. Needs numpy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+
+from megatron_nemotron3.inference.refit.plan import Plan, Transfer
+from megatron_nemotron3.inference.refit.planner import Held, tensors
+from megatron_nemotron3.inference.refit.shares import Shares
+
+
+def check(plan: Plan) -> None:
+    """Check a plan of all tensors.
+
+    Raises:
+        ValueError: a receiver would not get a tensor once, or a sender does not hold what it would send. The
+            message names the tensor and the rank.
+    """
+    by_tensor: dict[tuple[str, str], list[Transfer]] = {}
+    for transfer in plan.transfers:
+        by_tensor.setdefault((transfer.name, transfer.target), []).append(transfer)
+    weights = _Weights()
+    for held in tensors(plan.training, plan.serving):
+        found = by_tensor.pop((held.tensor, held.target(plan.serving)), [])
+        _check_tensor(plan, held, found, weights)
+    if by_tensor:
+        raise ValueError(f"{next(iter(by_tensor))[0]} is sent, but belongs to no receiver")
+    if (most := plan.load().space) > plan.buffer:
+        raise ValueError(f"a step needs {most:,} bytes, the buffer has {plan.buffer:,}")
+
+
+class _Weights:
+    """Random weights of the elements of an axis, as sums up to each index, modulo 2**64."""
+
+    def __init__(self) -> None:
+        self._random = numpy.random.default_rng(0)
+        self._sums: dict[str, Any] = {}
+
+    def total(self, kind: str, start: int, stop: int) -> int:
+        """Sum of the weights of [start, stop)."""
+        sums = self._sums.get(kind, numpy.zeros(1, "uint64"))
+        if len(sums) <= stop:
+            drawn = self._random.integers(0, 1 << 64, 2 * stop + 1, "uint64")
+            sums = numpy.concatenate((sums, sums[-1:] + numpy.cumsum(drawn, dtype="uint64")))
+            self._sums[kind] = sums
+        return (int(sums[stop]) - int(sums[start])) % (1 << 64)
+
+    def part(self, start: int, stop: int, at: int) -> int:
+        """Weight of elements [start, stop) of a tensor that are held from index `at` on."""
+        return self.total("rows", start, stop) * 3 + self.total("places", at, at + stop - start)
+
+
+def _check_tensor(plan: Plan, held: Held, transfers: list[Transfer], weights: _Weights) -> None:
+    training, serving, row = plan.training, plan.serving, held.row
+    have, want = held.shares(training, serving)
+    experts = training.config.num_moe_experts or 1 if row.routed else 1
+    blocks = serving.ep if row.routed and held.parameter is not None else 1
+    sums = numpy.zeros(serving.size, "uint64")
+    for transfer in transfers:
+        senders, receivers = transfer.pairs
+        value = sum(weights.part(cut.start, cut.stop, cut.target) for cut in transfer.cuts)
+        value *= weights.total("experts", transfer.first, transfer.last)
+        expert_place = transfer.first - transfer.place if transfer.stacked else 0
+        if transfer.stacked and expert_place % (experts // blocks):
+            raise ValueError(f"{transfer.name}: expert {transfer.first} is put to place {transfer.place}")
+        numpy.add.at(sums, receivers, numpy.uint64(value % (1 << 64)))
+        _check_senders(plan, held, transfer, senders, have, experts)
+    expected = numpy.zeros(serving.size, "uint64")
+    for block in range(blocks):
+        each = experts // blocks
+        factor = weights.total("experts", block * each, (block + 1) * each)
+        for index, shares in enumerate(want):
+            value = sum(weights.part(*share) for share in shares)
+            ranks = list(serving.holders(held.role, held.stages[1], index, block))
+            expected[ranks] = numpy.uint64(value * factor % (1 << 64))
+    if (wrong := numpy.flatnonzero(sums != expected)).size:
+        raise ValueError(f"{held.tensor}: serving rank {wrong[0]} does not get its part once")
+
+
+def _check_senders(
+    plan: Plan, held: Held, transfer: Transfer, senders: Any, have: tuple[Shares, ...], experts: int
+) -> None:
+    layout = plan.training.layout
+    each = experts // layout.ep if held.row.routed else 1
+    if transfer.first // each != (transfer.last - 1) // each:
+        raise ValueError(f"{transfer.name}: experts {transfer.first} to {transfer.last - 1} are of two ranks")
+    for index, shares in enumerate(have):
+        holders = plan.training.holders(held.row, held.stages[0], index, transfer.first // each)
+        if numpy.isin(senders, holders).all() and all(
+            any(
+                s.start <= cut.start and cut.stop <= s.stop and cut.source == s.at + cut.start - s.start
+                for s in shares
+            )
+            for cut in transfer.cuts
+        ):
+            return
+    raise ValueError(f"{transfer.name}: a sender does not hold {transfer.cuts[0]}")

@@ -1,0 +1,120 @@
+"""`nemotron3 refit`: plan the way of the weights from a trainer to an engine. Needs no GPU and no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_nemotron3.checkpoints.convert.quantized_config import read_scales
+from megatron_nemotron3.common.options import NEEDED, add_command, flag, json_flag, option
+from megatron_nemotron3.common.output import print_json
+from megatron_nemotron3.inference.refit.engines import ENGINES
+from megatron_nemotron3.inference.refit.layouts import DTYPES, Serving, Training
+from megatron_nemotron3.launch.plan.hardware import GPUS
+from megatron_nemotron3.models.command import ModelOptions, chosen_model
+
+_MIB = 1 << 20
+_HOW = "how the weights go"
+_how = partial(option, group=_HOW)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefitOptions:
+    """Options of `nemotron3 refit`."""
+
+    which: ModelOptions
+    source: str = option(
+        "layout of the sender (the trainer): tp=,pp=,vpp=,ep=,etp=,cp=,dp=; dp is by default the "
+        "least that holds the experts",
+        "LAYOUT",
+        default=NEEDED,
+        spelling="--from",
+    )
+    target: str = option(
+        "layout of the receiver (the servers): tp=,pp=,dp=,ep=,replicas=,mtp=,fp32_router=, as the "
+        "engine counts them; mtp=0 leaves MTP out, fp32_router=1 sends routers in FP32",
+        "LAYOUT",
+        default=NEEDED,
+        spelling="--to",
+    )
+    engine: str = _how("inference engine (default vllm)", default="vllm", choices=ENGINES)
+    dtype: str = _how("type of the numbers (bfloat16)", default="bfloat16", choices=DTYPES)
+    quantize: str | None = _how(
+        "pack the weights for inference engines (engine hf): nvfp4, fp8, fp8-blockwise, or a full name",
+        "RECIPE",
+    )
+    input_scales: Path | None = _how(
+        "scales of activations for --quantize: JSON, safetensors, or a quantized folder", "PATH"
+    )
+    colocated: bool = flag("trainer and server of the same number are one process", group=_HOW)
+    buffer: int = _how("most that a rank sends in a step (256)", "MIB", default=256, least=1)
+    gpu: str = _how("type of GPU, whose links give the time (h100)", default="h100", choices=GPUS)
+    delta: str | None = _how('only tensors with such Hugging Face names, as "mtp.*"', "PATTERN")
+    prove: bool = flag("check that every byte arrives once", group=_HOW)
+    json: bool = json_flag()
+
+
+def register(commands: Any) -> None:
+    """Add `nemotron3 refit`."""
+    add_command(commands.add_parser("refit"), RefitOptions, refit)
+
+
+def refit(options: RefitOptions) -> int:
+    """Print the figures of the plan. Returns exit status 0.
+
+    Raises:
+        ValueError: a layout cannot hold the model, or a number is invalid.
+    """
+    config = chosen_model(options.which)
+    if options.prove and options.delta is not None:
+        raise ValueError("--prove is for a plan of all tensors: leave --delta out")
+    training = Training.of(config, options.source)
+    scales = read_scales(options.input_scales) if options.input_scales is not None else {}
+    serving = Serving.of(
+        config,
+        options.target,
+        engine=options.engine,
+        dtype=options.dtype,
+        quantize=options.quantize,
+        input_scales=tuple(scales.items()),
+    )
+
+    from megatron_nemotron3.inference.refit.check import check
+    from megatron_nemotron3.inference.refit.planner import make_plan
+    from megatron_nemotron3.inference.refit.timing import seconds
+
+    plan = make_plan(
+        training, serving, buffer=options.buffer * _MIB, colocated=options.colocated, only=options.delta
+    )
+    if options.prove:
+        check(plan)
+    load, gpu = plan.load(), GPUS[options.gpu]
+    time = seconds(plan, gpu)
+    if options.json:
+        facts = {
+            "training_ranks": training.layout.world_size,
+            "serving_ranks": serving.size,
+            "tensors": len(plan.names),
+            "steps": plan.steps,
+            "seconds": time,
+            "digest": plan.digest,
+        }
+        print_json(facts | load._asdict())
+        return 0
+    ratio = f", {load.sent / load.bound:.2f} times the least possible" if load.bound else ""
+    print(f"trainer           {training}: {training.layout.world_size:,} ranks")
+    print(f"servers           {serving}: {serving.size:,} ranks{', the same processes' * plan.colocated}")
+    print(f"tensors           {len(plan.names):,}, in {plan.steps:,} steps")
+    print(f"sent              {load.total:,} bytes in {load.messages:,} messages")
+    if plan.colocated:
+        print(f"copied            {load.copied:,} bytes inside a process")
+    print(f"busiest sender    {load.sent:,} bytes{ratio} ({load.bound:,})")
+    print(f"busiest receiver  {load.received:,} bytes, what it holds")
+    print(f"largest buffer    {load.space:,} bytes of {plan.buffer:,}")
+    print(f"time              {time:.3g} s by the links of {gpu.name}, without latency")
+    if options.prove:
+        print("checked           every receiver gets every byte once, from a rank that holds it")
+    print(f"digest            {plan.digest}")
+    return 0

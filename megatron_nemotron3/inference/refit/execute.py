@@ -1,0 +1,314 @@
+"""Carry out a plan over torch.distributed, and prove the result: a checksum of every tensor on both sides.
+
+    refit = Refit(plan)                                  # on every rank of the world
+    refit.run(source=training_tensors(training, rank, model))          # on a trainer
+    refit.run(target=parameters)                                       # on a server
+
+Each step is one message for each pair of ranks, and a sender packs the next step while one travels. At the
+end a server computes the checksum of what its parameters now hold, and compares it with what the senders
+computed on theirs. Any error, a killed process too, becomes a RefitError on every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_nemotron3.boundary.failure import BoundaryError, Failure
+from megatron_nemotron3.boundary.groups import Groups
+from megatron_nemotron3.inference.refit.checksum import added
+from megatron_nemotron3.inference.refit.held import check_source, check_target, serving_parameters
+from megatron_nemotron3.inference.refit.moving import Made, Moving
+from megatron_nemotron3.inference.refit.packer import Packed
+from megatron_nemotron3.inference.refit.parts import Part, name_of, parts_of, sum_held, sum_sent, target_of
+from megatron_nemotron3.inference.refit.plan import Plan, Transfer
+
+_CURE = (
+    "cure: the log of the rank that failed or ended first has the reason; the servers' weights are not to be "
+    "used"
+)
+
+
+class RefitError(RuntimeError):
+    """A refit failed, on every rank. Servers may hold some new and some old weights."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a refit did.
+
+    sent, received: bytes of this rank. tensors: number in the plan. unchanged: names of those that are the
+    same bits as in the refit before, the same on all ranks; None in the first. checksums: of what this
+    serving rank holds of each tensor, equal to the senders'.
+    """
+
+    sent: int
+    received: int
+    tensors: int
+    unchanged: tuple[str, ...] | None
+    checksums: Mapping[str, int] = field(default_factory=dict)
+
+
+class Refit:
+    """The groups of one refit, and what it remembers of the last one. Every rank of the world constructs it.
+
+    Args:
+        senders, receivers: global rank of each training and serving rank; default: trainers from 0 on, and
+            servers behind them, or on the same ranks if the plan is colocated.
+        backend, timeout: of the process group and of every wait; None: those of the default group.
+
+    Raises:
+        ValueError: other numbers of ranks than the plan's, or ranks that it cannot have.
+        RefitError: ranks have different plans.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        senders: Sequence[int] | None = None,
+        receivers: Sequence[int] | None = None,
+        backend: str | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        size, serving = plan.training.layout.world_size, plan.serving.size
+        self.plan = plan
+        self.senders = list(range(size)) if senders is None else list(senders)
+        behind = 0 if plan.colocated else size
+        self.receivers = list(range(behind, behind + serving)) if receivers is None else list(receivers)
+        if (len(self.senders), len(self.receivers)) != (size, serving):
+            raise ValueError(
+                f"{len(self.senders)} senders and {len(self.receivers)} receivers given, the plan has "
+                f"{size} and {serving}"
+            )
+        for side, listed in (("senders", self.senders), ("receivers", self.receivers)):
+            if len(set(listed)) < len(listed) or min(listed) < 0:
+                raise ValueError(f"{side}={listed}: give each rank of the world once")
+        if plan.colocated and any(a != b for a, b in zip(self.senders, self.receivers)):
+            raise ValueError(
+                f"the plan is colocated: sender {self.senders} and receiver {self.receivers} of the same "
+                "number must be one rank"
+            )
+        ranks = sorted({*self.senders, *self.receivers})
+        if ranks[-1] >= dist.get_world_size():
+            raise ValueError(f"the plan needs rank {ranks[-1]}, the world has {dist.get_world_size()} ranks")
+        # Of its own, so that a refit that failed leaves others and the next one alone.
+        self.groups = Groups(ranks, backend=backend, timeout=timeout, own=True)
+        self._failure = Failure(self.groups.abort, cure=_CURE)
+        rank = dist.get_rank()
+        self.sender = self.senders.index(rank) if rank in self.senders else None
+        self.receiver = self.receivers.index(rank) if rank in self.receivers else None
+        #: What this rank sends and receives, with the other side's rank, in the order of the steps.
+        self._out = [] if self.sender is None else list(plan.outgoing(self.sender))
+        self._in = [] if self.receiver is None else list(plan.incoming(self.receiver))
+        self._last: dict[Any, int] = {}
+        if self.groups.is_member:
+            plans = self._gathered(plan.digest, "compared the plans")
+            if other := [rank for rank, said in plans.items() if said != plans[ranks[0]]]:
+                self._fail(f"the plan of ranks {other} is not that of rank {ranks[0]}")
+
+    def run(
+        self,
+        source: Mapping[str, Tensor] | None = None,
+        target: Mapping[str, Tensor] | None = None,
+        *,
+        delta: bool = False,
+    ) -> Report:
+        """Bring the weights to the servers.
+
+        Args:
+            source: on a trainer, its tensors (`held.training_tensors`).
+            target: on a server, its parameters by the engine's names (`held.serving_parameters`).
+            delta: send only tensors that changed since the last refit of this object; all are proved.
+
+        Raises:
+            ValueError: this rank neither sends nor receives.
+            RefitError: a rank lacks tensors or has unknown ones (before anything moves), a rank had another
+                error or ended, or a tensor differs after the refit.
+        """
+        with self._everywhere():
+            sent = self._sent(source)
+            problem = None
+            if self.receiver is not None:
+                problem = "none given" if target is None else check_target(self.plan, self.receiver, target)
+            self._agree(problem, "target")
+            moving = self._start(sent, delta)
+            for _ in moving.steps(target or {}):
+                pass
+            found = {part: sum_held(part, (target or {})[target_of(part)]) for part in self._parts(self._in)}
+            return self._prove(moving, found)
+
+    def stream(self, source: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield (Hugging Face name, whole tensor), as the engines' `load_weights` takes them.
+
+        The plan's engine is "hf". All trainers and receivers iterate to the end; those without a replica
+        yield nothing. A tensor is held from its first part until it was yielded.
+
+        Raises:
+            ValueError: the plan is for another engine, or as `run`.
+            RefitError: as `run`; or a rank left its stream before the end.
+        """
+        if self.plan.serving.engine != "hf":
+            raise ValueError(
+                f"a stream has whole tensors, the plan is for {self.plan.serving}: use engine hf"
+            )
+        waiting: dict[str, list[Part]] = defaultdict(list)
+        for part in self._parts(self._in):
+            waiting[name_of(part)].append(part)
+        left = {name: len(parts) for name, parts in waiting.items()}
+        shapes, device = serving_parameters(self.plan, 0), self.groups.device
+        made = Made(lambda name: torch.empty(shapes[name][0], dtype=shapes[name][1], device=device))
+        found: dict[Part, int] = {}
+        with self._everywhere():
+            moving = self._start(self._sent(source), False)
+            for parts in moving.steps(made):
+                for part in parts:
+                    name = name_of(part)
+                    left[name] -= 1
+                    if left[name] == 0:
+                        tensor = made.pop(name)
+                        found |= {one: sum_held(one, tensor) for one in waiting.pop(name)}
+                        yield name, tensor
+            self._prove(moving, found)
+
+    def close(self) -> None:
+        """Release the process groups. Every rank closes in the same order."""
+        self.groups.close()
+
+    def _sent(self, source: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
+        """The tensors that this rank sends, after all ranks have agreed that they can."""
+        problem = None
+        if self.sender is not None:
+            problem = "none given" if source is None else check_source(self.plan, self.sender, source)
+        self._agree(problem, "source")
+        if not self.plan.serving.packed:
+            return source or {}
+        packed = Packed(self.plan, self.sender or 0, source or {}, self.groups.device)
+        self._agree(packed.measure(), "source")
+        with self._guarded("compared the largest magnitudes"):
+            dist.all_reduce(packed.largest, dist.ReduceOp.MAX, group=self.groups.group)
+        self._agree(packed.settle(), "source")
+        return packed
+
+    def _agree(self, problem: str | None, what: str) -> None:
+        """Fail on all ranks if one has a problem, before anything moves."""
+        for rank, found in self._gathered(problem, "compared the tensors with the plan").items():
+            if found is not None:
+                self._fail(f"{what} of rank {rank}: {found}")
+
+    def _gathered(self, value: Any, doing: str) -> dict[int, Any]:
+        """What every rank gave."""
+        with self._guarded(doing):
+            found: list[Any] = [None] * len(self.groups.ranks)
+            dist.all_gather_object(found, value, group=self.groups.group)
+        return dict(zip(self.groups.ranks, found, strict=True))
+
+    def _start(self, source: Mapping[str, Tensor], delta: bool) -> Moving:
+        """Compute the senders' checksums, and agree on what has changed."""
+        sums: dict[Part, int] = {}
+        known: dict[Any, int] = {}
+        for part in self._parts(self._out):
+            if (key := (name_of(part), part[0].target, part[0].cuts)) not in known:
+                known[key] = sum_sent(part, source[name_of(part)])
+            sums[part] = known[key]
+        index = {name: i for i, name in enumerate(self.plan.names)}
+        # Bit 0: changed. Bit 1: no earlier refit to compare with.
+        changed = torch.zeros(len(index) + 1, dtype=torch.int32)
+        for key, value in known.items():
+            changed[index[key[0]]] |= self._last.get(key) != value
+        changed[-1] = bool(known) and not self._last
+        changed = changed.to(self.groups.device)
+        with self._guarded("compared what has changed"):
+            dist.all_reduce(changed, dist.ReduceOp.MAX, group=self.groups.group)
+        flags = changed.tolist()
+        unchanged = (
+            None if flags.pop() else tuple(n for n, flag in zip(index, flags, strict=True) if not flag)
+        )
+        self._last = {}  # until this refit has succeeded
+        return Moving(self, source, sums, known, unchanged, frozenset((delta and unchanged) or ()))
+
+    def _prove(self, moving: Moving, found: Mapping[Part, int]) -> Report:
+        """Compare the senders' checksums with the receivers', tensor by tensor.
+
+        Raises:
+            RefitError: some differ. Every rank names the first.
+        """
+        index = {name: i for i, name in enumerate(self.plan.names)}
+        wrong = self._differences(moving, found, len(index), lambda part, _: index[name_of(part)])
+        if wrong:
+            first = self.plan.names[wrong[0]]
+            servers = self._differences(
+                moving, found, len(self.receivers), lambda part, to: to if name_of(part) == first else None
+            )
+            ranks = [self.receivers[receiver] for receiver in servers]
+            self._fail(f"{len(wrong)} tensors differ from the trainer's, first {first} of rank {ranks[0]}")
+        self._last = moving.known
+        checksums: dict[str, int] = {}
+        for part, value in found.items():
+            checksums[name_of(part)] = added(checksums.get(name_of(part), 0), value)
+        return Report(moving.sent, moving.received, len(index), moving.unchanged, checksums)
+
+    def _differences(
+        self,
+        moving: Moving,
+        found: Mapping[Part, int],
+        size: int,
+        place: Callable[[Part, int | None], int | None],
+    ) -> list[int]:
+        """Places where what all ranks sent and what all hold have other checksums.
+
+        Servers that hold the same part have other factors, so that their differences do not cancel out.
+        """
+        sums = [0] * size
+        sent = ((p, to, moving.sums[p]) for t, to in self._out for p in parts_of(t))
+        held = ((p, self.receiver, -value) for p, value in found.items())
+        for part, receiver, value in itertools.chain(sent, held):
+            if (at := place(part, receiver)) is not None:
+                sums[at] = added(sums[at], value * (2 * (receiver or 0) + 1))
+        total = torch.tensor(sums, dtype=torch.int64).to(self.groups.device)
+        with self._guarded("compared the checksums"):
+            dist.all_reduce(total, group=self.groups.group)
+        return total.nonzero()[:, 0].tolist()
+
+    @contextlib.contextmanager
+    def _everywhere(self) -> Iterator[None]:
+        """Turn any error of this rank into a RefitError, and end the waits of the others."""
+        if not self.groups.is_member:
+            raise ValueError(f"rank {self.groups.rank} neither sends nor receives in {self.plan.serving}")
+        try:
+            yield
+        except RefitError:
+            raise
+        except GeneratorExit:
+            with contextlib.suppress(RefitError):
+                self._fail("it left the stream before the end")
+            raise
+        except Exception as error:
+            self._fail(f"{type(error).__name__}: {error}", error)
+
+    @contextlib.contextmanager
+    def _guarded(self, doing: str) -> Iterator[None]:
+        try:
+            with self._failure.guarded(lambda: f"waited while it {doing}"):
+                yield
+        except BoundaryError as error:
+            raise RefitError(str(error)) from error
+
+    def _fail(self, reason: str, cause: Exception | None = None) -> None:
+        try:
+            self._failure.fail(reason)
+        except BoundaryError as error:
+            raise RefitError(str(error)) from cause
+
+    @staticmethod
+    def _parts(pairs: list[tuple[Transfer, int]]) -> list[Part]:
+        return list(dict.fromkeys(part for transfer, _ in pairs for part in parts_of(transfer)))

@@ -1,0 +1,114 @@
+"""The parts of tensors that messages are made of: packing, unpacking, and their checksums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_nemotron3.inference.refit.checksum import added, checksum
+from megatron_nemotron3.inference.refit.plan import ALIGNMENT, Transfer
+
+#: A part of one tensor: its transfer, and the expert's number (0 for other tensors).
+Part = tuple[Transfer, int]
+
+
+def parts_of(transfer: Transfer) -> list[Part]:
+    """The parts of a transfer, one for each expert."""
+    return [(transfer, expert) for expert in range(transfer.first, transfer.last)]
+
+
+def name_of(part: Part) -> str:
+    """Hugging Face's name of a part's tensor."""
+    return part[0].name.replace("{e}", str(part[1]))
+
+
+def target_of(part: Part) -> str:
+    """Name of the receiver's parameter."""
+    return part[0].target.replace("{e}", str(part[1]))
+
+
+def _aligned(part: Part) -> int:
+    return -(-part[0].piece // ALIGNMENT) * ALIGNMENT
+
+
+def space_of(parts: list[Part]) -> int:
+    """Bytes of a message."""
+    return sum(map(_aligned, parts))
+
+
+def _view(buffer: Tensor, at: int, part: Part) -> Tensor:
+    dtype: torch.dtype = getattr(torch, part[0].dtype)
+    return buffer[at : at + part[0].piece].view(dtype)
+
+
+def _sent_pieces(part: Part, tensor: Tensor) -> Iterator[Tensor]:
+    """The cuts of a sender's tensor, as they are sent but for their type."""
+    tensor = tensor.detach() if tensor.dim() else tensor.detach().view(1)
+    for cut in part[0].cuts:
+        piece = tensor.narrow(part[0].axis, cut.source, cut.stop - cut.start)
+        yield -piece.float().exp() if part[0].negated_exp else piece
+
+
+def _held_pieces(part: Part, tensor: Tensor) -> Iterator[Tensor]:
+    """The cuts in a receiver's parameter."""
+    transfer, expert = part
+    own = tensor.detach() if tensor.dim() else tensor.detach().view(1)
+    if transfer.stacked:
+        own = own[transfer.place + expert - transfer.first]
+    for cut in transfer.cuts:
+        yield own.narrow(transfer.axis, cut.target, cut.stop - cut.start)
+
+
+def pack(buffer: Tensor, parts: list[Part], source: Mapping[str, Tensor]) -> None:
+    """Write parts of a sender's tensors into a message."""
+    at = 0
+    for part in parts:
+        view, begin = _view(buffer, at, part), 0
+        for piece in _sent_pieces(part, source[name_of(part)]):
+            view[begin : begin + piece.numel()].view(piece.shape).copy_(piece)
+            begin += piece.numel()
+        at += _aligned(part)
+
+
+def unpack(buffer: Tensor, parts: list[Part], target: Any) -> None:
+    """Write the parts of a message into a receiver's parameters."""
+    at = 0
+    for part in parts:
+        view, begin = _view(buffer, at, part), 0
+        for piece in _held_pieces(part, target[target_of(part)]):
+            piece.copy_(view[begin : begin + piece.numel()].view(piece.shape))
+            begin += piece.numel()
+        at += _aligned(part)
+
+
+def sum_sent(part: Part, tensor: Tensor) -> int:
+    """Checksum of a part, computed on the sender's tensor as it is sent.
+
+    Raises:
+        ValueError: a number becomes infinite in FP16, which both sides would agree on.
+    """
+    dtype = getattr(torch, part[0].dtype)
+    held = list(_sent_pieces(part, tensor))
+    sent = [piece.to(dtype) for piece in held]
+    if dtype == torch.float16:
+        for before, after in zip(held, sent, strict=True):
+            if (lost := after.isinf() & before.isfinite()).any():
+                raise ValueError(
+                    f"{name_of(part)} has {before[lost].abs().max():.4g}, FP16 ends at 65504: serve in BF16"
+                )
+    return _sum(part[0], sent)
+
+
+def sum_held(part: Part, tensor: Tensor) -> int:
+    """Checksum of a part, computed on the receiver's parameter."""
+    return _sum(part[0], list(_held_pieces(part, tensor)))
+
+
+def _sum(transfer: Transfer, pieces: list[Tensor]) -> int:
+    total = 0
+    for cut, piece in zip(transfer.cuts, pieces, strict=True):
+        total = added(total, checksum(piece, transfer.axis, cut.start))
+    return total

@@ -1,0 +1,371 @@
+"""Make the plan of a refit, and check one without processes. Needs numpy.
+
+Tensors of the same row and layer kind differ in their names only, so their cuts are computed once. Then every
+part finds its senders: parts that few ranks hold first, each receiver from the sender with the least bytes so
+far, so that tensors which every rank of a stage holds level out what the others left unequal.
+
+The steps take layers of all training stages side by side, so that no stage waits for another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Any
+
+import numpy
+
+from megatron_nemotron3.checkpoints.convert.keys import Prefix, prefixes
+from megatron_nemotron3.inference.refit.engines import PARAMETERS, Parameter, Role
+from megatron_nemotron3.inference.refit.layouts import Serving, Training
+from megatron_nemotron3.inference.refit.plan import ALIGNMENT, Plan, Transfer
+from megatron_nemotron3.inference.refit.quantized import Stored, stored_of
+from megatron_nemotron3.inference.refit.shares import (
+    Cut,
+    Share,
+    Shares,
+    axis_of,
+    cuts,
+    hf_shape,
+    serving_shares,
+    training_shares,
+)
+from megatron_nemotron3.models.tensors import Row, hf_root, rows_of
+
+_Ranks = Any  # numpy int32 [ranks]
+#: Default for the largest buffer of a step.
+BUFFER = 256 << 20
+#: A step's buffer is filled with at least this many parts, so that little of it stays empty.
+FILLING = 4
+#: Number of steps that a part may still join.
+OPEN = 16
+
+
+@dataclass(frozen=True)
+class Held:
+    """One tensor (or one of each expert) and how the receivers hold it.
+
+    stages: pipeline ranks of the senders, and stages of the receivers. stored: the tensor of a packed weight
+    that this is; None: it is as the model has it.
+    """
+
+    prefix: Prefix
+    row: Row
+    index: int
+    parameter: Parameter | None
+    stages: tuple[tuple[int, ...], tuple[int, ...]]
+    stored: Stored | None = None
+
+    @property
+    def weight(self) -> str:
+        """Hugging Face's name of the model's tensor, with {e} for the expert."""
+        return self.prefix.hf + self.row.hf[self.index].name
+
+    @property
+    def tensor(self) -> str:
+        """Name of the tensor that the receivers hold."""
+        return self.weight if self.stored is None else self.stored.name(self.weight)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole tensor, of one expert where there are several."""
+        if self.stored is not None:
+            return self.stored.shape
+        return hf_shape(self.row, self.index, self.prefix.config)
+
+    @property
+    def role(self) -> Role:
+        """The receivers' ranks over which it is cut."""
+        return "whole" if self.parameter is None else self.parameter.role
+
+    @property
+    def axis(self) -> int:
+        """The axis along which it is cut."""
+        return axis_of(self.row) if self.stored is None or self.stored.columns else 0
+
+    def target(self, serving: Serving) -> str:
+        """Name of the receiver's parameter."""
+        if self.parameter is None:
+            return self.tensor
+        root = hf_root(serving.config) + "."
+        return serving.rules.parameter_name(self.parameter, self.prefix.hf or root)
+
+    def sizes(self, training: Training, serving: Serving) -> tuple[int, int]:
+        """Ranks over which each side cuts the tensor."""
+        layout = training.layout
+        return (layout.etp if self.row.routed else layout.tp), serving.group_size(self.role)
+
+    def shares(self, training: Training, serving: Serving) -> tuple[tuple[Shares, ...], tuple[Shares, ...]]:
+        """Shares of both sides by rank of the group that cuts the tensor."""
+        config = self.prefix.config
+        ranks, receiving = self.sizes(training, serving)
+        have = training_shares(self.row, config, ranks, training.vocabulary)[self.index]
+        if self.parameter is None:
+            every = ((Share(0, (*self.shape, 1)[self.axis], 0),),)
+            if self.stored is not None and self.axis:
+                have = self.stored.cut(have, ranks, self.tensor)
+            return have if self.stored is None or self.stored.columns else every, every
+        return have, serving_shares(self.row, config, receiving)[0][self.index]
+
+    def dtype(self, serving: Serving) -> str:
+        """Type in which it travels, that of the receiver's parameter."""
+        if self.stored is not None:
+            return self.stored.dtype
+        router = serving.fp32_router and self.row.hf[self.index].name == "mixer.gate.weight"
+        return "float32" if self.row.float32 or self.negated_exp or router else serving.dtype
+
+    @property
+    def negated_exp(self) -> bool:
+        """Whether it travels as -exp(tensor)."""
+        return self.parameter is not None and self.parameter.negated_exp
+
+
+def tensors(training: Training, serving: Serving) -> Iterator[Held]:
+    """Yield every tensor that the receivers hold, in the order of the layers."""
+    config = training.config
+    for prefix in prefixes(config):
+        decoder = prefix.megatron.startswith("decoder.")
+        layer = int(prefix.megatron.split(".")[2]) if decoder else None
+        if not decoder and prefix.part != "model" and not serving.drafts:
+            continue
+        for row in rows_of(config, prefix.part):
+            for index, named in enumerate(row.hf):
+                parameter = None
+                if serving.engine != "hf":
+                    parameter = PARAMETERS[named.name.removeprefix(hf_root(config) + ".")]
+                stages = (
+                    training.stages_of(prefix.part, layer, named.name),
+                    serving.stages_of(prefix.part, layer, named.name),
+                )
+                held = Held(prefix, row, index, parameter, stages)
+                weight = serving.packed.get(held.tensor.replace("{e}", "0"))
+                if weight is None:
+                    yield held
+                    continue
+                for stored in stored_of(weight):
+                    yield dataclasses.replace(held, stored=stored)
+
+
+@dataclass
+class _Part:
+    """A transfer without its senders, and who may send it.
+
+    order: place of its layer among those of a stage, number of the tensor, and how many parts of the tensor
+    have the same senders or receivers and go before. So neighbours keep other ranks busy.
+    """
+
+    order: tuple[float, int, int]
+    transfer: Transfer
+    candidates: _Ranks
+    receivers: _Ranks
+    senders: _Ranks | None = None
+
+
+def make_plan(
+    training: Training,
+    serving: Serving,
+    *,
+    buffer: int = BUFFER,
+    colocated: bool = False,
+    only: str | None = None,
+) -> Plan:
+    """Plan a refit.
+
+    Args:
+        buffer: most bytes that a rank sends, and most that it receives, in a step.
+        colocated: training rank r and serving rank r are one process, which copies what it has itself.
+        only: pattern of names ("mtp.*") to which the plan is restricted.
+
+    Raises:
+        ValueError: the layouts are of different models, a side cannot hold the model, the buffer is less
+            than a row of a tensor, or no name fits the pattern.
+    """
+    if training.config != serving.config:
+        raise ValueError(f"{training.config.name} cannot be refitted into {serving.config.name}")
+    if buffer < 1:
+        raise ValueError(f"buffer={buffer}: give a positive number of bytes")
+    parts = list(_parts(training, serving, only))
+    if not parts:
+        raise ValueError(f"no tensor of {training.config.name} has a name like {only!r}")
+    loads = numpy.zeros(training.layout.world_size, "int64")
+    bound = _Bound(training.layout.world_size, training.layout.pp)
+    for part in sorted(parts, key=lambda p: (len(p.candidates), -p.transfer.bytes)):
+        _choose_senders(part, loads, bound, colocated)
+    transfers = _in_steps(parts, training, serving, buffer, colocated)
+    return Plan(training, serving, buffer, colocated, transfers, bound.value())
+
+
+def _parts(training: Training, serving: Serving, only: str | None) -> Iterator[_Part]:
+    everything = list(tensors(training, serving))
+    found = [held for held in everything if only is None or fnmatchcase(held.tensor, only)]
+    layers: dict[int, dict[Prefix, int]] = {}
+    for held in everything:
+        own = layers.setdefault(held.stages[0][0], {})
+        own.setdefault(held.prefix, len(own))
+    ranks: dict[Any, _Ranks] = {}
+    for tensor, held in enumerate(found):
+        before: Counter[tuple[str, tuple[int, int]]] = Counter()
+        own = layers[held.stages[0][0]]
+        place = (own[held.prefix] + 0.5) / len(own)
+        for first, last, local, sender, receiver, parts in _pairs(held, training, serving):
+            keys = (held.row, held.stages[0], *sender), (held.role, held.stages[1], *receiver)
+            if keys[0] not in ranks:
+                ranks[keys[0]] = numpy.array(training.holders(*keys[0]), "int32")
+            if keys[1] not in ranks:
+                ranks[keys[1]] = numpy.array(serving.holders(*keys[1]), "int32")
+            transfer = Transfer(
+                held.tensor,
+                first,
+                last,
+                held.axis,
+                parts,
+                prod(held.shape[: held.axis] + held.shape[held.axis + 1 :]),
+                held.dtype(serving),
+                held.target(serving),
+                held.parameter is not None and held.parameter.stacked,
+                local,
+                held.negated_exp,
+                ranks[keys[1]].tobytes(),
+                b"",
+            )
+            wave = max(before["from", sender], before["to", receiver])
+            before["from", sender] = before["to", receiver] = wave + 1
+            yield _Part((place, tensor, wave), transfer, ranks[keys[0]], ranks[keys[1]])
+
+
+def _pairs(
+    held: Held, training: Training, serving: Serving
+) -> Iterator[tuple[int, int, int, tuple[int, int], tuple[int, int], tuple[Cut, ...]]]:
+    """Yield (first expert, one past the last, first one's place, sender, receiver, cuts).
+
+    Sender and receiver are (index of the share, expert rank).
+    """
+    have, want = held.shares(training, serving)
+    experts = training.config.num_moe_experts or 1 if held.row.routed else 1
+    here = experts // training.layout.ep if held.row.routed else 1
+    there = experts // serving.ep if held.row.routed and held.parameter is not None else experts
+    matched = [(i, j, found) for i, a in enumerate(have) for j, b in enumerate(want) if (found := cuts(a, b))]
+    first = 0
+    while first < experts:
+        last = min((first // here + 1) * here, (first // there + 1) * there)
+        for i, j, found in matched:
+            yield first, last, first % there, (i, first // here), (j, first // there), found
+        first = last
+
+
+def spread(loads: Any, number: int, size: int) -> Any:
+    """How many of `number` equal parts each sender sends, so that the largest load is as small as possible.
+
+    Args:
+        loads: bytes that each sends already, int64.
+        size: bytes of a part.
+    """
+    ordered = numpy.sort(loads)
+    levels = (numpy.cumsum(ordered) + number * size) / numpy.arange(1, len(ordered) + 1)
+    used = int((levels[:-1] > ordered[1:]).sum())  # senders above this one have more than the level already
+    counts = numpy.maximum((levels[used] - loads) // size, 0).astype("int64")
+    left = number - int(counts.sum())
+    counts[numpy.argsort(loads + counts * size, kind="stable")[:left]] += 1
+    return counts
+
+
+def _choose_senders(part: _Part, loads: Any, bound: _Bound, colocated: bool) -> None:
+    senders = numpy.full(len(part.receivers), -1, "int32")
+    if colocated:
+        own = numpy.isin(part.receivers, part.candidates)
+        senders[own] = part.receivers[own]
+    left = senders < 0
+    if number := int(left.sum()):
+        size = part.transfer.bytes
+        counts = spread(loads[part.candidates], number, size)
+        senders[left] = numpy.repeat(part.candidates, counts)
+        loads[part.candidates] += counts * size
+        bound.add(part.candidates, number * size)
+    part.senders = senders
+
+
+class _Bound:
+    """The least that the busiest sender sends: some bytes can be sent by few ranks only."""
+
+    def __init__(self, ranks: int, stages: int) -> None:
+        self._each = ranks // stages
+        self._needs: dict[bytes, list[int]] = {}
+        self._stages = [0] * stages
+        self._ranks, self._total = ranks, 0
+
+    def add(self, candidates: _Ranks, size: int) -> None:
+        need = self._needs.setdefault(candidates.tobytes(), [0, len(candidates)])
+        need[0] += size
+        self._total += size
+        first, last = (int(rank) // self._each for rank in (candidates[0], candidates[-1]))
+        if first == last:
+            self._stages[first] += size
+
+    def value(self) -> int:
+        """Bytes, rounded up."""
+        needs = [*self._needs.values(), [self._total, self._ranks]]
+        needs += [[size, self._each] for size in self._stages]
+        return max(-(-size // ranks) for size, ranks in needs)
+
+
+def _in_steps(
+    parts: list[_Part], training: Training, serving: Serving, buffer: int, colocated: bool
+) -> tuple[Transfer, ...]:
+    chunks: list[tuple[Any, ...]] = []
+    for part in parts:
+        assert part.senders is not None
+        between = part.senders != part.receivers if colocated else numpy.ones(len(part.senders), bool)
+        # Senders and receivers are numbered on: they have buffers of their own.
+        both = (part.senders[between], training.layout.world_size + part.receivers[between].astype("int64"))
+        ranks, counts = numpy.unique(numpy.concatenate(both), return_counts=True)
+        most = max(1, int(counts.max(initial=1)))
+        whole = part.transfer._replace(senders=part.senders.tobytes())
+        for number, transfer in enumerate(_chunks(whole, buffer // most, buffer // most // FILLING, most)):
+            chunks.append(((*part.order, number), len(chunks), transfer, ranks, counts))
+    open_steps: list[tuple[int, Any]] = []
+    found, size = [], training.layout.world_size + serving.size
+    for _, _, transfer, ranks, counts in sorted(chunks, key=lambda chunk: chunk[:2]):
+        added = counts * transfer.space
+        fits = (one for one in open_steps if not (one[1][ranks] + added > buffer).any())
+        if (place := next(fits, None)) is None:
+            place = (open_steps[-1][0] + 1 if open_steps else 0), numpy.zeros(size, "int64")
+            open_steps = [*open_steps[1 - OPEN :], place]
+        step, space = place
+        space[ranks] += added
+        found.append(transfer._replace(step=step))
+    return tuple(sorted(found, key=lambda transfer: transfer.step))
+
+
+def _chunks(transfer: Transfer, most: int, space: int, copies: int) -> Iterator[Transfer]:
+    """Cut a transfer into parts of at most `space` bytes; parts of one row may have `most`."""
+    if transfer.space <= space:
+        yield transfer
+        return
+    each = transfer.space // (transfer.last - transfer.first)
+    if number := space // each:
+        for first in range(transfer.first, transfer.last, number):
+            last = min(first + number, transfer.last)
+            yield transfer._replace(first=first, last=last, place=transfer.place + first - transfer.first)
+        return
+    row = transfer.piece // sum(cut.stop - cut.start for cut in transfer.cuts)
+    length = (space - space % ALIGNMENT) // row
+    if length == 0 and -(-row // ALIGNMENT) * ALIGNMENT <= most:
+        length = 1
+    if length == 0:
+        need = -(-row // ALIGNMENT) * ALIGNMENT * copies
+        raise ValueError(
+            f"a buffer of {most * copies:,} bytes is less than one row of {transfer.name} for each of the "
+            f"{copies} receivers of a sender: give {need:,} bytes or more"
+        )
+    for expert in range(transfer.last - transfer.first):
+        one = transfer._replace(
+            first=transfer.first + expert, last=transfer.first + expert + 1, place=transfer.place + expert
+        )
+        for cut in transfer.cuts:
+            for start in range(cut.start, cut.stop, length):
+                stop, by = min(start + length, cut.stop), start - cut.start
+                yield one._replace(cuts=(Cut(start, stop, cut.source + by, cut.target + by),))

@@ -1,0 +1,198 @@
+"""Which part of a Hugging Face tensor a rank holds, and where in its own tensor. Standard library only.
+
+Every tensor of the family is cut along one axis, the same on both sides, so a part is a few intervals of it:
+
+    q_proj [4096 d] at training TP 2, rank 1     rows 2048:4096 of the tensor = rows 0:2048 … of linear_qkv
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from megatron_nemotron3.checkpoints.convert import transforms
+from megatron_nemotron3.checkpoints.convert.plan import Piece
+from megatron_nemotron3.checkpoints.convert.plan import Plan as CopyPlan
+from megatron_nemotron3.inference.refit.engines import VOCABULARY_MULTIPLE
+from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.tensors import PARAMETER, NamedShape, Row, symbol_sizes
+
+
+class Share(NamedTuple):
+    """Elements [start, stop) of a tensor's axis, from index `at` of the rank's own tensor."""
+
+    start: int
+    stop: int
+    at: int
+
+
+#: The shares of one rank, ascending.
+Shares = tuple[Share, ...]
+
+
+class Cut(NamedTuple):
+    """Elements [start, stop) of the axis: at `source` in the sender's, `target` in the receiver's."""
+
+    start: int
+    stop: int
+    source: int
+    target: int
+
+
+def axis_of(row: Row) -> int:
+    """The axis along which a tensor of a row is cut."""
+    return 1 if row.tp == "row" else 0
+
+
+def hf_shape(row: Row, index: int, config: Nemotron3Config) -> tuple[int, ...]:
+    """Shape of the HF tensor `index` of a row; of one expert where there are several."""
+    table = symbol_sizes(config)
+    return tuple(table[symbol] for symbol in row.hf[index].shape)
+
+
+def _split(
+    row: Row, config: Nemotron3Config, size: int, padded_vocab_size: int
+) -> tuple[NamedShape, tuple[int, ...], CopyPlan]:
+    """Megatron's tensor of a row, its whole shape, and how the training ranks cut it.
+
+    Raises:
+        ValueError: the model cannot be cut this way. The message names the field.
+    """
+    table = symbol_sizes(config, padded_vocab_size)
+    tensor = row.spelling(PARAMETER).tensors[0]
+    shape = tuple(table[symbol] for symbol in tensor.shape)
+    split = transforms.split_parameter(row, config, tp=size, etp=size, padded_vocab_size=padded_vocab_size)
+    if split is None:
+        every = tuple((0, n) for n in shape)
+        split = CopyPlan({"full": shape}, {"0": shape}, (Piece("full", every, "0", every),))
+    return tensor, shape, split
+
+
+@lru_cache(maxsize=4096)
+def training_shape(row: Row, config: Nemotron3Config, size: int, padded_vocab_size: int) -> tuple[int, ...]:
+    """Shape of Megatron's tensor of a row on each of its ranks; of one expert where there are several."""
+    return next(iter(_split(row, config, size, padded_vocab_size)[2].destinations.values()))
+
+
+@lru_cache(maxsize=4096)
+def training_shares(
+    row: Row, config: Nemotron3Config, size: int, padded_vocab_size: int
+) -> tuple[tuple[Shares, ...], ...]:
+    """Shares of the training ranks: [HF tensor of the row][tensor rank, expert-tensor rank in experts].
+
+    A tensor that all ranks hold has one entry.
+
+    Raises:
+        ValueError: the model cannot be cut this way. The message names the field.
+    """
+    axis = axis_of(row)
+    tensor, shape, split = _split(row, config, size, padded_vocab_size)
+    hf = {t.name: hf_shape(row, i, config) for i, t in enumerate(row.hf)}
+    rule = transforms.RULES[row.spelling(PARAMETER).rule]
+    named = rule({tensor.name: shape}, hf, config.kv_channels)
+    found: dict[tuple[str, str], list[Share]] = {}
+    for piece in named.pieces:
+        first, last = piece.source_slices[axis]
+        to = piece.destination_slices[axis][0]
+        for part in split.pieces:
+            begin, end = part.source_slices[axis]
+            a, b = max(first, begin), min(last, end)
+            if a < b:
+                local = part.destination_slices[axis][0] + a - begin
+                share = Share(to + a - first, to + b - first, local)
+                found.setdefault((piece.destination, part.destination), []).append(share)
+    return tuple(
+        tuple(_joined(found.get((name, str(rank)), [])) for rank in range(len(split.destinations)))
+        for name in hf
+    )
+
+
+@lru_cache(maxsize=4096)
+def serving_shares(
+    row: Row, config: Nemotron3Config, size: int
+) -> tuple[tuple[tuple[Shares, ...], ...], tuple[int, ...]]:
+    """Shares of the engines' tensor ranks, [HF tensor][rank], and the shape of the parameter of a rank.
+
+    Args:
+        size: ranks of the group over which the engine cuts this row; 1: nothing is cut.
+
+    Raises:
+        ValueError: the engines cannot hold the model this way. The message has the numbers.
+    """
+    axis = axis_of(row)
+    shapes = [hf_shape(row, index, config) for index in range(len(row.hf))]
+    length = sum(shape[axis] for shape in shapes)
+    local = list(shapes[0])
+    if row.tp == "replicated":
+        return (((Share(0, length, 0),),),), tuple(local)
+    if row.hf[0].shape[0] == "vocab":
+        padded = -(-length // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+        each = _divided(padded, size, f"{row.hf[0].name}: a padded vocabulary of {padded} rows")
+        ranks = [Share(min(r * each, length), min((r + 1) * each, length), 0) for r in range(size)]
+        local[0] = each
+        return (tuple((s,) if s.start < s.stop else () for s in ranks),), tuple(local)
+    if len(row.hf) == 3:
+        return _qkv(config, size, shapes)
+    sizes = symbol_sizes(config)
+    parts = [t.shape[0] for t in row.spellings[0].tensors] if row.tp == "parts" else []
+    shares: list[list[Share]] = [[] for _ in range(size)]
+    start = at = 0
+    for symbol, part in [(s, sizes[s]) for s in parts] or [("", length)]:
+        # A single group of B and C is repeated on every rank.
+        repeated = symbol == "bc" and config.mamba_num_groups == 1
+        if symbol == "bc" and not repeated:
+            _divided(config.mamba_num_groups, size, f"mamba_num_groups={config.mamba_num_groups}")
+        if row.part == "M":
+            _divided(config.mamba_num_heads, size, f"mamba_num_heads={config.mamba_num_heads}")
+        each = part if repeated else _divided(part, size, f"{row.hf[0].name}: {part} elements")
+        for rank in range(size):
+            begin = start + (0 if repeated else rank * each)
+            shares[rank].append(Share(begin, begin + each, at))
+        start, at = start + part, at + each
+    local[axis] = at
+    return (tuple(tuple(_joined(one)) for one in shares),), tuple(local)
+
+
+def _qkv(
+    config: Nemotron3Config, size: int, shapes: list[tuple[int, ...]]
+) -> tuple[tuple[tuple[Shares, ...], ...], tuple[int, ...]]:
+    """[q | k | v] of a rank: its query heads, and its KV heads or the one that its query heads need."""
+    heads, groups, width = config.num_attention_heads, config.num_query_groups, config.kv_channels
+    q = _divided(heads, size, f"num_attention_heads={heads}") * width
+    if groups % size and size % groups:
+        raise ValueError(f"num_query_groups={groups} and TP={size}: one must divide the other")
+    kv, copies = max(1, groups // size) * width, max(1, size // groups)
+    queries = tuple((Share(r * q, (r + 1) * q, 0),) for r in range(size))
+    keys, values = (
+        tuple((Share(r // copies * kv, (r // copies + 1) * kv, at),) for r in range(size))
+        for at in (q, q + kv)
+    )
+    return (queries, keys, values), (q + 2 * kv, shapes[0][1])
+
+
+def cuts(source: Shares, target: Shares) -> tuple[Cut, ...]:
+    """What a rank with `source` can send to one with `target`."""
+    found = []
+    for have in source:
+        for want in target:
+            a, b = max(have.start, want.start), min(have.stop, want.stop)
+            if a < b:
+                found.append(Cut(a, b, have.at + a - have.start, want.at + a - want.start))
+    return tuple(sorted(found))
+
+
+def _joined(shares: list[Share]) -> Shares:
+    joined: list[Share] = []
+    for one in sorted(shares):
+        last = joined[-1] if joined else None
+        if last and last.stop == one.start and last.at + last.stop - last.start == one.at:
+            joined[-1] = Share(last.start, one.stop, last.at)
+        else:
+            joined.append(one)
+    return tuple(joined)
+
+
+def _divided(whole: int, size: int, what: str) -> int:
+    if whole % size:
+        raise ValueError(f"{what} cannot be divided by {size} ranks: choose a size that divides it")
+    return whole // size

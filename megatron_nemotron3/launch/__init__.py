@@ -1,0 +1,36 @@
+"""What to tell Megatron: a `Launch`, its flags, and the rules that it must obey.
+
+Standard library only. `flags` is the function; its module is `megatron_nemotron3.launch.flags`.
+"""
+
+from megatron_nemotron3.launch.flag import Flag, render, to_argv
+from megatron_nemotron3.launch.flags import flags
+from megatron_nemotron3.launch.launch import BACKENDS, PRECISIONS, Launch, TrainingData, mock_data
+from megatron_nemotron3.launch.layout import ParallelLayout, cut_pattern, published_layout
+from megatron_nemotron3.launch.rule import Rule, Violation
+from megatron_nemotron3.launch.rules import RULES, RuleError, check
+from megatron_nemotron3.launch.schedule import TrainingSchedule, adjusted, published, smoke
+
+__all__ = [
+    "BACKENDS",
+    "PRECISIONS",
+    "RULES",
+    "Flag",
+    "Launch",
+    "ParallelLayout",
+    "Rule",
+    "RuleError",
+    "TrainingData",
+    "TrainingSchedule",
+    "Violation",
+    "adjusted",
+    "check",
+    "cut_pattern",
+    "flags",
+    "mock_data",
+    "published",
+    "published_layout",
+    "render",
+    "smoke",
+    "to_argv",
+]

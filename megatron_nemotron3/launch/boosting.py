@@ -1,0 +1,159 @@
+"""What MTP heads are trained for. Standard library only.
+
+    NEMOTRON3_BOOST="loss=kl,temperature=2,mix=1" nemotron3 run SCRIPT …
+
+The number of recursive steps is that of the model's MTP depths (`--mtp-num-layers`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+
+from megatron_nemotron3.common.argv import option_value
+from megatron_nemotron3.common.switches import BOOST, DISTILL, LORA, EnvironmentSetting
+
+#: Where a checkpoint's stored arguments keep `Boost.text()`.
+ARGUMENT = "nemotron3_boost"
+#: Loss -> what it is, per token of the text and MTP depth.
+LOSSES = {
+    "kl": "KL divergence of MTP from the model's own next-token distribution",
+    "tv": "total variation between the two, which is 1 - the probability that a sampled draft is accepted",
+    "ce": "cross-entropy with the text's token",
+}
+
+
+_TAUGHT = "MTP's heads are trained on what the model itself predicts, not on a teacher: leave one of them out"
+
+
+@dataclass(frozen=True)
+class Boost:
+    """How the heads are trained.
+
+    Args:
+        loss: of `LOSSES`.
+        temperature: of both distributions in the loss (kl, tv). The loss is multiplied by its square.
+        mix: share of the tokens whose hidden state, which MTP depth k > 1 is given, is drawn from all depths
+            (hidden-state mixing); the others are given that of depth k - 1, as in generation.
+        decay: weight of each depth in terms of the one before; the weights add up to 1.
+        cache: the first N micro-batches of each rank, whose hidden states are kept and used again and again,
+            so that the frozen model runs no more; 0: it runs on each micro-batch.
+        seed: of the mixing.
+
+    Raises:
+        ValueError: a number is out of range, or there is no such loss.
+    """
+
+    loss: str = "kl"
+    temperature: float = 1.0
+    mix: float = 0.0
+    decay: float = 1.0
+    cache: int = 0
+    seed: int = 1234
+
+    def __post_init__(self) -> None:
+        if self.loss not in LOSSES:
+            raise ValueError(f"loss={self.loss}: use {', '.join(LOSSES)}")
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"temperature={self.temperature:g}: give more than 0")
+        if self.loss == "ce" and self.temperature != 1:
+            raise ValueError(f"loss=ce has no temperature: drop temperature={self.temperature:g}")
+        if not 0 <= self.mix <= 1:
+            raise ValueError(f"mix={self.mix:g}: give 0 to 1, the share of tokens that are mixed")
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"decay={self.decay:g}: give more than 0, at most 1")
+        if self.cache < 0:
+            raise ValueError(f"cache={self.cache}: give the number of micro-batches to keep, or 0 for none")
+
+    @classmethod
+    def parse(cls, text: str) -> Boost:
+        """Parse "loss=kl,temperature=2,mix=1"; what is left out keeps its default, and "1" is all defaults.
+
+        Raises:
+            ValueError: the text is malformed; or as the constructor.
+        """
+        kinds: dict[str, Callable[[str], object]] = {
+            "loss": str, "temperature": float, "mix": float, "decay": float, "cache": int, "seed": int
+        }  # fmt: skip
+        values: dict[str, object] = {}
+        for word in () if text.strip() == "1" else filter(None, (one.strip() for one in text.split(","))):
+            name, equals, value = word.partition("=")
+            try:
+                if not equals or name in values:
+                    raise ValueError
+                values[name] = kinds[name](value)
+            except (KeyError, ValueError):
+                known = ", ".join(f"{name}=" for name in kinds)
+                raise ValueError(
+                    f"{text!r}: {word!r} is not one of {known} with a value, each at most once"
+                ) from None
+        return cls(**values)  # type: ignore[arg-type]
+
+    def text(self) -> str:
+        """Return the settings as `parse` reads them."""
+        return ",".join(f"{one.name}={getattr(self, one.name)}" for one in fields(self))
+
+    def weights(self, depths: int) -> list[float]:
+        """Weight of the loss of each depth."""
+        raw = [self.decay**depth for depth in range(depths)]
+        return [one / sum(raw) for one in raw]
+
+
+def _parse(text: str) -> Boost | None:
+    try:
+        return Boost.parse(text) if text else None
+    except ValueError as problem:
+        raise ValueError(f"{BOOST}: {problem}") from None
+
+
+#: What NEMOTRON3_BOOST says; None: an ordinary training. Raises ValueError if it is malformed.
+in_environment = EnvironmentSetting(BOOST, _parse).read
+
+
+def asked(
+    words: Sequence[str], environment: Mapping[str, str] = os.environ, *, taught: bool = False
+) -> Boost | None:
+    """Return what NEMOTRON3_BOOST asks of a command line of Megatron.
+
+    Args:
+        taught: whether a teacher is given.
+
+    Raises:
+        ValueError: it is malformed, or the command line cannot be trained so.
+    """
+    boost = in_environment(environment)
+    if boost is not None:
+        try:
+            if taught:
+                raise ValueError(_TAUGHT)
+            refuse(boost, words, environment)
+        except ValueError as problem:
+            raise ValueError(f"{BOOST}: {problem}") from None
+    return boost
+
+
+def refuse(boost: Boost, words: Sequence[str], environment: Mapping[str, str] = os.environ) -> None:
+    """Raise ValueError if a command line of Megatron cannot be trained so."""
+    reason = _problem(boost, words, environment)
+    if reason is not None:
+        raise ValueError(reason)
+
+
+def _problem(boost: Boost, words: Sequence[str], environment: Mapping[str, str]) -> str | None:
+    if environment.get(DISTILL) not in (None, "", "0"):
+        return f"{DISTILL} is set, too, but {_TAUGHT}"
+    if environment.get(LORA):
+        return f"{LORA} is set, too, but only MTP's own weights are trained: unset one of them"
+    if "/" not in (option_value(words, "--hybrid-layer-pattern") or ""):
+        return (
+            "the model has no MTP block to train: give --hybrid-layer-pattern one (…/*E) with "
+            "--mtp-num-layers; where the checkpoint has none, add --dist-ckpt-strictness log_unexpected, and "
+            "it begins with random weights"
+        )
+    if (cp := option_value(words, "--context-parallel-size")) not in (None, "1"):
+        return f"--context-parallel-size {cp}: a later token's distribution would be another rank's; use 1"
+    if boost.cache and (given := [word for word in ("--sft", "--eod-mask-loss") if word in words]):
+        return f"cache={boost.cache} with {given[0]}: masks of kept batches would be lost; drop cache="
+    return None

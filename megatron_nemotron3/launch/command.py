@@ -1,0 +1,364 @@
+"""`nemotron3 flags` and `nemotron3 explain`, and options that describe a launch. Standard library only."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron_nemotron3.common.options import add_options
+from megatron_nemotron3.common.output import add_json, print_json
+from megatron_nemotron3.common.switches import EMULATE
+from megatron_nemotron3.launch.explain import (
+    explain,
+    explain_command,
+    explain_nearest,
+    with_megatron_defaults,
+)
+from megatron_nemotron3.launch.explain_text import render as render_explanation
+from megatron_nemotron3.launch.flag import Flag, exports, parse, render, repeated
+from megatron_nemotron3.launch.flags import flags
+from megatron_nemotron3.launch.launch import BACKENDS, PRECISIONS, Launch
+from megatron_nemotron3.launch.layout import ParallelLayout
+from megatron_nemotron3.launch.performance import GPUS, Tuned, published
+from megatron_nemotron3.launch.phases import BF16_END, PHASES, Phase, phase, require_known, switch_step
+from megatron_nemotron3.launch.precision_file import check as check_precision_file
+from megatron_nemotron3.launch.rules import check
+from megatron_nemotron3.launch.schedule import TrainingSchedule, adjusted
+from megatron_nemotron3.launch.script_options import add_set, given_options, text_of, variables
+from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.command import ModelOptions, chosen_model, chosen_omni, names_model
+from megatron_nemotron3.models.omni import OmniConfig
+from megatron_nemotron3.models.stack_specs import MODULE, has_spec
+from megatron_nemotron3.precision.formats import EMULATED, NVFP4
+from megatron_nemotron3.precision.settings import OPTION, Emulation, emulation_in_environment
+
+LAYOUT = {
+    "tp": "tensor parallel size",
+    "pp": "pipeline parallel size",
+    "vpp": "virtual pipeline stages per rank",
+    "ep": "expert parallel size",
+    "etp": "tensor parallel size inside an expert",
+    "cp": "context parallel size",
+    "dp": "data parallel size",
+}
+
+SCHEDULE: dict[str, tuple[type, str]] = {
+    "steps": (int, "training iterations; warm-up and decay are scaled to them"),
+    "seq_length": (int, "tokens per sequence"),
+    "micro_batch_size": (int, "sequences per rank and microbatch"),
+    "global_batch_size": (int, "sequences per step"),
+    "lr": (float, "peak learning rate"),
+}
+
+#: Options of `explain` that go with --argv.
+_BESIDE_ARGV = (
+    "argv",
+    "set",
+    "all",
+    "full",
+    "json",
+    "tiny",
+    "schedule",
+    "name",
+    "model",
+    "command",
+    "run",
+    "extra",
+)
+
+
+def register(commands: Any) -> None:
+    """Add `nemotron3 flags` and `nemotron3 explain`."""
+    emit = commands.add_parser("flags")
+    why = commands.add_parser("explain")
+    for command in (emit, why):
+        add_options(command, ModelOptions)
+        add_launch(command, precision="bf16")
+        add_published(command)
+        add_json(command)
+    form = emit.add_argument_group("form of the output")
+    form.add_argument("--shell", action="store_true", help="quote for eval in a shell script")
+    form.add_argument(
+        "--environment", action="store_true", help="print the variables of --gpu instead, for eval in a shell"
+    )
+    form.add_argument("--megatron-core", metavar="VERSION", help="0.19, 0.20 or main; default: as installed")
+    emit.set_defaults(run=flags_command)
+    what = why.add_argument_group("what is explained")
+    what.add_argument("--argv", metavar="FILE", help="explain this script, command or YAML; -: stdin")
+    add_set(what, "--argv")
+    what.add_argument("--full", action="store_true", help="everything: all options, not only what differs")
+    what.add_argument("--all", action="store_true", help="--full, with defaults of the installed Megatron")
+    why.set_defaults(run=lambda options: explain_launch(options, why))
+
+
+def add_launch(command: argparse.ArgumentParser, *, precision: str | None) -> None:
+    """Add the options of a launch: layout, schedule, precision, backend, and words for Megatron after `--`.
+
+    Args:
+        precision: default of --precision.
+    """
+    layout = command.add_argument_group("layout")
+    for name, text in LAYOUT.items():
+        layout.add_argument(f"--{name}", type=int, metavar="N", help=f"{text} (1)")
+    schedule = command.add_argument_group("schedule")
+    for option, (kind, text) in SCHEDULE.items():
+        schedule.add_argument("--" + option.replace("_", "-"), type=kind, metavar="N", help=text)
+    numerics = command.add_argument_group("precision")
+    default = precision or "fp32 on a CPU, else bf16"
+    numerics.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        default=precision,
+        help=f"number format of the linear layers (default {default})",
+    )
+    numerics.add_argument(
+        "--te-precision-config-file",
+        metavar="FILE",
+        help="Megatron's file with the format of each module (nvfp4 needs it)",
+    )
+    numerics.add_argument("--emulate", action="store_true", help="emulate nvfp4 or mxfp8 on any device")
+    numerics.add_argument(
+        "--backend",
+        choices=BACKENDS,
+        default="auto",
+        help="layers of TransformerEngine, or of plain torch (default auto: as installed)",
+    )
+    command.epilog = "More Megatron options may follow a lone --; each replaces the option of the same name."
+    command.set_defaults(extra=())
+
+
+def add_published(command: argparse.ArgumentParser) -> None:
+    """Add --schedule, --gpu and --without: what was published for a phase and a GPU."""
+    phases = ["none", *PHASES, BF16_END]
+    tuned = command.add_argument_group("published options")
+    tuned.add_argument(
+        "--schedule", choices=phases, default="none", help="add batch size and rates of a phase"
+    )
+    tuned.add_argument("--gpu", choices=GPUS, help="type of GPU: add the options published for it")
+    tuned.add_argument(
+        "--without",
+        metavar="OPTION",
+        action="append",
+        default=[],
+        help="leave out this option of --gpu (without its dashes); may be repeated",
+    )
+
+
+def chosen_layout(options: object) -> ParallelLayout:
+    """Return the layout that the options describe.
+
+    Raises:
+        ValueError: a size is not positive, or sizes do not go together.
+    """
+    return ParallelLayout(**_sizes(options))
+
+
+def _sizes(options: object) -> dict[str, Any]:
+    """Return the sizes of the layout that were given."""
+    return {name: getattr(options, name) for name in LAYOUT if getattr(options, name) is not None}
+
+
+def _layout_on(options: argparse.Namespace, config: Nemotron3Config, gpu: str | None) -> ParallelLayout:
+    """Return the layout of the options, or the published one where --gpu is given and no size but --dp."""
+    run = None if gpu is None else published(config, gpu, options.precision)
+    if run is None or set(_sizes(options)) - {"dp"}:
+        return chosen_layout(options)
+    return replace(run.layout, **_sizes(options))
+
+
+def chosen_schedule(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the schedule's options, None where one was not given: the arguments of `adjusted`."""
+    return {name: getattr(options, name) for name in SCHEDULE}
+
+
+def chosen_emulation(options: argparse.Namespace) -> Emulation | None:
+    """Return what --emulate asks for: what NEMOTRON3_EMULATE says, or else the recipe of --precision.
+
+    Raises:
+        ValueError: the variable is set here without --emulate, or it is malformed.
+    """
+    given = emulation_in_environment()
+    if given is not None and not options.emulate:
+        raise ValueError(
+            f"{EMULATE}={os.environ[EMULATE]} is set: pass --precision {given.format} --emulate or unset it"
+        )
+    asked = options.precision if options.precision in EMULATED else NVFP4
+    return (given or Emulation(format=asked)) if options.emulate else None
+
+
+def chosen_launch(options: argparse.Namespace) -> Launch:
+    """Return the launch that the options describe.
+
+    Raises:
+        ValueError: unknown model or phase, a size out of range, or the phase leaves open what training needs.
+    """
+    omni, name, gpu = chosen_omni(options), options.schedule, options.gpu
+    config = chosen_model(options) if omni is None else omni.language
+    chosen = Phase(schedule=TrainingSchedule()) if name == "none" else phase(config, name)
+    schedule = adjusted(chosen.schedule, **chosen_schedule(options))
+    if chosen.precision not in (None, options.precision):
+        raise ValueError(f"--schedule {name} is in {chosen.precision}: drop --precision {options.precision}")
+    if name == BF16_END:
+        switch_step(schedule)
+    elif name not in ("none", "published"):
+        require_known(config, name, schedule, tuple(options.extra))
+    return Launch(
+        config=config,
+        layout=_layout_on(options, config, gpu),
+        precision=options.precision,
+        backend="te" if gpu is not None and options.backend == "auto" else options.backend,
+        gpu=gpu,
+        without=options.without,
+        schedule=schedule,
+        extra=(*chosen.options, *_encoder_words(omni), *options.extra),
+        te_precision_config_file=options.te_precision_config_file,
+        emulate=chosen_emulation(options),
+        megatron_core=getattr(options, "megatron_core", None),
+    )
+
+
+def _encoder_words(omni: OmniConfig | None) -> tuple[str, ...]:
+    """Return the options of pretrain_omni.py that say which model it builds."""
+    if omni is None:
+        return ()
+    return ("--omni-encoders", omni.encoders_json(), "--vocab-size", str(omni.language.vocab_size))
+
+
+def flags_command(options: argparse.Namespace) -> int:
+    """Print the flags, or the variables of --gpu; warnings go to stderr. Exit status 0.
+
+    Raises:
+        RuleError, ValueError: as `flags`, `chosen_launch` and `_remarks`.
+    """
+    if options.json and (options.shell or options.environment):
+        raise ValueError(f"--json does not go with --{'shell' if options.shell else 'environment'}: drop one")
+    launch = chosen_launch(options)
+    emitted = flags(launch)
+    if options.environment:
+        if launch.tuned is None:
+            raise ValueError("--environment prints the variables that --gpu needs: give --gpu")
+        print(exports(launch.tuned.environment))
+        return 0
+    remarks = _remarks(launch)
+    if launch.emulate:  # `nemotron3 run` takes it off the command line; Megatron's parser refuses it
+        emitted.append(Flag(OPTION, (launch.emulate.text(),), origin="emulate"))
+    environment = {} if launch.tuned is None else launch.tuned.environment
+    if options.json:
+        print_json({"flags": [vars(flag) for flag in emitted], "environment": environment})
+    else:
+        print(render(emitted, shell=options.shell))
+    if environment and not (options.shell or options.json):
+        print("# environment")
+        print("\n".join(f"{name}={value}" for name, value in environment.items()))
+    known = ("schedule-unknown",) if options.schedule == "none" else ()
+    print_warnings(launch, options.extra, known)
+    if options.schedule == BF16_END and launch.schedule is not None:
+        step = switch_step(launch.schedule)
+        remarks.append(
+            f"{BF16_END} goes on from step {step}: train up to it with the same schedule, the quantized "
+            f"precision and -- --exit-interval {step}, then pass these options in the same folder, "
+            "to nemotron3 run with --change precision"
+        )
+    for remark in remarks:
+        print(remark, file=sys.stderr)
+    return 0
+
+
+def explain_launch(options: argparse.Namespace, command: argparse.ArgumentParser) -> int:
+    """Print where every option comes from. Exit status 0.
+
+    Args:
+        command: the parser of `nemotron3 explain`, for the defaults of its options.
+
+    Raises:
+        RuleError, ValueError: as `explain`; or --argv is given with options that describe a launch.
+        OSError: the file of --argv cannot be read.
+    """
+    name = "published" if options.schedule in ("none", BF16_END) else options.schedule
+    launch, remarks = None, []
+    if options.argv is None:
+        if options.set:
+            raise ValueError(
+                f"--set {options.set[0]} sets a variable of the script of --argv, which is missing"
+            )
+        launch = chosen_launch(options)
+        found = explain(launch, name)
+        remarks = _remarks(launch)
+    else:
+        if words := [*given_options(options, command, _BESIDE_ARGV), *options.extra]:
+            raise ValueError(
+                f"--argv explains an existing launch, which options cannot change: drop {' '.join(words)}"
+            )
+        given = variables(options.set)
+        # Read the model first: of two mistakes the one in the command line is named.
+        config = chosen_model(options) if names_model(options) or options.tiny else None
+        script = text_of(options.argv, f"--argv {options.argv}")
+        if config is None:
+            found = explain_nearest(script, name, given)
+        else:
+            found = explain_command(config, script, name, given)
+    if options.all:
+        found = with_megatron_defaults(found)
+    if options.json:
+        print_json(found.describe())
+    else:
+        print(render_explanation(found, options.full or options.all))
+    if launch is not None:
+        print_warnings(launch, options.extra, [violation.rule for violation in found.violations])
+    for remark in remarks:
+        print(remark, file=sys.stderr)
+    return 0
+
+
+def print_warnings(launch: Launch, words: Sequence[str], known: Collection[str] = ()) -> None:
+    """Print to stderr which rules of severity "warning" are violated, and what `words` give more than once.
+
+    Args:
+        words: those after `--`.
+        known: rules that the user has been told about.
+    """
+    for warning in check(launch):
+        if warning.severity == "warning" and warning.rule not in known:
+            print(warning, file=sys.stderr)
+    for repetition in repeated(parse(words)):
+        print(f"warning: {repetition}", file=sys.stderr)
+
+
+def _remarks(launch: Launch) -> list[str]:
+    """What a user needs besides the flags.
+
+    Raises:
+        PrecisionFileError: the precision file is on this machine, and is wrong.
+        ValueError: no linear of the model would be quantized.
+    """
+    found = check_precision_file(launch)
+    if launch.tuned is not None:
+        found += [*launch.tuned.notes, _published_run(launch.tuned, launch.layout)]
+    if not has_spec(launch.config) and "--spec" not in launch.options:
+        found.append(
+            f"nemotron3 run and train make the stack in --spec, whose E layers differ, from its name; for a "
+            f'script that they do not start write a module my_stack.py of two lines, "from {MODULE} import '
+            f'stack_spec" and "spec = stack_spec({launch.backend!r}, config)" with your Nemotron3Config, and '
+            "pass --spec my_stack spec"
+        )
+    if launch.emulate:
+        text = launch.emulate.text()
+        found.append(
+            f"nemotron3 run reads {OPTION} {text}; for a script that it does not start, drop the option and "
+            f"set {EMULATE}={text} in the training processes"
+        )
+    return found
+
+
+def _published_run(found: Tuned, layout: ParallelLayout) -> str:
+    """Say with which layout and batch the options were published, beside the layout of the launch."""
+    run = found.run
+    return (
+        f"--gpu {found.gpu}: published with {run.layout} on {run.gpus} GPUs, --micro-batch-size "
+        f"{run.micro_batch_size} --global-batch-size {run.global_batch_size} --seq-length {run.seq_length}; "
+        f"this layout: {layout}"
+    )

@@ -1,0 +1,202 @@
+"""Megatron's options, without Megatron: what its parser takes, and its defaults. Standard library only.
+
+`options.json` has every option of the supported versions: its type and number of values, the argument group
+that it is in ("section"), its default where that is used, and what `nemotron3 certify` does with it
+("treatment"). `python -m tests.launch.make_options` writes it; a test compares it with the installed parser.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_nemotron3.common import options as command_lines
+from megatron_nemotron3.launch import versions
+from megatron_nemotron3.launch.flag import Flag
+
+FILE = Path(__file__).with_name("options.json")
+#: At most this many names are suggested for one that does not exist.
+NEAREST = 3
+
+Options = Mapping[str, tuple[str, ...]]
+
+
+class Argument(NamedTuple):
+    """An option of Megatron's parser."""
+
+    #: "switch" takes no value; "int", "float", "text", "bool" and "choice", one of `choices`, take values.
+    type: str
+    #: argparse's number of values: "+" one or more, "*" any, "3"; "" is one.
+    nargs: str = ""
+    choices: tuple[str, ...] = ()
+    #: Title of its argument group.
+    section: str = ""
+    #: As typed. None: it is not used here, or there is none.
+    default: str | None = None
+    #: An option, and perhaps its value, without which the default does not hold.
+    default_with: tuple[str, ...] = ()
+    #: Package without which `pretrain_hybrid.py` does not have the option.
+    package: str | None = None
+
+
+#: Options of recipes/omni/pretrain_omni.py, whose command line has the first one.
+_OMNI = {
+    "omni-encoders": Argument("text"),
+    "vision-layout": Argument("text"),
+    "sound-layout": Argument("text"),
+    "omni-processor": Argument("text"),
+    "omni-no-packing": Argument("switch"),
+    "freeze": Argument("choice", "+", ("language", "vision", "vision-projector", "sound", "sound-projector")),
+}
+
+
+@cache
+def table() -> dict[str, dict[str, dict[str, Any]]]:
+    """Return the content of `options.json`: "treatments" and "options", by name without dashes."""
+    content: dict[str, dict[str, dict[str, Any]]] = json.loads(FILE.read_text(encoding="utf-8"))
+    return content
+
+
+@cache
+def _of_version(version: str) -> dict[str, Argument]:
+    found = {}
+    for name, row in table()["options"].items():
+        if version in row.get("versions", versions.KNOWN):
+            taken = row.get(version, row)
+            found[name] = Argument(
+                taken["type"],
+                taken.get("nargs", ""),
+                tuple(taken.get("choices", ())),
+                row["section"],
+                row.get("default"),
+                tuple(row.get("default_with", ())),
+                row.get("package"),
+            )
+    return found
+
+
+def _known(version: str, omni: bool) -> dict[str, Argument]:
+    return _of_version(version) | _OMNI if omni else _of_version(version)
+
+
+def argument(name: str, version: str) -> Argument | None:
+    """Return an option ("--bf16") of the parser of minor version `version`; None if it has none."""
+    return _of_version(version).get(name.removeprefix("--"))
+
+
+def treatment(name: str) -> str | None:
+    """Return what certify does with an option of any version: a key of `table()["treatments"]`."""
+    row = table()["options"].get(name.removeprefix("--"))
+    return row["treatment"] if row else None
+
+
+def unknown(names: Iterable[str], version: str) -> list[str]:
+    """Return a sentence for each option that the parser of minor version `version` does not have."""
+    given = list(names)
+    known = _known(version, "--omni-encoders" in given)
+    return [_unknown(name, version) for name in given if name.removeprefix("--") not in known]
+
+
+def _unknown(name: str, version: str) -> str:
+    if elsewhere := [v for v in versions.KNOWN if argument(name, v)]:
+        why = f"new in {elsewhere[0]}" if elsewhere[0] > version else f"removed in {version}"
+        return f"{name} ({why})"
+    near = nearest(name.removeprefix("--"), version)
+    return name + (f" (did you mean {' or '.join(near)}?)" if near else "")
+
+
+def nearest(word: str, version: str) -> list[str]:
+    """Return the options whose names are nearest to `word`, best first."""
+    return [f"--{name}" for name in command_lines.nearest(word, _of_version(version), NEAREST)]
+
+
+def misused(flags: Iterable[Flag], version: str) -> list[str]:
+    """Return a sentence for each option whose number of values, or a value, the parser refuses."""
+    known = _known(version, omni=True)
+    given = ((flag, known.get(flag.name.removeprefix("--"))) for flag in flags)
+    return [f"{flag.name} {problem}" for flag, taken in given if taken and (problem := _problem(flag, taken))]
+
+
+def _problem(flag: Flag, taken: Argument) -> str:
+    """Return what is wrong with the values of one option, or ""."""
+    given = " ".join(flag.values)
+    if taken.type == "switch":
+        return f"takes no value, but is given {given}" if flag.values else ""
+    if not flag.values and taken.nargs != "*":
+        return "needs a value"
+    if taken.nargs.isdecimal() and len(flag.values) != int(taken.nargs):
+        return f"takes {taken.nargs} values, but is given {len(flag.values)}: {given}"
+    if not taken.nargs and len(flag.values) > 1:
+        return f"takes one value, but is given {len(flag.values)}: {given}"
+    return next((problem for value in flag.values if (problem := _wrong_value(value, taken))), "")
+
+
+_NUMBERS = {"int": (int, "an integer"), "float": (float, "a number")}
+_FALSE = ("false", "no", "0", "off")
+
+
+def _wrong_value(value: str, taken: Argument) -> str:
+    """Return what is wrong with one value, or ""."""
+    if taken.type in _NUMBERS:
+        number, what = _NUMBERS[taken.type]
+        try:
+            return "" if math.isfinite(number(value)) else f"{value}: give a finite number"
+        except (ValueError, OverflowError):
+            return f"{value}: give {what}"
+    if taken.type == "bool" and value.lower() in _FALSE:
+        return f"{value}: the parser reads any word as true; drop the option"
+    if taken.type == "choice" and value not in taken.choices:
+        return f"{value}: choose {', '.join(taken.choices)}"
+    return ""
+
+
+def _first_value(options: Options, name: str) -> str | None:
+    return (options.get(name) or (None,))[0]
+
+
+def _kv_channels(options: Options) -> str | None:
+    hidden, heads = _first_value(options, "--hidden-size"), _first_value(options, "--num-attention-heads")
+    if not (hidden and heads and hidden.isdecimal() and heads.isdecimal() and int(heads)):
+        return None
+    return str(int(hidden) // int(heads))
+
+
+#: Option -> how Megatron derives it from others (validate_args of megatron/training/arguments.py).
+_DERIVED: dict[str, Callable[[Options], str | None]] = {
+    "--kv-channels": _kv_channels,
+    "--moe-ffn-hidden-size": lambda options: _first_value(options, "--ffn-hidden-size"),
+    "--expert-tensor-parallel-size": lambda options: (
+        _first_value(options, "--tensor-model-parallel-size") or "1"
+    ),
+}
+
+
+def default(name: str, options: Options) -> str | None:
+    """Return the value of an option that a command line of `options` does not pass; None if it has none.
+
+    Only options that describe a model and its training have a default here, that of the oldest version.
+    """
+    if name in _DERIVED:
+        return _DERIVED[name](options)
+    found = argument(name, versions.KNOWN[0])
+    return found.default if found and _holds(found, options) else None
+
+
+def _holds(found: Argument, options: Options) -> bool:
+    """Whether the default of an option holds beside others."""
+    if not found.default_with:
+        return True
+    other, *values = found.default_with
+    return other in options and tuple(values) in ((), options[other])
+
+
+def is_default(name: str, options: Options) -> bool:
+    """Whether an option changes nothing: its value is the default, or the option it refines is missing."""
+    found = argument(name, versions.KNOWN[0])
+    if found is None or found.default is None:
+        return False
+    return not _holds(found, options) if found.default_with else options[name] == (found.default,)

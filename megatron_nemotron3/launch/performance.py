@@ -1,0 +1,233 @@
+"""The options and variables published for a model on a GPU: `tuned`. Standard library only.
+
+    launch = Launch.of("super", tp=2, ep=64, dp=32, gpu="gb200", backend="te")
+    launch.tuned.options          # {"--moe-token-dispatcher-type": ("flex",), ...}
+    launch.tuned.environment      # {"USE_MNNVL": "1", ...}
+    launch.options                # those options and the ones of launch.extra, which replace them
+    published(launch.config, "gb200", "bf16")   # the published layout and batch, or None
+
+`flags` emits `tuned.options` in place of its own options of the same name and drops `tuned.removed`; rules
+and `plan` read `launch.options`. The settings themselves are in `performance_table.py`.
+
+The published sets use `--attention-backend fused`, with which Megatron refuses NVTE_FUSED_ATTN=0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from megatron_nemotron3.launch import parser
+from megatron_nemotron3.launch.layout import ParallelLayout
+from megatron_nemotron3.launch.performance_table import HARDWARE, NAMES, ROWS, RUNS, USED_OF_NVL72, Row, Run
+from megatron_nemotron3.models import Nemotron3Config
+
+#: Types of GPU, in lower case.
+GPUS = tuple(HARDWARE)
+
+_HYBRID_EP = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
+_INSTANCES = "--num-distributed-optimizer-instances"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuned:
+    """What was published for a model on a GPU in a precision, for one layout."""
+
+    gpu: str
+    #: The recipe of Megatron-Bridge that it comes from.
+    recipe: str
+    #: The recipe's layout and batch.
+    run: Run
+    #: Whether the recipe is for this model, GPU and precision.
+    exact: bool
+    #: Option -> values; () for a switch.
+    options: Mapping[str, tuple[str, ...]]
+    #: Options that the published run does not pass, although `flags` otherwise does.
+    removed: frozenset[str]
+    #: Variables that the training processes need.
+    environment: Mapping[str, str]
+    #: Options that the chosen version of megatron-core does not have: they are not in `options`.
+    unknown: tuple[str, ...] = ()
+    #: Fields of Megatron's configuration that the published run sets and no option can.
+    fields: tuple[str, ...] = ()
+    #: What the published run gives up for its speed or memory.
+    cautions: tuple[str, ...] = ()
+    #: What was taken in place of a set that was not published, and in which model, GPU and precision.
+    instead: str = ""
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user must know besides the options, in sentences."""
+        found = [f"--gpu {self.gpu}: {self.instead}"] if self.instead else []
+        if self.unknown:
+            found.append(f"--gpu {self.gpu}: published, but not passed: {', '.join(self.unknown)}")
+        if self.fields:
+            found.append(
+                f"--gpu {self.gpu}: published, but no option of Megatron sets it: {', '.join(self.fields)}"
+            )
+        return found + [f"--gpu {self.gpu}: {caution}" for caution in self.cautions]
+
+    @property
+    def variables(self) -> str:
+        """The variables and where they come from, in one line."""
+        values = " ".join(f"{name}={value}" for name, value in self.environment.items())
+        return f"variables of --gpu {self.gpu}, from {self.recipe}: {values}"
+
+
+def gpu_named(name: str) -> str:
+    """Return the name of a type of GPU as `GPUS` has it, from any letter case.
+
+    Raises:
+        ValueError: no such type.
+    """
+    if (found := name.strip().lower()) not in HARDWARE:
+        raise ValueError(f"unknown GPU {name!r}: use one of {', '.join(GPUS)}")
+    return found
+
+
+def relative(config: Nemotron3Config) -> str:
+    """Return the model with published settings that a model is nearest to; its own name if it is one."""
+    if config.name in {model for model, _, _ in RUNS}:
+        return config.name
+    if not config.is_moe:
+        return "nemotron-h-56b"
+    if config.moe_latent_size:
+        return "ultra" if config.hidden_size >= 8192 else "super"
+    return "lightning" if config.has_mtp else "nano"
+
+
+def _nearest(model: str, gpu: str, precision: str) -> tuple[str, str, str]:
+    """Return the published set nearest to a wanted one: the same model, then GPU, then precision."""
+    for candidate in (gpu, *HARDWARE[gpu].nearest):
+        found = [key for key in RUNS if key[:2] == (model, candidate)]
+        if found:
+            same = (model, candidate, precision)
+            return same if same in found else found[0]
+    raise AssertionError(f"{model} has no published set at all")  # every model of RUNS has one
+
+
+def published(config: Nemotron3Config, gpu: str, precision: str) -> Run | None:
+    """Return the published layout and batch of exactly this model, GPU and precision, or None."""
+    return RUNS.get((config.name, gpu_named(gpu), precision))
+
+
+def recipe_name(key: tuple[str, str, str]) -> str:
+    """Return the name of Bridge's recipe function of a published set."""
+    model, gpu, precision = key
+    return f"{NAMES[model]}_pretrain_{RUNS[key].gpus}gpu_{gpu}_{NAMES[precision]}_config"
+
+
+@lru_cache(maxsize=8192)  # a search for layouts asks for the same ones again and again
+def tuned(
+    config: Nemotron3Config,
+    gpu: str,
+    precision: str,
+    layout: ParallelLayout,
+    version: str,
+    without: tuple[str, ...] = (),
+) -> Tuned:
+    """Return the settings published for a model on a GPU, or else those of the nearest set.
+
+    Args:
+        version: minor version of megatron-core; options that it does not have are left out, and named.
+        without: options to leave out, without their dashes.
+
+    Raises:
+        ValueError: no such GPU, or `without` names an option that would not be emitted.
+    """
+    gpu, model = gpu_named(gpu), relative(config)
+    key = _nearest(model, gpu, precision)
+    chosen = _Chosen()
+    for row in ROWS:
+        if row.applies(model, key[1], precision, layout):
+            chosen.add(row)
+    options, removed = chosen.options, chosen.removed
+    if "--moe-flex-dispatcher-backend" in options:
+        chosen.environment.update(_hybrid_ep(gpu, layout))
+    if "--use-megatron-fsdp" in options:
+        options.update(_hybrid_sharding(gpu, layout))
+    hopper = HARDWARE[gpu].capability == (9, 0)
+    if hopper and max(layout.tp, layout.cp) > 1 and "--use-megatron-fsdp" not in options:
+        # Megatron refuses any other value (arguments.py).
+        chosen.environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    for name in (f"--{word.removeprefix('--')}" for word in without):
+        if name not in options:
+            raise ValueError(f"{name} is not an option of --gpu {gpu}: it has {', '.join(sorted(options))}")
+        del options[name]
+    missing = parser.unknown(options, version)
+    for name in [sentence.split()[0] for sentence in missing]:
+        del options[name]
+    return Tuned(
+        gpu=gpu,
+        recipe=recipe_name(key),
+        run=RUNS[key],
+        exact=key == (config.name, gpu, precision),
+        options=options,
+        removed=frozenset(removed),
+        environment=chosen.environment,
+        unknown=tuple(missing),
+        fields=tuple(chosen.fields),
+        cautions=tuple(chosen.cautions),
+        instead=_instead(config.name, gpu, precision, key),
+    )
+
+
+@dataclass
+class _Chosen:
+    """What the rows add up to."""
+
+    options: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    removed: set[str] = field(default_factory=set)
+    environment: dict[str, str] = field(default_factory=dict)
+    fields: list[str] = field(default_factory=list)
+    cautions: list[str] = field(default_factory=list)
+
+    def add(self, row: Row) -> None:
+        for name, *values in (line.split() for line in row.options.splitlines() if line.strip()):
+            self.options[name] = tuple(values)
+            self.removed.discard(name)
+        for name in row.without.split():
+            if name.startswith("--"):
+                self.options.pop(name, None)
+                self.removed.add(name)
+            else:
+                self.environment.pop(name, None)
+        for name, _, value in (line.partition("=") for line in row.environment.split()):
+            self.environment[name] = value
+        self.fields += row.fields.split()
+        self.cautions += [row.caution] if row.caution else []
+
+
+def _hybrid_ep(gpu: str, layout: ParallelLayout) -> dict[str, str]:
+    """Variables that tell HybridEP which ranks NVLink connects."""
+    domain = HARDWARE[gpu].nvlink_domain
+    multi_node = domain > 8
+    # Its ranks are those of one expert-parallel group, and must divide it.
+    most = min(layout.ep, USED_OF_NVL72 if multi_node else domain)
+    ranks = max(size for size in range(1, most + 1) if layout.ep % size == 0)
+    return {
+        _HYBRID_EP: str(ranks),
+        "NVLINK_DOMAIN_SIZE": str(domain),
+        "USE_MNNVL": str(int(multi_node)),
+    }
+
+
+def _hybrid_sharding(gpu: str, layout: ParallelLayout) -> dict[str, tuple[str, ...]]:
+    """Options of hybrid sharding: shard within an NVLink domain, replicate the parameters across domains."""
+    domain = HARDWARE[gpu].nvlink_domain
+    instances = max(1, layout.world_size // (USED_OF_NVL72 if domain > 8 else domain))
+    if instances == 1:
+        return {}
+    return {_INSTANCES: (str(instances),), "--outer-dp-sharding-strategy": ("optim",)}
+
+
+def _instead(model: str, gpu: str, precision: str, key: tuple[str, str, str]) -> str:
+    """Say what was taken where nothing was published for a model, GPU and precision; "" otherwise."""
+    if key == (model, gpu, precision):
+        return ""
+    other = f", without what depends on {key[2]}" if key[2] != precision else ""
+    return (
+        f"nothing is published for {model} on {gpu} in {precision}; "
+        f"taken from {key[0]} on {key[1]} in {key[2]} ({recipe_name(key)}){other}"
+    )

@@ -1,0 +1,166 @@
+"""Bytes of activations that one microbatch leaves on a rank until its backward. Standard library only.
+
+Routing is assumed to be balanced: a rank's experts receive as many rows as its own tokens send. `imbalance`
+is the number of rows on the busiest rank over that. Recomputation comes from `Launch.extra`.
+What is counted, and how it is measured: docs/plan.md and `activation_forms`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megatron_nemotron3.launch import Launch
+from megatron_nemotron3.launch.plan.activation_forms import DROPPED, FORMS, Form, Share
+from megatron_nemotron3.launch.plan.kinds import letter, resolve, symbols
+from megatron_nemotron3.launch.plan.recompute import MODULES, Recompute, runs
+from megatron_nemotron3.launch.plan.savings import offloaded, packing_saves
+from megatron_nemotron3.launch.plan.state import stage_patterns
+from megatron_nemotron3.models import Nemotron3Config
+
+#: Kind -> bytes of one microbatch, see `_kind_bytes`.
+Table = dict[str, tuple[int, int, int]]
+#: The kinds of `layer_activations`: those of the pattern, and the parts of a model that are no layers.
+KINDS = tuple(FORMS)
+
+
+@lru_cache(maxsize=65536)
+def _whole_form(config: Nemotron3Config, at: Share, kind: str) -> Form:
+    """Bytes of a kind by module when nothing is recomputed."""
+    config, kind = resolve(config, kind)
+    form = FORMS[kind](config, at)
+    for part, saved in packing_saves(config, at, kind).items():
+        form[part] -= saved
+    return form
+
+
+@lru_cache(maxsize=65536)
+def _kept_form(config: Nemotron3Config, at: Share, kind: str) -> Form:
+    """Bytes of a kind by module, without what selective recomputation drops."""
+    config, kind = resolve(config, kind)
+    form = _whole_form(config, at, kind)
+    # A name of MODULES belongs to one kind of layer; parts of other kinds may have the same names.
+    names = [name for name in at.recompute.modules if kind == MODULES[name][0]]
+    dropped = {part for name in names for part in DROPPED[name]}
+    moved = offloaded(config, at, kind)
+    return {
+        part: number - moved.get(part, 0)
+        for part, number in form.items()
+        if part not in dropped and number > moved.get(part, 0)
+    }
+
+
+@lru_cache(maxsize=65536)
+def _kind_bytes(config: Nemotron3Config, at: Share) -> Table:
+    """Kind -> bytes (kept, recomputed, of its input), without the recomputation of whole layers."""
+    kinds = dict.fromkeys(symbols(config) + (config.mtp_pattern or ""))
+    found = {}
+    for kind in (*kinds, "mtp", "embedding", "output"):
+        whole, kept = (sum(form(config, at, kind).values()) for form in (_whole_form, _kept_form))
+        found[kind] = (kept, whole - kept, at.stream(config.hidden_size))
+    return found
+
+
+def layer_activations(launch: Launch, kind: str, *, imbalance: float = 1.0) -> dict[str, int]:
+    """Bytes that one layer keeps for one microbatch on one rank, by module.
+
+    Backend "torch" is measured on a CPU; "auto", with its GPU kernels, and "te" are derived, not measured.
+    When whole layers are recomputed, the layer is taken to be the first of a run: it keeps its input.
+
+    Args:
+        kind: one of `KINDS`, or a symbol of `kinds.symbols`. "mtp" is what one depth keeps besides its
+        layers; "output" is the final norm,
+            the output layer and the loss, those of all MTP depths included.
+        imbalance: routed tokens of the rank over the mean.
+
+    Raises:
+        ValueError: no such kind, precision or backend.
+    """
+    if letter(kind) not in KINDS:
+        raise ValueError(f"kind={kind!r}: use one of {', '.join(KINDS)}")
+    at = Share.of(launch, imbalance)
+    if at.recompute.full and letter(kind) in "M*E-":
+        return {"input": at.stream(launch.config.hidden_size)}
+    return dict(_kept_form(launch.config, at, kind))
+
+
+def stage_activations(launch: Launch, stage: int, *, imbalance: float = 1.0) -> dict[str, int]:
+    """Bytes that a stage keeps for one microbatch on one rank, by layer kind.
+
+    MTP's layers are counted under their own kinds; "mtp" is what the depths keep besides them.
+
+    Args:
+        stage: 0 to pp * vpp - 1.
+        imbalance: as for `layer_activations`.
+    """
+    patterns = stage_patterns(launch.config, launch.layout.stages, launch.seq_length)
+    return dict(stage_bytes(launch.config, Share.of(launch, imbalance), patterns, stage)[0])
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """What backward processes as one: a layer, a run of recomputed layers, an MTP depth, or the model's end.
+
+    kept: bytes held from forward to backward. again: bytes recomputed in its backward. experts: whether it
+    contains routed experts.
+    """
+
+    kind: str
+    kept: int
+    again: int
+    experts: bool
+
+
+def _layer_units(pattern: str, recompute: Recompute, table: Table) -> list[_Unit]:
+    """The layers of a stage in the order of forward."""
+    saved, whole = runs(pattern, recompute)
+    found = []
+    for run in saved:
+        kept = table[run[0]][2]
+        experts = any(letter(kind) == "E" for kind in run)
+        again = sum(table[kind][0] for kind in run) - kept
+        found.append(_Unit(letter(run[0]), kept, again, experts))
+    return found + [_Unit(letter(kind), *table[kind][:2], letter(kind) == "E") for kind in whole]
+
+
+def _mtp_units(config: Nemotron3Config, recompute: Recompute, table: Table) -> list[_Unit]:
+    """One depth in the order of forward. Method "uniform" recomputes the whole depth, others its layers."""
+    inner, (own, _, stream) = config.mtp_pattern or "", table["mtp"]
+    if not (recompute.full and recompute.method == "uniform"):
+        return [_Unit("mtp", own, 0, False), *_layer_units(inner, recompute, table)]
+    kept = 2 * stream + table["embedding"][0]
+    layers = [table[kind][2] for kind in inner]  # inside the depth, each layer is checkpointed once more
+    again = own - kept + sum(layers) + max(table[kind][0] - table[kind][2] for kind in inner)
+    return [_Unit("mtp", kept, again, "E" in inner)]
+
+
+@lru_cache(maxsize=65536)
+def stage_bytes(
+    config: Nemotron3Config, at: Share, patterns: tuple[str, ...], stage: int, expert_work: int = 0
+) -> tuple[dict[str, int], int, int]:
+    """Bytes of one microbatch on a stage.
+
+    Args:
+        patterns: the layers of every stage.
+        expert_work: bytes that exist besides in each backward of an E layer.
+
+    Returns:
+        What `stage_activations` returns; by how many bytes recomputation in backward exceeds that; and by how
+        many more with `expert_work`.
+    """
+    recompute, table = at.recompute, _kind_bytes(config, at)
+    units = [_Unit("embedding", table["embedding"][0], 0, False)] if stage == 0 else []
+    units += _layer_units(patterns[stage], recompute, table)
+    if stage == len(patterns) - 1:
+        for _ in range(config.mtp_num_layers):
+            units += _mtp_units(config, recompute, table)
+        units.append(_Unit("output", table["output"][0], 0, False))
+    found: dict[str, int] = {}
+    for unit in units:
+        found[unit.kind] = found.get(unit.kind, 0) + unit.kept
+    freed = exceeds = with_work = 0
+    for unit in reversed(units):
+        exceeds = max(exceeds, unit.again - freed)
+        with_work = max(with_work, unit.again + unit.experts * expert_work - freed)
+        freed += unit.kept
+    return found, exceeds, with_work - exceeds

@@ -1,0 +1,99 @@
+"""`nemotron3 plan`: the fastest layouts of a model on a number of GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_nemotron3.common.files import require_plot
+from megatron_nemotron3.common.options import NEEDED, add_command, flag, json_flag, option
+from megatron_nemotron3.common.output import print_json
+from megatron_nemotron3.launch import PRECISIONS, Launch, TrainingSchedule, published
+from megatron_nemotron3.launch.plan.hardware import GPUS, gpu_named
+from megatron_nemotron3.launch.plan.options import DISPATCHERS
+from megatron_nemotron3.launch.plan.report import describe, memory_bars, render
+from megatron_nemotron3.launch.plan.search import Question, remedies, search
+from megatron_nemotron3.models.command import ModelOptions, chosen_model
+
+#: Default sequences of a step where no schedule was published; all three reports have 3072.
+BATCH = 3072
+#: No one has more GPUs, and the search would take long.
+MOST_GPUS = 131072
+
+
+_training = partial(option, group="training")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Options of `nemotron3 plan`."""
+
+    which: ModelOptions
+    gpus: int = option("GPUs of the whole job", "N", default=NEEDED, least=1, most=MOST_GPUS)
+    gpu: str = option("type of GPU: memory, rates and NVLink are its", default=NEEDED, choices=GPUS)
+    nvlink_domain: int | None = option("GPUs that NVLink joins (default: its)", "N")
+    seq_length: int | None = _training("tokens per sequence (default: the model's)", "N", hidden=["--seq"])
+    global_batch_size: int | None = _training(
+        f"sequences per step (default: as published, or {BATCH})", "N", hidden=["--gbs"]
+    )
+    precision: str = _training(
+        "number format of the linear layers (default bf16)", default="bf16", choices=PRECISIONS
+    )
+    dispatcher: str | None = _training(
+        "how tokens are sent to experts (default: as published for the GPU; with --plain: alltoall)",
+        choices=DISPATCHERS,
+    )
+    plain: bool = flag("without the performance options published for the GPU", group="training")
+    best: int = option(
+        "how many layouts or candidates to print (5)", "N", default=5, group="output", least=1, most=1000
+    )
+    json: bool = json_flag(group="output")
+    plot: Path | None = option("write a bar chart of the memory of the best layouts", "PNG", group="output")
+
+
+def register(commands: Any) -> None:
+    """Add `nemotron3 plan`."""
+    add_command(commands.add_parser("plan"), PlanOptions, plan)
+
+
+def plan(options: PlanOptions) -> int:
+    """Print the best layouts. Exit status 0, or 1 if nothing fits.
+
+    Raises:
+        ValueError: a number out of range, or a precision that the GPU has no units for.
+        OSError: the PNG cannot be written.
+        ModuleNotFoundError: matplotlib is not installed (`--plot`).
+    """
+    config = chosen_model(options.which)
+    if options.plot is not None:
+        require_plot(options.plot, "--plot")
+    length, batch = options.seq_length, options.global_batch_size  # 0 is wrong, not "as published"
+    schedule = TrainingSchedule(
+        seq_length=config.seq_length if length is None else length,
+        global_batch_size=(published(config).global_batch_size or BATCH) if batch is None else batch,
+    )
+    question = Question(
+        launch=Launch(
+            config=config,
+            precision=options.precision,
+            backend="te",
+            schedule=schedule,
+            gpu=None if options.plain else options.gpu,
+        ),
+        gpus=options.gpus,
+        gpu=gpu_named(options.gpu, options.nvlink_domain),
+        dispatcher=options.dispatcher,
+    )
+    answer = search(question, options.best)
+    cures = [] if answer.best else remedies(question)
+    if options.plot is not None:
+        memory_bars(answer, options.plot)
+    if options.json:
+        print_json(describe(answer, cures))
+    else:
+        print(render(answer, cures))
+        if options.plot is not None:
+            print(f"wrote {options.plot}")
+    return 0 if answer.best else 1

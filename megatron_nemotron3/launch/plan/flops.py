@@ -1,0 +1,152 @@
+"""Floating-point operations of a training step, by layer kind and module, in closed form.
+
+Standard library only. These are model FLOPs: two for each multiplication of a matrix product in forward, and
+twice that in backward (gradients of the input and of the weight). Recomputation does not count. Causal scores
+count half the square. Element-wise work (norms, activations, gates) does not count, as in Megatron's
+throughput.
+
+`stock_differences` explains where Megatron's own count (`num_floating_point_operations`, 0.19) differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megatron_nemotron3.launch.plan.kinds import resolve, symbols
+from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.flops import weightless_flops
+from megatron_nemotron3.models.parameters import elements_outside_layers, layer_tensors
+from megatron_nemotron3.models.tensors import ROWS, Row
+
+#: The backward pass of a matrix product takes two products.
+BACKWARD = 2
+_LABELS = {
+    "mamba_in": "in_proj",
+    "convolution": "conv1d",
+    "mamba_out": "out_proj",
+    "shared_experts": "shared experts",
+    "latent": "latent projections",
+}
+
+
+def module_of(row: Row) -> str | None:
+    """The name under which the operations of a row of the table of tensors are listed; None for vectors."""
+    if row.linear == "attention":  # linear_qkv, linear_proj
+        return row.modules[0].rpartition("linear_")[2]
+    return _LABELS.get(row.linear, row.linear) if row.linear else None
+
+
+@dataclass(frozen=True)
+class Operations:
+    """Operations of one module.
+
+    kind: layer kind "M", "*", "E", "-", "mtp" for the part of an MTP depth outside its layers, or "output".
+    forward: FLOPs of one token's forward pass, summed over the layers.
+    layers: how often the module is applied; MTP layers once for each depth.
+    """
+
+    kind: str
+    module: str
+    forward: float
+    layers: int
+
+    @property
+    def backward(self) -> float:
+        """FLOPs of one token's backward pass."""
+        return BACKWARD * self.forward
+
+
+def layer_operations(config: Nemotron3Config, kind: str, seq_length: int) -> dict[str, float]:
+    """Module -> forward FLOPs of one token in one layer.
+
+    Args:
+        kind: "M", "*", "E" or "-".
+        seq_length: tokens of a sequence; of packed ones the mean of squares over the mean length.
+
+    Raises:
+        ValueError: no such kind.
+    """
+    return dict(_layer_operations(config, kind, seq_length))
+
+
+@lru_cache(maxsize=1024)
+def _layer_operations(config: Nemotron3Config, kind: str, seq_length: int) -> dict[str, float]:
+    found: dict[str, float] = {}
+    module = {tensor.name: module_of(row) for row in ROWS if row.part == kind for tensor in row.hf}
+    for tensor in layer_tensors(config, kind):
+        if (name := module[tensor.name]) is not None:
+            found[name] = found.get(name, 0.0) + 2.0 * tensor.active_elements
+    if kind == "*":
+        found["scores"] = weightless_flops(config, kind, seq_length)
+    elif kind == "M":
+        found["scan"] = weightless_flops(config, kind, seq_length)
+    return found
+
+
+def model_operations(config: Nemotron3Config, seq_length: int | None = None) -> list[Operations]:
+    """All modules of a model with matrix products, MTP at every depth included.
+
+    Args:
+        seq_length: None: `config.seq_length`.
+    """
+    return list(_operations(config, seq_length or config.seq_length))
+
+
+def _operations(config: Nemotron3Config, seq_length: int) -> Iterator[Operations]:
+    depths = config.mtp_num_layers if config.has_mtp else 0
+    applied = symbols(config) + (config.mtp_pattern or "") * depths
+    outside = elements_outside_layers(config)
+    sums: dict[tuple[str, str], tuple[float, int]] = {}
+    for symbol in dict.fromkeys(applied):
+        layers, (own, kind) = applied.count(symbol), resolve(config, symbol)
+        for module, forward in layer_operations(own, kind, seq_length).items():
+            before, times = sums.get((kind, module), (0.0, 0))
+            sums[kind, module] = (before + forward * layers, times + layers)
+    for (kind, module), (forward, layers) in sums.items():
+        yield Operations(kind, module, forward, layers)
+    if depths:
+        eh_proj = 2.0 * outside["mtp"]
+        yield Operations("mtp", "eh_proj", eh_proj * depths, depths)
+    output = 2.0 * outside["output_layer"]
+    yield Operations("output", "output_layer", output * (1 + depths), 1 + depths)
+
+
+def step_flops(config: Nemotron3Config, tokens: int, seq_length: int | None = None) -> float:
+    """FLOPs of forward and backward for a number of tokens."""
+    return tokens * (1 + BACKWARD) * sum(line.forward for line in model_operations(config, seq_length))
+
+
+def stock_differences(config: Nemotron3Config, seq_length: int | None = None) -> dict[str, float]:
+    """Forward FLOPs of one token that Megatron 0.19 counts in addition to ours (negative: fewer), by cause.
+
+    Both counts include the layers of all MTP depths.
+    """
+    length = seq_length or config.seq_length
+    depths = config.mtp_num_layers if config.has_mtp else 0
+    applied = config.pattern + (config.mtp_pattern or "") * depths
+    mamba, moe = applied.count("M"), applied.count("E")
+    inner, stock_inner = config.mamba_inner_size, 2 * config.hidden_size
+    state = config.mamba_state_dim
+    found = {
+        # It assumes an expansion of 2, for z and x of in_proj and for out_proj.
+        "Mamba's inner size taken as 2 * hidden": mamba * 6.0 * config.hidden_size * (stock_inner - inner),
+        "7 * inner * state for the scan": mamba
+        * (7.0 * stock_inner * state - weightless_flops(config, "M", length)),
+        "convolution left out": -mamba * (layer_operations(config, "M", length)["conv1d"] if mamba else 0.0),
+        "router left out": -moe * (layer_operations(config, "E", length)["router"] if moe else 0.0),
+        "MTP's eh_proj left out": -4.0 * config.hidden_size**2 * depths,
+        # It knows one width and one number of experts per token.
+        "MoE layers taken to be alike": _taken_alike(config, length),
+    }
+    return {cause: value for cause, value in found.items() if value}
+
+
+def _taken_alike(config: Nemotron3Config, seq_length: int) -> float:
+    """Operations of E layers that all have the sizes of the config, less those of its own (`moe_layers`)."""
+    owns = [config.at(layer) for layer, kind in enumerate(config.pattern) if kind == "E"]
+    if config.moe_layers is None:
+        return 0.0
+    alike = sum(layer_operations(config, "E", seq_length).values())
+    return sum(alike - sum(layer_operations(own, "E", seq_length).values()) for own in owns)

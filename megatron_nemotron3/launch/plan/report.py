@@ -1,0 +1,258 @@
+"""The result of a search as text, JSON and bars. Standard library only, matplotlib for the bars."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_nemotron3.launch import ParallelLayout
+from megatron_nemotron3.launch.plan.flops import step_flops
+from megatron_nemotron3.launch.plan.hardware import GIB, RESERVE
+from megatron_nemotron3.launch.plan.memory import Memory
+from megatron_nemotron3.launch.plan.options import Options
+from megatron_nemotron3.launch.plan.published import CARDS, RUNS, SEQUENCE
+from megatron_nemotron3.launch.plan.search import Answer, Candidate, Question
+from megatron_nemotron3.launch.plan.traffic import split, step_traffic, usable_domain
+
+GB = 1e9
+KINDS = {
+    "M": "Mamba",
+    "*": "attention",
+    "E": "experts",
+    "-": "MLP",
+    "mtp": "MTP",
+    "embedding": "embedding",
+    "output": "output",
+}
+CAUSES = {
+    "products": "matrix products",
+    "memory": "memory-bound work",
+    "layers": "launches and waits",
+    "tp": "tensor-parallel traffic",
+    "ep": "expert exchange",
+    "cp": "context-parallel traffic",
+    "pp": "sends between stages",
+    "bubble": "pipeline bubble",
+    "dp": "exposed data-parallel traffic",
+    "optimizer": "optimizer",
+}
+#: Causes below this share of a step are not mentioned.
+_NOTABLE = 0.005
+
+
+def memory_classes(memory: Memory) -> dict[str, float]:
+    """Bytes by class, in the order of printing; classes below 5 MB are left out."""
+    found = {"weights": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer}
+    for kind, size in memory.activations.items():
+        found[f"activations of {KINDS[kind]}"] = size
+    found["packed weights"] = memory.packed_weights
+    found |= {"recomputed layer": memory.recompute_peak, "communication buffers": memory.buffers}
+    return {name: float(size) for name, size in found.items() if size >= 5e6}
+
+
+def why_slower(loser: Candidate, winner: Candidate) -> str:
+    """ "4.1 % slower: pipeline bubble +3.2 %, expert exchange +1.1 %", shares of the winner's step."""
+    total = winner.step.total
+    slower = loser.step.total / total - 1
+    causes = {
+        name: (getattr(loser.step, name) - getattr(winner.step, name)) / total for name in vars(winner.step)
+    }
+    ranked = sorted(causes.items(), key=lambda entry: -entry[1])
+    worse = [f"{CAUSES[name]} +{share:.1%}" for name, share in ranked if share > _NOTABLE][:3]
+    better = [f"{CAUSES[name]} {share:.1%}" for name, share in ranked[::-1] if share < -_NOTABLE][:2]
+    text = f"{slower:.1%} slower: {', '.join(worse) or 'many small differences'}"
+    return text + (f"; in return {', '.join(better)}" if better else "")
+
+
+def command(question: Question, found: Candidate) -> str:
+    """The `nemotron3 flags` command that gives this layout."""
+    sizes = vars(found.layout)
+    layout = " ".join(f"--{name} {sizes[name]}" for name in sizes if name != "sp" and sizes[name] > 1)
+    words = [
+        f"nemotron3 flags {question.config.name} {layout}".rstrip(),
+        f"--precision {found.launch.precision} --backend te",
+        f"--seq-length {found.launch.seq_length} --global-batch-size {question.global_batch_size}",
+        f"--micro-batch-size {found.launch.micro_batch_size}",
+    ]
+    if found.launch.precision == "nvfp4":
+        words.append("--te-precision-config-file precision.yaml")
+    extra = list(found.launch.extra)
+    if found.launch.gpu:
+        words.append(f"--gpu {found.launch.gpu}")
+        words += [f"--without {name.removeprefix('--')}" for name in found.launch.without]
+    if extra:
+        words.append("-- " + " ".join(extra))
+    return " ".join(words)
+
+
+def _options_text(question: Question) -> str:
+    """The dispatcher, and whose published options count."""
+    dispatcher = Options.of(question.at(ParallelLayout())).dispatcher
+    if question.launch.tuned is None:
+        return f"{dispatcher}, no published options"
+    return f"{dispatcher}, options of {question.launch.tuned.recipe}"
+
+
+def _traffic_lines(question: Question, found: Candidate) -> list[str]:
+    links: dict[str, list[float]] = {}
+    for transfer in step_traffic(found.launch):
+        sent = split(transfer, found.layout, question.gpu)
+        sums = links.setdefault(transfer.link, [0.0, 0.0, transfer.ranks])
+        sums[0] += sent.nvlink
+        sums[1] += sent.network
+    lines = [
+        f"  {link:10} {int(ranks):>6} ranks {nvlink / GB:>10.2f} {network / GB:>10.2f}"
+        for link, (nvlink, network, ranks) in links.items()
+    ]
+    head = [f"  {'group':10} {'':>12} {'NVLink GB':>10} {'network GB':>10}"]
+    config = question.config
+    if config.moe_latent_size:
+        ratio = config.hidden_size / config.moe_latent_size
+        head.append(f"  (expert exchange in the latent space: {ratio:g} times less than in hidden space)")
+    return head + lines
+
+
+def render(answer: Answer, remedies: list[str] | None = None) -> str:
+    """The answer as text."""
+    question, gpu, launch = answer.question, answer.question.gpu, answer.question.launch
+    lines = [
+        f"{question.config.name} on {question.gpus:,} {gpu.name} ({gpu.memory / GIB:.0f} GiB, NVLink domain "
+        f"{gpu.nvlink_domain}, {usable_domain(gpu)} used), {launch.precision}, sequences of "
+        f"{launch.seq_length:,}, global batch {question.global_batch_size:,}, {_options_text(question)}",
+        f"{answer.legal:,} layouts are legal, {answer.fitting:,} fit {question.limit / GIB:.0f} GiB "
+        f"({RESERVE / GIB:.0f} GiB kept for CUDA, NCCL and fragments)",
+    ]
+    if not answer.best:
+        return "\n".join(lines + _nothing_fits(answer, remedies or []))
+    lines += [
+        "",
+        f"  {'layout':32} {'micro':>5} {'recompute':28} {'GiB':>6} {'tok/s/GPU':>9} {'TFLOP/s':>7} "
+        f"{'s/step':>7}",
+    ]
+    flops = step_flops(question.config, 1, launch.seq_length)
+    for place, found in enumerate(answer.best, 1):
+        lines.append(
+            f"{place} {str(found.layout):32} {found.launch.micro_batch_size:>5} {str(found.recompute):28} "
+            f"{found.memory.total / GIB:>6.1f} {found.tokens:>9,.0f} {found.tokens * flops / 1e12:>7.0f} "
+            f"{found.step.total:>7.2f}"
+        )
+    first = answer.best[0]
+    lines += ["", "memory of 1, GiB on the fullest rank"]
+    lines += [f"  {name:26} {size / GIB:>7.2f}" for name, size in memory_classes(first.memory).items()]
+    lines += ["", "time of 1"]
+    for name, value in sorted(vars(first.step).items(), key=lambda entry: -entry[1]):
+        if value / first.step.total > _NOTABLE:
+            lines.append(f"  {CAUSES[name]:30} {value / first.step.total:>6.1%}")
+    lines += ["", "traffic of 1, sent by one rank of the first stage in a step"]
+    lines += _traffic_lines(question, first)
+    reasons = [f"{n} is {why_slower(found, first)}" for n, found in enumerate(answer.best[1:], 2)]
+    lines += ["", *reasons] if reasons else []
+    lines += ["", "flags of 1", f"  {command(question, first)}"]
+    if near := measured(question):
+        lines += ["", *near]
+    lines.append("Times are a model's: docs/measurements.md has its error on published runs.")
+    return "\n".join(lines)
+
+
+def measured(question: Question) -> list[str]:
+    """Lines with the published runs of this model on this GPU."""
+    return [
+        f"published ({run.source}): {run.gpus} {run.gpu}, {run.precision}, {run.layout}, "
+        f"micro batch {run.micro_batch_size}: {run.tokens:,.0f} tokens/s/GPU"
+        for run in RUNS + CARDS
+        if (run.model, run.gpu) == (question.config.name, question.gpu.name)
+        and question.launch.seq_length == SEQUENCE
+    ]
+
+
+def _nothing_fits(answer: Answer, remedies: list[str]) -> list[str]:
+    question, least = answer.question, answer.smallest
+    if least is None:
+        return [
+            f"no layout of {question.gpus} GPUs divides the model and a global batch of "
+            f"{question.global_batch_size}: give a batch that DP divides, or another number of GPUs"
+        ]
+    lines = [
+        "",
+        f"Nothing fits. The smallest is {least.layout}, micro batch 1, everything recomputed: "
+        f"{least.memory.total / GIB:.1f} GiB",
+    ]
+    lines += [f"  {name:26} {size / GIB:>7.2f}" for name, size in memory_classes(least.memory).items()]
+    if remedies:
+        lines += ["", "What would make it fit:", *(f"  {remedy}" for remedy in remedies)]
+    else:
+        lines += ["", "No single change of GPUs, GPU or sequence length would."]
+    return lines
+
+
+def describe(answer: Answer, remedies: list[str] | None = None) -> dict[str, Any]:
+    """The answer for JSON, in bytes and seconds."""
+    question = answer.question
+
+    def one(found: Candidate) -> dict[str, Any]:
+        return {
+            "layout": {name: size for name, size in vars(found.layout).items() if name != "sp"},
+            "micro_batch_size": found.launch.micro_batch_size,
+            "microbatches": found.launch.microbatches,
+            "recompute": found.recompute.flags(),
+            "memory": memory_classes(found.memory) | {"total": found.memory.total},
+            "seconds": vars(found.step) | {"total": found.step.total},
+            "tokens_per_second_per_gpu": found.tokens,
+            "flags": command(question, found),
+            "traffic": [
+                asdict(transfer) | {"sent": transfer.sent} for transfer in step_traffic(found.launch)
+            ],
+        }
+
+    return {
+        "model": question.config.name,
+        "gpus": question.gpus,
+        "gpu": asdict(question.gpu),
+        "seq_length": question.launch.seq_length,
+        "global_batch_size": question.global_batch_size,
+        "precision": question.launch.precision,
+        "dispatcher": Options.of(question.at(ParallelLayout())).dispatcher,
+        "published_options": question.launch.tuned.recipe if question.launch.tuned else None,
+        "legal": answer.legal,
+        "fitting": answer.fitting,
+        "best": [one(found) for found in answer.best],
+        "smallest": one(answer.smallest) if answer.smallest else None,
+        "remedies": remedies or [],
+    }
+
+
+def memory_bars(answer: Answer, path: Path) -> None:
+    """Draw the memory of each layout as a stacked bar, with a line at the limit.
+
+    Raises:
+        ValueError: no layout to show.
+        OSError: the file cannot be written.
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    import matplotlib
+
+    from megatron_nemotron3.common import plots
+
+    shown = answer.best or ((answer.smallest,) if answer.smallest else ())
+    if not shown:
+        raise ValueError("no layout to plot: nothing is legal")
+    question = answer.question
+    bars = [memory_classes(found.memory) for found in shown]
+    classes = list(dict.fromkeys(name for bar in bars for name in bar))
+    labels = [f"{found.layout}\nmicro {found.launch.micro_batch_size}, {found.recompute}" for found in shown]
+    colors = matplotlib.colormaps["tab20"]
+    where = f"{question.gpus:,} {question.gpu.name.upper()}, {question.launch.precision}"
+    title = f"{question.config.title} on {where}: memory of the fullest rank"
+    with plots.picture(path, size=(10, 1.5 + 0.7 * len(shown)), title=title) as (_, grid):
+        axes = grid[0][0]
+        left = [0.0] * len(shown)
+        for number, name in enumerate(classes):
+            sizes = [bar.get(name, 0.0) / GIB for bar in bars]
+            axes.barh(labels, sizes, left=left, label=name, color=colors(number % colors.N))
+            left = [a + b for a, b in zip(left, sizes, strict=True)]
+        axes.axvline(question.limit / GIB, color="black", linestyle="--", linewidth=1, label="fits")
+        axes.invert_yaxis()
+        axes.grid(False, axis="y")
+        axes.set_xlabel("GiB")
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))

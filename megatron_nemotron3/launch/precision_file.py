@@ -1,0 +1,71 @@
+"""Check the precision file that a launch names, before anything starts. Reading it imports PyYAML."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_nemotron3.launch.launch import Launch
+from megatron_nemotron3.precision import deviations, guard, yaml_file
+from megatron_nemotron3.precision.census import Ambient, CensusError, require_some
+from megatron_nemotron3.precision.formats import NVFP4
+from megatron_nemotron3.precision.table import Structure
+
+
+def check(launch: Launch) -> list[str]:
+    """Read the precision file of a launch, and return a line for each difference from the published recipe.
+
+    A missing file is no error, because it may exist on the machine that trains.
+
+    Raises:
+        PrecisionFileError: the file is wrong.
+        ValueError: an NVFP4 launch would have no NVFP4 linear.
+    """
+    path, config = launch.precision_file, launch.config
+    file = yaml_file.NO_FILE
+    if path is not None:
+        if not Path(path).exists():
+            return [
+                f"{yaml_file.FLAG} {path} is not on this machine, so it was not checked: "
+                f"nemotron3 precision {config.name} --output {path} writes the published one"
+            ]
+        file = yaml_file.read(path, config)
+    emulate = launch.emulate
+    if emulate is not None and emulate.packed and path is not None:
+        raise ValueError(f"{yaml_file.FLAG} with packed weights of {emulate.packed}: drop the file")
+    if launch.precision != NVFP4 or (emulate is not None and (emulate.every_layer or emulate.packed)):
+        return []
+    ambient = Ambient(NVFP4, config.num_layers, launch.bf16_at_start, launch.bf16_at_end)
+    structure = Structure.of(config)
+    try:
+        require_some(structure, file, ambient)
+    except CensusError as problem:
+        raise ValueError(str(problem)) from None
+    return [deviations.line(found) for found in deviations.deviations(structure, file, ambient)]
+
+
+def require_usable_here(launch: Launch, *, measured: bool) -> None:
+    """Check the precision file and formats of a launch that is about to train on this machine.
+
+    Args:
+        measured: precision is logged, so a precision file says how a plain run is measured.
+
+    Raises:
+        PrecisionFileError: the file is wrong.
+        ValueError: the file does not exist; the torch backend would ignore what is asked for; or as `check`.
+    """
+    path = launch.precision_file
+    if path is not None and not Path(path).exists():
+        raise ValueError(
+            f"{yaml_file.FLAG} {path} does not exist: nemotron3 precision {launch.config.name} --output "
+            f"{path} writes the published one"
+        )
+    check(launch)
+    try:
+        guard.require_usable(
+            launch.extra,
+            torch_spec=launch.backend == "torch",
+            emulate=bool(launch.emulate),
+            measured=measured,
+        )
+    except CensusError as problem:
+        raise ValueError(str(problem)) from None

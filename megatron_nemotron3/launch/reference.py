@@ -1,0 +1,272 @@
+"""What was published of each model's pre-training, option by option, to compare a command line with.
+
+`reference` returns the published value of every option that a source states. Numbers of the model come from
+the catalog for every model; layout, schedule and precision for the models whose pre-training has a public
+launch script, and layout and schedule of the phases after it as far as their reports state them. Standard
+library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from megatron_nemotron3.launch.architecture import MODEL, MOE, MTP, emit
+from megatron_nemotron3.launch.flags import flags
+from megatron_nemotron3.launch.launch import Launch
+from megatron_nemotron3.launch.layout import ParallelLayout
+from megatron_nemotron3.launch.phases import phase
+from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.stack_specs import MODULE, spec_name
+from megatron_nemotron3.precision.formats import FORMATS
+
+#: In place of a value: the option is not passed; the switch is passed.
+NOT_PASSED = "not passed"
+ON = "on"
+
+#: Megatron-core whose option names and defaults are compared with.
+VERSION = "0.19"
+SCRIPT = "NVIDIA's public launch script"
+_RELEASE_TEST = "NVIDIA's release test of Super (Megatron-LM tests/functional_tests/test_cases/nemotron)"
+_FILE = "--te-precision-config-file"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """The published value of one option."""
+
+    #: As typed; `ON` for a switch, `NOT_PASSED` for what the model or its recipe does not have.
+    value: str
+    section: str
+    #: In one word: "model", "family", "layout", "schedule" or "precision".
+    origin: str
+    #: "config.hidden_size", "layout.tp", ...
+    field: str
+    source: str
+    #: Whether another value makes another model, rather than the same one trained in another way.
+    of_model: bool = False
+    #: Whether to report a command line that does not pass the option.
+    required: bool = True
+
+
+@dataclass(frozen=True)
+class PublicLaunch:
+    """What the public launch of a model had besides its layout and its schedule."""
+
+    #: "3072 H100", in words.
+    machines: str
+    #: Precision of the whole run, from the model's report.
+    precision: str
+    precision_source: str
+    report: str
+    #: Options in place of those that `flags` emits.
+    options: tuple[tuple[str, str], ...] = ()
+    #: What no option can express.
+    notes: tuple[str, ...] = ()
+
+
+_HYBRID_EP = (("--moe-token-dispatcher-type", "flex"), ("--moe-flex-dispatcher-backend", "hybridep"))
+_HYBRID_EP_ENVIRONMENT = ("NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN=64", "USE_MNNVL=1")
+_ENVIRONMENT = (
+    "CUDA_DEVICE_MAX_CONNECTIONS=1",
+    "NVTE_FWD_LAYERNORM_SM_MARGIN=16",
+    "NVTE_BWD_LAYERNORM_SM_MARGIN=16",
+    "NVTE_FUSED_ATTN=0",
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+)
+
+_NANO, _SUPER = "Nano report (arXiv 2512.20848)", "Super report (arXiv 2604.12374)"
+_ULTRA = "Ultra report (arXiv 2606.15007)"
+
+LAUNCHES: dict[str, PublicLaunch] = {
+    "nano": PublicLaunch("3072 H100", "bf16", _NANO, _NANO),
+    "super": PublicLaunch("3072 GB200", "nvfp4", f"{_SUPER}, table 3", _SUPER, _HYBRID_EP),
+    "ultra": PublicLaunch(
+        "6144 GB200",
+        "nvfp4",
+        f"{_ULTRA}, section 2.2",
+        _ULTRA,
+        _HYBRID_EP,
+        (
+            "the launch offloaded expert activations; no source states the modules",
+            "the run stopped at 20T of the script's 25T tokens; no source states when it decayed, in samples",
+        ),
+    ),
+}
+
+#: Why another value may matter, for options where a source says so.
+WHY: dict[str, str] = {
+    "--fp4-format": "Ultra's loss in NVFP4 was within 0.4 % of BF16's on average (arXiv 2606.15007)",
+    _FILE: (
+        "nemotron3 precision NAME --output FILE writes it; with --fp4-format but without the file, attention "
+        "and latent projections, MTP and Mamba's out_proj become NVFP4, too (Super report, table 3)"
+    ),
+    "--num-layers-at-end-in-bf16": "needed for stable training in NVFP4 (arXiv 2509.25149, E)",
+    "--mtp-use-repeated-layer": "without it every depth has its own block; released checkpoints store one",
+    "--expert-tensor-parallel-size": "Megatron's default is TP (megatron/training/arguments.py)",
+}
+
+# Rows of `architecture` that describe training rather than the model.
+_RECIPE = ("--calculate-per-token-loss", "--moe-token-dispatcher-type")
+
+#: Options that this family does not have, and what it has instead.
+_FOREIGN: dict[str, str] = {
+    "--swiglu": "squared ReLU, ungated",
+    "--quick-geglu": "squared ReLU, ungated",
+    "--add-qkv-bias": "no linear bias",
+    "--qk-layernorm": "no QK norm",
+    "--qk-l2-norm": "no QK norm",
+    "--apply-layernorm-1p": "plain RMSNorm",
+    "--moe-expert-capacity-factor": "no expert capacity",
+    "--moe-input-jitter-eps": "no jitter",
+}
+#: No group routing: Megatron's None, or one group of all experts.
+_ONE_GROUP = ("--moe-router-num-groups", "--moe-router-group-topk")
+
+
+def environment(config: Nemotron3Config) -> tuple[str, ...]:
+    """Return NAME=value of the variables that the public launch script exports.
+
+    Raises:
+        KeyError: no launch script of the model is known.
+    """
+    launch = LAUNCHES[config.name]
+    return _ENVIRONMENT + (_HYBRID_EP_ENVIRONMENT if launch.options == _HYBRID_EP else ())
+
+
+def has_launch(config: Nemotron3Config, name: str) -> bool:
+    """Whether a public launch script of this phase is known; only pre-training has one."""
+    return name == "published" and config.name in LAUNCHES
+
+
+def shown(values: tuple[str, ...]) -> str:
+    """Return the values of a passed option as one text."""
+    return " ".join(values) or ON
+
+
+def reference(config: Nemotron3Config, name: str = "published") -> dict[str, Reference]:
+    """Return option -> published value, for the options that a source states.
+
+    Args:
+        name: of the phase, one of `phases.PHASES`; "published" is pre-training.
+
+    Raises:
+        ValueError: the model has no such phase.
+    """
+    return {**dict(_model_references(config)), **dict(_phase_references(config, name))}
+
+
+def _model_references(config: Nemotron3Config) -> Iterator[tuple[str, Reference]]:
+    catalog = config.source or "the catalog"
+
+    def row(value: str, origin: str, field: str, of_model: bool = True, required: bool = True) -> Reference:
+        return Reference(
+            value=value,
+            section="architecture",
+            origin=origin,
+            field=field,
+            source=catalog,
+            of_model=of_model,
+            required=required,
+        )
+
+    pattern = "config.pattern" + (", config.mtp_pattern" if config.has_mtp else "")
+    yield "--hybrid-layer-pattern", row(config.full_pattern, "model", pattern)
+    yield "--num-layers", row(str(config.num_layers), "model", "config.num_layers", required=False)
+    for name in ("--vocab-size", "--padded-vocab-size"):
+        yield name, row(str(config.vocab_size), "model", "config.vocab_size", required=False)
+    sequence = row(str(config.seq_length), "model", "config.seq_length", of_model=False)
+    yield "--seq-length", sequence
+    for rows, present in ((MODEL, True), (MOE, config.is_moe), (MTP, config.has_mtp)):
+        for line in rows:
+            if line.flag in _RECIPE and not present:
+                continue
+            found = emit(line.flag, line.value(config), "architecture", line.origin) if present else []
+            value = shown(found[0].values) if found else NOT_PASSED
+            origin = "family" if line.origin == "family" else "model"
+            found_row = row(value, origin, line.origin)
+            if line.flag in _RECIPE:
+                found_row = replace(found_row, of_model=False, source=_RELEASE_TEST)
+            yield line.flag, found_row
+    if config.moe_layers is not None:
+        # No other option says what the layers' experts are.
+        stack = f"{MODULE} {spec_name(config, 'te')}"
+        yield "--spec", row(stack, "model", "config.moe_layers")
+    if config.is_moe:
+        yield "--moe-router-dtype", row("fp32", "family", "family")
+        for name in _ONE_GROUP:
+            yield name, row("1", "family", "family", required=False)
+    for name, why in _FOREIGN.items():
+        yield name, row(NOT_PASSED, "family", f"family: {why}", required=False)
+
+
+def _phase_references(config: Nemotron3Config, name: str) -> Iterator[tuple[str, Reference]]:
+    """Layout, schedule and precision of a published phase, as far as they are stated."""
+    launch = LAUNCHES.get(config.name)
+    if launch is None:
+        return
+    described, launched = phase(config, name), has_launch(config, name)
+    described_launch = Launch(
+        config=config,
+        layout=described.layout or ParallelLayout(),
+        precision=launch.precision if launched else "bf16",
+        backend="te",
+        schedule=described.schedule,
+        extra=described.options,
+        te_precision_config_file="FILE" if launched and launch.precision == "nvfp4" else None,
+        megatron_core=VERSION,
+    )
+    emitted = flags(described_launch)
+    words = {"layout", "precision", "distributed_optimizer", "schedule", "extra"}
+    if not launched:
+        words -= {"precision", "distributed_optimizer"} | (set() if described.layout else {"layout"})
+    options = dict(launch.options) if launched else {}
+    unstated = _UNSTATED if launched else _UNSTATED + _PRETRAINING
+    for flag in emitted:
+        word, _, field = flag.origin.partition(".")
+        sequence = flag.name == "--seq-length" and described.schedule.seq_length
+        stated = word in words and flag.section != "architecture" and field not in unstated
+        if not (stated or sequence or (launched and flag.name in _RECIPE[1:])):
+            continue
+        source = launch.precision_source if word == "precision" else SCRIPT if launched else launch.report
+        yield (
+            flag.name,
+            Reference(
+                value=options.pop(flag.name, shown(flag.values)),
+                # Options of a phase are "extra" to `flags`.
+                section="optimization" if flag.section == "extra" else flag.section,
+                origin={"distributed_optimizer": "layout", "extra": "schedule"}.get(word, word),
+                field="schedule" if word == "extra" else flag.origin,
+                source=source,
+            ),
+        )
+    for option, value in options.items():
+        row = Reference(value=value, section="parallelism", origin="family", field="launch", source=SCRIPT)
+        yield option, row
+    if launched:
+        passed, source = {flag.name for flag in emitted}, launch.precision_source
+        row = Reference(
+            value=NOT_PASSED, section="precision", origin="precision", field="precision", source=source
+        )
+        yield from dict.fromkeys(_precision_options(config) - passed, replace(row, required=False)).items()
+
+
+#: Fields of a schedule that no launch script or report states (schedule.py) ...
+_UNSTATED = ("eval_interval", "eval_iters", "save_interval", "log_interval")
+#: ... and those that are stated for pre-training only.
+_PRETRAINING = ("micro_batch_size", "weight_decay", "adam_beta1", "adam_beta2", "clip_grad")
+
+
+def _precision_options(config: Nemotron3Config) -> set[str]:
+    """Return every option that some precision adds."""
+    names = {"--fp16"}
+    for precision in FORMATS:
+        launch = Launch(
+            config=config,
+            precision=precision,
+            backend="te",
+            te_precision_config_file="FILE",
+            megatron_core=VERSION,
+        )
+        names |= {flag.name for flag in flags(launch) if flag.origin == "precision"}
+    return names

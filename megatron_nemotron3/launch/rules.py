@@ -1,0 +1,72 @@
+"""All rules in one table, and what applies them. Standard library only.
+
+`check` reports, `enforce` raises one error that lists all violations. Each rule has a name, the numbers, the
+cure, and the place in Megatron-Core 0.19 (or the report or issue) it comes from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from megatron_nemotron3.launch.launch import Launch
+from megatron_nemotron3.launch.rule import Rule, Violation
+from megatron_nemotron3.launch.rules_layout import LAYOUT_RULES
+from megatron_nemotron3.launch.rules_options import (
+    COMBINATION_RULES,
+    OPTION_RULES,
+    PARSER_RULES,
+    VERSION_RULES,
+)
+from megatron_nemotron3.launch.rules_performance import PERFORMANCE_RULES
+from megatron_nemotron3.launch.rules_precision import PRECISION_RULES
+from megatron_nemotron3.launch.rules_schedule import SCHEDULE_RULES
+
+#: Rules for every version of megatron-core; `VERSION_RULES` depend on it.
+RULES: tuple[Rule, ...] = (
+    *LAYOUT_RULES,
+    *SCHEDULE_RULES,
+    *PRECISION_RULES,
+    *OPTION_RULES,
+    *COMBINATION_RULES,
+    *PERFORMANCE_RULES,
+)
+
+
+class RuleError(ValueError):
+    """A launch violates at least one rule of severity "error". `violations` holds all of them."""
+
+    def __init__(self, launch: Launch, violations: Sequence[Violation]):
+        self.violations = tuple(violations)
+        layout = launch.layout
+        head = f"{launch.config.name} on {layout} ({layout.world_size} ranks) cannot be launched:"
+        super().__init__("\n".join((head, *(f"  - {violation}" for violation in violations))))
+
+
+def check(launch: Launch) -> list[Violation]:
+    """Return every violated rule, errors before warnings.
+
+    If the parser refuses words of `extra`, only that is returned: other rules read their values.
+    """
+    return _violated(PARSER_RULES, launch) or _violated((*RULES, *VERSION_RULES), launch)
+
+
+def _violated(rules: Iterable[Rule], launch: Launch) -> list[Violation]:
+    violations = [
+        Violation(rule.name, rule.severity, rule.message(launch), rule.source)
+        for rule in rules
+        if rule.violated(launch)
+    ]
+    return sorted(violations, key=lambda violation: violation.severity)  # stable; "error" < "warning"
+
+
+def enforce(launch: Launch) -> list[Violation]:
+    """Raise on errors; return the warnings.
+
+    Raises:
+        RuleError: with every violated rule of severity "error".
+    """
+    violations = check(launch)
+    errors = [violation for violation in violations if violation.severity == "error"]
+    if errors:
+        raise RuleError(launch, errors)
+    return violations

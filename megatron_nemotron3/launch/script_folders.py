@@ -1,0 +1,90 @@
+"""The folders of a script that `nemotron3 run` starts: hold `--save`, settle `--load`, before anything else.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megatron_nemotron3.checkpoints.folders import checkpoint_path, latest_iteration
+from megatron_nemotron3.checkpoints.resume import before_start
+from megatron_nemotron3.checkpoints.state import stored_state
+from megatron_nemotron3.common import lock
+from megatron_nemotron3.common.argv import option_value
+from megatron_nemotron3.common.switches import EMULATE
+from megatron_nemotron3.launch import continued, manifest
+from megatron_nemotron3.precision import settings as emulation
+
+
+@contextlib.contextmanager
+def prepared(
+    words: Sequence[str],
+    rank: int,
+    changes: Sequence[str],
+    emulated: emulation.Emulation | None,
+    teacher: manifest.Part | None = None,
+) -> Iterator[None]:
+    """Hold the folder of `--save` for the ranks of this run, and check that the run can go on.
+
+    The folder of `--load` names its last complete checkpoint afterwards. Rank 0 also compares the schedule
+    with the checkpoint's and the run with the one in the folder.
+
+    Args:
+        words: the script's command line.
+        changes: parts of the run that may differ from the folder's, of `manifest.CHANGES`.
+        teacher: as of `manifest.parts_of`.
+
+    Raises:
+        ValueError: another run writes to the folder, the checkpoint is damaged, Megatron would refuse its
+            schedule, or the folder holds another run.
+        OSError: the folder cannot be written.
+    """
+    save = _local_folder(words, "--save")
+    with contextlib.ExitStack() as stack:
+        key = lock.run_key()
+        if save is not None:
+            stack.enter_context(lock.held(save, key=key))
+        for line in before_start(words, rank, key):
+            print(f"megatron_nemotron3: {line}", flush=True)
+        if rank == 0 and (problem := continued.refused(words)) is not None:
+            raise ValueError(problem)
+        # `nemotron3 train` has done it for its ranks.
+        if rank == 0 and save is not None and lock.VARIABLE not in os.environ:
+            for line in settle_manifest(save, words, changes, emulated, teacher):
+                print(f"megatron_nemotron3: {line}", flush=True)
+        yield
+
+
+def settle_manifest(
+    save: Path,
+    words: Sequence[str],
+    changes: Sequence[str] = (),
+    emulated: emulation.Emulation | None = None,
+    teacher: manifest.Part | None = None,
+) -> list[str]:
+    """Compare a run with the one that the folder of `--save` holds, and record it; return lines to print.
+
+    Raises:
+        ValueError, OSError: as `prepared`.
+    """
+    found, step = manifest.Manifest(manifest.folder_of(save)), latest_iteration(save)
+    environment = {**os.environ, EMULATE: emulated.text() if emulated else ""}
+    new = manifest.parts_of(words, environment, teacher=teacher)
+    if step is not None:
+        stored = stored_state(checkpoint_path(save, step))
+        before = manifest.parts_of_checkpoint(stored.args) if stored else {}
+        # With --use-checkpoint-args Megatron takes the model from the checkpoint.
+        taken = ("model", "mtp") if "--use-checkpoint-args" in words else ()
+        new |= {part: found.parts.get(part) or before.get(part, {}) for part in taken}
+        found.require_same(new, step, changes, ("model", *manifest.CHANGES), before)
+    return found.write(new, step)
+
+
+def _local_folder(words: Sequence[str], option: str) -> Path | None:
+    """Return the folder that an option names; None if it is not given or in an object store."""
+    value = option_value(words, option)
+    return None if not value or "://" in value else Path(value)

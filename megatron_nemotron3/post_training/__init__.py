@@ -1,0 +1,1 @@
+"""After pre-training: fine-tuning, distillation, MTP heads, smaller models."""

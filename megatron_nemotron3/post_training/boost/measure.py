@@ -1,0 +1,145 @@
+"""How near drafts are to the model, and how many are accepted, before and after boosting."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatron_nemotron3.common import plots, record
+from megatron_nemotron3.common.output import Bar, interval, paired
+from megatron_nemotron3.inference.generate.checkpoint_folder import find_checkpoint
+from megatron_nemotron3.inference.generate.command import load_engine
+from megatron_nemotron3.inference.generate.evaluate import Agreement, acceptance, losses, windows
+from megatron_nemotron3.inference.generate.evaluate_command import (
+    NEW_TOKENS,
+    PROMPT_TOKENS,
+    PROMPTS,
+    SPREAD,
+    TOKENS,
+    chosen_seq_length,
+    spread_prompts,
+)
+from megatron_nemotron3.post_training.boost.inputs import Inputs
+
+#: Longest file of what was measured that is read, in bytes.
+_LIMIT = 1 << 30
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One checkpoint on the held-out text.
+
+    Attributes:
+        checkpoint: its folder's name; that of a run says the step.
+        agreement: of each MTP depth.
+        accepted: for 1, 2, … drafts, the acceptance length of greedy continuations.
+    """
+
+    checkpoint: str
+    agreement: tuple[Agreement, ...]
+    accepted: tuple[float, ...]
+
+
+def measure(checkpoint: Path, given: Inputs, options: argparse.Namespace, kept: Path) -> Measured:
+    """Measure a checkpoint, or read from the file `kept` what was measured of it before.
+
+    Raises:
+        ValueError: the checkpoint is damaged, or the text is too short.
+    """
+    found = find_checkpoint(checkpoint)
+    with contextlib.suppress(FileNotFoundError, ValueError, TypeError, KeyError):
+        read = record.read(kept)
+        agreement = tuple(
+            Agreement(**{**one, "greedy": tuple(one["greedy"]), "sampled": tuple(one["sampled"])})
+            for one in read["agreement"]
+        )
+        if read["checkpoint"] == found.checkpoint.name:  # a run may have been trained further
+            return Measured(found.checkpoint.name, agreement, tuple(read["accepted"]))
+    opened = found.open(given.config)
+    engine = load_engine(found.open(given.config, opened.padded_vocab_size), options, mtp=True)
+    config, depths = given.config, given.config.mtp_num_layers
+    ids = given.held_out(options.output, SPREAD * max(TOKENS + 1, PROMPTS * PROMPT_TOKENS))
+    text = windows(ids, chosen_seq_length(options.seq_length, config), TOKENS)
+    with Bar("agreement", "tokens", text.shape[0] * (text.shape[1] - 1), lines=False) as bar:
+        measured = losses(engine, text, depths, report=bar.add)
+    new = min(NEW_TOKENS, config.max_position_embeddings // 2)
+    prompts = spread_prompts(ids, min(PROMPT_TOKENS, config.max_position_embeddings - new))
+    with Bar("drafts", "tokens", len(prompts) * new * depths, lines=False) as bar:
+        accepted = acceptance(engine, prompts, new, range(1, depths + 1), bar.add)
+    lengths = tuple(one.speculation.acceptance_length for one in accepted)
+    result = Measured(found.checkpoint.name, measured.agreement, lengths)
+    record.write(kept, asdict(result), indent=None)
+    return result
+
+
+def report(before: Measured | None, after: Measured) -> list[str]:
+    """Tables of both; without `before` of one, as after a new MTP block has grown."""
+    old = [None] * len(after.agreement) if before is None else list(before.agreement)
+    lines = ["", "drafts against the model's own next-token distribution, on held-out text"]
+    lines.append("  MTP depth                    KL               overlap        same top token")
+    for depth, (was, new) in enumerate(zip(old, after.agreement, strict=True), 1):
+        pairs: list[tuple[float | None, float]] = [
+            (None if was is None else getattr(was, what), getattr(new, what))
+            for what in ("kl", "overlap", "top1")
+        ]
+        lines.append(f"  {depth:>9}" + "".join(f"  {_change(*pair):>20}" for pair in pairs))
+    windows = len(after.agreement[0].greedy)
+    for title, values in (
+        (f"expected tokens per verification along the text, greedy ({windows} windows)", "greedy"),
+        ("the same, sampled at temperature 1", "sampled"),
+    ):
+        lines += ["", title]
+        for draft, (was, new) in enumerate(zip(old, after.agreement, strict=True), 1):
+            now = getattr(new, values)
+            if was is None:
+                lines.append(f"  {draft} drafted   {interval(now):.3f}")
+            else:
+                then = getattr(was, values)
+                change = _change(interval(then).mean, interval(now).mean)
+                lines.append(f"  {draft} drafted   {change}   {paired(now, then):+.3f}")
+    lines += ["", "tokens per verification of greedy continuations"]
+    for draft, length in enumerate(after.accepted, 1):
+        change = _change(None if before is None else before.accepted[draft - 1], length)
+        lines.append(f"  {draft} drafted   {change}")
+    return [*lines, "±: 95 % interval by Student's t over the windows; differences are paired", ""]
+
+
+def _change(old: float | None, new: float) -> str:
+    return f"{new:.4f}" if old is None else f"{old:.4f} -> {new:.4f}"
+
+
+def plot(before: Measured | None, after: Measured, path: Path, title: str) -> None:
+    """Write agreement and acceptance by number of drafts as a PNG.
+
+    Raises:
+        OSError: it cannot be written.
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    with plots.picture(path, 1, 2, size=(10, 4), title=title) as (_, grid):
+        left, right = grid[0]
+        depths = range(1, len(after.agreement) + 1)
+        for label, one, style in (("before", before, "o--"), ("after", after, "o-")):
+            if one is None:
+                continue
+            left.plot(
+                depths,
+                [each.top1 for each in one.agreement],
+                style,
+                color="C0",
+                label=f"same top token, {label}",
+            )
+            left.plot(
+                depths, [each.overlap for each in one.agreement], style, color="C1", label=f"overlap, {label}"
+            )
+            found = [interval(each.greedy) for each in one.agreement]
+            right.plot(
+                depths, [each.mean for each in found], style, color="C0", label=f"along the text, {label}"
+            )
+            right.plot(depths, one.accepted, style, color="C2", label=f"continuations, {label}")
+        left.set(xlabel="MTP depth", ylabel="share", ylim=(0, 1), title="Agreement with the model")
+        right.set(xlabel="drafted tokens", ylabel="tokens per verification", title="Acceptance, greedy")
+        for axes in (left, right):
+            axes.set_xticks(depths)
+            axes.legend()

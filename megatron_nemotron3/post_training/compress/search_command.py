@@ -1,0 +1,146 @@
+"""`nemotron3 search`: the smaller forms of a model that meet a budget. Imports neither torch nor numpy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_nemotron3.common.files import require_output, write_json
+from megatron_nemotron3.common.options import NEEDED, add_command, json_flag, option
+from megatron_nemotron3.common.output import result, say
+from megatron_nemotron3.launch.plan.hardware import GPUS
+from megatron_nemotron3.launch.plan.serving import Serving
+from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.command import ModelOptions, chosen_model
+from megatron_nemotron3.models.show import describe
+from megatron_nemotron3.post_training.compress.budget import MEASURES, amount, costs, parse_budget
+from megatron_nemotron3.post_training.compress.search import (
+    Alike,
+    Candidate,
+    Found,
+    Losses,
+    search,
+    sizes_text,
+)
+from megatron_nemotron3.post_training.compress.sizes import BY_LAYER, parse_numbers
+
+_SERVED = "how the model is used (memory and latency)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    """Options of `nemotron3 search`."""
+
+    which: ModelOptions
+    budget: list[str] = option(
+        "at most so much of each: params=60B, active=9B, memory=80GiB (weights in BF16, and the state "
+        "of the sequences), latency=12ms (to decode a token of every sequence)",
+        "MEASURE=N",
+        default=NEEDED,
+        nargs="+",
+    )
+    vary: list[str] = option(
+        f"values to choose a size from; {' and '.join(BY_LAYER)} are chosen for each layer by itself",
+        "NAME=N,N,…",
+        default=NEEDED,
+        nargs="+",
+    )
+    scores: Path | None = option(
+        "measured importance, from nemotron3 prune --text … --scores FILE (default: all parts alike)", "FILE"
+    )
+    gpu: str = option("type of GPU (h100)", default="h100", choices=GPUS, group=_SERVED)
+    sequences: int = option("sequences that are decoded together (1)", "N", default=1, group=_SERVED)
+    context: int | None = option("tokens of each so far (default: the training length)", "N", group=_SERVED)
+    best: int = option(
+        "how many layouts or candidates to print (10)", "N", default=10, group="output", least=1
+    )
+    output: Path | None = option(
+        "where to write the best, for --model of other commands", "FILE.json", group="output"
+    )
+    json: bool = json_flag(group="output")
+
+
+def register(commands: Any) -> None:
+    """Add `nemotron3 search`."""
+    add_command(commands.add_parser("search"), SearchOptions, search_command)
+
+
+def search_command(options: SearchOptions) -> int:
+    """Print the candidates, best first. Exit status 0.
+
+    Raises:
+        ValueError: no candidate meets the budget (the message names the nearest), or an option is wrong.
+        OSError: a file cannot be read or written.
+    """
+    config = chosen_model(options.which)
+    budget = parse_budget(options.budget)
+    given = parse_numbers(options.vary, "--vary", "NAME=N,N,…, such as moe_ffn_hidden_size=1280,1792,2688")
+    values = {name: tuple(dict.fromkeys(numbers)) for name, numbers in given.items()}
+    if options.output is not None:
+        if options.output.suffix != ".json":
+            raise ValueError(f"--output {options.output}: give a file that ends with .json, for --model")
+        require_output(options.output, "--output")
+    context = config.seq_length if options.context is None else options.context
+    serving = Serving(GPUS[options.gpu], options.sequences, context)
+    found = search(config, values, budget, serving, _losses(options.scores, config))
+    if options.output is not None:
+        write_json(options.output, describe(found.candidates[0].config), indent=2)
+    with result(options.json):
+        _say(config, budget, serving, found, options)
+    return 0
+
+
+def _losses(file: Path | None, config: Nemotron3Config) -> Losses:
+    if file is None:
+        return Alike(config)
+    from megatron_nemotron3.post_training.compress.losses import Measured
+    from megatron_nemotron3.post_training.compress.scores import Scores
+
+    return Measured(Scores.load(file, config))
+
+
+def _say(
+    config: Nemotron3Config,
+    budget: dict[str, float],
+    serving: Serving,
+    found: Found,
+    options: SearchOptions,
+) -> None:
+    def row(number: str, loss: str, values: list[str], sizes: str) -> None:
+        say(f"{number:>3} {loss:>9}" + "".join(f"{value:>11}" for value in values) + f"  {sizes}")
+
+    whole, shown = costs(config, serving), found.candidates[: options.best]
+    limits = ", ".join(f"{name} {amount(name, n)}" for name, n in budget.items())
+    say(f"{config.title}: at most {limits}", model=config.name, costs=whole, budget=budget)
+    say(f"latency: a token of {serving.sequences} x {serving.context:,} on {serving.gpu.name}, an estimate\n")
+    row("", "loss", list(MEASURES), "sizes")
+    row("", "0", [amount(name, whole[name]) for name in MEASURES], "as it is")
+    for number, one in enumerate(shown, 1):
+        values = [amount(name, one.costs[name]) for name in MEASURES]
+        row(str(number), f"{one.loss:.4f}", values, sizes_text(one))
+    if options.scores is None:
+        say("\nloss: without --scores all channels, heads, experts and layers count alike")
+    if gap := shown[0].gap:
+        say(f"\nother experts by layer could lose up to {gap:.2g} less: too many to try all")
+    if found.skipped:
+        say(f"\n{found.skipped} combinations are no model, the first: {found.why}")
+    candidates = [{**vars(one), "config": describe(one.config)["config"]} for one in shown]
+    say(
+        f"\n{_words(shown[0])}",
+        scores=options.scores,
+        candidates=candidates,
+        met=len(found.candidates),
+        skipped=found.skipped,
+    )
+    if options.output is not None:
+        say(f"wrote {options.output}: nemotron3 train --model {options.output}")
+
+
+def _words(best: Candidate) -> str:
+    """The best candidate as words for `nemotron3 prune`."""
+    sizes = " ".join(
+        f"{name}={','.join(map(str, size)) if isinstance(size, tuple) else size}"
+        for name, size in best.sizes.items()
+    )
+    return f"nemotron3 prune … --sizes {sizes}"

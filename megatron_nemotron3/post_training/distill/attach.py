@@ -1,0 +1,175 @@
+"""What teaches a student, attached to the models that Megatron builds. No script has to know of it.
+
+    with distilling(how):
+        ...                      # build the model and train it, by whatever script
+
+Hooks of a `HybridModel` in training run the teacher's chunk of its pipeline stage, compute each token's
+divergence when the output layer has made the logits, and return
+
+    weight * T ** 2 * divergence + (1 - weight) * cross-entropy
+
+(of several teachers the sum) in place of the cross-entropy [b, s], so that masks, means and all loss
+functions of Megatron's scripts apply. In evaluation the model returns its cross-entropy. MTP keeps its loss.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.models.hybrid.hybrid_block import HybridStack
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from torch import Tensor
+
+from megatron_nemotron3.common.hooks import at_first_forward
+from megatron_nemotron3.post_training.distill.across import across_tokenizers
+from megatron_nemotron3.post_training.distill.lessons import FromStored, FromTeacher, Lesson
+from megatron_nemotron3.post_training.distill.stored import Reader
+from megatron_nemotron3.post_training.distill.teacher import Teacher
+from megatron_nemotron3.train.teacher.manifest import is_stored
+from megatron_nemotron3.train.teacher.settings import Distillation, Taught, rest_of
+
+
+class Hooks(torch.nn.Module):
+    """Hooks of one chunk of the student. Without parameters, and so without a trace in checkpoints.
+
+    It is a module of the student's because all ranks call `train()` of all modules before the first step:
+    only then may the teacher be built, which is collective. When a chunk is constructed, other ranks may
+    wait for it inside the construction of another one, and in the schedule they wait for its activations.
+    """
+
+    def __init__(self, model: HybridModel, start: Callable[[], list[Lesson]], taught: Taught) -> None:
+        super().__init__()
+        self._start, self._calls, self._depths = start, 0, 0
+        self._taught, self._rest = taught, rest_of(taught)
+        self._install = partial(self._hook, model)  # the model itself would become a module of this one
+        self._lessons: list[Lesson] = []
+        self._learning = False
+        self._tokens: list[Tensor] = []
+        #: Cross-entropy and each teacher's divergence [b, s / cp] of the last micro-batch, without gradients.
+        self.parts: list[Tensor] = []
+
+    def finish_init(self, quant_config: Any) -> None:
+        """Hook the model; Megatron calls it of all modules of a model that is complete."""
+        self._install()
+
+    def _hook(self, model: HybridModel) -> None:
+        # MTP calls the output layer at each depth, before the decoder's hidden states reach it.
+        self._depths = model.config.mtp_num_layers if model.mtp_process else 0
+        model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
+        model.register_forward_hook(self._end)
+        if model.post_process:
+            model.output_layer.register_forward_hook(self._made)
+
+    def train(self, mode: bool = True) -> Self:
+        """Build the teachers when training begins."""
+        if mode and not self._lessons:
+            self._lessons = self._start()
+        return super().train(mode)
+
+    def _begin(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        self._calls, self._tokens, self.parts = 0, [], []
+        self._learning = model.training and torch.is_grad_enabled()
+        if not self._learning:
+            return
+        if not self._lessons:
+            raise RuntimeError("distillation: call train() of the model on every rank before the first step")
+        given = dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
+        if model.post_process and given.get("labels") is None:
+            raise ValueError("distillation needs the model to be called with labels: it changes their loss")
+        for lesson in self._lessons:
+            lesson.prepare(given, *_size(model, given))
+
+    def _made(self, _layer: Any, _inputs: Any, output: Any) -> None:
+        self._calls += 1
+        if self._learning and self._calls == self._depths + 1:
+            self._tokens = [one.divergence(output[0]).transpose(0, 1) for one in self._lessons]
+
+    def _end(self, model: Any, _inputs: Any, output: Any) -> Any:
+        if not (self._learning and model.post_process):
+            return None
+        shapes = {one.shape for one in self._tokens}
+        if self._calls != self._depths + 1 or shapes != {output.shape}:
+            raise RuntimeError(
+                f"distillation: the output layer was called {self._calls} times, not {self._depths + 1} (MTP "
+                f"depths and the decoder), or returned no loss of each token: this version of Megatron-Core "
+                "computes its loss otherwise"
+            )
+        self.parts = [output.detach(), *(one.detach() for one in self._tokens)]
+        terms = [how.weight * how.temperature**2 * one for how, one in zip(self._taught, self._tokens)]
+        self._tokens = []
+        terms += [self._rest * output] * (self._rest > 0)
+        return sum(terms[1:], terms[0])
+
+
+def _size(model: HybridModel, given: dict[str, Any]) -> tuple[int, int]:
+    """s / cp and b of a micro-batch."""
+    for name in ("input_ids", "labels"):
+        if isinstance(tokens := given.get(name), Tensor):
+            return tokens.shape[1], tokens.shape[0]
+    local, rows = model.decoder.input_tensor.shape[:2]
+    return local * (model.pg_collection.tp.size() if model.config.sequence_parallel else 1), rows
+
+
+@contextmanager
+def distilling(*taught: Distillation) -> Iterator[None]:
+    """Attach these teachers to every `HybridModel` that is built inside.
+
+    Raises (when `train()` of a model is called):
+        ValueError: as `Teacher` and `Reader`.
+    """
+    sources: list[Teacher | Reader] = []
+    building = False
+
+    def begun(model: HybridModel) -> list[Lesson]:
+        nonlocal building
+        building = True
+        try:
+            for how in taught[len(sources) :]:
+                stored = is_stored(Path(how.teacher))
+                sources.append(Reader(Path(how.teacher)) if stored else Teacher(how, model))
+                _announce(sources[-1], how)
+            return [_lesson(source, model, how) for source, how in zip(sources, taught)]
+        finally:
+            building = False
+
+    def taken(parent: torch.nn.Module, _name: str, child: torch.nn.Module | None) -> None:
+        if isinstance(parent, HybridModel) and isinstance(child, HybridStack) and not building:
+            parent.distillation = Hooks(parent, partial(begun, parent), taught)
+
+    def require_hooks(module: torch.nn.Module) -> None:
+        if not hasattr(module, "distillation"):
+            raise ValueError(f"a teacher was given, and nothing teaches this {type(module).__name__}")
+
+    hook = torch.nn.modules.module.register_module_module_registration_hook(taken)
+    looking = at_first_forward(LanguageModule, require_hooks)
+    try:
+        yield
+    finally:
+        hook.remove()
+        looking.remove()
+
+
+def _lesson(source: Teacher | Reader, student: HybridModel, how: Distillation) -> Lesson:
+    if isinstance(source, Reader):
+        return FromStored(source, student, how)
+    return (across_tokenizers if how.projection else FromTeacher)(source, student, how)
+
+
+def _announce(source: Teacher | Reader, how: Distillation) -> None:
+    if torch.distributed.get_rank() != 0:
+        return
+    if isinstance(source, Reader):
+        found = source.manifest
+        what = f"the {found.k} most probable tokens in {source.folder}, of {found.teacher}"
+    else:
+        config = source.found.config
+        sizes = f"{config.num_layers} layers of width {config.hidden_size}, {source.layout}"
+        what = f"{source.found.place} ({sizes})"
+    print(f"megatron_nemotron3: distils from {what}: {how.how}", flush=True)

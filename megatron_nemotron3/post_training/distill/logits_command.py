@@ -1,0 +1,256 @@
+"""`nemotron3 logits`: store a teacher's most probable tokens. Imports neither torch nor megatron."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_nemotron3.checkpoints.folders import free_bytes
+from megatron_nemotron3.common import lock, record
+from megatron_nemotron3.common.files import temporary_prefix
+from megatron_nemotron3.common.options import NEEDED, add_command, argument, device_option, option
+from megatron_nemotron3.common.output import Bar
+from megatron_nemotron3.common.switches import LOGITS_FOLDER, LOGITS_TEACHER
+from megatron_nemotron3.launch import Launch, TrainingData, TrainingSchedule, flags, to_argv
+from megatron_nemotron3.launch.command import LAYOUT, chosen_layout
+from megatron_nemotron3.train.inputs import require_tokenizer
+from megatron_nemotron3.train.teacher.check import Teacher, find
+from megatron_nemotron3.train.teacher.data import of_run
+from megatron_nemotron3.train.teacher.manifest import Manifest, is_stored, part_path, read_manifest
+from megatron_nemotron3.train.teacher.vocabulary import of_tokenizer
+
+#: Bytes of a part, about; a run that is interrupted repeats at most one.
+_PART = 64 << 20
+#: Rows of a part, at most.
+_ROWS = 64
+#: What the ranks run.
+SCRIPT = Path(__file__).parent / "logits_script.py"
+#: What the script prints after each part.
+_STORED = re.compile(r"(\d+) of (\d+) parts$")
+
+
+_DATA = partial(option, group="data, as in the training that reads it")
+
+
+def _size(name: str) -> Any:
+    return option(f"{LAYOUT[name]} (1)", "N", group="layout")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitsOptions:
+    """Options of `nemotron3 logits`."""
+
+    teacher: str = argument("a run, Megatron's or Hugging Face's folder", "FOLDER")
+    output: Path = option("where to write, or go on", "DIR", default=NEEDED)
+    samples: int = option("number of samples (rows of the training set)", "N", default=NEEDED, least=1)
+    topk: int = option("tokens of each position (64)", "K", default=64, least=1)
+    logit_temperature: float = option("what divides the logits (1)", "T", default=1.0)
+    data_path: list[str] | None = _DATA("Megatron data sets (default: the run's)", "PREFIX", nargs="+")
+    split: str | None = _DATA("of the data sets (default: as in nemotron3 train)", "99,1,0")
+    conversations: list[str] | None = _DATA(".jsonl conversations, packed", "FILE", nargs="+")
+    tokenizer: str | None = _DATA("folder of a Hugging Face tokenizer (default: the run's)", "DIR")
+    seq_length: int | None = _DATA("tokens per sequence (default: the model's)", "N")
+    data_seed: int = _DATA("of the order of documents (1234)", "N", default=1234)
+    tp: int | None = _size("tp")
+    pp: int | None = _size("pp")
+    vpp: int | None = None
+    ep: int | None = _size("ep")
+    etp: int | None = _size("etp")
+    cp: int | None = _size("cp")
+    dp: int | None = _size("dp")
+    micro_batch_size: int = option(
+        "sequences per rank and microbatch (1)", "N", default=1, group="layout", least=1
+    )
+    device: str = device_option()
+
+
+def register(commands: Any) -> None:
+    """Add `nemotron3 logits`."""
+    add_command(commands.add_parser("logits"), LogitsOptions, logits_command)
+
+
+def logits_command(options: LogitsOptions) -> int:
+    """Store the logits, or what is missing of them. Exit status 0; 130 after an interrupt.
+
+    Raises:
+        ValueError: an option is out of range, the data or a tokenizer is missing or is not the teacher's, the
+            disk has not enough room, the folder holds something else or another process writes there, or a
+            process failed.
+    """
+    if not 0 < options.logit_temperature < float("inf"):
+        raise ValueError(f"--logit-temperature {options.logit_temperature:g}: give a positive number")
+    teacher = find(options.teacher)
+    data = _data(options, teacher)
+    length = options.seq_length or teacher.config.seq_length
+    manifest = _manifest(options, teacher, data, length)
+    launch = _launch(options, teacher, data, length)
+    argv = to_argv(flags(launch))
+    with lock.held(options.output):
+        _require_folder(options.output, manifest)
+        print(
+            f"{manifest.k} tokens of {manifest.samples:,} rows of {manifest.length:,}: "
+            f"{manifest.size / 1e6:,.1f} MB in {len(manifest.parts())} parts",
+            flush=True,
+        )
+        return _run(options, launch, argv, manifest)
+
+
+def _require_folder(folder: Path, manifest: Manifest) -> None:
+    """Check that these logits may be written to the folder, and write the manifest to a new one."""
+    if is_stored(folder):
+        if (before := read_manifest(folder)) != manifest:
+            raise ValueError(
+                f"{folder} holds other logits ({_differences(before, manifest)}): go on with the "
+                "same options, or give another --output"
+            )
+        for leftover in folder.glob(temporary_prefix("part-*.npy") + "*"):
+            leftover.unlink()  # of processes that were ended while they wrote
+        return
+    # A checkpoint's folder with a manifest would count as stored logits, wherever a teacher is named.
+    if any(path.name != lock.NAME for path in folder.iterdir()):
+        raise ValueError(f"{folder} exists and holds no stored logits: give a new --output")
+    if (free := free_bytes(folder)) < manifest.size:
+        raise ValueError(
+            f"{folder}: {manifest.size / 1e6:,.0f} MB are needed, and {free / 1e6:,.0f} MB are free: "
+            "give a smaller --topk or fewer --samples"
+        )
+    manifest.write(folder)
+
+
+def _data(options: LogitsOptions, teacher: Teacher) -> TrainingData:
+    """The data set, its split and its tokenizer: those given, or those of the teacher's run."""
+    if options.data_path and options.conversations:
+        raise ValueError("--data-path and --conversations both say which rows to take: give one")
+    run = of_run(teacher.run)
+    tokenizer = options.tokenizer or (run.tokenizer if run is not None else teacher.tokenizer)
+    tokenizer = None if tokenizer is None else str(tokenizer)
+    if tokenizer is None:
+        raise ValueError(f"{options.teacher} is no run with a tokenizer: give --tokenizer DIR")
+    require_tokenizer(tokenizer)
+    known = of_tokenizer(Path(tokenizer))
+    if known is not None and (difference := teacher.vocabulary.differs(known)) is not None:
+        cure = "give the teacher's"
+        if teacher.tokenizer is None:
+            cure += f"; or, if it is and {teacher.place} has padding, copy its tokenizer.json there"
+        raise ValueError(f"tokenizer {tokenizer} is not the teacher's ({difference}): {cure}")
+    paths, split = options.data_path or options.conversations, options.split
+    if not paths:
+        if run is None:
+            raise ValueError(f"{options.teacher} has no data: give --data-path or --conversations")
+        paths, split = run.paths, split or run.split
+    for file in options.conversations or ():
+        if not Path(file).is_file():
+            raise ValueError(f"--conversations {file}: there is no such file")
+    for prefix in () if options.conversations else paths:
+        if not prefix.replace(".", "").isdigit() and not Path(f"{prefix}.idx").is_file():
+            raise ValueError(f"--data-path {prefix}: there is no file {prefix}.idx")
+    return TrainingData(
+        data_path=tuple(paths),
+        split=split or ("90,10,0" if options.conversations else "99,1,0"),
+        data_cache_path=str(options.output / "cache"),
+        tokenizer_type="SFTTokenizer" if options.conversations else "HuggingFaceTokenizer",
+        tokenizer_model=tokenizer,
+    )
+
+
+def _differences(before: Manifest, now: Manifest) -> str:
+    changed = record.differences(vars(before), vars(now))
+    return ", ".join(f"{name} {old}, not {new}" for name, (old, new) in changed.items())
+
+
+def _manifest(options: LogitsOptions, teacher: Teacher, data: TrainingData, length: int) -> Manifest:
+    source: dict[str, Any] = {
+        "data": [
+            str(Path(path).absolute()) if Path(path).parent.is_dir() else path for path in data.data_path
+        ],
+        "split": data.split,
+        "seed": options.data_seed,
+        "tokenizer": str(Path(str(data.tokenizer_model)).absolute()),
+    }
+    if options.conversations:
+        source["cp"] = options.cp or 1  # what conversations are padded for
+    most = teacher.vocabulary.entries or teacher.config.vocab_size
+    if options.topk > most:
+        raise ValueError(f"--topk {options.topk}: the vocabulary has {most} tokens")
+    row = 4 * length * (2 * options.topk + 1)
+    return Manifest(
+        k=options.topk,
+        temperature=options.logit_temperature,
+        length=length,
+        rows=max(1, min(_ROWS, _PART // row)),
+        samples=options.samples,
+        teacher=str(teacher.place.resolve()),
+        vocabulary=teacher.vocabulary,
+        source=source,
+    )
+
+
+def _launch(options: LogitsOptions, teacher: Teacher, data: TrainingData, length: int) -> Launch:
+    from megatron_nemotron3.run import resolve_device
+
+    on_cpu = resolve_device(options.device) == "cpu"
+    layout, size = chosen_layout(options), options.micro_batch_size
+    words = ("--sft", "--calculate-per-token-loss", "--sft-tokenizer-prompt-format", "default")
+    schedule = TrainingSchedule(
+        micro_batch_size=size,
+        global_batch_size=size * layout.dp,
+        seq_length=length,
+        train_samples=options.samples,
+        lr=1e-4,  # Megatron's parser asks for one
+        lr_decay_style="constant",
+        eval_iters=0,
+    )
+    return Launch(
+        config=teacher.config,
+        layout=layout,
+        precision="fp32" if on_cpu else "bf16",
+        backend="torch" if on_cpu else "auto",
+        schedule=schedule,
+        data=data,
+        own_script=True,
+        extra=("--seed", str(options.data_seed), *(words if options.conversations else ())),
+    )
+
+
+def _run(options: LogitsOptions, launch: Launch, argv: list[str], manifest: Manifest) -> int:
+    from megatron_nemotron3.run import resolve_device
+    from megatron_nemotron3.train import processes
+
+    device = resolve_device(options.device)
+    words = processes.command(argv, launch.layout.world_size, device)
+    words[words.index(str(processes.ENTRY))] = str(SCRIPT)
+    env = processes.environment(launch.layout.world_size, device, launch.config.hidden_size)
+    env |= {LOGITS_FOLDER: str(options.output.resolve()), LOGITS_TEACHER: manifest.teacher}
+    log = options.output / "logits.log"
+    with Bar("logits", "parts") as bar:
+        watch = _Watch(bar)
+        status = processes.follow(words, env, log, watch)
+    if watch.was_interrupted:
+        stored = sum(part_path(options.output, part).is_file() for part in manifest.parts())
+        print(f"interrupted: {stored} of {len(manifest.parts())} parts are stored; the same command goes on")
+        return 130
+    if status:
+        raise ValueError(f"the processes ended with {status}; the parts that are written stay (see {log})")
+    print(f"stored           {options.output}")
+    return 0
+
+
+class _Watch:
+    """Follows the processes. An interrupt ends them at once: a part is written whole or not at all."""
+
+    finished = True
+
+    def __init__(self, bar: Bar) -> None:
+        self.was_interrupted = False
+        self._bar = bar
+
+    def line(self, text: str) -> None:
+        if found := _STORED.match(text.rstrip()):
+            self._bar.to(int(found[1]), int(found[2]))
+
+    def interrupted(self) -> bool:
+        self.was_interrupted = True
+        return False

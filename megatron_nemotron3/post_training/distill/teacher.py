@@ -1,0 +1,206 @@
+"""The teacher in the student's run: a frozen model of the family, in the student's layout.
+
+Each chunk of the teacher runs with the student's chunk of the same pipeline stage, before it, so any schedule
+of Megatron's drives both. The hidden states of the teacher go from stage to stage beside the student's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, get_cuda_rng_tracker
+from torch import Tensor
+
+from megatron_nemotron3 import cpu, specs
+from megatron_nemotron3.launch import Launch, ParallelLayout
+from megatron_nemotron3.models.lora import training as with_lora
+from megatron_nemotron3.models.stack_specs import ARGUMENT
+from megatron_nemotron3.post_training.distill.line import Line
+from megatron_nemotron3.post_training.distill.rows import all_gathered
+from megatron_nemotron3.post_training.distill.weights import load
+from megatron_nemotron3.precision import settings as emulation
+from megatron_nemotron3.train.build import model_config, verified
+from megatron_nemotron3.train.monitor.settings import megatron_options, monitoring
+from megatron_nemotron3.train.teacher import check
+from megatron_nemotron3.train.teacher.settings import Distillation
+
+#: A teacher's rows in its own tokens are padded to a multiple of this, so that few lengths occur.
+_STEP = 64
+
+
+def layout_of(model: HybridModel) -> ParallelLayout:
+    """The layout in which a model was built."""
+    config, at = model.config, model.pg_collection
+    pp = at.pp.size()
+    return ParallelLayout(
+        tp=at.tp.size(),
+        sp=bool(config.sequence_parallel),
+        pp=pp,
+        vpp=max(1, (model.hybrid_layer_pattern.count("|") + 1) // pp),
+        ep=at.ep.size(),
+        etp=at.expt_tp.size(),
+        cp=at.cp.size(),
+        dp=at.dp.size(),
+    )
+
+
+class Teacher:
+    """This rank's part of the teacher. Every rank of the world constructs it.
+
+    Args:
+        how: names its folder.
+        student: one of the chunks that learn from it.
+
+    Raises:
+        ValueError: as `check.find`.
+    """
+
+    def __init__(self, how: Distillation, student: HybridModel) -> None:
+        self.found = check.find(how.teacher)
+        self.layout, self.groups = layout_of(student), student.pg_collection
+        self._own_vocabulary = bool(how.projection)
+        #: Along which hidden states and notes go.
+        self.line = Line(self.groups.pp)
+        #: Of the student's TP rank [v / tp, h]; None before `add` has built the last stage.
+        self.head: Tensor | None = None
+        #: Of the teacher's embedding, padding included; 0 before that.
+        self.rows = 0
+        #: What the first stage knows of micro-batches that later chunks of this rank will ask for.
+        self.known: dict[int, list[Tensor]] = {}
+
+    def add(self, student: HybridModel) -> Chunk:
+        """Build the chunk that runs with a chunk of the student, and load its weights."""
+        virtual = student.vp_stage or 0
+        weight = next(student.parameters())
+        launch = Launch(
+            config=self.found.config,
+            layout=self.layout,
+            precision="fp32" if weight.dtype == torch.float32 else "bf16",
+            backend="torch" if specs.is_torch(student.hybrid_stack_spec) else "auto",
+        )
+        with _unnoticed():
+            config = model_config(launch)
+            model: HybridModel = verified(
+                config.get_builder_cls()(config).build_model(
+                    self.groups,
+                    student.pre_process,
+                    student.post_process,
+                    virtual if self.layout.vpp > 1 else None,
+                )
+            )
+        model.requires_grad_(False)
+        model.eval()
+        load(model, self.found.place, self.groups.dp_cp)
+        if model.post_process:
+            rows = None if self._own_vocabulary else student.vocab_size // self.groups.tp.size()
+            self.head = self._head(model.output_layer.weight.detach(), rows)
+            model.post_process = False  # forward returns hidden states, behind the final norm
+            del model.output_layer
+        return Chunk(self, student, model)
+
+    def _head(self, weight: Tensor, rows: int | None) -> Tensor:
+        """The output layer as the student's TP ranks share it, `rows` on each; None: all."""
+        tp = self.groups.tp
+        whole = torch.cat(all_gathered(weight, tp))
+        self.rows = len(whole)
+        rows = -(-len(whole) // tp.size()) if rows is None else rows
+        kept = whole[tp.rank() * rows : (tp.rank() + 1) * rows]
+        result = whole.new_zeros(rows, whole.shape[1])
+        result[: len(kept)] = kept
+        return result
+
+
+class Chunk:
+    """The chunk of the teacher that runs with one of the student."""
+
+    def __init__(self, teacher: Teacher, student: HybridModel, model: HybridModel) -> None:
+        self._teacher, self._student = teacher, student
+        self._model: Any = model
+        self._told = 0
+
+    def told(self, make: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """What the student's first stage makes of its next micro-batch, int64 matrices, on every stage."""
+        teacher, number, virtual = self._teacher, self._told, self._student.vp_stage or 0
+        self._told += 1
+        if virtual == 0 and self._student.pre_process:
+            note = make()
+            teacher.line.tell(note)
+        elif virtual == 0:
+            note = teacher.line.hear(next(self._student.parameters()).device)
+        else:
+            note = teacher.known.pop(number)
+        if virtual < teacher.layout.vpp - 1:
+            teacher.known[number] = note
+        return note
+
+    def length(self, longest: int) -> int:
+        """Length of rows of `longest` tokens that TP and CP ranks can divide."""
+        step = _STEP * self._teacher.layout.tp * self._teacher.layout.cp
+        return -(-longest // step) * step
+
+    @torch.no_grad()
+    def forward(self, arguments: dict[str, Any], tokens: int, rows: int) -> Tensor | None:
+        """Compute a micro-batch; on the last stage return [s / cp, b, h].
+
+        Args:
+            arguments: of the model's forward. Without an embedding on this stage they need no tokens.
+            tokens, rows: s / cp and b.
+        """
+        at, line, model = self._teacher.layout, self._teacher.line, self._model
+        stages = len(line.ranks)
+        if not model.pre_process:
+            local = tokens // (at.tp if at.sequence_parallel else 1)
+            like, config = next(model.parameters()), model.config
+            empty = like.new_empty(local, rows, config.hidden_size, dtype=config.params_dtype)
+            model.set_input_tensor(line.receive(empty, (line.place - 1) % stages))
+        output: Tensor = model(
+            arguments.get("input_ids"),
+            None,  # the family has no embedding of positions
+            arguments.get("attention_mask"),
+            packed_seq_params=arguments.get("packed_seq_params"),
+            padding_mask=arguments.get("padding_mask"),
+        )
+        if not model.decoder.post_process:
+            line.send(output, (line.place + 1) % stages)
+            return None
+        return self._whole(output)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[s / cp, b, h] -> [s / cp, b, v / tp], as the student's output layer gives them."""
+        assert self._teacher.head is not None
+        return torch.nn.functional.linear(hidden, self._teacher.head)
+
+    def _whole(self, hidden: Tensor) -> Tensor:
+        """[s_local, b, h] -> [s / cp, b, h]."""
+        if not self._teacher.layout.sequence_parallel or self._teacher.layout.tp == 1:
+            return hidden
+        whole: Tensor = gather_from_sequence_parallel_region(
+            hidden, tensor_parallel_output_grad=False, group=self._teacher.groups.tp
+        )
+        return whole
+
+
+@contextmanager
+def _unnoticed() -> Iterator[None]:
+    """Build another model: random streams and stored arguments stay, settings of the student do not count."""
+    tracker, options = get_cuda_rng_tracker(), megatron_options()
+    states = tracker.get_states()
+    devices = [] if cpu.is_active() else [torch.cuda.current_device()]
+    kept = {} if options is None else {k: v for k, v in vars(options).items() if k == ARGUMENT}
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices))
+        stack.enter_context(emulation.emulating(None))
+        stack.enter_context(emulation.logging_precision(None))
+        stack.enter_context(monitoring(0))
+        stack.enter_context(with_lora(None))
+        try:
+            yield
+        finally:
+            tracker.set_states(states)
+            if options is not None:
+                vars(options).pop(ARGUMENT, None)
+                vars(options).update(kept)

@@ -1,0 +1,173 @@
+"""`nemotron3 finetune`: convert, measure, train, measure, convert back. Each step is a command of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_nemotron3.common import lock
+from megatron_nemotron3.common.options import (
+    NEEDED,
+    add_command,
+    argument,
+    device_option,
+    flag,
+    option,
+    tokenizer_option,
+)
+from megatron_nemotron3.common.switches import LORA
+from megatron_nemotron3.models.lora import LoRA
+
+if TYPE_CHECKING:
+    from megatron_nemotron3.post_training.finetune.inputs import Inputs
+
+#: Schedule of the tiny models, which learn in minutes on a CPU.
+STEPS, LR, SEQ_LENGTH = 60, 1e-3, 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneOptions:
+    """Options of `nemotron3 finetune`."""
+
+    source: Path = argument("a Hugging Face folder with weights", "HF_DIR")
+    conversations: Path = option(".jsonl conversations (to train on)", "FILE", default=NEEDED)
+    held_out: Path | None = option(".jsonl: what to measure on (default: one line in 8)", "FILE")
+    output: Path = option("where to write (a folder)", "DIR", default=NEEDED)
+    tokenizer: Path | None = tokenizer_option("HF_DIR")
+    chat_template: Path | None = option("Jinja; takes the place of the tokenizer's", "FILE")
+    lora: str | None = option("train adapters: dim=N, alpha=N, targets=A+B", "WORDS", nargs="?", const="")
+    adapter_only: bool = flag("write the LoRA adapter alone, as a folder of peft")
+    steps: int | None = option(
+        f"training iterations (default {STEPS} for a tiny model)", "N", group="training"
+    )
+    lr: float | None = option(f"peak learning rate (default {LR} for a tiny model)", "N", group="training")
+    seq_length: int = option(
+        f"tokens per sequence (default {SEQ_LENGTH})", "N", default=SEQ_LENGTH, group="training"
+    )
+    device: str = device_option(group="training")
+    #: The entry point of the commands that this one consists of.
+    main: Callable[[list[str]], int]
+
+
+def register(commands: Any) -> None:
+    """Add `nemotron3 finetune`."""
+    add_command(commands.add_parser("finetune"), FinetuneOptions, finetune_command)
+
+
+def finetune_command(options: FinetuneOptions) -> int:
+    """Run the steps that are not done yet. Exit status 0; that of a step that failed or was interrupted.
+
+    Raises:
+        ValueError: an input is missing or wrong (nothing is written then), or the folder holds other work or
+            is in use by another process.
+    """
+    started = time.monotonic()
+    lora = None if options.lora is None else LoRA.parse(options.lora)
+    if lora is not None and lora.base is not None:
+        raise ValueError(f"--lora {options.lora}: leave base= out, the base is HF_DIR")
+    if options.adapter_only and lora is None:
+        raise ValueError("--adapter-only goes with --lora")
+    from megatron_nemotron3.cpu import quiet_on_cpu
+    from megatron_nemotron3.post_training.finetune import inputs as given
+    from megatron_nemotron3.post_training.schedule import require_positive, require_schedule
+    from megatron_nemotron3.run import resolve_device
+
+    require_positive(options, "steps", "lr", "seq_length")
+    source = options.source
+    tokenizer = source if options.tokenizer is None else options.tokenizer
+    checked = given.check(
+        source,
+        options.conversations,
+        options.held_out,
+        tokenizer,
+        options.chat_template,
+        lora=lora.text() if lora is not None else "",
+        adapter_only=options.adapter_only,
+        steps=options.steps or STEPS,
+        lr=options.lr or LR,
+        seq_length=options.seq_length,
+    )
+    require_schedule(options, checked.config)
+    device = resolve_device(options.device)
+    if device == "cpu":
+        quiet_on_cpu()
+    held_out = given.prepare(checked, options.output)
+    with lock.held(options.output):
+        if status := _finetune(options, lora, checked, held_out, device):
+            return status
+    print(f"took             {time.monotonic() - started:.0f} s")
+    return 0
+
+
+def _finetune(
+    options: FinetuneOptions, lora: LoRA | None, checked: Inputs, held_out: Any, device: str
+) -> int:
+    """Do the steps that are left, while no other process does; the exit status."""
+    from megatron_nemotron3.post_training.finetune.measure import measure
+
+    source, out = options.source, options.output
+    base, run, tuned, chat = out / "base", out / "run", out / "hf", out / "tokenizer"
+    if not base.exists() and (status := step(options.main, "convert", "from-hf", source, base)):
+        return status
+    before = measure(base, checked.config, held_out, chat, device, out / "before.json")
+    print(f"held-out loss before: {before.per_token:.4f} nats per token", flush=True)
+    words: list[object] = ["--model", out / "model.json", "--conversations", out / "train.jsonl"]
+    words += ["--tokenizer", chat, "--output", run, "--device", options.device]
+    words += ["--steps", checked.request.steps, "--seq-length", checked.request.seq_length]
+    words += ["--lr", checked.request.lr, *(() if lora is not None else ("--pretrained", base))]
+    adapters = "" if lora is None else f"base={base},{lora.text()}"
+    with environment(LORA, adapters):
+        if status := step(
+            options.main, "train", *words, prefix=f"{LORA}={shlex.quote(adapters)} " * bool(adapters)
+        ):
+            return status
+    after = measure(run, checked.config, held_out, chat, device, out / "after.json")
+    if not tuned.exists():
+        adapter = [] if lora is None else ["--adapter-only" if options.adapter_only else "--merge-adapter"]
+        files = [] if options.adapter_only else ["--reference", chat]
+        size = ["--vocab-size", checked.config.vocab_size]
+        if status := step(options.main, "convert", "to-hf", run, tuned, *size, *files, *adapter):
+            return status
+    print(
+        f"\nheld-out loss    {before.per_token:.4f} -> {after.per_token:.4f} nats per token of the assistant"
+    )
+    print(f"by conversation  {before.per_conversation:.4f} -> {after.per_conversation:.4f}")
+    print(f"prompt           {_prompt(chat, held_out)!r}")
+    print(f"answer before    {before.answer!r}")
+    print(f"answer after     {after.answer!r}")
+    print(f"Hugging Face     {tuned}")
+    return 0
+
+
+def step(main: Callable[[list[str]], int], *words: object, prefix: str = "") -> int:
+    """Run a command of the package by its entry point, after printing it as a shell takes it."""
+    line = [str(word) for word in words]
+    print(f"\n$ {prefix}nemotron3 {shlex.join(line)}", flush=True)
+    return main(line)
+
+
+@contextlib.contextmanager
+def environment(name: str, value: str) -> Iterator[None]:
+    """Set a variable inside the block; "" takes it away."""
+    before = os.environ.pop(name, None)
+    if value:
+        os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
+
+
+def _prompt(chat: Path, held_out: Any) -> str:
+    from megatron_nemotron3.inference.generate.text import Tokenizer
+    from megatron_nemotron3.post_training.finetune.measure import first_prompt
+
+    return Tokenizer(chat).decode(first_prompt(held_out))

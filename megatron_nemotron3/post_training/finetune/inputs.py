@@ -1,0 +1,209 @@
+"""What fine-tuning starts from: checked before anything is converted, and the same when a command goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatron_nemotron3.checkpoints.convert.checkpoints import open_hugging_face
+from megatron_nemotron3.checkpoints.convert.from_hf import pad_vocab_size
+from megatron_nemotron3.checkpoints.folders import locate
+from megatron_nemotron3.common import record
+from megatron_nemotron3.common.files import json_outside, read_outside, write_json
+from megatron_nemotron3.common.output import Bar
+from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.show import describe
+from megatron_nemotron3.post_training.schedule import own
+from megatron_nemotron3.train.data.conversations import Encoded, Encoder, parse_line
+from megatron_nemotron3.train.inputs import require_tokenizer
+
+#: Written first: what the folder is the work of.
+RECORD = "finetune.json"
+#: One line in this many is held out.
+HELD_OUT = 8
+_LIMIT = 1 << 30
+#: Megatron pads the vocabulary to a multiple of this.
+_MULTIPLE = 128
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to fine-tune on what, and how. Two starts in one folder must agree in it."""
+
+    model: str
+    #: Digests of the files' contents.
+    conversations: str
+    held_out: str
+    tokenizer: str
+    chat_template: str
+    #: `LoRA.text()`; "" for all weights.
+    lora: str
+    adapter_only: bool
+    steps: int
+    lr: float
+    seq_length: int
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What was read and found right."""
+
+    config: Nemotron3Config
+    request: Request
+    #: Place -> line: those to train on, and those to measure on.
+    train: dict[str, bytes]
+    held_out: dict[str, bytes]
+    tokenizer: Path
+    template: str | None
+
+
+def check(
+    source: Path,
+    conversations: Path,
+    held_out: Path | None,
+    tokenizer: Path,
+    template: Path | None,
+    **how: object,
+) -> Inputs:
+    """Read all inputs, and write nothing.
+
+    Args:
+        held_out: default: one line in `HELD_OUT` of the conversations, by a checksum of the line.
+        template: a chat template that takes the place of the tokenizer's.
+        how: the rest of a `Request`.
+
+    Raises:
+        ValueError: the source is no Hugging Face folder with weights of the family, a file has no
+            conversations, or the tokenizer is not there.
+        OSError: a file cannot be read.
+    """
+    if locate(source).kind != "hugging face":
+        raise ValueError(
+            f"{source}: it is a Megatron checkpoint: nemotron3 convert to-hf makes a folder of it"
+        )
+    opened = open_hugging_face(source)
+    require_tokenizer(tokenizer)
+    lines = _lines(conversations)
+    if held_out is not None:
+        train, measured = lines, _lines(held_out)
+    else:
+        measured = {at: line for at, line in lines.items() if zlib.crc32(line.strip()) % HELD_OUT == 0}
+        train = {at: line for at, line in lines.items() if at not in measured}
+        if not train or not measured:
+            raise ValueError(
+                f"{conversations}: {len(lines)} lines are too few to hold one in {HELD_OUT} out: give more, "
+                "or --held-out FILE"
+            )
+    words = None if template is None else read_outside(template, limit=_LIMIT).decode("utf-8")
+    names = ("tokenizer", "vocab", "merges", "special", "chat")
+    request = Request(
+        model=str(source.resolve()),
+        conversations=_digest(b"".join(train.values())),
+        held_out=_digest(b"".join(measured.values())),
+        tokenizer=_digest(*(f.read_bytes() for f in _tokenizer_files(tokenizer) if f.name.startswith(names))),
+        chat_template=_digest(words.encode()) if words is not None else "",
+        **how,  # type: ignore[arg-type]
+    )
+    return Inputs(own(opened.config), request, train, measured, tokenizer, words)
+
+
+def prepare(inputs: Inputs, output: Path) -> list[Encoded]:
+    """Write the record, the conversations, the tokenizer and the model; return the held-out conversations.
+
+    A second call with the same request changes nothing.
+
+    Raises:
+        ValueError: the folder holds something else, or the work of another request; the tokenizer has no
+            chat template, or a conversation does not fit it.
+    """
+    encoded: list[Encoded] = []
+
+    def write(folder: Path) -> None:
+        _write(inputs, folder)
+        encoded.extend(_encoded(inputs, folder))
+
+    record.begin(output, RECORD, asdict(inputs.request), "fine-tuning", write)
+    return encoded or _encoded(inputs, output)
+
+
+def _write(inputs: Inputs, folder: Path) -> None:
+    """Write what the steps read."""
+    (folder / "train.jsonl").write_bytes(b"".join(inputs.train.values()))
+    (folder / "held_out.jsonl").write_bytes(b"".join(inputs.held_out.values()))
+    write_json(folder / "model.json", describe(inputs.config))
+    chat = folder / "tokenizer"
+    chat.mkdir()
+    for file in _tokenizer_files(inputs.tokenizer):
+        shutil.copyfile(file, chat / file.name)
+    if inputs.template is not None:
+        path = chat / "tokenizer_config.json"
+        config = json_outside(path, limit=_LIMIT) if path.exists() else {}
+        write_json(path, {**config, "chat_template": inputs.template}, indent=2)
+        (chat / "chat_template.jinja").unlink(missing_ok=True)
+
+
+def _encoded(inputs: Inputs, folder: Path) -> list[Encoded]:
+    """Encode all conversations, so that a wrong one ends here; return those that are held out."""
+    encoder = Encoder(folder / "tokenizer", called=inputs.tokenizer)
+    tokens, rows = len(encoder.tokenizer), inputs.config.vocab_size
+    if (padded := pad_vocab_size(tokens, _MULTIPLE)) < rows:
+        raise ValueError(
+            f"{inputs.tokenizer}: its {tokens:,} tokens fill {padded:,} rows of an embedding, and the model "
+            f"has {rows:,}: training would drop the rest; give the model's own tokenizer"
+        )
+    result: list[Encoded] = []
+    count = len(inputs.train) + len(inputs.held_out)
+    with Bar("read conversations", "lines", count, lines=False) as bar:
+        for lines in (inputs.train, inputs.held_out):
+            result = []
+            for place, line in lines.items():
+                for one in parse_line(line, place):
+                    encoded = encoder.encode(one)
+                    if max(encoded.ids, default=0) >= rows:
+                        raise ValueError(
+                            f"{place}: token {max(encoded.ids)} is outside the model's vocabulary of "
+                            f"{rows:,}: it is another model's tokenizer"
+                        )
+                    result.append(encoded)
+                bar.add(1)
+    if not any(any(one.trained) for one in result):
+        raise ValueError("no held-out conversation has a message of the assistant: give --held-out FILE")
+    return result
+
+
+def _tokenizer_files(folder: Path) -> list[Path]:
+    """Small files that may belong to a tokenizer, in order; config.json says what model it is, which the
+    tokenizer is loaded without."""
+    return [
+        file
+        for file in sorted(folder.iterdir())
+        if file.suffix in (".json", ".model", ".jinja", ".txt")
+        and file.is_file()
+        and file.name != "config.json"
+        and not file.name.endswith(("index.json", "manifest.json"))
+    ]
+
+
+def _lines(path: Path) -> dict[str, bytes]:
+    """Place -> line of a file that is not empty, with its end; the form is checked."""
+    lines = {
+        f"{path}:{number}": line.rstrip(b"\r") + b"\n"
+        for number, line in enumerate(read_outside(path, limit=_LIMIT).split(b"\n"), 1)
+        if line.strip()
+    }
+    if not lines:
+        raise ValueError(f"{path}: it has no conversations")
+    for place, line in lines.items():
+        for _ in parse_line(line, place):
+            pass
+    return lines
+
+
+def _digest(*parts: bytes) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()[:32]

@@ -1,0 +1,71 @@
+"""Held-out loss and a sample of one checkpoint, measured once and kept."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatron_nemotron3.common import record
+from megatron_nemotron3.common.output import Bar
+from megatron_nemotron3.inference.generate.checkpoint_folder import find_checkpoint
+from megatron_nemotron3.inference.generate.command import load_engine
+from megatron_nemotron3.inference.generate.conversations import ConversationLosses, conversation_losses
+from megatron_nemotron3.inference.generate.generate import GenerationOptions, generate
+from megatron_nemotron3.inference.generate.text import Tokenizer
+from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.train.data.conversations import Encoded
+
+#: Longest file of what was measured that is read, in bytes.
+_LIMIT = 1 << 30
+#: Tokens of a sample.
+NEW_TOKENS = 48
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a checkpoint does with the held-out conversations."""
+
+    per_token: float
+    per_conversation: float
+    #: What it answers in the first of them, greedily.
+    answer: str
+
+
+def measure(
+    checkpoint: Path,
+    config: Nemotron3Config,
+    held_out: Sequence[Encoded],
+    tokenizer: Path,
+    device: str,
+    kept: Path,
+) -> Measured:
+    """Measure a checkpoint, or read from the file `kept` what was measured before.
+
+    Raises:
+        ValueError: the checkpoint is damaged, or does not match the tokenizer.
+    """
+    with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
+        return Measured(**record.read(kept))
+    words = Tokenizer(tokenizer)
+    options = argparse.Namespace(device=device, dtype=None)
+    opened = find_checkpoint(checkpoint).open(config, config.vocab_size)
+    engine = load_engine(opened, options, mtp=False)
+    # No layer encodes positions: what was trained on may be longer than the folder's number says.
+    engine.max_context = max(engine.max_context, max(len(one.ids) for one in held_out) + NEW_TOKENS)
+    with Bar("held-out loss", "tokens", sum(len(one.ids) for one in held_out), lines=False) as bar:
+        losses: ConversationLosses = conversation_losses(engine, held_out, bar.add)
+    prompt = first_prompt(held_out)
+    (row,) = generate(engine, [prompt], GenerationOptions(NEW_TOKENS, stop=words.stop)).rows
+    answer = words.decode(row.tokens)
+    found = Measured(losses.per_token, losses.per_conversation, answer)
+    record.write(kept, asdict(found))
+    return found
+
+
+def first_prompt(held_out: Sequence[Encoded]) -> list[int]:
+    """Tokens in front of the first answer of the first conversation that has one."""
+    one = next(one for one in held_out if any(one.trained[1:]))
+    return one.ids[: one.trained.index(True, 1)]

@@ -1,0 +1,391 @@
+"""Causes to try when a system deviates: small changes of a layer, of the model's ends, or of the tokens.
+
+A cause says what to recompute instead. If the recomputation agrees with the deviating system as well as two
+correct systems agree, it is named. `TABLE` has all of them; `causes_mamba`, `causes_attention` and
+`causes_experts` those of layers of one kind.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Concatenate, ParamSpec
+
+import torch
+from torch import Tensor
+
+from megatron_nemotron3.layers.functional import rms_norm
+from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.proof.bisect.recompute import Change, Recomputation
+
+P = ParamSpec("P")
+#: Kinds of a cause: those of a layer, every layer of the model, its ends, the tokens.
+LAYERS, MODEL, TOKENS = "any layer", "model", "tokens"
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a cause knows of the sequence and the place where it is tried."""
+
+    config: Nemotron3Config
+    #: Length of the prompt: tokens from there on may have been decoded one at a time.
+    prompt: int
+    #: Layer of the pattern, from 0; -1 outside the layers.
+    layer: int = -1
+    #: Length of the sequence before this one.
+    before: int = 0
+
+
+#: The change at a place, or None where the cause cannot occur.
+Make = Callable[[Context], Change | None]
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One way to be wrong.
+
+    Attributes:
+        name: what the deviating system does, to follow "it computes with": "no shared expert".
+        kind: letter of the layers that it concerns, or `LAYERS`, `MODEL` or `TOKENS`.
+        layer: the change of a layer.
+        last: the change of the final norm and the output layer.
+        ids: ids [s] to the ids that are embedded.
+        embed: ids [s] to their embeddings [s, d].
+        token: stands before the first one.
+        joined: layers with a change see the sequence before this one as its beginning; without any, all do.
+        reported: log-probabilities [s - 1] of tokens 1 to s to what the system reports.
+        mtp: the checkpoint whose MTP blocks run instead.
+        located: it is tried only where hidden states name the layers.
+        rounds: it rounds, so that two systems with it differ where a number lies between two others.
+    """
+
+    name: str
+    kind: str
+    layer: Make | None = None
+    last: Make | None = None
+    ids: Callable[[Tensor, Context], Tensor] | None = None
+    embed: Callable[[Tensor], Tensor] | None = None
+    token: int | None = None
+    joined: bool = False
+    reported: Callable[[Tensor], Tensor] | None = None
+    mtp: Recomputation | None = None
+    located: bool = False
+    rounds: bool = False
+
+    @property
+    def moves(self) -> bool:
+        """Whether it changes what is embedded."""
+        return self.ids is not None or self.embed is not None
+
+    def start(self, model: Recomputation, ids: Tensor, context: Context) -> Tensor:
+        """What it embeds of ids [s]: [1, s, d]."""
+        if self.ids is not None:
+            ids = self.ids(ids, context)
+        return model.embed(ids[None]) if self.embed is None else self.embed(ids)[None]
+
+
+#: Method of `Reference` -> the function instead of it (`Change.steps`).
+Steps = dict[str, Callable[..., Any]]
+
+
+def step(**steps: Callable[..., Any]) -> Make:
+    """A change of functions that is the same everywhere."""
+    return lambda context: Change(steps=steps)
+
+
+def instead(**steps: Callable[..., Any]) -> Make:
+    """The same for functions that do not call the original ones."""
+    return step(**{name: partial(_without, function) for name, function in steps.items()})
+
+
+def _without(function: Callable[..., Any], plain: Any, *given: Any) -> Any:
+    return function(*given)
+
+
+def where(steps: Callable[Concatenate[Context, P], Steps | None]) -> Callable[P, Make]:
+    """Decorate what gives the changed functions for a place, or None where the cause cannot occur."""
+
+    def with_arguments(*args: P.args, **options: P.kwargs) -> Make:
+        def make(context: Context) -> Change | None:
+            found = steps(context, *args, **options)
+            return None if found is None else Change(steps=found)
+
+        return make
+
+    return with_arguments
+
+
+def of_kind(
+    kind: str, made: Mapping[str, Make], *, rounds: bool = False, located: bool = False
+) -> Iterator[Cause]:
+    """Causes in layers of a kind, by name."""
+    return (Cause(name, kind, layer=make, rounds=rounds, located=located) for name, make in made.items())
+
+
+def shard_order(size: int, ranks: int, order: str) -> Tensor | None:
+    """Places of `size` rows whose shards of `ranks` ranks lie in another order; None if they do not fit.
+
+    Args:
+        order: "reversed", "rotated", or "neighbours swapped" (0 and 1, 2 and 3, …).
+    """
+    if ranks < 2 or size % ranks or (ranks == 2 and order != "reversed"):
+        return None
+    shards = torch.arange(size).view(ranks, -1)
+    if order == "reversed":
+        shards = shards.flip(0)
+    elif order == "rotated":
+        shards = shards.roll(1, 0)
+    else:
+        shards = shards.view(ranks // 2, 2, -1).flip(1).reshape(ranks, -1)
+    return shards.flatten()
+
+
+#: Ranks and orders of shards to try.
+SHARDS = [(2, "reversed"), *((n, o) for n in (4, 8) for o in ("reversed", "rotated", "neighbours swapped"))]
+
+
+def shards_of_rows(words: str, name: str) -> dict[str, Make]:
+    """A row-parallel linear whose shards lie in another order or are missing. `name`: end of the tensor's."""
+
+    def linear(ranks: int, order: str, plain: Any, x: Tensor, tensor: str, rows: int) -> Any:
+        places = shard_order(x.shape[-1], ranks, order) if tensor.endswith(name) else None
+        return plain(x if places is None else x[..., torch.argsort(places)], tensor, rows)
+
+    def without(ranks: int, rank: int, plain: Any, x: Tensor, tensor: str, rows: int) -> Any:
+        if tensor.endswith(name) and not x.shape[-1] % ranks:
+            kept = torch.arange(ranks).repeat_interleave(x.shape[-1] // ranks) != rank
+            x = x * kept
+        return plain(x, tensor, rows)
+
+    return {
+        f"the shards of {ranks} ranks of {words} {order}": step(linear=partial(linear, ranks, order))
+        for ranks, order in SHARDS
+    } | {
+        f"no shard of rank {rank} of {ranks} of {words}": step(linear=partial(without, ranks, rank))
+        for ranks in (2, 4, 8)
+        for rank in range(ranks)
+    }
+
+
+_EPSILONS = 1e-6, 1e-8, 1e-12, 1e-4, 1e-3, 1e-2
+
+
+# --- every layer, and the ends of the model --------------------------------------------------------------
+
+
+def _rounded(dtype: torch.dtype) -> Callable[..., Any]:
+    """The residual stream after a layer in another type."""
+
+    def layer(plain: Any, prefix: Any, x: Tensor, *rest: Any) -> Any:
+        update, routing = plain(prefix, x, *rest)
+        return (x + update).to(dtype).float() - x, routing
+
+    return layer
+
+
+def _norm(gain: Callable[[Tensor], Tensor] | None = None, eps: float | None = None) -> Callable[..., Any]:
+    def norm(plain: Any, x: Tensor, *names: str) -> Tensor:
+        reference = plain.__self__
+        weight = reference.weights.tensor(reference.weights.find(*names), (x.shape[-1],))
+        old: float = reference.config.layernorm_epsilon
+        return rms_norm(x, weight if gain is None else gain(weight), old if eps is None else eps)
+
+    return norm
+
+
+def _banded(change: Callable[..., Tensor], *more: float) -> Make:
+    """Other logits, band by band, from them and more arguments."""
+
+    def logits(plain: Any, x: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+        for start, stop, band in plain(x):
+            yield start, stop, change(band, *more)
+
+    return step(logits=logits)
+
+
+def _capped(logits: Tensor, cap: float) -> Tensor:
+    return cap * torch.tanh(logits / cap)
+
+
+@where
+def _whole(context: Context, places: Callable[[Tensor, Context], Tensor]) -> Steps:
+    """Logits whose order along the vocabulary is another one."""
+
+    def logits(plain: Any, x: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+        whole = torch.cat([band for _, _, band in plain(x)], -1)
+        yield 0, whole.shape[-1], whole[..., places(torch.arange(whole.shape[-1]), context)]
+
+    return {"logits": logits}
+
+
+def _misplaced(ranks: int, padded_to: int, direction: int) -> Callable[[Tensor, Context], Tensor]:
+    """Rows of a table whose shards begin where those of a table padded otherwise would."""
+
+    def ids(tokens: Tensor, context: Context) -> Tensor:
+        rows = context.config.vocab_size
+        padded = -(-rows // padded_to) * padded_to
+        shard = (padded if direction > 0 else rows) // ranks
+        moved = tokens - direction * (tokens // shard) * ((padded - rows) // ranks)
+        return moved.clamp(0, rows - 1)
+
+    return ids
+
+
+@where
+def _padded(context: Context, multiple: int) -> Steps | None:
+    """Rows of zeros behind the vocabulary count as tokens."""
+    rows = context.config.vocab_size
+    count = -rows % multiple
+
+    def logits(plain: Any, x: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+        yield from plain(x)
+        yield rows, rows + count, x.new_zeros(*x.shape[:-1], count)
+
+    return {"logits": logits} if count else None
+
+
+def _tied(plain: Any, x: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+    """Logits by the table of the embedding."""
+    reference = plain.__self__
+    name, rows = "embedding.word_embeddings.weight", reference.config.vocab_size
+    for start, stop, band in reference.weights.bands(name, reference.table(name), stop=rows):
+        yield start, stop, x @ band.t()
+
+
+@where
+def _convolved_alone(context: Context) -> Steps:
+    """The convolution starts anew behind the sequence before."""
+
+    def conv(plain: Any, x: Tensor, taps: Tensor, bias: Tensor) -> Tensor:
+        return torch.cat([plain(part, taps, bias) for part in x.tensor_split([context.before], 1)], 1)
+
+    return {"conv": conv}
+
+
+def _halves_swapped(tokens: Tensor, context: Context) -> Tensor:
+    """The same tokens where the vocabulary has no halves."""
+    rows = context.config.vocab_size
+    return tokens if rows % 2 else (tokens + rows // 2) % rows
+
+
+def _model_causes() -> Iterator[Cause]:
+    for dtype, word in ((torch.bfloat16, "BF16"), (torch.float16, "FP16")):
+        yield Cause(f"the residual stream in {word}", LAYERS, layer=step(layer=_rounded(dtype)), rounds=True)
+    for eps in _EPSILONS:
+        change = step(norm=_norm(eps=eps))
+        yield Cause(f"epsilon {eps:.0e} in the norms before layers", LAYERS, layer=change)
+        yield Cause(f"epsilon {eps:.0e} in every norm of the stream", MODEL, layer=change, last=change)
+    gains = step(norm=_norm(gain=lambda gain: 1 + gain))
+    yield Cause("1 + gain in every norm", LAYERS, layer=gains, last=gains)
+    ones = step(norm=_norm(gain=torch.ones_like))
+    yield Cause("no gains in the norms before layers", LAYERS, layer=ones)
+    rounded = _banded(lambda logits: logits.bfloat16().float())
+    yield Cause("logits rounded to BF16", MODEL, last=rounded, rounds=True)
+    last = {
+        "no final norm": instead(final_norm=lambda x: x),
+        "no gain in the final norm": ones,
+        "the two halves of the output layer swapped": _whole(_halves_swapped),
+        "the embedding as the output layer": step(logits=_tied),
+        **{f"epsilon {eps:.0e} in the final norm": step(norm=_norm(eps=eps)) for eps in _EPSILONS},
+        **{f"padding to a multiple of {n} in the vocabulary": _padded(n) for n in (8, 16, 64, 128, 256, 512)},
+        **{f"logits capped at {cap:.0f} by tanh": _banded(_capped, cap) for cap in (15.0, 30.0, 50.0)},
+        **{
+            f"log-probabilities at temperature {temperature}": _banded(torch.div, temperature)
+            for temperature in (0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.5, 2.0)
+        },
+    }
+    ids = {
+        "the two halves of the embedding swapped": _halves_swapped,
+        "token ids one too low": lambda ids, context: (ids - 1).clamp_min(0),
+        "token ids one too high": lambda ids, context: (ids + 1).clamp_max(context.config.vocab_size - 1),
+        "no embedding but that of token 0": lambda ids, context: torch.zeros_like(ids),
+    }
+    for ranks in (2, 4, 8):
+        for direction, how in ((1, "vocabulary instead of the padded one"), (-1, "padded vocabulary")):
+            other = _misplaced(ranks, 128, direction)
+            ids[f"the embedding cut into {ranks} shards by the {how}"] = other
+            last[f"the output layer cut into {ranks} shards by the {how}"] = _whole(other)
+    yield from (Cause(name, MODEL, last=make) for name, make in last.items())
+    yield from (Cause(name, MODEL, ids=of) for name, of in ids.items())
+    yield Cause("log-probabilities one token late", TOKENS, reported=lambda p: torch.cat([p[:1], p[:-1]]))
+    yield Cause("log-probabilities one token early", TOKENS, reported=lambda p: torch.cat([p[1:], p[-1:]]))
+    for base in (2, 10):
+        yield Cause(
+            f"logarithms to base {base}", TOKENS, reported=partial(torch.mul, other=1 / math.log(base))
+        )
+    for token in range(4):
+        yield Cause(f"token {token} before the prompt", TOKENS, token=token)
+    yield Cause("the sequence before this one as its beginning", TOKENS, joined=True)
+    yield Cause("states of the sequence before this one", "M", layer=step(), joined=True)
+    alone = _convolved_alone()
+    yield Cause("SSM states of the sequence before this one", "M", layer=alone, joined=True)
+    yield Cause("keys of the sequence before this one", "*", layer=step(), joined=True)
+
+
+def stale_causes(previous: Recomputation) -> Iterator[Cause]:
+    """Weights of an older checkpoint that were not updated."""
+    old = previous.reference
+
+    def layer(plain: Any, prefix: Any, x: Tensor, *rest: Any) -> Any:
+        return old.layer(prefix, x, *rest)
+
+    last = step(final_norm=lambda plain, x: old.final_norm(x), logits=lambda plain, x: old.logits(x))
+    words = "of the previous checkpoint"
+    yield Cause(f"weights {words}", LAYERS, layer=step(layer=layer))
+    yield Cause(f"every weight {words}", MODEL, layer=step(layer=layer), last=last, embed=old.embed)
+    yield Cause(f"the final norm and the output layer {words}", MODEL, last=last)
+    yield Cause(f"the embedding {words}", MODEL, embed=old.embed)
+
+    def router(plain: Any, x: Tensor, name: str, rows: int) -> Tensor:
+        return (old.linear if ".router." in name else plain)(x, name, rows)
+
+    yield Cause(f"MTP {words}", "mtp", mtp=previous)
+    yield Cause(f"routers {words}", "E", layer=step(linear=router))
+    yield Cause(f"routed experts {words}", "E", layer=step(routed=lambda plain, *given: old.routed(*given)))
+    yield from _stale_tensors(previous, words)
+    yield Cause(f"shared experts {words}", "E", layer=step(shared=lambda plain, *given: old.shared(*given)))
+
+
+def _stale_tensors(previous: Recomputation, words: str) -> Iterator[Cause]:
+    """Single tensors of a layer, and the halves of a matrix, that were not updated."""
+    old = previous.reference.weights
+    found = {
+        (prefix.part, name.removeprefix(prefix.megatron)): old.source.tensors[stored].shape
+        for prefix in previous.layers[: previous.depth]
+        for name, stored in old.names.items()
+        if name.startswith(prefix.megatron) and ".experts." not in name
+    }
+    for (kind, name), shape in found.items():
+        for what, (dim, half) in {"": (0, None), **(_HALVES if len(shape) == 2 else {})}.items():
+
+            def make(context: Context, name: str = name, dim: int = dim, half: int | None = half) -> Change:
+                whole = previous.layers[context.layer].megatron + name
+
+                def stale(new: Tensor) -> Tensor:
+                    before = old.tensor(whole, tuple(new.shape))
+                    if half is None:
+                        return before
+                    pairs = zip(new.chunk(2, dim), before.chunk(2, dim), strict=True)
+                    return torch.cat([b if n == half else a for n, (a, b) in enumerate(pairs)], dim)
+
+                return Change(weights={name: stale})
+
+            yield Cause(f"{what}{name} {words}", kind, layer=make, located=True)
+
+
+_HALVES = {
+    f"the {word} half of the {what} of ": (dim, half)
+    for dim, what in enumerate(("rows", "columns"))
+    for half, word in enumerate(("first", "second"))
+}
+
+
+def table() -> list[Cause]:
+    """All causes."""
+    from megatron_nemotron3.proof.bisect.causes_attention import attention_causes
+    from megatron_nemotron3.proof.bisect.causes_experts import expert_causes
+    from megatron_nemotron3.proof.bisect.causes_mamba import mamba_causes
+
+    return [*mamba_causes(), *attention_causes(), *expert_causes(), *_model_causes()]

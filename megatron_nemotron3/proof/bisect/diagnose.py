@@ -1,0 +1,219 @@
+"""Which of two systems deviates from the checkpoint, from which token, at which layer, and by what.
+
+    deviates   a system whose log-probabilities lie farther from the checkpoint's than rounding in its type
+               explains; so each system is judged by itself, and never by the other one
+    position   its first token that does
+    layer      with hidden states: the first layer whose output from the recorded input is another one; with
+               router choices: the first router that selects other experts (the layer lies at or before it);
+               else that of the cause
+    cause      the hypothesis that explains the system: recomputed with it, the rest is rounding
+
+Differences are compared by quantiles, in units of what `DRAWS` runs with random rounding differ by at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_nemotron3.proof.bisect.causes import LAYERS, Cause, stale_causes, table
+from megatron_nemotron3.proof.bisect.evidence import ROUNDED, Evidence, Trial, best
+from megatron_nemotron3.proof.bisect.findings import LIMIT, Diagnosis, Explanation, Side
+from megatron_nemotron3.proof.bisect.hypotheses import Hypotheses, Run
+from megatron_nemotron3.proof.bisect.located import first_router, first_segment
+from megatron_nemotron3.proof.bisect.recompute import Recomputation
+from megatron_nemotron3.proof.bisect.recording import Recording
+
+
+class Investigation:
+    """A comparison of recordings with a checkpoint, which may be repeated for the same tokens.
+
+    Args:
+        model: the checkpoint that both systems ran.
+        previous: an older one, to find weights that were not updated.
+        causes: hypotheses; None: all.
+        echo: called with lines about the progress.
+    """
+
+    def __init__(
+        self,
+        model: Recomputation,
+        previous: Recomputation | None = None,
+        causes: Sequence[Cause] | None = None,
+        echo: Callable[[str], Any] = lambda line: None,
+    ) -> None:
+        self.model, self.previous, self.echo = model, previous, echo
+        self.causes = list(table() if causes is None else causes)
+        if previous is not None:
+            self.causes += stale_causes(previous)
+        self._hypotheses: Hypotheses | None = None
+
+    def hypotheses(self, recording: Recording) -> Hypotheses:
+        """Those of the recorded tokens."""
+        sequences, old = recording.sequences, self._hypotheses
+        mtp = self.model.config.has_mtp and any(one.mtp_logprobs for one in sequences)
+        if (
+            old is None
+            or (mtp and not old.mtp)
+            or old.prompts != [one.prompt for one in sequences]
+            or not all(torch.equal(a, one.ids) for a, one in zip(old.ids, sequences, strict=True))
+        ):
+            old = self._hypotheses = Hypotheses(self.model, sequences, mtp)
+        return old
+
+    def compare(self, trainer: Recording, engine: Recording) -> Diagnosis:
+        """Say what is wrong with which."""
+        self.hypotheses(engine).prepare(engine.dtype, trainer.dtype)
+        sides = [self.side("engine", engine), self.side("trainer", trainer)]
+        return Diagnosis(sides[1], sides[0], self.model.config.pattern)
+
+    def side(self, name: str, recording: Recording) -> Side:
+        """Judge one system by itself."""
+        hypotheses = self.hypotheses(recording)
+        side, evidence = Side(name, recording.system, recording.dtype), _scores(hypotheses, recording)
+        apart = evidence.differences()
+        finite = apart[apart.isfinite()]
+        side.tokens, side.none = len(apart), len(apart) - len(finite)
+        side.typical, side.largest = float(finite.median()), float(apart.max())
+        side.noise = evidence.distance()
+        mtp = _mtp_scores(hypotheses, recording)
+        side.mtp_noise = mtp.distance() if mtp is not None else 0.0
+        segment = first_segment(hypotheses, recording)
+        if segment is None and side.noise <= LIMIT:
+            side.deviates = side.mtp_only = not side.mtp_noise <= LIMIT
+            if mtp is not None and side.mtp_only:
+                trials = self._trials_of_mtp(hypotheses, recording)
+                side.explanations = best(mtp.explained(trials))
+            return side
+        side.deviates = True
+        side.routed = first_router(hypotheses, recording)
+        if segment is None:
+            side.position = evidence.position()
+            side.explanations = self._explained(side, hypotheses, recording, evidence)
+            if side.explanations:
+                side.layer = min(side.explanations[0].layers, default=None)
+            return side
+        side.position, side.experts = segment.evidence.position(), segment.experts()
+        causes = [*self.causes, *segment.causes(side.experts, self.previous)]
+        found = best(segment.evidence.explained(segment.trials(causes)))
+        by_name = {cause.name: cause for cause in causes}
+        for one in found:
+            cause = by_name[one.cause]
+            wide = _widest(one, cause, hypotheses, recording, evidence)
+            if not side.explanations:
+                rows = hypotheses.logprobs(cause, wide.layers)
+                side.rest = 0.0 if rows is None else evidence.rest(cause, _scored(recording, rows))
+            side.explanations.append(wide)
+        side.entering = segment.first == 0 and not (found and found[0].layers)
+        if segment.stop - segment.first == 1 and not (found and side.entering):
+            side.layer, side.exactly = segment.first, True
+        return side
+
+    def _explained(
+        self, side: Side, hypotheses: Hypotheses, recording: Recording, evidence: Evidence
+    ) -> list[Explanation]:
+        """Try every cause that begins before the first router that differs on the log-probabilities.
+
+        Faults of code are in all layers of a kind: only if none of these leaves a tenth, each layer is tried.
+        """
+        if not evidence.finite:  # nothing explains it
+            return []
+        stop = self.model.depth + 1 if side.routed is None else side.routed + 1
+        before, found = evidence.size(), []
+
+        def trials(alone: bool) -> Iterator[Trial]:
+            for cause in self.causes:
+                if cause.located:
+                    continue
+                last = cause.layer is None and not cause.moves and cause.token is None and not cause.joined
+                for number, scope in enumerate(hypotheses.scopes(cause)):
+                    begin = min(scope, default=self.model.depth if last else 0)
+                    if (number > 0 and len(scope) == 1) == alone and begin < stop:
+                        rows = hypotheses.logprobs(cause, scope)
+                        if rows is not None:
+                            yield cause, scope, _scored(recording, rows)
+
+        for alone, where in ((False, "all layers"), (True, "each layer")):
+            self.echo(f"{side.name}: trying {len(self.causes)} causes in {where}")
+            found += evidence.explained(trials(alone))
+            if any(after <= ROUNDED * before for after, _ in found):
+                break
+        return best(found)
+
+    def _trials_of_mtp(self, hypotheses: Hypotheses, recording: Recording) -> Iterator[Trial]:
+        """MTP's log-probabilities with each cause in all of its layers."""
+        model, numbers = self.model, range(self.model.depth, len(self.model.layers))
+        for cause in self.causes:
+            layers = tuple(n for n in numbers if cause.kind in (LAYERS, model.layers[n].part))
+            if cause.mtp is not None:
+                layers = tuple(numbers)
+            elif cause.layer is None or not layers or cause.located or cause.joined:
+                continue
+            found = []
+            for i, run in enumerate(hypotheses.plain):
+                changes = hypotheses.changes(cause, layers, i) or {}
+                given = run.streams[model.depth], hypotheses.ids[i][None], changes
+                rows = model.mtp_logprobs(*given, blocks=cause.mtp) if changes or cause.mtp else run.mtp
+                found.append({depth: row.view(-1) for depth, row in rows.items()})
+            yield cause, layers, _mtp_scored(recording, found)
+
+
+def _scored(recording: Recording, rows: Sequence[Tensor]) -> list[Tensor]:
+    """Of log-probabilities of tokens 1 to s of every sequence, those that were recorded."""
+    return [row[one.first - 1 :] for row, one in zip(rows, recording.sequences, strict=True)]
+
+
+def _scores(hypotheses: Hypotheses, recording: Recording) -> Evidence:
+    """The recorded log-probabilities."""
+
+    def of(runs: Sequence[Run]) -> list[Tensor]:
+        return _scored(recording, [run.logprobs for run in runs])
+
+    sequences = recording.sequences
+    places = [(number, one.first) for number, one in enumerate(sequences)]
+    draws = [of(runs) for runs in hypotheses.noisy(recording.dtype)]
+    return Evidence(places, [one.logprobs for one in sequences], of(hypotheses.plain), draws)
+
+
+def _mtp_scored(recording: Recording, rows: Sequence[Mapping[int, Tensor]]) -> list[Tensor]:
+    """As `_scored`, of MTP's log-probabilities of every sequence and depth."""
+    pairs = zip(rows, recording.sequences, strict=True)
+    return [row[d][max(one.prompt - 1 - d, 0) :] for row, one in pairs for d in one.mtp_logprobs]
+
+
+def _mtp_scores(hypotheses: Hypotheses, recording: Recording) -> Evidence | None:
+    """The recorded log-probabilities of MTP, if there are any."""
+
+    def of(runs: Sequence[Run]) -> list[Tensor]:
+        return _mtp_scored(recording, [run.mtp for run in runs])
+
+    listed = [
+        (number, max(one.prompt, 1 + depth), values)
+        for number, one in enumerate(recording.sequences)
+        for depth, values in one.mtp_logprobs.items()
+    ]
+    if not sum(len(values) for *_, values in listed):
+        return None
+    draws = [of(runs) for runs in hypotheses.noisy(recording.dtype)]
+    places = [(number, first) for number, first, _ in listed]
+    return Evidence(places, [values for *_, values in listed], of(hypotheses.plain), draws)
+
+
+def _widest(
+    found: Explanation,
+    cause: Cause,
+    hypotheses: Hypotheses,
+    recording: Recording,
+    evidence: Evidence,
+) -> Explanation:
+    """Of the sets of layers that begin with those found, that which explains the log-probabilities best."""
+    scopes = [s for s in hypotheses.scopes(cause) if s[:1] == found.layers[:1]]
+    if len(scopes) == 1:
+        return replace(found, layers=scopes[0])
+    rows = [(scope, hypotheses.logprobs(cause, scope)) for scope in scopes]
+    sizes = [(evidence.size(_scored(recording, one)), scope) for scope, one in rows if one is not None]
+    return replace(found, layers=min(sizes)[1] if sizes else found.layers)

@@ -1,0 +1,220 @@
+"""What the checkpoint computes for the recorded tokens: plainly, with rounding as noise, and with a cause.
+
+Everything is kept, so that a cause is recomputed once, from the first layer that it changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatron_nemotron3.proof.bisect.causes import LAYERS, MODEL, Cause, Context
+from megatron_nemotron3.proof.bisect.noise import DRAWS, Noise, rounding
+from megatron_nemotron3.proof.bisect.recompute import Change, Recomputation, Step
+from megatron_nemotron3.proof.bisect.recording import Sequence as Recorded
+
+#: Memory for residual streams from which causes are recomputed; with less, from an earlier layer.
+KEPT_BYTES = 2 << 30
+
+#: A row that runs through layers: number of the sequence, and its noise.
+Row = tuple[int, Noise | None]
+
+
+@dataclass
+class Run:
+    """What a model computes for a sequence.
+
+    Attributes:
+        streams: the residual stream [1, s, d] before some layers and after the last; with noise, none.
+        logprobs: of tokens 1 to s [s - 1].
+        experts: layer -> the selected experts [s, topk].
+        mtp: depth -> log-probabilities [s - 1 - depth].
+    """
+
+    streams: dict[int, Tensor] = field(default_factory=dict)
+    logprobs: Tensor = field(default_factory=lambda: torch.empty(0))
+    experts: dict[int, Tensor] = field(default_factory=dict)
+    mtp: dict[int, Tensor] = field(default_factory=dict)
+
+
+class Hypotheses:
+    """A checkpoint and the sequences of a recording.
+
+    Args:
+        model: the checkpoint.
+        sequences: recorded ones; their tokens and prompts count.
+        mtp: also recompute MTP.
+    """
+
+    def __init__(self, model: Recomputation, sequences: Sequence[Recorded], mtp: bool) -> None:
+        self.model, self.mtp = model, mtp
+        self.ids = [one.ids for one in sequences]
+        self.prompts = [one.prompt for one in sequences]
+        self._runs: dict[tuple[float, int], list[Run]] = {}
+        self._found: dict[tuple[str, tuple[int, ...]], list[Tensor] | None] = {}
+
+    def prepare(self, *dtypes: str) -> None:
+        """Run everything that is needed for systems of these types; each weight is read once for all rows."""
+        units = {rounding(dtype) for dtype in dtypes}
+        keys = [(0.0, 0), *((unit, draw) for unit in sorted(units) for draw in range(DRAWS))]
+        new = [key for key in keys if key not in self._runs]
+        for key in new:
+            self._runs[key] = [Run() for _ in self.ids]
+        rows = [
+            (i, Noise(unit, draw, i) if unit else None) for unit, draw in new for i in range(len(self.ids))
+        ]
+        runs = [run for key in new for run in self._runs[key]]
+        for batch in self.batches(rows):
+            self._run([rows[n] for n in batch], [runs[n] for n in batch])
+
+    @property
+    def plain(self) -> list[Run]:
+        """The sequences as the checkpoint computes them."""
+        self.prepare()
+        return self._runs[0.0, 0]
+
+    def noisy(self, dtype: str) -> list[list[Run]]:
+        """The same with the rounding of a type, `DRAWS` times."""
+        self.prepare(dtype)
+        return [self._runs[rounding(dtype), draw] for draw in range(DRAWS)]
+
+    def batches(self, rows: Sequence[Row]) -> Iterator[list[int]]:
+        """Numbers of rows that run together: as many tokens as run through a layer at a time."""
+        lengths = [len(self.ids[i]) for i, _ in rows]
+        left = sorted(range(len(rows)), key=lambda n: lengths[n])
+        while left:
+            fit = (n for n in range(1, len(left)) if (n + 1) * lengths[left[n]] > self.model.tokens)
+            count = next(fit, len(left))
+            batch, left = left[:count], left[count:]
+            for number in batch:
+                if (noise := rows[number][1]) is not None:
+                    noise.padding = lengths[batch[-1]] - lengths[number]
+            yield batch
+
+    def padded_ids(self, rows: Sequence[Row]) -> Tensor:
+        """Token ids of the rows [rows, longest]; padding at the end changes nothing before it."""
+        return padded([self.ids[i] for i, _ in rows])
+
+    def _run(self, rows: Sequence[Row], runs: Sequence[Run]) -> None:
+        ids, noise = self.padded_ids(rows), [one for _, one in rows]
+        lengths, depth = [len(self.ids[i]) for i, _ in rows], self.model.depth
+        # Every how many layers a stream is kept.
+        each = 4 * sum(map(len, self.ids)) * self.model.config.hidden_size
+        stride = max(1, -(-depth * each // KEPT_BYTES))
+
+        def keep(layer: int, x: Tensor) -> None:
+            for row, (length, one, run) in enumerate(zip(lengths, noise, runs, strict=True)):
+                if one is None and (layer % stride == 0 or layer == depth):
+                    run.streams[layer] = x[row : row + 1, :length].clone()
+
+        x = self.model.embed(ids)
+        keep(0, x)
+        for step in self.model.run(x, noise=noise):
+            x = step.stream
+            keep(step.layer + 1, x)
+            for length, run, routing in zip(lengths, runs, step.routing):
+                run.experts[step.layer] = routing.experts[:length]
+        found = {0: self.model.logprobs(x, ids, noise=noise)}
+        found |= self.model.mtp_logprobs(x, ids, noise=noise) if self.mtp else {}
+        for row, (length, run) in enumerate(zip(lengths, runs, strict=True)):
+            mtp = {number: values[row, : length - 1 - number] for number, values in found.items()}
+            run.logprobs, run.mtp = mtp.pop(0), mtp
+
+    def context(self, number: int, layer: int = -1) -> Context:
+        """What a cause is told."""
+        before = len(self.ids[number - 1]) if number else 0
+        return Context(self.model.config, self.prompts[number], layer, before)
+
+    def scopes(self, cause: Cause) -> list[tuple[int, ...]]:
+        """The sets of layers in which a cause may be: all of its kind first, then each."""
+        pattern = self.model.config.pattern
+        if cause.layer is None:
+            return [()]
+        everywhere = tuple(range(len(pattern)))
+        if cause.kind == MODEL:
+            return [everywhere]
+        kinds = dict.fromkeys(pattern) if cause.kind == LAYERS else [cause.kind]
+        sets = [tuple(n for n in everywhere if pattern[n] == kind) for kind in kinds]
+        if cause.kind == LAYERS:
+            sets.insert(0, everywhere)
+        return list(dict.fromkeys(s for s in (*sets, *((n,) for n in sets[0])) if s))
+
+    def changes(self, cause: Cause, layers: Sequence[int], number: int) -> dict[int, Change] | None:
+        """The changes of some layers for a sequence; None if the cause cannot be there."""
+        made = {n: cause.layer(self.context(number, n)) for n in layers} if cause.layer is not None else {}
+        found = {n: change for n, change in made.items() if change is not None}
+        return found if found or not made else None
+
+    def each(self, found: Callable[[int], Tensor | None], plain: Sequence[Tensor]) -> list[Tensor] | None:
+        """What `found` gives for each sequence, plain values where that is None; None if it always is."""
+        rows = [found(i) for i in range(len(plain))]
+        if all(row is None for row in rows):
+            return None
+        return [p if row is None else row for row, p in zip(rows, plain, strict=True)]
+
+    def logprobs(self, cause: Cause, layers: tuple[int, ...]) -> list[Tensor] | None:
+        """Log-probabilities of every sequence with a cause in some layers; None where it cannot be."""
+        key = (cause.name, layers)
+        if key not in self._found:
+            plain = [run.logprobs for run in self.plain]
+            self._found[key] = self.each(lambda i: self._with(cause, layers, i), plain)
+        return self._found[key]
+
+    def _with(self, cause: Cause, layers: tuple[int, ...], number: int) -> Tensor | None:
+        model, plain, ids, context = self.model, self.plain[number], self.ids[number], self.context(number)
+        if cause.reported is not None:
+            return cause.reported(plain.logprobs)
+        changes = self.changes(cause, layers, number)
+        last = cause.last(context) if cause.last is not None else None
+        before = self.before(cause, number)
+        if changes is None or (cause.joined and before is None):
+            return None
+        if before is not None:
+            x = self.joined(before, model.embed(ids[None]), range(model.depth), changes)
+        elif cause.moves:
+            x = cause.start(model, ids, context)
+            x = after(model.run(x, 0, changes), x)
+        elif changes or last is not None:
+            first = max(n for n in plain.streams if n <= min(changes, default=model.depth))
+            x = after(model.run(plain.streams[first], first, changes), plain.streams[first])
+        else:
+            return None
+        return model.logprobs(x, ids[None], last)[0]
+
+    def before(self, cause: Cause, number: int) -> Tensor | None:
+        """Embeddings [1, n, d] of what a cause puts before a sequence."""
+        if cause.token is not None:
+            return self.model.embed(torch.tensor([[cause.token]]))
+        return self.plain[number - 1].streams[0] if cause.joined and number else None
+
+    def joined(
+        self, before: Tensor, x: Tensor, layers: Iterable[int], changes: Mapping[int, Change]
+    ) -> Tensor:
+        """The stream after layers of which those with a change see what stands before; without any, all do.
+
+        Args:
+            before, x: streams before the first of the layers [1, n, d] and [1, s, d].
+        """
+        for n in layers:
+            if n in changes or not changes:
+                both = self.model.layer(n, torch.cat([before, x], 1), changes.get(n)).stream
+                before, x = both.tensor_split([before.shape[1]], 1)
+            else:
+                before, x = (self.model.layer(n, one).stream for one in (before, x))
+        return x
+
+
+def padded(rows: Sequence[Tensor]) -> Tensor:
+    """Rows of several lengths as one tensor; the shorter ones repeat their last entry."""
+    last = torch.arange(max(map(len, rows)))
+    return torch.stack([one[last.clamp_max(len(one) - 1)] for one in rows])
+
+
+def after(steps: Iterable[Step], x: Tensor) -> Tensor:
+    """The residual stream after the last of some steps, or that before any."""
+    for step in steps:
+        x = step.stream
+    return x

@@ -1,0 +1,206 @@
+"""Where hidden states or router choices were recorded: the first layer that deviates, and causes tried on it.
+
+A layer is judged by itself: it runs on the recorded input, and its output is compared with the recorded one.
+So neither earlier deviations nor accumulated rounding count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from megatron_nemotron3.proof.bisect.causes import Cause
+from megatron_nemotron3.proof.bisect.causes_attention import of_window
+from megatron_nemotron3.proof.bisect.causes_experts import of_experts
+from megatron_nemotron3.proof.bisect.evidence import Evidence, Trial
+from megatron_nemotron3.proof.bisect.hypotheses import Hypotheses, Row, after, padded
+from megatron_nemotron3.proof.bisect.noise import DRAWS, Noise, rounding
+from megatron_nemotron3.proof.bisect.recompute import Change, Recomputation
+from megatron_nemotron3.proof.bisect.recording import Recording
+
+#: A layer deviates where a quantile of its distances is this many times that of noise.
+LIMIT_OF_LAYER = 3.0
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Layers first to stop - 1 of a recording, between two recorded hidden states.
+
+    The number of layers as `first` stands for the final norm and the output layer.
+    """
+
+    hypotheses: Hypotheses
+    recording: Recording
+    first: int
+    stop: int
+    #: Sequences that have both hidden states.
+    sequences: tuple[int, ...]
+
+    @property
+    def last(self) -> bool:
+        """Whether it is the final norm and the output layer."""
+        return self.first >= self.hypotheses.model.depth
+
+    def _input(self, number: int) -> Tensor:
+        """What was recorded before it [s, d]; the first layer gets the checkpoint's embeddings."""
+        if self.first:
+            return self.recording.sequences[number].hidden[self.first - 1].float()
+        return self.hypotheses.plain[number].streams[0][0]
+
+    def _outputs(
+        self,
+        rows: Sequence[Row],
+        x: Tensor,
+        changes: Mapping[int, Change] | None = None,
+        last: Change | None = None,
+    ) -> list[Tensor]:
+        """What follows from x [rows, longest, d]: the stream [s, d] of each row, or its log-probabilities."""
+        model, noise = self.hypotheses.model, [one for _, one in rows]
+        noise = noise if any(noise) else []
+        lengths = [len(self.hypotheses.ids[i]) for i, _ in rows]
+        if self.last:
+            found = model.logprobs(x, self.hypotheses.padded_ids(rows), last, noise)
+            firsts = [self.recording.sequences[i].first - 1 for i, _ in rows]
+            return [row[a : n - 1] for row, a, n in zip(found, firsts, lengths, strict=True)]
+        x = after(model.run(x, self.first, changes, noise=noise, stop=self.stop), x)
+        return [row[:n] for row, n in zip(x, lengths, strict=True)]
+
+    @cached_property
+    def evidence(self) -> Evidence:
+        """What was recorded after it, and what the checkpoint makes of what was recorded before it."""
+        unit, count = rounding(self.recording.dtype), len(self.sequences)
+        noises = [None, *range(DRAWS)]
+        rows = [(i, None if n is None else Noise(unit, n, i)) for n in noises for i in self.sequences]
+        outputs: dict[int, Tensor] = {}
+        for batch in self.hypotheses.batches(rows):
+            some = [rows[n] for n in batch]
+            x = padded([self._input(i) for i, _ in some])
+            outputs |= zip(batch, self._outputs(some, x), strict=True)
+        plain, *draws = ([outputs[n + i] for i in range(count)] for n in range(0, len(rows), count))
+        recorded = [self.recording.sequences[i] for i in self.sequences]
+        found = [one.logprobs if self.last else one.hidden[self.stop - 1] for one in recorded]
+        places = [(i, self.recording.sequences[i].first if self.last else 0) for i in self.sequences]
+        return Evidence(places, found, plain, draws)
+
+    @property
+    def kind(self) -> str | None:
+        """Letter of its only layer."""
+        pattern = self.hypotheses.model.config.pattern
+        return pattern[self.first] if self.stop - self.first == 1 and not self.last else None
+
+    def experts(self) -> tuple[int, ...]:
+        """The fewest experts that every token that deviates, and no other, selected; () if there are none."""
+        model = self.hypotheses.model
+        if self.kind != "E":
+            return ()
+        inputs = [self._input(i)[None] for i in self.sequences]
+        taken = torch.cat([model.layer(self.first, x).routing[0].experts for x in inputs])
+        left = torch.cat(self.evidence.outside())
+        of = {e: (taken == e).any(-1) for e in taken.unique().tolist()}
+        wrong = {e: mine for e, mine in of.items() if left[mine].all()}
+        chosen: list[int] = []
+        while wrong and left.any() and not left.all() and 4 * len(chosen) < len(of):
+            chosen.append(max(wrong, key=lambda e: int((wrong[e] & left).sum())))
+            left = left & ~wrong.pop(chosen[-1])
+        return () if left.any() else tuple(sorted(chosen))
+
+    def causes(self, experts: tuple[int, ...], previous: Recomputation | None) -> Iterator[Cause]:
+        """Causes with numbers that the recording shows."""
+        if experts:
+            yield from of_experts(experts, None if previous is None else previous.reference)
+        tokens = [int(one.nonzero()[0]) for one in self.evidence.outside() if one.any()]
+        if self.kind == "*" and tokens and min(tokens):
+            yield of_window(min(tokens))
+
+    def trials(self, causes: Sequence[Cause]) -> Iterator[Trial]:
+        """The outputs with each cause in each layer of the segment where it may be."""
+        inside, tried = set(range(self.first, self.stop)), set()
+        for cause in causes:
+            for scope in self.hypotheses.scopes(cause):
+                layers = tuple(sorted(inside & set(scope)))
+                if (cause.name, layers) in tried or bool(layers) != bool(scope) and not self.last:
+                    continue
+                tried.add((cause.name, layers))
+                found = self.hypotheses.each(
+                    lambda n, c=cause, ls=layers: self._with(c, ls, self.sequences[n]),  # type: ignore[misc]
+                    self.evidence.plain,
+                )
+                if found is not None:
+                    yield cause, layers, found
+
+    def _with(self, cause: Cause, layers: tuple[int, ...], number: int) -> Tensor | None:
+        """The output for a sequence with a cause in some layers; None if the cause changes nothing here."""
+        hypotheses, row = self.hypotheses, [(number, None)]
+        context, x = hypotheses.context(number), self._input(number)[None]
+        if self.last:
+            if cause.reported is not None:
+                whole = hypotheses.model.logprobs(x, hypotheses.ids[number][None])[0]
+                return cause.reported(whole)[self.recording.sequences[number].first - 1 :]
+            change = cause.last(context) if cause.last is not None else None
+            return None if change is None else self._outputs(row, x, last=change)[0]
+        changes = hypotheses.changes(cause, layers, number) if layers else {}
+        moves = cause.moves and self.first == 0
+        before = hypotheses.before(cause, number) if self.first == 0 else None
+        if cause.joined and layers and self.first and number and number - 1 in self.sequences:
+            before = self._input(number - 1)[None]
+        if changes is None or not (changes or moves or before is not None):
+            return None
+        if before is not None:
+            return hypotheses.joined(before, x, range(self.first, self.stop), changes)[0]
+        if cause.joined:
+            return None
+        if moves:
+            x = cause.start(hypotheses.model, hypotheses.ids[number], context)
+        return self._outputs(row, x, changes)[0]
+
+
+def first_segment(hypotheses: Hypotheses, recording: Recording) -> Segment | None:
+    """The first layers between two recorded hidden states that deviate; None if none does."""
+    depth, sequences = hypotheses.model.depth, recording.sequences
+    complete = [
+        {n for n, x in one.hidden.items() if n < depth and not x.isnan().any(-1).any()} for one in sequences
+    ]
+    recorded = sorted(set().union(*complete))
+    if not recorded:
+        return None
+    before = -1
+    for layer in [*recorded, depth]:
+        if layer == depth and before < depth - 1:
+            break
+        there = tuple(
+            i
+            for i, known in enumerate(complete)
+            if (before < 0 or before in known) and (layer in known or layer == depth)
+        )
+        if there:
+            segment = Segment(hypotheses, recording, before + 1, layer + 1, there)
+            if not segment.evidence.distance() <= LIMIT_OF_LAYER:
+                return segment
+        before = layer
+    return None
+
+
+def first_router(hypotheses: Hypotheses, recording: Recording) -> int | None:
+    """The first layer whose router selects other experts for more tokens than with noise, or None."""
+
+    def others(layer: int, found: Sequence[Tensor | None]) -> int:
+        count = 0
+        for run, experts in zip(hypotheses.plain, found, strict=True):
+            if experts is not None:
+                known = (experts >= 0).all(-1)
+                plain = run.experts[layer].sort(-1).values
+                if experts.shape != plain.shape:  # another number of experts per token
+                    return len(plain)
+                count += int(((experts.long().sort(-1).values != plain).any(-1) & known).sum())
+        return count
+
+    noisy = hypotheses.noisy(recording.dtype)
+    for layer in sorted(set().union(*(one.routing.keys() for one in recording.sequences))):
+        usual = max(others(layer, [run.experts[layer] for run in runs]) for runs in noisy)
+        if others(layer, [one.routing.get(layer) for one in recording.sequences]) > 3 * usual + 2:
+            return layer
+    return None

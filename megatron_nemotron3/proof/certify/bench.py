@@ -1,0 +1,85 @@
+"""What the stages of a proof work with: the launch, its twin, a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megatron_nemotron3.launch import ParallelLayout, TrainingSchedule, pasted
+from megatron_nemotron3.launch.flag import Flag
+from megatron_nemotron3.launch.launch import Launch
+from megatron_nemotron3.precision.settings import Emulation
+from megatron_nemotron3.proof.certify.case import Case
+from megatron_nemotron3.proof.certify.layouts import Sizes
+from megatron_nemotron3.proof.certify.twin import Twin
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What the stages of a proof work with."""
+
+    twin: Twin
+    #: Options of the launch, each once.
+    flags: tuple[Flag, ...]
+    #: An empty folder for checkpoints and logs.
+    folder: Path
+    #: What the launch emulates.
+    emulate: Emulation | None = None
+    #: Type of the GPUs of the launch, a name of `launch.plan.hardware.GPUS`; None: unknown.
+    gpu: str | None = None
+    #: Megatron-LM whose script the launch runs; None: this package's script.
+    checkout: Path | None = None
+    #: Seconds after which a run counts as hung.
+    timeout: float = 300
+    #: Importable function called on every rank before anything is built. Tests break something with it.
+    fault: Callable[[], None] | None = None
+
+    def case(self, sizes: Sizes | None, **changes: Any) -> Case:
+        """Return the training of the twin in a layout, or in one process (None)."""
+        batch = self.twin.batch
+        values: dict[str, Any] = {
+            "config": self.twin.config,
+            "layout": sizes.layout if sizes else ParallelLayout(),
+            "words": tuple(self.twin.words(sizes)),
+            "seq_length": batch.seq_length,
+            "micro_batch_size": batch.micro_batch_size,
+            "sequences": batch.sequences,
+            "documents": batch.documents,
+            "cut_whole": batch.cut_whole,
+            "mask": "random" if batch.masked else "none",
+            "lora": self.twin.lora,
+            "boost": self.twin.boost,
+            "steps": 2,
+            "fault": self.fault,
+        }
+        return Case(**(values | changes))
+
+    @cached_property
+    def launch(self) -> Launch | None:
+        """The real launch; None if a size of its layout is no number."""
+        given = {flag.name: flag.values for flag in self.flags}
+
+        def number(name: str) -> int | None:
+            word = (given.get(name) or ("",))[0]
+            return int(word) if word.isdecimal() else None
+
+        schedule = TrainingSchedule(
+            seq_length=number("--seq-length"),
+            micro_batch_size=number("--micro-batch-size") or 1,
+            global_batch_size=number("--global-batch-size"),
+        )
+        model, layout = self.twin.model, self.twin.large.layout
+        return pasted.launch_of(model, self.flags, self.emulate, schedule, layout, whole=True)
+
+    @property
+    def ranks(self) -> int:
+        """Processes of all small layouts together."""
+        return sum(sizes.layout.world_size for sizes in self.twin.sizes)
+
+
+def last_line(problem: BaseException) -> str:
+    """Return what an exception says; of a traceback the last line."""
+    return (str(problem).strip() or type(problem).__name__).splitlines()[-1]

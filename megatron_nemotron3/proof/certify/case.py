@@ -1,0 +1,73 @@
+"""What is trained, on what, and in which layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from megatron_nemotron3.launch import ParallelLayout
+from megatron_nemotron3.models import Nemotron3Config
+
+if TYPE_CHECKING:  # Python 3.11
+    from typing import Self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model, how it is spread, and what it is trained on."""
+
+    config: Nemotron3Config
+    layout: ParallelLayout = field(default_factory=ParallelLayout)
+    #: Megatron's command line but for batch and schedule.
+    words: tuple[str, ...] = ()
+    seq_length: int = 64
+    micro_batch_size: int = 1
+    sequences: int = 4  # of a global batch
+    steps: int = 3
+    seed: int = 7
+    #: Tokens that do not count. "random": another number in every sequence. "heads": the first ones of every
+    #: document, as many as there are MTP depths. "random heads": both. "middle": everything
+    #: but the first and the last quarter of the sequence, so all that the second of two CP ranks holds.
+    mask: Literal["none", "random", "heads", "random heads", "middle"] = "random"
+    #: The model gets labels and returns a loss; without them it returns logits, as in reinforcement learning.
+    labels: bool = True
+    #: Lengths of the documents packed into each sequence (THD), None for plain sequences.
+    documents: tuple[int, ...] | None = None
+    #: What each is padded to inside the pack (`cu_seqlens_q_padded`); the rest of the row is padding, too.
+    padded: tuple[int, ...] | None = None
+    #: The mask that the model gets, for MTP: that of the loss, the same with padding counted, or none.
+    model_mask: Literal["same", "padding counts", "absent"] = "same"
+    #: Cut a packed sequence over context-parallel ranks as if it were one document
+    #: (`--dataloader-inter-document-masking` does).
+    cut_whole: bool = False
+    #: Every document a micro-batch of its own instead: what packing must be equal to. One rank only.
+    separate: bool = False
+    #: Adapters on frozen weights, as `LoRA.parse` reads them; None: train the weights.
+    lora: str | None = None
+    #: What MTP heads alone are trained for, as `Boost.parse` reads it; None: train the weights.
+    boost: str | None = None
+    #: Importable function called with this rank's chunks before DistributedDataParallel wraps them, to break
+    #: something.
+    sabotage: Callable[[Sequence[Any]], None] | None = None
+    #: Importable function called on this rank before anything is built, to break something.
+    fault: Callable[[], None] | None = None
+
+    def at(self, layout: ParallelLayout, **changes: Any) -> Self:
+        """The same training in another layout."""
+        return replace(self, layout=layout, **changes)
+
+    def argv(self) -> list[str]:
+        """Megatron's command line."""
+        batch = {
+            "--micro-batch-size": self.micro_batch_size,
+            "--global-batch-size": self.sequences,
+            "--train-iters": self.steps,
+            "--lr": 1e-2,
+            "--min-lr": 1e-2,
+            "--lr-decay-style": "constant",
+            # The step of Adam divides by |gradient| + epsilon. With an epsilon above the gradients it is
+            # nearly linear in them; with 1e-8 rounding noise of a zero gradient moves a weight by lr.
+            "--adam-eps": 1e-2,
+        }
+        return [*self.words, *(str(word) for pair in batch.items() for word in pair)]

@@ -1,0 +1,363 @@
+"""`nemotron3 certify`: prove a launch on a CPU, and write what was proven."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import logging
+import signal
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from megatron_nemotron3.common import lock
+from megatron_nemotron3.common.options import add_options
+from megatron_nemotron3.common.output import Bar, add_json, result, say
+from megatron_nemotron3.launch.command import add_launch, add_published
+from megatron_nemotron3.launch.script_options import add_set
+from megatron_nemotron3.models.command import ModelOptions
+from megatron_nemotron3.proof.certify import certificate, twin_text
+from megatron_nemotron3.proof.certify import twin as twins
+from megatron_nemotron3.proof.certify.bench import Bench, last_line
+from megatron_nemotron3.proof.certify.finding import Finding, State, failed
+from megatron_nemotron3.proof.certify.proof import STAGES, Stage, prove
+from megatron_nemotron3.proof.certify.reading import Asked, checkout, read
+
+#: Worlds that `--ranks` may name.
+RANKS = (2, 4, 8, 16, 32)
+#: GiB of one rank with the process that it forks to save, and of this process with the server of the ranks
+#: (docs/measurements.md).
+RANK_GIB, OWN_GIB = 0.5, 0.8
+_GIB = 2**30
+_WORD = {State.PASS: "pass", State.FAIL: "FAIL", State.UNTESTED: "-"}
+
+
+def register(commands: Any) -> None:
+    """Add `nemotron3 certify`."""
+    command = commands.add_parser("certify")
+    add_options(command, ModelOptions)
+    for action in command._actions:
+        if action.dest == "name":
+            action.metavar = "LAUNCH"
+            action.help = f"a script or YAML, - for stdin, or a model: {action.help}"
+    add_set(command, "LAUNCH")
+    proof = command.add_argument_group("proof")
+    proof.add_argument(
+        "--ranks", type=int, choices=RANKS, default=8, metavar="N", help="largest small world (default 8)"
+    )
+    proof.add_argument(
+        "--gpus", type=int, metavar="N", help="GPUs of the whole job, where LAUNCH does not say"
+    )
+    proof.add_argument(
+        "--output", type=Path, default=Path(), metavar="DIR", help="where to write (default: here)"
+    )
+    proof.add_argument(
+        "--check", type=Path, metavar="CERTIFICATE", help="whether this certificate belongs to LAUNCH"
+    )
+    add_json(command)
+    add_launch(command, precision="bf16")
+    add_published(command)
+    command.set_defaults(run=lambda options: certify(options, command))
+
+
+def certify(options: argparse.Namespace, command: argparse.ArgumentParser) -> int:
+    """Prove a launch. Exit status 0 if nothing failed, else 1.
+
+    Raises:
+        ValueError: no launch of this family, sizes that do not go together, too little memory, a checkout
+            that is none, another run that is going to write to the same folder, or as `read`.
+        ModuleNotFoundError: torch or Megatron is not installed.
+        OSError: a file cannot be read or written.
+    """
+    asked = read(options, command)
+    normalised = certificate.normalised(
+        asked.flags,
+        asked.world_size,
+        asked.emulate.text() if asked.emulate else "",
+        asked.lora,
+        asked.boost,
+    )
+    if options.check is not None:
+        return _check(options, normalised)
+    _require_packages()
+    twin = twins.make(
+        asked.flags,
+        options.ranks,
+        world_size=asked.world_size,
+        vocab_size=asked.vocab_size,
+        lora=asked.lora,
+        boost=asked.boost,
+    )
+    source, folder = checkout(), options.output
+    _require_memory(max(sizes.layout.world_size for sizes in twin.sizes))
+    _require_folder(folder)
+    begun = time.monotonic()
+    with (
+        result(options.json),
+        _ended_by_signals(),
+        lock.held(folder, say=say),
+        _quiet(),
+        tempfile.TemporaryDirectory(prefix="nemotron3-certify-") as work,
+    ):
+        for line in _introduction(asked, twin):
+            say(line)
+        _start_server(Path(work) / "ranks.log")
+        bench = Bench(
+            twin=twin,
+            flags=asked.flags,
+            folder=Path(work),
+            emulate=asked.emulate,
+            gpu=options.gpu,
+            checkout=source,
+        )
+        findings = list(_shown(bench))
+        data = certificate.make(
+            title=asked.title,
+            command=normalised,
+            twin=twin,
+            findings=findings,
+            checkout=source,
+            seconds=time.monotonic() - begun,
+        )
+        certificate.write(folder, data)
+        say(
+            f"\n{_verdict(findings)}, {data['seconds']:.0f} s: {folder / certificate.JSON}, "
+            f"{folder / certificate.PAGE}",
+            certificate=folder / certificate.JSON,
+            **data,
+        )
+    return 0 if data["passed"] else 1
+
+
+def _check(options: argparse.Namespace, command: dict[str, list[str]]) -> int:
+    data = certificate.read(options.check)
+    differing = certificate.differences(data["command"], command)
+    now = certificate.versions(checkout())
+    versions = [
+        f"{name}: certified with {data['versions'].get(name, 'none')}, now {now.get(name, 'none')}"
+        for name in sorted(data["versions"].keys() | now.keys())
+        if data["versions"].get(name) != now.get(name)
+    ]
+    belongs = not differing
+    with result(options.json):
+        owner = "of this command" if belongs else "of another command"
+        say(
+            f"{options.check}: {owner}, {'passed' if data['passed'] else 'FAILED'}, {data['date']}",
+            belongs=belongs,
+            passed=data["passed"],
+            date=data["date"],
+            differences=differing,
+            versions=versions,
+        )
+        for line in (*differing, *versions):
+            say(f"  {line}")
+    return 0 if belongs else 1
+
+
+def _introduction(asked: Asked, twin: twins.Twin) -> Iterator[str]:
+    """Yield what is proven, and on what."""
+    yield f"{asked.title}: {twin.large}"
+    yield from (f"note: {note}" for note in asked.notes)
+    yield from twin_text.lines(twin)
+    yield ""
+
+
+def _shown(bench: Bench) -> Iterator[Finding]:
+    """Yield the findings of a proof; print a line for each property and a bar."""
+    with _Progress(STAGES, bench) as progress:
+        for stage in STAGES:
+            progress.begin(stage)
+            found = list(_finished(stage, bench))
+            with progress.paused():
+                for line in _lines(found):
+                    say(line)
+            yield from found
+
+
+def _finished(stage: Stage, bench: Bench) -> Iterator[Finding]:
+    """Yield what a stage finds; if it breaks, that is a failure, and the other stages go on."""
+    try:
+        yield from prove(bench, (stage,))
+    except Exception as problem:
+        said = f"not finished, a defect of this command: {type(problem).__name__}: {last_line(problem)}"
+        yield failed(stage.title, detail=said)
+
+
+def _lines(findings: Sequence[Finding]) -> Iterator[str]:
+    """Yield a line for each property: what failed, each time; otherwise the largest share of a tolerance."""
+    by_name: dict[str, list[Finding]] = {}
+    for one in findings:
+        by_name.setdefault(one.name, []).append(one)
+    for found in by_name.values():
+        failures = [one for one in found if one.state is State.FAIL]
+        if failures:
+            yield from (_line(one) for one in failures)
+            continue
+        warned = [one for one in found if one.detail.startswith("warning:")]
+        tried = [one for one in found if one.state is State.PASS and one not in warned]
+        if tried:
+            worst = max(tried, key=lambda one: one.difference or 0.0)
+            yield _line(worst) + (f" (and {len(tried) - 1} more)" if len(tried) > 1 else "")
+        yield from (_line(one) for one in found if one in warned or one.state is State.UNTESTED)
+
+
+def _line(one: Finding) -> str:
+    numbers = f"{one.difference:.2g} of {one.tolerance:.4g}  " if one.difference and one.tolerance else ""
+    detail = ": ".join(part for part in (one.where, one.detail) if part)
+    return f"{_WORD[one.state]:<5} {one.name:<30}  {numbers}{detail}".rstrip()
+
+
+def _verdict(findings: Sequence[Finding]) -> str:
+    failures = len({one.name for one in findings if one.state is State.FAIL})
+    if failures:
+        return f"FAILED: {failures} propert{'y' if failures == 1 else 'ies'}"
+    return f"passed: {len({one.name for one in findings if one.state is State.PASS})} properties"
+
+
+class _Progress:
+    """A bar over the stages that moves by the clock inside a stage: nothing is heard from the ranks there."""
+
+    def __init__(self, stages: Sequence[Stage], bench: Bench) -> None:
+        self._seconds = {id(stage): stage.seconds(bench) for stage in stages}
+        self._total = sum(self._seconds.values())
+        self._before = self._current = 0.0
+        self._started = self._begun = time.monotonic()
+        self._title = ""
+        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._bar = Bar("certify", "%", 100)
+
+    def __enter__(self) -> _Progress:
+        threading.Thread(target=self._tick, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        with self._lock:
+            self._bar.close()
+
+    def begin(self, stage: Stage) -> None:
+        """The stage before is over."""
+        with self._lock:
+            self._before += self._current
+            self._current, self._title = self._seconds[id(stage)], stage.title
+            self._begun = time.monotonic()
+            self._show()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Take the bar away while something is printed."""
+        with self._lock, self._bar.paused():
+            yield
+
+    def _show(self) -> None:
+        # A busy machine takes as much longer for this stage as it took for those before it.
+        slow = (self._begun - self._started) / self._before if self._before else 1.0
+        inside = min((time.monotonic() - self._begun) / max(slow, 1e-6), 0.95 * self._current)
+        self._bar.to(int(100 * (self._before + inside) / self._total), note=self._title)
+
+    def _tick(self) -> None:
+        while not self._ended.wait(1):
+            with self._lock:
+                if not self._ended.is_set():
+                    self._show()
+
+
+def _start_server(log: Path) -> None:
+    """Start the process that ranks are forked from, so that what they print goes to a file."""
+    from megatron_nemotron3.common.ranks import start_server
+    from megatron_nemotron3.proof.certify.ranks import PRELOAD
+
+    with log.open("w") as file:
+        try:
+            start_server(file, PRELOAD)
+        except OSError as problem:  # its socket lies there, and a socket's path has at most 107 characters
+            raise ValueError(
+                f"no process can be started in {tempfile.gettempdir()} (TMPDIR): {problem}"
+            ) from None
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Print no warnings of torch and Megatron, which this process imports to compare what ranks computed."""
+    before = logging.root.manager.disable
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        try:
+            yield
+        finally:
+            logging.disable(before)
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Inside the block SIGTERM and SIGHUP end the command as an interrupt does: no rank, no file is left."""
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + signum)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {signum: signal.signal(signum, end) for signum in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _require_packages() -> None:
+    """Raise unless what the ranks compute with is installed.
+
+    Raises:
+        ModuleNotFoundError: with the name of the first that is not.
+    """
+    for package in ("torch", "megatron"):
+        if importlib.util.find_spec(package) is None:
+            raise ModuleNotFoundError(name=package)
+
+
+def _require_folder(folder: Path) -> None:
+    """Raise unless a certificate can be written to a folder.
+
+    Raises:
+        ValueError: it cannot, or it would replace a file that is no certificate.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--output {folder} is not a folder")
+    parent = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=parent):
+            pass
+    except OSError as problem:
+        raise ValueError(f"--output {folder}: no file can be made in {parent}: {problem.strerror}") from None
+    if (folder / certificate.JSON).exists():
+        certificate.read(folder / certificate.JSON)
+
+
+def _require_memory(ranks: int) -> None:
+    """Raise if the largest world does not fit into memory.
+
+    Raises:
+        ValueError: with the numbers.
+    """
+    free, needed = available(), OWN_GIB + ranks * RANK_GIB
+    if free < needed:
+        raise ValueError(
+            f"{ranks} ranks take about {needed:.1f} GiB ({RANK_GIB} each), and {free:.1f} GiB are free: give "
+            "fewer --ranks"
+        )
+
+
+def available() -> float:
+    """Return the GiB that new processes can take."""
+    import psutil
+
+    return psutil.virtual_memory().available / _GIB

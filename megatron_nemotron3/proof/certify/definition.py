@@ -1,0 +1,243 @@
+"""One process against the definition of what it trains, written out in FP64.
+
+A fault that every layout has (a shared expert added twice, MTP's loss counted per depth, a border between
+documents that is ignored, a bias that weighs and not only chooses) shows here alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_nemotron3.common.hooks import unwrapped
+from megatron_nemotron3.proof.certify.batch import global_batch
+from megatron_nemotron3.proof.certify.bench import Bench, last_line
+from megatron_nemotron3.proof.certify.case import Case
+from megatron_nemotron3.proof.certify.compare import Distance, farthest, numbers, verdict
+from megatron_nemotron3.proof.certify.finding import Finding, failed, untested
+from megatron_nemotron3.proof.certify.noise import NUDGES, UNIT, nudged, weights
+from megatron_nemotron3.proof.certify.plain_model import near_ties
+from megatron_nemotron3.proof.certify.plain_step import AdamW, Objective, define, moved_bias
+from megatron_nemotron3.proof.certify.ranks import run_distributed
+from megatron_nemotron3.proof.certify.tensors import Tensors, gather, load
+from megatron_nemotron3.proof.certify.world import Run, mtp_losses
+
+#: Micro-batches of a step: more than one, and not all with the same number of counting tokens.
+_MICROBATCHES = 3
+#: By how much a chosen expert may rank behind another. Scores are below 1 and differ by rounding.
+_TIE = 1e-4
+
+
+@dataclass
+class Seen:
+    """What one process did in a step."""
+
+    loss: float
+    mtp: list[float]
+    norm: float
+    before: Tensors
+    after: Tensors
+    gradients: Tensors
+    #: [sequences, s, v] of the decoder and of each MTP depth.
+    logits: list[Tensor]
+    #: Layer -> the choices of its router, call by call, [sequences, s, e].
+    choices: dict[str, list[Tensor]]
+    #: Largest difference of each that rounding explains.
+    gradient_noise: Tensors
+    logits_noise: list[Tensor]
+
+
+#: Megatron's arguments -> the values for which the model and its loss are written, where they are some.
+_MODEL: dict[str, tuple[Any, ...]] = {
+    "attention_dropout": (0.0,),
+    "hidden_dropout": (0.0,),
+    "use_mup": (False,),
+    "mtp_detach_heads": (False,),
+    "qk_layernorm": (False,),
+    "qk_clip": (False,),
+    "softmax_type": ("vanilla",),
+    "attention_output_gate": (False,),
+    "window_size": (None,),
+}
+_MOE: dict[str, tuple[Any, ...]] = {
+    "moe_router_score_function": ("sigmoid",),
+    "moe_router_num_groups": (None, 1),
+    "moe_router_group_topk": (None, 1),
+    "moe_router_load_balancing_type": (
+        *("none", "aux_loss", "seq_aux_loss", "global_aux_loss"),
+        *(["none"], ["aux_loss"], ["seq_aux_loss"], ["global_aux_loss"]),
+    ),
+    "moe_apply_probs_on_input": (False,),
+    "moe_expert_capacity_factor": (None,),
+    "moe_input_jitter_eps": (None,),
+    "moe_router_force_load_balancing": (False,),
+    "moe_router_force_biased": (None,),
+}
+_OPTIMIZER: dict[str, tuple[Any, ...]] = {"optimizer": ("adam",), "decoupled_weight_decay": (True,)}
+
+
+def definition(bench: Bench) -> Iterator[Finding]:
+    """Yield how one process compares with the definition: logits, losses, gradients, choices, optimizer."""
+    where = "one process, by definition"
+    if bench.twin.boost is not None:
+        yield untested("definition", "the loss of MTP heads alone is not part of the definition", where)
+        return
+    batch = bench.twin.batch
+    case = bench.case(
+        None,
+        sequences=_MICROBATCHES * batch.micro_batch_size,
+        seq_length=sum(batch.documents or (batch.seq_length,)),
+        mask="random",
+    )
+    try:
+        ((steps, args),) = run_distributed(
+            _observe, 1, case, weights(bench.case(None)), timeout=bench.timeout, apart=True
+        )
+    except (RuntimeError, TimeoutError) as problem:
+        yield failed("training", where, last_line(problem))
+        return
+    if unwritten := _unwritten(args, _MODEL | (_MOE if case.config.is_moe else {})):
+        yield untested("definition", unwritten, where)
+        return
+    if unwritten := _unwritten(args, _OPTIMIZER):
+        yield untested("optimizer", unwritten, where)
+    found: dict[str, Distance] = {}
+    for distance in _compared(case, Objective.of(args), steps):
+        worst = found.setdefault(distance.what, distance)
+        if not distance.share <= worst.share:
+            found[distance.what] = distance
+    for what, distance in found.items():
+        if what == "optimizer" and unwritten:
+            continue
+        yield verdict(distance, where)
+
+
+def _unwritten(args: Any, values: dict[str, tuple[Any, ...]]) -> str:
+    """Say which of Megatron's arguments has a value for which nothing is written; "" for none."""
+    for name, written in values.items():
+        if (given := getattr(args, name, written[0])) not in written:
+            return f"--{name.replace('_', '-')} {given} is not part of the definition"
+    return ""
+
+
+def _compared(case: Case, objective: Objective, steps: Sequence[Seen]) -> Iterator[Distance]:
+    optimizer = AdamW(objective)
+    for number, seen in enumerate(steps):
+        batch = global_batch(case, number)
+        defined = define(case, objective, seen.before, batch, seen.choices)
+        for routing, gap in near_ties(defined.routings):
+            others = int((routing.chosen.sum(-1) != routing.topk).sum())
+            yield Distance("router choices", routing.layer, math.inf if others else max(0.0, gap) / _TIE, gap)
+        expected, found = (
+            {f"logits of depth {depth}" if depth else "logits": t for depth, t in enumerate(logits)}
+            for logits in (defined.logits, seen.logits)
+        )
+        yield farthest("logits", expected, found, dict(zip(expected, seen.logits_noise)))
+        yield numbers("losses", [defined.loss], [seen.loss])
+        if defined.mtp:
+            yield numbers("losses of MTP", defined.mtp, seen.mtp)
+        yield farthest("gradients", defined.gradients, seen.gradients, seen.gradient_noise)
+        yield from _biases(objective, seen)
+        after, norm = optimizer.step(seen.before, seen.gradients)
+        yield numbers("gradient norms", [norm], [seen.norm])
+        # An update is at most the rate, but for the decay; each of its dozen operations is rounded once.
+        rate = max(objective.lr, objective.edge_lr)
+        allowed = {key: 16 * UNIT * (t.abs().max() + rate) for key, t in after.items()}
+        yield farthest("optimizer", after, {key: seen.after[key] for key in after}, allowed)
+
+
+def _biases(objective: Objective, seen: Seen) -> Iterator[Distance]:
+    """Yield how far the expert biases are from the rule, by the tokens that the routers chose."""
+    for layer, calls in seen.choices.items():
+        key = f"{layer}mlp.router.expert_bias"
+        if key not in seen.before:
+            continue
+        counts = sum(call.sum((0, 1)) for call in calls)
+        assert isinstance(counts, Tensor)
+        expected = moved_bias(objective, seen.before[key], counts)
+        apart = float((expected - seen.after[key]).abs().max())
+        allowed = 4 * UNIT * float(expected.abs().max())
+        yield Distance("expert biases", key, apart / allowed if apart else 0.0, apart / objective.bias_rate)
+
+
+# What follows runs on the one rank.
+
+
+class _Watch:
+    """What the routers and the output layer of a model give, while it is computed."""
+
+    def __init__(self, model: Any) -> None:
+        self.choices: dict[str, list[Tensor]] = {}
+        self.logits: list[Tensor] = []
+        for name, module in model.named_modules():
+            if name.endswith("mlp.router"):
+                module.register_forward_hook(partial(self._note_choice, name.removesuffix("mlp.router")))
+        model.output_layer.register_forward_hook(self._note_logits)
+
+    def _note_choice(self, layer: str, module: Any, inputs: Any, output: Any) -> None:
+        s, b = inputs[0].shape[:2]
+        self.choices.setdefault(layer, []).append(output[1].bool().view(s, b, -1).transpose(0, 1).clone())
+
+    def _note_logits(self, module: Any, inputs: Any, output: Any) -> None:
+        self.logits.append(output[0].detach().transpose(0, 1).clone())
+
+    def take(self, microbatches: int) -> tuple[dict[str, list[Tensor]], list[Tensor]]:
+        """Return what was noted since the last call, the rows of all micro-batches together."""
+        choices = {layer: _by_call(calls, microbatches) for layer, calls in self.choices.items()}
+        *ahead, own = _by_call(self.logits, microbatches)  # Megatron computes MTP's first
+        self.choices, self.logits = {}, []
+        return choices, [own, *ahead]
+
+
+def _by_call(noted: Sequence[Tensor], microbatches: int) -> list[Tensor]:
+    calls = len(noted) // microbatches
+    return [torch.cat(list(noted[call::calls])) for call in range(calls)]
+
+
+def _observe(case: Case, start: Tensors) -> tuple[list[Seen], Any]:
+    """Train, and measure at every step what it changes to move all weights to a neighboring float."""
+    run = Run(case, start)
+    model = unwrapped(run.chunks[0])
+    watch = _Watch(model)
+    buffers = list(model.buffers())
+    factor = 2 * math.sqrt(case.sequences * case.seq_length)
+    steps = []
+    for step in range(case.steps):
+        before, state = gather([run.weights()]), [b.clone() for b in buffers]
+        loss = run.forward_backward(step, whole_gradients=True)
+        gradients, (choices, logits) = gather([run.gradients()]), watch.take(run.microbatches)
+        mtp = [value / run.microbatches for value in mtp_losses()]
+        norm = run.step()
+        after, left = gather([run.weights()]), [b.clone() for b in buffers]
+        moved = {key: UNIT * g.abs().max() for key, g in gradients.items()}
+        moved_logits = [UNIT * t.abs().max() for t in logits]
+        for seed in range(NUDGES):
+            load(run.chunks, nudged(before, seed))
+            _restore(buffers, state)
+            run.forward_backward(step, whole_gradients=True)
+            for key, g in gather([run.gradients()]).items():
+                moved[key] = torch.maximum(moved[key], (g - gradients[key]).abs().max())
+            for depth, t in enumerate(watch.take(run.microbatches)[1]):
+                moved_logits[depth] = torch.maximum(moved_logits[depth], (t - logits[depth]).abs().max())
+            mtp_losses()
+        load(run.chunks, after)
+        _restore(buffers, left)
+        steps.append(
+            Seen(
+                loss, mtp, norm, before, after, gradients, logits, choices,
+                gradient_noise={key: factor * m for key, m in moved.items()},
+                logits_noise=[factor * m for m in moved_logits],
+            )
+        )  # fmt: skip
+    return steps, run.args
+
+
+def _restore(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for buffer, value in zip(buffers, values):
+        buffer.copy_(value)

@@ -1,0 +1,148 @@
+"""What a training script computes, seen through torch's public hooks. Runs on the ranks.
+
+Nothing of the script or of Megatron is replaced. The optimizers' hooks see the gradients that an optimizer
+gets, its state, and the weights before and after its step; in FP32 a distributed optimizer's shards are views
+of the parameters, so each finds its place by its address.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_nemotron3.common.files import atomic
+from megatron_nemotron3.proof.certify.tensors import Pieces, Tensors, gather, pieces
+
+#: Of a parameter, besides what the optimizer keeps of it ("exp_avg" …), before or after a step.
+GRADIENTS, WEIGHTS = "gradients", "weights"
+BEFORE = "before: "
+#: What a rank holds where its optimizers had nothing: 0 of frozen parameters, NaN of others.
+_NOTHING = "nothing"
+#: (step, kind) -> tensors, step 1 being the first that a process makes.
+Seen = dict[tuple[int, str], Tensors]
+
+
+def read(folder: Path, ranks: int) -> Seen:
+    """Put together what the ranks have seen.
+
+    Raises:
+        RanksDiffer: two ranks hold different values of the same element, or no rank holds it.
+    """
+    files = [torch.load(_file(folder, rank), weights_only=True) for rank in range(ranks)]
+    kinds = dict.fromkeys(what for held in files for what in held if what[1] != _NOTHING)
+    return {
+        (step, kind): gather([held.get((step, kind), held[step, _NOTHING]) for held in files])
+        for step, kind in kinds
+    }
+
+
+def _file(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.pt"
+
+
+class Observer:
+    """Writes what this rank's optimizers see to a file, again after each step."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._file = _file(folder, rank)
+        self._models: dict[int, Any] = {}
+        self._step = 0
+        self._forward = False
+        #: (step, kind) -> (address, values) of each shard.
+        self._shards: dict[tuple[int, str], list[tuple[int, Tensor]]] = defaultdict(list)
+        self._seen: dict[tuple[int, str], Pieces] = {}
+
+    def install(self) -> None:
+        """Look from now on, until the process ends."""
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+        from torch.optim import optimizer
+
+        def forward(module: torch.nn.Module, _inputs: object) -> None:
+            if isinstance(module, HybridModel):
+                self._models[id(module)] = module
+                self._forward = True
+
+        torch.nn.modules.module.register_module_forward_pre_hook(forward)
+        optimizer.register_optimizer_step_pre_hook(self._before)
+        optimizer.register_optimizer_step_post_hook(self._after)
+
+    def _before(self, inner: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
+        if self._forward:  # the first of a step's optimizers
+            self._forward, self._step = False, self._step + 1
+        if not self._step:  # Megatron makes a step to allocate the state that it is to load
+            return
+        for parameter in _parameters(inner):
+            if parameter.grad is not None:
+                self._note(GRADIENTS, parameter, parameter.grad)
+            if self._step == 1:
+                for kind, value in _state(inner, parameter):
+                    self._note(BEFORE + kind, parameter, value)
+
+    def _after(self, inner: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
+        if not self._step:
+            return
+        for parameter in _parameters(inner):
+            for kind, value in _state(inner, parameter):
+                self._note(kind, parameter, value)
+        self._write()
+
+    def _note(self, kind: str, parameter: Tensor, value: Tensor) -> None:
+        self._shards[self._step, kind].append((parameter.data_ptr(), value.detach().clone().flatten()))
+
+    def _write(self) -> None:
+        models = list(self._models.values())
+        for kind in (_NOTHING, WEIGHTS, *((BEFORE + WEIGHTS,) if self._step == 1 else ())):
+            self._shards[self._step, kind]  # of a rank that trains nothing, too
+        for (step, kind), shards in self._shards.items():
+            if step == self._step:
+                self._seen[step, kind] = _whole(models, kind, shards)
+        with atomic(self._file) as part:
+            torch.save(self._seen, part)
+
+
+def _parameters(inner: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for group in inner.param_groups:
+        yield from group["params"]
+
+
+def _state(inner: torch.optim.Optimizer, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The parameter, and what the optimizer keeps of each of its elements."""
+    yield WEIGHTS, parameter
+    for name, value in inner.state.get(parameter, {}).items():
+        if isinstance(value, Tensor) and value.shape == parameter.shape:
+            yield name, value
+        elif name == "step":
+            yield name, torch.full_like(parameter, float(value))
+
+
+def _whole(models: Sequence[Any], kind: str, shards: Sequence[tuple[int, Tensor]]) -> Pieces:
+    """Pieces of the models with values in place of the parameters; NaN where this rank holds none.
+
+    Expert biases are the models' own; they are among the weights. So are frozen parameters, whose gradients
+    and moments are 0.
+    """
+    parameters = sorted((p for model in models for p in model.parameters()), key=Tensor.data_ptr)
+    addresses = [p.data_ptr() for p in parameters]
+    kept = kind.removeprefix(BEFORE) == WEIGHTS
+    values = [
+        torch.full(p.shape, torch.nan) if p.requires_grad else p.data.float() * kept for p in parameters
+    ]
+    for address, shard in shards:
+        owner = bisect.bisect_right(addresses, address) - 1
+        begin = (address - addresses[owner]) // shard.element_size()
+        values[owner].view(-1)[begin : begin + len(shard)] = shard
+    before = [p.data for p in parameters]
+    try:
+        for p, value in zip(parameters, values):
+            p.data = value
+        found = pieces(models)
+    finally:
+        for p, data in zip(parameters, before):
+            p.data = data
+    return [piece for piece in found if kind == WEIGHTS or not piece[0].endswith("expert_bias")]

@@ -1,0 +1,98 @@
+"""The proof of a launch: its twin in small layouts against one process, property by property.
+
+A stage of the proof is a function from a `Bench` to findings. It reports what it finds as findings, also
+where Megatron itself refuses or ranks disagree; an exception is a defect of this package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_nemotron3.proof.certify import built, static
+from megatron_nemotron3.proof.certify.bench import Bench, last_line
+from megatron_nemotron3.proof.certify.finding import Finding, failed
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the proof."""
+
+    #: What it does, as a progress line says it.
+    title: str
+    findings: Callable[[Bench], Iterator[Finding]]
+    #: About how many seconds it takes on two cores, for the progress bar.
+    seconds: Callable[[Bench], float] = lambda bench: 10
+
+
+def layouts(bench: Bench) -> Iterator[Finding]:
+    """Yield how each small layout compares with one process, from the same weights."""
+    from megatron_nemotron3.proof.certify import compare, noise, world
+    from megatron_nemotron3.proof.certify.tensors import RanksDiffer
+
+    one = bench.case(None)
+    try:
+        base, start = noise.reference(one), noise.weights(one)
+    except (RuntimeError, TimeoutError) as problem:
+        yield failed("training", "one process", last_line(problem))
+        return
+    for sizes in bench.twin.sizes:
+        where = str(sizes)
+        try:
+            found = world.train(bench.case(sizes), start, bench.timeout)
+            distances = list(compare.compared(one, base, found))
+        except RanksDiffer as problem:
+            yield failed("copies on several ranks", where, str(problem))
+            continue
+        except (RuntimeError, TimeoutError) as problem:
+            yield failed("training", where, last_line(problem))
+            continue
+        yield from (compare.verdict(distance, where) for distance in distances)
+
+
+def one_process(bench: Bench) -> Iterator[Finding]:
+    """Yield how one process compares with the definition of its loss, gradients and optimizer."""
+    from megatron_nemotron3.proof.certify.definition import definition
+
+    yield from definition(bench)
+
+
+def script(bench: Bench) -> Iterator[Finding]:
+    """Yield what the launch's own script computes, saves and loads."""
+    from megatron_nemotron3.proof.certify import script_stage
+
+    yield from script_stage.script(bench)
+
+
+def monitors(bench: Bench) -> Iterator[Finding]:
+    """Yield whether the monitors saw the same in the script's runs."""
+    from megatron_nemotron3.proof.certify import monitored
+
+    yield from monitored.monitors(bench)
+
+
+STAGES: tuple[Stage, ...] = (
+    Stage("Megatron's parser", static.parser, lambda bench: 4),
+    Stage("rules", static.rules, lambda bench: 0.1),
+    Stage("number formats of the model", static.formats, lambda bench: 0.5),
+    Stage("memory of a GPU", static.memory, lambda bench: 0.5),
+    Stage("one process against its definition", one_process, lambda bench: 8),
+    Stage("number formats of the built model", built.census, lambda bench: 10),
+    Stage("layouts against one process", layouts, lambda bench: 10 + bench.ranks),
+    Stage("the script itself", script, lambda bench: 25 + 2.5 * bench.twin.sizes[0].layout.world_size),
+    Stage("monitors", monitors, lambda bench: 0.5),
+    Stage("what needs a GPU", static.beyond, lambda bench: 0.1),
+)
+
+
+def prove(
+    bench: Bench, stages: Sequence[Stage] | None = None, begin: Callable[[Stage], None] = lambda stage: None
+) -> Iterator[Finding]:
+    """Yield the findings of all stages.
+
+    Args:
+        begin: called before each stage.
+    """
+    for stage in STAGES if stages is None else stages:
+        begin(stage)
+        yield from stage.findings(bench)

@@ -1,0 +1,118 @@
+"""Call a function on every rank of a small Megatron world on the CPU. Needs torch and megatron-core.
+
+It is a module-level function, because worker processes import it by name:
+
+    def check(width):
+        initialize(tp=2)
+        model = build_hybrid("M*", nemotron3_torch_stack_spec, hidden_size=width)
+        ...
+        return something_picklable
+
+    first, second = run_distributed(check, 2, 64)
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from megatron_nemotron3.common.ranks import Call, environment_kept, gloo_world, run_ranks
+
+#: What the server imports that ranks are forked from; what these import is not named.
+PRELOAD = [
+    "megatron.training",
+    "megatron.core.models.mimo.optimizer",
+    "megatron.core.tokenizers.text",
+    "megatron.bridge",
+    "megatron_nemotron3.post_training.boost.heads",
+    "megatron_nemotron3.train.build",
+    "megatron_nemotron3.proof.certify.world",
+]
+
+
+def run_distributed(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120, apart: bool = False
+) -> list[Any]:
+    """Call `function(*args)` on every rank of a gloo world on the CPU; return the ranks' results in order.
+
+    Each rank runs inside `cpu_mode` with torch.distributed initialized; `initialize` makes Megatron's
+    groups. Ranks are processes of their own (`common.ranks.run_ranks`); a world of one runs right here and is
+    taken down again.
+
+    Args:
+        timeout: seconds, imports included; not for a world of one right here.
+        apart: a process of its own for a world of one, too. Megatron's DistributedDataParallel is never
+            freed, and with it stay some sixty gloo threads, which poll.
+
+    Raises:
+        RuntimeError, TimeoutError: as `run_ranks`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        inside = partial(_world, f"file://{folder}/store", timeout)
+        if world_size == 1 and not apart:
+            with environment_kept():
+                os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+                with inside():
+                    return [function(*args)]
+        return run_ranks(Call(function, args, inside), world_size, timeout=timeout, preload=PRELOAD)
+
+
+def run_fresh(function: Callable[..., Any], *args: Any, timeout: float = 120) -> Any:
+    """Call `function(*args)` in a process of its own that has imported Megatron and nothing else.
+
+    As `run_distributed`, without CPU mode and without a world.
+    """
+    return run_ranks(Call(function, args), 1, timeout=timeout, preload=PRELOAD)[0]
+
+
+@contextmanager
+def _world(store: str, timeout: float) -> Iterator[None]:
+    """Be one rank: CPU mode and process group; afterwards none of it is left."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+
+    from megatron_nemotron3.cpu import cpu_mode
+
+    with cpu_mode(), torch.random.fork_rng(devices=[]), gloo_world(store, timeout):
+        try:
+            yield
+            torch.distributed.barrier()  # nobody leaves while another still talks to it
+        finally:
+            destroy_moe_metrics_tracker()
+            parallel_state.destroy_model_parallel()
+
+
+def initialize(
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    etp: int = 1,
+    cp: int = 1,
+    vpp: int | None = None,
+    seed: int = 1234,
+    optimizer_instances: int = 1,
+) -> None:
+    """Make Megatron's process groups (data parallel: what is left) and seed its RNG streams.
+
+    Sequence parallelism is no group: `build_hybrid` turns it on where TP > 1.
+    """
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp,
+        context_parallel_size=cp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+        num_distributed_optimizer_instances=optimizer_instances,
+    )
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)

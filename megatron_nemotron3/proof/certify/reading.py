@@ -1,0 +1,112 @@
+"""The launch that `nemotron3 certify` is asked about: a script, words of a command, or a model's name.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_nemotron3.launch import command_line, versions
+from megatron_nemotron3.launch.command import chosen_launch
+from megatron_nemotron3.launch.flag import Flag
+from megatron_nemotron3.launch.flags import flags
+from megatron_nemotron3.launch.script_options import given_options, text_of, variables
+from megatron_nemotron3.models import names
+from megatron_nemotron3.precision.settings import Emulation
+
+#: Names a Megatron-LM checkout whose script the launch runs.
+CHECKOUT = "MEGATRON_LM_DIR"
+#: Options that go with a script or words; the others describe a launch by the NAME of a model.
+BESIDE = (
+    *("name", "command", "run", "extra", "json", "set", "ranks", "gpu", "gpus", "output", "check"),
+    *("command_line", "main"),
+)
+_OWN = (".json", ".py")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A launch, read."""
+
+    title: str
+    #: Each once.
+    flags: tuple[Flag, ...]
+    notes: tuple[str, ...] = ()
+    emulate: Emulation | None = None
+    #: Adapters that it trains, as `LoRA.parse` reads them.
+    lora: str | None = None
+    #: Whether it trains MTP heads alone, as `Boost.parse` reads it.
+    boost: str | None = None
+    #: GPUs of the launch; None: the text does not say.
+    world_size: int | None = None
+    #: Tokens of the tokenizer, where no option says.
+    vocab_size: int | None = None
+
+
+def read(options: argparse.Namespace, command: argparse.ArgumentParser) -> Asked:
+    """Return the launch that the command line names.
+
+    Raises:
+        ValueError: nothing or two things are named, the text has no launch, or a size is not known.
+        OSError: the script cannot be read.
+    """
+    target, words = options.name, tuple(options.extra)
+    if options.model is not None or target in names() or Path(target or "").suffix in _OWN:
+        return _named(options)
+    if described := given_options(options, command, BESIDE):
+        raise ValueError(f"an existing launch is certified as it is: drop {' '.join(described)}")
+    if target is None and not words:
+        raise ValueError("give a script, the NAME of a model, or -- and the words of the command")
+    if target is not None and words:
+        raise ValueError(f"{target} is certified as it is: drop -- {shlex.join(words)}")
+    text = shlex.join(words) if target is None else text_of(target, target)
+    given = variables(options.set)
+    found = command_line.read_launch(text, given)
+    return Asked(
+        title="command" if target is None else "standard input" if target == "-" else target,
+        flags=tuple(found.flags),
+        notes=tuple(found.notes),
+        emulate=command_line.emulation(text),
+        lora=command_line.adapters(text),
+        boost=command_line.heads(text),
+        world_size=options.gpus or found.world_size,
+    )
+
+
+def _named(options: argparse.Namespace) -> Asked:
+    if options.set:
+        raise ValueError(f"--set {options.set[0]} sets a variable of a script, and none is given")
+    launch = chosen_launch(options)
+    world = launch.layout.world_size
+    if options.gpus not in (None, world):
+        raise ValueError(f"--gpus {options.gpus}: the layout has {world} ranks: give --dp instead")
+    return Asked(
+        title=launch.config.name,
+        flags=tuple(flags(launch)),
+        emulate=launch.emulate,
+        world_size=world,
+        vocab_size=launch.config.vocab_size,
+    )
+
+
+def checkout(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the checkout of Megatron-LM whose script is run; None: this package's own is.
+
+    Raises:
+        ValueError: the variable names no checkout, or one of another version than would be imported.
+    """
+    named = environment.get(CHECKOUT)
+    if not named:
+        return None
+    folder = Path(named)
+    for part in ("pretrain_hybrid.py", "megatron/core/package_info.py"):
+        if not (folder / part).is_file():
+            raise ValueError(f"{CHECKOUT}={named} is no checkout of Megatron-LM 0.19 or newer: no {part}")
+    versions.require_imported(folder.resolve())
+    return folder.resolve()

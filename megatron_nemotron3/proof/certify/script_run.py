@@ -1,0 +1,181 @@
+"""The launch's own script on forked ranks: its log, what its optimizers saw, its checkpoints."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_nemotron3.common.ranks import Call, free_port, run_ranks
+from megatron_nemotron3.common.switches import BOOST
+from megatron_nemotron3.proof.certify.case import Case
+from megatron_nemotron3.proof.certify.ranks import PRELOAD
+from megatron_nemotron3.train import log
+from megatron_nemotron3.train.processes import ENTRY
+
+#: Of a checkout of Megatron-LM.
+STOCK = "pretrain_hybrid.py"
+
+
+def script_of(checkout: Path | None) -> Path:
+    """Return the script to run: the stock one of a checkout, or this package's own."""
+    return ENTRY if checkout is None else checkout / STOCK
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptRun:
+    """A start of the script."""
+
+    script: Path
+    #: The layout, and the words of the launch with batch and schedule.
+    case: Case
+    #: Words for data and checkpoints.
+    words: tuple[str, ...]
+    #: For logs and observations.
+    folder: Path
+    timeout: float
+    #: In this folder the ranks are killed when the second checkpoint is about to be complete.
+    killed_in: Path | None = None
+    #: Interval of the monitors in steps, 0 for none.
+    monitor: int = 0
+    ranks: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ranks", self.case.layout.world_size)
+
+    def start(self) -> None:
+        """Run it to its end, or to its death.
+
+        Raises:
+            RuntimeError: it failed; the message is one line.
+            TimeoutError: it hung. Either way no process is left.
+        """
+        self.folder.mkdir(parents=True)
+        environment = {
+            **os.environ,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            **({BOOST: self.case.boost} if self.case.boost is not None else {}),
+        }
+        argv = [
+            "--device",
+            "cpu",
+            "--monitor",
+            str(self.monitor),
+            str(self.script),
+            *self.case.argv(),
+            *self.words,
+        ]
+        arguments = (argv, self.folder, self.case.fault, self.killed_in)
+        call = Call(_on_rank, arguments, environment=environment)
+        try:
+            run_ranks(call, self.ranks, timeout=self.timeout, preload=PRELOAD)
+        except RuntimeError as problem:
+            if not (self.folder / _KILLED).exists():
+                raise RuntimeError(self._reason(problem)) from None
+        else:
+            if self.killed_in is not None:
+                raise RuntimeError("the script ended without a second checkpoint")
+        finally:
+            _end_sessions(self.folder)
+
+    def curve(self) -> log.Curve:
+        """What the script printed of its steps."""
+        curve = log.Curve()
+        for rank in range(self.ranks):
+            curve.steps |= log.read(str(_log(self.folder, rank))).steps
+        return curve
+
+    def _reason(self, problem: RuntimeError) -> str:
+        """The last line of the rank that failed first: of its traceback, or of its log if it just left."""
+        lines = str(problem).strip().splitlines()
+        rank = int(lines[0].split()[1])
+        said = lines[-1].strip()
+        if said.startswith("SystemExit") or "exit code" in said:
+            with suppress(OSError, IndexError):
+                said = _log(self.folder, rank).read_text(errors="replace").strip().splitlines()[-1]
+        return f"rank {rank} of {self.ranks}: {said}"
+
+
+def _log(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.log"
+
+
+_KILLED = "killed"
+_SESSION = "session"
+
+
+def sessions(folder: Path) -> list[int]:
+    """Process groups of the ranks: each with the processes that it has started."""
+    return [int(path.suffix[1:]) for path in folder.glob(f"{_SESSION}.*")]
+
+
+def _end_sessions(folder: Path) -> None:
+    for group in sessions(folder):
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, signal.SIGKILL)
+        (folder / f"{_SESSION}.{group}").unlink(missing_ok=True)
+
+
+# What follows runs on the ranks.
+
+
+def _on_rank(
+    argv: Sequence[str],
+    folder: Path,
+    fault: Callable[[], None] | None,
+    killed_in: Path | None,
+) -> None:
+    from megatron_nemotron3.cpu.async_save import forked_results
+    from megatron_nemotron3.proof.certify.observer import Observer
+    from megatron_nemotron3.run import main
+
+    rank = int(os.environ["RANK"])
+    os.setsid()
+    (folder / f"{_SESSION}.{os.getpid()}").touch()
+    output = os.open(_log(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ["PYTHONWARNINGS"] = "ignore"
+    if fault is not None:
+        fault()
+    Observer(folder, rank).install()
+    if killed_in is not None and rank == 0:
+        _kill_all_in_the_second_save(killed_in, folder)
+    try:
+        with forked_results():
+            main(list(argv))
+    except SystemExit as end:  # a script may leave by it
+        if end.code:
+            raise
+    except BaseException:
+        traceback.print_exc()  # into the log, where it stands behind what led to it
+        raise
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _kill_all_in_the_second_save(folder: Path, notes: Path) -> None:
+    """Kill all ranks, as a power cut does, once all is written but the index that makes it a checkpoint."""
+    target = str(folder / "iter_0000002")
+
+    def hook(event: str, args: tuple[object, ...]) -> None:
+        if event != "open" or not isinstance(args[2], int) or not args[2] & (os.O_WRONLY | os.O_RDWR):
+            return
+        path = os.fspath(args[0]) if isinstance(args[0], (str, os.PathLike)) else ""
+        if not isinstance(path, str) or not path.startswith(target) or ".metadata" not in path:
+            return
+        os.close(os.open(notes / _KILLED, os.O_WRONLY | os.O_CREAT))
+        others = [group for group in sessions(notes) if group != os.getpid()]
+        for group in (*others, os.getpid()):
+            os.killpg(group, signal.SIGKILL)
+
+    sys.addaudithook(hook)

@@ -1,0 +1,350 @@
+"""The launch's own script: against one process, killed and resumed, loaded in other layouts, exported."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_nemotron3.checkpoints.metadata import CheckpointError
+from megatron_nemotron3.launch import ParallelLayout
+from megatron_nemotron3.launch.flag import to_argv
+from megatron_nemotron3.proof.certify import initial, noise, observer, script_data, stored
+from megatron_nemotron3.proof.certify.bench import Bench, last_line
+from megatron_nemotron3.proof.certify.compare import farthest, verdict
+from megatron_nemotron3.proof.certify.finding import Finding, failed, passed, untested
+from megatron_nemotron3.proof.certify.layouts import Sizes
+from megatron_nemotron3.proof.certify.ranks import run_distributed
+from megatron_nemotron3.proof.certify.reading import CHECKOUT
+from megatron_nemotron3.proof.certify.script_run import ScriptRun, script_of
+from megatron_nemotron3.proof.certify.tensors import Tensors, unmatched
+from megatron_nemotron3.train.log import Curve
+
+#: Options of the launch that say how checkpoints are written. The twin's other words do without.
+_CHECKPOINTS = re.compile(
+    r"--(ckpt-(format|fully-parallel-.*|assume-constant-structure|drop-redundant-extra-state)"
+    r"|async-(save|strategy|ckpt-.*)|use-persistent-ckpt-worker|dist-ckpt-.*|use-dist-ckpt)"
+)
+_RESHARDABLE, _DISTRIBUTED = "--dist-ckpt-optim-fully-reshardable", "--use-distributed-optimizer"
+_TUNING = "--sft"
+_BLENDS = {"--train-data-path", "--per-split-data-args-path", "--data-args-path"}
+#: The format of checkpoints of Megatron-FSDP, which the twin does without.
+_OF_FSDP = "fsdp_dtensor"
+_STOCK_ONLY = {"--dataloader-inter-document-masking", "--hybrid-context-parallel"}
+#: Gradient norms are printed with three decimals.
+_NORM = 1e-3
+#: What a run that fails raises.
+_FAILURES = (RuntimeError, TimeoutError)
+
+
+def folder(bench: Bench) -> Path:
+    """The folder of this stage."""
+    return bench.folder / "script"
+
+
+def events(bench: Bench, run: str) -> Path:
+    """The TensorBoard folder of a run that the monitors watched: "one-0" in one process, "layout" in the
+    first of the twin's layouts."""
+    return folder(bench) / run / "tensorboard"
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A run that came to its end, or was killed as planned."""
+
+    seen: observer.Seen
+    curve: Curve
+
+    def weights(self, step: int) -> Tensors:
+        """Weights after a step."""
+        return {k: t for k, t in self.seen[step, observer.WEIGHTS].items() if not _is_bias(k)}
+
+    def biases(self, step: int) -> Tensors:
+        """Expert biases after a step."""
+        return {k: t for k, t in self.seen[step, observer.WEIGHTS].items() if _is_bias(k)}
+
+    def gradients(self, step: int) -> Tensors:
+        """What the optimizer got, clipped."""
+        return self.seen[step, observer.GRADIENTS]
+
+    def state(self, step: int) -> dict[str, Tensors]:
+        """What the optimizer keeps of each parameter after a step."""
+        known = (observer.GRADIENTS, observer.WEIGHTS)
+        kinds = {kind for s, kind in self.seen if s == step and not kind.startswith(observer.BEFORE)}
+        return {kind: self.seen[step, kind] for kind in kinds.difference(known)}
+
+    @property
+    def loaded(self) -> dict[str, Tensors]:
+        """Weights and optimizer state before the first step."""
+        before = observer.BEFORE
+        return {k.removeprefix(before): t for (_, k), t in self.seen.items() if k.startswith(before)}
+
+
+def _is_bias(key: str) -> bool:
+    return key.endswith("expert_bias")
+
+
+class Scripts:
+    """The runs of a launch's script, each of two steps or of the second of two."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench, self.folder, self.script = bench, folder(bench), script_of(bench.checkout)
+        self.given = {flag.name: flag for flag in bench.flags}
+        self.saved = self.folder / "checkpoints"
+        own = [flag for name, flag in self.given.items() if _CHECKPOINTS.fullmatch(name)]
+        own = [flag for flag in own if flag.values != (_OF_FSDP,)]
+        self.format = next((flag.values[0] for flag in own if flag.name == "--ckpt-format"), "torch_dist")
+        #: Words to save after each step, as the launch saves, and to load that.
+        self.saving = ("--save", str(self.saved), "--save-interval", "1", *to_argv(own))
+        ours = [flag for flag in own if "async" not in flag.name and "persistent" not in flag.name]
+        self.loading = ("--load", str(self.saved), *to_argv(ours))
+        #: Of data and log.
+        self.words: tuple[str, ...] = ()
+
+    def write_data(self) -> None:
+        """Write what is trained on."""
+        self.folder.mkdir()
+        tokens, longest = self.bench.twin.config.vocab_size, self.bench.twin.batch.seq_length
+        if _TUNING in self.given:
+            data = script_data.write_conversations(self.folder, tokens, longest)
+        else:
+            texts = self.given.get("--data-path")
+            blended = bool(texts and len(texts.values) > 1) or bool(_BLENDS.intersection(self.given))
+            data = script_data.write_text(self.folder, tokens, longest, blended)
+        self.words = (
+            *data,
+            *("--data-cache-path", str(self.folder / "cache")),
+            *("--eval-iters", "0", "--eval-interval", "100", "--log-interval", "1"),
+        )
+
+    def write_starts(self) -> None:
+        """Write initial checkpoints: one, and the same with nudged weights."""
+        one = self.bench.case(None, fault=None)
+        start = noise.weights(one)
+        starts = [start, *(noise.nudged(start, seed) for seed in range(noise.NUDGES))]
+        place = self.folder / "start"
+        run_distributed(initial.write_initial, 1, one, starts, place, apart=True)
+
+    def fresh(self, number: int = 0) -> tuple[str, ...]:
+        """Words that start from an initial checkpoint."""
+        return ("--load", str(self.folder / "start" / str(number)), "--finetune")
+
+    def run(self, name: str, sizes: Sizes | None, *words: str, watched: bool = False, **changes: Any) -> Ran:
+        """Run the script in a layout or in one process (None).
+
+        Args:
+            watched: by the monitors.
+
+        Raises:
+            RanksDiffer: ranks hold different values of the same weight or gradient.
+            RuntimeError: it failed; the message is one line.
+            TimeoutError: it hung.
+        """
+        place = self.folder / name
+        log = ("--tensorboard-dir", str(place / "tensorboard")) if watched else ()
+        run = ScriptRun(
+            script=self.script,
+            case=self.bench.case(sizes),
+            words=(*self.words, *log, *words),
+            folder=place,
+            timeout=self.bench.timeout,
+            monitor=int(watched),
+            **changes,
+        )
+        run.start()
+        return Ran(observer.read(run.folder, run.ranks), run.curve())
+
+
+def script(bench: Bench) -> Iterator[Finding]:
+    """Yield what the launch's own script shows."""
+    scripts = Scripts(bench)
+    if reason := _reason_against(bench, scripts.given):
+        yield untested("script", reason)
+        return
+    yield passed("script", detail=str(scripts.script))
+    if _OF_FSDP in (word for flag in bench.flags for word in flag.values):
+        yield untested("checkpoint format", f"{_OF_FSDP}: the twin writes torch_dist")
+    scripts.write_data()
+    scripts.write_starts()
+    try:
+        bases = [
+            scripts.run(f"one-{n}", None, *scripts.fresh(n), watched=True) for n in range(1 + noise.NUDGES)
+        ]
+    except _FAILURES as problem:
+        yield failed("training", "one process", last_line(problem))
+        return
+    first = bench.twin.sizes[0]
+    where = str(first)
+    try:
+        words = (*scripts.fresh(), *scripts.saving)
+        killed = scripts.run("layout", first, *words, watched=True, killed_in=scripts.saved)
+    except _FAILURES as problem:
+        yield failed("training", where, last_line(problem))
+        return
+    spread = partial(_compared, bases, bench.twin.batch.sequences * bench.twin.batch.seq_length)
+    yield from against(spread, bases[0], killed, where)
+    yield from written(scripts, killed, where)
+    yield from resumed(scripts, first, killed)
+    for other in _others(bench.twin.sizes):
+        yield from elsewhere(scripts, spread, other, bases[0], killed)
+
+
+def _reason_against(bench: Bench, given: Mapping[str, object]) -> str | None:
+    """Why the script of a launch cannot run here."""
+    if bench.checkout is not None and _TUNING in given:
+        return f"{_TUNING}: the stock script needs Hugging Face's datasets and Transformer Engine"
+    if bench.checkout is None and (stock := _STOCK_ONLY.intersection(given)):
+        return f"{min(stock)}: only the stock script has it: name a checkout of Megatron-LM, {CHECKOUT}"
+    return None
+
+
+def against(compared: Callable[..., Finding], base: Ran, found: Ran, where: str) -> Iterator[Finding]:
+    """Hold a run of two steps against one process."""
+    yield compared("losses (script)", found, where, partial(_logged, "lm loss"))
+    if any(name.startswith("mtp_") for name in base.curve.steps[1].values):
+        yield compared("losses of MTP (script)", found, where, partial(_logged, r"mtp_\d+ loss"))
+    yield compared("gradient norms (script)", found, where, partial(_logged, "grad norm"), _NORM)
+    for step in (1, 2):
+        yield compared(f"gradients of step {step} (script)", found, where, partial(Ran.gradients, step=step))
+    yield compared("weights after two steps (script)", found, where, partial(Ran.weights, step=2))
+    yield stored.equal("expert biases (script)", base.biases(2), found.biases(2), where)
+
+
+def _compared(
+    bases: Sequence[Ran],
+    terms: int,
+    what: str,
+    found: Ran,
+    where: str,
+    of: Callable[[Ran], Tensors],
+    least: float = 0.0,
+) -> Finding:
+    """Compare tensors of a run with those of one process, by the noise of the nudged ones."""
+    expected, *moved = map(of, bases)
+    if odd := unmatched(expected, of(found)):
+        return failed(what, where, odd)
+    return verdict(farthest(what, expected, of(found), noise.spread(expected, moved, terms, least)), where)
+
+
+def resumed(scripts: Scripts, sizes: Sizes, killed: Ran) -> Iterator[Finding]:
+    """Resume what was killed: the second step is that of the run that was killed."""
+    where, what = str(sizes), "resuming after a kill"
+    try:
+        again = scripts.run("resumed", sizes, *scripts.loading)
+    except _FAILURES as problem:
+        yield failed(what, where, last_line(problem))
+        return
+    if trained := [step for step in sorted(again.curve.steps) if step != 2]:
+        yield failed(what, where, f"it trained step {trained[0]}, not step 2")
+        return
+    yield from loaded(again, killed, where)
+    yield stored.equal("gradients after resuming", killed.gradients(2), again.gradients(1), where)
+    before, after = killed.seen[2, observer.WEIGHTS], again.seen[1, observer.WEIGHTS]
+    yield stored.equal("weights after resuming", before, after, where)
+    yield _same_state("optimizer state after resuming", killed.state(2), again.state(1), where)
+
+
+def loaded(found: Ran, saved: Ran, where: str, optimizer: bool = True) -> Iterator[Finding]:
+    """What a process had before its first step, against what the one that saved had after its first."""
+    state = found.loaded
+    yield stored.equal("weights loaded", saved.weights(1), state.pop(observer.WEIGHTS), where)
+    if optimizer:
+        yield _same_state("optimizer state loaded", saved.state(1), state, where)
+
+
+def _same_state(what: str, expected: dict[str, Tensors], found: dict[str, Tensors], where: str) -> Finding:
+    return stored.equal(what, _flat(expected), _flat(found), where)
+
+
+def _flat(state: dict[str, Tensors]) -> Tensors:
+    return {f"{kind} of {key}": t for kind, part in state.items() for key, t in part.items()}
+
+
+def written(scripts: Scripts, run: Ran, where: str) -> Iterator[Finding]:
+    """What the first checkpoint holds, against the run that wrote it; and its way to Hugging Face."""
+    if scripts.format != "torch_dist":
+        yield untested("weights in the checkpoint", f"--ckpt-format {scripts.format} is not read here", where)
+        return
+    try:
+        found = stored.read(scripts.saved / "iter_0000001")
+    except CheckpointError as problem:
+        yield failed("weights in the checkpoint", where, str(problem))
+        return
+    weights = run.seen[1, observer.WEIGHTS]
+    kept = {key: t for key, t in found.items() if key in weights}
+    yield stored.equal("weights in the checkpoint", weights, kept, where)
+    state = {
+        f"optimizer.state.{kind}.{key}": t
+        for kind, part in run.state(1).items()
+        for key, t in part.items()
+        if kind != "step"
+    }
+    # Megatron keeps it by parameter, or else by positions in the buffers of one layout.
+    if kept := {key: t for key, t in found.items() if key in state}:
+        yield stored.equal("optimizer state in the checkpoint", state, kept, where)
+    rows = found["embedding.word_embeddings.weight"].shape[0]
+    tokens = scripts.bench.twin.config.vocab_size
+    yield from stored.round_trip(scripts.saved, rows, scripts.folder / "export", tokens)
+
+
+def _others(sizes: Sequence[Sizes]) -> list[Sizes | None]:
+    """Layouts to load the first one's checkpoints in: another with the same optimizers, and one process."""
+    first, *others = sizes
+    fitting = [one for one in others if _expert_optimizer(one) == _expert_optimizer(first)]
+    if _expert_optimizer(first) and not fitting and first.layout.world_size > 2:
+        fitting = [Sizes(layout=ParallelLayout(dp=2, ep=2))]
+    return [*fitting[:1], None]
+
+
+def _expert_optimizer(sizes: Sizes | None) -> bool:
+    """Whether Megatron keeps a second optimizer for the experts. One layout's two do not load as one."""
+    return sizes is not None and (sizes.layout.ep > 1 or sizes.layout.etp != sizes.layout.tp)
+
+
+def elsewhere(
+    scripts: Scripts, compared: Callable[..., Finding], other: Sizes | None, base: Ran, saved: Ran
+) -> Iterator[Finding]:
+    """Load the first checkpoint in another layout and make the second step."""
+    where = f"{scripts.bench.twin.sizes[0]} to {other or 'one process'}"
+    optimizer = True
+    if _DISTRIBUTED in scripts.given and _RESHARDABLE not in scripts.given:
+        optimizer = False
+        yield untested(
+            "optimizer state loaded", f"it loads in its own layout only without {_RESHARDABLE}", where
+        )
+    elif other is None and _DISTRIBUTED in scripts.given:
+        optimizer = False
+        yield untested("optimizer state loaded", "one process has no distributed optimizer here", where)
+    elif _expert_optimizer(other) != _expert_optimizer(scripts.bench.twin.sizes[0]):
+        optimizer = False
+        yield untested("optimizer state loaded", "Megatron does not load two optimizers as one", where)
+    words = (*scripts.loading, *(() if optimizer else ("--no-load-optim", "--no-load-rng")))
+    name = "elsewhere" if other else "elsewhere-one"
+    try:
+        found = scripts.run(name, other, *words)
+    except _FAILURES as problem:
+        yield failed("loading in another layout", where, last_line(problem))
+        return
+    yield from loaded(found, saved, where, optimizer)
+
+    def second(of: Callable[[Ran, int], Tensors], ran: Ran) -> Tensors:
+        return of(ran, 1 if ran is found else 2)
+
+    yield compared("gradients after loading", found, where, partial(second, Ran.gradients))
+    if optimizer:
+        yield compared("weights after loading", found, where, partial(second, Ran.weights))
+    yield stored.equal("expert biases after loading", base.biases(2), found.biases(1), where)
+
+
+def _logged(pattern: str, ran: Ran) -> Tensors:
+    import torch
+
+    return {
+        f"{name}, step {number}": torch.tensor(value, dtype=torch.float64)
+        for number, step in sorted(ran.curve.steps.items())
+        for name, value in step.values.items()
+        if re.fullmatch(pattern, name)
+    }

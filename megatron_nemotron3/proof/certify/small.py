@@ -1,0 +1,120 @@
+"""The small model of a twin: few small layers, related as the launch's are. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_nemotron3.launch import ParallelLayout
+from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models import pattern as patterns
+from megatron_nemotron3.proof.certify.layouts import Sizes
+
+#: Tokens of a sequence.
+SEQUENCE = 64
+#: What the vocabulary is padded to in every layout, and the divisor that makes Megatron do so up to TP 2.
+PADDED_VOCABULARY, VOCABULARY_DIVISOR = 128, 64
+_HIDDEN = 64
+
+
+def small_model(
+    model: Nemotron3Config, large: ParallelLayout, sizes: Sequence[Sizes], *, stages: Sequence[str], mtp: str
+) -> Nemotron3Config:
+    """Return the small form of a model.
+
+    Args:
+        large: layout of the launch.
+        sizes: the small layouts, all of which it fits.
+        stages: its layers, cut for the longest pipeline among them; `source` of the result keeps the cuts.
+        mtp: layers of an MTP depth.
+    """
+    tp = max(s.layout.tp for s in sizes)
+    ep = max(s.layout.ep for s in sizes)
+    return model.but(
+        name="twin",
+        title=f"twin of {model.title}",
+        pattern="".join(stages),
+        source=patterns.PIPE.join(stages),
+        mtp_pattern=mtp or None,
+        hidden_size=_HIDDEN,
+        seq_length=SEQUENCE,
+        max_position_embeddings=SEQUENCE,
+        init_method_std=0.11,
+        published_total=None,
+        published_active=None,
+        **_attention(model, large.tp),
+        **_mamba(model, large, tp),
+        dense_ffn_hidden_size=128 if model.dense_ffn_hidden_size else None,
+        **(_experts(model, large.ep, ep, "".join(stages).count("E")) if model.is_moe else {}),
+    )
+
+
+def _attention(model: Nemotron3Config, tp: int) -> dict[str, int]:
+    """Fewer groups than TP ranks, one for each rank, or several for each; one head in a group, or several."""
+    groups = 1 if model.num_query_groups < tp else 2 if model.num_query_groups <= max(tp, 2) else 4
+    several = model.num_attention_heads > model.num_query_groups
+    heads = groups * (1 if not several else 4 if groups == 1 else 2)
+    square = model.num_attention_heads * model.kv_channels == model.hidden_size
+    width = _HIDDEN // heads
+    return {
+        "num_attention_heads": heads,
+        "num_query_groups": groups,
+        "kv_channels": width if square else width // 2,
+    }
+
+
+def _mamba(model: Nemotron3Config, large: ParallelLayout, tp: int) -> dict[str, int]:
+    """On a TP rank fewer groups than CP ranks, or as many or more."""
+    own = model.mamba_num_groups / large.tp
+    groups = tp * (1 if own < max(2, large.cp) else 2)
+    return {
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "mamba_state_dim": 16,
+        "mamba_num_groups": groups,
+    }
+
+
+def _experts(model: Nemotron3Config, large_ep: int, ep: int, layers: int) -> dict[str, Any]:
+    """One expert on a rank, or several; all chosen, or some."""
+    assert model.num_moe_experts and model.moe_router_topk
+    # Without EP four, so that a router has a choice.
+    experts = ep if ep > 1 and model.num_moe_experts <= large_ep else max(4, 2 * ep)
+    most = experts if model.moe_router_topk == model.num_moe_experts else max(1, experts - 1)
+    return {
+        "num_moe_experts": experts,
+        "moe_router_topk": most if most == experts else min(model.moe_router_topk, 3, most),
+        "moe_ffn_hidden_size": 32,
+        "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size and 64,
+        "moe_latent_size": model.moe_latent_size and 32,
+        "moe_layers": _moe_layers(model.moe_layers, layers, most) if model.moe_layers else None,
+    }
+
+
+def _moe_layers(rows: tuple[tuple[int, int], ...], layers: int, most: int) -> tuple[tuple[int, int], ...]:
+    """Return small widths and numbers of chosen experts of the first of evenly spread layers."""
+    spread = [rows[i * len(rows) // layers] for i in range(layers)]
+    widths, chosen = (sorted({row[i] for row in spread}) for i in (0, 1))
+    return tuple((16 * (1 + widths.index(w) % 3), 1 + chosen.index(k) % most) for w, k in spread)
+
+
+def router_groups(
+    config: Nemotron3Config, given: Mapping[str, tuple[str, ...]], large_ep: int, ep: int
+) -> tuple[Nemotron3Config, dict[str, int]]:
+    """Return the small model with as many experts per token as its groups allow, and options of the groups.
+
+    As many groups as EP ranks stay so (device-limited routing).
+    """
+    groups, best = (
+        int((given.get(name) or ("0",))[0]) for name in ("--moe-router-num-groups", "--moe-router-group-topk")
+    )
+    if groups < 1 or not (config.num_moe_experts and config.moe_router_topk):
+        return config, {}
+    small = 1 if groups == 1 else ep if groups == large_ep and ep > 1 else 2
+    words = {"--moe-router-num-groups": small}
+    if best:
+        kept = small if best == groups else 1
+        words["--moe-router-group-topk"] = kept
+        most = config.num_moe_experts // small * kept
+        config = config.but(moe_router_topk=max(kept, min(config.moe_router_topk, most) // kept * kept))
+    return config, words

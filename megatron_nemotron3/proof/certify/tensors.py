@@ -1,0 +1,99 @@
+"""A model's tensors as if there were one rank, under their checkpoint keys, whole.
+
+`load` cuts them for this rank and `gather` puts the ranks' pieces together again, so runs of different
+layouts compare key by key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_nemotron3.common.hooks import unwrapped
+
+#: Tensors of a whole model by checkpoint key.
+Tensors = dict[str, Tensor]
+#: (key, global shape, offset, this rank's part) of everything a rank holds.
+Pieces = list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]
+
+
+class RanksDiffer(RuntimeError):
+    """Ranks that must hold one model, or report one number, do not."""
+
+
+def unmatched(expected: Tensors, found: Tensors) -> str:
+    """Say which is the first key that only one of two sets has; "" if none is."""
+    odd = sorted(expected.keys() ^ found.keys())
+    return f"{odd[0]} is {'missing' if odd[0] in expected else 'new'}" if odd else ""
+
+
+def gather(ranks: Sequence[Pieces]) -> Tensors:
+    """Put the ranks' pieces together. A rank holds nothing of an element where its piece is NaN.
+
+    Raises:
+        RanksDiffer: copies are not equal to the bit, or a part is missing.
+    """
+    whole: Tensors = {}
+    seen: dict[str, Tensor] = {}
+    for pieces in ranks:
+        for key, shape, offset, part in pieces:
+            if key not in whole:
+                whole[key] = torch.zeros(shape, dtype=part.dtype)
+                seen[key] = torch.zeros(shape, dtype=torch.bool)
+            if tuple(whole[key].shape) != shape:
+                raise RanksDiffer(f"{key}: ranks differ in its shape, {tuple(whole[key].shape)} and {shape}")
+            place = tuple(slice(o, o + n) for o, n in zip(offset, part.shape))
+            old, known, here = whole[key][place], seen[key][place], ~part.isnan()
+            difference = torch.where(known & here, (old - part).abs(), 0.0)
+            if difference.any():
+                raise RanksDiffer(f"{key}: ranks differ by {difference.max():.3g} in a shared part")
+            whole[key][place] = torch.where(here, part, old)
+            seen[key][place] = known | here
+    if missing := [key for key, mask in seen.items() if not mask.all()]:
+        raise RanksDiffer(f"no rank holds a number in all of {', '.join(missing)}")
+    return whole
+
+
+# What follows runs on the ranks.
+
+
+def sharded(chunks: Sequence[Any]) -> list[Any]:
+    """The ShardedTensors of a rank's model chunks, data as views of the parameters and buffers."""
+    from megatron_nemotron3.checkpoints.convert import into_model
+
+    return [tensor for chunk in chunks for tensor in into_model.sharded(unwrapped(chunk))]
+
+
+def pieces(chunks: Sequence[Any]) -> Pieces:
+    """Copies of everything this rank would save."""
+    result: Pieces = []
+    for t in sharded(chunks):
+        part = t.data.detach().clone()
+        part = part.reshape((1,) * t.prepend_axis_num + part.shape)
+        result.append((t.key, tuple(t.global_shape), tuple(t.global_offset), part))
+    return result
+
+
+def load(chunks: Sequence[Any], weights: Tensors) -> None:
+    """Copy this rank's part of the whole model's weights into it."""
+    with torch.no_grad():
+        for t in sharded(chunks):
+            offset, local = t.global_offset, (1,) * t.prepend_axis_num + tuple(t.data.shape)
+            part = weights[t.key][tuple(slice(o, o + n) for o, n in zip(offset, local))]
+            t.data.copy_(part.reshape(t.data.shape))
+
+
+def gradients(chunks: Sequence[Any]) -> Pieces:
+    """Copies of the accumulated gradients, cut and named as the parameters are; zeros of frozen ones."""
+    parameters = [p for chunk in chunks for p in unwrapped(chunk).parameters()]
+    values = [p.data for p in parameters]
+    try:
+        for p in parameters:
+            p.data = p.main_grad.clone() if p.requires_grad else torch.zeros_like(p.data)
+        return [piece for piece in pieces(chunks) if not piece[0].endswith("expert_bias")]
+    finally:
+        for p, value in zip(parameters, values):
+            p.data = value

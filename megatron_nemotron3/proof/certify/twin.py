@@ -1,0 +1,264 @@
+"""The twin of a launch: the smallest model and layouts that keep its structure. Standard library only.
+
+From the words of a command line follow a small model, the words that train it in each of a few small layouts,
+and the words that train it in one process. What is not the same as in the launch is said (`Twin.remarks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_nemotron3.launch import ParallelLayout, parser, versions
+from megatron_nemotron3.launch import boosting as settings
+from megatron_nemotron3.launch.architecture import MODEL, MOE, MTP, emit
+from megatron_nemotron3.launch.boosting import Boost
+from megatron_nemotron3.launch.flag import Flag, to_argv
+from megatron_nemotron3.launch.flags import backend_words
+from megatron_nemotron3.launch.stored_model import taken
+from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models import pattern as patterns
+from megatron_nemotron3.models.lora import LoRA
+from megatron_nemotron3.models.stack_specs import MODULE, spec_name
+from megatron_nemotron3.proof.certify import options as table
+from megatron_nemotron3.proof.certify import small
+from megatron_nemotron3.proof.certify import stages as cuts
+from megatron_nemotron3.proof.certify.batch_shape import Batch, batch_of
+from megatron_nemotron3.proof.certify.large import Large, large_of
+from megatron_nemotron3.proof.certify.layouts import Sizes, cover
+from megatron_nemotron3.proof.certify.options import Treatment
+
+#: Elements of a bucket of gradients, so that the twin has several.
+_BUCKET = 16384
+#: Option -> the parallel dimension without which Megatron refuses it.
+_NEEDS = {
+    "--overlap-param-gather-with-optimizer-step": "vpp",
+    "--overlap-p2p-communication-warmup-flush": "vpp",
+    "--microbatch-group-size-per-virtual-pipeline-stage": "vpp",
+    "--distribute-saved-activations": "tp",
+}
+#: `--recompute-modules` that need Transformer Engine or its grouped matrix products.
+_MODULES = frozenset(("layernorm", "moe_act"))
+
+_SCRIPT = "they are compared where the twin is trained without the script, which trains all weights"
+
+
+@dataclass(frozen=True)
+class Remark:
+    """What of a launch the twin has in another form, or cannot have."""
+
+    #: Options or property of the launch.
+    what: str
+    #: What the twin has instead, or why it can have nothing.
+    instead: str
+    treatment: Treatment = Treatment.REPLACED
+    #: The options, as they are in the launch.
+    options: tuple[str, ...] = ()
+
+    @property
+    def untested(self) -> bool:
+        """Whether nothing about it is proven."""
+        return self.treatment is Treatment.UNTESTED
+
+
+@dataclass(frozen=True, kw_only=True)
+class Twin:
+    """A small model, and the words that train it in small layouts and in one process."""
+
+    #: The model of the launch, and its small form.
+    model: Nemotron3Config
+    config: Nemotron3Config
+    #: The layout of the launch, and the small ones.
+    large: Sizes
+    sizes: tuple[Sizes, ...]
+    batch: Batch
+    #: Adapters on frozen weights, as `LoRA.parse` reads them; None: all weights are trained.
+    lora: str | None
+    #: What MTP heads alone are trained for, as `Boost.parse` reads it; None: all weights are trained.
+    boost: str | None
+    #: Words without layout, batch and schedule: what is computed, and by which mechanism.
+    meaning: tuple[str, ...]
+    mechanism: tuple[Flag, ...]
+    #: What becomes of each option of the launch.
+    treatments: Mapping[str, Treatment]
+    remarks: tuple[Remark, ...]
+
+    def words(self, sizes: Sizes | None) -> list[str]:
+        """Return Megatron's command line in a layout or in one process (None), without batch and schedule."""
+        layout = sizes.layout if sizes else ParallelLayout()
+        pattern = stages_of(self.config, layout)
+        head = [
+            Flag("--spec", (MODULE, spec_name(self.config, "torch"))),
+            Flag("--hybrid-layer-pattern", (pattern,)),
+        ]
+        rows = MODEL + (MOE if self.config.is_moe else ()) + (MTP if self.config.has_mtp else ())
+        size_rows = [row for row in rows if table.group(row.flag) is table.MODEL_SIZES]
+        head += [flag for row in size_rows for flag in emit(row.flag, row.value(self.config), "extra", "")]
+        for name, value in (
+            ("--tensor-model-parallel-size", layout.tp),
+            ("--sequence-parallel", layout.sequence_parallel),
+            ("--pipeline-model-parallel-size", layout.pp),
+            ("--context-parallel-size", layout.cp),
+            *(
+                (("--expert-model-parallel-size", layout.ep), ("--expert-tensor-parallel-size", layout.etp))
+                if self.config.is_moe
+                else ()
+            ),
+            (
+                "--num-distributed-optimizer-instances",
+                sizes.instances if sizes and sizes.instances > 1 else None,
+            ),
+            ("--make-vocab-size-divisible-by", small.VOCABULARY_DIVISOR),
+            ("--seq-length", self.batch.seq_length),
+            ("--max-position-embeddings", self.batch.seq_length),
+        ):
+            head += emit(name, value, "extra", "")
+        mechanism = self._mechanism(layout) if sizes else []
+        # Megatron's default is 0.1.
+        dropout = [word for name in table.DROPOUT if name not in self.meaning for word in (name, "0.0")]
+        return [*to_argv(head), *self.meaning, *dropout, *mechanism, *backend_words("torch")]
+
+    def _mechanism(self, layout: ParallelLayout) -> list[str]:
+        """Return the words of the mechanisms that a layout can have."""
+        kept = []
+        for flag in self.mechanism:
+            size = _NEEDS.get(flag.name)
+            if size and getattr(layout, size) == 1 and getattr(self.large.layout, size) > 1:
+                continue
+            if flag.name == "--microbatch-group-size-per-virtual-pipeline-stage":
+                group, pp = int(flag.values[0]), self.large.layout.pp
+                flag = Flag(flag.name, (str(layout.pp + (group > pp) - (group < pp)),))
+            kept.append(flag)
+        names = {flag.name for flag in kept}
+        if "--overlap-grad-reduce" in names and not names & {"--ddp-num-buckets", "--use-megatron-fsdp"}:
+            kept.append(Flag("--ddp-bucket-size", (str(_BUCKET),)))
+        return [*to_argv(kept), *(word for name in kept for word in table.FSDP.get(name.name, ()))]
+
+
+def stages_of(config: Nemotron3Config, layout: ParallelLayout) -> str:
+    """Return `--hybrid-layer-pattern` of a twin: its stages, joined to as many as the layout has."""
+    stages = (config.source or config.pattern).split(patterns.PIPE)
+    joined = cuts.joined(stages, layout.stages)
+    return patterns.join_stages(joined, (config.mtp_pattern or "",) * config.mtp_num_layers)
+
+
+def make(
+    flags: Sequence[Flag],
+    ranks: int,
+    *,
+    world_size: int | None = None,
+    vocab_size: int | None = None,
+    lora: str | None = None,
+    boost: str | None = None,
+    version: str | None = None,
+) -> Twin:
+    """Return the twin of a command line.
+
+    Args:
+        flags: options of the launch, each once, as `command_line.read` gives them.
+        ranks: largest world of the twin.
+        world_size: ranks of the launch; None: at least two data-parallel copies are assumed.
+        vocab_size: tokens of the launch's tokenizer, where the command line does not say.
+        lora: its adapters, as `LoRA.parse` reads them.
+        boost: of its MTP heads alone, as `Boost.parse` reads it.
+        version: of megatron-core; None: the installed one.
+
+    Raises:
+        ValueError: the command line describes no model of this family, or sizes that do not fit together.
+    """
+    if lora is not None:
+        LoRA.parse(lora)
+    if boost is not None:
+        settings.refuse(Boost.parse(boost), to_argv(flags))
+    merged = taken(flags)
+    launch = large_of(merged, world_size, vocab_size)
+    remarks = [Remark(what, instead) for what, instead in launch.assumed]
+    sizes, missing = cover(launch.sizes, ranks)
+    remarks += [
+        Remark(
+            " with ".join(dict.fromkeys(pair)), f"needs more than {ranks} ranks (--ranks)", Treatment.UNTESTED
+        )
+        for pair in missing
+    ]
+    known = versions.chosen(version)
+    if lacking := parser.unknown((flag.name for flag in merged.flags), known):
+        remarks.append(
+            Remark(f"options that megatron-core {known} does not have", "", Treatment.KEPT, tuple(lacking))
+        )
+    if lora is not None:
+        remarks.append(Remark(f"adapters in the script: NEMOTRON3_LORA={lora}", _SCRIPT, Treatment.UNTESTED))
+    config, sized = _small(launch, sizes, remarks)
+    meaning, mechanism, treatments = list(sized), list[Flag](), dict[str, Treatment]()
+    grouped: dict[table.OptionGroup, list[str]] = {}
+    given = {flag.name: flag.values for flag in merged.flags}
+    for flag in merged.flags:
+        flag = _on_a_cpu(flag, remarks)
+        group = table.group(flag.name, flag.values, given)
+        treatments[flag.name] = group.treatment
+        if group.treatment is Treatment.KEPT and group.mechanism:
+            mechanism.append(flag)
+        elif group.treatment is Treatment.KEPT:
+            meaning += to_argv([flag])
+        if group.treatment in (Treatment.REPLACED, Treatment.UNTESTED) or group is table.UNKNOWN:
+            grouped.setdefault(group, []).append(str(flag))
+        if group.treatment is Treatment.UNTESTED and flag.name == "--moe-token-dispatcher-type":
+            mechanism.append(Flag(flag.name, ("alltoall",)))
+    for name in (name for name in table.DROPOUT if name not in treatments):
+        grouped.setdefault(table.group(name, ("0.1",)), []).append(f"{name} 0.1, Megatron's default")
+    remarks += [
+        Remark(group.what, group.instead, group.treatment, tuple(names)) for group, names in grouped.items()
+    ]
+    return Twin(
+        model=launch.model,
+        config=config,
+        large=launch.sizes,
+        sizes=tuple(sizes),
+        batch=batch_of(launch, sizes),
+        lora=lora,
+        boost=boost,
+        meaning=tuple(meaning),
+        mechanism=tuple(mechanism),
+        treatments=treatments,
+        remarks=tuple(dict.fromkeys(remarks)),
+    )
+
+
+def _on_a_cpu(flag: Flag, remarks: list[Remark]) -> Flag:
+    """Return an option without values that a CPU cannot have, and say so."""
+    if flag.name != "--recompute-modules" or not (lost := [m for m in flag.values if m in _MODULES]):
+        return flag
+    remarks.append(
+        Remark(
+            f"recomputation of {' and '.join(lost)}",
+            "kept in memory: they need Transformer Engine",
+            Treatment.UNTESTED,
+            (str(flag),),
+        )
+    )
+    kept = tuple(module for module in flag.values if module not in _MODULES)
+    return Flag(flag.name, kept or ("core_attn",))
+
+
+def _small(
+    launch: Large, sizes: Sequence[Sizes], remarks: list[Remark]
+) -> tuple[Nemotron3Config, tuple[str, ...]]:
+    """Return the small model, and words for what its configuration does not say."""
+    layout, model = launch.sizes.layout, launch.model
+    count = max(s.layout.stages for s in sizes)
+    chosen = cuts.chosen(launch.stages, count)
+    stages, apart = cuts.shortened(chosen, launch.stages)
+    lost = (
+        [pair for pair in cuts.borders(launch.stages) if pair not in cuts.borders(stages)]
+        if count > 1
+        else []
+    )
+    for pairs, what in ((lost, "cuts between stages"), (apart, "neighbors in a stage")):
+        if pairs:
+            shown = ", ".join(f"{one or 'nothing'} and {other or 'nothing'}" for one, other in pairs)
+            remarks.append(Remark(f"{what}: {shown}", "the small pipeline has fewer", Treatment.UNTESTED))
+    mtp, _ = cuts.shortened([model.mtp_pattern or ""], [model.mtp_pattern or ""])
+    config = small.small_model(model, layout, sizes, stages=stages, mtp=mtp[0])
+    config = config.but(vocab_size=small.PADDED_VOCABULARY - (8 if launch.padded else 0))
+    ep = max(s.layout.ep for s in sizes)
+    config, groups = small.router_groups(config, launch.given, layout.ep, ep)
+    return config, tuple(word for name, value in groups.items() for word in (name, str(value)))

@@ -1,0 +1,357 @@
+"""One training run in any layout, through Megatron's own schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_nemotron3.launch import ParallelLayout
+from megatron_nemotron3.launch.boosting import Boost
+from megatron_nemotron3.models.lora import LoRA, training
+from megatron_nemotron3.proof.certify import fsdp
+from megatron_nemotron3.proof.certify.batch import Batch, batches
+from megatron_nemotron3.proof.certify.case import Case
+from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
+from megatron_nemotron3.proof.certify.tensors import (
+    Pieces,
+    RanksDiffer,
+    Tensors,
+    gather,
+    gradients,
+    load,
+    pieces,
+)
+
+
+@dataclass
+class Result:
+    """What a run computed."""
+
+    #: Of each step: mean loss of all tokens, gradient norm, mean loss of each MTP depth.
+    losses: list[float]
+    norms: list[float]
+    mtp: list[list[float]]
+    #: Of the first step.
+    gradients: Tensors
+    #: After the last step; expert biases among them.
+    weights: Tensors
+
+
+def train(case: Case, weights: Tensors | None = None, timeout: float = 300) -> Result:
+    """Train `case` on its world, from the whole model's `weights` (None: as Megatron initializes them).
+
+    Raises:
+        RanksDiffer: what the ranks end with is not one model.
+        RuntimeError: a rank failed.
+        TimeoutError: a rank did not end.
+    """
+    return train_each(case, [weights], timeout)[0]
+
+
+def train_each(case: Case, starts: Sequence[Tensors | None], timeout: float = 300) -> list[Result]:
+    """As `train` from each of the `starts`, one after the other on the same ranks."""
+    ranks = run_distributed(
+        _train_each, case.layout.world_size, case, starts, timeout=timeout * len(starts), apart=True
+    )
+    return [_together(results) for results in zip(*ranks, strict=True)]
+
+
+def _together(ranks: Sequence[dict[str, Any]]) -> Result:
+    """The result that the ranks computed together."""
+    first = ranks[0]
+    for what in ("losses", "norms"):
+        if any(rank[what] != first[what] for rank in ranks):
+            raise RanksDiffer(f"ranks report different {what}: {[rank[what] for rank in ranks]}")
+    return Result(
+        losses=first["losses"],
+        norms=first["norms"],
+        mtp=ranks[-1]["mtp"],
+        gradients=gather([rank["gradients"] for rank in ranks]),
+        weights=gather([rank["weights"] for rank in ranks]),
+    )
+
+
+def initial_weights(case: Case, seed: int = 0) -> Tensors:
+    """Random weights of the model of `case`, a case of one rank, in which nothing is 1, 0 or equal to its
+    neighbor by default."""
+    (pieces,) = run_distributed(_built, 1, case, apart=True)
+    generator = torch.Generator().manual_seed(seed)
+
+    def randomized(key: str, tensor: Tensor) -> Tensor:
+        noise = torch.randn(tensor.shape, generator=generator)
+        if key.endswith("expert_bias"):
+            return noise * 1e-2
+        if ".adapter.linear_out." in key:  # zero before the first step, so A would have no gradient
+            return 0.1 * noise
+        if tensor.dim() == 1:  # gains, biases, A, D, dt
+            return tensor + 0.1 * noise
+        return tensor
+
+    return {key: randomized(key, tensor) for key, tensor in gather([pieces]).items()}
+
+
+# What follows runs on the ranks.
+
+
+def initialize_layout(layout: ParallelLayout, optimizer_instances: int = 1) -> None:
+    """Megatron's groups of a layout."""
+    vpp = layout.vpp if layout.vpp > 1 else None
+    initialize(
+        tp=layout.tp, pp=layout.pp, ep=layout.ep, etp=layout.etp, cp=layout.cp, vpp=vpp,
+        optimizer_instances=optimizer_instances,
+    )  # fmt: skip
+
+
+def build(case: Case, weights: Tensors | None = None) -> tuple[list[Any], Any]:
+    """Groups, this rank's chunks wrapped as the stock training loop wraps them, and its arguments."""
+    from megatron_nemotron3.train.build import megatron_args
+
+    if case.fault is not None:
+        case.fault()
+    args = megatron_args(case.argv(), case.layout.world_size)
+    initialize_layout(case.layout, args.num_distributed_optimizer_instances)
+    if args.vocab_size is None:
+        args.vocab_size = case.config.vocab_size
+    return wrapped(case, args, weights), args
+
+
+def wrapped(case: Case, args: Any, weights: Tensors | None = None) -> list[Any]:
+    """This rank's chunks, in groups that exist.
+
+    `weights` are loaded before Megatron-FSDP divides them, otherwise behind the wrappers.
+    """
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training.argument_utils import hybrid_config_from_args
+    from megatron.training.training import get_megatron_ddp_config
+
+    from megatron_nemotron3.post_training.boost.heads import training_heads
+
+    model_config = hybrid_config_from_args(args)
+    early = weights if args.use_megatron_fsdp else None
+    model_config.pre_wrap_hooks = [] if early is None else [partial(load, weights=early)]
+    if case.sabotage is not None:
+        model_config.pre_wrap_hooks.append(case.sabotage)
+    heads = training_heads(Boost.parse(case.boost)) if case.boost is not None else nullcontext()
+    with training(LoRA.parse(case.lora) if case.lora is not None else None), heads:
+        chunks = model_config.get_builder_cls()(model_config).build_distributed_models(
+            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+            ddp_config=get_megatron_ddp_config(args),
+            use_megatron_fsdp=args.use_megatron_fsdp,
+            use_torch_fsdp2=args.use_torch_fsdp2,
+        )
+    if weights is not None and early is None:
+        load(chunks, weights)
+    return chunks
+
+
+def _built(case: Case) -> Pieces:
+    return pieces(build(case)[0])
+
+
+def _loss(mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    loss, tokens = (output.float() * mask).sum(), mask.sum().to(torch.int)
+    return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.float()])}
+
+
+def _forward_step(labels: bool, iterator: Iterator[Batch], model: Any) -> tuple[Tensor, Any]:
+    batch, packed = next(iterator)
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        None,
+        labels=batch["labels"] if labels else None,
+        loss_mask=batch.get("model_mask"),
+        packed_seq_params=packed,
+    )
+    if not labels and output.shape[:2] == batch["labels"].shape:  # logits [b, s, v], on the last stage
+        output = torch.nn.functional.cross_entropy(output.mT, batch["labels"], reduction="none")
+    return output, partial(_loss, batch["loss_mask"])
+
+
+class Run:
+    """A model in training on this rank, driven as the stock training loop drives it."""
+
+    def __init__(
+        self, case: Case, weights: Tensors | None, built: tuple[list[Any], Any] | None = None
+    ) -> None:
+        """Build the model of `case`, or take what `build` returned."""
+        from megatron.core.distributed import finalize_model_grads
+        from megatron.core.optimizer import get_megatron_optimizer
+        from megatron.core.utils import get_model_config
+        from megatron.training.training import get_megatron_optimizer_config
+
+        self.case = case
+        self.chunks, self.args = built or build(case, weights)
+        optimizer, overrides = get_megatron_optimizer_config(self.args)
+        self.optimizer = get_megatron_optimizer(optimizer, self.chunks, config_overrides=overrides)
+        _schedule(self.optimizer, self.args)
+        config = get_model_config(self.chunks[0])
+        config.finalize_model_grads_func = finalize_model_grads
+        config.grad_scale_func = self.optimizer.scale_loss
+        if self.args.overlap_grad_reduce:  # FSDP changes that of the DDP config
+            no_sync = [chunk.no_sync for chunk in self.chunks]
+            config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+        for chunk in self.chunks:
+            chunk.train()
+
+    def forward_backward(self, step: int, whole_gradients: bool = False) -> float:
+        """Gradients of optimizer step `step`. Returns the loss per token of the global batch.
+
+        Args:
+            whole_gradients: reduce all of them to every rank, not just what its optimizer asks for.
+        """
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        case, data = self.case, batches(self.case)
+        # With several optimizer instances Megatron completes the sum of a rank's own shard only.
+        whole_gradients = whole_gradients and not self.fsdp  # which `gradients` gathers
+        instances = self.args.num_distributed_optimizer_instances > 1
+        gather_shards, whole_gradients = whole_gradients and instances, whole_gradients and not instances
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+            chunk.force_all_reduce = whole_gradients
+        self.optimizer.zero_grad()
+        several = len(self.chunks) > 1
+        reported = get_forward_backward_func()(
+            forward_step_func=partial(_forward_step, case.labels),
+            data_iterator=[data(step) for _ in self.chunks] if several else data(step),
+            model=self.chunks if several else self.chunks[0],
+            num_microbatches=self.microbatches,
+            seq_length=case.seq_length,
+            micro_batch_size=case.micro_batch_size,
+            decoder_seq_length=case.seq_length,
+            forward_only=False,
+            force_all_reduce=whole_gradients,
+        )
+        if gather_shards:
+            _gather_gradients(self.chunks)
+        return _mean_loss(reported)
+
+    @property
+    def microbatches(self) -> int:
+        """Those of this rank in a step."""
+        case = self.case
+        documents = sum(length > 0 for length in case.documents or ()) if case.separate else 1
+        return documents * case.sequences // case.micro_batch_size // case.layout.dp
+
+    def step(self) -> float:
+        """One step of the optimizer. Returns the norm of the gradients."""
+        _, norm, _ = self.optimizer.step()
+        return float(norm)
+
+    @property
+    def fsdp(self) -> bool:
+        """Whether Megatron-FSDP divides the model."""
+        return bool(self.args.use_megatron_fsdp)
+
+    def gradients(self) -> Pieces:
+        """Copies of all gradients of the last `forward_backward(whole_gradients=True)`."""
+        return fsdp.gradients(self.chunks[0]) if self.fsdp else gradients(self.chunks)
+
+    def weights(self) -> Pieces:
+        """Copies of all weights and buffers, after `finish`."""
+        return fsdp.weights(self.chunks[0]) if self.fsdp else pieces(self.chunks)
+
+    def finish(self) -> None:
+        """Gather what `--overlap-param-gather` would gather in the next forward pass."""
+        for chunk in () if self.fsdp else self.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.disable_forward_pre_hook(param_sync=True)
+
+
+def _schedule(optimizer: Any, args: Any) -> None:
+    """Give each group of parameters its rate and its weight decay, none to biases and vectors.
+
+    Megatron's scheduler does, when it is made and after every step; here rate and decay are constant.
+    """
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    OptimizerParamScheduler(
+        optimizer,
+        init_lr=args.lr,
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        lr_warmup_steps=0,
+        lr_decay_steps=1,
+        lr_decay_style="constant",
+        start_wd=args.weight_decay,
+        end_wd=args.weight_decay,
+        wd_incr_steps=1,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+    )
+
+
+def _train_each(case: Case, starts: Sequence[Tensors | None]) -> list[dict[str, Any]]:
+    """Runs on this rank, each with groups of its own."""
+    from megatron.core import parallel_state
+
+    results = [_train(case, starts[0])]
+    for weights in starts[1:]:
+        parallel_state.destroy_model_parallel()
+        results.append(_train(replace(case, fault=None), weights))  # which lasts as long as the process
+    return results
+
+
+def _train(case: Case, weights: Tensors | None) -> dict[str, Any]:
+    """A run on this rank."""
+    run = Run(case, weights)
+    result: dict[str, Any] = {"losses": [], "norms": [], "mtp": []}
+    for step in range(case.steps):
+        # All of the first step's gradients on every rank; afterwards as the optimizer asks for them.
+        result["losses"].append(run.forward_backward(step, whole_gradients=step == 0))
+        if step == 0:
+            result["gradients"] = run.gradients()
+        result["mtp"].append([loss / run.microbatches for loss in mtp_losses()])
+        result["norms"].append(run.step())
+    run.finish()
+    result["weights"] = run.weights()
+    return result
+
+
+def _gather_gradients(chunks: list[Any]) -> None:
+    """Complete every rank's gradients with the shards that the ranks of its optimizer instance summed."""
+    for chunk in chunks:
+        for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+            ranks, own = (
+                group.intra_distributed_optimizer_instance_group,
+                group.intra_distributed_optimizer_instance_rank,
+            )
+            for bucket in group.buckets:
+                shard = bucket.grad_data.chunk(ranks.size())[own].clone()
+                torch.distributed.all_gather_into_tensor(bucket.grad_data, shard, group=ranks)
+
+
+def _mean_loss(reported: list[dict[str, Tensor]]) -> float:
+    """Loss per token of the global batch, the same on every rank."""
+    from megatron.core import parallel_state
+
+    total = torch.zeros(2)
+    for values in reported:
+        total += values["lm loss"]
+    if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        torch.distributed.all_reduce(total, group=group)
+    torch.distributed.broadcast(
+        total,
+        src=parallel_state.get_pipeline_model_parallel_last_rank(),
+        group=parallel_state.get_pipeline_model_parallel_group(),
+    )
+    return float(total[0] / total[1])
+
+
+def mtp_losses() -> list[float]:
+    """Loss of each MTP depth as Megatron logs it but for the micro-batches, on ranks of the last stage."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    MTPLossLoggingHelper.reduce_metrics_in_tracker()
+    tracker = MTPLossLoggingHelper.tracker
+    values = tracker["loss_values"].tolist() if "loss_values" in tracker else []
+    MTPLossLoggingHelper.clean_metrics_in_tracker()
+    return values

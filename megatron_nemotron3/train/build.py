@@ -1,0 +1,249 @@
+"""Build a Nemotron 3 model inside a Python program: no shell, no global Megatron arguments.
+
+    import megatron_nemotron3 as n3
+    with n3.cpu_mode():                                   # on a GPU: leave this line out
+        model = n3.build_model("super", tiny=True)        # megatron.core HybridModel of this rank
+
+`build` constructs one model in your process; `run` starts a stock training script; `train` prepares text and
+trains with `train/pretrain_script.py` in processes of its own.
+
+The numbers take the same path for every caller: dataclass -> flags -> Megatron's own parser ->
+TransformerConfig -> Megatron's own model builder. So a model built here is the one that the stock script
+builds from our flags.
+"""
+
+from __future__ import annotations
+
+import io
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from megatron.core import __version__, parallel_state
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from megatron_nemotron3 import cpu, specs
+from megatron_nemotron3.launch import Launch, ParallelLayout, flags, precision_file, to_argv
+from megatron_nemotron3.layers.stack import Nemotron3Stack
+from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.stack_specs import MODULE
+from megatron_nemotron3.precision import settings as emulation
+
+
+def megatron_args(argv: Sequence[str], world_size: int, *, whole_world: bool = True) -> Namespace:
+    """Parse and validate words of a command line with Megatron's own parser; no global state changes.
+
+    Args:
+        argv: as `args.to_argv` gives them.
+        world_size: number of ranks of the layout, for Megatron's validation; a running process group
+            overrides it.
+        whole_world: whether the model has all ranks of a running process group. If not, nothing is read
+            from it.
+
+    Raises:
+        SystemExit: Megatron refuses an option (its message is on stderr).
+        AssertionError: Megatron refuses a combination.
+    """
+    from megatron.training import arguments
+
+    def reading_argv(parser: ArgumentParser) -> Any:
+        # Megatron calls `parse_args()` of what this hook returns, without words: so give them here.
+        parser.prog = "megatron_nemotron3"
+        return SimpleNamespace(parse_args=partial(parser.parse_args, list(argv)))
+
+    with redirect_stdout(io.StringIO()):  # a thousand lines of defaults
+        args = arguments.parse_args(reading_argv)
+        # Megatron reads both from the environment, which a running process group overrides.
+        args.rank, args.world_size = 0, world_size
+        if whole_world and torch.distributed.is_initialized():
+            args.rank, args.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        arguments.validate_args(args)
+    if args.spec and len(args.spec) == 2 and args.spec[0] == MODULE:
+        specs.named(*args.spec)
+    return args
+
+
+def model_config(launch: Launch, *, whole_world: bool = True) -> Any:
+    """Return Megatron's `HybridModelConfig` for a launch; its builder is `HybridModelBuilder`.
+
+    `whole_world` is False for a model that has only some ranks of the running process group.
+
+    A config does not record that NVFP4 is emulated. `build` says so to the linears that it builds; a builder
+    of your own must build inside `precision.settings.emulating`.
+
+    Raises:
+        RuleError: the launch violates a rule (`launch.rules`).
+        ValueError: its precision file is wrong, or leaves nothing in NVFP4.
+    """
+    from megatron.training import argument_utils
+
+    # The imported megatron-core need not be the installed one.
+    emitted = flags(replace(launch, megatron_core=__version__))
+    precision_file.check(launch)
+    args = megatron_args(to_argv(emitted), launch.layout.world_size, whole_world=whole_world)
+    if args.padded_vocab_size is None and args.vocab_size is None:
+        args.vocab_size = launch.config.vocab_size
+    return argument_utils.hybrid_config_from_args(args)
+
+
+def build(
+    launch: Launch,
+    *,
+    pg_collection: ProcessGroupCollection | None = None,
+    pre_process: bool | None = None,
+    post_process: bool | None = None,
+    vp_stage: int | None = None,
+    seed: int = 1234,
+) -> HybridModel:
+    """Build this rank's `HybridModel`, on the GPU, or on the CPU inside `cpu_mode`.
+
+    Megatron's groups are used where they exist (or `pg_collection`). Without a process group the layout must
+    be one rank, and a world of one process is set up, seeded with `seed`. `pre_process`, `post_process` and
+    `vp_stage` are those of Megatron's builder.
+
+    `launch.emulate` counts while the model is built. Without it an enclosing `precision.settings.emulating`
+    counts, or else the variable NEMOTRON3_EMULATE.
+
+    Raises:
+        RuntimeError: no GPU and not inside `cpu_mode`; several ranks wanted but torch.distributed is not
+            initialized; or Megatron built another stack than ours.
+        RuleError: the launch violates a rule.
+    """
+    if not torch.cuda.is_available() and not cpu.is_active():
+        raise RuntimeError("no GPU found: build inside `with megatron_nemotron3.cpu_mode():`")
+    config = model_config(launch)
+    _ensure_groups(launch.layout, seed)
+    builder = config.get_builder_cls()(config)
+    groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+    with emulation.emulating(launch.emulate or emulation.current()):
+        return verified(builder.build_model(groups, pre_process, post_process, vp_stage))
+
+
+#: Keywords of `build_model` that say how to build, rather than what.
+_HOW = ("pg_collection", "pre_process", "post_process", "vp_stage", "seed")
+
+
+def build_model(model: str | Nemotron3Config, **settings: Any) -> HybridModel:
+    """Build a model described in few words: `build_model("super", tiny=True, tp=2, precision="fp32")`.
+
+    Args:
+        model: a catalog name ("super") or a config of your own.
+        settings: keywords of `Launch.of` (`tiny`, `layout` or sizes of one such as `tp`, `precision`,
+            `backend`, `schedule`, `extra`, `te_precision_config_file`, `emulate`, …) and of `build`
+            (`pg_collection`, `pre_process`, `post_process`, `vp_stage`, `seed`).
+            `emulate` computes in NVFP4 without FP4 hardware (docs/nvfp4.md), with precision "nvfp4", backend
+            "torch" and a `te_precision_config_file`, which `nemotron3 precision NAME --output FILE` writes.
+            True: the published recipe; text: a value of NEMOTRON3_EMULATE, such as "nvfp4,sr=0".
+
+    Raises:
+        TypeError: an unknown keyword.
+        RuntimeError, ValueError: as `build` and `Launch.of`.
+    """
+    how = {name: settings.pop(name) for name in _HOW if name in settings}
+    return build(Launch.of(model, **settings), **how)
+
+
+def model_provider(
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    config: Any = None,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> HybridModel:
+    """Build from Megatron's global arguments, as `megatron.training.pretrain(model_provider=…)` requires.
+
+    `--spec` must name a spec of this package. With slime's arguments, which have `enable_mtp_training`, MTP
+    runs where slime asks for it (`mtp_on_request`).
+
+    Args:
+        config: a TransformerConfig; None: from the arguments.
+
+    Raises:
+        RuntimeError: Megatron built another stack than ours.
+    """
+    from megatron.training import argument_utils, get_args
+
+    args = get_args()
+    built = argument_utils.hybrid_config_from_args(args, config)
+    builder = built.get_builder_cls()(built)
+    groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+    model = verified(builder.build_model(groups, pre_process, post_process, vp_stage))
+    if hasattr(args, "enable_mtp_training"):
+        mtp_on_request(model)
+    return model
+
+
+def mtp_on_request(model: HybridModel) -> None:
+    """Let the caller of a forward say whether MTP runs, by the keyword `mtp_kwargs`, as slime does.
+
+    slime adds this keyword to Megatron's GPTModel. With `mtp_kwargs={"mtp_labels": tokens}` MTP's loss is
+    computed on the tokens, without it MTP does not run at all. Megatron's HybridModel does not know the
+    keyword and always runs MTP, whose labels it derives from `input_ids` if there are no others. So a hook
+    takes the keyword, and MTP is off during a forward without it: neither its weights nor the decoder then
+    have a gradient of MTP's loss. The model has MTP all the same: its weights are loaded, saved and exported.
+
+    Raises (in the forward):
+        ValueError: `mtp_labels` are not the tensor that is given as `input_ids`.
+    """
+    has_mtp = model.mtp_process
+
+    def take(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        labels = (kwargs.pop("mtp_kwargs", None) or {}).get("mtp_labels")
+        tokens = args[0] if args else kwargs["input_ids"]
+        if labels is not None and (labels.shape, labels.data_ptr()) != (tokens.shape, tokens.data_ptr()):
+            raise ValueError(
+                "mtp_labels is not the tensor input_ids: Megatron's HybridModel derives the labels of MTP "
+                "from input_ids; pass mtp_kwargs={'mtp_labels': input_ids}, or nothing"
+            )
+        model.mtp_process = has_mtp and labels is not None
+        return args, kwargs
+
+    def restore(*_: Any) -> None:
+        model.mtp_process = has_mtp
+
+    model.register_forward_pre_hook(take, with_kwargs=True, prepend=True)  # before hooks that bind arguments
+    model.register_forward_hook(restore, always_call=True)
+
+
+def verified(model: HybridModel) -> HybridModel:
+    """Return the model if its stack is ours. Megatron-Core silently builds its own if a spec fails to import.
+
+    Raises:
+        RuntimeError: the stack is another one.
+    """
+    if not isinstance(model.decoder, Nemotron3Stack):
+        raise RuntimeError(
+            f"Megatron built {type(model.decoder).__name__} instead of Nemotron3Stack: "
+            "pass --spec megatron_nemotron3.specs nemotron3_stack_spec"
+        )
+    return model
+
+
+def _ensure_groups(layout: ParallelLayout, seed: int) -> None:
+    """Use Megatron's groups, or create them for one process."""
+    if parallel_state.model_parallel_is_initialized():
+        return
+    if not torch.distributed.is_initialized():
+        if layout.world_size != 1:
+            raise RuntimeError(
+                f"layout {layout} needs {layout.world_size} ranks, but torch.distributed is not initialized: "
+                "start with torchrun and call torch.distributed.init_process_group first"
+            )
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+    )
+    model_parallel_cuda_manual_seed(seed)

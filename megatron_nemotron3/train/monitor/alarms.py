@@ -1,0 +1,159 @@
+"""Which warnings of the rules are printed, and when: one line for one fault. Standard library only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from megatron_nemotron3.models.series import AGGREGATES, spoken
+from megatron_nemotron3.train.monitor.rules import RULES, Rule
+from megatron_nemotron3.train.monitor.signs import WINDOW, Point, Series, Sign, number
+
+#: Measurements without a sign after which a row is over it: the next time is news.
+CALM = 5
+#: A row is settled if it was calm for `CALM` measurements and this many iterations.
+SETTLED_STEPS = 50
+#: Measurements from one line of a rule to the next; doubled for a row each time that it returns.
+PAUSE = 10
+#: Rows named in a line.
+NAMED = 6
+#: Length of the early phase of a run without bias updates, in iterations.
+EARLY = 1000
+
+_USED = re.compile(
+    r"(max_vio|max_vio_interval|dead_experts_interval|expert_bias_spread|expert_bias_mean|residual_rms|"
+    rf"zero_gradients)/.+|mtp_\d+ loss|{AGGREGATES}/"
+    r"(experts|top_k(/.+)?|interval_tokens|bias_update_rate|lm_loss|residual_rms_last_over_first)"
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a rule found, and what to do about it."""
+
+    rule: str
+    iteration: int
+    message: str
+    rows: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"iteration {self.iteration}: {self.message}"
+
+
+@dataclass
+class _Row:
+    """What a rule saw in one row so far, counted in measurements."""
+
+    #: With a firm sign in a row, and without any.
+    firm: int = 0
+    calm: int = 0
+    calm_since: int = 0
+    settled: bool = False
+    told: bool = False
+    times: int = 0
+    told_at: int = 0
+
+    def see(self, sign: Sign | None, iteration: int) -> None:
+        if sign is None:
+            self.calm += 1
+            self.calm_since = iteration if self.calm == 1 else self.calm_since
+            if self.calm >= CALM:
+                self.told = False
+                self.settled = self.settled or iteration - self.calm_since >= SETTLED_STEPS
+        else:
+            self.calm = 0
+        self.firm = self.firm + 1 if sign is not None and sign.firm else 0
+
+
+class Watchdog:
+    """Applies the rules as points arrive, and reports each fault once.
+
+    A fault is reported when a rule has seen it in `persist` measurements in a row. All rows that show it by
+    then share a line, and other rules of the subject are silent about it. A row is reported again only after
+    `CALM` measurements without it. Routers of a
+    young run are uneven while it is healthy, so until the early phase ends, only rows that had settled count.
+    The early phase lasts 1 / bias update rate iterations: in that time the update alone moves a bias across
+    the whole range of a score.
+    """
+
+    def __init__(self) -> None:
+        #: The last `WINDOW` points of every series that a rule examines.
+        self.series: dict[str, list[Point]] = {}
+        #: Everything that was found.
+        self.findings: list[Finding] = []
+        self._rows: dict[tuple[str, str], _Row] = {}
+        self._told_at: dict[str, int] = {}
+        self._measurements = 0
+
+    def add(self, iteration: int, values: Mapping[str, float]) -> list[Finding]:
+        """Add the values (tag -> value) of an iteration; return new findings."""
+        for tag, value in values.items():
+            if value == value and _USED.fullmatch(tag):
+                points = self.series.setdefault(tag, [])
+                points.append((iteration, value))
+                del points[:-WINDOW]
+        self._measurements += 1
+        found = [finding for rule in RULES if (finding := self._apply(rule, self.series, iteration))]
+        self.findings += found
+        return found
+
+    def _apply(self, rule: Rule, series: Series, iteration: int) -> Finding | None:
+        signs = rule.find(series)
+        known = {row for name, row in self._rows if name == rule.name}
+        for row in known | signs.keys() | _rows_of(series):
+            self._rows.setdefault((rule.name, row), _Row()).see(signs.get(row), iteration)
+        rate = number(series, "bias_update_rate")
+        early = rule.early and iteration <= (1 / rate if rate else EARLY)
+        news = [row for row in signs if self._is_news(rule, row, early)]
+        if not any(self._rows[rule.name, row].firm >= rule.persist for row in news):
+            return None
+        if self._measurements < self._told_at.get(rule.name, -PAUSE) + PAUSE:
+            return None
+        self._told_at[rule.name] = self._measurements
+        for row in news:
+            state = self._rows[rule.name, row]
+            state.told, state.told_at, state.times = True, self._measurements, state.times + 1
+        return Finding(rule.name, iteration, _message(rule, {row: signs[row] for row in news}), tuple(news))
+
+    def _is_news(self, rule: Rule, row: str, early: bool) -> bool:
+        """Whether a row shows the fault, was not reported, and is not part of what another rule reported."""
+        state = self._rows[rule.name, row]
+        if not state.firm or state.told or (early and not state.settled):
+            return False
+        if state.times and self._measurements < state.told_at + PAUSE * 2**state.times:
+            return False
+        begun = self._measurements - state.firm
+        family = [other for other in RULES if other.subject and other.subject == rule.subject]
+        told = {other: self._rows.get((other.name, row)) for other in family}
+        return not any(
+            seen is not None and seen.told and (other.explains or begun <= seen.told_at + PAUSE)
+            for other, seen in told.items()
+        )
+
+
+def _rows_of(series: Series) -> set[str]:
+    """All routers: a row that never shows a sign is calm."""
+    return {tag.partition("/")[2] for tag in series if tag.startswith("max_vio_interval/")}
+
+
+def _message(rule: Rule, signs: Mapping[str, Sign]) -> str:
+    worst = max(signs, key=lambda row: signs[row].size)
+    others = [spoken(row) for row in signs if row != worst]
+    more = ""
+    if others:
+        named = ", ".join(others[:NAMED]) + (", …" if len(others) > NAMED else "")
+        more = f" (and {len(others)} more: {named})"
+    return f"{signs[worst].text}{more}. {rule.advice}"
+
+
+def scan(history: Mapping[str, Iterable[Point]]) -> list[Finding]:
+    """Apply the rules to the history of a run, point by point, as they would have been applied during it."""
+    steps: dict[int, dict[str, float]] = {}
+    for tag, points in history.items():
+        for iteration, value in points:
+            steps.setdefault(iteration, {})[tag] = value
+    watchdog = Watchdog()
+    # Megatron also logs MTP losses at iterations that the monitors do not measure.
+    measured = [i for i in sorted(steps) if any(tag.startswith("max_vio/") for tag in steps[i])]
+    return [finding for i in measured for finding in watchdog.add(i, steps[i])]

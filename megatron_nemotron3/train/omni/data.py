@@ -1,0 +1,340 @@
+"""Batches of conversations with media, for training.
+
+    file = ChatFile(path, processor, config, seq_length=8192)
+    check(file)
+    lanes = {"language": (0, 2), "vision": (1, 4)}  # of this rank
+    batches = build_loader(file, samples=4, lanes=lanes)
+
+A line of the file is {"messages": […]} (`train.omni.conversation`); paths of media are relative to its
+folder. Tokens are computed once from headers and kept beside the file, as for text (`train.data.packing`), so
+every rank knows all rows of a microbatch and decodes only the media of its own encoders' lanes.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from megatron_nemotron3.boundary.feed import describe_ids
+from megatron_nemotron3.boundary.partition import sample_shares
+from megatron_nemotron3.common.files import open_outside
+from megatron_nemotron3.models.omni import OmniConfig
+from megatron_nemotron3.train.data.conversations import Conversation, parse_line
+from megatron_nemotron3.train.data.packing import PackedConversations, Row
+from megatron_nemotron3.train.omni.conversation import ENCODER, OmniEncoder, WithMedia, join
+from megatron_nemotron3.train.omni.layouts import LANGUAGE
+from megatron_nemotron3.train.omni.media import MediaError
+
+Batch = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ChatFile:
+    """A file of conversations, and how they become rows.
+
+    Attributes:
+        processor, config: `load_processor`, and the model.
+        seq_length: tokens of a row.
+        pack: several conversations in a row, which stay apart (`packing_kwargs`); then a lane of the language
+            model has one row. Otherwise each conversation has a row of its own.
+        multiple: conversations are padded to a multiple of it, `2 * cp` with context parallelism.
+        cache: folder of the tokens; None: `cache` beside the file.
+    """
+
+    path: str | os.PathLike[str]
+    processor: Any
+    config: OmniConfig
+    seq_length: int
+    pack: bool = True
+    multiple: int = 1
+    cache: str | None = None
+
+
+def build_loader(
+    file: ChatFile,
+    *,
+    samples: int,
+    lanes: Mapping[str, tuple[int, int]],
+    consumed_samples: int = 0,
+    workers: int = 0,
+    seed: int = 1234,
+) -> Iterator[Batch]:
+    """Make this rank's batches, without end; every epoch has another order.
+
+    A batch depends on its number alone, not on the workers nor on where the job was interrupted.
+
+    Args:
+        samples: rows of a microbatch over all lanes: the micro-batch size times the language model's DP.
+        lanes: module of this rank ("language", "vision", "sound") -> (its data lane, number of lanes). A lane
+            has an equal, contiguous share of the samples. Media of a module that is left out are not decoded.
+        consumed_samples: rows over all lanes that were used before.
+        workers: processes that decode; 0: this one.
+
+    Returns: batches with the keywords of `BoundaryMimoModel.forward`: input_ids, position_ids, labels and
+        loss_mask [b, s] of the lane of "language", or else of the first module; modality_inputs;
+        packing_kwargs if it is packed; and microbatch, the description of all lanes' rows, which a `RowFeed`
+        takes (`describe`).
+
+    Raises:
+        ValueError: the samples do not divide among the lanes, or a lane of packed rows has more than one; as
+            `Rows`.
+        MediaError: from the iterator: a medium cannot be decoded, or is not what the tokens were made for.
+    """
+    microbatches = Microbatches(Rows(file), samples, dict(lanes), seed)
+    if consumed_samples % samples:
+        raise ValueError(f"{consumed_samples} consumed samples are no multiple of {samples} of a microbatch")
+    return _batches(in_order(microbatches, itertools.count(consumed_samples // samples), workers))
+
+
+def describe(batch: Batch) -> Any:
+    """Description of a batch's global microbatch, for a `RowFeed`."""
+    return batch["microbatch"]
+
+
+def check(file: ChatFile, *, decode: bool = True, workers: int = 0) -> str:
+    """Read a whole file before training; all ranks of the default process group, if there is one, call it.
+
+    The first rank reads all lines and the headers of all media; then the ranks share the decoding.
+
+    Args:
+        decode: decode all media; False: read their headers only.
+
+    Returns: a line for the log: how full the rows are, and what is left out.
+
+    Raises:
+        ValueError: as `Rows`, a `MediaError` if it is a medium: the first one in the file, the same on every
+            rank.
+    """
+    world = torch.distributed.is_initialized()
+    rank, size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if world else (0, 1)
+    rows: Rows | None = None
+    for first in (True, False):  # the others find the first rank's tokens, or make their own on another disk
+        problem: Exception | None = None
+        try:
+            if first == (rank == 0):
+                rows = Rows(file)
+        except (OSError, ValueError) as error:
+            problem = error
+        _raise_first(None if problem is None else (0, problem), size)
+    assert rows is not None
+    failed: tuple[int, Exception] | None = None
+    if decode:
+        mine = range(rank, rows.conversations, size)
+        for number, outcome in zip(mine, in_order(_Decoded(rows), mine, workers), strict=True):
+            if isinstance(outcome, Exception):
+                failed = number, outcome
+                break
+    _raise_first(failed, size)
+    return rows.packed.describe()
+
+
+class Rows:
+    """Rows of a file, and the media of each.
+
+    Raises:
+        ValueError: a line is no conversation, no conversation fits a row, or none has an assistant.
+        MediaError: a medium cannot be used (from its header), or a conversation has more media tokens than a
+            row has. The message names file and line.
+        OSError: the file cannot be read.
+    """
+
+    def __init__(self, file: ChatFile) -> None:
+        self.path, self.config, self.pack = os.fspath(file.path), file.config, file.pack
+        self.encoder = OmniEncoder(
+            file.processor, file.config, os.path.dirname(self.path), most=file.seq_length
+        )
+        self.packed = PackedConversations(
+            self.path, self.encoder, file.seq_length, file.multiple, file.cache, file.pack
+        )
+        #: Of the whole file.
+        self.conversations = self.packed.in_file
+
+    def place(self, conversation: int) -> str:
+        """`file:line` of a conversation, by its number in the file."""
+        return f"{self.path}:{self.packed.origin(conversation)[0]}"
+
+    def encoded(self, conversation: int) -> WithMedia:
+        """Read a conversation again, with its media's headers.
+
+        Raises:
+            MediaError: it is not what the tokens were made for.
+        """
+        _, offset, part = self.packed.origin(conversation)
+        place = self.place(conversation)
+        with open_outside(self.path) as file:
+            file.seek(offset)
+            found: Conversation = list(parse_line(file.readline(), place))[part]
+        encoded = self.encoder.encode(found)
+        if not np.array_equal(encoded.ids, self.packed.tokens_of(conversation)):
+            raise MediaError(
+                f"{place}: its media are not those that its tokens were made for: remove {self.packed.folder}"
+            )
+        return encoded
+
+    def media(self, conversation: int, modalities: tuple[str, ...]) -> Batch:
+        """Decode the media of a conversation for these modalities: `modality_inputs`.
+
+        Raises:
+            MediaError: as `encoded` and `OmniEncoder.decode`.
+        """
+        known, tokens = self.packed.tokens_of(conversation), self.config.special_ids()
+        if not np.isin(known, [tokens[name] for name in modalities if name in tokens]).any():
+            return {}
+        found = [one for one in self.encoded(conversation).media if one.modality in modalities]
+        return self.encoder.decode(found, self.place(conversation))
+
+
+class Microbatches(Dataset[Any]):
+    """Microbatch by number: this rank's batch, or the exception that making it raised."""
+
+    def __init__(self, rows: Rows, samples: int, lanes: dict[str, tuple[int, int]], seed: int) -> None:
+        known = (LANGUAGE, *rows.config.special_ids())
+        if not lanes or set(lanes) - set(known):
+            raise ValueError(f"lanes of {', '.join(lanes) or 'no module'}: give some of {', '.join(known)}")
+        self.rows, self.samples, self.seed, self.lanes = rows, samples, seed, lanes
+        self.shares = {name: sample_shares(samples, size)[lane] for name, (lane, size) in lanes.items()}
+        if rows.pack and len(self.shares.get(LANGUAGE, ())) > 1:
+            raise ValueError(
+                f"a lane of {len(self.shares[LANGUAGE])} packed rows: use a micro-batch size of 1 and longer "
+                "rows, or do not pack"
+            )
+        self.special = rows.config.special_ids()
+
+    def __getitem__(self, number: int) -> Batch | Exception:
+        """Make a batch. An exception is returned, because a worker would raise it with its own traceback."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # sums depend on the number of threads
+        try:
+            return self._batch(number)
+        except (OSError, ValueError) as problem:
+            return problem
+        finally:
+            torch.set_num_threads(threads)
+
+    def _batch(self, number: int) -> Batch:
+        places = [self._place(number * self.samples + i) for i in range(self.samples)]
+        rows = [self.rows.packed.row(place) for place in places]
+        first = LANGUAGE if LANGUAGE in self.shares else next(iter(self.shares))
+        mine = [rows[i] for i in self.shares[first]]
+        packed = self.rows.pack
+        batch: Batch = {
+            "input_ids": _stack(mine, "tokens"),
+            "position_ids": _stack(mine, "positions"),
+            "labels": _stack(mine, "labels"),
+            "loss_mask": _stack(mine, "loss_mask"),
+            "modality_inputs": {},
+            "microbatch": describe_ids(
+                np.stack([row.tokens for row in rows]),
+                self.special,
+                [row.borders.tolist() for row in rows] if packed else (),
+            ),
+        }
+        if packed and first == LANGUAGE:
+            batch["packing_kwargs"] = _packing(mine[0])
+        for names in _equal_shares(self.shares):
+            share = self.shares[names[0]]
+            of_rows = (self.rows.packed.members(places[i]) for i in share)
+            decoded = [self.rows.media(one, names) for members in of_rows for one in members]
+            for name in names:
+                if joined := join(decoded, name):
+                    batch["modality_inputs"][name] = joined
+        return batch
+
+    def _place(self, sample: int) -> int:
+        """Row of a sample."""
+        epoch, place = divmod(sample, len(self.rows.packed))
+        return int(_order(self.seed, epoch, len(self.rows.packed))[place])
+
+
+class _Decoded(Dataset[Any]):
+    """Conversation by number: None if its media can be decoded, else the exception."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+
+    def __getitem__(self, conversation: int) -> Exception | None:
+        try:
+            self.rows.media(conversation, tuple(ENCODER))
+        except (OSError, ValueError) as problem:
+            return problem
+        return None
+
+
+def in_order(dataset: Dataset[Any], numbers: Any, workers: int) -> Iterator[Any]:
+    """torch's loader of single items, in their order; `workers` forked processes make them, 0: this one."""
+    loader = DataLoader(
+        dataset,
+        batch_size=None,
+        sampler=numbers,
+        num_workers=workers,
+        collate_fn=_as_it_is,
+        generator=torch.Generator(),  # the loader seeds its workers; the job's generator stays as it is
+    )
+    # A forked worker must not collect garbage of this process: a process group among it, or a decoder, waits
+    # for threads that do not exist there, and the worker hangs or dies.
+    gc.freeze()
+    try:
+        items = iter(loader)
+    finally:
+        gc.unfreeze()
+    yield from items
+
+
+def _batches(items: Any) -> Iterator[Batch]:
+    for item in items:
+        if isinstance(item, Exception):
+            raise item
+        yield item
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
+
+
+@lru_cache(maxsize=4)
+def _order(seed: int, epoch: int, rows: int) -> Any:
+    """Order of an epoch, as in `train.fine_tuning`."""
+    return np.random.default_rng((seed, epoch)).permutation(rows)
+
+
+def _equal_shares(shares: Mapping[str, range]) -> list[tuple[str, ...]]:
+    """Modalities of this rank, those with the same samples together, so that a file is read once."""
+    groups: dict[range, list[str]] = {}
+    for name, share in shares.items():
+        if name != LANGUAGE:
+            groups.setdefault(share, []).append(name)
+    return [tuple(names) for names in groups.values()]
+
+
+def _stack(rows: list[Row], name: str) -> torch.Tensor:
+    return torch.from_numpy(np.stack([getattr(row, name) for row in rows]))
+
+
+def _packing(row: Row) -> dict[str, Any]:
+    """Keywords of Megatron's `PackedSeqParams`. Padding is attended to by padding only."""
+    borders, longest = torch.from_numpy(row.borders), int(np.diff(row.borders).max())
+    return {
+        **{f"cu_seqlens_{side}{padded}": borders for side in ("q", "kv") for padded in ("", "_padded")},
+        "max_seqlen_q": longest,
+        "max_seqlen_kv": longest,
+        "total_tokens": len(row.tokens),
+    }
+
+
+def _raise_first(mine: tuple[int, Exception] | None, size: int) -> None:
+    """Raise the problem of the lowest number on every rank, if any rank has one."""
+    found: list[Any] = [mine]
+    if size > 1:
+        found = [None] * size
+        torch.distributed.all_gather_object(found, mine)
+    if problems := [one for one in found if one is not None]:
+        raise min(problems, key=lambda one: one[0])[1]

@@ -1,0 +1,154 @@
+"""Random tokens with pictures and sounds of random sizes, for trials of a layout without data.
+
+A sample is the same wherever it is asked for, so every layout trains on the same ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from megatron_nemotron3.boundary.feed import describe_ids
+from megatron_nemotron3.boundary.partition import sample_shares
+from megatron_nemotron3.models.omni import OmniConfig
+from megatron_nemotron3.train.omni.conversation import join
+from megatron_nemotron3.train.omni.data import in_order
+from megatron_nemotron3.train.omni.layouts import LANGUAGE, SOUND, VISION
+
+#: Sides of a picture in patches, and frames of a spectrogram.
+_SIDES, _FRAMES = (2, 4, 6, 8), (16, 100)
+#: Samples have no media, a picture, a sound, or two pictures and a sound.
+_KINDS = ((0, 0), (1, 0), (0, 1), (2, 1))
+#: What `BoundaryMimoModel.forward` takes for each token.
+_TOKENS = ("input_ids", "labels", "loss_mask", "position_ids")
+
+
+def build_loader(
+    made: MockSamples,
+    *,
+    samples: int,
+    lanes: Mapping[str, tuple[int, int]],
+    consumed_samples: int = 0,
+    workers: int = 0,
+) -> Iterator[dict[str, Any]]:
+    """Make this rank's batches, without end; arguments and batches are those of `data.build_loader`.
+
+    Raises:
+        ValueError: the samples do not divide among the lanes.
+    """
+    microbatches = _Microbatches(made, samples, lanes)
+    return in_order(microbatches, itertools.count(consumed_samples // samples), workers)
+
+
+class _Microbatches(Dataset[dict[str, Any]]):
+    """Microbatches of a rank by number."""
+
+    def __init__(self, made: MockSamples, samples: int, lanes: Mapping[str, tuple[int, int]]) -> None:
+        self.made, self.samples = made, samples
+        self.shares = {name: sample_shares(samples, size)[lane] for name, (lane, size) in lanes.items()}
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        first = number * self.samples
+        every = [self.made.tokens(first + i) for i in range(self.samples)]
+        ids = torch.stack([one["input_ids"] for one in every])
+        special = self.made.config.special_ids()
+        batch: dict[str, Any] = {"microbatch": describe_ids(ids, special), "modality_inputs": {}}
+        for name, share in self.shares.items():
+            if name == LANGUAGE:
+                batch |= {key: torch.stack([every[i][key] for i in share]) for key in _TOKENS}
+            elif media := join([self.made.media(first + i, name) for i in share], name):
+                batch["modality_inputs"][name] = media
+        batch.setdefault("input_ids", None)
+        return batch
+
+
+class MockSamples:
+    """Samples by number.
+
+    Args:
+        length: tokens of a sequence.
+    """
+
+    def __init__(self, config: OmniConfig, length: int, seed: int) -> None:
+        self.config, self.length, self.seed = config, length, seed
+
+    def tokens(self, number: int) -> dict[str, Any]:
+        """Return "input_ids", "labels", "loss_mask" and "position_ids" [s] of a sample."""
+        ids = self._text(number)
+        labels = torch.cat([ids[1:], ids.new_zeros(1)])
+        mask = ~torch.isin(labels, torch.tensor(self._special()))
+        mask[-1] = False
+        return {
+            "input_ids": ids,
+            "labels": labels,
+            "loss_mask": mask.float(),
+            "position_ids": torch.arange(self.length),
+        }
+
+    def media(self, number: int, modality: str) -> dict[str, Any]:
+        """Return `modality_inputs` of one modality of a sample; {} without any."""
+        sizes, random = self._sizes(number)[modality], self._random(number, 1)
+        if not sizes:
+            return {}
+        if modality == SOUND:
+            assert self.config.sound is not None
+            (frames,) = sizes
+            # As the processor's: the mask does not count the last frame of a centered spectrogram.
+            features = torch.randn(1, frames + 1, self.config.sound.mel_bins, generator=random)
+            mask = torch.arange(frames + 1)[None] < frames
+            return {SOUND: {"parakeet": {"input_features": features, "input_features_mask": mask}}}
+        grids = torch.tensor(sizes)
+        pixels = 3 * self.config.vision.patch_size**2
+        patches = torch.rand(int(grids.prod(1).sum()), pixels, generator=random)
+        return {VISION: {"radio": {"pixel_values": patches, "image_grid_hw": grids}}}
+
+    def _special(self) -> list[int]:
+        return list(self.config.special_ids().values())
+
+    def _random(self, number: int, part: int) -> torch.Generator:
+        return torch.Generator().manual_seed(2 * (self.seed * 1_000_003 + number) + part)
+
+    def _sizes(self, number: int) -> dict[str, list[Any]]:
+        """Grids of the pictures and frames of the sounds, as many as fit into half of the sequence."""
+        random = self._random(number, 0)
+
+        def choose(low: int, high: int) -> int:
+            return int(torch.randint(low, high, (), generator=random))
+
+        pictures, sounds = _KINDS[choose(0, len(_KINDS))]
+        side = self.config.vision.max_image_size // self.config.vision.patch_size
+        sides = [n for n in _SIDES if n <= side]
+        found: dict[str, list[Any]] = {VISION: [], SOUND: []}
+        room = self.length // 2
+        for _ in range(pictures):
+            grid = [sides[choose(0, len(sides))] for _ in range(2)]
+            room -= grid[0] * grid[1] // self.config.vision.merged_patches**2
+            if room >= 0:
+                found[VISION].append(grid)
+        for _ in range(sounds if self.config.sound else 0):
+            frames = choose(*_FRAMES)
+            room -= self._sound_rows(frames)
+            if room >= 0:
+                found[SOUND].append(frames)
+        return found
+
+    def _sound_rows(self, frames: int) -> int:
+        assert self.config.sound is not None
+        return -(-(frames + 1) // self.config.sound.subsampling_factor)
+
+    def _text(self, number: int) -> torch.Tensor:
+        sizes, random = self._sizes(number), self._random(number, 1)
+        ids = torch.randint(30, self.config.language.vocab_size, (self.length,), generator=random)
+        ids[torch.isin(ids, torch.tensor(self._special()))] = 2
+        at = 1
+        merged = self.config.vision.merged_patches**2
+        spans = [(VISION, height * width // merged) for height, width in sizes[VISION]]
+        spans += [(SOUND, self._sound_rows(frames)) for frames in sizes[SOUND]]
+        for modality, rows in spans:
+            ids[at : at + rows] = self.config.special_ids()[modality]
+            at += rows + 1
+        return ids

@@ -1,0 +1,178 @@
+"""What the folder of a run says about it. Any part may be missing, as in a young run or another script's."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from megatron_nemotron3.checkpoints import folders
+from megatron_nemotron3.checkpoints.structure import check_structure
+from megatron_nemotron3.common import lock
+from megatron_nemotron3.common.output import size_text
+from megatron_nemotron3.launch.manifest import NAME, Manifest, Part
+from megatron_nemotron3.models import Nemotron3Config, count, get
+from megatron_nemotron3.precision import report as precision
+from megatron_nemotron3.train import log
+from megatron_nemotron3.train.monitor import alarms, events
+
+#: Series of the log line, and the tags that Megatron gives them in event files.
+RATE, NORM, TIME = "learning rate", "grad norm", log.MILLISECONDS
+_TAGS = {RATE: "learning-rate", NORM: "grad-norm"}
+_SEQUENCE = "--seq-length"
+Points = list[tuple[int, float]]
+Rows = list[tuple[str, str]]
+
+
+@dataclass
+class Facts:
+    """A run. What could not be read is in `notes`, and left out of the rest."""
+
+    folder: Path
+    manifest: Manifest
+    curve: log.Curve
+    history: events.History = field(default_factory=dict)
+    precision: list[precision.Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @cached_property
+    def config(self) -> Nemotron3Config | None:
+        """The model, if the catalog has it."""
+        with contextlib.suppress(ValueError):
+            return get(self._model.get("name", ""))
+        return None
+
+    @property
+    def _model(self) -> Part:
+        return self.manifest.parts.get("model", {})
+
+    @property
+    def title(self) -> str:
+        """The model's title, or what the folder calls it."""
+        if self.config is not None:
+            return self.config.title
+        return self._model.get("name") or self.folder.resolve().name
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the run saves."""
+        inside = self.folder / folders.CHECKPOINTS
+        return inside if inside.is_dir() else self.folder
+
+    @property
+    def state(self) -> str:
+        """Whether the run is over, in words."""
+        steps = self.curve.steps
+        if (writer := lock.holder(self.checkpoints)) is not None:
+            at = f"step {max(steps)} of {steps[max(steps)].total}" if steps else "before the first step"
+            return f"running, {at} ({writer})"
+        if not steps:
+            return "no step was logged"
+        last = steps[max(steps)]
+        over = "finished" if last.iteration >= last.total else "stopped"
+        return f"{over} at step {last.iteration} of {last.total}"
+
+    def points(self, name: str) -> Points:
+        """A series of the log; of the event files if there is no log."""
+        if self.curve.steps:
+            found = ((i, step.values.get(name)) for i, step in sorted(self.curve.steps.items()))
+            return [(i, value) for i, value in found if value is not None]
+        return self.history.get(_TAGS.get(name, name), [])
+
+    @property
+    def tokens_per_second(self) -> Points:
+        """Tokens of a global batch by the seconds of a step."""
+        length = self.manifest.parts.get("launch", {}).get(_SEQUENCE, "")
+        if not length.isdigit():
+            return []
+        sizes = dict(self.points("global batch size"))
+        return [
+            (i, sizes[i] * int(length) / (ms / 1e3)) for i, ms in self.points(TIME) if ms > 0 and i in sizes
+        ]
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the rules of the monitors find in the whole history."""
+        return [str(finding) for finding in alarms.scan(self.history)]
+
+    def model_rows(self) -> Rows:
+        """Sizes of the model."""
+        rows = [("name", self._model["name"])] if "name" in self._model else []
+        if self.config is not None:
+            size = count(self.config)
+            rows += [
+                ("parameters", f"{size.trainable:,}"),
+                *((f"active {name.replace('_', ' ')}", f"{n:,}") for name, n in size.active.items()),
+                ("layers", f"{self.config.num_layers}: {self.config.pattern}"),
+            ]
+            if self.config.has_mtp:
+                rows.append(("MTP depths", str(self.config.mtp_num_layers)))
+        elif (pattern := self._model.get("--hybrid-layer-pattern")) is not None:
+            rows.append(("layers", pattern))
+        return rows
+
+    def run_rows(self) -> Rows:
+        """Begin, versions, and what was changed on the way."""
+        content = self.manifest.content
+        rows = [("folder", str(self.folder.resolve())), ("state", self.state)]
+        rows += [(name, str(content[name])) for name in ("command", "begun") if name in content]
+        rows += list(content.get("versions", {}).items())
+        for change in content.get("changes", []):
+            rows.append((f"changed at step {change['step']}", f"{change['part']}: {change['values']}"))
+        return rows
+
+    def loss_rows(self) -> Rows:
+        """First and last losses, and the mean pace."""
+        rows = []
+        if self.curve.steps:
+            first, last = (self.curve.steps[f(self.curve.steps)] for f in (min, max))
+            rows.append(("training loss", f"{first.loss:.3f} → {last.loss:.3f} at step {last.iteration}"))
+            rows += [(f"MTP depth {k}", f"{loss:.3f}") for k, loss in enumerate(last.mtp, 1)]
+        for name, losses in (("validation loss", self.curve.validation), ("test loss", self.curve.test)):
+            if losses:
+                rows.append((name, f"{losses[max(losses)]:.3f} at step {max(losses)}"))
+        if pace := [value for _, value in self.points(TIME)]:
+            rows.append(("time of a step, median", f"{sorted(pace)[len(pace) // 2] / 1e3:.2f} s"))
+        if rates := [value for _, value in self.tokens_per_second]:
+            rows.append(("tokens/s, median", f"{sorted(rates)[len(rates) // 2]:,.0f}"))
+        return rows
+
+    def checkpoint_rows(self) -> Iterator[tuple[str, str, str]]:
+        """Name, state and size of each checkpoint, the oldest first."""
+        for iteration in reversed(folders.iterations(self.checkpoints)):
+            path = folders.checkpoint_path(self.checkpoints, iteration)
+            files = (file.stat().st_size for file in path.rglob("*") if file.is_file())
+            yield path.name, check_structure(path).state, size_text(sum(files))
+
+    def options(self) -> dict[str, Rows]:
+        """All options of the launch, by part."""
+        return {name: sorted(part.items()) for name, part in self.manifest.parts.items() if part}
+
+
+def gather(folder: Path) -> Facts:
+    """Read a run's folder.
+
+    Raises:
+        ValueError: it is not a folder, or nothing in it is a run's; or its run.json is damaged.
+        ModuleNotFoundError: the tensorboard package is not installed, and there are event files.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: " + ("it is not a folder" if folder.exists() else "it does not exist"))
+    found = Facts(folder, Manifest(folder), log.read(str(folder / "train.log")))
+    if any(folder.rglob(events.PATTERN)):
+        try:
+            found.history = events.read(events.find(folder))
+        except ValueError as problem:
+            found.notes.append(str(problem))
+    if (folder / precision.FILE).exists():
+        try:
+            found.precision = precision.read(folder)
+        except precision.ReportError as problem:
+            found.notes.append(str(problem))
+    if not (found.manifest.content or found.curve.steps or found.history):
+        raise ValueError(
+            f"{folder}: it has neither {NAME} nor train.log nor event files: give the folder of a run"
+        )
+    return found

@@ -1,0 +1,212 @@
+"""From what a student is distilled, and how. Standard library only.
+
+    NEMOTRON3_DISTILL=teacher=runs/big
+    NEMOTRON3_DISTILL=kind=reverse-kl,temperature=2,weight=0.9,teacher=runs/big
+    NEMOTRON3_DISTILL not set                                      off
+
+`teacher=` comes last, because a path may contain anything; several teachers have a line each. `nemotron3 run`
+takes the same as two options, `--nemotron3-teacher DIR` and `--nemotron3-distill kind=…,temperature=…`, also
+among the script's own; they are repeated for several teachers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_nemotron3.common.options import hint
+from megatron_nemotron3.common.switches import DISTILL, EnvironmentSetting
+
+#: Options of `nemotron3 run`; they may stand among the script's own.
+TEACHER, HOW = "--nemotron3-teacher", "--nemotron3-distill"
+#: Divergences of teacher and student (divergence.py).
+KINDS = ("kl", "reverse-kl", "tv", "js")
+#: Losses of a teacher with another tokenizer (post_training/xtoken/loss.py), the default first.
+ACROSS = ("p-kl", "h-kl")
+#: Sizes of a layout, which a teacher shares with the student.
+_SIZES = ("tp", "cp", "ep", "etp", "pp")
+_WORDS = ("kind", "projection")
+_NUMBERS = ("temperature", "weight")
+_LAST = "teacher="
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """One teacher: to a token's loss it adds weight * T ** 2 * divergence.
+
+    Cross-entropy has the weight that all teachers together leave of 1.
+
+    Args:
+        teacher: folder of a checkpoint, or of logits that `nemotron3 logits` stored.
+        kind: of `KINDS`; with a projection of `ACROSS`.
+        temperature: T, which divides the logits of both. T ** 2 keeps the size of gradients.
+        weight: from above 0 to 1.
+        projection: file of `nemotron3 xtoken` for a teacher with another tokenizer.
+
+    Raises:
+        ValueError: a value is unknown or out of range.
+    """
+
+    teacher: str
+    kind: str = "kl"
+    temperature: float = 1.0
+    weight: float = 1.0
+    projection: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.teacher:
+            raise ValueError("no teacher: give the folder of its checkpoint, or of stored logits")
+        kinds = ACROSS if self.projection else KINDS
+        if self.kind not in kinds:
+            hint = "; those with projection=FILE are " + ", ".join(ACROSS) if kinds is KINDS else ""
+            raise ValueError(f"kind={self.kind}: use one of {', '.join(kinds)}{hint}")
+        if "," in self.projection:
+            raise ValueError(f"projection={self.projection}: give a path without a comma")
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"temperature={self.temperature:g}: give a positive number")
+        if not 0 < self.weight <= 1:
+            raise ValueError(f"weight={self.weight:g}: give a number above 0, up to 1")
+
+    @property
+    def how(self) -> str:
+        """The value of `HOW` with this meaning."""
+        words = [f"kind={self.kind}", *(f"{name}={getattr(self, name)!r}" for name in _NUMBERS)]
+        words += [f"projection={self.projection}"] * bool(self.projection)
+        return ",".join(words)
+
+
+#: The teachers of a run; () for none.
+Taught = tuple[Distillation, ...]
+#: Names of the two options, and their values.
+Names = tuple[str, str]
+Values = tuple[tuple[str, ...], tuple[str, ...]]
+
+
+def read(teachers: Sequence[str], hows: Sequence[str] = (), names: Names = (TEACHER, HOW)) -> Taught:
+    """Parse the values of the two options. The n-th of one goes with the n-th of the other.
+
+    Args:
+        hows: one for each teacher, or one for all, or none.
+        names: of the options, for messages.
+
+    Raises:
+        ValueError: a word has no meaning, is given twice, or its value is out of range; numbers do not fit;
+            or the weights are above 1 together.
+    """
+    if hows and not teachers:
+        raise ValueError(f"{names[1]} goes with {names[0]}: give both")
+    if len(hows) not in (0, 1, len(teachers)):
+        raise ValueError(
+            f"{names[1]} is given {len(hows)} times for {len(teachers)} teachers: give it once for each "
+            f"{names[0]}, in the same order, or once for all"
+        )
+    each = list(hows) * (len(teachers) if len(hows) == 1 else 1) or [""] * len(teachers)
+    pairs = zip(teachers, each, strict=True)
+    found = tuple(_read(one, how, 1 / len(teachers), names[1]) for one, how in pairs)
+    rest_of(found)
+    return found
+
+
+def rest_of(taught: Taught) -> float:
+    """The weight of cross-entropy: what the teachers leave of 1.
+
+    Raises:
+        ValueError: they are above 1 together.
+    """
+    rest = 1 - math.fsum(one.weight for one in taught)
+    if rest < -1e-9:
+        said = " + ".join(f"{one.weight:g}" for one in taught)
+        raise ValueError(f"weights of the teachers {said} are above 1: give less, cross-entropy has the rest")
+    return rest if rest > 1e-9 else 0.0
+
+
+def _read(teacher: str, how: str, weight: float, option: str) -> Distillation:
+    """One teacher; `weight` if none is given, `option` in messages."""
+    given: dict[str, Any] = {}
+    for word in filter(None, (part.strip() for part in how.split(","))):
+        name, _, value = word.partition("=")
+        if name in given:
+            raise ValueError(f"{option} {how}: {name} is given twice")
+        if name in _SIZES:
+            raise ValueError(
+                f"{option} {how}: {word}: a teacher runs in the student's layout: leave {name} out, or "
+                f"store its logits in that layout first (nemotron3 logits {teacher} --{name} N)"
+            )
+        if name not in (known := (*_WORDS, *_NUMBERS)):
+            raise ValueError(f"{option} {how}: {word!r}: use {'=, '.join(known)}={hint(name, known)}")
+        try:
+            given[name] = value if name in _WORDS else float(value)
+        except ValueError:
+            raise ValueError(f"{option} {how}: {word!r}: give a number") from None
+    if given.get("projection"):
+        given["projection"] = os.path.abspath(given["projection"])
+        given.setdefault("kind", ACROSS[0])
+    given.setdefault("weight", weight)
+    try:
+        return Distillation(teacher, **given)
+    except ValueError as problem:
+        raise ValueError(f"{option} {how}: {problem}" if how else str(problem)) from None
+
+
+def parse(text: str) -> Taught:
+    """Parse a value of NEMOTRON3_DISTILL; () for off.
+
+    Raises:
+        ValueError: as `read`, or there is no teacher.
+    """
+    if text in ("", "0"):
+        return ()
+    teachers, hows = [], []
+    for line in text.splitlines():
+        start = 0 if line.startswith(_LAST) else line.find(f",{_LAST}") + 1
+        if not line[start:].startswith(_LAST):
+            raise ValueError(f"{DISTILL}={text!r}: end with teacher=FOLDER")
+        teachers.append(line[start + len(_LAST) :])
+        hows.append(line[:start].rstrip(","))
+    return read(teachers, hows)
+
+
+def text_of(taught: Taught) -> str:
+    """The value of NEMOTRON3_DISTILL with this meaning."""
+    return "\n".join(f"{one.how},{_LAST}{one.teacher}" for one in taught)
+
+
+def teaching(taught: Taught) -> AbstractContextManager[None]:
+    """Inside the block models that Megatron builds learn from these teachers (`attach.distilling`)."""
+    if not taught:
+        return nullcontext()
+    from megatron_nemotron3.post_training.distill.attach import distilling
+
+    return distilling(*taught)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the two options of `nemotron3 run`."""
+    more: dict[str, Any] = {"action": "append", "default": []}
+    among = "repeatable; may stand among ARGS, too"
+    what = "learn from the model of a checkpoint, or from stored logits"
+    parser.add_argument(TEACHER, metavar="DIR", help=f"{what}; {among}", **more)
+    parser.add_argument(HOW, metavar="HOW", help=f"as kind=kl,temperature=2,weight=0.9; {among}", **more)
+
+
+def split_options(words: Sequence[str], options: argparse.Namespace) -> tuple[list[str], Values]:
+    """Take both options out of a script's words; the values are those of `add_options`, and then these."""
+    found = {TEACHER: list(options.nemotron3_teacher), HOW: list(options.nemotron3_distill)}
+    kept, rest = [], iter(words)
+    for word in rest:
+        name, equals, value = word.partition("=")
+        if name in found:
+            found[name].append(value if equals else next(rest, ""))
+        else:
+            kept.append(word)
+    return kept, (tuple(found[TEACHER]), tuple(found[HOW]))
+
+
+_DISTILLATION: EnvironmentSetting[Taught] = EnvironmentSetting(DISTILL, parse)
+#: Value of NEMOTRON3_DISTILL as it is now, for entry points. Raises ValueError as `parse` does.
+in_environment = _DISTILLATION.read

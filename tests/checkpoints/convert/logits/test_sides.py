@@ -1,0 +1,234 @@
+"""What each side reads: spellings of keys, dtypes, experts, routing, and transformers' functions."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_nemotron3.checkpoints.convert.logits import hugging_face
+from megatron_nemotron3.checkpoints.convert.logits.compare import CheckOptions, check_logits
+from megatron_nemotron3.checkpoints.convert.logits.reader import BAND_ELEMENTS, TensorReader
+from megatron_nemotron3.checkpoints.convert.logits.routing import TIE, Selection, agree
+from megatron_nemotron3.models import get
+from tests.support.checkpoint_pair import InMemory, Pair, pair
+from tests.support.convert_models import stored_parameters
+from tests.support.world import world_of_one
+
+pytest.importorskip("transformers")
+
+CONFIG = get("super-tiny").but(
+    name="sides", pattern="M-*E", vocab_size=300, dense_ffn_hidden_size=128, moe_router_topk=2
+)
+QUIET = CheckOptions(140, echo=lambda line: None)
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with world_of_one():
+        yield pair(CONFIG, tmp_path_factory.mktemp("hf"), seed=4)
+
+
+def figures(right: Pair, megatron: dict[str, Tensor], tokens: int = 140) -> list[float]:
+    source = InMemory(megatron, right.hf.folder)
+    report = check_logits(source, right.hf, right.config, CheckOptions(tokens, echo=lambda line: None))
+    assert report.passed, report.problems
+    return [layer.difference for layer in report.layers] + [logits.difference for logits in report.logits]
+
+
+#: Another spelling of some keys: (part of the key, its replacement).
+SPELLINGS: dict[str, list[tuple[str, str]]] = {
+    "wrapped": [("decoder.", "model.module.decoder."), ("embedding.", "model.module.embedding.")],
+    "separate norms": [
+        ("mixer.in_proj.layer_norm_weight", "norm.weight"),
+        ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+        ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+    ],
+    "older names": [
+        ("mtp_model_layer", "transformer_layer"),
+        ("decoder.final_norm", "decoder.final_layernorm"),
+    ],
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_other_spellings(right: Pair, spelling: str) -> None:
+    renamed = {}
+    for name, tensor in right.megatron.content.items():
+        for old, new in SPELLINGS[spelling]:
+            name = (
+                new + name.removeprefix(old) if name.startswith(old) else name.replace("." + old, "." + new)
+            )
+        renamed[name] = tensor
+    assert renamed.keys() != right.megatron.content.keys()
+    assert figures(right, renamed) == figures(right, right.megatron.content)
+
+
+def test_parameters_instead_of_torch_dist_keys(right: Pair) -> None:
+    """Legacy folders contain packed in_proj and conv1d, and one tensor per expert."""
+    parameters = stored_parameters(right.model)
+    assert "decoder.layers.0.mixer.in_proj.weight" in parameters
+    figures(right, parameters)
+
+
+@pytest.mark.parametrize("name", ["experts.{}.{}.weight", "local_experts.{}.{}.weight"])
+def test_experts_one_by_one(right: Pair, name: str) -> None:
+    tensors = {}
+    for key, tensor in right.megatron.content.items():
+        head, stacked, tail = key.partition("experts.experts.")
+        if stacked:
+            linear = tail.removesuffix(".weight")
+            middle = "experts." + name
+            tensors |= {head + middle.format(e, linear): part for e, part in enumerate(tensor)}
+        else:
+            tensors[key] = tensor
+    assert figures(right, tensors) == figures(right, right.megatron.content)
+
+
+def test_bfloat16(right: Pair) -> None:
+    """As released: everything except the expert bias."""
+
+    def rounded(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        keep = ("expert_bias", "e_score_correction_bias")
+        return {n: t if n.endswith(keep) else t.bfloat16() for n, t in tensors.items()}
+
+    megatron, hf = (InMemory(rounded(s.content), s.folder) for s in (right.megatron, right.hf))
+    assert check_logits(megatron, hf, right.config, QUIET).passed
+    # Comparing rounded with unrounded weights must fail.
+    assert not check_logits(right.megatron, hf, right.config, QUIET).passed
+
+
+def test_only_chosen_experts_are_read(right: Pair) -> None:
+    sources = [InMemory(s.content, s.folder) for s in (right.megatron, right.hf)]
+    report = check_logits(*sources, right.config, CheckOptions(3, echo=lambda line: None))
+    read = {name for name in sources[1].read_names if "layers.3.mixer.experts." in name and "up" in name}
+    (layer,) = (layer for layer in report.layers if layer.name.startswith("decoder.layers.3 "))
+    assert 2 <= len(read) == layer.experts <= 6 < CONFIG.num_moe_experts
+    assert report.experts == 2 * CONFIG.num_moe_experts  # the decoder's layer and MTP's
+    everything = set(right.hf.content) - {n for n in right.hf.content if ".experts." in n}
+    assert everything <= sources[1].read_names
+    shared = {n for n in right.megatron.content if "_extra_state" not in n}
+    assert shared == sources[0].read_names
+
+
+def test_extra_states_and_optimizer_are_left_alone(right: Pair) -> None:
+    more = {
+        "decoder.layers.0.mixer.in_proj._extra_state": torch.zeros(1),
+        "optimizer.state.step": torch.ones(1),
+    }
+    figures(right, right.megatron.content | more)
+
+
+def test_installed_kernels_are_not_used(right: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers uses mamba-ssm and causal-conv1d if they are installed, but their kernels need a GPU."""
+    modeling, _ = hugging_face.transformers_model()
+    for name in ("causal_conv1d_fn", "mamba2_chunk_scan"):
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError("no GPU")
+
+        function = getattr(modeling, name)
+        monkeypatch.setattr(modeling, name, functools.wraps(function)(kernel))
+    installed = modeling.mamba2_chunk_scan
+    figures(right, right.megatron.content)
+    assert modeling.mamba2_chunk_scan is installed  # as it was
+
+
+@pytest.mark.parametrize(("version", "right_one"), [("5.14.1", False), ("4.57.6", False), ("5.15.1", True)])
+def test_old_transformers_is_refused(version: str, right_one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    monkeypatch.setattr(transformers, "__version__", version)
+    if right_one:
+        hugging_face.transformers_model()
+        return
+    with pytest.raises(ImportError, match=rf"transformers {version} .*pip install 'transformers>=5\.15\.1'"):
+        hugging_face.transformers_model()
+
+
+def test_it_needs_neither_megatron_nor_transformers_to_be_imported() -> None:
+    """`pip install megatron-nemotron3[convert]` installs neither megatron-core nor transformers."""
+    code = (
+        "import sys, megatron_nemotron3.checkpoints.convert.logits.compare; "
+        "print([m for m in ('megatron', 'megatron.core', 'transformers', 'triton') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"
+
+
+# --- routing ----------------------------------------------------------------------------------------------
+
+
+def selection(*scores: float, topk: int = 2) -> Selection:
+    row = torch.tensor([scores])
+    return Selection(row, row.topk(topk).indices)
+
+
+def test_near_ties_take_their_experts() -> None:
+    ours, theirs = selection(0.9, 0.5, 0.5 - TIE / 2, 0.1), selection(0.9, 0.5 - TIE / 2, 0.5, 0.1)
+    experts, agreement = agree(ours, theirs)
+    assert sorted(experts[0].tolist()) == [0, 2]
+    assert (agreement.ties, agreement.others) == (1, 0)
+    assert agreement.scores == pytest.approx(TIE / 2, rel=1e-2)
+
+
+def test_a_model_with_near_ties_passes(right: Pair) -> None:
+    """Two experts share a row of the router: rounding decides which of them is selected last."""
+    megatron, hf = dict(right.megatron.content), dict(right.hf.content)
+    sides = (
+        (megatron, "decoder.layers.3.mlp.router.{}", "expert_bias", 0),
+        (hf, "backbone.layers.3.mixer.gate.{}", "e_score_correction_bias", 1),
+    )
+    for tensors, prefix, bias, preferred in sides:
+        for name in (prefix.format("weight"), prefix.format(bias)):
+            tensors[name] = tensors[name].clone()
+            tensors[name][1] = tensors[name][0]
+        tensors[prefix.format(bias)][preferred] += 1e-6
+    sources = [InMemory(t, right.hf.folder) for t in (megatron, hf)]
+    report = check_logits(*sources, right.config, QUIET)
+    (layer,) = (layer for layer in report.layers if layer.name.startswith("decoder.layers.3 "))
+    assert layer.ties > 0 and layer.others == 0 and layer.scores == pytest.approx(1e-6, rel=0.5)
+    assert report.passed, report.problems
+
+
+def test_other_choices_stay() -> None:
+    experts, agreement = agree(selection(0.9, 0.5, 0.4, 0.1), selection(0.9, 0.4, 0.5, 0.1))
+    assert sorted(experts[0].tolist()) == [0, 1]
+    assert (agreement.ties, agreement.others) == (0, 1)
+
+
+def test_the_order_of_experts_does_not_matter() -> None:
+    ours = selection(0.9, 0.5, 0.4)
+    _, agreement = agree(ours, Selection(ours.scores, ours.experts.flip(1)))
+    assert agreement == type(agreement)(0.0, 0, 0)
+
+
+def test_other_numbers_of_experts_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 experts per token, Hugging Face's has 1"):
+        agree(selection(0.9, 0.5, 0.4), selection(0.9, 0.5, 0.4, topk=1))
+
+
+# --- reader -----------------------------------------------------------------------------------------------
+
+
+def test_bands_are_small_and_complete(tmp_path: Path) -> None:
+    table = torch.randn(2 * BAND_ELEMENTS // 1000 + 7, 1000)
+    weights = TensorReader("test", InMemory({"w": table}, tmp_path))
+    bands = list(weights.bands("w", tuple(table.shape)))
+    assert len(bands) == 3 and all(band.numel() <= BAND_ELEMENTS for _, _, band in bands)
+    assert torch.equal(torch.cat([band for _, _, band in bands]), table)
+    x = torch.randn(2, 3, 1000)
+    torch.testing.assert_close(weights.linear(x, "w", tuple(table.shape)), x @ table.t(), rtol=0, atol=1e-3)
+
+
+def test_rows_of_one_expert(tmp_path: Path) -> None:
+    stacked = torch.randn(4, 6, 5)
+    weights = TensorReader("test", InMemory({"w": stacked}, tmp_path))
+    ((start, stop, band),) = weights.bands("w", (4, 6, 5), within=(2,))
+    assert (start, stop) == (0, 6) and torch.equal(band, stacked[2])

@@ -1,0 +1,207 @@
+"""LoRA adapters: peft's folders to Megatron and back, bit for bit, and merged as peft merges.
+
+tests/golden/peft was written by the peft library (tests/golden/make_peft_adapter.py).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_nemotron3.cli import main
+from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.lora import LoRA, training
+from tests.support.checkpoint_writer import write
+from tests.support.hf_folders import write_hf
+from tests.support.peft_model import FOLDER, MODEL, base_values, transformers_model
+from tests.support.world import world_of_one
+
+#: One A for q, k and v, as Megatron's linear_qkv has.
+_SHARED = {".k_proj.lora_A": ".q_proj.lora_A", ".v_proj.lora_A": ".q_proj.lora_A"}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The base model as a Hugging Face folder."""
+    folder = tmp_path_factory.mktemp("base") / "hf"
+    write_hf(folder, MODEL, values=base_values(), dtype="float32")
+    return folder
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    """peft's adapter with one A for q, k and v, in a type of its own."""
+    folder = shutil.copytree(FOLDER, tmp_path / "shared")
+    tensors = load_file(folder / "adapter_model.safetensors")
+    for name in tensors:
+        for old, new in _SHARED.items():
+            tensors[name] = tensors[name.replace(old, new)].clone() if old in name else tensors[name]
+    save_file({n: t.bfloat16() for n, t in tensors.items()}, folder / "adapter_model.safetensors")
+    return folder
+
+
+def run(*words: object) -> None:
+    assert main(["convert", *map(str, words), "--workers", "1"]) == 0
+
+
+def message(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    assert main(["convert", *map(str, words)]) == 2
+    return capsys.readouterr().err
+
+
+def assert_merged(folder: Path, merged: dict[str, Tensor]) -> None:
+    """The folder's tensors are `merged` to rounding, and the base's to the bit."""
+    found, before = load_file(folder / "model.safetensors"), base_values()
+    assert found.keys() == before.keys()
+    for name, value in found.items():
+        if name in merged:
+            assert not value.equal(before[name]), name
+            torch.testing.assert_close(value, merged[name], rtol=1e-6, atol=1e-6, msg=name)
+        else:
+            assert value.equal(before[name]), name
+
+
+def test_merged_as_peft_merges(base: Path, tmp_path: Path) -> None:
+    """peft's own adapter, with an A for each of q, k, v, merged on the way there and back."""
+    expected = load_file(FOLDER / "merged.safetensors")
+    assert len(expected) == 31
+    run("from-hf", base, tmp_path / "merged", "--adapter", FOLDER, "--merge-adapter")
+    run("to-hf", tmp_path / "merged", tmp_path / "one")
+    assert_merged(tmp_path / "one", expected)
+    run("from-hf", base, tmp_path / "megatron")
+    run("to-hf", tmp_path / "megatron", tmp_path / "other", "--adapter", FOLDER, "--merge-adapter")
+    assert_merged(tmp_path / "other", expected)
+
+
+def test_there_and_back(base: Path, shared: Path, tmp_path: Path) -> None:
+    """peft -> Megatron -> peft: every tensor to the bit, and a configuration that names the same matrices."""
+    run("from-hf", base, tmp_path / "megatron", "--adapter", shared)
+    run("to-hf", tmp_path / "megatron", tmp_path / "peft", "--adapter-only")
+    before, after = (load_file(f / "adapter_model.safetensors") for f in (shared, tmp_path / "peft"))
+    assert before.keys() == after.keys()
+    assert all(before[name].equal(after[name]) for name in before)
+    old, new = (json.loads((f / "adapter_config.json").read_text()) for f in (shared, tmp_path / "peft"))
+    for key in ("r", "lora_alpha", "peft_type", "use_rslora", "bias"):
+        assert old[key] == new[key], key
+    for key in ("target_modules", "target_parameters"):
+        assert sorted(old[key]) == sorted(new[key]), key
+    # Merged, it is what verify calls equal: a checkpoint with adapters is the merged model.
+    run("to-hf", tmp_path / "megatron", tmp_path / "hf", "--merge-adapter")
+    assert main(["verify", str(tmp_path / "megatron"), str(tmp_path / "hf"), "--workers", "1"]) == 0
+
+
+def trained(config: Nemotron3Config, lora: LoRA) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """Whole tensors of a Megatron model with random adapters, tokens, and its logits [s, vocabulary]."""
+    from megatron_nemotron3.proof.certify.tensors import gather, pieces
+    from megatron_nemotron3.train.build import build_model
+
+    made = torch.Generator().manual_seed(11)
+    with world_of_one(), training(lora):
+        model = build_model(config, precision="fp32", backend="torch").eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                assert parameter.requires_grad == (".adapter." in name), name
+                if ".adapter.linear_out." in name:
+                    parameter.normal_(std=0.2, generator=made)
+        tokens = torch.randint(config.vocab_size, (1, 40), generator=made)
+        with torch.no_grad():
+            logits = model(tokens, torch.arange(40)[None], None)
+        return gather([pieces([model])]), tokens, logits[0, :, : config.vocab_size]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_trained_adapter_in_transformers(tmp_path: Path) -> None:
+    """Logits of a Megatron model with adapters equal those of its merged export in transformers."""
+    pytest.importorskip("transformers")
+    lora = LoRA(("linear_qkv", "linear_fc1", "linear_fc2", "in_proj", "out_proj", "fc2_latent_proj"), 4, 16)
+    tensors, tokens, logits = trained(MODEL, lora)
+    write(tmp_path / "megatron", tensors, iteration=1)
+    run(
+        "to-hf",
+        tmp_path / "megatron",
+        tmp_path / "hf",
+        *_model(tmp_path),
+        "--lora-alpha",
+        16,
+        "--merge-adapter",
+    )
+    with torch.no_grad():
+        found = transformers_model(tmp_path / "hf")(tokens).logits[0]
+    torch.testing.assert_close(found, logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_trained_adapter_in_peft(tmp_path: Path) -> None:
+    """peft loads the adapter on transformers' base; logits, and peft's merge, equal ours."""
+    peft = pytest.importorskip("peft", reason="needs the peft library (make test-bridge has it)")
+    lora = LoRA(
+        ("linear_qkv", "linear_proj", "*.layers.1.*linear_fc1", "*experts.linear_fc2", "in_proj"), 4, 16
+    )
+    tensors, tokens, logits = trained(MODEL, lora)
+    write(tmp_path / "megatron", tensors, iteration=1)
+    options = (*_model(tmp_path), "--lora-alpha", 16)
+    bare = {name: value for name, value in tensors.items() if ".adapter." not in name}
+    write(tmp_path / "bare", bare, iteration=1)
+    run("to-hf", tmp_path / "bare", tmp_path / "base", *_model(tmp_path))
+    run("to-hf", tmp_path / "megatron", tmp_path / "peft", *options, "--adapter-only")
+    run("to-hf", tmp_path / "megatron", tmp_path / "merged", *options, "--merge-adapter")
+    loaded = peft.PeftModel.from_pretrained(transformers_model(tmp_path / "base"), tmp_path / "peft")
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tokens).logits[0], logits, rtol=0, atol=1e-5)
+    state = loaded.merge_and_unload().state_dict()
+    ours = transformers_model(tmp_path / "merged").state_dict()
+    for name, value in state.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-6, atol=1e-6, msg=name)
+
+
+def _model(folder: Path) -> tuple[str, str]:
+    (folder / "model.json").write_text(json.dumps({"base": "super-tiny", **_fields()}))
+    return "--model", str(folder / "model.json")
+
+
+def _fields() -> dict[str, object]:
+    from dataclasses import asdict
+
+    from megatron_nemotron3.models import get
+
+    old, new = asdict(get("super-tiny")), asdict(MODEL)
+    return {key: value for key, value in new.items() if value != old[key] and key not in ("name", "title")}
+
+
+def test_refused(base: Path, shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("from-hf", base, tmp_path / "plain")
+    run("from-hf", base, tmp_path / "lora", "--adapter", shared)
+    capsys.readouterr()
+    out = tmp_path / "out"
+    assert "one A" in message(capsys, "from-hf", base, out, "--adapter", FOLDER)
+    assert "--merge-adapter adds it" in message(capsys, "to-hf", tmp_path / "lora", out)
+    assert "has no LoRA adapter" in message(capsys, "to-hf", tmp_path / "plain", out, "--adapter-only")
+    assert "of its own" in message(
+        capsys, "to-hf", tmp_path / "lora", out, "--adapter", shared, "--merge-adapter"
+    )
+    assert "one of them" in message(
+        capsys, "to-hf", tmp_path / "lora", out, "--adapter-only", "--merge-adapter"
+    )
+    assert "adapter_config.json" in message(capsys, "from-hf", base, out, "--adapter", base)
+    for key, value, words in (
+        ("use_dora", True, "only plain LoRA"),
+        ("peft_type", "IA3", "only LORA"),
+        ("alpha_pattern", {"q_proj": 2}, "only plain LoRA"),
+        ("lora_alpha", "ten", "not valid"),
+        ("target_parameters", [], "does not hold"),
+    ):
+        broken = shutil.copytree(shared, tmp_path / f"broken {key}")
+        data = json.loads((broken / "adapter_config.json").read_text())
+        (broken / "adapter_config.json").write_text(json.dumps({**data, key: value}))
+        if key == "target_parameters":  # down_proj alone: nothing but the list says which of both it is
+            tensors = load_file(broken / "adapter_model.safetensors")
+            kept = {n: t for n, t in tensors.items() if ".base_layer." not in n}
+            save_file(kept, broken / "adapter_model.safetensors")
+        assert words in message(capsys, "from-hf", base, out, "--adapter", broken), key
+    assert not out.exists()

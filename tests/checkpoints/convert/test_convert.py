@@ -1,0 +1,336 @@
+"""Whole conversions of small models in both directions, with the command line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_nemotron3 import cli
+from megatron_nemotron3.checkpoints.convert import config_json, inventory, job
+from megatron_nemotron3.checkpoints.convert.checkpoints import open_checkpoint
+from megatron_nemotron3.models import Nemotron3Config, get, names, tiny
+from tests.support import convert_models as models
+from tests.support.checkpoint_writer import same_bytes
+from tests.support.counted_job import digest
+from tests.support.hf_folders import hf_values, read_hf, write_hf
+
+CONFIGS = {name: tiny(get(name)) for name in names()} | {"distinct": models.DISTINCT}
+CONFIGS |= {f"random{seed}": models.random_config(seed) for seed in range(6)}
+
+
+def nemotron3(*words: object) -> int:
+    return cli.main([str(word) for word in words])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_there_and_back(tmp_path: Path, name: str) -> None:
+    """A round trip keeps all bits and types, with a padded vocabulary in between."""
+    config = CONFIGS[name]
+    values = write_hf(tmp_path / "hf", config, files=2)
+    pad = ("--make-vocab-size-divisible-by", 300)
+    assert nemotron3("convert", "from-hf", tmp_path / "hf", tmp_path / "megatron", "--workers", 1, *pad) == 0
+    assert nemotron3("verify", tmp_path / "hf", tmp_path / "megatron", "--workers", 1) == 0
+    back = ("convert", "to-hf", tmp_path / "megatron", tmp_path / "back", "--shard-size", "40kB")
+    assert nemotron3(*back, "--workers", 2) == 0
+    found = read_hf(tmp_path / "back")
+    assert found.keys() == values.keys()
+    assert all(same_bytes(found[name], values[name]) for name in values)
+    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
+    opened = open_checkpoint(tmp_path / "megatron")
+    assert opened.padded_vocab_size == -(-config.vocab_size // 300) * 300
+    written = config_json.read(json.loads((tmp_path / "back/config.json").read_text()))
+    assert (written.pattern, written.mtp_pattern) == (config.pattern, config.mtp_pattern)
+
+
+def test_the_stored_tensors_are_what_the_rules_say(tmp_path: Path) -> None:
+    """Megatron's tensors, read by torch, equal the rules applied in memory."""
+    from torch.distributed.checkpoint import FileSystemReader, load
+
+    from tests.support import transform_arrays
+
+    config = models.DISTINCT
+    values = write_hf(tmp_path / "hf", config)
+    pad = ("--make-vocab-size-divisible-by", 512)
+    assert nemotron3("convert", "from-hf", tmp_path / "hf", tmp_path / "out", "--workers", 1, *pad) == 0
+    reader = FileSystemReader(tmp_path / "out/release")
+    stored = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in reader.read_metadata().state_dict_metadata.items()
+        if hasattr(entry, "size")
+    }
+    load(stored, storage_reader=reader, no_dist=True)
+    assert set(stored) == {t.name for t in inventory.megatron_tensors(config)}
+    layer = {kind: f"layers.{config.pattern.index(kind)}." for kind in config.pattern}
+    m, e, a, d = (("backbone." + layer[k], "decoder." + layer[k]) for k in "ME*-")
+    c = config
+    bc = c.mamba_num_groups * c.mamba_state_dim
+    rows = (c.mamba_inner_size, c.mamba_inner_size, bc, bc, c.mamba_num_heads)
+    parts = transform_arrays.split_rows(values[m[0] + "mixer.in_proj.weight"], rows)
+    for part, expected in zip(("z", "x", "B", "C", "dt"), parts):
+        assert stored[f"{m[1]}mixer.in_proj.weight.{part}"].equal(expected)
+    qkv = [values[f"{a[0]}mixer.{x}_proj.weight"] for x in "qkv"]
+    assert stored[a[1] + "self_attention.linear_qkv.weight"].equal(
+        transform_arrays.merge_qkv(*qkv, c.num_query_groups)
+    )
+    experts = [values[f"{e[0]}mixer.experts.{i}.down_proj.weight"] for i in range(c.num_moe_experts or 0)]
+    assert stored[e[1] + "mlp.experts.experts.linear_fc2.weight"].equal(torch.stack(experts))
+    bias = stored[e[1] + "mlp.router.expert_bias"]
+    assert bias.dtype == torch.float32 and bias.equal(values[e[0] + "mixer.gate.e_score_correction_bias"])
+    table = stored["embedding.word_embeddings.weight"]
+    assert (
+        table[:509].equal(values["backbone.embeddings.weight"])
+        and not table[509:].any()
+        and len(table) == 512
+    )
+    assert stored[d[1] + "mlp.linear_fc1.weight"].equal(values[d[0] + "mixer.up_proj.weight"])
+    inner = len(c.mtp_pattern or "")
+    last = f"mtp.layers.{2 * inner - 1}.final_layernorm.weight"
+    assert stored["mtp.layers.1.final_layernorm.weight"].equal(values[last])
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Nemotron3Config, dict[str, torch.Tensor]]:
+    """An HF folder of a tiny Super, and the Megatron folder converted from it."""
+    folder = tmp_path_factory.mktemp("small")
+    config = tiny(get("super"))
+    values = write_hf(folder / "hf", config)
+    assert nemotron3("convert", "from-hf", folder / "hf", folder / "megatron", "--workers", 1) == 0
+    return folder, config, values
+
+
+Small = tuple[Path, Nemotron3Config, dict[str, torch.Tensor]]
+
+
+def test_files_do_not_depend_on_the_number_of_workers(small: Small, tmp_path: Path) -> None:
+    for workers in (1, 3):
+        out = tmp_path / str(workers) / "out"
+        words = (small[0] / "hf", out, "--workers", workers, "--shard-size", "300kB")
+        assert nemotron3("convert", "from-hf", *words) == 0
+    one, three = digest(tmp_path / "1/out"), digest(tmp_path / "3/out")
+    assert one == three and len(one) > 8
+
+
+def test_a_cast_rounds_all_but_the_expert_bias(small: Small, tmp_path: Path) -> None:
+    folder, _, values = small
+    assert nemotron3("convert", "to-hf", folder / "megatron", tmp_path / "f32", "--dtype", "float32") == 0
+    for name, tensor in read_hf(tmp_path / "f32").items():
+        assert tensor.dtype == torch.float32 and tensor.equal(values[name].float())
+    assert json.loads((tmp_path / "f32/config.json").read_text())["dtype"] == "float32"
+    assert nemotron3("verify", tmp_path / "f32", folder / "megatron") == 1  # types differ
+    noise = {n: v.float() + 1e-3 * torch.randn(v.shape) for n, v in values.items()}
+    write_hf(tmp_path / "noise", small[1], values=noise, dtype="float32")
+    assert nemotron3("convert", "from-hf", tmp_path / "noise", tmp_path / "bf16", "--dtype", "bfloat16") == 0
+    assert nemotron3("convert", "to-hf", tmp_path / "bf16", tmp_path / "back") == 0
+    for name, tensor in read_hf(tmp_path / "back").items():
+        kept = name.endswith("e_score_correction_bias")
+        assert tensor.equal(noise[name] if kept else noise[name].to(torch.bfloat16)), name
+
+
+def test_a_reference_gives_its_files_and_config(small: Small, tmp_path: Path) -> None:
+    folder, config, _ = small
+    reference = tmp_path / "reference"
+    reference.mkdir()
+    base = config_json.write(config) | {"eos_token_id": 11, "auto_map": {"AutoConfig": "configuration.C"}}
+    (reference / "config.json").write_text(json.dumps(base))
+    copied = {"tokenizer.json": b"{}\n ", "generation_config.json": b"{ }", "modeling.py": b"# code\n"}
+    for name, data in copied.items():
+        (reference / name).write_bytes(data)
+    (reference / "model.safetensors").write_bytes(b"not copied")
+    words = ("convert", "to-hf", folder / "megatron", tmp_path / "out", "--reference", reference)
+    assert nemotron3(*words) == 0
+    found = digest(tmp_path / "out")
+    assert {name: found[name] for name in copied} == copied
+    written = json.loads(found["config.json"])
+    assert written["eos_token_id"] == 11 and written["auto_map"] == base["auto_map"]
+    (reference / "config.json").write_text(json.dumps(config_json.write(tiny(get("nano")))))
+    assert nemotron3(*words[:3], tmp_path / "other", *words[4:]) == 2
+
+
+def test_a_dry_run_writes_nothing(small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = small[0]
+    for way, source in (("to-hf", "megatron"), ("from-hf", "hf")):
+        assert nemotron3("convert", way, folder / source, tmp_path / "out", "--dry-run") == 0
+    out = capsys.readouterr().out
+    assert out.count("nothing was written") == 2 and "2 files, 6.1 MB" in out and "are free" in out
+    assert not list(tmp_path.iterdir())
+
+
+def test_verify_finds_one_bit(small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, config, values = small
+    changed = dict(values)
+    name = "backbone.layers.3.mixer.k_proj.weight"
+    changed[name] = values[name].clone()
+    changed[name].view(torch.int16)[5, 7] ^= 1
+    write_hf(tmp_path / "changed", config, values=changed)
+    assert nemotron3("verify", folder / "megatron", tmp_path / "changed") == 1
+    out = capsys.readouterr().out
+    assert f"differs      {name}: 1 of 8,192 elements, first at [5, 7]; CRC32" in out
+    assert "492 tensors" in out and "1 differ" in out
+    assert nemotron3("verify", folder / "megatron", tmp_path / "changed", "--json") == 1
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["equal"], facts["tensors_equal"], facts["tensors_different"]) == (False, 492, 1)
+    assert [one["tensor"] for one in facts["differences"]] == [name]
+    assert facts["a"]["kind"] == "torch_dist" and facts["b"]["kind"] == "hugging face"
+
+
+def test_verify_with_the_manifest(small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(small[0] / "megatron", copy)
+    assert nemotron3("verify", copy) == 0
+    path = copy / "release/__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    assert nemotron3("verify", copy) == 1
+    capsys.readouterr()
+    assert nemotron3("check", small[0] / "hf", "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["kind"] == "hugging face" and facts["sound"] and facts["tensors"] == 493
+    assert nemotron3("verify", copy, "--json") == 1
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["equal"] is False and facts["files"] - facts["files_equal"] == 1
+    assert len(facts["problems"]) == 1
+    assert nemotron3("verify", copy) == 1
+    path.unlink()
+    assert nemotron3("verify", copy) == 1
+    out = capsys.readouterr().out
+    assert f"{path}: CRC32" in out and f"{path}: No such file" in out
+    assert nemotron3("verify", small[0] / "hf") == 2
+
+
+def test_tensors_left_over(small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, config, values = small
+    more = values | {"vision.a": torch.zeros(2), "vision.b": torch.zeros(2)}
+    write_hf(tmp_path / "more", config, values=more)
+    words = ("convert", "from-hf", tmp_path / "more", tmp_path / "out")
+    assert nemotron3(*words) == 2
+    assert "2 tensors do not belong to the model, first 'vision.a'" in capsys.readouterr().err
+    assert nemotron3(*words, "--allow-unused", "vision.*") == 0
+    assert "2 unused tensors" in capsys.readouterr().out
+    assert nemotron3("verify", folder / "hf", tmp_path / "out") == 0
+
+
+def test_promised_mtp_without_weights(
+    small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lost = {n: v for n, v in small[2].items() if not n.startswith("mtp.")}
+    write_hf(tmp_path / "lost", small[1], values=lost)
+    assert nemotron3("convert", "from-hf", tmp_path / "lost", tmp_path / "out") == 2
+    assert "configuration has 1 MTP block(s) '*E' whose weights are missing" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_not_a_number(small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = hf_values(small[1])
+    values["backbone.layers.0.norm.weight"][3] = float("nan")
+    values["lm_head.weight"][5, 5] = -float("inf")
+    write_hf(tmp_path / "nan", small[1], values=values)
+    words = ("convert", "from-hf", tmp_path / "nan", tmp_path / "out")
+    assert nemotron3(*words) == 2
+    assert "has values that are NaN or infinite: --allow-nonfinite" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
+    assert nemotron3(*words, "--allow-nonfinite") == 0
+    assert nemotron3("verify", tmp_path / "nan", tmp_path / "out") == 0
+
+
+def test_too_little_space(
+    small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "free_bytes", lambda target: 1_000_000)
+    assert nemotron3("convert", "from-hf", small[0] / "hf", tmp_path / "out") == 2
+    assert "1,000,000 are free" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["to-hf", "{none}", "{out}"], "it does not exist"),
+        (["to-hf", "{hf}", "{out}"], "it is a Hugging Face folder: use `nemotron3 convert from-hf`"),
+        (["to-hf", "{megatron}", "{hf}"], "it exists: give a new folder"),
+        (["to-hf", "{megatron}", "{out}", "--iteration", "7"], "there is no iteration 7; there are: none"),
+        (["to-hf", "{megatron}", "{out}", "--model", "nano", "--tiny"], "super-tiny|nano-tiny"),
+        (["to-hf", "{megatron}", "{out}", "--model", "supper"], "did you mean 'super'"),
+        (["to-hf", "{megatron}", "{out}", "--shard-size", "many"], "give a size like 5GB"),
+        (["to-hf", "{megatron}", "{out}", "--workers", "0"], "--workers 0: give 1 or more"),
+        (["to-hf", "{megatron}", "{out}", "--vocab-size", "9999"], "vocab_size=9999 is more than"),
+        (
+            ["from-hf", "{megatron}", "{out}"],
+            "it is a Megatron checkpoint: use `nemotron3 convert to-hf`",
+        ),
+        (["from-hf", "{hf}", "{out}", "--make-vocab-size-divisible-by", "0"], "use 1 or more"),
+        (["from-hf", "{hf}", "{out}", "--tiny"], "--tiny requires --model"),
+    ],
+)
+def test_bad_input(
+    small: Small, tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = {name: str(small[0] / name) for name in ("hf", "megatron", "none")} | {
+        "out": str(tmp_path / "out")
+    }
+    assert nemotron3("convert", *(word.format(**places) for word in words)) == 2
+    error = capsys.readouterr().err
+    assert any(part in error for part in message.split("|")) and "Traceback" not in error
+    assert not list(tmp_path.iterdir())
+
+
+#: Refuses to import what a conversion must not need.
+_ALONE = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {refused!r}:
+            raise ModuleNotFoundError(name, name=name.partition(".")[0])
+sys.meta_path.insert(0, Refuse())
+from megatron_nemotron3 import cli
+raise SystemExit(cli.main({words!r}))
+"""
+_HEAVY = ("megatron", "transformers", "transformer_engine", "mamba_ssm", "triton", "safetensors")
+
+
+def _alone(refused: tuple[str, ...], *words: object) -> subprocess.CompletedProcess[str]:
+    code = _ALONE.format(refused=refused, words=[str(word) for word in words])
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+
+
+def test_needs_numpy_alone_and_torch_to_compute(small: Small, tmp_path: Path) -> None:
+    hf, made, back = small[0] / "hf", tmp_path / "megatron", tmp_path / "back"
+    for words in (
+        ("convert", "from-hf", hf, made, "--workers", 2),
+        ("convert", "to-hf", made, back, "--workers", 2),
+        ("verify", back, made, "--workers", 2),
+    ):
+        found = _alone((*_HEAVY, "torch"), *words)
+        assert found.returncode == 0, found.stderr
+    words = ("convert", "to-hf", made, tmp_path / "cast", "--dtype", "float32")
+    found = _alone((*_HEAVY, "torch"), *words)
+    assert (found.returncode, found.stdout) == (2, "")
+    assert "package torch is not installed: pip install 'megatron-nemotron3[convert]'" in found.stderr
+    assert not (tmp_path / "cast.partial").exists()
+    assert _alone(_HEAVY, *words).returncode == 0
+
+
+def test_the_tokenizer_in_a_checkpoint_goes_along(tmp_path: Path) -> None:
+    """Megatron's main saves it in the checkpoint (#6280); a file of --reference comes before it."""
+    write_hf(tmp_path / "hf", models.DISTINCT)
+    assert nemotron3("convert", "from-hf", tmp_path / "hf", tmp_path / "megatron", "--workers", 1) == 0
+    place = tmp_path / "megatron/release/tokenizer"
+    place.mkdir()
+    for name in ("tokenizer.json", "special_tokens_map.json", "notes.txt"):
+        (place / name).write_text(f'{{"{name}": 1}}')
+    assert nemotron3("check", tmp_path / "megatron") == 0
+    to_hf = ("convert", "to-hf", tmp_path / "megatron")
+    assert nemotron3(*to_hf, tmp_path / "with", "--workers", 1) == 0
+    assert (tmp_path / "with/tokenizer.json").read_bytes() == (place / "tokenizer.json").read_bytes()
+    assert (tmp_path / "with/special_tokens_map.json").exists() and not (tmp_path / "with/notes.txt").exists()
+    (tmp_path / "hf/tokenizer.json").write_text("{}")
+    reference = ("--reference", tmp_path / "hf")
+    assert nemotron3(*to_hf, tmp_path / "other", "--workers", 1, *reference) == 0
+    assert (tmp_path / "other/tokenizer.json").read_text() == "{}"
+    assert (tmp_path / "other/special_tokens_map.json").exists()

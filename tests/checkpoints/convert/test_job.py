@@ -1,0 +1,356 @@
+"""A folder gets its name when it is complete, and a killed job continues where it stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from megatron_nemotron3 import cli
+from megatron_nemotron3.checkpoints.convert import conversion, streams
+from megatron_nemotron3.checkpoints.convert import job as job_module
+from megatron_nemotron3.checkpoints.convert.job import JOURNAL, MANIFEST, Progress, partial_of, run
+from megatron_nemotron3.checkpoints.convert.plan import Slices
+from megatron_nemotron3.checkpoints.convert.streams import FilePlan
+from megatron_nemotron3.checkpoints.metadata import CheckpointError
+from megatron_nemotron3.models import get, tiny
+from tests.support.counted_job import Numbers, counted, digest
+from tests.support.hf_folders import write_hf
+
+#: Runs a job in a process of its own: tests kill it.
+_COMMAND = "from tests.support.counted_job import main; main({target!r}, {workers}, {delay})"
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_every_file_and_its_checksum(tmp_path: Path, workers: int) -> None:
+    seen: list[Progress] = []
+    job = counted(tmp_path / "new" / "out")
+    manifest = run(job, workers=workers, report=seen.append)
+    found = digest(tmp_path / "new" / "out")
+    assert set(found) == {"sub/file0", "sub/file2", "sub/file4", "index", "sub/last", MANIFEST}
+    assert json.loads(found.pop(MANIFEST)) == manifest
+    for plan in job.files:
+        expected = b"head%d" % int(plan.name[-1])
+        for part in plan.parts[1:]:
+            data = job.source.read(part.tensor, part.slices).tobytes()
+            expected += b"<" + data + zlib.crc32(data).to_bytes(4, "big")
+        assert found[plan.name] == expected
+        entry = manifest["files"][plan.name]
+        assert entry == {"bytes": len(expected), "crc32": f"{zlib.crc32(expected):08x}"}
+    assert seen[-1].done == seen[-1].total == sum(plan.length for plan in job.files)
+    assert os.listdir(tmp_path / "new") == ["out"]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_killed_at_any_moment(tmp_path: Path, workers: int) -> None:
+    """Kill the job (SIGKILL), each time a little later, and repeat the command until it ends."""
+    run(counted(tmp_path / "whole"))
+    expected = digest(tmp_path / "whole")
+    command = _COMMAND.format(target=str(tmp_path / "out"), workers=workers, delay=0.004)
+    kills = 0
+    for attempt in range(200):
+        process = subprocess.Popen([sys.executable, "-c", command], cwd=Path(__file__).parents[3])
+        try:
+            assert process.wait(0.25 + 0.03 * attempt) == 0
+            break
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            kills += 1
+            if (tmp_path / "out").exists():  # it has its name: it is complete
+                break
+    assert digest(tmp_path / "out") == expected
+    assert kills >= 2 and not partial_of(tmp_path / "out").exists()
+
+
+def test_finished_files_are_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = counted(tmp_path / "out")
+    written: list[str] = []
+    write = streams.write
+
+    def fail_at_the_last(plan: FilePlan, *args: object, **options: object) -> int:
+        if plan.name == "sub/file4" and not written.count("sub/file4"):
+            written.append(plan.name)
+            raise OSError("disk gone")
+        written.append(plan.name)
+        return write(plan, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(job_module, "write", fail_at_the_last)
+    with pytest.raises(OSError, match="disk gone"):
+        run(job)
+    partial = partial_of(tmp_path / "out")
+    before = (partial / "sub/file0").stat().st_ino
+    with open(partial / JOURNAL, "ab") as journal:
+        journal.write(b'{"file": "sub/fi')  # killed while it wrote a line
+    (partial / "sub/.file4.part").write_bytes(b"half")
+    (partial / "sub/file2").write_bytes(b"cut")
+    run(job)
+    assert written == ["sub/file0", "sub/file2", "sub/file4", "sub/file2", "sub/file4"]
+    assert (tmp_path / "out/sub/file0").stat().st_ino == before
+    run(counted(tmp_path / "again"))
+    assert digest(tmp_path / "out") == digest(tmp_path / "again")
+
+
+def test_killed_before_the_journal_has_its_name(tmp_path: Path) -> None:
+    partial = partial_of(tmp_path / "out")
+    partial.mkdir()
+    (partial / f".{JOURNAL}.part").write_bytes(b"{")
+    run(counted(tmp_path / "out"))
+    run(counted(tmp_path / "whole"))
+    assert digest(tmp_path / "out") == digest(tmp_path / "whole")
+
+
+def test_killed_before_the_folder_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "out"
+
+    def killed(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(job_module.os, "replace", lambda a, b: killed() if b == target else os.rename(a, b))
+        run(counted(target))
+    assert not (partial_of(target) / JOURNAL).exists()
+    written: list[str] = []
+    monkeypatch.setattr(job_module, "write", lambda plan, *args, **kwargs: written.append(plan.name))
+    run(counted(target))
+    assert written == []
+    run_again = digest(target)
+    monkeypatch.undo()
+    run(counted(tmp_path / "whole"))
+    assert run_again == digest(tmp_path / "whole")
+
+
+def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / "file").touch()
+    with pytest.raises(ValueError, match="it exists: give a new folder"):
+        run(counted(target))
+    (target / "file").unlink()  # an empty folder is as good as none
+    partial = partial_of(target)
+    partial.mkdir()
+    (partial / "mine").touch()
+    with pytest.raises(ValueError, match="is not an interrupted conversion: remove it"):
+        run(counted(target))
+    (partial / "mine").unlink()
+    (partial / JOURNAL).write_text('{"plan": "another"}\n')
+    with pytest.raises(ValueError, match="an interrupted conversion with other options"):
+        run(counted(target))
+    (partial / JOURNAL).unlink()
+    monkeypatch.setattr(job_module, "free_bytes", lambda target: (64 << 20) + 100)
+    with pytest.raises(ValueError, match=r"[\d,]+ bytes are still to be written, 67,108,964 are free"):
+        run(counted(target))
+    assert not list(partial.iterdir()) and not list(target.iterdir())
+    monkeypatch.undo()
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="not a writable folder"):
+        run(counted(tmp_path / "file" / "out"))
+    run(counted(target))
+
+
+def test_two_at_once(tmp_path: Path) -> None:
+    """The second says who writes there; it changes nothing, and the first one ends as if alone."""
+    partial = partial_of(tmp_path / "out")
+    command = _COMMAND.format(target=str(tmp_path / "out"), workers=2, delay=0.02)
+    process = subprocess.Popen([sys.executable, "-c", command], cwd=Path(__file__).parents[3])
+    while not (partial / JOURNAL).exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    with pytest.raises(ValueError, match=f"{partial} is in use by {process.pid} on .* since"):
+        run(counted(tmp_path / "out"))
+    assert process.wait() == 0
+    run(counted(tmp_path / "whole"))
+    assert digest(tmp_path / "out") == digest(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_damaged_source_ends_the_job(tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def damaged(self: Numbers, name: str, slices: Slices) -> numpy.ndarray:
+        raise CheckpointError(f"{name} is damaged")
+
+    monkeypatch.setattr(Numbers, "read", damaged)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        run(counted(tmp_path / "out"), workers=workers)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_killed_worker_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Numbers, "read", lambda self, name, slices: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(ValueError, match="a worker was killed .* fewer --workers"):
+        run(counted(tmp_path / "out"), workers=2)
+
+
+# -- the source changes after a kill -------------------------------------------------------------------
+
+
+#: Calls at which a job is killed; between two of them nothing changes on the disk.
+_STEPS = ("replace", "unlink", "fsync", "rmdir", "mkdir", "rename")
+
+
+def _killed_at(step: int, words: list[str]) -> int | None:
+    """Run a command in a process that is killed before its call `step` of _STEPS.
+
+    Returns the number of calls if it ended before, else None.
+    """
+    if (child := os.fork()) == 0:
+        calls = 0
+        for name in _STEPS:
+            real = getattr(os, name)
+
+            def counted_call(*args: Any, real: Any = real, **options: Any) -> Any:
+                nonlocal calls
+                if calls == step:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                calls += 1
+                return real(*args, **options)
+
+            setattr(os, name, counted_call)
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+        os._exit(calls if cli.main(words) == 0 else 255)
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        return None
+    assert 0 < os.WEXITSTATUS(status) < 255
+    return os.WEXITSTATUS(status)
+
+
+def _small_source(folder: Path) -> Path:
+    write_hf(folder, tiny(get("super")).but(pattern="M*", mtp_pattern=None, mtp_num_layers=0, vocab_size=40))
+    return folder
+
+
+def _new_weights(folder: Path) -> None:
+    """Other weights of the same size."""
+    path = folder / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-2000:] = bytes(byte ^ 1 for byte in data[-2000:])
+    path.write_bytes(data)
+
+
+def _new_metadata(folder: Path) -> None:
+    """The same model in other words; the weights stay."""
+    data = json.loads((folder / "config.json").read_text())
+    data["_name_or_path"] = data.get("_name_or_path", "") + "x"
+    (folder / "config.json").write_text(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    ("change", "every"),
+    [
+        (_new_weights, 7),
+        pytest.param(_new_weights, 1, marks=pytest.mark.full),
+        pytest.param(_new_metadata, 1, marks=pytest.mark.full),
+    ],
+)
+def test_killed_at_every_step_and_the_source_changed(
+    tmp_path: Path, change: Callable[[Path], None], every: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same command never ends well with old weights. The last steps follow the manifest."""
+    source, out = _small_source(tmp_path / "hf"), tmp_path / "out"
+    words = ["convert", "from-hf", str(source), str(out), "--workers", "1"]
+    steps = _killed_at(1000, words)
+    assert steps is not None and steps > 20
+    refused = 0
+    for step in sorted({*range(0, steps, every), *range(steps - 8, steps)}):
+        shutil.rmtree(partial_of(out), ignore_errors=True)
+        shutil.rmtree(out, ignore_errors=True)
+        assert _killed_at(step, words) is None
+        if out.exists():  # killed after the rename
+            continue
+        change(source)
+        capsys.readouterr()
+        status = cli.main(words)
+        if status == 2:
+            refused += 1
+            assert "or the source has changed since" in capsys.readouterr().err and not out.exists()
+        else:
+            assert status == 0 and cli.main(["verify", str(source), str(out), "--workers", "1"]) == 0
+    assert refused > 4
+
+
+def test_killed_before_the_folder_has_its_name_then_other_options(tmp_path: Path) -> None:
+    """A manifest of a conversion that allowed NaN, or read the optimizer's masters, counts for no other."""
+    source, out = _small_source(tmp_path / "hf"), tmp_path / "out"
+    with open(source / "model.safetensors", "r+b") as file:
+        file.seek(-2, os.SEEK_END)
+        file.write(b"\xc0\x7f")  # NaN
+    words = ["convert", "from-hf", str(source), str(out), "--workers", "1"]
+    step = 0
+    while not (partial_of(out) / MANIFEST).exists():
+        shutil.rmtree(partial_of(out), ignore_errors=True)
+        assert _killed_at(step := step + 3, [*words, "--allow-nonfinite"]) is None
+    assert cli.main(words) == 2 and not out.exists()
+    names = {one.name for one in fields(conversion.ToHfOptions)} - set(conversion._NO_EFFECT)
+    assert "from_masters" in names and names < set(conversion._job_options(conversion.ToHfOptions()))
+    jobs = [replace(counted(tmp_path), options={"from_masters": given}) for given in (False, True)]
+    assert jobs[0].fingerprint() != jobs[1].fingerprint()
+
+
+def test_a_source_that_changes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, out = _small_source(tmp_path / "hf"), tmp_path / "out"
+    real = job_module.write
+
+    def change_then_write(*args: Any, **options: Any) -> int:
+        _new_weights(source)
+        return real(*args, **options)
+
+    monkeypatch.setattr(job_module, "write", change_then_write)
+    with pytest.raises(ValueError, match="its files changed while they were converted"):
+        conversion.convert_from_hf(source, out, conversion.FromHfOptions())
+    assert not out.exists()
+
+
+# -- what is in the way ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_full_disk_says_that_the_command_continues(tmp_path: Path, workers: int) -> None:
+    """RLIMIT_FSIZE ends a write as a full disk does, with another number."""
+    run(counted(tmp_path / "whole", rows=4000))
+    command = (
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))\n"
+        "from tests.support.counted_job import counted, run\n"
+        "from pathlib import Path\n"
+        f"try: run(counted(Path({str(tmp_path / 'out')!r}), rows=4000), workers={workers})\n"
+        "except OSError as problem: print(problem)"
+    )
+    where = Path(__file__).parents[3]
+    done = subprocess.run([sys.executable, "-c", command], cwd=where, capture_output=True, text=True)
+    assert done.stderr == "" and len(done.stdout.splitlines()) == 1
+    assert "repeat the command, which continues" in done.stdout
+    assert str(partial_of(tmp_path / "out")) in done.stdout
+    run(counted(tmp_path / "out", rows=4000))
+    assert digest(tmp_path / "out") == digest(tmp_path / "whole")
+
+
+def test_links_in_the_folder(tmp_path: Path) -> None:
+    """Nothing is written through a link, and nothing behind it counts as finished."""
+    job, elsewhere = counted(tmp_path / "out"), tmp_path / "elsewhere"
+    partial = partial_of(job.target)
+    run(counted(elsewhere))
+    partial.symlink_to(elsewhere)
+    with pytest.raises(ValueError, match="it is a link: remove it"):
+        run(job)
+    partial.unlink()
+    partial.mkdir()
+    (partial / "sub").symlink_to(elsewhere / "sub")
+    entry = json.loads((elsewhere / MANIFEST).read_text())["files"]["sub/file0"]
+    lines = [{"plan": job.fingerprint()}, {"file": "sub/file0", **entry}]
+    (partial / JOURNAL).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    before = digest(elsewhere)
+    run(job)
+    assert not (job.target / "sub").is_symlink() and digest(elsewhere) == before
+    assert digest(job.target) == before

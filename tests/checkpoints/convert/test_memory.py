@@ -1,0 +1,133 @@
+"""Peak memory of whole conversions at the widths of Ultra, below the promised 1 GiB at any size.
+
+Files are sparse (tests/support/sparse_checkpoints.py): all lengths and reads are real, but nothing is written
+to the disk.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import zlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.process_tree import Usage, idle, watch
+from megatron_nemotron3.checkpoints.convert import inventory
+from megatron_nemotron3.models import Nemotron3Config, get
+from megatron_nemotron3.models.omni import NANO_OMNI
+from tests.support import sparse_checkpoints as sparse
+
+ROOT = Path(__file__).parents[3]
+GIB = 1 << 30
+#: One of each kind of layer, and an MTP block.
+ULTRA = get("ultra").but(pattern="M*E", mtp_num_layers=1)
+SMALL = ULTRA.but(pattern="*E", mtp_pattern=None, mtp_num_layers=0, num_moe_experts=22, vocab_size=16384)
+
+
+def nemotron3(*words: object) -> Usage:
+    """Run the command in new processes; it must succeed."""
+    command = [sys.executable, "-m", "tests.support.sparse_checkpoints", *map(str, words)]
+    used = watch(
+        command, environment={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, cwd=ROOT
+    )
+    assert used.returncode == 0, used.output[-2000:]
+    return used
+
+
+def peaks(folder: Path, config: Nemotron3Config, workers: int) -> list[int]:
+    """Return the peak memory of from-hf and to-hf, in bytes above an idle interpreter."""
+    hf, megatron, back = (folder / name for name in ("hf", "megatron", "back"))
+    sparse.write_hf(hf, config)
+    own = idle().rss
+    count = ("--workers", workers)
+    used = [
+        nemotron3("convert", "from-hf", hf, megatron, *count),
+        nemotron3("convert", "to-hf", megatron, back, *count),
+    ]
+    return [one.rss - own for one in used]
+
+
+def test_small_model_of_ultras_widths(tmp_path: Path) -> None:
+    """An eighth of the rows of the embedding (0.3 GB), and 22 of 512 experts (0.9 GB in two stacks)."""
+    assert SMALL.hidden_size == 8192 and SMALL.moe_ffn_hidden_size == 5120 and SMALL.moe_latent_size == 2048
+    found = peaks(tmp_path, SMALL, workers=1)
+    assert max(found) < 160 << 20, found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("workers", [1, 2])
+def test_every_kind_of_layer_of_ultra(tmp_path: Path, workers: int) -> None:
+    """All 131,072 rows of the embedding (2.1 GB) and all 512 experts (21.5 GB in two stacks, twice)."""
+    assert ULTRA.num_moe_experts == 512 and ULTRA.vocab_size == 131072
+    found = peaks(tmp_path, ULTRA, workers)
+    same = nemotron3("verify", tmp_path / "hf", tmp_path / "back", "--workers", workers)
+    assert "0 differ" in same.output
+    found.append(same.rss - idle().rss)
+    assert max(found) < GIB // 2, found
+
+
+@pytest.mark.parametrize("layers", [1, pytest.param(0, marks=pytest.mark.full)])
+def test_omni(tmp_path: Path, layers: int) -> None:
+    """Encoders of one layer or all, and projectors, of the width of Nano Omni (0.9 and 3.3 GB)."""
+    language = NANO_OMNI.language.but(pattern="*E", num_moe_experts=8, vocab_size=16384)
+    config = NANO_OMNI.but(language=language)
+    assert config.sound is not None
+    if layers:
+        vision, sound = (replace(one, num_layers=layers) for one in (config.vision, config.sound))
+        config = config.but(vision=vision, sound=sound)
+    sparse.write_omni(tmp_path / "hf", config)
+    own, count = idle().rss, ("--workers", 1)
+    used = [
+        nemotron3("convert", "from-hf", tmp_path / "hf", tmp_path / "megatron", *count),
+        nemotron3("convert", "to-hf", tmp_path / "megatron", tmp_path / "back", *count),
+    ]
+    assert f"behind encoders radio {layers or 32} x 1280, parakeet {layers or 24} x 1024" in used[0].output
+    assert max(one.rss - own for one in used) < 160 << 20
+
+
+def test_plan_of_the_whole_nano_omni(tmp_path: Path) -> None:
+    sparse.write_omni(tmp_path / "hf", NANO_OMNI)
+    used = nemotron3("convert", "from-hf", tmp_path / "hf", tmp_path / "out", "--dry-run")
+    assert "nano-omni, layers" in used.output and "nothing was written" in used.output
+    assert not (tmp_path / "out").exists()
+
+
+#: Counts of the inventories, as the released checkpoints have them.
+COUNTS = {"nano": 6243, "lightning": 6513, "super": 42683, "ultra": 51023}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n == "nano" else pytest.mark.full) for n in COUNTS]
+)
+def test_plan_of_a_whole_model(tmp_path: Path, name: str) -> None:
+    """`--dry-run` reads all headers of a model of released size and describes it, in both directions."""
+    config = get(name)
+    hf, megatron = tmp_path / "hf", tmp_path / "megatron"
+    sparse.write_hf(hf, config)
+    sparse.write_megatron(megatron, hf)
+    own = idle().rss
+    for way, source, tensors in (
+        ("from-hf", hf, len(inventory.megatron_tensors(config))),
+        ("to-hf", megatron, COUNTS[name]),
+    ):
+        used = nemotron3("convert", way, source, tmp_path / "out", "--dry-run")
+        assert f" {tensors:,} tensors; " in used.output and "nothing was written" in used.output
+        assert used.rss - own < GIB // 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_sparse_folders_are_what_the_converter_writes(tmp_path: Path) -> None:
+    """Sparse files equal written files byte for byte, so measurements with them are valid."""
+    from megatron_nemotron3.models import tiny
+    from tests.support.counted_job import digest
+
+    sparse.write_hf(tmp_path / "hf", tiny(get("super")), limit=200_000)
+    nemotron3("convert", "from-hf", tmp_path / "hf", tmp_path / "converted", "--workers", 1)
+    sparse.write_megatron(tmp_path / "megatron", tmp_path / "hf")
+    found, expected = digest(tmp_path / "converted"), digest(tmp_path / "megatron")
+    found.pop("nemotron3_manifest.json")
+    assert found == expected
+    assert [sparse.crc_of_zeros(n) for n in (0, 1, 4097)] == [zlib.crc32(bytes(n)) for n in (0, 1, 4097)]

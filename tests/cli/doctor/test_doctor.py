@@ -1,0 +1,199 @@
+"""Findings of the doctor about broken packages, versions, GPUs, kernels and models."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_nemotron3 import cli
+from megatron_nemotron3.cli.doctor import gpu, kernels, loading, packages
+from megatron_nemotron3.cli.doctor import step as steps
+from megatron_nemotron3.cli.doctor.finding import failed, render
+from megatron_nemotron3.proof.certify.ranks import run_distributed
+
+GOOD = {"python": "3.12.1", "torch": "2.11.0", "megatron-core": "0.19.2", "triton": "3.6.0"}
+
+
+def test_a_good_environment() -> None:
+    assert not failed(packages.check(GOOD))
+    assert {f.subject: f.level for f in packages.check(GOOD)}["mamba-ssm"] == "absent"
+
+
+def test_python_files_that_every_rank_compiles_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    (found,) = packages.compiled()
+    assert found.level == "warning" and "PYTHONDONTWRITEBYTECODE" in found.message
+    command = found.cure.replace("python", sys.executable, 1)
+    subprocess.run(command.split(), check=True)
+    assert packages.compiled() == []
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    (tmp_path / "torch/__pycache__").rename(tmp_path / "elsewhere")
+    assert packages.compiled() == []
+    monkeypatch.setattr(packages.os, "access", lambda *_: False)
+    (found,) = packages.compiled()
+    assert "cannot be written" in found.message
+
+
+@pytest.mark.parametrize(
+    ("change", "subject", "level", "word"),
+    [
+        ({"python": "3.11.9"}, "python", "error", "Python 3.12"),
+        ({"megatron-core": "0.18.2"}, "megatron-core", "error", "older than 0.19"),
+        ({"triton": None}, "triton", "error", "pip install triton"),
+        ({"torch": None}, "torch", "error", "not installed"),
+        ({"transformers": "5.3.0"}, "transformers", "warning", "wrong logits"),
+        ({"transformers": "5.14.1"}, "transformers", "warning", "5.15.1"),
+        ({"transformers": "5.15.1"}, "transformers", "ok", "5.15.1"),
+        ({"transformers": "5.2.0"}, "transformers", "ok", "tested with"),
+        ({"transformer-engine-core": "2.9.0"}, "transformer-engine", "error", "FileNotFoundError"),
+        ({"transformer-engine": "2.6.0"}, "transformer-engine", "warning", "2.7"),
+        ({"torch": "2.12.0+cu130"}, "torch", "ok", "(tested with 2.11.0)"),
+    ],
+)
+def test_versions(change: dict[str, str | None], subject: str, level: str, word: str) -> None:
+    have = {name: text for name, text in {**GOOD, **change}.items() if text is not None}
+    found = [f for f in packages.check(have) if f.subject == subject]
+    assert [f.level for f in found] == [level]
+    assert word in found[0].message + found[0].cure
+
+
+@pytest.mark.parametrize(
+    ("error", "word"),
+    [
+        ("ImportError: a.so: undefined symbol: _ZN3c104cuda9SetDeviceEi", "another torch"),
+        ("ImportError: libcudart.so.11.0: cannot open shared object file", "of CUDA 11"),
+        ("OSError: libfoo.so.3: cannot open shared object file", "libfoo.so.3"),
+        ("ImportError: /lib/libc.so.6: version `GLIBC_2.34' not found", "GLIBC_2.34"),
+        ("ImportError: a.so: invalid ELF header", "processor"),
+        ("RuntimeError: CUDA error: no kernel image is available for execution", "TORCH_CUDA_ARCH_LIST"),
+        ("FileNotFoundError: Could not find shared object file for TE torch lib", "in part"),
+        ("ModuleNotFoundError: No module named 'einops'", "einops is missing"),
+        ("ImportError: cannot import name 'a' from 'b' (c.py)", "a of b"),
+        ("Traceback\nKeyError: 'x'", "KeyError"),
+        ("", "without a message"),
+    ],
+)
+def test_what_a_loader_error_means(error: str, word: str) -> None:
+    assert word in loading.meaning(error)
+
+
+def test_real_imports_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bodies = {
+        "fine": "",
+        "broken": "raise ImportError('x.so: undefined symbol: _ZN1a')",
+        "crashing": "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
+        "hanging": "import time; time.sleep(60)",
+    }
+    for name, body in bodies.items():
+        (tmp_path / f"{name}.py").write_text(body)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = {
+        name: loading.load(loading.Probe(name, name, name, "build it"), timeout=3)
+        for name in (*bodies, "nowhere_to_be_found")
+    }
+    assert [f.level for f in found.values()] == ["ok", "error", "error", "error", "absent"]
+    assert "another torch" in found["broken"].message and found["broken"].cure == "build it"
+    assert "SIGSEGV" in found["crashing"].message and "3 s" in found["hanging"].message
+
+
+def answer(capability: list[int], architectures: list[str]) -> dict[str, object]:
+    device = {"name": "GPU", "capability": capability, "gib": 139.8}
+    return {"built": "13.0", "architectures": architectures, "available": True, "devices": [device]}
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures", "level"),
+    [
+        ([9, 0], ["sm_80", "sm_90"], "ok"),
+        ([8, 9], ["sm_80", "sm_90"], "ok"),  # binary code of 8.0 runs on 8.9
+        ([10, 3], ["sm_80", "sm_90"], "error"),
+        ([10, 3], ["sm_90", "compute_90"], "ok"),
+        ([10, 3], ["sm_100"], "ok"),
+        ([12, 1], ["sm_90a", "sm_100"], "error"),
+        ([8, 0], ["sm_86"], "error"),
+    ],
+)
+def test_gpus(capability: list[int], architectures: list[str], level: str) -> None:
+    found = {f.subject: f for f in gpu.judge(answer(capability, architectures))}
+    assert found["gpu"].level == level
+    assert (found["nvfp4"].level == "ok") == (tuple(capability) in ((10, 0), (10, 3)))
+    fp8 = tuple(capability) >= (8, 9)
+    assert (found["fp8-tensorwise"].level, found["fp8-delayed"].level) == (
+        ("ok",) * 2 if fp8 else ("absent",) * 2
+    )
+    if found["nvfp4"].level == "absent" and fp8:
+        assert "this GPU trains in fp8-tensorwise" in found["nvfp4"].cure
+    if level == "error":
+        assert f"sm_{capability[0]}{capability[1]}" in found["gpu"].cure
+
+
+def test_a_product_that_fails_does_not_hide_what_is_missing() -> None:
+    """Without binary code for the GPU every product fails; the architectures say why."""
+    failing = {"problem": "CUDA error: no kernel image is available for execution on the device"}
+    missing = next(gpu.judge({**answer([10, 3], ["sm_90"]), **failing}))
+    assert missing.level == "error" and "sm_103" in missing.cure
+    other = next(gpu.judge({**answer([9, 0], ["sm_90"]), **failing}))
+    assert other.level == "error" and "no kernel image" in other.message
+
+
+def test_kernels_are_equal_to_their_references_and_a_wrong_one_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert {f.level for f in kernels.findings()} == {"ok"}
+    right = kernels.functional.rms_norm
+    monkeypatch.setattr(kernels.functional, "rms_norm", lambda x, weight: right(x, weight) + 0.2 * x.mean())
+    monkeypatch.setattr(kernels.conv, "causal_conv1d", lambda **_: 1 / 0)
+    wrong = {f.subject: f.message for f in kernels.findings() if f.level == "error"}
+    assert {name.split(" (")[0] for name in wrong} == {"RMSNorm", "convolution"}
+    assert "ZeroDivisionError" in wrong["convolution (float32, cpu)"]
+
+
+def stepped() -> tuple[list[str], list[str]]:
+    good = [f.message for f in steps.findings("super") if f.level == "error"]
+    builder = steps.build_model
+
+    def detached(*args, **kwargs):
+        model = builder(*args, **kwargs)
+        model.decoder.layers[3].self_attention.linear_proj.register_forward_hook(
+            lambda _m, _i, output: (output[0].detach(), output[1])
+        )
+        model.decoder.layers[0].mixer.D.requires_grad_(False)
+        return model
+
+    steps.build_model = detached  # type: ignore[assignment]
+    return good, [f.subject for f in steps.findings("super") if f.level == "error"]
+
+
+def test_a_step_finds_parameters_without_gradient() -> None:
+    good, bad = run_distributed(stepped, 1, apart=True)[0]
+    assert good == []
+    assert len(bad) == 3 and all("layers.3.self_attention" in name for name in bad)
+
+
+def test_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "PROBES", ())
+    monkeypatch.setattr(loading.load_all, "__defaults__", ((),))
+    assert cli.main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == ["packages", "imports", "gpu", "precision", "verdict"]
+    monkeypatch.setattr(packages, "installed", lambda: {**GOOD, "python": "3.10.2"})
+    assert cli.main(["doctor"]) == 1
+    assert "ERROR" in capsys.readouterr().out
+    assert cli.main(["doctor", "--step", "supper"]) == 2
+    assert "did you mean 'super'" in capsys.readouterr().err
+
+
+def test_rendering() -> None:
+    text = render([("packages", packages.check({**GOOD, "python": "3.10.2"}))])
+    assert text.splitlines()[0] == "packages" and "-> make the environment with python3.12" in text
+    assert torch.__version__.startswith(packages.TESTED["torch"])

@@ -1,0 +1,90 @@
+"""Attention by one mask, by tiles and by row gives the result of each query alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_nemotron3.inference.generate import batch as batch_module
+from megatron_nemotron3.inference.generate.batch import ForwardBatch
+from megatron_nemotron3.inference.generate.layers import Attention
+from megatron_nemotron3.models import get
+
+CPU = torch.device("cpu")
+
+
+def attention() -> Attention:
+    """An attention layer with four heads in two groups and head dimension 8."""
+    config = get("super-tiny").but(
+        hidden_size=32, num_attention_heads=4, num_query_groups=2, kv_channels=8, pattern="M*"
+    )
+    return Attention(lambda name, *shape: torch.zeros(shape), config)
+
+
+def one_by_one(q: Tensor, cache: Tensor, lengths: list[int]) -> Tensor:
+    """[b, n, groups, heads per group, c]: softmax of each query over the keys up to its own."""
+    b, groups, per_group, n, c = q.shape
+    y = q.new_empty(b, n, groups, per_group, c)
+    for row, before in enumerate(lengths):
+        for i in range(n):
+            keys, values = cache[row, :, :, : before + i + 1]  # [groups, tokens, c]
+            scores = torch.einsum("ghc,gtc->ght", q[row, :, :, i], keys) * c**-0.5
+            y[row, i] = torch.einsum("ght,gtc->ghc", scores.softmax(-1), values)
+    return y
+
+
+@given(
+    lengths=st.lists(st.integers(0, 90), min_size=1, max_size=3),
+    same=st.booleans(),
+    n=st.integers(2, 40),
+    seed=st.integers(0, 2**31),
+)
+def test_masked_forms_equal_single_queries(lengths: list[int], same: bool, n: int, seed: int) -> None:
+    lengths = lengths[:1] * len(lengths) if same else lengths
+    layer, draw = attention(), torch.Generator().manual_seed(seed)
+    q = torch.randn(len(lengths), 2, 2, n, 8, generator=draw)
+    cache = torch.randn(len(lengths), 2, 2, max(lengths) + n + 3, 8, generator=draw)
+    expected = one_by_one(q, cache, lengths)
+    torch.testing.assert_close(layer._by_tile(q, cache, ForwardBatch(lengths, n, None, CPU)), expected)
+    torch.testing.assert_close(layer._by_row(q, cache, ForwardBatch(lengths, n, None, CPU)), expected)
+    if len(set(lengths)) == 1:
+        whole = ForwardBatch(lengths, n, None, CPU)
+        torch.testing.assert_close(layer._by_causal_kernel(q, cache, whole), expected)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batch_module, "MASK_ELEMENTS", 1)
+        tiled = ForwardBatch(lengths, n, None, CPU)
+        assert len(tiled.query_tiles(2)) == -(-n // 8)
+        torch.testing.assert_close(layer._by_tile(q, cache, tiled), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("lengths", [[0], [300], [300, 300]])
+def test_the_causal_kernel_on_a_gpu(lengths: list[int]) -> None:
+    """BF16, heads of 128 in groups of 16, as in Nano; against FP32 of the same numbers."""
+    config = get("nano").but(pattern="M*E")
+    layer = object.__new__(Attention)
+    layer.heads, layer.groups, layer.head_dim = config.num_attention_heads, config.num_query_groups, 128
+    b, n, per_group = len(lengths), 200, layer.heads // layer.groups
+    q = torch.randn(b, layer.groups, per_group, n, 128, device="cuda").bfloat16()
+    cache = torch.randn(b, 2, layer.groups, lengths[0] + n + 3, 128, device="cuda").bfloat16()
+    found = layer._by_causal_kernel(q, cache, ForwardBatch(lengths, n, None, q.device))
+    expected = one_by_one(q.float(), cache.float(), lengths)
+    # The result and the weights are rounded to BF16 (eps 2^-7).
+    assert (found.float() - expected).norm() <= 2.0**-7 * expected.norm()
+
+
+@pytest.mark.parametrize("lengths", [[5], [5, 5], [3, 9]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_reversed_mask_is_the_mask_upside_down(lengths: list[int], dtype: torch.dtype) -> None:
+    batch = ForwardBatch(lengths, 4, None, CPU)
+    for row, before in enumerate(lengths):
+        end = before + 4
+        mask = batch.mask((0, 4), batch.end if batch.start is None else end, 1, dtype)
+        assert mask is not None
+        reversed_mask = batch.reversed_mask(row, dtype)
+        assert torch.equal(reversed_mask.flip(0), mask[row if batch.start is None else 0, 0, :, :end])
+        assert reversed_mask.untyped_storage().nbytes() == (batch.end + 3) * dtype.itemsize

@@ -1,0 +1,375 @@
+"""Logits and states do not depend on how a text is split into passes and rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_nemotron3.inference.generate import moe
+from megatron_nemotron3.inference.generate.batch import ForwardBatch
+from megatron_nemotron3.inference.generate.engine import Engine, Rows
+from megatron_nemotron3.inference.generate.generate import GenerationOptions, generate
+from megatron_nemotron3.inference.generate.mamba import decay_table, short_scan
+from megatron_nemotron3.inference.generate.moe import MixtureOfExperts
+from megatron_nemotron3.inference.generate.mtp import MTP
+from megatron_nemotron3.inference.generate.state import KVCache, MambaPass, MambaState, State
+from megatron_nemotron3.layers.ssd import ssd_reference
+from tests.support.engines import NAMES, TOKENS, assert_states_equal, close, repeatable, tiny
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> list[int]:
+    """Lengths of passes that add up to at most TOKENS."""
+    # Around one token, the short scan, and the chunks of the long one.
+    length = st.one_of(st.integers(1, 4), st.integers(30, 35), st.integers(60, 70), st.integers(1, TOKENS))
+    passes: list[int] = []
+    for n in draw(st.lists(length, min_size=1, max_size=6)):
+        if sum(passes) + n <= TOKENS:
+            passes.append(n)
+    return passes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_step_by_step_is_one_pass(name: str) -> None:
+    engine, ids = tiny(name)
+    whole = engine.forward(ids, once := engine.new_state(len(ids)))
+    state = engine.new_state(len(ids), capacity=1)
+    parts = [engine.forward(ids[:, i : i + 1], state) for i in range(TOKENS)]
+    close(torch.cat([p.logits for p in parts], 1), whole.logits)
+    close(torch.cat([p.hidden for p in parts], 1), whole.hidden)
+    assert_states_equal(state, once)
+
+
+@repeatable(12)
+@given(st.sampled_from(NAMES), cuts())
+def test_any_passes_are_one_pass(name: str, passes: list[int]) -> None:
+    engine, ids = tiny(name)
+    total = sum(passes)
+    whole = engine.forward(ids[:, :total], once := engine.new_state(len(ids)))
+    state, at = engine.new_state(len(ids)), 0
+    for n in passes:
+        out = engine.forward(ids[:, at : at + n], state)
+        close(out.logits, whole.logits[:, at : at + n])
+        at += n
+    assert_states_equal(state, once)
+
+
+@repeatable(12)
+@given(st.sampled_from(NAMES), st.lists(st.integers(1, TOKENS), min_size=1, max_size=4), st.integers(1, 200))
+def test_a_batch_is_its_rows(name: str, lengths: list[int], chunk: int) -> None:
+    engine, ids = tiny(name)
+    prompts = [ids[i % len(ids), :n].tolist() for i, n in enumerate(lengths)]
+    state = engine.new_state(len(prompts), capacity=8)
+    together = engine.prefill(prompts, state, chunk=chunk)
+    alone = [engine.new_state(1) for _ in prompts]
+    for row, (prompt, single) in enumerate(zip(prompts, alone)):
+        out = engine.prefill([prompt], single, chunk=TOKENS)
+        close(together.logits[row], out.logits[0])
+        close(together.hidden[row], out.hidden[0])
+        assert_states_equal(state.select([row]), single)
+    # A pass of one token, and one in which rows have different numbers of tokens.
+    more = torch.stack([ids[i % len(ids), :3] for i in range(len(prompts))])
+    counts = [i % 4 for i in range(len(prompts))]
+    first = engine.forward(more[:, :1], state)
+    ragged = engine.forward(more, state, counts=counts)
+    for row, single in enumerate(alone):
+        for out, n in ((first, 1), (ragged, counts[row])):
+            if n:
+                close(out.hidden[row, :n], engine.forward(more[row : row + 1, :n], single).hidden[0])
+        assert_states_equal(state.select([row]), single)
+
+
+@repeatable(6)
+@given(st.integers(1, TOKENS), st.lists(st.integers(0, TOKENS - 1), min_size=1, max_size=30, unique=True))
+def test_rows_replace_embeddings(chunk: int, positions: list[int]) -> None:
+    """Rows that are other tokens' embeddings give what those tokens give, in any order and in any chunks."""
+    engine, ids = tiny("nano")
+    # Of three rows the second has only tokens, and the third is a shorter text.
+    texts = [ids[0].tolist(), ids[1].tolist(), ids[1, : max(positions) + 1].tolist()]
+    others = [(7 * at + 3) % engine.config.vocab_size for at in positions]
+    rows = Rows(positions, engine.weights.embedding[others])
+    meant = [list(text) for text in texts]
+    for at, other in zip(positions, others, strict=True):
+        meant[0][at] = meant[2][at] = other
+    state, expected = engine.new_state(3), engine.new_state(3)
+    found = engine.prefill(texts, state, chunk=chunk, rows=[rows, None, rows])
+    assert torch.equal(found.logits, engine.prefill(meant, expected, chunk=chunk).logits)
+    assert_states_equal(state, expected)
+
+
+def test_padding_has_no_effect() -> None:
+    """Other ids in the padding do not change a row's result by one bit.
+
+    Dense layers only: with experts, padding is computed beside the row's tokens, and the number of rows of
+    a matrix product moves its last bits.
+    """
+    engine, ids = tiny("nano-4b")
+    results = []
+    for padding in (0, 7):
+        state = engine.new_state(2)
+        tokens = ids[:, :40].clone()
+        tokens[1, 25:] = padding
+        out = engine.forward(tokens, state, counts=[40, 25])
+        results.append((torch.cat((out.logits[0], out.logits[1, :25])), state.select([1])))
+    (first, one), (second, two) = results
+    assert torch.equal(first, second)
+    for mine, other in zip(one.layers, two.layers, strict=True):
+        if isinstance(mine, MambaState) and isinstance(other, MambaState):
+            assert torch.equal(mine.ssm, other.ssm) and torch.equal(mine.window, other.window)
+        elif isinstance(mine, KVCache) and isinstance(other, KVCache):
+            assert torch.equal(mine.cache[:, :, :, :25], other.cache[:, :, :, :25])
+
+
+@repeatable(12)
+@given(
+    st.sampled_from(NAMES),
+    st.integers(0, 60),
+    st.integers(1, 70),
+    st.lists(st.integers(0, 70), min_size=2, max_size=2),
+)
+def test_rollback_is_a_shorter_pass(name: str, before: int, n: int, keep: list[int]) -> None:
+    """Keeping m of n tokens equals a pass of m, for any m, one or one per row; so do later passes."""
+    engine, ids = tiny(name)
+    n = min(n, TOKENS - before)
+    kept = [min(k, n) for k in keep]
+    base = engine.new_state(2)
+    if before:
+        engine.forward(ids[:, :before], base)
+    for numbers in (kept, [kept[0]] * 2):
+        state = base.copy()
+        out = engine.forward(ids[:, before : before + n], state, rollback=True)
+        assert out.rollback is not None
+        state.truncate(numbers[0] if len(set(numbers)) == 1 else numbers, out.rollback)
+        for row, m in enumerate(numbers):
+            single = base.select([row])
+            if m:
+                engine.forward(ids[row : row + 1, before : before + m], single)
+            assert_states_equal(state.select([row]), single)
+    then = engine.forward(ids[:, :5], state).hidden
+    for row in range(2):
+        single = base.select([row])
+        if kept[0]:
+            engine.forward(ids[row : row + 1, before : before + kept[0]], single)
+        close(then[row], engine.forward(ids[row : row + 1, :5], single).hidden[0])
+
+
+def test_the_whole_pass_kept_is_the_pass_bit_for_bit() -> None:
+    engine, ids = tiny("super")
+    first, second = engine.new_state(2), engine.new_state(2)
+    engine.forward(ids[:, :9], first)
+    out = engine.forward(ids[:, :9], second, rollback=True)
+    assert out.rollback is not None
+    second.truncate(9, out.rollback)
+    for mine, other in zip(first.layers, second.layers, strict=True):
+        if isinstance(mine, MambaState) and isinstance(other, MambaState):
+            assert torch.equal(mine.ssm, other.ssm) and torch.equal(mine.window, other.window)
+
+
+def test_a_snapshot_is_independent() -> None:
+    engine, ids = tiny("super")
+    state = engine.new_state(2)
+    engine.forward(ids[:, :20], state)
+    snapshot = state.copy()
+    for i in range(20, 23):
+        engine.forward(ids[:, i : i + 1], state)
+    engine.forward(ids[:, 20:23], snapshot)
+    assert_states_equal(snapshot, state)
+
+
+@repeatable(20)
+@given(st.integers(1, 40), st.integers(0, 1000))
+def test_the_short_scan_is_the_recurrence(n: int, seed: int) -> None:
+    """With decays of every size, against FP64."""
+    g = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g)
+
+    b, h, p, groups, k = 2, 6, 5, 3, 4
+    x, dt = random(b, n, h, p), torch.nn.functional.softplus(3 * random(b, n, h))
+    A, D, B, C = -torch.exp(2 * random(h)), random(h), random(b, n, groups, k), random(b, n, groups, k)
+    state = random(b, h, p, k)
+    scan = MambaPass(random(b, 3 + n, 1), state, dt, decay_table(dt, A), x, B)
+    y = short_scan(scan, C, D)
+    _, after = scan.after([n] * b)
+    wide = [t.double() for t in (x, dt, A, B, C)]
+    expected = ssd_reference(*wide, D=D.double(), initial_state=state.double(), return_final_state=True)
+    torch.testing.assert_close(y.double(), expected[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(after.double(), expected[1], rtol=1e-4, atol=1e-4)
+
+
+WAYS = ("_in_place", "_gathered", "_sorted")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_implementations_of_experts_agree(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, ids = tiny("super")
+    expected = engine.forward(ids, engine.new_state(2)).hidden
+    monkeypatch.setattr(MixtureOfExperts, "_implementation", lambda self, tokens, device: getattr(self, way))
+    close(engine.forward(ids, engine.new_state(2)).hidden, expected)
+
+
+def test_the_implementation_depends_on_the_tokens() -> None:
+    """Tokens of plain decoding, of a verification, and of a prefill."""
+    layer = next(x for x in tiny("super")[0].weights.layers if isinstance(x, MixtureOfExperts))
+    found = {
+        device: [layer._implementation(n, device).__name__ for n in (1, 4, 2**17)]
+        for device in ("cpu", "cuda")
+    }
+    assert found == {
+        "cpu": ["_in_place", "_in_place", "_sorted"],
+        "cuda": ["_gathered", "_gathered", "_sorted"],
+    }
+
+
+class _Made(TorchDispatchMode):
+    """Names of operations that make tensors, and the most elements of one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.names.add(func.name().removeprefix("aten::").partition(".")[0])
+            made = result if isinstance(result, (tuple, list)) else [result]
+            self.largest = max([self.largest, *(t.numel() for t in made if isinstance(t, Tensor))])
+        return result
+
+
+@pytest.mark.parametrize("n", [2, 8])
+def test_few_tokens_copy_no_weights_and_build_no_mask(n: int) -> None:
+    """A pass over drafts: the experts' matrices are read where they are, and the mask is there already."""
+    engine, ids = tiny("super")
+    state = engine.new_state(1)
+    engine.prefill(ids[:1, :30], state)
+    for _ in range(2):
+        with _Made() as made:
+            out = engine.forward(ids[:1, 30 : 30 + n], state, rollback=True)
+            assert out.logits.shape == (1, n, engine.config.vocab_size) and out.rollback is not None
+        state.truncate(n - 1, out.rollback)
+    layer = next(x for x in engine.weights.layers if isinstance(x, MixtureOfExperts))
+    matrices = n * layer.topk * layer.inner * layer.width
+    assert made.largest == out.logits.numel() < matrices
+    assert not made.names & {"full", "triu_", "repeat", "where", "masked_fill_"}
+
+
+@repeatable(30)
+@given(st.integers(1, 9), st.integers(0, 700), st.integers(1, 4))
+def test_kept_masks_are_those_that_are_built(n: int, before: int, queries: int) -> None:
+    one = ForwardBatch([before], n, None, torch.device("cpu"))
+    built = one._build_mask(0, n, one.end).repeat(1, 1, queries, 1)
+    kept = one.mask((0, n), one.end, queries, torch.float32)
+    assert kept is None if n == 1 else kept is not None and torch.equal(kept, built)
+
+
+def test_many_tokens_in_place_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = next(x for x in tiny("super")[0].weights.layers if isinstance(x, MixtureOfExperts))
+    made = torch.Generator().manual_seed(0)
+    z, weight = torch.randn(37, layer.inner, generator=made), torch.rand(37, layer.topk, generator=made)
+    chosen = torch.rand(37, layer.experts, generator=made).topk(layer.topk).indices
+    whole = layer._in_place(z, chosen, weight)
+    close(whole, layer._sorted(z, chosen, weight))
+    monkeypatch.setattr(moe, "INDEX_ELEMENTS", 5 * layer.topk * layer.width)
+    assert torch.equal(layer._in_place(z, chosen, weight), whole)
+
+
+def test_attention_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, ids = tiny("super")
+    expected = engine.forward(ids, engine.new_state(2)).hidden
+    monkeypatch.setattr("megatron_nemotron3.inference.generate.batch.MASK_ELEMENTS", 1)
+    state = engine.new_state(2)
+    engine.forward(ids[:, :40], state)
+    close(engine.forward(ids[:, 40:], state).hidden, expected[:, 40:])
+
+
+def _empty(engine: Engine) -> State:
+    return engine.new_state(2)
+
+
+def _truncate(engine: Engine, keep: Any, again: bool = False) -> None:
+    state = _empty(engine)
+    out = engine.forward(torch.zeros(2, 3, dtype=torch.long), state, rollback=True)
+    assert out.rollback is not None
+    if again:
+        engine.forward(torch.zeros(2, 1, dtype=torch.long), state)
+    state.truncate(keep, out.rollback)
+
+
+ERRORS: dict[str, Callable[[Engine], Any]] = {
+    r"prompt 1 is empty: give at least one": lambda e: e.prefill([[1], []], _empty(e)),
+    r"prompt 0 has token id 2048; super-tiny has the ids 0 to 2047": lambda e: e.prefill(
+        [[5, 2048], [1]], _empty(e)
+    ),
+    r"token id -1": lambda e: e.prefill([[1], [3, -1]], _empty(e)),
+    r"1 prompts for a state of 2 rows: give one per row": lambda e: e.prefill([[1]], _empty(e)),
+    r"chunk=0 tokens": lambda e: e.prefill([[1], [1]], _empty(e), chunk=0),
+    r"row 1 would have 257 tokens, more than max_context=256": lambda e: Engine(e.weights).prefill(
+        [[1], [1] * 257], _empty(e)
+    ),
+    r"row 0 would have 257 tokens": lambda e: Engine(e.weights).forward(
+        torch.zeros(2, 257, dtype=torch.long), _empty(e)
+    ),
+    r"tokens \(1, 3\) must be \[b, n\] with n > 0 and b=2": lambda e: e.forward(
+        torch.zeros(1, 3, dtype=torch.long), _empty(e)
+    ),
+    r"counts \[4, 1\] for 2 rows: give one per row, from 0 to 3": lambda e: e.forward(
+        torch.zeros(2, 3, dtype=torch.long), _empty(e), counts=[4, 1]
+    ),
+    r"cannot keep \[4, 4\] tokens of a pass with \[3, 3\]": lambda e: _truncate(e, 4),
+    r"cannot keep \[1\] tokens": lambda e: _truncate(e, [1]),
+    r"lengths \[4, 4\], but the pass added \[3, 3\] tokens to \[0, 0\]": lambda e: _truncate(
+        e, 1, again=True
+    ),
+    r"depth 3: there are depths 1 to 2": lambda e: MTP(e).forward(
+        3, torch.zeros(1, 1, 128), torch.zeros(1, 1, dtype=torch.long)
+    ),
+    r"rollback=True with 129 tokens: a pass that can be rolled back has at most 128": lambda e: e.forward(
+        torch.zeros(2, 129, dtype=torch.long), _empty(e), rollback=True
+    ),
+    r"rows for 1 of 2 prompts: give an entry for each": lambda e: e.prefill(
+        [[1], [1]], _empty(e), rows=[Rows([0], torch.zeros(1, 128))]
+    ),
+    r"prompt 1 has 1 rows for 2 positions in its 2 tokens": lambda e: e.prefill(
+        [[1], [1, 1]], _empty(e), rows=[None, Rows([0, 1], torch.zeros(1, 128))]
+    ),
+    r"prompt 0 has 1 rows for 1 positions in its 1 tokens": lambda e: e.prefill(
+        [[1], [1]], _empty(e), rows=[Rows([1], torch.zeros(1, 128)), None]
+    ),
+    r"prompt 1 has token id 5, which stands for a row of an encoder, without the row": lambda e: Engine(
+        e.weights, media=[5]
+    ).prefill([[5], [1, 5]], _empty(e), rows=[Rows([0], torch.zeros(1, 128)), None]),
+    r"draft=1: MTP does not see the rows of encoders": lambda e: generate(
+        e, [[1]], GenerationOptions(1, draft=1), rows=[Rows([0], torch.zeros(1, 128))]
+    ),
+    r"depths=0": lambda e: MTP(e, depths=0),
+}
+
+
+@pytest.mark.parametrize("message", ERRORS)
+def test_what_is_refused(message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ERRORS[message](tiny("super")[0])
+
+
+def test_the_limit_is_not_reached_by_padding() -> None:
+    """Only tokens count towards the context, not the padding of a chunk."""
+    engine = Engine(tiny("super")[0].weights, max_context=10)
+    state = engine.new_state(2)
+    engine.prefill([[1] * 10, [1] * 3], state, chunk=4)
+    assert state.lengths == [10, 3]
+
+
+def test_a_model_without_mtp_says_so() -> None:
+    with pytest.raises(ValueError, match="nano-tiny has no MTP block"):
+        MTP(tiny("nano")[0])
+    assert tiny("nano")[0].weights.mtp == []

@@ -1,0 +1,106 @@
+"""Weights that are packed on the way: to the bits of the packed converter, and in the plan's bytes."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from megatron_nemotron3.checkpoints.convert.quantized_recipes import quantization
+from megatron_nemotron3.cli import main
+from megatron_nemotron3.inference.refit.check import check
+from megatron_nemotron3.inference.refit.layouts import Serving, Training
+from megatron_nemotron3.inference.refit.planner import make_plan
+from megatron_nemotron3.models import get
+from megatron_nemotron3.proof.certify.ranks import run_distributed
+from tests.support.refit_packed import Packing, packed_stream, packing_plan, refused
+
+QUICK: list[Packing] = [
+    ("super-tiny", "tp=2,ep=2", "nvfp4", False, {"buffer": 100_000}),
+    ("nano-tiny", "tp=2,etp=2,dp=1", "fp8-blockwise", False, {}),
+]
+MORE: list[Packing] = [
+    ("super-tiny", "tp=2,etp=2,dp=1", "nvfp4", True, {}),
+    ("lightning-tiny", "tp=2", "nvfp4", True, {"buffer": 100_000}),
+    ("nano-tiny", "pp=2", "fp8", True, {}),
+    ("super-tiny", "tp=2,ep=2", "fp8-blockwise", False, {"buffer": 60_000}),
+]
+FOUR: list[Packing] = [
+    ("super-tiny", "tp=2,pp=2", "nvfp4", True, {}),
+    ("nano-tiny", "tp=4,ep=2,etp=2", "nvfp4", False, {}),
+    ("ultra-tiny", "tp=4,ep=4", "super-fp8-blockwise", False, {}),
+]
+
+
+@pytest.mark.parametrize("case", QUICK, ids=str)
+def test_a_stream_has_the_packed_converters_bits(case: Packing) -> None:
+    assert min(number for _, number in run_distributed(packed_stream, 2, case)) > 400
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", MORE, ids=str)
+def test_more_recipes(case: Packing) -> None:
+    run_distributed(packed_stream, 2, case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", FOUR, ids=str)
+def test_four_trainers(case: Packing) -> None:
+    run_distributed(packed_stream, 4, case)
+
+
+@pytest.mark.full
+def test_masters_are_rounded_before_they_are_packed() -> None:
+    run_distributed(packed_stream, 2, QUICK[0], "float32")
+
+
+@pytest.mark.parametrize("case", QUICK + MORE + FOUR, ids=str)
+def test_every_packed_byte_arrives_once(case: Packing) -> None:
+    plan = packing_plan(case)
+    check(plan)
+    if not case[2].endswith("-blockwise"):
+        config = plan.training.config
+        stored = quantization(config, case[2], dict(plan.serving.input_scales)).nbytes
+        load = plan.load()
+        assert load.total + load.copied == stored * plan.serving.size
+
+
+def test_the_plan_of_nanos_30_billion_has_the_bytes_of_its_packed_checkpoint() -> None:
+    config = get("nano")
+    plan = make_plan(
+        Training.of(config, "tp=2,ep=8,pp=4"), Serving(config=config, engine="hf", quantize="nvfp4")
+    )
+    assert plan.load().total == quantization(config, "nvfp4").nbytes
+
+
+@pytest.mark.parametrize("value", [math.nan, pytest.param(math.inf, marks=pytest.mark.full)])
+def test_what_no_format_holds_is_an_error_before_anything_moves(value: float) -> None:
+    texts = run_distributed(refused, 2, QUICK[0], value)
+    assert len({text.partition(": ")[2] for text in texts}) == 1
+    assert all("experts.7.up_proj.weight" in text and "holds infinity or NaN" in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--to", "tp=2", "--quantize", "nvfp4"], "use engine hf"),
+        (["--to", "", "--engine", "hf", "--quantize", "fp8"], "give --input-scales"),
+        (["--to", "", "--engine", "hf", "--quantize", "int4"], "no published recipe 'int4'"),
+        (["--to", "", "--engine", "hf", "--input-scales", "scales.json"], "give quantize"),
+    ],
+)
+def test_what_cannot_be_packed_is_said_in_a_line(words, said, capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "scales.json").write_text(json.dumps({"backbone.layers.0.mixer.in_proj.input_scale": 1.0}))
+    assert main(["refit", "super", "--tiny", "--from", "tp=2", *words]) == 2
+    found = capsys.readouterr()
+    assert said in found.err and not found.out
+
+
+def test_blocks_on_two_ranks_are_refused() -> None:
+    config = get("super-tiny").but(moe_ffn_hidden_size=48)
+    with pytest.raises(ValueError, match=r"2 ranks cut a weight of 48 columns inside a block"):
+        make_plan(
+            Training.of(config, "etp=2,tp=2"), Serving(config=config, engine="hf", quantize="super-nvfp4")
+        )

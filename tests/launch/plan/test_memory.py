@@ -1,0 +1,372 @@
+"""Microbatches in flight, peaks and buffers equal what Megatron's schedules hold."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from megatron_nemotron3.launch import ParallelLayout, published_layout
+from megatron_nemotron3.launch.plan import activations
+from megatron_nemotron3.launch.plan import state as state_module
+from megatron_nemotron3.launch.plan.activation_forms import Share
+from megatron_nemotron3.launch.plan.memory import buffers, in_flight, memory
+from megatron_nemotron3.launch.plan.recompute import NONE, Recompute
+from megatron_nemotron3.launch.plan.state import (
+    BF16,
+    FP32,
+    State,
+    approximate_state,
+    bytes_of,
+    kind_elements,
+    stage_patterns,
+    state,
+)
+from megatron_nemotron3.models import Nemotron3Config, get, tiny
+from megatron_nemotron3.proof.certify.ranks import run_distributed
+from megatron_nemotron3.proof.certify.world import Run
+from tests.parallel.case import Case
+from tests.support.launches import launch
+
+SUPER = tiny(get("super"))
+TOLERANCE = 0.05
+
+
+def upstream_moments(pp: int, vpp: int, rank: int, microbatches: int) -> list[tuple[int, ...]]:
+    """What a rank holds after each forward pass, by Megatron's own numbers and table."""
+    from megatron.core.pipeline_parallel import schedules
+
+    communicator = SimpleNamespace(
+        pp_group=SimpleNamespace(size=lambda: pp, rank=lambda: rank),
+        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
+    )
+    _, _, first, _ = schedules.get_pp_rank_microbatches(microbatches, vpp, pp, p2p_communicator=communicator)
+    order = [chunk for _, chunk in schedules.get_schedule_table(microbatches, vpp, pp)]
+    held, found = Counter[int](), []
+    for step, chunk in enumerate(order):
+        held[chunk] += 1
+        found.append(tuple(held[index] for index in range(vpp)))
+        if step >= first:
+            held[vpp - 1 - order[step - first]] -= 1
+    return found
+
+
+@pytest.mark.parametrize(("pp", "vpp"), [(1, 1), *product([2, 3, 4, 8], [1, 2, 3, 7])])
+def test_in_flight_as_upstream_schedules(pp: int, vpp: int) -> None:
+    for rank in range(pp):
+        for groups in (1, 2, 3, 5, 20):
+            microbatches = pp * groups if vpp > 1 else groups
+            moments = upstream_moments(pp, vpp, rank, microbatches)
+            layout = ParallelLayout(pp=pp, vpp=vpp)
+            assert sum(in_flight(layout, rank, microbatches)) == max(map(sum, moments))
+            for weights in (
+                [1.0] * vpp,
+                [float(n + 1) for n in range(vpp)],
+                [1.0 / (n + 1) for n in range(vpp)],
+            ):
+                chosen = in_flight(layout, rank, microbatches, weights)
+                assert chosen in moments
+                worst = max(sum(n * w for n, w in zip(held, weights, strict=True)) for held in moments)
+                assert sum(n * w for n, w in zip(chosen, weights, strict=True)) == pytest.approx(worst)
+
+
+def test_in_flight_refuses_what_is_not_there() -> None:
+    for rank, microbatches in ((2, 1), (-1, 1), (0, 0)):
+        with pytest.raises(ValueError, match="use 0 to 1"):
+            in_flight(ParallelLayout(pp=2), rank, microbatches)
+
+
+class Live:
+    """Bytes of the storages that autograd holds now, and the most so far."""
+
+    def __init__(self, skipped: set[int]) -> None:
+        self.skipped, self.now, self.peak = skipped, 0, 0
+        self.holders: Counter[int] = Counter()
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        import torch
+
+        live = self
+
+        class Held:
+            def __init__(self, tensor: torch.Tensor) -> None:
+                self.tensor, storage = tensor, tensor.untyped_storage()
+                self.place, self.size = storage.data_ptr(), storage.nbytes()
+                live.holders[self.place] += 1
+                if live.holders[self.place] == 1:
+                    live.now += self.size
+                    live.peak = max(live.peak, live.now)
+
+            def __del__(self) -> None:
+                live.holders[self.place] -= 1
+                if not live.holders[self.place]:
+                    live.now -= self.size
+
+        def pack(tensor: torch.Tensor) -> Any:
+            return tensor if tensor.untyped_storage().data_ptr() in live.skipped else Held(tensor)
+
+        def unpack(kept: Any) -> torch.Tensor:
+            return kept.tensor if isinstance(kept, Held) else kept
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+
+
+def step(case: Case) -> dict[str, Any]:
+    """Of this rank: bytes autograd held at most, Megatron's gather buffer, bytes of messages."""
+    import torch
+    from megatron.core import parallel_state as groups
+
+    run = Run(case, None)
+    tensors = [t for chunk in run.chunks for t in (*chunk.module.parameters(), *chunk.module.buffers())]
+    live = Live({t.untyped_storage().data_ptr() for t in tensors})
+    exchanged, sent = [], [0]
+    exchange, message = torch.distributed.all_to_all_single, torch.distributed.P2POp
+
+    def exchanging(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if input.dim() == 2:  # rows, not their probabilities
+            exchanged.append(output.nbytes + input.nbytes)
+        return exchange(output, input, *args, **kwargs)
+
+    def sending(op: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if tensor.is_floating_point():
+            sent.append(tensor.nbytes)
+        return message(op, tensor, *args, **kwargs)
+
+    with (
+        mock.patch("torch.distributed.all_to_all_single", exchanging),
+        mock.patch("torch.distributed.P2POp", sending),
+        live.counting(),
+    ):
+        run.forward_backward(0)
+    dispatchers = [
+        m.token_dispatcher for c in run.chunks for m in c.modules() if hasattr(m, "token_dispatcher")
+    ]
+    gathered = groups.get_global_memory_buffer().buffer.values()
+    return {
+        "pp_rank": groups.get_pipeline_model_parallel_rank(),
+        "peak": live.peak,
+        "left": live.now,
+        "sequence gather": sum(buffer.nbytes for buffer in gathered),
+        "routing": sum(d.probs.nbytes + d.routing_map.nbytes for d in dispatchers),
+        "exchanged": exchanged,
+        "message": max(sent),
+    }
+
+
+def stepped(
+    layout: ParallelLayout, recompute: Recompute, sequences: int, **fields: Any
+) -> list[dict[str, Any]]:
+    """`step` on every rank of a layout."""
+    fields = {"config": SUPER, "seq_length": 128, "precision": "bf16", **fields}
+    case = Case(layout=layout, extra=tuple(recompute.flags()), sequences=sequences, mask="none", **fields)
+    return run_distributed(step, layout.world_size, case, apart=True, timeout=200)
+
+
+PEAKS = [
+    pytest.param(ParallelLayout(), Recompute("full"), 2, id="one-full"),
+    pytest.param(ParallelLayout(pp=2), NONE, 4, id="pp2"),
+    pytest.param(ParallelLayout(), Recompute("selective", ("moe",)), 1, id="one-moe", marks=pytest.mark.full),
+    pytest.param(ParallelLayout(pp=2), Recompute("full"), 4, id="pp2-full", marks=pytest.mark.full),
+    pytest.param(ParallelLayout(pp=2, vpp=2), NONE, 6, id="pp2-vpp2", marks=pytest.mark.full),
+    pytest.param(ParallelLayout(pp=4), NONE, 3, id="pp4", marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("layout", "recompute", "microbatches"), PEAKS)
+def test_peak_of_a_step(layout: ParallelLayout, recompute: Recompute, microbatches: int) -> None:
+    for found in stepped(layout, recompute, microbatches):
+        what = launch(SUPER, layout, seq_length=128, microbatches=microbatches, recompute=recompute)
+        form = memory(what, found["pp_rank"])
+        assert found["left"] < 0.01 * found["peak"], "something is held after the step"
+        assert sum(form.activations.values()) + form.recompute_peak == pytest.approx(
+            found["peak"], rel=TOLERANCE
+        ), found
+
+
+def everything(case: Case) -> int:
+    """Bytes of all tensors at the worst moment of a step, parameters and gradient buffers left out."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    run = Run(case, None)
+    standing = [t for chunk in run.chunks for t in (*chunk.module.parameters(), *chunk.module.buffers())]
+    standing += [
+        buffer.grad_data
+        for chunk in run.chunks
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    ]
+    skipped = {t.untyped_storage().data_ptr() for t in standing}
+    live: dict[int, int] = {}
+    most = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal most
+            result = function(*args, **(kwargs or {}))
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, torch.Tensor):
+                    storage = tensor.untyped_storage()
+                    place, size = storage.data_ptr(), storage.nbytes()
+                    if size and place not in live and place not in skipped:
+                        live[place] = size
+                        weakref.finalize(storage, live.pop, place, None)
+                        most = max(most, sum(live.values()))
+            return result
+
+    with Watch():
+        run.forward_backward(0)
+    return most
+
+
+WHOLE = [
+    # The worst moment is at the loss; then in the experts' backward, where a CPU has blocks of FP32 besides.
+    pytest.param(SUPER.but(vocab_size=8192), NONE, TOLERANCE, id="loss"),
+    pytest.param(
+        get("nano").but(pattern="M*E", num_moe_experts=8, vocab_size=1024),
+        NONE,
+        0.1,
+        id="experts",
+        marks=pytest.mark.full,
+    ),
+    pytest.param(
+        get("nano").but(pattern="M*E", num_moe_experts=8, vocab_size=1024),
+        Recompute("full"),
+        0.1,
+        id="experts-full",
+        marks=pytest.mark.full,
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "recompute", "tolerance"), WHOLE)
+def test_all_tensors_of_a_step(config: Nemotron3Config, recompute: Recompute, tolerance: float) -> None:
+    case = Case(
+        config=config,
+        extra=tuple(recompute.flags()),
+        # gloo's reduce-scatter makes a copy of all gradients
+        without=("--use-distributed-optimizer",),
+        precision="bf16",
+        seq_length=512,
+        sequences=1,
+        mask="none",
+    )
+    (found,) = run_distributed(everything, 1, case, apart=True, timeout=280)
+    form = memory(launch(config, seq_length=512, recompute=recompute))
+    assert sum(form.activations.values()) + form.recompute_peak + form.buffers == pytest.approx(
+        found, rel=tolerance
+    )
+
+
+def expected_buffers(layout: ParallelLayout, pp_rank: int = 0) -> dict[str, int]:
+    what = launch(SUPER, layout, seq_length=128)
+    return buffers(what, Share.of(what), pp_rank)
+
+
+def test_buffers_of_tensor_and_expert_ranks() -> None:
+    layout = ParallelLayout(tp=2, ep=2)
+    form, ranks = expected_buffers(layout), stepped(layout, NONE, 1)
+    for found in ranks:
+        assert found["sequence gather"] == form["sequence gather"]
+        assert found["routing"] == form["routing"]
+    calls = list(zip(*(found["exchanged"] for found in ranks), strict=True))
+    layers = SUPER.pattern.count("E") + SUPER.mtp_num_layers
+    assert len(calls) == 4 * layers  # to the experts and back, and both backward
+    for call in calls:  # routing is not balanced, their sum is known
+        assert sum(call) == layout.world_size * form["expert exchange"]
+
+
+@pytest.mark.full
+def test_messages_of_a_pipeline() -> None:
+    layout = ParallelLayout(pp=2, tp=2)
+    for found in stepped(layout, NONE, 2):
+        assert 2 * found["message"] == expected_buffers(layout, found["pp_rank"])["pipeline"]
+
+
+@pytest.mark.parametrize("name", ["nano", "super", "ultra"])
+def test_approximate_state_is_near_the_exact_one(name: str) -> None:
+    config = get(name)
+    published = published_layout(config)
+    assert published is not None
+    for layout in (
+        published,
+        ParallelLayout(tp=2, pp=4, ep=4, dp=8),
+        ParallelLayout(pp=2, vpp=2, dp=2, cp=2),
+    ):
+        for pp_rank in range(layout.pp):
+            found = approximate_state(launch(config, layout), pp_rank)
+            exact = state(launch(config, layout), pp_rank=pp_rank)
+            assert found.weights == pytest.approx(exact.weights, rel=1e-3)
+            assert found.gradients == pytest.approx(exact.gradients, rel=1e-3)
+            alone = launch(config, layout, distributed_optimizer=False)
+            assert approximate_state(alone, pp_rank) == state(alone, pp_rank=pp_rank)
+            # A rank's share of the buffer has more or less padding in it; the mean of all ranks is meant.
+            assert found.optimizer == pytest.approx(exact.optimizer, rel=1e-3)
+
+
+def test_exact_memory_has_the_exact_state() -> None:
+    layout = ParallelLayout(tp=2, pp=2, ep=2, dp=2)
+    for precision, sizes in (("bf16", BF16), ("fp32", FP32)):
+        what = launch(SUPER, layout, precision=precision)
+        assert bytes_of(what) == sizes
+        found, near = memory(what, 1, exact=(1, 1)), memory(what, 1)
+        exact = state(what, pp_rank=1, dp_rank=1, edp_rank=1)
+        assert State(found.weights, found.gradients, found.optimizer) == exact
+        assert found.activations == near.activations
+        assert found.total == exact.total + sum(near.activations.values()) + near.buffers
+        assert near.buffers > sum(expected_buffers(layout, 1).values())
+
+
+def test_each_choice_of_recomputation_saves_memory() -> None:
+    config, layout = get("super"), ParallelLayout(tp=2, pp=4, ep=8, dp=8)
+
+    def total(recompute: Recompute, pp_rank: int) -> int:
+        return memory(
+            launch(config, layout, microbatches=16, recompute=recompute, backend="te"), pp_rank
+        ).total
+
+    for pp_rank in range(layout.pp):
+        totals = [
+            total(choice, pp_rank)
+            for choice in (
+                Recompute("full"),
+                Recompute("selective", ("moe",)),
+                Recompute("selective", ("shared_experts", "moe_act")),
+                Recompute("selective", ("shared_experts",)),
+                NONE,
+            )
+        ]
+        assert totals == sorted(totals)
+        assert len(set(totals)) == len(totals)
+
+
+def test_thousands_of_layouts_share_their_work() -> None:
+    """Activations are computed once for each tp, cp and recomputation, with and without exchanged tokens;
+    elements for each tp, etp and ep."""
+    config = get("ultra")
+    layouts = [
+        ParallelLayout(tp=tp, pp=pp, ep=ep, cp=cp, dp=dp)
+        for tp in (1, 2, 4, 8)
+        for pp in (1, 2, 4, 6, 12)
+        for ep in (1, 2, 4, 8, 16, 32, 64)
+        for cp in (1, 2, 4)
+        for dp in (64, 128, 256)
+    ]
+    for cached in (activations._kind_bytes, state_module._rank_elements, stage_patterns, kind_elements):
+        cached.cache_clear()
+    for layout in layouts:
+        for recompute in (NONE, Recompute("full"), Recompute("selective", ("moe",))):
+            memory(launch(config, layout, microbatches=16, recompute=recompute))
+    assert activations._kind_bytes.cache_info().misses == 4 * 3 * 3 * 2
+    assert stage_patterns.cache_info().misses == 5
+    kinds = {*config.pattern, *(config.mtp_pattern or ""), "mtp", "embedding", "output"}
+    assert kind_elements.cache_info().misses == 4 * 7 * len(kinds)

@@ -1,0 +1,231 @@
+"""The learning rate of a resumed run, against Megatron's own scheduler."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_nemotron3.launch.continued import (
+    HOLD,
+    KEEP,
+    OVERRIDE,
+    REPLAN,
+    Saved,
+    Schedule,
+    continued,
+    differences,
+    saved_schedule,
+    schedule_of_words,
+)
+
+PEAK, MINIMUM = 4e-3, 4e-5
+_RATES = ["--lr", str(PEAK), "--min-lr", str(MINIMUM), "--lr-decay-style"]
+
+
+def _words(steps: int, *more: str, unit: str = "iters", batch: int = 4, style: str = "WSD") -> list[str]:
+    """A command line as `nemotron3 train --steps` makes it."""
+    size = batch if unit == "samples" else 1
+    lengths = {
+        "train": steps,
+        "lr-warmup": steps // 10,
+        "lr-decay": steps,
+        "lr-wsd-decay": max(1, steps // 5),
+    }
+    words = [word for name, n in lengths.items() for word in (f"--{name}-{unit}", str(n * size))]
+    return [
+        *words,
+        "--global-batch-size",
+        str(batch),
+        *_RATES,
+        style,
+        "--lr-wsd-decay-style",
+        "minus_sqrt",
+        *more,
+    ]
+
+
+def _scheduler(words: list[str]) -> Any:
+    """Megatron's scheduler, made of a command line as its `get_optimizer_param_scheduler` makes it."""
+    pytest.importorskip("megatron.core")
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    found = schedule_of_words(words)
+    assert found is not None
+    return OptimizerParamScheduler(
+        SimpleNamespace(param_groups=[{}]),  # type: ignore[arg-type]
+        init_lr=found.init,
+        max_lr=found.lr,
+        min_lr=found.min_lr,
+        lr_warmup_steps=found.warmup,
+        lr_decay_steps=found.decay_end,
+        lr_decay_style=found.style,
+        start_wd=0.1,
+        end_wd=0.1,
+        wd_incr_steps=found.train * found.per_unit,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=KEEP in words,
+        override_opt_param_scheduler=OVERRIDE in words,
+        wsd_decay_steps=found.wsd_decay,
+        lr_wsd_decay_style=found.wsd_style,
+    )
+
+
+def _saved(scheduler: Any, words: list[str], step: int) -> Saved:
+    """What a checkpoint of that moment holds."""
+    found = schedule_of_words(words)
+    assert found is not None
+    size = 1 if found.unit == "samples" else found.batch
+    args = {
+        f"train_{found.unit}": found.train,
+        "global_batch_size": found.batch,
+        "lr_warmup_init": found.init,
+        f"lr_wsd_decay_{found.unit}": None if found.wsd_decay is None else found.wsd_decay / size,
+        "lr_wsd_decay_style": found.wsd_style,
+        "consumed_train_samples": scheduler.num_steps,
+    }
+    saved = saved_schedule(step, scheduler.state_dict(), args)
+    assert saved is not None
+    return saved
+
+
+def _merged(words: list[str], more: list[str]) -> list[str]:
+    """As `flags`: the last value of an option counts."""
+    return [*words, *more]
+
+
+def _rate(scheduler: Any) -> float:
+    return float(scheduler.optimizer.param_groups[0]["lr"])
+
+
+@settings(max_examples=80)
+@given(
+    st.integers(1, 60),
+    st.integers(1, 60),
+    st.integers(1, 120),
+    st.sampled_from(["iters", "samples"]),
+    st.sampled_from(["WSD", "cosine", "linear", "constant", "inverse-square-root"]),
+    st.sampled_from([REPLAN, HOLD]),
+    st.sampled_from([2, 4, 6]),
+)
+def test_the_rate_goes_on_from_where_it_is(
+    first: int, at: int, total: int, unit: str, style: str, more_steps: str, batch: int
+) -> None:
+    """For any first length, moment, new length and batch: Megatron loads it, and no rate jumps."""
+    at = min(at, first)
+    total = max(total, at + 1)
+    words = _words(first, unit=unit, style=style)
+    begun = _scheduler(words)
+    begun.step(4 * at)
+    saved = _saved(begun, words, at)
+    new = _words(total, unit=unit, style=style, batch=batch)
+    wanted = schedule_of_words(new)
+    assert wanted is not None
+    left = max(0, total - (at if unit == "iters" else 4 * at // batch))
+    more, lines = continued(saved, wanted, more_steps)
+    merged = _merged(new, more)
+    resumed = _scheduler(merged)
+    resumed.load_state_dict(begun.state_dict())  # asserts that the lengths agree, unless told to override
+    assert resumed.num_steps == 4 * at
+    # A schedule counts whole steps, so another batch moves its borders by less than one.
+    aligned = batch == 4 or (more_steps == REPLAN and left >= 2 and saved.clock % batch == 0)
+    if aligned and style != "inverse-square-root":
+        assert _rate(resumed) == pytest.approx(_rate(begun), rel=1e-6, abs=1e-15)
+    same = (total, batch) == (first, 4)
+    assert bool(lines) != same and len(lines) <= 1
+    plan = schedule_of_words(merged)
+    assert plan is not None
+    rates = []
+    for _ in range(left):
+        resumed.step(batch)
+        rates.append(_rate(resumed))
+        assert _rate(resumed) == pytest.approx(plan.rate(resumed.num_steps), rel=1e-9)
+    assert all(MINIMUM * 0.999 <= rate <= PEAK * 1.001 for rate in rates[1:])
+    if more_steps == REPLAN and style in ("WSD", "cosine", "linear") and left > 2 and not same:
+        assert rates[-1] == pytest.approx(MINIMUM, rel=1e-6)
+        if style == "WSD" and aligned:
+            assert max(rates) == pytest.approx(PEAK, rel=1e-6)
+    # The next start with the same command line changes nothing any more.
+    again, silent = continued(_saved(resumed, merged, at + left), wanted, more_steps)
+    assert silent == [] and OVERRIDE not in again
+    _scheduler(_merged(new, again)).load_state_dict(resumed.state_dict())
+
+
+def test_three_steps_then_six() -> None:
+    words = _words(3)
+    begun = _scheduler(words)
+    begun.step(12)
+    wanted = schedule_of_words(_words(6))
+    assert wanted is not None
+    saved = _saved(begun, words, 3)
+    assert differences(saved, wanted) == {"lr_decay_steps": (12, 24), "wd_incr_steps": (12, 24)}
+    with pytest.raises(AssertionError, match="12|24"):  # what a user saw
+        _scheduler(_words(6)).load_state_dict(begun.state_dict())
+    more, (line,) = continued(saved, wanted)
+    assert line == (
+        "schedule planned anew from step 3: learning rate 4e-05, up to 0.004 at step 4, from step 5 down to "
+        "4e-05 at step 6 (--more-steps hold keeps the old one)"
+    )
+    held, (line,) = continued(saved, wanted, HOLD)
+    assert line == "the checkpoint's schedule is kept: learning rate 4e-05"
+    resumed = _scheduler(_merged(_words(6), held))
+    resumed.load_state_dict(begun.state_dict())
+    resumed.step(4)
+    assert _rate(resumed) == MINIMUM and more != held
+
+
+def test_a_warm_up_that_has_begun_is_finished() -> None:
+    words = _words(300)
+    begun = _scheduler(words)
+    begun.step(4 * 10)
+    wanted = schedule_of_words(_words(600))
+    assert wanted is not None
+    more, (line,) = continued(_saved(begun, words, 10), wanted)
+    plan = schedule_of_words(_merged(_words(600), more))
+    assert plan is not None and (plan.warmup, plan.init) == (4 * 30, 0.0)
+    assert "up to 0.004 at step 30, from step 482 down to 4e-05 at step 600" in line
+
+
+def test_other_rates_are_refused() -> None:
+    """Megatron ends in a KeyError: it finds the optimizer's parameter groups by their rates."""
+    words = _words(3)
+    begun = _scheduler(words)
+    wanted = schedule_of_words([*_words(6), "--lr", "2e-3"])
+    assert wanted is not None
+    with pytest.raises(ValueError, match=r"trained with --lr 0.004 .* with --lr 0.002"):
+        continued(_saved(begun, words, 3), wanted)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["--lr", "x"],
+        ["word"],
+        ["--train-iters", "5"],
+        [*_words(3), "--finetune"],
+        [*_words(3), "--lr", "nan"],
+    ],
+)
+def test_a_command_line_that_leaves_something_open(words: list[str]) -> None:
+    assert schedule_of_words(words) is None
+
+
+def test_a_checkpoint_without_a_schedule() -> None:
+    assert saved_schedule(3, {}, {}) is None
+    assert saved_schedule(3, {"max_lr": 1.0}, {"train_iters": 3, "global_batch_size": None}) is None
+
+
+def test_rates_of_every_style() -> None:
+    for style in ("WSD", "cosine", "linear", "constant", "inverse-square-root"):
+        for decay in ("linear", "cosine", "exponential", "minus_sqrt"):
+            words = [*_words(40, style=style), "--lr-wsd-decay-style", decay, "--lr-warmup-init", "1e-4"]
+            own, scheduler = schedule_of_words(words), _scheduler(words)
+            assert isinstance(own, Schedule)
+            for _ in range(45):
+                assert math.isclose(own.rate(scheduler.num_steps), _rate(scheduler), rel_tol=1e-9)
+                scheduler.step(4)

@@ -1,0 +1,88 @@
+"""What is left along each axis is a model: Megatron loads it, it trains, transformers computes the same."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_nemotron3.cli import main
+from megatron_nemotron3.launch import Launch
+from megatron_nemotron3.models import own
+from megatron_nemotron3.proof.certify.ranks import run_distributed
+from tests.post_training.compress.silence import random_scores
+from tests.post_training.compress.test_command import load_strictly
+from tests.post_training.compress.test_cut import CONFIGS, EVERYTHING
+from tests.post_training.compress.test_importance import write
+
+TEXT = torch.randint(0, 2048, (2, 41), generator=torch.Generator().manual_seed(4))
+CASES = [("super", name) for name in EVERYTHING["super"]]
+CASES += [("super", "moe_router_topk"), ("nano-4b", "dense_ffn_hidden_size"), ("super", "all")]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders with a model and scores."""
+    found = {}
+    for name in ("super", "nano-4b"):
+        found[name] = tmp_path_factory.mktemp(name)
+        run_distributed(write, 1, found[name] / "model", CONFIGS[name])
+        random_scores(CONFIGS[name]).save(found[name] / "scores")
+    return found
+
+
+def logits_and_training(folder: Path) -> tuple[torch.Tensor, list[float], list[str]]:
+    """Logits of a checkpoint, losses of a few steps on one batch, and the parameters that did not move."""
+    config = own.model(str(folder / "model.json"))
+    model = load_strictly(folder, Launch.of(config, precision="fp32", backend="torch"))
+    ids, positions = TEXT[:, :-1], torch.arange(40).expand(2, -1)
+    with torch.no_grad():
+        logits = model.eval()(ids, positions, None)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer, losses = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-15), []
+    model.train()
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(ids, positions, None, labels=TEXT[:, 1:].contiguous()).mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    still = [name for name, p in model.named_parameters() if torch.equal(p, before[name])]
+    return logits, losses, still
+
+
+def by_transformers(folder: Path) -> torch.Tensor:
+    """Logits of a Hugging Face folder."""
+    from transformers import AutoModelForCausalLM
+
+    theirs: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+    for module in theirs.modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = (0.0, math.inf)  # it clamps at time_step_min; the family does not
+    with torch.no_grad():
+        found: torch.Tensor = theirs(TEXT[:, :-1]).logits
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [pytest.param(*case, marks=[] if case[1] == "all" else pytest.mark.full) for case in CASES],
+)
+def test_a_pruned_model_is_a_model(places: dict[str, Path], tmp_path: Path, name: str, size: str) -> None:
+    sizes = {**EVERYTHING[name], "moe_router_topk": 4}
+    chosen = sizes if size == "all" else {size: sizes[size]}
+    place, out, hf = places[name], tmp_path / "out", tmp_path / "hf"
+    words = ["prune", str(place / "model"), "--scores", str(place / "scores"), "--output", str(out)]
+    assert main([*words, "--sizes", *(f"{n}={v}" for n, v in chosen.items())]) == 0
+    ((logits, losses, still),) = run_distributed(logits_and_training, 1, out)
+    assert losses[-1] < losses[0] - 0.01
+    assert not still
+    assert main(["convert", "to-hf", str(out), str(hf)]) == 0
+    expected = by_transformers(hf)
+    assert expected.std() > 0.3
+    torch.testing.assert_close(logits[..., : expected.shape[-1]], expected, rtol=0, atol=1e-4)

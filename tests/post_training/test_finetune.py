@@ -1,0 +1,156 @@
+"""`nemotron3 finetune`: a Hugging Face folder in, a Hugging Face folder out, and nothing half-done."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_nemotron3 import cli
+from megatron_nemotron3.common import lock
+from megatron_nemotron3.common.switches import LORA
+from megatron_nemotron3.models import get
+from megatron_nemotron3.post_training.finetune import command
+from megatron_nemotron3.train import processes
+from tests.support.engines import agreeing_tensors
+from tests.support.hf_folders import write_hf
+from tests.support.programs import follow_forked
+from tests.train.data.test_conversations import CHAT, THINKING, say, write_lines, write_tokenizer
+
+LINES = [{"messages": [say("user", f"{i} apples?"), say("assistant", f"yes, {i} pears")]} for i in range(40)]
+
+
+def inputs(folder: Path, vocabulary: int = 384) -> list[str]:
+    """Words of the command with everything that it reads."""
+    config = get("super-tiny").but(pattern="M*E", hidden_size=64, vocab_size=vocabulary, num_moe_experts=8)
+    write_hf(folder / "hf", config, values=agreeing_tensors(config, 0.05, seed=4), dtype="float32")
+    write_tokenizer(folder / "chat")
+    write_lines(folder / "chats.jsonl", LINES)
+    return [
+        *("finetune", str(folder / "hf"), "--conversations", str(folder / "chats.jsonl")),
+        *("--tokenizer", str(folder / "chat"), "--output", str(folder / "tuned")),
+        *("--steps", "2", "--lr", "1e-2", "--seq-length", "128", "--device", "cpu"),
+    ]
+
+
+def untrained(stopped: list[int]) -> Callable[..., int]:
+    """The steps, but training copies its start; it is interrupted as often as `stopped` has statuses."""
+
+    def step(main: object, *words: object, prefix: str = "") -> int:
+        line = [str(word) for word in words]
+        if line[0] != "train":
+            return cli.main(line)
+        options = cli.parser("train").parse_args(line)
+        assert options.steps == 2 and options.conversations and (options.pretrained / "release").is_dir()
+        assert LORA not in os.environ and not prefix
+        if stopped:
+            return stopped.pop()
+        if not options.output.exists():
+            shutil.copytree(options.pretrained, options.output / "checkpoints")
+        return 0
+
+    return step
+
+
+def test_the_steps_and_a_start_after_an_interrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What comes out of training that changes nothing is what went in, to the bit."""
+    words, tuned = inputs(tmp_path), tmp_path / "tuned"
+    monkeypatch.setattr(command, "step", untrained([130]))
+    assert cli.main(words) == 130
+    assert not (tuned / "hf").exists()
+    before = (tuned / "before.json").read_bytes()
+    capsys.readouterr()
+    with lock.held(tuned, "the other one"):
+        assert cli.main(words) == 2
+    assert "the other one (wait for it or choose another --output)" in capsys.readouterr().err
+    assert cli.main(words) == 0
+    out = capsys.readouterr().out
+    assert (tuned / "before.json").read_bytes() == before == (tuned / "after.json").read_bytes()
+    assert "held-out loss    " in out and "answer after" in out
+    kept = [json.loads(line) for line in (tuned / "train.jsonl").read_text().splitlines()]
+    held = [json.loads(line) for line in (tuned / "held_out.jsonl").read_text().splitlines()]
+    assert kept and held and sorted(map(str, kept + held)) == sorted(map(str, LINES))
+    assert cli.main(["verify", str(tmp_path / "hf"), str(tuned / "hf")]) == 0
+    assert "apples" in str(json.loads((tuned / "hf" / "tokenizer.json").read_text())["model"]["vocab"])
+    # Another request in the same folder.
+    assert cli.main([*words, "--lr", "1e-3"]) == 2
+    assert "holds a fine-tuning with another lr" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda at: (at / "hf/model.safetensors").unlink(), "hf"),
+        (lambda at: shutil.rmtree(at / "hf"), "does not exist"),
+        (lambda at: (at / "chat/tokenizer.json").unlink(), "holds no tokenizer"),
+        (lambda at: write_tokenizer(at / "chat", None), "/chat has no chat template"),
+        (
+            lambda at: write_tokenizer(at / "chat", THINKING)
+            and write_lines(at / "chats.jsonl", [*LINES, {"messages": CHAT}]),
+            "chats.jsonl:41: message 2 reads differently",
+        ),
+        (lambda at: write_lines(at / "chats.jsonl", [{"text": "a"}]), 'chats.jsonl:1: give an object'),
+        (lambda at: write_lines(at / "chats.jsonl", LINES[:1]), "too few to hold one in 8 out"),
+        (lambda at: write_lines(at / "chats.jsonl", []), "it has no conversations"),
+        (lambda at: write_lines(at / "tuned", [{}]), "is no fine-tuning"),
+        (lambda at: shutil.rmtree(at / "hf") or inputs(at, 512), "training would drop the rest"),
+    ],
+)  # fmt: skip
+def test_wrong_input_ends_before_anything_is_written(
+    change: Callable[[Path], object],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = inputs(tmp_path)
+    change(tmp_path)
+    before = sorted(str(path) for path in tmp_path.rglob("*"))
+    monkeypatch.setattr(command, "step", lambda *words, **how: pytest.fail("it began"))
+    assert cli.main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert sorted(str(path) for path in tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--adapter-only"], "goes with --lora"),
+        (["--lora", "base=x"], "leave base= out"),
+        (["--lora", "rank=3"], "is not one of"),
+        (["--steps", "0"], "--steps 0: give more than 0"),
+    ],
+)
+def test_wrong_words(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*inputs(tmp_path), *words]) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "tuned").exists()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("lora", [[], ["--lora", "dim=4"], ["--lora", "dim=4", "--adapter-only"]])
+def test_trained(
+    lora: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A few steps move the held-out loss, and the folder holds what was trained."""
+    monkeypatch.setattr(processes, "follow", follow_forked)
+    words, tuned = inputs(tmp_path), tmp_path / "tuned"
+    words[words.index("--steps") + 1] = "6"
+    assert cli.main([*words, *lora]) == 0
+    before, after = (json.loads((tuned / f"{name}.json").read_text()) for name in ("before", "after"))
+    assert after["per_token"] < before["per_token"]
+    capsys.readouterr()
+    if "--adapter-only" in lora:
+        assert (tuned / "hf" / "adapter_model.safetensors").exists()
+    else:
+        assert cli.main(["verify", str(tuned / "run"), str(tuned / "hf")]) == 0
+        assert cli.main(["verify", str(tmp_path / "hf"), str(tuned / "hf")]) == 1
+    assert LORA not in os.environ

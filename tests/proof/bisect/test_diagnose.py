@@ -1,0 +1,272 @@
+"""Who is blamed where nobody, or both, are wrong; and what is said where less is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_nemotron3.proof.bisect import hypotheses
+from megatron_nemotron3.proof.bisect.causes import Cause, Context, shard_order, step, table
+from megatron_nemotron3.proof.bisect.diagnose import Diagnosis, Investigation
+from megatron_nemotron3.proof.bisect.recompute import Change
+from megatron_nemotron3.proof.bisect.recording import Recording
+from tests.proof.bisect import damage as d
+from tests.proof.bisect import faults
+from tests.proof.bisect.fault_list import FAULTS
+from tests.proof.bisect.systems import MODEL, Engine, Scored, Weights, checkpoint, healthy_engine, tokens
+
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+_OTHER_PAIRS = [(FP32, FP32), (BF16, FP32), (BF16, BF16)]
+
+
+@cache
+def plain() -> Investigation:
+    """Without causes: whether a side deviates does not depend on them."""
+    return Investigation(faults.investigation().model, None, [])
+
+
+def recorded(scored: tuple[Scored, ...], dtype: torch.dtype, hidden: bool = True) -> Recording:
+    return faults.recording(scored, "system", dtype, hidden)
+
+
+def compare(trainer: Recording, engine: Recording, by: Investigation | None = None) -> Diagnosis:
+    return (by or plain()).compare(trainer, engine)
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+@pytest.mark.parametrize(
+    ("trainer", "engine"), [(FP32, BF16), *(pytest.param(*p, marks=pytest.mark.full) for p in _OTHER_PAIRS)]
+)
+def test_nobody_is_blamed(trainer: torch.dtype, engine: torch.dtype, hidden: bool) -> None:
+    """Prefill against decoding, in types of which one rounds 30,000 times as much."""
+    sides = healthy_engine(trainer), healthy_engine(engine, decode=True)
+    found = compare(recorded(sides[0], trainer, hidden), recorded(sides[1], engine, hidden))
+    assert found.blamed == [] and found.exit_status == 0
+    assert "neither deviates" in found.lines()[-1]
+
+
+def _opened(folder: Path, weights: Weights) -> Investigation:
+    return Investigation(faults.opened(folder / "hf", weights), None, [])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(2, 8))
+def test_nobody_is_blamed_with_other_weights(tmp_path: Path, seed: int) -> None:
+    weights = checkpoint(seed)
+    by = _opened(tmp_path, weights)
+    for dtype in (FP32, BF16):
+        sides = [
+            tuple(Engine(weights, dtype, decode).score(*one) for one in tokens()) for decode in (False, True)
+        ]
+        assert compare(recorded(sides[0], dtype), recorded(sides[1], dtype), by).blamed == []
+
+
+def _with_ties(favour: float = 0.0) -> Weights:
+    """Expert 5 of every router has the scores of expert 3, but for a difference that rounding decides."""
+    weights = checkpoint()
+    for name in weights:
+        if name.endswith(("gate.weight", "correction_bias")):
+            weights[name][5] = weights[name][3]
+            if name.endswith("correction_bias"):
+                weights[name][5] += favour
+    return weights
+
+
+@pytest.mark.parametrize("dtype", [FP32, pytest.param(BF16, marks=pytest.mark.full)])
+def test_ties_blame_nobody(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Both systems decide near ties of routers in their own way, and their log-probabilities differ."""
+    engines = [Engine(_with_ties(favour), dtype) for favour in (4e-7, -4e-7)]
+    sides = [tuple(engine.score(*one) for one in tokens()) for engine in engines]
+    other = [
+        (a.routing[layer].sort(-1).values != b.routing[layer].sort(-1).values).any()
+        for a, b in zip(*sides, strict=True)
+        for layer in a.routing
+    ]
+    assert any(other)
+    for hidden in (False, True):
+        found = compare(
+            *(recorded(side, dtype, hidden) for side in sides), _opened(tmp_path / str(hidden), _with_ties())
+        )
+        assert found.blamed == []
+
+
+def test_both_deviate() -> None:
+    engine = Engine(checkpoint(5))
+    other = recorded(tuple(engine.score(*one) for one in tokens()), FP32, False)
+    found = compare(other, other)
+    assert found.blamed == ["trainer", "engine"] and found.exit_status == 1
+    assert "both deviate" in found.lines()[-1] and "unknown cause" in "\n".join(found.lines())
+
+
+def _noisy(layer: int) -> tuple[Scored, ...]:
+    """A layer's output is disturbed from token 150 on, in a way that is in no table."""
+    engine = Engine(checkpoint())
+
+    def disturbed(module: Any, args: Any, out: Tensor) -> Tensor:
+        out = out.clone()
+        out[:, 150:] += 0.1 * torch.randn(out[:, 150:].shape, generator=torch.Generator().manual_seed(0))
+        return out
+
+    engine.layers[layer].register_forward_hook(disturbed)
+    return tuple(engine.score(*one) for one in tokens())
+
+
+def test_unknown_cause_is_not_guessed() -> None:
+    """The layer and the token are found, and no cause of attention is named."""
+    causes = [cause for cause in table() if cause.kind == "*"]
+    side = Investigation(plain().model, None, causes).side("engine", recorded(_noisy(3), FP32))
+    assert side.deviates and side.exactly and side.layer == 3
+    assert side.position == (0, 150) and side.cause is None
+
+
+def test_few_hidden_states_bound_the_layer() -> None:
+    recording = recorded(_noisy(3), FP32)
+    for one in recording.sequences:
+        one.hidden = {n: x for n, x in one.hidden.items() if n in (1, 4, 7)}
+        one.routing = {}
+    side = plain().side("engine", recording)
+    assert side.deviates and not side.exactly and side.layer is None
+
+
+def test_router_choices_bound_the_layer() -> None:
+    recording = recorded(_noisy(3), FP32)
+    for one in recording.sequences:
+        one.hidden = {}
+    assert plain().side("engine", recording).routed == 4
+
+
+def test_numbers_that_are_none_deviate() -> None:
+    broken = [replace(one, logprobs=one.logprobs.clone()) for one in healthy_engine()]
+    broken[1].logprobs[60] = torch.nan
+    side = plain().side("engine", recorded(tuple(broken), FP32, False))
+    assert side.deviates and side.position == (1, 61)
+
+
+def test_only_a_cause_that_fits_is_named() -> None:
+    """A change that does nothing like the fault leaves it unexplained."""
+    wrong = [Cause("nothing of the kind", "E", layer=step(shared=lambda shared, *given: 2 * shared(*given)))]
+    scored = faults.faulty("scaling factor", FP32)
+    side = Investigation(plain().model, None, wrong).side("engine", recorded(scored, FP32))
+    assert side.layer == 1 and side.explanations == []
+
+
+def test_streams_are_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With memory for few residual streams, a cause gives the same."""
+    recording = recorded(healthy_engine(), FP32, False)
+    cause = next(cause for cause in table() if cause.name == "no shared expert")
+    plenty = Investigation(plain().model, None, []).hypotheses(recording)
+    every = len(plenty.plain[0].streams)
+    monkeypatch.setattr(hypotheses, "KEPT_BYTES", 1 << 18)
+    little = Investigation(plain().model, None, []).hypotheses(recording)
+    assert len(little.plain[0].streams) < every == MODEL.num_layers + 1
+    for few, all_of_them in zip(little.plain, plenty.plain, strict=True):
+        assert all(torch.equal(x, all_of_them.streams[layer]) for layer, x in few.streams.items())
+    found, expected = little.logprobs(cause, (4,)), plenty.logprobs(cause, (4,))
+    assert found is not None and expected is not None and len(found) == 2
+    # Layer 3, computed for both sequences before, is computed for one again: products of fewer rows may round
+    # otherwise (2e-6 here; the cause moves a log-probability by 1.4).
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_causes_have_names_of_their_own() -> None:
+    causes = table()
+    assert len({cause.name for cause in causes}) == len(causes) > 150
+    assert {cause.kind for cause in causes} >= set("ME*")
+
+
+def test_causes_that_cannot_be_are_left_out() -> None:
+    """Shards that do not fit, a state after no prompt, a latent projection of a layer that is not there."""
+    assert shard_order(10, 4, "reversed") is None
+    places = shard_order(8, 4, "neighbours swapped")
+    assert places is not None and places.tolist() == [2, 3, 0, 1, 6, 7, 4, 5]
+    made = {c.name: c.layer(Context(MODEL, 0, 1)) for c in table() if c.layer is not None}
+    assert made["a convolution state empty after the prompt"] is None
+    assert made["the latent projections of the previous layer of experts"] is None
+    assert made["the latent projections of the next layer of experts"] is not None
+
+
+def _damaged(weights: Weights | None = None, *changes: Callable[[Engine], None]) -> Recording:
+    """An engine with hidden states and router choices."""
+    engine = Engine(checkpoint() if weights is None else weights)
+    for change in changes:
+        change(engine)
+    return recorded(tuple(engine.score(*one) for one in tokens()), FP32)
+
+
+def _among(*words: str) -> Investigation:
+    """With the causes that have one of these words, and the checkpoint before this one."""
+    causes = [cause for cause in table() if any(word in cause.name for word in words)]
+    return Investigation(plain().model, faults.investigation().previous, causes)
+
+
+def test_no_cause_explains_what_is_no_number() -> None:
+    broken = recorded(
+        tuple(replace(one, logprobs=torch.nan * one.logprobs) for one in healthy_engine()), FP32
+    )
+    for one in broken.sequences:
+        one.hidden, one.routing = {}, {}
+    said = compare(recorded(healthy_engine(), FP32), broken, _among("state in BF16")).lines()
+    assert (
+        f"  {sum(len(one.logprobs) for one in broken.sequences)} log-probabilities are no finite" in said[2]
+    )
+    assert "unknown cause" in said[-1]
+
+
+def test_a_second_fault_is_not_hidden_by_the_first() -> None:
+    changes = FAULTS["norm over all groups"].engine, FAULTS["scaling factor"].engine
+    assert all(changes)
+    by = _among("one norm over all groups", "a routed scaling factor")
+    side = by.side("engine", _damaged(None, *(one for one in changes if one)))
+    assert side.cause == "one norm over all groups after the scan" and side.rest > 1000
+    alone = by.side("engine", _damaged(None, *(one for one in changes[:1] if one)))
+    assert alone.cause == side.cause and not alone.rest
+
+
+def test_experts_that_deviate_are_seen_in_the_tokens() -> None:
+    swapped = d.experts(lambda e: {2: 3, 3: 2}.get(e, e), "4")(checkpoint())
+    side = _among().side("engine", _damaged(swapped))
+    assert side.experts == (2, 3) and side.cause == "experts 2 and 3 swapped" and side.layer == 4
+    stale = d.stale(r"backbone\.layers\.4\.mixer\.experts\.7\.")(checkpoint())
+    side = _among().side("engine", _damaged(stale))
+    assert side.experts == (7,) and side.cause == "routed expert 7 of the previous checkpoint"
+
+
+def test_a_single_stale_tensor_is_named() -> None:
+    side = _among().side("engine", _damaged(d.stale(r"backbone\.layers\.5\.mixer\.out_proj")(checkpoint())))
+    assert side.cause == "mixer.out_proj.weight of the previous checkpoint" and side.layer == 5
+
+
+def test_what_enters_the_first_layer_is_not_called_its_fault() -> None:
+    rows = d.changed("embeddings", lambda w: torch.cat([w[:100], w[100:].flip(0)]))(checkpoint())
+    found = compare(recorded(healthy_engine(), FP32), _damaged(rows), _among("no D"))
+    assert found.engine.entering and found.engine.cause is None
+    assert "layer 0 (Mamba), or the tokens and embeddings that enter it" in "\n".join(found.lines())
+
+
+def test_a_window_of_any_size_is_read_from_the_tokens() -> None:
+    def window(old: Any, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **given: Any) -> Any:
+        far = torch.full((q.shape[-2],) * 2, -torch.inf).tril_(-37)
+        return old(module, q, k, v, far + mask, **given)
+
+    assert _among().side("engine", _damaged(None, d.attention(window))).cause == "a window of 37 tokens"
+
+
+def test_joined_layers_are_those_of_one_sequence() -> None:
+    """All layers that see the sequence before are those of both in a row."""
+    model, found = plain().model, plain().hypotheses(recorded(healthy_engine(), FP32))
+    before, ids = (ids[None] for ids in found.ids)
+    *_, whole = model.run(model.embed(torch.cat([before, ids], 1)))
+    layers, x = range(model.depth), model.embed(ids)
+    joined = found.joined(model.embed(before), x, layers, {})
+    torch.testing.assert_close(joined, whole.stream[:, before.shape[1] :], rtol=0, atol=2e-4)
+    apart = found.joined(model.embed(before), x, layers, {MODEL.pattern.index("E"): Change()})
+    torch.testing.assert_close(apart, found.plain[1].streams[model.depth], rtol=0, atol=2e-4)

@@ -1,0 +1,225 @@
+"""The catalogue of seeded faults: what a proof must find, where, and by which property.
+
+Each fault is a patch of Megatron or of this package, active on the ranks of a test alone.
+
+python -m tests.proof.certify.faults            # run every fault and write the figures of the table
+python -m tests.proof.certify.faults NAME …     # run some of them
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from megatron_nemotron3.launch import command_line
+from megatron_nemotron3.launch.flag import Flag
+from megatron_nemotron3.proof.certify import proof, static, twin
+from megatron_nemotron3.proof.certify.bench import Bench, last_line
+from megatron_nemotron3.proof.certify.case import Case
+from megatron_nemotron3.proof.certify.finding import Finding, State
+from megatron_nemotron3.proof.certify.layouts import Sizes
+from tests.proof.certify.catalogue import FAULTS, LAUNCHES, Fault
+
+#: What was found when the table was last written.
+GOLDEN = Path(__file__).parents[2] / "golden" / "certified_faults.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultyBench(Bench):
+    """A bench whose single process is healthy, unless the fault is one there, too.
+
+    A fault of ranks between them changes nothing in one process, so that all faults of a launch share one.
+    """
+
+    everywhere: bool = False
+    #: What the training has beside what follows from the launch.
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+    def case(self, sizes: Sizes | None, **changes: Any) -> Case:
+        """Return the training in a layout, with the fault, or in one process."""
+        healthy = {"fault": None} if sizes is None and not self.everywhere else {}
+        return super().case(sizes, **(healthy | dict(self.changes) | changes))
+
+
+def _definition(bench: Bench) -> Iterator[Finding]:
+    from megatron_nemotron3.proof.certify.definition import definition
+
+    yield from definition(bench)
+
+
+def _saving(bench: Bench) -> Iterator[Finding]:
+    """Save after each step of two, all ranks killed in the second save, and read what was saved first."""
+    from megatron_nemotron3.proof.certify import script_stage
+
+    scripts, killed = _killed(bench)
+    yield from script_stage.written(scripts, killed, str(bench.twin.sizes[0]))
+
+
+def _resuming(bench: Bench) -> Iterator[Finding]:
+    """Resume in the same layout what a healthy run saved."""
+    from megatron_nemotron3.proof.certify import script_stage
+
+    healthy, killed = _healthy_save(bench.flags, bench.twin.sizes[0].layout.world_size)
+    scripts = script_stage.Scripts(bench)
+    scripts.write_data()
+    shutil.copytree(healthy.saved, scripts.saved)
+    yield from script_stage.resumed(scripts, bench.twin.sizes[0], killed)
+
+
+def _export(bench: Bench) -> Iterator[Finding]:
+    """Export what a healthy run saved, and read it back, in this process."""
+    from megatron_nemotron3.proof.certify import script_stage
+
+    healthy, killed = _healthy_save(bench.flags, bench.twin.sizes[0].layout.world_size)
+    scripts = script_stage.Scripts(bench)
+    shutil.copytree(healthy.saved, scripts.saved)
+    if bench.fault is not None:
+        bench.fault()
+    try:
+        yield from script_stage.written(scripts, killed, str(bench.twin.sizes[0]))
+    finally:
+        mock.patch.stopall()
+
+
+def _killed(bench: Bench) -> tuple[Any, Any]:
+    """The scripts of a launch, and their run of two steps that was killed in its second save."""
+    from megatron_nemotron3.proof.certify import script_stage
+
+    scripts = script_stage.Scripts(bench)
+    scripts.write_data()
+    return scripts, scripts.run("layout", bench.twin.sizes[0], *scripts.saving, killed_in=scripts.saved)
+
+
+@cache
+def _healthy_save(flags: tuple[Flag, ...], ranks: int) -> tuple[Any, Any]:
+    """`_killed` without a fault, in a folder that stays until the process ends."""
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    return _killed(Bench(twin=_twin(flags, ranks), flags=flags, folder=Path(folder.name)))
+
+
+#: Stages of the proof, or parts of them, by the names that the catalogue has.
+STAGES: dict[str, Callable[[Any], Iterator[Finding]]] = {
+    "layouts": proof.layouts,
+    "definition": _definition,
+    "saving": _saving,
+    "resuming": _resuming,
+    "export": _export,
+    "formats": static.formats,
+    "memory": static.memory,
+    "rules": static.rules,
+}
+#: Stages of which the launch is damaged, and no function.
+STATIC = ("formats", "memory", "rules")
+
+
+def run(launch: str, stage: str, fault: Fault | None) -> list[Finding]:
+    """Return what a stage of the proof says of a launch."""
+    given = LAUNCHES[launch]
+    damaged = fault is not None and stage in STATIC
+    with tempfile.TemporaryDirectory() as folder:
+        text = given.text(Path(folder))
+        if damaged:
+            text += " " + fault.patch(Path(folder))
+        flags = tuple(command_line.read(text))
+        bench = FaultyBench(
+            twin=_twin(flags, given.ranks),
+            flags=flags,
+            folder=Path(folder),
+            gpu=given.gpu,
+            fault=None if damaged or fault is None else fault.patch,
+            everywhere=fault is not None and fault.everywhere,
+            changes={} if given.padded is None else {"documents": given.documents, "padded": given.padded},
+        )
+        return list(STAGES[stage](bench))
+
+
+@cache
+def _twin(flags: tuple[Flag, ...], ranks: int) -> twin.Twin:
+    return twin.make(flags, ranks or 8, world_size=ranks or None)
+
+
+@cache
+def healthy(launch: str, stage: str) -> list[Finding]:
+    """Return what a stage says without a fault."""
+    return run(launch, stage, None)
+
+
+def failures(found: list[Finding]) -> dict[str, Finding]:
+    """Return the properties that failed, each where it is farthest."""
+    worst: dict[str, Finding] = {}
+    for finding in found:
+        if finding.state is State.FAIL:
+            old = worst.get(finding.name)
+            if old is None or (finding.difference or 0) > (old.difference or 0):
+                worst[finding.name] = finding
+    return worst
+
+
+def measured() -> dict[str, dict[str, str]]:
+    """Return what was found when the table was last written."""
+    rows: dict[str, dict[str, str]] = json.loads(GOLDEN.read_text())
+    return rows
+
+
+def _row(fault: Fault, found: dict[str, Finding]) -> dict[str, str]:
+    finding = next(found[name] for name in fault.found_by if name in found)
+    known = finding.difference is not None and finding.tolerance
+    share = f"{finding.difference / finding.tolerance:.2g}" if known else ""
+    # A precision file lies in a temporary folder.
+    where = Path(finding.where).name if finding.where.startswith("/") else finding.where
+    return {"found by": finding.name, "where": where, "share": share}
+
+
+def main(names: list[str]) -> None:
+    """Run faults, print what finds them, and write it to the file of figures.
+
+    Raises:
+        SystemExit: there is no such fault, or one of them was not found as the catalogue says.
+    """
+    if unknown := [name for name in names if name not in FAULTS]:
+        raise SystemExit(f"no such fault: {unknown[0]}; there are: {', '.join(FAULTS)}")
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Megatron prints a great deal on every rank
+    say = functools.partial(print, file=out, flush=True)
+    rows = {name: row for name, row in measured().items() if name in FAULTS}
+    missed = []
+    for name in names or FAULTS:
+        fault, begin = FAULTS[name], time.monotonic()
+        try:
+            alarms = failures(healthy(fault.launch, fault.stage))
+            found = failures(run(fault.launch, fault.stage, fault))
+        except Exception as problem:  # a defect of the proof
+            say(f"ERROR {name}: {last_line(problem)}")
+            missed.append(name)
+            continue
+        right = not alarms and set(fault.found_by) <= found.keys() and "training" not in found
+        say(f"{'ok' if right else 'MISS'} {name} [{fault.launch}] {time.monotonic() - begin:.1f} s")
+        for finding in alarms.values():
+            say(f"      FALSE ALARM {finding}"[:200])
+        for finding in found.values():
+            say(f"      {finding.name}: {finding.difference} {finding.detail}"[:200])
+        if right:
+            rows[name] = _row(fault, found)
+            ordered = {name: rows[name] for name in FAULTS if name in rows}
+            GOLDEN.write_text(json.dumps(ordered, indent=1) + "\n")
+        else:
+            missed.append(name)
+    if missed:
+        raise SystemExit(f"not as the catalogue says: {', '.join(missed)}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,168 @@
+"""A certificate belongs to one command: what decides numbers changes its hash, what does not leaves it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_nemotron3 import models
+from megatron_nemotron3.launch import Launch, flags
+from megatron_nemotron3.launch.command_line import read
+from megatron_nemotron3.launch.flag import Flag, render
+from megatron_nemotron3.precision import yaml_file
+from megatron_nemotron3.proof.certify import certificate, twin
+from megatron_nemotron3.proof.certify.finding import Finding, State, failed, passed, untested
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> list[Flag]:
+    file = tmp_path / "precision.yaml"
+    yaml_file.write(models.get("super"), file)
+    return flags(
+        Launch.of(
+            "super",
+            tp=2,
+            pp=2,
+            ep=4,
+            dp=4,
+            precision="nvfp4",
+            backend="te",
+            te_precision_config_file=str(file),
+            extra=("--log-interval", "10", "--save", "/runs/a", "--adam-beta2", "0.95", "--seed", "3"),
+        )
+    )
+
+
+def hash_of(found: list[Flag]) -> str:
+    return certificate.hash_of(certificate.normalised(found, 16))
+
+
+def changed(found: list[Flag], name: str, *values: str) -> list[Flag]:
+    assert any(flag.name == name for flag in found), name
+    return [Flag(name, values) if flag.name == name else flag for flag in found]
+
+
+def test_order_paths_and_logs_keep_it(launch: list[Flag]) -> None:
+    before = hash_of(launch)
+    shuffled = list(launch)
+    random.Random(0).shuffle(shuffled)
+    assert shuffled != launch and hash_of(shuffled) == before
+    for name, value in (("--log-interval", "1"), ("--save", "/elsewhere"), ("--seed", "4")):
+        assert hash_of(changed(launch, name, value)) == before, name
+    more = [*launch, Flag("--wandb-project", ("one",)), Flag("--data-path", ("1.0", "/data/a"))]
+    assert hash_of(more) == before
+
+
+def test_another_spelling_keeps_it(launch: list[Flag]) -> None:
+    before = hash_of(launch)
+    assert hash_of(changed(launch, "--adam-beta2", "95e-2")) == before
+    text = render(launch, shell=True)
+    assert hash_of(read(text)) == before
+    joined = text.replace("--hidden-size 4096", "--hidden-size=4096")
+    assert joined != text and hash_of(read(joined)) == before
+
+
+def test_what_decides_numbers_changes_it(launch: list[Flag], tmp_path: Path) -> None:
+    before = hash_of(launch)
+    assert hash_of(changed(launch, "--tensor-model-parallel-size", "4")) != before
+    assert hash_of(changed(launch, "--adam-beta2", "0.951")) != before
+    assert hash_of([*launch, Flag("--recompute-granularity", ("full",))]) != before
+    assert hash_of([flag for flag in launch if flag.name != "--sequence-parallel"]) != before
+    assert certificate.hash_of(certificate.normalised(launch, 32)) != before
+    assert certificate.hash_of(certificate.normalised(launch, 16, "nvfp4")) != before
+    assert certificate.hash_of(certificate.normalised(launch, 16, "", "rank=8")) != before
+
+
+def test_content_of_the_precision_file_counts_and_not_its_name(launch: list[Flag], tmp_path: Path) -> None:
+    before = hash_of(launch)
+    file = tmp_path / "precision.yaml"
+    copy = tmp_path / "copy.yaml"
+    copy.write_bytes(file.read_bytes())
+    assert hash_of(changed(launch, "--te-precision-config-file", str(copy))) == before
+    copy.write_text(file.read_text().replace("enabled: true", "enabled: false", 1))
+    assert hash_of(changed(launch, "--te-precision-config-file", str(copy))) != before
+    copy.unlink()
+    assert hash_of(changed(launch, "--te-precision-config-file", str(copy))) != before
+
+
+def make(launch: list[Flag], findings: list[Finding]) -> dict[str, Any]:
+    return certificate.make(
+        title="launch.sh",
+        command=certificate.normalised(launch, 16),
+        twin=twin.make(launch, 8, world_size=16),
+        findings=findings,
+        checkout=None,
+        seconds=12.34,
+    )
+
+
+def test_both_files_say_the_same(launch: list[Flag], tmp_path: Path) -> None:
+    nan = Finding("losses", State.FAIL, "TP2", float("nan"), 1.0)
+    infinite = Finding("expert biases", State.FAIL, "TP2", float("inf"), 1.0, "layers.1|bias")
+    found = [passed("rules"), nan, infinite, untested("fused kernels", "the torch operations")]
+    data = make(launch, found)
+    assert data["passed"] is False
+    certificate.write(tmp_path / "new", data)
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [certificate.JSON, certificate.PAGE]
+    again = certificate.read(tmp_path / "new" / certificate.JSON)
+    assert again == json.loads(json.dumps(data))
+    assert [one["difference"] for one in again["findings"]] == [None, "nan", "inf", None]
+    page = (tmp_path / "new" / certificate.PAGE).read_text()
+    for text in ("**FAILED**: 1 pass, 2 fail, 1 not testable here", "layers.1\\|bias", "- fused kernels"):
+        assert text in page
+    assert certificate.render(again) == page
+    # Nothing of the user's paths.
+    assert "/runs/a" not in page and str(tmp_path) not in page
+    assert make(launch, [passed("rules")])["passed"] is True
+    assert make(launch, [*found, failed("rules")])["passed"] is False
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "it is not JSON"),
+        ("[]", "not an object"),
+        ("{}", "no schema"),
+        ("\x00\xff", "it is not JSON"),
+    ],
+)
+def test_a_file_that_is_none(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(ValueError, match=said):
+        certificate.read(tmp_path / "x.json")
+
+
+def test_a_changed_file_is_refused(launch: list[Flag], tmp_path: Path) -> None:
+    data = make(launch, [passed("rules")])
+    file = tmp_path / "c.json"
+    file.write_text(json.dumps(data | {"command": {"--bf16": []}}))
+    with pytest.raises(ValueError, match="was changed"):
+        certificate.read(file)
+    file.write_text(json.dumps(data | {"schema": 99}))
+    with pytest.raises(ValueError, match="schema 99"):
+        certificate.read(file)
+
+
+def test_differences_name_the_options(launch: list[Flag]) -> None:
+    before = certificate.normalised(launch, 16)
+    other = changed(launch, "--tensor-model-parallel-size", "4")
+    other = [flag for flag in other if flag.name != "--sequence-parallel"]
+    assert certificate.differences(before, certificate.normalised(other, 16)) == [
+        "--sequence-parallel: certified on, now not passed",
+        "--tensor-model-parallel-size: certified 2, now 4",
+    ]
+
+
+def test_findings_are_all_in_the_certificate(launch: list[Flag]) -> None:
+    one = Finding("gradients", State.PASS, "TP2", 0.25, 1.0, "decoder.weight")
+    (row,) = make(launch, [one])["findings"]
+    names = {"name": "property"}
+    expected = {
+        names.get(field.name, field.name): getattr(one, field.name) for field in dataclasses.fields(one)
+    }
+    assert row == expected | {"state": "pass"}

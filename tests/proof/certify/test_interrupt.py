@@ -1,0 +1,98 @@
+"""However `nemotron3 certify` is ended, no rank goes on, and nothing is half-written."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_nemotron3.common import lock
+
+ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+
+
+def session(number: int) -> list[str]:
+    """Return the processes of a session."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            try:
+                text = (folder / "stat").read_text()
+            except OSError:
+                continue
+            fields = text.rpartition(")")[2].split()
+            if int(fields[3]) == number and fields[0] != "Z":
+                found.append(folder.name)
+    return found
+
+
+def wait_for_both(fifo: Path, program: subprocess.Popen[str]) -> None:
+    """Wait until two ranks have written to a pipe, which stays open between them."""
+    ready, end = b"", time.monotonic() + 120
+    pipe, poll = os.open(fifo, os.O_RDWR | os.O_NONBLOCK), select.poll()
+    poll.register(pipe, select.POLLIN)
+    try:
+        while ready.count(b"ready") < 2:
+            if program.poll() is not None:
+                raise AssertionError(program.stdout.read()[-600:])
+            assert time.monotonic() < end
+            if poll.poll(1000):
+                ready += os.read(pipe, 100)
+    finally:
+        os.close(pipe)
+
+
+@pytest.mark.parametrize(
+    ("how", "status"),
+    [
+        ("alone", 130),
+        pytest.param("group", 130, marks=pytest.mark.full),
+        pytest.param("term", 143, marks=pytest.mark.full),
+        pytest.param("kill", -9, marks=pytest.mark.full),
+    ],
+)
+def test_nothing_is_left(how: str, status: int, tmp_path: Path) -> None:
+    # The path of a socket below it has at most 107 characters, and pytest's folders are long.
+    work = Path(tempfile.mkdtemp())
+    fifo, out = tmp_path / "fifo", tmp_path / "out"
+    os.mkfifo(fifo)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "FIFO": str(fifo), "TMPDIR": str(work)}
+    words = [*("certify", "super", "--tp", "2", "--dp", "2"), *("--output", str(out))]
+    program = subprocess.Popen(
+        [sys.executable, "-m", "tests.proof.certify.waiting", *words],
+        env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        wait_for_both(fifo, program)
+        assert len(session(program.pid)) > 2
+        if how == "group":
+            os.killpg(program.pid, signal.SIGINT)
+        else:
+            number = {"alone": signal.SIGINT, "term": signal.SIGTERM, "kill": signal.SIGKILL}[how]
+            os.kill(program.pid, number)
+        printed = program.communicate(timeout=30)[0]
+        assert program.returncode == status
+        assert "Traceback" not in printed and "noise of a rank" not in printed, printed
+        end = time.monotonic() + 20
+        while session(program.pid) and time.monotonic() < end:
+            time.sleep(0.1)
+        assert session(program.pid) == []
+        # Nobody is left to remove the file of a lock that the kernel has taken back.
+        assert not out.exists() or how == "kill" and [p.name for p in out.iterdir()] == [lock.NAME]
+        assert lock.holder(out) is None
+        assert how == "kill" or not [p for p in work.iterdir() if "certify" in p.name]
+    finally:
+        for pid in session(program.pid):
+            os.kill(int(pid), signal.SIGKILL)
+        program.wait()
+        shutil.rmtree(work)

@@ -1,0 +1,248 @@
+"""The same numbers from every layout, through Megatron's own loop: log line and TensorBoard file."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from megatron_nemotron3 import cli
+from megatron_nemotron3.launch import ParallelLayout
+from megatron_nemotron3.models import get, tiny
+from megatron_nemotron3.models.series import KINDS
+from megatron_nemotron3.train import log, processes
+from megatron_nemotron3.train.monitor import events
+from megatron_nemotron3.train.progress import Progress
+from tests.support.distributed import run_launcher
+from tests.support.short_run import mock_argv, short_schedule
+
+STOCK = Path(os.environ.get("MEGATRON_LM_DIR") or "/nowhere") / "pretrain_hybrid.py"
+#: Every part: M, E with a latent width, *, two MTP depths that share their weights.
+CONFIG = tiny(get("super")).but(pattern="EM*E", vocab_size=255)
+STEPS = 2
+LAYOUTS = {
+    "one": (ParallelLayout(), ()),
+    "tp2-sp": (ParallelLayout(tp=2), ()),
+    "ep2": (ParallelLayout(dp=2, ep=2), ()),
+    "pp2": (ParallelLayout(pp=2), ()),
+    "pp2-vpp2": (ParallelLayout(pp=2, vpp=2), ()),
+    "dp2": (ParallelLayout(dp=2), ()),
+    "dp2-distributed-optimizer": (ParallelLayout(dp=2), ("--use-distributed-optimizer",)),
+    "cp2": (ParallelLayout(cp=2), ()),
+    "tp2-ep2": (ParallelLayout(tp=2, ep=2), ("--use-distributed-optimizer",)),
+    "recompute": (
+        ParallelLayout(),
+        ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
+    ),
+}
+#: Sums in another order move the last digits.
+RTOL = 2e-5
+QUICK = ("tp2-sp", "ep2", "pp2")
+
+
+def argv(layout: ParallelLayout, extra: tuple[str, ...], steps: int = STEPS, **data: object) -> list[str]:
+    """A short run on mock data."""
+    # Adam's first step is lr whatever the gradient: where that is rounding alone, layouts part ways.
+    return mock_argv(CONFIG, layout, short_schedule(steps, lr=1e-6, min_lr=1e-7), extra, **data)
+
+
+def train(words: list[str], layout: ParallelLayout, script: Path = processes.ENTRY) -> str:
+    """What the run prints."""
+    if script == processes.ENTRY or words[0] == str(processes.ENTRY):
+        return run_launcher(["--device", "cpu", str(script), *words], layout.world_size)
+    command = processes.command(words, layout.world_size, "cpu")
+    command[command.index(str(processes.ENTRY))] = str(script)
+    env = {**processes.environment(layout.world_size, "cpu"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, cwd="/", capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return done.stdout
+
+
+@functools.cache
+def folder() -> Path:
+    """Kept for all tests of this module, removed with the process."""
+    keep = tempfile.TemporaryDirectory(prefix="monitor-tests-")
+    _KEPT.append(keep)
+    return Path(keep.name)
+
+
+_KEPT: list[tempfile.TemporaryDirectory[str]] = []
+
+
+@functools.cache
+def weights() -> str:
+    """A checkpoint of one process, so that every layout starts from the same weights."""
+    target = str(folder() / "weights")
+    with mock.patch.dict(os.environ):
+        os.environ.pop("NEMOTRON3_MONITOR", None)
+        output = train(argv(ParallelLayout(), (), steps=1, save=target), ParallelLayout())
+    assert "lm loss" in output and "worst MaxVio" in output  # on by default, and the first step is measured
+    return target
+
+
+@functools.cache
+def run(name: str, script: Path = processes.ENTRY) -> tuple[dict[int, log.Step], events.History]:
+    """(log lines, TensorBoard series) of two steps from those weights."""
+    layout, extra = LAYOUTS[name]
+    board = folder() / f"{script.stem}-{name}"
+    words = argv(
+        layout,
+        (*extra, "--finetune", "--no-load-optim", "--no-load-rng"),
+        load=weights(),
+        tensorboard_dir=str(board),
+    )
+    curve = log.Curve()
+    with mock.patch.dict(os.environ, {"NEMOTRON3_MONITOR": "1"}):
+        output = train(words, layout, script)
+    for line in output.splitlines():
+        curve.add(line)
+    return curve.steps, events.read(events.find(board))
+
+
+def monitored(history: events.History) -> dict[str, dict[int, float]]:
+    """Our series alone."""
+    return {tag: dict(points) for tag, points in history.items() if tag.split("/")[0] in {*KINDS, "monitor"}}
+
+
+def assert_same(name: str, script: Path = processes.ENTRY) -> None:
+    """All values of a layout are those of one process."""
+    lines, history = run(name, script)
+    expected_lines, expected = run("one")
+    ours, theirs = monitored(history), monitored(expected)
+    assert ours.keys() == theirs.keys()
+    # The padding of the vocabulary, which takes part in the loss, depends on the layout.
+    theirs["monitor/lm_loss"] = dict(history["lm loss"])
+    for tag, points in theirs.items():
+        for step, value in points.items():
+            zero = 2e-6 if "zero" in tag else 0.0  # rounding makes or breaks a zero once in a while
+            assert ours[tag][step] == pytest.approx(value, rel=RTOL, abs=zero), (tag, step)
+    for step in expected_lines:
+        for item in LINE:
+            assert lines[step].values[item] == pytest.approx(
+                expected_lines[step].values[item], rel=2e-2, abs=1e-3
+            )
+
+
+LINE = ("worst MaxVio", "in a micro-batch", "dead experts", "residual RMS last/first", "zero gradients")
+
+
+def test_the_real_log_line_and_tensorboard_agree() -> None:
+    """Of one process: every step, every series, every layer."""
+    lines, history = run("one")
+    assert sorted(lines) == [1, 2]
+    decoder, mtp = range(1, 5), [(d, n) for d in (1, 2) for n in (1, 2)]
+    residual = {f"layer_{n:03d}" for n in decoder} | {f"mtp_{d}_layer_{n}" for d, n in mtp}
+    moe = {"layer_001", "layer_004", "mtp_1_layer_2", "mtp_2_layer_2"}
+    weights_of = {f"layer_{n:03d}" for n in decoder} | {"mtp_layer_1", "mtp_layer_2"}
+    routers = {"layer_001", "layer_004", "mtp_layer_2"}
+    rows = {
+        "max_vio": moe,
+        "max_vio_micro_mean": moe,
+        "max_vio_micro_worst": moe,
+        "latent_rms": moe,
+        "max_vio_interval": routers,
+        "dead_experts": routers,
+        "dead_experts_interval": routers,
+        "expert_bias_spread": routers,
+        "expert_bias_mean": routers,
+        "residual_rms": residual,
+        "zero_gradients": weights_of,
+    }
+    series = monitored(history)
+    assert {tag for tag in series if not tag.startswith("monitor/")} == {
+        f"{kind}/{row}" for kind in KINDS for row in rows[kind]
+    }
+    assert all(sorted(points) == [1, 2] for points in series.values())
+    for step, line in lines.items():
+        worst = max(series[f"max_vio/{row}"][step] for row in moe)
+        assert line.values["worst MaxVio"] == pytest.approx(worst, abs=6e-3)
+        assert line.values["dead experts"] == series["monitor/dead_experts"][step]
+        share = 100 * series["monitor/zero_gradients"][step]
+        assert line.values["zero gradients"] == pytest.approx(share, abs=1e-3)
+        # Megatron's own series; its second log line has the mean of two steps.
+        assert series["monitor/lm_loss"][step] == pytest.approx(dict(history["lm loss"])[step], rel=1e-6)
+        assert line.values["lm loss"] > 0 and len(line.mtp) == 2  # what stands around it is still read
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.full) for n in LAYOUTS if n != "one"]
+)
+def test_every_layout_reports_what_one_process_does(name: str) -> None:
+    assert_same(name)
+
+
+@pytest.mark.full
+@pytest.mark.checkout
+@pytest.mark.skipif(not STOCK.is_file(), reason="MEGATRON_LM_DIR names no Megatron-LM checkout")
+@pytest.mark.parametrize("name", ["one", "tp2-sp"])
+def test_the_stock_script_reports_it_too(name: str) -> None:
+    assert_same(name, STOCK)
+
+
+HURT = Path(__file__).parents[2] / "support" / "hurt_script.py"
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        processes.ENTRY,
+        pytest.param(
+            STOCK,
+            marks=(
+                pytest.mark.full,
+                pytest.mark.checkout,
+                pytest.mark.skipif(
+                    not STOCK.is_file(), reason="MEGATRON_LM_DIR names no Megatron-LM checkout"
+                ),
+            ),
+        ),
+    ],
+)
+def test_a_warning_is_in_the_log_in_nemotron3_train_and_in_watch(
+    script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One layer without gradients, our script and the stock one: the second measurement says so, once."""
+    words = argv(ParallelLayout(), (), steps=4, tensorboard_dir=str(tmp_path))
+    environment = {
+        "NEMOTRON3_MONITOR": "1",
+        "PYTHONPATH": f"{HURT.parents[2]}:{os.environ.get('PYTHONPATH')}",
+    }
+    with mock.patch.dict(os.environ, environment):
+        output = train([str(script), *words], ParallelLayout(), HURT)
+    (line,) = (line for line in output.splitlines() if "WARNING: iteration" in line)
+    assert line.startswith(
+        "megatron_nemotron3: WARNING: iteration 2: 100.0 % of the gradients of layer 2 are "
+    )
+
+    capsys.readouterr()
+    progress = Progress()
+    for printed in output.splitlines():
+        progress.line(f"{printed}\n")
+    assert line in capsys.readouterr().out.splitlines()
+
+    assert cli.main(["watch", str(tmp_path), "--output", str(tmp_path / "x.png")]) == 0
+    assert line.removeprefix("megatron_nemotron3: ") in capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.full
+def test_a_resumed_run_goes_on(tmp_path: Path) -> None:
+    """Same values after a resume as without a break; its first step is measured, as Megatron prints it."""
+    layout = ParallelLayout()
+    with mock.patch.dict(os.environ, {"NEMOTRON3_MONITOR": "2"}):
+        boards = {name: tmp_path / name for name in ("whole", "parts")}
+        train(argv(layout, (), steps=4, tensorboard_dir=str(boards["whole"])), layout)
+        kept = {"save": str(tmp_path / "ckpt"), "load": str(tmp_path / "ckpt")}
+        words = argv(layout, ("--exit-interval", "2"), steps=4, tensorboard_dir=str(boards["parts"]), **kept)
+        train(words, layout)
+        train(argv(layout, (), steps=4, tensorboard_dir=str(boards["parts"]), **kept), layout)
+    whole, parts = (monitored(events.read(events.find(board))) for board in boards.values())
+    assert whole.keys() == parts.keys()
+    for tag, points in whole.items():
+        assert sorted(points) == [1, 2, 4] and sorted(parts[tag]) == [1, 2, 3, 4]
+        if "interval" not in tag:  # the interval of step 4 began at the resume
+            assert {i: parts[tag][i] for i in points} == pytest.approx(points, rel=1e-6)
