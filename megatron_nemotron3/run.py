@@ -361,7 +361,10 @@ def _launch(words: Words) -> None:
             # The environment is read once, for the whole run.
             stack.enter_context(emulation.emulating(emulated))
             stack.enter_context(emulation.logging_precision(measured))
-            stack.enter_context(distillation.teaching(distilled))
+            if distilled:
+                from megatron_nemotron3.post_training.distill.attach import distilling
+
+                stack.enter_context(distilling(*distilled))
             if monitor is not None:
                 stack.enter_context(settings.monitoring(monitor))
             spec_words, spec = requested_spec(arguments)

@@ -52,18 +52,26 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
+from megatron_nemotron3.checkpoints.convert.into_model import load_base
 from megatron_nemotron3.layers.backend import TORCH, Backend, default_backend, te_problem
 from megatron_nemotron3.layers.latent_moe import CountingRouter
+from megatron_nemotron3.layers.lora import add_when_built
 from megatron_nemotron3.layers.mtp import MTPLayer
 from megatron_nemotron3.layers.stack import Nemotron3Stack, Nemotron3StackSubmodules
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.stack_specs import BACKENDS, MODULE, models_by_spec, named_table, spec_name
+from megatron_nemotron3.precision.install import emulate_mtp, emulate_stack
+from megatron_nemotron3.train.monitor.attach import watch_mtp, watch_stack
+
+#: What is attached to a stack when it is built, in this order.
+ATTACHED = (emulate_stack, watch_stack, partial(add_when_built, load_base=load_base))
 
 
 def mtp_block_spec(norm: Any, column_parallel_linear: Any) -> ModuleSpec:
     """Norms and projection of the MTP block. Its layers come from the pattern and the stack's specs."""
     layer = ModuleSpec(
         module=MTPLayer,
+        params={"when_built": (emulate_mtp, watch_mtp)},
         submodules=MultiTokenPredictionLayerSubmodules(
             enorm=norm, hnorm=norm, eh_proj=column_parallel_linear, mtp_model_layer=None, layer_norm=norm
         ),
@@ -144,6 +152,7 @@ def _composed(backend: Backend) -> ModuleSpec:
             mtp_block_spec=mtp_block_spec(backend.norm, backend.column_parallel_linear),
             final_norm=backend.norm,
             description=backend.describe(),
+            when_built=ATTACHED,
         ),
     )
 
@@ -172,6 +181,7 @@ def _te() -> ModuleSpec:
             **stock,
             final_norm=TENorm,
             description="backend te: scan mamba-ssm; all else TransformerEngine",
+            when_built=ATTACHED,
         ),
     )
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.ssm.mamba_mixer import _split_tensor_factory
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
@@ -33,9 +33,6 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from megatron_nemotron3.checkpoints.folders import locate_one
-from megatron_nemotron3.checkpoints.structure import CONFIG as METADATA
-from megatron_nemotron3.common.switches import LORA
 from megatron_nemotron3.layers.experts import GroupedLinear
 from megatron_nemotron3.layers.linear import ColumnParallelLinear, DuplicatedLinear, RowParallelLinear
 from megatron_nemotron3.layers.registration import keep_argument, when_complete
@@ -294,11 +291,14 @@ def _global_name(model: Any, name: str) -> str:
     return f"decoder.layers.{number}.{name[match.end() :]}"
 
 
-def add_when_built(stack: Any) -> None:
+def add_when_built(stack: Any, load_base: Callable[[Any, Path], None]) -> None:
     """Add the adapters that `lora.current` asks for to the model of a stack, at the end of its construction.
 
     Megatron calls `finish_init` of a model's modules when it is complete; the module that the stack is put
     into is the model. So any script that builds the model trains with LoRA.
+
+    Args:
+        load_base: reads the weights of a checkpoint folder into a model (`checkpoints.convert.into_model`).
     """
     lora = current()
     if lora is None:
@@ -310,33 +310,6 @@ def add_when_built(stack: Any) -> None:
         _announce(model, lora, add_adapters(model, lora))
 
     when_complete(stack, complete)
-
-
-def load_base(model: Any, folder: Path, *, option: str = f"{LORA}: base=", dp_cp: Any = None) -> None:
-    """Load this rank's weights of a Megatron checkpoint into a model without adapters. All ranks call it.
-
-    Args:
-        option: what named the folder, for messages.
-        dp_cp: the model's data- and context-parallel group; None: Megatron's.
-
-    Raises:
-        ValueError: there is no torch_dist checkpoint in the folder, or its tensors do not fit.
-    """
-    found = locate_one(folder)
-    if not (found.folder / METADATA).exists():
-        raise ValueError(f"{option}{folder}: it is not a torch_dist checkpoint of Megatron")
-    place = str(found.folder)
-    metadata = dist_checkpointing.load_content_metadata(place) or {}
-    metadata["dp_cp_group"] = dp_cp or parallel_state.get_data_parallel_group(with_context_parallel=True)
-    state = model.sharded_state_dict(metadata=metadata)
-    wanted = set(state)  # beside them Megatron returns arguments and counters
-    loaded = dist_checkpointing.load(state, place, validate_access_integrity=False)
-    differ = model.load_state_dict({k: v for k, v in loaded.items() if k in wanted}, strict=False)
-    keys = [
-        key for key in (*differ.missing_keys, *differ.unexpected_keys) if not key.endswith("_extra_state")
-    ]
-    if keys:
-        raise ValueError(f"{option}{folder}: {len(keys)} tensors do not fit, first {keys[0]}")
 
 
 def _announce(model: Any, lora: LoRA, names: list[str]) -> None:

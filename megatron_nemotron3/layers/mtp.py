@@ -15,6 +15,7 @@ pack, once: Megatron cuts at them.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -35,8 +36,6 @@ from torch import Tensor
 from megatron_nemotron3.layers import padding
 from megatron_nemotron3.layers.context_parallel import Places, cu_seqlens, on_host
 from megatron_nemotron3.layers.registration import when_taken
-from megatron_nemotron3.precision.install import emulate_mtp
-from megatron_nemotron3.train.monitor.attach import watch_mtp
 
 #: Weight of one token on a rank whose tokens are all masked; see `_weights`. Lost when added to 1 in FP32.
 _TRACE = 2.0**-30
@@ -88,9 +87,14 @@ class MTPLayer(MultiTokenPredictionLayer):
     router knows that it is in MTP. In megatron-core 0.19 the hybrid stack does not tell it: the loss would
     count once per depth and be logged under a decoder layer. main tells it (Megatron-LM #6748), and only the
     layer number is left to set here.
+
+    Args:
+        when_built: called with the layer when it is built: emulation, monitors.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, when_built: Sequence[Callable[[MTPLayer], None]] = (), **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         for module in self.modules():
             if isinstance(module, BaseMoELayer):
@@ -100,8 +104,8 @@ class MTPLayer(MultiTokenPredictionLayer):
                 # inside the block ("*E": 2) overruns it if there is one depth (Megatron-LM #7172).
                 module.router.set_layer_number(self.layer_number)
                 _count_z_loss_once(module.router)
-        emulate_mtp(self)
-        watch_mtp(self)
+        for attach in when_built:
+            attach(self)
         if self.layer_number == 1:
             when_taken(self, _holds, _install_loss_hooks)
 

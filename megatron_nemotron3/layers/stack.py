@@ -18,12 +18,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import MoETransformerLayer
 
 from megatron_nemotron3.layers import padding
-from megatron_nemotron3.layers.lora import add_when_built
 from megatron_nemotron3.layers.registration import announce_completion, keep_argument
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.stack_specs import ARGUMENT, experts_text
-from megatron_nemotron3.precision.install import emulate_stack
-from megatron_nemotron3.train.monitor.attach import watch_stack
 
 
 @dataclass
@@ -37,6 +34,8 @@ class Nemotron3StackSubmodules(HybridStackSubmodules):
     #: The model whose E layers have experts of their own width and top-k (`moe_layers`); None: all of them
     #: have those of the TransformerConfig.
     model: Nemotron3Config | None = None
+    #: Called with each stack when its layers are built: emulation, monitors, adapters.
+    when_built: tuple[Callable[[HybridStack], None], ...] = ()
 
 
 class SizedMoELayer(MoETransformerLayer):
@@ -106,9 +105,8 @@ class Nemotron3Stack(HybridStack):
             Nemotron3Stack._announced = True
             if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
                 print(f"megatron_nemotron3: {submodules.description}", flush=True)
-        emulate_stack(self)
-        watch_stack(self)
-        add_when_built(self)
+        for attach in submodules.when_built:
+            attach(self)
         announce_completion(self)
         size_moe_metrics(config)
 

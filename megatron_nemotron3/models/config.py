@@ -313,22 +313,8 @@ class Nemotron3Config:
                 )
 
     def to_json(self) -> str:
-        """The fields as JSON text, which `from_json` turns into an equal config."""
+        """The fields as JSON text, which `models.own.from_json` reads."""
         return json.dumps(vars(self), indent=2)
-
-    @classmethod
-    def from_json(cls, text: str, name: str = "own") -> Nemotron3Config:
-        """The model that JSON text describes: its fields, or a catalog model ("base") and changed fields.
-
-        Args:
-            name: of the model, if the text gives none.
-
-        Raises:
-            ValueError: as `own.from_json`.
-        """
-        from megatron_nemotron3.models.own import from_json
-
-        return from_json(text, name)
 
     def but(self, **changes: Any) -> Nemotron3Config:
         """A copy with some fields changed (and validated again)."""

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +30,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from megatron_nemotron3 import cpu, specs
+from megatron_nemotron3 import cpu
 from megatron_nemotron3.launch import Launch, ParallelLayout, flags, precision_file, to_argv
 from megatron_nemotron3.layers.stack import Nemotron3Stack
 from megatron_nemotron3.models import Nemotron3Config
@@ -66,7 +67,7 @@ def megatron_args(argv: Sequence[str], world_size: int, *, whole_world: bool = T
             args.rank, args.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         arguments.validate_args(args)
     if args.spec and len(args.spec) == 2 and args.spec[0] == MODULE:
-        specs.named(*args.spec)
+        import_module(MODULE).named(*args.spec)  # the name may hold a table of experts
     return args
 
 

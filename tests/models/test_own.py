@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_nemotron3 import cli
-from megatron_nemotron3.models import NANO, SUPER, Nemotron3Config, get, names, tiny
-from megatron_nemotron3.models.own import model
+from megatron_nemotron3.models import NANO, SUPER, get, names, tiny
+from megatron_nemotron3.models.own import from_json, model
 
 SMALL = {"base": "nano-tiny", "pattern": "MEM*E", "num_moe_experts": 8}
 
@@ -23,7 +23,7 @@ def written(folder: Path, content: object, name: str = "mine.json") -> Path:
 
 @pytest.mark.parametrize("name", [*names(), "super-tiny"])
 def test_round_trips(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert Nemotron3Config.from_json(get(name).to_json()) == get(name)
+    assert from_json(get(name).to_json()) == get(name)
     assert cli.main(["show", name, "--json"]) == 0
     assert model(str(written(tmp_path, capsys.readouterr().out))) == get(name)
 

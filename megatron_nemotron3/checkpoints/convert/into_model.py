@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,6 +10,9 @@ import torch
 from megatron_nemotron3.checkpoints.convert.opened import EMBEDDING, Checkpoint
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.checkpoints.convert.views import Converted, as_tensor
+from megatron_nemotron3.checkpoints.folders import locate_one
+from megatron_nemotron3.checkpoints.structure import CONFIG as METADATA
+from megatron_nemotron3.common.switches import LORA
 
 
 def sharded(model: Any, dp_cp: Any = None) -> list[Any]:
@@ -43,3 +47,32 @@ def load_weights(model: Any, opened: Checkpoint, dp_cp: Any = None) -> None:
             slices = tuple((start, start + n) for start, n in zip(t.global_offset, shape))
             part = as_tensor(source.read(t.key, slices), source.tensors[t.key].dtype)
             t.data.copy_(part.reshape(t.data.shape))
+
+
+def load_base(model: Any, folder: Path, *, option: str = f"{LORA}: base=", dp_cp: Any = None) -> None:
+    """Load this rank's weights of a Megatron checkpoint into a model without adapters. All ranks call it.
+
+    Args:
+        option: what named the folder, for messages.
+        dp_cp: the model's data- and context-parallel group; None: Megatron's.
+
+    Raises:
+        ValueError: there is no torch_dist checkpoint in the folder, or its tensors do not fit.
+    """
+    from megatron.core import dist_checkpointing, parallel_state
+
+    found = locate_one(folder)
+    if not (found.folder / METADATA).exists():
+        raise ValueError(f"{option}{folder}: it is not a torch_dist checkpoint of Megatron")
+    place = str(found.folder)
+    metadata = dist_checkpointing.load_content_metadata(place) or {}
+    metadata["dp_cp_group"] = dp_cp or parallel_state.get_data_parallel_group(with_context_parallel=True)
+    state = model.sharded_state_dict(metadata=metadata)
+    wanted = set(state)  # beside them Megatron returns arguments and counters
+    loaded = dist_checkpointing.load(state, place, validate_access_integrity=False)
+    differ = model.load_state_dict({k: v for k, v in loaded.items() if k in wanted}, strict=False)
+    keys = [
+        key for key in (*differ.missing_keys, *differ.unexpected_keys) if not key.endswith("_extra_state")
+    ]
+    if keys:
+        raise ValueError(f"{option}{folder}: {len(keys)} tensors do not fit, first {keys[0]}")

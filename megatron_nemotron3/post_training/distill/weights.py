@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoints.convert.into_model import load_weights
+from megatron_nemotron3.checkpoints.convert.into_model import load_base, load_weights
 from megatron_nemotron3.checkpoints.folders import is_hugging_face
-from megatron_nemotron3.layers.lora import load_base
 from megatron_nemotron3.train.teacher.check import open_hf_teacher
 
 

@@ -270,7 +270,7 @@ def _halves_swapped(tokens: Tensor, context: Context) -> Tensor:
     return tokens if rows % 2 else (tokens + rows // 2) % rows
 
 
-def _model_causes() -> Iterator[Cause]:
+def model_causes() -> Iterator[Cause]:
     for dtype, word in ((torch.bfloat16, "BF16"), (torch.float16, "FP16")):
         yield Cause(f"the residual stream in {word}", LAYERS, layer=step(layer=_rounded(dtype)), rounds=True)
     for eps in _EPSILONS:
@@ -380,12 +380,3 @@ _HALVES = {
     for dim, what in enumerate(("rows", "columns"))
     for half, word in enumerate(("first", "second"))
 }
-
-
-def table() -> list[Cause]:
-    """All causes."""
-    from megatron_nemotron3.proof.bisect.causes_attention import attention_causes
-    from megatron_nemotron3.proof.bisect.causes_experts import expert_causes
-    from megatron_nemotron3.proof.bisect.causes_mamba import mamba_causes
-
-    return [*mamba_causes(), *attention_causes(), *expert_causes(), *_model_causes()]

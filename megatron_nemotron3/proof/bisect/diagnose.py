@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.proof.bisect.causes import LAYERS, Cause, stale_causes, table
+from megatron_nemotron3.proof.bisect.cause_table import table
+from megatron_nemotron3.proof.bisect.causes import LAYERS, Cause, stale_causes
 from megatron_nemotron3.proof.bisect.evidence import ROUNDED, Evidence, Trial, best
 from megatron_nemotron3.proof.bisect.findings import LIMIT, Diagnosis, Explanation, Side
 from megatron_nemotron3.proof.bisect.hypotheses import Hypotheses, Run

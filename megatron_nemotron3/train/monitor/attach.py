@@ -1,4 +1,4 @@
-"""Attach the monitors to a stack while it is built; `layers/stack.py` calls this."""
+"""Attach the monitors to a stack while it is built; `specs.py` names it."""
 
 from __future__ import annotations
 

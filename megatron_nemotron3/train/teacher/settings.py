@@ -15,7 +15,6 @@ import argparse
 import math
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,15 +173,6 @@ def parse(text: str) -> Taught:
 def text_of(taught: Taught) -> str:
     """The value of NEMOTRON3_DISTILL with this meaning."""
     return "\n".join(f"{one.how},{_LAST}{one.teacher}" for one in taught)
-
-
-def teaching(taught: Taught) -> AbstractContextManager[None]:
-    """Inside the block models that Megatron builds learn from these teachers (`attach.distilling`)."""
-    if not taught:
-        return nullcontext()
-    from megatron_nemotron3.post_training.distill.attach import distilling
-
-    return distilling(*taught)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

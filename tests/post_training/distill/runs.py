@@ -187,7 +187,7 @@ def _write_logits(case: Case, teacher: str, folder: str, temperature: float) -> 
 def whole_teacher(folder: str) -> Any:
     """The teacher on this process."""
     from megatron_nemotron3 import build_model
-    from megatron_nemotron3.layers.lora import load_base
+    from megatron_nemotron3.checkpoints.convert.into_model import load_base
 
     model = build_model(TEACHER.but(mtp_pattern=None, mtp_num_layers=0), precision="fp32", backend="torch")
     load_base(model, Path(folder))

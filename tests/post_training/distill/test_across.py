@@ -58,7 +58,7 @@ def _write(folder: Path) -> None:
 def _apart(folder: Path, how: Distillation) -> Apart:
     """The losses of spans by the dense FP64 reference, each document alone."""
     from megatron_nemotron3 import build_model
-    from megatron_nemotron3.layers.lora import load_base
+    from megatron_nemotron3.checkpoints.convert.into_model import load_base
 
     teacher = build_model(TEACHER, precision="fp32", backend="torch").eval()
     load_base(teacher, Path(how.teacher))

@@ -16,7 +16,7 @@ from megatron_nemotron3.inference.generate.engine import Engine
 from megatron_nemotron3.inference.generate.weights import load
 from megatron_nemotron3.models import get
 from megatron_nemotron3.proof.bisect import diagnose
-from megatron_nemotron3.proof.bisect.causes import table
+from megatron_nemotron3.proof.bisect.cause_table import table
 from megatron_nemotron3.proof.bisect.engine import sequence
 from megatron_nemotron3.proof.bisect.recording import Recording, read, write
 from tests.support import engines

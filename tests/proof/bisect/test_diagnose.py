@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.proof.bisect import hypotheses
-from megatron_nemotron3.proof.bisect.causes import Cause, Context, shard_order, step, table
+from megatron_nemotron3.proof.bisect.cause_table import table
+from megatron_nemotron3.proof.bisect.causes import Cause, Context, shard_order, step
 from megatron_nemotron3.proof.bisect.diagnose import Diagnosis, Investigation
 from megatron_nemotron3.proof.bisect.recompute import Change
 from megatron_nemotron3.proof.bisect.recording import Recording

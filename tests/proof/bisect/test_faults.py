@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_nemotron3.proof.bisect.causes import table
+from megatron_nemotron3.proof.bisect.cause_table import table
 from megatron_nemotron3.proof.bisect.diagnose import Investigation
 from tests.proof.bisect import faults
 from tests.proof.bisect.fault_list import FAULTS
