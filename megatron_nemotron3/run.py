@@ -32,11 +32,11 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from megatron_nemotron3.common import processes, spawned
 from megatron_nemotron3.common.argv import option_value, option_values
-from megatron_nemotron3.common.options import Parser, add_option, device_option
+from megatron_nemotron3.common.options import Parser, add_option, device_option, fail, resolve_device
 from megatron_nemotron3.common.switches import BOOST, EMULATE, LOG_PRECISION, MONITOR
 from megatron_nemotron3.launch import boosting, manifest
 from megatron_nemotron3.launch.stored_model import loaded
@@ -74,12 +74,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("script", metavar="SCRIPT", help="a training script of Megatron")
     own = parser.add_argument("arguments", metavar="ARGS…", nargs=argparse.REMAINDER, help="the script's own")
     own.required = False  # argparse would name it beside a missing SCRIPT
-
-
-def fail(message: str) -> NoReturn:
-    """Print one line and leave with exit code 2."""
-    print(f"megatron_nemotron3.run: {message}", file=sys.stderr)
-    raise SystemExit(2)
 
 
 class Words(NamedTuple):
@@ -123,19 +117,6 @@ def split_arguments(argv: list[str], read: Reader | None = None) -> Words:
     arguments, taught = distillation.split_options(arguments, options)
     given = (options.device, options.monitor, options.script)
     return Words(*given, arguments, emulate, tuple(options.change), taught)
-
-
-def resolve_device(device: str) -> str:
-    """auto -> cuda where torch sees a GPU, else cpu."""
-    try:
-        with processes.exit_at_interrupt("megatron_nemotron3"):
-            import torch
-    except ModuleNotFoundError:
-        fail("package torch is not installed: pip install 'megatron-nemotron3[train]'")
-    available = torch.cuda.is_available()
-    if device == "cuda" and not available:
-        fail("--device cuda, but torch sees no GPU: use --device cpu")
-    return ("cuda" if available else "cpu") if device == "auto" else device
 
 
 def requested_spec(argv: list[str]) -> tuple[str, Any]:

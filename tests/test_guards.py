@@ -38,9 +38,9 @@ def nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("the work began")
 
     for name in (
-        "plan.command.search",
-        "monitor.events.read",
-        "run.resolve_device",
+        "launch.plan.command.search",
+        "train.monitor.events.read",
+        "common.options.resolve_device",
         "boundary.command._forward_plan",
     ):
         monkeypatch.setattr(f"megatron_nemotron3.{name}", work)

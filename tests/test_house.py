@@ -1,7 +1,7 @@
 """The rooms of the package: what each may import, how large it may be, and what holds in all of them.
 
-`ROOMS` is in the order of imports: a room imports only those before it. Budgets are in lines and only fall: a room
-that has shrunk needs a smaller number here, and a larger number is a commit of its own with the reason.
+`ROOMS` is in the order of imports: a room imports only those before it. Budgets are in lines and only fall: a
+room that has shrunk needs a smaller number here, and a larger number is a commit of its own with the reason.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def tree(file: Path) -> ast.Module:
 
 
 def imported(file: Path, known: frozenset[str]) -> Iterator[str]:
-    """Modules of the package that a file imports, anywhere in it; a name of a module's stands for the module."""
+    """Modules of the package that a file imports, anywhere in it; for a name of a module, the module."""
     for node in ast.walk(tree(file)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == NAME:
             base = (node.module or "")[len(NAME) + 1 :]
@@ -231,7 +231,7 @@ def test_a_class_name_stands_for_one_class() -> None:
 
 
 def test_docstrings() -> None:
-    """Public functions and classes have one; that of a private function is a sentence of two lines at most."""
+    """Public functions and classes have one; that of a private function has two lines at most."""
     wrong = []
     for name, file in files().items():
         for node in tree(file).body:

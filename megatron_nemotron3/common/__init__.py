@@ -1,1 +1,1 @@
-"""What all other rooms stand on: files, locks, processes, ranks, options and output. It imports none of them."""
+"""Files, locks, processes, ranks, options and output: what the other rooms import. It imports none of them."""

@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields, is_dataclass
 from typing import Any, Literal, NoReturn, TypeVar
 
+from megatron_nemotron3.common.processes import exit_at_interrupt
+
 #: Short names of types, read where the long ones are choices.
 SYNONYMS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 #: With more options than this, the usage names only those that are needed.
@@ -188,7 +190,7 @@ def workers_option(**details: Any) -> Any:
 
 
 def device_option(**details: Any) -> Any:
-    """--device, which `run.resolve_device` reads."""
+    """--device, which `resolve_device` reads."""
     choices = ["auto", "cpu", "cuda"]
     what = "where it computes (default auto: a GPU, if there is one)"
     return option(what, default="auto", choices=choices, **details)
@@ -339,3 +341,22 @@ def _check_bounds(one: Field[Any], value: Any) -> None:
         return
     name = _names(one)[0]
     raise ValueError(f"{name} {value}: give {least} {'or more' if most is None else f'to {most}'}")
+
+
+def fail(message: str) -> NoReturn:
+    """Print one line and leave with exit code 2."""
+    print(f"megatron_nemotron3.run: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def resolve_device(device: str) -> str:
+    """auto -> cuda where torch sees a GPU, else cpu."""
+    try:
+        with exit_at_interrupt("megatron_nemotron3"):
+            import torch
+    except ModuleNotFoundError:
+        fail("package torch is not installed: pip install 'megatron-nemotron3[train]'")
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        fail("--device cuda, but torch sees no GPU: use --device cpu")
+    return ("cuda" if available else "cpu") if device == "auto" else device

@@ -7,10 +7,11 @@ The text of a variable is parsed by the part of the package that it configures, 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 MONITOR = "NEMOTRON3_MONITOR"
 EMULATE = "NEMOTRON3_EMULATE"
@@ -151,3 +152,13 @@ class EnvironmentSetting(Generic[T]):
             yield
         finally:
             self._overrides.pop()
+
+
+def megatron_options() -> Any:
+    """The parsed options of a Megatron training script; None in any other process."""
+    # Looked up, not imported: a training script has imported it and parsed its options before it builds.
+    global_vars = sys.modules.get("megatron.training.global_vars")
+    try:
+        return global_vars.get_args() if global_vars is not None else None
+    except AssertionError:  # no options were parsed
+        return None

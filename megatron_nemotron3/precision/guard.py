@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_nemotron3.common.argv import option_value, option_values
-from megatron_nemotron3.common.switches import EMULATE
+from megatron_nemotron3.common.switches import EMULATE, megatron_options
 from megatron_nemotron3.precision import yaml_file
 from megatron_nemotron3.precision.census import CensusError
 from megatron_nemotron3.precision.settings import OPTION
 from megatron_nemotron3.precision.yaml_file import FLAG
-from megatron_nemotron3.train.monitor.settings import megatron_options
 
 _TORCH_SPEC = "--spec megatron_nemotron3.specs nemotron3_torch_stack_spec"
 

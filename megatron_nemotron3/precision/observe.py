@@ -32,7 +32,7 @@ from megatron_nemotron3.common.hooks import (
     no_wrapper,
     until_first_forward,
 )
-from megatron_nemotron3.common.switches import LOG_PRECISION
+from megatron_nemotron3.common.switches import LOG_PRECISION, megatron_options
 from megatron_nemotron3.precision import report, statistics
 from megatron_nemotron3.precision.experts import Rows
 from megatron_nemotron3.precision.formats import NVFP4
@@ -42,7 +42,6 @@ from megatron_nemotron3.precision.quantizer import fake_quantize
 from megatron_nemotron3.precision.recipe import Recipe, Spec
 from megatron_nemotron3.precision.settings import Logging
 from megatron_nemotron3.precision.statistics import Record
-from megatron_nemotron3.train.monitor.settings import megatron_options
 
 
 class Observer:

@@ -122,7 +122,7 @@ def train_command(options: argparse.Namespace) -> int:
         ValueError: as `training.train`; or an option is out of range or does not go with another.
     """
     with exit_at_interrupt("nemotron3 train"):
-        from megatron_nemotron3.run import resolve_device
+        from megatron_nemotron3.common.options import resolve_device
         from megatron_nemotron3.train.machine import shortages
         from megatron_nemotron3.train.training import Request, train_interruptibly
 

@@ -162,7 +162,7 @@ def test_standard_library_only() -> None:
                 if not rest and isinstance(node, ast.ImportFrom):
                     rest = [alias.name for alias in node.names]
                 inside = top == "megatron_nemotron3" and (
-                    rest[0] in ("args", "boost", "checkpoint", "common", "lora", "models")
+                    rest[0] in ("checkpoints", "common", "launch", "models")
                     or rest == ["precision"]
                     or rest in [["precision", name] for name in LIGHT_PRECISION]
                 )

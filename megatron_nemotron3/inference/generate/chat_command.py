@@ -54,11 +54,11 @@ def chat_command(options: argparse.Namespace) -> int:
 
 
 def _opened(options: argparse.Namespace) -> Chat:
+    from megatron_nemotron3.common.options import resolve_device
     from megatron_nemotron3.inference.generate.chat import Chat, Template
     from megatron_nemotron3.inference.generate.checkpoint_folder import find_checkpoint
     from megatron_nemotron3.inference.generate.generate import GenerationOptions
     from megatron_nemotron3.inference.generate.sampling import Sampling
-    from megatron_nemotron3.run import resolve_device
 
     options.device = resolve_device(options.device)
     greedy = options.temperature == 0

@@ -210,11 +210,11 @@ def generate_command(options: argparse.Namespace) -> int:
 
 def _generate(options: argparse.Namespace) -> int:
     with no_garbage_collection():
+        from megatron_nemotron3.common.options import resolve_device
         from megatron_nemotron3.inference.generate.checkpoint_folder import find_checkpoint
         from megatron_nemotron3.inference.generate.generate import GenerationOptions, generate
         from megatron_nemotron3.inference.generate.sampling import Sampling
         from megatron_nemotron3.inference.generate.text import OutputStream
-        from megatron_nemotron3.run import resolve_device
 
     options.device = resolve_device(options.device)
     prompts = _read_prompts(options)

@@ -88,9 +88,9 @@ def evaluate_command(options: argparse.Namespace) -> int:
 
 
 def _evaluate(options: argparse.Namespace) -> int:
+    from megatron_nemotron3.common.options import resolve_device
     from megatron_nemotron3.inference.generate.checkpoint_folder import find_checkpoint
     from megatron_nemotron3.inference.generate.evaluate import acceptance, losses, plot, windows
-    from megatron_nemotron3.run import resolve_device
 
     options.device = resolve_device(options.device)
     if options.device == "cpu":

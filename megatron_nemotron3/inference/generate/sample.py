@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from megatron_nemotron3.common.options import resolve_device
 from megatron_nemotron3.inference.generate.checkpoint_folder import find_checkpoint
 from megatron_nemotron3.inference.generate.command import load_engine, open_for_tokenizer
 from megatron_nemotron3.inference.generate.generate import GenerationOptions, generate
 from megatron_nemotron3.inference.generate.sampling import Sampling
-from megatron_nemotron3.run import resolve_device
 
 #: As in `make demo`.
 SAMPLING = Sampling(temperature=0.7, top_p=0.9, seed=0)

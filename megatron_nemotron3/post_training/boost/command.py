@@ -102,9 +102,9 @@ def boost_command(options: argparse.Namespace) -> int:
     boost = Boost(options.loss, options.loss_temperature, options.mix, options.decay, options.cache)
     if options.plot is not None:
         require_plot(options.plot, "--plot")
+    from megatron_nemotron3.common.options import resolve_device
     from megatron_nemotron3.cpu import quiet_on_cpu
     from megatron_nemotron3.post_training.boost import inputs as boost_inputs
-    from megatron_nemotron3.run import resolve_device
 
     options.device, options.dtype = resolve_device(options.device), None
     if options.device == "cpu":

@@ -29,13 +29,13 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megatron_nemotron3.common.switches import megatron_options
 from megatron_nemotron3.launch.boosting import ARGUMENT, Boost
 from megatron_nemotron3.layers.context_parallel import document_borders
 from megatron_nemotron3.layers.registration import completing, keep_argument
 from megatron_nemotron3.layers.ssd import seq_idx_from_cu_seqlens
 from megatron_nemotron3.post_training.boost.trunk import Trunk, freeze
 from megatron_nemotron3.post_training.distill.divergence import divergence
-from megatron_nemotron3.train.monitor.settings import megatron_options
 
 #: Inputs of the model that belong to the micro-batch; those of a kept one take the place of the drawn ones.
 _INPUTS = ("input_ids", "position_ids", "labels", "loss_mask")

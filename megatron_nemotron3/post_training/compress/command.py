@@ -199,10 +199,10 @@ def _prune(options: PruneOptions, folder: Path, sizes: Sizes) -> int:
 
 
 def _measured(options: PruneOptions, found: CheckpointFolder, opened: Checkpoint) -> Scores:
+    from megatron_nemotron3.common.options import resolve_device
     from megatron_nemotron3.inference.generate.evaluate_command import chosen_seq_length, evaluation_tokens
     from megatron_nemotron3.launch import Launch
     from megatron_nemotron3.launch.rules import enforce
-    from megatron_nemotron3.run import resolve_device
 
     device, layout = resolve_device(options.device), _layout(options)
     if device == "cpu":

@@ -10,12 +10,12 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megatron_nemotron3.common.switches import megatron_options
 from megatron_nemotron3.layers.context_parallel import zigzag
 from megatron_nemotron3.post_training.distill.rows import borders_of, gathered, pack_of
 from megatron_nemotron3.post_training.distill.teacher import Chunk, Teacher
 from megatron_nemotron3.post_training.xtoken.align import Aligner, Alignment
 from megatron_nemotron3.post_training.xtoken.loss import span_losses
-from megatron_nemotron3.train.monitor.settings import megatron_options
 from megatron_nemotron3.train.teacher.projection import read_for
 from megatron_nemotron3.train.teacher.settings import Distillation
 from megatron_nemotron3.train.teacher.tokens import Vocabulary, find

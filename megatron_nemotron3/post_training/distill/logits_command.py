@@ -189,7 +189,7 @@ def _manifest(options: LogitsOptions, teacher: Teacher, data: TrainingData, leng
 
 
 def _launch(options: LogitsOptions, teacher: Teacher, data: TrainingData, length: int) -> Launch:
-    from megatron_nemotron3.run import resolve_device
+    from megatron_nemotron3.common.options import resolve_device
 
     on_cpu = resolve_device(options.device) == "cpu"
     layout, size = chosen_layout(options), options.micro_batch_size
@@ -216,7 +216,7 @@ def _launch(options: LogitsOptions, teacher: Teacher, data: TrainingData, length
 
 
 def _run(options: LogitsOptions, launch: Launch, argv: list[str], manifest: Manifest) -> int:
-    from megatron_nemotron3.run import resolve_device
+    from megatron_nemotron3.common.options import resolve_device
     from megatron_nemotron3.train import processes
 
     device = resolve_device(options.device)

@@ -73,10 +73,10 @@ def finetune_command(options: FinetuneOptions) -> int:
         raise ValueError(f"--lora {options.lora}: leave base= out, the base is HF_DIR")
     if options.adapter_only and lora is None:
         raise ValueError("--adapter-only goes with --lora")
+    from megatron_nemotron3.common.options import resolve_device
     from megatron_nemotron3.cpu import quiet_on_cpu
     from megatron_nemotron3.post_training.finetune import inputs as given
     from megatron_nemotron3.post_training.schedule import require_positive, require_schedule
-    from megatron_nemotron3.run import resolve_device
 
     require_positive(options, "steps", "lr", "seq_length")
     source = options.source

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from typing import Any
-
-from megatron_nemotron3.common.switches import MONITOR, EnvironmentSetting
+from megatron_nemotron3.common.switches import MONITOR, EnvironmentSetting, megatron_options
 
 #: Smallest default interval: from there on the monitors cost less than 1 % (benchmarks/monitor.py).
 LEAST_DEFAULT = 10
@@ -46,16 +43,6 @@ def interval() -> int:
         return 0
     log_interval = int(options.log_interval)
     return log_interval * -(-LEAST_DEFAULT // log_interval)
-
-
-def megatron_options() -> Any:
-    """The parsed options of a Megatron training script; None in any other process."""
-    # Looked up, not imported: a training script has imported it and parsed its options before it builds.
-    global_vars = sys.modules.get("megatron.training.global_vars")
-    try:
-        return global_vars.get_args() if global_vars is not None else None
-    except AssertionError:  # no options were parsed
-        return None
 
 
 def asked_for() -> bool:

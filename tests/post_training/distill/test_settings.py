@@ -20,7 +20,7 @@ from megatron_nemotron3.train.teacher.settings import Distillation
 from megatron_nemotron3.train.teacher.vocabulary import Vocabulary, of_tokenizer
 from tests.train.data.test_conversations import write_tokenizer
 
-SCRIPT = str(Path(settings.__file__).parents[1] / "train" / "pretrain_script.py")
+SCRIPT = str(Path(settings.__file__).parents[1] / "pretrain_script.py")
 
 
 def test_text_and_back() -> None:

@@ -1,4 +1,6 @@
-"""No false alarm over random legal launches: `python -m tests.proof.certify.random_launches --number 100 --seed 0`.
+"""No false alarm over random legal launches.
+
+    python -m tests.proof.certify.random_launches --number 100 --seed 0
 
 Each launch is proven as `nemotron3 certify` proves it. What came out of each is one line of a file, so a run
 that was stopped goes on where it was.

@@ -1,4 +1,4 @@
-"""`nemotron3 certify` with one stage, whose two ranks wait: `python -m tests.proof.certify.waiting WORDS…`."""
+"""`nemotron3 certify` with one stage, whose ranks wait: `python -m tests.proof.certify.waiting WORDS…`."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from PIL import Image  # noqa: E402
 from megatron_nemotron3.train.omni import media  # noqa: E402
 from megatron_nemotron3.train.omni.conversation import join, sample  # noqa: E402
 from megatron_nemotron3.train.omni.media import MediaError  # noqa: E402
-from megatron_nemotron3.train.omni.processor import (
+from megatron_nemotron3.train.omni.processor import (  # noqa: E402
     check_processor,
     frame_grid,
     frames_of,
