@@ -1,1 +1,1 @@
-"""Files, locks, processes, ranks, options and output: what the other rooms import. It imports none of them."""
+"""Files, locks, processes, ranks, options and output: other rooms import them. It imports none of them."""

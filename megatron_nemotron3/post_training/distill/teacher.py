@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, 
 from torch import Tensor
 
 from megatron_nemotron3 import cpu, specs
-from megatron_nemotron3.common.switches import megatron_options, monitoring
+from megatron_nemotron3.common.switches import megatron_options
 from megatron_nemotron3.launch import Launch, ParallelLayout
 from megatron_nemotron3.models.lora import training as with_lora
 from megatron_nemotron3.models.stack_specs import ARGUMENT
@@ -25,6 +25,7 @@ from megatron_nemotron3.post_training.distill.rows import all_gathered
 from megatron_nemotron3.post_training.distill.weights import load
 from megatron_nemotron3.precision import settings as emulation
 from megatron_nemotron3.train.build import model_config, verified
+from megatron_nemotron3.train.monitor.settings import monitoring
 from megatron_nemotron3.train.teacher import check
 from megatron_nemotron3.train.teacher.settings import Distillation
 
