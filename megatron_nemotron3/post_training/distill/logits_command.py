@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -136,7 +137,8 @@ def _data(options: LogitsOptions, teacher: Teacher) -> TrainingData:
         if teacher.tokenizer is None:
             cure += f"; or, if it is and {teacher.place} has padding, copy its tokenizer.json there"
         raise ValueError(f"tokenizer {tokenizer} is not the teacher's ({difference}): {cure}")
-    paths, split = options.data_path or options.conversations, options.split
+    paths: Sequence[str] = options.data_path or options.conversations or ()
+    split = options.split
     if not paths:
         if run is None:
             raise ValueError(f"{options.teacher} has no data: give --data-path or --conversations")
