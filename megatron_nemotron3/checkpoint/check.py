@@ -35,7 +35,6 @@ from megatron_nemotron3.checkpoint.unpickle import Inert
 _SHOWN = 20
 _FORMATS = {
     "complete": "torch_dist",
-    "legacy": "legacy torch format: mp_rank folders, loads into the layout that wrote it",
     "foreign": "a format that is not checked here",
 }
 _LAYOUT = {

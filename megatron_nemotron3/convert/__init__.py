@@ -11,7 +11,6 @@ Tables and plans, without files:
 Reading:
   sources                      lazy access to tensor slices in files
   hf_folder, torch_dist        the kinds of checkpoint folders
-  mp_rank, rank_file           legacy folders
   checkpoints                  open any of them: weights, model, what is left out
   views                        lazy views: converted, cast or renamed tensors
   quantized_recipes, _config, _views    NVFP4 and FP8: plans, configuration files, packing and unpacking

@@ -1,6 +1,6 @@
 """Lazy access to tensor slices in files.
 
-Every reader (safetensors, torch_dist, mp_rank) lists the blocks of files that hold the parts of each tensor.
+Every reader (safetensors, torch_dist) lists the blocks of files that hold the parts of each tensor.
 `FileSource.read` assembles a slice from these blocks, with one `pread` per contiguous run and no memory
 beyond the slice. Files are not memory-mapped, so the resident memory of the process does not grow with them.
 

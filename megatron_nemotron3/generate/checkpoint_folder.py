@@ -18,8 +18,6 @@ from megatron_nemotron3.checkpoint.metadata import CheckpointError
 from megatron_nemotron3.checkpoint.read import common_state
 from megatron_nemotron3.checkpoint.state import stored_arguments
 from megatron_nemotron3.checkpoint.structure import CONFIG as METADATA
-from megatron_nemotron3.checkpoint.structure import check_structure
-from megatron_nemotron3.convert import mp_rank
 from megatron_nemotron3.convert.checkpoints import QUANTIZATION, open_checkpoint
 from megatron_nemotron3.convert.hf_folder import read_config
 from megatron_nemotron3.convert.opened import Checkpoint
@@ -133,13 +131,9 @@ def read_arguments(place: Path) -> dict[str, Any]:
     Raises:
         ValueError: there is no checkpoint, or it is damaged.
     """
-    verdict = check_structure(place)
-    if verdict.state == "legacy":
-        state = mp_rank.common_state(place)
-    else:
-        _, index = open_torch_dist(place, verdict)
-        try:
-            state = common_state(index) if (place / METADATA).exists() else read_dcp_state(index)
-        except CheckpointError:
-            return {}
+    _, index = open_torch_dist(place)
+    try:
+        state = common_state(index) if (place / METADATA).exists() else read_dcp_state(index)
+    except CheckpointError:
+        return {}
     return stored_arguments(state)
