@@ -19,7 +19,6 @@ Writing:
   from_hf, to_hf               plan the files of both directions
   streams, job, workers        write files as streams; a restartable job; several processes
   conversion, verify, compare  convert, compare two checkpoints
-  follow                       `--watch`: export each new checkpoint of a running job
   checksums                    CRC32s of records that are read in pieces
   command, check               `nemotron3 convert`, `nemotron3 verify`, `nemotron3 check`
   logits                       `--check-logits`: compare what both sides compute

@@ -70,19 +70,6 @@ def _add_convert(command: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="scales of activations for --quantize: JSON, safetensors, or a quantized folder",
     )
-    following = export.add_argument_group("exports of a running job")
-    following.add_argument(
-        "--watch",
-        type=float,
-        nargs="?",
-        const=30.0,
-        metavar="SECONDS",
-        help="export each new checkpoint of a running job to HF_DIR/iter_N; look every SECONDS (default 30)",
-    )
-    following.add_argument("--once", action="store_true", help="with --watch: export what is there, and stop")
-    following.add_argument(
-        "--keep-last", type=int, metavar="N", help="with --watch: keep the newest N exports (default: all)"
-    )
     from_hf = "convert a Hugging Face folder to a Megatron checkpoint"
     load = ways.add_parser("from-hf", help=from_hf, description=from_hf.replace("c", "C", 1) + ".")
     load.add_argument(
@@ -226,16 +213,6 @@ def _convert(options: argparse.Namespace) -> int:
             input_scales=options.input_scales,
             adapter_only=options.adapter_only,
         )
-        if options.watch is not None:
-            from megatron_nemotron3.convert.follow import Following, follow
-
-            for where in (options.source, options.target):
-                if isinstance(where, str):
-                    raise ValueError(f"{where}: --watch is for local folders, not for a URL")
-            how = Following(options.watch, options.once, options.keep_last)
-            return follow(options.source, options.target, to_hf, how)
-        if options.once or options.keep_last is not None:
-            raise ValueError("--once and --keep-last belong to --watch")
         with (
             local(options.source, iteration=options.iteration) as source,
             target(options.target) as (path, url),

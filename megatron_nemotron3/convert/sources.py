@@ -102,7 +102,7 @@ class FileSource(TensorSource):
     def __init__(self, folder: Path, tensors: Mapping[str, SourceTensor], files: Mapping[str, int]) -> None:
         self.folder, self.tensors, self.files, self.reads = folder, tensors, files, Reads(folder)
         self._open: OrderedDict[Path, int] = OrderedDict()
-        # A process that opens one checkpoint after another (`convert --watch`) must not keep all files open.
+        # A process that opens one checkpoint after another must not keep all files open.
         weakref.finalize(self, _close, self._open).atexit = False
         self._sorted: dict[str, tuple[list[int], int, list[Block]]] = {}
 
