@@ -117,7 +117,7 @@ COMMANDS = {
     "train": {
         "--model", "--tiny", "--device",
         "--output", "--text", "--max-bytes", "--data-path", "--tokenizer", "--monitor",
-        "--verbose", "--emulate", "--te-precision-config-file", "--log-precision", "--more-steps",
+        "--verbose", "--emulate", "--te-precision-config-file", "--log-precision",
         "--change", "--conversations", "--pretrained", "--mean", "--teacher", "--distill",
     }
     | RUN,

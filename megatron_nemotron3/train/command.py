@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3 import lifetime
-from megatron_nemotron3.args import Launch, check, continued, flags, manifest, to_argv
+from megatron_nemotron3.args import Launch, check, flags, manifest, to_argv
 from megatron_nemotron3.args.command import (
     add_launch,
     chosen_emulation,
@@ -89,12 +89,6 @@ def register(commands: Any) -> None:
         const="",
         metavar="N",
         help=f"measure quantized operands every N steps (default {emulation.LOG_DEFAULT})",
-    )
-    start.add_argument(
-        "--more-steps",
-        choices=[continued.REPLAN, continued.HOLD],
-        default=continued.REPLAN,
-        help="on another number of steps: plan the learning rate anew, or hold it (default replan)",
     )
     taught = train.add_argument_group("distillation")
     taught.add_argument(
@@ -182,7 +176,6 @@ def train_command(options: argparse.Namespace) -> int:
         monitor=None if options.monitor is None else monitor.parse_interval(str(options.monitor)),
         log_precision=log_precision,
         verbose=options.verbose,
-        more_steps=options.more_steps,
         changes=tuple(options.change),
         distill=taught,
         split=split,
