@@ -20,9 +20,6 @@ def register(commands: Any) -> None:
     """Add `nemotron3 doctor`."""
     command = commands.add_parser("doctor")
     command.add_argument(
-        "--kernels", action="store_true", help="also compare the fast kernels with their references"
-    )
-    command.add_argument(
         "--step",
         nargs="?",
         const="super",
@@ -60,11 +57,10 @@ def doctor_command(options: argparse.Namespace) -> int:
         sections.append(("gpu", [Finding("gpu", "absent", "not looked for: torch is not installed")]))
     sections.append(("precision", recipe.findings()))
     usable = all(loaded.get(name) for name in packages.NEEDED)
-    for title, wanted in (("kernels", options.kernels), ("step", options.step is not None)):
-        skipped = [Finding(title, "error", "skipped: torch or megatron-core cannot be imported")]
-        if wanted:
-            _say(f"running the check of {title}")
-            sections.append((title, _computed_findings(title, options.step) if usable else skipped))
+    if options.step is not None:
+        _say("running the check of step")
+        skipped = [Finding("step", "error", "skipped: torch or megatron-core cannot be imported")]
+        sections.append(("step", _step_findings(options.step) if usable else skipped))
     sections.append(("verdict", [_verdict(sections)]))
     if options.json:
         print_json(as_data(sections))
@@ -88,14 +84,10 @@ def _verdict(sections: Sequence[tuple[str, Sequence[Finding]]]) -> Finding:
     return Finding("verdict", "error", f"this environment cannot train: {subjects}", cure)
 
 
-def _computed_findings(title: str, model: str) -> list[Finding]:
-    """Run a check that needs torch, with Megatron's messages kept off stdout, which holds the findings."""
+def _step_findings(model: str) -> list[Finding]:
+    """Train a step, with Megatron's messages kept off stdout, which holds the findings."""
     quiet_on_cpu()
     with redirect_stdout(io.StringIO()):
-        if title == "kernels":
-            from megatron_nemotron3.doctor import kernels
-
-            return kernels.findings()
         from megatron_nemotron3.doctor import step
 
         return step.findings(model)
