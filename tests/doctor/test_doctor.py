@@ -12,9 +12,10 @@ import torch
 
 from megatron_nemotron3 import cli
 from megatron_nemotron3.certify.ranks import run_distributed
-from megatron_nemotron3.doctor import gpu, loading, packages
+from megatron_nemotron3.doctor import gpu, loading, packages, recipe
 from megatron_nemotron3.doctor import step as steps
 from megatron_nemotron3.doctor.finding import failed, render
+from megatron_nemotron3.precision import settings
 
 GOOD = {"python": "3.12.1", "torch": "2.11.0", "megatron-core": "0.19.2", "triton": "3.6.0"}
 
@@ -166,6 +167,14 @@ def test_a_step_finds_parameters_without_gradient() -> None:
     good, bad = run_distributed(stepped, 1, apart=True)[0]
     assert good == []
     assert len(bad) == 3 and all("layers.3.self_attention" in name for name in bad)
+
+
+@pytest.mark.parametrize(("value", "level"), [("nvfp4,sr=0", "ok"), ("nvfp5", "error"), ("0", None)])
+def test_the_doctor_says_what_is_emulated(
+    value: str, level: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(settings.VARIABLE, value)
+    assert {f.subject: f.level for f in recipe.findings()}.get(settings.VARIABLE) == level
 
 
 def test_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
