@@ -42,7 +42,6 @@ EVERY = 20
 def versions(setting: Setting) -> None:
     """The doctor's findings, and what the device reaches: rates that other figures are compared with."""
     words = [sys.executable, "-m", "megatron_nemotron3", "doctor", "--json"]
-    words += [] if setting.small else ["--kernels"]
     done = subprocess.run(
         words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": python_path()}
     )

@@ -283,7 +283,6 @@ LINES: dict[str, tuple[str, ...]] = {
         "nano --tiny --output pipe",
         "nano --tiny --micro-batch-size 0",
         "nano --tiny --output /proc/x",
-        "nano --tiny --more-steps x",
         "empty.json",
     ),
 }

@@ -1,6 +1,6 @@
 """The zip archives of torch.save: find their records, check their CRC32, and write them.
 
-A torch_dist chunk is such an archive inside a .distcp file; a legacy checkpoint file is a single archive.
+A torch_dist chunk is such an archive inside a .distcp file; common.pt is a single archive.
 Records are never compressed, so the data of a record is a plain range of the file:
 
     [local header, name, padding, data, CRC32] per record ‖ directory ‖ zip64 end, its locator ‖ end

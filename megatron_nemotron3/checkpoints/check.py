@@ -34,7 +34,6 @@ from megatron_nemotron3.common.output import BYTES, Bar, say
 _SHOWN = 20
 _FORMATS = {
     "complete": "torch_dist",
-    "legacy": "legacy torch format: mp_rank folders, loads into the layout that wrote it",
     "foreign": "a format that is not checked here",
 }
 _LAYOUT = {

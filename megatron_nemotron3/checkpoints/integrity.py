@@ -26,7 +26,6 @@ from megatron_nemotron3.checkpoints.metadata import (
     read_file,
 )
 from megatron_nemotron3.checkpoints.read import chunk_layout, opened
-from megatron_nemotron3.checkpoints.structure import legacy_files
 from megatron_nemotron3.checkpoints.unpickle import Refused
 from megatron_nemotron3.common.files import open_outside
 
@@ -61,7 +60,7 @@ def check_integrity(
     block per worker. The folder must have passed the structural check.
 
     Args:
-        index: index of a torch_dist folder; None for a legacy folder.
+        index: index of a torch_dist folder; None for another format: only integrity.json is compared.
         report: called with the bytes of each part that was read.
     """
     parts = []
@@ -130,11 +129,8 @@ def _check_tasks(folder: Path, index: CheckpointIndex | None) -> Iterator[Callab
         for name, tensor in index.tensors.items():
             items += [(name, tensor.dtype, chunk) for chunk in tensor.chunks]
         items += [(name, "", place) for name, place in index.objects.items()]
-    whole = [folder / COMMON] if (folder / COMMON).is_file() else []
-    for path in [*whole, *legacy_files(folder)]:
-        items.append(
-            ("the whole file", "", StoredObject(str(path.relative_to(folder)), 0, path.stat().st_size))
-        )
+    if (folder / COMMON).is_file():
+        items.append(("the whole file", "", StoredObject(COMMON, 0, (folder / COMMON).stat().st_size)))
     group: list[_Item] = []
     size = 0
     for item in sorted(items, key=lambda item: (item[2].file, item[2].offset)):

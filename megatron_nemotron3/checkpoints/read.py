@@ -73,18 +73,18 @@ def opened(path: Path) -> Iterator[int]:
         raise CheckpointError(f"{path}: {problem}") from None
 
 
-def read_pickle(descriptor: int, place: StoredObject, limit: int = _LIMIT) -> tuple[bytes, dict[str, Record]]:
+def read_pickle(descriptor: int, place: StoredObject) -> tuple[bytes, dict[str, Record]]:
     """Read the pickle of the archive at `place`. Returns the pickle and all records by name.
 
     Raises:
-        ArchiveError: the archive is damaged, or the pickle is missing or longer than `limit` bytes.
+        ArchiveError: the archive is damaged, or the pickle is missing or longer than 64 MiB.
         Refused: the archive is not little-endian.
     """
     found = {record.name: record for record in records(descriptor, place.offset, place.length)}
     pickled = found.get("data.pkl")
-    if pickled is None or pickled.size > limit:
+    if pickled is None or pickled.size > _LIMIT:
         raise ArchiveError(
-            f"the archive at {place.offset:,} has no record 'data.pkl', or one of more than {limit >> 20} MiB"
+            f"the archive at {place.offset:,} has no record 'data.pkl', or one of more than 64 MiB"
         )
     if pickled.crc and (problem := crc_problem(descriptor, pickled)):
         raise ArchiveError(problem)

@@ -35,7 +35,7 @@ PATIENCE = 300.0
 #: Seconds in which another run, which is saving, may leave the tracker empty.
 _SAVING = 2.0
 #: States that the named checkpoint may have; Megatron itself checks the formats that are not checked here.
-_TRUSTED = ("complete", "legacy", "foreign")
+_TRUSTED = ("complete", "foreign")
 #: Where Megatron keeps non-persistent checkpoints below --load.
 NON_PERSISTENT = "non_persistent"
 

@@ -29,8 +29,13 @@ CONFIG = "metadata.json"
 _CONFIG_LIMIT = 1 << 20
 #: Largest number of problems reported per kind.
 _LIMIT = 50
+#: Why mp_rank_… folders are refused, and the cure.
+_LEGACY = (
+    "mp_rank_… folders (--ckpt-format torch) are not read: load them in Megatron with --ckpt-format torch "
+    "--ckpt-convert-format torch_dist --ckpt-convert-save DIR, which saves DIR/torch_dist and ends"
+)
 
-State = Literal["complete", "unfinished", "damaged", "legacy", "foreign"]
+State = Literal["complete", "unfinished", "damaged", "foreign"]
 
 
 @dataclass(frozen=True)
@@ -40,8 +45,8 @@ class Verdict:
     complete    every file exists and is large enough
     unfinished  the file that a save writes last is missing
     damaged     the save had finished, but a file is missing, too short or unreadable
-    legacy      mp_rank_… folders, which do not list their files
-    foreign     metadata.json names a format that is not checked here, and there is no index
+    foreign     a format that is not read here: mp_rank_… folders (a problem says what to do), or the one that
+                metadata.json names, without an index
     """
 
     state: State
@@ -62,7 +67,7 @@ def check_structure(folder: Path) -> Verdict:
         return Verdict("unfinished", (f"{folder}: {what}",))
     if not os.path.lexists(folder / CONFIG):
         if next(folder.glob("mp_rank_0*"), None) is not None:
-            return Verdict("legacy", tuple(_legacy_problems(folder)))
+            return Verdict("foreign", (f"{folder}: {_LEGACY}",))
         missing = f"{folder / CONFIG}: the file is missing; a save writes it last"
         if not (folder / INDEX).is_file():
             return Verdict("unfinished", (missing,))
@@ -162,21 +167,6 @@ def _tensor_problems(index: CheckpointIndex) -> Iterator[str]:
                     f"{path}: {name} at {list(chunk.offsets)} of shape {list(chunk.sizes)} in "
                     f"{tensor.dtype} needs {need:,} bytes, {chunk.length:,} are given"
                 )
-
-
-def legacy_files(folder: Path) -> list[Path]:
-    """List the torch.save files of a legacy checkpoint."""
-    return sorted(folder.glob("mp_rank_*/*.pt"))
-
-
-def _legacy_problems(folder: Path) -> Iterator[str]:
-    for place in sorted(folder.glob("mp_rank_*")):
-        files = sorted(place.glob("*.pt"))
-        if not (place / "model_optim_rng.pt").exists():
-            yield f"{place / 'model_optim_rng.pt'}: the file is missing"
-        for path in files:
-            if not path.is_file() or path.stat().st_size == 0:
-                yield f"{path}: the file is empty or not a regular file"
 
 
 def tiling_problem(

@@ -1,8 +1,7 @@
 """The `nemotron3` command.
 
     table.py      every command: its group, module, purpose and an example
-    overview.py   `nemotron3 --help` and `--version`
-    completion.py what a shell completes
+    versions.py   `nemotron3 --version`
     parser.py     the parsers of the commands
     recipes.py    `nemotron3 recipe`: lists, prints and copies the scripts of recipes/
 
@@ -19,19 +18,11 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from megatron_nemotron3.cli import completion
-from megatron_nemotron3.cli.overview import TITLE, overview, versions
 from megatron_nemotron3.cli.parser import Commands, Parser
 from megatron_nemotron3.cli.table import COMMANDS
+from megatron_nemotron3.cli.versions import versions
 
 _ROOT = "megatron_nemotron3"
-
-
-class _Top(Parser):
-    """The parser of `nemotron3` itself, with the grouped help."""
-
-    def format_help(self) -> str:
-        return overview()
 
 
 def parser(used: str | None = None) -> argparse.ArgumentParser:
@@ -40,18 +31,23 @@ def parser(used: str | None = None) -> argparse.ArgumentParser:
     Args:
         used: the command that is going to be used, so that only its module is imported; None: all of them.
     """
-    top = _Top(prog="nemotron3", description=TITLE)
-    top.add_argument("--version", action="store_true", help="print versions, also of torch and Megatron")
-    top.add_argument(
-        "--print-completion", choices=completion.SHELLS, help="print the completion script of a shell"
+    top = Parser(
+        prog="nemotron3",
+        usage="nemotron3 COMMAND ...",
+        description="NVIDIA Nemotron 3 on stock Megatron-LM.",
+        epilog="nemotron3 COMMAND -h prints all options of a command.",
     )
-    action = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    top.add_argument("--version", action="store_true", help="print versions, also of torch and Megatron")
+    action = top.add_subparsers(
+        title="commands", prog=top.prog, dest="command", metavar="COMMAND", parser_class=Parser
+    )
     commands = Commands(action)
     wanted = list(COMMANDS) if used is None else [used] if used in COMMANDS else []
     for module in dict.fromkeys(COMMANDS[name].module for name in wanted):
         importlib.import_module(f"{_ROOT}.{module}").register(commands)
-    for name in COMMANDS.keys() - action.choices.keys():
-        commands.add_name(name)
+    for name in COMMANDS:
+        if name not in action.choices:
+            commands.add_name(name)
     return top
 
 
@@ -74,25 +70,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
-    if completion.VARIABLE in os.environ:
-        completion.answer(parser(completion.used_command(os.environ.get("COMP_LINE", ""))))
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions, and runs nothing
+        import argcomplete
+
+        used = os.environ.get("COMP_LINE", "").split()[1:2]
+        argcomplete.autocomplete(parser(" ".join(used)), always_complete_options=False)
     if words[:1] == ["run"]:  # every word after it belongs to the launcher and the script
         from megatron_nemotron3 import run
 
         run.main(words[1:], lambda own: parser("run").parse_args(["run", *own]))
         return 0
     cut = words.index("--") if "--" in words else len(words)
-    options = parser(words[0] if words else "").parse_args(words[:cut])
+    top = parser(words[0] if words else "")
+    options = top.parse_args(words[:cut])
     extra = words[cut + 1 :]
-    if options.print_completion is not None:
-        try:
-            print(completion.script(options.print_completion))
-        except ValueError as problem:
-            print(f"nemotron3 {problem}", file=sys.stderr)
-            return 2
-        return 0
     if options.version or options.command is None:
-        print(versions() if options.version else overview(), end="", flush=True)
+        print(versions() if options.version else top.format_help(), end="", flush=True)
         return 0
     from megatron_nemotron3.checkpoints.metadata import printable
 

@@ -18,8 +18,6 @@ from megatron_nemotron3.checkpoints.state import loaded_state
 from megatron_nemotron3.launch.flag import parse, text
 
 OVERRIDE, KEEP = "--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler"
-#: What to do about another number of steps: values of --more-steps.
-REPLAN, HOLD = "replan", "hold"
 #: Options that describe the schedule. Who gives one of them plans it.
 OPTIONS = frozenset(
     (
@@ -101,11 +99,6 @@ class Saved:
     consumed: int
     #: What Megatron compares: name in the checkpoint -> value.
     state: Mapping[str, Any]
-
-    @property
-    def position(self) -> int:
-        """Where the run is, in the schedule's unit."""
-        return self.step if self.schedule.unit == "iters" else self.consumed
 
 
 def saved_schedule(step: int, scheduler: Mapping[str, Any], args: Mapping[str, Any]) -> Saved | None:
@@ -241,33 +234,37 @@ def require_same_rates(saved: Saved, wanted: Schedule) -> None:
         )
 
 
-def continued(saved: Saved, wanted: Schedule, more_steps: str = REPLAN) -> tuple[list[str], list[str]]:
+def continued(saved: Saved, wanted: Schedule, *, keep: bool = False) -> tuple[list[str], list[str]]:
     """Return words for Megatron's command line with which a run goes on, and lines to print.
 
     A run of the same length keeps the checkpoint's schedule. For another length the remaining steps are
-    planned anew, or the rate is held where the checkpoint's schedule ends. The rate goes on from where it is:
-    a warm-up that has begun is finished, and a rate below the peak rises to it over a tenth of the remaining
-    steps.
+    planned anew. The rate goes on from where it is: a warm-up that has begun is finished, and a rate below
+    the peak rises to it over a tenth of the remaining steps.
 
     Args:
         wanted: as `schedule_of_words`. Its lengths of warm-up and decay are not used.
-        more_steps: `REPLAN` or `HOLD`.
+        keep: keep the checkpoint's schedule, as `KEEP` does.
 
     Raises:
-        ValueError: other rates.
+        ValueError: other rates, or a length in another unit than the checkpoint's.
     """
     require_same_rates(saved, wanted)
     old = saved.schedule
-    shape = (old.unit, old.train, old.batch, old.style, old.wsd_style)
+    if old.unit != wanted.unit:
+        raise ValueError(
+            f"the checkpoint of step {saved.step} was trained with --train-{old.unit}: give the length with "
+            f"--train-{old.unit}, not with --train-{wanted.unit}"
+        )
+    shape = (old.train, old.batch, old.style, old.wsd_style)
     kept = replace(wanted, **_lengths(old), style=old.style, wsd_style=old.wsd_style)
-    if shape == (wanted.unit, wanted.train, wanted.batch, wanted.style, wanted.wsd_style):
+    if shape == (wanted.train, wanted.batch, wanted.style, wanted.wsd_style):
         return _words(saved, kept), []
     left = wanted.train - (saved.step if wanted.unit == "iters" else saved.consumed)
-    if more_steps == HOLD or left * wanted.per_unit < 2 * wanted.batch:
+    if keep or left * wanted.per_unit < 2 * wanted.batch:
         return _words(saved, kept), [f"the checkpoint's schedule is kept: {_described(saved, kept)}"]
     plan = _planned(saved, wanted, left)
     line = f"schedule planned anew from step {saved.step}: {_described(saved, plan)}"
-    return _words(saved, plan), [f"{line} (--more-steps {HOLD} keeps the old one)"]
+    return _words(saved, plan), [f"{line} (-- {KEEP} keeps the old one)"]
 
 
 def _described(saved: Saved, plan: Schedule) -> str:

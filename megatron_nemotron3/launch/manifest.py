@@ -25,7 +25,6 @@ from megatron_nemotron3.launch.flag import parse
 from megatron_nemotron3.models.lora import ARGUMENT, in_environment
 from megatron_nemotron3.models.pattern import MTP_SEPARATOR
 from megatron_nemotron3.models.stack_specs import stored_experts
-from megatron_nemotron3.precision import te_variables
 
 NAME = "run.json"
 #: Parts that may change in a folder if it is asked for: values of --change.
@@ -69,8 +68,8 @@ _QUIET = (
     *("--save", "--load", "--log-", "--eval-", "--tensorboard-", "--wandb-", "--exit-", "--data-cache-path"),
     *("--distributed-timeout", "--num-workers", "--verify-integrity", "--async-", "--ckpt-"),
 )
-#: Variables of Transformer Engine that change what it computes.
-_VARIABLES = frozenset((EMULATE, *(variable.name for variable in te_variables.VARIABLES)))
+#: What variables of TransformerEngine begin with: many change what it computes.
+_TE_VARIABLES = "NVTE_"
 _PACKAGES = ("megatron-nemotron3", "megatron-core", "torch", "transformer-engine")
 #: Files of a tokenizer folder that decide about tokens.
 _TOKENIZER_FILES = (
@@ -139,7 +138,9 @@ def parts_of(
     if (boost := boosting.in_environment(environment)) is not None:
         parts["mtp"][BOOST] = boost.text()
     parts["precision"] |= {
-        name: value for name, value in sorted(environment.items()) if name in _VARIABLES and value
+        name: value
+        for name, value in sorted(environment.items())
+        if value and (name == EMULATE or name.startswith(_TE_VARIABLES))
     }
     return parts
 

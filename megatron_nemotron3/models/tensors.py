@@ -28,7 +28,7 @@ from megatron_nemotron3.models.config import Nemotron3Config
 
 #: Keys that megatron-core 0.19 writes with its own hybrid spec. Every row has them, and we write them.
 TORCH_DIST = "torch_dist"
-#: Names in `named_parameters()` of the model, and in the files of legacy mp_rank folders.
+#: Names in `named_parameters()` of the model, and in Megatron-FSDP's folders.
 PARAMETER = "parameter"
 #: Names of specs whose Mamba mixer holds its convolution as a module, not as two parameters.
 CONV1D_MODULE = "conv1d module"

@@ -14,7 +14,7 @@ from megatron_nemotron3.common.output import result, say
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import ModelOptions, chosen_model, names_model
 from megatron_nemotron3.precision import report as report_file
-from megatron_nemotron3.precision import te_variables, yaml_file
+from megatron_nemotron3.precision import yaml_file
 from megatron_nemotron3.precision.census import Ambient, CensusError, require_some
 from megatron_nemotron3.precision.deviations import recipe_in_force
 from megatron_nemotron3.precision.formats import BF16, FORMATS, MXFP8, NVFP4
@@ -212,8 +212,6 @@ def _recipe_notes(config: Nemotron3Config, precision: str, lines: list[Share]) -
     yield f"FLOPs: one token forward, {config.seq_length} tokens a sequence"
     if precision == BF16:
         return
-    used = {line.format for line in lines}
-    yield from (remark.line() for remark in te_variables.remarks(used, version=te_variables.te_version()))
     kept, recipe = bf16_layers(config, precision), FORMATS[precision]
     yield f"BF16 layers: {kept.start or 'none'} at the start, {kept.end or 'none'} at the end ({kept.source})"
     yield f"GPUs: compute capability {recipe.needs}" + ("; emulated on any device" if recipe.emulated else "")

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_nemotron3.common.switches import EMULATE
-from megatron_nemotron3.precision import te_variables
 from megatron_nemotron3.precision.census import (
     Ambient,
     ambient_of_linear,
@@ -127,12 +126,6 @@ def recipe_in_force(
         yield from formats_in_force(structure, file, ambient)
     if chosen is not None:
         yield from map(line, of_emulation(chosen))
-    elif ambient.format == NVFP4:
-        yield f"nvfp4 in TransformerEngine: {te_variables.nvfp4_ingredients()}"
-    used = {fmt for fmt in formats(structure, file, ambient) if fmt != BF16}
-    version = te_variables.te_version()
-    for remark in te_variables.remarks(used, version=version, emulated=chosen is not None):
-        yield remark.line()
 
 
 def census_lines(model: Any) -> Iterator[str]:

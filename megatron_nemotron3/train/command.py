@@ -13,7 +13,7 @@ from megatron_nemotron3.checkpoints import folders
 from megatron_nemotron3.common.options import add_option, add_options, device_option
 from megatron_nemotron3.common.processes import exit_at_interrupt
 from megatron_nemotron3.cpu import quiet_on_cpu
-from megatron_nemotron3.launch import Launch, boosting, check, continued, flags, manifest, to_argv
+from megatron_nemotron3.launch import Launch, boosting, check, flags, manifest, to_argv
 from megatron_nemotron3.launch.command import (
     add_launch,
     chosen_emulation,
@@ -88,12 +88,6 @@ def register(commands: Any) -> None:
         const="",
         metavar="N",
         help=f"measure quantized operands every N steps (default {emulation.LOG_DEFAULT})",
-    )
-    start.add_argument(
-        "--more-steps",
-        choices=[continued.REPLAN, continued.HOLD],
-        default=continued.REPLAN,
-        help="on another number of steps: plan the learning rate anew, or hold it (default replan)",
     )
     taught = train.add_argument_group("distillation")
     taught.add_argument(
@@ -180,7 +174,6 @@ def train_command(options: argparse.Namespace) -> int:
         monitor=None if options.monitor is None else monitor.parse_interval(str(options.monitor)),
         log_precision=log_precision,
         verbose=options.verbose,
-        more_steps=options.more_steps,
         changes=tuple(options.change),
         distill=taught,
         split=split,

@@ -71,17 +71,14 @@ def last_step(launch: Launch) -> int | None:
     return None if found is None else found.train // (1 if found.unit == "iters" else found.batch)
 
 
-def with_schedule(
-    launch: Launch, own: Mapping[str, object], more_steps: str, step: int, stored: StoredState | None
-) -> Launch:
+def with_schedule(launch: Launch, own: Mapping[str, object], step: int, stored: StoredState | None) -> Launch:
     """Return the launch with the schedule on which a run goes on; print what changes.
 
     Args:
         own: the options that the user gave to Megatron.
-        more_steps: as `continued.continued`.
 
     Raises:
-        ValueError: the rates are not those of the checkpoint.
+        ValueError: the rates, or the unit of the length, are not those of the checkpoint.
     """
     saved = stored and continued.saved_schedule(step, stored.scheduler, stored.args)
     wanted = continued.schedule_of_words(to_argv(flags(launch)))
@@ -90,8 +87,7 @@ def with_schedule(
     continued.require_same_rates(saved, wanted)
     planned = [name for name in own if name in continued.OPTIONS]
     if not planned:
-        hold = continued.KEEP in own
-        words, lines = continued.continued(saved, wanted, continued.HOLD if hold else more_steps)
+        words, lines = continued.continued(saved, wanted, keep=continued.KEEP in own)
     elif changed := continued.differences(saved, wanted):
         words = [continued.OVERRIDE]
         lines = [f"the schedule is the one given by {' '.join(planned)}: {continued.described(changed)}"]

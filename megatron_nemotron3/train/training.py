@@ -19,7 +19,6 @@ from megatron_nemotron3.launch import (
     TrainingSchedule,
     adjusted,
     boosting,
-    continued,
     flags,
     precision_file,
     published,
@@ -66,8 +65,6 @@ class Request:
     #: Iterations between precision measurements; 0: the default interval; None: off.
     log_precision: int | None = None
     verbose: bool = False
-    #: What another number of steps than the checkpoint's means for the rate: as `continued`.
-    more_steps: str = continued.REPLAN
     #: Parts of the run that may differ from the folder's earlier steps; of `manifest.CHANGES`.
     changes: tuple[str, ...] = ()
     #: What the model is distilled from; (): it is not.
@@ -221,7 +218,7 @@ def _train_alone(request: Request, launch: Launch, key: str, started: float) -> 
         return 0
     else:
         print(f"resuming from step {begun}")
-        launch = resuming.with_schedule(launch, given.options, request.more_steps, begun, stored)
+        launch = resuming.with_schedule(launch, given.options, begun, stored)
 
     launch = replace(launch, data=data)
     # The tokenizer is known now.

@@ -281,22 +281,6 @@ def test_the_older_form_with_common_pt(folder: Path, capsys: pytest.CaptureFixtu
     assert status == 2 and f"{folder / 'common.pt'}: " in err
 
 
-def test_a_legacy_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    place = tmp_path / "iter_0000003" / "mp_rank_00"
-    place.mkdir(parents=True)
-    (tmp_path / writer.TRACKER).write_text("3")
-    torch.save({"model": torch.ones(50)}, place / "model_optim_rng.pt")
-    status, out, _ = _check(capsys, str(tmp_path), "--full")
-    assert status == 0 and "legacy" in out and "CRC32 of" in out
-    raw = (place / "model_optim_rng.pt").read_bytes()
-    _changed(place / "model_optim_rng.pt", raw.find(torch.ones(50).numpy().tobytes()) + 9, 0)
-    status, _, err = _check(capsys, str(tmp_path), "--full")
-    assert status == 2 and f"{place / 'model_optim_rng.pt'}: " in err
-    (place / "model_optim_rng.pt").unlink()
-    status, _, err = _check(capsys, str(tmp_path))
-    assert status == 2 and f"{place / 'model_optim_rng.pt'}: the file is missing" in err
-
-
 def test_a_folder_of_checkpoints(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = folder.parent
     tracker = root / writer.TRACKER

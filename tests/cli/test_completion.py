@@ -15,11 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_nemotron3 import cli
 from megatron_nemotron3.cli.table import COMMANDS
-from megatron_nemotron3.models import names
 
-pytest.importorskip("argcomplete")
+argcomplete = pytest.importorskip("argcomplete")
 ROOT = Path(__file__).parents[2]
 
 
@@ -31,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m megatron_nemotron3 "$@"\n')
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    (found / "script").write_text(bash("nemotron3 --print-completion bash", found))
+    (found / "script").write_text(argcomplete.shellcode(["nemotron3"]))
     (found / "runs/demo").mkdir(parents=True)
     (found / "mine.json").write_text("{}")
     return found
@@ -61,11 +59,8 @@ def completed(line: str, folder: Path) -> list[str]:
         ("nemotron3 ", set(COMMANDS)),
         ("nemotron3 pre", {"precision"}),
         ("nemotron3 --ver", {"--version"}),
-        ("nemotron3 show ", set(names())),
-        ("nemotron3 show Su", {"super"}),
         ("nemotron3 show super --", {"--help", "--json", "--model", "--tiny"}),
         ("nemotron3 flags super --gpu g", {"gb200", "gb300"}),
-        ("nemotron3 plan nano --gpus ", set()),
         ("nemotron3 train --model m", {"mine.json"}),
         ("nemotron3 run --d", {"--device"}),
         ("nemotron3 run --device c", {"cpu", "cuda"}),
@@ -77,15 +72,6 @@ def completed(line: str, folder: Path) -> list[str]:
 )
 def test_bash(line: str, words: set[str], folder: Path) -> None:
     assert set(completed(line, folder)) == words
-
-
-def test_the_script_of_zsh(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert cli.main(["--print-completion", "zsh"]) == 0
-    script = capsys.readouterr().out
-    assert script.startswith("#compdef nemotron3\n") and "compdef _python_argcomplete nemotron3" in script
-    if zsh := shutil.which("zsh"):
-        (tmp_path / "script").write_text(script)
-        subprocess.run([zsh, "-n", str(tmp_path / "script")], check=True)
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
@@ -101,7 +87,7 @@ def test_zsh(line: str, shown: tuple[bytes, ...], folder: Path) -> None:
     """What an interactive zsh shows when Tab is pressed twice."""
     start = (
         f"path=({folder}/bin $path); autoload -Uz compinit; compinit -u -d {folder}/dump; bindkey -e; "
-        'eval "$(nemotron3 --print-completion zsh)"; PS1= ; print be"gun"'
+        f'. {folder}/script; PS1= ; print be"gun"'
     )
     process, terminal = pty.fork()
     if process == 0:
@@ -129,9 +115,3 @@ def _read_until(terminal: int, wanted: tuple[bytes, ...]) -> None:
     while not all(word in read for word in wanted):
         assert poll.poll(1000 * max(deadline - time.monotonic(), 0)), read
         read += os.read(terminal, 4096)
-
-
-def test_without_argcomplete(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "argcomplete", None)
-    assert cli.main(["--print-completion", "bash"]) == 2
-    assert "pip install 'megatron-nemotron3[completion]'" in capsys.readouterr().err

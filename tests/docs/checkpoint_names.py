@@ -40,8 +40,7 @@ is `megatron_nemotron3/models/tensors.py`; [Checkpoints](../conversion.md) says 
   `{e}` is the global number of an expert. Shapes are in brackets; the symbols are explained below.
 - *Rule* converts Megatron's tensors to Hugging Face's; every rule only copies elements.
 - *TP* is how Megatron splits the parameter over tensor-parallel ranks (routed experts: over the ranks of
-  `--expert-tensor-parallel-size`). `parts`: each of the listed parts is split separately. A file of a legacy
-  mp_rank folder holds one rank's shard.
+  `--expert-tensor-parallel-size`). `parts`: each of the listed parts is split separately.
 - All tensors have the model's type (BF16 as released), except the rows marked FP32.
 """
 

@@ -142,7 +142,7 @@ def megatron_folders(*kinds: str) -> dict[str, Folder]:
     with tempfile.TemporaryDirectory() as name:
         for path in sorted(ARCHIVES.glob("*.tar.xz")):
             key = path.name.removesuffix(".tar.xz")
-            if any(kind in key for kind in kinds) and ("mp_rank" in kinds) == ("mp_rank" in key):
+            if any(kind in key for kind in kinds):
                 with tarfile.open(path) as archive:
                     archive.extractall(name, filter="data")
                 found[key] = digest(Path(name) / key)
@@ -201,7 +201,6 @@ TARGETS = {
     "common": Target(
         lambda: megatron_folders("0.16.1_te", "0.17.1_singleton"), read_megatron, _is("common.pt")
     ),
-    "mp_rank": Target(lambda: megatron_folders("mp_rank"), read_megatron, _is(".pt")),
     "journal": Target(interrupted, go_on, _is(JOURNAL)),
     "manifest": Target(finished, lambda folder, sample: verify.verify_manifest(folder, 1), _is(MANIFEST)),
 }

@@ -29,10 +29,7 @@ def test_fixed(name: str) -> None:
 
 def test_some_hundred_cases(tmp_path: Path) -> None:
     """The same ones each time, of every target that is quick."""
-    assert (
-        fuzz(["header", "index", "journal", "manifest", "mp_rank"], 2.0, seed=5, keep=tmp_path, batch=25)
-        == []
-    )
+    assert fuzz(["header", "index", "journal", "manifest"], 2.0, seed=5, keep=tmp_path, batch=25) == []
 
 
 BAD: dict[str, tuple[Callable[[Path], object], str]] = {

@@ -11,10 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_nemotron3.launch.continued import (
-    HOLD,
     KEEP,
     OVERRIDE,
-    REPLAN,
     Saved,
     Schedule,
     continued,
@@ -109,11 +107,11 @@ def _rate(scheduler: Any) -> float:
     st.integers(1, 120),
     st.sampled_from(["iters", "samples"]),
     st.sampled_from(["WSD", "cosine", "linear", "constant", "inverse-square-root"]),
-    st.sampled_from([REPLAN, HOLD]),
+    st.booleans(),
     st.sampled_from([2, 4, 6]),
 )
 def test_the_rate_goes_on_from_where_it_is(
-    first: int, at: int, total: int, unit: str, style: str, more_steps: str, batch: int
+    first: int, at: int, total: int, unit: str, style: str, keep: bool, batch: int
 ) -> None:
     """For any first length, moment, new length and batch: Megatron loads it, and no rate jumps."""
     at = min(at, first)
@@ -126,13 +124,13 @@ def test_the_rate_goes_on_from_where_it_is(
     wanted = schedule_of_words(new)
     assert wanted is not None
     left = max(0, total - (at if unit == "iters" else 4 * at // batch))
-    more, lines = continued(saved, wanted, more_steps)
+    more, lines = continued(saved, wanted, keep=keep)
     merged = _merged(new, more)
     resumed = _scheduler(merged)
     resumed.load_state_dict(begun.state_dict())  # asserts that the lengths agree, unless told to override
     assert resumed.num_steps == 4 * at
     # A schedule counts whole steps, so another batch moves its borders by less than one.
-    aligned = batch == 4 or (more_steps == REPLAN and left >= 2 and saved.clock % batch == 0)
+    aligned = batch == 4 or (not keep and left >= 2 and saved.clock % batch == 0)
     if aligned and style != "inverse-square-root":
         assert _rate(resumed) == pytest.approx(_rate(begun), rel=1e-6, abs=1e-15)
     same = (total, batch) == (first, 4)
@@ -145,12 +143,12 @@ def test_the_rate_goes_on_from_where_it_is(
         rates.append(_rate(resumed))
         assert _rate(resumed) == pytest.approx(plan.rate(resumed.num_steps), rel=1e-9)
     assert all(MINIMUM * 0.999 <= rate <= PEAK * 1.001 for rate in rates[1:])
-    if more_steps == REPLAN and style in ("WSD", "cosine", "linear") and left > 2 and not same:
+    if not keep and style in ("WSD", "cosine", "linear") and left > 2 and not same:
         assert rates[-1] == pytest.approx(MINIMUM, rel=1e-6)
         if style == "WSD" and aligned:
             assert max(rates) == pytest.approx(PEAK, rel=1e-6)
     # The next start with the same command line changes nothing any more.
-    again, silent = continued(_saved(resumed, merged, at + left), wanted, more_steps)
+    again, silent = continued(_saved(resumed, merged, at + left), wanted, keep=keep)
     assert silent == [] and OVERRIDE not in again
     _scheduler(_merged(new, again)).load_state_dict(resumed.state_dict())
 
@@ -168,9 +166,9 @@ def test_three_steps_then_six() -> None:
     more, (line,) = continued(saved, wanted)
     assert line == (
         "schedule planned anew from step 3: learning rate 4e-05, up to 0.004 at step 4, from step 5 down to "
-        "4e-05 at step 6 (--more-steps hold keeps the old one)"
+        "4e-05 at step 6 (-- --use-checkpoint-opt-param-scheduler keeps the old one)"
     )
-    held, (line,) = continued(saved, wanted, HOLD)
+    held, (line,) = continued(saved, wanted, keep=True)
     assert line == "the checkpoint's schedule is kept: learning rate 4e-05"
     resumed = _scheduler(_merged(_words(6), held))
     resumed.load_state_dict(begun.state_dict())
@@ -188,6 +186,15 @@ def test_a_warm_up_that_has_begun_is_finished() -> None:
     plan = schedule_of_words(_merged(_words(600), more))
     assert plan is not None and (plan.warmup, plan.init) == (4 * 30, 0.0)
     assert "up to 0.004 at step 30, from step 482 down to 4e-05 at step 600" in line
+
+
+def test_another_unit_is_refused() -> None:
+    words = _words(3)
+    begun = _scheduler(words)
+    wanted = schedule_of_words(_words(6, unit="samples"))
+    assert wanted is not None
+    with pytest.raises(ValueError, match="trained with --train-iters: give the length with --train-iters"):
+        continued(_saved(begun, words, 3), wanted)
 
 
 def test_other_rates_are_refused() -> None:

@@ -36,10 +36,10 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _train(output: Path, text: Path, *words: str) -> int:
+def _train(output: Path, text: Path, *words: str, extra: tuple[str, ...] = ()) -> int:
     given = ["train", "nano", "--tiny", "--device", "cpu", "--output", str(output), "--text", str(text)]
     short = ["--seq-length", "32", "--micro-batch-size", "2", *words]
-    return cli.main([*given, *short, "--", "--eval-iters", "4", "--save-interval", "100"])
+    return cli.main([*given, *short, "--", "--eval-iters", "4", "--save-interval", "100", *extra])
 
 
 def _rates(output: Path) -> dict[int, float]:
@@ -220,7 +220,7 @@ def test_held_rates(
 ) -> None:
     monkeypatch.setattr(processes, "follow", follow_forked)
     assert _train(tmp_path, text, "--steps", "3") == 0
-    assert _train(tmp_path, text, "--steps", "5", "--more-steps", "hold") == 0
+    assert _train(tmp_path, text, "--steps", "5", extra=(continued.KEEP,)) == 0
     assert "the checkpoint's schedule is kept: learning rate 4e-05" in capsys.readouterr().out
     assert {_rates(tmp_path)[step] for step in (4, 5)} == {4e-5}
 

@@ -11,7 +11,6 @@ Tables and plans, without files:
 Reading:
   sources                      lazy access to tensor slices in files
   hf_folder, torch_dist        the kinds of checkpoint folders
-  mp_rank, rank_file           legacy folders
   checkpoints                  open any of them: weights, model, what is left out
   views                        lazy views: converted, cast or renamed tensors
   quantized_recipes, _config, _views    NVFP4 and FP8: plans, configuration files, packing and unpacking
@@ -20,7 +19,6 @@ Writing:
   from_hf, to_hf               plan the files of both directions
   streams, job, workers        write files as streams; a restartable job; several processes
   conversion, verify, compare  convert, compare two checkpoints
-  follow                       `--watch`: export each new checkpoint of a running job
   checksums                    CRC32s of records that are read in pieces
   command, check               `nemotron3 convert`, `nemotron3 verify`, `nemotron3 check`
   logits                       `--check-logits`: compare what both sides compute

@@ -17,7 +17,6 @@ from megatron_nemotron3.checkpoints.convert import (
     adapters,
     config_json,
     inventory,
-    mp_rank,
     omni_checkpoint,
 )
 from megatron_nemotron3.checkpoints.convert.config_keys import OWN
@@ -43,7 +42,6 @@ from megatron_nemotron3.checkpoints.metadata import CheckpointError, read_json
 from megatron_nemotron3.checkpoints.read import common_state
 from megatron_nemotron3.checkpoints.state import stored_arguments
 from megatron_nemotron3.checkpoints.structure import CONFIG as METADATA
-from megatron_nemotron3.checkpoints.structure import check_structure
 from megatron_nemotron3.checkpoints.unpickle import Inert
 from megatron_nemotron3.models import Nemotron3Config, identify, named
 from megatron_nemotron3.models.lora import ARGUMENT, LoRA
@@ -93,29 +91,21 @@ def open_megatron(
     if located.kind == "hugging face":
         raise ValueError(f"{folder}: it is a Hugging Face folder, not Megatron's")
     place = located.folder
-    verdict = check_structure(place)
-    source: FileSource
-    if verdict.state == "legacy":
-        kind, state = "mp_rank", mp_rank.common_state(place)
-        config, guessed = _megatron_config(place, state, model, vocab_size)
+    source, index = open_torch_dist(place)
+    fsdp = not (place / METADATA).exists()
+    kind, state = "fsdp_dtensor" if fsdp else "torch_dist", {}
+    try:
+        state = read_dcp_state(index) if fsdp else common_state(index)
+    except CheckpointError:
+        if model is None:
+            raise
+    config, guessed = _megatron_config(place, state, model, vocab_size)
+    if fsdp:
         _refuse_groups(place, state)
-        source = mp_rank.open_mp_rank(place, config, allow_unused=allow_unused)
-    else:
-        source, index = open_torch_dist(place, verdict)
-        fsdp = not (place / METADATA).exists()
-        kind, state = "fsdp_dtensor" if fsdp else "torch_dist", {}
-        try:
-            state = read_dcp_state(index) if fsdp else common_state(index)
-        except CheckpointError:
-            if model is None:
-                raise
-        config, guessed = _megatron_config(place, state, model, vocab_size)
-        if fsdp:
-            _refuse_groups(place, state)
-            source = reorder_mamba(source, config, state)
-        elif pattern := _grouped_pattern(place, state):
-            names = numbered_by_layer(source.tensors, pattern)
-            source = FileSource(place, {names[k]: t for k, t in source.tensors.items()}, source.files)
+        source = reorder_mamba(source, config, state)
+    elif pattern := _grouped_pattern(place, state):
+        names = numbered_by_layer(source.tensors, pattern)
+        source = FileSource(place, {names[k]: t for k, t in source.tensors.items()}, source.files)
     keys, left_out = _weight_keys(source.tensors, allow_unused)
     encoders = stored_omni(place, config, stored_arguments(state), keys, given)
     if encoders is not None and not omni:

@@ -27,7 +27,7 @@ from megatron_nemotron3.models.tiny import TINY_SUFFIX
 from megatron_nemotron3.precision.serving import RECIPES
 
 if TYPE_CHECKING:
-    from megatron_nemotron3.checkpoints.convert.conversion import ToHfOptions
+    pass
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 DTYPES = ("bfloat16", "float16", "float32")
@@ -99,7 +99,7 @@ class _SharedWithAdapter(SharedOptions):
     adapter_only: bool = flag("write the LoRA adapter alone, as a folder of peft", group=_LORA)
 
 
-_QUANTIZED, _WATCH = "quantized weights", "exports of a running job"
+_QUANTIZED = "quantized weights"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,17 +127,6 @@ class ToHf:
         "scales of activations for --quantize: JSON, safetensors, or a quantized folder",
         "PATH",
         group=_QUANTIZED,
-    )
-    watch: float | None = option(
-        "export each new checkpoint of a running job to HF_DIR/iter_N; look every SECONDS (default 30)",
-        "SECONDS",
-        nargs="?",
-        const=30.0,
-        group=_WATCH,
-    )
-    once: bool = flag("with --watch: export what is there, and stop", group=_WATCH)
-    keep_last: int | None = option(
-        "with --watch: keep the newest N exports (default: all)", "N", group=_WATCH
     )
     shared: _SharedWithAdapter
 
@@ -210,25 +199,11 @@ def convert_to_hf(options: ToHf) -> int:
             input_scales=options.input_scales,
             adapter_only=shared.adapter_only,
         )
-        if options.watch is not None:
-            return _follow(options, to_hf, options.watch)
-        if options.once or options.keep_last is not None:
-            raise ValueError("--once and --keep-last belong to --watch")
         with (
             local(options.source, iteration=options.iteration) as source,
             target(options.target) as (path, url),
         ):
             return conversion.convert_to_hf(source, path, replace(to_hf, url=url))
-
-
-def _follow(options: ToHf, to_hf: ToHfOptions, interval: float) -> int:
-    from megatron_nemotron3.checkpoints.convert.follow import Following, follow
-
-    source, target = options.source, options.target
-    if isinstance(source, str) or isinstance(target, str):
-        url = source if isinstance(source, str) else target
-        raise ValueError(f"{url}: --watch is for local folders, not for a URL")
-    return follow(source, target, to_hf, Following(interval, options.once, options.keep_last))
 
 
 def convert_from_hf(options: FromHf) -> int:

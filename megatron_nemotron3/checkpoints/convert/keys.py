@@ -310,6 +310,6 @@ def _missing_masters_message(
             "leave --from-optimizer-master out"
         )
     return number + (
-        "the checkpoint holds no optimizer state with names (saved with --no-save-optim, a release, or a "
-        "legacy mp_rank folder): leave --from-optimizer-master out"
+        "the checkpoint holds no optimizer state with names (saved with --no-save-optim, or a release): "
+        "leave --from-optimizer-master out"
     )

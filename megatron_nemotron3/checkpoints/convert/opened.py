@@ -25,7 +25,7 @@ EMBEDDING = "embedding.word_embeddings.weight"
 class Checkpoint:
     """An opened checkpoint."""
 
-    #: "torch_dist", "fsdp_dtensor", "mp_rank" or "hugging face".
+    #: "torch_dist", "fsdp_dtensor" or "hugging face".
     kind: str
     folder: Path
     config: Nemotron3Config

@@ -1,6 +1,6 @@
 """Lazy access to tensor slices in files.
 
-Every reader (safetensors, torch_dist, mp_rank) lists the blocks of files that hold the parts of each tensor.
+Every reader (safetensors, torch_dist) lists the blocks of files that hold the parts of each tensor.
 `FileSource.read` assembles a slice from these blocks, with one `pread` per contiguous run and no memory
 beyond the slice. Files are not memory-mapped, so the resident memory of the process does not grow with them.
 
@@ -102,7 +102,7 @@ class FileSource(TensorSource):
     def __init__(self, folder: Path, tensors: Mapping[str, SourceTensor], files: Mapping[str, int]) -> None:
         self.folder, self.tensors, self.files, self.reads = folder, tensors, files, Reads(folder)
         self._open: OrderedDict[Path, int] = OrderedDict()
-        # A process that opens one checkpoint after another (`convert --watch`) must not keep all files open.
+        # A process that opens one checkpoint after another must not keep all files open.
         weakref.finalize(self, _close, self._open).atexit = False
         self._sorted: dict[str, tuple[list[int], int, list[Block]]] = {}
 

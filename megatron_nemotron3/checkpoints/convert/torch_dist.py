@@ -23,7 +23,7 @@ from megatron_nemotron3.checkpoints.convert.plan import Plan
 from megatron_nemotron3.checkpoints.convert.sources import Block, FileSource, Location, SourceTensor
 from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, CheckpointError, CheckpointIndex, Chunk
 from megatron_nemotron3.checkpoints.read import chunk_layout, opened, stored_object
-from megatron_nemotron3.checkpoints.structure import Verdict, check_structure
+from megatron_nemotron3.checkpoints.structure import check_structure
 from megatron_nemotron3.checkpoints.unpickle import Inert
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.tensors import symbol_sizes
@@ -32,15 +32,18 @@ from megatron_nemotron3.models.tensors import symbol_sizes
 _STATE_OBJECTS = ("args", "iteration", "checkpoint_version")
 
 
-def open_torch_dist(folder: Path, verdict: Verdict | None = None) -> tuple[FileSource, CheckpointIndex]:
+def open_torch_dist(folder: Path) -> tuple[FileSource, CheckpointIndex]:
     """Open every tensor of a torch_dist folder, including optimizer state. Returns the source and the index.
 
     Raises:
-        CheckpointError: the folder is unfinished or damaged, or one of its files is a link to elsewhere.
+        CheckpointError: the folder is unfinished, damaged or in another format, or one of its files is a link
+            to elsewhere.
     """
-    verdict = verdict or check_structure(folder)
+    verdict = check_structure(folder)
     if verdict.state != "complete" or verdict.index is None:
         problem = verdict.problems[0] if verdict.problems else f"{folder}: not a torch_dist checkpoint"
+        if verdict.state == "foreign":
+            raise CheckpointError(problem)
         raise CheckpointError(f"{problem} ({verdict.state}; `nemotron3 check {folder}` says more)")
     index = verdict.index
     files = {name: regular_file_size(folder / name, folder) for name in index.files}

@@ -3,7 +3,7 @@
 `RULES[name](megatron, hf, head_dim)` takes names and shapes and returns the `Plan` that makes the HF tensors
 from Megatron's; its `inverse()` goes back.
 
-torch_dist folders hold global shapes, so the split is needed only for legacy mp_rank folders and for checks.
+torch_dist folders hold global shapes, so the split is needed only for Megatron-FSDP's folders and for refit.
 `linear_qkv` is cut into equal bands of rows, even if TP exceeds the number of KV groups: Megatron gathers the
 projections of a group's ranks at run time, and no KV head is stored twice.
 """

@@ -1,1 +1,1 @@
-"""`nemotron3 doctor`: checks whether an environment can train (versions, imports, GPU, kernels, one step)."""
+"""`nemotron3 doctor`: checks whether an environment can train (versions, imports, GPU, one step)."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_nemotron3.cli.doctor import gpu, loading, packages, recipe
 from megatron_nemotron3.cli.doctor.finding import Finding, as_data, failed, render
-from megatron_nemotron3.common.options import add_command, flag, json_flag, option
+from megatron_nemotron3.common.options import add_command, json_flag, option
 from megatron_nemotron3.common.output import print_json
 from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.models.own import model as named_model
@@ -21,7 +21,6 @@ from megatron_nemotron3.models.own import model as named_model
 class DoctorOptions:
     """Options of `nemotron3 doctor`."""
 
-    kernels: bool = flag("also compare the fast kernels with their references")
     step: str | None = option(
         "also train the tiny form of a model, a NAME or FILE, for one step", "NAME", nargs="?", const="super"
     )
@@ -57,11 +56,10 @@ def doctor_command(options: DoctorOptions) -> int:
         sections.append(("gpu", [Finding("gpu", "absent", "not looked for: torch is not installed")]))
     sections.append(("precision", recipe.findings()))
     usable = all(loaded.get(name) for name in packages.NEEDED)
-    for title, wanted in (("kernels", options.kernels), ("step", options.step is not None)):
-        skipped = [Finding(title, "error", "skipped: torch or megatron-core cannot be imported")]
-        if wanted:
-            _say(f"running the check of {title}")
-            sections.append((title, _computed_findings(title, options.step) if usable else skipped))
+    if options.step is not None:
+        _say("running the check of step")
+        skipped = [Finding("step", "error", "skipped: torch or megatron-core cannot be imported")]
+        sections.append(("step", _step_findings(options.step) if usable else skipped))
     sections.append(("verdict", [_verdict(sections)]))
     if options.json:
         print_json(as_data(sections))
@@ -85,15 +83,10 @@ def _verdict(sections: Sequence[tuple[str, Sequence[Finding]]]) -> Finding:
     return Finding("verdict", "error", f"this environment cannot train: {subjects}", cure)
 
 
-def _computed_findings(title: str, model: str | None) -> list[Finding]:
-    """Run a check that needs torch, with Megatron's messages kept off stdout, which holds the findings."""
+def _step_findings(model: str) -> list[Finding]:
+    """Train a step, with Megatron's messages kept off stdout, which holds the findings."""
     quiet_on_cpu()
     with redirect_stdout(io.StringIO()):
-        if title == "kernels":
-            from megatron_nemotron3.cli.doctor import kernels
-
-            return kernels.findings()
         from megatron_nemotron3.cli.doctor import step
 
-        assert model is not None
         return step.findings(model)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoints.convert import mp_rank
 from megatron_nemotron3.checkpoints.convert.checkpoints import QUANTIZATION, open_checkpoint
 from megatron_nemotron3.checkpoints.convert.hf_folder import read_config
 from megatron_nemotron3.checkpoints.convert.opened import Checkpoint
@@ -23,7 +22,6 @@ from megatron_nemotron3.checkpoints.metadata import CheckpointError
 from megatron_nemotron3.checkpoints.read import common_state
 from megatron_nemotron3.checkpoints.state import stored_arguments
 from megatron_nemotron3.checkpoints.structure import CONFIG as METADATA
-from megatron_nemotron3.checkpoints.structure import check_structure
 from megatron_nemotron3.inference.generate.text import TOKENIZER, Tokenizer, read_json_object
 from megatron_nemotron3.models import Nemotron3Config
 
@@ -133,13 +131,9 @@ def read_arguments(place: Path) -> dict[str, Any]:
     Raises:
         ValueError: there is no checkpoint, or it is damaged.
     """
-    verdict = check_structure(place)
-    if verdict.state == "legacy":
-        state = mp_rank.common_state(place)
-    else:
-        _, index = open_torch_dist(place, verdict)
-        try:
-            state = common_state(index) if (place / METADATA).exists() else read_dcp_state(index)
-        except CheckpointError:
-            return {}
+    _, index = open_torch_dist(place)
+    try:
+        state = common_state(index) if (place / METADATA).exists() else read_dcp_state(index)
+    except CheckpointError:
+        return {}
     return stored_arguments(state)

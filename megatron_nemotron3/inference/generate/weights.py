@@ -91,7 +91,7 @@ def load(
     mtp: bool = True,
     **options: Any,
 ) -> Weights:
-    """Load a checkpoint folder: Megatron's (torch_dist, fsdp_dtensor, mp_rank) or Hugging Face's.
+    """Load a checkpoint folder: Megatron's (torch_dist, fsdp_dtensor) or Hugging Face's.
 
     Args:
         config: the model; default: what config.json or the arguments in the checkpoint say.

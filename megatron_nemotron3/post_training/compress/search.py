@@ -2,8 +2,8 @@
 
 A candidate is one value for each size that varies. The width and the top-k of the experts are chosen for each
 E layer by itself, all other sizes once for the model. What a candidate costs is a sum over its layers, and so
-is what it loses, so for every combination of the model's sizes the best experts of each layer are found
-(`choose`), and no other choice of the same values is better.
+is what it loses, so for every combination of the model's sizes a beam search (`choose`) finds the experts of
+each layer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_nemotron3.post_training.compress.sizes import (
     require_known,
 )
 
-#: Combinations of the sizes of the model; each takes a second where many layers have many values.
+#: Combinations of the sizes of the model; each takes some seconds where many layers have many values.
 MOST_COMBINATIONS = 2000
 
 
@@ -73,7 +73,6 @@ class Candidate:
     """A model, what it costs by `budget.MEASURES`, and what it loses.
 
     sizes, layers: as for `candidate_config`; layers is None if all stay.
-    gap: other experts of the layers could lose at most this less; 0: none loses less.
     """
 
     config: Nemotron3Config
@@ -81,7 +80,6 @@ class Candidate:
     layers: tuple[int, ...] | None
     loss: float
     costs: Mapping[str, float]
-    gap: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -117,8 +115,8 @@ def search(
     serving: Serving,
     losses: Losses | None = None,
 ) -> Found:
-    """Return the candidates that meet the budget: of each combination of the model's sizes the best, and the
-    best whose E layers are alike.
+    """Return the candidates that meet the budget: of each combination of the model's sizes the best that
+    is found, and the best whose E layers are alike.
 
     Args:
         values: name of `DIMENSIONS` -> values to choose from.
@@ -233,15 +231,15 @@ class _Space:
         }
         return {**self.sizes, **by_layer}
 
-    def candidate(self, rows: Sequence[_Row], gap: float = 0.0) -> Candidate:
+    def candidate(self, rows: Sequence[_Row]) -> Candidate:
         """Return the candidate with these rows."""
         sizes = self._sizes(rows)
         config = candidate_config(self.model, sizes, self.layers)
         lost = sum(self.losses.experts(layer, *row) for layer, row in zip(self.numbers, rows, strict=True))
-        return Candidate(config, sizes, self.layers, self.rest + lost, costs(config, self.serving), gap)
+        return Candidate(config, sizes, self.layers, self.rest + lost, costs(config, self.serving))
 
     def best(self) -> Candidate | None:
-        """Return the candidate with the least loss within the budget, or None."""
+        """Return the candidate with the least loss found within the budget, or None."""
         if not self._fits(self.smallest):
             return None
         groups = [
@@ -253,8 +251,7 @@ class _Space:
         picked = choose(groups, limits) if groups and min(limits, default=1.0) > 0 else None
         if picked is None:
             return self.smallest
-        rows = [rows[index] for rows, index in zip(self.rows, picked.numbers, strict=True)]
-        return self.candidate(rows, picked.gap)
+        return self.candidate([rows[index] for rows, index in zip(self.rows, picked, strict=True)])
 
     def best_alike(self) -> Candidate | None:
         """Return the candidate with the least loss among those with one width and one top-k, or None."""

@@ -121,8 +121,6 @@ def _say(
         row(str(number), f"{one.loss:.4f}", values, sizes_text(one))
     if options.scores is None:
         say("\nloss: without --scores all channels, heads, experts and layers count alike")
-    if gap := shown[0].gap:
-        say(f"\nother experts by layer could lose up to {gap:.2g} less: too many to try all")
     if found.skipped:
         say(f"\n{found.skipped} combinations are no model, the first: {found.why}")
     candidates = [{**vars(one), "config": describe(one.config)["config"]} for one in shown]

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,8 +18,6 @@ from megatron_nemotron3.checkpoints.convert import checksums
 from megatron_nemotron3.checkpoints.convert import job as job_module
 from megatron_nemotron3.checkpoints.convert.checksums import Reads
 from megatron_nemotron3.checkpoints.convert.job import JOURNAL, partial_of
-from megatron_nemotron3.checkpoints.convert.rank_file import RankFile
-from megatron_nemotron3.checkpoints.convert.sources import Block, FileSource, Location, SourceTensor
 from megatron_nemotron3.checkpoints.convert.streams import write
 from megatron_nemotron3.checkpoints.metadata import CheckpointError, read_metadata
 from megatron_nemotron3.checkpoints.read import opened
@@ -156,38 +153,6 @@ def test_generate_compares(sound: Path, tmp_path: Path) -> None:
     opened = open_megatron(folder)
     with pytest.raises(CheckpointError, match="has CRC32"):
         read_weights(opened.hf_view(), opened.config)
-
-
-@pytest.mark.parametrize("protected", [True, False])
-def test_legacy_files(tmp_path: Path, protected: bool) -> None:
-    """A record of an mp_rank file, which may hold many tensors; also one written without CRC32s."""
-    path = tmp_path / "mp_rank_00/model_optim_rng.pt"
-    path.parent.mkdir()
-    whole = torch.arange(600, dtype=torch.float32)
-    torch.serialization.set_crc32_options(protected)
-    try:
-        torch.save({"model": {"a": whole[:200].view(20, 10), "b": whole[250:500]}}, path)
-    finally:
-        torch.serialization.set_crc32_options(True)
-    for flipped in (False, True):
-        layouts = RankFile.open(path).models[0]
-        if flipped:
-            _flip(path, layouts["a"].record.offset + 4 * 220)  # between the tensors
-        tensors = {}
-        for name, found in layouts.items():
-            at = Location(path, found.offset, found.stride, found.record)
-            tensors[name] = SourceTensor(
-                found.dtype, found.shape, (Block((0,) * len(found.shape), found.shape, at),)
-            )
-        source = FileSource(tmp_path, tensors, {"mp_rank_00/model_optim_rng.pt": path.stat().st_size})
-        source.read("a", ((0, 20), (2, 5)))
-        source.read("b", ((0, 250),))
-        source.close()
-        if flipped and protected:
-            with pytest.raises(CheckpointError, match="has CRC32"):
-                source.reads.finish()
-        else:
-            source.reads.finish()
 
 
 def test_after_an_interruption_too(

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_nemotron3 import cli
-from megatron_nemotron3.checkpoints.convert import checkpoints, inventory, mp_rank, plan
+from megatron_nemotron3.checkpoints.convert import checkpoints, inventory, plan
 from megatron_nemotron3.checkpoints.convert.checkpoints import open_megatron
 from megatron_nemotron3.checkpoints.convert.keys import (
     master_keys,
@@ -21,7 +21,6 @@ from megatron_nemotron3.checkpoints.convert.keys import (
     numbered_by_layer,
     plain_name,
 )
-from megatron_nemotron3.checkpoints.convert.mp_rank import open_mp_rank
 from megatron_nemotron3.checkpoints.convert.plan import whole
 from megatron_nemotron3.checkpoints.convert.sources import FileSource
 from megatron_nemotron3.checkpoints.convert.torch_dist import open_torch_dist, read_dcp_state, reorder_mamba
@@ -51,10 +50,6 @@ FSDP: dict[str, tuple[int, bool, set[str]]] = {
     "0.19.2_fsdp": (1, True, {"parameter"}),
     "0.19.2_fsdp_dp2": (1, True, {"parameter"}),
     "0.19.2_fsdp_tp2_ep2": (2, True, {"parameter"}),
-}
-LEGACY: dict[str, tuple[bool, set[str]]] = {
-    "0.16.1_mp_rank_local": (False, {"separate norm", "parameter", "conv1d module", "sequential experts"}),
-    "0.17.1_mp_rank": (True, {"parameter", "conv1d module"}),
 }
 
 
@@ -135,17 +130,18 @@ def test_folders(name: str, tmp_path: Path) -> None:
     holds_the_formulas_values(source, {key: key for key in keys})
 
 
-@pytest.mark.parametrize("name", LEGACY)
-def test_legacy_folders(name: str, tmp_path: Path) -> None:
-    mtp, others = LEGACY[name]
-    model = config(mtp)
-    folder = unpacked(name, tmp_path)
-    source = open_mp_rank(folder, model)
-    assert mp_rank.common_state(folder)["iteration"] == 1
-    mappings = list(inventory.mappings_of(model, source.tensors))
-    assert dialects(mappings) == others
-    assert all(source.tensors[t.name].shape == t.shape for mapping in mappings for t in mapping.megatron)
-    holds_the_formulas_values(source, {name: name for name in source.tensors})
+def test_legacy_folders_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = tmp_path / "iter_0000003/mp_rank_00"
+    place.mkdir(parents=True)
+    torch.save({"model": {}, "args": None}, place / "model_optim_rng.pt")
+    for command in (
+        ["convert", "to-hf", str(place.parent), str(tmp_path / "hf")],
+        ["check", str(place.parent)],
+    ):
+        assert cli.main(command) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{place.parent}: mp_rank_… folders" in line
+        assert "--ckpt-format torch --ckpt-convert-format torch_dist --ckpt-convert-save DIR" in line
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -242,21 +238,16 @@ def test_grouped_optimizer_state_follows_its_weight() -> None:
         numbered_by_layer(["decoder.layers.1.mlp.x", "decoder.layers.2.mlp.x"], pattern)
 
 
-@pytest.mark.parametrize("name", ["0.19.2_fsdp", "0.17.1_mp_rank"])
-def test_groups_in_other_formats_are_refused(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_groups_in_other_formats_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There a group is a stack inside the stack, whose names no version has been seen to write."""
-    folder = unpacked(name, tmp_path)
-    for module, reader in ((checkpoints, "read_dcp_state"), (mp_rank, "common_state")):
-        read = getattr(module, reader)
+    folder = unpacked("0.19.2_fsdp", tmp_path)
 
-        def grouped(place: Any, read: Any = read) -> Any:
-            state = read(place)
-            state["args"].state["hybrid_layer_pattern"] = "[ME]*-/*E"
-            return state
+    def grouped(index: CheckpointIndex) -> Any:
+        state = read_dcp_state(index)
+        state["args"].state["hybrid_layer_pattern"] = "[ME]*-/*E"
+        return state
 
-        monkeypatch.setattr(module, reader, grouped)
+    monkeypatch.setattr(checkpoints, "read_dcp_state", grouped)
     with pytest.raises(ValueError, match=r"grouped \(\[ME\]\*-/\*E\).*save it with --ckpt-format torch_dist"):
         open_megatron(folder, model=config(mtp=True))
 
@@ -296,8 +287,8 @@ def test_fsdp_weights_are_masters(tmp_path: Path) -> None:
     assert all(key.startswith("model.module.") for key in weights(index))
 
 
-#: mp_rank and torch_dist folders hold values made from their own keys; FSDP's from those of torch_dist.
-@pytest.mark.parametrize("name", [*FOLDERS, *LEGACY, *FSDP])
+#: torch_dist folders hold values made from their own keys; FSDP's from those of torch_dist.
+@pytest.mark.parametrize("name", [*FOLDERS, *FSDP])
 def test_the_command_converts_every_kind(name: str, tmp_path: Path) -> None:
     """Convert with the command line and only the stored arguments; read the result with safetensors."""
     folder = unpacked(name, tmp_path)
@@ -306,7 +297,7 @@ def test_the_command_converts_every_kind(name: str, tmp_path: Path) -> None:
     assert cli.main(["convert", "to-hf", str(folder), str(out), *vocabulary, "--workers", "1"]) == 0
     found = load_file(out / "model.safetensors")
     opened = open_megatron(folder, vocab_size=VOCABULARY)
-    kind = "fsdp_dtensor" if name in FSDP else "mp_rank" if name in LEGACY else "torch_dist"
+    kind = "fsdp_dtensor" if name in FSDP else "torch_dist"
     assert (opened.kind, opened.config.hidden_size) == (kind, SIZES["hidden_size"])
     if name in FSDP:
         wanted = hugging_face(inventory.mappings(config(FSDP[name][1])), values)

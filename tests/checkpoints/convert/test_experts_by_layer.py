@@ -15,10 +15,7 @@ from megatron_nemotron3 import cli
 from megatron_nemotron3.checkpoints.convert import inventory
 from megatron_nemotron3.checkpoints.convert.checkpoints import open_checkpoint
 from megatron_nemotron3.checkpoints.convert.config_json import write
-from megatron_nemotron3.checkpoints.convert.mp_rank import open_mp_rank
 from megatron_nemotron3.models import PUZZLE, SUPER, count, get
-from megatron_nemotron3.proof.certify.ranks import run_distributed
-from tests.checkpoints.convert import test_mp_rank
 from tests.support import parity
 from tests.support.hf_folders import write_hf
 from tests.support.model_mapping import megatron_model, transformers_from
@@ -216,17 +213,3 @@ def test_adapters(folders: Folders, tmp_path: Path) -> None:
     merged = load_file(tmp_path / "merged/model.safetensors")
     for name, tensor in expected.items():
         torch.testing.assert_close(merged[name], tensor, rtol=1e-6, atol=1e-6, msg=name)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "sizes", [{"tp": 2, "ep": 2}, {"tp": 2, "etp": 2}, {"pp": 2}], ids=["tp2 ep2", "tp2 etp2", "pp2"]
-)
-def test_legacy_folders(tmp_path: Path, sizes: dict[str, int]) -> None:
-    """Experts of each layer are merged at that layer's width."""
-    config = TINY.but(vocab_size=test_mp_rank.PADDED - 3)
-    cut = f"{config.pattern[:6]}|{config.pattern[6:]}" if "pp" in sizes else config.pattern
-    run_distributed(test_mp_rank.write, 2, config, cut, sizes, str(tmp_path))
-    source = open_mp_rank(tmp_path / "iter_0000003", config, check_replicas=True)
-    test_mp_rank.same(test_mp_rank.hf(config, source), test_mp_rank.expected(config))
-    source.close()

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_nemotron3 import cli
 from megatron_nemotron3.checkpoints.convert.hf_folder import safetensors_header
@@ -82,7 +81,7 @@ def refused(words: list[str], where: Path, message: str = "") -> None:
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders `hf`, `megatron`, `legacy`, and files that other commands read."""
+    """Folders `hf`, `megatron`, and files that other commands read."""
     folder = tmp_path_factory.mktemp("sound")
     write_hf(folder / "hf", SUPER, files=2)
     (folder / "hf/tokenizer.json").write_text("{}")
@@ -90,10 +89,6 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = ["convert", "from-hf", str(folder / "hf"), str(folder / "megatron"), "--workers", "1"]
     assert cli.main(words) == 0
     (folder / "megatron/release/integrity.json").write_text('{"algorithm": "sha256", "files": {}}')
-    place = folder / "legacy/iter_0000003/mp_rank_00"
-    place.mkdir(parents=True)
-    torch.save({"model": {"embedding.word_embeddings.weight": torch.ones(4)}}, place / "model_optim_rng.pt")
-    (folder / "legacy" / TRACKER).write_text("3")
     (folder / "precision.yaml").write_text("configs: {}\nmatchers: {}\n")
     (folder / "scales.json").write_text("{}")
     (folder / "launch.sh").write_text("torchrun pretrain_hybrid.py\n")
@@ -135,7 +130,6 @@ KINDS: dict[str, Callable[[Path], None]] = {
 }
 _HF = ["convert", "from-hf", "hf", "out", "--workers", "1"]
 _MEGATRON = ["convert", "to-hf", "megatron", "out", "--workers", "1"]
-_LEGACY = ["convert", "to-hf", "legacy", "out", "--model", "super", "--tiny", "--workers", "1"]
 #: File -> command that reads it.
 PLACES: dict[str, list[str]] = {
     "hf/config.json": _HF,
@@ -147,7 +141,6 @@ PLACES: dict[str, list[str]] = {
     "megatron/release/metadata.json": _MEGATRON,
     "megatron/release/__0_0.distcp": _MEGATRON,
     f"megatron/{TRACKER}": _MEGATRON,
-    "legacy/iter_0000003/mp_rank_00/model_optim_rng.pt": _LEGACY,
     "megatron/release/integrity.json": ["check", "megatron/release", "--full"],
     f"megatron/{MANIFEST}": ["verify", "megatron"],
     "scales.json": [*_MEGATRON, "--quantize", "super-nvfp4", "--input-scales", "scales.json"],
@@ -158,7 +151,7 @@ PLACES: dict[str, list[str]] = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", PLACES)
 def test_no_file(sound: Path, tmp_path: Path, place: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("hf", "megatron", "legacy"):
+    for name in ("hf", "megatron"):
         shutil.copytree(sound / name, tmp_path / name, copy_function=os.link)
     for name in ("scales.json", "launch.sh"):
         os.link(sound / name, tmp_path / name)
@@ -393,16 +386,3 @@ def test_two_chunks_at_one_place(sound: Path, tmp_path: Path, monkeypatch: pytes
     path.write_bytes(pickle.dumps(index))
     monkeypatch.chdir(tmp_path)
     refused(_MEGATRON, tmp_path, "are in the same bytes of __0_0.distcp")
-
-
-def test_two_legacy_weights_at_one_place(tmp_path: Path) -> None:
-    from megatron_nemotron3.checkpoints.convert.rank_file import RankFile
-    from megatron_nemotron3.checkpoints.metadata import CheckpointError
-
-    path = tmp_path / "model_optim_rng.pt"
-    one = torch.ones(10)
-    torch.save({"model": {"a": one, "b": one[5:]}}, path)
-    with pytest.raises(CheckpointError, match="a and b are in the same bytes of the file"):
-        RankFile.open(path)
-    torch.save({"model": {"a": one[:5], "b": one[5:], "c": one[:0]}}, path)
-    RankFile.open(path)

@@ -1,4 +1,4 @@
-"""Findings of the doctor about broken packages, versions, GPUs, kernels and models."""
+"""Findings of the doctor about broken packages, versions, GPUs and models."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from megatron_nemotron3 import cli
-from megatron_nemotron3.cli.doctor import gpu, kernels, loading, packages
+from megatron_nemotron3.cli.doctor import gpu, loading, packages, recipe
 from megatron_nemotron3.cli.doctor import step as steps
 from megatron_nemotron3.cli.doctor.finding import failed, render
+from megatron_nemotron3.precision import settings
 from megatron_nemotron3.proof.certify.ranks import run_distributed
 
 GOOD = {"python": "3.12.1", "torch": "2.11.0", "megatron-core": "0.19.2", "triton": "3.6.0"}
@@ -146,18 +147,6 @@ def test_a_product_that_fails_does_not_hide_what_is_missing() -> None:
     assert other.level == "error" and "no kernel image" in other.message
 
 
-def test_kernels_are_equal_to_their_references_and_a_wrong_one_is_seen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert {f.level for f in kernels.findings()} == {"ok"}
-    right = kernels.functional.rms_norm
-    monkeypatch.setattr(kernels.functional, "rms_norm", lambda x, weight: right(x, weight) + 0.2 * x.mean())
-    monkeypatch.setattr(kernels.conv, "causal_conv1d", lambda **_: 1 / 0)
-    wrong = {f.subject: f.message for f in kernels.findings() if f.level == "error"}
-    assert {name.split(" (")[0] for name in wrong} == {"RMSNorm", "convolution"}
-    assert "ZeroDivisionError" in wrong["convolution (float32, cpu)"]
-
-
 def stepped() -> tuple[list[str], list[str]]:
     good = [f.message for f in steps.findings("super") if f.level == "error"]
     builder = steps.build_model
@@ -178,6 +167,14 @@ def test_a_step_finds_parameters_without_gradient() -> None:
     good, bad = run_distributed(stepped, 1, apart=True)[0]
     assert good == []
     assert len(bad) == 3 and all("layers.3.self_attention" in name for name in bad)
+
+
+@pytest.mark.parametrize(("value", "level"), [("nvfp4,sr=0", "ok"), ("nvfp5", "error"), ("0", None)])
+def test_the_doctor_says_what_is_emulated(
+    value: str, level: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(settings.VARIABLE, value)
+    assert {f.subject: f.level for f in recipe.findings()}.get(settings.VARIABLE) == level
 
 
 def test_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

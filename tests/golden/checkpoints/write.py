@@ -17,13 +17,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from tests.golden.checkpoints.values import LAYERS, SIZES, VOCABULARY, part, values
+from tests.golden.checkpoints.values import LAYERS, SIZES, VOCABULARY, part
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--format", choices=("torch_dist", "torch", "fsdp_dtensor"), default="torch_dist")
+    parser.add_argument("--format", choices=("torch_dist", "fsdp_dtensor"), default="torch_dist")
     parser.add_argument("--modules", choices=("te", "local", "ours"), default="te")
     parser.add_argument("--singleton", action="store_true", help="metadata singleton_local_shards")
     parser.add_argument("--layers", default=LAYERS)
@@ -71,7 +71,7 @@ def write(args: argparse.Namespace) -> None:
     args.folder.mkdir(parents=True, exist_ok=True)
     arguments = argparse.Namespace(hybrid_layer_pattern=args.layers, **sizes)
     content = {"args": arguments, "checkpoint_version": 3.0, "iteration": 1}
-    {"torch_dist": torch_dist, "torch": mp_rank, "fsdp_dtensor": fsdp_dtensor}[args.format](args, content)
+    {"torch_dist": torch_dist, "fsdp_dtensor": fsdp_dtensor}[args.format](args, content)
     print(megatron.core.__version__, sorted(path.name for path in args.folder.rglob("*")))
 
 
@@ -103,17 +103,6 @@ def torch_dist(args: argparse.Namespace, content: dict[str, Any]) -> None:
             tensor.data = typed(tensor.key, whole).reshape(tensor.local_shape)
             tensor.dtype = tensor.data.dtype
     dist_checkpointing.save(content, str(args.folder))
-
-
-def mp_rank(args: argparse.Namespace, content: dict[str, Any]) -> None:
-    import torch
-
-    content["model"] = build(args).state_dict_for_save_checkpoint()
-    for key, tensor in content["model"].items():
-        if not key.endswith("_extra_state"):
-            content["model"][key] = typed(key, values(key, tuple(tensor.shape)))
-    (args.folder / "mp_rank_00").mkdir()
-    torch.save(content, args.folder / "mp_rank_00" / "model_optim_rng.pt")
 
 
 def fsdp_dtensor(args: argparse.Namespace, content: dict[str, Any]) -> None:

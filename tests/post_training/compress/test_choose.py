@@ -46,17 +46,16 @@ def test_is_the_best_of_all_choices(problem: tuple[list[list[Option]], list[floa
     assert best is None or found is not None
     if found is None:
         return
-    loss, costs = total([group[index] for group, index in zip(groups, found.numbers, strict=True)])
+    loss, costs = total([group[index] for group, index in zip(groups, found, strict=True)])
     assert all(c <= limit * (1 + 1e-8) for c, limit in zip(costs, limits, strict=True))
-    assert found.gap == 0
     # A choice may exceed a limit by rounding.
     loose = enumerated(groups, limits, 2e-9)
     assert loose is not None and loose - 1e-7 <= loss <= (float("inf") if best is None else best) + 1e-7
 
 
-@pytest.mark.parametrize("most", [1, 3])
-def test_says_how_far_from_the_best_it_can_be(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With room for a few partial choices the answer fits, and its gap holds."""
+@pytest.mark.parametrize(("most", "allowed"), [(1, 1.1), (3, 1.05), (30, 1.05), (1000, 1.01)])
+def test_a_narrow_beam_is_near_the_best(most: int, allowed: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for a few partial choices the answer fits, and loses little more."""
     monkeypatch.setattr(module, "MOST", most)
     groups = [
         [Option(k * (0.3 + 0.07 * g) ** 0.7, (8.0 - k * (1 + g % 3), 5.0 - k * (g % 2))) for k in range(5)]
@@ -65,6 +64,6 @@ def test_says_how_far_from_the_best_it_can_be(most: int, monkeypatch: pytest.Mon
     limits = [26.0, 27.0]
     found, best = choose(groups, limits), enumerated(groups, limits)
     assert found is not None and best is not None
-    loss, costs = total([group[index] for group, index in zip(groups, found.numbers, strict=True)])
+    loss, costs = total([group[index] for group, index in zip(groups, found, strict=True)])
     assert all(c <= limit * (1 + 1e-8) for c, limit in zip(costs, limits, strict=True))
-    assert best - 1e-9 <= loss <= best + found.gap + 1e-9
+    assert best - 1e-9 <= loss <= best * allowed
