@@ -1,4 +1,4 @@
-"""Write `args/options.json` from the parser of the Megatron that Python imports.
+"""Write `launch/options.json` from the parser of the Megatron that Python imports.
 
     python -m tests.launch.make_options                                     # the installed megatron-core
     PYTHONPATH=$PWD:$MEGATRON_LM_DIR python -m tests.launch.make_options    # the version of a checkout
