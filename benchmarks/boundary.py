@@ -117,7 +117,7 @@ def _one(ours: bool, case: Case, rows: int, hidden: int) -> tuple[Measured, Meas
 
     from megatron_nemotron3.boundary.bridge import Bridge
     from megatron_nemotron3.boundary.edge import Edge
-    from megatron_nemotron3.boundary.feed import RowFeed, Stream, tokens
+    from megatron_nemotron3.boundary.feed import FeedStream, RowFeed, tokens
     from megatron_nemotron3.boundary.layout import Layout
     from tests.support.boundary_reference import every_row, lane_of, of_lane, of_rank
 
@@ -139,7 +139,7 @@ def _one(ours: bool, case: Case, rows: int, hidden: int) -> tuple[Measured, Meas
         edge = Edge("images", "language", source, destination, 2, 0, torch.float32)
         bridge: Any = Bridge(*grids, comm_dtype=torch.float32, tensor_ndim=2, edge=edge)
         feed = RowFeed([{"ids": ids}] * 2, tokens("ids", {"images": 1}))
-        bridge.coordinator.training = Stream(feed)
+        bridge.coordinator.training = FeedStream(feed)
     else:
         try:
             bridge = BridgeCommunicator(*grids, comm_dtype=torch.float32, tensor_ndim=2)

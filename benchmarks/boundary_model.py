@@ -35,7 +35,7 @@ from dataclasses import dataclass, replace
 from common import print_table
 
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.plan import LEADER_BYTES, Plan
+from megatron_nemotron3.boundary.plan import LEADER_BYTES, TransferPlan
 from megatron_nemotron3.boundary.planner import make_plan, slices_of
 from megatron_nemotron3.models import get
 from megatron_nemotron3.models.parameters import count
@@ -148,7 +148,7 @@ CASES = (
 QUICK = (CASES[1], CASES[8])
 
 
-def forward_plan(case: Case, rows: Sequence[int], leader_bytes: int = LEADER_BYTES) -> Plan:
+def forward_plan(case: Case, rows: Sequence[int], leader_bytes: int = LEADER_BYTES) -> TransferPlan:
     """The plan of a case; with slices every position of a sequence is an image row."""
     source, destination = case.layouts
     slices = None
@@ -161,7 +161,7 @@ def forward_plan(case: Case, rows: Sequence[int], leader_bytes: int = LEADER_BYT
     )
 
 
-def plan_time(plan: Plan, network: Network, concurrent: bool) -> float:
+def plan_time(plan: TransferPlan, network: Network, concurrent: bool) -> float:
     """Time of the messages and then of the gathers, which all groups run at the same time."""
     sent = network.messages(
         ((m.source, m.destination, m.rows * plan.row_bytes) for m in plan.messages), concurrent
@@ -209,7 +209,7 @@ class Rules:
     concurrent: bool = False
 
 
-def there_and_back(plan: Plan, network: Network, rules: Rules) -> float:
+def there_and_back(plan: TransferPlan, network: Network, rules: Rules) -> float:
     """Microseconds of forward and backward."""
     ways = (plan, plan.backward)
     return sum(plan_time(way, network, rules.concurrent) for way in ways)

@@ -36,12 +36,12 @@ def pack_row(device: str, rows: int, hidden: int, pieces_of: int, rounds: int) -
     import torch
 
     from megatron_nemotron3.boundary.exchange import pack, unpack
-    from megatron_nemotron3.boundary.plan import Piece
+    from megatron_nemotron3.boundary.plan import RowPiece
 
     run = rows // pieces_of
     source = torch.randn(2 * rows, hidden, device=device, dtype=torch.bfloat16)
-    pieces = tuple(Piece(2 * i * run, i * run, run) for i in range(pieces_of))
-    spread = tuple(Piece(i * run, 2 * i * run, run) for i in range(pieces_of))
+    pieces = tuple(RowPiece(2 * i * run, i * run, run) for i in range(pieces_of))
+    spread = tuple(RowPiece(i * run, 2 * i * run, run) for i in range(pieces_of))
     out = torch.empty(run * pieces_of, hidden, device=device, dtype=torch.bfloat16)
     packing = median(lambda: pack(source, pieces, out), device, rounds)
     unpacking = median(lambda: unpack(out, spread, source), device, rounds)

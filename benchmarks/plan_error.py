@@ -15,10 +15,10 @@ from dataclasses import replace
 from megatron_nemotron3.launch import Launch, TrainingSchedule, published_layout
 from megatron_nemotron3.launch.plan.hardware import GIB, GPUS, RESERVE
 from megatron_nemotron3.launch.plan.options import ALLTOALL, HYBRIDEP
-from megatron_nemotron3.launch.plan.published import CARDS, RUNS, SEQUENCE, Run
+from megatron_nemotron3.launch.plan.published import CARDS, RUNS, SEQUENCE, PublishedRun
 from megatron_nemotron3.launch.plan.search import (
     MICRO_BATCHES,
-    Candidate,
+    LaunchCandidate,
     Question,
     candidate,
     recomputations,
@@ -39,13 +39,13 @@ LAUNCHES = {
 FITTED = tuple(run for run in RUNS + CARDS if not run.natural)
 
 
-def modelled(run: Run, assumed: Assumptions = ASSUMED) -> float:
+def modelled(run: PublishedRun, assumed: Assumptions = ASSUMED) -> float:
     """Tokens per second and GPU."""
     launch = run.launch()
     return tokens_per_gpu(launch, step_time(launch, Machine(GPUS[run.gpu], assumed)))
 
 
-def errors(runs: Sequence[Run], assumed: Assumptions = ASSUMED) -> list[float]:
+def errors(runs: Sequence[PublishedRun], assumed: Assumptions = ASSUMED) -> list[float]:
     """Modelled over published throughput, less 1."""
     return [modelled(run, assumed) / run.tokens - 1 for run in runs]
 
@@ -55,7 +55,7 @@ def spread(found: Sequence[float]) -> float:
     return math.sqrt(sum(math.log1p(e) ** 2 for e in found) / len(found))
 
 
-def memory_error(run: Run) -> float:
+def memory_error(run: PublishedRun) -> float:
     """Modelled over measured peak memory, less 1."""
     return worst_memory(run.launch()).total / ((run.memory or 0.0) * GIB) - 1
 
@@ -66,7 +66,7 @@ class Line:
     seconds = rest + scan / share of the vector units + experts * seconds of a wait
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: PublishedRun) -> None:
         # Launches that the GPU waits for would bend the line; no run of `FITTED` has any.
         self.run, self.sequences = run, run.global_batch_size
         here = self._seconds(ASSUMED)
@@ -169,7 +169,7 @@ def show_places() -> None:
         ]
         fitting = [c for c in tried if c.memory.total <= question.limit]
 
-        def place(found: Candidate) -> str:
+        def place(found: LaunchCandidate) -> str:
             rank = 1 + sum(other.tokens > found.tokens for other in best)  # noqa: B023
             return f"{rank} of {len(best)}, {found.tokens / best[0].tokens:.0%} of the best"  # noqa: B023
 

@@ -19,7 +19,7 @@ from common import MIB, machine, parser, proc_bytes, reset_peak
 
 from megatron_nemotron3.common import plots
 from megatron_nemotron3.inference.generate.engine import Engine
-from megatron_nemotron3.inference.generate.state import KVCache, State
+from megatron_nemotron3.inference.generate.state import DecodeState, KVCache
 from megatron_nemotron3.models import get
 from tests.support.engines import engine_of
 
@@ -55,7 +55,7 @@ def peak() -> int:
     return proc_bytes("self/status")["VmHWM"]
 
 
-def kv_cache_bytes(state: State) -> int:
+def kv_cache_bytes(state: DecodeState) -> int:
     """Bytes of the KV caches."""
     return sum(layer.cache.nbytes for layer in state.layers if isinstance(layer, KVCache))
 

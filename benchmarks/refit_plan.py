@@ -6,7 +6,7 @@ import argparse
 import time
 
 from megatron_nemotron3.inference.refit.check import check
-from megatron_nemotron3.inference.refit.layouts import Serving, Training
+from megatron_nemotron3.inference.refit.layouts import EngineLayout, Training
 from megatron_nemotron3.inference.refit.planner import make_plan
 from megatron_nemotron3.models import get
 
@@ -23,7 +23,7 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
     for name, source, target in CASES:
         config = get(name)
-        training, serving = Training.of(config, source), Serving.of(config, target)
+        training, serving = Training.of(config, source), EngineLayout.of(config, target)
         begin = time.process_time()
         plan = make_plan(training, serving)
         made = time.process_time()

@@ -68,7 +68,7 @@ from megatron_nemotron3.post_training.xtoken.align import Aligner
 from megatron_nemotron3.post_training.xtoken.loss import Kind, span_losses
 from megatron_nemotron3.precision.settings import emulating, parse
 from megatron_nemotron3.train.teacher.projection import Projection
-from megatron_nemotron3.train.teacher.tokens import Vocabulary
+from megatron_nemotron3.train.teacher.tokens import ByteVocabulary
 
 TEACHER = tiny(get("nano")).but(
     name="teacher", pattern="MEM*E", seq_length=128, num_moe_experts=8, moe_router_topk=2
@@ -136,7 +136,7 @@ class Lab:
         self.folder = options.output
         self.teacher_steps, self.steps = options.teacher_steps, options.steps
         self._teachers: dict[str, tuple[int, torch.nn.Module]] = {}
-        ours, theirs = (Vocabulary(text.tokenizer) for text in (self.text, self.foreign_text))
+        ours, theirs = (ByteVocabulary(text.tokenizer) for text in (self.text, self.foreign_text))
         self.aligner, self.projection = Aligner(ours, theirs), Projection.build(ours, theirs)
 
     def batches(self, seed: int) -> list[torch.Tensor]:

@@ -18,11 +18,11 @@ import torch
 from tiny_runs import VALIDATION, build, on_teacher, token_losses
 
 from megatron_nemotron3.launch.plan.hardware import GPUS
-from megatron_nemotron3.launch.plan.serving import Serving
+from megatron_nemotron3.launch.plan.serving import ServingUse
 from megatron_nemotron3.models import Nemotron3Config, count, get, tiny
 from megatron_nemotron3.post_training.compress import memory
 from megatron_nemotron3.post_training.compress.importance import measure
-from megatron_nemotron3.post_training.compress.losses import Measured as Losses
+from megatron_nemotron3.post_training.compress.losses import ScoredLosses as Losses
 from megatron_nemotron3.post_training.compress.scores import Scores
 from megatron_nemotron3.post_training.compress.search import search
 from megatron_nemotron3.post_training.compress.sizes import Sizes, candidate_config
@@ -78,7 +78,7 @@ def layers(lab: Lab, seed: int) -> Results:
     teacher = lab.teacher(seed, LAYERED)
     scores, number = scores_of(lab, teacher, LAYERED, seed), LAYERED.pattern.count("E")
     stored = count(candidate_config(LAYERED, {EXPERTS: HALF})).stored
-    found = search(LAYERED, {EXPERTS: WIDTHS}, {"params": stored}, Serving(GPUS["h100"]), Losses(scores))
+    found = search(LAYERED, {EXPERTS: WIDTHS}, {"params": stored}, ServingUse(GPUS["h100"]), Losses(scores))
     chosen = np.array([width for width, _ in found.candidates[0].config.expert_sizes])
     drawn = np.random.default_rng(seed)
     while (random := drawn.choice(WIDTHS, number)).sum() != HALF * number:

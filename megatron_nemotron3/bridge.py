@@ -326,7 +326,7 @@ class LoRA(lora.LoRA):
             if getattr(self, field):
                 raise ValueError(f"LoRA with {field}={getattr(self, field)}: not supported on {matched[1]}")
         if "adapter" not in module._modules:
-            module.adapter = kind(module, settings.LoRA(dim=self.dim, alpha=self.alpha), matched[1])
+            module.adapter = kind(module, settings.LoRASettings(dim=self.dim, alpha=self.alpha), matched[1])
         return module
 
     def freeze_model(self, model: Any, training: bool = True) -> None:

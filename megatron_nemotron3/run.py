@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 from megatron_nemotron3.common import processes, spawned
 from megatron_nemotron3.common.argv import option_value, option_values
-from megatron_nemotron3.common.options import Parser, add_option, device_option, fail, resolve_device
+from megatron_nemotron3.common.options import OptionParser, add_option, device_option, fail, resolve_device
 from megatron_nemotron3.common.switches import BOOST, EMULATE, LOG_PRECISION, MONITOR
 from megatron_nemotron3.launch import boosting, manifest
 from megatron_nemotron3.launch.stored_model import loaded
@@ -106,7 +106,7 @@ def split_arguments(argv: list[str], read: Reader | None = None) -> Words:
         if word == "--":
             break
     if read is None:
-        parser = Parser(prog="megatron_nemotron3.run")
+        parser = OptionParser(prog="megatron_nemotron3.run")
         _add_options(parser)
         read = parser.parse_args
     options = read(argv[: count + 1])

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_nemotron3.common.options import (
     NEEDED,
-    Parser,
+    OptionParser,
     add_command,
     add_option,
     add_options,
@@ -54,8 +54,8 @@ class Example:
     extra: list[str]
 
 
-def _parser() -> Parser:
-    parser = Parser(prog="example")
+def _parser() -> OptionParser:
+    parser = OptionParser(prog="example")
     add_options(parser, Example)
     parser.set_defaults(extra=["x"])
     return parser
@@ -136,7 +136,7 @@ def test_a_number_out_of_its_bounds(words: str, message: str) -> None:
 
 
 def test_a_command_is_called_with_its_dataclass() -> None:
-    parser = Parser(prog="example")
+    parser = OptionParser(prog="example")
     add_command(parser, Shared, lambda options: int(options.size))
     for spelling in ("--size", "--sz"):
         given = parser.parse_args([spelling, "2"])
@@ -144,7 +144,7 @@ def test_a_command_is_called_with_its_dataclass() -> None:
 
 
 def test_of_some_options_one_is_given(capsys: pytest.CaptureFixture[str]) -> None:
-    parser = Parser(prog="example")
+    parser = OptionParser(prog="example")
     add_option(parser, "text", text_option("to read"))
     add_option(parser, "data_path", data_path_option())
     add_option(parser, "device", device_option())

@@ -68,7 +68,7 @@ class Announcement(NamedTuple):
     expected_shares: int = 0
 
 
-class Agreement(NamedTuple):
+class HeaderAgreement(NamedTuple):
     """What the headers of all ranks say together.
 
     counts: rows of each share over all source lanes, or UNKNOWN.
@@ -132,7 +132,7 @@ def share_counts(rows: int, shares: int, sizes: Sequence[int] | None, uneven: bo
     return tuple(share + (i < rest) for i in range(shares))
 
 
-def agree(announcements: Sequence[Announcement], groups: Groups, failure: Failure) -> list[Agreement]:
+def agree(announcements: Sequence[Announcement], groups: Groups, failure: Failure) -> list[HeaderAgreement]:
     """Exchange headers: one agreement for each edge, the same on every rank of `groups`.
 
     Raises:
@@ -196,7 +196,7 @@ def _decode(record: list[int], announcement: Announcement) -> _Header:
     )
 
 
-def _agreement(announcement: Announcement, headers: dict[int, _Header]) -> Agreement:
+def _agreement(announcement: Announcement, headers: dict[int, _Header]) -> HeaderAgreement:
     """Raises ValueError if the ranks differ."""
     described = {rank: (h.digest, h.total) for rank, h in headers.items()}
     _require_equal(described, _feed_text, "describe the microbatch")
@@ -216,7 +216,7 @@ def _agreement(announcement: Announcement, headers: dict[int, _Header]) -> Agree
             counts += headers[lane[0]].counts
             lane_rows.append(headers[lane[0]].rows)
     some = next(iter(sending.values()), None)
-    return Agreement(
+    return HeaderAgreement(
         tuple(counts),
         some and some.row,
         DTYPES[some.dtype] if some else None,

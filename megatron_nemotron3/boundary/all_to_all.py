@@ -15,10 +15,10 @@ from torch import Tensor
 from megatron_nemotron3.boundary.exchange import Indexed, copy, messages_by_peer, pack, unpack
 from megatron_nemotron3.boundary.failure import Failure
 from megatron_nemotron3.boundary.groups import Groups
-from megatron_nemotron3.boundary.plan import Message, Plan
+from megatron_nemotron3.boundary.plan import Message, TransferPlan
 
 
-def deliver(plans: Sequence[Plan], held: Sequence[Tensor], groups: Groups) -> list[Tensor]:
+def deliver(plans: Sequence[TransferPlan], held: Sequence[Tensor], groups: Groups) -> list[Tensor]:
     """Run the plans of several modalities in one all-to-all.
 
     Args:
@@ -55,7 +55,7 @@ def _view_if_contiguous(message: Message | None, rows: Tensor, wanted: int) -> T
 
 
 def _all_to_all(
-    plans: Sequence[Plan], held: Sequence[Tensor], wanted: Sequence[Tensor], groups: Groups
+    plans: Sequence[TransferPlan], held: Sequence[Tensor], wanted: Sequence[Tensor], groups: Groups
 ) -> None:
     sends, receives, _ = messages_by_peer(plans, groups.rank)
     out_splits = [sum(message.rows for _, message in sends.get(peer, ())) for peer in groups.ranks]
@@ -116,7 +116,7 @@ class AllToAll(torch.autograd.Function):
         ctx: Any,
         groups: Groups,
         failure: Failure,
-        plans: Sequence[Plan],
+        plans: Sequence[TransferPlan],
         back: Sequence[bool],
         anchor: Tensor,
         *rows: Tensor,
@@ -147,7 +147,7 @@ class AllToAll(torch.autograd.Function):
         return None, None, None, None, None, *given
 
 
-def _all_to_all_text(plans: Sequence[Plan], rank: int, what: str) -> str:
+def _all_to_all_text(plans: Sequence[TransferPlan], rank: int, what: str) -> str:
     held = [plan.rows_held(rank) for plan in plans]
     wanted = [plan.rows_wanted(rank) for plan in plans]
     return f"all-to-all of {what}: holds {held}, wants {wanted} of each modality"

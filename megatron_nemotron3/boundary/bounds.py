@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_nemotron3.boundary import intervals
-from megatron_nemotron3.boundary.plan import Plan
+from megatron_nemotron3.boundary.plan import TransferPlan
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Traffic:
         return max([0, *self.sent.values(), *self.received.values()])
 
 
-def bounds(plan: Plan) -> Bounds:
+def bounds(plan: TransferPlan) -> Bounds:
     """Lower bounds for a plan whose sending groups hold disjoint rows of a lane, as those of `planner` do."""
     #: Ranks of a sending group -> rows that it has to send to other ranks.
     asked: dict[tuple[int, ...], int] = defaultdict(int)
@@ -111,7 +111,7 @@ def bounds(plan: Plan) -> Bounds:
     return Bounds(leaving, entering, missing, crossing)
 
 
-def traffic(plan: Plan) -> Traffic:
+def traffic(plan: TransferPlan) -> Traffic:
     """Count the rows that a plan moves."""
     sent = {rank: 0 for lane in plan.senders for group in lane for rank in group.ranks}
     received = {rank: 0 for lane in plan.receivers for group in lane for rank in group.ranks}

@@ -34,7 +34,7 @@ from megatron_nemotron3.boundary.failure import Failure
 from megatron_nemotron3.boundary.feed import Microbatch
 from megatron_nemotron3.boundary.groups import Groups
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.plan import Plan
+from megatron_nemotron3.boundary.plan import TransferPlan
 from megatron_nemotron3.boundary.planner import make_plan
 
 
@@ -114,7 +114,9 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
         """
         return communicate([ModalityRows(self, tensor, backward)], microbatch)[0]
 
-    def _prepare(self, modality: ModalityRows, microbatch: Microbatch | None) -> tuple[Plan, Tensor, bool]:
+    def _prepare(
+        self, modality: ModalityRows, microbatch: Microbatch | None
+    ) -> tuple[TransferPlan, Tensor, bool]:
         """Return the plan, the rows [n, ...], and whether gradients come back."""
         tensor, backward = modality.tensor, modality.backward
         batch = self.dim_mapping["b"] if tensor.ndim != 2 else 0
@@ -191,7 +193,7 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
                 counts += found.counts[own]
         return tuple(counts), found.needs_gradient
 
-    def _make_plan(self, microbatch: Microbatch, row_bytes: int) -> Plan:
+    def _make_plan(self, microbatch: Microbatch, row_bytes: int) -> TransferPlan:
         name, known = self.src_module_name, dict(microbatch.rows)
         if name not in known:
             raise ValueError(

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_nemotron3.boundary.explain import LINES, describe, explain, ranks_text
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.plan import Plan, Side
+from megatron_nemotron3.boundary.plan import Side, TransferPlan
 from megatron_nemotron3.boundary.planner import make_plan, slices_of
 from megatron_nemotron3.common import plots
 from megatron_nemotron3.common.files import require_plot
@@ -151,7 +151,7 @@ def _sample_media(options: BoundaryOptions, source: Layout, destination: Layout)
 
 def _forward_plan(
     options: BoundaryOptions, source: Layout, destination: Layout, media: list[list[int]]
-) -> tuple[Plan, int | None]:
+) -> tuple[TransferPlan, int | None]:
     """The forward plan, and the sequence length if the destination cuts sequences."""
     rows = [sum(sample) for sample in media]
     row_bytes = options.hidden * DTYPES[options.dtype]
@@ -168,7 +168,7 @@ def _forward_plan(
     return make_plan(source, destination, rows, row_bytes=row_bytes, slices=slices, media=media), length
 
 
-def plot(plan: Plan, path: Path, title: str) -> None:
+def plot(plan: TransferPlan, path: Path, title: str) -> None:
     """Plot the bytes between senders and receivers as a matrix, ranks lane by lane; write it atomically.
 
     Raises:

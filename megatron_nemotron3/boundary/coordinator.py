@@ -16,18 +16,18 @@ from torch import Tensor
 
 from megatron_nemotron3.boundary.agreement import (
     SPLIT_SIZES,
-    Agreement,
     Announcement,
+    HeaderAgreement,
     RowsError,
     agree,
     share_counts,
 )
 from megatron_nemotron3.boundary.edge import Edge
-from megatron_nemotron3.boundary.exchange import Pending, RowKind, Transfer, exchange
+from megatron_nemotron3.boundary.exchange import Pending, RankTransfer, RowKind, exchange
 from megatron_nemotron3.boundary.failure import Failure, disagreements
-from megatron_nemotron3.boundary.feed import Microbatch, Stream
+from megatron_nemotron3.boundary.feed import FeedStream, Microbatch
 from megatron_nemotron3.boundary.groups import Groups
-from megatron_nemotron3.boundary.plan import Plan
+from megatron_nemotron3.boundary.plan import TransferPlan
 
 _numbers = itertools.count()
 
@@ -36,7 +36,7 @@ _numbers = itertools.count()
 class _Outstanding:
     """A microbatch whose gradients have not come back."""
 
-    plan: Plan
+    plan: TransferPlan
     kind: RowKind
     #: The tensor that was sent or received; the schedule keeps it until backward. None: there was none.
     tensor: weakref.ref[Tensor] | None = None
@@ -73,7 +73,7 @@ class Coordinator:
         self.groups = Groups(ranks, gathers, backend=backend, timeout=timeout)
         self._pending = Pending()
         self.failure = failure or Failure(self.abort)
-        self.training, self.evaluation = Stream(), Stream()
+        self.training, self.evaluation = FeedStream(), FeedStream()
         self._kinds: dict[Edge, RowKind] = {}
         self._outstanding: dict[Edge, deque[_Outstanding]] = {edge: deque() for edge in edges}
         #: Those of the exchange that runs.
@@ -187,7 +187,7 @@ class Coordinator:
                 returned[edge.source_name] = edge.from_rows(rows)
         return inputs, returned
 
-    def _forward(self, outputs: Mapping[str, Tensor | None]) -> list[tuple[Edge, Transfer]]:
+    def _forward(self, outputs: Mapping[str, Tensor | None]) -> list[tuple[Edge, RankTransfer]]:
         microbatch = self._next_microbatch()
         rows = {edge: self._rows_to_send(edge, outputs) for edge in self.edges if self.sends(edge)}
         counts: dict[Edge, tuple[int, ...]] = {}
@@ -230,10 +230,10 @@ class Coordinator:
             if tensor is None and self.sends(edge):  # an absent output has no rows
                 tensor = torch.zeros(0, *kind.row, dtype=kind.dtype, device=self.groups.device)
             name = f"{edge.name}, forward {self._forwards}"
-            transfers.append((edge, Transfer(plan, tensor, self.receives(edge), kind, name)))
+            transfers.append((edge, RankTransfer(plan, tensor, self.receives(edge), kind, name)))
         return transfers
 
-    def _backward(self, gradients: Mapping[str, Tensor | None]) -> list[tuple[Edge, Transfer]]:
+    def _backward(self, gradients: Mapping[str, Tensor | None]) -> list[tuple[Edge, RankTransfer]]:
         edges = [edge for edge in self.edges if not edge.frozen]
         rows: dict[Edge, Tensor | None] = {}
         for edge in edges:
@@ -262,7 +262,7 @@ class Coordinator:
                 held = plan.rows_held(self.groups.rank)
                 tensor = torch.zeros(held, *kind.row, dtype=kind.dtype, device=self.groups.device)
             name = f"{edge.name}, backward {self._backwards}"
-            transfers.append((edge, Transfer(plan, tensor, self.sends(edge), kind, name)))
+            transfers.append((edge, RankTransfer(plan, tensor, self.sends(edge), kind, name)))
         return transfers
 
     def _share_counts(
@@ -282,7 +282,7 @@ class Coordinator:
         except ValueError as error:
             self.failure.fail(f"{edge.name}: {error}", error)
 
-    def _agree(self, announcements: Mapping[Edge, Announcement]) -> dict[Edge, Agreement]:
+    def _agree(self, announcements: Mapping[Edge, Announcement]) -> dict[Edge, HeaderAgreement]:
         if not announcements:
             return {}
         try:
@@ -323,7 +323,7 @@ class Coordinator:
 
     def _plan(
         self, edge: Edge, counts: tuple[int, ...], microbatch: Microbatch | None
-    ) -> tuple[Plan, RowKind]:
+    ) -> tuple[TransferPlan, RowKind]:
         kind = self._kinds.get(edge)
         if kind is None:  # no rank has had a row so far
             kind = RowKind((edge.hidden or 0,) * (edge.ndim - 1), edge.dtype or torch.get_default_dtype())

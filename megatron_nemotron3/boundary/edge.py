@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_nemotron3.boundary.feed import Microbatch
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.plan import Plan
+from megatron_nemotron3.boundary.plan import TransferPlan
 from megatron_nemotron3.boundary.planner import make_plan
 
 
@@ -85,8 +85,8 @@ class Edge:
         """Convert rows [rows, ...] to a module's tensor."""
         return rows.movedim(0, self.batch_dimension).contiguous()
 
-    def plan(self, counts: tuple[int, ...], row_bytes: int, microbatch: Microbatch | None) -> Plan:
-        """The forward plan of one microbatch; `Plan.backward` is that of the gradients.
+    def plan(self, counts: tuple[int, ...], row_bytes: int, microbatch: Microbatch | None) -> TransferPlan:
+        """The forward plan of one microbatch; `TransferPlan.backward` is that of the gradients.
 
         Args:
             counts: rows of each sample, or of each share of the samples.
@@ -114,7 +114,9 @@ class Edge:
 
 
 @functools.lru_cache(maxsize=128)
-def _cached_plan(edge: Edge, counts: tuple[int, ...], row_bytes: int, microbatch: Microbatch | None) -> Plan:
+def _cached_plan(
+    edge: Edge, counts: tuple[int, ...], row_bytes: int, microbatch: Microbatch | None
+) -> TransferPlan:
     slices = media = None
     if microbatch is not None:
         slices = microbatch.slices_of(edge.source_name, edge.destination)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_nemotron3.boundary.failure import Failure
 from megatron_nemotron3.boundary.groups import Groups
-from megatron_nemotron3.boundary.plan import Message, Piece, Plan
+from megatron_nemotron3.boundary.plan import Message, RowPiece, TransferPlan
 
 #: Messages between two ranks are sent as one buffer if they are at most this long together.
 COALESCE_BYTES = 64 * 1024
@@ -41,7 +41,7 @@ class RowKind(NamedTuple):
         return math.prod(self.row) * self.dtype.itemsize
 
 
-class Transfer(NamedTuple):
+class RankTransfer(NamedTuple):
     """One plan of an exchange, as one rank sees it.
 
     plan: which rows go where.
@@ -51,7 +51,7 @@ class Transfer(NamedTuple):
     name: for error messages: "images -> language, forward 3".
     """
 
-    plan: Plan
+    plan: TransferPlan
     rows: Tensor | None
     receives: bool
     kind: RowKind
@@ -82,7 +82,7 @@ class Payload(NamedTuple):
     buffer: Tensor
     coalesced: bool
 
-    def parts(self, transfers: Sequence[Transfer]) -> Iterator[tuple[int, Message, Tensor]]:
+    def parts(self, transfers: Sequence[RankTransfer]) -> Iterator[tuple[int, Message, Tensor]]:
         """(index of the transfer, message, its rows in the buffer)."""
         if not self.coalesced:
             yield *self.messages[0], self.buffer
@@ -123,7 +123,7 @@ class Pending:
 
 
 def exchange(
-    transfers: Sequence[Transfer],
+    transfers: Sequence[RankTransfer],
     groups: Groups,
     failure: Failure,
     pending: Pending | None = None,
@@ -152,7 +152,7 @@ def exchange(
         return [_gather_rows(t, buffer, groups) for t, buffer in zip(transfers, buffers, strict=True)]
 
 
-def _check_rows(transfer: Transfer, rank: int, failure: Failure) -> None:
+def _check_rows(transfer: RankTransfer, rank: int, failure: Failure) -> None:
     name, rows, kind = transfer.name, transfer.rows, transfer.kind
     held = transfer.plan.rows_held(rank)
     if rows is None:
@@ -176,7 +176,7 @@ def _check_rows(transfer: Transfer, rank: int, failure: Failure) -> None:
         )
 
 
-def _allocate(transfer: Transfer, rank: int, device: torch.device) -> Tensor | None:
+def _allocate(transfer: RankTransfer, rank: int, device: torch.device) -> Tensor | None:
     """Buffer for the rows that this rank receives; an all-gather needs equal parts for every rank."""
     if not transfer.receives:
         return None
@@ -188,7 +188,7 @@ def _allocate(transfer: Transfer, rank: int, device: torch.device) -> Tensor | N
 
 
 def _send_and_receive(
-    transfers: Sequence[Transfer],
+    transfers: Sequence[RankTransfer],
     tags: Sequence[int],
     buffers: list[Tensor | None],
     groups: Groups,
@@ -228,7 +228,7 @@ def _send_and_receive(
 
 
 def messages_by_peer(
-    plans: Sequence[Plan], rank: int
+    plans: Sequence[TransferPlan], rank: int
 ) -> tuple[dict[int, list[Indexed]], dict[int, list[Indexed]], list[Indexed]]:
     """Messages of several plans that a rank sends and receives, by peer, and those to itself."""
     sent: dict[int, list[Indexed]] = defaultdict(list)
@@ -243,7 +243,9 @@ def messages_by_peer(
     return dict(sent), dict(received), own
 
 
-def _outgoing(transfers: Sequence[Transfer], messages: list[Indexed], device: torch.device) -> list[Payload]:
+def _outgoing(
+    transfers: Sequence[RankTransfer], messages: list[Indexed], device: torch.device
+) -> list[Payload]:
     """Payloads to one peer."""
     if (payload := _coalesced(transfers, messages, device)) is not None:
         for index, message, part in payload.parts(transfers):
@@ -256,7 +258,7 @@ def _outgoing(transfers: Sequence[Transfer], messages: list[Indexed], device: to
 
 
 def _incoming(
-    transfers: Sequence[Transfer],
+    transfers: Sequence[RankTransfer],
     messages: list[Indexed],
     device: torch.device,
     buffers: list[Tensor | None],
@@ -274,7 +276,7 @@ def _incoming(
 
 
 def _coalesced(
-    transfers: Sequence[Transfer], messages: list[Indexed], device: torch.device
+    transfers: Sequence[RankTransfer], messages: list[Indexed], device: torch.device
 ) -> Payload | None:
     size = sum(_aligned(message.rows * transfers[index].kind.row_bytes) for index, message in messages)
     if len(messages) == 1 or size > COALESCE_BYTES:
@@ -291,7 +293,7 @@ def _present(tensor: Tensor | None) -> Tensor:
     return tensor
 
 
-def _gather_rows(transfer: Transfer, buffer: Tensor | None, groups: Groups) -> Tensor | None:
+def _gather_rows(transfer: RankTransfer, buffer: Tensor | None, groups: Groups) -> Tensor | None:
     gather = transfer.plan.gather(groups.rank)
     if buffer is None or gather is None:
         return buffer
@@ -304,7 +306,7 @@ def _gather_rows(transfer: Transfer, buffer: Tensor | None, groups: Groups) -> T
     return buffer.narrow(0, 0, rows)
 
 
-def pack(rows: Tensor, pieces: Sequence[Piece], out: Tensor | None = None) -> Tensor:
+def pack(rows: Tensor, pieces: Sequence[RowPiece], out: Tensor | None = None) -> Tensor:
     """The rows of a message, in its order.
 
     Args:
@@ -321,7 +323,7 @@ def pack(rows: Tensor, pieces: Sequence[Piece], out: Tensor | None = None) -> Te
     return views[0] if len(views) == 1 else torch.cat(views)
 
 
-def view_of(pieces: Sequence[Piece], buffer: Tensor) -> Tensor | None:
+def view_of(pieces: Sequence[RowPiece], buffer: Tensor) -> Tensor | None:
     """The part of the receiver's buffer [m, ...] that a message fills, or None if it is not contiguous."""
     first, last = pieces[0], pieces[-1]
     total = sum(piece.rows for piece in pieces)
@@ -330,19 +332,19 @@ def view_of(pieces: Sequence[Piece], buffer: Tensor) -> Tensor | None:
     return buffer.narrow(0, first.received, total)
 
 
-def unpack(message: Tensor, pieces: Sequence[Piece], buffer: Tensor) -> None:
+def unpack(message: Tensor, pieces: Sequence[RowPiece], buffer: Tensor) -> None:
     """Copy the rows of a message [k, ...] to their places in the receiver's buffer [m, ...]."""
     for piece, part in zip(pieces, _split(message, pieces), strict=True):
         buffer.narrow(0, piece.received, piece.rows).copy_(part)
 
 
-def copy(pieces: Sequence[Piece], rows: Tensor, buffer: Tensor) -> None:
+def copy(pieces: Sequence[RowPiece], rows: Tensor, buffer: Tensor) -> None:
     """Copy what a rank sends to itself, from its sender's buffer [n, ...] to its receiver's [m, ...]."""
     for sent, received, number in pieces:
         buffer.narrow(0, received, number).copy_(rows.narrow(0, sent, number))
 
 
-def _split(message: Tensor, pieces: Sequence[Piece]) -> Iterator[Tensor]:
+def _split(message: Tensor, pieces: Sequence[RowPiece]) -> Iterator[Tensor]:
     """Views of a message, one for each piece."""
     start = 0
     for piece in pieces:

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_nemotron3.boundary import intervals
 from megatron_nemotron3.boundary.bounds import bounds, traffic
-from megatron_nemotron3.boundary.plan import Plan, Side
+from megatron_nemotron3.boundary.plan import Side, TransferPlan
 from megatron_nemotron3.common.output import table
 
 MODES = {
@@ -20,7 +20,7 @@ LINES = 32
 LEFT_ALIGNED = ("sending ranks", "receiving ranks", "then")
 
 
-def describe(plan: Plan) -> dict[str, Any]:
+def describe(plan: TransferPlan) -> dict[str, Any]:
     """What `explain` prints, as JSON types. Sizes are in bytes, except `rows` and `part`, which are in rows.
 
     sent, received: between the modules, or between ranks if the modules share them. Messages of a rank to
@@ -79,7 +79,7 @@ def describe(plan: Plan) -> dict[str, Any]:
     }
 
 
-def explain(plan: Plan, *, lines: int = LINES) -> str:
+def explain(plan: TransferPlan, *, lines: int = LINES) -> str:
     """Format a plan as tables of lanes, messages and bytes by rank, at most 100 columns wide.
 
     Args:

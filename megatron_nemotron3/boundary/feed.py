@@ -188,7 +188,7 @@ class RowFeed(Iterator[Any]):
             self._ahead.append(batch)
 
 
-class Stream:
+class FeedStream:
     """Descriptions of a feed's microbatches, in the order in which they are exchanged."""
 
     def __init__(self, feed: RowFeed | None = None) -> None:

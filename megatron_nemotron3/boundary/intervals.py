@@ -78,7 +78,7 @@ def parts(rows: Intervals, number: int) -> tuple[Intervals, ...]:
     return tuple(at_places(i * size, (i + 1) * size, rows) for i in range(number))
 
 
-class Places:
+class IntervalIndex:
     """Index of a set for many look-ups; the cost of `clip` depends on its result, not on the set."""
 
     def __init__(self, rows: Intervals) -> None:

@@ -21,7 +21,7 @@ ORDER = ("tp", "cp", "pp", "dp")
 SHARES = ("media", "zigzag", "contiguous")
 
 
-class Grid(Protocol):
+class RankGrid(Protocol):
     """The attributes of `megatron.core.hyper_comm_grid.HyperCommGrid` that are read here."""
 
     shape: list[int]
@@ -76,7 +76,7 @@ class Layout:
         return cls((("tp", tp), ("cp", cp), ("pp", pp), ("dp", dp)), offset, sp, share)
 
     @classmethod
-    def from_grid(cls, grid: Grid, sequence_parallel: bool = False, share: str = "") -> Layout:
+    def from_grid(cls, grid: RankGrid, sequence_parallel: bool = False, share: str = "") -> Layout:
         """The layout of the base view of upstream's grid."""
         dimensions = tuple(zip(grid.dim_names, grid.shape, strict=True))
         return cls(dimensions, grid.rank_offset, sequence_parallel, share)

@@ -25,7 +25,7 @@ from megatron_nemotron3.boundary.bridge import Bridge, dimensions
 from megatron_nemotron3.boundary.coordinator import Coordinator, require_same_edges
 from megatron_nemotron3.boundary.edge import Edge
 from megatron_nemotron3.boundary.failure import Failure
-from megatron_nemotron3.boundary.feed import RowFeed, Stream
+from megatron_nemotron3.boundary.feed import FeedStream, RowFeed
 from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.boundary.stages import check_modules, stage_of
 
@@ -130,7 +130,7 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
     @feed.setter
     def feed(self, feed: RowFeed | None) -> None:
         for coordinator in self._coordinators.values():
-            coordinator.training = Stream(feed)
+            coordinator.training = FeedStream(feed)
 
     @property
     def evaluation_feed(self) -> RowFeed | None:
@@ -140,7 +140,7 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
     @evaluation_feed.setter
     def evaluation_feed(self, feed: RowFeed | None) -> None:
         for coordinator in self._coordinators.values():
-            coordinator.evaluation = Stream(feed)
+            coordinator.evaluation = FeedStream(feed)
 
     @property
     def current_stage(self) -> int:

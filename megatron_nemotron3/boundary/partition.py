@@ -22,7 +22,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from megatron_nemotron3.boundary import intervals
-from megatron_nemotron3.boundary.intervals import Intervals, Places
+from megatron_nemotron3.boundary.intervals import IntervalIndex, Intervals
 
 #: Positions of a sample's rows: (first position, number of rows), ascending. One run for each image or clip.
 Runs = tuple[tuple[int, int], ...]
@@ -153,7 +153,7 @@ def rows_at(runs: Sequence[Runs], owned: Sequence[Sequence[Intervals]]) -> tuple
                 f"runs {list(sample)[:20]} (position, rows) overlap or do not ascend: give each position "
                 "once, in order"
             )
-        places = Places(marked)
+        places = IntervalIndex(marked)
         for mine, ours in zip(found, ranks, strict=True):
             for first, last in ours:
                 for place, start, stop in places.clip(first, last):
@@ -178,7 +178,7 @@ def rows_of(runs: Runs) -> int:
     return sum(rows for _, rows in runs)
 
 
-class Segment(NamedTuple):
+class RowSegment(NamedTuple):
     """`rows` rows that are contiguous on both sides.
 
     They start at row `source_start` of `source_lane` and at row `start` of the receiving `lane`, counted in
@@ -209,7 +209,7 @@ def sample_shares(samples: int, lanes: int) -> tuple[range, ...]:
 
 def segments(
     rows: Sequence[int], source: Sequence[Sequence[int]], destination: Sequence[Sequence[int]]
-) -> tuple[Segment, ...]:
+) -> tuple[RowSegment, ...]:
     """Blocks of rows that are contiguous on both sides, over all samples.
 
     Args:
@@ -231,7 +231,7 @@ def segments(
     for lane, mine in enumerate(source):
         starts = accumulate((rows[sample] for sample in mine), initial=0)
         place |= {sample: (lane, start) for sample, start in zip(mine, starts, strict=False)}
-    found: list[Segment] = []
+    found: list[RowSegment] = []
     for lane, mine in enumerate(destination):
         start = 0
         for sample in mine:
@@ -247,7 +247,7 @@ def segments(
             ):
                 found[-1] = last._replace(rows=last.rows + n)
             else:
-                found.append(Segment(source_lane, source_start, lane, start, n))
+                found.append(RowSegment(source_lane, source_start, lane, start, n))
             start += n
     return tuple(found)
 

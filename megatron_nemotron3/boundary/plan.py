@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from megatron_nemotron3.boundary import intervals
-from megatron_nemotron3.boundary.intervals import Intervals, Places
-from megatron_nemotron3.boundary.partition import Segment
+from megatron_nemotron3.boundary.intervals import IntervalIndex, Intervals
+from megatron_nemotron3.boundary.partition import RowSegment
 
 Mode = Literal["once", "copies"]
 Ranks = tuple[int, ...]
@@ -38,7 +38,7 @@ Ranks = tuple[int, ...]
 LEADER_BYTES = 64 * 1024
 
 
-class Group(NamedTuple):
+class ReplicaGroup(NamedTuple):
     """Ranks that have the same rows of one lane; equal parts are assigned in the order of `ranks`."""
 
     ranks: tuple[int, ...]
@@ -46,10 +46,10 @@ class Group(NamedTuple):
 
 
 #: lane -> groups.
-Side = tuple[tuple[Group, ...], ...]
+Side = tuple[tuple[ReplicaGroup, ...], ...]
 
 
-class Piece(NamedTuple):
+class RowPiece(NamedTuple):
     """`rows` contiguous rows: from index `sent` of the sender's buffer to index `received` of the receiver's.
 
     A rank's buffer holds the rows of its group, in order.
@@ -65,7 +65,7 @@ class Message(NamedTuple):
 
     source: int
     destination: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[RowPiece, ...]
 
     @property
     def rows(self) -> int:
@@ -90,7 +90,7 @@ class Gather(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class TransferPlan:
     """The transfer of one modality of one microbatch in one direction.
 
     Attributes:
@@ -106,7 +106,7 @@ class Plan:
 
     senders: Side
     receivers: Side
-    segments: tuple[Segment, ...]
+    segments: tuple[RowSegment, ...]
     row_bytes: int
     mode: Mode = "once"
     leader_bytes: int = LEADER_BYTES
@@ -114,7 +114,7 @@ class Plan:
     @functools.cached_property
     def messages(self) -> tuple[Message, ...]:
         """All messages, sorted by sender and receiver, including those of a rank to itself."""
-        found: dict[tuple[int, int], list[Piece]] = defaultdict(list)
+        found: dict[tuple[int, int], list[RowPiece]] = defaultdict(list)
         assign = self._pieces_once if self.mode == "once" else self._pieces_copies
         for sender, receiver, pieces in self._group_pairs:
             for source, destination, piece in assign(sender, receiver, pieces):
@@ -172,11 +172,11 @@ class Plan:
         return self._wanted.get(rank, 0)
 
     @functools.cached_property
-    def _group_pairs(self) -> list[tuple[Group, Group, list[Piece]]]:
+    def _group_pairs(self) -> list[tuple[ReplicaGroup, ReplicaGroup, list[RowPiece]]]:
         """All pairs of groups that exchange rows, with these rows, for each segment."""
-        found: list[tuple[Group, Group, list[Piece]]] = []
-        held = [[(group, Places(group.rows)) for group in lane] for lane in self.senders]
-        wanted = [[(group, Places(group.rows)) for group in lane] for lane in self.receivers]
+        found: list[tuple[ReplicaGroup, ReplicaGroup, list[RowPiece]]] = []
+        held = [[(group, IntervalIndex(group.rows)) for group in lane] for lane in self.senders]
+        wanted = [[(group, IntervalIndex(group.rows)) for group in lane] for lane in self.receivers]
         for source_lane, source_start, lane, start, rows in self.segments:
             stop = start + rows
             matches = [
@@ -197,7 +197,7 @@ class Plan:
             peers[0][sender.ranks].add(receiver.ranks)
             peers[1][receiver.ranks].add(sender.ranks)
 
-        def part(group: Group, side: int) -> int:
+        def part(group: ReplicaGroup, side: int) -> int:
             rows, others = intervals.count(group.rows), peers[side][group.ranks]
             if len(others) == 1:
                 (other,) = others
@@ -213,19 +213,19 @@ class Plan:
         return senders, receivers
 
     def _pieces_once(
-        self, sender: Group, receiver: Group, pieces: list[Piece]
-    ) -> Iterator[tuple[int, int, Piece]]:
+        self, sender: ReplicaGroup, receiver: ReplicaGroup, pieces: list[RowPiece]
+    ) -> Iterator[tuple[int, int, RowPiece]]:
         sent_part, received_part = self._parts[0][sender.ranks], self._parts[1][receiver.ranks]
         for sent, received, rows in pieces:
             while rows:
                 i, j = sent // sent_part, received // received_part
                 n = min(rows, (i + 1) * sent_part - sent, (j + 1) * received_part - received)
-                yield sender.ranks[i], receiver.ranks[j], Piece(sent, received, n)
+                yield sender.ranks[i], receiver.ranks[j], RowPiece(sent, received, n)
                 sent, received, rows = sent + n, received + n, rows - n
 
     def _pieces_copies(
-        self, sender: Group, receiver: Group, pieces: list[Piece]
-    ) -> Iterator[tuple[int, int, Piece]]:
+        self, sender: ReplicaGroup, receiver: ReplicaGroup, pieces: list[RowPiece]
+    ) -> Iterator[tuple[int, int, RowPiece]]:
         # All copies in sequence are cut into equal parts, one for each sender.
         lacking = [rank for rank in receiver.ranks if rank not in sender.ranks]
         rows = sum(piece.rows for piece in pieces)
@@ -241,10 +241,10 @@ class Plan:
                 while n:
                     i = at // each
                     some = min(n, (i + 1) * each - at)
-                    yield sender.ranks[i], rank, Piece(sent, received, some)
+                    yield sender.ranks[i], rank, RowPiece(sent, received, some)
                     sent, received, n, at = sent + some, received + some, n - some, at + some
 
-    def _check_coverage(self, found: dict[tuple[int, int], list[Piece]]) -> None:
+    def _check_coverage(self, found: dict[tuple[int, int], list[RowPiece]]) -> None:
         """Check that every wanted row arrives once in each group (mode "once") or rank (mode "copies")."""
         arrived: dict[int, int] = defaultdict(int)
         for (_, destination), pieces in found.items():
@@ -262,19 +262,21 @@ class Plan:
                     )
 
     @functools.cached_property
-    def backward(self) -> Plan:
+    def backward(self) -> TransferPlan:
         """The plan with the sides swapped: gradients of rows go to the ranks that sent the rows."""
         segments = tuple(
-            Segment(s.lane, s.start, s.source_lane, s.source_start, s.rows) for s in self.segments
+            RowSegment(s.lane, s.start, s.source_lane, s.source_start, s.rows) for s in self.segments
         )
-        return Plan(self.receivers, self.senders, segments, self.row_bytes, self.mode, self.leader_bytes)
+        return TransferPlan(
+            self.receivers, self.senders, segments, self.row_bytes, self.mode, self.leader_bytes
+        )
 
 
 def _common_pieces(
     held: Sequence[tuple[int, int, int]], wanted: Sequence[tuple[int, int, int]], by: int
-) -> list[Piece]:
-    """Rows in both (`Places.clip` of each side); the receiver numbers a row as the sender does, plus `by`."""
-    found: list[Piece] = []
+) -> list[RowPiece]:
+    """Rows in both (`IntervalIndex.clip` of each side); the receiver numbers a row as the sender does, plus `by`."""
+    found: list[RowPiece] = []
     i = j = 0
     while i < len(held) and j < len(wanted):
         sent, a, b = held[i]
@@ -282,7 +284,7 @@ def _common_pieces(
         a, b = a + by, b + by
         start, stop = max(a, c), min(b, d)
         if start < stop:
-            found.append(Piece(sent + start - a, received + start - c, stop - start))
+            found.append(RowPiece(sent + start - a, received + start - c, stop - start))
         if b < d:
             i += 1
         else:
@@ -290,9 +292,9 @@ def _common_pieces(
     return found
 
 
-def _merged_pieces(pieces: list[Piece]) -> tuple[Piece, ...]:
+def _merged_pieces(pieces: list[RowPiece]) -> tuple[RowPiece, ...]:
     """Sort by index in the receiver's buffer; merge pieces that are adjacent on both sides."""
-    joined: list[Piece] = []
+    joined: list[RowPiece] = []
     for piece in sorted(pieces, key=lambda p: p.received):
         last = joined[-1] if joined else None
         if last and (last.sent + last.rows, last.received + last.rows) == (piece.sent, piece.received):

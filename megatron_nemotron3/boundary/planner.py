@@ -16,7 +16,7 @@ from megatron_nemotron3.boundary.partition import (
     sample_shares,
     segments,
 )
-from megatron_nemotron3.boundary.plan import Group, Mode, Plan, Side
+from megatron_nemotron3.boundary.plan import Mode, ReplicaGroup, Side, TransferPlan
 
 
 def sender_groups(layout: Layout, rows: Sequence[int], media: Sequence[Sequence[int]] | None = None) -> Side:
@@ -57,9 +57,9 @@ def _groups(
 ) -> Side:
     lanes = layout.lanes(stage)
     if slices is None:
-        return tuple((Group(ranks, intervals.whole(n)),) for ranks, n in zip(lanes, rows, strict=True))
+        return tuple((ReplicaGroup(ranks, intervals.whole(n)),) for ranks, n in zip(lanes, rows, strict=True))
     return tuple(
-        tuple(Group(same, mine[ranks.index(same[0])]) for same in layout.same_rows(ranks))
+        tuple(ReplicaGroup(same, mine[ranks.index(same[0])]) for same in layout.same_rows(ranks))
         for ranks, mine in zip(lanes, slices, strict=True)
     )
 
@@ -73,7 +73,7 @@ def make_plan(
     slices: Sequence[Sequence[Intervals]] | None = None,
     media: Sequence[Sequence[int]] | None = None,
     mode: Mode | None = None,
-) -> Plan:
+) -> TransferPlan:
     """The forward plan of one microbatch and one modality.
 
     Args:
@@ -103,7 +103,7 @@ def make_plan(
     by_sample = media or [(n,) if n else () for n in rows]
     by_lane = [[n for sample in mine for n in by_sample[sample]] for mine in sent]
     senders = sender_groups(source, lane_rows(rows, sent), by_lane)
-    return Plan(senders, receivers, segments(rows, sent, received), row_bytes, mode)
+    return TransferPlan(senders, receivers, segments(rows, sent, received), row_bytes, mode)
 
 
 def slices_of(

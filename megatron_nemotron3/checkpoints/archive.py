@@ -38,7 +38,7 @@ class ArchiveError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class ArchiveRecord:
     """One record: name without the archive's folder, CRC32, bytes [offset, offset + size) of the file."""
 
     name: str
@@ -89,14 +89,14 @@ def read_into(descriptor: int, view: memoryview, offset: int) -> None:
         done += count
 
 
-def records(descriptor: int, start: int, length: int) -> list[Record]:
+def records(descriptor: int, start: int, length: int) -> list[ArchiveRecord]:
     """List the records of the archive at bytes [start, start + length), in file order.
 
     Raises:
         ArchiveError: it is not a valid archive of uncompressed records.
     """
     directory, count = _directory(descriptor, start, length)
-    found: list[Record] = []
+    found: list[ArchiveRecord] = []
     at, reached, folder = 0, 0, None
     for _ in range(count):
         entry, name, at = _directory_entry(directory, at)
@@ -108,7 +108,7 @@ def records(descriptor: int, start: int, length: int) -> list[Record]:
         if entry.header < reached or data + entry.size > length - len(directory):
             raise ArchiveError(f"record {name!r} overlaps its neighbors")
         reached = data + entry.size
-        found.append(Record(short, entry.crc, start + data, entry.size))
+        found.append(ArchiveRecord(short, entry.crc, start + data, entry.size))
     if at != len(directory):
         raise ArchiveError(f"the directory has {len(directory) - at} bytes after its {count} entries")
     if len({record.name for record in found}) != len(found):
@@ -116,7 +116,7 @@ def records(descriptor: int, start: int, length: int) -> list[Record]:
     return found
 
 
-def crc_problem(descriptor: int, record: Record) -> str | None:
+def crc_problem(descriptor: int, record: ArchiveRecord) -> str | None:
     """Check the CRC32 of a record block by block. Return None if it is right, else a message.
 
     Raises:
@@ -133,7 +133,7 @@ def crc_problem(descriptor: int, record: Record) -> str | None:
     return None if crc == record.crc else crc_mismatch(record, crc)
 
 
-def crc_mismatch(record: Record, crc: int) -> str:
+def crc_mismatch(record: ArchiveRecord, crc: int) -> str:
     """Say that a record has the CRC32 `crc` instead of the stored one."""
     end = record.offset + record.size
     return (

@@ -21,8 +21,8 @@ from megatron_nemotron3.checkpoints.metadata import (
     JSON_LIMIT,
     CheckpointError,
     CheckpointIndex,
-    Chunk,
     StoredObject,
+    TensorChunk,
     read_file,
 )
 from megatron_nemotron3.checkpoints.read import chunk_layout, opened
@@ -102,7 +102,7 @@ def _check_archive(descriptor: int, dtype: str, place: StoredObject, result: Rea
                 raise ArchiveError(problem)
     result.records += len(found)
     result.bytes += place.length
-    if isinstance(place, Chunk):
+    if isinstance(place, TensorChunk):
         chunk_layout(descriptor, place, dtype)
 
 

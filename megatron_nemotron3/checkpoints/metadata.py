@@ -96,7 +96,7 @@ class StoredObject:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk(StoredObject):
+class TensorChunk(StoredObject):
     """The part of a tensor of shape `sizes` that begins at `offsets`; stored as a torch.save archive."""
 
     offsets: tuple[int, ...]
@@ -104,12 +104,12 @@ class Chunk(StoredObject):
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class DistTensor:
     """One tensor: torch's dtype name without "torch.", global shape, chunks in file order."""
 
     dtype: str
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[TensorChunk, ...]
 
     @property
     def numel(self) -> int:
@@ -149,7 +149,7 @@ class CheckpointIndex:
     """The index of one checkpoint folder."""
 
     folder: Path
-    tensors: dict[str, StoredTensor]
+    tensors: dict[str, DistTensor]
     objects: dict[str, StoredObject]
 
     @property
@@ -229,7 +229,7 @@ def _parse_index(folder: Path, root: Inert) -> CheckpointIndex:
         if key in places:
             raise Refused(f"it gives two positions for {key[0]} at {offset}")
         places[key] = _parse_place(key[0], info)
-    tensors: dict[str, StoredTensor] = {}
+    tensors: dict[str, DistTensor] = {}
     objects: dict[str, StoredObject] = {}
     for name, entry in _require_dict(root.field("state_dict_metadata"), "state_dict_metadata").items():
         if not isinstance(name, str):
@@ -247,7 +247,7 @@ def _parse_index(folder: Path, root: Inert) -> CheckpointIndex:
     return CheckpointIndex(folder, tensors, objects)
 
 
-def _parse_tensor(places: dict[tuple[str, Any], StoredObject], name: str, entry: Any) -> StoredTensor:
+def _parse_tensor(places: dict[tuple[str, Any], StoredObject], name: str, entry: Any) -> DistTensor:
     shape = _checked_shape(entry.field("size"), name)
     # Pickled as the tuple (dtype, layout, requires_grad, memory format, pinned).
     properties = entry.field("properties")
@@ -261,8 +261,8 @@ def _parse_tensor(places: dict[tuple[str, Any], StoredObject], name: str, entry:
             _checked_shape(_typed_field(chunk, key, tuple), name) for key in ("offsets", "sizes")
         )
         at = _take_place(places, name, offsets)
-        chunks.append(Chunk(at.file, at.offset, at.length, offsets, sizes))
-    return StoredTensor(dtype, shape, tuple(chunks))
+        chunks.append(TensorChunk(at.file, at.offset, at.length, offsets, sizes))
+    return DistTensor(dtype, shape, tuple(chunks))
 
 
 def _take_place(places: dict[tuple[str, Any], StoredObject], name: str, offset: Any) -> StoredObject:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoints.archive import ArchiveError, Record, crc_problem, read_at, records
+from megatron_nemotron3.checkpoints.archive import ArchiveError, ArchiveRecord, crc_problem, read_at, records
 from megatron_nemotron3.checkpoints.metadata import (
     COMMON,
     INDEX,
@@ -17,8 +17,8 @@ from megatron_nemotron3.checkpoints.metadata import (
     MOST_AXES,
     CheckpointError,
     CheckpointIndex,
-    Chunk,
     StoredObject,
+    TensorChunk,
 )
 from megatron_nemotron3.checkpoints.unpickle import Refused, arguments, inert, loads
 from megatron_nemotron3.common.files import Unreadable, open_outside
@@ -36,7 +36,7 @@ class TensorLayout:
     stride: tuple[int, ...]
     offset: int
     #: Contains the elements.
-    record: Record
+    record: ArchiveRecord
 
     @property
     def whole(self) -> tuple[int, int]:
@@ -73,7 +73,7 @@ def opened(path: Path) -> Iterator[int]:
         raise CheckpointError(f"{path}: {problem}") from None
 
 
-def read_pickle(descriptor: int, place: StoredObject) -> tuple[bytes, dict[str, Record]]:
+def read_pickle(descriptor: int, place: StoredObject) -> tuple[bytes, dict[str, ArchiveRecord]]:
     """Read the pickle of the archive at `place`. Returns the pickle and all records by name.
 
     Raises:
@@ -94,7 +94,7 @@ def read_pickle(descriptor: int, place: StoredObject) -> tuple[bytes, dict[str, 
     return bytes(read_at(descriptor, pickled.offset, pickled.size)), found
 
 
-def locate_tensor(what: str, tensor: PickledTensor, found: dict[str, Record]) -> TensorLayout:
+def locate_tensor(what: str, tensor: PickledTensor, found: dict[str, ArchiveRecord]) -> TensorLayout:
     """Locate the elements of a tensor in the records of its archive.
 
     Args:
@@ -117,7 +117,7 @@ def locate_tensor(what: str, tensor: PickledTensor, found: dict[str, Record]) ->
     return layout
 
 
-def chunk_layout(descriptor: int, chunk: Chunk, dtype: str) -> TensorLayout:
+def chunk_layout(descriptor: int, chunk: TensorChunk, dtype: str) -> TensorLayout:
     """Locate the elements of a chunk of a torch_dist tensor; only headers are read.
 
     Args:

@@ -35,7 +35,7 @@ from functools import lru_cache
 from typing import Any
 
 from megatron_nemotron3.checkpoints.archive import ZIP64_LIMIT, ArchiveWriter
-from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, StoredObject, StoredTensor
+from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, DistTensor, StoredObject
 from megatron_nemotron3.checkpoints.read import STORAGES
 
 _BYTEORDER, _VERSION = ("byteorder", b"little"), ("version", b"3\n")
@@ -175,7 +175,7 @@ def _pickled_int(number: int) -> bytes:
     return pickle.LONG1 + bytes([len(data)]) + data
 
 
-def index_bytes(tensors: Mapping[str, StoredTensor], objects: Mapping[str, StoredObject]) -> bytes:
+def index_bytes(tensors: Mapping[str, DistTensor], objects: Mapping[str, StoredObject]) -> bytes:
     """Return the content of `.metadata`: a pickled torch.distributed.checkpoint Metadata.
 
     Equal arguments in equal order give equal bytes. Memory: about 200 bytes per chunk.
@@ -220,7 +220,7 @@ def index_bytes(tensors: Mapping[str, StoredTensor], objects: Mapping[str, Store
     return bytes(out.data)
 
 
-def _write_tensor_entry(out: _Opcodes, tensor: StoredTensor) -> None:
+def _write_tensor_entry(out: _Opcodes, tensor: DistTensor) -> None:
     with out.instance(_METADATA, "TensorStorageMetadata"):
         out.plain("properties")
         out.properties(tensor.dtype)

@@ -18,7 +18,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from megatron_nemotron3.cli.parser import Commands, Parser
+from megatron_nemotron3.cli.parser import CommandParser, Commands
 from megatron_nemotron3.cli.table import COMMANDS
 from megatron_nemotron3.cli.versions import versions
 
@@ -31,7 +31,7 @@ def parser(used: str | None = None) -> argparse.ArgumentParser:
     Args:
         used: the command that is going to be used, so that only its module is imported; None: all of them.
     """
-    top = Parser(
+    top = CommandParser(
         prog="nemotron3",
         usage="nemotron3 COMMAND ...",
         description="NVIDIA Nemotron 3 on stock Megatron-LM.",
@@ -39,7 +39,7 @@ def parser(used: str | None = None) -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="store_true", help="print versions, also of torch and Megatron")
     action = top.add_subparsers(
-        title="commands", prog=top.prog, dest="command", metavar="COMMAND", parser_class=Parser
+        title="commands", prog=top.prog, dest="command", metavar="COMMAND", parser_class=CommandParser
     )
     commands = Commands(action)
     wanted = list(COMMANDS) if used is None else [used] if used in COMMANDS else []

@@ -8,7 +8,7 @@ from megatron_nemotron3.cli.table import COMMANDS, DIRECTIONS
 from megatron_nemotron3.common import options
 
 
-class Parser(options.Parser):
+class CommandParser(options.OptionParser):
     """A parser with the example of its command."""
 
     @property
@@ -24,12 +24,12 @@ class Commands:
     def __init__(self, action: Any) -> None:
         self._action = action
 
-    def add_parser(self, name: str, **settings: Any) -> Parser:
+    def add_parser(self, name: str, **settings: Any) -> CommandParser:
         """Return the new parser of a command of the table; `settings` as argparse takes them."""
         command = COMMANDS[name]
         purpose = command.purpose[0].upper() + command.purpose[1:] + "."
         settings = {"description": purpose, **settings, "help": command.purpose}
-        parser: Parser = self._action.add_parser(name, **settings)
+        parser: CommandParser = self._action.add_parser(name, **settings)
         return parser
 
     def add_name(self, name: str) -> None:

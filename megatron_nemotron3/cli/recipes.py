@@ -31,7 +31,7 @@ _NEEDED = re.compile(r'(?:\$HERE|\$\(dirname "\$0"\)|&& pwd\))/([\w./]+\.(?:sh|p
 
 
 @dataclass(frozen=True)
-class Recipe:
+class RecipeScript:
     """One script that a user starts."""
 
     #: A folder: a model, or cpu.
@@ -50,13 +50,13 @@ class Recipe:
         return line.removeprefix("# ").split(". ")[0].rstrip(".")
 
 
-def recipes() -> list[Recipe]:
+def recipes() -> list[RecipeScript]:
     """Return every recipe, by model and name; what is only sourced is not one."""
     scripts = sorted(path for path in SCRIPTS.glob("*/*.sh") if _is_started(path))
-    return [Recipe(path.parent.name, path.stem) for path in scripts]
+    return [RecipeScript(path.parent.name, path.stem) for path in scripts]
 
 
-def chosen(model: str | None, name: str | None) -> list[Recipe]:
+def chosen(model: str | None, name: str | None) -> list[RecipeScript]:
     """Return the recipes of a model, or the one of a name; all if both are None. Case, - and _ do not matter.
 
     Raises:
@@ -92,7 +92,7 @@ def needed(script: Path) -> set[Path]:
     return found
 
 
-def copy(wanted: Sequence[Recipe], folder: Path) -> list[Path]:
+def copy(wanted: Sequence[RecipeScript], folder: Path) -> list[Path]:
     """Copy recipes, all that they need, and slurm.sh; return the paths of the copies below `folder`.
 
     Files that a user starts are executable. A recipe is written after what it needs. A file that is there
@@ -174,7 +174,7 @@ def recipe_command(options: argparse.Namespace) -> int:
     return 0
 
 
-def _as_data(recipe: Recipe) -> dict[str, str]:
+def _as_data(recipe: RecipeScript) -> dict[str, str]:
     return {
         "model": recipe.model,
         "recipe": recipe.name,
@@ -183,7 +183,7 @@ def _as_data(recipe: Recipe) -> dict[str, str]:
     }
 
 
-def _copied(wanted: list[Recipe], folder: Path, as_json: bool) -> int:
+def _copied(wanted: list[RecipeScript], folder: Path, as_json: bool) -> int:
     files = [str(folder / path) for path in copy(wanted, folder)]
     if as_json:
         print_json({"files": files})

@@ -60,7 +60,7 @@ def _folded(word: str) -> str:
     return word.lower().replace("_", "-")
 
 
-class Parser(argparse.ArgumentParser):
+class OptionParser(argparse.ArgumentParser):
     """A parser that answers bad input with one line, which says what is wrong and what to give."""
 
     @property

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from typing import Any
 
 
-class Stream:
+class CpuStream:
     """A stream on a machine that runs everything in order."""
 
     cuda_stream = 0
@@ -164,12 +164,12 @@ def table() -> list[tuple[Any, str, Any]]:
         "get_rng_state": lambda *_, **__: torch.get_rng_state(),
         "set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
         "default_generators": Generators(),
-        "Stream": Stream,
+        "CpuStream": CpuStream,
         "Event": Event,
         "stream": lambda *_: nullcontext(),
         "set_stream": nothing,
-        "current_stream": lambda *_: Stream(),
-        "default_stream": lambda *_: Stream(),
+        "current_stream": lambda *_: CpuStream(),
+        "default_stream": lambda *_: CpuStream(),
         "is_current_stream_capturing": lambda: False,
         "get_device_capability": lambda *_: (8, 0),  # the least that --moe-grouped-gemm accepts
         "get_device_properties": lambda *_: Properties(),

@@ -19,7 +19,7 @@ _VOCAB_DIVISOR = 128
 
 
 @dataclass(frozen=True)
-class Row:
+class ArchitectureRow:
     """A flag, and how to compute its value from a config."""
 
     flag: str
@@ -35,15 +35,15 @@ def emit(flag: str, value: object, section: str, origin: str) -> list[Flag]:
     return [Flag(flag, tuple(map(text, values)), section, origin)]
 
 
-def _field_row(flag: str, field: str) -> Row:
-    return Row(flag, lambda config: getattr(config, field), f"config.{field}")
+def _field_row(flag: str, field: str) -> ArchitectureRow:
+    return ArchitectureRow(flag, lambda config: getattr(config, field), f"config.{field}")
 
 
-def _family_row(flag: str, value: object = True) -> Row:
-    return Row(flag, lambda config: value, "family")
+def _family_row(flag: str, value: object = True) -> ArchitectureRow:
+    return ArchitectureRow(flag, lambda config: value, "family")
 
 
-MODEL: tuple[Row, ...] = (
+MODEL: tuple[ArchitectureRow, ...] = (
     _field_row("--hidden-size", "hidden_size"),
     _field_row("--ffn-hidden-size", "ffn_hidden_size"),
     _field_row("--num-attention-heads", "num_attention_heads"),
@@ -65,7 +65,7 @@ MODEL: tuple[Row, ...] = (
     _family_row("--hidden-dropout", 0.0),
 )
 
-MOE: tuple[Row, ...] = (
+MOE: tuple[ArchitectureRow, ...] = (
     _field_row("--num-experts", "num_moe_experts"),
     _field_row("--moe-ffn-hidden-size", "moe_ffn_hidden_size"),
     _field_row("--moe-shared-expert-intermediate-size", "moe_shared_expert_intermediate_size"),
@@ -79,7 +79,7 @@ MOE: tuple[Row, ...] = (
     _field_row("--moe-aux-loss-coeff", "moe_aux_loss_coeff"),
 )
 
-MTP: tuple[Row, ...] = (
+MTP: tuple[ArchitectureRow, ...] = (
     _field_row("--mtp-num-layers", "mtp_num_layers"),
     _field_row("--mtp-use-repeated-layer", "mtp_use_repeated_layer"),
     _field_row("--mtp-loss-scaling-factor", "mtp_loss_scaling_factor"),

@@ -22,7 +22,7 @@ from megatron_nemotron3.launch.reference import (
     NOT_PASSED,
     SCRIPT,
     WHY,
-    Reference,
+    PublishedOption,
     environment,
     has_launch,
     reference,
@@ -49,7 +49,7 @@ _FILE = "--te-precision-config-file"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class ExplainedOption:
     """One option: its value, where the value comes from, and what was published."""
 
     #: With its dashes. "world size" is the only one that is not an option.
@@ -85,7 +85,7 @@ class Explanation:
     config: Nemotron3Config
     #: The published launch it is compared with, in one line; "" if only the model is known.
     launch: str
-    settings: tuple[Setting, ...]
+    settings: tuple[ExplainedOption, ...]
     #: Violated rules: warnings, and for a pasted command also errors.
     violations: tuple[Violation, ...] = ()
     notes: tuple[str, ...] = ()
@@ -93,7 +93,7 @@ class Explanation:
     environment: tuple[str, ...] = ()
 
     @property
-    def differences(self) -> tuple[Setting, ...]:
+    def differences(self) -> tuple[ExplainedOption, ...]:
         """Settings that differ from the published ones; those of the model come first."""
         found = [setting for setting in self.settings if setting.differs]
         return tuple(sorted(found, key=lambda s: (not s.of_model, SECTIONS.index(s.section))))  # stable
@@ -128,7 +128,7 @@ def explain(launch: Launch, name: str = "published") -> Explanation:
         _setting(flag, known, place, _setting_origin(flag, launch.schedule, of_phase)) for flag in emitted
     ]
     public = chosen.layout if has_launch(config, name) else None
-    world = Setting(
+    world = ExplainedOption(
         name=WORLD_SIZE,
         value=str(layout.world_size),
         section="parallelism",
@@ -197,13 +197,13 @@ class _Pasted:
         return cls(text, taken(found.flags), tuple(found.notes), partial)
 
 
-def _model_differences(config: Nemotron3Config, pasted: _Pasted) -> list[Setting]:
+def _model_differences(config: Nemotron3Config, pasted: _Pasted) -> list[ExplainedOption]:
     return [s for s in _pasted_settings(config, pasted, reference(config)) if s.differs and s.of_model]
 
 
 def _pasted_settings(
-    config: Nemotron3Config, pasted: _Pasted, known: Mapping[str, Reference]
-) -> list[Setting]:
+    config: Nemotron3Config, pasted: _Pasted, known: Mapping[str, PublishedOption]
+) -> list[ExplainedOption]:
     """Return the settings of a text, and what was published and is missing in it."""
     place, model, settings = sections(config), pasted.model, []
     for flag in model.flags:
@@ -242,7 +242,7 @@ def with_megatron_defaults(explanation: Explanation) -> Explanation:
     named = {setting.name for setting in explanation.settings}
     set_already = {action.dest for action in actions if named & set(action.option_strings)}
     rest = [
-        Setting(
+        ExplainedOption(
             name=action.option_strings[0],
             value=NOT_PASSED if action.nargs == 0 else text(action.default),
             section="Megatron's own defaults",
@@ -280,7 +280,7 @@ def installed_options() -> tuple[str, list[argparse.Action]]:
 def _explanation(
     config: Nemotron3Config,
     name: str,
-    settings: Sequence[Setting],
+    settings: Sequence[ExplainedOption],
     violations: Sequence[Violation],
     notes: Sequence[str] = (),
 ) -> Explanation:
@@ -311,32 +311,36 @@ def _setting_origin(flag: Flag, schedule: TrainingSchedule | None, of_phase: Seq
     return _ORIGIN_OF.get(word, word)
 
 
-def _setting(flag: Flag, known: Mapping[str, Reference], place: Mapping[str, str], origin: str) -> Setting:
+def _setting(
+    flag: Flag, known: Mapping[str, PublishedOption], place: Mapping[str, str], origin: str
+) -> ExplainedOption:
     """Return the setting of an option that is passed."""
     found, field, section = known.get(flag.name), flag.origin, place.get(flag.name, flag.section)
     if found is not None:
         field, section = found.field if field == "extra" else field, found.section
     elif origin == "user":
         field = "command line"
-    setting = Setting(name=flag.name, value=shown(flag.values), section=section, origin=origin, field=field)
+    setting = ExplainedOption(
+        name=flag.name, value=shown(flag.values), section=section, origin=origin, field=field
+    )
     return _with_published(setting, found)
 
 
-def _missing_settings(passed: Sequence[Flag], known: Mapping[str, Reference]) -> list[Setting]:
+def _missing_settings(passed: Sequence[Flag], known: Mapping[str, PublishedOption]) -> list[ExplainedOption]:
     """Return the published options that are not passed, with the value that Megatron then uses."""
     options = {flag.name: flag.values for flag in passed}
     settings = []
     for name, found in known.items():
         if name not in options and found.required and found.value != NOT_PASSED:
             value = default(name, options) or NOT_PASSED
-            setting = Setting(
+            setting = ExplainedOption(
                 name=name, value=value, section=found.section, origin="default", field=found.field
             )
             settings.append(_with_published(replace(setting, passed=False), found))
     return settings
 
 
-def _with_published(setting: Setting, found: Reference | None) -> Setting:
+def _with_published(setting: ExplainedOption, found: PublishedOption | None) -> ExplainedOption:
     """Add what was published of an option, if anything was."""
     if found is None:
         return setting

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator
 from itertools import groupby
 
-from megatron_nemotron3.launch.explain import Explanation, Setting
+from megatron_nemotron3.launch.explain import ExplainedOption, Explanation
 from megatron_nemotron3.launch.flag import SECTIONS
 from megatron_nemotron3.launch.reference import NOT_PASSED
 
@@ -45,7 +45,7 @@ def render(explanation: Explanation, full: bool = False) -> str:
     return "\n".join(lines)
 
 
-def _setting_lines(setting: Setting) -> Iterator[str]:
+def _setting_lines(setting: ExplainedOption) -> Iterator[str]:
     mark = "*" if setting.differs else " "
     long = len(setting.value) > _VALUE
     value = "" if long else setting.value
@@ -82,7 +82,7 @@ def _all_difference_lines(explanation: Explanation) -> Iterator[str]:
         yield from _wrapped_lines(f"published in: {'; '.join(sources)}", "", "  ")
 
 
-def _difference_lines(setting: Setting) -> Iterator[str]:
+def _difference_lines(setting: ExplainedOption) -> Iterator[str]:
     where = setting.field if setting.of_model else "published"
     default = "" if setting.passed or setting.value == NOT_PASSED else " (not passed: Megatron's default)"
     if max(len(setting.value), len(setting.published or "")) > _VALUE:  # a pattern: one above the other

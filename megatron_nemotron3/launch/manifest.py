@@ -176,7 +176,7 @@ def parts_of_checkpoint(args: Mapping[str, Any]) -> Parts:
     return parts
 
 
-class Manifest:
+class RunManifest:
     """The `run.json` of a folder."""
 
     def __init__(self, folder: Path) -> None:

@@ -20,7 +20,15 @@ from functools import lru_cache
 
 from megatron_nemotron3.launch import parser
 from megatron_nemotron3.launch.layout import ParallelLayout
-from megatron_nemotron3.launch.performance_table import HARDWARE, NAMES, ROWS, RUNS, USED_OF_NVL72, Row, Run
+from megatron_nemotron3.launch.performance_table import (
+    HARDWARE,
+    NAMES,
+    ROWS,
+    RUNS,
+    USED_OF_NVL72,
+    PerformanceRow,
+    PublishedLaunch,
+)
 from megatron_nemotron3.models import Nemotron3Config
 
 #: Types of GPU, in lower case.
@@ -38,7 +46,7 @@ class Tuned:
     #: The recipe of Megatron-Bridge that it comes from.
     recipe: str
     #: The recipe's layout and batch.
-    run: Run
+    run: PublishedLaunch
     #: Whether the recipe is for this model, GPU and precision.
     exact: bool
     #: Option -> values; () for a switch.
@@ -107,7 +115,7 @@ def _nearest(model: str, gpu: str, precision: str) -> tuple[str, str, str]:
     raise AssertionError(f"{model} has no published set at all")  # every model of RUNS has one
 
 
-def published(config: Nemotron3Config, gpu: str, precision: str) -> Run | None:
+def published(config: Nemotron3Config, gpu: str, precision: str) -> PublishedLaunch | None:
     """Return the published layout and batch of exactly this model, GPU and precision, or None."""
     return RUNS.get((config.name, gpu_named(gpu), precision))
 
@@ -183,7 +191,7 @@ class _Chosen:
     fields: list[str] = field(default_factory=list)
     cautions: list[str] = field(default_factory=list)
 
-    def add(self, row: Row) -> None:
+    def add(self, row: PerformanceRow) -> None:
         for name, *values in (line.split() for line in row.options.splitlines() if line.strip()):
             self.options[name] = tuple(values)
             self.removed.discard(name)

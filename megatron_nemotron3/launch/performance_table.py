@@ -45,7 +45,7 @@ USED_OF_NVL72 = 64
 
 
 @dataclass(frozen=True)
-class Run:
+class PublishedLaunch:
     """A published run: what a user chooses."""
 
     gpus: int
@@ -57,15 +57,17 @@ class Run:
     folder: str = "perf_recipes"
 
 
-def _run(gpus: int, micro: int, batch: int, *, tp: int = 1, pp: int = 1, ep: int = 1, seq: int = 8192) -> Run:
+def _run(
+    gpus: int, micro: int, batch: int, *, tp: int = 1, pp: int = 1, ep: int = 1, seq: int = 8192
+) -> PublishedLaunch:
     layout = ParallelLayout(tp=tp, pp=pp, ep=ep, dp=gpus // (tp * pp))
-    return Run(gpus, layout, micro, batch, seq)
+    return PublishedLaunch(gpus, layout, micro, batch, seq)
 
 
 _BLACKWELL = ("bf16", "mxfp8", "nvfp4")
 
 #: (model, GPU, precision) of each published set.
-RUNS: dict[tuple[str, str, str], Run] = {
+RUNS: dict[tuple[str, str, str], PublishedLaunch] = {
     ("nano", "h100", "bf16"): _run(16, 1, 1024, ep=8),
     ("nano", "h100", "fp8-tensorwise"): _run(16, 1, 1024, ep=16),
     **{
@@ -93,7 +95,9 @@ RUNS: dict[tuple[str, str, str], Run] = {
         for precision in _BLACKWELL
     },
     ("super", "b200", "nvfp4"): _run(64, 1, 512, tp=2, ep=64),
-    ("ultra", "h100", "bf16"): Run(24, ParallelLayout(pp=3, ep=8, dp=8), 1, 3072, folder="recipes"),
+    ("ultra", "h100", "bf16"): PublishedLaunch(
+        24, ParallelLayout(pp=3, ep=8, dp=8), 1, 3072, folder="recipes"
+    ),
     ("ultra", "gb200", "mxfp8"): _run(256, 1, 256, tp=2, ep=64),
     ("ultra", "gb300", "mxfp8"): _run(256, 1, 256, ep=64),
     ("nemotron-h-56b", "h100", "fp8-tensorwise"): _run(64, 1, 192, tp=8),
@@ -122,7 +126,7 @@ def _always(layout: ParallelLayout) -> bool:
 
 
 @dataclass(frozen=True)
-class Row:
+class PerformanceRow:
     """Settings of the models, GPUs and precisions named; "" names all."""
 
     models: str = ""
@@ -157,8 +161,8 @@ _FP8 = "fp8-tensorwise mxfp8"
 _ALL_GRAPHS = "--cuda-graph-modules attn mamba moe_router moe_preprocess"
 _NO_GRAPHS = "--cuda-graph-impl\n--cuda-graph-modules\n--te-rng-tracker"
 
-ROWS: tuple[Row, ...] = (
-    Row(
+ROWS: tuple[PerformanceRow, ...] = (
+    PerformanceRow(
         options="""
             --grad-reduce-in-bf16
             --manual-gc
@@ -176,9 +180,11 @@ ROWS: tuple[Row, ...] = (
         """,
     ),
     # Before Blackwell Megatron requires 1 with TP or CP: collectives then start in the order of the kernels.
-    Row(gpus="h100 h200", environment="CUDA_DEVICE_MAX_CONNECTIONS=1", when=lambda p: p.tp * p.cp > 1),
-    Row(gpus="b300", environment="NCCL_IGNORE_CPU_AFFINITY=1"),
-    Row(
+    PerformanceRow(
+        gpus="h100 h200", environment="CUDA_DEVICE_MAX_CONNECTIONS=1", when=lambda p: p.tp * p.cp > 1
+    ),
+    PerformanceRow(gpus="b300", environment="NCCL_IGNORE_CPU_AFFINITY=1"),
+    PerformanceRow(
         _MOE,
         options="""
             --attention-backend fused
@@ -189,72 +195,74 @@ ROWS: tuple[Row, ...] = (
         """,
         environment="NUM_OF_TOKENS_PER_CHUNK_COMBINE_API=128",
     ),
-    Row(_OVERLAPPED, options="--ddp-bucket-size 134217728"),
-    Row(_OVERLAPPED, options="--tp-comm-overlap", when=lambda p: p.tp > 1 and p.sequence_parallel),
-    Row(
+    PerformanceRow(_OVERLAPPED, options="--ddp-bucket-size 134217728"),
+    PerformanceRow(_OVERLAPPED, options="--tp-comm-overlap", when=lambda p: p.tp > 1 and p.sequence_parallel),
+    PerformanceRow(
         _SMALL,
         options="--moe-flex-dispatcher-num-sms 16",
         environment="NVTE_NORM_FWD_USE_CUDNN=1\nNVTE_NORM_BWD_USE_CUDNN=1",
     ),
-    Row("nano", _TWO_HUNDRED, "mxfp8", options="--moe-flex-dispatcher-num-sms 32"),
+    PerformanceRow("nano", _TWO_HUNDRED, "mxfp8", options="--moe-flex-dispatcher-num-sms 32"),
     # CUDA graphs.
-    Row(
+    PerformanceRow(
         f"{_SMALL} super",
         _B,
         options=f"--cuda-graph-impl transformer_engine\n{_ALL_GRAPHS}\n--te-rng-tracker",
     ),
-    Row("super", "b200", "bf16 mxfp8", without=_NO_GRAPHS),
-    Row(
+    PerformanceRow("super", "b200", "bf16 mxfp8", without=_NO_GRAPHS),
+    PerformanceRow(
         _SMALL,
         "h100 h200",
         options="--cuda-graph-impl transformer_engine\n--cuda-graph-modules attn mamba\n--te-rng-tracker",
     ),
-    Row(
+    PerformanceRow(
         "nemotron-h-56b",
         options="--cuda-graph-impl transformer_engine\n--cuda-graph-modules mamba attn\n--te-rng-tracker",
     ),
-    Row("nemotron-h-56b", "h100 h200", options="--cuda-graph-modules mamba"),
+    PerformanceRow("nemotron-h-56b", "h100 h200", options="--cuda-graph-modules mamba"),
     # Recomputation.
-    Row(
+    PerformanceRow(
         "nano",
         "h100 h200",
         "bf16",
         options="--recompute-granularity selective\n--recompute-modules moe layernorm",
     ),
-    Row(
+    PerformanceRow(
         _SMALL,
         "h100 h200",
         "fp8-tensorwise",
         options="--recompute-granularity selective\n--recompute-modules layernorm",
     ),
-    Row(
+    PerformanceRow(
         "super",
         "h100 h200",
         options="--recompute-granularity selective\n--recompute-modules layernorm moe_act moe core_attn",
     ),
-    Row(
+    PerformanceRow(
         "super",
         "b200",
         "bf16",
         options="--recompute-granularity selective\n--recompute-modules moe_act moe layernorm core_attn",
     ),
-    Row(
+    PerformanceRow(
         "super",
         "b200",
         "mxfp8",
         options="--recompute-granularity selective\n--recompute-modules moe_act layernorm",
     ),
-    Row(
+    PerformanceRow(
         "super",
         "b300",
         "bf16 nvfp4",
         options="--recompute-granularity selective\n--recompute-modules moe_act layernorm",
     ),
     # Quantized runs.
-    Row(precisions=_FP8, options="--fp8-param-gather"),
-    Row(precisions="mxfp8", options="--reuse-grad-buf-for-mxfp8-param-ag"),
-    Row(_SMALL, precisions="mxfp8 nvfp4 fp8-tensorwise", without="--moe-router-padding-for-quantization"),
-    Row(
+    PerformanceRow(precisions=_FP8, options="--fp8-param-gather"),
+    PerformanceRow(precisions="mxfp8", options="--reuse-grad-buf-for-mxfp8-param-ag"),
+    PerformanceRow(
+        _SMALL, precisions="mxfp8 nvfp4 fp8-tensorwise", without="--moe-router-padding-for-quantization"
+    ),
+    PerformanceRow(
         f"{_SMALL} super",
         _NVL72,
         "mxfp8",
@@ -262,10 +270,10 @@ ROWS: tuple[Row, ...] = (
         environment="NVTE_CUTEDSL_FUSED_GROUPED_MLP=1\nCUDNNFE_CLUSTER_OVERLAP_MARGIN=8",
         fields="fp8_dot_product_attention",
     ),
-    Row("nano super", _NVL72, "mxfp8", options="--moe-mlp-glu-interleave-size 32"),
-    Row(_MOE, precisions="nvfp4", environment="NVTE_USE_FAST_MATH=1"),
+    PerformanceRow("nano super", _NVL72, "mxfp8", options="--moe-mlp-glu-interleave-size 32"),
+    PerformanceRow(_MOE, precisions="nvfp4", environment="NVTE_USE_FAST_MATH=1"),
     # Single runs.
-    Row(
+    PerformanceRow(
         "super",
         "h100 h200",
         options="""
@@ -283,7 +291,7 @@ ROWS: tuple[Row, ...] = (
         ),
         environment="NUM_OF_TOKENS_PER_CHUNK_COMBINE_API=64",
     ),
-    Row(
+    PerformanceRow(
         "lightning",
         "h100 h200",
         "bf16",
@@ -311,7 +319,7 @@ ROWS: tuple[Row, ...] = (
             NVTE_BWD_LAYERNORM_SM_MARGIN=10
         """,
     ),
-    Row(
+    PerformanceRow(
         "ultra",
         _B,
         options="""
@@ -332,7 +340,7 @@ ROWS: tuple[Row, ...] = (
         without="--reuse-grad-buf-for-mxfp8-param-ag",
     ),
     # The op fuser's expert path is for one format in all modules, and its output is what is offloaded.
-    Row(
+    PerformanceRow(
         "ultra",
         _B,
         "mxfp8",
@@ -344,19 +352,19 @@ ROWS: tuple[Row, ...] = (
         """,
         environment="NVTE_CPU_OFFLOAD_V1=1\nNVTE_CUTEDSL_FUSED_GROUPED_MLP=1",
     ),
-    Row(
+    PerformanceRow(
         "ultra",
         _TWO_HUNDRED,
         "mxfp8",
         options="--min-offloaded-tensor-size 350000000\n--fine-grained-offloading-max-inflight-offloads 1",
     ),
-    Row(
+    PerformanceRow(
         "ultra",
         _TWO_HUNDRED,
         environment="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True,graph_capture_record_stream_reuse:True",
     ),
     # A recipe of Bridge's library, not tuned: gradients in FP32, Megatron's own garbage collection.
-    Row(
+    PerformanceRow(
         "ultra",
         "h100 h200",
         options="--te-rng-tracker",

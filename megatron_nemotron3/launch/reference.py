@@ -32,7 +32,7 @@ _FILE = "--te-precision-config-file"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reference:
+class PublishedOption:
     """The published value of one option."""
 
     #: As typed; `ON` for a switch, `NOT_PASSED` for what the model or its recipe does not have.
@@ -144,7 +144,7 @@ def shown(values: tuple[str, ...]) -> str:
     return " ".join(values) or ON
 
 
-def reference(config: Nemotron3Config, name: str = "published") -> dict[str, Reference]:
+def reference(config: Nemotron3Config, name: str = "published") -> dict[str, PublishedOption]:
     """Return option -> published value, for the options that a source states.
 
     Args:
@@ -156,11 +156,13 @@ def reference(config: Nemotron3Config, name: str = "published") -> dict[str, Ref
     return {**dict(_model_references(config)), **dict(_phase_references(config, name))}
 
 
-def _model_references(config: Nemotron3Config) -> Iterator[tuple[str, Reference]]:
+def _model_references(config: Nemotron3Config) -> Iterator[tuple[str, PublishedOption]]:
     catalog = config.source or "the catalog"
 
-    def row(value: str, origin: str, field: str, of_model: bool = True, required: bool = True) -> Reference:
-        return Reference(
+    def row(
+        value: str, origin: str, field: str, of_model: bool = True, required: bool = True
+    ) -> PublishedOption:
+        return PublishedOption(
             value=value,
             section="architecture",
             origin=origin,
@@ -200,7 +202,7 @@ def _model_references(config: Nemotron3Config) -> Iterator[tuple[str, Reference]
         yield name, row(NOT_PASSED, "family", f"family: {why}", required=False)
 
 
-def _phase_references(config: Nemotron3Config, name: str) -> Iterator[tuple[str, Reference]]:
+def _phase_references(config: Nemotron3Config, name: str) -> Iterator[tuple[str, PublishedOption]]:
     """Layout, schedule and precision of a published phase, as far as they are stated."""
     launch = LAUNCHES.get(config.name)
     if launch is None:
@@ -231,7 +233,7 @@ def _phase_references(config: Nemotron3Config, name: str) -> Iterator[tuple[str,
         source = launch.precision_source if word == "precision" else SCRIPT if launched else launch.report
         yield (
             flag.name,
-            Reference(
+            PublishedOption(
                 value=options.pop(flag.name, shown(flag.values)),
                 # Options of a phase are "extra" to `flags`.
                 section="optimization" if flag.section == "extra" else flag.section,
@@ -241,11 +243,13 @@ def _phase_references(config: Nemotron3Config, name: str) -> Iterator[tuple[str,
             ),
         )
     for option, value in options.items():
-        row = Reference(value=value, section="parallelism", origin="family", field="launch", source=SCRIPT)
+        row = PublishedOption(
+            value=value, section="parallelism", origin="family", field="launch", source=SCRIPT
+        )
         yield option, row
     if launched:
         passed, source = {flag.name for flag in emitted}, launch.precision_source
-        row = Reference(
+        row = PublishedOption(
             value=NOT_PASSED, section="precision", origin="precision", field="precision", source=source
         )
         yield from dict.fromkeys(_precision_options(config) - passed, replace(row, required=False)).items()

@@ -129,7 +129,7 @@ class _Walk:
                 self._run_chain(node)
             case shell.Branch():
                 self._run_branch(node)
-            case shell.Case():
+            case shell.ShellCase():
                 self._run_case(node)
             case shell.Loop():
                 values = [self._filled(word) for word in node.values]
@@ -140,7 +140,7 @@ class _Walk:
                     self._undecided([node], f"line {node.line} repeats what sets it: {_short(node.head)}")
             case shell.Function():
                 self.functions[node.name] = node
-            case shell.Group():
+            case shell.ShellGroup():
                 self.run(node.body)
 
     # -- branches ------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ class _Walk:
                 return
         self._remark(node.line, "if " + _text_of(node.clauses[0][0]), False, node.clauses[0][1])
 
-    def _run_case(self, node: shell.Case) -> None:
+    def _run_case(self, node: shell.ShellCase) -> None:
         head, subject = f"case {node.word}", self._filled(node.word)
         for number, (patterns, body) in enumerate(node.clauses):
             shown = [self._filled(pattern) for pattern in patterns]
@@ -384,10 +384,10 @@ def _simple_commands(nodes: Iterable[shell.Node]) -> Iterable[shell.Simple]:
             case shell.Branch():
                 for condition, body in node.clauses:
                     yield from _simple_commands((*condition, *body))
-            case shell.Case():
+            case shell.ShellCase():
                 for _, body in node.clauses:
                     yield from _simple_commands(body)
-            case shell.Loop() | shell.Group():
+            case shell.Loop() | shell.ShellGroup():
                 yield from _simple_commands(node.body)
 
 

@@ -71,7 +71,7 @@ def settle_manifest(
     Raises:
         ValueError, OSError: as `prepared`.
     """
-    found, step = manifest.Manifest(manifest.folder_of(save)), latest_iteration(save)
+    found, step = manifest.RunManifest(manifest.folder_of(save)), latest_iteration(save)
     environment = {**os.environ, EMULATE: emulated.text() if emulated else ""}
     new = manifest.parts_of(words, environment, teacher=teacher)
     if step is not None:

@@ -55,7 +55,7 @@ class Branch:
 
 
 @dataclass(frozen=True)
-class Case:
+class ShellCase:
     """`case WORD in PATTERN | PATTERN) body ;; … esac`."""
 
     line: int
@@ -84,14 +84,14 @@ class Function:
 
 
 @dataclass(frozen=True)
-class Group:
+class ShellGroup:
     """`{ … }` or `( … )`."""
 
     line: int
     body: tuple[Node, ...]
 
 
-Node = Simple | Chain | Branch | Case | Loop | Function | Group
+Node = Simple | Chain | Branch | ShellCase | Loop | Function | ShellGroup
 
 
 def parse(text: str) -> tuple[Node, ...]:
@@ -310,10 +310,10 @@ class _Parser:
                 return self._closed(token, "}")
         return self._simple()
 
-    def _closed(self, opening: Token, end: str) -> Group:
+    def _closed(self, opening: Token, end: str) -> ShellGroup:
         body = self.commands((end,))
         self.expect(end, opening.line, opening.text)
-        return Group(opening.line, body)
+        return ShellGroup(opening.line, body)
 
     def _if(self) -> Branch:
         line, clauses = self.next().line, []
@@ -330,7 +330,7 @@ class _Parser:
             self.fail("if has no fi", line)
         return Branch(line, tuple(clauses))
 
-    def _case(self) -> Case:
+    def _case(self) -> ShellCase:
         line, clauses = self.next().line, list[tuple[tuple[str, ...], tuple[Node, ...]]]()
         word = self.next().text
         self.expect("in", line, "case")
@@ -338,7 +338,7 @@ class _Parser:
             self.skip_lines()
             if self.peek().text == "esac":
                 self.at += 1
-                return Case(line, word, tuple(clauses))
+                return ShellCase(line, word, tuple(clauses))
             patterns: list[str] = []
             while not self.at_end and self.peek().text != ")":
                 token = self.next()
@@ -391,4 +391,4 @@ class _Parser:
     def _function(self, line: int, name: str) -> Function:
         self.skip_lines()
         body = self.command()
-        return Function(line, name, body.body if isinstance(body, Group) else (body,))
+        return Function(line, name, body.body if isinstance(body, ShellGroup) else (body,))

@@ -29,7 +29,7 @@ from megatron_nemotron3.layers.linear import (
     RowParallelLinear,
 )
 from megatron_nemotron3.layers.mamba import Mamba2Mixer
-from megatron_nemotron3.layers.norm import Norm
+from megatron_nemotron3.layers.norm import NormBuilder
 from megatron_nemotron3.layers.scan_kernels import TORCH as TORCH_SCAN
 from megatron_nemotron3.layers.scan_kernels import cuda_scans
 from megatron_nemotron3.precision.settings import library_kernels_enabled
@@ -78,7 +78,7 @@ def _torch_parts() -> dict[str, str]:
 
 TORCH = Backend(
     name="torch",
-    norm=Norm,
+    norm=NormBuilder,
     column_parallel_linear=ColumnParallelLinear,
     norm_column_parallel_linear=LayerNormColumnParallelLinear,
     row_parallel_linear=RowParallelLinear,

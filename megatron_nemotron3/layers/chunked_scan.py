@@ -39,7 +39,7 @@ def document_starts(seq_idx: Tensor) -> Tensor:
     return starts
 
 
-class Inputs(NamedTuple):
+class ScanInputs(NamedTuple):
     """Tensor arguments of a scan, in the order of the autograd function."""
 
     x: Tensor
@@ -234,13 +234,13 @@ def _tokens_first(t: Tensor, cells: int) -> Tensor:
 
 
 class ChunkedScan(torch.autograd.Function):
-    """The fields of `Inputs`, then places for the gradients of x, B and C -> y and the final state."""
+    """The fields of `ScanInputs`, then places for the gradients of x, B and C -> y and the final state."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         inputs, ctx.places = arguments[:-1], arguments[-1]
         with torch.autocast(inputs[0].device.type, enabled=False):
-            y, states, state = _scan_forward(Inputs(*inputs))
+            y, states, state = _scan_forward(ScanInputs(*inputs))
         ctx.save_for_backward(*inputs, states)
         ctx.set_materialize_grads(False)
         return y, state
@@ -249,13 +249,13 @@ class ChunkedScan(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, dstate: Tensor | None) -> tuple[Tensor | None, ...]:
         *saved, states = ctx.saved_tensors
-        inputs = Inputs(*saved)
+        inputs = ScanInputs(*saved)
         dy = torch.zeros_like(inputs.x) if dy is None else dy
         with torch.autocast(dy.device.type, enabled=False):
             return *_scan_backward(inputs, states, dy, inputs.state(dstate), ctx.places), None
 
 
-def _scan_forward(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+def _scan_forward(inputs: ScanInputs) -> tuple[Tensor, Tensor, Tensor]:
     """Output, the state entering each block [b, blocks of a row, h, p, n], and the final state."""
     x, dt, A, B, C, D, initial_state, seq_idx = inputs
     b, _, h, p = x.shape
@@ -298,7 +298,7 @@ def _with_steps(mixing: Tensor, dt: Tensor, D: Tensor | None) -> Tensor:
 
 
 def _scan_backward(
-    inputs: Inputs, states: Tensor, dy: Tensor, dstate: Tensor, places: Places
+    inputs: ScanInputs, states: Tensor, dy: Tensor, dstate: Tensor, places: Places
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the inputs. `dstate`, the gradient of the final state, is overwritten."""
     x, dt, A, B, C, D, initial_state, seq_idx = inputs

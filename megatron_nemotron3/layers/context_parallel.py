@@ -107,7 +107,7 @@ def pack_positions(packed: PackedSeqParams, total: int, cp: int, device: torch.d
 
 
 @dataclass
-class Places:
+class TokenPlaces:
     """Where the tokens of a context-parallel rank lie in their documents, each [s / cp], on their device."""
 
     cp: int
@@ -121,7 +121,7 @@ class Places:
     @classmethod
     def of(
         cls, packed: PackedSeqParams | None, tokens: int, cp: int, rank: int, device: torch.device
-    ) -> Places:
+    ) -> TokenPlaces:
         """Locate the tokens of a rank; without `packed` a row is one document. The host does not wait.
 
         Args:

@@ -36,7 +36,7 @@ from torch import Tensor
 from megatron_nemotron3.layers.experts import GroupedLinear
 from megatron_nemotron3.layers.linear import ColumnParallelLinear, DuplicatedLinear, RowParallelLinear
 from megatron_nemotron3.layers.registration import keep_argument, when_complete
-from megatron_nemotron3.models.lora import ARGUMENT, LINEARS, LoRA, current
+from megatron_nemotron3.models.lora import ARGUMENT, LINEARS, LoRASettings, current
 
 #: Parts of Mamba's in_proj in torch_dist keys.
 _MAMBA_PARTS = ("z", "x", "B", "C", "dt")
@@ -67,7 +67,7 @@ class Adapter(torch.nn.Module):
     #: Axes of A and B that are split over tensor-parallel ranks; None: each rank has the whole matrix.
     axes: tuple[int | None, int | None] = (None, None)
 
-    def __init__(self, linear: Any, lora: LoRA, name: str) -> None:
+    def __init__(self, linear: Any, lora: LoRASettings, name: str) -> None:
         super().__init__()
         self.scale, self.config = lora.scale, linear.config
         self.tp_group, self.sequence_parallel = linear.tp_group, linear.config.sequence_parallel
@@ -80,7 +80,7 @@ class Adapter(torch.nn.Module):
         for matrix, axis in zip((self.linear_in, self.linear_out), self.axes):
             self.mark(matrix.weight, base, axis)
 
-    def build(self, linear: Any, lora: LoRA, name: str) -> tuple[Tensor, Tensor]:
+    def build(self, linear: Any, lora: LoRASettings, name: str) -> tuple[Tensor, Tensor]:
         """Return this rank's A, drawn, and B, zero."""
         rows, columns = linear.weight.shape  # of this rank
         full = columns * (self.tp_group.size() if self.axes[0] == 1 else 1)
@@ -160,7 +160,7 @@ class GroupedAdapter(Adapter):
     gathers A x along dim, FC2 scatters the sum of A x along dim, and no product is counted twice.
     """
 
-    def __init__(self, linear: GroupedLinear, lora: LoRA, name: str) -> None:
+    def __init__(self, linear: GroupedLinear, lora: LoRASettings, name: str) -> None:
         self.axes = (1, 1) if linear.split_axis == 0 else (2, 2)
         tp = linear.tp_group.size()
         if lora.dim % tp:
@@ -168,7 +168,7 @@ class GroupedAdapter(Adapter):
         super().__init__(linear, lora, name)
         self.ep_group, self.expt_dp_group = linear.ep_group, linear.expt_dp_group
 
-    def build(self, linear: Any, lora: LoRA, name: str) -> tuple[Tensor, Tensor]:
+    def build(self, linear: Any, lora: LoRASettings, name: str) -> tuple[Tensor, Tensor]:
         tp, rank = self.tp_group.size(), self.tp_group.rank()
         experts, first = linear.num_gemms, linear.ep_group.rank() * linear.num_gemms
         column = linear.split_axis == 0
@@ -211,7 +211,7 @@ class GroupedAdapter(Adapter):
         return result
 
 
-def _first_values(lora: LoRA, name: str, columns: int) -> Tensor:
+def _first_values(lora: LoRASettings, name: str, columns: int) -> Tensor:
     """Draw A [dim, columns] as peft does (Kaiming uniform), the same on every rank of every layout."""
     generator = torch.Generator().manual_seed(lora.seed + (zlib.crc32(name.encode()) << 20))
     bound = columns**-0.5
@@ -231,7 +231,7 @@ def adapter_class(linear: torch.nn.Module) -> type[Adapter] | None:
     return next((adapter for kind, adapter in kinds if isinstance(linear, kind)), None)
 
 
-def add_adapters(model: Any, lora: LoRA) -> list[str]:
+def add_adapters(model: Any, lora: LoRASettings) -> list[str]:
     """Freeze a model and add adapters to the linears that `lora` names. Call it before DDP wraps the model.
 
     The correction of the routers (`expert_bias`) is frozen, too: it belongs to the base, which an adapter is
@@ -312,7 +312,7 @@ def add_when_built(stack: Any, load_base: Callable[[Any, Path], None]) -> None:
     when_complete(stack, complete)
 
 
-def _announce(model: Any, lora: LoRA, names: list[str]) -> None:
+def _announce(model: Any, lora: LoRASettings, names: list[str]) -> None:
     """Print what is trained, and keep the settings in the arguments that a checkpoint stores."""
     keep_argument(ARGUMENT, lora.text())
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:

@@ -34,7 +34,7 @@ from megatron.core.transformer.multi_token_prediction import (
 from torch import Tensor
 
 from megatron_nemotron3.layers import padding
-from megatron_nemotron3.layers.context_parallel import Places, cu_seqlens, on_host
+from megatron_nemotron3.layers.context_parallel import TokenPlaces, cu_seqlens, on_host
 from megatron_nemotron3.layers.registration import when_taken
 
 #: Weight of one token on a rank whose tokens are all masked; see `_weights`. Lost when added to 1 in FP32.
@@ -203,7 +203,7 @@ class LossHooks:
         tokens = given["input_ids"] if labels is None else labels
         if mask is None:
             mask = torch.ones_like(tokens, dtype=torch.float32)
-        places = Places.of(packed, tokens.shape[1], group.size(), group.rank(), tokens.device)
+        places = TokenPlaces.of(packed, tokens.shape[1], group.size(), group.rank(), tokens.device)
         if packed is not None:
             mask = mask * places.real
             kwargs = {**kwargs, "packed_seq_params": PhysicalBorders.of(packed, places.real)}
@@ -213,7 +213,7 @@ class LossHooks:
             self._before = _logged_losses()
         return args, {**kwargs, "loss_mask": mask}
 
-    def _weights(self, config: Any, mask: Tensor, places: Places, group: Any, first: int) -> Tensor:
+    def _weights(self, config: Any, mask: Tensor, places: TokenPlaces, group: Any, first: int) -> Tensor:
         """Set the factors that turn each rank's weights into those of one process.
 
         A token weighs 1 / n_k at depth k, with n_k the unmasked tokens left by the shift, or n_0 / n_k if

@@ -115,7 +115,7 @@ def is_layer_norm(config: TransformerConfig) -> bool:
     return bool(config.normalization == "LayerNorm")
 
 
-class Norm:
+class NormBuilder:
     """Builds the norm that `--normalization` asks for, as `RMSNorm` is built.
 
     A class and no function, because Megatron's `build_module` does not call functions.

@@ -13,7 +13,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_nemotron3.layers.context_parallel import Places
+from megatron_nemotron3.layers.context_parallel import TokenPlaces
 
 #: Mask of the decoder stack that ran last in this process, for the MTP layers that run right after it.
 _of_decoder: torch.Tensor | None = None
@@ -78,4 +78,4 @@ def padding_of_pack(
         return None
     if packed.cu_seqlens_q is packed.cu_seqlens_q_padded:
         return None
-    return ~Places.of(packed, tokens, cp, rank, device).real[None]
+    return ~TokenPlaces.of(packed, tokens, cp, rank, device).real[None]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.layers.chunked_scan import Inputs, document_starts
+from megatron_nemotron3.layers.chunked_scan import ScanInputs, document_starts
 from megatron_nemotron3.layers.ssd import ssd_chunked
 
 
@@ -84,7 +84,7 @@ def mamba_ssm_scan(module: ModuleType | Any) -> Scan:
         seq_idx: Tensor | None = None,
         return_final_state: bool = False,
     ) -> Any:
-        Inputs(x, dt, A, B, C, D, initial_state, seq_idx).check()
+        ScanInputs(x, dt, A, B, C, D, initial_state, seq_idx).check()
         if seq_idx is not None:
             seq_idx = document_starts(seq_idx).cumsum(1, dtype=torch.int32)
         return kernel(

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.layers.chunked_scan import ChunkedScan, Inputs, Places, document_starts
+from megatron_nemotron3.layers.chunked_scan import ChunkedScan, Places, ScanInputs, document_starts
 from megatron_nemotron3.layers.functional import accumulation_dtype
 
 
@@ -50,7 +50,7 @@ def ssd_reference(
     return_final_state: bool = False,
 ) -> Any:
     """The recurrence, token by token. Slow, for tests; arguments, result and errors as for `ssd_chunked`."""
-    inputs = Inputs(x, dt, A, B, C, D, initial_state, seq_idx)
+    inputs = ScanInputs(x, dt, A, B, C, D, initial_state, seq_idx)
     inputs.check()
     acc, dtype = inputs.acc, x.dtype
     state = inputs.state(initial_state)
@@ -132,7 +132,7 @@ def ssd_chunked(
     Saves for backward: the inputs and one state per `MIN_CHUNKS * CHUNK` tokens or more. Decay and score
     matrices [cells, h, CHUNK, CHUNK] exist for one block at a time (`BLOCK_ELEMENTS`) and are recomputed.
     """
-    inputs = Inputs(x, dt, A, B, C, D, initial_state, seq_idx)
+    inputs = ScanInputs(x, dt, A, B, C, D, initial_state, seq_idx)
     inputs.check()
     y, state = ChunkedScan.apply(*inputs, gradients)
     return (y, state) if return_final_state else y

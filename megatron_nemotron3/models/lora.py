@@ -19,12 +19,12 @@ LINEARS = (
 )
 #: Bridge's default and `in_proj`. `out_proj` is left out because peft refuses it for this family.
 DEFAULT_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "in_proj")
-#: Where a checkpoint's stored arguments keep `LoRA.text()`.
+#: Where a checkpoint's stored arguments keep `LoRASettings.text()`.
 ARGUMENT = "nemotron3_lora"
 
 
 @dataclass(frozen=True)
-class LoRA:
+class LoRASettings:
     """y = W x + alpha / dim * B (A x), with W frozen.
 
     Args:
@@ -57,7 +57,7 @@ class LoRA:
                 raise ValueError(f"LoRA target {target!r}: give some of {', '.join(LINEARS)}")
 
     @classmethod
-    def parse(cls, text: str) -> LoRA:
+    def parse(cls, text: str) -> LoRASettings:
         """Parse "dim=16,alpha=32,targets=linear_qkv+linear_proj"; what is left out keeps its default.
 
         Raises:
@@ -101,9 +101,9 @@ def _matches(pattern: str, name: str) -> bool:
     return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), name) is not None
 
 
-def _parse(text: str) -> LoRA | None:
+def _parse(text: str) -> LoRASettings | None:
     try:
-        return LoRA.parse("" if text == "1" else text) if text else None
+        return LoRASettings.parse("" if text == "1" else text) if text else None
     except ValueError as problem:
         raise ValueError(f"{LORA}: {problem}") from None
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron_nemotron3.models.pattern import MTP_SEPARATOR, without_layout
 from megatron_nemotron3.precision.formats import BF16, FORMATS, counted, name_of
-from megatron_nemotron3.precision.table import Linear, ModuleKind, Structure, kind_of
+from megatron_nemotron3.precision.table import LinearRow, ModuleKind, Structure, kind_of
 from megatron_nemotron3.precision.yaml_file import NO_FILE, PrecisionFile, parse, require_fit
 
 _LAYER = re.compile(r"(?:^|\.)layers\.\d+(?=\.|$)")
@@ -177,7 +177,7 @@ def require_format(model: Any, wanted: str, ambient: Ambient | None = None) -> l
     return entries
 
 
-def ambient_of_linear(linear: Linear, ambient: Ambient) -> str:
+def ambient_of_linear(linear: LinearRow, ambient: Ambient) -> str:
     """Format of the layer that a linear is in; an MTP block numbers its layers from 0."""
     if linear.layer is not None:
         return ambient.of_layer(linear.layer)

@@ -18,7 +18,7 @@ from megatron_nemotron3.precision import yaml_file
 from megatron_nemotron3.precision.census import Ambient, CensusError, require_some
 from megatron_nemotron3.precision.deviations import recipe_in_force
 from megatron_nemotron3.precision.formats import BF16, FORMATS, MXFP8, NVFP4
-from megatron_nemotron3.precision.share import Share, shares, totals
+from megatron_nemotron3.precision.share import FormatShare, shares, totals
 from megatron_nemotron3.precision.table import PRECISIONS, Structure, bf16_layers, is_published, tail
 
 _COLUMNS = ("module", "format", "parameters", "FLOPs", "why")
@@ -177,7 +177,7 @@ def compare(config: Nemotron3Config, path: str | Path) -> str:
     return "\n".join(recipe_in_force(structure, file, ambient))
 
 
-def report(rows: Sequence[report_file.Row], folder: str | Path, title: str = "") -> str:
+def report(rows: Sequence[report_file.ReportRow], folder: str | Path, title: str = "") -> str:
     """Draw `precision.png` next to the report in a run's folder; returns the summary for stdout.
 
     Args:
@@ -192,7 +192,7 @@ def report(rows: Sequence[report_file.Row], folder: str | Path, title: str = "")
     return "\n".join((*report_file.summary(rows), f"precision plot   {picture}"))
 
 
-def _share_cells(lines: list[Share]) -> list[tuple[str, ...]]:
+def _share_cells(lines: list[FormatShare]) -> list[tuple[str, ...]]:
     parameters, flops = sum(line.parameters for line in lines), sum(line.flops for line in lines)
     return [
         (
@@ -206,7 +206,7 @@ def _share_cells(lines: list[Share]) -> list[tuple[str, ...]]:
     ]
 
 
-def _recipe_notes(config: Nemotron3Config, precision: str, lines: list[Share]) -> Iterator[str]:
+def _recipe_notes(config: Nemotron3Config, precision: str, lines: list[FormatShare]) -> Iterator[str]:
     for fmt, (parameters, flops) in totals(lines).items():
         yield f"{fmt}: {parameters:.1%} of parameters, {flops:.1%} of FLOPs"
     yield f"FLOPs: one token forward, {config.seq_length} tokens a sequence"

@@ -18,9 +18,9 @@ from megatron_nemotron3.common.hooks import first_forward
 from megatron_nemotron3.precision.formats import NVFP4
 from megatron_nemotron3.precision.products import dequantized, draws, matmul, operand
 from megatron_nemotron3.precision.quantizer import Operand
-from megatron_nemotron3.precision.recipe import Recipe, Spec
+from megatron_nemotron3.precision.recipe import MatmulRecipe, Spec
 from megatron_nemotron3.precision.scales import product_scale
-from megatron_nemotron3.precision.statistics import Record
+from megatron_nemotron3.precision.statistics import LinearSums
 
 
 def stacked_operand(weights: Sequence[Tensor], how: Spec) -> Operand:
@@ -34,7 +34,7 @@ def _amax_of_matrices(block_amax: Tensor) -> Tensor:
     return block_amax.flatten(1).amax(1).view(-1, 1, 1)
 
 
-class Rows:
+class ExpertRows:
     """Which rows belong to which expert. Each expert's rows are padded to a multiple of `block`."""
 
     def __init__(self, counts: Sequence[int], block: int, device: torch.device) -> None:
@@ -82,7 +82,7 @@ class Rows:
         return operand(x, how, self.amax if how.format == NVFP4 else None)
 
 
-class DeviceRows(Rows):
+class DeviceRows(ExpertRows):
     """Rows whose counts only the device knows: room for as much padding as there can be.
 
     What lies behind the last expert's padding is zero and belongs to no expert: its owner is number E.
@@ -107,26 +107,26 @@ class DeviceRows(Rows):
             self.place = row + shift[torch.searchsorted(real.cumsum(0), row, right=True)]
 
 
-def rows_of(counts: Sequence[int] | Tensor, block: int, x: Tensor) -> Rows:
+def rows_of(counts: Sequence[int] | Tensor, block: int, x: Tensor) -> ExpertRows:
     """The rows of x [t, d], on the host or, if that is where the counts are, on the device."""
     if isinstance(counts, Tensor):
         return DeviceRows(counts, block, len(x))
-    return Rows(counts, block, x.device)
+    return ExpertRows(counts, block, x.device)
 
 
 class GroupedJob(NamedTuple):
-    """Arguments of `GroupedLinear` that are no tensors."""
+    """Arguments of `EmulatedGroupedProduct` that are no tensors."""
 
     #: Rows of each expert; a tensor on a GPU with kernels.
     counts: list[int] | Tensor
-    recipe: Recipe
+    recipe: MatmulRecipe
     #: Megatron's random stream of this linear.
     stream: str
     #: None where the step is not measured.
-    record: Record | None
+    record: LinearSums | None
 
 
-class GroupedLinear(torch.autograd.Function):
+class EmulatedGroupedProduct(torch.autograd.Function):
     """(x [t, in], job, Q(W) of fprop or None, E weights [out, in]) -> [t, out]."""
 
     @staticmethod
@@ -171,13 +171,15 @@ class GroupedLinear(torch.autograd.Function):
         return dx, None, None, *dw
 
 
-def _record_weights(record: Record, name: str, weights: Sequence[Tensor], how: Spec, made: Operand) -> None:
+def _record_weights(
+    record: LinearSums, name: str, weights: Sequence[Tensor], how: Spec, made: Operand
+) -> None:
     """Record E matrices, once a step."""
     if not record.has(name):
         record.add(name, torch.stack([w.detach() for w in weights]), how, dequantized(made))
 
 
-def _plain_matmuls(x: Tensor, weights: Sequence[Tensor], rows: Rows, *, transposed: bool) -> Tensor:
+def _plain_matmuls(x: Tensor, weights: Sequence[Tensor], rows: ExpertRows, *, transposed: bool) -> Tensor:
     """x [t, k], E matrices [k, n], or [n, k] if they are to be transposed -> [t, n]."""
     if isinstance(rows, DeviceRows):
         return _on_device(x, torch.stack([w.detach() for w in weights]), rows, None, x.dtype, transposed)
@@ -188,7 +190,7 @@ def _plain_matmuls(x: Tensor, weights: Sequence[Tensor], rows: Rows, *, transpos
 
 
 def _quantized_matmuls(
-    x: Operand, weight: Operand, rows: Rows, dtype: torch.dtype, *, transposed: bool
+    x: Operand, weight: Operand, rows: ExpertRows, dtype: torch.dtype, *, transposed: bool
 ) -> Tensor:
     """As `_plain_matmuls` for quantized operands; accumulated and scaled in FP32, rounded once."""
     scale, matrices = None, weight.values.mT if transposed else weight.values
@@ -214,7 +216,7 @@ def _on_device(
 
 
 def _gradients_on_device(
-    dy: Tensor, x: Tensor, dtype: torch.dtype, rows: DeviceRows, recipe: Recipe
+    dy: Tensor, x: Tensor, dtype: torch.dtype, rows: DeviceRows, recipe: MatmulRecipe
 ) -> tuple[Tensor, ...]:
     """As `_expert_weight_gradients`, in one launch."""
     from megatron_nemotron3.precision import triton_grouped

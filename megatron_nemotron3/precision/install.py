@@ -41,8 +41,8 @@ from megatron_nemotron3.precision.deviations import recipe_in_force
 from megatron_nemotron3.precision.formats import BF16, FORMATS, MXFP8, NVFP4, counted
 from megatron_nemotron3.precision.guard import require_followed, require_well_formed_file
 from megatron_nemotron3.precision.linear import Emulated
-from megatron_nemotron3.precision.observe import Observed, Observer
-from megatron_nemotron3.precision.packed import Packed
+from megatron_nemotron3.precision.observe import Observed, PrecisionObserver
+from megatron_nemotron3.precision.packed import PackedProducts
 from megatron_nemotron3.precision.recipe import BLOCK, recipe
 from megatron_nemotron3.precision.serving import PACKED_KINDS, spared
 from megatron_nemotron3.precision.settings import Emulation
@@ -85,12 +85,12 @@ class _Plan:
     chosen: Emulation
     #: Whether the linears compute in their formats.
     emulate: bool
-    observer: Observer | None
+    observer: PrecisionObserver | None
     #: Whether formats are those of the published recipe: a plain run is measured without a precision file.
     by_table: bool = False
 
     @classmethod
-    def of(cls, config: Any, observer: Observer | None) -> _Plan | None:
+    def of(cls, config: Any, observer: PrecisionObserver | None) -> _Plan | None:
         """The plan that `settings` ask for; None for plain linears that are not measured."""
         chosen = settings.current()
         if chosen is not None:
@@ -104,7 +104,7 @@ class _Plan:
 
 
 #: Observer of the stack that was built last. Megatron builds the MTP blocks of the same model next.
-_latest_observer: weakref.ref[Observer] | None = None
+_latest_observer: weakref.ref[PrecisionObserver] | None = None
 
 
 def emulate_stack(stack: Any) -> None:
@@ -136,7 +136,7 @@ def emulate_stack(stack: Any) -> None:
                 f"{LOG_PRECISION} measures linears of the torch backend, and this stack has none: "
                 "use --spec megatron_nemotron3.specs nemotron3_torch_stack_spec"
             )
-        observer = Observer(stack, log, settings.current() is not None)
+        observer = PrecisionObserver(stack, log, settings.current() is not None)
     _latest_observer = None if observer is None else weakref.ref(observer)
     plan = _Plan.of(stack.config, observer)
     if plan is None:
@@ -235,7 +235,7 @@ def settle(module: Any, where: str, ambient: str, chosen: Emulation, quant_confi
     """
     if chosen.packed:
         _require_whole_blocks(module, where, ambient)
-        module.products = Packed() if ambient == NVFP4 else None
+        module.products = PackedProducts() if ambient == NVFP4 else None
         return
     formats = _chosen_formats(ambient, chosen, quant_config)
     recipes = [recipe(fmt, chosen) for fmt in formats]
@@ -300,10 +300,12 @@ def _settle_packed(model: Any, recipe: str) -> None:
     for layer in decoder_layers(model.decoder):
         if layer.layer_number - 1 in spared(recipe, structure.pattern):
             for module in layer.modules():
-                if isinstance(getattr(module, "products", None), Packed):
+                if isinstance(getattr(module, "products", None), PackedProducts):
                     module.products = None
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        count = sum(isinstance(getattr(module, "products", None), Packed) for module in model.modules())
+        count = sum(
+            isinstance(getattr(module, "products", None), PackedProducts) for module in model.modules()
+        )
         print(f"megatron_nemotron3: {count} linears of this rank have the weights of {recipe}", flush=True)
 
 

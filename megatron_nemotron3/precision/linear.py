@@ -24,9 +24,9 @@ from megatron_nemotron3.common.hooks import first_forward
 from megatron_nemotron3.precision import experts
 from megatron_nemotron3.precision.products import dequantized, draws, gather_rows, operand, padded, product
 from megatron_nemotron3.precision.quantizer import Operand
-from megatron_nemotron3.precision.recipe import Recipe, Spec
+from megatron_nemotron3.precision.recipe import MatmulRecipe, Spec
 from megatron_nemotron3.precision.settings import gpu_kernels_enabled
-from megatron_nemotron3.precision.statistics import Record
+from megatron_nemotron3.precision.statistics import LinearSums
 
 
 @dataclass
@@ -43,15 +43,15 @@ class Emulated:
         record: receives statistics of the operands in measured steps; None if they are never measured.
     """
 
-    training: Recipe | None
-    evaluation: Recipe | None
+    training: MatmulRecipe | None
+    evaluation: MatmulRecipe | None
     formats: tuple[str, str]
     stream: str
     reuse: bool = False
-    record: Record | None = field(default=None, repr=False)
+    record: LinearSums | None = field(default=None, repr=False)
     _kept: tuple[Any, Operand] | None = field(default=None, repr=False)
 
-    def recipe(self, module: Any) -> Recipe | None:
+    def recipe(self, module: Any) -> MatmulRecipe | None:
         """The recipe for the mode `module` is in; None for plain matmuls."""
         return self.training if module.training else self.evaluation
 
@@ -97,15 +97,17 @@ class Emulated:
         kept = self._quantized_weight(module, recipe, tuple(weights))
         record = self._active_record(module)
         job = experts.GroupedJob(counts, recipe, self.stream, record)
-        y: Tensor = experts.GroupedLinear.apply(x, job, kept, *weights)
+        y: Tensor = experts.EmulatedGroupedProduct.apply(x, job, kept, *weights)
         return y
 
-    def _active_record(self, module: Any) -> Record | None:
+    def _active_record(self, module: Any) -> LinearSums | None:
         """The record if this step is measured, else None."""
         return self.record if self.record is not None and self.record.watching(module) else None
 
     @torch.no_grad()
-    def _quantized_weight(self, module: Any, recipe: Recipe, weights: tuple[Tensor, ...]) -> Operand | None:
+    def _quantized_weight(
+        self, module: Any, recipe: MatmulRecipe, weights: tuple[Tensor, ...]
+    ) -> Operand | None:
         """Q(W) of fprop, made in this microbatch or kept from an earlier one."""
         if recipe.fprop is None:
             return None
@@ -129,9 +131,9 @@ class Emulated:
 class _LinearJob(NamedTuple):
     """Arguments of `_EmulatedLinear` that are no tensors."""
 
-    recipe: Recipe
+    recipe: MatmulRecipe
     stream: str
-    record: Record | None
+    record: LinearSums | None
     group: Any
     sequence_parallel: bool
     allreduce: bool
@@ -211,7 +213,7 @@ def _quantized_wgrad(dy: Tensor, x: Tensor, job: _LinearJob, dtype: torch.dtype)
 
 
 def _record_operand(
-    record: Record | None, name: str, x: Tensor, how: Spec, made: Operand, filler: int = 0
+    record: LinearSums | None, name: str, x: Tensor, how: Spec, made: Operand, filler: int = 0
 ) -> None:
     """Record an operand if this step is measured; a weight once a step. filler: padding rows at the end."""
     if record is None or (name.endswith("weight") and record.has(name)):

@@ -34,17 +34,17 @@ from megatron_nemotron3.common.hooks import (
 )
 from megatron_nemotron3.common.switches import LOG_PRECISION, megatron_options
 from megatron_nemotron3.precision import report, statistics
-from megatron_nemotron3.precision.experts import Rows
+from megatron_nemotron3.precision.experts import ExpertRows
 from megatron_nemotron3.precision.formats import NVFP4
 from megatron_nemotron3.precision.gradients import gradient_places, local_gradient
 from megatron_nemotron3.precision.products import gather_rows, padded
 from megatron_nemotron3.precision.quantizer import fake_quantize
-from megatron_nemotron3.precision.recipe import Recipe, Spec
+from megatron_nemotron3.precision.recipe import MatmulRecipe, Spec
 from megatron_nemotron3.precision.settings import Logging
-from megatron_nemotron3.precision.statistics import Record
+from megatron_nemotron3.precision.statistics import LinearSums
 
 
-class Observer:
+class PrecisionObserver:
     """Records of all linears of one stack and its MTP blocks, and the count of steps.
 
     The first step of a run is measured, then every iteration that is a multiple of the interval.
@@ -66,7 +66,7 @@ class Observer:
             )
         self.switch = MeasuredSteps(chosen.interval)
         self.chosen, self.used, self.groups = chosen, used, stack.pg_collection
-        self.records: list[Record] = []
+        self.records: list[LinearSums] = []
         self._stack = weakref.ref(stack)
         self._ddp: Callable[[], Any] = no_wrapper
         self._ran, self._steps = False, 0
@@ -77,9 +77,11 @@ class Observer:
         _observers[id(self)] = self
         _register_step_hook()
 
-    def add(self, linear: torch.nn.Module, layer: str, module: str, fmt: str, how: Recipe) -> Record:
-        """Add a record for a linear and return it; arguments as `Record`."""
-        self.records.append(Record(self.switch, linear, layer, module, fmt, how))
+    def add(
+        self, linear: torch.nn.Module, layer: str, module: str, fmt: str, how: MatmulRecipe
+    ) -> LinearSums:
+        """Add a record for a linear and return it; arguments as `LinearSums`."""
+        self.records.append(LinearSums(self.switch, linear, layer, module, fmt, how))
         return self.records[-1]
 
     def say(self, what: str) -> None:
@@ -145,7 +147,7 @@ class Observer:
                 largest = found.amax[expert]
                 largest.copy_(torch.maximum(largest, gradient.abs().amax().double()))
 
-    def _reduced_rows(self, iteration: int) -> Iterator[report.Row]:
+    def _reduced_rows(self, iteration: int) -> Iterator[report.ReportRow]:
         """Rows of the report, reduced over the ranks of this pipeline stage. Collective."""
         wanted = [(record, tensor) for record in self.records for tensor in record.tensors]
         if not wanted:
@@ -161,10 +163,10 @@ class Observer:
         for (record, tensor), s, a in zip(wanted, sums.cpu().split(sizes), amax.cpu().split(sizes)):
             numbers = _report_columns(record, tensor, s, a)
             place = (iteration, record.layer, record.module, record.format, tensor, self.used)
-            yield report.Row(*place, *numbers)
+            yield report.ReportRow(*place, *numbers)
 
 
-def _report_columns(record: Record, tensor: str, sums: Tensor, amax: Tensor) -> tuple[Any, ...]:
+def _report_columns(record: LinearSums, tensor: str, sums: Tensor, amax: Tensor) -> tuple[Any, ...]:
     """Columns of `report.Row` from `elements` on: over all experts, then the worst expert and its share."""
     whole = statistics.numbers(sums.sum(0).tolist(), float(amax.max()))
     if tensor == report.GRADIENT:  # is not quantized
@@ -187,7 +189,7 @@ def _iteration() -> int | None:
 
 
 #: Observers of this process by id, in the order of their stacks, which is the same on all ranks.
-_observers: weakref.WeakValueDictionary[int, Observer] = weakref.WeakValueDictionary()
+_observers: weakref.WeakValueDictionary[int, PrecisionObserver] = weakref.WeakValueDictionary()
 
 
 @functools.cache
@@ -215,11 +217,11 @@ class Observed:
     they would also carry the errors of earlier layers.
     """
 
-    record: Record
-    how: Recipe
+    record: LinearSums
+    how: MatmulRecipe
     _generator: torch.Generator | None = None
 
-    def recipe(self, module: Any) -> Recipe | None:
+    def recipe(self, module: Any) -> MatmulRecipe | None:
         """The recipe in measured steps, else None; the linear calls this object only with a recipe."""
         return self.how if self.record.watching(module) else None
 
@@ -277,7 +279,7 @@ class Observed:
             filler = torch.full((1,), len(filled) - len(x), device=x.device)
             self.record.add(name, filled, how, self._quantized(filled, how), None, filler)
             return
-        rows = Rows(counts, block, x.device)
+        rows = ExpertRows(counts, block, x.device)
         filled = rows.fill(x)
         q = self._quantized(filled, how, rows.amax if how.format == NVFP4 else None)
         self.record.add(name, filled, how, q, rows.owner, rows.filler)

@@ -18,7 +18,7 @@ from megatron_nemotron3.precision.numerics import nvfp4
 from megatron_nemotron3.precision.scales import MAX
 
 
-class Packed:
+class PackedProducts:
     """`products` of a linear whose weights are packed (`layers.linear.ReplaceableProducts`)."""
 
     #: In training and evaluation.

@@ -57,7 +57,7 @@ class Operand(NamedTuple):
         return Operand(self.values.t(), self.amax)
 
 
-class Prepared(NamedTuple):
+class PreparedOperand(NamedTuple):
     """x: contiguous. block_amax: float32, on the block grid. amax: broadcasts to it; None in MXFP8.
     ours: x is a rotated copy that may be overwritten."""
 
@@ -127,7 +127,7 @@ def units(
     return Operand(values, prepared.amax * (MAX / _largest(spec)))
 
 
-def prepare(x: torch.Tensor, spec: Spec, amax: Amax | None = None) -> Prepared:
+def prepare(x: torch.Tensor, spec: Spec, amax: Amax | None = None) -> PreparedOperand:
     """Rotate x and find the amax of blocks and tensor. Arguments and errors as `fake_quantize`."""
     cut.check(x, spec)
     if spec.format == "mxfp8" and amax is not None:
@@ -141,12 +141,12 @@ def prepare(x: torch.Tensor, spec: Spec, amax: Amax | None = None) -> Prepared:
     else:
         block_amax = torch.zeros(shape, device=x.device)
     if spec.format == "mxfp8":
-        return Prepared(x, block_amax, None, False)
+        return PreparedOperand(x, block_amax, None, False)
     if amax is None:
         amax = block_amax.amax() if x.numel() else block_amax.new_zeros(())
     elif not isinstance(amax, torch.Tensor):
         amax = amax(block_amax)
-    return Prepared(x, block_amax, amax, spec.hadamard)
+    return PreparedOperand(x, block_amax, amax, spec.hadamard)
 
 
 def _triton_module(x: torch.Tensor) -> Any | None:
@@ -178,7 +178,12 @@ def _block_magnitudes(x: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, torch.
 
 
 def _rounded_values(
-    prepared: Prepared, spec: Spec, generator: torch.Generator | None, dtype: torch.dtype, *, units: bool
+    prepared: PreparedOperand,
+    spec: Spec,
+    generator: torch.Generator | None,
+    dtype: torch.dtype,
+    *,
+    units: bool,
 ) -> torch.Tensor:
     """The rounded x in `dtype`; `units` leaves out the scale of the tensor."""
     x, amax = prepared.x, prepared.amax
@@ -264,7 +269,7 @@ def _round_blocks(
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedOperand:
     """A quantized tensor [..., m, k] as bytes. n = k; for axis -2 all is transposed, so m and n swap.
 
     A byte of NVFP4 codes holds two neighbors along the axis of the blocks, the even one in the low half.
@@ -296,7 +301,7 @@ class Packed:
 @torch.no_grad()
 def quantize(
     x: torch.Tensor, spec: Spec, generator: torch.Generator | None = None, amax: Amax | None = None
-) -> Packed:
+) -> PackedOperand:
     """Quantize and pack. Arguments and errors as `fake_quantize`, and the same values for equal generators.
 
     Codes keep the sign of x * scale: a negative number that rounds to zero has the code of -0.
@@ -322,5 +327,5 @@ def quantize(
         if whole is not None and whole.ndim > 1:
             whole = whole.mT
     if whole is None:
-        return Packed(e4m3.encode(scaled).contiguous(), bits, None, spec)
-    return Packed(e2m1.pack(e2m1.encode(scaled)).contiguous(), bits, whole, spec)
+        return PackedOperand(e4m3.encode(scaled).contiguous(), bits, None, spec)
+    return PackedOperand(e2m1.pack(e2m1.encode(scaled)).contiguous(), bits, whole, spec)

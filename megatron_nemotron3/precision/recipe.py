@@ -89,7 +89,7 @@ PUBLISHED = Operands(
 
 
 @dataclass(frozen=True)
-class Recipe:
+class MatmulRecipe:
     """The two operands of each matmul, x or the gradient first; None for a matmul that is not quantized."""
 
     fprop: tuple[Spec, Spec] | None  # x, weight
@@ -113,7 +113,7 @@ class Recipe:
 
 
 @functools.lru_cache
-def recipe(fmt: str, chosen: Emulation) -> Recipe | None:
+def recipe(fmt: str, chosen: Emulation) -> MatmulRecipe | None:
     """The recipe of an emulated format or of "bf16"; None if nothing is quantized.
 
     MXFP8 has no rotation, stochastic rounding or tiles. Its dgrad quantizes the weight anew, with blocks
@@ -130,10 +130,10 @@ def recipe(fmt: str, chosen: Emulation) -> Recipe | None:
         dgrad_dy = replace(PUBLISHED.dgrad_dy, stochastic=chosen.stochastic)
         wgrad_dy = replace(PUBLISHED.wgrad_dy, hadamard=chosen.hadamard, stochastic=chosen.stochastic)
         wgrad_x = replace(PUBLISHED.wgrad_x, hadamard=chosen.hadamard)
-        result = Recipe((PUBLISHED.x, weight), (dgrad_dy, dgrad_weight), (wgrad_dy, wgrad_x))
+        result = MatmulRecipe((PUBLISHED.x, weight), (dgrad_dy, dgrad_weight), (wgrad_dy, wgrad_x))
     elif fmt == MXFP8:
         row, column = Spec(MXFP8), Spec(MXFP8, axis=-2)
-        result = Recipe((row, row), (row, column), (column, column))
+        result = MatmulRecipe((row, row), (row, column), (column, column))
     else:
         raise ValueError(f"format {fmt!r} is not emulated: use {', '.join(EMULATED)} or {BF16}")
     off = {name: None for name in ("fprop", "dgrad", "wgrad") if not getattr(chosen, name)}

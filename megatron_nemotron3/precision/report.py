@@ -36,7 +36,7 @@ TENSORS = {
 GRADIENT = "weight_gradient"
 
 
-class Row(NamedTuple):
+class ReportRow(NamedTuple):
     """One tensor of one linear in one iteration; a layer's experts are one row. Shares are from 0 to 1."""
 
     iteration: int
@@ -65,12 +65,12 @@ class ReportError(ValueError):
     """The report is missing or malformed. The message names file, line and cure."""
 
 
-def append(folder: str | Path, rows: Iterable[Row]) -> None:
+def append(folder: str | Path, rows: Iterable[ReportRow]) -> None:
     """Append rows to the file in `folder` in one write; both are created if they are missing."""
     path = Path(folder) / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     new = not path.exists() or path.stat().st_size == 0
-    lines = [",".join(Row._fields)] if new else []
+    lines = [",".join(ReportRow._fields)] if new else []
     lines += [",".join(map(_csv_cell, row)) for row in rows]
     if not lines:
         return
@@ -86,7 +86,7 @@ def _csv_cell(value: object) -> str:
     return str(value)
 
 
-def read(folder: str | Path) -> list[Row]:
+def read(folder: str | Path) -> list[ReportRow]:
     """Read all rows of a report, sorted by iteration.
 
     Where a resumed run repeats an iteration, the later rows count. An incomplete last line is skipped: the
@@ -103,9 +103,11 @@ def read(folder: str | Path) -> list[Row]:
     except UnicodeDecodeError as problem:
         raise ReportError(f"{path} is no precision report: {problem}") from None
     lines = text[: text.rfind("\n") + 1].splitlines()
-    if not lines or lines[0] != ",".join(Row._fields):
-        raise ReportError(f"{path}:1 is not the header {','.join(Row._fields)}: not a report of this version")
-    found: dict[tuple[int, str, str, str], Row] = {}
+    if not lines or lines[0] != ",".join(ReportRow._fields):
+        raise ReportError(
+            f"{path}:1 is not the header {','.join(ReportRow._fields)}: not a report of this version"
+        )
+    found: dict[tuple[int, str, str, str], ReportRow] = {}
     for number, cells in enumerate(csv.reader(lines[1:]), 2):
         try:
             row = _parsed_row(cells)
@@ -117,23 +119,23 @@ def read(folder: str | Path) -> list[Row]:
     return sorted(found.values(), key=lambda row: row.iteration)
 
 
-def _parsed_row(cells: Sequence[str]) -> Row:
-    if len(cells) != len(Row._fields):
-        raise ValueError(f"{len(cells)} cells instead of {len(Row._fields)}")
+def _parsed_row(cells: Sequence[str]) -> ReportRow:
+    if len(cells) != len(ReportRow._fields):
+        raise ValueError(f"{len(cells)} cells instead of {len(ReportRow._fields)}")
     iteration, layer, module, fmt, tensor, used, elements, *floats, expert, worst = cells
     if tensor not in TENSORS:
         raise ValueError(f"unknown tensor {tensor!r}")
     zeros, flushed, sqnr, amax = (float(cell or "nan") for cell in floats)
     place = (int(iteration), layer, module, fmt, tensor, bool(int(used)), int(elements))
-    return Row(*place, zeros, flushed, sqnr, amax, int(expert), float(worst or "nan"))
+    return ReportRow(*place, zeros, flushed, sqnr, amax, int(expert), float(worst or "nan"))
 
 
-def last(rows: Sequence[Row]) -> list[Row]:
+def last(rows: Sequence[ReportRow]) -> list[ReportRow]:
     """The rows of the last measured iteration."""
     return [row for row in rows if row.iteration == rows[-1].iteration]
 
 
-def summary(rows: Sequence[Row]) -> Iterator[str]:
+def summary(rows: Sequence[ReportRow]) -> Iterator[str]:
     """Yield lines of text: the median and worst layer of each module and tensor at the last measurement."""
     iterations = sorted({row.iteration for row in rows})
     now = last(rows)
@@ -147,13 +149,13 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
     yield from _gradient_summary(now)
 
 
-def _computed(rows: Sequence[Row]) -> str:
+def _computed(rows: Sequence[ReportRow]) -> str:
     return "as computed" if rows[0].used else "as NVFP4 would compute"
 
 
-def _rows_by_tensor(rows: Sequence[Row]) -> list[list[Row]]:
+def _rows_by_tensor(rows: Sequence[ReportRow]) -> list[list[ReportRow]]:
     """Group rows by module, format and tensor, in order of appearance and of `TENSORS`."""
-    found: dict[tuple[str, str, str], list[Row]] = {}
+    found: dict[tuple[str, str, str], list[ReportRow]] = {}
     for row in rows:
         found.setdefault((row.module, row.format, row.tensor), []).append(row)
     modules = list(dict.fromkeys(module for module, _, _ in found))
@@ -161,7 +163,7 @@ def _rows_by_tensor(rows: Sequence[Row]) -> list[list[Row]]:
     return [found[key] for key in sorted(found, key=lambda k: (modules.index(k[0]), k[1], order.index(k[2])))]
 
 
-def _summary_cells(rows: list[Row]) -> tuple[str, ...]:
+def _summary_cells(rows: list[ReportRow]) -> tuple[str, ...]:
     flushed = [row for row in rows if not math.isnan(row.flushed)]
     noisy = [row for row in rows if not math.isnan(row.sqnr_db)]
     cells = ["", "", "", ""]
@@ -183,7 +185,7 @@ def _summary_cells(rows: list[Row]) -> tuple[str, ...]:
     )
 
 
-def _gradient_summary(now: Sequence[Row]) -> Iterator[str]:
+def _gradient_summary(now: Sequence[ReportRow]) -> Iterator[str]:
     rows = [row for row in now if row.tensor == GRADIENT and row.elements]
     if not rows:
         return
@@ -196,7 +198,7 @@ def _gradient_summary(now: Sequence[Row]) -> Iterator[str]:
     )
 
 
-def _worst_expert_text(row: Row) -> str:
+def _worst_expert_text(row: ReportRow) -> str:
     return "" if row.worst_expert < 0 else f" (expert {row.worst_expert}: {row.worst:.2%})"
 
 
@@ -212,7 +214,7 @@ LABELS = 24
 
 class _HeatMap(NamedTuple):
     tensor: str
-    #: Column of `Row`.
+    #: Column of `ReportRow`.
     column: str
     title: str
     unit: str
@@ -220,7 +222,7 @@ class _HeatMap(NamedTuple):
     colors: str
 
 
-def _heat_maps(rows: Sequence[Row]) -> list[tuple[_HeatMap | None, _HeatMap | None]]:
+def _heat_maps(rows: Sequence[ReportRow]) -> list[tuple[_HeatMap | None, _HeatMap | None]]:
     """Pairs of heat maps, one of each tensor: what was flushed to zero, and SQNR; last the weight gradient.
 
     The weight of dgrad is shown if it is NVFP4 (`2d=0`). That of MXFP8 is only in the table.
@@ -240,7 +242,7 @@ def _heat_maps(rows: Sequence[Row]) -> list[tuple[_HeatMap | None, _HeatMap | No
     return pairs
 
 
-def plot(rows: Sequence[Row], path: Path, title: str) -> None:
+def plot(rows: Sequence[ReportRow], path: Path, title: str) -> None:
     """Write a PNG of the last measurement: kinds of linears down, layers across, a heat map per quantity.
 
     A cell is gray if the layer has no such linear, or the share has no denominator. The file is written
@@ -266,7 +268,7 @@ def plot(rows: Sequence[Row], path: Path, title: str) -> None:
                 _label_axes(axes, layers, kinds, named=side == 0)
 
 
-def _depth_labels(rows: Sequence[Row]) -> list[str]:
+def _depth_labels(rows: Sequence[ReportRow]) -> list[str]:
     """Labels of the depth axis: every decoder layer up to the last measured one, then MTP."""
     found = {row.layer for row in rows}
     numbers = [int(m[1]) for name in found if (m := re.fullmatch(r"layer_(\d+)", name))]
@@ -277,7 +279,7 @@ def _depth_labels(rows: Sequence[Row]) -> list[str]:
 def _draw_heat_map(
     axes: Any,
     panel: _HeatMap,
-    rows: Sequence[Row],
+    rows: Sequence[ReportRow],
     layers: list[str],
     kinds: list[tuple[str, str]],
 ) -> None:

@@ -24,7 +24,7 @@ CLASSES: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ServingRecipe:
     """The formats of the weights of a released inference checkpoint."""
 
     formats: Mapping[str, str]
@@ -41,25 +41,25 @@ _LATENT_NVFP4 = {"routed experts": NVFP4, "shared experts": FP8, "Mamba projecti
 _ALL_NVFP4 = dict.fromkeys(("routed experts", "shared experts", "Mamba projections"), NVFP4)
 _ALL_FP8 = dict.fromkeys(_ALL_NVFP4, FP8)
 #: Recipes by model and format. Models without a published recipe can use another model's by its full name.
-RECIPES: dict[str, Recipe] = {
-    "super-nvfp4": Recipe(
+RECIPES: dict[str, ServingRecipe] = {
+    "super-nvfp4": ServingRecipe(
         _LATENT_NVFP4,
         "ModelOpt 0.47, NVIDIA-Nemotron-3-Super-120B-A12B-BF16/ptq/nvfp4-max-calib. The released file came "
         "from a search layer by layer: some of these FP8 layers are BF16 there, and a few others FP8",
         listed=True,
     ),
-    "ultra-nvfp4": Recipe(
+    "ultra-nvfp4": ServingRecipe(
         _LATENT_NVFP4,
         "ModelOpt 0.47, NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16/ptq/nvfp4-4o6. Its weight scales were chosen "
         "for least error, not by the largest magnitude",
         listed=True,
     ),
-    "nano-nvfp4": Recipe(
+    "nano-nvfp4": ServingRecipe(
         _ALL_NVFP4,
         "exclude_modules of the released NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4",
         spare_before_attention=True,
     ),
-    "lightning-nvfp4": Recipe(
+    "lightning-nvfp4": ServingRecipe(
         {
             "routed experts": NVFP4,
             "shared experts": NVFP4,
@@ -71,8 +71,10 @@ RECIPES: dict[str, Recipe] = {
         weight_only=True,
         listed=True,
     ),
-    "super-fp8": Recipe(_ALL_FP8, "NVIDIA's documentation of Nemotron 3 Super, quantization, FP8 checkpoint"),
-    "nano-fp8": Recipe(
+    "super-fp8": ServingRecipe(
+        _ALL_FP8, "NVIDIA's documentation of Nemotron 3 Super, quantization, FP8 checkpoint"
+    ),
+    "nano-fp8": ServingRecipe(
         _ALL_FP8,
         "the cards of checkpoints made like the released Nano FP8, after the Nano report, section 4",
         spare_before_attention=True,
@@ -80,7 +82,7 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
-def recipe_of(config: Nemotron3Config, name: str) -> tuple[str, Recipe]:
+def recipe_of(config: Nemotron3Config, name: str) -> tuple[str, ServingRecipe]:
     """Return the full name and the recipe "nvfp4" or "fp8" of a model or its tiny form, or one by full name.
 
     Raises:
@@ -103,7 +105,7 @@ _KINDS = {
 }
 
 
-def _nvfp4_classes(recipe: Recipe) -> set[str]:
+def _nvfp4_classes(recipe: ServingRecipe) -> set[str]:
     return {title for title, kind in recipe.formats.items() if kind == NVFP4}
 
 

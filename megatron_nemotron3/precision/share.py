@@ -25,7 +25,7 @@ _QUANTIZABLE = {kind.name for kind in LINEARS}
 
 
 @dataclass(frozen=True)
-class Share:
+class FormatShare:
     """One line of the table: modules with the same treatment, and how much of the model they are."""
 
     #: Name of a `ModuleKind`, or "tail", "other", "weightless".
@@ -38,7 +38,7 @@ class Share:
     why: str
 
 
-def shares(config: Nemotron3Config, precision: str, *, seq_length: int | None = None) -> list[Share]:
+def shares(config: Nemotron3Config, precision: str, *, seq_length: int | None = None) -> list[FormatShare]:
     """Divide all parameters and FLOPs of a model into lines, in the order of the table.
 
     Args:
@@ -48,7 +48,7 @@ def shares(config: Nemotron3Config, precision: str, *, seq_length: int | None = 
     """
     kept = bf16_layers(config, precision)
     body = range(kept.start, config.num_layers - kept.end)
-    sums = _Sums()
+    sums = _FormatSums()
     for number, symbol in enumerate(config.pattern):
         sums.layer(config.at(number), symbol, seq_length, 1, 1, None if number in body else TAIL)
     if config.has_mtp:
@@ -68,7 +68,7 @@ def shares(config: Nemotron3Config, precision: str, *, seq_length: int | None = 
     ]
 
 
-class _Sums:
+class _FormatSums:
     """Elements and FLOPs of each line."""
 
     def __init__(self) -> None:
@@ -98,9 +98,9 @@ class _Sums:
         self.add(WEIGHTLESS, 0, flops * applied)
 
 
-def _share_lines(sums: _Sums, precision: str, body: range, layers: int) -> Iterator[Share]:
-    def line(name: str, modules: str, fmt: str, why: str) -> Share:
-        return Share(name, modules, fmt, sums.parameters[name], sums.flops.get(name, 0.0), why)
+def _share_lines(sums: _FormatSums, precision: str, body: range, layers: int) -> Iterator[FormatShare]:
+    def line(name: str, modules: str, fmt: str, why: str) -> FormatShare:
+        return FormatShare(name, modules, fmt, sums.parameters[name], sums.flops.get(name, 0.0), why)
 
     for kind in LINEARS:
         yield line(
@@ -121,7 +121,7 @@ def modules_of(kind: ModuleKind) -> str:
     return ", ".join((first.rstrip(".*"), *(name.rpartition(".")[2] for name in rest)))
 
 
-def totals(lines: list[Share]) -> dict[str, tuple[float, float]]:
+def totals(lines: list[FormatShare]) -> dict[str, tuple[float, float]]:
     """Format -> its shares of the parameters and of the FLOPs, from 0 to 1."""
     parameters, flops = sum(line.parameters for line in lines), sum(line.flops for line in lines)
     found: dict[str, tuple[float, float]] = {}

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from megatron_nemotron3.common.hooks import MeasuredSteps
 from megatron_nemotron3.precision import blocks as cut
-from megatron_nemotron3.precision.recipe import Recipe, Spec
+from megatron_nemotron3.precision.recipe import MatmulRecipe, Spec
 from megatron_nemotron3.precision.report import GRADIENT
 from megatron_nemotron3.precision.scales import rotate
 
@@ -148,7 +148,7 @@ def _decibel(signal: float, noise: float) -> float:
     return math.inf if signal > 0 and noise == 0 else math.nan
 
 
-class Record:
+class LinearSums:
     """Sums of one linear's operands in this step.
 
     Attributes:
@@ -159,7 +159,13 @@ class Record:
     """
 
     def __init__(
-        self, switch: MeasuredSteps, linear: torch.nn.Module, layer: str, module: str, fmt: str, how: Recipe
+        self,
+        switch: MeasuredSteps,
+        linear: torch.nn.Module,
+        layer: str,
+        module: str,
+        fmt: str,
+        how: MatmulRecipe,
     ) -> None:
         self.layer, self.module, self.format = layer, module, fmt
         self.tensors = (*_recorded_tensors(how), GRADIENT)
@@ -208,7 +214,7 @@ class Record:
         self._sums = {}
 
 
-def _recorded_tensors(how: Recipe) -> tuple[str, ...]:
+def _recorded_tensors(how: MatmulRecipe) -> tuple[str, ...]:
     """Names of a recipe's operands; the weight of dgrad only if it differs from that of fprop."""
     names = []
     if how.fprop:

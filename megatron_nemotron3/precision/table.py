@@ -220,7 +220,7 @@ def kind_named(linear: str | None) -> ModuleKind | None:
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearRow:
     """A linear of a model that could be quantized."""
 
     #: As `named_modules()` of a `HybridModel` on one pipeline stage has it.
@@ -245,7 +245,7 @@ class Structure:
         blocks = (config.mtp_pattern or "",) * config.mtp_num_blocks
         return cls(config.pattern, blocks, bool(config.moe_latent_size))
 
-    def linears(self) -> Iterator[Linear]:
+    def linears(self) -> Iterator[LinearRow]:
         """All linears that can be quantized, decoder first. Experts count as one per layer and FC."""
         for number, symbol in enumerate(self.pattern):
             for module in self._modules(symbol):
@@ -270,10 +270,10 @@ class Structure:
                 yield from row.modules
 
 
-def _quantizable_linear(name: str, layer: int | None) -> Linear:
+def _quantizable_linear(name: str, layer: int | None) -> LinearRow:
     kind = kind_of(name)
     assert kind is not None and kind.quantizable, name
-    return Linear(name, kind, layer)
+    return LinearRow(name, kind, layer)
 
 
 def expected(config: Nemotron3Config, precision: str, kept: tuple[int, int] | None = None) -> dict[str, str]:

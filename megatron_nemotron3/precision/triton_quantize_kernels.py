@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from megatron_nemotron3.precision.numerics import e2m1, e4m3
-from megatron_nemotron3.precision.numerics.grid import E2M1, E4M3, Grid
+from megatron_nemotron3.precision.numerics.grid import E2M1, E4M3, ValueGrid
 from megatron_nemotron3.precision.scales import MAX, hadamard_matrix
 
 #: Elements whose random parts come from one draw of Philox, 128 bits.
@@ -31,7 +31,7 @@ _PER_E2M1: tl.constexpr = tl.constexpr(1 / e2m1.MAX)
 _PER_E4M3: tl.constexpr = tl.constexpr(1 / e4m3.MAX)
 
 
-def _limits(grid: Grid) -> tl.constexpr:
+def _limits(grid: ValueGrid) -> tl.constexpr:
     return tl.constexpr((grid.mantissa, grid.smallest, grid.largest, grid.max))
 
 
@@ -52,7 +52,7 @@ def _bits(value):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _round(x, noise, GRID: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`Grid.round_`; with noise, parts of a power of two, `Grid.round_stochastic_`."""
+    """`ValueGrid.round_`; with noise, parts of a power of two, `ValueGrid.round_stochastic_`."""
     power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     power = tl.minimum(tl.maximum(power, GRID[1]), GRID[2])  # never NaN
     if noise is not None:

@@ -65,7 +65,7 @@ class PrecisionFileError(ValueError):
 
 
 @dataclass(frozen=True)
-class Setting:
+class FormatSetting:
     """How a recipe changes the format of a linear."""
 
     #: "bf16", or the name of the recipe: "mxfp8", "nvfp4", "fp8-tensorwise", …
@@ -93,7 +93,7 @@ class PrecisionFile:
     """A valid precision file: matchers in order; config -> its settings in training and in evaluation."""
 
     matchers: tuple[Matcher, ...]
-    settings: Mapping[str, tuple[Setting, Setting]]
+    settings: Mapping[str, tuple[FormatSetting, FormatSetting]]
 
     def matcher(self, module: str) -> Matcher | None:
         """The first matcher that matches a module; later ones have no effect."""
@@ -234,7 +234,7 @@ def require_fit(file: PrecisionFile, structure: Structure, where: str) -> None:
         raise PrecisionFileError(where, problems)
 
 
-def read_config(problems: list[str], at: str, body: Any) -> tuple[Setting, Setting]:
+def read_config(problems: list[str], at: str, body: Any) -> tuple[FormatSetting, FormatSetting]:
     """Read an entry of `configs`: settings for training and for evaluation."""
     body = _as_mapping(problems, at, body)
     known = (TYPE, "training_recipe", "evaluation_recipe")
@@ -247,7 +247,7 @@ def read_config(problems: list[str], at: str, body: Any) -> tuple[Setting, Setti
     return training, _read_recipe(problems, f"{at}.evaluation_recipe", body["evaluation_recipe"])
 
 
-def _read_recipe(problems: list[str], at: str, body: Any) -> Setting:
+def _read_recipe(problems: list[str], at: str, body: Any) -> FormatSetting:
     body = _as_mapping(problems, at, body)
     _check_keys(problems, at, body, tuple(RECIPE_FIELDS))
     for field, value in body.items():
@@ -268,7 +268,7 @@ def _read_recipe(problems: list[str], at: str, body: Any) -> Setting:
         problems.append(f"{at}: fp8_quantization_recipe={fp8} and fp4_quantization_recipe={fp4}: give one")
     if "custom" in (fp8, fp4) and not body.get("custom_recipe_factory"):
         problems.append(f"{at}: a custom recipe needs custom_recipe_factory")
-    return Setting(
+    return FormatSetting(
         name_of(fp8 or fp4 or BF16),
         bool(body.get("override_quantized_autocast", True)),
         bool(body.get("override_nonquantized_autocast", False)),

@@ -118,7 +118,7 @@ def train_command(options: argparse.Namespace) -> int:
     with exit_at_interrupt("nemotron3 train"):
         from megatron_nemotron3.common.options import resolve_device
         from megatron_nemotron3.train.machine import shortages
-        from megatron_nemotron3.train.training import Request, train_interruptibly
+        from megatron_nemotron3.train.training import TrainRequest, train_interruptibly
 
     config = chosen_model(options)
     if (lora := in_environment()) is not None and lora.base is not None:
@@ -160,7 +160,7 @@ def train_command(options: argparse.Namespace) -> int:
     if device == "cpu" and not any(rule.severity == "error" for rule in check(launch)):
         for shortage in shortages(launch):
             print(f"warning: {shortage}", file=sys.stderr)
-    request = Request(
+    request = TrainRequest(
         launch=launch,
         device=device,
         output=options.output or Path("runs") / config.name,

@@ -27,7 +27,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_nemotron3.common.switches import SFT_MEAN, EnvironmentSetting
 from megatron_nemotron3.layers.context_parallel import zigzag
-from megatron_nemotron3.train.data.packing import PackedConversations, Row, conversation_multiple
+from megatron_nemotron3.train.data.packing import PackedConversations, PackedRow, conversation_multiple
 from megatron_nemotron3.train.inputs import MEANS
 from megatron_nemotron3.train.losses import reported
 
@@ -73,7 +73,7 @@ class ConversationConfig(BlendedMegatronDatasetConfig):
 
 
 class ConversationDataset(MegatronDataset):
-    """Rows of a split of a file, in another order in each epoch. Sample: tensors of one `Row`."""
+    """Rows of a split of a file, in another order in each epoch. Sample: tensors of one `PackedRow`."""
 
     dataset: PackedConversations
 
@@ -111,7 +111,7 @@ class ConversationDataset(MegatronDataset):
         return sample(self.dataset.row(int(self.indices[order[place]])))
 
 
-def sample(row: Row) -> Sample:
+def sample(row: PackedRow) -> Sample:
     """Tensors of a row, without the dimension of the micro-batch, which the loader adds."""
     arrays = {
         "tokens": row.tokens,
@@ -166,7 +166,7 @@ CONVERSATION = 1024
 
 
 @dataclass(frozen=True)
-class Inputs:
+class RankInputs:
     """A row's share of this context-parallel rank, as the model takes it, and the divisor of its loss."""
 
     tensors: dict[str, torch.Tensor]
@@ -174,7 +174,7 @@ class Inputs:
     divisor: int
 
 
-def inputs(drawn: Sample, mean: str, cp: int, rank: int) -> Inputs:
+def inputs(drawn: Sample, mean: str, cp: int, rank: int) -> RankInputs:
     """Prepare a sample of the loader.
 
     Args:
@@ -204,10 +204,10 @@ def inputs(drawn: Sample, mean: str, cp: int, rank: int) -> Inputs:
         total_tokens=length,
     )
     moved = {name: tensor.to(device, non_blocking=True).contiguous() for name, tensor in named.items()}
-    return Inputs(moved, packed, divisor if rank == 0 else 0)
+    return RankInputs(moved, packed, divisor if rank == 0 else 0)
 
 
-def forward(model: torch.nn.Module, given: Inputs) -> torch.Tensor:
+def forward(model: torch.nn.Module, given: RankInputs) -> torch.Tensor:
     """Token losses [1, s / cp] of the last stage, or what its stage computes."""
     tensors = given.tensors
     output: torch.Tensor = model(
@@ -223,7 +223,7 @@ def forward(model: torch.nn.Module, given: Inputs) -> torch.Tensor:
 
 
 def loss_function(
-    model: torch.nn.Module, given: Inputs, output: torch.Tensor
+    model: torch.nn.Module, given: RankInputs, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Weighted sum of the token losses, its divisor, and what Megatron logs."""
     mask = given.tensors["loss_mask"]

@@ -17,7 +17,7 @@ _VALID = re.compile(r"validation loss at iteration (\d+)(?: on (\w+) set)? \| lm
 
 
 @dataclass(frozen=True)
-class Step:
+class LogStep:
     """One log line of training: losses are nats per token, averaged over the log interval."""
 
     iteration: int
@@ -59,14 +59,14 @@ class Curve:
     Megatron evaluates the last step twice: in the training loop and after it. There the first one counts.
     """
 
-    steps: dict[int, Step] = field(default_factory=dict)
+    steps: dict[int, LogStep] = field(default_factory=dict)
     validation: dict[int, float] = field(default_factory=dict)
     test: dict[int, float] = field(default_factory=dict)
 
-    def add(self, line: str) -> Step | Validation | None:
+    def add(self, line: str) -> LogStep | Validation | None:
         """Add one line; return what was read from it, if anything."""
         item = parse(line)
-        if isinstance(item, Step):
+        if isinstance(item, LogStep):
             self.steps[item.iteration] = item
         elif isinstance(item, Validation):
             losses = self.validation if item.which == "validation" else self.test
@@ -75,13 +75,13 @@ class Curve:
         return item
 
 
-def parse(line: str) -> Step | Validation | None:
+def parse(line: str) -> LogStep | Validation | None:
     """Read a line of Megatron's log; None if it has no losses."""
     if (found := _VALID.search(line)) is not None:
         return Validation(int(found[1]), found[2] or "validation", float(found[3]), found[2] is not None)
     if (found := _STEP.search(line)) is not None and "lm loss" in line:
         values = {key.strip(): float(value) for key, value in _ITEM.findall(line)}
-        return Step(int(found[1]), int(found[2]), values)
+        return LogStep(int(found[1]), int(found[2]), values)
     return None
 
 

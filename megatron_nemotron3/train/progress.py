@@ -54,7 +54,7 @@ _BY_TEXT = {
 }
 
 
-class Progress:
+class TrainProgress:
     """Print one line per logged step, and keep what the message at the end needs."""
 
     def __init__(
@@ -111,7 +111,7 @@ class Progress:
             print(text, end="", flush=True)
         self._follow(text)
         item = log.parse(text)
-        if isinstance(item, log.Step):
+        if isinstance(item, log.LogStep):
             self.last, self.total, self.training = item.iteration, item.total, True
         if self.verbose:
             return
@@ -119,7 +119,7 @@ class Progress:
             self._bar = Bar("train", "step", self._planned, begun=self._begun, keep=True, stream=sys.stdout)
         if text.startswith("megatron_nemotron3"):
             self._say(text.removesuffix("\n"))
-        elif isinstance(item, log.Step):
+        elif isinstance(item, log.LogStep):
             self._step(item)
         elif isinstance(item, log.Validation) and item.which == "validation":
             self._validation(item)
@@ -147,7 +147,7 @@ class Progress:
             if known in stripped and known not in self.first_error:
                 self.first_error = stripped[:300]
 
-    def _step(self, step: log.Step) -> None:
+    def _step(self, step: log.LogStep) -> None:
         # A terminal shows a bar; a file gets about twenty lines.
         mtp = " ".join(f"{loss:.3f}" for loss in step.mtp)
         last = step.iteration == step.total

@@ -45,7 +45,7 @@ class Identity:
         Raises:
             ValueError, OSError: the manifest is damaged or cannot be read.
         """
-        self.manifest, self.step, self.allowed = manifest.Manifest(output), step, allowed
+        self.manifest, self.step, self.allowed = manifest.RunManifest(output), step, allowed
         self._given = contents, teacher
         self.before = manifest.parts_of_checkpoint(stored.args) if stored else {}
 

@@ -32,14 +32,14 @@ from megatron_nemotron3.precision import yaml_file
 from megatron_nemotron3.train import log, processes, resuming
 from megatron_nemotron3.train import summary as report
 from megatron_nemotron3.train.inputs import MEANS
-from megatron_nemotron3.train.progress import Progress
+from megatron_nemotron3.train.progress import TrainProgress
 from megatron_nemotron3.train.teacher import settings as distillation
 from megatron_nemotron3.train.teacher.check import check as check_teacher
 from megatron_nemotron3.train.teacher.check import record_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class TrainRequest:
     """What to train, on what text, and where to write."""
 
     #: Its schedule is `schedule_of`; `train` fills in its data and its precision file.
@@ -133,7 +133,7 @@ def schedule_of(
     return adjusted(short, **(defaults | given))
 
 
-def train_interruptibly(request: Request) -> int:
+def train_interruptibly(request: TrainRequest) -> int:
     """`train`; an interrupt before or after the training processes run ends it with status 130.
 
     Raises:
@@ -144,11 +144,11 @@ def train_interruptibly(request: Request) -> int:
             return train(request)
         except KeyboardInterrupt:
             saved = folders.latest_iteration(request.checkpoints)
-            print(f"\ninterrupted: {Progress().on_disk(saved, complete=True)}")
+            print(f"\ninterrupted: {TrainProgress().on_disk(saved, complete=True)}")
             return 130
 
 
-def train(request: Request) -> int:
+def train(request: TrainRequest) -> int:
     """Train, and follow the log; return the exit status. A second call resumes from the last checkpoint.
 
     Raises:
@@ -178,7 +178,7 @@ def train(request: Request) -> int:
         return _train_alone(request, launch, key, started)
 
 
-def _train_alone(request: Request, launch: Launch, key: str, started: float) -> int:
+def _train_alone(request: TrainRequest, launch: Launch, key: str, started: float) -> int:
     """Do the work of `train`, while no other process writes to the checkpoints.
 
     Args:
@@ -247,8 +247,8 @@ def _train_alone(request: Request, launch: Launch, key: str, started: float) -> 
 
 
 def _run(
-    request: Request, launch: Launch, words: list[str], env: dict[str, str], log_file: Path, begun: int
-) -> tuple[int, Progress]:
+    request: TrainRequest, launch: Launch, words: list[str], env: dict[str, str], log_file: Path, begun: int
+) -> tuple[int, TrainProgress]:
     """Run the training processes; return their exit status and what was seen of their log."""
     if request.conversations:
         env[switches.SFT_MEAN] = request.mean
@@ -261,7 +261,7 @@ def _run(
     if (measuring := _measurement(request)) is not None:
         env[switches.LOG_PRECISION] = measuring.text()
     planned = launch.schedule.train_iters if launch.schedule is not None else None
-    progress = Progress(request.verbose, begun, planned, launch.seq_length)
+    progress = TrainProgress(request.verbose, begun, planned, launch.seq_length)
     try:
         return processes.follow(words, env, log_file, progress), progress
     finally:
@@ -272,7 +272,7 @@ def _run(
             resume.before_start(["--load", str(request.checkpoints)], rank=0, key=env[lock.VARIABLE])
 
 
-def _measurement(request: Request) -> emulation.Logging | None:
+def _measurement(request: TrainRequest) -> emulation.Logging | None:
     """Return where and when to measure precision. Short runs measure their last step.
 
     Raises:
@@ -291,7 +291,7 @@ def _measurement(request: Request) -> emulation.Logging | None:
     return emulation.Logging(interval, str(request.output.resolve()))
 
 
-def _prepared_data(request: Request) -> tuple[TrainingData, float | None]:
+def _prepared_data(request: TrainRequest) -> tuple[TrainingData, float | None]:
     """Return data set, tokenizer and folders for the flags, and the unigram baseline of the same text."""
     from megatron_nemotron3.train.data import prepare, unigram_baseline
     from megatron_nemotron3.train.data.prepare import MAX_BYTES
@@ -332,7 +332,7 @@ def _prepared_data(request: Request) -> tuple[TrainingData, float | None]:
     return data, baseline.cross_entropy
 
 
-def _starting_options(request: Request) -> tuple[str, ...]:
+def _starting_options(request: TrainRequest) -> tuple[str, ...]:
     """Options of fine-tuning, and of weights to start from."""
     options: tuple[str, ...] = ()
     if request.conversations:
@@ -342,7 +342,7 @@ def _starting_options(request: Request) -> tuple[str, ...]:
     return options
 
 
-def _prepared_conversations(request: Request, data: TrainingData) -> TrainingData:
+def _prepared_conversations(request: TrainRequest, data: TrainingData) -> TrainingData:
     """Encode the conversations, so that a wrong file ends here; the training processes map the result.
 
     Raises:
@@ -366,7 +366,7 @@ def _prepared_conversations(request: Request, data: TrainingData) -> TrainingDat
     )
 
 
-def _print_report(request: Request, curve: log.Curve, baseline: float | None, started: float) -> None:
+def _print_report(request: TrainRequest, curve: log.Curve, baseline: float | None, started: float) -> None:
     of = "next token" if boosting.in_environment() is None else "MTP heads"
     for line in report.verdict(curve, baseline, of):
         print(line)
@@ -385,7 +385,7 @@ def _print_report(request: Request, curve: log.Curve, baseline: float | None, st
     print(f"took             {time.monotonic() - started:.0f} s")
 
 
-def _event_files(request: Request) -> tuple[str, ...]:
+def _event_files(request: TrainRequest) -> tuple[str, ...]:
     """Options that write TensorBoard event files below the output, if the package is installed."""
     if "--tensorboard-dir" in request.launch.options or importlib.util.find_spec("tensorboard") is None:
         return ()

@@ -12,25 +12,27 @@ from hypothesis import given, settings
 from megatron_nemotron3.boundary import intervals
 from megatron_nemotron3.boundary.bounds import bounds, traffic
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.plan import Plan
+from megatron_nemotron3.boundary.plan import TransferPlan
 from megatron_nemotron3.boundary.planner import make_plan, slices_of
 from tests.boundary.test_plan import cases
 
 
-def without_leaders(plan: Plan) -> Plan:
-    return Plan(plan.senders, plan.receivers, plan.segments, plan.row_bytes, plan.mode, leader_bytes=0)
+def without_leaders(plan: TransferPlan) -> TransferPlan:
+    return TransferPlan(
+        plan.senders, plan.receivers, plan.segments, plan.row_bytes, plan.mode, leader_bytes=0
+    )
 
 
-def held_by(plan: Plan) -> dict[int, set[tuple[int, int]]]:
+def held_by(plan: TransferPlan) -> dict[int, set[tuple[int, int]]]:
     """Rank -> rows as (sample segment, row in it), computed from the senders in the simplest way."""
     return _rows(plan, plan.senders, lambda s: (s.source_lane, s.source_start))
 
 
-def wanted_by(plan: Plan) -> dict[int, set[tuple[int, int]]]:
+def wanted_by(plan: TransferPlan) -> dict[int, set[tuple[int, int]]]:
     return _rows(plan, plan.receivers, lambda s: (s.lane, s.start))
 
 
-def _rows(plan: Plan, side, of) -> dict[int, set[tuple[int, int]]]:
+def _rows(plan: TransferPlan, side, of) -> dict[int, set[tuple[int, int]]]:
     found = {rank: set() for lane in side for group in lane for rank in group.ranks}
     for lane, groups in enumerate(side):
         names = {}  # row of the lane -> the same name on both sides

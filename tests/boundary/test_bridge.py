@@ -64,7 +64,7 @@ def _relations(relations: list[tuple[str, str]]) -> list[str]:
 
     from megatron_nemotron3.boundary.agreement import SPLIT_SIZES
     from megatron_nemotron3.boundary.bridge import Bridge
-    from megatron_nemotron3.boundary.feed import Microbatch, RowFeed, Stream
+    from megatron_nemotron3.boundary.feed import FeedStream, Microbatch, RowFeed
     from tests.support.boundary_reference import every_row, lane_of, of_lane
 
     rank, wrong = dist.get_rank(), []
@@ -75,7 +75,7 @@ def _relations(relations: list[tuple[str, str]]) -> list[str]:
         give, take = lane_of(edge.source, edge.source.pp - 1, rank), lane_of(edge.destination, 0, rank)
         batches = _ragged(math.lcm(edge.source.dp, edge.destination.dp) * (1 + number % 2))
         for fed in (False, True):
-            bridge.coordinator.training = Stream(
+            bridge.coordinator.training = FeedStream(
                 RowFeed(batches, lambda n: Microbatch.of({"images": n})) if fed else None
             )
             for step, rows in enumerate(batches):
@@ -115,7 +115,7 @@ def _slices() -> list[str]:
     import torch
     import torch.distributed as dist
 
-    from megatron_nemotron3.boundary.feed import RowFeed, Stream, describe_ids
+    from megatron_nemotron3.boundary.feed import FeedStream, RowFeed, describe_ids
     from tests.support.boundary_reference import every_row, lane_of, of_lane, of_rank
 
     rank, wrong, random = dist.get_rank(), [], np.random.default_rng(0)
@@ -127,7 +127,9 @@ def _slices() -> list[str]:
         batches = [(random.random((count, 16)) < share).astype(int) for share in (0.5, 0.0, 1.0, 0.2)]
         if edge.source.sequence_parallel:
             batches = [np.repeat(np.arange(16)[None] % 4 < 2, count, 0).astype(int)]
-        bridge.coordinator.training = Stream(RowFeed(batches, lambda ids: describe_ids(ids, {"images": 1})))
+        bridge.coordinator.training = FeedStream(
+            RowFeed(batches, lambda ids: describe_ids(ids, {"images": 1}))
+        )
         for step, ids in enumerate(batches):
             samples = every_row(ids.sum(1).tolist(), 6, torch.bfloat16, step)
             if give is not None:

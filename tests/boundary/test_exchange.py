@@ -27,7 +27,7 @@ def _counted(rows_of_samples: tuple[int, ...], leader_bytes: int) -> list[dict[s
     import torch.distributed as dist
 
     from benchmarks.wire import counted
-    from megatron_nemotron3.boundary.exchange import RowKind, Transfer
+    from megatron_nemotron3.boundary.exchange import RankTransfer, RowKind
     from megatron_nemotron3.boundary.failure import Failure
     from megatron_nemotron3.boundary.groups import Groups
 
@@ -42,7 +42,7 @@ def _counted(rows_of_samples: tuple[int, ...], leader_bytes: int) -> list[dict[s
         for plan in (forward, forward.backward):
             gives = any(rank in g.ranks for lane in plan.senders for g in lane)
             rows = torch.ones(plan.rows_held(rank), HIDDEN) if gives else None
-            transfer = Transfer(plan, rows, not gives, kind, "test")
+            transfer = RankTransfer(plan, rows, not gives, kind, "test")
             with counted() as wire:
                 exchange.exchange([transfer], groups, failure)
             found.append({"crossing": wire.crossing, "shared": wire.shared, "messages": wire.messages})
@@ -105,7 +105,7 @@ def _two_edges(fed: bool) -> list[tuple[int, int, int, int]]:
     from benchmarks.wire import counted
     from megatron_nemotron3.boundary.coordinator import Coordinator
     from megatron_nemotron3.boundary.edge import Edge
-    from megatron_nemotron3.boundary.feed import Microbatch, RowFeed, Stream
+    from megatron_nemotron3.boundary.feed import FeedStream, Microbatch, RowFeed
 
     rank, found = dist.get_rank(), []
     language = Layout.of(offset=2)
@@ -115,7 +115,7 @@ def _two_edges(fed: bool) -> list[tuple[int, int, int, int]]:
     coordinator = Coordinator(edges)
     batches = [{"images": [3, n + 1], "audio": [n, 2]} for n in range(4)]
     if fed:
-        coordinator.training = Stream(RowFeed(batches, Microbatch.of))
+        coordinator.training = FeedStream(RowFeed(batches, Microbatch.of))
     for batch in batches:
         mine = {name: torch.full((rows[rank % 2], HIDDEN), 1.0 + rank) for name, rows in batch.items()}
         with counted() as wire:
@@ -148,7 +148,7 @@ def test_transfer_tags_tell_beliefs_apart():
     """The same name with other counts, shapes or segments has another tag."""
     a, b = RELATIONS[0]
     transfers = [
-        exchange.Transfer(
+        exchange.RankTransfer(
             make_plan(a, b, rows, row_bytes=4), None, False, exchange.RowKind(row, torch.float32), name
         )
         for rows, row, name in [

@@ -91,7 +91,7 @@ def _by_itself(device: str) -> None:
     """Source and destination on one rank: what an exchange costs the host."""
     from megatron_nemotron3.boundary.coordinator import Coordinator
     from megatron_nemotron3.boundary.edge import Edge
-    from megatron_nemotron3.boundary.feed import Microbatch, RowFeed, Stream
+    from megatron_nemotron3.boundary.feed import FeedStream, Microbatch, RowFeed
     from megatron_nemotron3.boundary.layout import Layout
 
     coordinator = Coordinator(
@@ -99,7 +99,7 @@ def _by_itself(device: str) -> None:
     )
     assert coordinator.groups.device.type == device
     batches = [{"images": [3, n], "audio": [n, 2]} for n in (1, 0, 4)]
-    coordinator.training = Stream(RowFeed(batches, Microbatch.of))
+    coordinator.training = FeedStream(RowFeed(batches, Microbatch.of))
     for number, batch in enumerate(batches):
         rows = {
             name: torch.randn(sum(counts), 8, device=device, requires_grad=True)

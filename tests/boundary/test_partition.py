@@ -200,7 +200,7 @@ def test_sets_of_rows(a, b, first: int, last: int, number: int) -> None:
     assert flat(intervals.union([*a, *b])) == sorted({*rows} | {*flat(b)})
     assert flat(intervals.shift(a, 3)) == [row + 3 for row in rows]
     assert flat(intervals.at_places(first, last, a)) == rows[first:last]
-    clipped = intervals.Places(a).clip(first, last)
+    clipped = intervals.IntervalIndex(a).clip(first, last)
     assert [r for _, start, stop in clipped for r in range(start, stop)] == [
         r for r in rows if first <= r < last
     ]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron_nemotron3.boundary import intervals
 from megatron_nemotron3.boundary.layout import SHARES, Layout
 from megatron_nemotron3.boundary.partition import lane_rows, runs_of, sample_shares, segments
-from megatron_nemotron3.boundary.plan import Plan
+from megatron_nemotron3.boundary.plan import TransferPlan
 from megatron_nemotron3.boundary.planner import make_plan, receiver_groups, sender_groups, slices_of
 from tests.support.boundary_reference import media_of, of_context, unit, zigzag
 from tests.support.boundary_simulation import deliver
@@ -91,7 +91,7 @@ def test_between_disjoint_modules_each_row_goes_once_and_no_rank_carries_more_th
     source, destination, image, plan = case
     if plan.mode != "once":
         return
-    plan = Plan(plan.senders, plan.receivers, plan.segments, plan.row_bytes, "once", leader_bytes=0)
+    plan = TransferPlan(plan.senders, plan.receivers, plan.segments, plan.row_bytes, "once", leader_bytes=0)
     for direction in (plan, plan.backward):
         groups = [g for side in (direction.senders, direction.receivers) for lane in side for g in lane]
         part = max(math.ceil(intervals.count(group.rows) / len(group.ranks)) for group in groups)
@@ -180,7 +180,7 @@ EXPECTED = {
 GATHERS = {(4, 1): {(4, 5, 6, 7)}, (2, 2): {(4, 5), (6, 7)}, (1, 4): set()}
 
 
-def flat(plan: Plan) -> list[tuple[int, int, int, int, int]]:
+def flat(plan: TransferPlan) -> list[tuple[int, int, int, int, int]]:
     return [(m.source, m.destination, *piece) for m in plan.messages for piece in m.pieces]
 
 
@@ -247,7 +247,7 @@ def test_by_hand(name: str) -> None:
 
 
 def test_plans_are_hashable_and_equal_ones_are_equal() -> None:
-    def plan() -> Plan:
+    def plan() -> TransferPlan:
         return make_plan(Layout.of(dp=2), Layout.of(tp=2, offset=2), [3, 4], row_bytes=2)
 
     a, b = plan(), plan()
@@ -289,7 +289,7 @@ def test_what_cannot_cross(source: str, destination: str, rows: list[int], messa
 def test_samples_need_not_lie_in_equal_shares() -> None:
     """Two lanes own samples (0, 3, 1) and (2); the other side 0 to 3 in order."""
     rows, sent, taken = [1, 2, 3, 4], [(0, 3, 1), (2,)], sample_shares(4, 1)
-    plan = Plan(
+    plan = TransferPlan(
         sender_groups(Layout.of(dp=2), lane_rows(rows, sent)),
         receiver_groups(Layout.of(offset=2), lane_rows(rows, taken)),
         segments(rows, sent, taken),

@@ -45,14 +45,14 @@ def our_options(layout: ParallelLayout, *extra: str, **folders: str) -> list[str
     return mock_argv(CONFIG, layout, schedule, extra, **folders)
 
 
-def ours(layout: ParallelLayout, *extra: str, **folders: str) -> dict[int, log.Step]:
+def ours(layout: ParallelLayout, *extra: str, **folders: str) -> dict[int, log.LogStep]:
     """Steps of our launcher's run, which is started with the same numbers."""
     words = our_options(layout, *extra, **folders)
     output = distributed.run_launcher(["--device", "cpu", str(processes.ENTRY), *words], layout.world_size)
     return steps_of(output)
 
 
-def steps_of(output: str) -> dict[int, log.Step]:
+def steps_of(output: str) -> dict[int, log.LogStep]:
     """Iteration -> losses in what a run printed."""
     curve = log.Curve()
     for line in output.splitlines():
@@ -60,7 +60,7 @@ def steps_of(output: str) -> dict[int, log.Step]:
     return curve.steps
 
 
-def bridges(hf: Path, save: Path, load: Path, builder: bool, sizes: dict[str, int]) -> dict[int, log.Step]:
+def bridges(hf: Path, save: Path, load: Path, builder: bool, sizes: dict[str, int]) -> dict[int, log.LogStep]:
     """Steps of Bridge's `pretrain` on this rank, from the checkpoint in `load`, else the weights in `hf`."""
     provider = AutoBridge.from_hf_pretrained(str(hf)).to_megatron_provider()
     set_layout(provider, **sizes)

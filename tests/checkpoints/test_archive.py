@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_nemotron3.checkpoints.archive import ArchiveError, crc_problem, records
-from megatron_nemotron3.checkpoints.metadata import Chunk
+from megatron_nemotron3.checkpoints.metadata import TensorChunk
 from megatron_nemotron3.checkpoints.read import chunk_layout
 from megatron_nemotron3.checkpoints.unpickle import Refused
 from tests.support import checkpoint_writer as writer
@@ -21,7 +21,7 @@ def _problem(descriptor: int, length: int) -> str | None:
         for record in records(descriptor, 0, length):
             if problem := crc_problem(descriptor, record):
                 return problem
-        chunk_layout(descriptor, Chunk("", 0, length, (0,), (5,)), "bfloat16")
+        chunk_layout(descriptor, TensorChunk("", 0, length, (0,), (5,)), "bfloat16")
     except (ArchiveError, Refused) as problem:
         return str(problem)
     return None

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from megatron_nemotron3.checkpoints.metadata import (
     CheckpointError,
     CheckpointIndex,
-    Chunk,
-    StoredTensor,
+    DistTensor,
+    TensorChunk,
     read_metadata,
 )
 from tests.support import checkpoint_writer as writer
@@ -28,10 +28,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return writer.write(tmp_path_factory.mktemp("read") / "iter_0000002", writer.tensors(), 2)
 
 
-def read_chunk(folder: Path, chunk: Chunk, dtype: torch.dtype, rows: slice | None = None) -> torch.Tensor:
+def read_chunk(
+    folder: Path, chunk: TensorChunk, dtype: torch.dtype, rows: slice | None = None
+) -> torch.Tensor:
     """Read one chunk as if it were the whole tensor."""
-    alone = Chunk(chunk.file, chunk.offset, chunk.length, (0,) * len(chunk.sizes), chunk.sizes)
-    tensor = StoredTensor(str(dtype).removeprefix("torch."), chunk.sizes, (alone,))
+    alone = TensorChunk(chunk.file, chunk.offset, chunk.length, (0,) * len(chunk.sizes), chunk.sizes)
+    tensor = DistTensor(str(dtype).removeprefix("torch."), chunk.sizes, (alone,))
     return read_rows(CheckpointIndex(folder, {"chunk": tensor}, {}), "chunk", rows)
 
 
@@ -81,7 +83,7 @@ def test_memory_layouts_and_types(tensor: torch.Tensor, tmp_path: Path) -> None:
     stream = io.BytesIO()
     torch.save(tensor, stream)
     (tmp_path / "f").write_bytes(b"in front" + stream.getvalue() + b"behind")
-    chunk = Chunk("f", 8, len(stream.getvalue()), (0,) * tensor.ndim, tuple(tensor.shape))
+    chunk = TensorChunk("f", 8, len(stream.getvalue()), (0,) * tensor.ndim, tuple(tensor.shape))
     expected = tensor.detach()
     assert writer.same_bytes(read_chunk(tmp_path, chunk, tensor.dtype), expected)
     assert writer.same_bytes(read_chunk(tmp_path, chunk, tensor.dtype, slice(1, 2)), expected[1:2])
@@ -107,7 +109,7 @@ def test_errors_name_the_file(folder: Path, tmp_path: Path) -> None:
     (tmp_path / chunk.file).write_bytes((folder / chunk.file).read_bytes()[: chunk.offset + 100])
     with pytest.raises(CheckpointError, match=f"{tmp_path / chunk.file}: .*ends"):
         read_chunk(tmp_path, chunk, torch.uint8)
-    other = Chunk(chunk.file, chunk.offset, chunk.length, chunk.offsets, (2, 8))
+    other = TensorChunk(chunk.file, chunk.offset, chunk.length, chunk.offsets, (2, 8))
     with pytest.raises(
         CheckpointError, match=r"holds uint8 of shape \[4, 4\], .metadata says uint8 of shape \[2, 8\]"
     ):

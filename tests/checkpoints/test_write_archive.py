@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from megatron_nemotron3.checkpoints.archive import ALIGNMENT, crc_problem, records
 from megatron_nemotron3.checkpoints.integrity import check_integrity
-from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, CheckpointIndex, Chunk, StoredTensor
+from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, CheckpointIndex, DistTensor, TensorChunk
 from megatron_nemotron3.checkpoints.read import chunk_layout, opened
 from megatron_nemotron3.checkpoints.write import object_archive, tensor_archive
 from tests.support.checkpoint_reading import read_rows
@@ -65,7 +65,7 @@ def test_every_reader_finds_the_tensor(dtype: str, shape: tuple[int, ...], tmp_p
         found = records(descriptor, 0, len(whole))
         assert [r.name for r in found] == ["data.pkl", "byteorder", "data/0", "version"]
         assert not any(crc_problem(descriptor, record) for record in found)
-        layout = chunk_layout(descriptor, Chunk("one", 0, len(whole), (0,) * len(shape), shape), dtype)
+        layout = chunk_layout(descriptor, TensorChunk("one", 0, len(whole), (0,) * len(shape), shape), dtype)
     assert (layout.dtype, layout.shape, layout.offset % ALIGNMENT) == (dtype, shape, 0)
     assert layout.stride == tensor.stride()
     with zipfile.ZipFile(path) as archive:  # checks the CRC32s, the descriptors' and the directory's places
@@ -96,8 +96,8 @@ def test_a_folder_of_them_passes_the_full_check_and_a_flipped_bit_does_not(tmp_p
     blob, stored = b"", {}
     for name, tensor in tensors.items():
         whole = packed(tensor)
-        chunk = Chunk("__0_0.distcp", len(blob), len(whole), (0, 0), (5, 7))
-        stored[name] = StoredTensor(str(tensor.dtype).removeprefix("torch."), (5, 7), (chunk,))
+        chunk = TensorChunk("__0_0.distcp", len(blob), len(whole), (0, 0), (5, 7))
+        stored[name] = DistTensor(str(tensor.dtype).removeprefix("torch."), (5, 7), (chunk,))
         blob += whole
     path = tmp_path / "__0_0.distcp"
     path.write_bytes(blob)
@@ -125,7 +125,7 @@ def test_zip64_where_32_bits_end(length: int, tmp_path: Path) -> None:
     tensor = torch.load(path, weights_only=True, mmap=True)
     assert tensor.shape == (length,) and bytes(tensor[-3:].tolist()) == b"abc"
     with opened(path) as descriptor:
-        layout = chunk_layout(descriptor, Chunk("large", 0, archive.length, (0,), (length,)), "uint8")
+        layout = chunk_layout(descriptor, TensorChunk("large", 0, archive.length, (0,), (length,)), "uint8")
         assert layout.shape == (length,) and layout.offset == len(archive.head)
         (data,) = (r for r in records(descriptor, 0, archive.length) if r.name == "data/0")
         assert (data.crc, data.size) == (0x12345678, length)

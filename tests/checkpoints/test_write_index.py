@@ -17,16 +17,16 @@ from torch.distributed.checkpoint.metadata import Metadata
 from megatron_nemotron3.checkpoints.metadata import (
     ITEM_SIZE,
     CheckpointIndex,
-    Chunk,
+    DistTensor,
     StoredObject,
-    StoredTensor,
+    TensorChunk,
     read_metadata,
 )
 from megatron_nemotron3.checkpoints.write import COMMON_OBJECT, CONFIG_TEXT, index_bytes
 from tests.support.checkpoint_writer import tensors, write
 
 
-def roundtrip(folder: Path, stored: dict[str, StoredTensor], objects: dict[str, StoredObject]) -> None:
+def roundtrip(folder: Path, stored: dict[str, DistTensor], objects: dict[str, StoredObject]) -> None:
     folder.mkdir(exist_ok=True)
     (folder / ".metadata").write_bytes(index_bytes(stored, objects))
     found = read_metadata(folder)
@@ -62,8 +62,8 @@ def test_torch_loads_through_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ITEM_SIZE)
 def test_every_type(dtype: str, tmp_path: Path) -> None:
-    chunk = Chunk("__0_0.distcp", 0, 640, (0,), (5,))
-    roundtrip(tmp_path, {"w": StoredTensor(dtype, (5,), (chunk,))}, {})
+    chunk = TensorChunk("__0_0.distcp", 0, 640, (0,), (5,))
+    roundtrip(tmp_path, {"w": DistTensor(dtype, (5,), (chunk,))}, {})
     found: Metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
     properties = found.state_dict_metadata["w"].properties
     assert (properties.dtype, properties.layout) == (getattr(torch, dtype), torch.strided)
@@ -90,23 +90,25 @@ _NUMBER = st.one_of(st.integers(0, 300), st.integers(0, 1 << 62))
 def test_any_index(tmp_path_factory: pytest.TempPathFactory, made: dict, objects: dict) -> None:
     stored = {}
     for name, (dtype, shape, places) in made.items():
-        chunks = {first: Chunk("f", at, n, (first,), (n,)) for first, at, n in places}
-        stored[name] = StoredTensor(dtype, tuple(shape), tuple(chunks.values()))
+        chunks = {first: TensorChunk("f", at, n, (first,), (n,)) for first, at, n in places}
+        stored[name] = DistTensor(dtype, tuple(shape), tuple(chunks.values()))
     others = {k: StoredObject("g", *v) for k, v in objects.items() if k not in stored}
     roundtrip(tmp_path_factory.mktemp("any"), stored, others)
 
 
-def ultra(layers: int) -> tuple[dict[str, StoredTensor], dict[str, StoredObject]]:
+def ultra(layers: int) -> tuple[dict[str, DistTensor], dict[str, StoredObject]]:
     """Some layers of Ultra's experts, one chunk per expert; Ultra has 49 such layers."""
     stored, at = {}, 0
     for layer in range(layers):
         for fc in (1, 2):
             chunks = []
             for expert in range(512):
-                chunks.append(Chunk(f"__0_{at % 61}.distcp", at, 20_971_520, (expert, 0, 0), (1, 5120, 2048)))
+                chunks.append(
+                    TensorChunk(f"__0_{at % 61}.distcp", at, 20_971_520, (expert, 0, 0), (1, 5120, 2048))
+                )
                 at += 20_971_520
             name = f"decoder.layers.{layer}.mlp.experts.experts.linear_fc{fc}.weight"
-            stored[name] = StoredTensor("bfloat16", (512, 5120, 2048), tuple(chunks))
+            stored[name] = DistTensor("bfloat16", (512, 5120, 2048), tuple(chunks))
     objects = {
         f"decoder.layers.{i}.x._extra_state/shard_{i}_512": StoredObject("f", i, 704) for i in range(2000)
     }
@@ -131,12 +133,12 @@ def test_equal_input_gives_equal_bytes() -> None:
 
 
 def test_refused() -> None:
-    chunk = Chunk("f", 0, 64, (0,), (1,))
-    twice = StoredTensor("float32", (1,), (chunk, chunk))
+    chunk = TensorChunk("f", 0, 64, (0,), (1,))
+    twice = DistTensor("float32", (1,), (chunk, chunk))
     with pytest.raises(ValueError, match="'w' has two chunks at the same offset"):
         index_bytes({"w": twice}, {})
     with pytest.raises(ValueError, match="'w' is both a tensor and an object"):
-        index_bytes({"w": StoredTensor("float32", (1,), (chunk,))}, {"w": chunk})
+        index_bytes({"w": DistTensor("float32", (1,), (chunk,))}, {"w": chunk})
 
 
 def test_megatron_reads_the_rest(tmp_path: Path) -> None:

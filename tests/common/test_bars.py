@@ -11,7 +11,7 @@ import pytest
 
 from megatron_nemotron3.common import output
 from megatron_nemotron3.common.output import BYTES, Bar
-from megatron_nemotron3.train.progress import Progress
+from megatron_nemotron3.train.progress import TrainProgress
 from tests.train.test_progress import START, _save
 
 LOSSES = "lm loss: 5.185680E+00 | mtp_1 loss: 5.2E+00 | mtp_2 loss: 5.3E+00"
@@ -80,7 +80,7 @@ def test_training_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setattr(sys, "stdout", terminal)
-    seen = Progress(begun=4, total=10, seq_length=512)
+    seen = TrainProgress(begun=4, total=10, seq_length=512)
     for line in (START, step(5), *_save(5), " validation loss at iteration 6 | lm loss value: 5.0E+00 |\n"):
         time.sleep(0.12)
         seen.line(line)
@@ -98,7 +98,7 @@ def test_training_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_training_elsewhere_prints_its_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    seen = Progress(begun=4, total=10, seq_length=512)
+    seen = TrainProgress(begun=4, total=10, seq_length=512)
     for line in (START, step(5), step(10)):
         seen.line(line)
     seen.close()

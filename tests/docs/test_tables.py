@@ -116,7 +116,7 @@ def test_its_sample_is_what_its_text_speaks_of() -> None:
     steps = {}
     for line in lines:
         step = log.parse(line.replace("\n ", ""))
-        assert isinstance(step, log.Step) and step.total == 60
+        assert isinstance(step, log.LogStep) and step.total == 60
         steps[step.iteration] = step
     assert list(steps) == [1, 10, 30, 60]
     first, tenth, last = steps[1], steps[10], steps[60]

@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from megatron_nemotron3.checkpoints.convert import config_json
 from megatron_nemotron3.checkpoints.convert.inventory import hf_tensors
-from megatron_nemotron3.inference.refit.layouts import Serving, Training
+from megatron_nemotron3.inference.refit.layouts import EngineLayout, Training
 from megatron_nemotron3.models import Nemotron3Config, get
 
 #: Model, its vocabulary if it is another than its own, and the servers' layout.
@@ -120,7 +120,7 @@ def _ungated_experts_on_a_cpu() -> None:
     )
 
 
-def _vllm(rank: int, port: int, folder: str, serving: Serving) -> Iterator[tuple[str, Any]]:
+def _vllm(rank: int, port: int, folder: str, serving: EngineLayout) -> Iterator[tuple[str, Any]]:
     """Yield vLLM's models of one rank, with what goes before their parameters' names."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
@@ -152,7 +152,7 @@ def _vllm(rank: int, port: int, folder: str, serving: Serving) -> Iterator[tuple
             yield "draft.", initialize_model(options, model_config=which)
 
 
-def _sglang(rank: int, port: int, folder: str, serving: Serving) -> Iterator[tuple[str, Any]]:
+def _sglang(rank: int, port: int, folder: str, serving: EngineLayout) -> Iterator[tuple[str, Any]]:
     """Yield SGLang's models of one rank, with what goes before their parameters' names."""
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
@@ -205,12 +205,12 @@ def _loaded(
     from tests.support.refit_reference import trained
 
     config = model(name, vocabulary)
-    serving = Serving.of(config, layout, engine=engine)
+    serving = EngineLayout.of(config, layout, engine=engine)
     ranks, found, source, refit = serving.size, {}, {}, None
     training = Training.of(config, f"dp={ranks},ep={ranks}" if config.is_moe else f"dp={ranks}")
     for prefix, built in {"vllm": _vllm, "sglang": _sglang}[engine](rank, port, folder, serving):
         if refit is None:
-            whole = Serving.of(config, f"replicas={ranks}", engine="hf")
+            whole = EngineLayout.of(config, f"replicas={ranks}", engine="hf")
             refit = Refit(make_plan(training, whole, colocated=True))
             source = trained(config, training.layout, rank, numbers(config))
         parameters = dict(built.named_parameters())
@@ -236,7 +236,7 @@ def _process(queue: Any, rank: int, *case: Any) -> None:
 def record(engine: str, name: str, vocabulary: int | None, layout: str) -> dict[str, Any]:
     """Load a case's model on all its ranks."""
     config = model(name, vocabulary)
-    serving = Serving.of(config, layout, engine=engine)
+    serving = EngineLayout.of(config, layout, engine=engine)
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -23,8 +23,8 @@ from megatron_nemotron3.launch import (
 from megatron_nemotron3.launch.command_line import layout_of, read
 from megatron_nemotron3.launch.explain import (
     ORIGINS,
+    ExplainedOption,
     Explanation,
-    Setting,
     explain,
     explain_command,
     explain_nearest,
@@ -62,7 +62,7 @@ def command(words: list[str]) -> str:
     return "torchrun --nproc-per-node 8 pretrain_hybrid.py " + shlex.join(words)
 
 
-def by_name(explanation: Explanation) -> dict[str, Setting]:
+def by_name(explanation: Explanation) -> dict[str, ExplainedOption]:
     return {setting.name: setting for setting in explanation.settings}
 
 

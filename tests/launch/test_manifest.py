@@ -28,9 +28,9 @@ def _published(name: str) -> manifest.Parts:
     return manifest.parts_of(to_argv(flags(Launch(config=get(name)))), {}, name)
 
 
-def _written(folder: Path, parts: manifest.Parts) -> manifest.Manifest:
-    manifest.Manifest(folder).write(parts, None)
-    return manifest.Manifest(folder)
+def _written(folder: Path, parts: manifest.Parts) -> manifest.RunManifest:
+    manifest.RunManifest(folder).write(parts, None)
+    return manifest.RunManifest(folder)
 
 
 def _emulated(tmp_path: Path) -> manifest.Parts:
@@ -49,10 +49,10 @@ def test_emulated_nvfp4_does_not_become_bf16_in_silence(tmp_path: Path) -> None:
     found.require_same(_emulated(tmp_path), 7, (), ALL, {})
     (line,) = found.write(_parts(), 7)
     assert line.startswith("precision changes at step 7: ")
-    (change,) = [c for c in manifest.Manifest(tmp_path).content["changes"] if c["part"] == "precision"]
+    (change,) = [c for c in manifest.RunManifest(tmp_path).content["changes"] if c["part"] == "precision"]
     assert change["step"] == 7 and change["values"][EMULATE][1] is None
     with pytest.raises(ValueError, match="to step 9 with bf16, not nvfp4 emulated"):
-        manifest.Manifest(tmp_path).require_same(_emulated(tmp_path), 9, (), ALL, {})
+        manifest.RunManifest(tmp_path).require_same(_emulated(tmp_path), 9, (), ALL, {})
 
 
 def test_one_switch_of_the_recipe(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_layout_is_not_another_model(tmp_path: Path) -> None:
     layout = ParallelLayout(tp=2, pp=2, ep=2, dp=2)
     found.require_same(_parts(layout=layout), 3, (), ALL, {})
     assert found.write(_parts(layout=layout), 3) == []  # recorded, but nothing to be said
-    changes = {change["part"] for change in manifest.Manifest(tmp_path).content["changes"]}
+    changes = {change["part"] for change in manifest.RunManifest(tmp_path).content["changes"]}
     assert changes == {"launch"}
 
 
@@ -122,7 +122,7 @@ def test_a_folder_of_an_older_version(tmp_path: Path) -> None:
     config = tiny(get("super"))
     stored: Namespace = args_of(config, padded_vocab_size=config.vocab_size)
     before = manifest.parts_of_checkpoint(vars(stored) | {"bf16": True})
-    found = manifest.Manifest(tmp_path)
+    found = manifest.RunManifest(tmp_path)
     found.require_same(_parts(), 3, (), ALL, before)
     with pytest.raises(ValueError, match=r"holds a training of another model, not of nano-tiny \("):
         found.require_same(_parts("nano"), 3, (), ALL, before)
@@ -133,7 +133,7 @@ def test_a_folder_of_an_older_version(tmp_path: Path) -> None:
         found.require_same(_parts(precision="fp32"), 3, (), ALL, before)
     (line,) = found.write(_parts(), 3)
     assert "the folder had none" in line and "before step 3" in line
-    assert manifest.Manifest(tmp_path).write(_parts(), 4) == []
+    assert manifest.RunManifest(tmp_path).write(_parts(), 4) == []
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_a_folder_of_an_older_version(tmp_path: Path) -> None:
 def test_a_damaged_file(text: str, tmp_path: Path) -> None:
     (tmp_path / manifest.NAME).write_text(text)
     with pytest.raises(ValueError, match=r"run\.json: it is damaged: remove it"):
-        manifest.Manifest(tmp_path)
+        manifest.RunManifest(tmp_path)
 
 
 def test_what_it_says(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from benchmarks.gpu_world import world
 from megatron_nemotron3.layers import context_parallel, grouped_gpu
 from megatron_nemotron3.layers.lora import add_adapters
 from megatron_nemotron3.models import get
-from megatron_nemotron3.models.lora import LoRA
+from megatron_nemotron3.models.lora import LoRASettings
 from megatron_nemotron3.precision import scales, triton_quantize  # noqa: F401
 from megatron_nemotron3.precision.settings import emulating, gpu_kernels, parse
 from tests.support.fake_cuda import DEVICE, HostWait, backward, fake_cuda, first_of_two_ranks
@@ -130,7 +130,7 @@ def test_adapters() -> None:
     """LoRA on experts: each projection is a product of its own."""
 
     def adapt(model: Any) -> None:
-        add_adapters(model, LoRA(targets=("*.experts.linear_fc1", "*.experts.linear_fc2"), dim=8))
+        add_adapters(model, LoRASettings(targets=("*.experts.linear_fc1", "*.experts.linear_fc2"), dim=8))
 
     assert step("E", change=adapt) == set()
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.layers.linear import LayerNormColumnParallelLinear
-from megatron_nemotron3.layers.norm import LayerNorm, Norm, RMSNorm
+from megatron_nemotron3.layers.norm import LayerNorm, NormBuilder, RMSNorm
 from megatron_nemotron3.models import get
 from tests.parallel.case import Case
 from tests.parallel.compare import check
@@ -49,7 +49,7 @@ def torchs(gain: Tensor, bias: Tensor, eps: float) -> torch.nn.LayerNorm:
 @pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_values_and_gradients(dtype: torch.dtype, zero_centered: bool) -> None:
-    norm = Norm(config(layernorm_zero_centered_gamma=zero_centered, params_dtype=dtype), D, eps=1e-3)
+    norm = NormBuilder(config(layernorm_zero_centered_gamma=zero_centered, params_dtype=dtype), D, eps=1e-3)
     assert type(norm) is LayerNorm and norm.weight.dtype == norm.bias.dtype == dtype
     start = 0.0 if zero_centered else 1.0
     assert torch.equal(norm.weight, torch.full((D,), start, dtype=dtype)) and not norm.bias.any()
@@ -95,7 +95,7 @@ def test_fused_linear(zero_centered: bool) -> None:
 
 def test_rms_norm_has_no_bias() -> None:
     rms = config(normalization="RMSNorm")
-    assert type(Norm(rms, D)) is RMSNorm
+    assert type(NormBuilder(rms, D)) is RMSNorm
     layer = LayerNormColumnParallelLinear(D, OUT, config=rms, init_method=rms.init_method, bias=False)
     assert list(dict(layer.named_parameters())) == ["layer_norm_weight", "weight"]
     assert set(layer.state_dict()) == {"layer_norm_weight", "weight", "_extra_state"}
@@ -104,9 +104,9 @@ def test_rms_norm_has_no_bias() -> None:
 def test_marks_and_checkpoint() -> None:
     """Megatron sums gradients over TP ranks where a parameter has the mark, and stores one copy."""
     options = config(sequence_parallel=True, tensor_model_parallel_size=2)
-    norm = Norm(options, D)
+    norm = NormBuilder(options, D)
     assert norm.weight.sequence_parallel and norm.bias.sequence_parallel
-    assert not Norm(config(), D).bias.sequence_parallel
+    assert not NormBuilder(config(), D).bias.sequence_parallel
     plain = config()
     layer = LayerNormColumnParallelLinear(D, OUT, config=plain, init_method=plain.init_method, bias=False)
     stored = layer.sharded_state_dict(prefix="in_proj.", metadata={"dp_cp_group": None})

@@ -27,7 +27,7 @@ from megatron_nemotron3.layers.experts import ColumnParallelGroupedLinear, Group
 from megatron_nemotron3.layers.grouped import grouped_linear, grouped_linear_reference
 from megatron_nemotron3.layers.linear import LayerNormColumnParallelLinear
 from megatron_nemotron3.layers.mamba import Mamba2Mixer
-from megatron_nemotron3.layers.norm import Norm, RMSNorm
+from megatron_nemotron3.layers.norm import NormBuilder, RMSNorm
 from megatron_nemotron3.models import get
 from tests.support.model_mapping import megatron_model, randomize, transformer_config
 from tests.support.world import world_of_one
@@ -158,7 +158,7 @@ def norm(**changes: Any) -> RMSNorm:
 
 
 def built_norm(**changes: Any) -> RMSNorm:
-    return Norm(transformer_config(MODEL, **changes), 24)
+    return NormBuilder(transformer_config(MODEL, **changes), 24)
 
 
 def linear(**changes: Any) -> LayerNormColumnParallelLinear:

@@ -11,7 +11,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_nemotron3.layers.context_parallel import Places, zigzag
+from megatron_nemotron3.layers.context_parallel import TokenPlaces, zigzag
 from megatron_nemotron3.layers.mtp import LossHooks, PhysicalBorders
 
 DEPTHS = 3
@@ -217,6 +217,6 @@ def test_logged_losses_are_corrected_by_what_was_added(monkeypatch: pytest.Monke
 
 def test_places_wait_for_nothing() -> None:
     with NoWait():
-        Places.of(pack("one document is padded")[0], 12, 2, 1, torch.device("cpu"))
+        TokenPlaces.of(pack("one document is padded")[0], 12, 2, 1, torch.device("cpu"))
     with NoWait(), pytest.raises(AssertionError, match="aten::equal"):
         torch.equal(torch.ones(2), torch.ones(2))

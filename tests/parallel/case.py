@@ -13,7 +13,7 @@ from tests.support.short_run import short_schedule
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case(case.Case):
+class Case(case.TrainingCase):
     """A model, how it is spread, and what it is trained on, with the flags of this package."""
 
     #: Megatron options on top of ours.

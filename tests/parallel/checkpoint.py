@@ -6,21 +6,21 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.common.hooks import unwrapped
-from megatron_nemotron3.proof.certify.case import Case
+from megatron_nemotron3.proof.certify.case import TrainingCase
 from megatron_nemotron3.proof.certify.initial import metadata_of, state_of
 from megatron_nemotron3.proof.certify.ranks import run_distributed
 from megatron_nemotron3.proof.certify.tensors import Pieces, Tensors, gather, pieces
-from megatron_nemotron3.proof.certify.world import Run
+from megatron_nemotron3.proof.certify.world import TrainingRun
 
 
-def on_ranks(function: Any, case: Case, *args: Any) -> list[Tensors]:
+def on_ranks(function: Any, case: TrainingCase, *args: Any) -> list[Tensors]:
     """Each of the results, put together from the ranks."""
     size = case.layout.world_size
     ranks = run_distributed(function, size, case, *args, timeout=300, apart=True)
     return [gather(of_ranks) for of_ranks in zip(*ranks, strict=True)]
 
 
-def optimizer_pieces(run: Run) -> Pieces:
+def optimizer_pieces(run: TrainingRun) -> Pieces:
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
@@ -34,12 +34,12 @@ def optimizer_pieces(run: Run) -> Pieces:
     return result
 
 
-def save(case: Case, weights: Tensors, folder: Path, steps: int) -> tuple[Pieces, Pieces]:
+def save(case: TrainingCase, weights: Tensors, folder: Path, steps: int) -> tuple[Pieces, Pieces]:
     """Train some steps, save, and tell what was saved."""
     from megatron.core import dist_checkpointing
     from megatron.training.checkpointing import _clean_metadata_for_serialization
 
-    run = Run(case, weights)
+    run = TrainingRun(case, weights)
     for step in range(steps):
         run.forward_backward(step)
         run.step()
@@ -52,11 +52,11 @@ def save(case: Case, weights: Tensors, folder: Path, steps: int) -> tuple[Pieces
     return pieces(run.chunks), optimizer_pieces(run)
 
 
-def load(case: Case, folder: Path, steps: int, optimizer: bool) -> tuple[Pieces, ...]:
+def load(case: TrainingCase, folder: Path, steps: int, optimizer: bool) -> tuple[Pieces, ...]:
     """Load into a fresh model and tell what is in it; with the optimizer train on, and tell the weights."""
     from megatron.core import dist_checkpointing
 
-    run = Run(case, None)
+    run = TrainingRun(case, None)
     wanted = state_of(run, metadata_of(run), loading=True)
     if not optimizer:
         del wanted["optimizer"]
@@ -74,14 +74,14 @@ def load(case: Case, folder: Path, steps: int, optimizer: bool) -> tuple[Pieces,
     return loaded, moments, pieces(run.chunks)
 
 
-def both(case: Case, weights: Tensors) -> tuple[Pieces, Pieces]:
-    run = Run(case, weights)
+def both(case: TrainingCase, weights: Tensors) -> tuple[Pieces, Pieces]:
+    run = TrainingRun(case, weights)
     run.forward_backward(0)
     run.step()
     return pieces(run.chunks), optimizer_pieces(run)
 
 
-def shifted_state(case: Case, weights: Tensors) -> set[str]:
+def shifted_state(case: TrainingCase, weights: Tensors) -> set[str]:
     """Parameters of which the optimizer would save something else than it holds.
 
     In FP32 its copy of a parameter is the parameter, so what it would save can be checked.

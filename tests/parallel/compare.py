@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from megatron_nemotron3.proof.certify.case import Case
+from megatron_nemotron3.proof.certify.case import TrainingCase
 from megatron_nemotron3.proof.certify.compare import Distance, compared
 from megatron_nemotron3.proof.certify.noise import reference, weights
 from megatron_nemotron3.proof.certify.world import Result, train
 
 
-def check(one: Case, other: Case) -> tuple[Distance, Distance]:
+def check(one: TrainingCase, other: TrainingCase) -> tuple[Distance, Distance]:
     """Run `other` and hold it against `one`, a case of one rank. Returns distances of gradients, weights.
 
     Raises:
@@ -17,7 +17,7 @@ def check(one: Case, other: Case) -> tuple[Distance, Distance]:
     return against(one, reference(one), train(other, weights(one)))
 
 
-def against(one: Case, base: Result, found: Result) -> tuple[Distance, Distance]:
+def against(one: TrainingCase, base: Result, found: Result) -> tuple[Distance, Distance]:
     """The comparison itself."""
     distances = {distance.what: distance for distance in compared(one, base, found)}
     too_far = [distance.problem for distance in distances.values() if not distance.share <= 1]

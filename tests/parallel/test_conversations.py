@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.proof.certify.ranks import run_distributed
 from megatron_nemotron3.proof.certify.tensors import Tensors, gather, gradients
-from megatron_nemotron3.proof.certify.world import Run, initial_weights
+from megatron_nemotron3.proof.certify.world import TrainingRun, initial_weights
 from megatron_nemotron3.train.data import packing
 from megatron_nemotron3.train.data.conversations import Conversation, Encoded
 from tests.parallel.case import Case
@@ -101,7 +101,7 @@ def _measure(case: Case, weights: Tensors, mean: str, separate: bool, folder: st
     from megatron_nemotron3.proof.certify.world import _mean_loss
     from megatron_nemotron3.train import fine_tuning
 
-    run = Run(case, weights)
+    run = TrainingRun(case, weights)
     for chunk in run.chunks:
         chunk.zero_grad_buffer()
         chunk.force_all_reduce = True

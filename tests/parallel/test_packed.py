@@ -9,7 +9,12 @@ import pytest
 import torch
 
 from megatron_nemotron3.launch import ParallelLayout
-from megatron_nemotron3.layers.context_parallel import Places, document_borders, gathered_positions, zigzag
+from megatron_nemotron3.layers.context_parallel import (
+    TokenPlaces,
+    document_borders,
+    gathered_positions,
+    zigzag,
+)
 from megatron_nemotron3.layers.mtp import MTPLayer, refuse_padding
 from megatron_nemotron3.proof.certify.noise import reference, weights
 from megatron_nemotron3.proof.certify.world import train
@@ -146,4 +151,4 @@ def forget_hooks(chunks: Any) -> None:
 def test_borders_of_other_documents_are_refused() -> None:
     packed = _Packed([0, 7], padded=[0, 8, 12])
     with pytest.raises(ValueError, match="of 1 documents, cu_seqlens_q_padded of 2"):
-        Places.of(packed, 12, 1, 0, torch.device("cpu"))  # type: ignore[arg-type]
+        TokenPlaces.of(packed, 12, 1, 0, torch.device("cpu"))  # type: ignore[arg-type]

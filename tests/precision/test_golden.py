@@ -96,7 +96,7 @@ def test_the_fast_values_are_the_codes_decoded(golden, case: str, kind: str, dev
         assert fast.dtype == dtype and fast.shape == x.shape
     units = quantizer.units(x, spec, amax=given)
     assert torch.equal(units.amax, slow.amax)
-    ones = quantizer.Packed(slow.codes, slow.scales, torch.tensor(2688.0, device=device), spec)
+    ones = quantizer.PackedOperand(slow.codes, slow.scales, torch.tensor(2688.0, device=device), spec)
     assert torch.equal(units.values.float(), ones.dequantize())  # exact in the dtype of x, BF16 and FP16 too
 
 

@@ -18,7 +18,7 @@ from megatron_nemotron3.layers.functional import rms_norm
 from megatron_nemotron3.layers.linear import DuplicatedLinear, LayerNormColumnParallelLinear
 from megatron_nemotron3.precision import install, settings
 from megatron_nemotron3.precision.quantizer import fake_quantize
-from megatron_nemotron3.precision.recipe import Recipe, Spec, recipe
+from megatron_nemotron3.precision.recipe import MatmulRecipe, Spec, recipe
 from megatron_nemotron3.precision.settings import Emulation
 from tests.support.emulation import seed
 from tests.support.models import hybrid_config
@@ -30,12 +30,12 @@ NOISE = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
 QUANTIZED = 0.01
 ROW, COLUMN = Spec(), Spec(axis=-2)
 MX_ROW, MX_COLUMN = Spec("mxfp8"), Spec("mxfp8", axis=-2)
-NVFP4 = Recipe(
+NVFP4 = MatmulRecipe(
     fprop=(Spec(), Spec(tile=True)),
     dgrad=(Spec(stochastic=True), Spec(tile=True)),
     wgrad=(Spec(axis=-2, hadamard=True, stochastic=True), Spec(axis=-2, hadamard=True)),
 )
-MXFP8 = Recipe((MX_ROW, MX_ROW), (MX_ROW, MX_COLUMN), (MX_COLUMN, MX_COLUMN))
+MXFP8 = MatmulRecipe((MX_ROW, MX_ROW), (MX_ROW, MX_COLUMN), (MX_COLUMN, MX_COLUMN))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -95,9 +95,9 @@ def test_recipes() -> None:
     assert not MXFP8.shares_weight
     assert recipe("bf16", Emulation()) is None
     without = recipe("nvfp4", Emulation(hadamard=False, stochastic=False, tile=False))
-    assert without == Recipe((ROW, ROW), (ROW, COLUMN), (COLUMN, COLUMN))
+    assert without == MatmulRecipe((ROW, ROW), (ROW, COLUMN), (COLUMN, COLUMN))
     only = recipe("mxfp8", Emulation(fprop=False, wgrad=False))
-    assert only == Recipe(None, MXFP8.dgrad, None)
+    assert only == MatmulRecipe(None, MXFP8.dgrad, None)
     with pytest.raises(ValueError, match="'fp8-tensorwise' is not emulated: use nvfp4, mxfp8 or bf16"):
         recipe("fp8-tensorwise", Emulation())
 
@@ -138,7 +138,7 @@ def filled(x: Tensor, block: int) -> Tensor:
     return torch.cat([x, x.new_zeros(-len(x) % block, x.shape[1])])
 
 
-def definition(x: Tensor, w: Tensor, dy: Tensor, how: Recipe) -> Step:
+def definition(x: Tensor, w: Tensor, dy: Tensor, how: MatmulRecipe) -> Step:
     """The three products [t, in], [out, in], [t, out] with explicit operands."""
     y = q(x, how.fprop[0]) @ q(w, how.fprop[1]).t() if how.fprop else x @ w.t()
     seed(7)

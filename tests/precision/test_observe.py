@@ -13,10 +13,10 @@ from torch import Tensor
 
 from megatron_nemotron3.common.switches import LOG_PRECISION
 from megatron_nemotron3.precision.install import emulate_stack
-from megatron_nemotron3.precision.observe import Observed, Observer
+from megatron_nemotron3.precision.observe import Observed, PrecisionObserver
 from megatron_nemotron3.precision.quantizer import fake_quantize
-from megatron_nemotron3.precision.recipe import Recipe, Spec
-from megatron_nemotron3.precision.report import GRADIENT, Row
+from megatron_nemotron3.precision.recipe import MatmulRecipe, Spec
+from megatron_nemotron3.precision.report import GRADIENT, ReportRow
 from megatron_nemotron3.precision.settings import (
     Logging,
     logging_in_environment,
@@ -57,7 +57,7 @@ def expected(tensors: list[Tensor], how: Spec) -> Any:
     return numbers(total.sums[0].tolist(), float(total.amax))
 
 
-def assert_row(row: Row, wanted: Any, stochastic: bool = False) -> None:
+def assert_row(row: ReportRow, wanted: Any, stochastic: bool = False) -> None:
     assert (row.elements, row.amax) == (wanted.elements, pytest.approx(wanted.amax, rel=1e-5))
     assert row.zeros == pytest.approx(wanted.zeros, rel=1e-5, abs=1e-9)
     if stochastic:  # other draws: small numbers go to zero or away from it, and the noise is larger
@@ -67,7 +67,9 @@ def assert_row(row: Row, wanted: Any, stochastic: bool = False) -> None:
     assert row.sqnr_db == pytest.approx(wanted.sqnr_db, abs=1e-3)
 
 
-def assert_linear(found: dict[str, Row], seen: Seen, how: Recipe, gradient: Tensor, stochastic: bool) -> None:
+def assert_linear(
+    found: dict[str, ReportRow], seen: Seen, how: MatmulRecipe, gradient: Tensor, stochastic: bool
+) -> None:
     assert how.fprop and how.dgrad and how.wgrad and seen.weight is not None
     operands = {
         "fprop.x": (seen.x, how.fprop[0]),
@@ -232,4 +234,4 @@ def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         emulate_stack(foreign)
     graphs: Any = SimpleNamespace(config=SimpleNamespace(cuda_graph_impl="local"))
     with pytest.raises(ValueError, match="--cuda-graph-impl local: a replayed graph hides the operands"):
-        Observer(graphs, chosen, used=False)
+        PrecisionObserver(graphs, chosen, used=False)

@@ -16,7 +16,7 @@ from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.precision import report
 from megatron_nemotron3.precision.observe import Observed
-from megatron_nemotron3.precision.report import GRADIENT, Row
+from megatron_nemotron3.precision.report import GRADIENT, ReportRow
 from megatron_nemotron3.precision.settings import Logging, logging_precision
 from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
 from megatron_nemotron3.train import processes
@@ -41,7 +41,7 @@ def taken(world_size: int, layout: dict[str, int] | None = None, **kwargs: Any) 
     return ranks[0]
 
 
-def close(a: Row, b: Row, shares: float, decibel: float) -> None:
+def close(a: ReportRow, b: ReportRow, shares: float, decibel: float) -> None:
     """The same row up to rounding of operands, or up to other draws."""
     assert (a.layer, a.module, a.tensor, a.format) == (b.layer, b.module, b.tensor, b.format)
     assert a.zeros == pytest.approx(b.zeros, abs=shares)
@@ -136,7 +136,7 @@ CONFIG = tiny(get("super")).but(pattern="EM*EM", vocab_size=255)
 
 def launched(
     layout: ParallelLayout, folder: Path, monkeypatch: pytest.MonkeyPatch, interval: int
-) -> list[Row]:
+) -> list[ReportRow]:
     """Three steps in Megatron's own loop."""
     monkeypatch.setenv(LOG_PRECISION, f"{interval}:{folder}")
     words = mock_argv(CONFIG, layout, short_schedule(3, lr=1e-6, min_lr=1e-7))

@@ -16,7 +16,7 @@ from megatron_nemotron3.launch import Launch, flags, precision_file
 from megatron_nemotron3.models import get
 from megatron_nemotron3.precision import install, yaml_file
 from megatron_nemotron3.precision.numerics import nvfp4
-from megatron_nemotron3.precision.packed import Packed, packed_values
+from megatron_nemotron3.precision.packed import PackedProducts, packed_values
 from megatron_nemotron3.precision.serving import PACKED_KINDS, spared
 from megatron_nemotron3.precision.settings import (
     Emulation,
@@ -77,7 +77,9 @@ def built(chosen: Emulation | None, pattern: str = "MEM*E/*E/*E", **changes: Any
 
 
 def packed_names(model: Any) -> set[str]:
-    return {name for name, m in model.named_modules() if isinstance(getattr(m, "products", None), Packed)}
+    return {
+        name for name, m in model.named_modules() if isinstance(getattr(m, "products", None), PackedProducts)
+    }
 
 
 @pytest.mark.usefixtures("world")

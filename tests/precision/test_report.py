@@ -9,12 +9,14 @@ import pytest
 
 from megatron_nemotron3 import cli
 from megatron_nemotron3.precision import report
-from megatron_nemotron3.precision.report import GRADIENT, ReportError, Row, append, read, summary
+from megatron_nemotron3.precision.report import GRADIENT, ReportError, ReportRow, append, read, summary
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def row(iteration: int = 1, layer: str = "layer_001", tensor: str = "fprop.x", **changes: object) -> Row:
+def row(
+    iteration: int = 1, layer: str = "layer_001", tensor: str = "fprop.x", **changes: object
+) -> ReportRow:
     values: dict[str, object] = {
         "module": "mixer.in_proj",
         "format": "nvfp4",
@@ -25,10 +27,10 @@ def row(iteration: int = 1, layer: str = "layer_001", tensor: str = "fprop.x", *
         "sqnr_db": 20.4,
         "amax": 3.5,
     }
-    return Row(iteration=iteration, layer=layer, tensor=tensor, **{**values, **changes})  # type: ignore[arg-type]
+    return ReportRow(iteration=iteration, layer=layer, tensor=tensor, **{**values, **changes})  # type: ignore[arg-type]
 
 
-def rows(iteration: int) -> list[Row]:
+def rows(iteration: int) -> list[ReportRow]:
     """Two Mamba layers, experts and an MTP layer."""
     mamba = [
         row(iteration, layer, tensor, module=f"mixer.{name}", format=fmt, flushed=share)
@@ -71,10 +73,10 @@ def test_a_run_that_was_killed_while_writing(tmp_path: Path) -> None:
         (None, "does not exist: train with --log-precision"),
         ("", ":1 is not the header"),
         ("a,b\n1,2\n", ":1 is not the header iteration,layer"),
-        (",".join(Row._fields) + "\n", "holds no measurement"),
-        (",".join(Row._fields) + "\n1,layer_001\n", ":2 is malformed .2 cells instead of 13"),
-        (",".join(Row._fields) + "\n1,l,m,nvfp4,other,1,5,0,0,0,0,-1,\n", "unknown tensor 'other'"),
-        (",".join(Row._fields) + "\nx,l,m,nvfp4,fprop.x,1,5,0,0,0,0,-1,\n", ":2 is malformed"),
+        (",".join(ReportRow._fields) + "\n", "holds no measurement"),
+        (",".join(ReportRow._fields) + "\n1,layer_001\n", ":2 is malformed .2 cells instead of 13"),
+        (",".join(ReportRow._fields) + "\n1,l,m,nvfp4,other,1,5,0,0,0,0,-1,\n", "unknown tensor 'other'"),
+        (",".join(ReportRow._fields) + "\nx,l,m,nvfp4,fprop.x,1,5,0,0,0,0,-1,\n", ":2 is malformed"),
         ("\u00e9\n", "is no precision report"),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.precision.experts import Rows, stacked_operand
+from megatron_nemotron3.precision.experts import ExpertRows, stacked_operand
 from megatron_nemotron3.precision.products import dequantized, operand, padded
 from megatron_nemotron3.precision.quantizer import fake_quantize, prepare
 from megatron_nemotron3.precision.recipe import PUBLISHED, Spec
@@ -128,7 +128,7 @@ def test_experts_are_measured_apart(how: Spec) -> None:
     """Three experts with 5, 0 and 20 tokens: as each one alone; rows that only fill up do not count."""
     counts, x = [5, 0, 20], normal(25, 32)
     x[7] = 0
-    rows = Rows(counts, 16 if how.axis == -2 else 1, x.device)
+    rows = ExpertRows(counts, 16 if how.axis == -2 else 1, x.device)
     filled = rows.fill(x)
     found = measure(
         filled, how, dequantized(rows.operand(filled, how)), owner=rows.owner, groups=3, filler=rows.filler

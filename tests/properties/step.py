@@ -227,16 +227,16 @@ def train_step(
         outcome = Outcome(
             parameters=parameters,
             vocabulary=args.padded_vocab_size,
-            **_step(world.Run(training, None, (chunks, args))),
+            **_step(world.TrainingRun(training, None, (chunks, args))),
         )
         return outcome if look is None else look(chunks, args)
 
 
-def _training(case: Case, args: Any) -> certify.Case:
+def _training(case: Case, args: Any) -> certify.TrainingCase:
     """What a run of `certify` needs beside the arguments. Their sizes count: options may change them."""
     # Tokens below every vocabulary drawn: a padded one must see the same ones.
     vocabulary = min(20, case.config.vocab_size)
-    return certify.Case(
+    return certify.TrainingCase(
         config=case.config.but(vocab_size=vocabulary),
         layout=case.layout,
         seq_length=args.seq_length,
@@ -261,7 +261,7 @@ def _together(build: Callable[[], Any]) -> Any:
     return result
 
 
-def _step(run: world.Run) -> dict[str, Any]:
+def _step(run: world.TrainingRun) -> dict[str, Any]:
     scheduler = loop.get_optimizer_param_scheduler(run.optimizer)
     loss = run.forward_backward(0)
     mtp = tuple(total / run.microbatches for total in world.mtp_losses())

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_nemotron3 import cli
-from megatron_nemotron3.cli.recipes import Recipe, recipes
+from megatron_nemotron3.cli.recipes import RecipeScript, recipes
 from tests.recipes.cases import BASIC, CASES, RECIPES, run
 
 #: What each kind of recipe needs beside itself.
@@ -51,7 +51,7 @@ def test_one_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("recipe", recipes(), ids=lambda recipe: f"{recipe.model}-{recipe.name}")
-def test_a_copy_has_what_it_needs(recipe: Recipe, tmp_path: Path) -> None:
+def test_a_copy_has_what_it_needs(recipe: RecipeScript, tmp_path: Path) -> None:
     assert _recipe(recipe.model, recipe.name, "--output", tmp_path) == 0
     own = {f"{recipe.model}/{recipe.name}.sh"}
     needed = OMNI if recipe.model == "omni" else SHARED

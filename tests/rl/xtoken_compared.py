@@ -14,7 +14,7 @@ from megatron_nemotron3.post_training.xtoken.align import Aligner, Alignment
 from megatron_nemotron3.post_training.xtoken.loss import span_losses
 from megatron_nemotron3.proof.certify.ranks import initialize
 from megatron_nemotron3.train.teacher.projection import Projection
-from megatron_nemotron3.train.teacher.tokens import Vocabulary
+from megatron_nemotron3.train.teacher.tokens import ByteVocabulary
 from tests.post_training.xtoken.tokenizers_of import TEXT, train
 from tests.rl.frameworks import placeholder, skeleton, use
 
@@ -76,8 +76,10 @@ def losses(folder: Path, same: bool) -> dict[str, Compared]:
     """All of `LOSSES`; `same`: with the student's tokenizer for the teacher."""
     initialize()
     module = _modules()
-    student = Vocabulary(train(folder / "a", 380, digits=3))
-    teacher = student if same else Vocabulary(train(folder / "b", 340, digits=1, special=("<eos>", "<pad>")))
+    student = ByteVocabulary(train(folder / "a", 380, digits=3))
+    teacher = (
+        student if same else ByteVocabulary(train(folder / "b", 340, digits=1, special=("<eos>", "<pad>")))
+    )
     projection = Projection.build(student, teacher)
     ids = [student.encode([text.encode()])[0] for text in TEXT[:2]]
     _, alignment = Aligner(student, teacher).batch([one[: min(map(len, ids))] for one in ids])
@@ -140,7 +142,7 @@ def different_rows(folder: Path) -> tuple[int, list[str]]:
     from transformers import PreTrainedTokenizerFast
 
     places = train(folder / "a", 380, digits=3), train(folder / "b", 340, digits=1, special=("<eos>",))
-    student, teacher = map(Vocabulary, places)
+    student, teacher = map(ByteVocabulary, places)
     theirs = [PreTrainedTokenizerFast(tokenizer_file=str(place / "tokenizer.json")) for place in places]
     counts: dict[tuple[int, int], float] = defaultdict(float)
     for source, target, role in ((*theirs, "student"), (*theirs[::-1], "teacher")):

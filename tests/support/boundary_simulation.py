@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_nemotron3.boundary.plan import Plan
+from megatron_nemotron3.boundary.plan import TransferPlan
 
 
-def deliver(plan: Plan, held: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
+def deliver(plan: TransferPlan, held: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
     """Buffers of the receivers after messages and gathers.
 
     Args:

@@ -17,7 +17,7 @@ from megatron_nemotron3.inference.generate.batch import ForwardBatch
 from megatron_nemotron3.inference.generate.engine import Engine
 from megatron_nemotron3.inference.generate.moe import MixtureOfExperts
 from megatron_nemotron3.inference.generate.mtp import MTP
-from megatron_nemotron3.inference.generate.state import KVCache, MambaState, State
+from megatron_nemotron3.inference.generate.state import DecodeState, KVCache, MambaState
 from megatron_nemotron3.inference.generate.weights import read_weights
 from megatron_nemotron3.models import Nemotron3Config, get
 from tests.support.checkpoint_pair import InMemory
@@ -111,7 +111,7 @@ def assert_mtp_equal(found: MTP, expected: MTP) -> None:
         assert_states_equal(mine, other)
 
 
-def assert_states_equal(found: State, expected: State) -> None:
+def assert_states_equal(found: DecodeState, expected: DecodeState) -> None:
     """Every tensor of every layer, as far as rows have tokens."""
     assert found.lengths == expected.lengths
     for mine, other in zip(found.layers, expected.layers, strict=True):

@@ -17,7 +17,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
 
 from megatron_nemotron3.precision import report
-from megatron_nemotron3.precision.report import Row
+from megatron_nemotron3.precision.report import ReportRow
 from megatron_nemotron3.precision.settings import Logging, logging_precision
 from megatron_nemotron3.proof.certify.ranks import initialize
 from tests.support.emulation import built
@@ -39,13 +39,13 @@ class Seen:
 class Run:
     """What some steps left behind."""
 
-    rows: list[Row]
+    rows: list[ReportRow]
     losses: list[Tensor]
     parameters: dict[str, Tensor]
     gradients: dict[str, Tensor]
     seen: dict[str, Seen]
 
-    def of(self, layer: str, module: str, iteration: int = 1) -> dict[str, Row]:
+    def of(self, layer: str, module: str, iteration: int = 1) -> dict[str, ReportRow]:
         """Tensor -> row."""
         return {
             r.tensor: r for r in self.rows if (r.iteration, r.layer, r.module) == (iteration, layer, module)

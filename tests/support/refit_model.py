@@ -11,7 +11,7 @@ from megatron_nemotron3.checkpoints.convert.inventory import mappings
 from megatron_nemotron3.checkpoints.convert.plan import apply
 from megatron_nemotron3.inference.refit.execute import Refit
 from megatron_nemotron3.inference.refit.held import empty_parameters, training_tensors
-from megatron_nemotron3.inference.refit.layouts import Serving, Training
+from megatron_nemotron3.inference.refit.layouts import EngineLayout, Training
 from megatron_nemotron3.inference.refit.planner import make_plan
 from megatron_nemotron3.launch import Launch, ParallelLayout
 from megatron_nemotron3.launch.plan.state import padded_vocab_size
@@ -45,7 +45,7 @@ def built_and_refitted(
         chunks.append(build(launch, **how))
     _fill(chunks)
     hf = _exported(config, layout, chunks)
-    serving = Serving(config=config, engine=engine, dtype="float32", **target)
+    serving = EngineLayout(config=config, engine=engine, dtype="float32", **target)
     training = Training(config=config, layout=layout)
     refit = Refit(make_plan(training, serving, colocated=True, buffer=1 << 20))
     parameters = None

@@ -11,8 +11,8 @@ from torch import Tensor
 from megatron_nemotron3.checkpoints.convert.quantized_recipes import formats, quantization
 from megatron_nemotron3.checkpoints.convert.quantized_views import Quantized
 from megatron_nemotron3.inference.refit.execute import Refit, RefitError
-from megatron_nemotron3.inference.refit.layouts import Serving, Training
-from megatron_nemotron3.inference.refit.plan import Plan
+from megatron_nemotron3.inference.refit.layouts import EngineLayout, Training
+from megatron_nemotron3.inference.refit.plan import RefitPlan
 from megatron_nemotron3.inference.refit.planner import make_plan
 from megatron_nemotron3.models import Nemotron3Config, get
 from tests.support.quantized_models import Memory, all_scales, random_model, read_whole
@@ -22,12 +22,12 @@ from tests.support.refit_reference import trained
 Packing = tuple[str, str, str, bool, dict[str, Any]]
 
 
-def packing_plan(case: Packing) -> Plan:
+def packing_plan(case: Packing) -> RefitPlan:
     """The plan of a case; each trainer has a server in its process."""
     name, source, recipe, scaled, settings = case
     config = get(name)
     training = Training.of(config, source)
-    serving = Serving(
+    serving = EngineLayout(
         config=config,
         engine="hf",
         replicas=training.layout.world_size,

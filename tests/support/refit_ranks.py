@@ -18,8 +18,8 @@ from torch import Tensor
 
 from megatron_nemotron3.inference.refit.execute import Refit, RefitError
 from megatron_nemotron3.inference.refit.held import empty_parameters
-from megatron_nemotron3.inference.refit.layouts import Serving, Training
-from megatron_nemotron3.inference.refit.plan import Plan
+from megatron_nemotron3.inference.refit.layouts import EngineLayout, Training
+from megatron_nemotron3.inference.refit.plan import RefitPlan
 from megatron_nemotron3.inference.refit.planner import make_plan
 from megatron_nemotron3.models import get
 from tests.support.refit_reference import loaded, trained, whole
@@ -28,11 +28,11 @@ from tests.support.refit_reference import loaded, trained, whole
 Case = tuple[str, str, str, str, dict[str, Any]]
 
 
-def plan_of(case: Case) -> Plan:
+def plan_of(case: Case) -> RefitPlan:
     """The plan of a case."""
     name, source, engine, target, settings = case
     config = get(name)
-    return make_plan(Training.of(config, source), Serving.of(config, target, engine=engine), **settings)
+    return make_plan(Training.of(config, source), EngineLayout.of(config, target, engine=engine), **settings)
 
 
 class Rank:

@@ -19,7 +19,11 @@ from typing import Any
 import torch
 
 from megatron_nemotron3.checkpoints.convert import config_json, inventory
-from megatron_nemotron3.checkpoints.convert.logits.compare import CheckOptions, check_logits, memory_bound
+from megatron_nemotron3.checkpoints.convert.logits.compare import (
+    LogitsCheckOptions,
+    check_logits,
+    memory_bound,
+)
 from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource
 from megatron_nemotron3.checkpoints.convert.views import Converted
 from megatron_nemotron3.models import Nemotron3Config, get
@@ -74,7 +78,7 @@ def main(name: str, tokens: int, whole: bool) -> None:
         megatron = Synthetic(config, Path(folder))
         hf = Converted(megatron, inventory.mappings(config), to_hf=True)
         started = time.monotonic()
-        report = check_logits(megatron, hf, config, CheckOptions(tokens))
+        report = check_logits(megatron, hf, config, LogitsCheckOptions(tokens))
         seconds = time.monotonic() - started
     result = {
         "passed": report.passed,

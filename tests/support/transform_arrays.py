@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_nemotron3.checkpoints.convert.plan import Plan, apply, extent
+from megatron_nemotron3.checkpoints.convert.plan import CopyPlan, apply, extent
 from megatron_nemotron3.checkpoints.convert.transforms import (
     concat,
     qkv,
@@ -127,7 +127,7 @@ def _vocabulary_rows(row: Row, weight: Any) -> int | None:
     return int(weight.shape[0]) if row.spellings[0].rule == "vocabulary" else None
 
 
-def check_plan(plan: Plan) -> None:
+def check_plan(plan: CopyPlan) -> None:
     """Check that a plan uses every element of both sides exactly once.
 
     Raises:

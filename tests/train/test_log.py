@@ -21,7 +21,7 @@ VALID = (
 
 def test_a_step() -> None:
     step = log.parse(STEP)
-    assert isinstance(step, log.Step)
+    assert isinstance(step, log.LogStep)
     assert (step.iteration, step.total, step.loss) == (3, 4, 5.18568)
     assert step.mtp == [5.462492, 5.437578]
     assert step.seconds == pytest.approx(0.1471)

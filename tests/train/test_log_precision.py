@@ -17,7 +17,7 @@ from megatron_nemotron3.launch import Launch, TrainingSchedule
 from megatron_nemotron3.precision import report
 from megatron_nemotron3.precision.settings import Logging
 from megatron_nemotron3.train import log
-from megatron_nemotron3.train.training import Request, _measurement
+from megatron_nemotron3.train.training import TrainRequest, _measurement
 
 TRAIN = ["train", "super", "--tiny", "--device", "cpu"]
 SPEC = ["--spec", "megatron_nemotron3.specs"]
@@ -49,9 +49,11 @@ def test_refused(
     assert not list(tmp_path.iterdir())
 
 
-def request(schedule: TrainingSchedule, *, backend: str = "torch", log_precision: int | None = 0) -> Request:
+def request(
+    schedule: TrainingSchedule, *, backend: str = "torch", log_precision: int | None = 0
+) -> TrainRequest:
     launch = Launch.of("super", tiny=True, backend=backend, schedule=schedule)
-    return Request(launch=launch, device="cpu", output=Path("runs/mine"), log_precision=log_precision)
+    return TrainRequest(launch=launch, device="cpu", output=Path("runs/mine"), log_precision=log_precision)
 
 
 def test_when() -> None:

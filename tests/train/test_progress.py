@@ -9,7 +9,7 @@ import pytest
 from megatron_nemotron3 import cli
 from megatron_nemotron3.checkpoints import folders
 from megatron_nemotron3.train import processes, progress
-from megatron_nemotron3.train.progress import Progress
+from megatron_nemotron3.train.progress import TrainProgress
 
 START = "[before the start of training step] datetime: 2026-11-22 15:57:46.788281 \n"
 END = "[after training is done] datetime: 2026-11-22 15:57:46.788281 \n"
@@ -29,8 +29,8 @@ def _save(number: int) -> list[str]:
     ]
 
 
-def _after(*lines: str, interrupts: int = 0) -> Progress:
-    progress = Progress()
+def _after(*lines: str, interrupts: int = 0) -> TrainProgress:
+    progress = TrainProgress()
     for line in lines:
         progress.line(line)
     for _ in range(interrupts):
@@ -150,7 +150,7 @@ def test_a_step_is_evaluated_once_and_the_other_evaluation_is_explained(
 def test_a_failed_save_is_one_line(
     interrupts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(words: list[str], env: dict[str, str], file: Path, watcher: Progress) -> int:
+    def fail(words: list[str], env: dict[str, str], file: Path, watcher: TrainProgress) -> int:
         for line in (START, _step(1, 2)):
             watcher.line(line)
         for _ in range(interrupts):

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_nemotron3.checkpoints.convert import peft
-from megatron_nemotron3.checkpoints.convert.adapters import Adapter, check_fits, to_megatron
+from megatron_nemotron3.checkpoints.convert.adapters import StoredAdapter, check_fits, to_megatron
 from megatron_nemotron3.checkpoints.convert.inventory import TensorMapping
 from megatron_nemotron3.checkpoints.convert.opened import Checkpoint
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.checkpoints.convert.streams import FilePlan
 from megatron_nemotron3.common.files import read_outside
 from megatron_nemotron3.common.output import say
-from megatron_nemotron3.models.lora import LINEARS, LoRA
+from megatron_nemotron3.models.lora import LINEARS, LoRASettings
 from megatron_nemotron3.models.tensors import hf_root
 
 if TYPE_CHECKING:
@@ -84,8 +84,10 @@ def _note(text: str) -> None:
     say(f"note         {text}", notes=[text])
 
 
-def megatron_adapter(adapter: Adapter, mappings: Sequence[TensorMapping]) -> tuple[str, list[TensorMapping]]:
-    """Return the settings to train on with (`LoRA.text`), and the mappings of the adapter's tensors.
+def megatron_adapter(
+    adapter: StoredAdapter, mappings: Sequence[TensorMapping]
+) -> tuple[str, list[TensorMapping]]:
+    """Return the settings to train on with (`LoRASettings.text`), and the mappings of the adapter's tensors.
 
     Raises:
         ValueError: as `to_megatron`; or matrices have several ranks, which one run does not train.
@@ -100,7 +102,7 @@ def megatron_adapter(adapter: Adapter, mappings: Sequence[TensorMapping]) -> tup
             f"--adapter: its ranks are {ranks}, one run trains one rank: merge it (--merge-adapter)"
         )
     targets = tuple(sorted(modules, key=LINEARS.index))
-    return LoRA(targets, dim=ranks[0], alpha=adapter.alpha).text(), found
+    return LoRASettings(targets, dim=ranks[0], alpha=adapter.alpha).text(), found
 
 
 def adapter_state(folder: Path) -> dict[str, object]:

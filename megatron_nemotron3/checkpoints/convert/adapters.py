@@ -31,7 +31,7 @@ _PAIR = re.compile(r"(.+)\.lora_[AB]\.weight")
 
 
 @dataclass(frozen=True)
-class Adapter:
+class StoredAdapter:
     """An adapter in the common form."""
 
     #: `STEM.lora_A.weight` and `STEM.lora_B.weight` for every weight `STEM.weight`.
@@ -120,17 +120,17 @@ def _of_adapter(name: str, module: str) -> str:
     return f"{module}.adapter.linear_out{name.removeprefix(module)}"
 
 
-def from_megatron(tensors: TensorSource, mappings: Iterable[TensorMapping], alpha: float) -> Adapter:
+def from_megatron(tensors: TensorSource, mappings: Iterable[TensorMapping], alpha: float) -> StoredAdapter:
     """Return the adapter whose tensors a Megatron checkpoint holds.
 
     Raises:
         ValueError: as `megatron_mappings`; CheckpointError: as `Converted`.
     """
     shapes = {name: tensor.shape for name, tensor in tensors.tensors.items()}
-    return Adapter(Converted(tensors, megatron_mappings(mappings, shapes), to_hf=True), alpha)
+    return StoredAdapter(Converted(tensors, megatron_mappings(mappings, shapes), to_hf=True), alpha)
 
 
-def to_megatron(adapter: Adapter, mappings: Iterable[TensorMapping]) -> list[TensorMapping]:
+def to_megatron(adapter: StoredAdapter, mappings: Iterable[TensorMapping]) -> list[TensorMapping]:
     """Return the mappings that make Megatron's adapter tensors of an adapter.
 
     Raises:
@@ -163,7 +163,7 @@ def to_megatron(adapter: Adapter, mappings: Iterable[TensorMapping]) -> list[Ten
     return result
 
 
-def _check_one_a(adapter: Adapter, stems: list[str]) -> None:
+def _check_one_a(adapter: StoredAdapter, stems: list[str]) -> None:
     parts = [adapter.tensors.read(s + A, whole(adapter.tensors.tensors[s + A].shape)) for s in stems]
     for stem, part in zip(stems[1:], parts[1:]):
         if (part != parts[0]).any():
@@ -179,7 +179,7 @@ class Merged(TensorSource):
     Computed in FP32 (FP64 for FP64 weights) and rounded once to the type of the weight.
     """
 
-    def __init__(self, weights: TensorSource, adapter: Adapter) -> None:
+    def __init__(self, weights: TensorSource, adapter: StoredAdapter) -> None:
         """
         Raises:
             ValueError: an adapter belongs to no weight, or has another shape than the weight.
@@ -210,7 +210,7 @@ class Merged(TensorSource):
         return self._adapter.tensors.tensors[name].dtype
 
 
-def check_fits(adapter: Adapter, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_fits(adapter: StoredAdapter, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Check that every pair has the shape of its weight.
 
     Args:

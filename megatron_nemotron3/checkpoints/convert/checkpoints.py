@@ -44,7 +44,7 @@ from megatron_nemotron3.checkpoints.state import stored_arguments
 from megatron_nemotron3.checkpoints.structure import CONFIG as METADATA
 from megatron_nemotron3.checkpoints.unpickle import Inert
 from megatron_nemotron3.models import Nemotron3Config, identify, named
-from megatron_nemotron3.models.lora import ARGUMENT, LoRA
+from megatron_nemotron3.models.lora import ARGUMENT, LoRASettings
 from megatron_nemotron3.models.omni import OmniConfig
 from megatron_nemotron3.models.pattern import HybridPattern
 
@@ -247,7 +247,7 @@ def _stored_alpha(folder: Path, state: dict[str, Any]) -> float:
             f"{folder}: it has LoRA adapters and does not say their alpha (Megatron-Bridge's run_config.yaml "
             "has it under peft): give --lora-alpha"
         )
-    return LoRA.parse(text).alpha
+    return LoRASettings.parse(text).alpha
 
 
 def _weight_keys(tensors: Iterable[str], allow_unused: Sequence[str]) -> tuple[dict[str, str], Counter[str]]:

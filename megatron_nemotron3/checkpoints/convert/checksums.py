@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_nemotron3.checkpoints.archive import BLOCK, Record, crc_mismatch, read_at
+from megatron_nemotron3.checkpoints.archive import BLOCK, ArchiveRecord, crc_mismatch, read_at
 from megatron_nemotron3.checkpoints.metadata import CheckpointError
 from megatron_nemotron3.checkpoints.read import opened
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import numpy
 
 #: A record of a file below the folder of the source.
-_Key = tuple[str, Record]
+_Key = tuple[str, ArchiveRecord]
 #: (first byte, one past the last) in the record -> CRC32.
 _Pieces = dict[tuple[int, int], int]
 #: Records that were not read whole, in plain lists: file, name, CRC32, offset, size, pieces.
@@ -40,7 +40,7 @@ class Reads:
         self._pieces: dict[_Key, _Pieces] = {}
         self._last: tuple[numpy.ndarray[Any, Any], int] | None = None
 
-    def add(self, path: Path, record: Record, offset: int, data: numpy.ndarray[Any, Any]) -> None:
+    def add(self, path: Path, record: ArchiveRecord, offset: int, data: numpy.ndarray[Any, Any]) -> None:
         """Note that contiguous `data` was read from `offset` of the file; `record` contains it."""
         if not record.crc or not data.nbytes:  # written without CRC32s
             return
@@ -95,7 +95,7 @@ class Reads:
                 raise ValueError(f"{rest!r:.80} does not describe pieces of records")
             if not isinstance(name, str) or not isinstance(label, str) or name not in (files or [name]):
                 raise ValueError(f"{name!r:.80} is not a file of the source")
-            pieces = self._pieces.setdefault((name, Record(label, crc, offset, size)), {})
+            pieces = self._pieces.setdefault((name, ArchiveRecord(label, crc, offset, size)), {})
             pieces |= {(begin, end): crc for begin, end, crc in known if begin < end <= size}
 
     def finish(self) -> None:
@@ -105,7 +105,7 @@ class Reads:
             CheckpointError: a record has another CRC32 than the stored one, or its file cannot be read.
         """
         for name, label, crc, offset, size, known in self.take():
-            record = Record(label, crc, offset, size)
+            record = ArchiveRecord(label, crc, offset, size)
             whole = []
             with opened(self.folder / name) as descriptor:
                 for begin, end, piece in _chain({(a, b): c for a, b, c in known}, size):
@@ -117,7 +117,9 @@ class Reads:
                         whole.append((start, start + len(data), zlib.crc32(data)))
             self._compare(name, record, whole)
 
-    def _compare(self, name: str, record: Record, pieces: Sequence[tuple[int, int, int | None]]) -> None:
+    def _compare(
+        self, name: str, record: ArchiveRecord, pieces: Sequence[tuple[int, int, int | None]]
+    ) -> None:
         crc = 0
         for begin, end, piece in pieces:
             assert piece is not None

@@ -240,9 +240,9 @@ def _require_transformers(options: SharedOptions) -> None:
 
 def _compare_logits(tokens: int, megatron: Any, hf: Any, config: Nemotron3Config) -> int:
     """Compare the logits of both checkpoints; returns the exit status."""
-    from megatron_nemotron3.checkpoints.convert.logits.compare import CheckOptions, check_logits
+    from megatron_nemotron3.checkpoints.convert.logits.compare import LogitsCheckOptions, check_logits
 
-    report = check_logits(megatron, hf, config, CheckOptions(tokens))
+    report = check_logits(megatron, hf, config, LogitsCheckOptions(tokens))
     heads = [{**asdict(one), "tolerance": one.tolerance} for one in report.logits]
     say(logits={"equal": report.passed, "problems": report.problems, "heads": heads})
     return report.exit_status
@@ -257,7 +257,7 @@ def verify(options: VerifyOptions) -> int:
     from megatron_nemotron3.checkpoints.convert import conversion
     from megatron_nemotron3.checkpoints.convert import verify as comparison
 
-    common = conversion.Options(
+    common = conversion.ConvertOptions(
         model=_model(options.stored.which),
         allow_unused=tuple(options.stored.allow_unused),
         workers=options.workers,

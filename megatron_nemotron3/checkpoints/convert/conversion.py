@@ -19,10 +19,10 @@ from megatron_nemotron3.checkpoints.convert.adapter_options import (
 )
 from megatron_nemotron3.checkpoints.convert.checkpoints import open_hugging_face, open_megatron
 from megatron_nemotron3.checkpoints.convert.hf_folder import CONFIG, read_config
-from megatron_nemotron3.checkpoints.convert.job import MANIFEST, Job, Progress, check_target, run
+from megatron_nemotron3.checkpoints.convert.job import MANIFEST, Job, JobProgress, check_target, run
 from megatron_nemotron3.checkpoints.convert.omni_config import TEXT, is_omni, part
 from megatron_nemotron3.checkpoints.convert.opened import Checkpoint, checkpoint_facts
-from megatron_nemotron3.checkpoints.convert.peft import Packed
+from megatron_nemotron3.checkpoints.convert.peft import PackedAdapter
 from megatron_nemotron3.checkpoints.convert.plan_lines import (
     config_lines,
     into_lines,
@@ -48,7 +48,7 @@ _NO_EFFECT = ("workers", "dry_run", "compare_logits", "url")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class ConvertOptions:
     """Options of both directions; names and meaning are those of the command line."""
 
     #: Default: the model is read from the checkpoint.
@@ -78,7 +78,7 @@ class Options:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ToHfOptions(Options):
+class ToHfOptions(ConvertOptions):
     """Options of `convert_to_hf`."""
 
     #: Default: the iteration that the tracker names.
@@ -94,7 +94,7 @@ class ToHfOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FromHfOptions(Options):
+class FromHfOptions(ConvertOptions):
     """Options of `convert_from_hf`."""
 
     make_vocab_size_divisible_by: int = 128
@@ -255,7 +255,7 @@ def _stated_vocabulary(reference: Path) -> int | None:
     return stated if type(stated) is int else None
 
 
-def _check_alike(opened: Checkpoint, options: Options) -> None:
+def _check_alike(opened: Checkpoint, options: ConvertOptions) -> None:
     if options.dtype is None:
         types = {
             name: tensor.dtype
@@ -265,7 +265,7 @@ def _check_alike(opened: Checkpoint, options: Options) -> None:
         inventory.check_types(opened.folder, types, alike=True)
 
 
-def _check_target(target: Path, options: Options) -> None:
+def _check_target(target: Path, options: ConvertOptions) -> None:
     check_target(target)
     if options.url is not None:
         if options.compare_logits is not None:
@@ -273,7 +273,9 @@ def _check_target(target: Path, options: Options) -> None:
         check_url(options.url)
 
 
-def _run_job(opened: Checkpoint, target: Path, job: Job, options: Options, notes: Iterable[str]) -> bool:
+def _run_job(
+    opened: Checkpoint, target: Path, job: Job, options: ConvertOptions, notes: Iterable[str]
+) -> bool:
     """Print the notes and the plan, and write the folder. Returns whether it was written."""
     for line in notes:
         say(line, notes=[" ".join(line.split())])
@@ -298,7 +300,7 @@ def _run_job(opened: Checkpoint, target: Path, job: Job, options: Options, notes
     started = time.monotonic()
     with Bar("convert", BYTES) as bar:
 
-        def show(at: Progress) -> None:
+        def show(at: JobProgress) -> None:
             bar.to(at.done, at.total, begun=at.begun)
 
         if options.url is not None:
@@ -313,7 +315,7 @@ def _run_job(opened: Checkpoint, target: Path, job: Job, options: Options, notes
         seconds=seconds,
         manifest=shown(target / MANIFEST),
     )
-    same = options.only is None and not isinstance(job.source, (Quantized, Packed))
+    same = options.only is None and not isinstance(job.source, (Quantized, PackedAdapter))
     if options.compare_logits is None and same:
         say(f"next         nemotron3 verify {shown(opened.folder)} {shown(target)}")
     return True
@@ -345,7 +347,7 @@ def _cast(view: TensorSource, dtype: str | None, opened: Checkpoint, *, hf: bool
     return Cast(view, dtype, keep=kept.__contains__)
 
 
-def _job_options(options: Options, scales: Mapping[str, float] | None = None) -> dict[str, object]:
+def _job_options(options: ConvertOptions, scales: Mapping[str, float] | None = None) -> dict[str, object]:
     """Return every option that may change what is written, and the content of the scale file."""
     values = {one.name: getattr(options, one.name) for one in fields(options) if one.name not in _NO_EFFECT}
     return {**values, "scales": scales}
@@ -356,7 +358,7 @@ def _job(
     target: Path,
     view: TensorSource,
     plan: tuple[Sequence[FilePlan], Mapping[str, bytes]],
-    options: Options,
+    options: ConvertOptions,
     scales: Mapping[str, float] | None = None,
 ) -> Job:
     """Return what to write, where it comes from, and all that may change it.

@@ -28,7 +28,7 @@ from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorS
 from megatron_nemotron3.checkpoints.convert.streams import FilePlan, Part
 from megatron_nemotron3.checkpoints.convert.views import Converted
 from megatron_nemotron3.checkpoints.folders import RELEASE, TRACKER
-from megatron_nemotron3.checkpoints.metadata import COMMON, INDEX, Chunk, StoredObject, StoredTensor
+from megatron_nemotron3.checkpoints.metadata import COMMON, INDEX, DistTensor, StoredObject, TensorChunk
 from megatron_nemotron3.checkpoints.structure import CONFIG
 from megatron_nemotron3.checkpoints.write import (
     COMMON_OBJECT,
@@ -57,7 +57,7 @@ class FolderPlan:
 
     limit: int
     files: list[FilePlan] = field(default_factory=list)
-    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    tensors: dict[str, DistTensor] = field(default_factory=dict)
     objects: dict[str, StoredObject] = field(default_factory=dict)
     _parts: list[Part] = field(default_factory=list)
     _length: int = 0
@@ -77,8 +77,8 @@ class FolderPlan:
             )
             place = self._append(part)
             starts = tuple(start for start, _ in one)
-            chunks.append(Chunk(place.file, place.offset, place.length, starts, extent(one)))
-        self.tensors[name] = StoredTensor(tensor.dtype, tensor.shape, tuple(chunks))
+            chunks.append(TensorChunk(place.file, place.offset, place.length, starts, extent(one)))
+        self.tensors[name] = DistTensor(tensor.dtype, tensor.shape, tuple(chunks))
 
     def add_object(self, key: str, archive: bytes) -> None:
         """Add a pickled object."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from megatron_nemotron3.checkpoints.convert import transforms
 from megatron_nemotron3.checkpoints.convert.keys import NameLookup, Prefix, plain_name, prefixes
-from megatron_nemotron3.checkpoints.convert.plan import Plan, Shape
+from megatron_nemotron3.checkpoints.convert.plan import CopyPlan, Shape
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.tensors import (
     DIALECTS,
@@ -60,7 +60,7 @@ class TensorMapping:
     hf: tuple[Tensor, ...]
     head_dim: int
 
-    def to_hf(self) -> Plan:
+    def to_hf(self) -> CopyPlan:
         """Return the plan that makes the HF tensors from Megatron's; `.inverse()` goes back."""
         rule = transforms.RULES[self.spelling.rule]
         return rule(_shapes_by_name(self.megatron), _shapes_by_name(self.hf), self.head_dim)

@@ -111,7 +111,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Progress:
+class JobProgress:
     """Progress of a job in bytes; `begun` of them were written before this process started."""
 
     done: int
@@ -142,7 +142,7 @@ def partial_of(target: Path) -> Path:
 
 
 def run(
-    job: Job, *, workers: int = 1, report: Callable[[Progress], None] = lambda progress: None
+    job: Job, *, workers: int = 1, report: Callable[[JobProgress], None] = lambda progress: None
 ) -> dict[str, Any]:
     """Write the folder. Returns its manifest.
 
@@ -183,7 +183,9 @@ def run(
         ) from None
 
 
-def _run_locked(job: Job, partial: Path, workers: int, report: Callable[[Progress], None]) -> dict[str, Any]:
+def _run_locked(
+    job: Job, partial: Path, workers: int, report: Callable[[JobProgress], None]
+) -> dict[str, Any]:
     state, fingerprint = job.source_state(), job.fingerprint()
     done = _finished_files(partial, fingerprint, job)
     todo = [plan for plan in job.files if plan.name not in done]
@@ -288,7 +290,7 @@ def _journal_lines(partial: Path) -> list[dict[str, Any]]:
 
 
 def _write_files(
-    todo: Sequence[FilePlan], job: Job, partial: Path, workers: int, report: Callable[[Progress], None]
+    todo: Sequence[FilePlan], job: Job, partial: Path, workers: int, report: Callable[[JobProgress], None]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Write files in any order; yield (name, journal entry) of each finished file."""
     total = sum(plan.length for plan in job.files)
@@ -304,7 +306,7 @@ def _write_files(
         return plan.name, {**entry, "read": rest} if rest else entry
 
     def tell(done: int) -> None:
-        report(Progress(before + done, total, before))
+        report(JobProgress(before + done, total, before))
 
     yield from parallel_map(write_one, range(len(todo)), workers=workers, report=tell)
 

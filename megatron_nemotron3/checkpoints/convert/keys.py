@@ -32,7 +32,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from megatron_nemotron3.checkpoints.convert.sources import SourceTensor
-from megatron_nemotron3.checkpoints.metadata import StoredTensor
+from megatron_nemotron3.checkpoints.metadata import DistTensor
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.pattern import HybridPattern
 from megatron_nemotron3.models.tensors import ROWS, NamedShape, Row, Spelling, hf_root, rows_of
@@ -251,7 +251,7 @@ _RESHARD = (
 
 
 def master_keys(
-    tensors: Mapping[str, StoredTensor | SourceTensor], *, optional: str | None = None
+    tensors: Mapping[str, DistTensor | SourceTensor], *, optional: str | None = None
 ) -> dict[str, str]:
     """Map the plain name of each weight to the key of its FP32 master. Float32 weights may be absent.
 
@@ -294,7 +294,7 @@ def master_keys(
 
 
 def _missing_masters_message(
-    missing: int, total: int, first: str, tensors: Mapping[str, StoredTensor | SourceTensor]
+    missing: int, total: int, first: str, tensors: Mapping[str, DistTensor | SourceTensor]
 ) -> str:
     number = (
         f"{missing} of {total} weights have no FP32 master that can be identified by name, first {first!r}: "

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.checkpoints.convert import inventory, omni_inventory
-from megatron_nemotron3.checkpoints.convert.adapters import Adapter, Merged
+from megatron_nemotron3.checkpoints.convert.adapters import Merged, StoredAdapter
 from megatron_nemotron3.checkpoints.convert.inventory import TensorMapping
 from megatron_nemotron3.checkpoints.convert.omni_inventory import LANGUAGE
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
@@ -40,7 +40,7 @@ class Checkpoint:
     #: The vocabulary size is unknown, and the padded size is used instead.
     vocabulary_guessed: bool = False
     #: The checkpoint's own LoRA adapter, or another's.
-    adapter: Adapter | None = None
+    adapter: StoredAdapter | None = None
     #: The model with encoders, of which `config` is the language model; None without encoders.
     omni: OmniConfig | None = None
 

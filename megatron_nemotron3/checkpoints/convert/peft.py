@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_nemotron3.checkpoints.convert.adapters import A, Adapter, B
+from megatron_nemotron3.checkpoints.convert.adapters import A, B, StoredAdapter
 from megatron_nemotron3.checkpoints.convert.hf_folder import (
     header_tensor,
     read_safetensors_header,
@@ -61,10 +61,10 @@ class _Packing:
     stems: list[str] = field(default_factory=list)
 
 
-class Packed(TensorSource):
+class PackedAdapter(TensorSource):
     """An adapter's tensors under peft's names, experts packed."""
 
-    def __init__(self, adapter: Adapter) -> None:
+    def __init__(self, adapter: StoredAdapter) -> None:
         source = adapter.tensors
         self.folder, self.files, self.reads, self._source = source.folder, source.files, source.reads, source
         self._parts: dict[str, list[str]] = {}
@@ -173,7 +173,7 @@ class Unpacked(TensorSource):
         return numpy.ascontiguousarray(mine[:, columns[0] : columns[1]])
 
 
-def open_peft(folder: Path, *, experts: int, root: str) -> Adapter:
+def open_peft(folder: Path, *, experts: int, root: str) -> StoredAdapter:
     """Open an adapter folder; only its configuration and the header of its weights are read.
 
     Raises:
@@ -202,11 +202,11 @@ def open_peft(folder: Path, *, experts: int, root: str) -> Adapter:
     tensors = {name: header_tensor(folder / WEIGHTS, entry) for name, entry in header.items()}
     source = FileSource(folder, tensors, {WEIGHTS: size})
     unpacked = Unpacked(source, experts, map(str, parameters), root)
-    return Adapter(unpacked, alpha, bool(data.get("use_rslora")))
+    return StoredAdapter(unpacked, alpha, bool(data.get("use_rslora")))
 
 
 def folder_plan(
-    adapter: Adapter, names: Iterable[str], base: str | None
+    adapter: StoredAdapter, names: Iterable[str], base: str | None
 ) -> tuple[TensorSource, list[FilePlan], dict[str, bytes]]:
     """Plan an adapter folder: the view to write from, the file of tensors, and the configuration.
 
@@ -214,7 +214,7 @@ def folder_plan(
         names: Hugging Face's names of all weights of the model.
         base: `base_model_name_or_path`.
     """
-    view = Packed(adapter)
+    view = PackedAdapter(adapter)
     ordered = sorted(view.tensors.items())
     head = safetensors_header(((name, t.dtype, t.shape) for name, t in ordered), {"format": "pt"})
     parts = [Part(head=head)]
@@ -223,7 +223,7 @@ def folder_plan(
     return view, [FilePlan(WEIGHTS, parts)], {CONFIG: text.encode()}
 
 
-def config(adapter: Adapter, names: Iterable[str], base: str | None) -> dict[str, Any]:
+def config(adapter: StoredAdapter, names: Iterable[str], base: str | None) -> dict[str, Any]:
     """Return adapter_config.json. Names are short where all modules of a name are adapted."""
     stems = [stem for stem in adapter.stems if not stem.startswith("mtp.")]
     weights = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]

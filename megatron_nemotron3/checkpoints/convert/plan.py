@@ -28,7 +28,7 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Piece:
+class CopyPiece:
     """`destination[destination_slices] = source[source_slices]`, up to axes of length 1."""
 
     source: str
@@ -38,7 +38,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Plan:
+class CopyPlan:
     """Pieces that make all destinations from the sources.
 
     Every element of every destination is in exactly one piece or in `filled`. Every element of every source
@@ -47,17 +47,17 @@ class Plan:
 
     sources: Mapping[str, Shape]
     destinations: Mapping[str, Shape]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[CopyPiece, ...]
     unused: tuple[Region, ...] = ()
     #: Written as zeros.
     filled: tuple[Region, ...] = ()
 
-    def inverse(self) -> Plan:
+    def inverse(self) -> CopyPlan:
         """Return the plan that makes the sources from the destinations."""
         back = tuple(
-            Piece(p.destination, p.destination_slices, p.source, p.source_slices) for p in self.pieces
+            CopyPiece(p.destination, p.destination_slices, p.source, p.source_slices) for p in self.pieces
         )
-        return Plan(self.destinations, self.sources, back, self.filled, self.unused)
+        return CopyPlan(self.destinations, self.sources, back, self.filled, self.unused)
 
 
 def extent(slices: Slices) -> Shape:
@@ -92,7 +92,7 @@ def bands(slices: Slices, max_elements: int) -> Iterator[Slices]:
         yield (*slices[:axis], (begin, min(begin + step, stop)), *slices[axis + 1 :])
 
 
-def apply(plan: Plan, sources: Mapping[str, Any]) -> dict[str, Any]:
+def apply(plan: CopyPlan, sources: Mapping[str, Any]) -> dict[str, Any]:
     """Apply a plan in memory.
 
     Args:

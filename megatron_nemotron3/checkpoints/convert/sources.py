@@ -19,7 +19,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_nemotron3.checkpoints.archive import ArchiveError, Record, read_into
+from megatron_nemotron3.checkpoints.archive import ArchiveError, ArchiveRecord, read_into
 from megatron_nemotron3.checkpoints.convert.checksums import Reads
 from megatron_nemotron3.checkpoints.convert.plan import Shape, Slices, extent
 from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, CheckpointError
@@ -42,7 +42,7 @@ class Location:
     offset: int
     stride: tuple[int, ...]
     #: The record with a CRC32 that contains the block; None in a file without checksums.
-    record: Record | None = None
+    record: ArchiveRecord | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,9 @@ from typing import Any
 from megatron_nemotron3.checkpoints.convert import transforms
 from megatron_nemotron3.checkpoints.convert.hf_folder import regular_file_size
 from megatron_nemotron3.checkpoints.convert.keys import NameLookup, non_weight_kind
-from megatron_nemotron3.checkpoints.convert.plan import Plan
+from megatron_nemotron3.checkpoints.convert.plan import CopyPlan
 from megatron_nemotron3.checkpoints.convert.sources import Block, FileSource, Location, SourceTensor
-from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, CheckpointError, CheckpointIndex, Chunk
+from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, CheckpointError, CheckpointIndex, TensorChunk
 from megatron_nemotron3.checkpoints.read import chunk_layout, opened, stored_object
 from megatron_nemotron3.checkpoints.structure import check_structure
 from megatron_nemotron3.checkpoints.unpickle import Inert
@@ -53,7 +53,7 @@ def open_torch_dist(folder: Path) -> tuple[FileSource, CheckpointIndex]:
 def index_tensors(index: CheckpointIndex) -> dict[str, SourceTensor]:
     """Return every tensor of an index; the elements of a chunk are located when they are read."""
 
-    def block(chunk: Chunk, dtype: str) -> Block:
+    def block(chunk: TensorChunk, dtype: str) -> Block:
         return Block(chunk.offsets, chunk.sizes, partial(_locate_chunk, index.folder, chunk, dtype))
 
     return {
@@ -62,7 +62,7 @@ def index_tensors(index: CheckpointIndex) -> dict[str, SourceTensor]:
     }
 
 
-def _locate_chunk(folder: Path, chunk: Chunk, dtype: str) -> Location:
+def _locate_chunk(folder: Path, chunk: TensorChunk, dtype: str) -> Location:
     """Locate the elements of a chunk; only the headers of its archive are read."""
     path = folder / chunk.file
     with opened(path) as descriptor:
@@ -130,7 +130,7 @@ def _written_tp(source: FileSource, state: dict[str, Any]) -> int:
     return tp
 
 
-def _reordered(tensor: SourceTensor, plan: Plan) -> tuple[Block, ...]:
+def _reordered(tensor: SourceTensor, plan: CopyPlan) -> tuple[Block, ...]:
     """Cut the blocks of a tensor that was stored rank by rank, and move them to their rows in `plan`."""
     blocks = []
     for piece in plan.pieces:

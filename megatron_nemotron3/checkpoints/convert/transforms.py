@@ -1,7 +1,7 @@
 """The rules that convert Megatron's tensors to Hugging Face's, and the tensor-parallel split of parameters.
 
-`RULES[name](megatron, hf, head_dim)` takes names and shapes and returns the `Plan` that makes the HF tensors
-from Megatron's; its `inverse()` goes back.
+`RULES[name](megatron, hf, head_dim)` takes names and shapes and returns the `CopyPlan` that makes the HF
+tensors from Megatron's; its `inverse()` goes back.
 
 torch_dist folders hold global shapes, so the split is needed only for Megatron-FSDP's folders and for refit.
 `linear_qkv` is cut into equal bands of rows, even if TP exceeds the number of KV groups: Megatron gathers the
@@ -12,20 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from megatron_nemotron3.checkpoints.convert.plan import Piece, Plan, Region, Shape, band, whole
+from megatron_nemotron3.checkpoints.convert.plan import CopyPiece, CopyPlan, Region, Shape, band, whole
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.tensors import PARAMETER, Row, symbol_sizes
 
 Shapes = Mapping[str, Shape]
 
 
-def copy(megatron: Shapes, hf: Shapes, head_dim: int = 0) -> Plan:
+def copy(megatron: Shapes, hf: Shapes, head_dim: int = 0) -> CopyPlan:
     """Copy tensors that are the same on both sides, pair by pair."""
     pairs = _paired_tensors(megatron, hf)
-    return Plan(megatron, hf, tuple(Piece(a, whole(s), b, whole(hf[b])) for a, b, s in pairs))
+    return CopyPlan(megatron, hf, tuple(CopyPiece(a, whole(s), b, whole(hf[b])) for a, b, s in pairs))
 
 
-def vocabulary(megatron: Shapes, hf: Shapes, head_dim: int = 0) -> Plan:
+def vocabulary(megatron: Shapes, hf: Shapes, head_dim: int = 0) -> CopyPlan:
     """Take the first rows: Megatron's table is [padded vocabulary, d], HF's is [vocabulary, d].
 
     Raises:
@@ -39,35 +39,35 @@ def vocabulary(megatron: Shapes, hf: Shapes, head_dim: int = 0) -> Plan:
                 f"{a} {list(shape)} cannot hold the {rows} rows of {b} {list(hf[b])}: a vocabulary is padded "
                 "at its end, never cut"
             )
-        pieces.append(Piece(a, band(shape, 0, rows), b, whole(hf[b])))
+        pieces.append(CopyPiece(a, band(shape, 0, rows), b, whole(hf[b])))
         if shape[0] > rows:
             unused.append(Region(a, band(shape, rows, shape[0])))
-    return Plan(megatron, hf, tuple(pieces), unused=tuple(unused))
+    return CopyPlan(megatron, hf, tuple(pieces), unused=tuple(unused))
 
 
-def concat(megatron: Shapes, hf: Shapes, head_dim: int = 0) -> Plan:
+def concat(megatron: Shapes, hf: Shapes, head_dim: int = 0) -> CopyPlan:
     """Concatenate several tensors along axis 0 into one HF tensor."""
     ((whole_name, shape),) = hf.items()
     pieces, start = [], 0
     for name, part in megatron.items():
         if part[1:] != shape[1:]:
             raise ValueError(f"{name} {list(part)} is not a part of {whole_name} {list(shape)}")
-        pieces.append(Piece(name, whole(part), whole_name, band(shape, start, start + part[0])))
+        pieces.append(CopyPiece(name, whole(part), whole_name, band(shape, start, start + part[0])))
         start += part[0]
     if start != shape[0]:
         raise ValueError(f"{', '.join(megatron)} have {start} rows, {whole_name} has {shape[0]}")
-    return Plan(megatron, hf, tuple(pieces))
+    return CopyPlan(megatron, hf, tuple(pieces))
 
 
-def shared(megatron: Shapes, hf: Shapes, head_dim: int = 0) -> Plan:
+def shared(megatron: Shapes, hf: Shapes, head_dim: int = 0) -> CopyPlan:
     """Copy one tensor into each HF tensor (A of a LoRA adapter of q, k, v); back, take the first of them."""
     ((name, shape),) = megatron.items()
     if any(part != shape for part in hf.values()):
         raise ValueError(f"{name} {list(shape)} is not the same as each of {', '.join(hf)}")
-    return Plan(megatron, hf, tuple(Piece(name, whole(shape), one, whole(shape)) for one in hf))
+    return CopyPlan(megatron, hf, tuple(CopyPiece(name, whole(shape), one, whole(shape)) for one in hf))
 
 
-def stack(megatron: Shapes, hf: Shapes, head_dim: int = 0) -> Plan:
+def stack(megatron: Shapes, hf: Shapes, head_dim: int = 0) -> CopyPlan:
     """Unstack a tensor [experts, rows, columns] into an HF tensor [rows, columns] per expert."""
     ((name, shape),) = megatron.items()
     if shape[0] != len(hf):
@@ -76,11 +76,11 @@ def stack(megatron: Shapes, hf: Shapes, head_dim: int = 0) -> Plan:
     for expert, (one, part) in enumerate(hf.items()):
         if part != shape[1:]:
             raise ValueError(f"{one} {list(part)} is not a part of {name} {list(shape)}")
-        pieces.append(Piece(name, band(shape, expert, expert + 1), one, whole(part)))
-    return Plan(megatron, hf, tuple(pieces))
+        pieces.append(CopyPiece(name, band(shape, expert, expert + 1), one, whole(part)))
+    return CopyPlan(megatron, hf, tuple(pieces))
 
 
-def qkv(megatron: Shapes, hf: Shapes, head_dim: int = 0) -> Plan:
+def qkv(megatron: Shapes, hf: Shapes, head_dim: int = 0) -> CopyPlan:
     """Split the rows [q … q, k, v] of each KV group into q, k and v of all groups; a head is `head_dim` rows.
 
     Raises:
@@ -105,11 +105,11 @@ def qkv(megatron: Shapes, hf: Shapes, head_dim: int = 0) -> Plan:
             (v, v_shape, start + rows + head_dim, head_dim),
         ):
             to = band(part_shape, group * number, (group + 1) * number)
-            pieces.append(Piece(name, band(shape, begin, begin + number), part, to))
-    return Plan(megatron, hf, tuple(pieces))
+            pieces.append(CopyPiece(name, band(shape, begin, begin + number), part, to))
+    return CopyPlan(megatron, hf, tuple(pieces))
 
 
-RULES: dict[str, Callable[[Shapes, Shapes, int], Plan]] = {
+RULES: dict[str, Callable[[Shapes, Shapes, int], CopyPlan]] = {
     "copy": copy,
     "vocabulary": vocabulary,
     "concat": concat,
@@ -127,7 +127,7 @@ def _paired_tensors(megatron: Shapes, hf: Shapes) -> list[tuple[str, str, Shape]
     return [(a, b, shape) for (a, shape), b in zip(megatron.items(), hf)]
 
 
-def split(shape: Shape, size: int, *, axis: int = 0, parts: Sequence[int] = ()) -> Plan:
+def split(shape: Shape, size: int, *, axis: int = 0, parts: Sequence[int] = ()) -> CopyPlan:
     """Return the tensor-parallel split of a tensor "full" into the tensors "0" … "size - 1" of the ranks.
 
     Args:
@@ -154,14 +154,14 @@ def split(shape: Shape, size: int, *, axis: int = 0, parts: Sequence[int] = ()) 
             n = part // size
             begin = start + rank * n
             source, target = band(shape, begin, begin + n, axis), band(local, to, to + n, axis)
-            pieces.append(Piece("full", source, str(rank), target))
+            pieces.append(CopyPiece("full", source, str(rank), target))
             start, to = start + part, to + n
-    return Plan({"full": shape}, {str(rank): local for rank in range(size)}, tuple(pieces))
+    return CopyPlan({"full": shape}, {str(rank): local for rank in range(size)}, tuple(pieces))
 
 
 def split_parameter(
     row: Row, config: Nemotron3Config, *, tp: int, etp: int = 1, padded_vocab_size: int | None = None
-) -> Plan | None:
+) -> CopyPlan | None:
     """Return the plan that splits the parameter of a row ("full") over its ranks ("0" …).
 
     None if the parameter is replicated. Routed experts are split over their `etp` ranks, all other

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron_nemotron3.checkpoints.convert.checksums import combine_crc32
-from megatron_nemotron3.checkpoints.convert.job import JOURNAL, MANIFEST, Job, Progress, manifest_of
+from megatron_nemotron3.checkpoints.convert.job import JOURNAL, MANIFEST, Job, JobProgress, manifest_of
 from megatron_nemotron3.checkpoints.convert.streams import blocks, prefetched
 from megatron_nemotron3.checkpoints.remote import filesystem, root
 
@@ -31,7 +31,7 @@ def check_url(url: str) -> None:
             raise ValueError(f"{url}: it exists: give a new place, or remove it")
 
 
-def upload(job: Job, url: str, report: Callable[[Progress], None]) -> dict[str, Any]:
+def upload(job: Job, url: str, report: Callable[[JobProgress], None]) -> dict[str, Any]:
     """Write the files of a job to a URL. Returns the manifest.
 
     Nobody is kept from writing there at the same time: object stores have no locks.
@@ -60,7 +60,7 @@ def upload(job: Job, url: str, report: Callable[[Progress], None]) -> dict[str, 
                 crc, written = combine_crc32(crc, one, len(block)), written + len(block)
                 if (now := time.monotonic()) - last > 1:
                     last = now
-                    report(Progress(before + written, total, before))
+                    report(JobProgress(before + written, total, before))
         with _explained(url):
             if (size := store.info(f"{place}/{plan.name}")["size"]) != plan.length:
                 raise ValueError(f"{url}/{plan.name}: {size:,} bytes arrived of {plan.length:,}")

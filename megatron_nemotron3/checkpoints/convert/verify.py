@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron_nemotron3.checkpoints.archive import preadv
 from megatron_nemotron3.checkpoints.convert.checkpoints import open_checkpoint
 from megatron_nemotron3.checkpoints.convert.compare import Difference, compare
-from megatron_nemotron3.checkpoints.convert.conversion import Options
+from megatron_nemotron3.checkpoints.convert.conversion import ConvertOptions
 from megatron_nemotron3.checkpoints.convert.job import MANIFEST
 from megatron_nemotron3.checkpoints.convert.opened import checkpoint_facts, checkpoint_line
 from megatron_nemotron3.checkpoints.convert.streams import BAND
@@ -27,7 +27,12 @@ _SHOWN = 20
 
 
 def verify(
-    a: Path, b: Path | None, options: Options, *, dequantize: bool = False, vocab_size: int | None = None
+    a: Path,
+    b: Path | None,
+    options: ConvertOptions,
+    *,
+    dequantize: bool = False,
+    vocab_size: int | None = None,
 ) -> int:
     """Compare two checkpoints of any kind, or one with its manifest. Returns the exit status: 0 equal, 1 not.
 

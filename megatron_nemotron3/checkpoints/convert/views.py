@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_nemotron3.checkpoints.convert.checksums import JoinedReads, Reads
 from megatron_nemotron3.checkpoints.convert.inventory import TensorMapping
-from megatron_nemotron3.checkpoints.convert.plan import Piece, Slices, extent
+from megatron_nemotron3.checkpoints.convert.plan import CopyPiece, Slices, extent
 from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource, bits
 from megatron_nemotron3.checkpoints.metadata import CheckpointError
 from megatron_nemotron3.models.tensors import Row
@@ -59,7 +59,7 @@ class Converted(TensorSource):
                 tensors[tensor.name] = SourceTensor(min(kinds), tensor.shape)
                 self._mappings[tensor.name] = mapping
         self.tensors = tensors
-        self._cached: tuple[TensorMapping | None, dict[str, list[Piece]]] = (None, {})
+        self._cached: tuple[TensorMapping | None, dict[str, list[CopyPiece]]] = (None, {})
 
     @property
     def rows(self) -> dict[str, Row]:
@@ -93,12 +93,12 @@ class Converted(TensorSource):
             result[window] = part.reshape(extent(common))
         return result
 
-    def _pieces_of(self, name: str) -> list[Piece]:
+    def _pieces_of(self, name: str) -> list[CopyPiece]:
         """Return the pieces of a tensor; those of the last mapping are cached."""
         mapping = self._mappings[name]
         if self._cached[0] is not mapping:
             plan = mapping.to_hf() if self.to_hf else mapping.to_hf().inverse()
-            pieces: dict[str, list[Piece]] = {}
+            pieces: dict[str, list[CopyPiece]] = {}
             for piece in sorted(plan.pieces, key=lambda p: p.destination_slices):
                 pieces.setdefault(piece.destination, []).append(piece)
             self._cached = (mapping, pieces)
@@ -201,11 +201,11 @@ def as_bits(tensor: Any) -> numpy.ndarray[Any, Any]:
     return tensor.detach().contiguous().view(kind).numpy().view(f"u{size}")
 
 
-def _first_row(piece: Piece) -> int:
+def _first_row(piece: CopyPiece) -> int:
     return piece.destination_slices[0][0]
 
 
-def _source_slices(piece: Piece, destination: Slices) -> Slices:
+def _source_slices(piece: CopyPiece, destination: Slices) -> Slices:
     """Return the slices of a piece's source that make [destination], a part of its destination.
 
     One side may have extra axes of length 1 (one expert of a stack), so only longer axes are matched.

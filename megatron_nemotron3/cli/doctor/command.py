@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_nemotron3.cli.doctor import gpu, loading, packages, recipe
-from megatron_nemotron3.cli.doctor.finding import Finding, as_data, failed, render
+from megatron_nemotron3.cli.doctor.finding import DoctorFinding, as_data, failed, render
 from megatron_nemotron3.common.options import add_command, json_flag, option
 from megatron_nemotron3.common.output import print_json
 from megatron_nemotron3.cpu import quiet_on_cpu
@@ -41,7 +41,7 @@ def doctor_command(options: DoctorOptions) -> int:
     if options.step is not None:
         named_model(options.step)  # reports a wrong name before the checks start
     have = packages.installed()
-    sections: list[tuple[str, Sequence[Finding]]] = [
+    sections: list[tuple[str, Sequence[DoctorFinding]]] = [
         ("packages", [*packages.check(have), *packages.compiled()])
     ]
     told = ", ".join(name for name in packages.PURPOSE if name in have)
@@ -53,12 +53,12 @@ def doctor_command(options: DoctorOptions) -> int:
         _say("asking torch for GPUs")
         sections.append(("gpu", gpu.findings()))
     else:
-        sections.append(("gpu", [Finding("gpu", "absent", "not looked for: torch is not installed")]))
+        sections.append(("gpu", [DoctorFinding("gpu", "absent", "not looked for: torch is not installed")]))
     sections.append(("precision", recipe.findings()))
     usable = all(loaded.get(name) for name in packages.NEEDED)
     if options.step is not None:
         _say("running the check of step")
-        skipped = [Finding("step", "error", "skipped: torch or megatron-core cannot be imported")]
+        skipped = [DoctorFinding("step", "error", "skipped: torch or megatron-core cannot be imported")]
         sections.append(("step", _step_findings(options.step) if usable else skipped))
     sections.append(("verdict", [_verdict(sections)]))
     if options.json:
@@ -73,17 +73,17 @@ def _say(what: str) -> None:
     print(f"nemotron3 doctor: {what} …", file=sys.stderr, flush=True)
 
 
-def _verdict(sections: Sequence[tuple[str, Sequence[Finding]]]) -> Finding:
+def _verdict(sections: Sequence[tuple[str, Sequence[DoctorFinding]]]) -> DoctorFinding:
     """Return whether this environment can train, and the next command."""
     errors = [finding for _, findings in sections for finding in findings if finding.level == "error"]
     if not errors:
-        return Finding("verdict", "ok", "this environment can train", "nemotron3 train nano --tiny")
+        return DoctorFinding("verdict", "ok", "this environment can train", "nemotron3 train nano --tiny")
     subjects = ", ".join(dict.fromkeys(finding.subject for finding in errors))
     cure = next((finding.cure for finding in errors if finding.cure), "")
-    return Finding("verdict", "error", f"this environment cannot train: {subjects}", cure)
+    return DoctorFinding("verdict", "error", f"this environment cannot train: {subjects}", cure)
 
 
-def _step_findings(model: str) -> list[Finding]:
+def _step_findings(model: str) -> list[DoctorFinding]:
     """Train a step, with Megatron's messages kept off stdout, which holds the findings."""
     quiet_on_cpu()
     with redirect_stdout(io.StringIO()):

@@ -13,7 +13,7 @@ MARKS: dict[Level, str] = {"ok": "ok", "absent": "-", "warning": "warning", "err
 
 
 @dataclass(frozen=True)
-class Finding:
+class DoctorFinding:
     """One result of a check.
 
     subject: a package, "gpu", a kernel or "step".
@@ -26,12 +26,12 @@ class Finding:
     cure: str = ""
 
 
-def failed(findings: Sequence[Finding]) -> bool:
+def failed(findings: Sequence[DoctorFinding]) -> bool:
     """Whether any finding is an error."""
     return any(finding.level == "error" for finding in findings)
 
 
-def render(sections: Sequence[tuple[str, Sequence[Finding]]]) -> str:
+def render(sections: Sequence[tuple[str, Sequence[DoctorFinding]]]) -> str:
     """Text for a terminal, section by section; each cure is below its finding."""
     lines: list[str] = []
     for title, findings in sections:
@@ -43,6 +43,6 @@ def render(sections: Sequence[tuple[str, Sequence[Finding]]]) -> str:
     return "\n".join(lines)
 
 
-def as_data(sections: Sequence[tuple[str, Sequence[Finding]]]) -> dict[str, list[dict[str, str]]]:
+def as_data(sections: Sequence[tuple[str, Sequence[DoctorFinding]]]) -> dict[str, list[dict[str, str]]]:
     """The findings as data for --json."""
     return {title: [asdict(finding) for finding in findings] for title, findings in sections}

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatron_nemotron3.cli.doctor.finding import Finding
+from megatron_nemotron3.cli.doctor.finding import DoctorFinding
 from megatron_nemotron3.precision.formats import EMULATED, FORMATS, Capability, runnable
 
 _QUESTION = """
@@ -66,14 +66,14 @@ def query_cuda(timeout: float = 180) -> dict[str, Any]:
     return found
 
 
-def judge(found: dict[str, Any]) -> Iterator[Finding]:
+def judge(found: dict[str, Any]) -> Iterator[DoctorFinding]:
     """Findings from the result of `query_cuda`."""
     if not found["built"]:
-        yield Finding("gpu", "warning", "torch was built without CUDA: CPU runs only")
+        yield DoctorFinding("gpu", "warning", "torch was built without CUDA: CPU runs only")
         return
     if not found["available"]:
         why = found.get("problem", "no device")
-        yield Finding(
+        yield DoctorFinding(
             "gpu", "absent", f"torch for CUDA {found['built']} finds no usable GPU ({why}): CPU runs only"
         )
         return
@@ -82,9 +82,13 @@ def judge(found: dict[str, Any]) -> Iterator[Finding]:
         name = f"{device['name']}, {device['gib']} GiB, compute capability {capability[0]}.{capability[1]}"
         if _has_kernels_for(capability, found["architectures"]):
             problem = found.get("problem")
-            yield Finding("gpu", "error", f"{name}: {problem}") if problem else Finding("gpu", "ok", name)
+            yield (
+                DoctorFinding("gpu", "error", f"{name}: {problem}")
+                if problem
+                else DoctorFinding("gpu", "ok", name)
+            )
         else:
-            yield Finding(
+            yield DoctorFinding(
                 "gpu",
                 "error",
                 f"{name}: torch has kernels for {', '.join(found['architectures'])} only",
@@ -94,12 +98,12 @@ def judge(found: dict[str, Any]) -> Iterator[Finding]:
     first = (major, minor)
     for precision, (fits, needs) in PRECISIONS.items():
         if fits(first):
-            yield Finding(precision, "ok", "trains on this GPU")
+            yield DoctorFinding(precision, "ok", "trains on this GPU")
         else:
             cure = f"this GPU trains in {', '.join(runnable(first))}"
             if precision in EMULATED:
                 cure += "; --emulate computes it on any device, slowly"
-            yield Finding(precision, "absent", f"needs compute capability {needs}", cure)
+            yield DoctorFinding(precision, "absent", f"needs compute capability {needs}", cure)
 
 
 def _has_kernels_for(capability: tuple[int, ...], architectures: list[str]) -> bool:
@@ -115,9 +119,9 @@ def _has_kernels_for(capability: tuple[int, ...], architectures: list[str]) -> b
     return False
 
 
-def findings() -> list[Finding]:
+def findings() -> list[DoctorFinding]:
     """Findings about the GPU of this machine."""
     try:
         return list(judge(query_cuda()))
     except RuntimeError as problem:
-        return [Finding("gpu", "error", str(problem))]
+        return [DoctorFinding("gpu", "error", str(problem))]

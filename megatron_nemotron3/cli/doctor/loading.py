@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from megatron_nemotron3.cli.doctor.finding import Finding
+from megatron_nemotron3.cli.doctor.finding import DoctorFinding
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,10 @@ def meaning(error: str) -> str:
     return last[-1][:200] if last else "failed without a message"
 
 
-def load(probe: Probe, timeout: float = 180) -> Finding:
+def load(probe: Probe, timeout: float = 180) -> DoctorFinding:
     """Import a package in another process."""
     if find_spec(probe.top) is None:
-        return Finding(probe.package, "absent", "not installed")
+        return DoctorFinding(probe.package, "absent", "not installed")
     words = [
         sys.executable,
         "-W",
@@ -109,16 +109,16 @@ def load(probe: Probe, timeout: float = 180) -> Finding:
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=timeout)
         if done.returncode == 0:
-            return Finding(probe.package, "ok", f"import {probe.module}")
+            return DoctorFinding(probe.package, "ok", f"import {probe.module}")
         problem = f": {meaning(done.stderr)}"
         if done.returncode < 0:
             problem = f" ends with {signal.Signals(-done.returncode).name}"
     except subprocess.TimeoutExpired:
         problem = f" did not finish in {timeout:.0f} s"
-    return Finding(probe.package, "error", f"import {probe.module}{problem}", probe.build)
+    return DoctorFinding(probe.package, "error", f"import {probe.module}{problem}", probe.build)
 
 
-def load_all(probes: Sequence[Probe] = PROBES) -> list[Finding]:
+def load_all(probes: Sequence[Probe] = PROBES) -> list[DoctorFinding]:
     """Try all imports, two at a time."""
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(load, probes))

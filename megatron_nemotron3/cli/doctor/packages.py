@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
 
-from megatron_nemotron3.cli.doctor.finding import Finding
+from megatron_nemotron3.cli.doctor.finding import DoctorFinding
 
 #: Versions that this release is tested with.
 TESTED = {
@@ -43,7 +43,7 @@ Version = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Rule:
+class PackageRule:
     """A combination of versions that is known to fail or to cause trouble.
 
     applies: takes package -> version of the installed packages.
@@ -77,42 +77,42 @@ def _version_between(
 
 
 RULES = (
-    Rule(
+    PackageRule(
         "python",
         "error",
         lambda have: have.get("megatron-core", ()) >= (0, 17) and have["python"] < (3, 12),
         "megatron-core needs Python 3.12",
         "make the environment with python3.12",
     ),
-    Rule(
+    PackageRule(
         "megatron-core",
         "error",
         _version_between("megatron-core", None, (0, 19)),
         "older than 0.19, the first version supported (docs/environment.md)",
         "pip install 'megatron-core[training]==0.19.2'",
     ),
-    Rule(
+    PackageRule(
         "triton",
         "error",
         lambda have: have.get("megatron-core", ()) >= (0, 18, 2) and "triton" not in have,
         "megatron-core imports it without declaring it",
         "pip install triton",
     ),
-    Rule(
+    PackageRule(
         "transformers",
         "warning",
         _version_between("transformers", (5, 3), (5, 15)),
         "its Nemotron-H model computes wrong logits on a CPU",
         "pip install 'transformers>=5.15.1'",
     ),
-    Rule(
+    PackageRule(
         "transformer-engine",
         "error",
         lambda have: "transformer-engine-core" in have and "transformer-engine-torch" not in have,
         "core libraries without the torch extension: import megatron.core raises FileNotFoundError",
         "pip install --no-build-isolation 'transformer-engine[pytorch]', or uninstall it",
     ),
-    Rule(
+    PackageRule(
         "transformer-engine",
         "warning",
         _version_between("transformer-engine", None, (2, 7)),
@@ -134,31 +134,33 @@ def installed() -> dict[str, str]:
     return found
 
 
-def check(have: Mapping[str, str]) -> list[Finding]:
+def check(have: Mapping[str, str]) -> list[DoctorFinding]:
     """One or more findings for each package of the table; `have` is the result of `installed`."""
-    found: list[Finding] = []
+    found: list[DoctorFinding] = []
     versions = {name: parse(text) for name, text in have.items()}
     for name in ("python", *PURPOSE):
         broken = [rule for rule in RULES if rule.subject == name and rule.applies(versions)]
         for rule in broken:
-            found.append(Finding(name, rule.level, f"{have.get(name, 'absent')}: {rule.why}", rule.cure))  # type: ignore[arg-type]
+            found.append(
+                DoctorFinding(name, rule.level, f"{have.get(name, 'absent')}: {rule.why}", rule.cure)
+            )  # type: ignore[arg-type]
         if broken:
             continue
         if name not in have:
             if name in NEEDED:
                 found.append(
-                    Finding(name, "error", "not installed", "pip install 'megatron-nemotron3[train]'")
+                    DoctorFinding(name, "error", "not installed", "pip install 'megatron-nemotron3[train]'")
                 )
             else:
-                found.append(Finding(name, "absent", f"not installed ({PURPOSE[name]})"))
+                found.append(DoctorFinding(name, "absent", f"not installed ({PURPOSE[name]})"))
             continue
         tested = TESTED.get(name)
         same = tested is None or versions[name][: len(parse(tested))] == parse(tested)
-        found.append(Finding(name, "ok", have[name] + ("" if same else f" (tested with {tested})")))
+        found.append(DoctorFinding(name, "ok", have[name] + ("" if same else f" (tested with {tested})")))
     return found
 
 
-def compiled() -> list[Finding]:
+def compiled() -> list[DoctorFinding]:
     """A warning if every process compiles torch's Python files again, because none may keep the result."""
     spec = util.find_spec("torch")
     if spec is None or spec.origin is None or os.path.exists(kept := util.cache_from_source(spec.origin)):
@@ -167,7 +169,7 @@ def compiled() -> list[Finding]:
         return []  # the next import keeps it
     reason = "PYTHONDONTWRITEBYTECODE is set" if sys.dont_write_bytecode else f"{kept} cannot be written"
     return [
-        Finding(
+        DoctorFinding(
             "python",
             "warning",
             f"{reason} and torch is not compiled to bytecode, so every rank compiles torch and Megatron when "

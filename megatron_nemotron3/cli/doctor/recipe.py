@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from megatron_nemotron3.cli.doctor.finding import Finding
+from megatron_nemotron3.cli.doctor.finding import DoctorFinding
 from megatron_nemotron3.common.switches import EMULATE
 from megatron_nemotron3.precision import settings
 
 
-def findings() -> list[Finding]:
+def findings() -> list[DoctorFinding]:
     """What NEMOTRON3_EMULATE says; none where it is not set."""
     try:
         emulated = settings.emulation_in_environment()
     except ValueError as problem:
-        return [Finding(EMULATE, "error", str(problem), f"unset {EMULATE}")]
+        return [DoctorFinding(EMULATE, "error", str(problem), f"unset {EMULATE}")]
     if emulated is None:
         return []
-    return [Finding(EMULATE, "ok", f"the torch backend emulates {emulated.text()}")]
+    return [DoctorFinding(EMULATE, "ok", f"the torch backend emulates {emulated.text()}")]

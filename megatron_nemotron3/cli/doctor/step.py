@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_nemotron3.cli.doctor.finding import Finding
+from megatron_nemotron3.cli.doctor.finding import DoctorFinding
 from megatron_nemotron3.cpu import cpu_mode
 from megatron_nemotron3.models import Nemotron3Config, tiny
 from megatron_nemotron3.models.own import model as named_model
@@ -28,7 +28,7 @@ def without_gradient(model: torch.nn.Module) -> dict[str, str]:
     return found
 
 
-def findings(name: str) -> list[Finding]:
+def findings(name: str) -> list[DoctorFinding]:
     """Train the tiny form of a model for one step, on the GPU if there is one, else on the CPU.
 
     Raises:
@@ -41,7 +41,7 @@ def findings(name: str) -> list[Finding]:
         return _train_one_step(config, "cpu", "fp32")
 
 
-def _train_one_step(config: Nemotron3Config, device: str, precision: str) -> list[Finding]:
+def _train_one_step(config: Nemotron3Config, device: str, precision: str) -> list[DoctorFinding]:
     model = build_model(config, precision=precision)
     model.to(device)
     torch.manual_seed(0)
@@ -54,14 +54,14 @@ def _train_one_step(config: Nemotron3Config, device: str, precision: str) -> lis
     # With few tokens some experts get none, which is not an error.
     unchosen = {n for n, what in missing.items() if ".experts.linear_fc" in n and what == "zero"}
     found = [
-        Finding(
+        DoctorFinding(
             "step",
             "ok" if torch.isfinite(loss) else "error",
             f"{config.name} on {device} in {precision}: loss {loss.item():.3f}, {parameters} parameters",
         )
     ]
     found += [
-        Finding(
+        DoctorFinding(
             n,
             "error",
             f"gradient is {what}",
@@ -71,5 +71,7 @@ def _train_one_step(config: Nemotron3Config, device: str, precision: str) -> lis
         if n not in unchosen
     ]
     if unchosen:
-        found.append(Finding("experts", "ok", f"{len(unchosen)} weights of experts that no token chose"))
+        found.append(
+            DoctorFinding("experts", "ok", f"{len(unchosen)} weights of experts that no token chose")
+        )
     return found

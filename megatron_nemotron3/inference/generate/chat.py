@@ -15,7 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.inference.generate.engine import Engine
-from megatron_nemotron3.inference.generate.generate import Generation, GenerationOptions, Memory, generate
+from megatron_nemotron3.inference.generate.generate import (
+    ConversationState,
+    Generation,
+    GenerationOptions,
+    generate,
+)
 from megatron_nemotron3.inference.generate.text import OutputText, Tokenizer
 
 #: Stands for an answer when the end of one is looked up in a template.
@@ -75,7 +80,7 @@ class Chat:
     #: All tokens in front of the last answer, and how many of them were read for it.
     context: list[int] = field(default_factory=list)
     read: int = 0
-    _memory: Memory = field(default_factory=Memory)
+    _memory: ConversationState = field(default_factory=ConversationState)
     #: Tokens that the states have seen.
     _seen: list[int] = field(default_factory=list)
 
@@ -165,4 +170,4 @@ class Chat:
         return text
 
     def _forget(self) -> None:
-        self._memory, self._seen = Memory(), []
+        self._memory, self._seen = ConversationState(), []

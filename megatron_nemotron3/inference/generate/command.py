@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from megatron_nemotron3.checkpoints.convert.opened import Checkpoint
     from megatron_nemotron3.inference.generate.checkpoint_folder import CheckpointFolder
     from megatron_nemotron3.inference.generate.encoders import Encoders
-    from megatron_nemotron3.inference.generate.engine import Engine, Rows
+    from megatron_nemotron3.inference.generate.engine import EncoderRows, Engine
     from megatron_nemotron3.inference.generate.generate import Generation, Speculation
     from megatron_nemotron3.inference.generate.text import OutputText, Tokenizer
 
@@ -256,7 +256,7 @@ def _encode_media(
     reader: PromptReader,
     prompts: Sequence[Prompt],
     read: Sequence[ReadPrompt],
-) -> Sequence[Rows | None]:
+) -> Sequence[EncoderRows | None]:
     """The rows that stand for the media of each prompt; the encoders are in memory only here."""
     if not any(one.media for one in read):
         return ()

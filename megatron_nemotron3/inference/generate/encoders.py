@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatron_nemotron3.checkpoints.convert.logits.reader import TensorReader
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
-from megatron_nemotron3.inference.generate.engine import Rows
+from megatron_nemotron3.inference.generate.engine import EncoderRows
 from megatron_nemotron3.models.omni import NANO_OMNI, OmniConfig
 from megatron_nemotron3.models.omni_tensors import encoder_tensors, rows, symbol_sizes
 from megatron_nemotron3.train.omni.encoders import Projector, SoundEncoder, VisionEncoder, projector_sizes
@@ -62,7 +62,9 @@ class Encoders:
         source.reads.finish()
 
     @torch.inference_mode()
-    def rows(self, ids: Sequence[int], inputs: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Rows | None:
+    def rows(
+        self, ids: Sequence[int], inputs: Mapping[str, Mapping[str, Mapping[str, Any]]]
+    ) -> EncoderRows | None:
         """Encode the media of one prompt.
 
         Args:
@@ -86,7 +88,7 @@ class Encoders:
                 )
             positions += found
             values += made
-        return Rows(positions, torch.cat(values)) if values else None
+        return EncoderRows(positions, torch.cat(values)) if values else None
 
 
 def moved(given: Any, device: torch.device | str) -> Any:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.inference.generate.batch import ForwardBatch, on_device
-from megatron_nemotron3.inference.generate.layers import Layer, Norm
-from megatron_nemotron3.inference.generate.state import Rollback, State
+from megatron_nemotron3.inference.generate.layers import DecodeLayer, GroupNorm
+from megatron_nemotron3.inference.generate.state import DecodeState, Rollback
 from megatron_nemotron3.inference.generate.weights import Weights
 
 #: Tokens per prefill pass. Activation memory grows with it, KV caches with the sequence.
@@ -31,7 +31,7 @@ OnChunk = Callable[[Tensor, Tensor, Sequence[int]], None]
 
 
 @dataclass(frozen=True)
-class Rows:
+class EncoderRows:
     """Rows that stand in a prompt in place of the embeddings of its tokens: those of encoders.
 
     Attributes:
@@ -49,7 +49,7 @@ class Output:
 
     Attributes:
         hidden: after the final norm, [b, n, d]; from a prefill [b, d] at each row's last token.
-        rollback: with `rollback=True`, what `State.truncate` needs.
+        rollback: with `rollback=True`, what `DecodeState.truncate` needs.
     """
 
     engine: Engine
@@ -81,8 +81,8 @@ class Engine:
         self.media = frozenset(media)
 
     def new_state(
-        self, batch: int = 1, capacity: int = CAPACITY, layers: Sequence[Layer] | None = None
-    ) -> State:
+        self, batch: int = 1, capacity: int = CAPACITY, layers: Sequence[DecodeLayer] | None = None
+    ) -> DecodeState:
         """Return the state of `batch` empty sequences.
 
         Args:
@@ -90,13 +90,13 @@ class Engine:
             layers: default: the model's, without MTP.
         """
         layers = self.weights.layers if layers is None else layers
-        return State([0] * batch, [layer.new_state(batch, capacity) for layer in layers])
+        return DecodeState([0] * batch, [layer.new_state(batch, capacity) for layer in layers])
 
     @torch.inference_mode()
     def forward(
         self,
         tokens: Tensor,
-        state: State,
+        state: DecodeState,
         *,
         counts: Sequence[int] | None = None,
         rollback: bool = False,
@@ -108,7 +108,7 @@ class Engine:
             tokens: [b, n] ids; they are not checked here.
             counts: tokens of each row, where some have fewer than n. The rest is padding and may be any valid
                 ids. A row's result is the same as in a batch of its own; outputs at padding are undefined.
-            rollback: also return what `State.truncate` needs.
+            rollback: also return what `DecodeState.truncate` needs.
             embeddings: of the tokens, [b, n, d]; default: the model's.
 
         Raises:
@@ -123,11 +123,11 @@ class Engine:
     def prefill(
         self,
         prompts: Sequence[Sequence[int]] | Tensor,
-        state: State,
+        state: DecodeState,
         *,
         chunk: int = CHUNK,
         on_chunk: OnChunk | None = None,
-        rows: Sequence[Rows | None] = (),
+        rows: Sequence[EncoderRows | None] = (),
     ) -> Output:
         """Read prompts chunk by chunk, so that activation memory does not grow with their length.
 
@@ -175,10 +175,10 @@ class Engine:
 
     def run_layers(
         self,
-        layers: Sequence[Layer],
-        final_norm: Norm,
+        layers: Sequence[DecodeLayer],
+        final_norm: GroupNorm,
         x: Tensor,
-        state: State,
+        state: DecodeState,
         batch: ForwardBatch,
         last: bool = False,
     ) -> Output:
@@ -202,7 +202,7 @@ class Engine:
         return Output(self, final_norm(x).view(batch.b, 1 if last else batch.n, -1), rollback)
 
     def new_batch(
-        self, tokens: Tensor, state: State, counts: Sequence[int] | None, rollback: bool
+        self, tokens: Tensor, state: DecodeState, counts: Sequence[int] | None, rollback: bool
     ) -> ForwardBatch:
         """Describe a pass over tokens [b, n]. Arguments and errors as for `forward`."""
         if tokens.dim() != 2 or tokens.shape[0] != state.batch or tokens.shape[1] == 0:
@@ -220,7 +220,7 @@ class Engine:
         prompts: Sequence[Sequence[int]],
         lengths: Sequence[int] = (),
         more: int = 0,
-        rows: Sequence[Rows | None] = (),
+        rows: Sequence[EncoderRows | None] = (),
     ) -> None:
         """Refuse prompts that cannot follow `lengths` tokens and precede `more`. Errors as for `prefill`."""
         if len(rows) not in (0, len(prompts)):
@@ -238,7 +238,7 @@ class Engine:
             self._check_rows(row, prompt, rows[row] if rows else None)
             self._check_context(row, (lengths[row] if lengths else 0) + len(prompt) + more)
 
-    def _check_rows(self, row: int, prompt: Sequence[int], rows: Rows | None) -> None:
+    def _check_rows(self, row: int, prompt: Sequence[int], rows: EncoderRows | None) -> None:
         """Refuse ids of media without rows, and rows without a position."""
         positions = () if rows is None else rows.positions
         if rows is not None and (
@@ -267,7 +267,7 @@ class Engine:
 class _GivenRows:
     """Rows of several prompts, found by position; `like` says their device and type."""
 
-    def __init__(self, rows: Sequence[Rows | None], longest: int, like: Tensor) -> None:
+    def __init__(self, rows: Sequence[EncoderRows | None], longest: int, like: Tensor) -> None:
         self.values = torch.cat([one.values for one in rows if one is not None]).to(like)
         #: [b, longest]: number of the row in `values`, or -1.
         where = torch.full((len(rows), longest), -1)

@@ -29,7 +29,7 @@ LOGIT_ROWS, COMPARED_ROWS = 1024, 256
 
 
 @dataclass(frozen=True)
-class Agreement:
+class DepthAgreement:
     """How near one MTP depth is to the distribution that the model itself has for the same token.
 
     Attributes:
@@ -50,7 +50,7 @@ class Agreement:
 
 
 @dataclass(frozen=True)
-class Losses:
+class MeanLosses:
     """Mean losses in nats per token.
 
     Attributes:
@@ -63,7 +63,7 @@ class Losses:
     next_token: float
     depths: tuple[float, ...]
     tokens: int
-    agreement: tuple[Agreement, ...] = ()
+    agreement: tuple[DepthAgreement, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def losses(
     depths: int,
     chunk: int = CHUNK,
     report: Callable[[int], None] = lambda tokens: None,
-) -> Losses:
+) -> MeanLosses:
     """Mean losses over windows of text.
 
     Args:
@@ -126,7 +126,7 @@ def losses(
         report(len(rows) * s)
     means = [sum(group[0][k] for group in groups) / (len(text) * (s - k)) for k in range(depths + 1)]
     agreement = [_agreement([group[1][k] for group in groups]) for k in range(depths)]
-    return Losses(means[0], tuple(means[1:]), len(text) * s, tuple(agreement))
+    return MeanLosses(means[0], tuple(means[1:]), len(text) * s, tuple(agreement))
 
 
 def _measure(
@@ -179,10 +179,10 @@ def _compare(engine: Engine, hidden: Tensor, drafted: Tensor) -> Tensor:
     return torch.cat(rows)
 
 
-def _agreement(groups: Sequence[tuple[Tensor, Tensor]]) -> Agreement:
+def _agreement(groups: Sequence[tuple[Tensor, Tensor]]) -> DepthAgreement:
     kl, overlap, top1 = torch.cat([means for means, _ in groups]).mean(0).tolist()
     greedy, sampled = torch.cat([expected for _, expected in groups]).T.tolist()
-    return Agreement(kl, overlap, top1, tuple(greedy), tuple(sampled))
+    return DepthAgreement(kl, overlap, top1, tuple(greedy), tuple(sampled))
 
 
 def acceptance(
@@ -209,7 +209,7 @@ def acceptance(
     return [Acceptance(result.speculation, result.tokens_per_second) for result in results]
 
 
-def plot(losses: Losses, accepted: Sequence[Acceptance], trained: int, path: Path, title: str) -> None:
+def plot(losses: MeanLosses, accepted: Sequence[Acceptance], trained: int, path: Path, title: str) -> None:
     """Write losses and agreement by depth and acceptance by number of drafts as a PNG.
 
     Args:

@@ -24,7 +24,7 @@ from megatron_nemotron3.train.inputs import require_tokenizer
 if TYPE_CHECKING:
     from megatron_nemotron3.inference.generate.checkpoint_folder import CheckpointFolder
     from megatron_nemotron3.inference.generate.engine import Engine
-    from megatron_nemotron3.inference.generate.evaluate import Acceptance, Losses
+    from megatron_nemotron3.inference.generate.evaluate import Acceptance, MeanLosses
     from megatron_nemotron3.models import Nemotron3Config
 
 TOKENS = 16384
@@ -259,7 +259,7 @@ def spread_prompts(ids: list[int], length: int) -> list[list[int]]:
     return [ids[i * step : i * step + length] for i in range(count)]
 
 
-def _loss_lines(measured: Losses, stated: int) -> list[str]:
+def _loss_lines(measured: MeanLosses, stated: int) -> list[str]:
     lines = ["", "loss                nats per token", f"  next token        {measured.next_token:14.4f}"]
     for depth, loss in enumerate(measured.depths, 1):
         note = "" if depth <= stated else f"   (beyond mtp_num_layers={stated})"
@@ -267,7 +267,7 @@ def _loss_lines(measured: Losses, stated: int) -> list[str]:
     return [*lines, ""]
 
 
-def _agreement_lines(measured: Losses) -> list[str]:
+def _agreement_lines(measured: MeanLosses) -> list[str]:
     """MTP against the model's own distribution; nothing without MTP."""
     if not measured.agreement:
         return []
@@ -297,7 +297,7 @@ def _acceptance_lines(accepted: list[Acceptance]) -> list[str]:
 
 
 def _evaluation_as_json(
-    config: Nemotron3Config, measured: Losses, accepted: list[Acceptance]
+    config: Nemotron3Config, measured: MeanLosses, accepted: list[Acceptance]
 ) -> dict[str, Any]:
     return {
         "tokens": measured.tokens,

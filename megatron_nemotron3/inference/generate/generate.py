@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.inference.generate.batch import on_device
-from megatron_nemotron3.inference.generate.engine import CHUNK, Engine, Rows
+from megatron_nemotron3.inference.generate.engine import CHUNK, EncoderRows, Engine
 from megatron_nemotron3.inference.generate.mtp import MTP
 from megatron_nemotron3.inference.generate.sampling import (
     GREEDY,
@@ -32,7 +32,7 @@ from megatron_nemotron3.inference.generate.sampling import (
     draw,
     probabilities,
 )
-from megatron_nemotron3.inference.generate.state import State
+from megatron_nemotron3.inference.generate.state import DecodeState
 
 #: Called with (row, token) for every new token; a return value of True ends the row.
 OnToken = Callable[[int, int], bool | None]
@@ -162,10 +162,10 @@ class Generation:
 
 
 @dataclass
-class Memory:
+class ConversationState:
     """What the states have seen of a conversation, for a prompt that follows; `generate` updates it."""
 
-    state: State | None = None
+    state: DecodeState | None = None
     mtp: MTP | None = None
 
     @property
@@ -192,8 +192,8 @@ class Decoder:
         engine: Engine,
         prompts: Sequence[Sequence[int]],
         options: GenerationOptions,
-        memory: Memory | None = None,
-        rows: Sequence[Rows | None] = (),
+        memory: ConversationState | None = None,
+        rows: Sequence[EncoderRows | None] = (),
     ) -> None:
         self.engine, self.draft = engine, options.draft
         capacity = min(max(map(len, prompts)) + options.max_new_tokens, MAX_RESERVED)
@@ -281,8 +281,8 @@ def generate(
     prompts: Sequence[Sequence[int]],
     options: GenerationOptions,
     on_token: OnToken | None = None,
-    memory: Memory | None = None,
-    rows: Sequence[Rows | None] = (),
+    memory: ConversationState | None = None,
+    rows: Sequence[EncoderRows | None] = (),
 ) -> Generation:
     """Continue prompts in one batch; a row that has ended leaves the batch.
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_nemotron3.inference.generate.batch import ForwardBatch
-from megatron_nemotron3.inference.generate.linear import Linear
+from megatron_nemotron3.inference.generate.linear import DecodeLinear
 from megatron_nemotron3.inference.generate.state import KVCache, LayerState, MambaPass
 from megatron_nemotron3.models import Nemotron3Config
 
@@ -24,7 +24,7 @@ class ReadTensor(Protocol):
     def __call__(self, name: str, *shape: int, float32: bool = False) -> Tensor: ...
 
 
-class Layer(Protocol):
+class DecodeLayer(Protocol):
     """A layer of a stack."""
 
     def new_state(self, batch: int, capacity: int) -> LayerState:
@@ -36,7 +36,7 @@ class Layer(Protocol):
         ...
 
 
-class Norm:
+class GroupNorm:
     """RMSNorm over groups of channels in few operations; statistics are FP32, the result has x's dtype.
 
     x / sqrt(mean(x^2) + eps) = x / sqrt(|x|^2 + n eps) * sqrt(n): one norm, one hypot, one division.
@@ -64,9 +64,9 @@ class Norm:
         return torch.zeros(shape, dtype=self.dtype, device=self.weight.device)
 
 
-def read_norm(read: ReadTensor, config: Nemotron3Config, name: str = "norm.weight") -> Norm:
+def read_norm(read: ReadTensor, config: Nemotron3Config, name: str = "norm.weight") -> GroupNorm:
     """The norm with the weight of that name."""
-    return Norm(read(name, config.hidden_size), config.layernorm_epsilon)
+    return GroupNorm(read(name, config.hidden_size), config.layernorm_epsilon)
 
 
 class MLP:
@@ -76,8 +76,8 @@ class MLP:
         d, width = config.hidden_size, config.dense_ffn_hidden_size
         assert width is not None
         self.norm = read_norm(read, config)
-        self.up = Linear(read("mixer.up_proj.weight", width, d))
-        self.down = Linear(read("mixer.down_proj.weight", d, width))
+        self.up = DecodeLinear(read("mixer.up_proj.weight", width, d))
+        self.down = DecodeLinear(read("mixer.down_proj.weight", d, width))
 
     def new_state(self, batch: int, capacity: int) -> None:
         """This kind has no state."""
@@ -97,8 +97,8 @@ class Attention:
         self.norm = read_norm(read, config)
         parts = (("q", q), ("k", kv), ("v", kv))
         weights = [read(f"mixer.{name}_proj.weight", rows, d) for name, rows in parts]
-        self.qkv = Linear(torch.cat(weights))
-        self.out = Linear(read("mixer.o_proj.weight", d, q))
+        self.qkv = DecodeLinear(torch.cat(weights))
+        self.out = DecodeLinear(read("mixer.o_proj.weight", d, q))
 
     def new_state(self, batch: int, capacity: int) -> KVCache:
         """Return a cache for `capacity` tokens a row."""

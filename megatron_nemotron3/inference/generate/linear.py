@@ -18,7 +18,7 @@ PACKED_ELEMENTS = 2**19
 ROWS_HINT = 512
 
 
-class Linear:
+class DecodeLinear:
     """y = x W^T, with or without adding to the result.
 
     Args:

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_nemotron3.inference.generate.batch import ForwardBatch, on_device
-from megatron_nemotron3.inference.generate.layers import Norm, ReadTensor, read_norm
-from megatron_nemotron3.inference.generate.linear import Linear
+from megatron_nemotron3.inference.generate.layers import GroupNorm, ReadTensor, read_norm
+from megatron_nemotron3.inference.generate.linear import DecodeLinear
 from megatron_nemotron3.inference.generate.state import LayerState, MambaPass, MambaState, window_after
 from megatron_nemotron3.layers.conv import causal_conv1d
 from megatron_nemotron3.layers.ssd import ssd_chunked
@@ -39,7 +39,7 @@ class Mamba:
         self.in_parts = (self.inner, self.channels, self.heads)
         self.conv_parts = (self.inner, bc, bc)
         self.norm = read_norm(read, config)
-        self.in_proj = Linear(read("mixer.in_proj.weight", sum(self.in_parts), d))
+        self.in_proj = DecodeLinear(read("mixer.in_proj.weight", sum(self.in_parts), d))
         taps = read("mixer.conv1d.weight", self.channels, 1, self.kernel, float32=True)
         self.taps = taps.squeeze(1).t().contiguous()  # [kernel, channels]
         self.bias = read("mixer.conv1d.bias", self.channels, float32=True)
@@ -47,8 +47,8 @@ class Mamba:
         self.D = read("mixer.D", self.heads, float32=True)
         self.dt_bias = read("mixer.dt_bias", self.heads, float32=True)
         gain = read("mixer.norm.weight", self.inner, float32=True)
-        self.gated_norm = Norm(gain, GATED_NORM_EPSILON, self.groups)
-        self.out = Linear(read("mixer.out_proj.weight", d, self.inner))
+        self.gated_norm = GroupNorm(gain, GATED_NORM_EPSILON, self.groups)
+        self.out = DecodeLinear(read("mixer.out_proj.weight", d, self.inner))
 
     def new_state(self, batch: int, capacity: int) -> MambaState:
         """Return a state of zeros."""

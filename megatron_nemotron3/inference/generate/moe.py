@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_nemotron3.inference.generate.batch import ForwardBatch
 from megatron_nemotron3.inference.generate.layers import ReadTensor, read_norm
-from megatron_nemotron3.inference.generate.linear import Linear, packs
+from megatron_nemotron3.inference.generate.linear import DecodeLinear, packs
 from megatron_nemotron3.inference.generate.state import LayerState
 from megatron_nemotron3.layers.functional import weighted_values
 from megatron_nemotron3.layers.grouped import squared_relu_experts
@@ -60,9 +60,9 @@ class MixtureOfExperts:
         if self.latent:
             # One product for the latent input and the shared expert: both see the same u.
             up = torch.cat([read("mixer.fc1_latent_proj.weight", inner, d), up])
-            self.out = Linear(read("mixer.fc2_latent_proj.weight", d, inner))
-        self.up = Linear(up)
-        self.shared_down = Linear(read("mixer.shared_experts.down_proj.weight", d, shared))
+            self.out = DecodeLinear(read("mixer.fc2_latent_proj.weight", d, inner))
+        self.up = DecodeLinear(up)
+        self.shared_down = DecodeLinear(read("mixer.shared_experts.down_proj.weight", d, shared))
         # [experts, inner, ffn] and [experts, ffn, inner]: a product is a weighted sum of rows.
         self.fc1 = self._stack_experts(read, "up_proj", width, inner)
         self.fc2 = self._stack_experts(read, "down_proj", inner, width)

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from megatron_nemotron3.inference.generate.batch import MAX_ROLLBACK, on_device
 from megatron_nemotron3.inference.generate.engine import CAPACITY, Engine, Output, last_of_rows
-from megatron_nemotron3.inference.generate.state import Rollback, State
+from megatron_nemotron3.inference.generate.state import DecodeState, Rollback
 from megatron_nemotron3.inference.generate.weights import MTPBlock
 
 #: Most tokens of a row that `MTP.append` leaves to the next draft.
@@ -60,7 +60,7 @@ class MTP:
         self._ahead = False
 
     @property
-    def depths(self) -> list[State]:
+    def depths(self) -> list[DecodeState]:
         """The states of the block's layers at each depth."""
         self._finish()
         return self._depths

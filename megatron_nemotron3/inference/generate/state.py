@@ -156,7 +156,7 @@ LayerState = KVCache | MambaState | None
 
 @dataclass(frozen=True)
 class Rollback:
-    """What `State.truncate` needs to undo a pass, or the end of it.
+    """What `DecodeState.truncate` needs to undo a pass, or the end of it.
 
     Attributes:
         lengths: of the rows before the pass.
@@ -169,7 +169,7 @@ class Rollback:
     layers: list[MambaPass | None]
 
 
-class State:
+class DecodeState:
     """States of all layers of a stack, for b sequences.
 
     Attributes:
@@ -219,11 +219,11 @@ class State:
                 layer.set_lazily(record, kept)
         self.lengths = [a + k for a, k in zip(rollback.lengths, kept)]
 
-    def select(self, rows: Sequence[int]) -> State:
+    def select(self, rows: Sequence[int]) -> DecodeState:
         """Return a copy of some rows, in the given order; a row may occur several times."""
         layers = [None if layer is None else layer.select(list(rows)) for layer in self.layers]
-        return State([self.lengths[row] for row in rows], layers)
+        return DecodeState([self.lengths[row] for row in rows], layers)
 
-    def copy(self) -> State:
+    def copy(self) -> DecodeState:
         """Return an independent snapshot."""
         return self.select(range(self.batch))

@@ -18,14 +18,21 @@ from megatron_nemotron3.checkpoints.convert.checkpoints import open_checkpoint
 from megatron_nemotron3.checkpoints.convert.keys import prefixes
 from megatron_nemotron3.checkpoints.convert.logits.reader import TensorReader
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
-from megatron_nemotron3.inference.generate.layers import MLP, Attention, Layer, Norm, ReadTensor, read_norm
-from megatron_nemotron3.inference.generate.linear import Linear
+from megatron_nemotron3.inference.generate.layers import (
+    MLP,
+    Attention,
+    DecodeLayer,
+    GroupNorm,
+    ReadTensor,
+    read_norm,
+)
+from megatron_nemotron3.inference.generate.linear import DecodeLinear
 from megatron_nemotron3.inference.generate.mamba import Mamba
 from megatron_nemotron3.inference.generate.moe import MixtureOfExperts
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.tensors import hf_root
 
-LAYER_KINDS: dict[str, Callable[[ReadTensor, Nemotron3Config], Layer]] = {
+LAYER_KINDS: dict[str, Callable[[ReadTensor, Nemotron3Config], DecodeLayer]] = {
     "M": Mamba,
     "*": Attention,
     "-": MLP,
@@ -37,12 +44,12 @@ LAYER_KINDS: dict[str, Callable[[ReadTensor, Nemotron3Config], Layer]] = {
 class MTPBlock:
     """One multi-token-prediction block: h' = norm(layers(eh_proj(cat(enorm(embedding), hnorm(h)))))."""
 
-    enorm: Norm
-    hnorm: Norm
+    enorm: GroupNorm
+    hnorm: GroupNorm
     #: From 2 d to d.
-    eh_proj: Linear
-    layers: list[Layer]
-    final_norm: Norm
+    eh_proj: DecodeLinear
+    layers: list[DecodeLayer]
+    final_norm: GroupNorm
 
     def project(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         """Embeddings and h_{k-1}, both [tokens, d], to the input of the block's layers."""
@@ -56,10 +63,10 @@ class Weights:
     config: Nemotron3Config
     #: [vocabulary, d].
     embedding: Tensor
-    layers: list[Layer]
-    final_norm: Norm
+    layers: list[DecodeLayer]
+    final_norm: GroupNorm
     #: From d to the vocabulary; FP32 on a CPU (`logits`).
-    output: Linear
+    output: DecodeLinear
     #: One block for all depths, or one per depth; empty without MTP.
     mtp: list[MTPBlock]
 
@@ -141,7 +148,7 @@ def assemble(below: Callable[[str], ReadTensor], config: Nemotron3Config, *, mtp
         mtp: also the MTP block, if there is one.
     """
     d, root = config.hidden_size, hf_root(config)
-    layers: list[Layer] = []
+    layers: list[DecodeLayer] = []
     blocks: list[MTPBlock] = []
     stack = layers
     for prefix in list(prefixes(config))[1:]:
@@ -155,7 +162,7 @@ def assemble(below: Callable[[str], ReadTensor], config: Nemotron3Config, *, mtp
         elif mtp:
             enorm = read_norm(read_input, config, "enorm.weight")
             hnorm = read_norm(read_input, config, "hnorm.weight")
-            eh_proj = Linear(read_input("eh_proj.weight", d, 2 * d))
+            eh_proj = DecodeLinear(read_input("eh_proj.weight", d, 2 * d))
             final_norm = read_norm(read, config, "final_layernorm.weight")
             blocks.append(MTPBlock(enorm, hnorm, eh_proj, stack, final_norm))
     read = below("")
@@ -165,6 +172,6 @@ def assemble(below: Callable[[str], ReadTensor], config: Nemotron3Config, *, mtp
         embedding=read(f"{root}.embeddings.weight", config.vocab_size, d),
         layers=layers,
         final_norm=read_norm(read, config, f"{root}.norm_f.weight"),
-        output=Linear(head.float() if head.device.type == "cpu" else head),
+        output=DecodeLinear(head.float() if head.device.type == "cpu" else head),
         mtp=blocks,
     )

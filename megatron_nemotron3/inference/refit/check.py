@@ -11,19 +11,19 @@ from typing import Any
 
 import numpy
 
-from megatron_nemotron3.inference.refit.plan import Plan, Transfer
+from megatron_nemotron3.inference.refit.plan import RefitPlan, TensorTransfer
 from megatron_nemotron3.inference.refit.planner import Held, tensors
 from megatron_nemotron3.inference.refit.shares import Shares
 
 
-def check(plan: Plan) -> None:
+def check(plan: RefitPlan) -> None:
     """Check a plan of all tensors.
 
     Raises:
         ValueError: a receiver would not get a tensor once, or a sender does not hold what it would send. The
             message names the tensor and the rank.
     """
-    by_tensor: dict[tuple[str, str], list[Transfer]] = {}
+    by_tensor: dict[tuple[str, str], list[TensorTransfer]] = {}
     for transfer in plan.transfers:
         by_tensor.setdefault((transfer.name, transfer.target), []).append(transfer)
     weights = _Weights()
@@ -57,7 +57,7 @@ class _Weights:
         return self.total("rows", start, stop) * 3 + self.total("places", at, at + stop - start)
 
 
-def _check_tensor(plan: Plan, held: Held, transfers: list[Transfer], weights: _Weights) -> None:
+def _check_tensor(plan: RefitPlan, held: Held, transfers: list[TensorTransfer], weights: _Weights) -> None:
     training, serving, row = plan.training, plan.serving, held.row
     have, want = held.shares(training, serving)
     experts = training.config.num_moe_experts or 1 if row.routed else 1
@@ -85,7 +85,12 @@ def _check_tensor(plan: Plan, held: Held, transfers: list[Transfer], weights: _W
 
 
 def _check_senders(
-    plan: Plan, held: Held, transfer: Transfer, senders: Any, have: tuple[Shares, ...], experts: int
+    plan: RefitPlan,
+    held: Held,
+    transfer: TensorTransfer,
+    senders: Any,
+    have: tuple[Shares, ...],
+    experts: int,
 ) -> None:
     layout = plan.training.layout
     each = experts // layout.ep if held.row.routed else 1

@@ -11,7 +11,7 @@ from megatron_nemotron3.checkpoints.convert.quantized_config import read_scales
 from megatron_nemotron3.common.options import NEEDED, add_command, flag, json_flag, option
 from megatron_nemotron3.common.output import print_json
 from megatron_nemotron3.inference.refit.engines import ENGINES
-from megatron_nemotron3.inference.refit.layouts import DTYPES, Serving, Training
+from megatron_nemotron3.inference.refit.layouts import DTYPES, EngineLayout, Training
 from megatron_nemotron3.launch.plan.hardware import GPUS
 from megatron_nemotron3.models.command import ModelOptions, chosen_model
 
@@ -72,7 +72,7 @@ def refit(options: RefitOptions) -> int:
         raise ValueError("--prove is for a plan of all tensors: leave --delta out")
     training = Training.of(config, options.source)
     scales = read_scales(options.input_scales) if options.input_scales is not None else {}
-    serving = Serving.of(
+    serving = EngineLayout.of(
         config,
         options.target,
         engine=options.engine,

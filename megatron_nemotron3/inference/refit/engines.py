@@ -30,7 +30,7 @@ VOCABULARY_MULTIPLE = 64
 
 
 @dataclass(frozen=True)
-class Parameter:
+class EngineParameter:
     """How an engine holds one tensor of Hugging Face's; q, k and v are one parameter, in this order.
 
     name: relative to the layer, as in `models.tensors`. stacked: experts are an additional first axis.
@@ -54,17 +54,19 @@ _SAME: dict[Role, str] = {
     "head": "lm_head.weight",
 }
 #: Name in Hugging Face's checkpoint, below the layer -> parameter of both engines.
-PARAMETERS = {name: Parameter(name, role) for role, names in _SAME.items() for name in names.split()} | {
-    "embeddings.weight": Parameter("embed_tokens.weight", "embedding"),
-    "mixer.A_log": Parameter("mixer.A", "attention", negated_exp=True),
-    **{f"mixer.{x}_proj.weight": Parameter("mixer.qkv_proj.weight", "attention") for x in "qkv"},
-    "mixer.experts.{e}.up_proj.weight": Parameter("mixer.experts.w13_weight", "experts", stacked=True),
-    "mixer.experts.{e}.down_proj.weight": Parameter("mixer.experts.w2_weight", "experts", stacked=True),
+PARAMETERS = {
+    name: EngineParameter(name, role) for role, names in _SAME.items() for name in names.split()
+} | {
+    "embeddings.weight": EngineParameter("embed_tokens.weight", "embedding"),
+    "mixer.A_log": EngineParameter("mixer.A", "attention", negated_exp=True),
+    **{f"mixer.{x}_proj.weight": EngineParameter("mixer.qkv_proj.weight", "attention") for x in "qkv"},
+    "mixer.experts.{e}.up_proj.weight": EngineParameter("mixer.experts.w13_weight", "experts", stacked=True),
+    "mixer.experts.{e}.down_proj.weight": EngineParameter("mixer.experts.w2_weight", "experts", stacked=True),
 }
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineNames:
     """What differs between the engines.
 
     outside: stages with the embedding, and stages with the final norm and the output layer. last_first: the
@@ -77,7 +79,7 @@ class Engine:
     last_first: bool
     experts: str
 
-    def parameter_name(self, parameter: Parameter, prefix: str) -> str:
+    def parameter_name(self, parameter: EngineParameter, prefix: str) -> str:
         """The full name of a parameter.
 
         Args:
@@ -100,9 +102,9 @@ class Engine:
         return sizes
 
 
-ENGINES: dict[str, Engine] = {
-    "vllm": Engine("vllm", ("all", "all"), False, "mixer.experts.routed_experts."),
-    "sglang": Engine("sglang", ("first", "last"), True, "mixer.experts."),
+ENGINES: dict[str, EngineNames] = {
+    "vllm": EngineNames("vllm", ("all", "all"), False, "mixer.experts.routed_experts."),
+    "sglang": EngineNames("sglang", ("first", "last"), True, "mixer.experts."),
     # Whole tensors under Hugging Face's names, which the engines' `load_weights` takes.
-    "hf": Engine("hf", ("first", "first"), True, ""),
+    "hf": EngineNames("hf", ("first", "first"), True, ""),
 }

@@ -28,9 +28,9 @@ from megatron_nemotron3.boundary.groups import Groups
 from megatron_nemotron3.inference.refit.checksum import added
 from megatron_nemotron3.inference.refit.held import check_source, check_target, serving_parameters
 from megatron_nemotron3.inference.refit.moving import Made, Moving
-from megatron_nemotron3.inference.refit.packer import Packed
+from megatron_nemotron3.inference.refit.packer import PackedSource
 from megatron_nemotron3.inference.refit.parts import Part, name_of, parts_of, sum_held, sum_sent, target_of
-from megatron_nemotron3.inference.refit.plan import Plan, Transfer
+from megatron_nemotron3.inference.refit.plan import RefitPlan, TensorTransfer
 
 _CURE = (
     "cure: the log of the rank that failed or ended first has the reason; the servers' weights are not to be "
@@ -43,7 +43,7 @@ class RefitError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Report:
+class RefitReport:
     """What a refit did.
 
     sent, received: bytes of this rank. tensors: number in the plan. unchanged: names of those that are the
@@ -73,7 +73,7 @@ class Refit:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: RefitPlan,
         *,
         senders: Sequence[int] | None = None,
         receivers: Sequence[int] | None = None,
@@ -122,7 +122,7 @@ class Refit:
         target: Mapping[str, Tensor] | None = None,
         *,
         delta: bool = False,
-    ) -> Report:
+    ) -> RefitReport:
         """Bring the weights to the servers.
 
         Args:
@@ -192,7 +192,7 @@ class Refit:
         self._agree(problem, "source")
         if not self.plan.serving.packed:
             return source or {}
-        packed = Packed(self.plan, self.sender or 0, source or {}, self.groups.device)
+        packed = PackedSource(self.plan, self.sender or 0, source or {}, self.groups.device)
         self._agree(packed.measure(), "source")
         with self._guarded("compared the largest magnitudes"):
             dist.all_reduce(packed.largest, dist.ReduceOp.MAX, group=self.groups.group)
@@ -236,7 +236,7 @@ class Refit:
         self._last = {}  # until this refit has succeeded
         return Moving(self, source, sums, known, unchanged, frozenset((delta and unchanged) or ()))
 
-    def _prove(self, moving: Moving, found: Mapping[Part, int]) -> Report:
+    def _prove(self, moving: Moving, found: Mapping[Part, int]) -> RefitReport:
         """Compare the senders' checksums with the receivers', tensor by tensor.
 
         Raises:
@@ -255,7 +255,7 @@ class Refit:
         checksums: dict[str, int] = {}
         for part, value in found.items():
             checksums[name_of(part)] = added(checksums.get(name_of(part), 0), value)
-        return Report(moving.sent, moving.received, len(index), moving.unchanged, checksums)
+        return RefitReport(moving.sent, moving.received, len(index), moving.unchanged, checksums)
 
     def _differences(
         self,
@@ -310,5 +310,5 @@ class Refit:
             raise RefitError(str(error)) from cause
 
     @staticmethod
-    def _parts(pairs: list[tuple[Transfer, int]]) -> list[Part]:
+    def _parts(pairs: list[tuple[TensorTransfer, int]]) -> list[Part]:
         return list(dict.fromkeys(part for transfer, _ in pairs for part in parts_of(transfer)))

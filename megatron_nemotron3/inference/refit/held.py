@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_nemotron3.checkpoints.convert.keys import NameLookup
 from megatron_nemotron3.common.hooks import unwrapped
 from megatron_nemotron3.inference.refit.layouts import Training
-from megatron_nemotron3.inference.refit.plan import Plan
+from megatron_nemotron3.inference.refit.plan import RefitPlan
 from megatron_nemotron3.inference.refit.planner import tensors
 from megatron_nemotron3.inference.refit.shares import serving_shares, training_shape
 
@@ -57,7 +57,7 @@ def _weights(chunk: torch.nn.Module) -> Iterable[tuple[str, Tensor]]:
     yield from ((name, b) for name, b in chunk.named_buffers() if name.endswith("router.expert_bias"))
 
 
-def serving_parameters(plan: Plan, rank: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def serving_parameters(plan: RefitPlan, rank: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Name, shape and type of every parameter of a serving rank, as its engine creates them.
 
     Parameters of a vLLM or SGLang MTP model are below "draft.".
@@ -86,13 +86,13 @@ def serving_parameters(plan: Plan, rank: int) -> dict[str, tuple[tuple[int, ...]
     return found
 
 
-def empty_parameters(plan: Plan, rank: int, device: Any = "cpu") -> dict[str, Tensor]:
+def empty_parameters(plan: RefitPlan, rank: int, device: Any = "cpu") -> dict[str, Tensor]:
     """Zeros for every parameter of a serving rank. Padding rows of a vocabulary stay zero."""
     made = serving_parameters(plan, rank)
     return {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in made.items()}
 
 
-def check_target(plan: Plan, rank: int, target: Mapping[str, Tensor]) -> str | None:
+def check_target(plan: RefitPlan, rank: int, target: Mapping[str, Tensor]) -> str | None:
     """Say in what a serving rank's parameters are not those of the plan; None if they are."""
     expected = serving_parameters(plan, rank)
     if missing := [name for name in expected if name not in target]:
@@ -106,7 +106,7 @@ def check_target(plan: Plan, rank: int, target: Mapping[str, Tensor]) -> str | N
     return None
 
 
-def check_source(plan: Plan, rank: int, source: Mapping[str, Tensor]) -> str | None:
+def check_source(plan: RefitPlan, rank: int, source: Mapping[str, Tensor]) -> str | None:
     """Say what a training rank lacks of what it is to send, or holds in another form; None if nothing.
 
     A tensor of another layout must not pass: its first rows would go under the names of other rows.

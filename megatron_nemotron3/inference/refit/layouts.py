@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from megatron_nemotron3.checkpoints.convert.quantized_recipes import Weight
-from megatron_nemotron3.inference.refit.engines import ENGINES, Engine, Role
+from megatron_nemotron3.inference.refit.engines import ENGINES, EngineNames, Role
 from megatron_nemotron3.inference.refit.quantized import packed
 from megatron_nemotron3.launch import Launch, ParallelLayout
 from megatron_nemotron3.launch import rules as _rules
@@ -108,7 +108,7 @@ class Training:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serving:
+class EngineLayout:
     """Replicas of a model on an inference engine's ranks.
 
     tp, pp: as the engine counts them. dp: attention groups of a replica; vLLM has dp * tp * pp ranks, SGLang
@@ -183,7 +183,7 @@ class Serving:
                 )
 
     @property
-    def rules(self) -> Engine:
+    def rules(self) -> EngineNames:
         """What the engine does its own way."""
         return ENGINES[self.engine]
 
@@ -246,7 +246,7 @@ class Serving:
         )
 
     @classmethod
-    def of(cls, config: Nemotron3Config, text: str, **settings: Any) -> Serving:
+    def of(cls, config: Nemotron3Config, text: str, **settings: Any) -> EngineLayout:
         """Read "tp=8,replicas=4"."""
         known = ("tp", "pp", "dp", "ep", "replicas", "mtp", "fp32_router")
         sizes: dict[str, Any] = _sizes(text, known, "serving")
@@ -259,7 +259,7 @@ class Serving:
 
 @lru_cache(maxsize=65536)
 def _serving_holders(
-    serving: Serving, role: Role, stages: tuple[int, ...], index: int, expert_rank: int
+    serving: EngineLayout, role: Role, stages: tuple[int, ...], index: int, expert_rank: int
 ) -> Ranks:
     size, found = serving.group_size(role), []
     for rank in range(serving.replica_size):

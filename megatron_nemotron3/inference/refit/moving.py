@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_nemotron3.inference.refit.parts import Part, name_of, pack, parts_of, space_of, unpack
-from megatron_nemotron3.inference.refit.plan import Transfer
+from megatron_nemotron3.inference.refit.plan import TensorTransfer
 
 if TYPE_CHECKING:
     from megatron_nemotron3.inference.refit.execute import Refit
@@ -77,7 +77,7 @@ class Moving:
         return dist.batch_isend_irecv(operations) if operations else []
 
     def _messages(
-        self, pairs: list[tuple[Transfer, int]], ranks: list[int]
+        self, pairs: list[tuple[TensorTransfer, int]], ranks: list[int]
     ) -> defaultdict[int, dict[int, list[Part]]]:
         """The parts of every message: step -> the other rank -> parts."""
         found: defaultdict[int, dict[int, list[Part]]] = defaultdict(dict)

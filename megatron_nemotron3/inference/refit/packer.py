@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.checkpoints.convert.quantized_recipes import Weight
-from megatron_nemotron3.inference.refit.plan import Plan
+from megatron_nemotron3.inference.refit.plan import RefitPlan
 from megatron_nemotron3.inference.refit.planner import tensors
 from megatron_nemotron3.inference.refit.quantized import BLOCK, Stored, grid_of, stored_of
 from megatron_nemotron3.inference.refit.shares import axis_of, training_shares
@@ -23,7 +23,7 @@ from megatron_nemotron3.precision.numerics import e4m3, fp8, nvfp4
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 
 
-class Packed(Mapping[str, Tensor]):
+class PackedSource(Mapping[str, Tensor]):
     """What a training rank sends, by the names of the plan. A tensor is packed each time it is looked up.
 
     Call `measure`, reduce `largest` to the maximum over all ranks, then call `settle`.
@@ -33,7 +33,9 @@ class Packed(Mapping[str, Tensor]):
         source: its weights by Hugging Face's names; empty on a rank that only receives.
     """
 
-    def __init__(self, plan: Plan, rank: int, source: Mapping[str, Tensor], device: torch.device) -> None:
+    def __init__(
+        self, plan: RefitPlan, rank: int, source: Mapping[str, Tensor], device: torch.device
+    ) -> None:
         self._plan, self._rank, self._source = plan, rank, source
         self._rows = {held.weight: held for held in tensors(plan.training, plan.serving)}
         self._made: dict[str, tuple[Weight, Stored]] = {}

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.inference.refit.checksum import added, checksum
-from megatron_nemotron3.inference.refit.plan import ALIGNMENT, Transfer
+from megatron_nemotron3.inference.refit.plan import ALIGNMENT, TensorTransfer
 
 #: A part of one tensor: its transfer, and the expert's number (0 for other tensors).
-Part = tuple[Transfer, int]
+Part = tuple[TensorTransfer, int]
 
 
-def parts_of(transfer: Transfer) -> list[Part]:
+def parts_of(transfer: TensorTransfer) -> list[Part]:
     """The parts of a transfer, one for each expert."""
     return [(transfer, expert) for expert in range(transfer.first, transfer.last)]
 
@@ -107,7 +107,7 @@ def sum_held(part: Part, tensor: Tensor) -> int:
     return _sum(part[0], list(_held_pieces(part, tensor)))
 
 
-def _sum(transfer: Transfer, pieces: list[Tensor]) -> int:
+def _sum(transfer: TensorTransfer, pieces: list[Tensor]) -> int:
     total = 0
     for cut, piece in zip(transfer.cuts, pieces, strict=True):
         total = added(total, checksum(piece, transfer.axis, cut.start))

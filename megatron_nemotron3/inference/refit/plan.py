@@ -14,8 +14,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE
-from megatron_nemotron3.inference.refit.layouts import Serving, Training
-from megatron_nemotron3.inference.refit.shares import Cut
+from megatron_nemotron3.inference.refit.layouts import EngineLayout, Training
+from megatron_nemotron3.inference.refit.shares import AxisCut
 
 if TYPE_CHECKING:
     import numpy
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 ALIGNMENT = 16
 
 
-class Transfer(NamedTuple):
+class TensorTransfer(NamedTuple):
     """A part of a tensor, or of the tensors of experts [first, last).
 
     name: Hugging Face's, with {e} for the expert. axis: of `cuts`, in the tensor of one expert. others:
@@ -37,7 +37,7 @@ class Transfer(NamedTuple):
     first: int
     last: int
     axis: int
-    cuts: tuple[Cut, ...]
+    cuts: tuple[AxisCut, ...]
     others: int
     dtype: str
     target: str
@@ -94,7 +94,7 @@ class Load(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class RefitPlan:
     """All transfers, in the order of their steps.
 
     colocated: sender r and receiver r are one process. bound: as in `Load`. The hash and equality are those
@@ -102,10 +102,10 @@ class Plan:
     """
 
     training: Training
-    serving: Serving
+    serving: EngineLayout
     buffer: int
     colocated: bool
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[TensorTransfer, ...]
     bound: int
 
     @cached_property
@@ -126,13 +126,13 @@ class Plan:
         """Names of all tensors, in the order of the plan."""
         return tuple(dict.fromkeys(name for transfer in self.transfers for name in transfer.names))
 
-    def outgoing(self, rank: int) -> Iterator[tuple[Transfer, int]]:
+    def outgoing(self, rank: int) -> Iterator[tuple[TensorTransfer, int]]:
         """(transfer, receiver) of everything that a training rank sends, in order."""
         for transfer in self.transfers:
             senders, receivers = transfer.pairs
             yield from ((transfer, int(receiver)) for receiver in receivers[senders == rank])
 
-    def incoming(self, rank: int) -> Iterator[tuple[Transfer, int]]:
+    def incoming(self, rank: int) -> Iterator[tuple[TensorTransfer, int]]:
         """(transfer, sender) of everything that a serving rank receives, in order."""
         for transfer in self.transfers:
             senders, receivers = transfer.pairs
@@ -171,7 +171,7 @@ class Plan:
 
         return senders != receivers if self.colocated else numpy.ones(len(senders), bool)
 
-    def by_step(self) -> Iterator[tuple[int, list[Transfer]]]:
+    def by_step(self) -> Iterator[tuple[int, list[TensorTransfer]]]:
         """Yield every step with its transfers."""
         begin = 0
         for end in range(1, len(self.transfers) + 1):

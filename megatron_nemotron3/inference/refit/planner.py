@@ -20,14 +20,14 @@ from typing import Any
 import numpy
 
 from megatron_nemotron3.checkpoints.convert.keys import Prefix, prefixes
-from megatron_nemotron3.inference.refit.engines import PARAMETERS, Parameter, Role
-from megatron_nemotron3.inference.refit.layouts import Serving, Training
-from megatron_nemotron3.inference.refit.plan import ALIGNMENT, Plan, Transfer
+from megatron_nemotron3.inference.refit.engines import PARAMETERS, EngineParameter, Role
+from megatron_nemotron3.inference.refit.layouts import EngineLayout, Training
+from megatron_nemotron3.inference.refit.plan import ALIGNMENT, RefitPlan, TensorTransfer
 from megatron_nemotron3.inference.refit.quantized import Stored, stored_of
 from megatron_nemotron3.inference.refit.shares import (
-    Cut,
-    Share,
+    AxisCut,
     Shares,
+    TensorShare,
     axis_of,
     cuts,
     hf_shape,
@@ -56,7 +56,7 @@ class Held:
     prefix: Prefix
     row: Row
     index: int
-    parameter: Parameter | None
+    parameter: EngineParameter | None
     stages: tuple[tuple[int, ...], tuple[int, ...]]
     stored: Stored | None = None
 
@@ -87,31 +87,33 @@ class Held:
         """The axis along which it is cut."""
         return axis_of(self.row) if self.stored is None or self.stored.columns else 0
 
-    def target(self, serving: Serving) -> str:
+    def target(self, serving: EngineLayout) -> str:
         """Name of the receiver's parameter."""
         if self.parameter is None:
             return self.tensor
         root = hf_root(serving.config) + "."
         return serving.rules.parameter_name(self.parameter, self.prefix.hf or root)
 
-    def sizes(self, training: Training, serving: Serving) -> tuple[int, int]:
+    def sizes(self, training: Training, serving: EngineLayout) -> tuple[int, int]:
         """Ranks over which each side cuts the tensor."""
         layout = training.layout
         return (layout.etp if self.row.routed else layout.tp), serving.group_size(self.role)
 
-    def shares(self, training: Training, serving: Serving) -> tuple[tuple[Shares, ...], tuple[Shares, ...]]:
+    def shares(
+        self, training: Training, serving: EngineLayout
+    ) -> tuple[tuple[Shares, ...], tuple[Shares, ...]]:
         """Shares of both sides by rank of the group that cuts the tensor."""
         config = self.prefix.config
         ranks, receiving = self.sizes(training, serving)
         have = training_shares(self.row, config, ranks, training.vocabulary)[self.index]
         if self.parameter is None:
-            every = ((Share(0, (*self.shape, 1)[self.axis], 0),),)
+            every = ((TensorShare(0, (*self.shape, 1)[self.axis], 0),),)
             if self.stored is not None and self.axis:
                 have = self.stored.cut(have, ranks, self.tensor)
             return have if self.stored is None or self.stored.columns else every, every
         return have, serving_shares(self.row, config, receiving)[0][self.index]
 
-    def dtype(self, serving: Serving) -> str:
+    def dtype(self, serving: EngineLayout) -> str:
         """Type in which it travels, that of the receiver's parameter."""
         if self.stored is not None:
             return self.stored.dtype
@@ -124,7 +126,7 @@ class Held:
         return self.parameter is not None and self.parameter.negated_exp
 
 
-def tensors(training: Training, serving: Serving) -> Iterator[Held]:
+def tensors(training: Training, serving: EngineLayout) -> Iterator[Held]:
     """Yield every tensor that the receivers hold, in the order of the layers."""
     config = training.config
     for prefix in prefixes(config):
@@ -159,7 +161,7 @@ class _Part:
     """
 
     order: tuple[float, int, int]
-    transfer: Transfer
+    transfer: TensorTransfer
     candidates: _Ranks
     receivers: _Ranks
     senders: _Ranks | None = None
@@ -167,12 +169,12 @@ class _Part:
 
 def make_plan(
     training: Training,
-    serving: Serving,
+    serving: EngineLayout,
     *,
     buffer: int = BUFFER,
     colocated: bool = False,
     only: str | None = None,
-) -> Plan:
+) -> RefitPlan:
     """Plan a refit.
 
     Args:
@@ -196,10 +198,10 @@ def make_plan(
     for part in sorted(parts, key=lambda p: (len(p.candidates), -p.transfer.bytes)):
         _choose_senders(part, loads, bound, colocated)
     transfers = _in_steps(parts, training, serving, buffer, colocated)
-    return Plan(training, serving, buffer, colocated, transfers, bound.value())
+    return RefitPlan(training, serving, buffer, colocated, transfers, bound.value())
 
 
-def _parts(training: Training, serving: Serving, only: str | None) -> Iterator[_Part]:
+def _parts(training: Training, serving: EngineLayout, only: str | None) -> Iterator[_Part]:
     everything = list(tensors(training, serving))
     found = [held for held in everything if only is None or fnmatchcase(held.tensor, only)]
     layers: dict[int, dict[Prefix, int]] = {}
@@ -217,7 +219,7 @@ def _parts(training: Training, serving: Serving, only: str | None) -> Iterator[_
                 ranks[keys[0]] = numpy.array(training.holders(*keys[0]), "int32")
             if keys[1] not in ranks:
                 ranks[keys[1]] = numpy.array(serving.holders(*keys[1]), "int32")
-            transfer = Transfer(
+            transfer = TensorTransfer(
                 held.tensor,
                 first,
                 last,
@@ -238,8 +240,8 @@ def _parts(training: Training, serving: Serving, only: str | None) -> Iterator[_
 
 
 def _pairs(
-    held: Held, training: Training, serving: Serving
-) -> Iterator[tuple[int, int, int, tuple[int, int], tuple[int, int], tuple[Cut, ...]]]:
+    held: Held, training: Training, serving: EngineLayout
+) -> Iterator[tuple[int, int, int, tuple[int, int], tuple[int, int], tuple[AxisCut, ...]]]:
     """Yield (first expert, one past the last, first one's place, sender, receiver, cuts).
 
     Sender and receiver are (index of the share, expert rank).
@@ -313,8 +315,8 @@ class _Bound:
 
 
 def _in_steps(
-    parts: list[_Part], training: Training, serving: Serving, buffer: int, colocated: bool
-) -> tuple[Transfer, ...]:
+    parts: list[_Part], training: Training, serving: EngineLayout, buffer: int, colocated: bool
+) -> tuple[TensorTransfer, ...]:
     chunks: list[tuple[Any, ...]] = []
     for part in parts:
         assert part.senders is not None
@@ -340,7 +342,7 @@ def _in_steps(
     return tuple(sorted(found, key=lambda transfer: transfer.step))
 
 
-def _chunks(transfer: Transfer, most: int, space: int, copies: int) -> Iterator[Transfer]:
+def _chunks(transfer: TensorTransfer, most: int, space: int, copies: int) -> Iterator[TensorTransfer]:
     """Cut a transfer into parts of at most `space` bytes; parts of one row may have `most`."""
     if transfer.space <= space:
         yield transfer
@@ -368,4 +370,4 @@ def _chunks(transfer: Transfer, most: int, space: int, copies: int) -> Iterator[
         for cut in transfer.cuts:
             for start in range(cut.start, cut.stop, length):
                 stop, by = min(start + length, cut.stop), start - cut.start
-                yield one._replace(cuts=(Cut(start, stop, cut.source + by, cut.target + by),))
+                yield one._replace(cuts=(AxisCut(start, stop, cut.source + by, cut.target + by),))

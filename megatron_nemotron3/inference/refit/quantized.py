@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from megatron_nemotron3.checkpoints.convert.inventory import Tensor, mappings
 from megatron_nemotron3.checkpoints.convert.quantized_recipes import Weight, formats, quantization
-from megatron_nemotron3.inference.refit.shares import Share, Shares
+from megatron_nemotron3.inference.refit.shares import Shares, TensorShare
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.precision.serving import FP8
 
@@ -72,7 +72,9 @@ class Stored(NamedTuple):
                 f"block of {self.columns} that shares a scale: train it on fewer tensor ranks"
             )
         by = self.columns
-        return tuple(tuple(Share(s.start // by, s.stop // by, s.at // by) for s in one) for one in shares)
+        return tuple(
+            tuple(TensorShare(s.start // by, s.stop // by, s.at // by) for s in one) for one in shares
+        )
 
 
 def packed(

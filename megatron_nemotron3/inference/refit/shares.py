@@ -11,14 +11,14 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from megatron_nemotron3.checkpoints.convert import transforms
-from megatron_nemotron3.checkpoints.convert.plan import Piece
-from megatron_nemotron3.checkpoints.convert.plan import Plan as CopyPlan
+from megatron_nemotron3.checkpoints.convert.plan import CopyPiece
+from megatron_nemotron3.checkpoints.convert.plan import CopyPlan as CopyPlan
 from megatron_nemotron3.inference.refit.engines import VOCABULARY_MULTIPLE
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.tensors import PARAMETER, NamedShape, Row, symbol_sizes
 
 
-class Share(NamedTuple):
+class TensorShare(NamedTuple):
     """Elements [start, stop) of a tensor's axis, from index `at` of the rank's own tensor."""
 
     start: int
@@ -27,10 +27,10 @@ class Share(NamedTuple):
 
 
 #: The shares of one rank, ascending.
-Shares = tuple[Share, ...]
+Shares = tuple[TensorShare, ...]
 
 
-class Cut(NamedTuple):
+class AxisCut(NamedTuple):
     """Elements [start, stop) of the axis: at `source` in the sender's, `target` in the receiver's."""
 
     start: int
@@ -64,7 +64,7 @@ def _split(
     split = transforms.split_parameter(row, config, tp=size, etp=size, padded_vocab_size=padded_vocab_size)
     if split is None:
         every = tuple((0, n) for n in shape)
-        split = CopyPlan({"full": shape}, {"0": shape}, (Piece("full", every, "0", every),))
+        split = CopyPlan({"full": shape}, {"0": shape}, (CopyPiece("full", every, "0", every),))
     return tensor, shape, split
 
 
@@ -90,7 +90,7 @@ def training_shares(
     hf = {t.name: hf_shape(row, i, config) for i, t in enumerate(row.hf)}
     rule = transforms.RULES[row.spelling(PARAMETER).rule]
     named = rule({tensor.name: shape}, hf, config.kv_channels)
-    found: dict[tuple[str, str], list[Share]] = {}
+    found: dict[tuple[str, str], list[TensorShare]] = {}
     for piece in named.pieces:
         first, last = piece.source_slices[axis]
         to = piece.destination_slices[axis][0]
@@ -99,7 +99,7 @@ def training_shares(
             a, b = max(first, begin), min(last, end)
             if a < b:
                 local = part.destination_slices[axis][0] + a - begin
-                share = Share(to + a - first, to + b - first, local)
+                share = TensorShare(to + a - first, to + b - first, local)
                 found.setdefault((piece.destination, part.destination), []).append(share)
     return tuple(
         tuple(_joined(found.get((name, str(rank)), [])) for rank in range(len(split.destinations)))
@@ -124,18 +124,18 @@ def serving_shares(
     length = sum(shape[axis] for shape in shapes)
     local = list(shapes[0])
     if row.tp == "replicated":
-        return (((Share(0, length, 0),),),), tuple(local)
+        return (((TensorShare(0, length, 0),),),), tuple(local)
     if row.hf[0].shape[0] == "vocab":
         padded = -(-length // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
         each = _divided(padded, size, f"{row.hf[0].name}: a padded vocabulary of {padded} rows")
-        ranks = [Share(min(r * each, length), min((r + 1) * each, length), 0) for r in range(size)]
+        ranks = [TensorShare(min(r * each, length), min((r + 1) * each, length), 0) for r in range(size)]
         local[0] = each
         return (tuple((s,) if s.start < s.stop else () for s in ranks),), tuple(local)
     if len(row.hf) == 3:
         return _qkv(config, size, shapes)
     sizes = symbol_sizes(config)
     parts = [t.shape[0] for t in row.spellings[0].tensors] if row.tp == "parts" else []
-    shares: list[list[Share]] = [[] for _ in range(size)]
+    shares: list[list[TensorShare]] = [[] for _ in range(size)]
     start = at = 0
     for symbol, part in [(s, sizes[s]) for s in parts] or [("", length)]:
         # A single group of B and C is repeated on every rank.
@@ -147,7 +147,7 @@ def serving_shares(
         each = part if repeated else _divided(part, size, f"{row.hf[0].name}: {part} elements")
         for rank in range(size):
             begin = start + (0 if repeated else rank * each)
-            shares[rank].append(Share(begin, begin + each, at))
+            shares[rank].append(TensorShare(begin, begin + each, at))
         start, at = start + part, at + each
     local[axis] = at
     return (tuple(tuple(_joined(one)) for one in shares),), tuple(local)
@@ -162,31 +162,31 @@ def _qkv(
     if groups % size and size % groups:
         raise ValueError(f"num_query_groups={groups} and TP={size}: one must divide the other")
     kv, copies = max(1, groups // size) * width, max(1, size // groups)
-    queries = tuple((Share(r * q, (r + 1) * q, 0),) for r in range(size))
+    queries = tuple((TensorShare(r * q, (r + 1) * q, 0),) for r in range(size))
     keys, values = (
-        tuple((Share(r // copies * kv, (r // copies + 1) * kv, at),) for r in range(size))
+        tuple((TensorShare(r // copies * kv, (r // copies + 1) * kv, at),) for r in range(size))
         for at in (q, q + kv)
     )
     return (queries, keys, values), (q + 2 * kv, shapes[0][1])
 
 
-def cuts(source: Shares, target: Shares) -> tuple[Cut, ...]:
+def cuts(source: Shares, target: Shares) -> tuple[AxisCut, ...]:
     """What a rank with `source` can send to one with `target`."""
     found = []
     for have in source:
         for want in target:
             a, b = max(have.start, want.start), min(have.stop, want.stop)
             if a < b:
-                found.append(Cut(a, b, have.at + a - have.start, want.at + a - want.start))
+                found.append(AxisCut(a, b, have.at + a - have.start, want.at + a - want.start))
     return tuple(sorted(found))
 
 
-def _joined(shares: list[Share]) -> Shares:
-    joined: list[Share] = []
+def _joined(shares: list[TensorShare]) -> Shares:
+    joined: list[TensorShare] = []
     for one in sorted(shares):
         last = joined[-1] if joined else None
         if last and last.stop == one.start and last.at + last.stop - last.start == one.at:
-            joined[-1] = Share(last.start, one.stop, last.at)
+            joined[-1] = TensorShare(last.start, one.stop, last.at)
         else:
             joined.append(one)
     return tuple(joined)

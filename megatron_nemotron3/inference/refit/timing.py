@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import numpy
 
-from megatron_nemotron3.inference.refit.plan import Plan
+from megatron_nemotron3.inference.refit.plan import RefitPlan
 from megatron_nemotron3.launch.plan.hardware import GPU
 
 
-def seconds(plan: Plan, gpu: GPU) -> float:
+def seconds(plan: RefitPlan, gpu: GPU) -> float:
     """Seconds of the busiest port, after the first step has been packed (read and written once)."""
     trainers = plan.training.layout.world_size
     offset = 0 if plan.colocated else trainers

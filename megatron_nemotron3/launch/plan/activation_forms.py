@@ -25,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_nemotron3.launch import Launch
-from megatron_nemotron3.launch.plan.options import IN_PLACE, Options
+from megatron_nemotron3.launch.plan.options import IN_PLACE, CostOptions
 from megatron_nemotron3.launch.plan.recompute import Recompute
 from megatron_nemotron3.launch.plan.state import padded_vocab_size
 from megatron_nemotron3.models import Nemotron3Config
@@ -40,7 +40,7 @@ Form = dict[str, int]
 
 
 @dataclass(frozen=True)
-class Share:
+class RankShare:
     """The part of a microbatch that one rank computes, and how it computes it.
 
     seq_length: tokens of a sequence before context parallelism cuts it.
@@ -63,10 +63,10 @@ class Share:
     precision: str
     padded_vocab: int
     sorts_received: bool = False
-    options: Options = Options()
+    options: CostOptions = CostOptions()
 
     @classmethod
-    def of(cls, launch: Launch, imbalance: float = 1.0) -> Share:
+    def of(cls, launch: Launch, imbalance: float = 1.0) -> RankShare:
         """The share of one rank of a launch.
 
         Args:
@@ -78,7 +78,7 @@ class Share:
         """
         if imbalance < 1:
             raise ValueError(f"imbalance={imbalance}: the busiest rank has at least the mean, use 1 or more")
-        layout, options = launch.layout, Options.of(launch)
+        layout, options = launch.layout, CostOptions.of(launch)
         return cls(
             seq_length=launch.seq_length,
             micro_batch_size=launch.micro_batch_size,
@@ -120,12 +120,12 @@ class Share:
         return self.tokens * width * self.element
 
 
-def norm(c: Nemotron3Config, at: Share) -> int:
+def norm(c: Nemotron3Config, at: RankShare) -> int:
     """The input of an RMSNorm and its FP32 reciprocal for each token."""
     return at.stream(c.hidden_size) + at.shard * FLOAT
 
 
-def mamba(c: Nemotron3Config, at: Share) -> Form:
+def mamba(c: Nemotron3Config, at: RankShare) -> Form:
     """The form of an M layer."""
     split = at.tp * at.cp  # after the exchange of context parallelism a rank has all tokens of some heads
     heads, inner = c.mamba_num_heads // split, c.mamba_inner_size // split
@@ -163,7 +163,7 @@ def _scan_states(seq_length: int, heads: int) -> int:
     return -(-whole // chunks) + (rest > 0)
 
 
-def attention(c: Nemotron3Config, at: Share) -> Form:
+def attention(c: Nemotron3Config, at: RankShare) -> Form:
     """The form of a * layer."""
     q, kv = c.num_attention_heads * c.kv_channels, c.num_query_groups * c.kv_channels
     groups = c.num_query_groups / at.tp
@@ -185,7 +185,7 @@ def attention(c: Nemotron3Config, at: Share) -> Form:
     }
 
 
-def moe(c: Nemotron3Config, at: Share) -> Form:
+def moe(c: Nemotron3Config, at: RankShare) -> Form:
     """The form of an E layer."""
     experts, topk, ffn = c.num_moe_experts or 0, c.moe_router_topk or 0, c.moe_ffn_hidden_size or 0
     width, shared = c.expert_input_size, c.moe_shared_expert_intermediate_size or 0
@@ -210,7 +210,7 @@ def moe(c: Nemotron3Config, at: Share) -> Form:
     }
 
 
-def moe_backward(c: Nemotron3Config, at: Share, ep: int) -> int:
+def moe_backward(c: Nemotron3Config, at: RankShare, ep: int) -> int:
     """Bytes that exist besides the saved tensors during the backward of an E layer's experts.
 
     These are the gradients of the experts' inputs and outputs, and on a GPU, which computes all experts at
@@ -224,14 +224,14 @@ def moe_backward(c: Nemotron3Config, at: Share, ep: int) -> int:
     return (2 * rows * c.expert_input_size + between + weights) * at.element
 
 
-def mlp(c: Nemotron3Config, at: Share) -> Form:
+def mlp(c: Nemotron3Config, at: RankShare) -> Form:
     """The form of a - layer."""
     hidden = at.inner((c.dense_ffn_hidden_size or 0) // at.tp)
     form = {"norm": norm(c, at), "linear_fc1": at.stream(c.hidden_size), "activation": hidden}
     return form | {"linear_fc2": hidden}
 
 
-def mtp(c: Nemotron3Config, at: Share) -> Form:
+def mtp(c: Nemotron3Config, at: RankShare) -> Form:
     """The form of one MTP depth without its layers."""
     d = c.hidden_size
     return {
@@ -245,12 +245,12 @@ def mtp(c: Nemotron3Config, at: Share) -> Form:
     }
 
 
-def embedding(c: Nemotron3Config, at: Share) -> Form:
+def embedding(c: Nemotron3Config, at: RankShare) -> Form:
     """The token indices; with TP also the mask of those whose rows are on another rank."""
     return {"word_embeddings": at.tokens * (INDEX + (at.tp > 1))}
 
 
-def output(c: Nemotron3Config, at: Share) -> Form:
+def output(c: Nemotron3Config, at: RankShare) -> Form:
     """Final norm, output layer and loss, of the next token and of all MTP depths.
 
     Each depth keeps its own softmax over a rank's part of the vocabulary until its backward. It is FP32, but
@@ -269,7 +269,7 @@ def output(c: Nemotron3Config, at: Share) -> Form:
 
 
 #: Layer kind -> its form.
-FORMS: dict[str, Callable[[Nemotron3Config, Share], Form]] = {
+FORMS: dict[str, Callable[[Nemotron3Config, RankShare], Form]] = {
     "M": mamba,
     "*": attention,
     "E": moe,

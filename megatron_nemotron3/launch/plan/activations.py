@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_nemotron3.launch import Launch
-from megatron_nemotron3.launch.plan.activation_forms import DROPPED, FORMS, Form, Share
+from megatron_nemotron3.launch.plan.activation_forms import DROPPED, FORMS, Form, RankShare
 from megatron_nemotron3.launch.plan.kinds import letter, resolve, symbols
 from megatron_nemotron3.launch.plan.recompute import MODULES, Recompute, runs
 from megatron_nemotron3.launch.plan.savings import offloaded, packing_saves
@@ -25,7 +25,7 @@ KINDS = tuple(FORMS)
 
 
 @lru_cache(maxsize=65536)
-def _whole_form(config: Nemotron3Config, at: Share, kind: str) -> Form:
+def _whole_form(config: Nemotron3Config, at: RankShare, kind: str) -> Form:
     """Bytes of a kind by module when nothing is recomputed."""
     config, kind = resolve(config, kind)
     form = FORMS[kind](config, at)
@@ -35,7 +35,7 @@ def _whole_form(config: Nemotron3Config, at: Share, kind: str) -> Form:
 
 
 @lru_cache(maxsize=65536)
-def _kept_form(config: Nemotron3Config, at: Share, kind: str) -> Form:
+def _kept_form(config: Nemotron3Config, at: RankShare, kind: str) -> Form:
     """Bytes of a kind by module, without what selective recomputation drops."""
     config, kind = resolve(config, kind)
     form = _whole_form(config, at, kind)
@@ -51,7 +51,7 @@ def _kept_form(config: Nemotron3Config, at: Share, kind: str) -> Form:
 
 
 @lru_cache(maxsize=65536)
-def _kind_bytes(config: Nemotron3Config, at: Share) -> Table:
+def _kind_bytes(config: Nemotron3Config, at: RankShare) -> Table:
     """Kind -> bytes (kept, recomputed, of its input), without the recomputation of whole layers."""
     kinds = dict.fromkeys(symbols(config) + (config.mtp_pattern or ""))
     found = {}
@@ -78,7 +78,7 @@ def layer_activations(launch: Launch, kind: str, *, imbalance: float = 1.0) -> d
     """
     if letter(kind) not in KINDS:
         raise ValueError(f"kind={kind!r}: use one of {', '.join(KINDS)}")
-    at = Share.of(launch, imbalance)
+    at = RankShare.of(launch, imbalance)
     if at.recompute.full and letter(kind) in "M*E-":
         return {"input": at.stream(launch.config.hidden_size)}
     return dict(_kept_form(launch.config, at, kind))
@@ -94,7 +94,7 @@ def stage_activations(launch: Launch, stage: int, *, imbalance: float = 1.0) -> 
         imbalance: as for `layer_activations`.
     """
     patterns = stage_patterns(launch.config, launch.layout.stages, launch.seq_length)
-    return dict(stage_bytes(launch.config, Share.of(launch, imbalance), patterns, stage)[0])
+    return dict(stage_bytes(launch.config, RankShare.of(launch, imbalance), patterns, stage)[0])
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def _mtp_units(config: Nemotron3Config, recompute: Recompute, table: Table) -> l
 
 @lru_cache(maxsize=65536)
 def stage_bytes(
-    config: Nemotron3Config, at: Share, patterns: tuple[str, ...], stage: int, expert_work: int = 0
+    config: Nemotron3Config, at: RankShare, patterns: tuple[str, ...], stage: int, expert_work: int = 0
 ) -> tuple[dict[str, int], int, int]:
     """Bytes of one microbatch on a stage.
 

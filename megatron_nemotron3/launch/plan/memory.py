@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_nemotron3.launch import Launch, ParallelLayout
-from megatron_nemotron3.launch.plan.activation_forms import FLOAT, Share, moe_backward
+from megatron_nemotron3.launch.plan.activation_forms import FLOAT, RankShare, moe_backward
 from megatron_nemotron3.launch.plan.activations import stage_bytes
 from megatron_nemotron3.launch.plan.kinds import expert_configs, resolve, symbols
 from megatron_nemotron3.launch.plan.options import NATIVE
@@ -32,7 +32,7 @@ _GATHERED = 2
 
 
 @dataclass(frozen=True)
-class Memory:
+class RankMemory:
     """Bytes on one rank.
 
     weights, gradients, optimizer: as `state.State`.
@@ -64,7 +64,7 @@ class Memory:
 
 def memory(
     launch: Launch, pp_rank: int = 0, *, imbalance: float = 1.0, exact: tuple[int, int] | None = None
-) -> Memory:
+) -> RankMemory:
     """What one rank holds at the worst moment of a step.
 
     Args:
@@ -77,7 +77,7 @@ def memory(
         ValueError: an unknown precision or backend, no such rank, or fewer layers than stages.
     """
     config, layout = launch.config, launch.layout
-    at = Share.of(launch, imbalance)
+    at = RankShare.of(launch, imbalance)
     patterns = stage_patterns(config, layout.stages, launch.seq_length)
     experts = set(expert_configs(config, symbols(config) + (config.mtp_pattern or "")))
     work = max((moe_backward(own, at, layout.ep) for own in experts), default=0)
@@ -95,7 +95,7 @@ def memory(
     else:
         held = state(launch, pp_rank=pp_rank, dp_rank=exact[0], edp_rank=exact[1])
     packed_weights, replaced = _packed_weights(launch, at, "".join(patterns[pp_rank :: layout.pp]))
-    return Memory(
+    return RankMemory(
         weights=held.weights - replaced,
         gradients=held.gradients,
         optimizer=held.optimizer,
@@ -106,7 +106,7 @@ def memory(
     )
 
 
-def _packed_weights(launch: Launch, at: Share, pattern: str) -> tuple[int, int]:
+def _packed_weights(launch: Launch, at: RankShare, pattern: str) -> tuple[int, int]:
     """Bytes of the packed copies of all weights, and of the BF16 weights that they replace.
 
     With Megatron-FSDP only the layers that are gathered have copies.
@@ -153,7 +153,7 @@ def weight_copies(
     return round(total * quantized_share(config, kind, precision, kept))
 
 
-def buffers(launch: Launch, at: Share, pp_rank: int) -> dict[str, int]:
+def buffers(launch: Launch, at: RankShare, pp_rank: int) -> dict[str, int]:
     """Bytes that exist while a microbatch is computed and that no saved tensor holds, by purpose.
 
     sequence gather: the input of a column-parallel linear, gathered from all TP ranks in Megatron's buffer.

@@ -74,7 +74,7 @@ def dispatcher_words(dispatcher: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Options:
+class CostOptions:
     """What the options say that cost time or memory.
 
     dispatcher: one of `DISPATCHERS`. graphs: modules captured in CUDA graphs. overlap: gradients and weights
@@ -103,7 +103,7 @@ class Options:
     bf16: tuple[int, int] = (0, 0)
 
     @staticmethod
-    def of(launch: Launch) -> Options:
+    def of(launch: Launch) -> CostOptions:
         """The options of a launch."""
         given = launch.options
         words = tuple((name, given[name]) for name in sorted(READ & given.keys()))
@@ -129,7 +129,7 @@ def _options(
     backend: str,
     overlap: bool,
     kept: tuple[int, int],
-) -> Options:
+) -> CostOptions:
     given = dict(words)
 
     def first(name: str, default: str) -> str:
@@ -151,7 +151,7 @@ def _options(
     padded = "--moe-pad-expert-input-to-capacity" in given
     offloads = "--fine-grained-activation-offloading" in given
     fused = NATIVE if backend == "te" else ""
-    return Options(
+    return CostOptions(
         dispatcher=dispatcher if dispatcher in DISPATCHERS else ALLTOALL,
         graphs=graphs,
         overlap=overlap,

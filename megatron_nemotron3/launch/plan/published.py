@@ -48,7 +48,7 @@ _SUPER_H100 = (
 
 
 @dataclass(frozen=True)
-class Run:
+class PublishedRun:
     """One run: model, GPU, number of GPUs, precision, batch, layout, and what was measured.
 
     tokens: a second and GPU. memory: GiB that torch had allocated at most, or None. natural: real data and
@@ -110,77 +110,77 @@ def _tokens(run_sequences: int, gpus: int, milliseconds: float, length: int = SE
 _MX = f"{_FULL} {_PACKED}"
 
 #: The throughput table.
-RUNS: tuple[Run, ...] = (
-    Run("nano", "gb300", 8, "mxfp8", 512, 4, 1, 8, 39936, "26.08", _MX),
-    Run("nano", "gb200", 8, "mxfp8", 512, 2, 1, 8, 34816, "26.06.01", _MX),
-    Run("nano", "b300", 8, "mxfp8", 512, 4, 1, 8, 37316, "26.06", _MX),
-    Run("nano", "b200", 8, "mxfp8", 512, 2, 1, 8, 32768, "26.04.01", _MX),
-    Run(
+RUNS: tuple[PublishedRun, ...] = (
+    PublishedRun("nano", "gb300", 8, "mxfp8", 512, 4, 1, 8, 39936, "26.08", _MX),
+    PublishedRun("nano", "gb200", 8, "mxfp8", 512, 2, 1, 8, 34816, "26.06.01", _MX),
+    PublishedRun("nano", "b300", 8, "mxfp8", 512, 4, 1, 8, 37316, "26.06", _MX),
+    PublishedRun("nano", "b200", 8, "mxfp8", 512, 2, 1, 8, 32768, "26.04.01", _MX),
+    PublishedRun(
         *("nano", "h100", 16, "fp8-tensorwise", 1024, 1, 1, 8, 14719, "26.06"),
         options=f"{_PERF} {_PACKED} {_GRAPHS} mamba {_SELECTIVE} moe layernorm core_attn moe_act",
     ),
-    Run("lightning", "gb200", 8, "mxfp8", 512, 2, 1, 8, 28672, "26.08", _MX),
-    Run("super", "gb300", 64, "mxfp8", 512, 1, 1, 64, 9856, "26.08", _MX),
-    Run("super", "gb300", 64, "nvfp4", 512, 1, 1, 64, 10240, "26.08"),
-    Run("super", "gb200", 64, "mxfp8", 512, 1, 2, 64, 7040, "26.08", _MX),
-    Run("super", "gb200", 64, "nvfp4", 512, 1, 2, 64, 7168, "26.08"),
-    Run("super", "b300", 64, "mxfp8", 512, 1, 1, 8, 7867, "26.06", _MX),
-    Run(
+    PublishedRun("lightning", "gb200", 8, "mxfp8", 512, 2, 1, 8, 28672, "26.08", _MX),
+    PublishedRun("super", "gb300", 64, "mxfp8", 512, 1, 1, 64, 9856, "26.08", _MX),
+    PublishedRun("super", "gb300", 64, "nvfp4", 512, 1, 1, 64, 10240, "26.08"),
+    PublishedRun("super", "gb200", 64, "mxfp8", 512, 1, 2, 64, 7040, "26.08", _MX),
+    PublishedRun("super", "gb200", 64, "nvfp4", 512, 1, 2, 64, 7168, "26.08"),
+    PublishedRun("super", "b300", 64, "mxfp8", 512, 1, 1, 8, 7867, "26.06", _MX),
+    PublishedRun(
         *("super", "b300", 64, "nvfp4", 512, 1, 1, 8, 8131, "26.06"),
         options=f"{_FULL} {_SELECTIVE} moe_act layernorm",
     ),
-    Run(
+    PublishedRun(
         *("super", "b200", 64, "mxfp8", 512, 1, 1, 64, 6400, "26.04.01"),
         options=f"{_PERF} {_PACKED} {_SELECTIVE} moe_act layernorm",
     ),
-    Run("super", "b200", 64, "nvfp4", 512, 1, 2, 64, 5632, "26.04.01"),
-    Run(
+    PublishedRun("super", "b200", 64, "nvfp4", 512, 1, 2, 64, 5632, "26.04.01"),
+    PublishedRun(
         *("ultra", "gb300", 256, "mxfp8", 256, 1, 1, 64, 3552, "26.08"),
         options=f"{_ALL} {_PACKED} {_ULTRA} 500000000",
     ),
-    Run(
+    PublishedRun(
         *("ultra", "gb200", 256, "mxfp8", 256, 1, 2, 64, 2528, "26.08"),
         options=f"{_ALL} {_PACKED} {_ULTRA} 350000000",
     ),
 )
 
 #: Pre-training runs of the verification cards that RUNS does not have, with peak memory where it is given.
-CARDS: tuple[Run, ...] = (
-    Run(
+CARDS: tuple[PublishedRun, ...] = (
+    PublishedRun(
         *("super", "h100", 64, "bf16", 1280, 1, 1, 32, _tokens(1280, 64, 27588.58, 4096), "card"),
         options=_SUPER_H100,
         pp=2,
         seq_length=4096,
         memory=59.0,
     ),
-    Run("super", "gb200", 64, "bf16", 512, 1, 2, 64, _tokens(512, 64, 9926.35), "card"),
-    Run(
+    PublishedRun("super", "gb200", 64, "bf16", 512, 1, 2, 64, _tokens(512, 64, 9926.35), "card"),
+    PublishedRun(
         *("lightning", "h100", 16, "bf16", 512, 1, 1, 8, _tokens(512, 16, 18467.28), "card"),
         # Bridge's optimizer has FP8's default recipe also in BF16, and so an FP32 copy of the weights.
         options=f"{_PERF} {_GRAPHS} attn mamba {_SHORT_MOMENTS} --fp8-recipe tensorwise {_SELECTIVE} moe_act "
         "layernorm --fine-grained-activation-offloading --offload-modules expert_fc1",
         memory=72.066,
     ),
-    Run(
+    PublishedRun(
         *("lightning", "h100", 16, "bf16", 512, 1, 1, 8, _tokens(512, 16, 20826.37), "card 98bce3260"),
         options=f"{_PERF} {_GRAPHS} attn mamba {_SELECTIVE} moe layernorm",
         memory=71.949,
     ),
-    Run(
+    PublishedRun(
         *("lightning", "gb200", 8, "bf16", 512, 2, 1, 8, _tokens(512, 8, 18236.06), "card"),
         memory=156.85,
     ),
-    Run(
+    PublishedRun(
         *("lightning", "gb200", 8, "mxfp8", 384, 3, 1, 8, _tokens(384, 8, 13917.0), "card"),
         options=f"{_PERF} {_PACKED} {_FSDP}",
         memory=169.54,
     ),
-    Run(
+    PublishedRun(
         *("nano-4b", "h100", 8, "bf16", 1024, 1, 1, 1, _tokens(1024, 8, 26775.11, 4096), "card"),
         options="--use-precision-aware-optimizer",
         seq_length=4096,
     ),
-    Run(
+    PublishedRun(
         *("super", "h100", 64, "bf16", 1280, 1, 1, 32, _tokens(1280, 64, 29368.69, 4096), "card"),
         options=_SUPER_H100,
         pp=2,
@@ -188,51 +188,51 @@ CARDS: tuple[Run, ...] = (
         memory=58.079,
         natural=True,
     ),
-    Run(
+    PublishedRun(
         *("lightning", "h100", 16, "bf16", 512, 1, 1, 8, _tokens(512, 16, 36869.27), "card"),
         options=f"{_ALL} {_GRAPHS} mamba {_SELECTIVE} moe layernorm core_attn",
         cp=2,
         memory=68.547,
         natural=True,
     ),
-    Run(
+    PublishedRun(
         *("lightning", "gb200", 8, "bf16", 512, 2, 1, 8, _tokens(512, 8, 21483.63), "card"),
         options=_PERF,
         memory=158.22,
         natural=True,
     ),
-    Run(
+    PublishedRun(
         *("lightning", "gb200", 8, "bf16", 512, 2, 1, 8, _tokens(512, 8, 13362.64, 4096), "card 513e30e83"),
         options=f"{_ALL} {_GRAPHS} attn mamba moe_router moe_preprocess",
         seq_length=4096,
         memory=130.12,
         natural=True,
     ),
-    Run(
+    PublishedRun(
         *("lightning", "gb200", 8, "bf16", 512, 1, 1, 8, _tokens(512, 8, 26051.24), "card c9a70e2f5"),
         options=f"{_ALL} {_GRAPHS} attn mamba moe_router moe_preprocess",
         memory=130.12,
         natural=True,
     ),
-    Run(
+    PublishedRun(
         *("lightning", "gb200", 8, "bf16", 512, 2, 1, 8, _tokens(512, 8, 26665.83), "card"),
         options=f"{_PERF} {_FSDP} --megatron-fsdp-main-grads-dtype fp32",
         memory=160.76,
         natural=True,
     ),
-    Run(
+    PublishedRun(
         *("lightning", "gb200", 8, "bf16", 512, 2, 1, 8, _tokens(512, 8, 24690.75), "card a10679e0c"),
         options=f"{_PERF} {_FSDP}",
         memory=152.52,
         natural=True,
     ),
-    Run(
+    PublishedRun(
         *("lightning", "gb200", 8, "bf16", 512, 1, 1, 8, _tokens(512, 8, 40722.94), "card c9a70e2f5"),
         options=f"{_ALL} {_FSDP}",
         memory=123.04,
         natural=True,
     ),
-    Run(
+    PublishedRun(
         # Its recipe also computes MLPs in 64 pieces, has NCCL buffers of 256 KiB and no prefetch of weights.
         *("ultra", "h100", 256, "bf16", 512, 1, 4, 64, _tokens(512, 256, 388228.08), "card f1f241b0b"),
         options=f"--cross-entropy-fusion-impl te {_FSDP} {_SHORT_MOMENTS} --recompute-granularity full "

@@ -9,10 +9,10 @@ from typing import Any
 from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.launch.plan.flops import step_flops
 from megatron_nemotron3.launch.plan.hardware import GIB, RESERVE
-from megatron_nemotron3.launch.plan.memory import Memory
-from megatron_nemotron3.launch.plan.options import Options
+from megatron_nemotron3.launch.plan.memory import RankMemory
+from megatron_nemotron3.launch.plan.options import CostOptions
 from megatron_nemotron3.launch.plan.published import CARDS, RUNS, SEQUENCE
-from megatron_nemotron3.launch.plan.search import Answer, Candidate, Question
+from megatron_nemotron3.launch.plan.search import Answer, LaunchCandidate, Question
 from megatron_nemotron3.launch.plan.traffic import split, step_traffic, usable_domain
 
 GB = 1e9
@@ -41,7 +41,7 @@ CAUSES = {
 _NOTABLE = 0.005
 
 
-def memory_classes(memory: Memory) -> dict[str, float]:
+def memory_classes(memory: RankMemory) -> dict[str, float]:
     """Bytes by class, in the order of printing; classes below 5 MB are left out."""
     found = {"weights": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer}
     for kind, size in memory.activations.items():
@@ -51,7 +51,7 @@ def memory_classes(memory: Memory) -> dict[str, float]:
     return {name: float(size) for name, size in found.items() if size >= 5e6}
 
 
-def why_slower(loser: Candidate, winner: Candidate) -> str:
+def why_slower(loser: LaunchCandidate, winner: LaunchCandidate) -> str:
     """ "4.1 % slower: pipeline bubble +3.2 %, expert exchange +1.1 %", shares of the winner's step."""
     total = winner.step.total
     slower = loser.step.total / total - 1
@@ -65,7 +65,7 @@ def why_slower(loser: Candidate, winner: Candidate) -> str:
     return text + (f"; in return {', '.join(better)}" if better else "")
 
 
-def command(question: Question, found: Candidate) -> str:
+def command(question: Question, found: LaunchCandidate) -> str:
     """The `nemotron3 flags` command that gives this layout."""
     sizes = vars(found.layout)
     layout = " ".join(f"--{name} {sizes[name]}" for name in sizes if name != "sp" and sizes[name] > 1)
@@ -88,13 +88,13 @@ def command(question: Question, found: Candidate) -> str:
 
 def _options_text(question: Question) -> str:
     """The dispatcher, and whose published options count."""
-    dispatcher = Options.of(question.at(ParallelLayout())).dispatcher
+    dispatcher = CostOptions.of(question.at(ParallelLayout())).dispatcher
     if question.launch.tuned is None:
         return f"{dispatcher}, no published options"
     return f"{dispatcher}, options of {question.launch.tuned.recipe}"
 
 
-def _traffic_lines(question: Question, found: Candidate) -> list[str]:
+def _traffic_lines(question: Question, found: LaunchCandidate) -> list[str]:
     links: dict[str, list[float]] = {}
     for transfer in step_traffic(found.launch):
         sent = split(transfer, found.layout, question.gpu)
@@ -190,7 +190,7 @@ def describe(answer: Answer, remedies: list[str] | None = None) -> dict[str, Any
     """The answer for JSON, in bytes and seconds."""
     question = answer.question
 
-    def one(found: Candidate) -> dict[str, Any]:
+    def one(found: LaunchCandidate) -> dict[str, Any]:
         return {
             "layout": {name: size for name, size in vars(found.layout).items() if name != "sp"},
             "micro_batch_size": found.launch.micro_batch_size,
@@ -212,7 +212,7 @@ def describe(answer: Answer, remedies: list[str] | None = None) -> dict[str, Any
         "seq_length": question.launch.seq_length,
         "global_batch_size": question.global_batch_size,
         "precision": question.launch.precision,
-        "dispatcher": Options.of(question.at(ParallelLayout())).dispatcher,
+        "dispatcher": CostOptions.of(question.at(ParallelLayout())).dispatcher,
         "published_options": question.launch.tuned.recipe if question.launch.tuned else None,
         "legal": answer.legal,
         "fitting": answer.fitting,

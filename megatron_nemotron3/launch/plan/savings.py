@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from megatron_nemotron3.launch.plan.activation_forms import Form, Share
+from megatron_nemotron3.launch.plan.activation_forms import Form, RankShare
 from megatron_nemotron3.launch.plan.options import OFFLOADED
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.precision.formats import BF16, FORMATS
@@ -50,7 +50,7 @@ def bytes_by_linear(
     return found
 
 
-def packing_saves(config: Nemotron3Config, at: Share, kind: str) -> Form:
+def packing_saves(config: Nemotron3Config, at: RankShare, kind: str) -> Form:
     """Part of a layer's form -> bytes that packing saves (negative: adds)."""
     if not at.te or at.element != PACKED[BF16]:
         return {}
@@ -64,7 +64,9 @@ def packing_saves(config: Nemotron3Config, at: Share, kind: str) -> Form:
     return found
 
 
-def _linear_inputs(config: Nemotron3Config, at: Share, kind: str) -> tuple[tuple[str, str, int, bool], ...]:
+def _linear_inputs(
+    config: Nemotron3Config, at: RankShare, kind: str
+) -> tuple[tuple[str, str, int, bool], ...]:
     """(part of the form, linear, bytes of its input in BF16, whether another module keeps that input)."""
     stream = at.stream(config.hidden_size)
     if kind == "M":
@@ -88,7 +90,7 @@ def _linear_inputs(config: Nemotron3Config, at: Share, kind: str) -> tuple[tuple
     return ()
 
 
-def offloaded(config: Nemotron3Config, at: Share, kind: str) -> Form:
+def offloaded(config: Nemotron3Config, at: RankShare, kind: str) -> Form:
     """Part of a layer's form -> bytes that fine-grained offloading moves to the CPU.
 
     Smaller tensors than `--min-offloaded-tensor-size` stay. One layer's come back in its backward.
@@ -109,7 +111,9 @@ def offloaded(config: Nemotron3Config, at: Share, kind: str) -> Form:
     return found
 
 
-def _offloadable(config: Nemotron3Config, at: Share, kind: str) -> tuple[tuple[str, str, int, float], ...]:
+def _offloadable(
+    config: Nemotron3Config, at: RankShare, kind: str
+) -> tuple[tuple[str, str, int, float], ...]:
     """(module, part of the form, elements, bytes of one), with nothing packed."""
     width, size = at.shard * config.hidden_size, at.element
     if kind == "E":

@@ -12,12 +12,12 @@ from functools import cached_property, lru_cache
 from megatron_nemotron3.launch import Launch, ParallelLayout, TrainingSchedule, check
 from megatron_nemotron3.launch.plan.hardware import GIB, GPU, GPUS, RESERVE
 from megatron_nemotron3.launch.plan.kinds import symbols
-from megatron_nemotron3.launch.plan.memory import Memory, memory
+from megatron_nemotron3.launch.plan.memory import RankMemory, memory
 from megatron_nemotron3.launch.plan.options import dispatcher_words
 from megatron_nemotron3.launch.plan.recompute import NONE, Recompute, modules
 from megatron_nemotron3.launch.plan.timing import (
     Machine,
-    Step,
+    StepTime,
     layer_times,
     one_replica,
     step_time,
@@ -134,12 +134,12 @@ def _with_micro_batch(schedule: TrainingSchedule, size: int) -> TrainingSchedule
 
 
 @dataclass(frozen=True)
-class Candidate:
+class LaunchCandidate:
     """A launch with what it costs: `memory` of the fullest rank, `step` time, `tokens` per second and GPU."""
 
     launch: Launch
-    memory: Memory
-    step: Step
+    memory: RankMemory
+    step: StepTime
     tokens: float
 
     @property
@@ -162,10 +162,10 @@ class Answer:
     """
 
     question: Question
-    best: tuple[Candidate, ...]
+    best: tuple[LaunchCandidate, ...]
     legal: int
     fitting: int
-    smallest: Candidate | None
+    smallest: LaunchCandidate | None
 
 
 def layouts(question: Question) -> Iterator[ParallelLayout]:
@@ -218,7 +218,7 @@ def recomputations(config: Nemotron3Config) -> tuple[Recompute, ...]:
     return (*choices, Recompute("full"))
 
 
-def rank_memories(launch: Launch) -> Iterator[Memory]:
+def rank_memories(launch: Launch) -> Iterator[RankMemory]:
     """Memory of the pipeline ranks that may hold most: the first two (microbatches in flight) and the last
     (output layer, MTP)."""
     last = launch.layout.pp - 1
@@ -226,15 +226,15 @@ def rank_memories(launch: Launch) -> Iterator[Memory]:
         yield memory(launch, rank)
 
 
-def worst_memory(launch: Launch) -> Memory:
+def worst_memory(launch: Launch) -> RankMemory:
     """Memory of the pipeline rank that holds most."""
     return max(rank_memories(launch), key=lambda found: found.total)
 
 
-def candidate(question: Question, launch: Launch) -> Candidate:
+def candidate(question: Question, launch: Launch) -> LaunchCandidate:
     """A launch of `question.at` with its memory and time."""
     step = step_time(launch, question.machine)
-    return Candidate(launch, worst_memory(launch), step, tokens_per_gpu(launch, step))
+    return LaunchCandidate(launch, worst_memory(launch), step, tokens_per_gpu(launch, step))
 
 
 def _variants(question: Question, layout: ParallelLayout) -> Iterator[tuple[int, int]]:
@@ -263,7 +263,7 @@ def search(question: Question, best: int = 5) -> Answer:
         for number, layout in enumerate(fitting)
         for vpp, size in _variants(question, layout)
     )
-    found: dict[ParallelLayout, Candidate] = {}
+    found: dict[ParallelLayout, LaunchCandidate] = {}
     accepted: dict[tuple[object, ...], bool] = {}
     slowest = float("inf")
     for bound, number, vpp, size in bounds:

@@ -23,7 +23,7 @@ _BF16, _FP32 = 2, 4
 
 
 @dataclass(frozen=True)
-class Serving:
+class ServingUse:
     """How a model is used.
 
     Args:
@@ -58,7 +58,7 @@ def layer_state_bytes(config: Nemotron3Config, kind: str, context: int) -> int:
 
 
 @lru_cache(maxsize=65536)
-def layer_seconds(config: Nemotron3Config, kind: str, serving: Serving) -> float:
+def layer_seconds(config: Nemotron3Config, kind: str, serving: ServingUse) -> float:
     """Seconds of a step in one layer.
 
     Experts are taken to be chosen evenly, so that n sequences read N (1 - (1 - k/N)^n) of N experts.
@@ -80,24 +80,24 @@ def layer_seconds(config: Nemotron3Config, kind: str, serving: Serving) -> float
     return _longer(moved, flops, serving)
 
 
-def _longer(moved: float, flops: float, serving: Serving) -> float:
+def _longer(moved: float, flops: float, serving: ServingUse) -> float:
     gpu, assumed = serving.gpu, serving.assumed
     return max(moved / (gpu.hbm * assumed.memory), flops / (gpu.bf16 * assumed.products["bf16"]))
 
 
-def outside_seconds(config: Nemotron3Config, serving: Serving) -> float:
+def outside_seconds(config: Nemotron3Config, serving: ServingUse) -> float:
     """Seconds of a step in the output layer; the embedding reads one row a sequence."""
     elements = elements_outside_layers(config)["output_layer"]
     return _longer(elements * _BF16, 2.0 * elements * serving.sequences, serving)
 
 
-def step_seconds(config: Nemotron3Config, serving: Serving) -> float:
+def step_seconds(config: Nemotron3Config, serving: ServingUse) -> float:
     """Seconds to decode one token of every sequence, without drafts of MTP."""
     layers = (layer_seconds(*resolve(config, symbol), serving) for symbol in symbols(config))
     return outside_seconds(config, serving) + sum(layers)
 
 
-def serving_bytes(config: Nemotron3Config, serving: Serving) -> int:
+def serving_bytes(config: Nemotron3Config, serving: ServingUse) -> int:
     """Bytes of all weights, as a release stores them in BF16, and of the state of all sequences."""
     layers = sum(layer_state_bytes(config, kind, serving.context) for kind in config.pattern)
     return count(config).stored_bytes + serving.sequences * layers

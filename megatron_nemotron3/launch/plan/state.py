@@ -17,7 +17,7 @@ from megatron_nemotron3.launch import Launch, ParallelLayout
 from megatron_nemotron3.launch.architecture import vocab_divisor
 from megatron_nemotron3.launch.layout import cut_pattern
 from megatron_nemotron3.launch.plan.kinds import resolve, symbols
-from megatron_nemotron3.launch.plan.options import Options
+from megatron_nemotron3.launch.plan.options import CostOptions
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models import pattern as _pattern
 from megatron_nemotron3.models.tensors import PARAMETER, Row, registered, rows_of, symbol_sizes
@@ -29,7 +29,7 @@ _VOCAB_DIVISOR = 128
 
 
 @dataclass(frozen=True)
-class Parameter:
+class RankParameter:
     """A parameter of one rank. expert: its gradient is reduced over expert-data-parallel ranks only."""
 
     name: str
@@ -53,7 +53,7 @@ def stage_patterns(config: Nemotron3Config, stages: int, seq_length: int) -> tup
     return tuple(found)
 
 
-def parameters(launch: Launch, stage: int) -> list[Parameter]:
+def parameters(launch: Launch, stage: int) -> list[RankParameter]:
     """The parameters of a stage on one rank, in the order of registration.
 
     Args:
@@ -62,7 +62,7 @@ def parameters(launch: Launch, stage: int) -> list[Parameter]:
     return list(_stage_parameters(launch, stage))
 
 
-def _stage_parameters(launch: Launch, stage: int) -> Iterator[Parameter]:
+def _stage_parameters(launch: Launch, stage: int) -> Iterator[RankParameter]:
     config, layout = launch.config, launch.layout
     stages = stage_patterns(config, layout.stages, launch.seq_length)
     last = stage == len(stages) - 1
@@ -79,7 +79,7 @@ def _stage_parameters(launch: Launch, stage: int) -> Iterator[Parameter]:
         for row in registered(_part_rows(own, kind)):
             elements, copies, expert = held_elements(row, layout, sizes)
             name = row.spelling(PARAMETER).tensors[0].name
-            yield from [Parameter(name, elements, expert)] * copies
+            yield from [RankParameter(name, elements, expert)] * copies
 
 
 def _part_rows(config: Nemotron3Config, part: str) -> tuple[Row, ...]:
@@ -89,7 +89,7 @@ def _part_rows(config: Nemotron3Config, part: str) -> tuple[Row, ...]:
 
 
 def held_elements(row: Row, layout: ParallelLayout, sizes: dict[str, int]) -> tuple[int, int, bool]:
-    """(elements of one parameter of a row on a rank, number of such parameters, `Parameter.expert`).
+    """(elements of one parameter of a row on a rank, number of such parameters, `RankParameter.expert`).
 
     Args:
         sizes: of the table's symbols, from `symbol_sizes`.
@@ -123,7 +123,7 @@ FP32 = Bytes(weight=4, master=0)
 
 
 @dataclass(frozen=True)
-class State:
+class RankState:
     """Bytes on one rank."""
 
     weights: int
@@ -140,11 +140,11 @@ def bytes_of(launch: Launch) -> Bytes:
     """The bytes of a launch's precision and options (`--grad-reduce-in-bf16`, precision-aware optimizer)."""
     if launch.precision == "fp32":
         return replace(FP32, gradient=2) if "--grad-reduce-in-bf16" in launch.extra else FP32
-    options = Options.of(launch)
+    options = CostOptions.of(launch)
     return replace(BF16, gradient=options.gradient, master=options.master, moments=options.moments)
 
 
-def state(launch: Launch, *, pp_rank: int = 0, dp_rank: int = 0, edp_rank: int = 0) -> State:
+def state(launch: Launch, *, pp_rank: int = 0, dp_rank: int = 0, edp_rank: int = 0) -> RankState:
     """What one rank holds between steps, padding included, gradients in one bucket.
 
     With overlapped gradient reduction there are several buckets, each padded by less than
@@ -170,7 +170,7 @@ def state(launch: Launch, *, pp_rank: int = 0, dp_rank: int = 0, edp_rank: int =
             weights += held * sizes.weight
             gradients += held * sizes.gradient
             optimizer += owned * (sizes.master + sizes.moments)
-    return State(weights, gradients, optimizer)
+    return RankState(weights, gradients, optimizer)
 
 
 def _optimizer_share(elements: list[int], ranks: int, rank: int) -> tuple[int, int]:
@@ -254,18 +254,18 @@ def stage_elements(launch: Launch, pp_rank: int) -> Elements:
     return _rank_elements(launch.config, grid, pipeline, launch.seq_length)
 
 
-def approximate_state(launch: Launch, pp_rank: int = 0) -> State:
+def approximate_state(launch: Launch, pp_rank: int = 0) -> RankState:
     """The same as `state`, for a mean rank of its data-parallel groups and without padding."""
     layout, sizes = launch.layout, bytes_of(launch)
     held = stage_elements(launch, pp_rank)
     whole, owned = held.dense + held.expert, float(held.dense + held.expert)
     if launch.distributed_optimizer:
         owned = held.dense / (layout.dp * layout.cp) + held.expert / layout.edp
-    options, kept = Options.of(launch), float(whole)
+    options, kept = CostOptions.of(launch), float(whole)
     if options.fsdp:  # divided inside an instance; the optimizer over all of them
         dense, expert = (max(1, n // options.instances) for n in (layout.dp * layout.cp, layout.edp))
         kept = held.dense / dense + held.expert / expert
-    return State(
+    return RankState(
         weights=round(kept * sizes.weight),
         gradients=round(kept * sizes.gradient),
         optimizer=round(owned * (sizes.master + sizes.moments)),

@@ -19,14 +19,14 @@ from megatron_nemotron3.launch.plan.activations import layer_activations
 from megatron_nemotron3.launch.plan.flops import BACKWARD, layer_operations, module_of
 from megatron_nemotron3.launch.plan.hardware import GPU
 from megatron_nemotron3.launch.plan.kinds import letter, resolve, symbols
-from megatron_nemotron3.launch.plan.options import Options
+from megatron_nemotron3.launch.plan.options import CostOptions
 from megatron_nemotron3.launch.plan.recompute import MODULES, Recompute
 from megatron_nemotron3.launch.plan.savings import quantized_share
 from megatron_nemotron3.launch.plan.state import bytes_of, kind_elements, stage_elements
 from megatron_nemotron3.launch.plan.traffic import (
     ALL_TO_ALL,
     REDUCE_SCATTER,
-    Transfer,
+    Collective,
     deduplicated,
     layer_transfers,
     neighbors,
@@ -110,7 +110,7 @@ class LayerTime:
 
 
 @dataclass(frozen=True)
-class Step(LayerTime):
+class StepTime(LayerTime):
     """Seconds of a step on the slowest pipeline rank: those of its layers, and those spent once a step."""
 
     pp: float
@@ -132,7 +132,9 @@ class Machine:
         return self.gpu.hbm * self.assumed.memory
 
 
-def seconds(transfer: Transfer, layout: ParallelLayout, machine: Machine, copies: int | None = None) -> float:
+def seconds(
+    transfer: Collective, layout: ParallelLayout, machine: Machine, copies: int | None = None
+) -> float:
     """Time of a transfer. NVLink and network work at the same time.
 
     Args:
@@ -182,7 +184,7 @@ def _product_seconds(launch: Launch, config: Nemotron3Config, machine: Machine, 
         return 2.0 * outside["output_layer"] / rate(plain)
     if kind == "mtp":
         return 2.0 * (outside["mtp"] + outside["output_layer"]) / rate(plain)
-    formats = module_formats(config, precision, Options.of(launch).bf16)
+    formats = module_formats(config, precision, CostOptions.of(launch).bf16)
     total = 0.0
     for module, flops in layer_operations(config, kind, launch.seq_length).items():
         shares = formats.get((kind, module)) or {_FIXED_FORMAT.get(module, plain): 1.0}
@@ -205,7 +207,7 @@ def _layer_time(launch: Launch, machine: Machine, symbol: str) -> LayerTime:
     moved = sum(saved.values()) * assumed.passes / machine.bandwidth
     weights = (held.dense + held.expert) * _WEIGHT_PASSES / machine.bandwidth
     again = _recomputed_share(kind, Recompute.of(launch))
-    options = Options.of(launch)
+    options = CostOptions.of(launch)
     copies = config.moe_router_topk if options.deduplicates else None
     comm = {"tp": 0.0, "ep": 0.0, "cp": 0.0}
     for transfer in layer_transfers(config, layout, kind, launch.seq_length, launch.micro_batch_size):
@@ -253,7 +255,7 @@ _CAPTURED = {
 }
 
 
-def captured(kind: str, options: Options) -> float:
+def captured(kind: str, options: CostOptions) -> float:
     """The share of a layer's kernel launches that CUDA graphs replace."""
     shares = (_CAPTURED[name] for name in options.graphs if name in _CAPTURED)
     return min(1.0, sum(share for layer, share in shares if layer == kind))
@@ -292,7 +294,7 @@ def layer_times(launch: Launch, machine: Machine) -> dict[str, LayerTime]:
     }
 
 
-def step_time(launch: Launch, machine: Machine) -> Step:
+def step_time(launch: Launch, machine: Machine) -> StepTime:
     """Time of a step of `launch.microbatches` microbatches on every data-parallel rank.
 
     Raises:
@@ -310,7 +312,7 @@ def step_time(launch: Launch, machine: Machine) -> Step:
         for name in (part.name for part in fields(LayerTime))
     }
     pp = dp = 0.0
-    options = Options.of(launch)
+    options = CostOptions.of(launch)
     # Gradients travel with the last backward, weights with the first forward; with FSDP, with all of them.
     cover = slowest * (launch.microbatches if options.fsdp else 1)
     for transfer in outer_traffic(launch, rank, overlap=options.overlap):
@@ -323,7 +325,7 @@ def step_time(launch: Launch, machine: Machine) -> Step:
             dp += time
     held = stage_elements(launch, rank)
     owned = held.dense / (layout.dp * layout.cp) + held.expert / layout.edp
-    return Step(
+    return StepTime(
         **sums,
         pp=pp,
         bubble=slowest * (layout.pp - 1) / layout.vpp,
@@ -338,7 +340,7 @@ def _optimizer_bytes(launch: Launch) -> int:
     return sizes.gradient + 2 * (sizes.master + sizes.moments) + sizes.weight
 
 
-def tokens_per_gpu(launch: Launch, step: Step) -> float:
+def tokens_per_gpu(launch: Launch, step: StepTime) -> float:
     """Tokens per second and GPU."""
     sequences = launch.microbatches * launch.micro_batch_size * launch.layout.dp
     return launch.seq_length * sequences / step.total / launch.layout.world_size

@@ -7,7 +7,7 @@ parallelism, the all-to-all dispatcher (which sends every copy of a token), the 
 gathered keys and values under context parallelism, one reduce-scatter of gradients and one all-gather of
 weights a step. Exchanges of sizes (tokens per expert, loss sums) are left out: they are kilobytes.
 
-`Transfer.buffer` is tested against counted collectives (tests/launch/plan/test_traffic.py). How much of it
+`Collective.buffer` is tested against counted collectives (tests/launch/plan/test_traffic.py). How much of it
 one rank sends follows from the ring or the exchange (`sent`).
 
 Megatron's rank order is tp, cp, dp, pp (expert grid: etp, ep, edp, pp), fastest first, so the ranks of a
@@ -25,7 +25,7 @@ from functools import lru_cache
 from megatron_nemotron3.launch import Launch, ParallelLayout
 from megatron_nemotron3.launch.plan.hardware import GPU
 from megatron_nemotron3.launch.plan.kinds import resolve
-from megatron_nemotron3.launch.plan.options import Options
+from megatron_nemotron3.launch.plan.options import CostOptions
 from megatron_nemotron3.launch.plan.state import bytes_of, padded_vocab_size, stage_elements, stage_patterns
 from megatron_nemotron3.models import Nemotron3Config
 
@@ -41,7 +41,7 @@ ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL, SEND = (
 
 
 @dataclass(frozen=True)
-class Transfer:
+class Collective:
     """One kind of collective of one rank in a step.
 
     link: the group it runs in: "tp", "cp", "ep", "etp", "pp", "dp" (data and context ranks), "edp" (copies of
@@ -70,7 +70,7 @@ class Transfer:
 @lru_cache(maxsize=4096)
 def layer_transfers(
     config: Nemotron3Config, layout: ParallelLayout, kind: str, seq_length: int, micro_batch_size: int
-) -> tuple[Transfer, ...]:
+) -> tuple[Collective, ...]:
     """Transfers of one layer for one microbatch, forward and backward.
 
     Args:
@@ -85,7 +85,7 @@ def layer_transfers(
 
 def _linear_pair(
     config: Nemotron3Config, layout: ParallelLayout, tokens: int, module: str
-) -> Iterator[Transfer]:
+) -> Iterator[Collective]:
     """A column-parallel and a row-parallel linear around something sharded.
 
     With sequence parallelism, forward gathers the input and reduce-scatters the output. Backward gathers the
@@ -94,87 +94,91 @@ def _linear_pair(
     """
     whole = tokens * config.hidden_size * ACTIVATION
     if layout.sequence_parallel:
-        yield Transfer("tp", module, ALL_GATHER, layout.tp, 3, 3 * whole)
-        yield Transfer("tp", module, REDUCE_SCATTER, layout.tp, 2, 2 * whole)
+        yield Collective("tp", module, ALL_GATHER, layout.tp, 3, 3 * whole)
+        yield Collective("tp", module, REDUCE_SCATTER, layout.tp, 2, 2 * whole)
     else:
-        yield Transfer("tp", module, ALL_REDUCE, layout.tp, 2, 2 * whole)
+        yield Collective("tp", module, ALL_REDUCE, layout.tp, 2, 2 * whole)
 
 
-def _mamba_transfers(config: Nemotron3Config, layout: ParallelLayout, tokens: int) -> Iterator[Transfer]:
+def _mamba_transfers(config: Nemotron3Config, layout: ParallelLayout, tokens: int) -> Iterator[Collective]:
     yield from _linear_pair(config, layout, tokens, "mamba")
     # z, x, B, C and dt are exchanged for heads, then y and z (for the gated norm) back. Groups are repeated
     # first where there are fewer than ranks.
     groups = max(config.mamba_num_groups // layout.tp, layout.cp)
     inner, heads = config.mamba_inner_size // layout.tp, config.mamba_num_heads // layout.tp
     width = 4 * inner + 2 * groups * config.mamba_state_dim + heads
-    yield Transfer("cp", "mamba", ALL_TO_ALL, layout.cp, 14, 2 * tokens * width * ACTIVATION)
+    yield Collective("cp", "mamba", ALL_TO_ALL, layout.cp, 14, 2 * tokens * width * ACTIVATION)
 
 
-def _attention_transfers(config: Nemotron3Config, layout: ParallelLayout, tokens: int) -> Iterator[Transfer]:
+def _attention_transfers(
+    config: Nemotron3Config, layout: ParallelLayout, tokens: int
+) -> Iterator[Collective]:
     yield from _linear_pair(config, layout, tokens, "attention")
     groups = max(1, config.num_query_groups // layout.tp)
     keys = 2 * groups * config.kv_channels * ACTIVATION * tokens * layout.cp
-    yield Transfer("cp", "attention", ALL_GATHER, layout.cp, 2, keys)
-    yield Transfer("cp", "attention", REDUCE_SCATTER, layout.cp, 2, keys)
+    yield Collective("cp", "attention", ALL_GATHER, layout.cp, 2, keys)
+    yield Collective("cp", "attention", REDUCE_SCATTER, layout.cp, 2, keys)
     if layout.tp > config.num_query_groups:  # every rank gathers the projection and takes its heads
         rows = (config.num_attention_heads + 2 * config.num_query_groups) * config.kv_channels
-        yield Transfer("tp", "attention", ALL_GATHER, layout.tp, 1, tokens * rows * ACTIVATION)
-        yield Transfer("tp", "attention", REDUCE_SCATTER, layout.tp, 1, tokens * rows * ACTIVATION)
+        yield Collective("tp", "attention", ALL_GATHER, layout.tp, 1, tokens * rows * ACTIVATION)
+        yield Collective("tp", "attention", REDUCE_SCATTER, layout.tp, 1, tokens * rows * ACTIVATION)
 
 
-def _experts_transfers(config: Nemotron3Config, layout: ParallelLayout, tokens: int) -> Iterator[Transfer]:
+def _experts_transfers(config: Nemotron3Config, layout: ParallelLayout, tokens: int) -> Iterator[Collective]:
     if config.moe_shared_expert_intermediate_size:
         yield from _linear_pair(config, layout, tokens, "shared experts")
     # Each tensor rank routes its own part of the sequence.
     copies = tokens // layout.tp * (config.moe_router_topk or 0)
     width = config.moe_latent_size or config.hidden_size
     row = width * ACTIVATION
-    yield Transfer("ep", "experts", ALL_TO_ALL, layout.ep, 4, 4 * copies * row)
-    yield Transfer("ep", "probabilities", ALL_TO_ALL, layout.ep, 2, 2 * copies * SINGLE)
+    yield Collective("ep", "experts", ALL_TO_ALL, layout.ep, 4, 4 * copies * row)
+    yield Collective("ep", "probabilities", ALL_TO_ALL, layout.ep, 2, 2 * copies * SINGLE)
     gathered = copies * layout.etp
     # The sums over the parts of an expert are FP32, and so is their gradient.
     forth, back = gathered * row, gathered * width * SINGLE
-    yield Transfer("etp", "experts", ALL_GATHER, layout.etp, 2, forth + back)
-    yield Transfer("etp", "experts", REDUCE_SCATTER, layout.etp, 2, forth + back)
-    yield Transfer("etp", "probabilities", ALL_GATHER, layout.etp, 1, gathered * SINGLE)
-    yield Transfer("etp", "probabilities", REDUCE_SCATTER, layout.etp, 1, gathered * SINGLE)
+    yield Collective("etp", "experts", ALL_GATHER, layout.etp, 2, forth + back)
+    yield Collective("etp", "experts", REDUCE_SCATTER, layout.etp, 2, forth + back)
+    yield Collective("etp", "probabilities", ALL_GATHER, layout.etp, 1, gathered * SINGLE)
+    yield Collective("etp", "probabilities", REDUCE_SCATTER, layout.etp, 1, gathered * SINGLE)
 
 
-def _dense_transfers(config: Nemotron3Config, layout: ParallelLayout, tokens: int) -> Iterator[Transfer]:
+def _dense_transfers(config: Nemotron3Config, layout: ParallelLayout, tokens: int) -> Iterator[Collective]:
     yield from _linear_pair(config, layout, tokens, "mlp")
 
 
-def _embedding_transfers(config: Nemotron3Config, layout: ParallelLayout, tokens: int) -> Iterator[Transfer]:
+def _embedding_transfers(
+    config: Nemotron3Config, layout: ParallelLayout, tokens: int
+) -> Iterator[Collective]:
     whole = tokens * config.hidden_size * ACTIVATION
     if layout.sequence_parallel:
-        yield Transfer("tp", "embedding", REDUCE_SCATTER, layout.tp, 1, whole)
-        yield Transfer("tp", "embedding", ALL_GATHER, layout.tp, 1, whole)
+        yield Collective("tp", "embedding", REDUCE_SCATTER, layout.tp, 1, whole)
+        yield Collective("tp", "embedding", ALL_GATHER, layout.tp, 1, whole)
     else:
-        yield Transfer("tp", "embedding", ALL_REDUCE, layout.tp, 1, whole)
+        yield Collective("tp", "embedding", ALL_REDUCE, layout.tp, 1, whole)
 
 
-def _output_transfers(config: Nemotron3Config, layout: ParallelLayout, tokens: int) -> Iterator[Transfer]:
+def _output_transfers(config: Nemotron3Config, layout: ParallelLayout, tokens: int) -> Iterator[Collective]:
     whole = tokens * config.hidden_size * ACTIVATION
     if layout.sequence_parallel:
-        yield Transfer("tp", "output", ALL_GATHER, layout.tp, 2, 2 * whole)
-        yield Transfer("tp", "output", REDUCE_SCATTER, layout.tp, 1, whole)
+        yield Collective("tp", "output", ALL_GATHER, layout.tp, 2, 2 * whole)
+        yield Collective("tp", "output", REDUCE_SCATTER, layout.tp, 1, whole)
     else:
-        yield Transfer("tp", "output", ALL_REDUCE, layout.tp, 1, whole)
+        yield Collective("tp", "output", ALL_REDUCE, layout.tp, 1, whole)
     # Maximum, sum and target logit of every token.
-    yield Transfer("tp", "loss", ALL_REDUCE, layout.tp, 3, 3 * tokens * SINGLE)
+    yield Collective("tp", "loss", ALL_REDUCE, layout.tp, 3, 3 * tokens * SINGLE)
 
 
-def _mtp_transfers(config: Nemotron3Config, layout: ParallelLayout, tokens: int) -> Iterator[Transfer]:
+def _mtp_transfers(config: Nemotron3Config, layout: ParallelLayout, tokens: int) -> Iterator[Collective]:
     yield from _embedding_transfers(config, layout, tokens)
     yield from _output_transfers(config, layout, tokens)
     whole = tokens * config.hidden_size * ACTIVATION
     if layout.sequence_parallel:
         # The input of eh_proj is 2 d wide; its output is gathered, then sliced along the sequence.
-        yield Transfer("tp", "eh_proj", ALL_GATHER, layout.tp, 4, 6 * whole)
-        yield Transfer("tp", "eh_proj", REDUCE_SCATTER, layout.tp, 1, 2 * whole)
+        yield Collective("tp", "eh_proj", ALL_GATHER, layout.tp, 4, 6 * whole)
+        yield Collective("tp", "eh_proj", REDUCE_SCATTER, layout.tp, 1, 2 * whole)
     else:
-        yield Transfer("tp", "eh_proj", ALL_GATHER, layout.tp, 1, whole)
-        yield Transfer("tp", "eh_proj", ALL_REDUCE, layout.tp, 1, 2 * whole)
+        yield Collective("tp", "eh_proj", ALL_GATHER, layout.tp, 1, whole)
+        yield Collective("tp", "eh_proj", ALL_REDUCE, layout.tp, 1, 2 * whole)
 
 
 _LAYER_TRANSFERS = {
@@ -201,7 +205,7 @@ def stage_kinds(config: Nemotron3Config, pp: int, vpp: int, pp_rank: int, seq_le
     return {kind: times for kind, times in found.items() if times}
 
 
-def step_traffic(launch: Launch, pp_rank: int = 0, *, overlap: bool = True) -> list[Transfer]:
+def step_traffic(launch: Launch, pp_rank: int = 0, *, overlap: bool = True) -> list[Collective]:
     """The transfers that one rank of a pipeline stage takes part in, in one step.
 
     Without the distributed optimizer, gradients are all-reduced and no weights are gathered.
@@ -211,7 +215,7 @@ def step_traffic(launch: Launch, pp_rank: int = 0, *, overlap: bool = True) -> l
             weights once for each of its optimizers, so twice where experts have their own.
     """
     config, layout = launch.config, launch.layout
-    found: dict[tuple[str, str, str], Transfer] = {}
+    found: dict[tuple[str, str, str], Collective] = {}
     for kind, times in stage_kinds(config, layout.pp, layout.vpp, pp_rank, launch.seq_length).items():
         times *= launch.microbatches
         for transfer in layer_transfers(config, layout, kind, launch.seq_length, launch.micro_batch_size):
@@ -224,13 +228,13 @@ def step_traffic(launch: Launch, pp_rank: int = 0, *, overlap: bool = True) -> l
     return [*found.values(), *outer_traffic(launch, pp_rank, overlap=overlap)]
 
 
-def outer_traffic(launch: Launch, pp_rank: int = 0, *, overlap: bool = True) -> list[Transfer]:
+def outer_traffic(launch: Launch, pp_rank: int = 0, *, overlap: bool = True) -> list[Collective]:
     """The part of `step_traffic` that no layer causes: between stages, and of gradients and weights."""
     found = (*_pipeline_transfers(launch, pp_rank), *_state_transfers(launch, pp_rank, overlap))
     return [transfer for transfer in found if transfer.ranks > 1 and transfer.buffer]
 
 
-def _pipeline_transfers(launch: Launch, pp_rank: int) -> Iterator[Transfer]:
+def _pipeline_transfers(launch: Launch, pp_rank: int) -> Iterator[Collective]:
     """Hidden states to the next stage, and their gradients to the previous one."""
     layout = launch.layout
     tokens = launch.seq_length // layout.cp * launch.micro_batch_size
@@ -241,12 +245,12 @@ def _pipeline_transfers(launch: Launch, pp_rank: int) -> Iterator[Transfer]:
     forward, backward = layout.vpp - last, layout.vpp - first  # the last chunk of the last rank sends nothing
     for module, times in (("activations", forward), ("gradients", backward)):
         sends = times * launch.microbatches
-        yield Transfer("pp", module, SEND, layout.pp, sends, sends * hidden)
+        yield Collective("pp", module, SEND, layout.pp, sends, sends * hidden)
 
 
-def _state_transfers(launch: Launch, pp_rank: int, overlap: bool) -> Iterator[Transfer]:
+def _state_transfers(launch: Launch, pp_rank: int, overlap: bool) -> Iterator[Collective]:
     """Gradients and weights, once a step; with Megatron-FSDP once a microbatch."""
-    config, layout, options = launch.config, launch.layout, Options.of(launch)
+    config, layout, options = launch.config, launch.layout, CostOptions.of(launch)
     held, gradient = stage_elements(launch, pp_rank), bytes_of(launch).gradient
     gathers = 2 if held.expert and not overlap else 1
     for link, ranks, elements in (
@@ -257,20 +261,20 @@ def _state_transfers(launch: Launch, pp_rank: int, overlap: bool) -> Iterator[Tr
             # Each microbatch gathers the weights for forward and for backward, and scatters its gradients.
             times, inside = launch.microbatches, max(1, ranks // options.instances)
             moved = 2 * times * elements * ACTIVATION
-            yield Transfer(link, "weights", ALL_GATHER, inside, 2 * times, moved, True)
+            yield Collective(link, "weights", ALL_GATHER, inside, 2 * times, moved, True)
             moved = times * elements * gradient
-            yield Transfer(link, "gradients", REDUCE_SCATTER, inside, times, moved, True)
+            yield Collective(link, "gradients", REDUCE_SCATTER, inside, times, moved, True)
         elif launch.distributed_optimizer:
-            yield Transfer(link, "gradients", REDUCE_SCATTER, ranks, 1, elements * gradient, overlap)
+            yield Collective(link, "gradients", REDUCE_SCATTER, ranks, 1, elements * gradient, overlap)
             gathered = gathers * elements * ACTIVATION
-            yield Transfer(link, "weights", ALL_GATHER, ranks, gathers, gathered, overlap)
+            yield Collective(link, "weights", ALL_GATHER, ranks, gathers, gathered, overlap)
         else:
-            yield Transfer(link, "gradients", ALL_REDUCE, ranks, 1, elements * gradient, overlap)
+            yield Collective(link, "gradients", ALL_REDUCE, ranks, 1, elements * gradient, overlap)
     if layout.pp > 1 and config.has_mtp and pp_rank in (0, layout.pp - 1):
         table = padded_vocab_size(config, layout) // layout.tp * config.hidden_size
-        yield Transfer("embedding", "gradients", ALL_REDUCE, 2, 1, table * gradient)
+        yield Collective("embedding", "gradients", ALL_REDUCE, 2, 1, table * gradient)
     if layout.sequence_parallel:
-        yield Transfer(
+        yield Collective(
             "tp", "replicated weights' gradients", ALL_REDUCE, layout.tp, 1, held.replicated * gradient
         )
 
@@ -308,7 +312,7 @@ def neighbors(ranks: int, stride: int, domain: int) -> int:
     return max(1, min(ranks, domain // stride))
 
 
-def split(transfer: Transfer, layout: ParallelLayout, gpu: GPU) -> Split:
+def split(transfer: Collective, layout: ParallelLayout, gpu: GPU) -> Split:
     """Divide the bytes that a rank sends between NVLink and the network."""
     local = neighbors(transfer.ranks, strides(layout)[transfer.link], usable_domain(gpu))
     if transfer.collective == SEND:

@@ -24,7 +24,7 @@ from megatron_nemotron3.models.command import StoredModelOptions
 from megatron_nemotron3.post_training.finetune.command import environment, step
 
 if TYPE_CHECKING:
-    from megatron_nemotron3.post_training.boost.inputs import Inputs
+    from megatron_nemotron3.post_training.boost.inputs import BoostInputs
 
 #: Of the tiny models, which learn in a minute on a CPU.
 STEPS, LR = 200, 1e-3
@@ -118,7 +118,7 @@ def boost_command(options: argparse.Namespace) -> int:
     return 0
 
 
-def _boost(options: argparse.Namespace, boost: Boost, given: Inputs) -> int:
+def _boost(options: argparse.Namespace, boost: Boost, given: BoostInputs) -> int:
     """Do the steps that are left, while no other process does; the exit status."""
     from megatron_nemotron3.post_training.boost import measure as boost_measure
 
@@ -145,7 +145,7 @@ def _boost(options: argparse.Namespace, boost: Boost, given: Inputs) -> int:
     return 0
 
 
-def _training_words(options: argparse.Namespace, given: Inputs, out: Path) -> list[object]:
+def _training_words(options: argparse.Namespace, given: BoostInputs, out: Path) -> list[object]:
     """Words of `nemotron3 train`."""
     words: list[object] = ["--model", out / "model.json", "--pretrained", given.pretrained(out)]
     words += ["--data-path", given.prefix(out), "--tokenizer", given.tokenizer, "--output", out / "run"]

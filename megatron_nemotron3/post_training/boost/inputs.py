@@ -31,7 +31,7 @@ _MULTIPLE = 128
 
 
 @dataclass(frozen=True)
-class Inputs:
+class BoostInputs:
     """What was read and found right."""
 
     found: CheckpointFolder
@@ -64,7 +64,7 @@ class Inputs:
         return data_tokens(self.prefix(output), self.split, tokens)
 
 
-def check(options: argparse.Namespace, boost: Boost, steps: int, lr: float) -> Inputs:
+def check(options: argparse.Namespace, boost: Boost, steps: int, lr: float) -> BoostInputs:
     """Read all inputs, and write nothing.
 
     Args:
@@ -108,7 +108,7 @@ def check(options: argparse.Namespace, boost: Boost, steps: int, lr: float) -> I
         raise ValueError(f"{tokenizer.folder}: it has no end token, which ends a document: add eos_token")
     data_path, split, documents = _data(options, found)
     folder = tokenizer.folder.absolute()
-    return Inputs(
+    return BoostInputs(
         found=found,
         config=config,
         hugging_face=hugging_face,
@@ -189,7 +189,7 @@ def _data(options: argparse.Namespace, found: CheckpointFolder) -> tuple[str | N
     return prefix, split, ()
 
 
-def prepare(given: Inputs, output: Path) -> None:
+def prepare(given: BoostInputs, output: Path) -> None:
     """Write the record, the model and the data set. A second call with the same inputs changes nothing.
 
     Raises:

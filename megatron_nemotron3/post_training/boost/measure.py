@@ -11,7 +11,7 @@ from megatron_nemotron3.common import plots, record
 from megatron_nemotron3.common.output import Bar, interval, paired
 from megatron_nemotron3.inference.generate.checkpoint_folder import find_checkpoint
 from megatron_nemotron3.inference.generate.command import load_engine
-from megatron_nemotron3.inference.generate.evaluate import Agreement, acceptance, losses, windows
+from megatron_nemotron3.inference.generate.evaluate import DepthAgreement, acceptance, losses, windows
 from megatron_nemotron3.inference.generate.evaluate_command import (
     NEW_TOKENS,
     PROMPT_TOKENS,
@@ -21,14 +21,14 @@ from megatron_nemotron3.inference.generate.evaluate_command import (
     chosen_seq_length,
     spread_prompts,
 )
-from megatron_nemotron3.post_training.boost.inputs import Inputs
+from megatron_nemotron3.post_training.boost.inputs import BoostInputs
 
 #: Longest file of what was measured that is read, in bytes.
 _LIMIT = 1 << 30
 
 
 @dataclass(frozen=True)
-class Measured:
+class DraftResult:
     """One checkpoint on the held-out text.
 
     Attributes:
@@ -38,11 +38,11 @@ class Measured:
     """
 
     checkpoint: str
-    agreement: tuple[Agreement, ...]
+    agreement: tuple[DepthAgreement, ...]
     accepted: tuple[float, ...]
 
 
-def measure(checkpoint: Path, given: Inputs, options: argparse.Namespace, kept: Path) -> Measured:
+def measure(checkpoint: Path, given: BoostInputs, options: argparse.Namespace, kept: Path) -> DraftResult:
     """Measure a checkpoint, or read from the file `kept` what was measured of it before.
 
     Raises:
@@ -52,11 +52,11 @@ def measure(checkpoint: Path, given: Inputs, options: argparse.Namespace, kept: 
     with contextlib.suppress(FileNotFoundError, ValueError, TypeError, KeyError):
         read = record.read(kept)
         agreement = tuple(
-            Agreement(**{**one, "greedy": tuple(one["greedy"]), "sampled": tuple(one["sampled"])})
+            DepthAgreement(**{**one, "greedy": tuple(one["greedy"]), "sampled": tuple(one["sampled"])})
             for one in read["agreement"]
         )
         if read["checkpoint"] == found.checkpoint.name:  # a run may have been trained further
-            return Measured(found.checkpoint.name, agreement, tuple(read["accepted"]))
+            return DraftResult(found.checkpoint.name, agreement, tuple(read["accepted"]))
     opened = found.open(given.config)
     engine = load_engine(found.open(given.config, opened.padded_vocab_size), options, mtp=True)
     config, depths = given.config, given.config.mtp_num_layers
@@ -69,12 +69,12 @@ def measure(checkpoint: Path, given: Inputs, options: argparse.Namespace, kept: 
     with Bar("drafts", "tokens", len(prompts) * new * depths, lines=False) as bar:
         accepted = acceptance(engine, prompts, new, range(1, depths + 1), bar.add)
     lengths = tuple(one.speculation.acceptance_length for one in accepted)
-    result = Measured(found.checkpoint.name, measured.agreement, lengths)
+    result = DraftResult(found.checkpoint.name, measured.agreement, lengths)
     record.write(kept, asdict(result), indent=None)
     return result
 
 
-def report(before: Measured | None, after: Measured) -> list[str]:
+def report(before: DraftResult | None, after: DraftResult) -> list[str]:
     """Tables of both; without `before` of one, as after a new MTP block has grown."""
     old = [None] * len(after.agreement) if before is None else list(before.agreement)
     lines = ["", "drafts against the model's own next-token distribution, on held-out text"]
@@ -110,7 +110,7 @@ def _change(old: float | None, new: float) -> str:
     return f"{new:.4f}" if old is None else f"{old:.4f} -> {new:.4f}"
 
 
-def plot(before: Measured | None, after: Measured, path: Path, title: str) -> None:
+def plot(before: DraftResult | None, after: DraftResult, path: Path, title: str) -> None:
     """Write agreement and acceptance by number of drafts as a PNG.
 
     Raises:

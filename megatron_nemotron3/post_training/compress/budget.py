@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from megatron_nemotron3.common.options import hint
-from megatron_nemotron3.launch.plan.serving import Serving, serving_bytes, step_seconds
+from megatron_nemotron3.launch.plan.serving import ServingUse, serving_bytes, step_seconds
 from megatron_nemotron3.models import Nemotron3Config, count
 from megatron_nemotron3.post_training.compress.choose import SLACK
 
@@ -24,7 +24,7 @@ MEASURES: dict[str, dict[str, float]] = {
 _AMOUNT = re.compile(r"(\d+(?:\.\d*)?(?:e\d{1,2})?)([A-Za-z]*)")
 
 
-def costs(config: Nemotron3Config, serving: Serving) -> dict[str, float]:
+def costs(config: Nemotron3Config, serving: ServingUse) -> dict[str, float]:
     """Return what a model costs by each of `MEASURES`."""
     number = count(config)
     return {

@@ -1,8 +1,9 @@
 """Cut the tensors of a checkpoint to the sizes of a pruned model, slice by slice.
 
-`Cut` is a view (`checkpoints.convert.sources`): a slice of a tensor is read from the model's tensor when it
-is asked for, in bands, so a checkpoint of any size needs little memory, no model and no layout. Hugging
-Face's names are used, because there every axis of a tensor is one axis of the table (`models.tensors`).
+`CutTensors` is a view (`checkpoints.convert.sources`): a slice of a tensor is read from the model's tensor
+when it is asked for, in bands, so a checkpoint of any size needs little memory, no model and no layout.
+Hugging Face's names are used, because there every axis of a tensor is one axis of the table
+(`models.tensors`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _WHOLE = ("1", "vocab", "kernel", "bc")
 _OUT = ("fc2_latent_proj", "down_proj")
 
 
-class Cut(TensorSource):
+class CutTensors(TensorSource):
     """The tensors of a pruned model, under their Hugging Face names."""
 
     def __init__(

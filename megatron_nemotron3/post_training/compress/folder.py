@@ -16,7 +16,7 @@ from megatron_nemotron3.checkpoints.convert.views import Converted
 from megatron_nemotron3.checkpoints.folders import TOKENIZER
 from megatron_nemotron3.checkpoints.remote import shown
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.post_training.compress.cut import Cut
+from megatron_nemotron3.post_training.compress.cut import CutTensors
 from megatron_nemotron3.post_training.compress.scores import Scores
 
 #: The pruned model, for --model.
@@ -39,7 +39,7 @@ def cut_job(
         layers: the decoder layers that stay.
         tokenizer: its folder, whose files are copied.
     """
-    cut = Cut(opened.hf_view(), scores, pruned, layers)
+    cut = CutTensors(opened.hf_view(), scores, pruned, layers)
     dtype = cut.tensors[next(iter(cut.tensors))].dtype
     stored = {MODEL: (pruned.to_json() + "\n").encode()}
     about = {"source": shown(opened.folder.absolute()), "source_kind": opened.kind, "model": pruned.name}

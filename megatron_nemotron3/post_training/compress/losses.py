@@ -31,7 +31,7 @@ _PARTS = {
 }
 
 
-class Measured:
+class ScoredLosses:
     """Losses by the scores of a model (`search.Losses`)."""
 
     def __init__(self, scores: Scores) -> None:

@@ -16,7 +16,7 @@ from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.checkpoints.convert.views import Arrays, Converted, as_bits, as_tensor
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.tensors import PARAMETER
-from megatron_nemotron3.post_training.compress.cut import Cut
+from megatron_nemotron3.post_training.compress.cut import CutTensors
 from megatron_nemotron3.post_training.compress.scores import Scores
 from megatron_nemotron3.post_training.compress.sizes import Sizes, candidate_config
 
@@ -41,7 +41,7 @@ def prune(
     pruned = candidate_config(scores.config, sizes, layers)
     weights = model.state_dict()
     rows = weights[_EMBEDDING].shape[0]
-    cut = Cut(_hf_view(weights, scores.config), scores, pruned, layers)
+    cut = CutTensors(_hf_view(weights, scores.config), scores, pruned, layers)
     mappings = inventory.mappings(pruned, dialect=PARAMETER, padded_vocab_size=rows)
     view = Converted(cut, mappings, to_hf=False)
     return pruned, {

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_nemotron3.launch.plan.serving import Serving
+from megatron_nemotron3.launch.plan.serving import ServingUse
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.post_training.compress.budget import amount, costs, fits
 from megatron_nemotron3.post_training.compress.choose import Option, choose
@@ -30,7 +30,7 @@ from megatron_nemotron3.post_training.compress.sizes import (
 MOST_COMBINATIONS = 2000
 
 
-class Losses(Protocol):
+class CandidateLosses(Protocol):
     """What a candidate loses, as a sum: 0 for the model itself."""
 
     def layers(self, number: int) -> Sequence[int]:
@@ -69,7 +69,7 @@ class Alike:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class SmallerModel:
     """A model, what it costs by `budget.MEASURES`, and what it loses.
 
     sizes, layers: as for `candidate_config`; layers is None if all stay.
@@ -87,7 +87,7 @@ class Found:
     """candidates: that with the least loss first. skipped: combinations of sizes that no model can have; why:
     the reason of the first."""
 
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[SmallerModel, ...]
     skipped: int
     why: str
 
@@ -95,7 +95,7 @@ class Found:
 class NoCandidate(ValueError):
     """No candidate meets the budget; `nearest` exceeds it least."""
 
-    def __init__(self, nearest: Candidate, budget: Mapping[str, float]) -> None:
+    def __init__(self, nearest: SmallerModel, budget: Mapping[str, float]) -> None:
         over = [
             f"{name}={amount(name, nearest.costs[name])} instead of {amount(name, limit)}"
             for name, limit in budget.items()
@@ -112,8 +112,8 @@ def search(
     config: Nemotron3Config,
     values: Mapping[str, Sequence[int]],
     budget: Mapping[str, float],
-    serving: Serving,
-    losses: Losses | None = None,
+    serving: ServingUse,
+    losses: CandidateLosses | None = None,
 ) -> Found:
     """Return the candidates that meet the budget: of each combination of the model's sizes the best that
     is found, and the best whose E layers are alike.
@@ -128,8 +128,8 @@ def search(
         ValueError: an unknown name, a value that the model cannot have, or too many combinations.
     """
     losses = losses or Alike(config)
-    found: list[Candidate] = []
-    nearest: list[Candidate] = []
+    found: list[SmallerModel] = []
+    nearest: list[SmallerModel] = []
     refused: list[ValueError] = []
     for sizes in _combinations(values):
         try:
@@ -185,8 +185,8 @@ class _Space:
         sizes: Mapping[str, int],
         values: Mapping[str, Sequence[int]],
         budget: Mapping[str, float],
-        serving: Serving,
-        losses: Losses,
+        serving: ServingUse,
+        losses: CandidateLosses,
     ) -> None:
         self.model, self.sizes, self.values = model, sizes, values
         self.budget, self.serving, self.losses = budget, serving, losses
@@ -231,14 +231,14 @@ class _Space:
         }
         return {**self.sizes, **by_layer}
 
-    def candidate(self, rows: Sequence[_Row]) -> Candidate:
+    def candidate(self, rows: Sequence[_Row]) -> SmallerModel:
         """Return the candidate with these rows."""
         sizes = self._sizes(rows)
         config = candidate_config(self.model, sizes, self.layers)
         lost = sum(self.losses.experts(layer, *row) for layer, row in zip(self.numbers, rows, strict=True))
-        return Candidate(config, sizes, self.layers, self.rest + lost, costs(config, self.serving))
+        return SmallerModel(config, sizes, self.layers, self.rest + lost, costs(config, self.serving))
 
-    def best(self) -> Candidate | None:
+    def best(self) -> SmallerModel | None:
         """Return the candidate with the least loss found within the budget, or None."""
         if not self._fits(self.smallest):
             return None
@@ -253,7 +253,7 @@ class _Space:
             return self.smallest
         return self.candidate([rows[index] for rows, index in zip(self.rows, picked, strict=True)])
 
-    def best_alike(self) -> Candidate | None:
+    def best_alike(self) -> SmallerModel | None:
         """Return the candidate with the least loss among those with one width and one top-k, or None."""
         if not self.rows:
             return None
@@ -266,7 +266,7 @@ class _Space:
         every = (self.candidate([rows[one] for rows in by_layer]) for one in common)
         return min(filter(self._fits, every), key=_order, default=None)
 
-    def _fits(self, one: Candidate) -> bool:
+    def _fits(self, one: SmallerModel) -> bool:
         return all(fits(one.costs[name], limit) for name, limit in self.budget.items())
 
     def _added(self, place: int, row: _Row) -> tuple[float, ...]:
@@ -280,11 +280,11 @@ class _Space:
         return self._changes[change]
 
 
-def _order(one: Candidate) -> tuple[float, float]:
+def _order(one: SmallerModel) -> tuple[float, float]:
     return one.loss, one.costs["params"]
 
 
-def sizes_text(one: Candidate) -> str:
+def sizes_text(one: SmallerModel) -> str:
     """Return the sizes of a candidate in a few words: "hidden_size 96, moe_router_topk 2 to 6"."""
     said = []
     for name, size in one.sizes.items():

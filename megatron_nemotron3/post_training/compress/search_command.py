@@ -10,16 +10,16 @@ from megatron_nemotron3.common.files import require_output, write_json
 from megatron_nemotron3.common.options import NEEDED, add_command, json_flag, option
 from megatron_nemotron3.common.output import result, say
 from megatron_nemotron3.launch.plan.hardware import GPUS
-from megatron_nemotron3.launch.plan.serving import Serving
+from megatron_nemotron3.launch.plan.serving import ServingUse
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import ModelOptions, chosen_model
 from megatron_nemotron3.models.show import describe
 from megatron_nemotron3.post_training.compress.budget import MEASURES, amount, costs, parse_budget
 from megatron_nemotron3.post_training.compress.search import (
     Alike,
-    Candidate,
+    CandidateLosses,
     Found,
-    Losses,
+    SmallerModel,
     search,
     sizes_text,
 )
@@ -82,7 +82,7 @@ def search_command(options: SearchOptions) -> int:
             raise ValueError(f"--output {options.output}: give a file that ends with .json, for --model")
         require_output(options.output, "--output")
     context = config.seq_length if options.context is None else options.context
-    serving = Serving(GPUS[options.gpu], options.sequences, context)
+    serving = ServingUse(GPUS[options.gpu], options.sequences, context)
     found = search(config, values, budget, serving, _losses(options.scores, config))
     if options.output is not None:
         write_json(options.output, describe(found.candidates[0].config), indent=2)
@@ -91,19 +91,19 @@ def search_command(options: SearchOptions) -> int:
     return 0
 
 
-def _losses(file: Path | None, config: Nemotron3Config) -> Losses:
+def _losses(file: Path | None, config: Nemotron3Config) -> CandidateLosses:
     if file is None:
         return Alike(config)
-    from megatron_nemotron3.post_training.compress.losses import Measured
+    from megatron_nemotron3.post_training.compress.losses import ScoredLosses
     from megatron_nemotron3.post_training.compress.scores import Scores
 
-    return Measured(Scores.load(file, config))
+    return ScoredLosses(Scores.load(file, config))
 
 
 def _say(
     config: Nemotron3Config,
     budget: dict[str, float],
-    serving: Serving,
+    serving: ServingUse,
     found: Found,
     options: SearchOptions,
 ) -> None:
@@ -135,7 +135,7 @@ def _say(
         say(f"wrote {options.output}: nemotron3 train --model {options.output}")
 
 
-def _words(best: Candidate) -> str:
+def _words(best: SmallerModel) -> str:
     """The best candidate as words for `nemotron3 prune`."""
     sizes = " ".join(
         f"{name}={','.join(map(str, size)) if isinstance(size, tuple) else size}"

@@ -13,12 +13,12 @@ from torch.nn.functional import pad
 from megatron_nemotron3.common.switches import megatron_options
 from megatron_nemotron3.layers.context_parallel import zigzag
 from megatron_nemotron3.post_training.distill.rows import borders_of, gathered, pack_of
-from megatron_nemotron3.post_training.distill.teacher import Chunk, Teacher
+from megatron_nemotron3.post_training.distill.teacher import Teacher, TeacherChunk
 from megatron_nemotron3.post_training.xtoken.align import Aligner, Alignment
 from megatron_nemotron3.post_training.xtoken.loss import span_losses
 from megatron_nemotron3.train.teacher.projection import read_for
 from megatron_nemotron3.train.teacher.settings import Distillation
-from megatron_nemotron3.train.teacher.tokens import Vocabulary, find
+from megatron_nemotron3.train.teacher.tokens import ByteVocabulary, find
 
 
 class AcrossTokenizers:
@@ -35,10 +35,12 @@ class AcrossTokenizers:
         ValueError: the projection is for other tokenizers, or cannot be read.
     """
 
-    def __init__(self, chunk: Chunk, groups: Any, how: Distillation, student: Path, teacher: Path) -> None:
+    def __init__(
+        self, chunk: TeacherChunk, groups: Any, how: Distillation, student: Path, teacher: Path
+    ) -> None:
         self._chunk, self._how = chunk, how
         self._tp, self._cp = groups.tp, groups.cp
-        ours, theirs = Vocabulary(find(student)), Vocabulary(find(teacher))
+        ours, theirs = ByteVocabulary(find(student)), ByteVocabulary(find(teacher))
         self._projection = read_for(Path(how.projection), ours, theirs)
         self._aligner = Aligner(ours, theirs)
         self._hidden: Tensor | None = None

@@ -18,9 +18,9 @@ from megatron_nemotron3.common.switches import LOGITS_FOLDER, LOGITS_TEACHER
 from megatron_nemotron3.launch import Launch, TrainingData, TrainingSchedule, flags, to_argv
 from megatron_nemotron3.launch.command import LAYOUT, chosen_layout
 from megatron_nemotron3.train.inputs import require_tokenizer
-from megatron_nemotron3.train.teacher.check import Teacher, find
+from megatron_nemotron3.train.teacher.check import TeacherCheckpoint, find
 from megatron_nemotron3.train.teacher.data import of_run
-from megatron_nemotron3.train.teacher.manifest import Manifest, is_stored, part_path, read_manifest
+from megatron_nemotron3.train.teacher.manifest import LogitsManifest, is_stored, part_path, read_manifest
 from megatron_nemotron3.train.teacher.vocabulary import of_tokenizer
 
 #: Bytes of a part, about; a run that is interrupted repeats at most one.
@@ -99,7 +99,7 @@ def logits_command(options: LogitsOptions) -> int:
         return _run(options, launch, argv, manifest)
 
 
-def _require_folder(folder: Path, manifest: Manifest) -> None:
+def _require_folder(folder: Path, manifest: LogitsManifest) -> None:
     """Check that these logits may be written to the folder, and write the manifest to a new one."""
     if is_stored(folder):
         if (before := read_manifest(folder)) != manifest:
@@ -121,7 +121,7 @@ def _require_folder(folder: Path, manifest: Manifest) -> None:
     manifest.write(folder)
 
 
-def _data(options: LogitsOptions, teacher: Teacher) -> TrainingData:
+def _data(options: LogitsOptions, teacher: TeacherCheckpoint) -> TrainingData:
     """The data set, its split and its tokenizer: those given, or those of the teacher's run."""
     if options.data_path and options.conversations:
         raise ValueError("--data-path and --conversations both say which rows to take: give one")
@@ -158,12 +158,14 @@ def _data(options: LogitsOptions, teacher: Teacher) -> TrainingData:
     )
 
 
-def _differences(before: Manifest, now: Manifest) -> str:
+def _differences(before: LogitsManifest, now: LogitsManifest) -> str:
     changed = record.differences(vars(before), vars(now))
     return ", ".join(f"{name} {old}, not {new}" for name, (old, new) in changed.items())
 
 
-def _manifest(options: LogitsOptions, teacher: Teacher, data: TrainingData, length: int) -> Manifest:
+def _manifest(
+    options: LogitsOptions, teacher: TeacherCheckpoint, data: TrainingData, length: int
+) -> LogitsManifest:
     source: dict[str, Any] = {
         "data": [
             str(Path(path).absolute()) if Path(path).parent.is_dir() else path for path in data.data_path
@@ -178,7 +180,7 @@ def _manifest(options: LogitsOptions, teacher: Teacher, data: TrainingData, leng
     if options.topk > most:
         raise ValueError(f"--topk {options.topk}: the vocabulary has {most} tokens")
     row = 4 * length * (2 * options.topk + 1)
-    return Manifest(
+    return LogitsManifest(
         k=options.topk,
         temperature=options.logit_temperature,
         length=length,
@@ -190,7 +192,7 @@ def _manifest(options: LogitsOptions, teacher: Teacher, data: TrainingData, leng
     )
 
 
-def _launch(options: LogitsOptions, teacher: Teacher, data: TrainingData, length: int) -> Launch:
+def _launch(options: LogitsOptions, teacher: TeacherCheckpoint, data: TrainingData, length: int) -> Launch:
     from megatron_nemotron3.common.options import resolve_device
 
     on_cpu = resolve_device(options.device) == "cpu"
@@ -217,7 +219,7 @@ def _launch(options: LogitsOptions, teacher: Teacher, data: TrainingData, length
     )
 
 
-def _run(options: LogitsOptions, launch: Launch, argv: list[str], manifest: Manifest) -> int:
+def _run(options: LogitsOptions, launch: Launch, argv: list[str], manifest: LogitsManifest) -> int:
     from megatron_nemotron3.common.options import resolve_device
     from megatron_nemotron3.train import processes
 
@@ -228,7 +230,7 @@ def _run(options: LogitsOptions, launch: Launch, argv: list[str], manifest: Mani
     env |= {LOGITS_FOLDER: str(options.output.resolve()), LOGITS_TEACHER: manifest.teacher}
     log = options.output / "logits.log"
     with Bar("logits", "parts") as bar:
-        watch = _Watch(bar)
+        watch = _ProcessWatch(bar)
         status = processes.follow(words, env, log, watch)
     if watch.was_interrupted:
         stored = sum(part_path(options.output, part).is_file() for part in manifest.parts())
@@ -240,7 +242,7 @@ def _run(options: LogitsOptions, launch: Launch, argv: list[str], manifest: Mani
     return 0
 
 
-class _Watch:
+class _ProcessWatch:
     """Follows the processes. An interrupt ends them at once: a part is written whole or not at all."""
 
     finished = True

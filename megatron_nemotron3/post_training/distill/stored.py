@@ -17,21 +17,27 @@ from typing import Any
 import numpy as np
 
 from megatron_nemotron3.common.files import atomic
-from megatron_nemotron3.train.teacher.manifest import KEY, Manifest, part_path, read_manifest, require_parts
+from megatron_nemotron3.train.teacher.manifest import (
+    KEY,
+    LogitsManifest,
+    part_path,
+    read_manifest,
+    require_parts,
+)
 
 
-def row_type(manifest: Manifest) -> np.dtype[Any]:
+def row_type(manifest: LogitsManifest) -> np.dtype[Any]:
     """A row of a part."""
     s, k = manifest.length, manifest.k
     return np.dtype([("key", f"S{KEY}"), ("ids", "<i4", (s, k)), ("log_p", "<f4", (s, k + 1))])
 
 
-def missing_parts(folder: Path, manifest: Manifest) -> list[range]:
+def missing_parts(folder: Path, manifest: LogitsManifest) -> list[range]:
     """Parts that are not there or not whole."""
     return [part for part in manifest.parts() if _open(part_path(folder, part), manifest, len(part)) is None]
 
 
-def write_part(folder: Path, manifest: Manifest, part: range, rows: list[Any]) -> None:
+def write_part(folder: Path, manifest: LogitsManifest, part: range, rows: list[Any]) -> None:
     """Write a part: rows of (key, ids [s, k], log-probabilities [s, k + 1])."""
     table = np.empty(len(rows), row_type(manifest))
     for place, (key, ids, log_p) in enumerate(rows):
@@ -40,7 +46,7 @@ def write_part(folder: Path, manifest: Manifest, part: range, rows: list[Any]) -
         np.save(file, table)
 
 
-def _open(path: Path, manifest: Manifest, rows: int) -> Any:
+def _open(path: Path, manifest: LogitsManifest, rows: int) -> Any:
     """A part, mapped; None if it is not there, of another form, or not whole."""
     try:
         table = np.load(path, mmap_mode="r", allow_pickle=False)

@@ -73,7 +73,7 @@ class Teacher:
         #: What the first stage knows of micro-batches that later chunks of this rank will ask for.
         self.known: dict[int, list[Tensor]] = {}
 
-    def add(self, student: HybridModel) -> Chunk:
+    def add(self, student: HybridModel) -> TeacherChunk:
         """Build the chunk that runs with a chunk of the student, and load its weights."""
         virtual = student.vp_stage or 0
         weight = next(student.parameters())
@@ -101,7 +101,7 @@ class Teacher:
             self.head = self._head(model.output_layer.weight.detach(), rows)
             model.post_process = False  # forward returns hidden states, behind the final norm
             del model.output_layer
-        return Chunk(self, student, model)
+        return TeacherChunk(self, student, model)
 
     def _head(self, weight: Tensor, rows: int | None) -> Tensor:
         """The output layer as the student's TP ranks share it, `rows` on each; None: all."""
@@ -115,7 +115,7 @@ class Teacher:
         return result
 
 
-class Chunk:
+class TeacherChunk:
     """The chunk of the teacher that runs with one of the student."""
 
     def __init__(self, teacher: Teacher, student: HybridModel, model: HybridModel) -> None:

@@ -22,10 +22,10 @@ from megatron_nemotron3.common.options import (
     tokenizer_option,
 )
 from megatron_nemotron3.common.switches import LORA
-from megatron_nemotron3.models.lora import LoRA
+from megatron_nemotron3.models.lora import LoRASettings
 
 if TYPE_CHECKING:
-    from megatron_nemotron3.post_training.finetune.inputs import Inputs
+    from megatron_nemotron3.post_training.finetune.inputs import FineTuneInputs
 
 #: Schedule of the tiny models, which learn in minutes on a CPU.
 STEPS, LR, SEQ_LENGTH = 60, 1e-3, 512
@@ -68,7 +68,7 @@ def finetune_command(options: FinetuneOptions) -> int:
             is in use by another process.
     """
     started = time.monotonic()
-    lora = None if options.lora is None else LoRA.parse(options.lora)
+    lora = None if options.lora is None else LoRASettings.parse(options.lora)
     if lora is not None and lora.base is not None:
         raise ValueError(f"--lora {options.lora}: leave base= out, the base is HF_DIR")
     if options.adapter_only and lora is None:
@@ -106,7 +106,7 @@ def finetune_command(options: FinetuneOptions) -> int:
 
 
 def _finetune(
-    options: FinetuneOptions, lora: LoRA | None, checked: Inputs, held_out: Any, device: str
+    options: FinetuneOptions, lora: LoRASettings | None, checked: FineTuneInputs, held_out: Any, device: str
 ) -> int:
     """Do the steps that are left, while no other process does; the exit status."""
     from megatron_nemotron3.post_training.finetune.measure import measure

@@ -30,7 +30,7 @@ _MULTIPLE = 128
 
 
 @dataclass(frozen=True)
-class Request:
+class FineTuneRequest:
     """What to fine-tune on what, and how. Two starts in one folder must agree in it."""
 
     model: str
@@ -48,11 +48,11 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class FineTuneInputs:
     """What was read and found right."""
 
     config: Nemotron3Config
-    request: Request
+    request: FineTuneRequest
     #: Place -> line: those to train on, and those to measure on.
     train: dict[str, bytes]
     held_out: dict[str, bytes]
@@ -67,13 +67,13 @@ def check(
     tokenizer: Path,
     template: Path | None,
     **how: object,
-) -> Inputs:
+) -> FineTuneInputs:
     """Read all inputs, and write nothing.
 
     Args:
         held_out: default: one line in `HELD_OUT` of the conversations, by a checksum of the line.
         template: a chat template that takes the place of the tokenizer's.
-        how: the rest of a `Request`.
+        how: the rest of a `FineTuneRequest`.
 
     Raises:
         ValueError: the source is no Hugging Face folder with weights of the family, a file has no
@@ -99,7 +99,7 @@ def check(
             )
     words = None if template is None else read_outside(template, limit=_LIMIT).decode("utf-8")
     names = ("tokenizer", "vocab", "merges", "special", "chat")
-    request = Request(
+    request = FineTuneRequest(
         model=str(source.resolve()),
         conversations=_digest(b"".join(train.values())),
         held_out=_digest(b"".join(measured.values())),
@@ -107,10 +107,10 @@ def check(
         chat_template=_digest(words.encode()) if words is not None else "",
         **how,  # type: ignore[arg-type]
     )
-    return Inputs(own(opened.config), request, train, measured, tokenizer, words)
+    return FineTuneInputs(own(opened.config), request, train, measured, tokenizer, words)
 
 
-def prepare(inputs: Inputs, output: Path) -> list[Encoded]:
+def prepare(inputs: FineTuneInputs, output: Path) -> list[Encoded]:
     """Write the record, the conversations, the tokenizer and the model; return the held-out conversations.
 
     A second call with the same request changes nothing.
@@ -129,7 +129,7 @@ def prepare(inputs: Inputs, output: Path) -> list[Encoded]:
     return encoded or _encoded(inputs, output)
 
 
-def _write(inputs: Inputs, folder: Path) -> None:
+def _write(inputs: FineTuneInputs, folder: Path) -> None:
     """Write what the steps read."""
     (folder / "train.jsonl").write_bytes(b"".join(inputs.train.values()))
     (folder / "held_out.jsonl").write_bytes(b"".join(inputs.held_out.values()))
@@ -145,7 +145,7 @@ def _write(inputs: Inputs, folder: Path) -> None:
         (chat / "chat_template.jinja").unlink(missing_ok=True)
 
 
-def _encoded(inputs: Inputs, folder: Path) -> list[Encoded]:
+def _encoded(inputs: FineTuneInputs, folder: Path) -> list[Encoded]:
     """Encode all conversations, so that a wrong one ends here; return those that are held out."""
     encoder = Encoder(folder / "tokenizer", called=inputs.tokenizer)
     tokens, rows = len(encoder.tokenizer), inputs.config.vocab_size

@@ -25,7 +25,7 @@ NEW_TOKENS = 48
 
 
 @dataclass(frozen=True)
-class Measured:
+class HeldOutResult:
     """What a checkpoint does with the held-out conversations."""
 
     per_token: float
@@ -41,14 +41,14 @@ def measure(
     tokenizer: Path,
     device: str,
     kept: Path,
-) -> Measured:
+) -> HeldOutResult:
     """Measure a checkpoint, or read from the file `kept` what was measured before.
 
     Raises:
         ValueError: the checkpoint is damaged, or does not match the tokenizer.
     """
     with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
-        return Measured(**record.read(kept))
+        return HeldOutResult(**record.read(kept))
     words = Tokenizer(tokenizer)
     options = argparse.Namespace(device=device, dtype=None)
     opened = find_checkpoint(checkpoint).open(config, config.vocab_size)
@@ -60,7 +60,7 @@ def measure(
     prompt = first_prompt(held_out)
     (row,) = generate(engine, [prompt], GenerationOptions(NEW_TOKENS, stop=words.stop)).rows
     answer = words.decode(row.tokens)
-    found = Measured(losses.per_token, losses.per_conversation, answer)
+    found = HeldOutResult(losses.per_token, losses.per_conversation, answer)
     record.write(kept, asdict(found))
     return found
 

@@ -13,7 +13,7 @@ from os.path import commonprefix
 from typing import TYPE_CHECKING
 
 from megatron_nemotron3.train.teacher.rules import special_pairs
-from megatron_nemotron3.train.teacher.tokens import Vocabulary
+from megatron_nemotron3.train.teacher.tokens import ByteVocabulary
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +53,7 @@ class Alignment:
 class Aligner:
     """Retokenizes the student's sequences for a teacher and aligns the two."""
 
-    def __init__(self, student: Vocabulary, teacher: Vocabulary) -> None:
+    def __init__(self, student: ByteVocabulary, teacher: ByteVocabulary) -> None:
         self.student, self.teacher = student, teacher
         #: Special tokens of the student that the teacher has; others spell nothing.
         self.pairs = special_pairs(student, teacher)
@@ -189,7 +189,7 @@ class Aligner:
         return count
 
 
-def _symbols(vocabulary: Vocabulary, token: int) -> str:
+def _symbols(vocabulary: ByteVocabulary, token: int) -> str:
     return vocabulary.text([token]).decode("latin-1")
 
 

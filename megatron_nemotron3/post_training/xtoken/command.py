@@ -12,7 +12,7 @@ from megatron_nemotron3.common.output import result, say
 
 if TYPE_CHECKING:
     from megatron_nemotron3.train.teacher.projection import Projection
-    from megatron_nemotron3.train.teacher.tokens import Vocabulary
+    from megatron_nemotron3.train.teacher.tokens import ByteVocabulary
 
 #: Longest --text that is read, in bytes.
 _MOST = 16 << 20
@@ -68,9 +68,9 @@ def xtoken(options: XTokenOptions) -> int:
             raise ValueError(f"--text {options.text} is not a file: give a text file")
         text = read_outside(options.text, limit=_MOST)
     from megatron_nemotron3.train.teacher.projection import Projection, read_for
-    from megatron_nemotron3.train.teacher.tokens import Vocabulary, find
+    from megatron_nemotron3.train.teacher.tokens import ByteVocabulary, find
 
-    student, teacher = Vocabulary(find(options.student)), Vocabulary(find(options.teacher))
+    student, teacher = ByteVocabulary(find(options.student)), ByteVocabulary(find(options.teacher))
     wanted = [_token(student, text) for text in options.token]
     if options.projection is not None:
         projection = read_for(options.projection, student, teacher)
@@ -88,7 +88,7 @@ def xtoken(options: XTokenOptions) -> int:
     return 0
 
 
-def _token(student: Vocabulary, text: str) -> int:
+def _token(student: ByteVocabulary, text: str) -> int:
     found = student.ids.get(text.encode())
     if found is None:
         pieces = student.encode([text.encode()])[0] or []
@@ -99,7 +99,7 @@ def _token(student: Vocabulary, text: str) -> int:
     return found
 
 
-def _describe(student: Vocabulary, teacher: Vocabulary, projection: Projection) -> None:
+def _describe(student: ByteVocabulary, teacher: ByteVocabulary, projection: Projection) -> None:
     import numpy as np
 
     from megatron_nemotron3.train.teacher.projection import COMMON
@@ -127,7 +127,9 @@ def _describe(student: Vocabulary, teacher: Vocabulary, projection: Projection) 
     say(pairs=pairs, strict_pairs=len(strict), numerals=len(numerals), unpaired_numerals=apart)
 
 
-def _describe_token(student: Vocabulary, teacher: Vocabulary, projection: Projection, token: int) -> None:
+def _describe_token(
+    student: ByteVocabulary, teacher: ByteVocabulary, projection: Projection, token: int
+) -> None:
     row = zip(projection.tokens[token].tolist(), projection.weights[token].tolist())
     weights = {teacher.name(i): round(weight, 6) for i, weight in row if i >= 0}
     listed = ", ".join(f"{name} {weight:.4f}" for name, weight in weights.items()) or "no token"
@@ -135,7 +137,7 @@ def _describe_token(student: Vocabulary, teacher: Vocabulary, projection: Projec
     say(f"{name} -> {listed}", token_weights=[{"token": name, "weights": weights}])
 
 
-def _describe_spans(student: Vocabulary, teacher: Vocabulary, text: bytes) -> None:
+def _describe_spans(student: ByteVocabulary, teacher: ByteVocabulary, text: bytes) -> None:
     from megatron_nemotron3.post_training.xtoken.align import Aligner
 
     aligner = Aligner(student, teacher)

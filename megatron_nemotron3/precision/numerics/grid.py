@@ -21,7 +21,7 @@ _ODD = 0x0001_0001_0001_0001
 
 
 @dataclass(frozen=True)
-class Grid:
+class ValueGrid:
     """The values of a format.
 
     mantissa: number of explicit mantissa bits.
@@ -81,6 +81,6 @@ class Grid:
 
 
 #: The 4-bit element of NVFP4, `e2m1.MAGNITUDES`.
-E2M1 = Grid(mantissa=1, smallest=1.0, largest=4.0, max=6.0)
+E2M1 = ValueGrid(mantissa=1, smallest=1.0, largest=4.0, max=6.0)
 #: The 8-bit element of MXFP8.
-E4M3 = Grid(mantissa=3, smallest=2.0**-6, largest=256.0, max=448.0)
+E4M3 = ValueGrid(mantissa=3, smallest=2.0**-6, largest=256.0, max=448.0)

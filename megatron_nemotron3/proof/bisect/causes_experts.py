@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_nemotron3.checkpoints.convert.logits.reference import Reference
+from megatron_nemotron3.checkpoints.convert.logits.reference import ReferenceModel
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.proof.bisect.causes import (
     SHARDS,
@@ -61,7 +61,7 @@ def _placed(ranks: int, inverse: bool) -> Make:
     return _experts(order)
 
 
-def _replaced(chosen: Callable[[Tensor], Tensor], other: Reference | None = None) -> Steps:
+def _replaced(chosen: Callable[[Tensor], Tensor], other: ReferenceModel | None = None) -> Steps:
     """Some of the experts give zeros, or what those of another checkpoint do. `chosen`: which of them do."""
 
     def routed(plain: Any, prefix: str, x: Tensor, ffn: int, topk: Tensor, probabilities: Tensor) -> Any:
@@ -81,7 +81,7 @@ def _absent(context: Context, ranks: int, rank: int) -> Steps | None:
     return None if uneven else _replaced(lambda topk: topk // size == rank)
 
 
-def of_experts(chosen: tuple[int, ...], previous: Reference | None) -> Iterator[Cause]:
+def of_experts(chosen: tuple[int, ...], previous: ReferenceModel | None) -> Iterator[Cause]:
     """Causes in some experts, which a recording shows."""
     words = f"expert{'s' * (len(chosen) > 1)} {' and '.join(map(str, chosen))}"
     inside = lambda topk: torch.isin(topk, torch.tensor(chosen))  # noqa: E731

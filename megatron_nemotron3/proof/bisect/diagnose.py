@@ -23,8 +23,8 @@ from torch import Tensor
 from megatron_nemotron3.proof.bisect.cause_table import table
 from megatron_nemotron3.proof.bisect.causes import LAYERS, Cause, stale_causes
 from megatron_nemotron3.proof.bisect.evidence import ROUNDED, Evidence, Trial, best
-from megatron_nemotron3.proof.bisect.findings import LIMIT, Diagnosis, Explanation, Side
-from megatron_nemotron3.proof.bisect.hypotheses import Hypotheses, Run
+from megatron_nemotron3.proof.bisect.findings import LIMIT, CauseExplanation, Diagnosis, Side
+from megatron_nemotron3.proof.bisect.hypotheses import Hypotheses, SequenceRun
 from megatron_nemotron3.proof.bisect.located import first_router, first_segment
 from megatron_nemotron3.proof.bisect.recompute import Recomputation
 from megatron_nemotron3.proof.bisect.recording import Recording
@@ -116,7 +116,7 @@ class Investigation:
 
     def _explained(
         self, side: Side, hypotheses: Hypotheses, recording: Recording, evidence: Evidence
-    ) -> list[Explanation]:
+    ) -> list[CauseExplanation]:
         """Try every cause that begins before the first router that differs on the log-probabilities.
 
         Faults of code are in all layers of a kind: only if none of these leaves a tenth, each layer is tried.
@@ -171,7 +171,7 @@ def _scored(recording: Recording, rows: Sequence[Tensor]) -> list[Tensor]:
 def _scores(hypotheses: Hypotheses, recording: Recording) -> Evidence:
     """The recorded log-probabilities."""
 
-    def of(runs: Sequence[Run]) -> list[Tensor]:
+    def of(runs: Sequence[SequenceRun]) -> list[Tensor]:
         return _scored(recording, [run.logprobs for run in runs])
 
     sequences = recording.sequences
@@ -189,7 +189,7 @@ def _mtp_scored(recording: Recording, rows: Sequence[Mapping[int, Tensor]]) -> l
 def _mtp_scores(hypotheses: Hypotheses, recording: Recording) -> Evidence | None:
     """The recorded log-probabilities of MTP, if there are any."""
 
-    def of(runs: Sequence[Run]) -> list[Tensor]:
+    def of(runs: Sequence[SequenceRun]) -> list[Tensor]:
         return _mtp_scored(recording, [run.mtp for run in runs])
 
     listed = [
@@ -205,12 +205,12 @@ def _mtp_scores(hypotheses: Hypotheses, recording: Recording) -> Evidence | None
 
 
 def _widest(
-    found: Explanation,
+    found: CauseExplanation,
     cause: Cause,
     hypotheses: Hypotheses,
     recording: Recording,
     evidence: Evidence,
-) -> Explanation:
+) -> CauseExplanation:
     """Of the sets of layers that begin with those found, that which explains the log-probabilities best."""
     scopes = [s for s in hypotheses.scopes(cause) if s[:1] == found.layers[:1]]
     if len(scopes) == 1:

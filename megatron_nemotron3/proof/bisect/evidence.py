@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.proof.bisect.causes import Cause
-from megatron_nemotron3.proof.bisect.findings import Explanation
+from megatron_nemotron3.proof.bisect.findings import CauseExplanation
 
 #: Quantiles by which differences are compared with noise.
 QUANTILES = (0.5, 0.75, 0.9, 0.97, 1.0)
@@ -101,13 +101,13 @@ class Evidence:
         alone = distance <= LEFT or explains(cause, distance, after, before) or after <= enough * before
         return distance if self.finite and not alone else 0.0
 
-    def explained(self, trials: Iterable[Trial]) -> list[tuple[float, Explanation]]:
+    def explained(self, trials: Iterable[Trial]) -> list[tuple[float, CauseExplanation]]:
         """The trials that leave noise, with what they leave; none where an entry is no number."""
         before, result = self.size(), []
         for cause, layers, rows in trials if self.finite else ():
             after = self.size(rows)
             if explains(cause, self.distance(rows), after, before):
-                result.append((after, Explanation(cause.name, layers, before, after)))
+                result.append((after, CauseExplanation(cause.name, layers, before, after)))
         return result
 
 
@@ -137,7 +137,7 @@ def explains(cause: Cause, distance: float, after: float, before: float) -> bool
     return distance <= LEFT and after <= EXPLAINS * before
 
 
-def best(found: Sequence[tuple[float, Explanation]]) -> list[Explanation]:
+def best(found: Sequence[tuple[float, CauseExplanation]]) -> list[CauseExplanation]:
     """The explanation with the smallest rest, and those with about the same."""
     ordered = sorted(found, key=lambda pair: pair[0])
     return [one for after, one in ordered if after <= ALIKE * ordered[0][0] + 0.05]

@@ -12,7 +12,7 @@ KIND_NAMES = {"M": "Mamba", "*": "attention", "E": "experts", "-": "MLP"}
 
 
 @dataclass(frozen=True)
-class Explanation:
+class CauseExplanation:
     """A cause that explains a system.
 
     Attributes:
@@ -66,7 +66,7 @@ class Side:
     entering: bool = False
     experts: tuple[int, ...] = ()
     rest: float = 0.0
-    explanations: list[Explanation] = field(default_factory=list)
+    explanations: list[CauseExplanation] = field(default_factory=list)
 
     @property
     def cause(self) -> str | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_nemotron3.proof.bisect.causes import LAYERS, MODEL, Cause, Context
 from megatron_nemotron3.proof.bisect.noise import DRAWS, Noise, rounding
-from megatron_nemotron3.proof.bisect.recompute import Change, Recomputation, Step
+from megatron_nemotron3.proof.bisect.recompute import Change, LayerStep, Recomputation
 from megatron_nemotron3.proof.bisect.recording import Sequence as Recorded
 
 #: Memory for residual streams from which causes are recomputed; with less, from an earlier layer.
@@ -24,7 +24,7 @@ Row = tuple[int, Noise | None]
 
 
 @dataclass
-class Run:
+class SequenceRun:
     """What a model computes for a sequence.
 
     Attributes:
@@ -53,7 +53,7 @@ class Hypotheses:
         self.model, self.mtp = model, mtp
         self.ids = [one.ids for one in sequences]
         self.prompts = [one.prompt for one in sequences]
-        self._runs: dict[tuple[float, int], list[Run]] = {}
+        self._runs: dict[tuple[float, int], list[SequenceRun]] = {}
         self._found: dict[tuple[str, tuple[int, ...]], list[Tensor] | None] = {}
 
     def prepare(self, *dtypes: str) -> None:
@@ -62,7 +62,7 @@ class Hypotheses:
         keys = [(0.0, 0), *((unit, draw) for unit in sorted(units) for draw in range(DRAWS))]
         new = [key for key in keys if key not in self._runs]
         for key in new:
-            self._runs[key] = [Run() for _ in self.ids]
+            self._runs[key] = [SequenceRun() for _ in self.ids]
         rows = [
             (i, Noise(unit, draw, i) if unit else None) for unit, draw in new for i in range(len(self.ids))
         ]
@@ -71,12 +71,12 @@ class Hypotheses:
             self._run([rows[n] for n in batch], [runs[n] for n in batch])
 
     @property
-    def plain(self) -> list[Run]:
+    def plain(self) -> list[SequenceRun]:
         """The sequences as the checkpoint computes them."""
         self.prepare()
         return self._runs[0.0, 0]
 
-    def noisy(self, dtype: str) -> list[list[Run]]:
+    def noisy(self, dtype: str) -> list[list[SequenceRun]]:
         """The same with the rounding of a type, `DRAWS` times."""
         self.prepare(dtype)
         return [self._runs[rounding(dtype), draw] for draw in range(DRAWS)]
@@ -98,7 +98,7 @@ class Hypotheses:
         """Token ids of the rows [rows, longest]; padding at the end changes nothing before it."""
         return padded([self.ids[i] for i, _ in rows])
 
-    def _run(self, rows: Sequence[Row], runs: Sequence[Run]) -> None:
+    def _run(self, rows: Sequence[Row], runs: Sequence[SequenceRun]) -> None:
         ids, noise = self.padded_ids(rows), [one for _, one in rows]
         lengths, depth = [len(self.ids[i]) for i, _ in rows], self.model.depth
         # Every how many layers a stream is kept.
@@ -213,7 +213,7 @@ def padded(rows: Sequence[Tensor]) -> Tensor:
     return torch.stack([one[last.clamp_max(len(one) - 1)] for one in rows])
 
 
-def after(steps: Iterable[Step], x: Tensor) -> Tensor:
+def after(steps: Iterable[LayerStep], x: Tensor) -> Tensor:
     """The residual stream after the last of some steps, or that before any."""
     for step in steps:
         x = step.stream

@@ -27,7 +27,7 @@ LIMIT_OF_LAYER = 3.0
 
 
 @dataclass(frozen=True)
-class Segment:
+class LayerSegment:
     """Layers first to stop - 1 of a recording, between two recorded hidden states.
 
     The number of layers as `first` stands for the final norm and the output layer.
@@ -158,7 +158,7 @@ class Segment:
         return self._outputs(row, x, changes)[0]
 
 
-def first_segment(hypotheses: Hypotheses, recording: Recording) -> Segment | None:
+def first_segment(hypotheses: Hypotheses, recording: Recording) -> LayerSegment | None:
     """The first layers between two recorded hidden states that deviate; None if none does."""
     depth, sequences = hypotheses.model.depth, recording.sequences
     complete = [
@@ -177,7 +177,7 @@ def first_segment(hypotheses: Hypotheses, recording: Recording) -> Segment | Non
             if (before < 0 or before in known) and (layer in known or layer == depth)
         )
         if there:
-            segment = Segment(hypotheses, recording, before + 1, layer + 1, there)
+            segment = LayerSegment(hypotheses, recording, before + 1, layer + 1, there)
             if not segment.evidence.distance() <= LIMIT_OF_LAYER:
                 return segment
         before = layer

@@ -26,7 +26,7 @@ from torch import Tensor
 from megatron_nemotron3.checkpoints.convert import inventory
 from megatron_nemotron3.checkpoints.convert.keys import Prefix, prefixes
 from megatron_nemotron3.checkpoints.convert.logits.reader import TensorReader
-from megatron_nemotron3.checkpoints.convert.logits.reference import Reference
+from megatron_nemotron3.checkpoints.convert.logits.reference import ReferenceModel
 from megatron_nemotron3.checkpoints.convert.logits.routing import Selection
 from megatron_nemotron3.checkpoints.convert.opened import Checkpoint
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
@@ -37,7 +37,7 @@ from megatron_nemotron3.proof.bisect.noise import Noise
 
 #: Tokens that run through a layer at a time, if a sequence is not longer.
 TOKENS = 8192
-#: Methods of `Reference` that a change may replace.
+#: Methods of `ReferenceModel` that a change may replace.
 STEPS = (
     *("layer", "norm", "linear", "mamba", "in_proj", "conv", "time_steps", "scan", "gated_norm"),
     *("attention", "positions", "attend", "mlp", "activation", "moe", "scores", "ranking", "probabilities"),
@@ -54,7 +54,8 @@ class Change:
     """A hypothesis about one layer, or about what follows the last one: what it computes instead.
 
     Attributes:
-        steps: method of `Reference` (one of `STEPS`) -> a function called with the original method, and then
+        steps: method of `ReferenceModel` (one of `STEPS`) -> a function called with the original method, and
+        then
             with its arguments.
         weights: name -> a function from the tensor to one of the same shape; of stacked experts it gets those
             of one expert. Names are those of a torch_dist folder below the layer's prefix, such as
@@ -68,7 +69,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Routing:
+class RowRouting:
     """What a router decided for s tokens of one row.
 
     Attributes:
@@ -83,7 +84,7 @@ class Routing:
 
 
 @dataclass(frozen=True)
-class Step:
+class LayerStep:
     """A layer's result: its number, kind, residual stream after it and update to it, both [rows, s, d]."""
 
     layer: int
@@ -91,7 +92,7 @@ class Step:
     stream: Tensor
     update: Tensor
     #: One per row for an E layer, else empty.
-    routing: list[Routing]
+    routing: list[RowRouting]
 
 
 class Recomputation:
@@ -104,7 +105,7 @@ class Recomputation:
 
     def __init__(self, source: TensorSource, config: Nemotron3Config, *, tokens: int = TOKENS) -> None:
         self.config, self.tokens = config, tokens
-        self.reference = Reference(source, config)
+        self.reference = ReferenceModel(source, config)
         found = [p for p in prefixes(config) if p.part in "M*-E"]
         #: The decoder's layers, then those of MTP's blocks.
         self.layers: list[Prefix] = found
@@ -135,7 +136,7 @@ class Recomputation:
         change: Change | None = None,
         experts: Tensor | None = None,
         noise: Noises = (),
-    ) -> Step:
+    ) -> LayerStep:
         """Run one layer.
 
         Args:
@@ -147,7 +148,7 @@ class Recomputation:
         prefix = self.layers[number]
         reference = self._changed(prefix.megatron, change)
         updates: list[Tensor] = []
-        routing: list[Routing] = []
+        routing: list[RowRouting] = []
         settle = None if prefix.part != "E" else partial(_settle, routing, experts, noise)
         size = max(1, self.tokens // max(1, x.shape[1]))
         for start in range(0, len(x), size):
@@ -157,7 +158,7 @@ class Recomputation:
         for row, one in enumerate(noise):
             if one is not None:
                 stream[row] = one.stream(x[row], update[row])
-        return Step(number, prefix.part, stream, update, routing)
+        return LayerStep(number, prefix.part, stream, update, routing)
 
     def run(
         self,
@@ -167,7 +168,7 @@ class Recomputation:
         experts: Mapping[int, Tensor] | None = None,
         noise: Noises = (),
         stop: int | None = None,
-    ) -> Iterator[Step]:
+    ) -> Iterator[LayerStep]:
         """Run the decoder's layers from `first` on, to `stop` - 1.
 
         Args:
@@ -225,7 +226,7 @@ class Recomputation:
             result[depth] = _scored(self.reference, x[:, :-1], ids[:, 1 + depth :], noise)
         return result
 
-    def _changed(self, prefix: str, change: Change | None) -> Reference:
+    def _changed(self, prefix: str, change: Change | None) -> ReferenceModel:
         if change is None:
             return self.reference
         reference = copy.copy(self.reference)
@@ -237,7 +238,7 @@ class Recomputation:
         return reference
 
 
-def _scored(reference: Reference, normed: Tensor, ids: Tensor, noise: Noises = ()) -> Tensor:
+def _scored(reference: ReferenceModel, normed: Tensor, ids: Tensor, noise: Noises = ()) -> Tensor:
     """normed [rows, s, d] and the tokens that follow [rows, s] -> [rows, s]."""
     total = torch.full(ids.shape, -torch.inf)
     taken = torch.zeros(ids.shape)
@@ -279,7 +280,7 @@ class _ChangedReader(TensorReader):
         yield 0, len(changed), changed
 
 
-def _settle(found: list[Routing], given: Tensor | None, noise: Noises, selection: Selection) -> Tensor:
+def _settle(found: list[RowRouting], given: Tensor | None, noise: Noises, selection: Selection) -> Tensor:
     """Note what the router decided for the next row, and return the experts to use."""
     scores, experts, row = selection.scores, selection.experts, len(found)
     topk = experts.shape[1]
@@ -290,7 +291,7 @@ def _settle(found: list[Routing], given: Tensor | None, noise: Noises, selection
     one = noise[row] if noise else None
     if one is not None:
         experts = one.experts(scores, topk)
-    found.append(Routing(scores, experts, margin))
+    found.append(RowRouting(scores, experts, margin))
     if given is None:
         return experts
     other = given[row].long()

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.proof.certify.case import Case
+from megatron_nemotron3.proof.certify.case import TrainingCase
 
 #: Tensors of a micro-batch [b, s / cp], and its PackedSeqParams or None.
 Batch = tuple[dict[str, Tensor], Any]
 
 
-def batches(case: Case) -> Callable[[int], Iterator[Batch]]:
+def batches(case: TrainingCase) -> Callable[[int], Iterator[Batch]]:
     """Step -> this data-parallel rank's micro-batches, in the order in which one rank would see them."""
     from megatron.core import parallel_state
 
@@ -37,7 +37,7 @@ def batches(case: Case) -> Callable[[int], Iterator[Batch]]:
     return of
 
 
-def _masked(case: Case, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def _masked(case: TrainingCase, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """With the mask that the model gets, if it gets one."""
     if case.model_mask == "absent":
         return batch
@@ -45,7 +45,7 @@ def _masked(case: Case, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {**batch, "model_mask": batch["loss_mask"] + counted}
 
 
-def global_batch(case: Case, step: int) -> dict[str, Tensor]:
+def global_batch(case: TrainingCase, step: int) -> dict[str, Tensor]:
     """Tokens, labels, loss mask and positions [sequences, s] of one optimizer step, without padding."""
     generator = torch.Generator().manual_seed(1000 * case.seed + step)
     n, lengths = case.sequences, case.documents or (case.seq_length,)
@@ -71,7 +71,7 @@ def global_batch(case: Case, step: int) -> dict[str, Tensor]:
     }
 
 
-def _cut(case: Case, batch: dict[str, Tensor]) -> Batch:
+def _cut(case: TrainingCase, batch: dict[str, Tensor]) -> Batch:
     """This context-parallel rank's share, as the stock script cuts it."""
     from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_cp_rank
@@ -80,7 +80,7 @@ def _cut(case: Case, batch: dict[str, Tensor]) -> Batch:
     return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group), None
 
 
-def _cut_packed(case: Case, batch: dict[str, Tensor]) -> Batch:
+def _cut_packed(case: TrainingCase, batch: dict[str, Tensor]) -> Batch:
     """The same for packed documents: two chunks of each, the rank'th from the front and from the back."""
     from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams

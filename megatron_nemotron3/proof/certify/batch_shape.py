@@ -20,7 +20,7 @@ _MOST = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
+class BatchShape:
     """What a step of the twin trains on."""
 
     seq_length: int = small.SEQUENCE
@@ -35,14 +35,14 @@ class Batch:
     cut_whole: bool = False
 
 
-def batch_of(launch: Large, sizes: Sequence[Sizes]) -> Batch:
+def batch_of(launch: Large, sizes: Sequence[Sizes]) -> BatchShape:
     """Return the batch of a twin: as many micro-batches against pipeline ranks as in the launch, or few."""
     given = launch.given
     sft, borders = "--sft" in given, "--dataloader-inter-document-masking" in given
     packed = sft or borders
     micro = 1 if packed or (given.get("--micro-batch-size") or ("1",))[0] == "1" else 2
     cp = launch.sizes.layout.cp > 1
-    return Batch(
+    return BatchShape(
         micro_batch_size=micro,
         sequences=micro * _microbatches(launch, sizes),
         masked=sft or "--eod-mask-loss" in given,

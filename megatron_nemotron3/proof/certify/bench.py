@@ -12,7 +12,7 @@ from megatron_nemotron3.launch import ParallelLayout, TrainingSchedule, pasted
 from megatron_nemotron3.launch.flag import Flag
 from megatron_nemotron3.launch.launch import Launch
 from megatron_nemotron3.precision.settings import Emulation
-from megatron_nemotron3.proof.certify.case import Case
+from megatron_nemotron3.proof.certify.case import TrainingCase
 from megatron_nemotron3.proof.certify.layouts import Sizes
 from megatron_nemotron3.proof.certify.twin import Twin
 
@@ -37,7 +37,7 @@ class Bench:
     #: Importable function called on every rank before anything is built. Tests break something with it.
     fault: Callable[[], None] | None = None
 
-    def case(self, sizes: Sizes | None, **changes: Any) -> Case:
+    def case(self, sizes: Sizes | None, **changes: Any) -> TrainingCase:
         """Return the training of the twin in a layout, or in one process (None)."""
         batch = self.twin.batch
         values: dict[str, Any] = {
@@ -55,7 +55,7 @@ class Bench:
             "steps": 2,
             "fault": self.fault,
         }
-        return Case(**(values | changes))
+        return TrainingCase(**(values | changes))
 
     @cached_property
     def launch(self) -> Launch | None:

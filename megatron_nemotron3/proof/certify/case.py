@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # Python 3.11
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class TrainingCase:
     """A model, how it is spread, and what it is trained on."""
 
     config: Nemotron3Config

@@ -24,7 +24,7 @@ from megatron_nemotron3.launch import parser
 from megatron_nemotron3.launch import versions as core
 from megatron_nemotron3.launch.flag import Flag
 from megatron_nemotron3.proof.certify import options as table
-from megatron_nemotron3.proof.certify.finding import Finding, State
+from megatron_nemotron3.proof.certify.finding import Finding, PropertyState
 from megatron_nemotron3.proof.certify.twin import Twin
 
 SCHEMA = 1
@@ -133,7 +133,7 @@ def make(
 ) -> dict[str, Any]:
     """Return a certificate as data for `json.dumps`."""
     model, small, batch = twin.model, twin.config, twin.batch
-    failures = [one for one in findings if one.state is State.FAIL]
+    failures = [one for one in findings if one.state is PropertyState.FAIL]
     return {
         "schema": SCHEMA,
         "title": title,
@@ -237,7 +237,7 @@ def render(data: Mapping[str, Any]) -> str:
 
 
 def _head(data: Mapping[str, Any]) -> list[str]:
-    count = {state.value: 0 for state in State}
+    count = {state.value: 0 for state in PropertyState}
     for one in data["findings"]:
         count[one["state"]] += 1
     result = "passed" if data["passed"] else "FAILED"
@@ -264,17 +264,17 @@ def _head(data: Mapping[str, Any]) -> list[str]:
 def _table(data: Mapping[str, Any]) -> list[str]:
     lines = ["| property | result | largest difference | tolerance | where | |", "|-|-|-|-|-|-|"]
     for one in data["findings"]:
-        if one["state"] == State.UNTESTED.value:
+        if one["state"] == PropertyState.UNTESTED.value:
             continue
         numbers = [_figure(one["difference"]), _figure(one["tolerance"])]
-        state = "**FAIL**" if one["state"] == State.FAIL.value else "pass"
+        state = "**FAIL**" if one["state"] == PropertyState.FAIL.value else "pass"
         cells = [one["property"], state, *numbers, one["where"], one["detail"]]
         lines.append("| " + " | ".join(map(_cell, cells)) + " |")
     return lines
 
 
 def _rest(data: Mapping[str, Any]) -> list[str]:
-    untested = [one for one in data["findings"] if one["state"] == State.UNTESTED.value]
+    untested = [one for one in data["findings"] if one["state"] == PropertyState.UNTESTED.value]
     lines = ["", "## Not testable here", ""]
     lines += [f"- {_cell(one['property'])}: {_cell(one['detail'])}" for one in untested] or ["Nothing."]
     lines += ["", "## The command", "", "Without data, paths and logs:", "", "```text"]

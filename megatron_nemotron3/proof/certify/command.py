@@ -25,7 +25,7 @@ from megatron_nemotron3.models.command import ModelOptions
 from megatron_nemotron3.proof.certify import certificate, twin_text
 from megatron_nemotron3.proof.certify import twin as twins
 from megatron_nemotron3.proof.certify.bench import Bench, last_line
-from megatron_nemotron3.proof.certify.finding import Finding, State, failed
+from megatron_nemotron3.proof.certify.finding import Finding, PropertyState, failed
 from megatron_nemotron3.proof.certify.proof import STAGES, Stage, prove
 from megatron_nemotron3.proof.certify.reading import Asked, checkout, read
 
@@ -35,7 +35,7 @@ RANKS = (2, 4, 8, 16, 32)
 #: (docs/measurements.md).
 RANK_GIB, OWN_GIB = 0.5, 0.8
 _GIB = 2**30
-_WORD = {State.PASS: "pass", State.FAIL: "FAIL", State.UNTESTED: "-"}
+_WORD = {PropertyState.PASS: "pass", PropertyState.FAIL: "FAIL", PropertyState.UNTESTED: "-"}
 
 
 def register(commands: Any) -> None:
@@ -195,16 +195,16 @@ def _lines(findings: Sequence[Finding]) -> Iterator[str]:
     for one in findings:
         by_name.setdefault(one.name, []).append(one)
     for found in by_name.values():
-        failures = [one for one in found if one.state is State.FAIL]
+        failures = [one for one in found if one.state is PropertyState.FAIL]
         if failures:
             yield from (_line(one) for one in failures)
             continue
         warned = [one for one in found if one.detail.startswith("warning:")]
-        tried = [one for one in found if one.state is State.PASS and one not in warned]
+        tried = [one for one in found if one.state is PropertyState.PASS and one not in warned]
         if tried:
             worst = max(tried, key=lambda one: one.difference or 0.0)
             yield _line(worst) + (f" (and {len(tried) - 1} more)" if len(tried) > 1 else "")
-        yield from (_line(one) for one in found if one in warned or one.state is State.UNTESTED)
+        yield from (_line(one) for one in found if one in warned or one.state is PropertyState.UNTESTED)
 
 
 def _line(one: Finding) -> str:
@@ -214,10 +214,10 @@ def _line(one: Finding) -> str:
 
 
 def _verdict(findings: Sequence[Finding]) -> str:
-    failures = len({one.name for one in findings if one.state is State.FAIL})
+    failures = len({one.name for one in findings if one.state is PropertyState.FAIL})
     if failures:
         return f"FAILED: {failures} propert{'y' if failures == 1 else 'ies'}"
-    return f"passed: {len({one.name for one in findings if one.state is State.PASS})} properties"
+    return f"passed: {len({one.name for one in findings if one.state is PropertyState.PASS})} properties"
 
 
 class _Progress:

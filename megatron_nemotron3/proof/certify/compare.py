@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_nemotron3.proof.certify.case import Case
-from megatron_nemotron3.proof.certify.finding import Finding, State
+from megatron_nemotron3.proof.certify.case import TrainingCase
+from megatron_nemotron3.proof.certify.finding import Finding, PropertyState
 from megatron_nemotron3.proof.certify.noise import tolerances
 from megatron_nemotron3.proof.certify.tensors import Tensors
 from megatron_nemotron3.proof.certify.world import Result
@@ -41,7 +41,7 @@ def verdict(distance: Distance, where: str, detail: str = "") -> Finding:
     Args:
         detail: what to say where no tensor is farthest.
     """
-    state = State.PASS if distance.share <= 1 else State.FAIL
+    state = PropertyState.PASS if distance.share <= 1 else PropertyState.FAIL
     return Finding(distance.what, state, where, distance.share, 1.0, distance.key or detail)
 
 
@@ -58,7 +58,7 @@ def farthest(what: str, expected: Tensors, found: Tensors, allowed: Tensors) -> 
     return worst
 
 
-def compared(one: Case, base: Result, found: Result) -> Iterator[Distance]:
+def compared(one: TrainingCase, base: Result, found: Result) -> Iterator[Distance]:
     """Yield how far each property of a run is from that of one process."""
     gradient_tolerance, weight_tolerance = tolerances(one)
     yield numbers("losses", base.losses, found.losses)

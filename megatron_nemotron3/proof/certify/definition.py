@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_nemotron3.common.hooks import unwrapped
 from megatron_nemotron3.proof.certify.batch import global_batch
 from megatron_nemotron3.proof.certify.bench import Bench, last_line
-from megatron_nemotron3.proof.certify.case import Case
+from megatron_nemotron3.proof.certify.case import TrainingCase
 from megatron_nemotron3.proof.certify.compare import Distance, farthest, numbers, verdict
 from megatron_nemotron3.proof.certify.finding import Finding, failed, untested
 from megatron_nemotron3.proof.certify.noise import NUDGES, UNIT, nudged, weights
@@ -26,7 +26,7 @@ from megatron_nemotron3.proof.certify.plain_model import near_ties
 from megatron_nemotron3.proof.certify.plain_step import AdamW, Objective, define, moved_bias
 from megatron_nemotron3.proof.certify.ranks import run_distributed
 from megatron_nemotron3.proof.certify.tensors import Tensors, gather, load
-from megatron_nemotron3.proof.certify.world import Run, mtp_losses
+from megatron_nemotron3.proof.certify.world import TrainingRun, mtp_losses
 
 #: Micro-batches of a step: more than one, and not all with the same number of counting tokens.
 _MICROBATCHES = 3
@@ -126,7 +126,7 @@ def _unwritten(args: Any, values: dict[str, tuple[Any, ...]]) -> str:
     return ""
 
 
-def _compared(case: Case, objective: Objective, steps: Sequence[Seen]) -> Iterator[Distance]:
+def _compared(case: TrainingCase, objective: Objective, steps: Sequence[Seen]) -> Iterator[Distance]:
     optimizer = AdamW(objective)
     for number, seen in enumerate(steps):
         batch = global_batch(case, number)
@@ -169,7 +169,7 @@ def _biases(objective: Objective, seen: Seen) -> Iterator[Distance]:
 # What follows runs on the one rank.
 
 
-class _Watch:
+class _ModelWatch:
     """What the routers and the output layer of a model give, while it is computed."""
 
     def __init__(self, model: Any) -> None:
@@ -200,11 +200,11 @@ def _by_call(noted: Sequence[Tensor], microbatches: int) -> list[Tensor]:
     return [torch.cat(list(noted[call::calls])) for call in range(calls)]
 
 
-def _observe(case: Case, start: Tensors) -> tuple[list[Seen], Any]:
+def _observe(case: TrainingCase, start: Tensors) -> tuple[list[Seen], Any]:
     """Train, and measure at every step what it changes to move all weights to a neighboring float."""
-    run = Run(case, start)
+    run = TrainingRun(case, start)
     model = unwrapped(run.chunks[0])
-    watch = _Watch(model)
+    watch = _ModelWatch(model)
     buffers = list(model.buffers())
     factor = 2 * math.sqrt(case.sequences * case.seq_length)
     steps = []

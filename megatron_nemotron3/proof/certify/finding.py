@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 
 
-class State(enum.Enum):
+class PropertyState(enum.Enum):
     """The verdict on a property."""
 
     PASS = "pass"
@@ -20,7 +20,7 @@ class Finding:
 
     #: "gradients", "weights after resuming"…
     name: str
-    state: State
+    state: PropertyState
     #: The layout in which it was tried, as the certificate prints it; "" where it concerns none or all.
     where: str = ""
     #: Largest difference found, and the largest that rounding explains. None where nothing was measured.
@@ -32,14 +32,14 @@ class Finding:
 
 def passed(name: str, where: str = "", detail: str = "") -> Finding:
     """Return a finding of something that holds without a number."""
-    return Finding(name, State.PASS, where, detail=detail)
+    return Finding(name, PropertyState.PASS, where, detail=detail)
 
 
 def failed(name: str, where: str = "", detail: str = "") -> Finding:
     """Return a finding of something that does not hold."""
-    return Finding(name, State.FAIL, where, detail=detail)
+    return Finding(name, PropertyState.FAIL, where, detail=detail)
 
 
 def untested(name: str, detail: str, where: str = "") -> Finding:
     """Return a finding of something that a machine without GPUs cannot try."""
-    return Finding(name, State.UNTESTED, where, detail=detail)
+    return Finding(name, PropertyState.UNTESTED, where, detail=detail)

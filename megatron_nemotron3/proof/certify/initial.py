@@ -8,12 +8,12 @@ from typing import Any
 
 from megatron_nemotron3.common.hooks import unwrapped
 from megatron_nemotron3.cpu.async_save import forked_results
-from megatron_nemotron3.proof.certify.case import Case
+from megatron_nemotron3.proof.certify.case import TrainingCase
 from megatron_nemotron3.proof.certify.tensors import Tensors, load
-from megatron_nemotron3.proof.certify.world import Run
+from megatron_nemotron3.proof.certify.world import TrainingRun
 
 
-def write_initial(case: Case, starts: Sequence[Tensors], folder: Path) -> None:
+def write_initial(case: TrainingCase, starts: Sequence[Tensors], folder: Path) -> None:
     """Write weights as checkpoints to start from (`--finetune`): FOLDER/0, FOLDER/1, …
 
     Args:
@@ -22,7 +22,7 @@ def write_initial(case: Case, starts: Sequence[Tensors], folder: Path) -> None:
     from megatron.core import dist_checkpointing
     from megatron.training.checkpointing import _clean_metadata_for_serialization
 
-    run = Run(case, None)
+    run = TrainingRun(case, None)
     metadata = metadata_of(run)
     for number, weights in enumerate(starts):
         load(run.chunks, weights)
@@ -37,7 +37,7 @@ def write_initial(case: Case, starts: Sequence[Tensors], folder: Path) -> None:
         (place.parent / "latest_checkpointed_iteration.txt").write_text("release")
 
 
-def state_of(run: Run, metadata: dict[str, Any], loading: bool) -> dict[str, Any]:
+def state_of(run: TrainingRun, metadata: dict[str, Any], loading: bool) -> dict[str, Any]:
     """What Megatron saves of a run, or would load into it: model, optimizer, progress."""
     from megatron.training.checkpointing import generate_state_dict
 
@@ -53,7 +53,7 @@ def state_of(run: Run, metadata: dict[str, Any], loading: bool) -> dict[str, Any
     )
 
 
-def metadata_of(run: Run) -> dict[str, Any]:
+def metadata_of(run: TrainingRun) -> dict[str, Any]:
     """What Megatron notes of how a checkpoint is divided."""
     from megatron.training.checkpointing import _build_sharded_state_dict_metadata
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.proof.certify.case import Case
+from megatron_nemotron3.proof.certify.case import TrainingCase
 from megatron_nemotron3.proof.certify.tensors import Tensors
 from megatron_nemotron3.proof.certify.world import Result, initial_weights, train_each
 
@@ -29,18 +29,18 @@ UNIT = 2.0**-24
 
 
 @functools.cache
-def weights(case: Case) -> Tensors:
+def weights(case: TrainingCase) -> Tensors:
     """What every layout of a case starts from."""
     return initial_weights(case)
 
 
-def reference(case: Case) -> Result:
+def reference(case: TrainingCase) -> Result:
     """One process. `case` must have the layout of one rank."""
     return _runs(case)[0]
 
 
 @functools.cache
-def _runs(case: Case) -> list[Result]:
+def _runs(case: TrainingCase) -> list[Result]:
     """One process from the weights, and from those nudged."""
     if case.layout.world_size != 1:
         raise ValueError(f"{case.layout} is not the layout of one process")
@@ -60,7 +60,7 @@ def nudged(tensors: Tensors, seed: int) -> Tensors:
 
 
 @functools.cache
-def tolerances(case: Case) -> tuple[Tensors, Tensors]:
+def tolerances(case: TrainingCase) -> tuple[Tensors, Tensors]:
     """Largest difference allowed in each tensor: of gradients, and of weights after the last step."""
     base, *runs = _runs(case)
 

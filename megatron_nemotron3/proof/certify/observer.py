@@ -46,7 +46,7 @@ def _file(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.pt"
 
 
-class Observer:
+class OptimizerObserver:
     """Writes what this rank's optimizers see to a file, again after each step."""
 
     def __init__(self, folder: Path, rank: int) -> None:

@@ -1,8 +1,8 @@
 """What each of Megatron's options becomes in the twin of a launch. Standard library only.
 
-`launch/options.json` names a group for every option of the supported versions. An option that no version has is
-taken for one that describes what is computed: it is kept, so Megatron accepts it or refuses it with its own
-message.
+`launch/options.json` names a group for every option of the supported versions. An option that no version has
+is taken for one that describes what is computed: it is kept, so Megatron accepts it or refuses it with its
+own message.
 """
 
 from __future__ import annotations

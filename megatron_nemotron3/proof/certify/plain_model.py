@@ -26,7 +26,7 @@ EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 @dataclass
-class Routing:
+class RouterCall:
     """One call of a router."""
 
     #: Megatron's name of its layer: "decoder.layers.1.".
@@ -46,7 +46,7 @@ class Passed:
 
     #: [b, s, v], of the decoder and then of each MTP depth.
     logits: list[Tensor] = field(default_factory=list)
-    routings: list[Routing] = field(default_factory=list)
+    routings: list[RouterCall] = field(default_factory=list)
 
 
 class PlainModel:
@@ -57,7 +57,7 @@ class PlainModel:
         documents: lengths of the documents of a row.
         choices: the experts that the routers chose elsewhere, by layer, call by call, [b, s, e] each. Where
             given they are taken: between two nearly equal experts rounding decides. The caller compares them
-            with `Routing.ranked`.
+            with `RouterCall.ranked`.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class PlainModel:
         if chosen is None:
             best = ranked.topk(c.moe_router_topk).indices
             chosen = torch.zeros_like(ranked, dtype=torch.bool).scatter(-1, best, True)
-        result.routings.append(Routing(layer.megatron, logits, ranked, chosen, c.moe_router_topk))
+        result.routings.append(RouterCall(layer.megatron, logits, ranked, chosen, c.moe_router_topk))
         weights = scores * chosen
         if c.moe_router_topk > 1:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -216,7 +216,7 @@ def leaves(weights: Tensors) -> Tensors:
     return {key: t.double().requires_grad_(not key.endswith("expert_bias")) for key, t in weights.items()}
 
 
-def near_ties(routings: Sequence[Routing]) -> Iterator[tuple[Routing, float]]:
+def near_ties(routings: Sequence[RouterCall]) -> Iterator[tuple[RouterCall, float]]:
     """Yield by how much the best expert that was left out outranks the worst that was chosen, at most."""
     for routing in routings:
         worst = routing.ranked.masked_fill(~routing.chosen, torch.inf).amin(-1)

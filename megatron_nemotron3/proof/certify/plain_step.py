@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.proof.certify.case import Case
+from megatron_nemotron3.proof.certify.case import TrainingCase
 from megatron_nemotron3.proof.certify.plain_model import (
     EMBEDDING,
     OUTPUT,
     PlainModel,
-    Routing,
+    RouterCall,
     leaves,
     shifted_documents,
 )
@@ -81,11 +81,11 @@ class Defined:
     #: [sequences, s, v], of the decoder and of each MTP depth.
     logits: list[Tensor]
     gradients: Tensors
-    routings: list[Routing]
+    routings: list[RouterCall]
 
 
 def define(
-    case: Case,
+    case: TrainingCase,
     objective: Objective,
     weights: Tensors,
     batch: Mapping[str, Tensor],
@@ -139,11 +139,11 @@ def _mean(loss: Tensor, mask: Tensor) -> Tensor:
 
 
 def _of_routers(
-    objective: Objective, routings: Sequence[Routing], parts: Sequence[slice], repeats: int
+    objective: Objective, routings: Sequence[RouterCall], parts: Sequence[slice], repeats: int
 ) -> Tensor:
     """Return the sum of the losses of all routers over micro-batches."""
     total = torch.zeros((), dtype=torch.float64)
-    layers: dict[str, list[Routing]] = {}
+    layers: dict[str, list[RouterCall]] = {}
     for routing in routings:
         layers.setdefault(routing.layer, []).append(routing)
     for layer, calls in layers.items():

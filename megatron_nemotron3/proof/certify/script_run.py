@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_nemotron3.common.ranks import Call, free_port, run_ranks
 from megatron_nemotron3.common.switches import BOOST
-from megatron_nemotron3.proof.certify.case import Case
+from megatron_nemotron3.proof.certify.case import TrainingCase
 from megatron_nemotron3.proof.certify.ranks import PRELOAD
 from megatron_nemotron3.train import log
 from megatron_nemotron3.train.processes import ENTRY
@@ -33,7 +33,7 @@ class ScriptRun:
 
     script: Path
     #: The layout, and the words of the launch with batch and schedule.
-    case: Case
+    case: TrainingCase
     #: Words for data and checkpoints.
     words: tuple[str, ...]
     #: For logs and observations.
@@ -132,7 +132,7 @@ def _on_rank(
     killed_in: Path | None,
 ) -> None:
     from megatron_nemotron3.cpu.async_save import forked_results
-    from megatron_nemotron3.proof.certify.observer import Observer
+    from megatron_nemotron3.proof.certify.observer import OptimizerObserver
     from megatron_nemotron3.run import main
 
     rank = int(os.environ["RANK"])
@@ -146,7 +146,7 @@ def _on_rank(
     os.environ["PYTHONWARNINGS"] = "ignore"
     if fault is not None:
         fault()
-    Observer(folder, rank).install()
+    OptimizerObserver(folder, rank).install()
     if killed_in is not None and rank == 0:
         _kill_all_in_the_second_save(killed_in, folder)
     try:

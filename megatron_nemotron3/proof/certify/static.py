@@ -14,7 +14,7 @@ from megatron_nemotron3.precision.census import Ambient, CensusError, require_so
 from megatron_nemotron3.precision.formats import counted
 from megatron_nemotron3.precision.table import Structure
 from megatron_nemotron3.proof.certify.bench import Bench
-from megatron_nemotron3.proof.certify.finding import Finding, State, failed, passed, untested
+from megatron_nemotron3.proof.certify.finding import Finding, PropertyState, failed, passed, untested
 from megatron_nemotron3.proof.certify.options import Treatment
 
 #: Rules on `--seq-length`, which in reinforcement learning is no length of a training batch.
@@ -62,7 +62,7 @@ def rules(bench: Bench) -> Iterator[Finding]:
         if rollouts and one.rule in _OF_LENGTH:
             yield untested(RULES, f"{one.message}; what is trained on has the lengths of rollouts", one.rule)
             continue
-        state = State.FAIL if one.severity == "error" else State.PASS
+        state = PropertyState.FAIL if one.severity == "error" else PropertyState.PASS
         yield Finding(RULES, state, one.rule, detail=f"{one.severity}: {one.message} [{one.source}]")
     if not errors:
         yield passed(RULES, detail="no rule of severity error is violated")
@@ -95,7 +95,7 @@ def formats(bench: Bench) -> Iterator[Finding]:
     wrong = deviations.deviations(structure, file, ambient)
     for one in wrong:
         # What a matcher asks for is meant; what no matcher names took the format of its layer in silence.
-        state = State.PASS if one.asked_by else State.FAIL
+        state = PropertyState.PASS if one.asked_by else PropertyState.FAIL
         yield Finding(FORMATS, state, detail=f"not the published recipe: {one}")
     if all(one.asked_by for one in wrong):
         yield passed(FORMATS, detail=f"linears of the whole model: {said}")
@@ -122,7 +122,7 @@ def memory(bench: Bench) -> Iterator[Finding]:
         f"{total / GIB:.1f} GiB by estimate; {bench.gpu} has {capacity / GIB:.0f}, of which "
         f"{RESERVE / GIB:.0f} are assumed to go to CUDA and fragments"
     )
-    state = State.FAIL if total > capacity else State.PASS
+    state = PropertyState.FAIL if total > capacity else PropertyState.PASS
     if capacity - RESERVE < total <= capacity:
         said += ": it fits only inside that margin"
     yield Finding(MEMORY, state, bench.gpu, total / GIB, capacity / GIB, said)

@@ -16,7 +16,7 @@ from megatron_nemotron3.checkpoints.convert.conversion import (
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.checkpoints.convert.torch_dist import open_torch_dist
 from megatron_nemotron3.checkpoints.convert.views import as_tensor
-from megatron_nemotron3.proof.certify.finding import Finding, State, failed
+from megatron_nemotron3.proof.certify.finding import Finding, PropertyState, failed
 from megatron_nemotron3.proof.certify.tensors import Tensors, unmatched
 
 _EXPORT = "Hugging Face export"
@@ -84,5 +84,5 @@ def equal(
             return failed(what, where, f"{key}: {list(value.shape)} became {list(other.shape)}")
         if not value.equal(other):
             worst = float((value.double() - other.double()).abs().max())
-            return Finding(what, State.FAIL, where, worst, 0.0, key)
-    return Finding(what, State.PASS, where, 0.0, 0.0, detail)
+            return Finding(what, PropertyState.FAIL, where, worst, 0.0, key)
+    return Finding(what, PropertyState.PASS, where, 0.0, 0.0, detail)

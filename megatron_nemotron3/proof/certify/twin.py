@@ -18,12 +18,12 @@ from megatron_nemotron3.launch.flags import backend_words
 from megatron_nemotron3.launch.stored_model import taken
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models import pattern as patterns
-from megatron_nemotron3.models.lora import LoRA
+from megatron_nemotron3.models.lora import LoRASettings
 from megatron_nemotron3.models.stack_specs import MODULE, spec_name
 from megatron_nemotron3.proof.certify import options as table
 from megatron_nemotron3.proof.certify import small
 from megatron_nemotron3.proof.certify import stages as cuts
-from megatron_nemotron3.proof.certify.batch_shape import Batch, batch_of
+from megatron_nemotron3.proof.certify.batch_shape import BatchShape, batch_of
 from megatron_nemotron3.proof.certify.large import Large, large_of
 from megatron_nemotron3.proof.certify.layouts import Sizes, cover
 from megatron_nemotron3.proof.certify.options import Treatment
@@ -71,8 +71,8 @@ class Twin:
     #: The layout of the launch, and the small ones.
     large: Sizes
     sizes: tuple[Sizes, ...]
-    batch: Batch
-    #: Adapters on frozen weights, as `LoRA.parse` reads them; None: all weights are trained.
+    batch: BatchShape
+    #: Adapters on frozen weights, as `LoRASettings.parse` reads them; None: all weights are trained.
     lora: str | None
     #: What MTP heads alone are trained for, as `Boost.parse` reads it; None: all weights are trained.
     boost: str | None
@@ -159,7 +159,7 @@ def make(
         ranks: largest world of the twin.
         world_size: ranks of the launch; None: at least two data-parallel copies are assumed.
         vocab_size: tokens of the launch's tokenizer, where the command line does not say.
-        lora: its adapters, as `LoRA.parse` reads them.
+        lora: its adapters, as `LoRASettings.parse` reads them.
         boost: of its MTP heads alone, as `Boost.parse` reads it.
         version: of megatron-core; None: the installed one.
 
@@ -167,7 +167,7 @@ def make(
         ValueError: the command line describes no model of this family, or sizes that do not fit together.
     """
     if lora is not None:
-        LoRA.parse(lora)
+        LoRASettings.parse(lora)
     if boost is not None:
         settings.refuse(Boost.parse(boost), to_argv(flags))
     merged = taken(flags)

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.launch.boosting import Boost
-from megatron_nemotron3.models.lora import LoRA, training
+from megatron_nemotron3.models.lora import LoRASettings, training
 from megatron_nemotron3.proof.certify import fsdp
 from megatron_nemotron3.proof.certify.batch import Batch, batches
-from megatron_nemotron3.proof.certify.case import Case
+from megatron_nemotron3.proof.certify.case import TrainingCase
 from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
 from megatron_nemotron3.proof.certify.tensors import (
     Pieces,
@@ -43,7 +43,7 @@ class Result:
     weights: Tensors
 
 
-def train(case: Case, weights: Tensors | None = None, timeout: float = 300) -> Result:
+def train(case: TrainingCase, weights: Tensors | None = None, timeout: float = 300) -> Result:
     """Train `case` on its world, from the whole model's `weights` (None: as Megatron initializes them).
 
     Raises:
@@ -54,7 +54,7 @@ def train(case: Case, weights: Tensors | None = None, timeout: float = 300) -> R
     return train_each(case, [weights], timeout)[0]
 
 
-def train_each(case: Case, starts: Sequence[Tensors | None], timeout: float = 300) -> list[Result]:
+def train_each(case: TrainingCase, starts: Sequence[Tensors | None], timeout: float = 300) -> list[Result]:
     """As `train` from each of the `starts`, one after the other on the same ranks."""
     ranks = run_distributed(
         _train_each, case.layout.world_size, case, starts, timeout=timeout * len(starts), apart=True
@@ -77,7 +77,7 @@ def _together(ranks: Sequence[dict[str, Any]]) -> Result:
     )
 
 
-def initial_weights(case: Case, seed: int = 0) -> Tensors:
+def initial_weights(case: TrainingCase, seed: int = 0) -> Tensors:
     """Random weights of the model of `case`, a case of one rank, in which nothing is 1, 0 or equal to its
     neighbor by default."""
     (pieces,) = run_distributed(_built, 1, case, apart=True)
@@ -108,7 +108,7 @@ def initialize_layout(layout: ParallelLayout, optimizer_instances: int = 1) -> N
     )  # fmt: skip
 
 
-def build(case: Case, weights: Tensors | None = None) -> tuple[list[Any], Any]:
+def build(case: TrainingCase, weights: Tensors | None = None) -> tuple[list[Any], Any]:
     """Groups, this rank's chunks wrapped as the stock training loop wraps them, and its arguments."""
     from megatron_nemotron3.train.build import megatron_args
 
@@ -121,7 +121,7 @@ def build(case: Case, weights: Tensors | None = None) -> tuple[list[Any], Any]:
     return wrapped(case, args, weights), args
 
 
-def wrapped(case: Case, args: Any, weights: Tensors | None = None) -> list[Any]:
+def wrapped(case: TrainingCase, args: Any, weights: Tensors | None = None) -> list[Any]:
     """This rank's chunks, in groups that exist.
 
     `weights` are loaded before Megatron-FSDP divides them, otherwise behind the wrappers.
@@ -138,7 +138,7 @@ def wrapped(case: Case, args: Any, weights: Tensors | None = None) -> list[Any]:
     if case.sabotage is not None:
         model_config.pre_wrap_hooks.append(case.sabotage)
     heads = training_heads(Boost.parse(case.boost)) if case.boost is not None else nullcontext()
-    with training(LoRA.parse(case.lora) if case.lora is not None else None), heads:
+    with training(LoRASettings.parse(case.lora) if case.lora is not None else None), heads:
         chunks = model_config.get_builder_cls()(model_config).build_distributed_models(
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
             ddp_config=get_megatron_ddp_config(args),
@@ -150,7 +150,7 @@ def wrapped(case: Case, args: Any, weights: Tensors | None = None) -> list[Any]:
     return chunks
 
 
-def _built(case: Case) -> Pieces:
+def _built(case: TrainingCase) -> Pieces:
     return pieces(build(case)[0])
 
 
@@ -174,11 +174,11 @@ def _forward_step(labels: bool, iterator: Iterator[Batch], model: Any) -> tuple[
     return output, partial(_loss, batch["loss_mask"])
 
 
-class Run:
+class TrainingRun:
     """A model in training on this rank, driven as the stock training loop drives it."""
 
     def __init__(
-        self, case: Case, weights: Tensors | None, built: tuple[list[Any], Any] | None = None
+        self, case: TrainingCase, weights: Tensors | None, built: tuple[list[Any], Any] | None = None
     ) -> None:
         """Build the model of `case`, or take what `build` returned."""
         from megatron.core.distributed import finalize_model_grads
@@ -288,7 +288,7 @@ def _schedule(optimizer: Any, args: Any) -> None:
     )
 
 
-def _train_each(case: Case, starts: Sequence[Tensors | None]) -> list[dict[str, Any]]:
+def _train_each(case: TrainingCase, starts: Sequence[Tensors | None]) -> list[dict[str, Any]]:
     """Runs on this rank, each with groups of its own."""
     from megatron.core import parallel_state
 
@@ -299,9 +299,9 @@ def _train_each(case: Case, starts: Sequence[Tensors | None]) -> list[dict[str, 
     return results
 
 
-def _train(case: Case, weights: Tensors | None) -> dict[str, Any]:
+def _train(case: TrainingCase, weights: Tensors | None) -> dict[str, Any]:
     """A run on this rank."""
-    run = Run(case, weights)
+    run = TrainingRun(case, weights)
     result: dict[str, Any] = {"losses": [], "norms": [], "mtp": []}
     for step in range(case.steps):
         # All of the first step's gradients on every rank; afterwards as the optimizer asks for them.

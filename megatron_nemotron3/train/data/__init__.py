@@ -8,7 +8,7 @@ Importing this package costs neither torch nor megatron; writing a data set impo
 """
 
 from megatron_nemotron3.train.data.indexed import DatasetInfo, write_dataset
-from megatron_nemotron3.train.data.prepare import Prepared, prepare
+from megatron_nemotron3.train.data.prepare import PreparedData, prepare
 from megatron_nemotron3.train.data.splits import default_split, split_documents
 from megatron_nemotron3.train.data.text import Texts, read_texts
 from megatron_nemotron3.train.data.tokenizer import TokenizerInfo, byte_tokenizer, train_tokenizer
@@ -16,7 +16,7 @@ from megatron_nemotron3.train.data.unigram import UnigramBaseline, unigram_basel
 
 __all__ = [
     "DatasetInfo",
-    "Prepared",
+    "PreparedData",
     "Texts",
     "TokenizerInfo",
     "UnigramBaseline",

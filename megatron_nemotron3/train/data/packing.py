@@ -55,7 +55,7 @@ def conversation_multiple(cp: int) -> int:
 
 
 @dataclass(frozen=True)
-class Row:
+class PackedRow:
     """Conversations in one row, each padded to a multiple; arrays of NumPy."""
 
     #: [s] ids; padding is token 0, as where Megatron's shift for MTP leaves a document.
@@ -163,7 +163,7 @@ class PackedConversations:
         line, offset, part = map(int, self._origins[conversation])
         return line, offset, part
 
-    def row(self, index: int) -> Row:
+    def row(self, index: int) -> PackedRow:
         """Return a row."""
         import numpy as np
 
@@ -186,7 +186,7 @@ class PackedConversations:
             positions[at:] = np.arange(length - at)
             borders.append(length)
         count = len(self._rows[index])
-        return Row(tokens, labels, mask, positions, padding, np.array(borders, np.int32), count)
+        return PackedRow(tokens, labels, mask, positions, padding, np.array(borders, np.int32), count)
 
     def describe(self) -> str:
         """One line for the log: how full the rows are, and what is left out."""

@@ -31,7 +31,7 @@ _MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedData:
     """A data set and its tokenizer on disk, and the Megatron flags for them."""
 
     #: Holds everything below: PREFIX.bin, PREFIX.idx, tokenizer/, cache/, manifest.json.
@@ -76,7 +76,7 @@ def prepare(
     tokenizer: Literal["bpe", "bytes"] = "bpe",
     pattern: str | None = None,
     split: str | None = None,
-) -> Prepared:
+) -> PreparedData:
     """Turn the text at `path` (None: Python's own sources, see read_texts) into data for stock Megatron.
 
     Writes FOLDER/<digest of the documents and settings>/ and returns the flags that name it. The same input
@@ -102,7 +102,7 @@ def prepare(
     held = TokenizerInfo(**manifest["tokenizer"])
     if held.tokenizer_model is not None:
         held = replace(held, tokenizer_model=str(root / _TOKENIZER))
-    return Prepared(
+    return PreparedData(
         folder=str(root),
         split=split or manifest["split"],
         tokenizer=held,

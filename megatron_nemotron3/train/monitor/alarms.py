@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from megatron_nemotron3.models.series import AGGREGATES, spoken
-from megatron_nemotron3.train.monitor.rules import RULES, Rule
+from megatron_nemotron3.train.monitor.rules import RULES, MonitorRule
 from megatron_nemotron3.train.monitor.signs import WINDOW, Point, Series, Sign, number
 
 #: Measurements without a sign after which a row is over it: the next time is news.
@@ -29,7 +29,7 @@ _USED = re.compile(
 
 
 @dataclass(frozen=True)
-class Finding:
+class Alarm:
     """What a rule found, and what to do about it."""
 
     rule: str
@@ -81,12 +81,12 @@ class Watchdog:
         #: The last `WINDOW` points of every series that a rule examines.
         self.series: dict[str, list[Point]] = {}
         #: Everything that was found.
-        self.findings: list[Finding] = []
+        self.findings: list[Alarm] = []
         self._rows: dict[tuple[str, str], _Row] = {}
         self._told_at: dict[str, int] = {}
         self._measurements = 0
 
-    def add(self, iteration: int, values: Mapping[str, float]) -> list[Finding]:
+    def add(self, iteration: int, values: Mapping[str, float]) -> list[Alarm]:
         """Add the values (tag -> value) of an iteration; return new findings."""
         for tag, value in values.items():
             if value == value and _USED.fullmatch(tag):
@@ -98,7 +98,7 @@ class Watchdog:
         self.findings += found
         return found
 
-    def _apply(self, rule: Rule, series: Series, iteration: int) -> Finding | None:
+    def _apply(self, rule: MonitorRule, series: Series, iteration: int) -> Alarm | None:
         signs = rule.find(series)
         known = {row for name, row in self._rows if name == rule.name}
         for row in known | signs.keys() | _rows_of(series):
@@ -114,9 +114,9 @@ class Watchdog:
         for row in news:
             state = self._rows[rule.name, row]
             state.told, state.told_at, state.times = True, self._measurements, state.times + 1
-        return Finding(rule.name, iteration, _message(rule, {row: signs[row] for row in news}), tuple(news))
+        return Alarm(rule.name, iteration, _message(rule, {row: signs[row] for row in news}), tuple(news))
 
-    def _is_news(self, rule: Rule, row: str, early: bool) -> bool:
+    def _is_news(self, rule: MonitorRule, row: str, early: bool) -> bool:
         """Whether a row shows the fault, was not reported, and is not part of what another rule reported."""
         state = self._rows[rule.name, row]
         if not state.firm or state.told or (early and not state.settled):
@@ -137,7 +137,7 @@ def _rows_of(series: Series) -> set[str]:
     return {tag.partition("/")[2] for tag in series if tag.startswith("max_vio_interval/")}
 
 
-def _message(rule: Rule, signs: Mapping[str, Sign]) -> str:
+def _message(rule: MonitorRule, signs: Mapping[str, Sign]) -> str:
     worst = max(signs, key=lambda row: signs[row].size)
     others = [spoken(row) for row in signs if row != worst]
     more = ""
@@ -147,7 +147,7 @@ def _message(rule: Rule, signs: Mapping[str, Sign]) -> str:
     return f"{signs[worst].text}{more}. {rule.advice}"
 
 
-def scan(history: Mapping[str, Iterable[Point]]) -> list[Finding]:
+def scan(history: Mapping[str, Iterable[Point]]) -> list[Alarm]:
     """Apply the rules to the history of a run, point by point, as they would have been applied during it."""
     steps: dict[int, dict[str, float]] = {}
     for tag, points in history.items():

@@ -10,7 +10,7 @@ from megatron_nemotron3.train.monitor.signs import Series, Signs
 
 
 @dataclass(frozen=True)
-class Rule:
+class MonitorRule:
     """A rule, and what its warning says after the numbers."""
 
     find: Callable[[Series], Signs]
@@ -35,15 +35,15 @@ _BALANCE = (
     "check --moe-router-bias-update-rate, the auxiliary loss, and that the router's weight is what it was; "
     "go back to a checkpoint from before it"
 )
-RULES: tuple[Rule, ...] = (
-    Rule(
+RULES: tuple[MonitorRule, ...] = (
+    MonitorRule(
         signs.bias_drift,
         1,
         "The routing no longer follows the scores: compare the expert biases of the checkpoints before and "
         "after, and --moe-router-bias-update-rate; go back to the last one in which they agree with it.",
         subject="router",
     ),
-    Rule(
+    MonitorRule(
         signs.router_collapse,
         2,
         f"The router sends nearly all tokens to the same experts; the others stop learning: {_BALANCE}.",
@@ -51,7 +51,7 @@ RULES: tuple[Rule, ...] = (
         subject="router",
         explains=True,
     ),
-    Rule(
+    MonitorRule(
         signs.router_outlier,
         1,
         "Ultra's first MoE layer went from 4.8 to 12 against 1.2 before the run diverged; the cause is "
@@ -59,33 +59,33 @@ RULES: tuple[Rule, ...] = (
         "watch expert_bias_spread and residual_rms of that layer, consider decaying the learning rate now.",
         subject="router",
     ),
-    Rule(
+    MonitorRule(
         signs.dead_experts,
         2,
         f"Experts that no token reaches do not learn and do not come back by themselves: {_BALANCE}.",
         early=True,
         subject="router",
     ),
-    Rule(
+    MonitorRule(
         signs.no_gradient,
         2,
         "The layer does not learn: its output or its gradient is cut off or underflows; check that it is not "
         "frozen or bypassed, its flush to zero (--log-precision), and the loss mask.",
     ),
-    Rule(
+    MonitorRule(
         signs.residual_jump,
         2,
         "A layer writes far more into the stream than before, which drowns what the others write: look at "
         "its output projection and the gradient norm, and go back to a checkpoint from before it.",
     ),
-    Rule(
+    MonitorRule(
         signs.mtp_loss_jump,
         2,
         "The main loss did not follow, so it is not the data: MTP's own layers, its labels or its mask. Go "
         "back to a checkpoint from before it.",
         subject="mtp",
     ),
-    Rule(
+    MonitorRule(
         signs.mtp_loss_rise,
         1,
         "In Ultra this came first when the output layer's gradient was accumulated in BF16, where the small "

@@ -29,7 +29,7 @@ from megatron_nemotron3.boundary.partition import sample_shares
 from megatron_nemotron3.common.files import open_outside
 from megatron_nemotron3.models.omni import OmniConfig
 from megatron_nemotron3.train.data.conversations import Conversation, parse_line
-from megatron_nemotron3.train.data.packing import PackedConversations, Row
+from megatron_nemotron3.train.data.packing import PackedConversations, PackedRow
 from megatron_nemotron3.train.omni.conversation import ENCODER, OmniEncoder, WithMedia, join
 from megatron_nemotron3.train.omni.layouts import LANGUAGE
 from megatron_nemotron3.train.omni.media import MediaError
@@ -86,10 +86,10 @@ def build_loader(
 
     Raises:
         ValueError: the samples do not divide among the lanes, or a lane of packed rows has more than one; as
-            `Rows`.
+            `MediaRows`.
         MediaError: from the iterator: a medium cannot be decoded, or is not what the tokens were made for.
     """
-    microbatches = Microbatches(Rows(file), samples, dict(lanes), seed)
+    microbatches = Microbatches(MediaRows(file), samples, dict(lanes), seed)
     if consumed_samples % samples:
         raise ValueError(f"{consumed_samples} consumed samples are no multiple of {samples} of a microbatch")
     return _batches(in_order(microbatches, itertools.count(consumed_samples // samples), workers))
@@ -111,17 +111,18 @@ def check(file: ChatFile, *, decode: bool = True, workers: int = 0) -> str:
     Returns: a line for the log: how full the rows are, and what is left out.
 
     Raises:
-        ValueError: as `Rows`, a `MediaError` if it is a medium: the first one in the file, the same on every
+        ValueError: as `MediaRows`, a `MediaError` if it is a medium: the first one in the file, the same on
+        every
             rank.
     """
     world = torch.distributed.is_initialized()
     rank, size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if world else (0, 1)
-    rows: Rows | None = None
+    rows: MediaRows | None = None
     for first in (True, False):  # the others find the first rank's tokens, or make their own on another disk
         problem: Exception | None = None
         try:
             if first == (rank == 0):
-                rows = Rows(file)
+                rows = MediaRows(file)
         except (OSError, ValueError) as error:
             problem = error
         _raise_first(None if problem is None else (0, problem), size)
@@ -137,7 +138,7 @@ def check(file: ChatFile, *, decode: bool = True, workers: int = 0) -> str:
     return rows.packed.describe()
 
 
-class Rows:
+class MediaRows:
     """Rows of a file, and the media of each.
 
     Raises:
@@ -196,7 +197,7 @@ class Rows:
 class Microbatches(Dataset[Any]):
     """Microbatch by number: this rank's batch, or the exception that making it raised."""
 
-    def __init__(self, rows: Rows, samples: int, lanes: dict[str, tuple[int, int]], seed: int) -> None:
+    def __init__(self, rows: MediaRows, samples: int, lanes: dict[str, tuple[int, int]], seed: int) -> None:
         known = (LANGUAGE, *rows.config.special_ids())
         if not lanes or set(lanes) - set(known):
             raise ValueError(f"lanes of {', '.join(lanes) or 'no module'}: give some of {', '.join(known)}")
@@ -258,7 +259,7 @@ class Microbatches(Dataset[Any]):
 class _Decoded(Dataset[Any]):
     """Conversation by number: None if its media can be decoded, else the exception."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: MediaRows) -> None:
         self.rows = rows
 
     def __getitem__(self, conversation: int) -> Exception | None:
@@ -315,11 +316,11 @@ def _equal_shares(shares: Mapping[str, range]) -> list[tuple[str, ...]]:
     return [tuple(names) for names in groups.values()]
 
 
-def _stack(rows: list[Row], name: str) -> torch.Tensor:
+def _stack(rows: list[PackedRow], name: str) -> torch.Tensor:
     return torch.from_numpy(np.stack([getattr(row, name) for row in rows]))
 
 
-def _packing(row: Row) -> dict[str, Any]:
+def _packing(row: PackedRow) -> dict[str, Any]:
     """Keywords of Megatron's `PackedSeqParams`. Padding is attended to by padding only."""
     borders, longest = torch.from_numpy(row.borders), int(np.diff(row.borders).max())
     return {

@@ -12,7 +12,7 @@ from megatron_nemotron3.checkpoints import folders
 from megatron_nemotron3.checkpoints.structure import check_structure
 from megatron_nemotron3.common import lock
 from megatron_nemotron3.common.output import size_text
-from megatron_nemotron3.launch.manifest import NAME, Manifest, Part
+from megatron_nemotron3.launch.manifest import NAME, Part, RunManifest
 from megatron_nemotron3.models import Nemotron3Config, count, get
 from megatron_nemotron3.precision import report as precision
 from megatron_nemotron3.train import log
@@ -31,10 +31,10 @@ class Facts:
     """A run. What could not be read is in `notes`, and left out of the rest."""
 
     folder: Path
-    manifest: Manifest
+    manifest: RunManifest
     curve: log.Curve
     history: events.History = field(default_factory=dict)
-    precision: list[precision.Row] = field(default_factory=list)
+    precision: list[precision.ReportRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @cached_property
@@ -160,7 +160,7 @@ def gather(folder: Path) -> Facts:
     """
     if not folder.is_dir():
         raise ValueError(f"{folder}: " + ("it is not a folder" if folder.exists() else "it does not exist"))
-    found = Facts(folder, Manifest(folder), log.read(str(folder / "train.log")))
+    found = Facts(folder, RunManifest(folder), log.read(str(folder / "train.log")))
     if any(folder.rglob(events.PATTERN)):
         try:
             found.history = events.read(events.find(folder))

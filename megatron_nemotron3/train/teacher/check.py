@@ -23,7 +23,7 @@ from megatron_nemotron3.launch.command_line import layout_of as of_options
 from megatron_nemotron3.launch.flag import parse
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.train.teacher.manifest import (
-    Manifest,
+    LogitsManifest,
     is_stored,
     part_path,
     read_manifest,
@@ -47,7 +47,7 @@ _CURE = "distil from a teacher with the student's tokenizer"
 
 
 @dataclass(frozen=True)
-class Teacher:
+class TeacherCheckpoint:
     """A model of the family in a checkpoint, without its MTP, and what its ids mean."""
 
     place: Path
@@ -59,7 +59,7 @@ class Teacher:
     tokenizer: Path | None = None
 
 
-def find(folder: str) -> Teacher:
+def find(folder: str) -> TeacherCheckpoint:
     """Read which model the checkpoint of a folder holds.
 
     Raises:
@@ -70,7 +70,7 @@ def find(folder: str) -> Teacher:
         config = open_hf_teacher(found.folder).config.but(mtp_pattern=None, mtp_num_layers=0)
         known = of_tokenizer(found.folder)
         vocabulary = known or Vocabulary(config.vocab_size)
-        return Teacher(found.folder, config, vocabulary, tokenizer=found.folder if known else None)
+        return TeacherCheckpoint(found.folder, config, vocabulary, tokenizer=found.folder if known else None)
     state = stored_state(found.folder)
     if state is None or not state.args:
         raise ValueError(
@@ -90,7 +90,7 @@ def find(folder: str) -> Teacher:
             vocabulary, tokenizer = replace(known, padded=padded, multiple=multiple), place
             break
     config = config.but(mtp_pattern=None, mtp_num_layers=0)
-    return Teacher(found.folder, config, vocabulary, found.run, tokenizer)
+    return TeacherCheckpoint(found.folder, config, vocabulary, found.run, tokenizer)
 
 
 def open_hf_teacher(folder: Path) -> Checkpoint:
@@ -209,10 +209,10 @@ def _check(how: Distillation, words: Sequence[str], world_size: int) -> None:
         raise ValueError(f"teacher {how.teacher} at {layout}: {'; '.join(wrong)}")
 
 
-def _check_projection(how: Distillation, teacher: Teacher, words: Sequence[str]) -> None:
+def _check_projection(how: Distillation, teacher: TeacherCheckpoint, words: Sequence[str]) -> None:
     """Raise ValueError if a projection is for other tokenizers."""
     from megatron_nemotron3.train.teacher.projection import Projection, read_for
-    from megatron_nemotron3.train.teacher.tokens import Vocabulary as Tokens
+    from megatron_nemotron3.train.teacher.tokens import ByteVocabulary as Tokens
 
     if teacher.tokenizer is None:
         raise ValueError(
@@ -230,7 +230,7 @@ def _check_projection(how: Distillation, teacher: Teacher, words: Sequence[str])
         read_for(Path(how.projection), Tokens(Path(model)), Tokens(teacher.tokenizer))
 
 
-def _check_stored(how: Distillation, found: Manifest, words: Sequence[str]) -> None:
+def _check_stored(how: Distillation, found: LogitsManifest, words: Sequence[str]) -> None:
     """Raise ValueError if stored logits are of other tokens, rows or another temperature."""
     if how.projection:
         raise ValueError(

@@ -14,7 +14,7 @@ _LIMIT = 1 << 20
 
 
 @dataclass(frozen=True)
-class Rows:
+class TeacherRows:
     """A training set: prefixes of data sets, or .jsonl conversations, and the folder of a tokenizer."""
 
     paths: tuple[str, ...]
@@ -23,17 +23,17 @@ class Rows:
     conversations: bool = False
 
 
-def of_run(run: Path | None) -> Rows | None:
+def of_run(run: Path | None) -> TeacherRows | None:
     """The text that `nemotron3 train` prepared for a run; None if there is none, or more than one."""
     found = sorted(path.parent for path in run.glob("data/*/corpus.idx")) if run is not None else []
     if len(found) != 1 or not (found[0] / "manifest.json").is_file():
         return None
     place = found[0].resolve()
     split = json_outside(place / "manifest.json", limit=_LIMIT)["split"]
-    return Rows((str(place / "corpus"),), split, str(place / "tokenizer"))
+    return TeacherRows((str(place / "corpus"),), split, str(place / "tokenizer"))
 
 
-def of_teacher(folder: str) -> Rows | None:
+def of_teacher(folder: str) -> TeacherRows | None:
     """The rows of a teacher's run, or of stored logits; None if they are not known.
 
     Raises:
@@ -44,4 +44,4 @@ def of_teacher(folder: str) -> Rows | None:
     source = read_manifest(Path(folder)).source
     if not {"data", "split", "tokenizer"} <= source.keys():
         return None
-    return Rows(tuple(source["data"]), source["split"], source["tokenizer"], "cp" in source)
+    return TeacherRows(tuple(source["data"]), source["split"], source["tokenizer"], "cp" in source)

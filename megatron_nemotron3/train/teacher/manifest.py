@@ -17,7 +17,7 @@ _FORMAT = "nemotron3-logits 1"
 
 
 @dataclass(frozen=True)
-class Manifest:
+class LogitsManifest:
     """What the rows of a folder are.
 
     k: tokens stored of each position; temperature: T, which divided the logits.
@@ -56,7 +56,7 @@ def is_stored(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> LogitsManifest:
     """Read the manifest of a folder.
 
     Raises:
@@ -67,7 +67,7 @@ def read_manifest(folder: Path) -> Manifest:
         data = record.read(path)
         if data.pop("format") != _FORMAT:
             raise ValueError("another format")
-        found = Manifest(**{**data, "vocabulary": Vocabulary(**data["vocabulary"])})
+        found = LogitsManifest(**{**data, "vocabulary": Vocabulary(**data["vocabulary"])})
         if not all(type(n) is int and n > 0 for n in (found.k, found.length, found.rows, found.samples)):
             raise ValueError("impossible sizes")
     except (OSError, KeyError, TypeError, AttributeError, ValueError) as problem:
@@ -75,7 +75,7 @@ def read_manifest(folder: Path) -> Manifest:
     return found
 
 
-def require_parts(folder: Path, found: Manifest, missing: Sequence[range]) -> None:
+def require_parts(folder: Path, found: LogitsManifest, missing: Sequence[range]) -> None:
     """Raise ValueError if parts of a folder are missing."""
     if missing:
         raise ValueError(

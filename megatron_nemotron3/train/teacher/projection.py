@@ -16,7 +16,7 @@ from megatron_nemotron3.checkpoints.convert.hf_folder import read_safetensors_he
 from megatron_nemotron3.checkpoints.metadata import CheckpointError
 from megatron_nemotron3.common.files import atomic, open_outside
 from megatron_nemotron3.train.teacher import rules
-from megatron_nemotron3.train.teacher.tokens import Vocabulary
+from megatron_nemotron3.train.teacher.tokens import ByteVocabulary
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,7 +35,7 @@ class Projection:
         tokens: [student's tokens, width] int32, -1 where a row has fewer weights.
         weights: float32 of the same shape; a row sums to 1, or to 0 if no token of the teacher fits.
         teacher_size: number of the teacher's tokens.
-        student_digest, teacher_digest: `Vocabulary.digest` of the two.
+        student_digest, teacher_digest: `ByteVocabulary.digest` of the two.
         counts: tokens of the student by the rule that gave their row.
     """
 
@@ -54,7 +54,7 @@ class Projection:
         return len(self.tokens)
 
     @classmethod
-    def build(cls, student: Vocabulary, teacher: Vocabulary, **options: Any) -> Projection:
+    def build(cls, student: ByteVocabulary, teacher: ByteVocabulary, **options: Any) -> Projection:
         """Apply the string rules; `options` are those of `rules.rows`."""
         import numpy as np
 
@@ -141,7 +141,7 @@ class Projection:
         return cls(ids, values, int(size), about.get("student", ""), about.get("teacher", ""), counts)
 
 
-def read_for(path: Path, student: Vocabulary, teacher: Vocabulary) -> Projection:
+def read_for(path: Path, student: ByteVocabulary, teacher: ByteVocabulary) -> Projection:
     """Read a projection for these tokenizers.
 
     Raises:

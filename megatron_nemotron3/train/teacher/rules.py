@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from megatron_nemotron3.train.teacher.tokens import Vocabulary
+from megatron_nemotron3.train.teacher.tokens import ByteVocabulary
 
 #: Weight of a piece, relative to the piece before it.
 DECAY = 0.1
@@ -28,14 +28,14 @@ RULES = {
 }
 
 
-class Row(NamedTuple):
+class TokenWeights(NamedTuple):
     """Weights of one token of the student: (token of the teacher, weight), largest first, of sum 1."""
 
     rule: str
     weights: tuple[tuple[int, float], ...]
 
 
-def special_pairs(student: Vocabulary, teacher: Vocabulary) -> dict[int, int]:
+def special_pairs(student: ByteVocabulary, teacher: ByteVocabulary) -> dict[int, int]:
     """Return the special token of the teacher for each special token of the student that has one.
 
     They have the same name, or else the same role, such as `eos_token`.
@@ -49,13 +49,13 @@ def special_pairs(student: Vocabulary, teacher: Vocabulary) -> dict[int, int]:
 
 
 def rows(
-    student: Vocabulary,
-    teacher: Vocabulary,
+    student: ByteVocabulary,
+    teacher: ByteVocabulary,
     *,
     pieces: int = PIECES,
     width: int = WIDTH,
     joined: bool = True,
-) -> list[Row]:
+) -> list[TokenWeights]:
     """Apply the rules to every token of the student.
 
     Args:
@@ -73,23 +73,25 @@ def rows(
     result = []
     for token, spelled in enumerate(student.tokens):
         if token in special:
-            row = Row(SPECIAL, ((special[token], 1.0),))
+            row = TokenWeights(SPECIAL, ((special[token], 1.0),))
         elif token in student.special or not spelled:
-            row = Row(NONE, ())
+            row = TokenWeights(NONE, ())
         elif (same := teacher.ids.get(spelled)) is not None:
-            row = Row(SAME, ((same, 1.0),))
+            row = TokenWeights(SAME, ((same, 1.0),))
         elif token in found:
             kept = sorted(found[token].items(), key=lambda pair: (-pair[1], pair[0]))[:width]
             total = sum(weight for _, weight in kept)
             rule = SPLIT if token in split else JOINED
-            row = Row(rule, tuple((t, weight / total) for t, weight in kept))
+            row = TokenWeights(rule, tuple((t, weight / total) for t, weight in kept))
         else:
-            row = Row(NONE, ())
+            row = TokenWeights(NONE, ())
         result.append(row)
     return result
 
 
-def _split(source: Vocabulary, target: Vocabulary, pieces: int) -> Iterator[tuple[int, dict[int, float]]]:
+def _split(
+    source: ByteVocabulary, target: ByteVocabulary, pieces: int
+) -> Iterator[tuple[int, dict[int, float]]]:
     """Ordinary tokens of `source` that `target` lacks, with the weights of the tokens that spell them."""
     ordinary = ((i, text) for i, text in enumerate(source.tokens) if text and i not in source.special)
     lacking = [(i, spelled) for i, spelled in ordinary if spelled not in target.ids]

@@ -40,7 +40,7 @@ def find(path: Path) -> Path:
     return found[0]
 
 
-class Vocabulary:
+class ByteVocabulary:
     """The tokens of a Hugging Face tokenizer folder, each as the bytes that it stands for.
 
     Args:

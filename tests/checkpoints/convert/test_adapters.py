@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_nemotron3.cli import main
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.models.lora import LoRA, training
+from megatron_nemotron3.models.lora import LoRASettings, training
 from tests.support.checkpoint_writer import write
 from tests.support.hf_folders import write_hf
 from tests.support.peft_model import FOLDER, MODEL, base_values, transformers_model
@@ -96,7 +96,7 @@ def test_there_and_back(base: Path, shared: Path, tmp_path: Path) -> None:
     assert main(["verify", str(tmp_path / "megatron"), str(tmp_path / "hf"), "--workers", "1"]) == 0
 
 
-def trained(config: Nemotron3Config, lora: LoRA) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+def trained(config: Nemotron3Config, lora: LoRASettings) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """Whole tensors of a Megatron model with random adapters, tokens, and its logits [s, vocabulary]."""
     from megatron_nemotron3.proof.certify.tensors import gather, pieces
     from megatron_nemotron3.train.build import build_model
@@ -119,7 +119,9 @@ def trained(config: Nemotron3Config, lora: LoRA) -> tuple[dict[str, Tensor], Ten
 def test_trained_adapter_in_transformers(tmp_path: Path) -> None:
     """Logits of a Megatron model with adapters equal those of its merged export in transformers."""
     pytest.importorskip("transformers")
-    lora = LoRA(("linear_qkv", "linear_fc1", "linear_fc2", "in_proj", "out_proj", "fc2_latent_proj"), 4, 16)
+    lora = LoRASettings(
+        ("linear_qkv", "linear_fc1", "linear_fc2", "in_proj", "out_proj", "fc2_latent_proj"), 4, 16
+    )
     tensors, tokens, logits = trained(MODEL, lora)
     write(tmp_path / "megatron", tensors, iteration=1)
     run(
@@ -140,7 +142,7 @@ def test_trained_adapter_in_transformers(tmp_path: Path) -> None:
 def test_trained_adapter_in_peft(tmp_path: Path) -> None:
     """peft loads the adapter on transformers' base; logits, and peft's merge, equal ours."""
     peft = pytest.importorskip("peft", reason="needs the peft library (make test-bridge has it)")
-    lora = LoRA(
+    lora = LoRASettings(
         ("linear_qkv", "linear_proj", "*.layers.1.*linear_fc1", "*experts.linear_fc2", "in_proj"), 4, 16
     )
     tensors, tokens, logits = trained(MODEL, lora)

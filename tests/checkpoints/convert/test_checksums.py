@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_nemotron3 import cli
-from megatron_nemotron3.checkpoints.archive import Record, records
+from megatron_nemotron3.checkpoints.archive import ArchiveRecord, records
 from megatron_nemotron3.checkpoints.convert import checksums
 from megatron_nemotron3.checkpoints.convert import job as job_module
 from megatron_nemotron3.checkpoints.convert.checksums import Reads
@@ -38,7 +38,7 @@ def test_pieces_in_any_order(
     """Whatever was read, gaps and overlaps included: the record is compared, and a flipped bit is found."""
     folder = tmp_path_factory.getbasetemp()
     data = bytearray(b"head" + DATA + b"tail")
-    record = Record("data/0", zlib.crc32(DATA), 4, len(DATA))
+    record = ArchiveRecord("data/0", zlib.crc32(DATA), 4, len(DATA))
     if flip:
         data[300] ^= 4
     (folder / "file").write_bytes(data)
@@ -58,7 +58,7 @@ def test_pieces_in_any_order(
 
 def test_bytes_that_were_read_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_bytes(DATA)
-    record, read = Record("data/0", zlib.crc32(DATA), 0, len(DATA)), []
+    record, read = ArchiveRecord("data/0", zlib.crc32(DATA), 0, len(DATA)), []
     monkeypatch.setattr(checksums, "read_at", lambda d, at, n: read.append((at, n)) or DATA[at : at + n])
     reads = Reads(tmp_path)
     for begin, end in ((512, 768), (0, 256), (256, 500)):
@@ -70,7 +70,7 @@ def test_bytes_that_were_read_are_not_read_again(tmp_path: Path, monkeypatch: py
 def test_the_checksum_of_another_array_is_computed() -> None:
     reads = Reads(Path())
     one = numpy.arange(64, dtype="u2")
-    reads.add(Path("a"), Record("x", 5, 0, 128), 0, one)
+    reads.add(Path("a"), ArchiveRecord("x", 5, 0, 128), 0, one)
     assert reads.crc32(one.reshape(8, 8)) == zlib.crc32(one)
     assert reads.crc32(one[:32]) == zlib.crc32(one[:32])
     assert reads.crc32(one[1:]) == zlib.crc32(one[1:])
@@ -100,7 +100,7 @@ def _flip(path: Path, at: int) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-def _data_of(folder: Path, name: str) -> tuple[Path, Record]:
+def _data_of(folder: Path, name: str) -> tuple[Path, ArchiveRecord]:
     """File and record of the last chunk of a tensor."""
     chunk = read_metadata(folder).tensors[name].chunks[-1]
     with opened(folder / chunk.file) as descriptor:

@@ -21,7 +21,7 @@ import pytest
 from megatron_nemotron3 import cli
 from megatron_nemotron3.checkpoints.convert import conversion, streams
 from megatron_nemotron3.checkpoints.convert import job as job_module
-from megatron_nemotron3.checkpoints.convert.job import JOURNAL, MANIFEST, Progress, partial_of, run
+from megatron_nemotron3.checkpoints.convert.job import JOURNAL, MANIFEST, JobProgress, partial_of, run
 from megatron_nemotron3.checkpoints.convert.plan import Slices
 from megatron_nemotron3.checkpoints.convert.streams import FilePlan
 from megatron_nemotron3.checkpoints.metadata import CheckpointError
@@ -35,7 +35,7 @@ _COMMAND = "from tests.support.counted_job import main; main({target!r}, {worker
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_every_file_and_its_checksum(tmp_path: Path, workers: int) -> None:
-    seen: list[Progress] = []
+    seen: list[JobProgress] = []
     job = counted(tmp_path / "new" / "out")
     manifest = run(job, workers=workers, report=seen.append)
     found = digest(tmp_path / "new" / "out")

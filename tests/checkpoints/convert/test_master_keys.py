@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_nemotron3.checkpoints.convert.keys import master_keys, non_weight_kind, plain_name
-from megatron_nemotron3.checkpoints.metadata import CheckpointIndex, StoredTensor, read_metadata
+from megatron_nemotron3.checkpoints.metadata import CheckpointIndex, DistTensor, read_metadata
 from megatron_nemotron3.launch import Launch, ParallelLayout, TrainingData, flags, to_argv
 from megatron_nemotron3.train import processes
 from tests.support import distributed
@@ -16,7 +16,7 @@ from tests.support.checkpoint_reading import read_rows
 from tests.support.checkpoint_runs import CONFIG
 from tests.support.short_run import short_schedule
 
-BF16, FP32 = (StoredTensor(kind, (4, 2), ()) for kind in ("bfloat16", "float32"))
+BF16, FP32 = (DistTensor(kind, (4, 2), ()) for kind in ("bfloat16", "float32"))
 RESHARD = ("--dist-ckpt-optim-fully-reshardable",)
 #: Layout, whether the optimizer is distributed, further options -> what is before the master's key.
 RUNS = {
@@ -112,7 +112,7 @@ def test_modules_of_a_mimo_model() -> None:
             "in 1 bucket",
         ),
         ({"optimizer.state.param.a.weight": BF16}, "is bfloat16"),
-        ({"optimizer.state.param.a.weight": StoredTensor("float32", (8,), ())}, r"\[8\].*has shape \[4, 2\]"),
+        ({"optimizer.state.param.a.weight": DistTensor("float32", (8,), ())}, r"\[8\].*has shape \[4, 2\]"),
         ({f"optimizer.state.{kind}.a.weight": FP32 for kind in ("param", "fp32_param")}, "the same weight"),
         (
             {f"optimizer.state.param.{name}.weight": FP32 for name in "ac"},
@@ -120,6 +120,6 @@ def test_modules_of_a_mimo_model() -> None:
         ),
     ],
 )
-def test_refusals(others: dict[str, StoredTensor], text: str) -> None:
+def test_refusals(others: dict[str, DistTensor], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         master_keys({"a.weight": BF16, "a.expert_bias": FP32, **others})

@@ -137,9 +137,9 @@ def load(case: Case, folder: str, strictness: str) -> dict[str, Any]:
     from megatron.training import checkpointing, global_vars
 
     from megatron_nemotron3.proof.certify.tensors import pieces
-    from megatron_nemotron3.proof.certify.world import Run
+    from megatron_nemotron3.proof.certify.world import TrainingRun
 
-    ours = Run(case, None)
+    ours = TrainingRun(case, None)
     args = ours.args
     args.load, args.dist_ckpt_strictness = folder, strictness
     assert not args.finetune and not args.no_load_optim and not args.no_load_rng

@@ -12,7 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_nemotron3.checkpoints.convert import inventory, transforms
-from megatron_nemotron3.checkpoints.convert.plan import Piece, Plan, Region, apply, bands, extent, whole
+from megatron_nemotron3.checkpoints.convert.plan import (
+    CopyPiece,
+    CopyPlan,
+    Region,
+    apply,
+    bands,
+    extent,
+    whole,
+)
 from megatron_nemotron3.checkpoints.structure import tiling_problem
 from megatron_nemotron3.models import get
 from megatron_nemotron3.models import names as catalog_names
@@ -136,8 +144,8 @@ def test_plans_of_the_published_sizes_tile(name: str) -> None:
             arrays.check_plan(mapping.to_hf())
 
 
-def piece(a: int, b: int, c: int, d: int) -> Piece:
-    return Piece("a", ((a, b),), "b", ((c, d),))
+def piece(a: int, b: int, c: int, d: int) -> CopyPiece:
+    return CopyPiece("a", ((a, b),), "b", ((c, d),))
 
 
 @pytest.mark.parametrize(
@@ -148,12 +156,12 @@ def piece(a: int, b: int, c: int, d: int) -> Piece:
         ((piece(0, 4, 0, 4), piece(4, 6, 3, 5)), "destination b: .* overlap"),
         ((piece(0, 4, 0, 3), piece(4, 6, 4, 6)), "shapes of the two sides differ"),
         ((piece(0, 7, 0, 7),), r"reaches beyond \[6\]"),
-        ((piece(0, 6, 0, 6), Piece("c", ((0, 1),), "b", ((0, 1),))), "'c' is not a tensor of the plan"),
+        ((piece(0, 6, 0, 6), CopyPiece("c", ((0, 1),), "b", ((0, 1),))), "'c' is not a tensor of the plan"),
     ],
 )
-def test_check_sees_what_is_wrong(pieces: tuple[Piece, ...], text: str) -> None:
+def test_check_sees_what_is_wrong(pieces: tuple[CopyPiece, ...], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        arrays.check_plan(Plan({"a": (6,)}, {"b": (6,)}, pieces))
+        arrays.check_plan(CopyPlan({"a": (6,)}, {"b": (6,)}, pieces))
 
 
 def test_check_sees_an_overlap_with_padding() -> None:
@@ -161,7 +169,7 @@ def test_check_sees_an_overlap_with_padding() -> None:
     arrays.check_plan(plan)
     with pytest.raises(ValueError, match="overlap"):
         arrays.check_plan(
-            Plan(plan.sources, plan.destinations, plan.pieces, (Region("a", ((3, 6), (0, 2))),))
+            CopyPlan(plan.sources, plan.destinations, plan.pieces, (Region("a", ((3, 6), (0, 2))),))
         )
 
 

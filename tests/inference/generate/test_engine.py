@@ -14,12 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_nemotron3.inference.generate import moe
 from megatron_nemotron3.inference.generate.batch import ForwardBatch
-from megatron_nemotron3.inference.generate.engine import Engine, Rows
+from megatron_nemotron3.inference.generate.engine import EncoderRows, Engine
 from megatron_nemotron3.inference.generate.generate import GenerationOptions, generate
 from megatron_nemotron3.inference.generate.mamba import decay_table, short_scan
 from megatron_nemotron3.inference.generate.moe import MixtureOfExperts
 from megatron_nemotron3.inference.generate.mtp import MTP
-from megatron_nemotron3.inference.generate.state import KVCache, MambaPass, MambaState, State
+from megatron_nemotron3.inference.generate.state import DecodeState, KVCache, MambaPass, MambaState
 from megatron_nemotron3.layers.ssd import ssd_reference
 from tests.support.engines import NAMES, TOKENS, assert_states_equal, close, repeatable, tiny
 
@@ -94,7 +94,7 @@ def test_rows_replace_embeddings(chunk: int, positions: list[int]) -> None:
     # Of three rows the second has only tokens, and the third is a shorter text.
     texts = [ids[0].tolist(), ids[1].tolist(), ids[1, : max(positions) + 1].tolist()]
     others = [(7 * at + 3) % engine.config.vocab_size for at in positions]
-    rows = Rows(positions, engine.weights.embedding[others])
+    rows = EncoderRows(positions, engine.weights.embedding[others])
     meant = [list(text) for text in texts]
     for at, other in zip(positions, others, strict=True):
         meant[0][at] = meant[2][at] = other
@@ -292,7 +292,7 @@ def test_attention_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     close(engine.forward(ids[:, 40:], state).hidden, expected[:, 40:])
 
 
-def _empty(engine: Engine) -> State:
+def _empty(engine: Engine) -> DecodeState:
     return engine.new_state(2)
 
 
@@ -337,19 +337,19 @@ ERRORS: dict[str, Callable[[Engine], Any]] = {
         torch.zeros(2, 129, dtype=torch.long), _empty(e), rollback=True
     ),
     r"rows for 1 of 2 prompts: give an entry for each": lambda e: e.prefill(
-        [[1], [1]], _empty(e), rows=[Rows([0], torch.zeros(1, 128))]
+        [[1], [1]], _empty(e), rows=[EncoderRows([0], torch.zeros(1, 128))]
     ),
     r"prompt 1 has 1 rows for 2 positions in its 2 tokens": lambda e: e.prefill(
-        [[1], [1, 1]], _empty(e), rows=[None, Rows([0, 1], torch.zeros(1, 128))]
+        [[1], [1, 1]], _empty(e), rows=[None, EncoderRows([0, 1], torch.zeros(1, 128))]
     ),
     r"prompt 0 has 1 rows for 1 positions in its 1 tokens": lambda e: e.prefill(
-        [[1], [1]], _empty(e), rows=[Rows([1], torch.zeros(1, 128)), None]
+        [[1], [1]], _empty(e), rows=[EncoderRows([1], torch.zeros(1, 128)), None]
     ),
     r"prompt 1 has token id 5, which stands for a row of an encoder, without the row": lambda e: Engine(
         e.weights, media=[5]
-    ).prefill([[5], [1, 5]], _empty(e), rows=[Rows([0], torch.zeros(1, 128)), None]),
+    ).prefill([[5], [1, 5]], _empty(e), rows=[EncoderRows([0], torch.zeros(1, 128)), None]),
     r"draft=1: MTP does not see the rows of encoders": lambda e: generate(
-        e, [[1]], GenerationOptions(1, draft=1), rows=[Rows([0], torch.zeros(1, 128))]
+        e, [[1]], GenerationOptions(1, draft=1), rows=[EncoderRows([0], torch.zeros(1, 128))]
     ),
     r"depths=0": lambda e: MTP(e, depths=0),
 }

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_nemotron3.inference.generate import linear
-from megatron_nemotron3.inference.generate.linear import Linear
+from megatron_nemotron3.inference.generate.linear import DecodeLinear
 from megatron_nemotron3.inference.generate.weights import read_weights
 from megatron_nemotron3.models import get
 from tests.support.checkpoint_pair import InMemory
@@ -27,7 +27,7 @@ def test_products(dtype: torch.dtype, packed: bool, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(linear, "packs", lambda dtype: packed)
     made = torch.Generator().manual_seed(0)
     weight = torch.randn(90, 70, generator=made).to(dtype)
-    product = Linear(weight)
+    product = DecodeLinear(weight)
     other = "transposed" if dtype == torch.float32 else "rows"
     assert product.layout == ("packed" if packed else other)
     rtol = 1e-5 if dtype == torch.float32 else 2**-7
@@ -47,7 +47,7 @@ def test_the_layout_of_a_weight(monkeypatch: pytest.MonkeyPatch) -> None:
         linear.packs.cache_clear()
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
         small, large = torch.ones(64, 64), torch.ones(1024, 512)
-        return [Linear(w.to(dtype)).layout for dtype in TYPES for w in (small, large)]
+        return [DecodeLinear(w.to(dtype)).layout for dtype in TYPES for w in (small, large)]
 
     can = [linear.packs(dtype) for dtype in TYPES]
     large, half = ("packed" if can[0] else "transposed"), ("packed" if can[1] else "rows")

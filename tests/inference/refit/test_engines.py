@@ -19,7 +19,7 @@ import torch
 
 from megatron_nemotron3.checkpoints.convert.inventory import hf_tensors
 from megatron_nemotron3.inference.refit.held import empty_parameters, serving_parameters
-from megatron_nemotron3.inference.refit.layouts import Serving, Training
+from megatron_nemotron3.inference.refit.layouts import EngineLayout, Training
 from megatron_nemotron3.inference.refit.parts import pack, parts_of, space_of, unpack
 from megatron_nemotron3.inference.refit.planner import make_plan
 from megatron_nemotron3.models import get
@@ -81,7 +81,7 @@ def parameters(engine: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_parameters_of_super_at_tp_8(engine: str) -> None:
     config = get("super")
-    serving = Serving(config=config, engine=engine, tp=8)
+    serving = EngineLayout(config=config, engine=engine, tp=8)
     plan = make_plan(Training.of(config, "tp=2,ep=8,pp=4"), serving)
     assert serving_parameters(plan, 5) == parameters(engine)
 
@@ -119,7 +119,7 @@ def test_the_loaders_replacements_give_the_names_of_the_plan(name: str, engine: 
             new = re.sub(old, by, new)
         # The MTP model's own loader reads "mtp.layers." into its "model.layers.".
         expected.add(re.sub(r"^mtp\.layers\.", "draft.model.layers.", new))
-    plan = make_plan(Training.of(config, "tp=2"), Serving(config=config, engine=engine, tp=2))
+    plan = make_plan(Training.of(config, "tp=2"), EngineLayout(config=config, engine=engine, tp=2))
     assert set(serving_parameters(plan, 1)) == expected
 
 
@@ -138,7 +138,7 @@ def test_servers_hold_what_the_engines_own_loaders_load(engine: str, case: str) 
     config = model(name, int(vocabulary))
     hf, training = numbers(config), Training.of(config, "tp=2,ep=4" if config.is_moe else "tp=2,pp=2")
     # On a CPU, as on older GPUs, vLLM has its routers in FP32.
-    serving = Serving.of(config, layout, engine=engine, fp32_router=engine == "vllm")
+    serving = EngineLayout.of(config, layout, engine=engine, fp32_router=engine == "vllm")
     plan = make_plan(training, serving)
     sources = [trained(config, training.layout, rank, hf) for rank in range(training.layout.world_size)]
     for rank in range(plan.serving.size):

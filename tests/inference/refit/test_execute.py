@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_nemotron3.inference.refit.checksum import added, checksum
-from megatron_nemotron3.inference.refit.layouts import Serving, Training
+from megatron_nemotron3.inference.refit.layouts import EngineLayout, Training
 from megatron_nemotron3.inference.refit.parts import name_of, parts_of, sum_sent
 from megatron_nemotron3.inference.refit.planner import make_plan
 from megatron_nemotron3.models import get
@@ -207,7 +207,7 @@ def test_a_fault_is_an_error_everywhere(fault: str) -> None:
 
 def test_numbers_that_do_not_fit_fp16_are_refused() -> None:
     config = get("super-tiny")
-    plan = make_plan(Training.of(config, ""), Serving.of(config, "tp=1", dtype="float16"))
+    plan = make_plan(Training.of(config, ""), EngineLayout.of(config, "tp=1", dtype="float16"))
     part = next(
         part for t, _ in plan.outgoing(0) for part in parts_of(t) if name_of(part) == "lm_head.weight"
     )

@@ -10,7 +10,7 @@ import pytest
 from megatron_nemotron3.checkpoints.convert.quantized_recipes import quantization
 from megatron_nemotron3.cli import main
 from megatron_nemotron3.inference.refit.check import check
-from megatron_nemotron3.inference.refit.layouts import Serving, Training
+from megatron_nemotron3.inference.refit.layouts import EngineLayout, Training
 from megatron_nemotron3.inference.refit.planner import make_plan
 from megatron_nemotron3.models import get
 from megatron_nemotron3.proof.certify.ranks import run_distributed
@@ -69,7 +69,7 @@ def test_every_packed_byte_arrives_once(case: Packing) -> None:
 def test_the_plan_of_nanos_30_billion_has_the_bytes_of_its_packed_checkpoint() -> None:
     config = get("nano")
     plan = make_plan(
-        Training.of(config, "tp=2,ep=8,pp=4"), Serving(config=config, engine="hf", quantize="nvfp4")
+        Training.of(config, "tp=2,ep=8,pp=4"), EngineLayout(config=config, engine="hf", quantize="nvfp4")
     )
     assert plan.load().total == quantization(config, "nvfp4").nbytes
 
@@ -102,5 +102,6 @@ def test_blocks_on_two_ranks_are_refused() -> None:
     config = get("super-tiny").but(moe_ffn_hidden_size=48)
     with pytest.raises(ValueError, match=r"2 ranks cut a weight of 48 columns inside a block"):
         make_plan(
-            Training.of(config, "etp=2,tp=2"), Serving(config=config, engine="hf", quantize="super-nvfp4")
+            Training.of(config, "etp=2,tp=2"),
+            EngineLayout(config=config, engine="hf", quantize="super-nvfp4"),
         )

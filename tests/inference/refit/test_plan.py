@@ -15,9 +15,9 @@ from megatron_nemotron3.cli import main
 from megatron_nemotron3.inference.refit.check import check
 from megatron_nemotron3.inference.refit.engines import ENGINES, PARAMETERS
 from megatron_nemotron3.inference.refit.held import empty_parameters, serving_parameters
-from megatron_nemotron3.inference.refit.layouts import Serving, Training
+from megatron_nemotron3.inference.refit.layouts import EngineLayout, Training
 from megatron_nemotron3.inference.refit.parts import pack, parts_of, space_of, unpack
-from megatron_nemotron3.inference.refit.plan import Plan
+from megatron_nemotron3.inference.refit.plan import RefitPlan
 from megatron_nemotron3.inference.refit.planner import make_plan, spread
 from megatron_nemotron3.inference.refit.timing import seconds
 from megatron_nemotron3.launch import ParallelLayout
@@ -32,7 +32,7 @@ MODELS = ("super-tiny", "nano-tiny", "nano-4b-tiny", "nemotron-h-8b-tiny", "puzz
 
 
 @st.composite
-def plans(draw) -> Plan:
+def plans(draw) -> RefitPlan:
     config = get(draw(st.sampled_from(MODELS)))
     tp, cp, pp = (
         draw(st.sampled_from([1, 2, 4])),
@@ -60,13 +60,15 @@ def plans(draw) -> Plan:
     sizes["mtp"] = sizes["mtp"] and config.has_mtp
     settings = {"buffer": draw(st.sampled_from([1 << 18, 1 << 28])), "colocated": draw(st.booleans())}
     return make_plan(
-        Training(config=config, layout=layout), Serving(config=config, engine=engine, **sizes), **settings
+        Training(config=config, layout=layout),
+        EngineLayout(config=config, engine=engine, **sizes),
+        **settings,
     )
 
 
 @repeatable(25)
 @given(plans())
-def test_every_byte_arrives_once(plan: Plan) -> None:
+def test_every_byte_arrives_once(plan: RefitPlan) -> None:
     check(plan)
     load = plan.load()
     assert load.space <= plan.buffer
@@ -81,7 +83,7 @@ def test_every_byte_arrives_once(plan: Plan) -> None:
 
 @repeatable(12)
 @given(plans())
-def test_random_plans_give_servers_what_the_engines_loaders_make(plan: Plan) -> None:
+def test_random_plans_give_servers_what_the_engines_loaders_make(plan: RefitPlan) -> None:
     config, serving = plan.training.config, plan.serving
     hf = whole(config)
     layout = plan.training.layout
@@ -105,7 +107,7 @@ def test_random_plans_give_servers_what_the_engines_loaders_make(plan: Plan) -> 
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters_are_those_of_the_engines_loaders(name: str, engine: str) -> None:
     config = get(name).but(vocab_size=2000)  # padded to 2048
-    serving = Serving(config=config, engine=engine, tp=4, ep=4 if config.is_moe else 1)
+    serving = EngineLayout(config=config, engine=engine, tp=4, ep=4 if config.is_moe else 1)
     plan = make_plan(Training(config=config, layout=ParallelLayout(tp=2)), serving)
     expected = loaded(config, engine, {"tp": 4, "ep": serving.ep}, 3, whole(config))
     found = serving_parameters(plan, 3)
@@ -117,21 +119,21 @@ def test_every_tensor_of_the_table_has_an_engines_name() -> None:
     assert names == PARAMETERS.keys()
 
 
-def _without_last(plan: Plan) -> tuple:
+def _without_last(plan: RefitPlan) -> tuple:
     return plan.transfers[:-1]
 
 
-def _twice(plan: Plan) -> tuple:
+def _twice(plan: RefitPlan) -> tuple:
     return (*plan.transfers, plan.transfers[-1])
 
 
-def _moved(plan: Plan) -> tuple:
+def _moved(plan: RefitPlan) -> tuple:
     first = plan.transfers[0]
     cut = first.cuts[0]
     return (first._replace(cuts=(cut._replace(target=cut.target + 1), *first.cuts[1:])), *plan.transfers[1:])
 
 
-def _other_sender(plan: Plan) -> tuple:
+def _other_sender(plan: RefitPlan) -> tuple:
     routed = next(i for i, t in enumerate(plan.transfers) if t.stacked)
     transfer = plan.transfers[routed]
     senders, _ = transfer.pairs
@@ -140,7 +142,7 @@ def _other_sender(plan: Plan) -> tuple:
     return (*plan.transfers[:routed], changed, *plan.transfers[routed + 1 :])
 
 
-def _other_expert(plan: Plan) -> tuple:
+def _other_expert(plan: RefitPlan) -> tuple:
     routed = next(i for i, t in enumerate(plan.transfers) if t.stacked and t.place)
     changed = plan.transfers[routed]._replace(place=0)
     return (*plan.transfers[:routed], changed, *plan.transfers[routed + 1 :])
@@ -149,7 +151,7 @@ def _other_expert(plan: Plan) -> tuple:
 @pytest.mark.parametrize("hurt", [_without_last, _twice, _moved, _other_sender, _other_expert])
 def test_the_check_sees_a_wrong_plan(hurt) -> None:
     config = get("super-tiny")
-    plan = make_plan(Training.of(config, "tp=2,ep=4"), Serving.of(config, "tp=4"))
+    plan = make_plan(Training.of(config, "tp=2,ep=4"), EngineLayout.of(config, "tp=4"))
     check(plan)
     with pytest.raises(ValueError, match="once|hold|place|two ranks"):
         check(dataclasses.replace(plan, transfers=hurt(plan)))
@@ -158,7 +160,8 @@ def test_the_check_sees_a_wrong_plan(hurt) -> None:
 def test_a_plan_is_a_value() -> None:
     config = get("super-tiny")
     one, same, other = (
-        make_plan(Training.of(config, "tp=2,ep=4"), Serving.of(config, to)) for to in ("tp=4", "tp=4", "tp=2")
+        make_plan(Training.of(config, "tp=2,ep=4"), EngineLayout.of(config, to))
+        for to in ("tp=4", "tp=4", "tp=2")
     )
     assert one == same and hash(one) == hash(same) and one.digest == same.digest
     assert one != other and one.digest != other.digest
@@ -176,7 +179,7 @@ def test_receivers_are_spread_over_senders_by_load() -> None:
 
 def test_the_busiest_sender_of_a_large_plan_sends_the_least_possible() -> None:
     config = get("super")
-    plan = make_plan(Training.of(config, "tp=2,ep=8,pp=4"), Serving.of(config, "tp=8"))
+    plan = make_plan(Training.of(config, "tp=2,ep=8,pp=4"), EngineLayout.of(config, "tp=8"))
     load = plan.load()
     assert load.sent <= 1.001 * load.bound
     assert plan.steps <= 1.1 * load.received / plan.buffer + 1
@@ -187,7 +190,7 @@ def test_the_busiest_sender_of_a_large_plan_sends_the_least_possible() -> None:
 def test_2048_trainers_and_2048_servers() -> None:
     config = get("ultra")
     training = Training.of(config, "tp=8,ep=64,dp=256")
-    plan = make_plan(training, Serving.of(config, "tp=8,ep=8,replicas=256"))
+    plan = make_plan(training, EngineLayout.of(config, "tp=8,ep=8,replicas=256"))
     check(plan)
     load = plan.load()
     assert load.sent <= 1.01 * load.bound
@@ -227,21 +230,21 @@ def test_what_cannot_be_planned_is_said_in_a_line(words: list[str], said: str, c
 @pytest.mark.parametrize(("to", "said"), [("ep=2", "no experts to spread over ep=2"), ("mtp=1", "no MTP")])
 def test_servers_of_a_model_without_experts_or_mtp_cannot_ask_for_them(to: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        Serving.of(get("nano-4b-tiny"), f"tp=2,{to}")
+        EngineLayout.of(get("nano-4b-tiny"), f"tp=2,{to}")
 
 
 def test_a_buffer_below_a_row_is_refused() -> None:
     config = get("super-tiny")
     with pytest.raises(ValueError, match=r"less than one row of .* give \d+ bytes"):
-        make_plan(Training.of(config, ""), Serving.of(config, ""), buffer=64)
+        make_plan(Training.of(config, ""), EngineLayout.of(config, ""), buffer=64)
 
 
 def test_other_models_and_layouts_are_refused() -> None:
     with pytest.raises(ValueError, match="cannot be refitted into"):
-        make_plan(Training.of(get("super-tiny"), ""), Serving.of(get("nano-tiny"), ""))
+        make_plan(Training.of(get("super-tiny"), ""), EngineLayout.of(get("nano-tiny"), ""))
     with pytest.raises(RuleError, match="TP=16"):
         Training.of(get("super-tiny"), "tp=16")
     with pytest.raises(ValueError, match="one MTP block"):
-        Serving.of(get("super-tiny").but(mtp_use_repeated_layer=False, mtp_num_layers=2), "")
+        EngineLayout.of(get("super-tiny").but(mtp_use_repeated_layer=False, mtp_num_layers=2), "")
     with pytest.raises(ValueError, match="is not that of"):
         Training(config=get("super-tiny"), pattern="M|E")

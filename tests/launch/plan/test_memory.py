@@ -16,13 +16,13 @@ import pytest
 from megatron_nemotron3.launch import ParallelLayout, published_layout
 from megatron_nemotron3.launch.plan import activations
 from megatron_nemotron3.launch.plan import state as state_module
-from megatron_nemotron3.launch.plan.activation_forms import Share
+from megatron_nemotron3.launch.plan.activation_forms import RankShare
 from megatron_nemotron3.launch.plan.memory import buffers, in_flight, memory
 from megatron_nemotron3.launch.plan.recompute import NONE, Recompute
 from megatron_nemotron3.launch.plan.state import (
     BF16,
     FP32,
-    State,
+    RankState,
     approximate_state,
     bytes_of,
     kind_elements,
@@ -31,7 +31,7 @@ from megatron_nemotron3.launch.plan.state import (
 )
 from megatron_nemotron3.models import Nemotron3Config, get, tiny
 from megatron_nemotron3.proof.certify.ranks import run_distributed
-from megatron_nemotron3.proof.certify.world import Run
+from megatron_nemotron3.proof.certify.world import TrainingRun
 from tests.parallel.case import Case
 from tests.support.launches import launch
 
@@ -125,7 +125,7 @@ def step(case: Case) -> dict[str, Any]:
     import torch
     from megatron.core import parallel_state as groups
 
-    run = Run(case, None)
+    run = TrainingRun(case, None)
     tensors = [t for chunk in run.chunks for t in (*chunk.module.parameters(), *chunk.module.buffers())]
     live = Live({t.untyped_storage().data_ptr() for t in tensors})
     exchanged, sent = [], [0]
@@ -198,7 +198,7 @@ def everything(case: Case) -> int:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
-    run = Run(case, None)
+    run = TrainingRun(case, None)
     standing = [t for chunk in run.chunks for t in (*chunk.module.parameters(), *chunk.module.buffers())]
     standing += [
         buffer.grad_data
@@ -269,7 +269,7 @@ def test_all_tensors_of_a_step(config: Nemotron3Config, recompute: Recompute, to
 
 def expected_buffers(layout: ParallelLayout, pp_rank: int = 0) -> dict[str, int]:
     what = launch(SUPER, layout, seq_length=128)
-    return buffers(what, Share.of(what), pp_rank)
+    return buffers(what, RankShare.of(what), pp_rank)
 
 
 def test_buffers_of_tensor_and_expert_ranks() -> None:
@@ -320,7 +320,7 @@ def test_exact_memory_has_the_exact_state() -> None:
         assert bytes_of(what) == sizes
         found, near = memory(what, 1, exact=(1, 1)), memory(what, 1)
         exact = state(what, pp_rank=1, dp_rank=1, edp_rank=1)
-        assert State(found.weights, found.gradients, found.optimizer) == exact
+        assert RankState(found.weights, found.gradients, found.optimizer) == exact
         assert found.activations == near.activations
         assert found.total == exact.total + sum(near.activations.values()) + near.buffers
         assert near.buffers > sum(expected_buffers(layout, 1).values())

@@ -9,8 +9,8 @@ import pytest
 from megatron_nemotron3.launch import Launch, ParallelLayout
 from megatron_nemotron3.launch.plan.activations import layer_activations
 from megatron_nemotron3.launch.plan.hardware import GPUS
-from megatron_nemotron3.launch.plan.memory import Memory, memory
-from megatron_nemotron3.launch.plan.options import Options, dispatcher_words
+from megatron_nemotron3.launch.plan.memory import RankMemory, memory
+from megatron_nemotron3.launch.plan.options import CostOptions, dispatcher_words
 from megatron_nemotron3.launch.plan.recompute import Recompute
 from megatron_nemotron3.launch.plan.timing import (
     ASSUMED,
@@ -38,7 +38,7 @@ def te(options: str = "", layout: ParallelLayout = LAYOUT, precision: str = "bf1
     return launch(LIGHTNING, layout, backend="te", precision=precision, extra=words, **sizes)
 
 
-def held(options: str = "", precision: str = "bf16") -> Memory:
+def held(options: str = "", precision: str = "bf16") -> RankMemory:
     return memory(te(options, precision=precision))
 
 
@@ -53,9 +53,9 @@ def test_graphs_take_away_launches_of_the_captured_layers() -> None:
     assert eager["M"].layers > 0 and graphs["M"].layers == 0
     assert graphs["*"] == eager["*"] and graphs["E"].layers < eager["E"].layers
     assert graphs["M"].products == eager["M"].products
-    everything = Options.of(te("--cuda-graph-impl local"))
+    everything = CostOptions.of(te("--cuda-graph-impl local"))
     assert [captured(kind, everything) for kind in "M*E-"] == [1, 1, 1, 1]
-    assert [captured(kind, Options.of(te(f"{GRAPHS} attn"))) for kind in "M*E-"] == [0, 1, 0, 0]
+    assert [captured(kind, CostOptions.of(te(f"{GRAPHS} attn"))) for kind in "M*E-"] == [0, 1, 0, 0]
 
 
 def test_a_deduplicating_dispatcher_is_read_from_the_launch() -> None:
@@ -67,7 +67,7 @@ def test_a_deduplicating_dispatcher_is_read_from_the_launch() -> None:
     }
     assert seconds["hybridep"] == seconds["deepep"] < seconds["alltoall"] / 1.4
     # Without a backend, flex is Megatron's DeepEP.
-    assert Options.of(te("--moe-token-dispatcher-type flex")).dispatcher == "deepep"
+    assert CostOptions.of(te("--moe-token-dispatcher-type flex")).dispatcher == "deepep"
     with pytest.raises(ValueError, match="use one of alltoall, deepep, hybridep"):
         dispatcher_words("ring")
 
@@ -155,17 +155,17 @@ def test_layers_that_stay_bf16() -> None:
 def test_published_options_of_a_gpu() -> None:
     """`Launch.gpu` counts as if its options were given."""
     published = replace(te(layout=LAYOUT), gpu="h100")
-    options = Options.of(published)
+    options = CostOptions.of(published)
     assert options.dispatcher == "hybridep" and options.graphs == {"attn", "mamba"}
     assert options.offload == ("expert_fc1",) and options.moments == 4 and options.gradient == 2
     assert Recompute.of(published).modules == ("moe_act", "layernorm")
     words = tuple(word for name, values in published.options.items() for word in (name, *values))
     given = te(" ".join(words))
-    assert Options.of(given) == options and memory(given) == memory(published)
-    assert Options.of(replace(published, without=("cuda-graph-impl",))).graphs == frozenset()
+    assert CostOptions.of(given) == options and memory(given) == memory(published)
+    assert CostOptions.of(replace(published, without=("cuda-graph-impl",))).graphs == frozenset()
     # Super's run on H100 does not overlap its traffic.
     late = Launch.of("super", ParallelLayout(pp=2, ep=32, dp=32), backend="te", gpu="h100")
-    assert options.overlap and not Options.of(late).overlap
+    assert options.overlap and not CostOptions.of(late).overlap
 
 
 def test_gathered_in_fp8_no_bf16_weight_is_left() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_nemotron3.launch.plan.hardware import GPUS
 from megatron_nemotron3.launch.plan.serving import (
-    Serving,
+    ServingUse,
     layer_seconds,
     layer_state_bytes,
     serving_bytes,
@@ -31,7 +31,7 @@ def test_memory_is_that_of_a_generating_engine() -> None:
     config = get("puzzle-tiny")
     stored = {name: value.bfloat16() for name, value in tensors(config).items()}
     kept = Engine(read_weights(InMemory(stored, Path()), config)).new_state(3, 64).nbytes
-    serving = Serving(H100, sequences=3, context=64)
+    serving = ServingUse(H100, sequences=3, context=64)
     assert serving_bytes(config, serving) - count(config).stored_bytes == kept
     assert 3 * sum(layer_state_bytes(config, kind, 64) for kind in config.pattern) == kept
 
@@ -41,19 +41,19 @@ def test_a_step_reads_what_it_needs_of_each_layer() -> None:
     config, rate = get("super"), H100.hbm * ASSUMED.memory
     expert, latent = 2 * 1024 * 2688, 2 * 1024 * 4096
     rest = 4096 + latent + 2 * 4096 * 5376 + 512 * 4096 + 512
-    one = layer_seconds(config, "E", Serving(H100, 1, 8192))
+    one = layer_seconds(config, "E", ServingUse(H100, 1, 8192))
     assert one == pytest.approx(2 * (22 * expert + rest) / rate, rel=1e-6)
-    many = layer_seconds(config, "E", Serving(H100, 1000, 8192))
+    many = layer_seconds(config, "E", ServingUse(H100, 1000, 8192))
     products = 1000 * 2 * (22 * expert + rest - 512) / (H100.bf16 * ASSUMED.products["bf16"])
     assert many == pytest.approx(max(2 * (512 * expert + rest) / rate, products), rel=1e-6)
     weights = 2 * (4096 + 4096 * 128 * (32 + 2 * 2) + 32 * 128 * 4096)
-    attention = layer_seconds(config, "*", Serving(H100, 1, 100_000))
+    attention = layer_seconds(config, "*", ServingUse(H100, 1, 100_000))
     assert attention == pytest.approx((weights + 2 * 2 * 128 * 100_000 * 2) / rate, rel=1e-6)
 
 
 def test_layers_have_their_own_time() -> None:
     """A model whose E layers differ takes the sum over them; fewer experts, less time."""
-    puzzle, serving = get("puzzle"), Serving(H100)
+    puzzle, serving = get("puzzle"), ServingUse(H100)
     plain = puzzle.but(moe_layers=None)
     difference = sum(
         layer_seconds(plain, "E", serving) - layer_seconds(puzzle.at(layer), "E", serving)
@@ -63,4 +63,4 @@ def test_layers_have_their_own_time() -> None:
     assert step_seconds(plain, serving) - step_seconds(puzzle, serving) == pytest.approx(difference)
     assert difference > 0
     with pytest.raises(ValueError, match="context 0: give 1 or more"):
-        Serving(H100, context=0)
+        ServingUse(H100, context=0)

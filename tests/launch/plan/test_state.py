@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from megatron_nemotron3.launch import ParallelLayout
-from megatron_nemotron3.launch.plan.state import State, parameters, state
+from megatron_nemotron3.launch.plan.state import RankState, parameters, state
 from megatron_nemotron3.models import count, get, names, tiny
 from megatron_nemotron3.proof.certify.ranks import run_distributed
-from megatron_nemotron3.proof.certify.world import Run
+from megatron_nemotron3.proof.certify.world import TrainingRun
 from tests.parallel.case import Case
 from tests.support.launches import launch
 
@@ -31,11 +31,11 @@ LAYOUTS = [
 ]
 
 
-def held(case: Case) -> tuple[dict[str, int], State]:
+def held(case: Case) -> tuple[dict[str, int], RankState]:
     """(coordinates, bytes) of this rank after a step."""
     from megatron.core import parallel_state as groups
 
-    run = Run(case, None)
+    run = TrainingRun(case, None)
     run.step()
     weights = gradients = 0
     for chunk in run.chunks:
@@ -48,7 +48,7 @@ def held(case: Case) -> tuple[dict[str, int], State]:
     at = {"pp_rank": groups.get_pipeline_model_parallel_rank()}
     at["dp_rank"] = groups.get_data_parallel_rank(with_context_parallel=True)
     at["edp_rank"] = groups.get_expert_data_parallel_rank()
-    return at, State(weights, gradients, sum(_optimizer(run.optimizer)))
+    return at, RankState(weights, gradients, sum(_optimizer(run.optimizer)))
 
 
 def _optimizer(optimizer: Any) -> list[int]:

@@ -12,7 +12,7 @@ from megatron_nemotron3.launch.plan.state import parameters, stage_elements
 from megatron_nemotron3.launch.plan.traffic import ALL_TO_ALL, step_traffic
 from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.proof.certify.ranks import run_distributed
-from megatron_nemotron3.proof.certify.world import Run
+from megatron_nemotron3.proof.certify.world import TrainingRun
 from tests.parallel.case import Case
 from tests.support.launches import launch
 
@@ -41,7 +41,7 @@ def counted(case: Case) -> tuple[dict[Any, int], dict[str, tuple[int, ...]], int
 
     from tests.support.collectives import Collectives
 
-    run = Run(case, None)
+    run = TrainingRun(case, None)
     with Collectives() as found:
         run.forward_backward(0)
         run.step()

@@ -11,8 +11,8 @@ from megatron_nemotron3.launch.plan.traffic import (
     ALL_REDUCE,
     ALL_TO_ALL,
     SEND,
+    Collective,
     Split,
-    Transfer,
     deduplicated,
     neighbors,
     split,
@@ -24,8 +24,8 @@ H100 = GPUS["h100"]
 LAYOUT = ParallelLayout(tp=2, pp=2, ep=16, dp=16)
 
 
-def transfer(link: str, collective: str, ranks: int) -> Transfer:
-    return Transfer(link, "", collective, ranks, 1, 1600.0)
+def transfer(link: str, collective: str, ranks: int) -> Collective:
+    return Collective(link, "", collective, ranks, 1, 1600.0)
 
 
 def test_strides_are_megatrons_rank_order() -> None:

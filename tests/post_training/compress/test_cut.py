@@ -17,7 +17,7 @@ from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorS
 from megatron_nemotron3.checkpoints.convert.streams import BAND
 from megatron_nemotron3.models import Nemotron3Config, get, tiny
 from megatron_nemotron3.post_training.compress import memory
-from megatron_nemotron3.post_training.compress.cut import Cut
+from megatron_nemotron3.post_training.compress.cut import CutTensors
 from megatron_nemotron3.post_training.compress.scores import Scores
 from megatron_nemotron3.post_training.compress.sizes import Sizes, candidate_config
 from megatron_nemotron3.proof.certify.ranks import run_distributed
@@ -148,7 +148,7 @@ def test_slices_are_read_in_bands() -> None:
     source = Numbered({t.name: SourceTensor("float32", t.shape) for t in inventory.hf_tensors(config)})
     pruned = candidate_config(config, EVERYTHING["super"] | {"num_layers": 12, "hidden_size": 96})
     scores = random_scores(config)
-    view = Cut(source, scores, pruned, range(12))
+    view = CutTensors(source, scores, pruned, range(12))
     assert {t.name: t.shape for t in inventory.hf_tensors(pruned)} == {
         n: t.shape for n, t in view.tensors.items()
     }

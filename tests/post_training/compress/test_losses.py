@@ -10,9 +10,9 @@ import pytest
 from megatron_nemotron3 import cli
 from megatron_nemotron3.checkpoints.convert.keys import prefixes
 from megatron_nemotron3.launch.plan.hardware import GPUS
-from megatron_nemotron3.launch.plan.serving import Serving
+from megatron_nemotron3.launch.plan.serving import ServingUse
 from megatron_nemotron3.models import get
-from megatron_nemotron3.post_training.compress.losses import Measured
+from megatron_nemotron3.post_training.compress.losses import ScoredLosses
 from megatron_nemotron3.post_training.compress.scores import Scores, statistics
 from megatron_nemotron3.post_training.compress.search import search
 from megatron_nemotron3.post_training.compress.sizes import candidate_config
@@ -35,7 +35,7 @@ def scores() -> Scores:
 
 
 def test_the_model_itself_loses_nothing(scores: Scores) -> None:
-    losses = Measured(scores)
+    losses = ScoredLosses(scores)
     assert losses.rest(SUPER, range(SUPER.num_layers)) == 0
     assert all(losses.experts(layer, *row) == 0 for layer, row in zip(E, SUPER.expert_sizes, strict=True))
 
@@ -46,7 +46,7 @@ def test_widths_and_places_in_the_top_k(scores: Scores) -> None:
     width, topk = (SUPER.moe_ffn_hidden_size or 0) // 2, (SUPER.moe_router_topk or 0) - 1
     ffn = numpy.sort(of("ffn") ** 2, axis=1)
     dropped = ffn[:, : ffn.shape[1] - width].sum() / ffn.sum() + of("ranks")[topk:].sum() / of("ranks").sum()
-    assert Measured(scores).experts(layer, width, topk) == pytest.approx(float(of("distance")) * dropped)
+    assert ScoredLosses(scores).experts(layer, width, topk) == pytest.approx(float(of("distance")) * dropped)
 
 
 @pytest.mark.parametrize(
@@ -73,12 +73,12 @@ def test_other_sizes(scores: Scores, sizes: dict[str, int], kind: str, entry: st
         kept = scores.axes(one, other)[axis]
         assert kept is not None and len(kept) < len(whole)
         expected += float(scores.values[f"{one.megatron} distance"]) * (1 - whole[kept].sum() / whole.sum())
-    assert Measured(scores).rest(pruned, range(SUPER.num_layers)) == pytest.approx(expected, rel=1e-6)
+    assert ScoredLosses(scores).rest(pruned, range(SUPER.num_layers)) == pytest.approx(expected, rel=1e-6)
     assert expected > 0
 
 
 def test_depth(scores: Scores) -> None:
-    losses = Measured(scores)
+    losses = ScoredLosses(scores)
     layers = losses.layers(SUPER.num_layers - 2)
     pruned = candidate_config(SUPER, {"num_layers": len(layers)}, layers)
     distances = sorted(float(scores.values[f"decoder.layers.{i}. distance"]) for i in range(SUPER.num_layers))
@@ -92,8 +92,8 @@ def test_a_layer_that_matters_keeps_its_experts(scores: Scores) -> None:
     scores.values[f"decoder.layers.{E[0]}. ffn"][:, 16:] = 0
     full = SUPER.moe_ffn_hidden_size or 0
     values = {"moe_ffn_hidden_size": (16, full // 2, full)}
-    losses = Measured(scores)
-    serving = Serving(GPUS["h100"])
+    losses = ScoredLosses(scores)
+    serving = ServingUse(GPUS["h100"])
     whole = search(SUPER, values, {}, serving, losses).candidates[0]
     assert whole.loss == 0 and whole.config.expert_sizes[0][0] == 16
     least = search(SUPER, {"moe_ffn_hidden_size": (16,)}, {}, serving, losses).candidates[0].costs["params"]

@@ -14,14 +14,14 @@ import pytest
 
 from megatron_nemotron3 import cli
 from megatron_nemotron3.launch.plan.hardware import GPUS
-from megatron_nemotron3.launch.plan.serving import Serving
+from megatron_nemotron3.launch.plan.serving import ServingUse
 from megatron_nemotron3.models import Nemotron3Config, get
 from megatron_nemotron3.models.own import model
 from megatron_nemotron3.post_training.compress.budget import MEASURES, amount, costs, parse_budget
 from megatron_nemotron3.post_training.compress.search import Alike, NoCandidate, search
 from megatron_nemotron3.post_training.compress.sizes import BY_LAYER, candidate_config
 
-SERVING = Serving(GPUS["h100"], sequences=4, context=512)
+SERVING = ServingUse(GPUS["h100"], sequences=4, context=512)
 #: Four E layers of two kinds, and MTP, whose experts stay.
 TINY = get("super-tiny").but(
     name="mine", pattern="MEE*EME", num_moe_experts=8, moe_router_topk=4, moe_ffn_hidden_size=96,
@@ -168,7 +168,7 @@ def test_the_released_puzzle_is_found_from_its_own_choices() -> None:
         "moe_ffn_hidden_size": (1280, 1536, 1792, 2048, 2688),
         "moe_router_topk": tuple(range(4, 23, 2)),
     }
-    serving = Serving(GPUS["h100"])
+    serving = ServingUse(GPUS["h100"])
     budget = {name: costs(puzzle, serving)[name] for name in ("params", "active")}
     best = search(super_, values, budget, serving, Released(super_, 0)).candidates[0]
     assert best.loss == 0 and best.config.moe_layers == puzzle.moe_layers

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.proof.certify.ranks import run_distributed
 from megatron_nemotron3.proof.certify.tensors import Tensors, gather
-from megatron_nemotron3.proof.certify.world import Run
+from megatron_nemotron3.proof.certify.world import TrainingRun
 from megatron_nemotron3.train.teacher.settings import Distillation
 from tests.parallel.case import Case
 from tests.parallel.layouts import CASES, PER_TOKEN, small
@@ -80,7 +80,7 @@ def _measured(case: Case, weights: Tensors, taught: Sequence[Distillation], toke
     options = SimpleNamespace(tokenizer_model=tokenizer)
     given = mock.patch.object(across, "megatron_options", lambda: options) if tokenizer else nullcontext()
     with distilling(*taught), given:
-        run = Run(case, weights)
+        run = TrainingRun(case, weights)
     loss = run.forward_backward(0, whole_gradients=True)
     return loss, run.gradients()
 
@@ -118,7 +118,7 @@ def _defined(case: Case, weights: Tensors, taught: Sequence[Distillation], apart
     from megatron_nemotron3.proof.certify.batch import batches
     from megatron_nemotron3.proof.certify.world import _mean_loss
 
-    run = Run(case, weights)
+    run = TrainingRun(case, weights)
     teachers = [(how, apart_from(how)) for how in taught]
     made: list[Tensor] = []
     student = unwrapped(run.chunks[0])
@@ -165,12 +165,12 @@ def _write_logits(case: Case, teacher: str, folder: str, temperature: float) -> 
     from megatron_nemotron3.post_training.distill.stored import key_of, write_part
     from megatron_nemotron3.post_training.distill.topk import most_probable
     from megatron_nemotron3.proof.certify.batch import batches
-    from megatron_nemotron3.train.teacher.manifest import Manifest
+    from megatron_nemotron3.train.teacher.manifest import LogitsManifest
     from megatron_nemotron3.train.teacher.vocabulary import Vocabulary
 
     words = case.config.vocab_size
     model = whole_teacher(teacher)
-    manifest = Manifest(words, temperature, case.seq_length, 2, 4, teacher, Vocabulary(words), {})
+    manifest = LogitsManifest(words, temperature, case.seq_length, 2, 4, teacher, Vocabulary(words), {})
     manifest.write(Path(folder))
     rows = []
     for batch, packed in batches(case)(0):

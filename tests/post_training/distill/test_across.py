@@ -18,7 +18,7 @@ from megatron_nemotron3.proof.certify.tensors import Tensors
 from megatron_nemotron3.proof.certify.world import initial_weights
 from megatron_nemotron3.train.teacher.projection import Projection
 from megatron_nemotron3.train.teacher.settings import Distillation
-from megatron_nemotron3.train.teacher.tokens import Vocabulary
+from megatron_nemotron3.train.teacher.tokens import ByteVocabulary
 from tests.parallel.case import Case
 from tests.parallel.layouts import PER_TOKEN, small
 from tests.post_training.distill.runs import Apart, compare, defined, measured
@@ -37,10 +37,10 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensors]:
     """A folder with two teachers, all tokenizers and projections; the student's weights."""
     folder = tmp_path_factory.mktemp("across")
     run_distributed(_write, 1, folder, apart=True)
-    student = Vocabulary(train(folder / "student", 380, digits=3))
+    student = ByteVocabulary(train(folder / "student", 380, digits=3))
     for name, file, size in (("teacher", "projection", 340), ("other", "projection-other", 320)):
         tokenizer = train(folder / name / "release" / "tokenizer", size, digits=1, special=("<eos>",))
-        Projection.build(student, Vocabulary(tokenizer)).save(folder / file)
+        Projection.build(student, ByteVocabulary(tokenizer)).save(folder / file)
     return folder, initial_weights(STUDENT)
 
 
@@ -62,7 +62,9 @@ def _apart(folder: Path, how: Distillation) -> Apart:
 
     teacher = build_model(TEACHER, precision="fp32", backend="torch").eval()
     load_base(teacher, Path(how.teacher))
-    aligner = Aligner(Vocabulary(folder / "student"), Vocabulary(Path(how.teacher) / "release" / "tokenizer"))
+    aligner = Aligner(
+        ByteVocabulary(folder / "student"), ByteVocabulary(Path(how.teacher) / "release" / "tokenizer")
+    )
     projection = Projection.load(Path(how.projection))
 
     def apart(batch: dict[str, Tensor], packed: Any, logits: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ def interrupted(output: Path, *words: str) -> int:
     return step
 
 
-def train(model: str, text: str, output: Path, *words: str) -> log.Step:
+def train(model: str, text: str, output: Path, *words: str) -> log.LogStep:
     """The first step of a run of two."""
     given = ["--steps", "2", "--seq-length", "64", "--text", text, "--output", str(output)]
     nemotron3("train", model, "--tiny", "--device", "cpu", *given, *words, "--", "--log-interval", "1")

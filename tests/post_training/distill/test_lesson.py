@@ -20,7 +20,7 @@ from megatron_nemotron3.post_training.xtoken.loss import span_losses
 from megatron_nemotron3.proof.certify.ranks import run_distributed
 from megatron_nemotron3.train.teacher.projection import Projection
 from megatron_nemotron3.train.teacher.settings import Distillation
-from megatron_nemotron3.train.teacher.tokens import Vocabulary
+from megatron_nemotron3.train.teacher.tokens import ByteVocabulary
 from tests.post_training.xtoken.tokenizers_of import TEXT, train
 
 Folders = tuple[Path, Path, Path]
@@ -60,12 +60,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     folder = tmp_path_factory.mktemp("lesson")
     student = train(folder / "s", 380, digits=3)
     teacher = train(folder / "t", 340, digits=1, special=("<eos>",))
-    Projection.build(Vocabulary(student), Vocabulary(teacher)).save(folder / "p")
+    Projection.build(ByteVocabulary(student), ByteVocabulary(teacher)).save(folder / "p")
     return student, teacher, folder / "p"
 
 
 def _texts(folders: Folders) -> list[list[int]]:
-    student = Vocabulary(folders[0])
+    student = ByteVocabulary(folders[0])
     return [student.encode([text.encode()])[0] for text in TEXT[:3]]
 
 
@@ -118,7 +118,7 @@ def test_a_span_is_spread_over_its_tokens(folders: Folders) -> None:
     """What the tokens of a span add is its loss; other tokens add nothing."""
     found, _, given = _step(folders, packed=False)
     ids = [text[:16] for text in _texts(folders)[:2]]
-    batch, alignment = Aligner(Vocabulary(folders[0]), Vocabulary(folders[1])).batch(ids)
+    batch, alignment = Aligner(ByteVocabulary(folders[0]), ByteVocabulary(folders[1])).batch(ids)
     assert given == [(64, 2)] and batch.shape[1] <= 64
     logits = torch.randn(16, 2, WIDTH, generator=torch.Generator().manual_seed(5)).transpose(0, 1)[:, :-1]
     assert not found[-1].any()  # what follows the last token, the first stage does not know
@@ -136,7 +136,7 @@ def test_documents_of_a_pack_are_texts_of_their_own(folders: Folders) -> None:
     found, _, given = _step(folders, packed=True)
     assert given == [(64, 1)]
     whole = _pack(folders)
-    aligner = Aligner(Vocabulary(folders[0]), Vocabulary(folders[1]))
+    aligner = Aligner(ByteVocabulary(folders[0]), ByteVocabulary(folders[1]))
     logits = torch.randn(ROW, 1, WIDTH, generator=torch.Generator().manual_seed(5))
     expected = torch.zeros(ROW)
     for i, (start, n) in enumerate(zip((0, 16, 24), REAL)):

@@ -15,7 +15,7 @@ from megatron_nemotron3.common.switches import BOOST, DISTILL
 from megatron_nemotron3.launch import boosting
 from megatron_nemotron3.launch.script_folders import settle_manifest
 from megatron_nemotron3.train.teacher import check, settings
-from megatron_nemotron3.train.teacher.manifest import Manifest, part_path, read_manifest
+from megatron_nemotron3.train.teacher.manifest import LogitsManifest, part_path, read_manifest
 from megatron_nemotron3.train.teacher.settings import Distillation
 from megatron_nemotron3.train.teacher.vocabulary import Vocabulary, of_tokenizer
 from tests.train.data.test_conversations import write_tokenizer
@@ -123,7 +123,7 @@ def stored(tmp_path: Path) -> Path:
     folder, tokenizer = tmp_path / "logits", write_tokenizer(tmp_path / "tokenizer")
     vocabulary = of_tokenizer(Path(tokenizer))
     assert vocabulary is not None and vocabulary.digest
-    manifest = Manifest(4, 2.0, 64, 8, 8, "big", vocabulary, {})
+    manifest = LogitsManifest(4, 2.0, 64, 8, 8, "big", vocabulary, {})
     manifest.write(folder)
     part_path(folder, manifest.parts()[0]).touch()
     return folder

@@ -8,32 +8,32 @@ import pytest
 import torch
 
 from megatron_nemotron3.post_training.xtoken.align import Aligner
-from megatron_nemotron3.train.teacher.tokens import Vocabulary
+from megatron_nemotron3.train.teacher.tokens import ByteVocabulary
 from tests.post_training.xtoken.tokenizers_of import TEXT, sentence_piece, train
 
 NAMES = ("packs", "splits", "sentence")
 
 
 @pytest.fixture(scope="module")
-def vocabularies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Vocabulary]:
+def vocabularies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ByteVocabulary]:
     folder = tmp_path_factory.mktemp("tokenizers")
     return {
-        "packs": Vocabulary(train(folder / "packs", 380, digits=3, special=("<|end|>", "<|mask|>"))),
-        "splits": Vocabulary(
+        "packs": ByteVocabulary(train(folder / "packs", 380, digits=3, special=("<|end|>", "<|mask|>"))),
+        "splits": ByteVocabulary(
             train(folder / "splits", 340, digits=1, special=("<pad>", "<eos>"), eos="<eos>")
         ),
-        "sentence": Vocabulary(sentence_piece(folder / "sentence")),
+        "sentence": ByteVocabulary(sentence_piece(folder / "sentence")),
     }
 
 
-def _borders(vocabulary: Vocabulary, ids: list[int]) -> list[int]:
+def _borders(vocabulary: ByteVocabulary, ids: list[int]) -> list[int]:
     """Bytes spelled before each token, and by all: a definition that shares nothing with the code."""
     return [sum(len(vocabulary.text([i])) for i in ids[:end]) for end in range(len(ids) + 1)]
 
 
 @pytest.mark.parametrize("student", NAMES)
 @pytest.mark.parametrize("teacher", NAMES)
-def test_spans_are_the_finest(vocabularies: dict[str, Vocabulary], student: str, teacher: str) -> None:
+def test_spans_are_the_finest(vocabularies: dict[str, ByteVocabulary], student: str, teacher: str) -> None:
     """On texts cut at any byte: every shared border ends a span, and only those."""
     ours, theirs = vocabularies[student], vocabularies[teacher]
     aligner, draw = Aligner(ours, theirs), random.Random(0)
@@ -51,7 +51,7 @@ def test_spans_are_the_finest(vocabularies: dict[str, Vocabulary], student: str,
         assert [(b[t.start], b[t.stop]) for _, t in spans] == list(zip(shared, shared[1:]))
 
 
-def test_special_tokens(vocabularies: dict[str, Vocabulary]) -> None:
+def test_special_tokens(vocabularies: dict[str, ByteVocabulary]) -> None:
     """Those that both have are spans; the student's own spell nothing."""
     ours, theirs = vocabularies["packs"], vocabularies["splits"]
     aligner = Aligner(ours, theirs)
@@ -67,7 +67,7 @@ def test_special_tokens(vocabularies: dict[str, Vocabulary]) -> None:
     assert set(range(len(ids))) - inside == {ids.index(mask)}
 
 
-def test_texts_that_differ(vocabularies: dict[str, Vocabulary]) -> None:
+def test_texts_that_differ(vocabularies: dict[str, ByteVocabulary]) -> None:
     """Only the common beginning and end have spans; a text that was cut keeps its beginning."""
     ours, theirs = vocabularies["packs"], vocabularies["splits"]
     aligner = Aligner(ours, theirs)
@@ -89,7 +89,7 @@ def test_texts_that_differ(vocabularies: dict[str, Vocabulary]) -> None:
     )
 
 
-def test_batch(vocabularies: dict[str, Vocabulary]) -> None:
+def test_batch(vocabularies: dict[str, ByteVocabulary]) -> None:
     """Positions are those of the prediction: logits at i are of token i + 1; the first token has none."""
     ours, theirs = vocabularies["packs"], vocabularies["splits"]
     aligner = Aligner(ours, theirs)
@@ -108,7 +108,7 @@ def test_batch(vocabularies: dict[str, Vocabulary]) -> None:
     assert sorted(set(alignment.student.flatten().tolist()) - {-1}) == list(range(alignment.spans))
 
 
-def test_batch_drops_what_does_not_count(vocabularies: dict[str, Vocabulary]) -> None:
+def test_batch_drops_what_does_not_count(vocabularies: dict[str, ByteVocabulary]) -> None:
     """A masked prediction of the student, and what the teacher's sequence length cuts off."""
     ours, theirs = vocabularies["splits"], vocabularies["packs"]
     aligner = Aligner(ours, theirs)

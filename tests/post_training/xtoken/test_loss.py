@@ -12,7 +12,7 @@ from megatron_nemotron3.post_training.xtoken.align import Aligner, Alignment
 from megatron_nemotron3.post_training.xtoken.loss import span_losses
 from megatron_nemotron3.proof.certify.ranks import run_distributed
 from megatron_nemotron3.train.teacher.projection import Projection
-from megatron_nemotron3.train.teacher.tokens import Vocabulary
+from megatron_nemotron3.train.teacher.tokens import ByteVocabulary
 from tests.post_training.xtoken.reference import losses as reference
 from tests.post_training.xtoken.tokenizers_of import TEXT, sentence_piece, train
 
@@ -32,7 +32,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def _case(student: Path, teacher: Path, padding: int = 0) -> tuple:
     """Projection, alignment of two rows, and random logits with `padding` more columns."""
-    ours, theirs = Vocabulary(student), Vocabulary(teacher)
+    ours, theirs = ByteVocabulary(student), ByteVocabulary(teacher)
     ids = [ours.encode([text.encode()])[0] for text in (TEXT[0], TEXT[1])]
     length = min(24, *map(len, ids))
     _, alignment = Aligner(ours, theirs).batch([one[:length] for one in ids])
@@ -139,7 +139,7 @@ def test_numerals(folders: dict[str, Path]) -> None:
     A strict partition leaves the token out, and its loss on the others lowers the token's probability
     although it is the right one; so does H-KL, whose pair for "2" is the digit. P-KL raises it.
     """
-    student, teacher = Vocabulary(folders["packs"]), Vocabulary(folders["splits"])
+    student, teacher = ByteVocabulary(folders["packs"]), ByteVocabulary(folders["splits"])
     number, digits = student.ids[b"201"], [teacher.ids[d] for d in (b"2", b"0", b"1")]
     projection = Projection.build(student, teacher)
     assert projection.tokens[number, :3].tolist() == digits and projection.weights[number, 0] > 0.9

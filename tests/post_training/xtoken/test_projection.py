@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from megatron_nemotron3 import cli
 from megatron_nemotron3.train.teacher.projection import Projection, read_for
 from megatron_nemotron3.train.teacher.rules import JOINED, NONE, SAME, SPECIAL, SPLIT, rows
-from megatron_nemotron3.train.teacher.tokens import Vocabulary
+from megatron_nemotron3.train.teacher.tokens import ByteVocabulary
 from tests.post_training.xtoken.tokenizers_of import TEXT, sentence_piece, train
 
 
@@ -26,13 +26,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def _named(student: Vocabulary, teacher: Vocabulary, text: bytes, **options: int) -> tuple[str, dict]:
+def _named(student: ByteVocabulary, teacher: ByteVocabulary, text: bytes, **options: int) -> tuple[str, dict]:
     row = rows(student, teacher, **options)[student.ids[text]]
     return row.rule, {teacher.tokens[i]: weight for i, weight in row.weights}
 
 
 def test_rules(folders: dict[str, Path]) -> None:
-    student, teacher = Vocabulary(folders["packs"]), Vocabulary(folders["splits"])
+    student, teacher = ByteVocabulary(folders["packs"]), ByteVocabulary(folders["splits"])
     assert _named(student, teacher, b" of") == (SAME, {b" of": 1.0})
     rule, weights = _named(student, teacher, b"201")
     assert rule == SPLIT and list(weights) == [b"2", b"0", b"1"]
@@ -48,8 +48,8 @@ def test_rules(folders: dict[str, Path]) -> None:
 
 def test_joined(tmp_path: Path) -> None:
     """What the teacher spells with other tokens than the student's also gives weights to the student's."""
-    student = Vocabulary(train(tmp_path / "s", 270, texts=["abcabd"] * 8))
-    teacher = Vocabulary(train(tmp_path / "t", 270, texts=["bcabce"] * 8))
+    student = ByteVocabulary(train(tmp_path / "s", 270, texts=["abcabd"] * 8))
+    teacher = ByteVocabulary(train(tmp_path / "t", 270, texts=["bcabce"] * 8))
     with_joined, without = rows(student, teacher), rows(student, teacher, joined=False)
     more = [i for i, (a, b) in enumerate(zip(with_joined, without)) if a != b]
     assert more and all(
@@ -62,7 +62,7 @@ def test_joined(tmp_path: Path) -> None:
 @pytest.mark.parametrize("pair", [("packs", "splits"), ("splits", "sentence"), ("sentence", "packs")])
 def test_every_byte_has_a_token(folders: dict[str, Path], pair: tuple[str, str]) -> None:
     """All three vocabularies have all bytes, so that every ordinary token has a row."""
-    student, teacher = (Vocabulary(folders[name]) for name in pair)
+    student, teacher = (ByteVocabulary(folders[name]) for name in pair)
     empty = [i for i, row in enumerate(rows(student, teacher)) if row.rule == NONE]
     assert all(i in student.special or not student.tokens[i] or student.tokens[i] == b"<unk>" for i in empty)
 
@@ -70,14 +70,14 @@ def test_every_byte_has_a_token(folders: dict[str, Path], pair: tuple[str, str])
 @pytest.mark.parametrize("name", ["packs", "splits", "sentence"])
 def test_tokens_spell_the_text(folders: dict[str, Path], name: str) -> None:
     """Also a text that is cut inside of a character, and one that mentions a special token."""
-    vocabulary = Vocabulary(folders[name])
+    vocabulary = ByteVocabulary(folders[name])
     texts = [TEXT[2].encode(), TEXT[2].encode()[:-6], "日本".encode()[1:], b"\xff\xfe", b"<|end|><eos>", b""]
     for text, ids in zip(texts, vocabulary.encode(texts)):
         assert ids is not None and vocabulary.text(ids) == text
 
 
 def test_file(folders: dict[str, Path], tmp_path: Path) -> None:
-    student, teacher = Vocabulary(folders["packs"]), Vocabulary(folders["splits"])
+    student, teacher = ByteVocabulary(folders["packs"]), ByteVocabulary(folders["splits"])
     path = tmp_path / "projection.safetensors"
     made = Projection.build(student, teacher)
     made.save(path)
@@ -125,11 +125,11 @@ def test_the_digest_is_of_the_tokenizer(folders: dict[str, Path], tmp_path: Path
     said = json.loads((folders["packs"] / "tokenizer.json").read_text())
     said["truncation"] = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
     (tmp_path / "tokenizer.json").write_text(json.dumps(dict(reversed(said.items())), indent=4))
-    digest = Vocabulary(folders["packs"]).digest
-    assert Vocabulary(tmp_path).digest == digest
+    digest = ByteVocabulary(folders["packs"]).digest
+    assert ByteVocabulary(tmp_path).digest == digest
     said["model"]["merges"].pop()
     (tmp_path / "tokenizer.json").write_text(json.dumps(said))
-    assert Vocabulary(tmp_path / "tokenizer.json").digest != digest
+    assert ByteVocabulary(tmp_path / "tokenizer.json").digest != digest
 
 
 def test_tokens_without_bytes_are_refused(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_tokens_without_bytes_are_refused(tmp_path: Path) -> None:
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ValueError, match=r"bytes of its tokens are not known \(decoder WordPiece\)"):
-        Vocabulary(tmp_path)
+        ByteVocabulary(tmp_path)
 
 
 def test_command(folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,7 +153,7 @@ def test_command(folders: dict[str, Path], tmp_path: Path, capsys: pytest.Captur
     assert cli.main([*words, "--projection", str(path), "--json", "--text", str(text)]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["rules"]["same"] > 256 and found["numerals"] == found["unpaired_numerals"] > 3
-    assert found["student"]["digest"] == Vocabulary(folders["packs"]).digest
+    assert found["student"]["digest"] == ByteVocabulary(folders["packs"]).digest
     spans = found["spans"]
     assert (
         0 < spans["single"] < spans["spans"] == spans["student"] < spans["teacher"] and not spans["outside"]

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from megatron_nemotron3.precision.numerics import e2m1, e4m3
-from megatron_nemotron3.precision.numerics.grid import E2M1, E4M3, Grid
+from megatron_nemotron3.precision.numerics.grid import E2M1, E4M3, ValueGrid
 
 FORMATS = pytest.mark.parametrize(("grid", "codes"), [(E2M1, e2m1), (E4M3, e4m3)], ids=["e2m1", "e4m3"])
 
 
-def _values(grid: Grid) -> torch.Tensor:
+def _values(grid: ValueGrid) -> torch.Tensor:
     """All values from -max to max, ascending, zero once."""
     bits = torch.arange(8 if grid is E2M1 else 127, dtype=torch.uint8)
     values = (e2m1 if grid is E2M1 else e4m3).decode(bits)
@@ -27,7 +27,7 @@ def _numbers() -> torch.Tensor:
 
 
 @FORMATS
-def test_rounding_in_place_is_encoding_and_decoding(grid: Grid, codes) -> None:
+def test_rounding_in_place_is_encoding_and_decoding(grid: ValueGrid, codes) -> None:
     x = _numbers()
     assert torch.equal(grid.round_(x.clone(), torch.empty_like(x)), codes.decode(codes.encode(x)))
     nan = torch.tensor([torch.nan, -torch.nan])
@@ -35,7 +35,7 @@ def test_rounding_in_place_is_encoding_and_decoding(grid: Grid, codes) -> None:
 
 
 @FORMATS
-def test_tables_hold_the_grid(grid: Grid, codes) -> None:
+def test_tables_hold_the_grid(grid: ValueGrid, codes) -> None:
     values = _values(grid)
     assert values[-1] == grid.max == codes.MAX
     spacing = values.diff().min()
@@ -43,13 +43,13 @@ def test_tables_hold_the_grid(grid: Grid, codes) -> None:
     assert grid.largest * 2 > grid.max >= grid.largest
 
 
-def _draw(grid: Grid, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def _draw(grid: ValueGrid, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     x = x.clone()
     return grid.round_stochastic_(x, torch.empty_like(x), torch.empty_like(x), generator)
 
 
 @FORMATS
-def test_stochastic_rounding_picks_one_of_two_neighbors_and_leaves_values(grid: Grid, codes) -> None:
+def test_stochastic_rounding_picks_one_of_two_neighbors_and_leaves_values(grid: ValueGrid, codes) -> None:
     values, generator = _values(grid), torch.Generator().manual_seed(1)
     x = torch.empty(1 << 14).uniform_(-grid.max, grid.max, generator=generator)
     x[:4096] *= 2.0 ** -torch.arange(4096).remainder(20)
@@ -64,7 +64,7 @@ def test_stochastic_rounding_picks_one_of_two_neighbors_and_leaves_values(grid: 
 
 
 @FORMATS
-def test_stochastic_rounding_saturates(grid: Grid, codes) -> None:
+def test_stochastic_rounding_saturates(grid: ValueGrid, codes) -> None:
     x = torch.tensor([1.07, -1.07, 3.0, torch.inf]) * grid.max
     limit = torch.tensor([1.0, -1.0, 1.0, 1.0]) * grid.max
     for seed in range(20):
@@ -73,7 +73,7 @@ def test_stochastic_rounding_saturates(grid: Grid, codes) -> None:
 
 @pytest.mark.full
 @FORMATS
-def test_the_chance_of_the_upper_neighbor_is_the_distance_to_the_lower(grid: Grid, codes) -> None:
+def test_the_chance_of_the_upper_neighbor_is_the_distance_to_the_lower(grid: ValueGrid, codes) -> None:
     """Six points of every gap, both signs: within five standard errors of that many draws."""
     draws = 400_000 if grid is E2M1 else 20_000
     values = _values(grid)

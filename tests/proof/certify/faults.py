@@ -27,8 +27,8 @@ from megatron_nemotron3.launch import command_line
 from megatron_nemotron3.launch.flag import Flag
 from megatron_nemotron3.proof.certify import proof, static, twin
 from megatron_nemotron3.proof.certify.bench import Bench, last_line
-from megatron_nemotron3.proof.certify.case import Case
-from megatron_nemotron3.proof.certify.finding import Finding, State
+from megatron_nemotron3.proof.certify.case import TrainingCase
+from megatron_nemotron3.proof.certify.finding import Finding, PropertyState
 from megatron_nemotron3.proof.certify.layouts import Sizes
 from tests.proof.certify.catalogue import FAULTS, LAUNCHES, Fault
 
@@ -47,7 +47,7 @@ class FaultyBench(Bench):
     #: What the training has beside what follows from the launch.
     changes: Mapping[str, Any] = field(default_factory=dict)
 
-    def case(self, sizes: Sizes | None, **changes: Any) -> Case:
+    def case(self, sizes: Sizes | None, **changes: Any) -> TrainingCase:
         """Return the training in a layout, with the fault, or in one process."""
         healthy = {"fault": None} if sizes is None and not self.everywhere else {}
         return super().case(sizes, **(healthy | dict(self.changes) | changes))
@@ -161,7 +161,7 @@ def failures(found: list[Finding]) -> dict[str, Finding]:
     """Return the properties that failed, each where it is farthest."""
     worst: dict[str, Finding] = {}
     for finding in found:
-        if finding.state is State.FAIL:
+        if finding.state is PropertyState.FAIL:
             old = worst.get(finding.name)
             if old is None or (finding.difference or 0) > (old.difference or 0):
                 worst[finding.name] = finding

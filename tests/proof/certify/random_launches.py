@@ -22,7 +22,7 @@ from typing import Any
 
 from megatron_nemotron3.launch.flag import parse
 from megatron_nemotron3.proof.certify.bench import Bench
-from megatron_nemotron3.proof.certify.finding import Finding, State, failed
+from megatron_nemotron3.proof.certify.finding import Finding, PropertyState, failed
 from megatron_nemotron3.proof.certify.proof import STAGES, Stage, prove
 from megatron_nemotron3.proof.certify.twin import Twin, make
 from tests.proof.certify.drawn import RandomLaunch, launches
@@ -75,7 +75,7 @@ def record(number: int, launch: RandomLaunch, timeout: float, stages: Sequence[S
             (f.difference / f.tolerance for f in found if f.difference is not None and f.tolerance),
             default=0.0,
         ),
-        "failed": [[f.name, f.where, f.difference, f.detail] for f in found if f.state is State.FAIL],
+        "failed": [[f.name, f.where, f.difference, f.detail] for f in found if f.state is PropertyState.FAIL],
     }
 
 

@@ -11,7 +11,7 @@ from megatron_nemotron3.launch import Launch, flags
 from megatron_nemotron3.precision import yaml_file
 from megatron_nemotron3.proof.certify import built, twin
 from megatron_nemotron3.proof.certify.bench import Bench
-from megatron_nemotron3.proof.certify.finding import State
+from megatron_nemotron3.proof.certify.finding import PropertyState
 
 
 def bench_of(folder: Path, file: Path, name: str = "super") -> Bench:
@@ -26,18 +26,18 @@ def test_the_published_file_and_one_without_enabled(tmp_path: Path) -> None:
     yaml_file.write(models.get("super"), file)
     bench = bench_of(tmp_path, file)
     whole, small = built.census(bench)
-    assert (whole.name, whole.state) == (built.WHOLE, State.PASS), whole.detail
+    assert (whole.name, whole.state) == (built.WHOLE, PropertyState.PASS), whole.detail
     assert "nvfp4" in whole.detail and "bf16" in whole.detail
-    assert (small.name, small.state) == (built.TWIN, State.PASS), small.detail
+    assert (small.name, small.state) == (built.TWIN, PropertyState.PASS), small.detail
     # Megatron drops a matcher without `enabled: true` in silence, and its linears become NVFP4.
     file.write_text(file.read_text().replace("    enabled: true\n", "", 1))
     found = list(built.census(bench))
-    assert found[0].state is State.FAIL and "not the published recipe" in found[0].detail, found
+    assert found[0].state is PropertyState.FAIL and "not the published recipe" in found[0].detail, found
 
 
 def test_a_file_that_is_elsewhere(tmp_path: Path) -> None:
     (one,) = built.census(bench_of(tmp_path, tmp_path / "missing.yaml"))
-    assert one.state is State.UNTESTED and "missing.yaml" in one.detail
+    assert one.state is PropertyState.UNTESTED and "missing.yaml" in one.detail
 
 
 @pytest.mark.full
@@ -45,4 +45,4 @@ def test_a_file_that_is_elsewhere(tmp_path: Path) -> None:
 def test_other_models(name: str, tmp_path: Path) -> None:
     file = tmp_path / "p.yaml"
     yaml_file.write(models.get(name), file)
-    assert {one.state for one in built.census(bench_of(tmp_path, file, name))} == {State.PASS}
+    assert {one.state for one in built.census(bench_of(tmp_path, file, name))} == {PropertyState.PASS}

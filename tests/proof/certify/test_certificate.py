@@ -16,7 +16,7 @@ from megatron_nemotron3.launch.command_line import read
 from megatron_nemotron3.launch.flag import Flag, render
 from megatron_nemotron3.precision import yaml_file
 from megatron_nemotron3.proof.certify import certificate, twin
-from megatron_nemotron3.proof.certify.finding import Finding, State, failed, passed, untested
+from megatron_nemotron3.proof.certify.finding import Finding, PropertyState, failed, passed, untested
 
 
 @pytest.fixture
@@ -102,8 +102,8 @@ def make(launch: list[Flag], findings: list[Finding]) -> dict[str, Any]:
 
 
 def test_both_files_say_the_same(launch: list[Flag], tmp_path: Path) -> None:
-    nan = Finding("losses", State.FAIL, "TP2", float("nan"), 1.0)
-    infinite = Finding("expert biases", State.FAIL, "TP2", float("inf"), 1.0, "layers.1|bias")
+    nan = Finding("losses", PropertyState.FAIL, "TP2", float("nan"), 1.0)
+    infinite = Finding("expert biases", PropertyState.FAIL, "TP2", float("inf"), 1.0, "layers.1|bias")
     found = [passed("rules"), nan, infinite, untested("fused kernels", "the torch operations")]
     data = make(launch, found)
     assert data["passed"] is False
@@ -159,7 +159,7 @@ def test_differences_name_the_options(launch: list[Flag]) -> None:
 
 
 def test_findings_are_all_in_the_certificate(launch: list[Flag]) -> None:
-    one = Finding("gradients", State.PASS, "TP2", 0.25, 1.0, "decoder.weight")
+    one = Finding("gradients", PropertyState.PASS, "TP2", 0.25, 1.0, "decoder.weight")
     (row,) = make(launch, [one])["findings"]
     names = {"name": "property"}
     expected = {

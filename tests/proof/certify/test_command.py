@@ -16,7 +16,7 @@ from megatron_nemotron3.launch import Launch, flags
 from megatron_nemotron3.launch.flag import render
 from megatron_nemotron3.proof.certify import certificate, command
 from megatron_nemotron3.proof.certify.bench import Bench
-from megatron_nemotron3.proof.certify.finding import Finding, State, failed, passed, untested
+from megatron_nemotron3.proof.certify.finding import Finding, PropertyState, failed, passed, untested
 from megatron_nemotron3.proof.certify.proof import STAGES, Stage
 
 NO_TRAINING = (
@@ -264,10 +264,10 @@ def test_what_was_not_tried_everywhere_is_said(
     script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def partly(bench: Bench) -> Iterator[Finding]:
-        yield Finding("gradients", State.PASS, "TP2", 0.25, 1.0, "one.weight")
-        yield Finding("gradients", State.PASS, "PP2", 0.5, 1.0, "two.weight")
+        yield Finding("gradients", PropertyState.PASS, "TP2", 0.25, 1.0, "one.weight")
+        yield Finding("gradients", PropertyState.PASS, "PP2", 0.5, 1.0, "two.weight")
         yield untested("gradients", "too many ranks", "EP2")
-        yield Finding("rules", State.PASS, "a-rule", detail="warning: slow")
+        yield Finding("rules", PropertyState.PASS, "a-rule", detail="warning: slow")
 
     monkeypatch.setattr(command, "STAGES", (Stage("partly", partly),))
     assert cli.main(["certify", "launch.sh"]) == 0

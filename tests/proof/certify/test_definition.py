@@ -12,7 +12,7 @@ from megatron_nemotron3.launch.flag import Flag
 from megatron_nemotron3.proof.certify import twin
 from megatron_nemotron3.proof.certify.bench import Bench
 from megatron_nemotron3.proof.certify.definition import definition
-from megatron_nemotron3.proof.certify.finding import Finding, State
+from megatron_nemotron3.proof.certify.finding import Finding, PropertyState
 from tests.proof.certify.catalogue import FAULTS
 from tests.proof.certify.definition_faults import megatrons_z_loss
 
@@ -62,14 +62,16 @@ def test_one_process_is_what_is_defined(name: str, tmp_path: Path) -> None:
     findings = found(name, tmp_path)
     more = {"super": OF_EXPERTS | OF_MTP, "nano": OF_EXPERTS}.get(LAUNCHES[name][0], set())
     assert findings.keys() == PROPERTIES | more
-    assert [finding for finding in findings.values() if finding.state is not State.PASS] == []
+    assert [finding for finding in findings.values() if finding.state is not PropertyState.PASS] == []
 
 
 @pytest.mark.full
 def test_megatron_counts_the_z_loss_once_per_depth(tmp_path: Path) -> None:
     """It means to divide that of a repeated MTP block by the depths, but divides only what it logs."""
     findings = found("super with z-loss", tmp_path, megatrons_z_loss)
-    wrong = {finding.name: finding.detail for finding in findings.values() if finding.state is State.FAIL}
+    wrong = {
+        finding.name: finding.detail for finding in findings.values() if finding.state is PropertyState.FAIL
+    }
     assert wrong == {"gradients": "mtp.layers.0.mtp_model_layer.layers.1.mlp.router.weight"}
 
 
@@ -96,6 +98,6 @@ SEEDED = {
 def test_a_fault_of_every_layout_is_named(launch: str, fault: str, tmp_path: Path) -> None:
     (what,) = FAULTS[fault].found_by
     findings = found(launch, tmp_path, FAULTS[fault].patch)
-    assert findings[what].state is State.FAIL
+    assert findings[what].state is PropertyState.FAIL
     difference = findings[what].difference
     assert difference is not None and difference > 10

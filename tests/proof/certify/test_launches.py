@@ -13,7 +13,7 @@ from megatron_nemotron3.launch import parser
 from megatron_nemotron3.launch.flag import Flag
 from megatron_nemotron3.proof.certify import static
 from megatron_nemotron3.proof.certify.bench import Bench
-from megatron_nemotron3.proof.certify.finding import State
+from megatron_nemotron3.proof.certify.finding import PropertyState
 from megatron_nemotron3.proof.certify.proof import layouts
 from megatron_nemotron3.proof.certify.twin import make
 from megatron_nemotron3.train.build import megatron_args
@@ -61,16 +61,18 @@ def test_proof_of_a_launch(name: str, tmp_path: Path) -> None:
     bench = _bench([*flags_of(name), *cure], tmp_path)
     found = list(layouts(bench))
     assert len(found) >= 5 * len(bench.twin.sizes)
-    assert [finding for finding in found if finding.state is State.FAIL] == []
+    assert [finding for finding in found if finding.state is PropertyState.FAIL] == []
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", WRONG)
 def test_a_launch_that_is_wrong(name: str, tmp_path: Path) -> None:
     bench = _bench(flags_of(name), tmp_path)
-    wrong = {finding.name for finding in layouts(bench) if finding.state is State.FAIL}
+    wrong = {finding.name for finding in layouts(bench) if finding.state is PropertyState.FAIL}
     assert {"losses", "gradients", "weights"} <= wrong
-    assert WRONG[name][1] in {finding.where for finding in static.rules(bench) if finding.state is State.FAIL}
+    assert WRONG[name][1] in {
+        finding.where for finding in static.rules(bench) if finding.state is PropertyState.FAIL
+    }
 
 
 def _bench(flags: list[Flag], folder: Path) -> Bench:

@@ -9,7 +9,7 @@ import pytest
 from megatron_nemotron3.launch import Launch, flags
 from megatron_nemotron3.proof.certify import monitored, twin
 from megatron_nemotron3.proof.certify.bench import Bench
-from megatron_nemotron3.proof.certify.finding import State
+from megatron_nemotron3.proof.certify.finding import PropertyState
 from megatron_nemotron3.proof.certify.script_stage import events
 
 SERIES = {"max_vio/layer_002": 1.5, "residual_rms/layer_001": 0.02, "monitor/dead_experts": 0.0}
@@ -37,7 +37,7 @@ def test_equal_but_for_rounding_passes(bench: Bench) -> None:
         write(bench, f"one-{number}", 1 + 1e-6 * number)
     write(bench, "layout", 1 + 1e-6)
     (one,) = monitored.monitors(bench)
-    assert one.state is State.PASS and one.difference is not None and 0 < one.difference < 1
+    assert one.state is PropertyState.PASS and one.difference is not None and 0 < one.difference < 1
 
 
 def test_what_differs_is_named(bench: Bench) -> None:
@@ -45,7 +45,7 @@ def test_what_differs_is_named(bench: Bench) -> None:
         write(bench, f"one-{number}", 1 + 1e-6 * number)
     write(bench, "layout", 1.01)
     (one,) = monitored.monitors(bench)
-    assert one.state is State.FAIL and one.detail in SERIES and one.where == str(bench.twin.sizes[0])
+    assert one.state is PropertyState.FAIL and one.detail in SERIES and one.where == str(bench.twin.sizes[0])
 
 
 def test_a_missing_series_fails(bench: Bench) -> None:
@@ -53,10 +53,10 @@ def test_a_missing_series_fails(bench: Bench) -> None:
         write(bench, f"one-{number}")
     write(bench, "layout", 1.0, "max_vio/layer_002")
     (one,) = monitored.monitors(bench)
-    assert one.state is State.FAIL and "max_vio/layer_002 is missing" in one.detail
+    assert one.state is PropertyState.FAIL and "max_vio/layer_002 is missing" in one.detail
 
 
 def test_runs_that_ended_early_are_not_compared(bench: Bench) -> None:
     write(bench, "one-0")
     (one,) = monitored.monitors(bench)
-    assert one.state is State.UNTESTED
+    assert one.state is PropertyState.UNTESTED

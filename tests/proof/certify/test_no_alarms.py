@@ -6,7 +6,7 @@ import pytest
 
 from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.proof.certify import proof
-from megatron_nemotron3.proof.certify.finding import State
+from megatron_nemotron3.proof.certify.finding import PropertyState
 from megatron_nemotron3.proof.certify.layouts import Sizes, cover
 from tests.proof.certify.drawn import RandomLaunch, launches
 from tests.proof.certify.random_launches import findings, twin_of
@@ -23,9 +23,11 @@ def ranks(launch: RandomLaunch) -> int:
 
 def failures(launch: RandomLaunch, stages: list[proof.Stage] | None = None) -> list[str]:
     found = findings(launch, stages=stages)
-    assert any(one.state is State.PASS for one in found)
+    assert any(one.state is PropertyState.PASS for one in found)
     return [
-        f"{one.name}, {one.where}: {one.difference} {one.detail}" for one in found if one.state is State.FAIL
+        f"{one.name}, {one.where}: {one.difference} {one.detail}"
+        for one in found
+        if one.state is PropertyState.FAIL
     ]
 
 

@@ -13,7 +13,7 @@ from megatron_nemotron3.launch import ParallelLayout, command_line, versions
 from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.proof.certify import script_run, script_stage
 from megatron_nemotron3.proof.certify.bench import Bench
-from megatron_nemotron3.proof.certify.finding import Finding, State
+from megatron_nemotron3.proof.certify.finding import Finding, PropertyState
 from megatron_nemotron3.proof.certify.reading import checkout
 from megatron_nemotron3.proof.certify.twin import make
 from tests.support import checkpoint_faults as faults
@@ -42,7 +42,7 @@ def bench(
 
 
 def failed(findings: Iterable[Finding]) -> set[str]:
-    return {finding.name for finding in findings if finding.state is State.FAIL}
+    return {finding.name for finding in findings if finding.state is PropertyState.FAIL}
 
 
 def test_a_killed_run_resumes_to_the_bit(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_what_cannot_run_here_is_said(tmp_path: Path) -> None:
     masked = bench(tmp_path, _L(), "--dataloader-inter-document-masking")
     for tried, said in ((tuned, "needs Hugging Face's datasets"), (masked, "only the stock script has it")):
         (finding,) = script_stage.script(tried)
-        assert finding.state is State.UNTESTED and said in finding.detail
+        assert finding.state is PropertyState.UNTESTED and said in finding.detail
 
 
 def test_the_launch_says_how_checkpoints_are_written(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ FULL = [
 def test_a_good_launch(layout: ParallelLayout, pattern: str, extra: tuple[str, ...], tmp_path: Path) -> None:
     findings = list(script_stage.script(bench(tmp_path, layout, *extra, pattern=pattern)))
     assert not failed(findings), findings
-    names = {finding.name for finding in findings if finding.state is State.PASS}
+    names = {finding.name for finding in findings if finding.state is PropertyState.PASS}
     assert names >= {
         *(
             "losses (script)",
@@ -156,7 +156,7 @@ def test_a_good_launch(layout: ParallelLayout, pattern: str, extra: tuple[str, .
         *("optimizer state loaded", "optimizer state after resuming", "gradients after loading"),
     }
     if _RESHARDABLE in extra:
-        elsewhere = {f.name for f in findings if f.state is State.PASS and " to " in f.where}
+        elsewhere = {f.name for f in findings if f.state is PropertyState.PASS and " to " in f.where}
         assert elsewhere >= {"optimizer state loaded", "weights after loading"}
 
 

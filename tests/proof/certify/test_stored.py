@@ -10,7 +10,7 @@ import pytest
 from megatron_nemotron3.checkpoints.convert.conversion import FromHfOptions, convert_from_hf
 from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.proof.certify import stored
-from megatron_nemotron3.proof.certify.finding import State
+from megatron_nemotron3.proof.certify.finding import PropertyState
 from tests.support.hf_folders import write_hf
 
 _EMBEDDING = "embedding.word_embeddings.weight"
@@ -34,9 +34,9 @@ def test_padding_of_the_vocabulary_need_not_come_back(
         return found
 
     for vocabulary, wrong_rows, state in (
-        (120, slice(120, None), State.PASS),
-        (None, slice(120, None), State.FAIL),
-        (120, slice(119, None), State.FAIL),
+        (120, slice(120, None), PropertyState.PASS),
+        (None, slice(120, None), PropertyState.FAIL),
+        (120, slice(119, None), PropertyState.FAIL),
     ):
         rows = wrong_rows
         monkeypatch.setattr(stored, "_tensors", as_trained)

@@ -19,7 +19,7 @@ from megatron_nemotron3.proof.certify import options, stages, twin_text
 from megatron_nemotron3.proof.certify.bench import Bench
 from megatron_nemotron3.proof.certify.certificate import normalised
 from megatron_nemotron3.proof.certify.definition import definition
-from megatron_nemotron3.proof.certify.finding import State
+from megatron_nemotron3.proof.certify.finding import PropertyState
 from megatron_nemotron3.proof.certify.layouts import Sizes, cover
 from megatron_nemotron3.proof.certify.options import Treatment
 from megatron_nemotron3.proof.certify.twin import Twin, make, stages_of
@@ -273,7 +273,7 @@ def test_heads_alone(tmp_path: Path) -> None:
     bench = Bench(twin=make(flags, 8, boost=heads), flags=flags, folder=tmp_path)
     assert bench.case(None).boost == heads
     (finding,) = definition(bench)
-    assert finding.state is State.UNTESTED and "heads alone" in finding.detail
+    assert finding.state is PropertyState.UNTESTED and "heads alone" in finding.detail
     assert normalised(flags, heads=heads) != normalised(flags)
 
 

@@ -10,7 +10,7 @@ from megatron_nemotron3.launch import Launch, ParallelLayout, command_line
 from megatron_nemotron3.launch import flags as flags_of
 from megatron_nemotron3.proof.certify import proof
 from megatron_nemotron3.proof.certify.bench import Bench
-from megatron_nemotron3.proof.certify.finding import State
+from megatron_nemotron3.proof.certify.finding import PropertyState
 from megatron_nemotron3.proof.certify.twin import make
 from tests.proof.certify.test_twin import SUPER
 
@@ -64,4 +64,4 @@ def test_proof_of_experts_that_differ_by_layer(tmp_path: Path) -> None:
 def _prove(bench: Bench) -> None:
     found = list(proof.layouts(bench))
     assert len(found) >= 5 * len(bench.twin.sizes)
-    assert [finding for finding in found if finding.state is State.FAIL] == []
+    assert [finding for finding in found if finding.state is PropertyState.FAIL] == []

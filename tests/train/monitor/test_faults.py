@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_nemotron3.models import get
-from megatron_nemotron3.train.monitor.alarms import Finding, scan
+from megatron_nemotron3.train.monitor.alarms import Alarm, scan
 from tests.support import faults
 from tests.support.monitored_run import MonitoredRun, alone
 from tests.support.series import INTERVAL, SET_ON, History, hurt, recorded, super_like
@@ -158,7 +158,7 @@ class Patient:
         with torch.no_grad():
             self.run.model(rows, torch.arange(64).expand(8, -1), None, labels=rows)
 
-    def suffer(self, fault: Callable[[Patient], Any]) -> tuple[list[Finding], list[float]]:
+    def suffer(self, fault: Callable[[Patient], Any]) -> tuple[list[Alarm], list[float]]:
         """Warnings in `IN_TIME` measurements after a fault, and the share by which each one's loss moved."""
         self.run.restore(self.state)
         begin, before = self.run.iteration, len(self.run.warnings)

@@ -17,7 +17,7 @@ from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.models.series import KINDS
 from megatron_nemotron3.train import log, processes
 from megatron_nemotron3.train.monitor import events
-from megatron_nemotron3.train.progress import Progress
+from megatron_nemotron3.train.progress import TrainProgress
 from tests.support.distributed import run_launcher
 from tests.support.short_run import mock_argv, short_schedule
 
@@ -86,7 +86,7 @@ def weights() -> str:
 
 
 @functools.cache
-def run(name: str, script: Path = processes.ENTRY) -> tuple[dict[int, log.Step], events.History]:
+def run(name: str, script: Path = processes.ENTRY) -> tuple[dict[int, log.LogStep], events.History]:
     """(log lines, TensorBoard series) of two steps from those weights."""
     layout, extra = LAYOUTS[name]
     board = folder() / f"{script.stem}-{name}"
@@ -220,7 +220,7 @@ def test_a_warning_is_in_the_log_in_nemotron3_train_and_in_watch(
     )
 
     capsys.readouterr()
-    progress = Progress()
+    progress = TrainProgress()
     for printed in output.splitlines():
         progress.line(f"{printed}\n")
     assert line in capsys.readouterr().out.splitlines()

@@ -139,7 +139,7 @@ def test_log_line_and_aggregates() -> None:
         values = reported(result, step + 1)
         # The parser that `nemotron3 train` reads Megatron's log with.
         shown = log.parse(f"iteration {step + 1}/ 2 | lm loss: 1.0 |{line}")
-        assert isinstance(shown, log.Step)
+        assert isinstance(shown, log.LogStep)
         worst = max(values["max_vio"].values())
         assert shown.values["worst MaxVio"] == pytest.approx(worst, abs=5e-3)
         micro = max(values["max_vio_micro_worst"].values())

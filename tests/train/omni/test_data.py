@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* is experimental:UserWarning")
 
 from megatron_nemotron3.boundary.feed import RowFeed  # noqa: E402
 from megatron_nemotron3.train.omni.conversation import sample  # noqa: E402
-from megatron_nemotron3.train.omni.data import ChatFile, Rows, build_loader, check, describe, in_order  # noqa: E402
+from megatron_nemotron3.train.omni.data import ChatFile, MediaRows, build_loader, check, describe, in_order  # noqa: E402
 from megatron_nemotron3.train.omni.media import MediaError  # noqa: E402
 from tests.support.world import world_of_one  # noqa: E402
 
@@ -79,7 +79,7 @@ def same(one: Any, other: Any) -> bool:
 
 def test_workers_and_resuming(processor: Any, chats: Path) -> None:
     """Two workers make the batches of none; from the middle of the second epoch on they are the same."""
-    rows = len(Rows(ChatFile(chats, processor, CONFIG, LENGTH)).packed)
+    rows = len(MediaRows(ChatFile(chats, processor, CONFIG, LENGTH)).packed)
     assert rows > 3
     alone = batches(chats, processor, 2 * rows)
     assert all(map(same, alone, batches(chats, processor, 2 * rows, workers=2)))
@@ -98,7 +98,7 @@ def test_rows_are_the_conversations(processor: Any, chats: Path) -> None:
     """Each conversation is in one row with its own tokens, labels and media, text-only ones among them."""
     found: list[list[int]] = []
     packed = 0
-    rows = len(Rows(ChatFile(chats, processor, CONFIG, LENGTH)).packed)
+    rows = len(MediaRows(ChatFile(chats, processor, CONFIG, LENGTH)).packed)
     for batch in batches(chats, processor, rows):
         borders = batch["packing_kwargs"]["cu_seqlens_q"].tolist()
         assert borders[0] == 0 and borders[-1] == LENGTH
@@ -195,7 +195,7 @@ def test_documents_stay_apart_in_the_model(processor: Any, chats: Path) -> None:
     from megatron_nemotron3.train.omni.build import build
 
     one = Layout.of()
-    rows = Rows(ChatFile(chats, processor, CONFIG, LENGTH))
+    rows = MediaRows(ChatFile(chats, processor, CONFIG, LENGTH))
     number = max(range(len(rows.packed)), key=lambda i: len(rows.packed.members(i)))
     members = rows.packed.members(number)
     assert len(members) > 1

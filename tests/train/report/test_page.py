@@ -9,7 +9,7 @@ import pytest
 
 from megatron_nemotron3 import cli
 from megatron_nemotron3.common import lock
-from megatron_nemotron3.launch.manifest import Manifest
+from megatron_nemotron3.launch.manifest import RunManifest
 from megatron_nemotron3.precision import report as precision
 from tests.common.test_bars import step
 from tests.precision.test_report import rows
@@ -26,7 +26,7 @@ def run(folder: Path, steps: int = 10, *, name: str = "super-tiny") -> Path:
     """The folder of a run that was logged up to a step."""
     folder.mkdir(parents=True, exist_ok=True)
     parts = {**PARTS, "model": {"name": name}}
-    Manifest(folder).write(parts, None, "nemotron3 train super --tiny --steps 10")
+    RunManifest(folder).write(parts, None, "nemotron3 train super --tiny --steps 10")
     lines = [step(n) for n in range(1, steps + 1)]
     lines += [" validation loss at iteration 5 | lm loss value: 5.047692E+00 | \n"] * (steps >= 5)
     (folder / "train.log").write_text("".join(lines))

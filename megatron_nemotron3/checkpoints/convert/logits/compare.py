@@ -23,8 +23,8 @@ from torch import Tensor
 
 from megatron_nemotron3.checkpoints.convert.keys import Prefix, prefixes
 from megatron_nemotron3.checkpoints.convert.logits.hugging_face import HuggingFace
-from megatron_nemotron3.checkpoints.convert.logits.reference import Reference
-from megatron_nemotron3.checkpoints.convert.logits.report import Layer, Logits, Report
+from megatron_nemotron3.checkpoints.convert.logits.reference import ReferenceModel
+from megatron_nemotron3.checkpoints.convert.logits.report import LayerComparison, Logits, LogitsReport
 from megatron_nemotron3.checkpoints.convert.logits.routing import Selection, agree
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.models import Nemotron3Config
@@ -40,7 +40,7 @@ OnLogits = Callable[[str, int, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
-class CheckOptions:
+class LogitsCheckOptions:
     """How `check_logits` runs.
 
     Args:
@@ -61,8 +61,8 @@ def check_logits(
     megatron: TensorSource,
     hf: TensorSource,
     config: Nemotron3Config,
-    options: CheckOptions,
-) -> Report:
+    options: LogitsCheckOptions,
+) -> LogitsReport:
     """Run one sequence of random tokens through both checkpoints, a layer at a time, in FP32.
 
     Args:
@@ -91,7 +91,7 @@ def check_logits(
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(config.vocab_size, (tokens,), generator=generator)
     with torch.no_grad():
-        sides = Reference(megatron, config), HuggingFace(hf, config)
+        sides = ReferenceModel(megatron, config), HuggingFace(hf, config)
         if (note := sides[1].note) is not None:
             echo(f"transformers computes without its clamp of time steps here; {note}")
         comparison = _Comparison(*sides, config, generator, options)
@@ -129,19 +129,19 @@ def memory_bound(config: Nemotron3Config, tokens: int) -> int:
 
 @dataclass
 class _Comparison:
-    ours: Reference
+    ours: ReferenceModel
     theirs: HuggingFace
     config: Nemotron3Config
     generator: torch.Generator
-    options: CheckOptions
-    report: Report = field(default_factory=Report)
+    options: LogitsCheckOptions
+    report: LogitsReport = field(default_factory=LogitsReport)
 
     def run(self, ids: Tensor) -> None:
         table = list(prefixes(self.config))
         self.report.experts = sum(p.part == "E" for p in table) * (self.config.num_moe_experts or 0)
         x, y = self.ours.embed(ids), self.theirs.embed(ids).unsqueeze(0)
         rows = torch.stack([x, x, x])
-        self.record(Layer("embedding", *self.compare(x, y[0], rows[OWN], y[0])))
+        self.record(LayerComparison("embedding", *self.compare(x, y[0], rows[OWN], y[0])))
         rows[THEIRS] = y[0]
         depth = 0
         for prefix, following in zip(table[1:], chain(table[2:], [None])):
@@ -177,10 +177,12 @@ class _Comparison:
         name = f"{prefix.megatron.rstrip('.')} and {prefix.hf.rstrip('.')} ({prefix.part})"
         figures = self.compare(update[THEIRS], step.update[0], rows[OWN], step.stream[0])
         if step.selection is None:
-            self.record(Layer(name, *figures))
+            self.record(LayerComparison(name, *figures))
         else:
             own, used = agreements[OWN], step.selection.experts.unique().numel()
-            self.record(Layer(name, *figures, agreements[THEIRS].scores, own.ties, own.others, used))
+            self.record(
+                LayerComparison(name, *figures, agreements[THEIRS].scores, own.ties, own.others, used)
+            )
         rows[THEIRS] = step.stream[0]
         return rows, step.stream
 
@@ -190,7 +192,7 @@ class _Comparison:
         rows = self.ours.mtp_input(prefix.megatron, self.ours.embed(ids), rows)
         self.perturb(rows, rows[THEIRS] - y[0])
         name = f"{prefix.megatron}eh_proj and {prefix.hf}eh_proj"
-        self.record(Layer(name, *self.compare(rows[THEIRS], y[0], rows[OWN], y[0])))
+        self.record(LayerComparison(name, *self.compare(rows[THEIRS], y[0], rows[OWN], y[0])))
         rows[THEIRS] = y[0]
         return rows, y
 
@@ -202,7 +204,7 @@ class _Comparison:
 
     @staticmethod
     def compare(ours: Tensor, theirs: Tensor, own: Tensor, stream: Tensor) -> tuple[float, float, float]:
-        """`Layer.difference`, `.streams` and `.scale` of [s, d] each."""
+        """`LayerComparison.difference`, `.streams` and `.scale` of [s, d] each."""
         size, difference = theirs.norm(dim=-1), (ours - theirs).norm(dim=-1)
         # A token whose update nearly cancels has the rounding error of its large terms.
         relative = difference / size.clamp_min(0.1 * size.square().mean().sqrt().item())
@@ -210,7 +212,7 @@ class _Comparison:
         scale = stream.square().mean().sqrt().item()
         return relative.max().item(), (own - stream).abs().max().item(), scale
 
-    def record(self, layer: Layer) -> None:
+    def record(self, layer: LayerComparison) -> None:
         self.report.layers.append(layer)
         routing = "" if layer.scores is None else f"; {layer.experts} experts, {layer.ties} near ties"
         failed = "  DIFFERENT" if layer.problem else ""

@@ -39,7 +39,7 @@ _QUERIES = 512
 FINAL_NORMS = ("decoder.final_norm.weight", "decoder.final_layernorm.weight")
 
 
-class Reference:
+class ReferenceModel:
     """A Megatron checkpoint, run one layer at a time.
 
     Each public method below `layer` is one step, which `bisect` replaces to test a hypothesis.

@@ -24,7 +24,7 @@ FLOORS = 4.0
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerComparison:
     """Comparison of one step: a layer, the embedding, or the input projection of an MTP block."""
 
     #: "layer 3 (*, decoder.layers.3 and backbone.layers.3)".
@@ -92,10 +92,10 @@ class Logits:
 
 
 @dataclass
-class Report:
+class LogitsReport:
     """All comparisons, in the order of the layers."""
 
-    layers: list[Layer] = field(default_factory=list)
+    layers: list[LayerComparison] = field(default_factory=list)
     logits: list[Logits] = field(default_factory=list)
     #: Routed experts of the model, MTP included. Those that some token selected are compared.
     experts: int = 0

@@ -29,7 +29,7 @@ class Selection:
 
 
 @dataclass(frozen=True)
-class Agreement:
+class SelectionDifference:
     """Difference between two selections for the same tokens."""
 
     #: Largest difference of a score.
@@ -40,7 +40,7 @@ class Agreement:
     others: int
 
 
-def agree(ours: Selection, theirs: Selection) -> tuple[Tensor, Agreement]:
+def agree(ours: Selection, theirs: Selection) -> tuple[Tensor, SelectionDifference]:
     """Return the experts to use [s, topk]: ours, but theirs for tokens with a near tie; and the difference.
 
     Raises:
@@ -60,4 +60,4 @@ def agree(ours: Selection, theirs: Selection) -> tuple[Tensor, Agreement]:
     tie = differ & (ranked - missed <= TIE)
     experts = torch.where(tie.unsqueeze(1), theirs.experts, ours.experts)
     difference = (ours.scores - theirs.scores).abs().max().item()
-    return experts, Agreement(difference, int(tie.sum()), int((differ & ~tie).sum()))
+    return experts, SelectionDifference(difference, int(tie.sum()), int((differ & ~tie).sum()))

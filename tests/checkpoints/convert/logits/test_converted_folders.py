@@ -17,7 +17,7 @@ from megatron_nemotron3.checkpoints.convert.conversion import (
     convert_from_hf,
     convert_to_hf,
 )
-from megatron_nemotron3.checkpoints.convert.logits.compare import CheckOptions, check_logits
+from megatron_nemotron3.checkpoints.convert.logits.compare import LogitsCheckOptions, check_logits
 from megatron_nemotron3.models import get
 from tests.support.checkpoint_pair import pair
 from tests.support.checkpoint_writer import write
@@ -26,7 +26,7 @@ from tests.support.world import world_of_one
 pytest.importorskip("transformers")
 
 CONFIG = get("super-tiny").but(pattern="M-*E", vocab_size=300, dense_ffn_hidden_size=128)
-QUIET = CheckOptions(140, echo=lambda line: None)
+QUIET = LogitsCheckOptions(140, echo=lambda line: None)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.checkpoints.convert.logits.compare import CheckOptions, check_logits
-from megatron_nemotron3.checkpoints.convert.logits.report import Report
+from megatron_nemotron3.checkpoints.convert.logits.compare import LogitsCheckOptions, check_logits
+from megatron_nemotron3.checkpoints.convert.logits.report import LogitsReport
 from megatron_nemotron3.models import get
 from tests.support.checkpoint_pair import InMemory, Pair, pair
 from tests.support.world import world_of_one
@@ -31,7 +31,7 @@ CONFIG = get("super-tiny").but(
     moe_latent_size=32,
 )
 TOKENS = 140
-QUIET = CheckOptions(TOKENS, echo=lambda line: None)
+QUIET = LogitsCheckOptions(TOKENS, echo=lambda line: None)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def run(
     right: Pair, change: Callable[[dict[str, Tensor]], Any] = lambda tensors: None, **fields: Any
-) -> Report:
+) -> LogitsReport:
     """Check the pair with some of Hugging Face's tensors changed."""
     hf = dict(right.hf.content)
     change(hf)
@@ -231,18 +231,26 @@ def test_config_json_is_part_of_the_proof(right: Pair, tmp_path: Path) -> None:
     data = json.loads((right.hf.folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(data | {"routed_scaling_factor": 1.0}))
     with pytest.raises(ValueError, match="moe_router_topk_scaling_factor=1.0"):
-        check_logits(right.megatron, InMemory(right.hf.content, tmp_path), right.config, CheckOptions(TOKENS))
+        check_logits(
+            right.megatron, InMemory(right.hf.content, tmp_path), right.config, LogitsCheckOptions(TOKENS)
+        )
     (tmp_path / "config.json").write_text(json.dumps(data | {"chunk_size": 128, "time_step_min": "small"}))
     with pytest.raises(ValueError, match=r"config\.json: transformers cannot read it: .*time_step_min"):
-        check_logits(right.megatron, InMemory(right.hf.content, tmp_path), right.config, CheckOptions(TOKENS))
+        check_logits(
+            right.megatron, InMemory(right.hf.content, tmp_path), right.config, LogitsCheckOptions(TOKENS)
+        )
     (tmp_path / "config.json").unlink()
     with pytest.raises(ValueError, match=r"config\.json is missing"):
-        check_logits(right.megatron, InMemory(right.hf.content, tmp_path), right.config, CheckOptions(TOKENS))
+        check_logits(
+            right.megatron, InMemory(right.hf.content, tmp_path), right.config, LogitsCheckOptions(TOKENS)
+        )
 
 
 def test_too_few_tokens(right: Pair) -> None:
     lines: list[str] = []
     with pytest.raises(ValueError, match="2 tokens are too few: use at least 3"):
-        check_logits(right.megatron, right.hf, right.config, CheckOptions(2, echo=lines.append))
-    assert check_logits(right.megatron, right.hf, right.config, CheckOptions(3, echo=lines.append)).passed
+        check_logits(right.megatron, right.hf, right.config, LogitsCheckOptions(2, echo=lines.append))
+    assert check_logits(
+        right.megatron, right.hf, right.config, LogitsCheckOptions(3, echo=lines.append)
+    ).passed
     assert "3 tokens stay within the first chunk of 128" in lines[1]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.checkpoints.convert.logits import hugging_face
-from megatron_nemotron3.checkpoints.convert.logits.compare import CheckOptions, check_logits
+from megatron_nemotron3.checkpoints.convert.logits.compare import LogitsCheckOptions, check_logits
 from megatron_nemotron3.checkpoints.convert.logits.reader import BAND_ELEMENTS, TensorReader
 from megatron_nemotron3.checkpoints.convert.logits.routing import TIE, Selection, agree
 from megatron_nemotron3.models import get
@@ -26,7 +26,7 @@ pytest.importorskip("transformers")
 CONFIG = get("super-tiny").but(
     name="sides", pattern="M-*E", vocab_size=300, dense_ffn_hidden_size=128, moe_router_topk=2
 )
-QUIET = CheckOptions(140, echo=lambda line: None)
+QUIET = LogitsCheckOptions(140, echo=lambda line: None)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def figures(right: Pair, megatron: dict[str, Tensor], tokens: int = 140) -> list[float]:
     source = InMemory(megatron, right.hf.folder)
-    report = check_logits(source, right.hf, right.config, CheckOptions(tokens, echo=lambda line: None))
+    report = check_logits(source, right.hf, right.config, LogitsCheckOptions(tokens, echo=lambda line: None))
     assert report.passed, report.problems
     return [layer.difference for layer in report.layers] + [logits.difference for logits in report.logits]
 
@@ -106,7 +106,7 @@ def test_bfloat16(right: Pair) -> None:
 
 def test_only_chosen_experts_are_read(right: Pair) -> None:
     sources = [InMemory(s.content, s.folder) for s in (right.megatron, right.hf)]
-    report = check_logits(*sources, right.config, CheckOptions(3, echo=lambda line: None))
+    report = check_logits(*sources, right.config, LogitsCheckOptions(3, echo=lambda line: None))
     read = {name for name in sources[1].read_names if "layers.3.mixer.experts." in name and "up" in name}
     (layer,) = (layer for layer in report.layers if layer.name.startswith("decoder.layers.3 "))
     assert 2 <= len(read) == layer.experts <= 6 < CONFIG.num_moe_experts

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.checkpoints.convert.logits.compare import CheckOptions, check_logits
-from megatron_nemotron3.checkpoints.convert.logits.report import Report
+from megatron_nemotron3.checkpoints.convert.logits.compare import LogitsCheckOptions, check_logits
+from megatron_nemotron3.checkpoints.convert.logits.report import LogitsReport
 from megatron_nemotron3.models import get
 from tests.support.checkpoint_pair import Pair, pair
 from tests.support.model_mapping import to_transformers
@@ -34,11 +34,11 @@ class Run:
         self.lines: list[str] = []
         self.ours: dict[str, list[Tensor]] = {}
         self.theirs: dict[str, list[Tensor]] = {}
-        self.report: Report = check_logits(
+        self.report: LogitsReport = check_logits(
             self.pair.megatron,
             self.pair.hf,
             self.pair.config,
-            CheckOptions(TOKENS, seed=SEED, echo=self.lines.append, on_logits=self.keep),
+            LogitsCheckOptions(TOKENS, seed=SEED, echo=self.lines.append, on_logits=self.keep),
         )
         vocabulary, generator = self.pair.config.vocab_size, torch.Generator().manual_seed(SEED)
         self.ids = torch.randint(vocabulary, (TOKENS,), generator=generator).unsqueeze(0)
