@@ -275,7 +275,7 @@ class TransferPlan:
 def _common_pieces(
     held: Sequence[tuple[int, int, int]], wanted: Sequence[tuple[int, int, int]], by: int
 ) -> list[RowPiece]:
-    """Rows in both (`IntervalIndex.clip` of each side); the receiver numbers a row as the sender plus `by`."""
+    """Rows in both (`IntervalIndex.clip` of each side); the receiver's numbers are the sender's plus `by`."""
     found: list[RowPiece] = []
     i = j = 0
     while i < len(held) and j < len(wanted):

@@ -20,7 +20,7 @@ from megatron_nemotron3.models.lora import LINEARS, LoRASettings
 from megatron_nemotron3.models.tensors import hf_root
 
 if TYPE_CHECKING:
-    from megatron_nemotron3.checkpoints.convert.conversion import FromHfOptions, ToHfOptions
+    from megatron_nemotron3.checkpoints.convert.job_options import FromHfOptions, ToHfOptions
 
 
 def with_adapter(opened: Checkpoint, options: ToHfOptions | FromHfOptions) -> Checkpoint:

@@ -6,8 +6,8 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from megatron_nemotron3.checkpoints.convert import config_json, from_hf, inventory, omni_parts, to_hf
@@ -20,6 +20,7 @@ from megatron_nemotron3.checkpoints.convert.adapter_options import (
 from megatron_nemotron3.checkpoints.convert.checkpoints import open_hugging_face, open_megatron
 from megatron_nemotron3.checkpoints.convert.hf_folder import CONFIG, read_config
 from megatron_nemotron3.checkpoints.convert.job import MANIFEST, Job, JobProgress, check_target, run
+from megatron_nemotron3.checkpoints.convert.job_options import ConvertOptions, FromHfOptions, ToHfOptions
 from megatron_nemotron3.checkpoints.convert.omni_config import TEXT, is_omni, part
 from megatron_nemotron3.checkpoints.convert.opened import Checkpoint, checkpoint_facts
 from megatron_nemotron3.checkpoints.convert.peft import PackedAdapter
@@ -40,66 +41,9 @@ from megatron_nemotron3.checkpoints.folders import TOKENIZER, locate
 from megatron_nemotron3.checkpoints.metadata import count_elements
 from megatron_nemotron3.checkpoints.remote import shown
 from megatron_nemotron3.common.output import BYTES, Bar, say, size_text
-from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.models.omni import OmniConfig
 
 #: Options that do not change what is written.
 _NO_EFFECT = ("workers", "dry_run", "compare_logits", "url")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConvertOptions:
-    """Options of both directions; names and meaning are those of the command line."""
-
-    #: Default: the model is read from the checkpoint.
-    model: Nemotron3Config | OmniConfig | None = None
-    #: Default: types are kept.
-    dtype: str | None = None
-    allow_unused: Sequence[str] = ()
-    workers: int = 1
-    dry_run: bool = False
-    shard_bytes: int = to_hf.SHARD_BYTES
-    allow_nonfinite: bool = False
-    #: A folder that peft saved.
-    adapter: Path | None = None
-    #: Add the adapter to the weights: that of `adapter`, or the source's own.
-    merge_adapter: bool = False
-    #: Default: as the Megatron checkpoint says.
-    lora_alpha: float | None = None
-    #: "language": convert the language model of a model with encoders alone.
-    only: str | None = None
-    #: A checkpoint with encoders, of the kind that is written: put the language model into it.
-    into: Path | None = None
-    #: Write there; the target is then only a name.
-    url: str | None = None
-    #: Called with Megatron's weights, Hugging Face's and the model after the conversion; returns the exit
-    #: status (--check-logits).
-    compare_logits: Callable[[TensorSource, TensorSource, Nemotron3Config], int] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ToHfOptions(ConvertOptions):
-    """Options of `convert_to_hf`."""
-
-    #: Default: the iteration that the tracker names.
-    iteration: int | None = None
-    vocab_size: int | None = None
-    from_masters: bool = False
-    reference: Path | None = None
-    #: Recipe of `quantized_recipes`.
-    quantize: str | None = None
-    input_scales: Path | None = None
-    #: Write the adapter alone, as a folder of peft.
-    adapter_only: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class FromHfOptions(ConvertOptions):
-    """Options of `convert_from_hf`."""
-
-    make_vocab_size_divisible_by: int = 128
-    dequantize: bool = False
-    mtp_num_layers: int | None = None
 
 
 def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:

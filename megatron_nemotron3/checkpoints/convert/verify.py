@@ -12,8 +12,8 @@ from pathlib import Path
 from megatron_nemotron3.checkpoints.archive import preadv
 from megatron_nemotron3.checkpoints.convert.checkpoints import open_checkpoint
 from megatron_nemotron3.checkpoints.convert.compare import Difference, compare
-from megatron_nemotron3.checkpoints.convert.conversion import ConvertOptions
 from megatron_nemotron3.checkpoints.convert.job import MANIFEST
+from megatron_nemotron3.checkpoints.convert.job_options import ConvertOptions
 from megatron_nemotron3.checkpoints.convert.opened import checkpoint_facts, checkpoint_line
 from megatron_nemotron3.checkpoints.convert.streams import BAND
 from megatron_nemotron3.checkpoints.metadata import CheckpointError, read_json

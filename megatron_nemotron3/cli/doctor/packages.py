@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
 
-from megatron_nemotron3.cli.doctor.finding import DoctorFinding
+from megatron_nemotron3.cli.doctor.finding import DoctorFinding, Level
 
 #: Versions that this release is tested with.
 TESTED = {
@@ -50,7 +50,7 @@ class PackageRule:
     """
 
     subject: str
-    level: str
+    level: Level
     applies: Callable[[Mapping[str, Version]], bool]
     why: str
     cure: str
@@ -141,9 +141,8 @@ def check(have: Mapping[str, str]) -> list[DoctorFinding]:
     for name in ("python", *PURPOSE):
         broken = [rule for rule in RULES if rule.subject == name and rule.applies(versions)]
         for rule in broken:
-            found.append(
-                DoctorFinding(name, rule.level, f"{have.get(name, 'absent')}: {rule.why}", rule.cure)
-            )  # type: ignore[arg-type]
+            text = f"{have.get(name, 'absent')}: {rule.why}"
+            found.append(DoctorFinding(name, rule.level, text, rule.cure))
         if broken:
             continue
         if name not in have:

@@ -27,7 +27,7 @@ from megatron_nemotron3.boundary.failure import BoundaryError, Failure
 from megatron_nemotron3.boundary.groups import Groups
 from megatron_nemotron3.inference.refit.checksum import added
 from megatron_nemotron3.inference.refit.held import check_source, check_target, serving_parameters
-from megatron_nemotron3.inference.refit.moving import Made, Moving
+from megatron_nemotron3.inference.refit.moving import Made, Moving, Route
 from megatron_nemotron3.inference.refit.packer import PackedSource
 from megatron_nemotron3.inference.refit.parts import Part, name_of, parts_of, sum_held, sum_sent, target_of
 from megatron_nemotron3.inference.refit.plan import RefitPlan, TensorTransfer
@@ -234,7 +234,14 @@ class Refit:
             None if flags.pop() else tuple(n for n, flag in zip(index, flags, strict=True) if not flag)
         )
         self._last = {}  # until this refit has succeeded
-        return Moving(self, source, sums, known, unchanged, frozenset((delta and unchanged) or ()))
+        route = Route(
+            [(one, self.receivers[to]) for one, to in self._out],
+            [(one, self.senders[sender]) for one, sender in self._in],
+            self.groups,
+            self._guarded,
+            self.plan.steps,
+        )
+        return Moving(route, source, sums, known, unchanged, frozenset((delta and unchanged) or ()))
 
     def _prove(self, moving: Moving, found: Mapping[Part, int]) -> RefitReport:
         """Compare the senders' checksums with the receivers', tensor by tensor.

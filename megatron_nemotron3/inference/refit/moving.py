@@ -4,18 +4,32 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_nemotron3.boundary.groups import Groups
 from megatron_nemotron3.inference.refit.parts import Part, name_of, pack, parts_of, space_of, unpack
 from megatron_nemotron3.inference.refit.plan import TensorTransfer
 
-if TYPE_CHECKING:
-    from megatron_nemotron3.inference.refit.execute import Refit
+
+@dataclass(frozen=True)
+class Route:
+    """What this rank sends and receives.
+
+    outgoing, incoming: transfers with the global rank of the other side. guarded: turns an error of what is
+    done inside it, which its text names, into one of all ranks. steps: of the plan.
+    """
+
+    outgoing: list[tuple[TensorTransfer, int]]
+    incoming: list[tuple[TensorTransfer, int]]
+    groups: Groups
+    guarded: Callable[[str], AbstractContextManager[None]]
+    steps: int
 
 
 @dataclass
@@ -26,7 +40,7 @@ class Moving:
     skipped: names that are not sent. sent, received: bytes of this rank.
     """
 
-    refit: Refit
+    route: Route
     source: Mapping[str, Tensor]
     sums: dict[Part, int]
     known: dict[Any, int]
@@ -37,15 +51,14 @@ class Moving:
 
     def steps(self, target: Any) -> Iterator[list[Part]]:
         """Move step by step; yield the parts that have arrived after each."""
-        refit, own = self.refit, dist.get_rank()
-        outgoing = self._messages(refit._out, refit.receivers)
-        coming = self._messages(refit._in, refit.senders)
+        route, own = self.route, dist.get_rank()
+        outgoing, coming = self._messages(route.outgoing), self._messages(route.incoming)
         numbers = sorted({*outgoing, *coming})
         packed: dict[int, Tensor] = {}
         for i, step in enumerate(numbers):
             incoming = coming[step]
             sizes = {peer: space_of(parts) for peer, parts in incoming.items()}
-            with refit._guarded(f"moved step {step} of {refit.plan.steps}"):
+            with route.guarded(f"moved step {step} of {route.steps}"):
                 packed = packed if i else self._pack(outgoing[step])
                 received = {peer: self._empty(size) for peer, size in sizes.items() if peer != own}
                 handles = self._post({peer: one for peer, one in packed.items() if peer != own}, received)
@@ -67,23 +80,21 @@ class Moving:
         return packed
 
     def _empty(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, device=self.refit.groups.device)
+        return torch.empty(size, dtype=torch.uint8, device=self.route.groups.device)
 
     def _post(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> list[Any]:
         """Start to send to and receive from ranks; returns the handles."""
-        group = self.refit.groups.group
+        group = self.route.groups.group
         operations = [dist.P2POp(dist.isend, one, peer, group) for peer, one in sorted(sent.items())]
         operations += [dist.P2POp(dist.irecv, one, peer, group) for peer, one in sorted(received.items())]
         return dist.batch_isend_irecv(operations) if operations else []
 
-    def _messages(
-        self, pairs: list[tuple[TensorTransfer, int]], ranks: list[int]
-    ) -> defaultdict[int, dict[int, list[Part]]]:
+    def _messages(self, pairs: list[tuple[TensorTransfer, int]]) -> defaultdict[int, dict[int, list[Part]]]:
         """The parts of every message: step -> the other rank -> parts."""
         found: defaultdict[int, dict[int, list[Part]]] = defaultdict(dict)
         for transfer, peer in pairs:
             if parts := [part for part in parts_of(transfer) if name_of(part) not in self.skipped]:
-                found[transfer.step].setdefault(ranks[peer], []).extend(parts)
+                found[transfer.step].setdefault(peer, []).extend(parts)
         return found
 
 
