@@ -237,13 +237,7 @@ def require_well_formed_file(arguments: list[str]) -> None:
 
 
 def verify_formats(arguments: list[str], words: str, spec: Any, *, emulate: bool, measured: bool) -> None:
-    """Stop unless the formats that options ask for are those that linears will compute in.
-
-    Args:
-        words, spec: of `--spec`, as `requested_spec` gives them.
-        emulate: linears of the torch backend emulate NVFP4.
-        measured: precision is logged.
-    """
+    """Stop unless the formats that options ask for are those that linears will compute in."""
     from megatron_nemotron3.precision.census import CensusError
     from megatron_nemotron3.precision.guard import require_usable
     from megatron_nemotron3.specs import is_torch

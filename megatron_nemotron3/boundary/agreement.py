@@ -101,18 +101,7 @@ class _Header(NamedTuple):
 
 
 def share_counts(rows: int, shares: int, sizes: Sequence[int] | None, uneven: bool) -> tuple[int, ...]:
-    """Rows of each of `shares` equal shares of a lane's samples.
-
-    Args:
-        rows: rows of the lane.
-        shares: number of shares.
-        sizes: rows of each sample (upstream's `_mimo_bridge_split_sizes`), if known.
-        uneven: without sizes, let the first shares have one row more (`torch.tensor_split`, as upstream does
-            in fan-out).
-
-    Raises:
-        ValueError: the sizes do not add up to the rows, or the rows do not divide.
-    """
+    """Rows of each of `shares` equal shares of a lane's samples."""
     if shares == 1:
         return (rows,)
     if sizes is not None:
@@ -133,12 +122,7 @@ def share_counts(rows: int, shares: int, sizes: Sequence[int] | None, uneven: bo
 
 
 def agree(announcements: Sequence[Announcement], groups: Groups, failure: Failure) -> list[HeaderAgreement]:
-    """Exchange headers: one agreement for each edge, the same on every rank of `groups`.
-
-    Raises:
-        RowsError: replicas of a lane, lanes, or the two sides differ; the same on every rank.
-        BoundaryError: rows that cannot be announced, or a peer is gone.
-    """
+    """Exchange headers: one agreement for each edge, the same on every rank of `groups`."""
     width = _FIXED + max(a.shares + a.expected_shares for a in announcements)
     mine = torch.tensor([_encode(a, width, failure) for a in announcements], dtype=torch.int64)
     mine = mine.to(groups.device).view(-1)

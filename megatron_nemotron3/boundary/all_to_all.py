@@ -22,7 +22,6 @@ def deliver(plans: Sequence[TransferPlan], held: Sequence[Tensor], groups: Group
     """Run the plans of several modalities in one all-to-all.
 
     Args:
-        plans: one for each modality.
         held: for each plan, the contiguous buffer [rows held, ...] of this rank; one dtype and row shape.
         groups: of all ranks of the plans; used only if a row leaves its rank.
 
@@ -121,14 +120,7 @@ class AllToAll(torch.autograd.Function):
         anchor: Tensor,
         *rows: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Deliver rows by their plans.
-
-        Args:
-            plans: one for each modality.
-            back: whether the gradients of a modality go back; the same on all ranks.
-            anchor: requires a gradient if any gradients go back.
-            rows: one buffer for each modality.
-        """
+        """Deliver rows by their plans."""
         ctx.groups, ctx.failure, ctx.plans, ctx.back = groups, failure, plans, back
         with failure.guarded(lambda: _all_to_all_text(plans, groups.rank, "rows")):
             arrived = tuple(deliver(plans, rows, groups))

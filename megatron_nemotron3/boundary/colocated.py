@@ -52,10 +52,6 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
         kind: dtype and shape of a row that every rank sends; None: agreed upon in the first exchange.
         groups_from: another communicator of the same ranks, whose process group is used; None: a new one.
         timeout: of every wait; None: that of the default group.
-
-    Raises:
-        ValueError: the grids have different ranks, lack tp or dp, or the source has PP above 1; or as
-            `Layout.check_sender`.
     """
 
     def __init__(
@@ -108,9 +104,6 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
                 `_mimo_bridge_split_sizes` (rows of each sample) a lane's rows are cut into equal parts.
             backward: whether gradients come back, the same on all ranks. None: with a header, whether any
                 rank's tensor requires a gradient; else whether this one does.
-
-        Raises:
-            BoundaryError: rows, dtype or width are not what was agreed; on every rank.
         """
         return communicate([ModalityRows(self, tensor, backward)], microbatch)[0]
 
@@ -281,14 +274,7 @@ class ModalityRows(NamedTuple):
 
 
 def communicate(modalities: Sequence[ModalityRows], microbatch: Microbatch | None = None) -> list[Tensor]:
-    """Exchange the rows of several modalities at once.
-
-    Args:
-        modalities: in the same order on all ranks.
-
-    Raises:
-        BoundaryError: as `ColocatedBridge.communicate`.
-    """
+    """Exchange the rows of several modalities at once."""
     prepared = [modality.comm._prepare(modality, microbatch) for modality in modalities]
     arrived: dict[int, Tensor] = {}
     kinds = [(rows.dtype, rows.shape[1:]) for _, rows, _ in prepared]

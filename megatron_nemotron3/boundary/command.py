@@ -70,13 +70,7 @@ def register(commands: Any) -> None:
 
 
 def boundary(options: BoundaryOptions) -> int:
-    """Print the plan and write its plot if requested. Returns exit status 0.
-
-    Raises:
-        ValueError: a layout or number is invalid, or numbers do not fit together.
-        OSError: the PNG cannot be written.
-        ModuleNotFoundError: matplotlib is not installed (`--plot`).
-    """
+    """Print the plan and write its plot if requested. Returns exit status 0."""
     if options.plot is not None:
         require_plot(options.plot, "--plot")
     source, destination = _parsed_layouts(options)
@@ -169,12 +163,7 @@ def _forward_plan(
 
 
 def plot(plan: TransferPlan, path: Path, title: str) -> None:
-    """Plot the bytes between senders and receivers as a matrix, ranks lane by lane; write it atomically.
-
-    Raises:
-        OSError: the file cannot be written.
-        ModuleNotFoundError: matplotlib is not installed.
-    """
+    """Plot the bytes between senders and receivers as a matrix, ranks lane by lane; write it atomically."""
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path}: folder {path.parent} does not exist: create it")
     senders, receivers = _ranks_by_lane(plan.senders), _ranks_by_lane(plan.receivers)

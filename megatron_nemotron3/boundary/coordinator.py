@@ -53,9 +53,6 @@ class Coordinator:
             own.
         backend: of the process groups; None: that of the default group.
         timeout: of every wait; None: that of the default group.
-
-    Raises:
-        BoundaryError: ranks were given different edges.
     """
 
     def __init__(
@@ -108,11 +105,7 @@ class Coordinator:
                 outstanding.popleft()
 
     def close(self) -> None:
-        """Wait for pending sends and release the groups. Call it on every rank, in one order.
-
-        Raises:
-            BoundaryError: ranks counted the rows of the last microbatches differently.
-        """
+        """Wait for pending sends and release the groups. Call it on every rank, in one order."""
         try:
             if not self.failure.failed:
                 with self.failure.guarded(lambda: "waited for rows to leave"):
@@ -151,13 +144,7 @@ class Coordinator:
         Args:
             outputs: source module -> its tensor, of the modules that this rank sends from; None: no rows.
             gradients: source module -> gradient of what it sent, on a receiving rank; None: zero.
-            forward, backward: which way rows go.
-
-        Returns: source module -> received tensor, on a receiving rank; source module -> received gradient, on
             a sending one (None for a frozen source).
-
-        Raises:
-            BoundaryError: on every rank.
         """
         self.failure.check()
         self._compare()
@@ -339,11 +326,7 @@ def require_same_edges(
     """Check that every rank was given the same edges.
 
     Args:
-        ranks: those that are compared, in the order of the process group.
         groups: has the process group of the ranks; None: the default group.
-
-    Raises:
-        BoundaryError: the same on every rank.
     """
     said: list[str] = [""] * len(ranks)
     with failure.guarded(lambda: f"waited for the edges of ranks {list(ranks)}"):

@@ -40,13 +40,8 @@ def place_rows(
     """Compute the places of rows in this rank's part of the input, from the feed's runs or the token ids.
 
     Args:
-        token_ids: modality -> token id that marks its positions.
         input_ids: [b, s], the whole sequences of this rank's lane.
         known: the feed's description of the lane's samples, or None.
-        documents: for each sample, `cu_seqlens_padded` if it is packed, else (); used if the feed has none.
-
-    Raises:
-        ValueError: the feed and input_ids differ; or as `RankShard.owned`.
     """
     batch, length = input_ids.shape
     runs = {name: known.runs_of(name) for name in token_ids} if known is not None else {}
@@ -73,16 +68,10 @@ def build_decoder_input(
     """Look up text embeddings and write them and the modalities' rows to their places.
 
     Args:
-        embedding: the language model's embedding module.
-        shard: this rank's part of the input.
-        at: places from `place_rows`.
         input_ids: [b, s], the whole sequences of this rank's lane.
         position_ids: [b, s], or [channels, b, s], or None.
         rows: modality -> [n, h], the lane's rows if `at.picked` has the modality, else those of this rank's
             positions.
-
-    Raises:
-        ValueError: positions and rows do not match.
     """
     device = input_ids.device
     parts = []
@@ -141,14 +130,8 @@ def text_embeddings(
     """Embeddings [n, h] of the tokens `ids[own]`.
 
     Args:
-        embedding: Megatron's `LanguageModelEmbedding`.
         ids: token ids [n_rank] of each tensor rank; a single entry if all ranks need the same tokens.
         positions: positions of the same tokens, or None.
-        own: index of this rank.
-
-    Raises:
-        ValueError: the embedding has learned positions under sequence parallelism; their gradients would be
-            partial.
     """
     if len(ids) == 1:
         at = positions[0]

@@ -27,9 +27,6 @@ class Edge:
     dtype: of the rows; None: that of the first exchange.
     hidden: width of a 2-D row; None: that of the first exchange.
     frozen: whether no module before this edge is trained, so that no gradient goes back.
-
-    Raises:
-        ValueError: as `Layout.check_sender`.
     """
 
     source_name: str
@@ -89,13 +86,7 @@ class Edge:
         """The forward plan of one microbatch; `TransferPlan.backward` is that of the gradients.
 
         Args:
-            counts: rows of each sample, or of each share of the samples.
             row_bytes: bytes of a row.
-            microbatch: its description, if there is one.
-
-        Raises:
-            ValueError: as `make_plan`; or the destination takes slices and positions are not known; or the
-                source has context parallelism and media are not known.
         """
         if self.source.cp > 1 and microbatch is None:
             raise ValueError(

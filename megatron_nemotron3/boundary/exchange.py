@@ -131,13 +131,9 @@ def exchange(
     """Run the plans of all transfers.
 
     Args:
-        transfers: the same ones in the same order on every rank of `groups`.
         pending: holds the sends of an exchange in which this rank receives nothing; None: wait for them.
 
     Returns: for each transfer [plan.rows_wanted(rank), *row], or None on a rank that does not receive.
-
-    Raises:
-        BoundaryError: on every rank: rows differ from the plan, or a peer is gone.
     """
     failure.check()
     rank = groups.rank

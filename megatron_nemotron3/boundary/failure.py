@@ -47,34 +47,19 @@ class Failure:
         return self._reason is not None
 
     def check(self) -> None:
-        """Raise the error again if this communicator has failed.
-
-        Raises:
-            BoundaryError: the communicator has failed.
-        """
+        """Raise the error again if this communicator has failed."""
         if self._reason is not None:
             raise BoundaryError(self._reason)
 
     def fail(self, reason: str, cause: BaseException | None = None) -> NoReturn:
-        """Raise an error that this rank has found, and end the waits of the others.
-
-        Raises:
-            BoundaryError: always.
-        """
+        """Raise an error that this rank has found, and end the waits of the others."""
         self._reason = f"rank {self.rank}: {reason}"
         self._abort()
         raise BoundaryError(self._reason) from cause
 
     @contextmanager
     def guarded(self, doing: Callable[[], str]) -> Iterator[None]:
-        """Turn any error in the block into a BoundaryError, and end the waits of the other ranks.
-
-        Args:
-            doing: returns what this rank is waiting for, with numbers; called only if the block fails.
-
-        Raises:
-            BoundaryError: as `fail`.
-        """
+        """Turn any error in the block into a BoundaryError, and end the waits of the other ranks."""
         self.check()
         try:
             yield
@@ -89,11 +74,7 @@ class Failure:
 
 
 def disagreements(digests: Mapping[int, Mapping[str, int]]) -> list[str]:
-    """A line for each transfer that ranks describe differently.
-
-    Args:
-        digests: rank -> name of a transfer -> digest of the rank's description of it.
-    """
+    """A line for each transfer that ranks describe differently."""
     lines = []
     for name in dict.fromkeys(name for described in digests.values() for name in described):
         groups = by_value({rank: described[name] for rank, described in digests.items() if name in described})

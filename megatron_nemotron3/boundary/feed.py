@@ -55,11 +55,7 @@ class Microbatch:
         documents: Sequence[Sequence[int]] = (),
         media: Mapping[str, Sequence[Sequence[int]]] | None = None,
     ) -> Microbatch:
-        """Make a description from mappings; `rows` of an encoder with runs or media may be left out.
-
-        Raises:
-            ValueError: the media of a sample have more or fewer rows than the sample.
-        """
+        """Make a description from mappings; `rows` of an encoder with runs or media may be left out."""
         counted = {name: [sum(sample) for sample in samples] for name, samples in (media or {}).items()}
         counted |= {name: [rows_of(sample) for sample in samples] for name, samples in (runs or {}).items()}
         for name, samples in (media or {}).items():
@@ -82,11 +78,7 @@ class Microbatch:
         )
 
     def rows_of(self, name: str) -> tuple[int, ...]:
-        """Number of rows of each sample from one encoder.
-
-        Raises:
-            KeyError: the description does not have this encoder.
-        """
+        """Number of rows of each sample from one encoder."""
         return dict(self.rows)[name]
 
     def runs_of(self, name: str) -> tuple[Runs, ...] | None:
@@ -94,20 +86,12 @@ class Microbatch:
         return dict(self.runs).get(name)
 
     def media_of(self, name: str) -> tuple[tuple[int, ...], ...]:
-        """Rows of each medium of each sample; if not known, the rows of a sample are one medium.
-
-        Raises:
-            KeyError: the description does not have this encoder.
-        """
+        """Rows of each medium of each sample; if not known, the rows of a sample are one medium."""
         known = dict(self.media).get(name)
         return tuple((n,) if n else () for n in self.rows_of(name)) if known is None else known
 
     def media_on(self, name: str, layout: Layout, rank: int) -> range:
-        """The media of the whole microbatch that a rank of an encoder with share "media" encodes.
-
-        Raises:
-            ValueError: as `partition.sample_shares`, `Layout.coordinates`.
-        """
+        """The media of the whole microbatch that a rank of an encoder with share "media" encodes."""
         at, media = layout.coordinates(rank), self.media_of(name)
         lane = next(i for i, ranks in enumerate(layout.lanes(at.get("pp", 0))) if rank in ranks)
         samples = sample_shares(len(media), layout.dp)[lane]
@@ -196,11 +180,7 @@ class FeedStream:
         self.exchanged = 0
 
     def next(self) -> Microbatch | None:
-        """Description of the next microbatch; None without a feed.
-
-        Raises:
-            Exception: any error of the batches or of `describe`; StopIteration after the last batch.
-        """
+        """Description of the next microbatch; None without a feed."""
         self.exchanged += 1
         return None if self.feed is None else self.feed.at(self.exchanged - 1)
 

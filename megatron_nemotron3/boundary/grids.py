@@ -17,13 +17,6 @@ def grid(layout: Layout, ep: int = 1, etp: int = 1) -> HyperCommGrid:
     """Return upstream's grid of a module with the groups that models and optimizers need.
 
     Every rank must call it, for all modules in the same order.
-
-    Args:
-        layout: of the dimensions tp, cp, pp and dp, in any order.
-        ep, etp: of the experts, over the module's TP, CP and DP ranks.
-
-    Raises:
-        ValueError: the experts' sizes do not divide the neighboring ranks of a stage.
     """
     sizes = {name: layout.size_of(name) for name in (*dict(layout.dimensions), "tp", "cp", "pp", "dp")}
     names = list(sizes)

@@ -94,19 +94,11 @@ class Groups:
 
     @property
     def group(self) -> Any:
-        """The process group of all ranks. Do not keep a reference.
-
-        Raises:
-            RuntimeError: it is closed, or this rank is not a member.
-        """
+        """The process group of all ranks. Do not keep a reference."""
         return self.gather(self.ranks)
 
     def gather(self, ranks: Sequence[int]) -> Any:
-        """The process group of these ranks. Do not keep a reference.
-
-        Raises:
-            RuntimeError: it is closed, or this rank is not a member.
-        """
+        """The process group of these ranks. Do not keep a reference."""
         shared = self._mine.get(tuple(ranks))
         if shared is None or shared.group is None:
             raise RuntimeError(

@@ -244,11 +244,7 @@ class BoundaryMimoModel(MimoModel):
         return outputs
 
     def _refuse_fsdp(self) -> None:
-        """Check once, before the first rows, that no module's parameters are sharded over its ranks.
-
-        Raises:
-            ValueError: a module is in an FSDP wrapper, or has such modules inside.
-        """
+        """Check once, before the first rows, that no module's parameters are sharded over its ranks."""
         if self._checked:
             return
         modules = {MIMO_LANGUAGE_MODULE_KEY: self.language_model, **self.modality_submodules}
@@ -354,10 +350,7 @@ class BoundaryMimoModel(MimoModel):
 
 
 class _EmptyOutput(torch.autograd.Function):
-    """Rows [0, hidden] whose backward gives every trained parameter a gradient of zeros.
-
-    So a rank without input runs the same data-parallel hooks as the other ranks.
-    """
+    """Rows [0, hidden] whose backward gives every trained parameter a gradient of zeros."""
 
     @staticmethod
     def forward(ctx: Any, hidden: int, dtype: torch.dtype, *parameters: Tensor) -> Tensor:
@@ -378,9 +371,6 @@ class _EmptyOutput(torch.autograd.Function):
 
 
 def _shards_parameters(module: torch.nn.Module) -> bool:
-    """Whether a module is an FSDP of torch or of Megatron.
-
-    All of Megatron's data-parallel wrappers share a base; main has two classes of FSDP behind a function.
-    """
+    """Whether a module is an FSDP of torch or of Megatron."""
     megatron = isinstance(module, _BaseDataParallel) and not isinstance(module, DistributedDataParallel)
     return megatron or isinstance(module, (FSDPModule, TorchFSDP1))

@@ -256,16 +256,7 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
         return output
 
     def _between_stages(self, name: str, sends: str, receives: str, tensor: Any, shape: Any) -> Any:
-        """Call upstream's `P2PCommunicator` between two pipeline stages of one module.
-
-        Args:
-            name: of the module; a frozen one has no gradients.
-            sends, receives: "forward", "backward" or "" for nothing.
-            tensor: the tensor to send, [rows, hidden] or 3-D.
-            shape: as the schedule passes it; not used with variable_seq_lengths.
-
-        Returns: the received tensor, or None.
-        """
+        """Call upstream's `P2PCommunicator` between two pipeline stages of one module."""
         if name in self._frozen:
             sends, receives = (way if way == "forward" else "" for way in (sends, receives))
         if not sends and not receives:

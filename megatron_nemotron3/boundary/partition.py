@@ -33,18 +33,7 @@ Runs = tuple[tuple[int, int], ...]
 def positions(
     length: int, cp: int, tp: int, *, sequence_parallel: bool, documents: tuple[int, ...] = ()
 ) -> tuple[Intervals, ...]:
-    """Positions of each rank of a lane, at index context_rank * tp + tensor_rank.
-
-    Args:
-        length: length of the sequence, padding included (packed: of all documents).
-        cp, tp: context- and tensor-parallel size.
-        sequence_parallel: whether the positions of a context rank are divided among its tensor ranks.
-        documents: first positions of packed documents, then `length` (`cu_seqlens_padded`); empty if not
-            packed.
-
-    Raises:
-        ValueError: a length does not divide, or the documents do not end where the sequence does.
-    """
+    """Positions of each rank of a lane, at index context_rank * tp + tensor_rank."""
     bounds = documents or (0, length)
     if bounds[0] != 0 or bounds[-1] != length or list(bounds) != sorted(bounds):
         raise ValueError(
@@ -74,12 +63,7 @@ def positions(
 
 
 def media_shares(media: Sequence[int], ranks: int) -> tuple[range, ...]:
-    """Consecutive media for each context rank: the rank in whose equal part of the rows its middle lies.
-
-    Args:
-        media: rows of each medium of a lane, in order.
-        ranks: number of context ranks.
-    """
+    """Consecutive media for each context rank: the rank in whose equal part of the rows its middle lies."""
     total, before = max(sum(media), 1), 0
     owners: list[int] = []
     for rows in media:
@@ -92,18 +76,7 @@ def media_shares(media: Sequence[int], ranks: int) -> tuple[range, ...]:
 def rows_held(
     media: Sequence[int], cp: int, tp: int, *, share: str, sequence_parallel: bool
 ) -> tuple[Intervals, ...]:
-    """Rows of a lane that each rank of a sending module holds, at index context_rank * tp + tensor_rank.
-
-    Args:
-        media: rows of each medium of the lane, in order.
-        cp, tp: context- and tensor-parallel size.
-        share: with CP above 1: "media", whole media for each context rank (`media_shares`); "zigzag", chunks
-            of each medium as in `positions`; "contiguous", equal parts of the lane's rows.
-        sequence_parallel: whether the rows of a context rank are divided among its tensor ranks.
-
-    Raises:
-        ValueError: rows do not divide.
-    """
+    """Rows of a lane that each rank of a sending module holds, at index context_rank * tp + tensor_rank."""
     bounds = tuple(accumulate(media, initial=0))
     total = bounds[-1]
     of_context: Sequence[Intervals] = [intervals.whole(total)]
@@ -131,18 +104,7 @@ def rows_held(
 
 
 def rows_at(runs: Sequence[Runs], owned: Sequence[Sequence[Intervals]]) -> tuple[Intervals, ...]:
-    """Rows of a lane that lie at the positions of each of its ranks.
-
-    Args:
-        runs: for each sample of the lane, in order, the positions of its rows.
-        owned: for each sample, the positions of each rank (`positions`).
-
-    Returns: for each rank, its rows, numbered within the lane, sample by sample in the order of its
-        positions; () if the lane has no sample.
-
-    Raises:
-        ValueError: the runs of a sample overlap or do not ascend.
-    """
+    """Rows of a lane that lie at the positions of each of its ranks."""
     found: list[list[tuple[int, int]]] = [[] for _ in owned[0]] if owned else []
     before = 0
     for sample, ranks in zip(runs, owned, strict=True):
@@ -210,15 +172,7 @@ def sample_shares(samples: int, lanes: int) -> tuple[range, ...]:
 def segments(
     rows: Sequence[int], source: Sequence[Sequence[int]], destination: Sequence[Sequence[int]]
 ) -> tuple[RowSegment, ...]:
-    """Blocks of rows that are contiguous on both sides, over all samples.
-
-    Args:
-        rows: number of rows of each sample; 0 for a sample without this modality.
-        source, destination: for each lane, its samples in the order of its rows (`sample_shares`).
-
-    Raises:
-        ValueError: a sample is owned twice on a side, or not on both, or its row count is negative.
-    """
+    """Blocks of rows that are contiguous on both sides, over all samples."""
     for side, lanes in (("source", source), ("destination", destination)):
         owned = [sample for lane in lanes for sample in lane]
         if sorted(owned) != list(range(len(rows))):

@@ -58,15 +58,7 @@ def on_device(index: Tensor, device: torch.device) -> Tensor:
 
 
 def kinds_of_runs(runs: Mapping[str, Sequence[Runs]], length: int) -> Tensor:
-    """Kind of each position by the feed, [b, s] on the host: 0 for text, i + 1 for the i-th modality.
-
-    Args:
-        runs: modality -> positions of the rows of each sample of the lane.
-        length: length of every sample's sequence.
-
-    Raises:
-        ValueError: two rows have the same position, or a row lies outside the sequence.
-    """
+    """Kind of each position by the feed, [b, s] on the host: 0 for text, i + 1 for the i-th modality."""
     batch = len(next(iter(runs.values())))
     kinds = torch.zeros(batch, length, dtype=torch.int8)
     for number, (name, samples) in enumerate(runs.items(), 1):
@@ -101,11 +93,6 @@ def make_placement(
 
     Args:
         kinds: [b, s]; on a GPU the host waits for it.
-        names: modalities in the order of their numbers.
-        owned: positions of each sample, for each tensor rank that owns other positions; their number is the
-            same in all samples.
-        own: index of this rank in `owned`.
-        pick: whether the rank has all rows of its lane and picks those of its positions.
     """
     batch, whole = kinds.shape
     mine = [torch.stack([expand(rows) for rows in samples]).to(kinds.device) for samples in owned]
@@ -128,11 +115,7 @@ def make_placement(
 
 
 def assemble(placement: Placement, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Write rows to their places: [s_local, b, h] from parts (places [n], rows [n, h]) that fill it.
-
-    Raises:
-        ValueError: the number of rows and places differs, or rows differ in dtype or width.
-    """
+    """Write rows to their places: [s_local, b, h] from parts (places [n], rows [n, h]) that fill it."""
     total = placement.length * placement.batch
     counts = [(len(places), rows.shape[0]) for places, rows in parts]
     if any(a != b for a, b in counts) or sum(a for a, _ in counts) != total:
@@ -241,15 +224,7 @@ class RankShard:
         )
 
     def owned(self, length: int, documents: Sequence[tuple[int, ...]]) -> tuple[list[list[Intervals]], int]:
-        """Positions of each sample for each tensor rank that owns other positions, and this rank's index.
-
-        Args:
-            length: of the sequences.
-            documents: for each sample, its `cu_seqlens_padded`, or ().
-
-        Raises:
-            ValueError: as `partition.positions`.
-        """
+        """Positions of each sample for each tensor rank that owns other positions, and this rank's index."""
         first = self.context_rank * self.tp
         cut = [
             positions(length, self.cp, self.tp, sequence_parallel=self.tp > 1, documents=tuple(bounds))
@@ -273,9 +248,6 @@ class RankShard:
 
         The borders are those of the padded documents; tokens after the last document are one more document.
         On a GPU the host waits for the borders.
-
-        Raises:
-            ValueError: `qkv_format` is not thd, or a border lies beyond the sequence.
         """
         if packed is None or self.cp == self.tp == 1:
             return ()

@@ -99,9 +99,6 @@ class TransferPlan:
         row_bytes: bytes of a row.
         mode: "once" or "copies", see above.
         leader_bytes: largest transfer for which leaders are used.
-
-    Raises:
-        ValueError: on reading `messages`, if the rows of a segment are not held or wanted on both sides.
     """
 
     senders: Side

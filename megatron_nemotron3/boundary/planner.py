@@ -23,11 +23,7 @@ def sender_groups(layout: Layout, rows: Sequence[int], media: Sequence[Sequence[
     """Groups of ranks of a module's last pipeline stage, with the rows that they hold, by lane.
 
     Args:
-        rows: number of rows of each lane.
         media: for each lane, the rows of each medium in order; None: a lane's rows are one medium.
-
-    Raises:
-        ValueError: as `Layout.check_sender` and `partition.rows_held`.
     """
     layout.check_sender()
     held = None
@@ -46,7 +42,6 @@ def receiver_groups(
     """Groups of ranks of a module's first pipeline stage, with the rows that they want, by lane.
 
     Args:
-        rows: number of rows of each lane.
         slices: for each lane, the rows of each rank (`slices_of`); None: every rank wants all rows.
     """
     return _groups(layout, 0, rows, slices)
@@ -112,16 +107,8 @@ def slices_of(
     lengths: Sequence[int],
     documents: Sequence[tuple[int, ...]] = (),
 ) -> tuple[tuple[Intervals, ...], ...]:
-    """Rows that each rank of a context- or sequence-parallel module needs, by lane (`slices` of `make_plan`).
-
-    Args:
-        runs: for each sample, the positions of its rows (`partition.Runs`).
-        lengths: for each sample, the length of its sequence, padding included.
-        documents: for each sample, `cu_seqlens_padded` if it is packed, else (); empty: none is packed.
-
-    Raises:
-        ValueError: as `partition.positions`; or a row lies outside its sequence.
-    """
+    """Rows that each rank of a context- or sequence-parallel module needs, by lane (`slices` of
+    `make_plan`)."""
     for sample, (mine, length) in enumerate(zip(runs, lengths, strict=True)):
         if mine and sum(mine[-1]) > length:
             raise ValueError(

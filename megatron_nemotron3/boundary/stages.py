@@ -20,13 +20,7 @@ Topology = Mapping[str, Sequence[str]]
 def check_modules(
     layouts: Layouts, topology: Topology, world_size: int, frozen: Collection[str] = ()
 ) -> None:
-    """Refuse modules that would hang later. Only arguments are read, so all ranks raise the same error.
-
-    Raises:
-        BoundaryError: a module has no layout, the topology has a cycle, a rank is beyond the world, an edge
-            skips stages, the modules of a rank are at different stages, a module and the next one share
-            ranks, or a frozen module receives from a trained one. Ranks in no module are idle, as upstream.
-    """
+    """Refuse modules that would hang later. Only arguments are read, so all ranks raise the same error."""
     for name, destinations in topology.items():
         if unknown := {name, *destinations} - layouts.keys():
             raise BoundaryError(f"modules {sorted(unknown)} have no grid, only {sorted(layouts)} have")
@@ -67,11 +61,7 @@ def check_modules(
 
 
 def remaining(module: str, layouts: Layouts, topology: Topology, above: tuple[str, ...] = ()) -> int:
-    """Number of stages from the first one of a module to the end of the pipeline.
-
-    Raises:
-        BoundaryError: the topology has a cycle.
-    """
+    """Number of stages from the first one of a module to the end of the pipeline."""
     if module in above:
         raise BoundaryError(f"modules feed each other in a circle: {' -> '.join([*above, module])}")
     after = [remaining(name, layouts, topology, (*above, module)) for name in topology.get(module, ())]

@@ -67,22 +67,7 @@ def forward_backward_colocated(
     pipeline: Callable[..., Any] = forward_backward_pipelining_without_interleaving,
     **options: Any,
 ) -> Any:
-    """Run a training or evaluation step; Megatron calls it as `forward_backward_func` on every rank.
-
-    Args:
-        model, num_microbatches, forward_only, options: as for the stock schedule; the options include
-            `forward_step_func`, and `p2p_communicator` and `pg_collection` of the language model.
-        data_iterator: on every rank, iterates over batches with the input of this rank's encoders; it is the
-            model's `feed` if the model has one.
-        inputs: reads a batch. If `forward_step_func` moves batches to the device, `inputs` must move
-            `modality_inputs`, too.
-        pipeline: the schedule of the language model.
-
-    Returns: the return value of the stock schedule.
-
-    Raises:
-        BoundaryError: as `ColocatedBridge.communicate`.
-    """
+    """Run a training or evaluation step; Megatron calls it as `forward_backward_func` on every rank."""
     wrapped = model[0] if isinstance(model, list) else model
     mimo = unwrap_model(wrapped)
     batches = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
@@ -148,8 +133,6 @@ def gradient_scale(
     """Factor for a module's gradients after its own gradient sync, from the table above.
 
     Args:
-        language_ranks, module_ranks: DP * CP of the language model and of the module.
-        module_per_token: `calculate_per_token_loss` of the module's config: whether its DDP sums or averages.
         tokens: [], tokens of the global batch if the language model's loss is a sum over tokens; None if it
             is the mean over a rank's tokens. As in upstream, a batch without tokens counts as one token.
     """
@@ -167,7 +150,6 @@ def global_tokens(
     """Tokens of the global batch, on every rank: one all-reduce of 8 bytes without host synchronization.
 
     Args:
-        num_tokens: [], this rank's count as the schedule sums it, for its data lane and context slice.
         language: this rank's groups of the language model; None if the rank is not in the language model.
         world: all ranks of all modules; None: the default group.
     """
@@ -194,17 +176,8 @@ def finalize_model_grads(
     embeddings, expert bias); then the module's gradients are multiplied by `gradient_scale`.
 
     Args:
-        model: a list of the MimoModel, whose modules are each in a DistributedDataParallel.
         num_tokens: as the schedule passes it; None with a mean loss.
-        pg_collection: the schedule's. `MultiModuleProcessGroupCollection` has the groups of all modules.
-        force_all_reduce: as upstream.
-        groups: name of each module of this rank -> its groups, if the schedule has a single collection
-            (colocated modules): `functools.partial(finalize_model_grads, groups=…)`.
         world: group of all ranks of all modules; None: the default group.
-
-    Raises:
-        ValueError: no groups are given, or a module with trainable parameters is not in a
-            DistributedDataParallel.
     """
     mimo: Any = unwrap_model(model[0])
     if groups is None:

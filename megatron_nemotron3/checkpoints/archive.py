@@ -61,11 +61,7 @@ def preadv(descriptor: int, view: memoryview, offset: int) -> int:
 
 
 def read_at(descriptor: int, offset: int, length: int) -> bytearray:
-    """Read `length` bytes from `offset`.
-
-    Raises:
-        ArchiveError: the file is too short.
-    """
+    """Read `length` bytes from `offset`."""
     if offset + length > (end := os.fstat(descriptor).st_size):  # before memory is allocated
         raise ArchiveError(f"the file ends at byte {end:,}, inside the {length:,} from {offset:,}")
     data = bytearray(length)
@@ -74,11 +70,7 @@ def read_at(descriptor: int, offset: int, length: int) -> bytearray:
 
 
 def read_into(descriptor: int, view: memoryview, offset: int) -> None:
-    """Fill `view` with the bytes from `offset`.
-
-    Raises:
-        ArchiveError: the file is too short.
-    """
+    """Fill `view` with the bytes from `offset`."""
     done, length = 0, len(view)
     while done < length:
         count = preadv(descriptor, view[done : done + (1 << 30)], offset + done)
@@ -90,11 +82,7 @@ def read_into(descriptor: int, view: memoryview, offset: int) -> None:
 
 
 def records(descriptor: int, start: int, length: int) -> list[ArchiveRecord]:
-    """List the records of the archive at bytes [start, start + length), in file order.
-
-    Raises:
-        ArchiveError: it is not a valid archive of uncompressed records.
-    """
+    """List the records of the archive at bytes [start, start + length), in file order."""
     directory, count = _directory(descriptor, start, length)
     found: list[ArchiveRecord] = []
     at, reached, folder = 0, 0, None
@@ -117,11 +105,7 @@ def records(descriptor: int, start: int, length: int) -> list[ArchiveRecord]:
 
 
 def crc_problem(descriptor: int, record: ArchiveRecord) -> str | None:
-    """Check the CRC32 of a record block by block. Return None if it is right, else a message.
-
-    Raises:
-        ArchiveError: the file ends inside the record.
-    """
+    """Check the CRC32 of a record block by block. Return None if it is right, else a message."""
     crc, done = 0, 0
     block = bytearray(min(BLOCK, record.size))
     while done < record.size:

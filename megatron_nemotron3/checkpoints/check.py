@@ -68,10 +68,7 @@ def check(folder: Path, *, full: bool = False, workers: int = 4) -> int:
 
 
 def _check_all(folder: Path, found: list[int], full: bool, workers: int) -> list[str]:
-    """Check every checkpoint of a folder. Returns the problems.
-
-    A checkpoint that a running training is saving is not one.
-    """
+    """Check every checkpoint of a folder. Returns the problems."""
     problems: list[str] = []
     named: int | str | None = None
     writer = holder(folder)
@@ -111,11 +108,7 @@ def _check_all(folder: Path, found: list[int], full: bool, workers: int) -> list
 
 
 def _tracker_of_writer(folder: Path) -> int | str | None:
-    """Read the tracker of a running training, which writes it in two steps: empty, then the iteration.
-
-    Raises:
-        ValueError: as `read_tracker`, for two seconds.
-    """
+    """Read the tracker of a running training, which writes it in two steps: empty, then the iteration."""
     for _ in range(40):
         try:
             return read_tracker(folder)

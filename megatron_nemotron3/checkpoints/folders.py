@@ -67,10 +67,6 @@ def locate(folder: Path) -> Located:
     """Say what a folder is: a run, its checkpoints, one checkpoint of Megatron, or one of Hugging Face.
 
     Only names are looked at: whether a checkpoint is complete is the reader's question.
-
-    Raises:
-        ValueError: it is not a folder, holds no checkpoint, or could be read in more than one way.
-        OSError: a folder cannot be listed.
     """
     if not folder.is_dir():
         raise ValueError(f"{folder}: " + ("it is not a folder" if folder.exists() else "it does not exist"))
@@ -103,12 +99,7 @@ def locate(folder: Path) -> Located:
 
 
 def locate_one(folder: Path, iteration: int | None = None) -> Located:
-    """Locate one checkpoint: that of `iteration`, or the one that the tracker names.
-
-    Raises:
-        ValueError: as `locate`; or the tracker names none, or there is no such iteration. The message lists
-            the iterations that exist.
-    """
+    """Locate one checkpoint: that of `iteration`, or the one that the tracker names."""
     found = locate(folder)
     if found.kind != "checkpoints":
         if iteration is not None:
@@ -168,11 +159,7 @@ def _checkpoints_below(folder: Path) -> str:
 
 
 def read_tracker(folder: Path) -> int | str | None:
-    """Read the tracker: an iteration, "release", or None if there is no tracker.
-
-    Raises:
-        ValueError: the tracker is unreadable or names no iteration. The message continues "the tracker …".
-    """
+    """Read the tracker: an iteration, "release", or None if there is no tracker."""
     try:
         with open_outside(folder / TRACKER) as file:
             data = file.read(4096)
@@ -204,11 +191,7 @@ def latest_iteration(folder: Path) -> int | None:
 
 
 def write_tracker(folder: Path, which: int | str) -> None:
-    """Write an iteration, or "release", to the tracker atomically; a tracker that is a symlink stays one.
-
-    Raises:
-        OSError: the folder cannot be written, or the tracker is neither missing nor a regular file.
-    """
+    """Write an iteration, or "release", to the tracker atomically; a tracker that is a symlink stays one."""
     path = Path(os.path.realpath(folder / TRACKER))
     if path.exists() and not path.is_file():  # a link to a device would replace the device
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
@@ -251,11 +234,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def check_room(folder: Path, need: int) -> None:
-    """Check that a checkpoint of `need` bytes fits on the disk of `folder`, which may not exist yet.
-
-    Raises:
-        ValueError: less space is free.
-    """
+    """Check that a checkpoint of `need` bytes fits on the disk of `folder`, which may not exist yet."""
     free = free_bytes(folder)
     if free < need:
         raise ValueError(

@@ -58,10 +58,6 @@ def check_integrity(
 
     Every byte is read once, or twice if there is an integrity.json (SHA-256 of whole files). Memory: one
     block per worker. The folder must have passed the structural check.
-
-    Args:
-        index: index of a torch_dist folder; None for another format: only integrity.json is compared.
-        report: called with the bytes of each part that was read.
     """
     parts = []
     with ThreadPoolExecutor(max_workers=max(1, workers)) as pool:
@@ -146,11 +142,7 @@ def _check_tasks(folder: Path, index: CheckpointIndex | None) -> Iterator[Callab
 
 
 def _sha256_manifest(folder: Path) -> dict[str, str]:
-    """Read file -> SHA-256 from integrity.json; empty if the file does not exist.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    """Read file -> SHA-256 from integrity.json; empty if the file does not exist."""
     path = folder / MANIFEST
     if not os.path.lexists(path):
         return {}

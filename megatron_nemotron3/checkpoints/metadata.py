@@ -56,11 +56,7 @@ def printable(text: str, but: str = "") -> str:
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """Read a file of a checkpoint.
-
-    Raises:
-        CheckpointError: it is missing, not a regular file, or longer than `limit` bytes.
-    """
+    """Read a file of a checkpoint."""
     try:
         return read_outside(path, limit=limit)
     except OSError as problem:
@@ -70,11 +66,7 @@ def read_file(path: Path, limit: int) -> bytes:
 
 
 def read_json(path: Path, limit: int = JSON_LIMIT) -> dict[str, Any]:
-    """Read a JSON file that holds an object.
-
-    Raises:
-        CheckpointError: as for `read_file`, or it is not a JSON object.
-    """
+    """Read a JSON file that holds an object."""
     try:
         data = json.loads(read_file(path, limit))
     except CheckpointError:
@@ -202,11 +194,7 @@ _STUBS = ("megatron.", "nvidia_resiliency_ext.", "torch.distributed.")
 
 
 def read_metadata(folder: Path | str) -> CheckpointIndex:
-    """Read the index of a torch_dist folder. No class it names is imported, no data file is opened.
-
-    Raises:
-        CheckpointError: `.metadata` is missing or damaged, or names a class that does not belong there.
-    """
+    """Read the index of a torch_dist folder. No class it names is imported, no data file is opened."""
     folder = Path(folder)
     path = folder / INDEX
     data = read_file(path, _INDEX_LIMIT)

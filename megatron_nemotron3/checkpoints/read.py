@@ -56,12 +56,7 @@ class TensorLayout:
 
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """Open a file and yield its descriptor; errors raised inside the block get the file's path.
-
-    Raises:
-        CheckpointError: the file cannot be read or is not a regular one, or the block raised ArchiveError or
-            Refused.
-    """
+    """Open a file and yield its descriptor; errors raised inside the block get the file's path."""
     try:
         with open_outside(path) as file:
             yield file.fileno()
@@ -74,12 +69,7 @@ def opened(path: Path) -> Iterator[int]:
 
 
 def read_pickle(descriptor: int, place: StoredObject) -> tuple[bytes, dict[str, ArchiveRecord]]:
-    """Read the pickle of the archive at `place`. Returns the pickle and all records by name.
-
-    Raises:
-        ArchiveError: the archive is damaged, or the pickle is missing or longer than 64 MiB.
-        Refused: the archive is not little-endian.
-    """
+    """Read the pickle of the archive at `place`. Returns the pickle and all records by name."""
     found = {record.name: record for record in records(descriptor, place.offset, place.length)}
     pickled = found.get("data.pkl")
     if pickled is None or pickled.size > _LIMIT:
@@ -95,14 +85,7 @@ def read_pickle(descriptor: int, place: StoredObject) -> tuple[bytes, dict[str, 
 
 
 def locate_tensor(what: str, tensor: PickledTensor, found: dict[str, ArchiveRecord]) -> TensorLayout:
-    """Locate the elements of a tensor in the records of its archive.
-
-    Args:
-        what: name of the tensor, for messages.
-
-    Raises:
-        ArchiveError: its storage is missing or too short.
-    """
+    """Locate the elements of a tensor in the records of its archive."""
     record = found.get(f"data/{tensor.storage}")
     if record is None:
         raise ArchiveError(f"{what} is in record 'data/{tensor.storage}', which is missing")
@@ -118,15 +101,7 @@ def locate_tensor(what: str, tensor: PickledTensor, found: dict[str, ArchiveReco
 
 
 def chunk_layout(descriptor: int, chunk: TensorChunk, dtype: str) -> TensorLayout:
-    """Locate the elements of a chunk of a torch_dist tensor; only headers are read.
-
-    Args:
-        dtype: type of the tensor in the index.
-
-    Raises:
-        ArchiveError: the archive is damaged, or its type or shape differs from the index.
-        Refused: it does not hold exactly one dense tensor.
-    """
+    """Locate the elements of a chunk of a torch_dist tensor; only headers are read."""
     data, found = read_pickle(descriptor, chunk)
     if "version" not in found:
         raise ArchiveError(f"the archive at {chunk.offset:,} has no record 'version'")
@@ -160,11 +135,7 @@ class PickledTensor:
 
 
 def storage_of(pid: Any) -> _Storage:
-    """Map the persistent id of a storage to its type and key.
-
-    Raises:
-        Refused: the id is not that of a storage.
-    """
+    """Map the persistent id of a storage to its type and key."""
     if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage" or not isinstance(pid[2], str):
         raise Refused(f"it refers to a {type(pid).__name__} that is not a storage")
     return _Storage(pid[1] if isinstance(pid[1], str) else None, pid[2])
@@ -215,9 +186,6 @@ def common_state(index: CheckpointIndex) -> dict[str, Any]:
     """Read the state stored in addition to the tensors ("iteration", "args", …), with classes as `Inert`.
 
     As in Megatron, common.pt counts where a checkpoint has both forms.
-
-    Raises:
-        CheckpointError: it is damaged or names something that is not data.
     """
     place = index.common_state
     path = index.folder / COMMON
@@ -235,11 +203,7 @@ def common_state(index: CheckpointIndex) -> dict[str, Any]:
 
 
 def stored_object(folder: Path, place: StoredObject) -> Any:
-    """Read a pickled object of plain data without importing what it names; tensors in it become None.
-
-    Raises:
-        CheckpointError: it is damaged, larger than 64 MiB, or names something that is not data.
-    """
+    """Read a pickled object of plain data without importing what it names; tensors in it become None."""
     with opened(folder / place.file) as descriptor:
         data, _ = read_pickle(descriptor, place)
         return loads(data, DATA_TABLE, stubs=DATA_STUBS, persistent=_skip_tensor)

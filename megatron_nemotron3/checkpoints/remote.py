@@ -86,16 +86,7 @@ def _path_of(where: Path | str) -> Path:
 
 @contextlib.contextmanager
 def local(where: Path | str, *, iteration: int | None = None, every: bool = False) -> Iterator[Path]:
-    """Yield a local folder to read `where` through: a path, a URL, or the id of a Hugging Face repository.
-
-    Args:
-        iteration: the only iteration that is needed; default: the one that the tracker names.
-        every: all iterations are needed.
-
-    Raises:
-        ValueError: the package is not installed, the place cannot be reached, or does not exist. Messages of
-            errors raised inside the block name the URL.
-    """
+    """Yield a local folder to read `where` through: a path, a URL, or the id of a Hugging Face repository."""
     if isinstance(where, Path) or not _URL.match(where):
         path = Path(where)
         is_id = _ID.fullmatch(os.fspath(where)) and not os.path.lexists(path) and not path.parent.exists()
@@ -121,11 +112,7 @@ def local(where: Path | str, *, iteration: int | None = None, every: bool = Fals
 
 
 def filesystem(url: str) -> Any:
-    """Return fsspec's file system of a URL, a new one in each process: sockets do not survive a fork.
-
-    Raises:
-        ValueError: fsspec, or the package of this protocol, is not installed.
-    """
+    """Return fsspec's file system of a URL, a new one in each process: sockets do not survive a fork."""
     try:
         import fsspec
     except ImportError:
@@ -154,11 +141,7 @@ class _Mirror:
         self.url, self.made, self.iteration, self.every = url, made, iteration, every
 
     def folder(self, remote: str, folder: Path) -> None:
-        """Make a folder and what is needed below it.
-
-        Raises:
-            ValueError: the remote folder does not exist, or cannot be listed.
-        """
+        """Make a folder and what is needed below it."""
         try:
             entries = filesystem(self.url).ls(remote, detail=True)
         except (FileNotFoundError, NotADirectoryError):
@@ -230,11 +213,7 @@ class _Reader:
         self._blocks: OrderedDict[int, bytes] = OrderedDict()
 
     def __call__(self, view: memoryview, offset: int) -> int:
-        """Fill the beginning of `view`; returns how much, 0 at the end of the file.
-
-        Raises:
-            OSError: it cannot be fetched.
-        """
+        """Fill the beginning of `view`; returns how much, 0 at the end of the file."""
         length = min(len(view), self.size - offset)
         if length <= 0:
             return 0
@@ -279,12 +258,7 @@ def _changed(entry: dict[str, Any]) -> int:
 
 
 def _snapshot(name: str) -> Path:
-    """Return the folder of a repository in Hugging Face's cache; download it if it is not there.
-
-    Raises:
-        ValueError: huggingface_hub is not installed, or the repository is not in the cache and cannot be
-            downloaded.
-    """
+    """Return the folder of a repository in Hugging Face's cache; download it if it is not there."""
     try:
         from huggingface_hub import snapshot_download
     except ImportError:

@@ -107,12 +107,6 @@ def before_start(argv: Sequence[str], rank: int, key: str = "") -> list[str]:
     """Prepare the folders that a Megatron command line loads from. Returns lines to print.
 
     Rank 0 checks the checkpoints and repairs the trackers. Other ranks wait until the trackers are usable.
-
-    Args:
-        key: of the locks that this run holds. Where another one writes nothing is repaired.
-
-    Raises:
-        ValueError: the checkpoint to load is damaged. The message names the file and the cure.
     """
     given = load_options(argv)
 
@@ -138,15 +132,7 @@ def before_start(argv: Sequence[str], rank: int, key: str = "") -> list[str]:
 
 
 def repair_tracker(source: LoadFolder, key: str = "") -> list[str]:
-    """Make the tracker name the last complete checkpoint. Returns lines to print.
-
-    Args:
-        key: of the lock that this run holds on the folder.
-
-    Raises:
-        ValueError: as `tracker_fix`, or the tracker cannot be written, or is unusable while another run
-            writes to the folder.
-    """
+    """Make the tracker name the last complete checkpoint. Returns lines to print."""
     fix = tracker_fix(source)
     if fix is None:
         return []
@@ -173,11 +159,7 @@ def _wait_for_writer(source: LoadFolder, fix: TrackerFix, other: Holder) -> None
 
 
 def wait_for_repair(source: LoadFolder, patience: float = PATIENCE) -> list[str]:
-    """Return as soon as the tracker is usable: at once, unless rank 0 has to repair it.
-
-    Raises:
-        ValueError: as `tracker_fix`, or rank 0 did not repair the tracker within `patience` seconds.
-    """
+    """Return as soon as the tracker is usable: at once, unless rank 0 has to repair it."""
     deadline = time.monotonic() + patience
     while not _tracker_usable(source.folder) and (fix := tracker_fix(source)) is not None:
         while latest_iteration(source.folder) != fix.iteration:
@@ -196,9 +178,6 @@ def tracker_fix(source: LoadFolder) -> TrackerFix | None:
     A checkpoint newer than the one in the tracker counts if its save ended after the tracker was written,
     because then the save was killed between the two. A tracker that a user set back by hand is newer than
     that, and is left alone.
-
-    Raises:
-        ValueError: the checkpoint to load is damaged, or there is a tracker but no complete checkpoint.
     """
     folder, step = source.folder, source.step
     try:

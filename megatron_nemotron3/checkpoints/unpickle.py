@@ -70,9 +70,6 @@ def without_hashes(data: bytes) -> bytes:
     Opcodes that are not allowed are refused before any opcode runs. Python's unpickler allocates a memo as
     long as the largest memo index, so one flipped bit can ask for 64 GB. A memo index must therefore be
     smaller than the pickle.
-
-    Raises:
-        Refused: an opcode is not allowed, or the pickle is truncated.
     """
     parts = [pickle.MARK]
     begin = at = 0
@@ -171,16 +168,7 @@ def loads(
     stubs: tuple[str, ...] = (),
     persistent: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Load a pickle as plain data and `Inert` instances.
-
-    Args:
-        table: (module, name) -> replacement. A replacement must be safe to call with any arguments.
-        stubs: package prefixes ("megatron.") whose classes become `Inert`.
-        persistent: maps the persistent id of data outside the pickle to a replacement.
-
-    Raises:
-        Refused: a name is not in the table, an opcode is not allowed, or the pickle is damaged.
-    """
+    """Load a pickle as plain data and `Inert` instances."""
     try:
         as_lists = _ListUnpickler(without_hashes(data), table, stubs, None).load()
         _check_expanded_size(as_lists, _SHARED * len(data) + (1 << 16))
@@ -217,12 +205,7 @@ class _ListUnpickler(_Unpickler):
 
 
 def _check_expanded_size(root: Any, most: int) -> None:
-    """Refuse an object of more than `most` parts, where shared parts count each time, or a very deep one.
-
-    200 bytes can describe a tuple of two tuples of two tuples …, 30 levels deep. Printing or hashing such an
-    object takes as long as if it were written out. An object that contains itself never ends. Hashing deeply
-    nested tuples overflows the stack.
-    """
+    """Refuse an object of more than `most` parts, where shared parts count each time, or a very deep one."""
     level, depth = [root], 0
     while level:
         below: list[Any] = []

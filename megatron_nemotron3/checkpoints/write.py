@@ -73,15 +73,7 @@ class Archive:
 
 @lru_cache(maxsize=4096)
 def tensor_archive(dtype: str, sizes: tuple[int, ...]) -> Archive:
-    """Return the archive of a contiguous tensor as torch.save writes it (file format 3, not compressed).
-
-    Args:
-        dtype: torch's name without "torch.", a key of `metadata.ITEM_SIZE`.
-        sizes: shape; () for a scalar.
-
-    Raises:
-        ValueError: the type is unknown or a size is negative.
-    """
+    """Return the archive of a contiguous tensor as torch.save writes it (file format 3, not compressed)."""
     if dtype not in ITEM_SIZE or any(size < 0 for size in sizes):
         raise ValueError(f"no tensor can be {dtype!r} of shape {list(sizes)}")
     length = math.prod(sizes) * ITEM_SIZE[dtype]
@@ -105,9 +97,6 @@ def object_archive(value: Any) -> bytes:
 
     Equal values give equal bytes. torch.load reads them with `weights_only=False`, and with True if
     `argparse.Namespace` is declared safe, as Megatron declares it.
-
-    Raises:
-        TypeError: the value contains another type.
     """
     stream = io.BytesIO()
     pickler = _PlainPickler(stream, protocol=2)
@@ -128,10 +117,7 @@ class _PlainPickler(pickle.Pickler):
 
 
 def _tensor_pickle(dtype: str, sizes: tuple[int, ...]) -> bytes:
-    """Pickle a call of torch._utils._rebuild_tensor_v2(storage, 0, sizes, stride, False, OrderedDict()).
-
-    Types without a storage class use _rebuild_tensor_v3, which takes the type as its last argument.
-    """
+    """Pickle a call of torch._utils._rebuild_tensor_v2(storage, 0, sizes, stride, False, OrderedDict())."""
     if dtype in _CLASSES:
         version, storage, count = b"2", b"ctorch\n" + _CLASSES[dtype].encode() + b"\n", math.prod(sizes)
         ending = b""
@@ -179,13 +165,6 @@ def index_bytes(tensors: Mapping[str, DistTensor], objects: Mapping[str, StoredO
     """Return the content of `.metadata`: a pickled torch.distributed.checkpoint Metadata.
 
     Equal arguments in equal order give equal bytes. Memory: about 200 bytes per chunk.
-
-    Args:
-        tensors: key -> chunks, each with the position and length of its archive.
-        objects: key -> position and length of its archive.
-
-    Raises:
-        ValueError: a key is both a tensor and an object, or a tensor has two chunks at one offset.
     """
     if both := tensors.keys() & objects.keys():
         raise ValueError(f"{min(both)!r} is both a tensor and an object")

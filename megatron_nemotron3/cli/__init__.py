@@ -26,11 +26,7 @@ _ROOT = "megatron_nemotron3"
 
 
 def parser(used: str | None = None) -> argparse.ArgumentParser:
-    """Return the parser of the command line; a test freezes its options.
-
-    Args:
-        used: the command that is going to be used, so that only its module is imported; None: all of them.
-    """
+    """Return the parser of the command line; a test freezes its options."""
     top = CommandParser(
         prog="nemotron3",
         usage="nemotron3 COMMAND ...",

@@ -57,11 +57,8 @@ def recipes() -> list[RecipeScript]:
 
 
 def chosen(model: str | None, name: str | None) -> list[RecipeScript]:
-    """Return the recipes of a model, or the one of a name; all if both are None. Case, - and _ do not matter.
-
-    Raises:
-        ValueError: there is none; the message lists those there are.
-    """
+    """Return the recipes of a model, or the one of a name; all if both are None. Case, - and _ do not
+    matter."""
     found = recipes()
     if not found:
         raise ValueError(f"{SCRIPTS} has no recipes: install the wheel, or the package from a whole checkout")
@@ -97,10 +94,6 @@ def copy(wanted: Sequence[RecipeScript], folder: Path) -> list[Path]:
 
     Files that a user starts are executable. A recipe is written after what it needs. A file that is there
     already and has the same content is left as it is.
-
-    Raises:
-        ValueError: a file in the folder has another content; nothing has been written.
-        OSError: the folder cannot be written.
     """
     files = {SLURM}.union(*(needed(recipe.path) for recipe in wanted))
     last = {recipe.path for recipe in wanted}
@@ -147,15 +140,7 @@ def register(commands: Any) -> None:
 
 
 def recipe_command(options: argparse.Namespace) -> int:
-    """List, print or copy recipes.
-
-    Args:
-        options: those of `register`.
-
-    Raises:
-        ValueError: there is no such recipe, or another version's is in the folder.
-        OSError: the folder cannot be written.
-    """
+    """List, print or copy recipes."""
     found = chosen(options.model, options.name)
     if options.output is not None:
         if options.output.exists() and not options.output.is_dir():

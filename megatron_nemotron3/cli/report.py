@@ -33,13 +33,7 @@ def register(commands: Any) -> None:
 
 
 def report_command(options: ReportOptions) -> int:
-    """Write the page; exit status 0.
-
-    Raises:
-        ValueError: the folder is not a run's; or there is no checkpoint or tokenizer for --prompt.
-        OSError: the page cannot be written.
-        ModuleNotFoundError: matplotlib, jinja2 or tensorboard is not installed.
-    """
+    """Write the page; exit status 0."""
     from megatron_nemotron3.precision.report import summary
     from megatron_nemotron3.train.report import figures, page
     from megatron_nemotron3.train.report.facts import gather

@@ -42,13 +42,6 @@ def open_outside(path: Path | str, *, limit: int | None = None) -> BinaryIO:
     """Open a file that this program did not just write. Links are followed.
 
     Only regular files are opened, so that opening never blocks, reading ends, and no device is touched.
-
-    Args:
-        limit: largest size in bytes.
-
-    Raises:
-        Unreadable: it is a pipe, a socket or a device, or longer than `limit`.
-        OSError: it does not exist, is a folder, or cannot be opened.
     """
     if "\0" in os.fspath(path):
         raise Unreadable(repr(os.fspath(path)), "a path cannot have a null byte")
@@ -64,11 +57,7 @@ def open_outside(path: Path | str, *, limit: int | None = None) -> BinaryIO:
 
 
 def read_outside(path: Path | str, *, limit: int) -> bytes:
-    """Read a whole file of at most `limit` bytes that this program did not just write.
-
-    Raises:
-        Unreadable, OSError: as for `open_outside`.
-    """
+    """Read a whole file of at most `limit` bytes that this program did not just write."""
     with open_outside(path, limit=limit) as file:
         parts = [file.read(os.fstat(file.fileno()).st_size)]
         length = len(parts[0])
@@ -81,13 +70,7 @@ def read_outside(path: Path | str, *, limit: int) -> bytes:
 
 
 def json_outside(path: Path | str, *, limit: int) -> Any:
-    """Read a JSON file of at most `limit` bytes that this program did not just write.
-
-    Raises:
-        Unreadable, OSError: as for `open_outside`.
-        ValueError: it is not JSON.
-        RecursionError: it is nested too deeply.
-    """
+    """Read a JSON file of at most `limit` bytes that this program did not just write."""
     return json.loads(read_outside(path, limit=limit))
 
 
@@ -107,11 +90,8 @@ def _check_length(length: int, path: Path | str, limit: int) -> None:
 
 
 def require_output(path: Path, option: str) -> None:
-    """Raise unless the file `path` can be written: to be called before the work whose result it is to hold.
-
-    Raises:
-        ValueError: it is a folder or a device, or its folder is missing or does not take files.
-    """
+    """Raise unless the file `path` can be written: to be called before the work whose result it is to
+    hold."""
     folder, said = path.absolute().parent, f"{option} {path}"
     if path.is_dir():
         raise ValueError(f"{said} is a folder: give the name of a file")
@@ -127,12 +107,7 @@ def require_output(path: Path, option: str) -> None:
 
 
 def require_plot(path: Path, option: str) -> None:
-    """Raise unless a picture can be drawn and written to `path`, before the work that it is to show.
-
-    Raises:
-        ValueError: as `require_output`.
-        ModuleNotFoundError: matplotlib is not installed.
-    """
+    """Raise unless a picture can be drawn and written to `path`, before the work that it is to show."""
     require_output(path, option)
     if importlib.util.find_spec("matplotlib") is None:
         raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
@@ -143,10 +118,6 @@ def atomic(path: Path) -> Iterator[Path]:
     """Yield a temporary path in the folder of `path`; when the block ends, flush it to disk and rename it.
 
     If the block raises or is interrupted, the temporary file is removed and `path` is unchanged.
-
-    Raises:
-        OSError: the file cannot be written. If the disk or the quota is full, the message gives the free
-            space.
     """
     temporary = path.with_name(f"{temporary_prefix(path.name)}-{os.getpid()}")
     try:
@@ -167,9 +138,6 @@ def atomic_group(*paths: Path) -> Iterator[list[Path]]:
     The last file marks the group as complete: it is removed before the first file is replaced, and it is
     renamed last. A reader that sees it therefore sees files of one group. If a rename fails, none of the
     files is left.
-
-    Raises:
-        OSError: as for `atomic`.
     """
     folder = paths[0].parent
     folder.mkdir(parents=True, exist_ok=True)

@@ -98,11 +98,7 @@ def find_model(stack: torch.nn.Module, found: Callable[[torch.nn.Module], None])
 
 
 def gather_stages(found: T, group: Any) -> list[T]:
-    """What each pipeline stage found, in their order. Collective.
-
-    Args:
-        group: of the pipeline's ranks.
-    """
+    """What each pipeline stage found, in their order. Collective."""
     every = [found] * group.size()
     if group.size() > 1:
         torch.distributed.all_gather_object(every, found, group=group)
@@ -115,13 +111,6 @@ def agree_on_interval(what: str, interval: int) -> None:
     The ranks talk through the store of the default group, not by a collective: they build their stages in
     different orders, and Megatron waits for other stages in between. The n-th call of a rank is compared with
     the n-th of the others.
-
-    Args:
-        what: names the setting.
-        interval: in iterations; 0 for off.
-
-    Raises:
-        RuntimeError: the intervals differ.
     """
     store, rank = torch.distributed.distributed_c10d._get_default_store(), torch.distributed.get_rank()
     key = f"megatron_nemotron3/{what}"

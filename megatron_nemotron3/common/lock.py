@@ -102,16 +102,6 @@ def held(
     """Hold the lock of a folder, which is created; yield the key of the run.
 
     At the end the lock's file is removed, and the folder, too, if it was created here and is empty.
-
-    Args:
-        command: what to tell others who want the lock; default: this process's command line.
-        key: key of a run whose processes share the lock; default: one of its own.
-        patience: seconds to wait if the holder has ended, but a process that it started has not.
-        say: prints a line: what it waits for, or that the file system has no locks.
-
-    Raises:
-        ValueError: another run holds the lock. The message names its host, process and command.
-        OSError: the folder cannot be written.
     """
     key = key or uuid.uuid4().hex
     text = (this_command() if command is None else command)[:_LONGEST_COMMAND]
@@ -262,12 +252,7 @@ def _users(path: Path) -> list[int]:
 
 
 def _open(path: Path, flags: int) -> int:
-    """Open the lock's file.
-
-    Raises:
-        ValueError: it is no regular file.
-        OSError: it cannot be opened.
-    """
+    """Open the lock's file."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISREG(path.lstat().st_mode):
             raise ValueError(f"{path}: it is no regular file: remove it")

@@ -46,11 +46,7 @@ def nearest(word: str, known: Iterable[str], count: int = 1) -> list[str]:
 
 
 def hint(word: str, known: Iterable[str]) -> str:
-    """Return "; did you mean 'X'?" for a message about an unknown word, or "".
-
-    Args:
-        known: words, or a mapping from words to what they are to be replaced by in the message.
-    """
+    """Return "; did you mean 'X'?" for a message about an unknown word, or ""."""
     for near in nearest(word, known):
         return f"; did you mean {(known[near] if isinstance(known, Mapping) else near)!r}?"
     return ""
@@ -151,14 +147,6 @@ def option(help: str, metavar: str | None = None, *, default: Any = None, **deta
 
     Types are str, int, float, Path, Literal (its values are the choices), a list of one of them, and each of
     them or None.
-
-    Args:
-        metavar: name of its value in the help.
-        default: `NEEDED`: the option must be given.
-        details: `spelling`: instead of "--" and the name of the field. `hidden`: spellings that no help
-            shows. `choices`, `nargs`, `const`: as in argparse. `parse`: makes the value of the text, in place
-            of the type. `group`: title of its group in the help. `one_of`: a name; of the options with the
-            same one, at most one is given. `least`, `most`: bounds of a number.
     """
     return field(default=default, metadata={_DETAILS: {"help": help, "metavar": metavar, **details}})
 
@@ -227,23 +215,13 @@ def add_options(parser: argparse._ActionsContainer, cls: type) -> None:
 
 
 def add_option(parser: argparse._ActionsContainer, name: str, made: Any, kind: type = str) -> None:
-    """Add one option to a parser that is made by hand.
-
-    Args:
-        name: of its value in the namespace.
-        made: what `option` and its like return.
-        kind: its type.
-    """
+    """Add one option to a parser that is made by hand."""
     made.name = name
     _add(parser, made, kind)
 
 
 def from_arguments(cls: type[C], given: argparse.Namespace) -> C:
-    """Return a dataclass with the values that a parser with `add_options` found.
-
-    Raises:
-        ValueError: a number is out of its bounds.
-    """
+    """Return a dataclass with the values that a parser with `add_options` found."""
     hints, values = typing.get_type_hints(cls), {}
     for one in fields(cls):  # type: ignore[arg-type]
         if is_dataclass(hints[one.name]):

@@ -69,11 +69,7 @@ def result(as_json: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def part() -> Iterator[dict[str, Any]]:
-    """Record facts of this block apart, for a caller who puts them into a larger result.
-
-    Yields:
-        the facts; they stay empty where lines are printed.
-    """
+    """Record facts of this block apart, for a caller who puts them into a larger result."""
     if _facts.get() is None:
         yield {}
         return
@@ -92,11 +88,7 @@ def _recorded() -> Iterator[dict[str, Any]]:
 
 
 def say(line: str | None = None, /, **facts: Any) -> None:
-    """Print a line, or record facts for the JSON document: a list goes on the list of the same name.
-
-    Args:
-        line: None where only the document has the facts.
-    """
+    """Print a line, or record facts for the JSON document: a list goes on the list of the same name."""
     found = _facts.get()
     if found is None:
         if line is not None:
@@ -110,11 +102,7 @@ def say(line: str | None = None, /, **facts: Any) -> None:
 
 
 def table(rows: Sequence[Sequence[object]], align: str = "") -> list[str]:
-    """Return a line of text for each row, its cells two blanks apart.
-
-    Args:
-        align: "l" or "r" for each column; default: all to the left.
-    """
+    """Return a line of text for each row, its cells two blanks apart."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells)]
     sides = align or "l" * len(widths)

@@ -42,15 +42,7 @@ STYLE = {
 def picture(
     path: Path, rows: int = 1, columns: int = 1, *, size: tuple[float, float], title: str = ""
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield a figure and its axes [rows, columns]; when the block ends, write the PNG atomically.
-
-    Args:
-        size: width and height in inches.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-        OSError: the file cannot be written.
-    """
+    """Yield a figure and its axes [rows, columns]; when the block ends, write the PNG atomically."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -64,11 +56,7 @@ def picture(
 
 
 def svg(draw: Callable[[Any, Any], None], size: tuple[float, float] = PANEL) -> str:
-    """Draw one panel and return it as SVG; `draw` gets the figure and its axes.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-    """
+    """Draw one panel and return it as SVG; `draw` gets the figure and its axes."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -102,12 +90,7 @@ def color_bar(image: Any, axes: Any, unit: str, *, extend: str = "neither") -> N
 def heat_map(
     axes: Any, table: Sequence[Sequence[float]], unit: str, *, extend: str = "neither", **how: Any
 ) -> None:
-    """Draw a matrix with its first row on top; gray where a value is nan.
-
-    Args:
-        extend: which end of the colour bar gets an arrow, since values lie beyond it.
-        how: for `imshow`, such as the limits of the colours.
-    """
+    """Draw a matrix with its first row on top; gray where a value is nan."""
     axes.set_facecolor("0.85")
     axes.grid(False)
     color_bar(axes.imshow(table, aspect="auto", interpolation="nearest", **how), axes, unit, extend=extend)

@@ -54,11 +54,7 @@ _work: tuple[Callable[[Any, Callable[[int], None]], Any], Any]
 
 @contextlib.contextmanager
 def as_rank() -> Iterator[None]:
-    """Make this process a rank inside the block: it obeys the control pipe, and its children end with it.
-
-    Raises:
-        SystemExit: 130, after an interrupt that the block does not handle.
-    """
+    """Make this process a rank inside the block: it obeys the control pipe, and its children end with it."""
     control = _take_control_pipe()
     agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
     if control is not None or agent is not None:
@@ -100,13 +96,7 @@ def as_spawned() -> None:
 
 
 def end_with_parent(parent: int, started_by: int | None = None, *, protected: bool = True) -> None:
-    """Make this process end when process `parent`, its parent, has ended, and ignore others' signals.
-
-    Args:
-        started_by: process that had the parent, multiprocessing's fork server, start this one. Then its end
-            counts: a fork server lives as long as what it has started, or ends by a signal to the group.
-        protected: ignore others' signals.
-    """
+    """Make this process end when process `parent`, its parent, has ended, and ignore others' signals."""
     starter = started_by or parent
 
     def receive() -> None:
@@ -194,17 +184,7 @@ def parallel_map(
     workers: int,
     report: Callable[[int], None] = lambda done: None,
 ) -> Iterator[Any]:
-    """Yield the results of `work(item, count)` for every item, in the order in which they finish.
-
-    Args:
-        work: any function, since processes are forked. It calls `count` with the bytes of each step. Items
-            and results are pickled.
-        workers: number of processes; 1: this process does the work.
-        report: called with the bytes counted by all, every second and at the end.
-
-    Raises:
-        ValueError: a worker was killed.
-    """
+    """Yield the results of `work(item, count)` for every item, in the order in which they finish."""
     if workers > 1 and len(items) > 1:
         yield from _pool_map(work, items, min(workers, len(items)), report)
         return
@@ -313,11 +293,7 @@ def _control_watch(control: int | None, asks: bool) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def _own_signals(controlled: bool) -> Iterator[None]:
-    """What a rank does at SIGINT and SIGHUP inside the block.
-
-    Under `nemotron3 train`, which decides, nothing. Else what SIGTERM does if the script handles it
-    (`--exit-signal-handler`: save and leave); a second one, and one before that, is a KeyboardInterrupt.
-    """
+    """What a rank does at SIGINT and SIGHUP inside the block."""
     asked = False
 
     def interrupt(signum: int, frame: FrameType | None) -> None:

@@ -49,14 +49,6 @@ def run_ranks(call: Call, world_size: int, *, timeout: float, preload: Sequence[
 
     RANK, LOCAL_RANK and WORLD_SIZE are set. The ranks are processes of their own, without a process group
     unless the call makes one (`gloo_world`), and may start others.
-
-    Args:
-        timeout: seconds, imports included.
-        preload: modules that the server imports, if this starts it; those that are missing are left out.
-
-    Raises:
-        RuntimeError: a rank failed; the message has the traceback of the one that failed first.
-        TimeoutError: some rank did not finish. Either way no process is left.
     """
     context, pickled = server(preload), pickle.dumps(call)
     deadline = time.monotonic() + timeout
@@ -138,12 +130,7 @@ def environment_kept() -> Iterator[None]:
 
 @contextmanager
 def gloo_world(store: str, timeout: float) -> Iterator[None]:
-    """Be a rank of torch's default process group inside the block, by RANK and WORLD_SIZE.
-
-    Args:
-        store: address of the store, `init_method` of init_process_group.
-        timeout: seconds of a collective.
-    """
+    """Be a rank of torch's default process group inside the block, by RANK and WORLD_SIZE."""
     import torch.distributed as dist
 
     dist.init_process_group(

@@ -76,18 +76,7 @@ def _short(value: str | None) -> str:
 def begin(
     folder: Path, file: str, record: Mapping[str, Any], work: str, fill: Callable[[Path], None]
 ) -> None:
-    """Write a folder, whole or not at all, with a record of it. Where the same record is, nothing changes.
-
-    Args:
-        file: name of the record.
-        work: what it is, in messages: "fine-tuning".
-        fill: writes into the folder that it is given, which becomes `folder` when all is there.
-
-    Raises:
-        ValueError: the folder holds something else, or such a work with another record; another process
-            begins it now; or as `fill`.
-        OSError: it cannot be written.
-    """
+    """Write a folder, whole or not at all, with a record of it. Where the same record is, nothing changes."""
     if _begun(folder, file, record, work):
         return
     beside = folder.with_name(f".{folder.name}.part")

@@ -75,14 +75,7 @@ def _fallback_table() -> list[tuple[Any, str, Any]]:
 
 
 def _optimizer_table() -> list[tuple[Any, str, Any]]:
-    """(object, attribute, replacement) for resuming the distributed optimizer with torch's Adam.
-
-    Without apex and TE upstream fails in four ways. It asks for the step count before any state exists, and
-    where there is none: the experts' optimizer of a pipeline stage without E layers has no parameters. After
-    loading, the step of every parameter is one shared tensor, which Adam advances once per parameter, or
-    the zero of a placeholder. It looks for a step per parameter in a fully reshardable checkpoint, which has
-    none.
-    """
+    """(object, attribute, replacement) for resuming the distributed optimizer with torch's Adam."""
     import torch
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import ChainedOptimizer

@@ -15,10 +15,6 @@ def adam(params: Any, adam_w_mode: bool = True, **options: Any) -> torch.optim.O
     """Return torch's Adam, or with `adam_w_mode` AdamW, built with the arguments of apex's FusedAdam.
 
     It is torch's fused form where it has one: not for the sharded parameters of Megatron-FSDP.
-
-    Args:
-        params: parameters, or groups of them.
-        options: as those of torch.
     """
     import torch
     from torch.distributed.tensor import DTensor

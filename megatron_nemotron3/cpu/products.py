@@ -40,10 +40,6 @@ def prefers_onednn(vendor: str, capability: str) -> bool:
     """Whether oneDNN computes FP32 products faster than MKL.
 
     With AVX2 the gain is small, and on Intel's CPUs MKL uses AVX-512, too.
-
-    Args:
-        vendor: `vendor_id` of the CPU, as "AuthenticAMD".
-        capability: of `torch.backends.cpu.get_cpu_capability()`, as "AVX512".
     """
     return vendor == "AuthenticAMD" and capability.startswith("AVX512")
 

@@ -103,12 +103,7 @@ def vocab_divisor(config: Nemotron3Config, layout: ParallelLayout) -> int | None
 def architecture_flags(
     config: Nemotron3Config, layout: ParallelLayout, pattern: str, seq_length: int, backend: str
 ) -> list[Flag]:
-    """Return the flags of section "architecture".
-
-    Args:
-        pattern: with pipeline cuts (`layout.cut_pattern`).
-        seq_length: tokens per sequence.
-    """
+    """Return the flags of section "architecture"."""
     head: tuple[tuple[str, object, str], ...] = (
         ("--spec", (MODULE, spec_name(config, backend)), "backend"),
         ("--hybrid-layer-pattern", pattern, "config.pattern, config.mtp_pattern, layout"),

@@ -115,14 +115,7 @@ in_environment = EnvironmentSetting(BOOST, _parse).read
 def asked(
     words: Sequence[str], environment: Mapping[str, str] = os.environ, *, taught: bool = False
 ) -> Boost | None:
-    """Return what NEMOTRON3_BOOST asks of a command line of Megatron.
-
-    Args:
-        taught: whether a teacher is given.
-
-    Raises:
-        ValueError: it is malformed, or the command line cannot be trained so.
-    """
+    """Return what NEMOTRON3_BOOST asks of a command line of Megatron."""
     boost = in_environment(environment)
     if boost is not None:
         try:

@@ -96,11 +96,8 @@ def register(commands: Any) -> None:
 
 
 def add_launch(command: argparse.ArgumentParser, *, precision: str | None) -> None:
-    """Add the options of a launch: layout, schedule, precision, backend, and words for Megatron after `--`.
-
-    Args:
-        precision: default of --precision.
-    """
+    """Add the options of a launch: layout, schedule, precision, backend, and words for Megatron after
+    `--`."""
     layout = command.add_argument_group("layout")
     for name, text in LAYOUT.items():
         layout.add_argument(f"--{name}", type=int, metavar="N", help=f"{text} (1)")
@@ -149,11 +146,7 @@ def add_published(command: argparse.ArgumentParser) -> None:
 
 
 def chosen_layout(options: object) -> ParallelLayout:
-    """Return the layout that the options describe.
-
-    Raises:
-        ValueError: a size is not positive, or sizes do not go together.
-    """
+    """Return the layout that the options describe."""
     return ParallelLayout(**_sizes(options))
 
 
@@ -176,11 +169,7 @@ def chosen_schedule(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def chosen_emulation(options: argparse.Namespace) -> Emulation | None:
-    """Return what --emulate asks for: what NEMOTRON3_EMULATE says, or else the recipe of --precision.
-
-    Raises:
-        ValueError: the variable is set here without --emulate, or it is malformed.
-    """
+    """Return what --emulate asks for: what NEMOTRON3_EMULATE says, or else the recipe of --precision."""
     given = emulation_in_environment()
     if given is not None and not options.emulate:
         raise ValueError(
@@ -191,11 +180,7 @@ def chosen_emulation(options: argparse.Namespace) -> Emulation | None:
 
 
 def chosen_launch(options: argparse.Namespace) -> Launch:
-    """Return the launch that the options describe.
-
-    Raises:
-        ValueError: unknown model or phase, a size out of range, or the phase leaves open what training needs.
-    """
+    """Return the launch that the options describe."""
     omni, name, gpu = chosen_omni(options), options.schedule, options.gpu
     config = chosen_model(options) if omni is None else omni.language
     chosen = Phase(schedule=TrainingSchedule()) if name == "none" else phase(config, name)
@@ -229,11 +214,7 @@ def _encoder_words(omni: OmniConfig | None) -> tuple[str, ...]:
 
 
 def flags_command(options: argparse.Namespace) -> int:
-    """Print the flags, or the variables of --gpu; warnings go to stderr. Exit status 0.
-
-    Raises:
-        RuleError, ValueError: as `flags`, `chosen_launch` and `_remarks`.
-    """
+    """Print the flags, or the variables of --gpu; warnings go to stderr. Exit status 0."""
     if options.json and (options.shell or options.environment):
         raise ValueError(f"--json does not go with --{'shell' if options.shell else 'environment'}: drop one")
     launch = chosen_launch(options)
@@ -269,15 +250,7 @@ def flags_command(options: argparse.Namespace) -> int:
 
 
 def explain_launch(options: argparse.Namespace, command: argparse.ArgumentParser) -> int:
-    """Print where every option comes from. Exit status 0.
-
-    Args:
-        command: the parser of `nemotron3 explain`, for the defaults of its options.
-
-    Raises:
-        RuleError, ValueError: as `explain`; or --argv is given with options that describe a launch.
-        OSError: the file of --argv cannot be read.
-    """
+    """Print where every option comes from. Exit status 0."""
     name = "published" if options.schedule in ("none", BF16_END) else options.schedule
     launch, remarks = None, []
     if options.argv is None:
@@ -315,12 +288,8 @@ def explain_launch(options: argparse.Namespace, command: argparse.ArgumentParser
 
 
 def print_warnings(launch: Launch, words: Sequence[str], known: Collection[str] = ()) -> None:
-    """Print to stderr which rules of severity "warning" are violated, and what `words` give more than once.
-
-    Args:
-        words: those after `--`.
-        known: rules that the user has been told about.
-    """
+    """Print to stderr which rules of severity "warning" are violated, and what `words` give more than
+    once."""
     for warning in check(launch):
         if warning.severity == "warning" and warning.rule not in known:
             print(warning, file=sys.stderr)
@@ -329,12 +298,7 @@ def print_warnings(launch: Launch, words: Sequence[str], known: Collection[str] 
 
 
 def _remarks(launch: Launch) -> list[str]:
-    """What a user needs besides the flags.
-
-    Raises:
-        PrecisionFileError: the precision file is on this machine, and is wrong.
-        ValueError: no linear of the model would be quantized.
-    """
+    """What a user needs besides the flags."""
     found = check_precision_file(launch)
     if launch.tuned is not None:
         found += [*launch.tuned.notes, _published_run(launch.tuned, launch.layout)]

@@ -55,15 +55,7 @@ class LaunchText:
 
 
 def read_launch(text: str, given: Mapping[str, str] | None = None) -> LaunchText:
-    """Return what `text` says.
-
-    Args:
-        text: of a command, a shell script, or a YAML file that `yaml_launch` reads.
-        given: values of the script's variables, in place of those that it assigns.
-
-    Raises:
-        ValueError: the text has no option, or as `script.follow` and `yaml_launch.read`.
-    """
+    """Return what `text` says."""
     if yaml_launch.is_yaml(text):
         if given:
             raise ValueError("--set sets variables of a shell script, and the text is YAML")
@@ -101,11 +93,7 @@ def _rename(options: dict[str, tuple[str, ...]]) -> None:
 
 
 def emulation(text: str) -> Emulation | None:
-    """What a command emulates, by the last option of our launcher or variable before it; None for nothing.
-
-    Raises:
-        ValueError: a value without meaning.
-    """
+    """What a command emulates, by the last option of our launcher or variable before it; None for nothing."""
     given = _EMULATION.findall(text)
     return parse_emulation(given[-1].strip("\"'")) if given and is_known(given[-1:]) else None
 

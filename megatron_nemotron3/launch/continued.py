@@ -102,13 +102,7 @@ class Saved:
 
 
 def saved_schedule(step: int, scheduler: Mapping[str, Any], args: Mapping[str, Any]) -> Saved | None:
-    """Return the schedule that a checkpoint holds; None if it is not one that this module knows.
-
-    Args:
-        step: the checkpoint's iteration.
-        scheduler: its "opt_param_scheduler".
-        args: its arguments.
-    """
+    """Return the schedule that a checkpoint holds; None if it is not one that this module knows."""
     unit = "iters" if args.get("train_iters") and not args.get("train_samples") else "samples"
     batch = args.get("global_batch_size")
     wsd = args.get(f"lr_wsd_decay_{unit}")
@@ -240,13 +234,6 @@ def continued(saved: Saved, wanted: Schedule, *, keep: bool = False) -> tuple[li
     A run of the same length keeps the checkpoint's schedule. For another length the remaining steps are
     planned anew. The rate goes on from where it is: a warm-up that has begun is finished, and a rate below
     the peak rises to it over a tenth of the remaining steps.
-
-    Args:
-        wanted: as `schedule_of_words`. Its lengths of warm-up and decay are not used.
-        keep: keep the checkpoint's schedule, as `KEEP` does.
-
-    Raises:
-        ValueError: other rates, or a length in another unit than the checkpoint's.
     """
     require_same_rates(saved, wanted)
     old = saved.schedule

@@ -148,13 +148,6 @@ def explain_command(
     """Explain the text of an existing launch (`command_line.read_launch`), compared with `config`.
 
     Every value in it is the user's, unless it equals the catalog's value for the model.
-
-    Args:
-        given: values of a script's variables, in place of those that it assigns.
-
-    Raises:
-        ValueError: no option in it, an option depends on a branch that cannot be decided, or a phase that the
-            model does not have.
     """
     return _explain_pasted(config, _Pasted.of(text, given), name)
 
@@ -162,11 +155,7 @@ def explain_command(
 def explain_nearest(
     text: str, name: str = "published", given: Mapping[str, str] | None = None
 ) -> Explanation:
-    """Explain the text of an existing launch, compared with the published model that it is nearest to.
-
-    Raises:
-        ValueError: as `explain_command`, or the text does not say what the model is.
-    """
+    """Explain the text of an existing launch, compared with the published model that it is nearest to."""
     pasted = _Pasted.of(text, given)
     if not pasted.model.read or pasted.is_partial:
         raise ValueError(
@@ -233,11 +222,7 @@ def _explain_pasted(config: Nemotron3Config, pasted: _Pasted, name: str) -> Expl
 
 
 def with_megatron_defaults(explanation: Explanation) -> Explanation:
-    """Add a row for every other option of the installed Megatron's parser, with its default.
-
-    Raises:
-        ValueError: megatron-core is not installed.
-    """
+    """Add a row for every other option of the installed Megatron's parser, with its default."""
     version, actions = installed_options()
     named = {setting.name for setting in explanation.settings}
     set_already = {action.dest for action in actions if named & set(action.option_strings)}
@@ -257,11 +242,7 @@ def with_megatron_defaults(explanation: Explanation) -> Explanation:
 
 
 def installed_options() -> tuple[str, list[argparse.Action]]:
-    """Return (version, options) of the installed Megatron's parser. It imports torch, which takes seconds.
-
-    Raises:
-        ValueError: megatron-core, or what it needs, is not installed.
-    """
+    """Return (version, options) of the installed Megatron's parser. It imports torch, which takes seconds."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that Transformer Engine and Apex are not there

@@ -88,18 +88,7 @@ def parts_of(
     contents: Mapping[str, bytes] | None = None,
     teacher: Part | None = None,
 ) -> Parts:
-    """Return what a run is made of.
-
-    Args:
-        words: Megatron's command line.
-        environment: of the training processes.
-        name: the model's, if it is known.
-        contents: path -> content of files that are not written yet.
-        teacher: what the model is distilled from, and how; None: it is not.
-
-    Raises:
-        ValueError, OSError: a file that the command line names cannot be read.
-    """
+    """Return what a run is made of."""
     first = next((at for at, word in enumerate(words) if word.startswith("--")), len(words))
     parts: Parts = {part: {} for part in ("model", *CHANGES, "launch")}
     if name:
@@ -180,12 +169,7 @@ class RunManifest:
     """The `run.json` of a folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Read it.
-
-        Raises:
-            ValueError: it is damaged.
-            OSError: it cannot be read.
-        """
+        """Read it."""
         self.folder, self.path = folder, folder / NAME
         self.content: dict[str, Any] = {}
         try:
@@ -204,17 +188,7 @@ class RunManifest:
     def require_same(
         self, new: Parts, step: int, allowed: Collection[str], only: Collection[str], before: Parts
     ) -> None:
-        """Check that a run which goes on is the run of this folder.
-
-        Args:
-            step: where it goes on.
-            allowed: parts that may change.
-            only: parts to compare.
-            before: what is known without the file, from the checkpoint.
-
-        Raises:
-            ValueError: another model, or a change that nobody asked for. The message names both values.
-        """
+        """Check that a run which goes on is the run of this folder."""
         for part in (name for name in ("model", *CHANGES) if name in only and name not in allowed):
             old = self.parts.get(part) if self.content else before.get(part)
             if old is None:
@@ -240,14 +214,7 @@ class RunManifest:
             )
 
     def write(self, new: Parts, step: int | None, command: str = "") -> list[str]:
-        """Write the file, with what changed at `step` (None: the run begins); return lines to print.
-
-        Args:
-            command: the command line, if it is known; the last one is kept.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write the file, with what changed at `step` (None: the run begins); return lines to print."""
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         if step is not None and (name := self.parts.get("model", {}).get("name")):
             new = {**new, "model": {"name": name, **new["model"]}}  # a script knows no name

@@ -45,12 +45,7 @@ def launch_of(
     layout: ParallelLayout | None = None,
     whole: bool = False,
 ) -> Launch | None:
-    """Return the launch that a command line describes; None if a size of its layout is no number.
-
-    Args:
-        layout: None: that of the options, with the smallest data parallelism that the experts allow.
-        whole: with the options that were published, too; otherwise they are only compared.
-    """
+    """Return the launch that a command line describes; None if a size of its layout is no number."""
     options = {flag.name: flag.values for flag in pasted}
     layout = layout or command_line.layout_of(options)
     if layout is None:

@@ -84,11 +84,7 @@ class Tuned:
 
 
 def gpu_named(name: str) -> str:
-    """Return the name of a type of GPU as `GPUS` has it, from any letter case.
-
-    Raises:
-        ValueError: no such type.
-    """
+    """Return the name of a type of GPU as `GPUS` has it, from any letter case."""
     if (found := name.strip().lower()) not in HARDWARE:
         raise ValueError(f"unknown GPU {name!r}: use one of {', '.join(GPUS)}")
     return found
@@ -135,15 +131,7 @@ def tuned(
     version: str,
     without: tuple[str, ...] = (),
 ) -> Tuned:
-    """Return the settings published for a model on a GPU, or else those of the nearest set.
-
-    Args:
-        version: minor version of megatron-core; options that it does not have are left out, and named.
-        without: options to leave out, without their dashes.
-
-    Raises:
-        ValueError: no such GPU, or `without` names an option that would not be emitted.
-    """
+    """Return the settings published for a model on a GPU, or else those of the nearest set."""
     gpu, model = gpu_named(gpu), relative(config)
     key = _nearest(model, gpu, precision)
     chosen = _Chosen()

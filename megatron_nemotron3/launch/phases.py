@@ -152,11 +152,7 @@ _GIVE = {
 
 
 def switch_step(schedule: TrainingSchedule) -> int:
-    """The step after which the rest of a run is in BF16.
-
-    Raises:
-        ValueError: the length of the run is UNKNOWN, or too short to be divided.
-    """
+    """The step after which the rest of a run is in BF16."""
     length, batch = schedule.length("train"), schedule.global_batch_size
     if length is None or (schedule.unit == "samples" and batch is None):
         raise ValueError(f"{BF16_END} is the last part of a run of known length: give {_GIVE['train']}")
@@ -168,11 +164,7 @@ def switch_step(schedule: TrainingSchedule) -> int:
 
 
 def phase(config: Nemotron3Config, name: str) -> Phase:
-    """Return a published phase by its name, one of `PHASES`, or `BF16_END`.
-
-    Raises:
-        ValueError: the model has no such phase; the message lists those it has.
-    """
+    """Return a published phase by its name, one of `PHASES`, or `BF16_END`."""
     if name in ("published", BF16_END):
         precision = "bf16" if name == BF16_END else None
         return Phase(schedule=published(config), layout=published_layout(config), precision=precision)
@@ -187,15 +179,7 @@ def phase(config: Nemotron3Config, name: str) -> Phase:
 def require_known(
     config: Nemotron3Config, name: str, schedule: TrainingSchedule, options: tuple[str, ...] = ()
 ) -> None:
-    """Raise if a value that training needs is UNKNOWN for a phase after pre-training.
-
-    Args:
-        schedule: the phase's schedule, with the values that the caller gives.
-        options: Megatron options that are given besides the schedule.
-
-    Raises:
-        ValueError: the message names what to give, and what the report says about it.
-    """
+    """Raise if a value that training needs is UNKNOWN for a phase after pre-training."""
     missing = [field for field in schedule.unknown if field in _GIVE]
     if schedule.global_batch_size is None:
         missing.append("global_batch_size")

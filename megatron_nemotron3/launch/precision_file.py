@@ -44,15 +44,7 @@ def check(launch: Launch) -> list[str]:
 
 
 def require_usable_here(launch: Launch, *, measured: bool) -> None:
-    """Check the precision file and formats of a launch that is about to train on this machine.
-
-    Args:
-        measured: precision is logged, so a precision file says how a plain run is measured.
-
-    Raises:
-        PrecisionFileError: the file is wrong.
-        ValueError: the file does not exist; the torch backend would ignore what is asked for; or as `check`.
-    """
+    """Check the precision file and formats of a launch that is about to train on this machine."""
     path = launch.precision_file
     if path is not None and not Path(path).exists():
         raise ValueError(

@@ -125,11 +125,7 @@ _ONE_GROUP = ("--moe-router-num-groups", "--moe-router-group-topk")
 
 
 def environment(config: Nemotron3Config) -> tuple[str, ...]:
-    """Return NAME=value of the variables that the public launch script exports.
-
-    Raises:
-        KeyError: no launch script of the model is known.
-    """
+    """Return NAME=value of the variables that the public launch script exports."""
     launch = LAUNCHES[config.name]
     return _ENVIRONMENT + (_HYBRID_EP_ENVIRONMENT if launch.options == _HYBRID_EP else ())
 
@@ -145,14 +141,7 @@ def shown(values: tuple[str, ...]) -> str:
 
 
 def reference(config: Nemotron3Config, name: str = "published") -> dict[str, PublishedOption]:
-    """Return option -> published value, for the options that a source states.
-
-    Args:
-        name: of the phase, one of `phases.PHASES`; "published" is pre-training.
-
-    Raises:
-        ValueError: the model has no such phase.
-    """
+    """Return option -> published value, for the options that a source states."""
     return {**dict(_model_references(config)), **dict(_phase_references(config, name))}
 
 

@@ -60,11 +60,7 @@ def _violated(rules: Iterable[Rule], launch: Launch) -> list[Violation]:
 
 
 def enforce(launch: Launch) -> list[Violation]:
-    """Raise on errors; return the warnings.
-
-    Raises:
-        RuleError: with every violated rule of severity "error".
-    """
+    """Raise on errors; return the warnings."""
     violations = check(launch)
     errors = [violation for violation in violations if violation.severity == "error"]
     if errors:

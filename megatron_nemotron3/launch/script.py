@@ -60,15 +60,7 @@ class _Ended(Exception):
 
 
 def follow(text: str, given: Mapping[str, str] | None = None) -> Script:
-    """Return what a script passes to Megatron.
-
-    Args:
-        given: variables that have these values whatever the script assigns.
-
-    Raises:
-        ValueError: an option depends on a branch that cannot be decided, the script ends before its command,
-            a variable of `given` does not occur in the text, or the text is not a script.
-    """
+    """Return what a script passes to Megatron."""
     for name in given or {}:
         if not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text):
             raise ValueError(f"--set {name}: the script has no such variable")
@@ -217,11 +209,7 @@ class _Walk:
         return first == "true" or (None if first.startswith(_ASKS) else first != "false")
 
     def _undecided(self, nodes: Iterable[shell.Node], reason: str) -> None:
-        """Mark what commands that may or may not run would set.
-
-        Raises:
-            ValueError: they pass options.
-        """
+        """Mark what commands that may or may not run would set."""
         for node in _simple_commands(nodes):
             names = [word for word in node.words if _ASSIGNMENT.fullmatch(word)]
             aside = _Walk(self.given)

@@ -32,16 +32,6 @@ def prepared(
 
     The folder of `--load` names its last complete checkpoint afterwards. Rank 0 also compares the schedule
     with the checkpoint's and the run with the one in the folder.
-
-    Args:
-        words: the script's command line.
-        changes: parts of the run that may differ from the folder's, of `manifest.CHANGES`.
-        teacher: as of `manifest.parts_of`.
-
-    Raises:
-        ValueError: another run writes to the folder, the checkpoint is damaged, Megatron would refuse its
-            schedule, or the folder holds another run.
-        OSError: the folder cannot be written.
     """
     save = _local_folder(words, "--save")
     with contextlib.ExitStack() as stack:
@@ -66,11 +56,7 @@ def settle_manifest(
     emulated: emulation.Emulation | None = None,
     teacher: manifest.Part | None = None,
 ) -> list[str]:
-    """Compare a run with the one that the folder of `--save` holds, and record it; return lines to print.
-
-    Raises:
-        ValueError, OSError: as `prepared`.
-    """
+    """Compare a run with the one that the folder of `--save` holds, and record it; return lines to print."""
     found, step = manifest.RunManifest(manifest.folder_of(save)), latest_iteration(save)
     environment = {**os.environ, EMULATE: emulated.text() if emulated else ""}
     new = manifest.parts_of(words, environment, teacher=teacher)

@@ -13,11 +13,7 @@ _LIMIT = 16 << 20
 
 
 def add_set(command: argparse._ActionsContainer, script: str) -> None:
-    """Add --set, for a command that reads a script; `variables` reads it.
-
-    Args:
-        script: what names the script.
-    """
+    """Add --set, for a command that reads a script; `variables` reads it."""
     command.add_argument(
         "--set",
         metavar="VARIABLE=VALUE",
@@ -37,11 +33,7 @@ def given_options(
 
 
 def variables(words: Sequence[str]) -> dict[str, str]:
-    """Return what --set says.
-
-    Raises:
-        ValueError: a word is not VARIABLE=VALUE.
-    """
+    """Return what --set says."""
     return dict(_variable(word) for word in words)
 
 
@@ -53,16 +45,7 @@ def _variable(word: str) -> tuple[str, str]:
 
 
 def text_of(file: str, said: str) -> str:
-    """Return the text of a launch.
-
-    Args:
-        file: "-" for stdin.
-        said: how an error names it.
-
-    Raises:
-        ValueError: it is no text.
-        OSError: it cannot be read.
-    """
+    """Return the text of a launch."""
     try:
         return sys.stdin.read() if file == "-" else read_outside(file, limit=_LIMIT).decode()
     except UnicodeDecodeError:

@@ -39,11 +39,7 @@ def launcher_options(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 def ranks_of(launcher: Mapping[str, tuple[str, ...]], variable: str) -> int | None:
-    """Return the number of ranks of a launch.
-
-    Args:
-        variable: value of WORLD_SIZE, "" for none.
-    """
+    """Return the number of ranks of a launch."""
 
     def number(name: str, default: int | None = None) -> int | None:
         words = launcher.get(name)

@@ -22,12 +22,7 @@ def is_known(values: Iterable[str]) -> bool:
 
 
 def evaluate(words: Sequence[str], filled: Callable[[str], str]) -> bool | None:
-    """Whether the words between `[` and `]` hold; None if that cannot be told.
-
-    Args:
-        words: with their quotes.
-        filled: returns a word without quotes, with the values of the variables that are known.
-    """
+    """Whether the words between `[` and `]` hold; None if that cannot be told."""
     for joins, end in ((("||", "-o"), True), (("&&", "-a"), False)):
         for at, word in enumerate(words):
             if word in joins:

@@ -93,11 +93,7 @@ def _said(experts: str | None) -> str:
 
 
 def loaded(argv: Sequence[str]) -> tuple[str, StoredState] | None:
-    """Return which checkpoint a command line loads, and its state; None if it cannot be read.
-
-    Raises:
-        ValueError: the tracker is damaged.
-    """
+    """Return which checkpoint a command line loads, and its state; None if it cannot be read."""
     given = load_options(argv)
     try:
         which = given.load and (given.step or read_tracker(given.load))

@@ -19,11 +19,7 @@ DEFAULT = "0.19"
 
 
 def minor(version: str) -> str:
-    """Return the minor version: "0.19.2" -> "0.19"; "main" is the last of `KNOWN`.
-
-    Raises:
-        ValueError: not a version, or one that is not supported.
-    """
+    """Return the minor version: "0.19.2" -> "0.19"; "main" is the last of `KNOWN`."""
     if version == "main":
         return KNOWN[-1]
     match = re.match(r"\d+\.\d+", version)
@@ -46,11 +42,7 @@ def installed() -> str | None:
 
 
 def chosen(version: str | None = None) -> str:
-    """Return the minor version to make flags for: the given one, else the installed one, else `DEFAULT`.
-
-    Raises:
-        ValueError: it is not supported.
-    """
+    """Return the minor version to make flags for: the given one, else the installed one, else `DEFAULT`."""
     return minor(version or installed() or DEFAULT)
 
 
@@ -68,11 +60,8 @@ def require_supported() -> None:
 
 
 def require_imported(checkout: Path) -> None:
-    """Check that the megatron-core that Python would import is of the version of a checkout of Megatron-LM.
-
-    Raises:
-        ValueError: it is of another one: the checkout's script would run with the wrong library.
-    """
+    """Check that the megatron-core that Python would import is of the version of a checkout of
+    Megatron-LM."""
     found = importlib.util.find_spec("megatron.core") if importlib.util.find_spec("megatron") else None
     if found is None or found.origin is None:
         return

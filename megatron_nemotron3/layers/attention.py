@@ -46,9 +46,6 @@ class TorchCoreAttention(MegatronModule):
         config: `kv_channels`, `attention_dropout`, `softmax_type` and `window_size` are read.
         attn_mask_type: causal or padding_causal.
         softmax_scale: None for 1 / sqrt(kv_channels).
-
-    Raises:
-        ValueError: a mask type, softmax or window that this backend does not support.
     """
 
     def __init__(
@@ -93,7 +90,6 @@ class TorchCoreAttention(MegatronModule):
         Args:
             query: [s, b, heads / tp, c], or [t, heads / tp, c] packed.
             key, value: [s, b, kv heads / tp, c], or [t, kv heads / tp, c] packed.
-            attention_mask: ignored; the mask is always causal.
 
         Returns:
             [s, b, heads / tp * c], or [t, 1, heads / tp * c] packed as Megatron expects it.
@@ -176,14 +172,7 @@ class TorchCoreAttention(MegatronModule):
     def _gather_context(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Context parallelism by gathering keys and values, which are small (2 KV heads).
-
-        Megatron gives rank r chunks r and 2 * cp - 1 - r of 2 * cp (zigzag), which balances causal attention.
-
-        Returns:
-            Key and value of all tokens in gathered (not sequence) order, and the causal mask [s / cp, s] of
-            this rank's queries for that order.
-        """
+        """Context parallelism by gathering keys and values, which are small (2 KV heads)."""
         cp, rank = self.cp_group.size(), self.cp_group.rank()
         borders = [0, query.shape[0] * cp]
         mine = zigzag(borders, cp, rank, query.device)
@@ -194,19 +183,7 @@ class TorchCoreAttention(MegatronModule):
 def _flash_packed(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, borders: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Causal attention of all documents of a pack in one launch; the host does not wait.
-
-    Tokens after the last border are padding and form a document, as everywhere here: flash attention would
-    leave their rows unwritten. The longest document is not known to the host, so the pack's length bounds it;
-    it only sets the size of the grid.
-
-    Args:
-        query: [t, heads, c].   key, value: [t, kv heads, c].
-        borders: [documents + 1] on the device.
-
-    Returns:
-        [t, heads, c].
-    """
+    """Causal attention of all documents of a pack in one launch; the host does not wait."""
     total = query.shape[0]
     ends = torch.nn.functional.pad(borders.to(torch.int32), (0, 1), value=total)
     return _varlen_attn(query, key, value, ends, ends, total, total, scale=scale, window_size=(-1, 0))  # type: ignore[return-value]

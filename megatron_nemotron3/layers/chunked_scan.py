@@ -101,10 +101,8 @@ class _CellBlock:
         self.place(out).copy_(value.unflatten(0, (self.nb, self.nc)))
 
     def store_sum(self, out: Tensor, by_head: Tensor, by_group: Tensor, weight: Tensor, g: int) -> None:
-        """Write by_head [cells * h, l, p] + by_group [cells * g, l, h/g * p] * weight [cells, l, h] into out.
-
-        One pass over memory: out [b, s, h, p] is written where it is, whatever its strides.
-        """
+        """Write by_head [cells * h, l, p] + by_group [cells * g, l, h/g * p] * weight [cells, l, h] into
+        out."""
         h, p = out.shape[2:]
         cells = (self.nb, self.nc)
         torch.addcmul(
@@ -178,11 +176,7 @@ def _exp_above(exponent: Tensor, floor: float) -> Tensor:
 
 
 def _by_group(t: Tensor, g: int, weight: Tensor | None = None) -> Tensor:
-    """[cells, l, g, n] -> [cells * g, l, n]. With a weight: [cells, l, h, p] -> [cells * g, l, h/g * p].
-
-    In the second case the heads of a group become one matrix, and each token and head is multiplied by its
-    weight [cells, l, h].
-    """
+    """[cells, l, g, n] -> [cells * g, l, n]. With a weight: [cells, l, h, p] -> [cells * g, l, h/g * p]."""
     cells, length, k, m = t.shape
     if weight is None:
         return t.transpose(1, 2).reshape(cells * g, length, m)
@@ -195,16 +189,7 @@ def _by_group(t: Tensor, g: int, weight: Tensor | None = None) -> Tensor:
 def _recur_over_cells(
     block: _CellBlock, left: Tensor, right: Tensor, carry: Tensor, state: Tensor, *, backward: bool = False
 ) -> Tensor:
-    """Recurrence over the cells of a row: state <- carry * state + left^T right.
-
-    Args:
-        left: [cells * g, l, h/g * p].   right: [cells * g, l, n].   carry: [cells, h].
-        state: [nb, h, p, n], before the first step; overwritten by the one after the last.
-        backward: go from the last cell to the first.
-
-    Returns:
-        The state before the step of each cell, [cells * g, h/g * p, n].
-    """
+    """Recurrence over the cells of a row: state <- carry * state + left^T right."""
     nb, nc, (_, h, p, n) = block.nb, block.nc, state.shape
     # The state before a step and the one after it are neighbours, so a step is one operation in place.
     states = state.new_empty(nb, nc + 1, h, p, n)
@@ -287,10 +272,7 @@ def _scan_forward(inputs: ScanInputs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _with_steps(mixing: Tensor, dt: Tensor, D: Tensor | None) -> Tensor:
-    """Mixing [cells, h, l, l] times the step of the earlier token, plus D on the diagonal; in place.
-
-    Returns [cells * h, l, l]: the product with x is the output of the cell's own tokens, skip included.
-    """
+    """Mixing [cells, h, l, l] times the step of the earlier token, plus D on the diagonal; in place."""
     mixing.mul_(dt.transpose(1, 2).unsqueeze(-2))
     if D is not None:
         mixing.diagonal(dim1=-2, dim2=-1).add_(D.to(mixing.dtype).unsqueeze(-1))

@@ -28,9 +28,6 @@ def document_borders(packed: PackedSeqParams, total: int) -> torch.Tensor:
     """First token of each document, then `total`: int64 [documents + 1] on the host.
 
     Padded borders are used if given. Tokens after the last document are padding and form a document.
-
-    Raises:
-        ValueError: a layout other than thd, or borders beyond `total` tokens.
     """
     if packed.qkv_format != "thd" or packed.cu_seqlens_q is None:
         raise ValueError(
@@ -71,9 +68,6 @@ def zigzag(
     Args:
         borders: `document_borders`, [documents + 1], on the host.
         device: on which they are computed; None for the host.
-
-    Raises:
-        ValueError: a document is not divisible by 2 * cp.
     """
     held = []
     ends: Sequence[int] = borders.tolist() if isinstance(borders, torch.Tensor) else borders
@@ -126,9 +120,6 @@ class TokenPlaces:
 
         Args:
             tokens: s / cp.
-
-        Raises:
-            ValueError: padded and unpadded borders are of different numbers of documents.
         """
         if packed is None:
             padded = real = torch.arange(2, device=device) * (cp * tokens)

@@ -100,14 +100,9 @@ def causal_conv1d(
         activation: "silu" (or "swish"), or None.
         seq_idx: [b, s] integer document index, non-decreasing.
         initial_state: [b, k - 1, c], inputs before the first token, of the same document. None: zeros.
-        return_final_state: also return the last k - 1 inputs; those of earlier documents are zeros.
-        x_gradient: memory for the gradient of x.
 
     Returns:
         y [b, s, c] in the dtype of x; with `return_final_state` also [b, k - 1, c] in that dtype.
-
-    Raises:
-        ValueError: shapes that do not match, or an unknown activation.
     """
     taps = _checked_taps(x, weight, bias, activation, seq_idx, initial_state)
     y = _CausalConv.apply(x, taps, bias, initial_state, seq_idx, ACTIVATIONS[activation], x_gradient)
@@ -160,11 +155,7 @@ def _document_pieces(x: Tensor, seq_idx: Tensor | None) -> list[_DocumentPiece]:
 
 
 class _SameDocument:
-    """Masks instead of pieces: whether two tokens of a row belong to one document, without the host.
-
-    Tokens before the first belong to its document (they are the initial state or zeros), tokens after the
-    last to that one's (their gradients are zeros).
-    """
+    """Masks instead of pieces: whether two tokens of a row belong to one document, without the host."""
 
     def __init__(self, seq_idx: Tensor, k: int) -> None:
         first, last = seq_idx[:, :1].expand(-1, k - 1), seq_idx[:, -1:].expand(-1, k - 1)
@@ -188,11 +179,7 @@ class _SameDocument:
 def _correlate(
     x: Tensor, columns: Tensor, bias: Tensor | None, masks: Sequence[Tensor | None] | None = None
 ) -> Tensor:
-    """[n, m + k - 1, c] and columns [k, c] -> [n, m, c] = bias + sum_j columns[j] x[:, j : j + m].
-
-    Args:
-        masks: for each j, what of x[:, j : j + m] counts, [n, m, 1]; None for all.
-    """
+    """[n, m + k - 1, c] and columns [k, c] -> [n, m, c] = bias + sum_j columns[j] x[:, j : j + m]."""
     k = len(columns)
     m = x.shape[1] - (k - 1)
     first = _tap(x, 0, m, masks)

@@ -211,9 +211,6 @@ class GroupedExperts(TEGroupedMLP):
     """FC1, weighted squared ReLU, FC2 for all local experts.
 
     Construction and checkpointing are those of upstream's `TEGroupedMLP`, which takes any linears.
-
-    Raises:
-        ValueError: an activation other than ungated squared ReLU.
     """
 
     #: Call the linears one after the other, so that hooks see what enters FC2

@@ -110,7 +110,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
     Args:
         x: [..., d].
         weight: [d], any floating dtype.
-        eps: added to the mean square.
 
     Returns:
         [..., d] in the dtype of x.
@@ -124,7 +123,6 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Te
     Args:
         x: [..., d].
         weight, bias: [d], any floating dtype.
-        eps: added to the variance.
 
     Returns:
         [..., d] in the dtype of x.
@@ -155,15 +153,9 @@ def gated_group_rms_norm(
         x: [..., d].
         z: [..., d], the gate before SiLU.
         weight: [d].
-        group_size: channels of one group; d is a multiple of it.
-        eps: added to the mean square.
-        z_gradient: memory for the gradient of z, whose rows lie at equal distances.
 
     Returns:
         [..., d] in the dtype of x.
-
-    Raises:
-        ValueError: d is not a multiple of group_size.
     """
     _check_norm_groups(x, weight, group_size)
     return _RMSNorm.apply(x, z, weight, group_size, eps, z_gradient)
@@ -197,9 +189,6 @@ def weighted_squared_relu(x: Tensor, w: Tensor) -> Tensor:
 
     Returns:
         [n, d] in the dtype of x.
-
-    Raises:
-        ValueError: w is not one value per row.
     """
     if w.shape != x.shape[:-1]:
         raise ValueError(f"w {tuple(w.shape)} must be {tuple(x.shape[:-1])}, one value per row of x")

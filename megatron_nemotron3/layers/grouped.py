@@ -31,14 +31,10 @@ def grouped_linear(x: Tensor, weights: list[Any], counts: list[int]) -> Tensor:
     Args:
         x: [t, in], rows sorted by expert.
         weights: E matrices [out, in].
-        counts: rows of each expert; they add up to t. A count may be 0.
 
     Returns:
         [t, out]. Backward writes into preallocated tensors. Experts without rows get a zero gradient,
         since Megatron's distributed optimizer needs a gradient for every parameter.
-
-    Raises:
-        ValueError: counts do not match x or weights.
     """
     check_counts(x, weights, counts)
     result: Tensor = _GroupedLinear.apply(x, counts, *weights)
@@ -136,15 +132,11 @@ def squared_relu_experts(
     Args:
         x: [t, in], rows sorted by expert.   probs: [t], weight of each row, applied before FC2.
         fc1: E matrices [f, in].   fc2: E matrices [out, f].
-        counts: rows of each expert; they add up to t. A count may be 0.
         recompute: recompute FC1's output [t, f] in backward instead of saving it
             (`--recompute-modules moe_act`).
 
     Returns:
         [t, out]. Experts without rows get a gradient of zeros, as from `grouped_linear`.
-
-    Raises:
-        ValueError: counts do not match x or the weights.
     """
     for weights in (fc1, fc2):
         check_counts(x, weights, counts)

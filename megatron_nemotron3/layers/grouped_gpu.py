@@ -45,15 +45,10 @@ def grouped_linear_cuda(x: Tensor, weights: Sequence[Tensor], counts: Sequence[i
     Args:
         x: [t, in], rows sorted by expert.
         weights: E matrices [out, in].
-        counts: rows of each expert; they add up to t, a count may be 0. A tensor on the device of x avoids a
-            copy to the host; its sum is then not checked, and further rows would be undefined.
 
     Returns:
         [t, out]. Weight gradients are slices of one tensor [E, out, in]; experts without rows get zeros.
         `grouped.grouped_linear` computes the result if `grouped_mm_problem` reports a problem.
-
-    Raises:
-        ValueError: counts do not match x or weights.
     """
     check_counts(x, weights, counts)
     if x.shape[0] == 0 or grouped_mm_problem(x, weights) is not None:
@@ -75,9 +70,6 @@ def squared_relu_experts_cuda(
 
     `counts` may be a tensor on the device, as for `grouped_linear_cuda`. Saves x, probs, the weights and,
     unless `recompute`, FC1's output; the activation is computed again in backward.
-
-    Raises:
-        ValueError: counts do not match x or the weights.
     """
     for weights in (fc1, fc2):
         check_counts(x, weights, counts)
@@ -100,11 +92,7 @@ def _on_host(counts: Sequence[int] | Tensor, x: Tensor) -> list[int]:
 
 
 def grouped_mm_problem(x: Tensor, weights: Sequence[Tensor], number: int | None = None) -> str | None:
-    """Why torch's grouped product cannot compute these, with the cure; None if it can.
-
-    Args:
-        number: of matrices, if `weights` is only a part of them.
-    """
+    """Why torch's grouped product cannot compute these, with the cure; None if it can."""
     number = number or len(weights)
     if not library_kernels_enabled():
         return "NEMOTRON3_GPU_KERNELS=0 turns it off"

@@ -45,10 +45,7 @@ class CountingRouter(TopKRouter):
             counts.data = counts.data.float()
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
-        """Count the tokens of each expert, without padding.
-
-        Upstream 0.19 multiplies the map [t, N] by a mask [t], which is an error unless t is 1 or N.
-        """
+        """Count the tokens of each expert, without padding."""
         if padding_mask is not None:
             routing_map = routing_map & ~padding_mask.reshape(-1, 1)
         super()._apply_expert_bias(routing_map)
@@ -189,7 +186,6 @@ def order_by_expert(pieces: torch.Tensor, total: int) -> tuple[torch.Tensor, tor
 
     Args:
         pieces: [sources, experts] rows; the rows lie in this order, experts of one source together.
-        total: the sum of `pieces`.
     """
     sizes = pieces.t().reshape(-1)  # in the order of the result
     starts = (pieces.reshape(-1).cumsum(0) - pieces.reshape(-1)).view_as(pieces).t().reshape(-1)

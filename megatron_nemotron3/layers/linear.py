@@ -150,9 +150,6 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         """Let Megatron-Bridge's PEFT transform the layer; its walk calls this where a module has it.
 
         An adapter beside this layer takes the normalized input, so a wrapper is given it as a third output.
-
-        Args:
-            transform: called with the layer and those of `where` (name, prefix, …) that it takes.
         """
         taken = inspect.signature(transform).parameters
         result = transform(self, **{name: value for name, value in where.items() if name in taken})

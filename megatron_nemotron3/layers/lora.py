@@ -237,16 +237,9 @@ def add_adapters(model: Any, lora: LoRASettings) -> list[str]:
     The correction of the routers (`expert_bias`) is frozen, too: it belongs to the base, which an adapter is
     used with. So is everything that is not an adapter: embedding, norms, convolutions, routers.
 
-    Args:
-        model: `HybridModel` of this rank, with the torch backend's linears.
-
     Returns:
         Names of the linears with an adapter, with layers counted over all pipeline stages. A stage may have
         none.
-
-    Raises:
-        ValueError: a target is a linear of another backend, the model has adapters, or none of a model on one
-            pipeline stage matches.
     """
     found = []
     for name, module in model.named_modules():
@@ -296,9 +289,6 @@ def add_when_built(stack: Any, load_base: Callable[[Any, Path], None]) -> None:
 
     Megatron calls `finish_init` of a model's modules when it is complete; the module that the stack is put
     into is the model. So any script that builds the model trains with LoRA.
-
-    Args:
-        load_base: reads the weights of a checkpoint folder into a model (`checkpoints.convert.into_model`).
     """
     lora = current()
     if lora is None:

@@ -86,9 +86,6 @@ class Mamba2Mixer(MambaMixer):
         d_conv: convolution kernel width.
         chunk_size: tokens per SSD chunk; the result does not depend on it.
         pg_collection: its `tp` and `cp` groups are used.
-
-    Raises:
-        ValueError: heads or groups are not divisible by the tensor-parallel size.
     """
 
     def __init__(
@@ -272,7 +269,6 @@ class Mamba2Mixer(MambaMixer):
             xbc: [b, s, inner + 2 * groups * state], output of in_proj.
             dt: [b, s, heads] before bias and softplus.
             seq_idx: [1, s] document of each token, or None.
-            xbc_gradient: memory for the gradient of xbc.
 
         Returns:
             [b, s, inner], before gate and norm. Decays, state and softplus are FP32.

@@ -65,10 +65,8 @@ class PhysicalBorders(PackedSeqParams):
 
 
 def _count_z_loss_once(router: Any) -> None:
-    """Give the z-loss of a repeated block, which runs once per depth, its coefficient divided by the depths.
-
-    Upstream (0.19 and main) divides the loss after it is attached: what it logs, but not the gradient.
-    """
+    """Give the z-loss of a repeated block, which runs once per depth, its coefficient divided by the
+    depths."""
     config = router.config
     if config.moe_z_loss_coeff is not None and config.mtp_use_repeated_layer:
         router.config = copy(config)
@@ -114,10 +112,6 @@ class MTPLayer(MultiTokenPredictionLayer):
 
         What the shift brings to the end of a document is token 0, as in a document without padding: the
         routers count that position.
-
-        Raises:
-            ValueError: documents are padded, and `LossHooks` did not run, so Megatron would shift the labels
-                at the wrong borders.
         """
         if isinstance(packed_seq_params, PhysicalBorders):
             kwargs["input_ids"] = kwargs["input_ids"] * packed_seq_params.real
@@ -135,11 +129,7 @@ class MTPLayer(MultiTokenPredictionLayer):
         padding_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Upstream's, which shifts tokens and positions by one, but the routers' mask stays.
-
-        What is padding at a depth is what is padding in the decoder. Upstream shifts the mask with the
-        tokens, which makes a document's last real token padding and its last padding token real.
-        """
+        """Upstream's, which shifts tokens and positions by one, but the routers' mask stays."""
         if packed_seq_params is not None:
             packed_seq_params = PhysicalBorders.of(packed_seq_params)
         ids, positions, _, embedded, hidden = super()._get_embeddings(
@@ -149,11 +139,7 @@ class MTPLayer(MultiTokenPredictionLayer):
 
 
 def refuse_padding(packed: PackedSeqParams) -> None:
-    """Refuse padded documents in a model whose MTP loss nobody corrects. Compares no values.
-
-    Raises:
-        ValueError: there are padded borders other than `cu_seqlens_q`.
-    """
+    """Refuse padded documents in a model whose MTP loss nobody corrects. Compares no values."""
     padded = packed.cu_seqlens_q_padded
     if padded is not None and padded is not packed.cu_seqlens_q:
         raise ValueError(
@@ -214,19 +200,7 @@ class LossHooks:
         return args, {**kwargs, "loss_mask": mask}
 
     def _weights(self, config: Any, mask: Tensor, places: TokenPlaces, group: Any, first: int) -> Tensor:
-        """Set the factors that turn each rank's weights into those of one process.
-
-        A token weighs 1 / n_k at depth k, with n_k the unmasked tokens left by the shift, or n_0 / n_k if
-        the loss is per token (upstream's `process_mtp_loss`). Upstream takes both numbers of the rank.
-
-        Args:
-            mask: [b, s / cp].
-            first: shift of depth 0.
-
-        Returns:
-            The mask. Per token, a rank with n_0 = 0 gives weight 0 to targets that the shift brings from
-            other ranks. It gets one token of a weight that no sum sees, so that there is something to scale.
-        """
+        """Set the factors that turn each rank's weights into those of one process."""
         size, rank = group.size(), group.rank()
         shift = torch.arange(first, first + config.mtp_num_layers + 1, device=mask.device)
         owner = places.owner(shift)  # [depths + 1, s / cp]

@@ -102,11 +102,7 @@ class LayerNorm(RMSNorm):
 
 
 def is_layer_norm(config: TransformerConfig) -> bool:
-    """Whether `--normalization` asks for LayerNorm rather than RMSNorm.
-
-    Raises:
-        ValueError: it asks for neither.
-    """
+    """Whether `--normalization` asks for LayerNorm rather than RMSNorm."""
     if config.normalization not in ("LayerNorm", "RMSNorm"):
         raise ValueError(
             f"normalization={config.normalization!r}: the torch backend supports RMSNorm and LayerNorm; "
@@ -122,11 +118,7 @@ class NormBuilder:
     """
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> RMSNorm:  # type: ignore[misc]
-        """Return a `RMSNorm` or `LayerNorm`.
-
-        Raises:
-            ValueError: as `is_layer_norm`.
-        """
+        """Return a `RMSNorm` or `LayerNorm`."""
         return (LayerNorm if is_layer_norm(config) else RMSNorm)(config, hidden_size, eps)
 
 

@@ -41,12 +41,7 @@ def local_mask(
 
     Args:
         given: `padding_mask` of the model: [b, s / cp], or cut over tensor-parallel ranks already.
-        packed: its borders give the mask if none is given.
         hidden: [s_local, b, d] input of the layers.
-        sequence_parallel: whether s_local is this tensor-parallel rank's part of s / cp.
-
-    Raises:
-        ValueError: the mask has another length.
     """
     tp = groups.tp.size() if sequence_parallel else 1
     local, tokens = hidden.shape[0], hidden.shape[0] * tp

@@ -119,18 +119,11 @@ def ssd_chunked(
             length, and the result does not depend on it.
         initial_state: [b, h, p, n], or None for zeros. It belongs to the document of the first token.
         seq_idx: [b, s] integer document index, non-decreasing. The state is zero where it changes.
-        return_final_state: also return the state after the last token.
         gradients: memory for the gradients of x, B and C; None: new memory.
 
     Returns:
         y [b, s, h, p] in the dtype of x; with `return_final_state` also the state [b, h, p, n] in FP32
         (FP64 if x is FP64).
-
-    Raises:
-        ValueError: shapes that do not match.
-
-    Saves for backward: the inputs and one state per `MIN_CHUNKS * CHUNK` tokens or more. Decay and score
-    matrices [cells, h, CHUNK, CHUNK] exist for one block at a time (`BLOCK_ELEMENTS`) and are recomputed.
     """
     inputs = ScanInputs(x, dt, A, B, C, D, initial_state, seq_idx)
     inputs.check()

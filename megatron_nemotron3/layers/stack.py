@@ -123,9 +123,6 @@ class Nemotron3Stack(HybridStack):
         Args:
             hidden_states: [s, b, d], this rank's part; upstream wraps it in inference.
             padding_mask: [b, s / cp], True for padding.
-
-        Raises:
-            ValueError: the mask has another length.
         """
         if padding_mask is not None or packed_seq_params is not None:
             hidden = hidden_states if self.pre_process else self.input_tensor
@@ -153,11 +150,7 @@ class Nemotron3Stack(HybridStack):
 def _sized(
     submodules: Nemotron3StackSubmodules, model: Nemotron3Config, config: TransformerConfig
 ) -> Nemotron3StackSubmodules:
-    """Layer specs of the decoder with the E layers of `model`; MTP builds its own from the others.
-
-    Raises:
-        ValueError: the model to build has another number of layers, or too few experts.
-    """
+    """Layer specs of the decoder with the E layers of `model`; MTP builds its own from the others."""
     if config.num_layers != model.num_layers:
         raise ValueError(
             f"the spec has the experts of each layer of {model.name}, which has {model.num_layers} layers, "

@@ -52,12 +52,7 @@ def names_model(options: ModelOptions | argparse.Namespace) -> bool:
 
 
 def chosen_model(options: ModelOptions | argparse.Namespace) -> Nemotron3Config:
-    """Return the model of NAME or --model, and --tiny.
-
-    Raises:
-        ValueError: there is no model of that name, no or two models are given, or as `own.model`.
-        OSError: the file cannot be read.
-    """
+    """Return the model of NAME or --model, and --tiny."""
     if options.name is not None and options.model is not None:
         raise ValueError(f"NAME {options.name} and --model {options.model} both name a model: give one")
     if (given := options.name if options.model is None else options.model) is None:
@@ -73,12 +68,7 @@ def chosen_omni(options: ModelOptions | argparse.Namespace) -> OmniConfig | None
 
 
 def stored_model(options: StoredModelOptions | argparse.Namespace) -> Nemotron3Config | None:
-    """Return the model of --model and --tiny, or None if the checkpoint is to say which model it holds.
-
-    Raises:
-        ValueError: --tiny without --model, there is no model of that name, or as `own.model`.
-        OSError: the file cannot be read.
-    """
+    """Return the model of --model and --tiny, or None if the checkpoint is to say which model it holds."""
     if options.model is None:
         if options.tiny:
             raise ValueError("--tiny requires --model NAME")
@@ -94,11 +84,7 @@ def _sized(text: str, small: bool) -> Nemotron3Config:
 
 
 def show_command(options: ShowOptions) -> int:
-    """Print a model's numbers. Exit status 0.
-
-    Raises:
-        ValueError: there is no model of that name.
-    """
+    """Print a model's numbers. Exit status 0."""
     from megatron_nemotron3.models.show import describe, describe_omni, render, render_omni
 
     omni = chosen_omni(options.which)

@@ -71,11 +71,7 @@ def _require_value(model: str, field: str, annotation: str, value: object) -> No
 
 
 def _read_moe_layers(model: str, pattern: str, experts: int | None, value: object) -> _MoELayers:
-    """Return `moe_layers` as tuples, whatever sequences it was given as.
-
-    Raises:
-        ValueError: not one pair of positive integers per E layer, or more experts per token than experts.
-    """
+    """Return `moe_layers` as tuples, whatever sequences it was given as."""
     if not isinstance(value, (list, tuple)) or not value:
         raise ValueError(
             f"{model}: moe_layers={value!r}: give a pair (FFN width, experts per token) per E layer"

@@ -35,9 +35,6 @@ class LoRASettings:
         seed: of A's first values, which do not depend on the parallel layout. B begins at zero.
         base: Megatron checkpoint (torch_dist) whose weights are adapted. It is read when the model is built,
             so a run begins without --load. None: the weights are loaded otherwise.
-
-    Raises:
-        ValueError: a number is out of range, or no linear of the family can match a target.
     """
 
     targets: tuple[str, ...] = DEFAULT_TARGETS
@@ -58,11 +55,7 @@ class LoRASettings:
 
     @classmethod
     def parse(cls, text: str) -> LoRASettings:
-        """Parse "dim=16,alpha=32,targets=linear_qkv+linear_proj"; what is left out keeps its default.
-
-        Raises:
-            ValueError: the text is malformed; or as the constructor.
-        """
+        """Parse "dim=16,alpha=32,targets=linear_qkv+linear_proj"; what is left out keeps its default."""
         kinds = {"targets": _targets, "dim": int, "alpha": float, "seed": int, "base": str}
         values: dict[str, object] = {}
         for word in filter(None, (one.strip() for one in text.split(","))):

@@ -172,11 +172,7 @@ class OmniConfig:
 
 
 def with_encoders(language: Nemotron3Config, encoders: str) -> OmniConfig:
-    """Return the model of `language` and of what `OmniConfig.encoders_json` wrote.
-
-    Raises:
-        ValueError: the text is not such JSON.
-    """
+    """Return the model of `language` and of what `OmniConfig.encoders_json` wrote."""
     try:
         fields = json.loads(encoders)
         sound = fields.pop("sound")

@@ -34,12 +34,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def model(text: str) -> Nemotron3Config:
-    """Return the model that a user names: the name of a catalog model, or a file (`SUFFIXES`).
-
-    Raises:
-        ValueError: an unknown name, or the file does not describe a model.
-        OSError: the file cannot be read.
-    """
+    """Return the model that a user names: the name of a catalog model, or a file (`SUFFIXES`)."""
     if not text.lower().endswith(SUFFIXES):
         return catalog.get(text)
     file = Path(text)
@@ -60,14 +55,7 @@ def model(text: str) -> Nemotron3Config:
 
 
 def from_json(text: str, name: str = "own") -> Nemotron3Config:
-    """Return the model that JSON text describes.
-
-    Args:
-        name: of the model, if the text gives none.
-
-    Raises:
-        ValueError: not JSON, an unknown or missing field, a value of another type, or as `Nemotron3Config`.
-    """
+    """Return the model that JSON text describes."""
     try:
         data = json.loads(text, object_pairs_hook=_unique)
     except json.JSONDecodeError as problem:
@@ -175,11 +163,7 @@ def _place(problem: BaseException, file: Path) -> str:
 
 
 def _checked(config: Nemotron3Config) -> Nemotron3Config:
-    """Return the config if this package can call and build it.
-
-    Raises:
-        ValueError: its name is no file name or that of another model, or Megatron cannot build it.
-    """
+    """Return the config if this package can call and build it."""
     if not _NAME.fullmatch(config.name):
         raise ValueError(f"name {config.name!r} becomes a folder's: use letters, digits, dots, dashes and _")
     try:

@@ -78,14 +78,7 @@ def part_tensors(config: Nemotron3Config, part: str) -> tuple[StoredTensor, ...]
 
 
 def layer_tensors(config: Nemotron3Config, kind: str) -> tuple[StoredTensor, ...]:
-    """The tensors of one layer of kind "M", "*", "E" or "-", its norm first.
-
-    Args:
-        config: of the layer, `config.at(i)` for layer i of the decoder; a model's own for layers of MTP.
-
-    Raises:
-        ValueError: no such kind.
-    """
+    """The tensors of one layer of kind "M", "*", "E" or "-", its norm first."""
     _pattern.validate(kind)
     return part_tensors(config, kind)
 

@@ -51,11 +51,7 @@ def without_layout(full: str) -> str:
 
 
 def validate(pattern: str) -> None:
-    """Check a pattern of layers alone: no `|`, no `/`.
-
-    Raises:
-        ValueError: the pattern is empty, or has a character that is no layer kind (named with its position).
-    """
+    """Check a pattern of layers alone: no `|`, no `/`."""
     if not pattern:
         raise ValueError(f"empty layer pattern: give at least one of {' '.join(KINDS)}")
     _check_characters(pattern, "".join(KINDS))
@@ -161,11 +157,7 @@ def parse(full: str) -> HybridPattern:
 
 
 def _groups(main: str, full: str) -> Iterator[tuple[int, int]]:
-    """Yield first layer and end of each group.
-
-    Raises:
-        ValueError: as `parse`.
-    """
+    """Yield first layer and end of each group."""
     layer, first, inside = 0, 0, None
     for position, character in enumerate(main):
         at = f"layer pattern {full!r}: {character!r} at position {position} (counted from 0)"
@@ -198,11 +190,7 @@ def _groups(main: str, full: str) -> Iterator[tuple[int, int]]:
 
 
 def join_stages(stages: tuple[str, ...] | list[str], mtp: tuple[str, ...] | list[str] = ()) -> str:
-    """The pattern text of stages and MTP depths: `join_stages(["MEM", "*E"], ["*E"]) == "MEM|*E/*E"`.
-
-    Raises:
-        ValueError: the parts do not form a pattern that `parse` accepts.
-    """
+    """The pattern text of stages and MTP depths: `join_stages(["MEM", "*E"], ["*E"]) == "MEM|*E/*E"`."""
     text = str(HybridPattern(tuple(stages), tuple(mtp)))
     parse(text)
     return text
@@ -220,18 +208,6 @@ def cut(
 
     The result is exact (dynamic programming). Among the cuts with the least maximum it is the one with the
     most equal layer counts (least sum of squares), and among those the one whose longer stages come first.
-
-    Args:
-        pattern: decoder layers, without cuts or MTP.
-        stages: number of stages, pp * vpp with virtual pipelining.
-        cost: cost of one layer of each kind, or of each layer, in any unit; default: every layer costs 1.
-        last_stage_extra: cost of the last stage besides its layers (MTP, output layer, loss), in the same
-            unit.
-        first_stage_extra: cost of the first stage besides its layers (embedding).
-
-    Raises:
-        ValueError: an invalid pattern, `stages` below 1 or above the number of layers, a kind or layer
-            without a cost, or a negative cost.
     """
     validate(pattern)
     layers = len(pattern)
@@ -268,12 +244,7 @@ def _layer_costs(pattern: str, cost: Mapping[str, float] | Sequence[float] | Non
 
 
 def _least_maximum(layers: int, stages: int, stage_cost: _StageCost) -> float:
-    """The cost of the most expensive stage in the best cut.
-
-    It equals the cost of some run of layers. Whether all stages can stay below a bound is found by filling
-    one stage after the other; using fewer stages is no obstacle, because cutting a stage further never costs
-    more.
-    """
+    """The cost of the most expensive stage in the best cut."""
     costs = sorted({stage_cost(i, j) for i in range(layers) for j in range(i + 1, layers + 1)})
     low, high = 0, len(costs) - 1
     while low < high:

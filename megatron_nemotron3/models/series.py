@@ -81,11 +81,7 @@ def spoken(row: str) -> str:
 
 
 def layer_ticks(rows: Sequence[str], room: int) -> list[tuple[int, str]]:
-    """Positions and labels of an axis with one place a row, decoder first: numbers of layers, then MTP.
-
-    Args:
-        room: most labels. With more rows, some layers have a label, and all rows of MTP together have one.
-    """
+    """Positions and labels of an axis with one place a row, decoder first: numbers of layers, then MTP."""
     decoder = sum(map(is_decoder, rows))
     every = -(-decoder // room) if len(rows) > room else 1
     ticks = [(i, str(int(rows[i].removeprefix("layer_")))) for i in range(0, decoder, every)]

@@ -66,9 +66,6 @@ def named_table(name: str) -> tuple[str, Nemotron3Config] | None:
     """Return backend and E layers of a name that holds a table; None for another name.
 
     The config has the pattern and the `moe_layers` of the name; its other sizes mean nothing.
-
-    Raises:
-        ValueError: the table is malformed, or has another number of rows than the pattern has E layers.
     """
     alike, mark, table = name.partition(TABLE)
     backends = {spec_name(None, backend): backend for backend in BACKENDS}
@@ -93,11 +90,7 @@ def experts_text(config: Nemotron3Config | None) -> str:
 
 
 def read_experts(text: str) -> tuple[tuple[int, int], ...] | None:
-    """Return `moe_layers` of an `experts_text`.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Return `moe_layers` of an `experts_text`."""
     if not _EXPERTS.fullmatch(text):
         raise ValueError(f"{ARGUMENT} {text!r:.60} is not of the form 1280:4 1280:8")
     rows = (one.split(":") for one in text.split())

@@ -78,11 +78,8 @@ def _tiny_pattern(kinds: set[str], feed_forward: list[str]) -> str:
 def _tiny_moe_layers(
     config: Nemotron3Config, layers: int, experts: int | None, topk: int | None
 ) -> tuple[tuple[int, int], ...] | None:
-    """Rows of `config.moe_layers` at equal distances, its first and its last among them, in the tiny scale.
-
-    Widths are multiples of 32, as the tiny form's own. No layer sends a token to one expert only, because
-    Megatron and Hugging Face compute the weight of a single expert differently.
-    """
+    """Rows of `config.moe_layers` at equal distances, its first and its last among them, in the tiny
+    scale."""
     rows = config.moe_layers
     if rows is None or experts is None or topk is None:
         return None

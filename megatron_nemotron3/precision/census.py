@@ -99,15 +99,8 @@ def census(
     """List every module of this rank that holds a matrix.
 
     Args:
-        model: a `HybridModel`, alone, wrapped, or inside another model; or its `named_modules()`.
         file: the precision file; None for `model.config.quant_recipe`, if there is one.
         ambient: formats of the layers; None for those of `model.config`.
-        training: False for the recipes of evaluation.
-
-    Raises:
-        CensusError: no row of the table covers a module that holds a matrix, or a glob matches differently
-            where the model is nested in another.
-        PrecisionFileError: Megatron's TE linears would refuse `model.config.quant_recipe`.
     """
     modules = dict(model.named_modules() if hasattr(model, "named_modules") else model)
     file = recipe_of(_hybrid_model(modules.values()).config) if file is None else file
@@ -140,17 +133,10 @@ def require_format(model: Any, wanted: str, ambient: Ambient | None = None) -> l
     """Raise if a run asks for a format and would compute without it. Ranks decide without communication.
 
     Args:
-        model: the `HybridModel` of this rank, bare or wrapped.
-        wanted: the format of the run, a name of `formats.FORMATS`.
         ambient: formats of the layers; None for those of its config, which TransformerEngine reads.
 
     Returns:
         The census of the model.
-
-    Raises:
-        CensusError: no linear of the whole model has this format, or linears of this rank that should
-            compute in it cannot.
-        PrecisionFileError: the file's globs do not fit the model.
     """
     root = _hybrid_model(model.modules())
     config, structure = root.config, structure_of(root)
@@ -201,11 +187,7 @@ def require_some(structure: Structure, file: PrecisionFile, ambient: Ambient) ->
 
 
 def structure_of(model: Any) -> Structure:
-    """Structure of the whole model that a `HybridModel` belongs to, on any pipeline stage.
-
-    Raises:
-        CensusError: the model's layers are grouped, or come from a list of layer configs without a pattern.
-    """
+    """Structure of the whole model that a `HybridModel` belongs to, on any pipeline stage."""
     pattern = model.hybrid_layer_pattern
     if pattern is None or "[" in pattern:
         raise CensusError(

@@ -51,13 +51,7 @@ def register(commands: Any) -> None:
 
 
 def precision_command(options: PrecisionOptions) -> int:
-    """Print the recipe's table, write or compare a precision file, or summarize a run. Exit status 0.
-
-    Raises:
-        ValueError: neither a model nor --report alone is given; otherwise as `run`, `compare` and `report`.
-        OSError: a file cannot be written.
-        ModuleNotFoundError: matplotlib is not installed (--report).
-    """
+    """Print the recipe's table, write or compare a precision file, or summarize a run. Exit status 0."""
     if options.report is not None and not names_model(options.which) and options.output is None:
         if options.report.is_dir():  # a missing one has its own message
             require_plot(options.report / report_file.PICTURE, "--report")
@@ -98,11 +92,7 @@ def precision_command(options: PrecisionOptions) -> int:
 
 
 def table(config: Nemotron3Config, precision: str = NVFP4) -> dict[str, Any]:
-    """Return what the table says, for a JSON document; shares are from 0 to 1.
-
-    Args:
-        precision: one of `PRECISIONS`.
-    """
+    """Return what the table says, for a JSON document; shares are from 0 to 1."""
     lines = shares(config, precision)
     parameters, flops = sum(line.parameters for line in lines), sum(line.flops for line in lines)
     return {
@@ -162,12 +152,7 @@ def run(config: Nemotron3Config, precision: str = NVFP4, path: str | Path | None
 
 
 def compare(config: Nemotron3Config, path: str | Path) -> str:
-    """Say in which formats a precision file puts a model's linears, and what is not the published recipe.
-
-    Raises:
-        PrecisionFileError: the file is wrong, or does not fit the model.
-        ValueError: it leaves no linear in NVFP4.
-    """
+    """Say in which formats a precision file puts a model's linears, and what is not the published recipe."""
     file, structure = yaml_file.read(path, config), Structure.of(config)
     ambient = Ambient(NVFP4, config.num_layers, at_end=tail(config).layers)
     try:
@@ -178,15 +163,7 @@ def compare(config: Nemotron3Config, path: str | Path) -> str:
 
 
 def report(rows: Sequence[report_file.ReportRow], folder: str | Path, title: str = "") -> str:
-    """Draw `precision.png` next to the report in a run's folder; returns the summary for stdout.
-
-    Args:
-        rows: of the report, as `report.read` returns them.
-        title: of the plot; "" for the folder.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-    """
+    """Draw `precision.png` next to the report in a run's folder; returns the summary for stdout."""
     picture = Path(folder) / report_file.PICTURE
     report_file.plot(rows, picture, title or str(folder))
     return "\n".join((*report_file.summary(rows), f"precision plot   {picture}"))

@@ -58,13 +58,7 @@ def formats(structure: Structure, file: PrecisionFile, ambient: Ambient) -> Coun
 
 
 def deviations(structure: Structure, file: PrecisionFile, ambient: Ambient) -> list[Deviation]:
-    """Differences of an NVFP4 run from the published recipe; empty for another format.
-
-    Args:
-        structure: the whole model.
-        file: the precision file in force; `NO_FILE` for none.
-        ambient: formats of the layers.
-    """
+    """Differences of an NVFP4 run from the published recipe; empty for another format."""
     if ambient.format != NVFP4:
         return []
     totals: Counter[str] = Counter()
@@ -129,11 +123,7 @@ def recipe_in_force(
 
 
 def census_lines(model: Any) -> Iterator[str]:
-    """The census of a built model, the recipe in force, and what deviates from the published one.
-
-    Args:
-        model: a `HybridModel` whose flags ask for FP4 or FP8, alone or wrapped.
-    """
+    """The census of a built model, the recipe in force, and what deviates from the published one."""
     hybrid = next(module for module in model.modules() if hasattr(module, "hybrid_layer_pattern"))
     yield from lines(census(model))
     ambient = Ambient.of(hybrid.config)

@@ -34,12 +34,7 @@ def gradient_places(ddp: Any) -> GradientPlaces | None:
 
 
 def zero_gradients(module: torch.nn.Module, where: GradientPlaces, groups: Any) -> Tensor:
-    """Count exact zeros in this rank's part of the gradients of `module`: [zeros, elements], float64.
-
-    Args:
-        where: `gradient_places` of the model's DDP wrapper.
-        groups: ProcessGroupCollection with `tp` and `expt_tp`.
-    """
+    """Count exact zeros in this rank's part of the gradients of `module`: [zeros, elements], float64."""
     found = torch.zeros(2, dtype=torch.float64, device=next(module.parameters()).device)
     for parameter in module.parameters():
         if (gradient := local_gradient(parameter, where, groups)) is not None:
@@ -55,12 +50,7 @@ def _sharding_group(bucket_group: Any) -> Any:
 
 
 def local_gradient(parameter: Any, where: GradientPlaces, groups: Any) -> Tensor | None:
-    """The part of a parameter's reduced gradient that this rank reads, 1-D; None if there is none.
-
-    Args:
-        where: `gradient_places` of the model's DDP wrapper.
-        groups: ProcessGroupCollection with `tp` and `expt_tp`.
-    """
+    """The part of a parameter's reduced gradient that this rank reads, 1-D; None if there is none."""
     if parameter not in where or not _read_here(parameter, groups):
         return None
     bucket, (start, end), group = where[parameter]

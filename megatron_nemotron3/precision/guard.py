@@ -36,13 +36,7 @@ def _asked(fp4: object, fp8: object, file: object) -> list[str]:
 
 
 def require_followed(stack: Any, *, emulate: bool, measured: bool) -> None:
-    """Raise CensusError if a stack's linears would silently ignore the formats that are asked for.
-
-    Args:
-        stack: HybridStack with `layers` and `config`, before emulation is installed.
-        emulate: the linears are to emulate.
-        measured: precision is logged, so a precision file says how a plain run is measured.
-    """
+    """Raise CensusError if a stack's linears would silently ignore the formats that are asked for."""
     linears = [module for module in stack.modules() if hasattr(module, "products")]
     if emulate and len(stack.layers) and not linears:
         raise CensusError(
@@ -58,27 +52,14 @@ def require_followed(stack: Any, *, emulate: bool, measured: bool) -> None:
 
 
 def require_well_formed_file(config: Any) -> None:
-    """Read the precision file of a Megatron script strictly: Megatron ignores most mistakes in it.
-
-    Raises:
-        PrecisionFileError: the file has mistakes.
-    """
+    """Read the precision file of a Megatron script strictly: Megatron ignores most mistakes in it."""
     file = getattr(megatron_options(), "te_precision_config_file", None)
     if file and config.quant_recipe is not None:
         yaml_file.read(file)
 
 
 def require_usable(arguments: Sequence[str], *, torch_spec: bool, emulate: bool, measured: bool) -> None:
-    """Check a Megatron script's options on number formats before the script starts.
-
-    Args:
-        arguments: words of its command line.
-        torch_spec: `--spec` names the torch backend's stack.
-        emulate, measured: as for `require_followed`.
-
-    Raises:
-        CensusError: the options would have no effect.
-    """
+    """Check a Megatron script's options on number formats before the script starts."""
     file = option_value(arguments, FLAG)
     fp4, fp8 = (option_values(arguments, f"--{kind}-format") is not None for kind in ("fp4", "fp8"))
     asked = _asked(fp4, fp8, file is not None and not measured)

@@ -53,11 +53,7 @@ _MODEL_PARALLEL = "model-parallel-rng"
 
 
 def ambient_of(config: Any, chosen: Emulation) -> Ambient:
-    """Formats of layers under emulation: `chosen.format` outside the BF16 layers of a TransformerConfig.
-
-    Raises:
-        ValueError: the config itself asks for FP8 or FP4, or there are more BF16 layers than layers.
-    """
+    """Formats of layers under emulation: `chosen.format` outside the BF16 layers of a TransformerConfig."""
     if config.fp8 or config.fp4:
         raise ValueError(
             f"{EMULATE} and fp8={config.fp8!r}, fp4={config.fp4!r}: leave --fp8-format and "
@@ -108,18 +104,7 @@ _latest_observer: weakref.ref[PrecisionObserver] | None = None
 
 
 def emulate_stack(stack: Any) -> None:
-    """Prepare the linears of a decoder stack for emulation or precision logging, if `settings` ask for it.
-
-    Args:
-        stack: HybridStack with `layers`, `config` and `pg_collection`.
-
-    Raises:
-        ValueError: NEMOTRON3_EMULATE or NEMOTRON3_LOG_PRECISION is malformed; precision logging is on and the
-            stack has no linears of the torch backend; or as `ambient_of`.
-        RuntimeError: ranks have different intervals in NEMOTRON3_LOG_PRECISION.
-        CensusError: formats are asked for that the stack's linears would silently not compute in.
-        PrecisionFileError: the precision file of a Megatron script is malformed.
-    """
+    """Prepare the linears of a decoder stack for emulation or precision logging, if `settings` ask for it."""
     global _latest_observer
     observer, log, chosen = None, settings.current_logging(), settings.current()
     require_well_formed_file(stack.config)
@@ -225,13 +210,7 @@ def settle(module: Any, where: str, ambient: str, chosen: Emulation, quant_confi
     """Set `module.products`, the object that computes the matmuls of an emulated linear.
 
     Args:
-        module: a linear of the torch backend.
-        where: its place in the model, for messages.
-        ambient: the format of its layer.
         quant_config: Megatron's `QuantizationConfig` of the first matcher that fits, or None.
-
-    Raises:
-        ValueError: the entry is wrong, its format is not emulated, or the weight does not fill whole blocks.
     """
     if chosen.packed:
         _require_whole_blocks(module, where, ambient)
@@ -287,11 +266,8 @@ def _random_stream(module: Any) -> str:
 
 
 def _settle_packed(model: Any, recipe: str) -> None:
-    """Leave the layers alone that a recipe spares, which the pattern of the whole model says; print the rest.
-
-    Raises:
-        CensusError: the model has no weight that the recipe packs.
-    """
+    """Leave the layers alone that a recipe spares, which the pattern of the whole model says; print the
+    rest."""
     structure = structure_of(model)
     if not PACKED_KINDS[recipe] & {
         linear.kind.name for linear in structure.linears() if linear.layer is not None
@@ -317,13 +293,7 @@ def emulated(model: torch.nn.Module) -> Iterator[tuple[str, Emulated]]:
 
 
 def _check_at_first_forward(stack: Any, ambient: Ambient | None, chosen: Emulation | None) -> None:
-    """At the model's first forward print the recipe in force; raise if no linear computes in its format.
-
-    Args:
-        stack: of a quantized run.
-        ambient: formats of the layers; None for those of the config, which TransformerEngine reads.
-        chosen: the emulation; None where TransformerEngine computes.
-    """
+    """At the model's first forward print the recipe in force; raise if no linear computes in its format."""
     wanted = weakref.ref(stack)
 
     def look(module: torch.nn.Module) -> None:

@@ -68,11 +68,7 @@ class Emulated:
         gtp_remat_size: int = 1,
         **unused: Any,
     ) -> Tensor:
-        """x [s, b, in] -> [s, b, out]; arguments are those of Megatron's own function.
-
-        Raises:
-            ValueError: the weight is sharded for rematerialization (GTP), which is not emulated.
-        """
+        """x [s, b, in] -> [s, b, out]; arguments are those of Megatron's own function."""
         if gtp_remat_size > 1:
             raise ValueError(
                 f"gtp_remat_size={gtp_remat_size}: weights sharded for rematerialization (GTP) are not "

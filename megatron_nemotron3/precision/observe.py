@@ -53,9 +53,6 @@ class PrecisionObserver:
         stack: HybridStack with `config` and `pg_collection`.
         chosen: interval and folder.
         used: whether the run computes with the quantized values.
-
-    Raises:
-        ValueError: the config asks for CUDA graphs; their replay hides the operands.
     """
 
     def __init__(self, stack: Any, chosen: Logging, used: bool) -> None:

@@ -46,12 +46,7 @@ class PackedProducts:
 
 
 def packed_values(weights: Tensor, group: Any) -> Tensor:
-    """The values of E packed weights [E, out, in], in their dtype.
-
-    Args:
-        group: the ranks that the weights are split over: their largest magnitude is that of all shards. A
-            NaN or an infinity makes the whole weight NaN; the host does not wait for a GPU to find it.
-    """
+    """The values of E packed weights [E, out, in], in their dtype."""
     largest = weights.abs().flatten(1).amax(1).float()
     if group is not None and group.size() > 1:
         torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group)

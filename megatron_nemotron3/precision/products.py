@@ -25,11 +25,6 @@ def operand(x: Tensor, how: Spec, amax: Amax | None = None) -> Operand:
 
     Args:
         x: [..., m, k].
-        how: format and axis of the blocks.
-        amax: amax to scale an NVFP4 operand by, if it is not that of x (`quantizer.Amax`).
-
-    Returns: in MXFP8 with zeros at the end of the blocks' axis where the last block needs them. Both operands
-        of a product get the same number, so the product does not change.
     """
     # A CPU without BF16 units multiplies FP32 five times as fast as BF16 (benchmarks/nvfp4.py).
     dtype = torch.float32 if x.device.type == "cpu" else torch.bfloat16

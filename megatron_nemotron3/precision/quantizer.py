@@ -80,7 +80,6 @@ def fake_quantize(
 
     Args:
         x: [..., m, k]; float32, bfloat16 or float16. FP16 and BF16 are converted to FP32 for the computation.
-        spec: format and axis of the blocks.
         generator: of the device of x, for stochastic rounding; None for torch's default. Elements draw in
             their order, so a seed gives the same values on any number of threads. Triton draws other numbers
             (`triton_quantize`).
@@ -88,10 +87,6 @@ def fake_quantize(
         dtype: of the result; None for that of x. NVFP4 values need FP32 to be exact.
 
     Returns: a new tensor of the shape of x, without gradient. Zeros are positive.
-
-    Raises:
-        ValueError: x has fewer than 2 axes, an unsupported dtype, or is not divisible into blocks; or an amax
-            is given for MXFP8.
     """
     dtype = dtype or x.dtype
     if spec.format == "mxfp8" and amax is None and (triton := _triton_module(x)) is not None:
@@ -115,9 +110,6 @@ def units(
 
     Magnitudes are at most 2688 and have 6 significant bits: exact in BF16, FP16 and FP32, like the product
     of two.
-
-    Raises:
-        ValueError: as `fake_quantize`; or the format is not NVFP4.
     """
     if spec.format != "nvfp4":
         raise ValueError(f"{spec.format} has no scale for the whole tensor: use fake_quantize")

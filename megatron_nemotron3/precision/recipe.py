@@ -32,9 +32,6 @@ class Spec:
         stochastic: round stochastically instead of to nearest.
         four_over_six: scale each block so that its largest magnitude becomes 6 or 4, whichever is closer
             (`scales`).
-
-    Raises:
-        ValueError: unknown format or axis, or a combination that TransformerEngine does not support.
     """
 
     format: str = NVFP4
@@ -118,9 +115,6 @@ def recipe(fmt: str, chosen: Emulation) -> MatmulRecipe | None:
 
     MXFP8 has no rotation, stochastic rounding or tiles. Its dgrad quantizes the weight anew, with blocks
     along the other axis. Switches of single matmuls apply to both formats.
-
-    Raises:
-        ValueError: any other format; it cannot be emulated.
     """
     if fmt == BF16:
         return None

@@ -223,10 +223,8 @@ class _HeatMap(NamedTuple):
 
 
 def _heat_maps(rows: Sequence[ReportRow]) -> list[tuple[_HeatMap | None, _HeatMap | None]]:
-    """Pairs of heat maps, one of each tensor: what was flushed to zero, and SQNR; last the weight gradient.
-
-    The weight of dgrad is shown if it is NVFP4 (`2d=0`). That of MXFP8 is only in the table.
-    """
+    """Pairs of heat maps, one of each tensor: what was flushed to zero, and SQNR; last the weight
+    gradient."""
     tensors = {row.tensor for row in rows if row.tensor != "dgrad.weight" or row.format == NVFP4}
     pairs: list[tuple[_HeatMap | None, _HeatMap | None]] = [
         (
@@ -247,10 +245,6 @@ def plot(rows: Sequence[ReportRow], path: Path, title: str) -> None:
 
     A cell is gray if the layer has no such linear, or the share has no denominator. The file is written
     atomically.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-        OSError: the PNG cannot be written.
     """
     now = last(rows)
     layers = _depth_labels(now)

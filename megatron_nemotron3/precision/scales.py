@@ -68,12 +68,7 @@ class Scales(NamedTuple):
 
 
 def nvfp4_scales(block_amax: torch.Tensor, amax: torch.Tensor) -> Scales:
-    """NVFP4 scales of blocks.
-
-    Args:
-        block_amax: largest magnitudes of the blocks, float32, any shape.
-        amax: of the tensor, float32, [] or a shape that broadcasts.
-    """
+    """NVFP4 scales of blocks."""
     # Tensor by tensor: torch turns `2688.0 / amax` into `amax.reciprocal() * 2688.0`, with other bits for
     # every fourth amax.
     whole = torch.full_like(amax, MAX).div_(amax).clamp_(max=_FLT_MAX)
@@ -102,11 +97,7 @@ def nvfp4_steps(block: torch.Tensor, amax: torch.Tensor, largest: float = MAX) -
 
 
 def product_scale(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Scale of a matmul of two operands in units (q * s_b): amax_a * amax_b * (1 / 2688^2).
-
-    Args:
-        a, b: amax of the operands, float32, shapes that broadcast.
-    """
+    """Scale of a matmul of two operands in units (q * s_b): amax_a * amax_b * (1 / 2688^2)."""
     return (a * b).mul_(1 / (MAX * MAX))
 
 
@@ -143,7 +134,6 @@ def rotate(blocks: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
     Args:
         blocks: float32 [n, 16] or [n, 16, k], contiguous.
-        out: same shape, contiguous; receives the result and is returned.
     """
     h = hadamard_matrix(blocks.device)
     if blocks.ndim == 2:

@@ -83,11 +83,8 @@ RECIPES: dict[str, ServingRecipe] = {
 
 
 def recipe_of(config: Nemotron3Config, name: str) -> tuple[str, ServingRecipe]:
-    """Return the full name and the recipe "nvfp4" or "fp8" of a model or its tiny form, or one by full name.
-
-    Raises:
-        ValueError: it does not exist. The message lists all recipes.
-    """
+    """Return the full name and the recipe "nvfp4" or "fp8" of a model or its tiny form, or one by full
+    name."""
     full = name if name in RECIPES else f"{config.name.removesuffix('-tiny')}-{name}"
     if full not in RECIPES:
         raise ValueError(

@@ -65,9 +65,6 @@ class Emulation:
         format: "nvfp4" or "mxfp8".
         packed: a recipe of `serving.PACKED_KINDS`, alone: products take the weights that the converter packs,
             everything else is as in a plain run.
-
-    Raises:
-        ValueError: another format or recipe, or no matmul is left to quantize.
     """
 
     hadamard: bool = True
@@ -178,11 +175,7 @@ class Logging:
 
 
 def parse_logging(text: str) -> Logging | None:
-    """Parse a value of NEMOTRON3_LOG_PRECISION; None for off.
-
-    Raises:
-        ValueError: the interval is not a positive integer, or the folder after the colon is missing.
-    """
+    """Parse a value of NEMOTRON3_LOG_PRECISION; None for off."""
     interval, colon, folder = text.partition(":")
     if text in ("", "0"):
         return None

@@ -42,8 +42,6 @@ def shares(config: Nemotron3Config, precision: str, *, seq_length: int | None = 
     """Divide all parameters and FLOPs of a model into lines, in the order of the table.
 
     Args:
-        config: the model.
-        precision: one of `table.PRECISIONS`.
         seq_length: tokens; None: `config.seq_length`.
     """
     kept = bf16_layers(config, precision)

@@ -126,11 +126,7 @@ def rotated(x: Tensor, how: Spec) -> Tensor:
 
 
 def numbers(sums: Sequence[float], amax: float) -> Numbers:
-    """Turn sums into the columns of a report.
-
-    Args:
-        sums: elements, zeros, flushed, signal, noise.
-    """
+    """Turn sums into the columns of a report."""
     elements, zeros, flushed, signal, noise = sums
     not_zero = elements - zeros
     return Numbers(

@@ -280,8 +280,6 @@ def expected(config: Nemotron3Config, precision: str, kept: tuple[int, int] | No
     """Module name -> format, from the table alone.
 
     Args:
-        config: the model.
-        precision: one of `PRECISIONS`.
         kept: BF16 layers at the start and at the end; None: the table's.
     """
     layers = bf16_layers(config, precision)

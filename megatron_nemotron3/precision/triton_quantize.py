@@ -45,9 +45,6 @@ def magnitudes(x: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
     """Find the amax of the blocks; rotate x before, if `spec` says so.
 
     Returns: x or its rotated copy, in the dtype of x; amax of the blocks, float32, the block grid flattened.
-
-    Args:
-        x: contiguous, not empty, divisible into the blocks of `spec` (`blocks.check`).
     """
     count = x.numel() // (spec.block**2 if spec.tile else spec.block)
     largest = torch.empty(count, dtype=torch.float32, device=x.device)
@@ -81,11 +78,8 @@ def finish(
     """Round x to the format: grid(x * encode) * decode, written to `out`, which is returned.
 
     Args:
-        x: as in `magnitudes`; rotated already.
         block_amax: float32, on the block grid; None in MXFP8, whose kernel finds it.
         amax: float32, broadcasts to the block grid; None in MXFP8.
-        out: contiguous, of the shape of x; may be x.
-        units: leave out the scale of the tensor.
         generator: of the device of x, for stochastic rounding; None means torch's own.
         bits: int16, odd, of the shape of x, for stochastic rounding instead of Philox.
     """

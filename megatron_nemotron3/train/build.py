@@ -39,19 +39,7 @@ from megatron_nemotron3.precision import settings as emulation
 
 
 def megatron_args(argv: Sequence[str], world_size: int, *, whole_world: bool = True) -> Namespace:
-    """Parse and validate words of a command line with Megatron's own parser; no global state changes.
-
-    Args:
-        argv: as `args.to_argv` gives them.
-        world_size: number of ranks of the layout, for Megatron's validation; a running process group
-            overrides it.
-        whole_world: whether the model has all ranks of a running process group. If not, nothing is read
-            from it.
-
-    Raises:
-        SystemExit: Megatron refuses an option (its message is on stderr).
-        AssertionError: Megatron refuses a combination.
-    """
+    """Parse and validate words of a command line with Megatron's own parser; no global state changes."""
     from megatron.training import arguments
 
     def reading_argv(parser: ArgumentParser) -> Any:
@@ -78,10 +66,6 @@ def model_config(launch: Launch, *, whole_world: bool = True) -> Any:
 
     A config does not record that NVFP4 is emulated. `build` says so to the linears that it builds; a builder
     of your own must build inside `precision.settings.emulating`.
-
-    Raises:
-        RuleError: the launch violates a rule (`launch.rules`).
-        ValueError: its precision file is wrong, or leaves nothing in NVFP4.
     """
     from megatron.training import argument_utils
 
@@ -214,11 +198,8 @@ def mtp_on_request(model: HybridModel) -> None:
 
 
 def verified(model: HybridModel) -> HybridModel:
-    """Return the model if its stack is ours. Megatron-Core silently builds its own if a spec fails to import.
-
-    Raises:
-        RuntimeError: the stack is another one.
-    """
+    """Return the model if its stack is ours. Megatron-Core silently builds its own if a spec fails to
+    import."""
     if not isinstance(model.decoder, Nemotron3Stack):
         raise RuntimeError(
             f"Megatron built {type(model.decoder).__name__} instead of Nemotron3Stack: "

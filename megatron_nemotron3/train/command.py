@@ -110,11 +110,7 @@ def register(commands: Any) -> None:
 
 
 def train_command(options: argparse.Namespace) -> int:
-    """Train; returns the exit status of `training.train`.
-
-    Raises:
-        ValueError: as `training.train`; or an option is out of range or does not go with another.
-    """
+    """Train; returns the exit status of `training.train`."""
     with exit_at_interrupt("nemotron3 train"):
         from megatron_nemotron3.common.options import resolve_device
         from megatron_nemotron3.train.machine import shortages
@@ -190,16 +186,7 @@ def chosen_launch(
     torch_only: bool = False,
     conversations: bool = False,
 ) -> Launch:
-    """Return the launch that the options of `launch.command.add_launch` ask for.
-
-    Args:
-        device: "cpu" or "cuda".
-        torch_only: whether something beside a CPU and emulation needs the torch backend.
-        conversations: as for `schedule_of`.
-
-    Raises:
-        ValueError: as `schedule_of` and `chosen_emulation`.
-    """
+    """Return the launch that the options of `launch.command.add_launch` ask for."""
     from megatron_nemotron3.train.training import schedule_of
 
     layout, emulated, on_cpu = chosen_layout(options), chosen_emulation(options), device == "cpu"
@@ -226,11 +213,7 @@ def _distillation(options: argparse.Namespace) -> distillation.Taught:
 
 
 def _teachers_data(options: argparse.Namespace, taught: distillation.Taught) -> str:
-    """Take the data and tokenizer of a teacher with the student's where no data are given.
-
-    Returns:
-        the split of data sets.
-    """
+    """Take the data and tokenizer of a teacher with the student's where no data are given."""
     given = (options.text, options.max_bytes, options.data_path, options.conversations, options.tokenizer)
     same = [one.teacher for one in taught if not one.projection]
     rows = of_teacher(same[0]) if same and not any(given) else None

@@ -125,14 +125,7 @@ def sample(row: PackedRow) -> Sample:
 
 
 def datasets(args: Any, num_samples: list[int | None], settings: dict[str, Any]) -> Any:
-    """Build the training, validation and test sets of Megatron's arguments, on every rank.
-
-    Args:
-        settings: keywords of Megatron's dataset configuration that text has, too.
-
-    Raises:
-        ValueError: as `PackedConversations`.
-    """
+    """Build the training, validation and test sets of Megatron's arguments, on every rank."""
     config = ConversationConfig(
         **settings,
         chat_tokenizer=args.tokenizer_model,
@@ -142,14 +135,7 @@ def datasets(args: Any, num_samples: list[int | None], settings: dict[str, Any])
 
 
 def weights(mask: torch.Tensor, borders: torch.Tensor, mean: str) -> tuple[torch.Tensor, int]:
-    """Weight of each token [1, s], and what the weighted sum is divided by.
-
-    Args:
-        mask: [1, s], 1 for labels that count.
-        borders: [documents + 1] of the whole row, on the host, as `mask`.
-        mean: of `MEANS`. The weights of a conversation add up to `CONVERSATION`, so that the divisor, by
-            which the load-balancing loss is divided, too, is of the size of a number of tokens.
-    """
+    """Weight of each token [1, s], and what the weighted sum is divided by."""
     if mean == "tokens":
         return mask, int(mask.sum())
     result, count = torch.zeros_like(mask), 0
@@ -175,13 +161,7 @@ class RankInputs:
 
 
 def inputs(drawn: Sample, mean: str, cp: int, rank: int) -> RankInputs:
-    """Prepare a sample of the loader.
-
-    Args:
-        drawn: tensors [1, …] on the host.
-        mean: of `MEANS`.
-        cp, rank: of context parallelism. The divisor is that of the whole row, and counted on rank 0 alone.
-    """
+    """Prepare a sample of the loader."""
     borders = drawn["borders"][0]
     named = {name: drawn[name] for name in ("tokens", "labels", "position_ids", "padding")}
     named["loss_mask"], divisor = weights(drawn["loss_mask"], borders, mean)

@@ -15,11 +15,7 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekke
 
 
 def require_tokenizer(folder: str | Path) -> None:
-    """Raise unless a folder may hold a Hugging Face tokenizer; nothing is imported for it.
-
-    Raises:
-        ValueError: it is no folder, or has none of the files.
-    """
+    """Raise unless a folder may hold a Hugging Face tokenizer; nothing is imported for it."""
     path = Path(folder)
     if not path.is_dir():
         raise ValueError(f"--tokenizer {folder} is {'a file' if path.exists() else 'missing'}: give a folder")

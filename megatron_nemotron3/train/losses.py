@@ -12,15 +12,7 @@ from megatron_nemotron3.common.hooks import unwrapped
 def reported(
     model: Any, output: torch.Tensor, weights: torch.Tensor, divisor: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """The cross-entropy of a micro-batch, and each teacher's divergence, numbered if there are several.
-
-    Args:
-        model: the chunk that computed it, in Megatron's wrappers. One that is distilled returns another loss
-            than its cross-entropy, and keeps the parts (`post_training/distill/attach.py`).
-        output: [b, s / cp] that it returned.
-        weights: [b, s / cp] of the tokens.
-        divisor: what the sums are divided by after they are added up over ranks.
-    """
+    """The cross-entropy of a micro-batch, and each teacher's divergence, numbered if there are several."""
     hooks = getattr(unwrapped(model), "distillation", None)
     entropy, *apart = hooks.parts if hooks is not None and hooks.parts else [output]
 

@@ -60,14 +60,7 @@ class TrainProgress:
     def __init__(
         self, verbose: bool = False, begun: int = 0, total: int | None = None, seq_length: int = 0
     ) -> None:
-        """Take what is known before the first line.
-
-        Args:
-            verbose: print the whole log.
-            begun: the step that is resumed from.
-            total: the last step, if it is known.
-            seq_length: tokens of a sequence.
-        """
+        """Take what is known before the first line."""
         self.verbose = verbose
         self._begun, self._planned, self._seq_length = begun, total, seq_length
         self._bar: Bar | None = None
@@ -194,12 +187,7 @@ class TrainProgress:
         return saves
 
     def on_disk(self, saved: int | None, complete: bool) -> str:
-        """Return which step is on disk and what is lost.
-
-        Args:
-            saved: step of the last checkpoint.
-            complete: the ranks left in order, so a checkpoint of the last step is to be expected.
-        """
+        """Return which step is on disk and what is lost."""
         where = "no checkpoint was saved" if saved is None else f"step {saved} is saved"
         last = self.last or 0
         if last > (saved or 0):
@@ -213,11 +201,7 @@ class TrainProgress:
         return where + ("; the same command " + ("starts again" if saved is None else "resumes from there"))
 
     def cause(self, checkpoints: Path, status: int, need: int = 0) -> str:
-        """Return why training stopped, in one sentence.
-
-        Args:
-            need: bytes of a checkpoint. torch does not say why it cannot write a file.
-        """
+        """Return why training stopped, in one sentence."""
         saving = self._in_save or "CheckpointException" in self.first_error
         if saving and self._number is None:
             self._number = _unwritable(checkpoints, need)

@@ -34,27 +34,13 @@ class Identity:
         contents: Mapping[str, bytes],
         teacher: manifest.Part | None = None,
     ) -> None:
-        """Read the folder's manifest.
-
-        Args:
-            step: where the run goes on; None: it begins.
-            stored: the checkpoint's state, if it can be read.
-            allowed: what may change.
-            contents, teacher: as for `parts`.
-
-        Raises:
-            ValueError, OSError: the manifest is damaged or cannot be read.
-        """
+        """Read the folder's manifest."""
         self.manifest, self.step, self.allowed = manifest.RunManifest(output), step, allowed
         self._given = contents, teacher
         self.before = manifest.parts_of_checkpoint(stored.args) if stored else {}
 
     def require(self, launch: Launch, *names: str) -> None:
-        """Check parts of a launch.
-
-        Raises:
-            ValueError: the folder's run has other ones, and that was not asked for.
-        """
+        """Check parts of a launch."""
         if self.step is not None:
             new = parts(launch, *self._given)
             self.manifest.require_same(new, self.step, self.allowed, names, self.before)
@@ -72,14 +58,7 @@ def last_step(launch: Launch) -> int | None:
 
 
 def with_schedule(launch: Launch, own: Mapping[str, object], step: int, stored: StoredState | None) -> Launch:
-    """Return the launch with the schedule on which a run goes on; print what changes.
-
-    Args:
-        own: the options that the user gave to Megatron.
-
-    Raises:
-        ValueError: the rates, or the unit of the length, are not those of the checkpoint.
-    """
+    """Return the launch with the schedule on which a run goes on; print what changes."""
     saved = stored and continued.saved_schedule(step, stored.scheduler, stored.args)
     wanted = continued.schedule_of_words(to_argv(flags(launch)))
     if not saved or wanted is None:

@@ -11,11 +11,7 @@ from megatron_nemotron3.train.log import Curve
 
 
 def plot(curve: Curve, path: Path, title: str, baseline: float | None, of: str = "next token") -> None:
-    """Write a PNG: training, MTP and validation loss in nats per token, the unigram baseline dashed.
-
-    Args:
-        of: what the loss is of.
-    """
+    """Write a PNG: training, MTP and validation loss in nats per token, the unigram baseline dashed."""
     with plots.picture(path, size=(8, 5), title=title) as (_, grid):
         draw(grid[0][0], curve, baseline, of)
 
@@ -38,11 +34,7 @@ def draw(axes: Any, curve: Curve, baseline: float | None, of: str = "next token"
 
 
 def verdict(curve: Curve, baseline: float | None, of: str = "next token") -> list[str]:
-    """Return lines on the losses: training at first and last, and validation against the baseline.
-
-    Args:
-        of: what the loss is of; only that of the next token has a perplexity.
-    """
+    """Return lines on the losses: training at first and last, and validation against the baseline."""
     if not curve.steps:
         return ["no step was logged"]
     first, last = curve.steps[min(curve.steps)], curve.steps[max(curve.steps)]

@@ -96,16 +96,6 @@ def schedule_of(
     """Return a schedule that trains a tiny model on a CPU in minutes; for other models the published one.
 
     Data-parallel ranks of a tiny model share the four sequences of a step, so it learns the same.
-
-    Args:
-        conversations: for fine-tuning: one row to a micro-batch, and for other models a constant rate, since
-            the published one is that of pre-training.
-        given: arguments of `adjusted` that replace parts of it: `steps`, `seq_length`, `micro_batch_size`,
-            `global_batch_size`, `lr`.
-
-    Raises:
-        ValueError: the model has no such schedule, as for fine-tuning only tiny ones do, and a part of it is
-            not given.
     """
     given = {name: value for name, value in given.items() if value is not None}
     if conversations:
@@ -134,11 +124,7 @@ def schedule_of(
 
 
 def train_interruptibly(request: TrainRequest) -> int:
-    """`train`; an interrupt before or after the training processes run ends it with status 130.
-
-    Raises:
-        ValueError: as `train`.
-    """
+    """`train`; an interrupt before or after the training processes run ends it with status 130."""
     with processes.interruptible():
         try:
             return train(request)
@@ -179,11 +165,7 @@ def train(request: TrainRequest) -> int:
 
 
 def _train_alone(request: TrainRequest, launch: Launch, key: str, started: float) -> int:
-    """Do the work of `train`, while no other process writes to the checkpoints.
-
-    Args:
-        key: the lock's, for the training processes.
-    """
+    """Do the work of `train`, while no other process writes to the checkpoints."""
     given = request.launch
     for line in resume.before_start(["--load", str(request.checkpoints), *given.extra], rank=0, key=key):
         print(line)
@@ -273,11 +255,7 @@ def _run(
 
 
 def _measurement(request: TrainRequest) -> emulation.Logging | None:
-    """Return where and when to measure precision. Short runs measure their last step.
-
-    Raises:
-        ValueError: the backend's linears cannot be measured.
-    """
+    """Return where and when to measure precision. Short runs measure their last step."""
     if request.log_precision is None:
         return None
     launch = request.launch
@@ -343,11 +321,7 @@ def _starting_options(request: TrainRequest) -> tuple[str, ...]:
 
 
 def _prepared_conversations(request: TrainRequest, data: TrainingData) -> TrainingData:
-    """Encode the conversations, so that a wrong file ends here; the training processes map the result.
-
-    Raises:
-        ValueError: as `PackedConversations`.
-    """
+    """Encode the conversations, so that a wrong file ends here; the training processes map the result."""
     from megatron_nemotron3.train.data.packing import PackedConversations, conversation_multiple
 
     launch, cache = request.launch, str(request.output / "data")

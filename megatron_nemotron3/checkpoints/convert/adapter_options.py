@@ -24,12 +24,7 @@ if TYPE_CHECKING:
 
 
 def with_adapter(opened: Checkpoint, options: ToHfOptions | FromHfOptions) -> Checkpoint:
-    """Return the checkpoint with the adapter of --adapter, if it is given.
-
-    Raises:
-        ValueError: the options do not say what to do with an adapter, or ask for one that is not there, or it
-            does not belong to the model.
-    """
+    """Return the checkpoint with the adapter of --adapter, if it is given."""
     only = getattr(options, "adapter_only", False)
     if options.adapter is not None:
         if opened.adapter is not None:
@@ -87,11 +82,8 @@ def _note(text: str) -> None:
 def megatron_adapter(
     adapter: StoredAdapter, mappings: Sequence[TensorMapping]
 ) -> tuple[str, list[TensorMapping]]:
-    """Return the settings to train on with (`LoRASettings.text`), and the mappings of the adapter's tensors.
-
-    Raises:
-        ValueError: as `to_megatron`; or matrices have several ranks, which one run does not train.
-    """
+    """Return the settings to train on with (`LoRASettings.text`), and the mappings of the adapter's
+    tensors."""
     found = to_megatron(adapter, mappings)
     if not found:
         raise ValueError("--adapter: it has no tensors")

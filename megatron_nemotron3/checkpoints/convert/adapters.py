@@ -58,11 +58,7 @@ class StoredAdapter:
 def megatron_mappings(
     mappings: Iterable[TensorMapping], shapes: Mapping[str, tuple[int, ...]]
 ) -> list[TensorMapping]:
-    """Return how the adapters of a checkpoint convert; `shapes` are those of all its adapter tensors.
-
-    Raises:
-        ValueError: one belongs to no matrix of the model, or half of a pair is missing.
-    """
+    """Return how the adapters of a checkpoint convert; `shapes` are those of all its adapter tensors."""
     result, left = [], dict(shapes)
     for mapping in mappings:
         module = _module(mapping)
@@ -121,22 +117,13 @@ def _of_adapter(name: str, module: str) -> str:
 
 
 def from_megatron(tensors: TensorSource, mappings: Iterable[TensorMapping], alpha: float) -> StoredAdapter:
-    """Return the adapter whose tensors a Megatron checkpoint holds.
-
-    Raises:
-        ValueError: as `megatron_mappings`; CheckpointError: as `Converted`.
-    """
+    """Return the adapter whose tensors a Megatron checkpoint holds."""
     shapes = {name: tensor.shape for name, tensor in tensors.tensors.items()}
     return StoredAdapter(Converted(tensors, megatron_mappings(mappings, shapes), to_hf=True), alpha)
 
 
 def to_megatron(adapter: StoredAdapter, mappings: Iterable[TensorMapping]) -> list[TensorMapping]:
-    """Return the mappings that make Megatron's adapter tensors of an adapter.
-
-    Raises:
-        ValueError: Megatron has one matrix where the adapter has several, and they do not fit into one pair:
-            some are missing, ranks differ, or As differ.
-    """
+    """Return the mappings that make Megatron's adapter tensors of an adapter."""
     if adapter.rank_stabilized:
         raise ValueError(
             "use_rslora: the scale alpha / sqrt(r) is not that of Megatron's LoRA: merge the adapter"
@@ -211,14 +198,7 @@ class Merged(TensorSource):
 
 
 def check_fits(adapter: StoredAdapter, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Check that every pair has the shape of its weight.
-
-    Args:
-        shapes: shapes of the model's weights by Hugging Face's names.
-
-    Raises:
-        ValueError: a pair belongs to no weight, half of it is missing, or its shape is another.
-    """
+    """Check that every pair has the shape of its weight."""
     tensors: Mapping[str, SourceTensor] = adapter.tensors.tensors
     for name in tensors:
         match = _PAIR.fullmatch(name)

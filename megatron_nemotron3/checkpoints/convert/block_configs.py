@@ -63,16 +63,6 @@ def flattened(name: str, data: Mapping[str, Any]) -> tuple[dict[str, Any], Rows 
     """Return a config.json in the form without blocks, and the experts of each E layer of the decoder.
 
     Keys of experts are then those of MTP's layers; without MTP the largest of the decoder's.
-
-    Args:
-        name: of the model, for messages.
-
-    Returns:
-        The rows are None for a configuration without blocks.
-
-    Raises:
-        ValueError: blocks are missing or malformed, contradict what is outside, or differ in more than
-            experts' width and number per token.
     """
     if not has_blocks(data):
         return dict(data), None

@@ -32,11 +32,7 @@ def register(commands: Any) -> None:
 
 
 def check_command(options: CheckOptions) -> int:
-    """Run `nemotron3 check`. Returns the exit status: 0 if the checkpoint is sound, else 2.
-
-    Raises:
-        ValueError: there is no checkpoint, or a Hugging Face folder is damaged.
-    """
+    """Run `nemotron3 check`. Returns the exit status: 0 if the checkpoint is sound, else 2."""
     with local(options.folder, every=True) as folder, result(options.json):
         if locate(folder).kind == "hugging face":
             return check_hugging_face(folder, full=options.full, workers=options.workers)
@@ -44,18 +40,7 @@ def check_command(options: CheckOptions) -> int:
 
 
 def check_hugging_face(folder: Path, *, full: bool = False, workers: int = 4) -> int:
-    """Print what a Hugging Face folder contains and verify it: headers, the index, and config.json.
-
-    Args:
-        full: also compare the CRC32s of the manifest; safetensors files have no checksums of their own.
-        workers: processes that read.
-
-    Returns:
-        The exit status: 0 if it is sound, 2 if a file is not as the manifest says.
-
-    Raises:
-        ValueError: there is no checkpoint, it is damaged, or its tensors are not those of its config.json.
-    """
+    """Print what a Hugging Face folder contains and verify it: headers, the index, and config.json."""
     from megatron_nemotron3.checkpoints.convert.checkpoints import QUANTIZATION, open_hugging_face
     from megatron_nemotron3.checkpoints.convert.hf_folder import open_hf, read_config
     from megatron_nemotron3.checkpoints.convert.job import MANIFEST

@@ -73,19 +73,7 @@ def open_megatron(
     alpha: float | None = None,
     omni: bool = False,
 ) -> Checkpoint:
-    """Open a Megatron checkpoint: that of a run, of the folder with the tracker, or of one iteration.
-
-    Args:
-        model: its model; default: from the arguments stored in the checkpoint.
-        vocab_size: tokens of the vocabulary; default: from the model or the stored arguments.
-        from_masters: read the optimizer's FP32 masters instead of the weights.
-        allow_unused: patterns of keys that may be left out.
-        alpha: of LoRA adapters in it; default: from the stored arguments.
-        omni: it may be a model with encoders, whose tensors have other names (`Checkpoint.omni`).
-
-    Raises:
-        ValueError: there is no Megatron checkpoint, it is damaged, or its tensors are not those of the model.
-    """
+    """Open a Megatron checkpoint: that of a run, of the folder with the tracker, or of one iteration."""
     given, model = (model, model.language) if isinstance(model, OmniConfig) else (None, model)
     located = locate_one(folder, iteration)
     if located.kind == "hugging face":
@@ -158,20 +146,7 @@ def open_hugging_face(
     mtp_num_layers: int | None = None,
     omni: bool = False,
 ) -> Checkpoint:
-    """Open a Hugging Face checkpoint.
-
-    Args:
-        model: the expected model; it supplies what config.json does not contain (how MTP is trained).
-        allow_unused: patterns of tensors that may be left out.
-        dequantize: read packed NVFP4 and FP8 weights as BF16.
-        mtp_num_layers: depths of MTP. By default `model` says it, then config.json in a key of our own, then
-            the catalog; otherwise there are as many as MTP blocks.
-        omni: it may be a model with encoders, whose tensors have other names (`Checkpoint.omni`).
-
-    Raises:
-        ValueError: there is no Hugging Face checkpoint, it is damaged, or its tensors are not those of its
-            config.json.
-    """
+    """Open a Hugging Face checkpoint."""
     if locate(folder).kind != "hugging face":
         raise ValueError(f"{folder}: it is a Megatron checkpoint, not a Hugging Face folder")
     source: TensorSource = open_hf(folder)

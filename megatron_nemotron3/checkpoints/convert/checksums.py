@@ -64,11 +64,7 @@ class Reads:
         return crc if array.ctypes.data == last.ctypes.data and array.nbytes == last.nbytes else None
 
     def take(self) -> Unfinished:
-        """Compare the records that were read whole, and forget all. Returns the others, for `merge`.
-
-        Raises:
-            CheckpointError: a record has another CRC32 than the stored one.
-        """
+        """Compare the records that were read whole, and forget all. Returns the others, for `merge`."""
         pieces, self._pieces, self._last = self._pieces, {}, None
         rest: Unfinished = []
         for (name, record), some in pieces.items():
@@ -81,14 +77,7 @@ class Reads:
         return rest
 
     def merge(self, rest: Unfinished, files: Sequence[str] | None = None) -> None:
-        """Add what another process, or an interrupted job, returned from `take`.
-
-        Args:
-            files: names that may occur; default: any.
-
-        Raises:
-            ValueError, TypeError: it is not such a result.
-        """
+        """Add what another process, or an interrupted job, returned from `take`."""
         for name, label, crc, offset, size, known in rest:
             numbers = [crc, offset, size, *(n for piece in known for n in piece)]
             if not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers):
@@ -99,11 +88,7 @@ class Reads:
             pieces |= {(begin, end): crc for begin, end, crc in known if begin < end <= size}
 
     def finish(self) -> None:
-        """Read the rest of every record that was read in part, and compare.
-
-        Raises:
-            CheckpointError: a record has another CRC32 than the stored one, or its file cannot be read.
-        """
+        """Read the rest of every record that was read in part, and compare."""
         for name, label, crc, offset, size, known in self.take():
             record = ArchiveRecord(label, crc, offset, size)
             whole = []
@@ -167,10 +152,7 @@ class JoinedReads(Reads):
 
 
 def _chain(pieces: _Pieces, size: int) -> Iterator[tuple[int, int, int | None]]:
-    """Cover [0, size) with (begin, end, CRC32); the CRC32 is None where no piece fits.
-
-    Adjacent pieces are combined. Pieces that overlap an earlier one are left out.
-    """
+    """Cover [0, size) with (begin, end, CRC32); the CRC32 is None where no piece fits."""
     at, crc, begun = 0, 0, 0
     for begin, end in sorted(pieces):
         if begin < at:

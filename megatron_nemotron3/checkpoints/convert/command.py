@@ -178,12 +178,7 @@ def register(commands: Any) -> None:
 
 
 def convert_to_hf(options: ToHf) -> int:
-    """Run `nemotron3 convert to-hf`.
-
-    Raises:
-        ValueError, OSError: as `conversion.convert_to_hf`; --check-logits without a transformers that knows
-            the models.
-    """
+    """Run `nemotron3 convert to-hf`."""
     shared = options.shared
     with result(shared.json):
         _require_transformers(shared)
@@ -207,12 +202,7 @@ def convert_to_hf(options: ToHf) -> int:
 
 
 def convert_from_hf(options: FromHf) -> int:
-    """Run `nemotron3 convert from-hf`.
-
-    Raises:
-        ValueError, OSError: as `conversion.convert_from_hf`; --check-logits without a transformers that knows
-            the models.
-    """
+    """Run `nemotron3 convert from-hf`."""
     with result(options.shared.json):
         _require_transformers(options.shared)
         from megatron_nemotron3.checkpoints.convert import conversion
@@ -271,11 +261,7 @@ def verify(options: VerifyOptions) -> int:
 
 
 def size(text: str) -> int:
-    """Return the bytes of "5GB", "512MiB" or "1000000".
-
-    Raises:
-        ValueError: the text is not such a size.
-    """
+    """Return the bytes of "5GB", "512MiB" or "1000000"."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None or (found := int(float(match[1]) * unit)) < 1:

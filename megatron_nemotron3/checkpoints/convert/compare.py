@@ -42,15 +42,8 @@ def compare(
     workers: int = 1,
     report: Callable[[int], None] = lambda done: None,
 ) -> Iterator[Difference | Same]:
-    """Compare all tensors. Yields tensors that exist on one side only first, then the results of the others.
-
-    Args:
-        a, b: views with the same names for the same tensors.
-        report: called with the compared bytes of one side.
-
-    Raises:
-        CheckpointError: a file cannot be read, or a record of a source has another CRC32 than the stored one.
-    """
+    """Compare all tensors. Yields tensors that exist on one side only first, then the results of the
+    others."""
     for name in a.tensors:
         if name not in b.tensors:
             yield Difference(name, "only the first has it")

@@ -209,10 +209,7 @@ def _check_config_keys(name: str, data: Mapping[str, Any]) -> None:
 
 
 def _normalized(value: Any) -> Any:
-    """Return a value with lists as tuples, and infinity in any spelling as a float.
-
-    Numbers from 1e30 are infinite: no time step reaches them, and JSON of some libraries has no infinity.
-    """
+    """Return a value with lists as tuples, and infinity in any spelling as a float."""
     if isinstance(value, (list, tuple)):
         return tuple(_normalized(one) for one in value)
     if isinstance(value, Mapping) and set(value) == {"__float__"}:  # transformers 5
@@ -344,11 +341,7 @@ def _own_fields(name: str, stated: Any, blocks: int) -> dict[str, Any]:
 
 
 def check_same_model(config: Nemotron3Config, base: Nemotron3Config) -> None:
-    """Check that `config` describes the model `base`.
-
-    Raises:
-        ValueError: it does not; the message has the sizes of both.
-    """
+    """Check that `config` describes the model `base`."""
     fields = ["pattern", "mtp_pattern", "mtp_num_blocks", "moe_layers", *_fields_of(config.full_pattern)]
     free = FREE | (unbuilt_fields(config) & unbuilt_fields(base))
     differ = [f for f in fields if f not in free and getattr(config, f) != getattr(base, f)]

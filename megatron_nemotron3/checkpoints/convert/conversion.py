@@ -47,12 +47,7 @@ _NO_EFFECT = ("workers", "dry_run", "compare_logits", "url")
 
 
 def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
-    """Convert a Megatron checkpoint to a Hugging Face folder. Returns the exit status.
-
-    Raises:
-        ValueError: the source is not a valid checkpoint of the model, the target exists, or the disk is full.
-        OSError: a file cannot be written.
-    """
+    """Convert a Megatron checkpoint to a Hugging Face folder. Returns the exit status."""
     _check_target(target, options)
     _require_torch(options.dtype or options.quantize)
     base = omni_parts.open_into(options.into, megatron=False)
@@ -117,12 +112,7 @@ def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
 
 
 def convert_from_hf(source: Path, target: Path, options: FromHfOptions) -> int:
-    """Convert a Hugging Face folder to a Megatron checkpoint. Returns the exit status.
-
-    Raises:
-        ValueError: as `convert_to_hf`.
-        OSError: a file cannot be written.
-    """
+    """Convert a Hugging Face folder to a Megatron checkpoint. Returns the exit status."""
     _check_target(target, options)
     _require_torch(options.dtype or options.dequantize)
     divisor = options.make_vocab_size_divisible_by
@@ -305,12 +295,7 @@ def _job(
     options: ConvertOptions,
     scales: Mapping[str, float] | None = None,
 ) -> Job:
-    """Return what to write, where it comes from, and all that may change it.
-
-    Args:
-        plan: files of tensors, and small files.
-        scales: content of the scale file.
-    """
+    """Return what to write, where it comes from, and all that may change it."""
     files, small = plan
     origin: dict[str, object] = {
         "source": shown(opened.folder.absolute()),

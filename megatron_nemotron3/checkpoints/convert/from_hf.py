@@ -113,18 +113,8 @@ def plan(
     rows: Mapping[str, Row] | None = None,
     omni: OmniConfig | None = None,
 ) -> tuple[list[FilePlan], dict[str, bytes]]:
-    """Plan a folder with these weights. Returns the data files, and the small files in the order of writing.
-
-    Args:
-        view: Megatron's tensors.
-        padded_vocab_size: rows of the embedding.
-        dtype: type of the weights, for the stored arguments.
-        limit: largest size of a file in bytes, unless a single chunk is larger.
-        lora: settings of the LoRA adapters among the tensors (`LoRA.text`).
-        rows: what says how a tensor is split over ranks, by name, for a view that does not. Other tensors are
-            stored in one chunk.
-        omni: the model with encoders, of which `config` is the language model.
-    """
+    """Plan a folder with these weights. Returns the data files, and the small files in the order of
+    writing."""
     folder = FolderPlan(limit)
     if rows is None:
         rows = view.rows if isinstance(view, Converted) else {}

@@ -53,14 +53,7 @@ _PARTS = (
 
 
 def read_config(folder: Path, *, omni: bool = False) -> dict[str, Any]:
-    """Read config.json.
-
-    Args:
-        omni: it may be that of an Omni model, which `omni_config` reads.
-
-    Raises:
-        CheckpointError: it is missing, not a JSON object, or describes a DeciLM, Omni or VL model.
-    """
+    """Read config.json."""
     data = read_json(folder / CONFIG)
     if omni and is_omni(data):
         return data
@@ -84,12 +77,7 @@ def _other_kind(data: Mapping[str, Any]) -> str | None:
 
 
 def open_hf(folder: Path) -> FileSource:
-    """Open every tensor of the folder; only the headers of its files are read.
-
-    Raises:
-        CheckpointError: there is no checkpoint, a file is missing, damaged or outside the folder, or the
-            index and the files do not list the same tensors.
-    """
+    """Open every tensor of the folder; only the headers of its files are read."""
     listed: Mapping[str, str] | None = None
     if os.path.lexists(folder / INDEX):
         listed = _weight_map(folder)
@@ -119,11 +107,7 @@ def open_hf(folder: Path) -> FileSource:
 
 
 def regular_file_size(path: Path, folder: Path) -> int:
-    """Return the size of a file of `folder`.
-
-    Raises:
-        CheckpointError: it is missing, not a regular file, or a link to elsewhere.
-    """
+    """Return the size of a file of `folder`."""
     try:
         real = Path(os.path.realpath(path, strict=True))
         found = os.stat(real)
@@ -183,12 +167,7 @@ class HeaderEntry(NamedTuple):
 
 
 def read_safetensors_header(path: Path) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
-    """Read the tensors of a file by name, in file order, and its `__metadata__`.
-
-    Raises:
-        CheckpointError: the file cannot be read, or its header violates the format: tensors must fill the
-            file without gap, overlap or remainder.
-    """
+    """Read the tensors of a file by name, in file order, and its `__metadata__`."""
     try:
         with open_outside(path) as file:
             size = os.fstat(file.fileno()).st_size

@@ -16,11 +16,7 @@ from megatron_nemotron3.common.switches import LORA
 
 
 def sharded(model: Any, dp_cp: Any = None) -> list[Any]:
-    """The ShardedTensors of a model chunk, data as views of its parameters and buffers.
-
-    Args:
-        dp_cp: its data- and context-parallel group; None: Megatron's.
-    """
+    """The ShardedTensors of a model chunk, data as views of its parameters and buffers."""
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
@@ -32,11 +28,7 @@ def sharded(model: Any, dp_cp: Any = None) -> list[Any]:
 
 
 def load_weights(model: Any, opened: Checkpoint, dp_cp: Any = None) -> None:
-    """Read this rank's part of a checkpoint into a model chunk, tensor by tensor; `dp_cp` as of `sharded`.
-
-    Raises:
-        CheckpointError: a file is damaged, or a tensor does not have the model's shape.
-    """
+    """Read this rank's part of a checkpoint into a model chunk, tensor by tensor; `dp_cp` as of `sharded`."""
     parts = sharded(model, dp_cp)
     rows = next((t.global_shape[0] for t in parts if t.key in (EMBEDDING, "output_layer.weight")), None)
     mappings = opened.to_megatron(rows or opened.config.vocab_size)

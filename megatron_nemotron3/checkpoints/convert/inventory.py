@@ -73,16 +73,7 @@ def mappings(
     dtype: str = BF16,
     padded_vocab_size: int | None = None,
 ) -> Iterator[TensorMapping]:
-    """Yield every mapping of a model, in the order of the layers.
-
-    Args:
-        dialect: one of `tensors.DIALECTS`; rows without a spelling in it use their first spelling.
-        dtype: type of all rows that are not FP32.
-        padded_vocab_size: rows of Megatron's embedding and output layer; default: the vocabulary size.
-
-    Raises:
-        ValueError: the dialect is unknown, or the padded vocabulary is smaller than the vocabulary.
-    """
+    """Yield every mapping of a model, in the order of the layers."""
     if dialect not in DIALECTS:
         raise ValueError(f"unknown dialect {dialect!r}: use one of {', '.join(DIALECTS)}")
     yield from _build_mappings(config, lambda prefix, row: row.spelling(dialect), dtype, padded_vocab_size)
@@ -98,10 +89,6 @@ def mappings_of(
     """Return the mappings of a model in the spelling of a checkpoint with these weight keys.
 
     The checkpoint may mix dialects. The mappings use plain names (`keys.plain_name`).
-
-    Raises:
-        ValueError: a key is not a weight of the model, a tensor occurs twice, or tensors are missing. The
-            message counts them and names the first.
     """
     lookup = NameLookup(config)
     found: dict[str, str] = {}  # plain name -> key
@@ -153,15 +140,7 @@ def megatron_tensors(
 
 
 def check_types(folder: Path, types: Mapping[str, str], *, alike: bool = False) -> None:
-    """Check that the weights of a checkpoint have types of weights.
-
-    Args:
-        types: torch's dtype name of every weight, by name.
-        alike: also check that tensors with the same name in other layers, or of other experts, have one type.
-
-    Raises:
-        ValueError: a tensor has another type. The message names it.
-    """
+    """Check that the weights of a checkpoint have types of weights."""
     kinds: dict[str, Counter[str]] = {}
     for name, dtype in types.items():
         if dtype not in WEIGHT_TYPES:
@@ -181,15 +160,7 @@ def check_types(folder: Path, types: Mapping[str, str], *, alike: bool = False) 
 
 
 def check_hf(config: Nemotron3Config, shapes: Mapping[str, Shape]) -> None:
-    """Check that a Hugging Face checkpoint contains exactly the tensors of its config.json.
-
-    Args:
-        shapes: shapes of all tensors of the checkpoint, by name.
-
-    Raises:
-        ValueError: tensors are missing, unknown or of another shape. The message gives numbers and first
-            names, and explains missing MTP weights.
-    """
+    """Check that a Hugging Face checkpoint contains exactly the tensors of its config.json."""
     expected = {tensor.name: tensor.shape for tensor in hf_tensors(config)}
     missing = [name for name in expected if name not in shapes]
     check_shapes(config.name, expected, shapes, _mtp_hint(config, missing) if missing else "")
@@ -198,15 +169,7 @@ def check_hf(config: Nemotron3Config, shapes: Mapping[str, Shape]) -> None:
 def check_shapes(
     name: str, expected: Mapping[str, Shape], shapes: Mapping[str, Shape], hint: str = ""
 ) -> None:
-    """Check that tensors are exactly the expected ones.
-
-    Args:
-        name: of the model.
-        hint: appended to what is said of missing tensors.
-
-    Raises:
-        ValueError: as `check_hf`.
-    """
+    """Check that tensors are exactly the expected ones."""
     missing = [one for one in expected if one not in shapes]
     unknown = [one for one in shapes if one not in expected]
     differ = [one for one in expected if one in shapes and tuple(shapes[one]) != expected[one]]

@@ -88,12 +88,7 @@ class Job:
         return digest.hexdigest()
 
     def source_state(self) -> dict[str, Any]:
-        """Return size and time of the source's files, and hashes of its metadata.
-
-        Raises:
-            CheckpointError: a file has another size than when it was opened.
-            OSError: a file cannot be read.
-        """
+        """Return size and time of the source's files, and hashes of its metadata."""
         state: dict[str, Any] = {}
         for name, size in self.source.files.items():
             found = os.stat(self.source.folder / name)
@@ -120,11 +115,7 @@ class JobProgress:
 
 
 def check_target(target: Path) -> None:
-    """Check that `target` can be created.
-
-    Raises:
-        ValueError: `target` exists and is not an empty folder, or its parent is not a writable folder.
-    """
+    """Check that `target` can be created."""
     if os.path.lexists(target) and not (
         target.is_dir() and not target.is_symlink() and not any(target.iterdir())
     ):
@@ -240,11 +231,7 @@ def manifest_of(job: Job, fingerprint: str, done: Mapping[str, Mapping[str, Any]
 
 
 def _finished_files(partial: Path, fingerprint: str, job: Job) -> dict[str, dict[str, Any]]:
-    """Return the files of the journal that exist in full length.
-
-    Raises:
-        ValueError: the journal belongs to another plan.
-    """
+    """Return the files of the journal that exist in full length."""
     lines = _journal_lines(partial)
     if lines and lines[0].get("plan") != fingerprint:
         raise ValueError(
@@ -266,11 +253,7 @@ def _finished_files(partial: Path, fingerprint: str, job: Job) -> dict[str, dict
 
 
 def _journal_lines(partial: Path) -> list[dict[str, Any]]:
-    """Return the lines of the journal, or of the manifest if the job was killed just before the rename.
-
-    Raises:
-        ValueError: the folder is not an interrupted conversion.
-    """
+    """Return the lines of the journal, or of the manifest if the job was killed just before the rename."""
     lines = []
     if os.path.lexists(partial / JOURNAL):
         for line in read_outside(partial / JOURNAL, limit=_METADATA_LIMIT).splitlines():

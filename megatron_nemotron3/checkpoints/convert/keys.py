@@ -75,11 +75,7 @@ _Names = tuple[dict[str, list[Prefix]], dict[str, _RowsByName]]
 
 
 def prefixes(config: Nemotron3Config) -> Iterator[Prefix]:
-    """Yield the prefixes of a model in the order of its layers: model, decoder, MTP blocks.
-
-    Raises:
-        ValueError: the configuration has absurdly many layers or experts.
-    """
+    """Yield the prefixes of a model in the order of its layers: model, decoder, MTP blocks."""
     layers = len(config.pattern) + config.mtp_num_blocks * len(config.mtp_pattern or "")
     experts = layers * (config.num_moe_experts or 1)
     if layers > _MOST_LAYERS or experts > _MOST_EXPERTS:
@@ -150,9 +146,6 @@ def numbered_by_layer(keys: Iterable[str], pattern: HybridPattern) -> dict[str, 
     """Map keys of a checkpoint whose groups are numbered as one layer to keys with every layer's own number.
 
     Keys of optimizer state are mapped, too. A key that fits no layer of its group stays as it is.
-
-    Raises:
-        ValueError: two keys become one.
     """
     layers: dict[tuple[int, str], int] = {}
     for layer, (number, kind) in enumerate(zip(pattern.numbers, pattern.main, strict=True)):
@@ -189,11 +182,7 @@ class NameLookup:
             self._hf[1][prefix.part] = _rows_by_name((r, None, t) for r in table for t in r.hf)
 
     def key(self, name: str) -> Match:
-        """Find the row of a Megatron key or parameter name, in any dialect of the table.
-
-        Raises:
-            ValueError: no row matches, more than one matches, or the expert does not exist.
-        """
+        """Find the row of a Megatron key or parameter name, in any dialect of the table."""
         return self._find("Megatron key", plain_name(name), self._megatron)
 
     def layer(self, name: str) -> Nemotron3Config:
@@ -203,11 +192,7 @@ class NameLookup:
         return found[0].config if found else self.config
 
     def hf(self, name: str) -> Match:
-        """Find the row of a Hugging Face name.
-
-        Raises:
-            ValueError: as for `key`.
-        """
+        """Find the row of a Hugging Face name."""
         return self._find("Hugging Face tensor", name, self._hf)
 
     def _find(self, what: str, name: str, names: _Names) -> Match:
@@ -253,16 +238,7 @@ _RESHARD = (
 def master_keys(
     tensors: Mapping[str, DistTensor | SourceTensor], *, optional: str | None = None
 ) -> dict[str, str]:
-    """Map the plain name of each weight to the key of its FP32 master. Float32 weights may be absent.
-
-    Args:
-        tensors: all tensors of a checkpoint, by key.
-        optional: beginning of the plain names of weights that may have no master.
-
-    Raises:
-        ValueError: a weight has no master, or a master has no weight or another shape. The message gives
-            numbers and the option to save with.
-    """
+    """Map the plain name of each weight to the key of its FP32 master. Float32 weights may be absent."""
     weights = {plain_name(key): key for key in tensors if non_weight_kind(key) is None}
     found: dict[str, str] = {}
     for key in tensors:

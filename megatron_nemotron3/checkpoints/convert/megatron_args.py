@@ -102,14 +102,6 @@ def args_of(config: Nemotron3Config, *, padded_vocab_size: int, dtype: str = "bf
 
     They state that the checkpoint contains no optimizer and no random state. They do not contain `--spec`:
     both the stock spec and ours load the weights; experts that differ by layer are stated in a name of ours.
-
-    Args:
-        padded_vocab_size: rows of the stored embedding.
-        dtype: type of the weights: "bfloat16", "float16" or "float32".
-
-    Raises:
-        ValueError: another dtype, a padded vocabulary smaller than the vocabulary, or a model that Megatron
-            cannot build.
     """
     if dtype not in _PRECISIONS:
         raise ValueError(f"{config.name}: Megatron trains in {', '.join(_PRECISIONS)}, not in {dtype}")
@@ -166,18 +158,7 @@ def common_state(args: Namespace) -> dict[str, Any]:
 def config_of(
     args: Namespace | Inert, *, name: str = "megatron", vocab_size: int | None = None
 ) -> Nemotron3Config:
-    """Return the model that stored arguments describe.
-
-    Args:
-        args: "args" of a checkpoint's common state, read by Megatron or by `read.common_state`.
-        name: name of the result, also for messages.
-        vocab_size: rows of the embedding without padding. The arguments contain it only if `--vocab-size` was
-            given (up to 0.17, NullTokenizer adds one). The vocabulary size of a tokenizer is not stored.
-
-    Raises:
-        ValueError: the model is not of this family (the message lists every deviating argument), a value is
-            missing or impossible, or the vocabulary size is unknown.
-    """
+    """Return the model that stored arguments describe."""
     values = args.state if isinstance(args, Inert) else vars(args)
     if not isinstance(values, dict):
         raise ValueError(f"{name}: the stored arguments are a {type(values).__name__}, not named values")
@@ -230,11 +211,7 @@ def _stored_moe_layers(name: str, values: dict[str, Any]) -> tuple[tuple[int, in
 
 
 def require_experts(name: str, values: dict[str, Any], model: Nemotron3Config) -> None:
-    """Check that a model has the experts per layer that stored arguments state, if they do.
-
-    Raises:
-        ValueError: it has others. Shapes would not show another number of experts per token.
-    """
+    """Check that a model has the experts per layer that stored arguments state, if they do."""
     stored = stored_experts(values)
     if stored is not None and stored != experts_text(model):
         said = [text or "are those of all layers alike" for text in (experts_text(model), stored)]
@@ -245,11 +222,7 @@ def require_experts(name: str, values: dict[str, Any], model: Nemotron3Config) -
 
 
 def stored_pattern(name: str, values: dict[str, Any]) -> patterns.HybridPattern:
-    """Parse hybrid_layer_pattern, or the two names used up to 0.16.
-
-    Raises:
-        ValueError: there is none, or it is invalid.
-    """
+    """Parse hybrid_layer_pattern, or the two names used up to 0.16."""
     text = values.get("hybrid_layer_pattern") or values.get("hybrid_override_pattern")
     if not isinstance(text, str):
         raise ValueError(

@@ -26,17 +26,7 @@ def open_omni(
     model: Nemotron3Config | OmniConfig | None,
     unused: Iterable[str],
 ) -> Checkpoint:
-    """Open a Hugging Face folder.
-
-    Args:
-        source: its tensors.
-        data: its config.json.
-        model: the expected model, or the expected language model.
-        unused: tensors that may be left out.
-
-    Raises:
-        ValueError: as `checkpoints.open_hugging_face`.
-    """
+    """Open a Hugging Face folder."""
     if "quantization_config" in data:
         raise ValueError(f"{folder}: quantized weights of a model with encoders are not read")
     language = model.language if isinstance(model, OmniConfig) else model
@@ -66,16 +56,7 @@ def stored_omni(
     names: Iterable[str],
     given: OmniConfig | None = None,
 ) -> OmniConfig | None:
-    """Return the model with encoders of a Megatron checkpoint; None if it holds a language model.
-
-    Args:
-        arguments: Megatron's, as stored.
-        names: plain names of its weights.
-        given: the model; default: from the arguments.
-
-    Raises:
-        ValueError: the arguments do not say which encoders the weights are of.
-    """
+    """Return the model with encoders of a Megatron checkpoint; None if it holds a language model."""
     found = next((name for name in names if name.startswith(ENCODERS)), None)
     if given is not None:
         return given.but(language=language)
@@ -94,11 +75,7 @@ def stored_omni(
 
 
 def check_types(folder: Path, weights: TensorSource, tensors: Iterable[inventory.Tensor]) -> None:
-    """Check that weights have types of weights, and integers theirs.
-
-    Raises:
-        ValueError: a tensor has another type.
-    """
+    """Check that weights have types of weights, and integers theirs."""
     types = {}
     for tensor in tensors:
         stored = weights.tensors[tensor.name].dtype

@@ -135,11 +135,7 @@ def is_omni(data: Mapping[str, Any]) -> bool:
 
 
 def part(data: Mapping[str, Any], names: tuple[str, ...], name: str = "model") -> dict[str, Any] | None:
-    """Return a part of the file under any of its names; None if there is none.
-
-    Raises:
-        ValueError: it is not an object, or given under two names with different values.
-    """
+    """Return a part of the file under any of its names; None if there is none."""
     value = _one(name, data, names)
     if value is not None and not isinstance(value, dict):
         raise ValueError(f"{name}: {names[0]} is a {type(value).__name__}, expected an object")
@@ -149,15 +145,7 @@ def part(data: Mapping[str, Any], names: tuple[str, ...], name: str = "model") -
 def omni_config(
     data: Mapping[str, Any], *, name: str = "model", base: Nemotron3Config | None = None
 ) -> OmniConfig:
-    """Return the model that the config.json of an Omni folder describes.
-
-    Args:
-        name: for messages; the result has that of the catalog, or one made from its language model's.
-        base: the language model with its training fields, as for `config_json.read`.
-
-    Raises:
-        ValueError: as `config_json.read`; it is not a model with encoders, or its encoders cannot be built.
-    """
+    """Return the model that the config.json of an Omni folder describes."""
     if not is_omni(data):
         raise ValueError(
             f"{name}: config.json has model_type={data.get('model_type')!r:.60}: not a Nemotron Omni model, "
@@ -245,11 +233,7 @@ def omni_json(
 
 
 def require_same(config: OmniConfig, other: OmniConfig) -> None:
-    """Check that two models have the same encoders and projectors.
-
-    Raises:
-        ValueError: they differ; the message has the sizes of both.
-    """
+    """Check that two models have the same encoders and projectors."""
     both = zip(_fields(config), _fields(other), strict=True)
     if differ := [
         f"{name}={ours!r} (expected {theirs!r})" for (name, ours), (_, theirs) in both if ours != theirs

@@ -71,12 +71,7 @@ def in_omni(mappings: Iterable[TensorMapping]) -> Iterator[TensorMapping]:
 def encoder_mappings(
     config: OmniConfig, *, dtype: str = inventory.BF16, constants: Mapping[str, SourceTensor] | None = None
 ) -> Iterator[TensorMapping]:
-    """Yield every mapping of the encoders and projectors, in the order of the layers.
-
-    Args:
-        dtype: type of all rows of numbers that are not integers.
-        constants: those of `CONSTANTS` that the source has, under Hugging Face's names.
-    """
+    """Yield every mapping of the encoders and projectors, in the order of the layers."""
     at = Prefix("model", "", "", config.language)
     for part, module in _MODULE.items():
         assert part in PARTS
@@ -126,14 +121,7 @@ def is_weight(tensor: Tensor) -> bool:
 def mappings_of(
     config: OmniConfig, tensors: Mapping[str, SourceTensor], *, padded_vocab_size: int | None = None
 ) -> list[TensorMapping]:
-    """Return the mappings of a model in the spelling of a Megatron checkpoint.
-
-    Args:
-        tensors: its weights, by plain name.
-
-    Raises:
-        ValueError: as `inventory.mappings_of`.
-    """
+    """Return the mappings of a model in the spelling of a Megatron checkpoint."""
     language = [name.removeprefix(LANGUAGE) for name in tensors if name.startswith(LANGUAGE)]
     others = {name: t.shape for name, t in tensors.items() if not name.startswith(LANGUAGE)}
     encoders = list(encoder_mappings(config, constants=constants_of(tensors)))
@@ -157,11 +145,7 @@ def check(config: OmniConfig, expected: Mapping[str, Shape], shapes: Mapping[str
 
 
 def made(config: OmniConfig, dtype: str) -> dict[str, tuple[str, Bits]]:
-    """Return name, type and raw bits of the tensors that transformers saves and the release has not.
-
-    Args:
-        dtype: type of the scales.
-    """
+    """Return name, type and raw bits of the tensors that transformers saves and the release has not."""
     import numpy
 
     ones = numpy.full(config.vision.hidden_size, _ONE[dtype], bits(dtype))
@@ -176,11 +160,7 @@ def made_source(config: OmniConfig, dtype: str, like: TensorSource) -> Arrays:
 
 
 def without_made(config: OmniConfig, source: TensorSource) -> list[str]:
-    """Return the names of a Hugging Face folder's tensors without those that can be made again.
-
-    Raises:
-        ValueError: one of them has another value, so that the model computes something else.
-    """
+    """Return the names of a Hugging Face folder's tensors without those that can be made again."""
     for name in (names := made(config, inventory.BF16)):
         if name not in source.tensors:
             continue

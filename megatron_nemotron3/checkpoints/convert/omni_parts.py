@@ -17,11 +17,7 @@ from megatron_nemotron3.models.tensors import Row
 
 
 def check_options(opened: Checkpoint, options: Any) -> Checkpoint:
-    """Return what is to be converted: the checkpoint, or with --only language its language model.
-
-    Raises:
-        ValueError: an option does not go with --only and --into, or with encoders.
-    """
+    """Return what is to be converted: the checkpoint, or with --only language its language model."""
     if options.into is not None and options.only is None:
         raise ValueError("--into: it says what a part is put into: give --only language")
     if options.only is not None and (opened.omni is not None or options.into is None):
@@ -35,14 +31,7 @@ def check_options(opened: Checkpoint, options: Any) -> Checkpoint:
 
 
 def open_into(folder: Path | None, *, megatron: bool) -> Checkpoint | None:
-    """Open the checkpoint of --into.
-
-    Args:
-        megatron: what is written is Megatron's.
-
-    Raises:
-        ValueError: it has no encoders, or is of the other kind.
-    """
+    """Open the checkpoint of --into."""
     if folder is None:
         return None
     opened = open_checkpoint(folder, omni=True)
@@ -59,15 +48,7 @@ def open_into(folder: Path | None, *, megatron: bool) -> Checkpoint | None:
 def in_place(
     view: TensorSource, opened: Checkpoint, base: Checkpoint | None
 ) -> tuple[TensorSource, OmniConfig | None, dict[str, Row]]:
-    """Return what is written of a view, the model with encoders that it is, if any, and its tensors' rows.
-
-    Args:
-        view: tensors of `opened` as they are written.
-        base: the checkpoint of --into. Its tensors are written with this language model in place of its own.
-
-    Raises:
-        ValueError: a tensor of the language model in `base` has another shape or type.
-    """
+    """Return what is written of a view, the model with encoders that it is, if any, and its tensors' rows."""
     rows = view.rows if isinstance(view, Converted) else {}
     if base is None:
         return view, opened.omni, rows
@@ -97,11 +78,6 @@ def with_other_tensors(
 
     The constants of the release come from the checkpoint or the reference. Without them, the folder gets what
     transformers saves.
-
-    Args:
-        view: tensors of `opened` under Hugging Face's names.
-        reference: a Hugging Face folder.
-        dtype: type of most weights.
     """
     if opened.omni is None or constants_of(view.tensors):
         return view, []

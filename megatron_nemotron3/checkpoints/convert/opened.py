@@ -56,11 +56,7 @@ class Checkpoint:
         return self.weights.tensors[name].shape[0] if self.kind != "hugging face" else None
 
     def language_part(self) -> Checkpoint:
-        """Return the language model of a model with encoders as a checkpoint of its own.
-
-        Raises:
-            ValueError: it has no encoders.
-        """
+        """Return the language model of a model with encoders as a checkpoint of its own."""
         if self.omni is None:
             raise ValueError(f"{self.folder}: it has no encoders: the language model is all of it")
         names = {n.removeprefix(LANGUAGE): n for n in self.weights.tensors if n.startswith(LANGUAGE)}

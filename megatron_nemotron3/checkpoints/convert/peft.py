@@ -174,11 +174,7 @@ class Unpacked(TensorSource):
 
 
 def open_peft(folder: Path, *, experts: int, root: str) -> StoredAdapter:
-    """Open an adapter folder; only its configuration and the header of its weights are read.
-
-    Raises:
-        CheckpointError: it is not a folder of peft, is damaged, or is not plain LoRA.
-    """
+    """Open an adapter folder; only its configuration and the header of its weights are read."""
     if not (folder / CONFIG).is_file():
         raise CheckpointError(f"{folder}: it has no {CONFIG}: give a folder that peft saved")
     data = read_json(folder / CONFIG)
@@ -208,12 +204,7 @@ def open_peft(folder: Path, *, experts: int, root: str) -> StoredAdapter:
 def folder_plan(
     adapter: StoredAdapter, names: Iterable[str], base: str | None
 ) -> tuple[TensorSource, list[FilePlan], dict[str, bytes]]:
-    """Plan an adapter folder: the view to write from, the file of tensors, and the configuration.
-
-    Args:
-        names: Hugging Face's names of all weights of the model.
-        base: `base_model_name_or_path`.
-    """
+    """Plan an adapter folder: the view to write from, the file of tensors, and the configuration."""
     view = PackedAdapter(adapter)
     ordered = sorted(view.tensors.items())
     head = safetensors_header(((name, t.dtype, t.shape) for name, t in ordered), {"format": "pt"})

@@ -93,17 +93,7 @@ def bands(slices: Slices, max_elements: int) -> Iterator[Slices]:
 
 
 def apply(plan: CopyPlan, sources: Mapping[str, Any]) -> dict[str, Any]:
-    """Apply a plan in memory.
-
-    Args:
-        sources: torch tensors, or numpy arrays, with the names and shapes of the plan.
-
-    Returns:
-        New arrays by name. A destination has the dtype of its sources.
-
-    Raises:
-        ValueError: a source is missing or has the wrong shape, or sources of one destination differ in dtype.
-    """
+    """Apply a plan in memory."""
     for name, shape in plan.sources.items():
         if name not in sources:
             raise ValueError(f"no tensor {name!r} given: have {', '.join(sorted(sources)[:5])}")

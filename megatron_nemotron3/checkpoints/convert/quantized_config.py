@@ -29,11 +29,7 @@ _LAYERS = ("_proj", "lm_head", "conv1d", "fc1_latent_proj", "fc2_latent_proj")
 
 
 def hf_quant_config(plan: Quantization, written_by: str) -> dict[str, Any]:
-    """Return the content of hf_quant_config.json.
-
-    Args:
-        written_by: name and version of the program, for `producer`.
-    """
+    """Return the content of hf_quant_config.json."""
     layers = {w.module: _layer_entry(w.algorithm) for w in plan.weights if w.algorithm}
     algorithms = {layer["quant_algo"] for layer in layers.values()}
     details: dict[str, Any]
@@ -76,15 +72,7 @@ def quantization_config(hf_quant: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_scales(path: Path) -> dict[str, float]:
-    """Read scales of activations and of the KV cache: X.input_scale, X.k_scale, X.v_scale -> value.
-
-    Args:
-        path: a JSON object of names and numbers; a safetensors file with one-element tensors; or the folder
-            of a quantized checkpoint of the same model.
-
-    Raises:
-        CheckpointError: the file is none of these, or a scale is not a single number above 0.
-    """
+    """Read scales of activations and of the KV cache: X.input_scale, X.k_scale, X.v_scale -> value."""
     if path.suffix == ".json":
         data = read_json(path)
         for name, value in data.items():
@@ -106,11 +94,7 @@ def read_scales(path: Path) -> dict[str, float]:
 
 
 def scalar(source: TensorSource, name: str) -> float:
-    """Read a scale of one element.
-
-    Raises:
-        CheckpointError: it has more elements, is not float32 or bfloat16, or is not a finite number above 0.
-    """
+    """Read a scale of one element."""
     tensor = source.tensors[name]
     if math.prod(tensor.shape) != 1 or tensor.dtype not in ("float32", "bfloat16"):
         raise CheckpointError(

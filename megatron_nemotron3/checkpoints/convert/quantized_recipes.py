@@ -36,14 +36,7 @@ _CLASS_OF = {name: title for title, names in CLASSES.items() for name in names}
 
 
 def formats(config: Nemotron3Config, recipe: str) -> dict[str, str]:
-    """Map every tensor of the model's Hugging Face checkpoint to "nvfp4", "fp8" or "bf16" (unchanged).
-
-    Args:
-        recipe: see `recipe_of`.
-
-    Raises:
-        ValueError: the recipe does not exist, or a weight's columns are not a multiple of the NVFP4 block.
-    """
+    """Map every tensor of the model's Hugging Face checkpoint to "nvfp4", "fp8" or "bf16" (unchanged)."""
     full, rules = recipe_of(config, recipe)
     result = {}
     unchanged = {f"{hf_root(config)}.layers.{layer}." for layer in spared(full, config.pattern)}
@@ -120,18 +113,7 @@ class Quantization:
 def quantization(
     config: Nemotron3Config, recipe: str, scales: Mapping[str, float] | None = None, dtype: str = "bfloat16"
 ) -> Quantization:
-    """Plan the quantization of a model's checkpoint by a recipe.
-
-    Args:
-        recipe: see `recipe_of`.
-        scales: X.input_scale of quantized weights, and k_proj.k_scale, v_proj.v_scale of attention layers;
-            for each format all of them or none. See `quantized_config.read_scales`.
-        dtype: type of the weights that are not quantized.
-
-    Raises:
-        ValueError: the recipe does not exist; a scale is not a positive number or belongs to no module; some
-            scales of a format are missing; or nothing can be quantized without scales.
-    """
+    """Plan the quantization of a model's checkpoint by a recipe."""
     full, rules = recipe_of(config, recipe)
     by_name = formats(config, recipe)
     given = dict(scales or {})

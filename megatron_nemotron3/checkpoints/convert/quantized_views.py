@@ -112,12 +112,7 @@ class Dequantized(TensorSource):
         self.tensors = tensors
 
     def read(self, name: str, slices: Slices) -> numpy.ndarray[Any, Any]:
-        """Read a slice as raw bits.
-
-        Raises:
-            CheckpointError: as the source raises, and if a scale is NaN, infinite or negative, or the scale
-                of a whole tensor is zero.
-        """
+        """Read a slice as raw bits."""
         if name not in self._packed:
             return self._source.read(name, slices)
         packed = self._packed[name]
@@ -127,9 +122,6 @@ class Dequantized(TensorSource):
         """Compare with hf_quant_config.json, or with `quantization_config` of config.json.
 
         Only what the configuration states per module is compared.
-
-        Raises:
-            CheckpointError: the configuration is malformed, or states another format for a module.
         """
         details = stated.get("quantization", stated) if isinstance(stated, Mapping) else stated
         if not isinstance(details, Mapping):

@@ -55,11 +55,7 @@ class Block:
     location: Location | Callable[[], Location]
 
     def locate(self) -> Location:
-        """Return the location of the block.
-
-        Raises:
-            CheckpointError: the file is damaged.
-        """
+        """Return the location of the block."""
         return self.location if isinstance(self.location, Location) else self.location()
 
 
@@ -88,11 +84,7 @@ class TensorSource:
     reads = Reads(Path())
 
     def read(self, name: str, slices: Slices) -> numpy.ndarray[Any, Any]:
-        """Read a slice as raw bits, into a new C-contiguous array of its shape.
-
-        Raises:
-            CheckpointError: a file cannot be read, is too short, or is damaged.
-        """
+        """Read a slice as raw bits, into a new C-contiguous array of its shape."""
         raise NotImplementedError
 
 

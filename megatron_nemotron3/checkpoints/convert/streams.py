@@ -77,11 +77,7 @@ class FilePlan:
 
 
 def blocks(plan: FilePlan, source: TensorSource, *, finite: bool = True) -> Iterator[tuple[Block, int]]:
-    """Yield the bytes of a file in order, in blocks of about `BAND` bytes, each with its CRC32.
-
-    Raises:
-        CheckpointError: a source cannot be read, or with `finite`, a value is NaN or infinite.
-    """
+    """Yield the bytes of a file in order, in blocks of about `BAND` bytes, each with its CRC32."""
     for part in plan.parts:
         if part.head:
             yield part.head, zlib.crc32(part.head)
@@ -167,10 +163,7 @@ def _write_all(descriptor: int, data: Block) -> None:
 
 
 def _start_writing(descriptor: int, offset: int, length: int) -> None:
-    """Make the kernel begin to write pages to the disk, so that the fsync at the end is short.
-
-    Pages must be written before they can be dropped, so the advice to drop them starts writing.
-    """
+    """Make the kernel begin to write pages to the disk, so that the fsync at the end is short."""
     if hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):  # only advice
             os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)

@@ -93,17 +93,7 @@ def small_files(
     quantization: Quantization | None = None,
     omni: OmniConfig | None = None,
 ) -> dict[str, bytes]:
-    """Return the other files of an HF folder: the index, config.json, and copied files.
-
-    Args:
-        reference: HF folder whose tokenizer and generation files are copied.
-        tokenizer: folder of a tokenizer, for files that the reference does not have.
-        omni: the model with encoders, of which `config` is the language model.
-
-    Raises:
-        CheckpointError: a file of the reference cannot be read.
-        ValueError: the reference is a different model.
-    """
+    """Return the other files of an HF folder: the index, config.json, and copied files."""
     result = {}
     if (text := index(tensors, limit)) is not None:
         result[INDEX] = text
@@ -127,12 +117,7 @@ def small_files(
 
 
 def copied_files(reference: Path) -> dict[str, bytes]:
-    """Return the tokenizer, generation and code files of a folder, by name.
-
-    Raises:
-        ValueError: it is no folder.
-        CheckpointError: a file cannot be read.
-    """
+    """Return the tokenizer, generation and code files of a folder, by name."""
     if not reference.is_dir():
         raise ValueError(f"{reference}: --reference must be a folder")
     result = {}

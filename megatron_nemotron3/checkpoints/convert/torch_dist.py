@@ -33,12 +33,8 @@ _STATE_OBJECTS = ("args", "iteration", "checkpoint_version")
 
 
 def open_torch_dist(folder: Path) -> tuple[FileSource, CheckpointIndex]:
-    """Open every tensor of a torch_dist folder, including optimizer state. Returns the source and the index.
-
-    Raises:
-        CheckpointError: the folder is unfinished, damaged or in another format, or one of its files is a link
-            to elsewhere.
-    """
+    """Open every tensor of a torch_dist folder, including optimizer state. Returns the source and the
+    index."""
     verdict = check_structure(folder)
     if verdict.state != "complete" or verdict.index is None:
         problem = verdict.problems[0] if verdict.problems else f"{folder}: not a torch_dist checkpoint"
@@ -71,11 +67,7 @@ def _locate_chunk(folder: Path, chunk: TensorChunk, dtype: str) -> Location:
 
 
 def read_dcp_state(index: CheckpointIndex) -> dict[str, Any]:
-    """Read the state of a folder in torch's own format, like `read.common_state`; entries may be missing.
-
-    Raises:
-        CheckpointError: an entry is damaged or names something that is not data.
-    """
+    """Read the state of a folder in torch's own format, like `read.common_state`; entries may be missing."""
     return {
         name: stored_object(index.folder, index.objects[name])
         for name in _STATE_OBJECTS
@@ -87,12 +79,6 @@ def reorder_mamba(source: FileSource, config: Nemotron3Config, state: dict[str, 
     """Return the source with Mamba's tensors in the table's order: [z | x | B | C | dt], [x | B | C].
 
     Tensors that are stored in parts (torch_dist), or were written with TP=1, do not change.
-
-    Args:
-        state: result of `read_dcp_state`; its "args" contain TP.
-
-    Raises:
-        CheckpointError: TP is unknown, or does not divide the model's Mamba layers.
     """
     lookup, table = NameLookup(config), symbol_sizes(config)
     changed: dict[str, SourceTensor] = {}

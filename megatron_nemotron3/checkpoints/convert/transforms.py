@@ -26,11 +26,7 @@ def copy(megatron: Shapes, hf: Shapes, head_dim: int = 0) -> CopyPlan:
 
 
 def vocabulary(megatron: Shapes, hf: Shapes, head_dim: int = 0) -> CopyPlan:
-    """Take the first rows: Megatron's table is [padded vocabulary, d], HF's is [vocabulary, d].
-
-    Raises:
-        ValueError: Megatron's table is shorter.
-    """
+    """Take the first rows: Megatron's table is [padded vocabulary, d], HF's is [vocabulary, d]."""
     pieces, unused = [], []
     for a, b, shape in _paired_tensors(megatron, hf):
         rows = hf[b][0]
@@ -81,11 +77,8 @@ def stack(megatron: Shapes, hf: Shapes, head_dim: int = 0) -> CopyPlan:
 
 
 def qkv(megatron: Shapes, hf: Shapes, head_dim: int = 0) -> CopyPlan:
-    """Split the rows [q … q, k, v] of each KV group into q, k and v of all groups; a head is `head_dim` rows.
-
-    Raises:
-        ValueError: the numbers of rows are not those of whole heads and groups.
-    """
+    """Split the rows [q … q, k, v] of each KV group into q, k and v of all groups; a head is `head_dim`
+    rows."""
     ((name, shape),) = megatron.items()
     (q, q_shape), (k, k_shape), (v, v_shape) = hf.items()
     groups, odd = divmod(k_shape[0], head_dim) if head_dim > 0 else (0, 1)
@@ -128,17 +121,7 @@ def _paired_tensors(megatron: Shapes, hf: Shapes) -> list[tuple[str, str, Shape]
 
 
 def split(shape: Shape, size: int, *, axis: int = 0, parts: Sequence[int] = ()) -> CopyPlan:
-    """Return the tensor-parallel split of a tensor "full" into the tensors "0" … "size - 1" of the ranks.
-
-    Args:
-        shape: shape of the full tensor.
-        axis: 0 for column-parallel weights, 1 for row-parallel weights.
-        parts: sizes of parts along `axis`. Each part is split separately, and a rank concatenates its shares:
-            it holds [z|x|B|C|dt] of its own, not a section of [z|x|B|C|dt]. Default: one part.
-
-    Raises:
-        ValueError: `size` does not divide a part, or the parts do not add up to the axis.
-    """
+    """Return the tensor-parallel split of a tensor "full" into the tensors "0" … "size - 1" of the ranks."""
     parts = tuple(parts) or (shape[axis],)
     if sum(parts) != shape[axis]:
         raise ValueError(
@@ -166,9 +149,6 @@ def split_parameter(
 
     None if the parameter is replicated. Routed experts are split over their `etp` ranks, all other
     parameters over `tp`.
-
-    Raises:
-        ValueError: the model cannot be split this way. The message names the field.
     """
     table = symbol_sizes(config, padded_vocab_size)
     size = etp if row.routed else tp

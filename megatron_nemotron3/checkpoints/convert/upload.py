@@ -20,11 +20,7 @@ from megatron_nemotron3.checkpoints.remote import filesystem, root
 
 
 def check_url(url: str) -> None:
-    """Check that nothing is at a URL, except a conversion that was interrupted.
-
-    Raises:
-        ValueError: something is there, or the place cannot be reached.
-    """
+    """Check that nothing is at a URL, except a conversion that was interrupted."""
     with _explained(url):
         store, place = filesystem(url), root(url)
         if store.exists(place) and store.ls(place) and not store.exists(f"{place}/{JOURNAL}"):
@@ -35,13 +31,6 @@ def upload(job: Job, url: str, report: Callable[[JobProgress], None]) -> dict[st
     """Write the files of a job to a URL. Returns the manifest.
 
     Nobody is kept from writing there at the same time: object stores have no locks.
-
-    Args:
-        report: called about once a second.
-
-    Raises:
-        ValueError: something else is there, or the place cannot be written, or the source changes.
-        CheckpointError: a source is damaged.
     """
     check_url(url)
     store, place = filesystem(url), root(url)

@@ -83,11 +83,7 @@ def verify(
 
 
 def verify_manifest(folder: Path, workers: int) -> int:
-    """Compare the files of a folder with its manifest. Returns the exit status: 0 equal, 1 not.
-
-    Raises:
-        ValueError: it has no manifest, or one that lists no files.
-    """
+    """Compare the files of a folder with its manifest. Returns the exit status: 0 equal, 1 not."""
     if not (folder / MANIFEST).exists():
         raise ValueError(f"{folder}: it has no {MANIFEST}: give a second checkpoint to compare with")
     entries = read_json(folder / MANIFEST).get("files")

@@ -206,10 +206,7 @@ def _first_row(piece: CopyPiece) -> int:
 
 
 def _source_slices(piece: CopyPiece, destination: Slices) -> Slices:
-    """Return the slices of a piece's source that make [destination], a part of its destination.
-
-    One side may have extra axes of length 1 (one expert of a stack), so only longer axes are matched.
-    """
+    """Return the slices of a piece's source that make [destination], a part of its destination."""
     long = [i for i, n in enumerate(extent(piece.destination_slices)) if n != 1]
     offsets = [(destination[i][0] - piece.destination_slices[i][0], destination[i]) for i in long]
     result, at = [], 0

@@ -33,11 +33,7 @@ def register(commands: Any) -> None:
 
 
 def doctor_command(options: DoctorOptions) -> int:
-    """Check this environment. Exit status 1 if there is an error, else 0.
-
-    Raises:
-        ValueError: --step names no model.
-    """
+    """Check this environment. Exit status 1 if there is an error, else 0."""
     if options.step is not None:
         named_model(options.step)  # reports a wrong name before the checks start
     have = packages.installed()

@@ -49,11 +49,7 @@ PRECISIONS: dict[str, tuple[Callable[[Capability], bool], str]] = {
 
 
 def query_cuda(timeout: float = 180) -> dict[str, Any]:
-    """Query torch about CUDA on this machine.
-
-    Raises:
-        RuntimeError: the query failed; the message is the last line of its error.
-    """
+    """Query torch about CUDA on this machine."""
     try:
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", _QUESTION], capture_output=True, text=True, timeout=timeout

@@ -29,11 +29,7 @@ def without_gradient(model: torch.nn.Module) -> dict[str, str]:
 
 
 def findings(name: str) -> list[DoctorFinding]:
-    """Train the tiny form of a model for one step, on the GPU if there is one, else on the CPU.
-
-    Raises:
-        ValueError: `name` names no model.
-    """
+    """Train the tiny form of a model for one step, on the GPU if there is one, else on the CPU."""
     config = tiny(named_model(name))
     if torch.cuda.is_available():
         return _train_one_step(config, "cuda", "bf16")

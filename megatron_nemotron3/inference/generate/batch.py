@@ -46,10 +46,6 @@ class ForwardBatch:
         positions, row_index: [b, n] and [b, 1], to index a KV cache where lengths differ; otherwise None.
         valid: [b, n], False for padding; None without padding.
         single_token: one token in every row, and no rollback.
-
-    Raises:
-        ValueError: a count that is not in 0 ... n, another number of counts than rows, or more than
-            `MAX_ROLLBACK` positions with rollback.
     """
 
     def __init__(
@@ -100,9 +96,6 @@ class ForwardBatch:
 
         Query n - 1 - i must not see the last i keys, so each mask row is the one before it, shifted by one:
         overlapping windows of a single vector.
-
-        Returns:
-            [n, lengths[row] + n], 0 or -inf. Its rows overlap in memory, so it must not be written to.
         """
         if self._reversed is None or self._reversed.dtype != dtype:
             self._reversed = torch.zeros(self.end + self.n - 1, dtype=dtype, device=self.device)
@@ -116,16 +109,7 @@ class ForwardBatch:
         return [(first, min(first + step, self.n)) for first in range(0, self.n, step)]
 
     def mask(self, tile: tuple[int, int], end: int, queries: int, dtype: torch.dtype) -> Tensor | None:
-        """What the queries of a tile add to their scores of keys 0 ... end - 1.
-
-        Args:
-            tile: first position, and one past the last.
-            queries: heads that share a key; their queries are concatenated.
-
-        Returns:
-            [1 or b, 1, queries * positions, end], 0 or -inf; None if every key is visible. The last mask is
-            cached, because all attention layers of a pass ask for the same.
-        """
+        """What the queries of a tile add to their scores of keys 0 ... end - 1."""
         if self.start is not None and self.n == 1:
             return None
         if self._mask is None or self._mask[0] != tile:

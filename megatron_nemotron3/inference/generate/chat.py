@@ -41,11 +41,7 @@ class Template:
         return isinstance(self._tokenizer.chat_template, str)
 
     def render(self, messages: list[dict[str, str]]) -> str:
-        """Text of messages with the prompt for an answer.
-
-        Raises:
-            ValueError: the template refuses them.
-        """
+        """Text of messages with the prompt for an answer."""
         return self._apply(messages, add_generation_prompt=True)
 
     def end(self) -> str:
@@ -98,16 +94,7 @@ class Chat:
         self._forget()
 
     def say(self, message: str, push: Callable[[OutputText], None]) -> Generation:
-        """Add a message of the user and the model's answer.
-
-        Args:
-            push: called after each token with the answer so far.
-
-        Raises:
-            ValueError: the context is full, or the template refuses the message; the conversation is then as
-                before.
-            KeyboardInterrupt: the answer was interrupted; what there is of it counts.
-        """
+        """Add a message of the user and the model's answer."""
         self.messages.append({"role": "user", "content": message})
         answer = OutputText(self.tokenizer, self.stops)
         new: list[int] = []

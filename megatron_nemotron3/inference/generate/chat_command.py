@@ -37,12 +37,7 @@ def register(commands: Any) -> None:
 
 
 def chat_command(options: argparse.Namespace) -> int:
-    """Read lines from stdin and answer each. Exit status 0 at its end or `/exit`.
-
-    Raises:
-        ValueError: an option is out of range; there is no checkpoint or tokenizer, or they do not match;
-            --draft without MTP; --system without a chat template.
-    """
+    """Read lines from stdin and answer each. Exit status 0 at its end or `/exit`."""
     if options.tokenizer is not None:
         require_tokenizer(options.tokenizer)
     if options.max_new_tokens < 1:

@@ -54,11 +54,7 @@ class CheckpointFolder:
         return (named or found)[0] if len(named or found) == 1 else None
 
     def tokenizer(self, given: Path | None = None) -> Tokenizer:
-        """The given tokenizer; otherwise that in the checkpoint, of the run, or of the stored arguments.
-
-        Raises:
-            ValueError: none is found, or it is damaged.
-        """
+        """The given tokenizer; otherwise that in the checkpoint, of the run, or of the stored arguments."""
         places = [given] if given is not None else self._tokenizer_folders()
         for place in places:
             if given is not None or (place / TOKENIZER).is_file():
@@ -77,11 +73,7 @@ class CheckpointFolder:
         return [*places, Path(stored)] if isinstance(stored, str) and stored else places
 
     def data(self) -> tuple[str, str]:
-        """Prefix and --split of the data the checkpoint was trained on.
-
-        Raises:
-            ValueError: it is missing, or is a blend of several data sets.
-        """
+        """Prefix and --split of the data the checkpoint was trained on."""
         stored, split = self.arguments.get("data_path"), self.arguments.get("split")
         prepared, prefix = self.prepared(), ""
         if prepared is not None:
@@ -97,15 +89,7 @@ class CheckpointFolder:
         return prefix, split
 
     def open(self, model: Nemotron3Config | None, vocab_size: int | None = None) -> Checkpoint:
-        """Open the checkpoint's tensors; packed weights are read as BF16.
-
-        Args:
-            model: default: what the checkpoint says.
-            vocab_size: rows of Megatron's embedding that are tokens; default: as stored.
-
-        Raises:
-            ValueError: it is damaged, or is of another model.
-        """
+        """Open the checkpoint's tensors; packed weights are read as BF16."""
         config = read_config(self.checkpoint, omni=True) if is_hugging_face(self.checkpoint) else {}
         packed = QUANTIZATION in config
         return open_checkpoint(
@@ -126,11 +110,7 @@ def find_checkpoint(folder: Path) -> CheckpointFolder:
 
 
 def read_arguments(place: Path) -> dict[str, Any]:
-    """Megatron's arguments stored in a checkpoint; {} if it has none.
-
-    Raises:
-        ValueError: there is no checkpoint, or it is damaged.
-    """
+    """Megatron's arguments stored in a checkpoint; {} if it has none."""
     _, index = open_torch_dist(place)
     try:
         state = common_state(index) if (place / METADATA).exists() else read_dcp_state(index)

@@ -74,14 +74,7 @@ def add_sampling(
     top_p: float | None = None,
     seed: str = "",
 ) -> argparse._ArgumentGroup:
-    """Add --draft, and the group of options that say how new tokens are chosen; return the group.
-
-    Args:
-        each: what --max-new-tokens counts for.
-        tokens, temperature: the defaults.
-        top_p: what the command takes where --top-p is not given (its default is None).
-        seed: added to the help of --seed.
-    """
+    """Add --draft, and the group of options that say how new tokens are chosen; return the group."""
     group = command.add_argument_group("new tokens")
     group.add_argument(
         "--max-new-tokens",
@@ -131,11 +124,7 @@ def add_checkpoint(command: argparse.ArgumentParser, *, option: bool = True) -> 
 def open_for_tokenizer(
     found: CheckpointFolder, tokenizer: Tokenizer, model: Nemotron3Config | None
 ) -> Checkpoint:
-    """Open a checkpoint with as many tokens as the tokenizer has, without padding.
-
-    Raises:
-        ValueError: it is damaged, or has fewer tokens than the tokenizer.
-    """
+    """Open a checkpoint with as many tokens as the tokenizer has, without padding."""
     opened = found.open(model)
     if tokenizer.vocab_size > opened.config.vocab_size:
         raise ValueError(
@@ -147,11 +136,7 @@ def open_for_tokenizer(
 
 
 def check_draft(opened: Checkpoint, draft: int) -> None:
-    """Refuse drafts that the checkpoint cannot make.
-
-    Raises:
-        ValueError: a number out of range, no MTP block, or too few blocks where each depth has its own.
-    """
+    """Refuse drafts that the checkpoint cannot make."""
     config = opened.config
     if not 0 <= draft <= MAX_DRAFT:
         raise ValueError(f"--draft {draft}: give 1 to {MAX_DRAFT}, or leave it out")
@@ -191,17 +176,7 @@ def load_encoders(opened: Checkpoint, options: argparse.Namespace) -> Encoders:
 
 
 def generate_command(options: argparse.Namespace) -> int:
-    """Continue the prompts and print the texts. Exit status 0.
-
-    Args:
-        options: those of `register`.
-
-    Raises:
-        ValueError: there is no prompt, or it is empty; an option is out of range; prompt and new tokens
-            exceed the model's context; there is no checkpoint or tokenizer, or they do not match; --draft
-            without MTP; media that the model or the prompt has no place for, or that cannot be decoded.
-        OSError: the file of --prompt-file cannot be read.
-    """
+    """Continue the prompts and print the texts. Exit status 0."""
     if options.tokenizer is not None:
         require_tokenizer(options.tokenizer)
     with local(options.checkpoint) as options.checkpoint:

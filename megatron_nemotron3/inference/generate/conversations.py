@@ -33,15 +33,7 @@ class ConversationLosses:
 def conversation_losses(
     engine: Engine, encoded: Sequence[Encoded], report: Callable[[int], None] = lambda tokens: None
 ) -> ConversationLosses:
-    """Measure the loss of each conversation alone, and average.
-
-    Args:
-        report: called with the number of tokens of each conversation that is done.
-
-    Raises:
-        ValueError: no conversation has a token of the assistant; or one is longer than the model's context,
-            or has ids outside its vocabulary.
-    """
+    """Measure the loss of each conversation alone, and average."""
     sums: list[tuple[float, int]] = []
     for one in encoded:
         labels_at = [i for i, mine in enumerate(one.trained[1:]) if mine]

@@ -29,9 +29,6 @@ class Encoders:
     Args:
         source: tensors under their Hugging Face names.
         dtype: of weights and activations; default: as stored.
-
-    Raises:
-        ValueError: a tensor is missing, or has another shape.
     """
 
     def __init__(
@@ -65,17 +62,7 @@ class Encoders:
     def rows(
         self, ids: Sequence[int], inputs: Mapping[str, Mapping[str, Mapping[str, Any]]]
     ) -> EncoderRows | None:
-        """Encode the media of one prompt.
-
-        Args:
-            ids: of the prompt, with an id for each row.
-            inputs: name of an encoder -> {its name in the model: arguments of its `forward`}, as in a batch.
-
-        Returns: the rows of all media; None for a prompt without any.
-
-        Raises:
-            ValueError: the ids are more or fewer than the rows.
-        """
+        """Encode the media of one prompt."""
         positions: list[int] = []
         values: list[Tensor] = []
         for name, (encoder, projector, token) in self._parts.items():

@@ -210,15 +210,7 @@ def acceptance(
 
 
 def plot(losses: MeanLosses, accepted: Sequence[Acceptance], trained: int, path: Path, title: str) -> None:
-    """Write losses and agreement by depth and acceptance by number of drafts as a PNG.
-
-    Args:
-        trained: MTP depths that the checkpoint states; deeper ones are hatched.
-
-    Raises:
-        OSError: it cannot be written.
-        ModuleNotFoundError: matplotlib is not installed.
-    """
+    """Write losses and agreement by depth and acceptance by number of drafts as a PNG."""
     with plots.picture(path, 1, 3, size=(14, 4), title=title) as (_, grid):
         left, middle, right = grid[0]
         values = [losses.next_token, *losses.depths]

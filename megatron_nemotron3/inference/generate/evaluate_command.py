@@ -62,17 +62,7 @@ def register(commands: Any) -> None:
 
 
 def evaluate_command(options: argparse.Namespace) -> int:
-    """Measure and print. Exit status 0.
-
-    Args:
-        options: those of `register`.
-
-    Raises:
-        ValueError: an option is out of range; there is no checkpoint, text or tokenizer; ids are outside the
-            vocabulary; --draft without MTP.
-        OSError: a text cannot be read, or the PNG cannot be written.
-        ModuleNotFoundError: megatron-core (data sets), tokenizers (--text) or matplotlib (--plot) is missing.
-    """
+    """Measure and print. Exit status 0."""
     if options.tokens < 1:
         raise ValueError(f"--tokens {options.tokens}: give 1 or more")
     if options.plot is not None:
@@ -172,15 +162,7 @@ def _evaluate_conversations(engine: Engine, options: argparse.Namespace, title: 
 def evaluation_tokens(
     found: CheckpointFolder, tokens: int, text: str | None, data_path: str | None, tokenizer: Path | None
 ) -> tuple[list[int], str]:
-    """Return about `tokens` ids to evaluate on, and their source.
-
-    Args:
-        text, data_path: what --text or --data-path names; None for both: the data of the checkpoint's run.
-        tokenizer: for a text; None: the checkpoint's.
-
-    Raises:
-        ValueError: no text is given and the run's data is not found; otherwise as `evaluate_command`.
-    """
+    """Return about `tokens` ids to evaluate on, and their source."""
     if text is not None:
         from megatron_nemotron3.train.data import read_texts
 
@@ -199,14 +181,7 @@ def evaluation_tokens(
 
 
 def data_tokens(prefix: str, split: str | None, tokens: int) -> list[int]:
-    """Read the first tokens of a Megatron data set, document by document.
-
-    Args:
-        split: Megatron's --split; reads only its validation part. None reads everything.
-
-    Raises:
-        ValueError: there is no such data set, or the split has no validation part.
-    """
+    """Read the first tokens of a Megatron data set, document by document."""
     from megatron_nemotron3.train.data import split_documents
 
     if not Path(f"{prefix}.idx").is_file() or not Path(f"{prefix}.bin").is_file():
@@ -236,11 +211,7 @@ def _chosen_draft(given: int | None, config: Nemotron3Config) -> int:
 
 
 def chosen_seq_length(given: int | None, config: Nemotron3Config) -> int:
-    """Return --seq-length, or the model's.
-
-    Raises:
-        ValueError: it is out of range.
-    """
+    """Return --seq-length, or the model's."""
     if given is None:
         return min(config.seq_length, config.max_position_embeddings)
     if not 1 <= given <= config.max_position_embeddings:

@@ -116,13 +116,7 @@ class Speculation:
         return [a / d if d else None for a, d in zip(self.accepted, self.drafted)]
 
     def count(self, drafted: int, new: int, emitted: int) -> None:
-        """Count one verification of one row.
-
-        Args:
-            drafted: tokens drafted.
-            new: tokens it gave, the accepted drafts and one.
-            emitted: how many of them were used; fewer if one ended the row.
-        """
+        """Count one verification of one row."""
         self.steps += 1
         self.tokens += emitted
         for position in range(drafted if emitted == new else emitted):
@@ -181,10 +175,6 @@ class Decoder:
         prompts: token ids of each row; they are read here.
         memory: of what is in front of the prompts.
         rows: of encoders in each prompt.
-
-    Raises:
-        ValueError: drafts are asked for and the model has no MTP block, or too few where each depth has its
-            own.
     """
 
     def __init__(
@@ -217,14 +207,7 @@ class Decoder:
         self.newest = self.newest[list(rows)]
 
     def step(self, limits: Sequence[int]) -> list[list[int]]:
-        """Draft, verify, and roll back to the accepted tokens.
-
-        Args:
-            limits: how many tokens may be drafted for each row, 0 or more.
-
-        Returns:
-            The new tokens of each row: 1 to min(limit, draft) + 1. The last one is now the newest.
-        """
+        """Draft, verify, and roll back to the accepted tokens."""
         if self.mtp is None:
             out = self.engine.forward(self.newest.unsqueeze(1), self.state)
             self.newest = self.sampler(out.logits.squeeze(1))

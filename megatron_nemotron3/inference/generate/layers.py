@@ -131,14 +131,7 @@ class Attention:
         return self.out(y.reshape(b * n, -1), add=x), None
 
     def _by_tile(self, q: Tensor, cache: Tensor, batch: ForwardBatch) -> Tensor:
-        """All rows at once, as many queries at a time as one mask may have.
-
-        Args:
-            q: [b, groups, heads per group, n, c].   cache: [b, 2, groups, tokens, c].
-
-        Returns:
-            [b, n, groups, heads per group, c].
-        """
+        """All rows at once, as many queries at a time as one mask may have."""
         b, groups, per_group, n, c = q.shape
         parts = []
         for first, stop in batch.query_tiles(per_group):
@@ -155,11 +148,7 @@ class Attention:
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def _by_causal_kernel(self, q: Tensor, cache: Tensor, batch: ForwardBatch) -> Tensor:
-        """As `_by_tile` for rows of one length: the last query sees every key, and no mask is built.
-
-        torch calls flash attention for it on a GPU, in BF16 or FP16. The masks of a long text would be larger
-        than its keys, many times over.
-        """
+        """As `_by_tile` for rows of one length: the last query sees every key, and no mask is built."""
         from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler: a second
 
         b, groups, per_group, n, c = q.shape

@@ -112,15 +112,7 @@ class Mamba:
 
 
 def decay_table(dt: Tensor, A: Tensor) -> Tensor:
-    """exp of the sum of dt A over tokens. Each sum is formed on its own: running sums would lose digits.
-
-    Args:
-        dt: [b, n, h].   A: [h], negative.
-
-    Returns:
-        [b, h, n + 1, n + 1]: the decay from the state after i tokens (column) to the one after j (row); 0
-        for i > j.
-    """
+    """exp of the sum of dt A over tokens. Each sum is formed on its own: running sums would lose digits."""
     b, n, h = dt.shape
     between, never = _token_ranges(n, dt.device)
     sums = torch.addmm(never, (dt * A).transpose(1, 2).reshape(b * h, n), between)
@@ -128,15 +120,7 @@ def decay_table(dt: Tensor, A: Tensor) -> Tensor:
 
 
 def short_scan(scan: MambaPass, C: Tensor, D: Tensor) -> Tensor:
-    """Output of n tokens at once, by matrix products of width n.
-
-    Args:
-        scan: the inputs; its initial state is not changed.
-        C: [b, n, g, k], FP32.   D: [h], FP32.
-
-    Returns:
-        [b, n, h, p]. `scan.after` gives the states.
-    """
+    """Output of n tokens at once, by matrix products of width n."""
     b, n, h, p = scan.x.shape
     g, k = C.shape[2:]
     # With one row of a batch each of these is a view.

@@ -79,15 +79,7 @@ def add_media(command: argparse.ArgumentParser) -> None:
 
 
 def prompts_of(given: Sequence[tuple[str, str]], last: str | None) -> list[Prompt]:
-    """Return the prompts in order, each with its media.
-
-    Args:
-        given: ("prompt" or a kind of media, value), as on the command line.
-        last: a prompt that follows all of them.
-
-    Raises:
-        ValueError: there is no prompt, or media follow the last of several.
-    """
+    """Return the prompts in order, each with its media."""
     given = [*given, *([] if last is None else [("prompt", last)])]
     texts = [value for name, value in given if name == "prompt"]
     if not texts:
@@ -138,12 +130,7 @@ class PromptReader:
         return self._encoder
 
     def read(self, prompt: Prompt) -> ReadPrompt:
-        """Tokens of a prompt; of its media only the headers are read.
-
-        Raises:
-            ValueError: media for a model of text, media without a place in the prompt or the reverse, or a
-                file that is no such medium.
-        """
+        """Tokens of a prompt; of its media only the headers are read."""
         if prompt.media and self.model is None:
             kind, file = prompt.media[0]
             raise ValueError(f"--{kind} {file}: {self.called} reads only text: leave it out")
@@ -158,11 +145,7 @@ class PromptReader:
         return ReadPrompt(found.ids, found.media)
 
     def inputs(self, read: ReadPrompt, place: str) -> dict[str, Any]:
-        """Decode the media of a prompt: arguments of the encoders, {} without any.
-
-        Raises:
-            ValueError: a file cannot be decoded.
-        """
+        """Decode the media of a prompt: arguments of the encoders, {} without any."""
         return self.encoder.decode(read.media, place) if read.media else {}
 
     def _without_media(self, prompt: Prompt) -> ReadPrompt:
@@ -206,11 +189,7 @@ class _Text:
 
 
 def _content(prompt: Prompt, names: dict[str, str], template: bool) -> list[dict[str, str]]:
-    """The parts of a prompt: its text, cut where media stand.
-
-    Raises:
-        ValueError: the prompt names another number of media than there are.
-    """
+    """The parts of a prompt: its text, cut where media stand."""
     waiting = {kind: [file for one, file in prompt.media if one == kind] for kind in names}
     named = {kind: prompt.text.count(name) for kind, name in names.items()}
     if template and not any(named.values()):

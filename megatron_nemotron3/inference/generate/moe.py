@@ -160,16 +160,7 @@ class MixtureOfExperts:
 
 
 def _weighted_sums(table: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
-    """Sums of weighted rows of a table.
-
-    Args:
-        table: [m, d].
-        rows: [sums, r].
-        weight: [sums * r].
-
-    Returns:
-        [sums, d].
-    """
+    """Sums of weighted rows of a table."""
     result: Tensor = torch.embedding_bag(table, rows.view(-1), _starts(*rows.shape), False, 0, False, weight)[
         0
     ]

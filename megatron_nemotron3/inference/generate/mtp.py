@@ -248,11 +248,7 @@ class MTP:
     def _after_pending(
         self, depth: int, hidden: Tensor, sizes: Sequence[int], seen: Sequence[int]
     ) -> tuple[Tensor, list[int]]:
-        """Put the pending hidden state of a depth, in the rows that have one, before hidden [b, n, d].
-
-        Returns:
-            The rows, left-aligned, and their sizes.
-        """
+        """Put the pending hidden state of a depth, in the rows that have one, before hidden [b, n, d]."""
         pending, first = self._pending[depth - 1], depth - self._ahead
         waiting = [length >= first > 0 for length in seen]
         if all(waiting):

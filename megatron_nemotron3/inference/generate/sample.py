@@ -16,11 +16,7 @@ SAMPLING = Sampling(temperature=0.7, top_p=0.9, seed=0)
 
 
 def sample(folder: Path, prompt: str, new_tokens: int, tokenizer: Path | None = None) -> str:
-    """Continue a prompt by at most `new_tokens`, always with the same random numbers.
-
-    Raises:
-        ValueError: there is no checkpoint or tokenizer, they do not match, or the prompt is too long.
-    """
+    """Continue a prompt by at most `new_tokens`, always with the same random numbers."""
     found = find_checkpoint(folder)
     words = found.tokenizer(tokenizer)
     opened = open_for_tokenizer(found, words, None)

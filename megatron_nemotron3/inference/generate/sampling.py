@@ -74,15 +74,7 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """Draw the token at which the running sum of probabilities exceeds `uniform` times their total.
-
-    Args:
-        probabilities: [..., vocabulary], non-negative; they need not add up to 1.
-        uniform: [...], in [0, 1), FP64.
-
-    Returns:
-        [...] ids, never of probability 0.
-    """
+    """Draw the token at which the running sum of probabilities exceeds `uniform` times their total."""
     running = probabilities.double().cumsum(-1)
     total = running[..., -1:]
     # Rounding must not reach the total, because the last token may have probability 0.
@@ -124,19 +116,7 @@ class Sampler:
 def accept(
     p: Tensor, q: Tensor, drafted: Tensor, limits: Tensor, to_accept: Tensor, to_draw: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Accept drafts so that tokens have the distribution p (arXiv 2211.17192, algorithm 1).
-
-    Args:
-        p: [b, k + 1, vocabulary], the model's probabilities after the newest token and after each draft.
-        q: [b, k, vocabulary], the probabilities the drafts were drawn from.
-        drafted: [b, k].
-        limits: [b], drafts that may be accepted, 0 to k.
-        to_accept, to_draw: [b, k] and [b], independent and uniform in [0, 1).
-
-    Returns:
-        [b] how many are accepted, and [b] the token after them, drawn from the normalized positive part of
-        p - q where a draft was rejected, otherwise from p.
-    """
+    """Accept drafts so that tokens have the distribution p (arXiv 2211.17192, algorithm 1)."""
     k, index = drafted.shape[1], drafted.unsqueeze(-1)
     agreed = to_accept * q.gather(-1, index).squeeze(-1) < p[:, :k].gather(-1, index).squeeze(-1)
     accepted = _accepted_prefix(agreed, limits)

@@ -191,15 +191,7 @@ class DecodeState:
         return sum(layer.nbytes for layer in self.layers if layer is not None)
 
     def truncate(self, keep: int | Sequence[int], rollback: Rollback) -> None:
-        """Roll the last pass back so that each row keeps the first `keep` of its tokens.
-
-        Args:
-            keep: tokens of the pass, one number for all rows or one per row; 0 undoes the pass.
-            rollback: what the pass returned. No other pass may have followed.
-
-        Raises:
-            ValueError: a row had fewer tokens in the pass, or `rollback` belongs to another pass.
-        """
+        """Roll the last pass back so that each row keeps the first `keep` of its tokens."""
         kept = [keep] * self.batch if isinstance(keep, int) else list(keep)
         if len(kept) != self.batch or not all(0 <= k <= c for k, c in zip(kept, rollback.counts)):
             raise ValueError(

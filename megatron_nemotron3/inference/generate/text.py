@@ -25,9 +25,6 @@ class Tokenizer:
     Args:
         folder: contains tokenizer.json. If present, tokenizer_config.json, generation_config.json and
             config.json say which tokens end a text.
-
-    Raises:
-        ValueError: there is no tokenizer.json, or it cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -48,11 +45,7 @@ class Tokenizer:
         self.stop: tuple[int, ...] = tuple(dict.fromkeys(self._stop_ids()))
 
     def encode(self, text: str, *, whole: bool = True) -> list[int]:
-        """Ids of a text; names of special tokens in it become those tokens.
-
-        Args:
-            whole: add what the tokenizer puts around a text, such as a token at its beginning.
-        """
+        """Ids of a text; names of special tokens in it become those tokens."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=whole).ids
         return ids
 

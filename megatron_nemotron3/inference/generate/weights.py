@@ -141,12 +141,7 @@ def read_weights(
 
 
 def assemble(below: Callable[[str], ReadTensor], config: Nemotron3Config, *, mtp: bool = True) -> Weights:
-    """Lay out the tensors of a model for decoding.
-
-    Args:
-        below: prefix of Hugging Face names -> what reads the tensors below it.
-        mtp: also the MTP block, if there is one.
-    """
+    """Lay out the tensors of a model for decoding."""
     d, root = config.hidden_size, hf_root(config)
     layers: list[DecodeLayer] = []
     blocks: list[MTPBlock] = []

@@ -62,11 +62,7 @@ def register(commands: Any) -> None:
 
 
 def refit(options: RefitOptions) -> int:
-    """Print the figures of the plan. Returns exit status 0.
-
-    Raises:
-        ValueError: a layout cannot hold the model, or a number is invalid.
-    """
+    """Print the figures of the plan. Returns exit status 0."""
     config = chosen_model(options.which)
     if options.prove and options.delta is not None:
         raise ValueError("--prove is for a plan of all tensors: leave --delta out")

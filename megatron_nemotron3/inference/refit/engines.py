@@ -80,11 +80,7 @@ class EngineNames:
     experts: str
 
     def parameter_name(self, parameter: EngineParameter, prefix: str) -> str:
-        """The full name of a parameter.
-
-        Args:
-            prefix: of its layer, "backbone.layers.3.", as Hugging Face names it; "draft.layers.0." in MTP.
-        """
+        """The full name of a parameter."""
         name = parameter.name.replace("mixer.experts.", self.experts)
         if name == "lm_head.weight":
             return name

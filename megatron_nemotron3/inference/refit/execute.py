@@ -244,11 +244,7 @@ class Refit:
         return Moving(route, source, sums, known, unchanged, frozenset((delta and unchanged) or ()))
 
     def _prove(self, moving: Moving, found: Mapping[Part, int]) -> RefitReport:
-        """Compare the senders' checksums with the receivers', tensor by tensor.
-
-        Raises:
-            RefitError: some differ. Every rank names the first.
-        """
+        """Compare the senders' checksums with the receivers', tensor by tensor."""
         index = {name: i for i, name in enumerate(self.plan.names)}
         wrong = self._differences(moving, found, len(index), lambda part, _: index[name_of(part)])
         if wrong:
@@ -271,10 +267,7 @@ class Refit:
         size: int,
         place: Callable[[Part, int | None], int | None],
     ) -> list[int]:
-        """Places where what all ranks sent and what all hold have other checksums.
-
-        Servers that hold the same part have other factors, so that their differences do not cancel out.
-        """
+        """Places where what all ranks sent and what all hold have other checksums."""
         sums = [0] * size
         sent = ((p, to, moving.sums[p]) for t, to in self._out for p in parts_of(t))
         held = ((p, self.receiver, -value) for p, value in found.items())

@@ -119,9 +119,6 @@ class EngineLayout:
     routers are FP32, as vLLM has them on GPUs other than Hopper and data center Blackwell. quantize: with
     engine "hf", the recipe by which the senders pack the weights (`inference.refit.quantized`). input_scales:
     scales of activations, as `quantized_recipes.quantization` takes them.
-
-    Raises:
-        ValueError: no such engine, or sizes or a recipe that it cannot have.
     """
 
     config: Nemotron3Config

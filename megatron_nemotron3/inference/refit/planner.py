@@ -154,11 +154,7 @@ def tensors(training: Training, serving: EngineLayout) -> Iterator[Held]:
 
 @dataclass
 class _Part:
-    """A transfer without its senders, and who may send it.
-
-    order: place of its layer among those of a stage, number of the tensor, and how many parts of the tensor
-    have the same senders or receivers and go before. So neighbours keep other ranks busy.
-    """
+    """A transfer without its senders, and who may send it."""
 
     order: tuple[float, int, int]
     transfer: TensorTransfer
@@ -242,10 +238,7 @@ def _parts(training: Training, serving: EngineLayout, only: str | None) -> Itera
 def _pairs(
     held: Held, training: Training, serving: EngineLayout
 ) -> Iterator[tuple[int, int, int, tuple[int, int], tuple[int, int], tuple[AxisCut, ...]]]:
-    """Yield (first expert, one past the last, first one's place, sender, receiver, cuts).
-
-    Sender and receiver are (index of the share, expert rank).
-    """
+    """Yield (first expert, one past the last, first one's place, sender, receiver, cuts)."""
     have, want = held.shares(training, serving)
     experts = training.config.num_moe_experts or 1 if held.row.routed else 1
     here = experts // training.layout.ep if held.row.routed else 1
@@ -260,12 +253,8 @@ def _pairs(
 
 
 def spread(loads: Any, number: int, size: int) -> Any:
-    """How many of `number` equal parts each sender sends, so that the largest load is as small as possible.
-
-    Args:
-        loads: bytes that each sends already, int64.
-        size: bytes of a part.
-    """
+    """How many of `number` equal parts each sender sends, so that the largest load is as small as
+    possible."""
     ordered = numpy.sort(loads)
     levels = (numpy.cumsum(ordered) + number * size) / numpy.arange(1, len(ordered) + 1)
     used = int((levels[:-1] > ordered[1:]).sum())  # senders above this one have more than the level already

@@ -61,11 +61,7 @@ class Stored(NamedTuple):
         return f"{weight.removesuffix('.weight')}.{self.suffix}"
 
     def cut(self, shares: tuple[Shares, ...], ranks: int, name: str) -> tuple[Shares, ...]:
-        """Shares of its columns, from those of the weight's columns.
-
-        Raises:
-            ValueError: a block is on two ranks. The message has the numbers.
-        """
+        """Shares of its columns, from those of the weight's columns."""
         if any(at % self.columns for one in shares for share in one for at in share):
             raise ValueError(
                 f"{name}: {ranks} ranks cut a weight of {self.shape[1] * self.columns:,} columns inside a "
@@ -80,11 +76,7 @@ class Stored(NamedTuple):
 def packed(
     config: Nemotron3Config, recipe: str, scales: Mapping[str, float], dtype: str
 ) -> dict[str, Weight]:
-    """Every tensor that is stored otherwise than in the model's own checkpoint, by its name there.
-
-    Raises:
-        ValueError: the model has no such recipe, or the scales do not belong to it.
-    """
+    """Every tensor that is stored otherwise than in the model's own checkpoint, by its name there."""
     if recipe.endswith(BLOCKWISE):
         if scales:
             raise ValueError(f"{recipe} has no scales of activations: leave them out")

@@ -53,11 +53,7 @@ def hf_shape(row: Row, index: int, config: Nemotron3Config) -> tuple[int, ...]:
 def _split(
     row: Row, config: Nemotron3Config, size: int, padded_vocab_size: int
 ) -> tuple[NamedShape, tuple[int, ...], CopyPlan]:
-    """Megatron's tensor of a row, its whole shape, and how the training ranks cut it.
-
-    Raises:
-        ValueError: the model cannot be cut this way. The message names the field.
-    """
+    """Megatron's tensor of a row, its whole shape, and how the training ranks cut it."""
     table = symbol_sizes(config, padded_vocab_size)
     tensor = row.spelling(PARAMETER).tensors[0]
     shape = tuple(table[symbol] for symbol in tensor.shape)
@@ -81,9 +77,6 @@ def training_shares(
     """Shares of the training ranks: [HF tensor of the row][tensor rank, expert-tensor rank in experts].
 
     A tensor that all ranks hold has one entry.
-
-    Raises:
-        ValueError: the model cannot be cut this way. The message names the field.
     """
     axis = axis_of(row)
     tensor, shape, split = _split(row, config, size, padded_vocab_size)
@@ -111,14 +104,7 @@ def training_shares(
 def serving_shares(
     row: Row, config: Nemotron3Config, size: int
 ) -> tuple[tuple[tuple[Shares, ...], ...], tuple[int, ...]]:
-    """Shares of the engines' tensor ranks, [HF tensor][rank], and the shape of the parameter of a rank.
-
-    Args:
-        size: ranks of the group over which the engine cuts this row; 1: nothing is cut.
-
-    Raises:
-        ValueError: the engines cannot hold the model this way. The message has the numbers.
-    """
+    """Shares of the engines' tensor ranks, [HF tensor][rank], and the shape of the parameter of a rank."""
     axis = axis_of(row)
     shapes = [hf_shape(row, index, config) for index in range(len(row.hf))]
     length = sum(shape[axis] for shape in shapes)

@@ -67,15 +67,7 @@ class RankShare:
 
     @classmethod
     def of(cls, launch: Launch, imbalance: float = 1.0) -> RankShare:
-        """The share of one rank of a launch.
-
-        Args:
-            imbalance: routed tokens of the busiest rank over the mean. Where every expert is padded to its
-                capacity, that counts instead.
-
-        Raises:
-            ValueError: an imbalance below 1.
-        """
+        """The share of one rank of a launch."""
         if imbalance < 1:
             raise ValueError(f"imbalance={imbalance}: the busiest rank has at least the mean, use 1 or more")
         layout, options = launch.layout, CostOptions.of(launch)

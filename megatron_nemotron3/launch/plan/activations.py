@@ -66,15 +66,6 @@ def layer_activations(launch: Launch, kind: str, *, imbalance: float = 1.0) -> d
 
     Backend "torch" is measured on a CPU; "auto", with its GPU kernels, and "te" are derived, not measured.
     When whole layers are recomputed, the layer is taken to be the first of a run: it keeps its input.
-
-    Args:
-        kind: one of `KINDS`, or a symbol of `kinds.symbols`. "mtp" is what one depth keeps besides its
-        layers; "output" is the final norm,
-            the output layer and the loss, those of all MTP depths included.
-        imbalance: routed tokens of the rank over the mean.
-
-    Raises:
-        ValueError: no such kind, precision or backend.
     """
     if letter(kind) not in KINDS:
         raise ValueError(f"kind={kind!r}: use one of {', '.join(KINDS)}")
@@ -88,10 +79,6 @@ def stage_activations(launch: Launch, stage: int, *, imbalance: float = 1.0) -> 
     """Bytes that a stage keeps for one microbatch on one rank, by layer kind.
 
     MTP's layers are counted under their own kinds; "mtp" is what the depths keep besides them.
-
-    Args:
-        stage: 0 to pp * vpp - 1.
-        imbalance: as for `layer_activations`.
     """
     patterns = stage_patterns(launch.config, launch.layout.stages, launch.seq_length)
     return dict(stage_bytes(launch.config, RankShare.of(launch, imbalance), patterns, stage)[0])
@@ -99,11 +86,8 @@ def stage_activations(launch: Launch, stage: int, *, imbalance: float = 1.0) -> 
 
 @dataclass(frozen=True)
 class _Unit:
-    """What backward processes as one: a layer, a run of recomputed layers, an MTP depth, or the model's end.
-
-    kept: bytes held from forward to backward. again: bytes recomputed in its backward. experts: whether it
-    contains routed experts.
-    """
+    """What backward processes as one: a layer, a run of recomputed layers, an MTP depth, or the model's
+    end."""
 
     kind: str
     kept: int
@@ -138,16 +122,7 @@ def _mtp_units(config: Nemotron3Config, recompute: Recompute, table: Table) -> l
 def stage_bytes(
     config: Nemotron3Config, at: RankShare, patterns: tuple[str, ...], stage: int, expert_work: int = 0
 ) -> tuple[dict[str, int], int, int]:
-    """Bytes of one microbatch on a stage.
-
-    Args:
-        patterns: the layers of every stage.
-        expert_work: bytes that exist besides in each backward of an E layer.
-
-    Returns:
-        What `stage_activations` returns; by how many bytes recomputation in backward exceeds that; and by how
-        many more with `expert_work`.
-    """
+    """Bytes of one microbatch on a stage."""
     recompute, table = at.recompute, _kind_bytes(config, at)
     units = [_Unit("embedding", table["embedding"][0], 0, False)] if stage == 0 else []
     units += _layer_units(patterns[stage], recompute, table)

@@ -59,13 +59,7 @@ def register(commands: Any) -> None:
 
 
 def plan(options: PlanOptions) -> int:
-    """Print the best layouts. Exit status 0, or 1 if nothing fits.
-
-    Raises:
-        ValueError: a number out of range, or a precision that the GPU has no units for.
-        OSError: the PNG cannot be written.
-        ModuleNotFoundError: matplotlib is not installed (`--plot`).
-    """
+    """Print the best layouts. Exit status 0, or 1 if nothing fits."""
     config = chosen_model(options.which)
     if options.plot is not None:
         require_plot(options.plot, "--plot")

@@ -59,15 +59,7 @@ class Operations:
 
 
 def layer_operations(config: Nemotron3Config, kind: str, seq_length: int) -> dict[str, float]:
-    """Module -> forward FLOPs of one token in one layer.
-
-    Args:
-        kind: "M", "*", "E" or "-".
-        seq_length: tokens of a sequence; of packed ones the mean of squares over the mean length.
-
-    Raises:
-        ValueError: no such kind.
-    """
+    """Module -> forward FLOPs of one token in one layer."""
     return dict(_layer_operations(config, kind, seq_length))
 
 
@@ -86,11 +78,7 @@ def _layer_operations(config: Nemotron3Config, kind: str, seq_length: int) -> di
 
 
 def model_operations(config: Nemotron3Config, seq_length: int | None = None) -> list[Operations]:
-    """All modules of a model with matrix products, MTP at every depth included.
-
-    Args:
-        seq_length: None: `config.seq_length`.
-    """
+    """All modules of a model with matrix products, MTP at every depth included."""
     return list(_operations(config, seq_length or config.seq_length))
 
 

@@ -44,9 +44,6 @@ class GPU:
         """Peak operations per second of matrix products in "bf16", "fp32" or a format of `FORMATS`.
 
         FP32 products are assumed to run as TF32, at half the rate of BF16.
-
-        Raises:
-            ValueError: the GPU has no such units.
         """
         if format not in FORMATS:
             return {"bf16": self.bf16, "fp32": self.bf16 / 2}[format]
@@ -152,11 +149,7 @@ GPUS: dict[str, GPU] = {
 
 
 def gpu_named(name: str, nvlink_domain: int | None = None) -> GPU:
-    """Return a GPU of the table, with another NVLink domain if one is given.
-
-    Raises:
-        ValueError: no such GPU, or a domain below 1.
-    """
+    """Return a GPU of the table, with another NVLink domain if one is given."""
     if name not in GPUS:
         raise ValueError(f"unknown GPU {name!r}: use one of {', '.join(GPUS)}")
     if nvlink_domain is None:

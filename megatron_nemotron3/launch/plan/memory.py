@@ -107,10 +107,7 @@ def memory(
 
 
 def _packed_weights(launch: Launch, at: RankShare, pattern: str) -> tuple[int, int]:
-    """Bytes of the packed copies of all weights, and of the BF16 weights that they replace.
-
-    With Megatron-FSDP only the layers that are gathered have copies.
-    """
+    """Bytes of the packed copies of all weights, and of the BF16 weights that they replace."""
     if not at.te:
         return 0, 0
     layout, copies, replaced = launch.layout, 0, 0
@@ -208,13 +205,6 @@ def in_flight(
     The rank first runs 2 * (pp - rank - 1) + (vpp - 1) * pp of them; forward takes pp microbatches through a
     chunk before the next chunk, and backward does so from the last chunk on. These are Megatron 0.19's
     schedules.
-
-    Args:
-        microbatches: of one step.
-        weights: bytes of one microbatch in each chunk, which decide the worst moment; empty: equal.
-
-    Raises:
-        ValueError: no such rank, or no microbatch.
     """
     if not 0 <= pp_rank < layout.pp or microbatches < 1:
         raise ValueError(

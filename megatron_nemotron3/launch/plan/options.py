@@ -61,11 +61,7 @@ READ = {
 
 
 def dispatcher_words(dispatcher: str) -> tuple[str, ...]:
-    """The options that choose a dispatcher.
-
-    Raises:
-        ValueError: no such dispatcher.
-    """
+    """The options that choose a dispatcher."""
     if dispatcher not in DISPATCHERS:
         raise ValueError(f"dispatcher={dispatcher!r}: use one of {', '.join(DISPATCHERS)}")
     if dispatcher == ALLTOALL:

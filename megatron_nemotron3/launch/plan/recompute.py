@@ -41,9 +41,6 @@ class Recompute:
             input; "block" does so for the first `num_layers` layers of a stage, one by one, and keeps the
             others whole.
         num_layers: with "full".
-
-    Raises:
-        ValueError: a name that Megatron does not accept here, or fields that contradict each other.
     """
 
     granularity: str = "none"

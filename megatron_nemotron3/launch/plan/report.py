@@ -223,13 +223,7 @@ def describe(answer: Answer, remedies: list[str] | None = None) -> dict[str, Any
 
 
 def memory_bars(answer: Answer, path: Path) -> None:
-    """Draw the memory of each layout as a stacked bar, with a line at the limit.
-
-    Raises:
-        ValueError: no layout to show.
-        OSError: the file cannot be written.
-        ModuleNotFoundError: matplotlib is not installed.
-    """
+    """Draw the memory of each layout as a stacked bar, with a line at the limit."""
     import matplotlib
 
     from megatron_nemotron3.common import plots

@@ -23,11 +23,7 @@ PACKED = {BF16: 2.0, **{fmt.name: fmt.stored for fmt in FORMATS.values()}}
 def quantized_share(
     config: Nemotron3Config, layer: str, precision: str, kept: tuple[int, int] | None = None
 ) -> float:
-    """The share of the decoder's layers of kind `layer` that do not stay BF16, from 0 to 1.
-
-    Args:
-        kept: numbers of layers at start and end that do; None: those of the recipe.
-    """
+    """The share of the decoder's layers of kind `layer` that do not stay BF16, from 0 to 1."""
     layers, published = config.pattern.count(layer), bf16_layers(config, precision)
     start, end = (published.start, published.end) if kept is None else kept
     body = config.pattern[start : config.num_layers - end]

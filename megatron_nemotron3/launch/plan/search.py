@@ -45,9 +45,6 @@ class Question:
         gpus: GPUs of the whole job.
         gpu: their type.
         dispatcher: one of `options.DISPATCHERS`; None: what the launch's options say.
-
-    Raises:
-        ValueError: no GPU, no global batch size, or a precision that the GPU has no units for.
     """
 
     launch: Launch

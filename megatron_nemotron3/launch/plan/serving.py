@@ -62,9 +62,6 @@ def layer_seconds(config: Nemotron3Config, kind: str, serving: ServingUse) -> fl
     """Seconds of a step in one layer.
 
     Experts are taken to be chosen evenly, so that n sequences read N (1 - (1 - k/N)^n) of N experts.
-
-    Args:
-        config: of the layer (`Nemotron3Config.at`).
     """
     weights = 0.0
     for tensor in layer_tensors(config, kind):

@@ -54,11 +54,7 @@ def stage_patterns(config: Nemotron3Config, stages: int, seq_length: int) -> tup
 
 
 def parameters(launch: Launch, stage: int) -> list[RankParameter]:
-    """The parameters of a stage on one rank, in the order of registration.
-
-    Args:
-        stage: pipeline stage, 0 to pp * vpp - 1.
-    """
+    """The parameters of a stage on one rank, in the order of registration."""
     return list(_stage_parameters(launch, stage))
 
 
@@ -89,11 +85,7 @@ def _part_rows(config: Nemotron3Config, part: str) -> tuple[Row, ...]:
 
 
 def held_elements(row: Row, layout: ParallelLayout, sizes: dict[str, int]) -> tuple[int, int, bool]:
-    """(elements of one parameter of a row on a rank, number of such parameters, `RankParameter.expert`).
-
-    Args:
-        sizes: of the table's symbols, from `symbol_sizes`.
-    """
+    """(elements of one parameter of a row on a rank, number of such parameters, `RankParameter.expert`)."""
     if not row.trainable:
         return 0, 0, False  # a buffer that no optimizer sees
     ranks = layout.etp if row.routed else layout.tp
@@ -149,11 +141,6 @@ def state(launch: Launch, *, pp_rank: int = 0, dp_rank: int = 0, edp_rank: int =
 
     With overlapped gradient reduction there are several buckets, each padded by less than
     lcm(ranks, 128) elements.
-
-    Args:
-        launch: its precision and `distributed_optimizer` matter besides model and layout.
-        pp_rank, dp_rank, edp_rank: the rank in its pipeline, data (context ranks included) and expert-data
-            groups; the last two choose its share of the optimizer.
     """
     layout, sizes = launch.layout, bytes_of(launch)
     weights = gradients = optimizer = 0

@@ -135,11 +135,7 @@ class Machine:
 def seconds(
     transfer: Collective, layout: ParallelLayout, machine: Machine, copies: int | None = None
 ) -> float:
-    """Time of a transfer. NVLink and network work at the same time.
-
-    Args:
-        copies: top-k, if the dispatcher sends a token to a rank only once; None: all-to-all.
-    """
+    """Time of a transfer. NVLink and network work at the same time."""
     gpu, assumed = machine.gpu, machine.assumed
     sent = split(transfer, layout, gpu)
     if copies and transfer.collective == ALL_TO_ALL and transfer.link == "ep":
@@ -295,11 +291,7 @@ def layer_times(launch: Launch, machine: Machine) -> dict[str, LayerTime]:
 
 
 def step_time(launch: Launch, machine: Machine) -> StepTime:
-    """Time of a step of `launch.microbatches` microbatches on every data-parallel rank.
-
-    Raises:
-        ValueError: the GPU has no units for the precision.
-    """
+    """Time of a step of `launch.microbatches` microbatches on every data-parallel rank."""
     config, layout = launch.config, launch.layout
     layers = layer_times(one_replica(launch), machine)
     loads = []

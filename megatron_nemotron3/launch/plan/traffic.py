@@ -71,13 +71,7 @@ class Collective:
 def layer_transfers(
     config: Nemotron3Config, layout: ParallelLayout, kind: str, seq_length: int, micro_batch_size: int
 ) -> tuple[Collective, ...]:
-    """Transfers of one layer for one microbatch, forward and backward.
-
-    Args:
-        kind: a symbol of `kinds.symbols`, "embedding", "output" (with the loss), or "mtp": a depth without
-        its layers,
-            but with its own embedding and output.
-    """
+    """Transfers of one layer for one microbatch, forward and backward."""
     config, kind = resolve(config, kind)
     tokens = seq_length // layout.cp * micro_batch_size
     return tuple(t for t in _LAYER_TRANSFERS[kind](config, layout, tokens) if t.ranks > 1 and t.buffer)
@@ -86,12 +80,7 @@ def layer_transfers(
 def _linear_pair(
     config: Nemotron3Config, layout: ParallelLayout, tokens: int, module: str
 ) -> Iterator[Collective]:
-    """A column-parallel and a row-parallel linear around something sharded.
-
-    With sequence parallelism, forward gathers the input and reduce-scatters the output. Backward gathers the
-    gradient of the output and, for the weight gradient, the input again; it reduce-scatters the gradient of
-    the input.
-    """
+    """A column-parallel and a row-parallel linear around something sharded."""
     whole = tokens * config.hidden_size * ACTIVATION
     if layout.sequence_parallel:
         yield Collective("tp", module, ALL_GATHER, layout.tp, 3, 3 * whole)
@@ -209,10 +198,6 @@ def step_traffic(launch: Launch, pp_rank: int = 0, *, overlap: bool = True) -> l
     """The transfers that one rank of a pipeline stage takes part in, in one step.
 
     Without the distributed optimizer, gradients are all-reduced and no weights are gathered.
-
-    Args:
-        overlap: `--overlap-grad-reduce --overlap-param-gather`. Without them, Megatron 0.19 gathers all
-            weights once for each of its optimizers, so twice where experts have their own.
     """
     config, layout = launch.config, launch.layout
     found: dict[tuple[str, str, str], Collective] = {}
@@ -332,10 +317,6 @@ def deduplicated(whole: Split, topk: int, ranks: int, local: int) -> Split:
     """Bytes of a dispatcher that sends a token only once to each domain and rank (HybridEP, DeepEP).
 
     The experts of a token are assumed to be drawn evenly. The all-to-all dispatcher sends all `topk` copies.
-
-    Args:
-        whole: what the all-to-all dispatcher sends.
-        ranks, local: size of the expert group, and number of its ranks in a domain.
     """
     domains = ranks / local
 

@@ -90,14 +90,7 @@ def register(commands: Any) -> None:
 
 
 def boost_command(options: argparse.Namespace) -> int:
-    """Run the steps that are not done yet. Exit status 0; that of a step that failed or was interrupted.
-
-    Raises:
-        ValueError: an input is missing or wrong (nothing is written then), or the folder holds other work or
-            is in use by another process.
-        OSError: a file cannot be read or written.
-        ModuleNotFoundError: matplotlib (--plot) is missing.
-    """
+    """Run the steps that are not done yet. Exit status 0; that of a step that failed or was interrupted."""
     started = time.monotonic()
     boost = Boost(options.loss, options.loss_temperature, options.mix, options.decay, options.cache)
     if options.plot is not None:

@@ -204,18 +204,13 @@ class Heads:
 
 
 def _iteration() -> int:
-    """The training script's step, so that the same tokens are mixed anew when they come again; 0 without one.
-
-    It is the same on all ranks and where a run goes on.
-    """
+    """The training script's step, so that the same tokens are mixed anew when they come again; 0 without
+    one."""
     return int(getattr(megatron_options(), "curr_iteration", 0))
 
 
 def _uniform(tokens: Tensor, *numbers: int) -> Tensor:
-    """Random numbers in [0, 1) for tokens [b, s], made of a row's tokens and `numbers`.
-
-    They are the same at any layout. The steps of splitmix64 are 64-bit products, which any device has.
-    """
+    """Random numbers in [0, 1) for tokens [b, s], made of a row's tokens and `numbers`."""
     positions = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
     rows = (_scrambled(tokens.long() * 0x9E3779B1 + positions)).sum(1, keepdim=True)
     for number in numbers:

@@ -111,12 +111,7 @@ def _change(old: float | None, new: float) -> str:
 
 
 def plot(before: DraftResult | None, after: DraftResult, path: Path, title: str) -> None:
-    """Write agreement and acceptance by number of drafts as a PNG.
-
-    Raises:
-        OSError: it cannot be written.
-        ModuleNotFoundError: matplotlib is not installed.
-    """
+    """Write agreement and acceptance by number of drafts as a PNG."""
     with plots.picture(path, 1, 2, size=(10, 4), title=title) as (_, grid):
         left, right = grid[0]
         depths = range(1, len(after.agreement) + 1)

@@ -16,9 +16,6 @@ def freeze(model: Any) -> None:
 
     The correction of the decoder's routers (`expert_bias`), which is no parameter, stays as it is, too: it
     moves by what the routers count, and without gradients they count nothing.
-
-    Args:
-        model: `HybridModel` of this rank. Pipeline stages without MTP have nothing left to train.
     """
     for parameter in model.parameters():
         parameter.requires_grad = False

@@ -41,11 +41,7 @@ def fits(cost: float, limit: float) -> bool:
 
 
 def parse_budget(words: Sequence[str]) -> dict[str, float]:
-    """Read "params=60B", "memory=80GiB", "latency=12ms"; the result is in elements, bytes or seconds.
-
-    Raises:
-        ValueError: a word is none of these, or a measure is given twice.
-    """
+    """Read "params=60B", "memory=80GiB", "latency=12ms"; the result is in elements, bytes or seconds."""
     found: dict[str, float] = {}
     for word in words:
         name, equals, text = word.partition("=")

@@ -22,13 +22,7 @@ from megatron_nemotron3.train.build import build
 
 
 def calibrate(opened: Checkpoint, launch: Launch, text: Tensor, device: str) -> tuple[Scores, float]:
-    """Return the scores of a checkpoint's model, and its loss on the text in nats per token. Collective.
-
-    Args:
-        launch: how the model is built; its layout has all ranks of torchrun, or one.
-        text: [windows, s + 1], the same on every rank; the number of windows is a multiple of dp.
-        device: "cpu" or "cuda".
-    """
+    """Return the scores of a checkpoint's model, and its loss on the text in nats per token. Collective."""
     with cpu_mode() if device == "cpu" else nullcontext(), _world(device):
         model = build(launch)
         load_weights(model, opened)

@@ -96,14 +96,7 @@ def register(commands: Any) -> None:
 
 
 def prune_command(options: PruneOptions) -> int:
-    """Measure, cut, or both. Exit status 0.
-
-    Raises:
-        ValueError: options that do not go together; sizes that the model cannot have; there is no checkpoint,
-            text or tokenizer; scores of another model; a layout that the ranks or the model do not fit.
-        OSError: a file cannot be read or written.
-        ModuleNotFoundError: megatron-core or tokenizers is missing.
-    """
+    """Measure, cut, or both. Exit status 0."""
     sizes = parse_sizes(options.sizes)
     _check(options, sizes)
     with result(options.json and _rank() == 0), local(options.checkpoint) as folder:

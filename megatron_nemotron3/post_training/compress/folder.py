@@ -31,14 +31,7 @@ def cut_job(
     target: Path,
     tokenizer: Path | None = None,
 ) -> Job:
-    """Plan the folder of a pruned model.
-
-    Args:
-        opened: without encoders and adapter.
-        pruned: from `sizes.candidate_config`.
-        layers: the decoder layers that stay.
-        tokenizer: its folder, whose files are copied.
-    """
+    """Plan the folder of a pruned model."""
     cut = CutTensors(opened.hf_view(), scores, pruned, layers)
     dtype = cut.tensors[next(iter(cut.tensors))].dtype
     stored = {MODEL: (pruned.to_json() + "\n").encode()}

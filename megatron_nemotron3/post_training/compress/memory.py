@@ -26,15 +26,7 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 def prune(
     model: torch.nn.Module, scores: Scores, sizes: Sizes
 ) -> tuple[Nemotron3Config, dict[str, torch.Tensor]]:
-    """Return the config and the weights that are left of a model, which stays as it is.
-
-    Args:
-        model: Megatron's, without wrappers; or anything with its state dict.
-        sizes: of `sizes.candidate_config`; `num_layers` keeps those that change the residual stream most.
-
-    Raises:
-        ValueError: as `candidate_config`.
-    """
+    """Return the config and the weights that are left of a model, which stays as it is."""
     number = sizes.get("num_layers", scores.config.num_layers)
     assert isinstance(number, int)
     layers = scores.layers(number)
@@ -64,12 +56,7 @@ def load(model: torch.nn.Module, weights: Mapping[str, Any]) -> None:
 
 
 def save(model: torch.nn.Module, config: Nemotron3Config, folder: Path) -> None:
-    """Write a release checkpoint (torch_dist) to a new folder, as `nemotron3 convert from-hf` does.
-
-    Raises:
-        ValueError: the folder exists, or the model is not that of `config`.
-        OSError: it cannot be written.
-    """
+    """Write a release checkpoint (torch_dist) to a new folder, as `nemotron3 convert from-hf` does."""
     weights = model.state_dict()
     embedding = weights[_EMBEDDING]
     rows, dtype = embedding.shape[0], str(embedding.dtype).removeprefix("torch.")

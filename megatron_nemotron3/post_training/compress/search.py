@@ -173,11 +173,7 @@ _Row = tuple[int, int]
 
 
 class _Space:
-    """The candidates of one combination of the model's sizes: those that differ in the rows of experts.
-
-    Raises:
-        ValueError: no model has these sizes.
-    """
+    """The candidates of one combination of the model's sizes: those that differ in the rows of experts."""
 
     def __init__(
         self,

@@ -67,12 +67,7 @@ def register(commands: Any) -> None:
 
 
 def search_command(options: SearchOptions) -> int:
-    """Print the candidates, best first. Exit status 0.
-
-    Raises:
-        ValueError: no candidate meets the budget (the message names the nearest), or an option is wrong.
-        OSError: a file cannot be read or written.
-    """
+    """Print the candidates, best first. Exit status 0."""
     config = chosen_model(options.which)
     budget = parse_budget(options.budget)
     given = parse_numbers(options.vary, "--vary", "NAME=N,N,…, such as moe_ffn_hidden_size=1280,1792,2688")

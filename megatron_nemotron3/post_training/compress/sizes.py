@@ -88,21 +88,13 @@ def candidate_config(
 
 
 def parse_sizes(words: Sequence[str]) -> dict[str, Size]:
-    """Read the words of --sizes, "NAME=N" or, by layer, "NAME=N,N,…".
-
-    Raises:
-        ValueError: as `parse_numbers`.
-    """
+    """Read the words of --sizes, "NAME=N" or, by layer, "NAME=N,N,…"."""
     found = parse_numbers(words, "--sizes", "NAME=N, such as hidden_size=2048")
     return {name: numbers[0] if len(numbers) == 1 else numbers for name, numbers in found.items()}
 
 
 def parse_numbers(words: Sequence[str], option: str, wanted: str) -> dict[str, tuple[int, ...]]:
-    """Read the words of an option, "NAME=N,N,…", with names of `DIMENSIONS`.
-
-    Raises:
-        ValueError: a word is no such (the message has `wanted`), the size is unknown, or given twice.
-    """
+    """Read the words of an option, "NAME=N,N,…", with names of `DIMENSIONS`."""
     found: dict[str, tuple[int, ...]] = {}
     for word in words:
         name, equals, text = word.partition("=")

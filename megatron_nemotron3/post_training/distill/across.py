@@ -30,9 +30,6 @@ class AcrossTokenizers:
         chunk: of the teacher.
         groups: process groups of the student.
         student, teacher: where their tokenizers are.
-
-    Raises:
-        ValueError: the projection is for other tokenizers, or cannot be read.
     """
 
     def __init__(
@@ -120,11 +117,7 @@ class AcrossTokenizers:
 
 
 def across_tokenizers(teacher: Teacher, student: HybridModel, how: Distillation) -> AcrossTokenizers:
-    """A chunk of a teacher in the same run that reads the text in its own tokens.
-
-    Raises:
-        ValueError: the script has no --tokenizer-model, or the projection is for other tokenizers.
-    """
+    """A chunk of a teacher in the same run that reads the text in its own tokens."""
     ours, theirs = getattr(megatron_options(), "tokenizer_model", None), teacher.found.tokenizer
     if ours is None or theirs is None:
         raise ValueError("projection= needs --tokenizer-model, and a tokenizer.json beside the teacher")

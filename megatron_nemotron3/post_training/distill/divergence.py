@@ -171,13 +171,6 @@ def normalizer(logits: Tensor, temperature: float, group: Any, entries: int) -> 
     """The largest logit / T of each token, and the log of the sum of exp(logit / T - largest).
 
     They are apart because their sum would round the second away where logits are large.
-
-    Args:
-        logits: [n, v / tp].
-        entries: first entries of this rank that count.
-
-    Returns:
-        Two tensors [n], FP32 or FP64, over the vocabulary of the group.
     """
     dtype, parallel = dtype_of(logits), group is not None and group.size() > 1
     largest = torch.full(logits.shape[:1], -math.inf, dtype=dtype, device=logits.device)

@@ -74,13 +74,7 @@ def register(commands: Any) -> None:
 
 
 def logits_command(options: LogitsOptions) -> int:
-    """Store the logits, or what is missing of them. Exit status 0; 130 after an interrupt.
-
-    Raises:
-        ValueError: an option is out of range, the data or a tokenizer is missing or is not the teacher's, the
-            disk has not enough room, the folder holds something else or another process writes there, or a
-            process failed.
-    """
+    """Store the logits, or what is missing of them. Exit status 0; 130 after an interrupt."""
     if not 0 < options.logit_temperature < float("inf"):
         raise ValueError(f"--logit-temperature {options.logit_temperature:g}: give a positive number")
     teacher = find(options.teacher)

@@ -13,12 +13,7 @@ from megatron_nemotron3.layers.context_parallel import cu_seqlens, zigzag
 
 
 def borders_of(packed: Any, length: int) -> tuple[Tensor | None, list[int]]:
-    """Borders of the documents of a row of `length` tokens.
-
-    Returns:
-        Those of the pack on the host, or None without one; and where parts of the row begin and end, the
-        padding behind the last document among them.
-    """
+    """Borders of the documents of a row of `length` tokens."""
     borders = None if packed is None else cu_seqlens(packed).cpu()
     ends = [0] if borders is None else borders.tolist()
     return borders, ends + ([length] if ends[-1] < length else [])

@@ -65,11 +65,7 @@ def key_of(labels: Any, borders: Any = None) -> bytes:
 
 
 class Reader:
-    """Rows of a folder.
-
-    Raises:
-        ValueError: as `read_manifest`, or parts are missing.
-    """
+    """Rows of a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.manifest = folder, read_manifest(folder)
@@ -85,11 +81,7 @@ class Reader:
         }
 
     def row(self, labels: Any, borders: Any = None) -> tuple[Any, Any]:
-        """Ids [s, k] and log-probabilities [s, k + 1] of the row with these labels [s].
-
-        Raises:
-            ValueError: it is not stored.
-        """
+        """Ids [s, k] and log-probabilities [s, k + 1] of the row with these labels [s]."""
         place = self._places.get(key_of(labels, borders))
         if place is None:
             raise ValueError(

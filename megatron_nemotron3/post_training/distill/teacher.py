@@ -55,9 +55,6 @@ class Teacher:
     Args:
         how: names its folder.
         student: one of the chunks that learn from it.
-
-    Raises:
-        ValueError: as `check.find`.
     """
 
     def __init__(self, how: Distillation, student: HybridModel) -> None:
@@ -145,12 +142,7 @@ class TeacherChunk:
 
     @torch.no_grad()
     def forward(self, arguments: dict[str, Any], tokens: int, rows: int) -> Tensor | None:
-        """Compute a micro-batch; on the last stage return [s / cp, b, h].
-
-        Args:
-            arguments: of the model's forward. Without an embedding on this stage they need no tokens.
-            tokens, rows: s / cp and b.
-        """
+        """Compute a micro-batch; on the last stage return [s / cp, b, h]."""
         at, line, model = self._teacher.layout, self._teacher.line, self._model
         stages = len(line.ranks)
         if not model.pre_process:

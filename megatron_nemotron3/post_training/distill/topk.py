@@ -30,16 +30,7 @@ from megatron_nemotron3.post_training.distill.rows import all_gathered
 def most_probable(
     logits: Tensor, k: int, temperature: float = 1.0, group: Any = None, *, vocabulary: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The k most probable tokens, and the log-probabilities of each and of all others together.
-
-    Args:
-        logits, temperature, group, vocabulary: as of `divergence`; logits [n, v / tp].
-        k: at most the number of entries.
-
-    Returns:
-        Ids [n, k] in the order of their probabilities, and log-probabilities [n, k + 1] in FP32; the same on
-        all ranks of the group.
-    """
+    """The k most probable tokens, and the log-probabilities of each and of all others together."""
     entries = real_entries(logits.shape[-1], group, vocabulary)
     parallel = group is not None and group.size() > 1
     first = group.rank() * logits.shape[-1] if parallel else 0
@@ -70,14 +61,7 @@ def topk_divergence(
     *,
     vocabulary: int | None = None,
 ) -> Tensor:
-    """`divergence` of each token over the k + 1 outcomes of `most_probable`, with its gradient.
-
-    Args:
-        teacher: ids [..., k] and log-probabilities [..., k + 1] at the same temperature.
-
-    Returns:
-        [...], nats; the same on all ranks of the group.
-    """
+    """`divergence` of each token over the k + 1 outcomes of `most_probable`, with its gradient."""
     entries, dtype = real_entries(student.shape[-1], group, vocabulary), dtype_of(student)
     parallel = group is not None and group.size() > 1
     ids, target = (each.reshape(-1, each.shape[-1]) for each in teacher)

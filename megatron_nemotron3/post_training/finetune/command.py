@@ -61,12 +61,7 @@ def register(commands: Any) -> None:
 
 
 def finetune_command(options: FinetuneOptions) -> int:
-    """Run the steps that are not done yet. Exit status 0; that of a step that failed or was interrupted.
-
-    Raises:
-        ValueError: an input is missing or wrong (nothing is written then), or the folder holds other work or
-            is in use by another process.
-    """
+    """Run the steps that are not done yet. Exit status 0; that of a step that failed or was interrupted."""
     started = time.monotonic()
     lora = None if options.lora is None else LoRASettings.parse(options.lora)
     if lora is not None and lora.base is not None:

@@ -169,15 +169,8 @@ class Aligner:
         count: int,
         keep: Sequence[bool] | None = None,
     ) -> int:
-        """Write the teacher's input, and the numbers of the spans to the positions that predict their tokens.
-
-        Args:
-            places: of a text in the teacher's row, and in the alignment's of the student and the teacher.
-            count: the first number. The first token of a text is predicted by nothing.
-
-        Returns:
-            the next number.
-        """
+        """Write the teacher's input, and the numbers of the spans to the positions that predict their
+        tokens."""
         import torch
 
         tokens, ours, theirs = places

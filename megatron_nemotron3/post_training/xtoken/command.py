@@ -47,14 +47,7 @@ def register(commands: Any) -> None:
 
 
 def xtoken(options: XTokenOptions) -> int:
-    """Build or read the projection, print what it consists of, and write it. Exit status 0.
-
-    Raises:
-        ValueError: there is no tokenizer, an option is out of range, the file is for other tokenizers, or a
-            token is not in the student's vocabulary.
-        OSError: the file cannot be written, or the text cannot be read.
-        ModuleNotFoundError: tokenizers or numpy is missing.
-    """
+    """Build or read the projection, print what it consists of, and write it. Exit status 0."""
     if options.output is not None:
         require_output(options.output, "--output")
     built = {name: value for name in ("width", "pieces") if (value := getattr(options, name)) is not None}

@@ -196,15 +196,7 @@ def _sorted(values: Tensor, most: int, group: Any) -> Tensor:
 def _matrix(
     projection: Projection, ours: _Side, theirs: _Side, threshold: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The sparse matrix [u, v / p] from this rank's part of the student's vocabulary to the teacher's.
-
-    Args:
-        threshold: None: all weights; else the pairs of H-KL, with weight 1.
-
-    Returns:
-        the matrix; which of this rank's columns of the teacher [u / p] any rank's reaches; which of its
-        columns of the student [v / p] are in it.
-    """
+    """The sparse matrix [u, v / p] from this rank's part of the student's vocabulary to the teacher's."""
     name = (threshold, ours.first, ours.width, theirs.width, str(ours.logits.device))
     if name not in projection.prepared:
         if threshold is None:

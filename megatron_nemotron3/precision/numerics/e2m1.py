@@ -17,14 +17,7 @@ MAX = 6.0
 
 
 def encode(x: torch.Tensor) -> torch.Tensor:
-    """Round to the nearest values, ties to the even mantissa, magnitudes above 6 to 6; return codes.
-
-    Args:
-        x: any shape; float32, float16 or bfloat16. The code of a NaN is undefined: exclude NaN before.
-
-    Returns: uint8 of the same shape, 0 to 15. The sign is that of the comparison `x < 0`: -0.0 becomes 0,
-        a negative value that rounds to zero becomes 8.
-    """
+    """Round to the nearest values, ties to the even mantissa, magnitudes above 6 to 6; return codes."""
     magnitude = x.abs().clamp_(max=MAX)
     # Values are multiples of 1/2 up to 2, of 1 up to 4, of 2 up to 6. On each of these grids `round` takes
     # ties to the even multiple, which has the even mantissa. The code is the smallest of the three positions.
@@ -42,11 +35,7 @@ def decode(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Ten
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
-    """Codes [..., n] -> bytes [..., n / 2], column 2 j in the low half of byte j.
-
-    Raises:
-        ValueError: n is odd.
-    """
+    """Codes [..., n] -> bytes [..., n / 2], column 2 j in the low half of byte j."""
     if codes.shape[-1] % 2:
         raise ValueError(f"{codes.shape[-1]} columns cannot be packed two in a byte: use an even number")
     return (codes[..., 1::2] << 4) | codes[..., 0::2]

@@ -16,13 +16,7 @@ ONE = 0x38
 
 
 def encode(x: torch.Tensor) -> torch.Tensor:
-    """Round to the nearest values, ties to the even mantissa, magnitudes above 448 to 448; return bits.
-
-    Args:
-        x: any shape; float32, float16 or bfloat16.
-
-    Returns: uint8 of the same shape. A NaN stays a NaN.
-    """
+    """Round to the nearest values, ties to the even mantissa, magnitudes above 448 to 448; return bits."""
     # torch's cast turns values that are too large into NaN.
     return x.clamp(-MAX, MAX).to(torch.float8_e4m3fn).view(torch.uint8)
 

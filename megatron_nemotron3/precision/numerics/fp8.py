@@ -29,7 +29,6 @@ def quantize(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """E4M3 bits of `x / scale`, uint8 of the shape of `x`.
 
     Args:
-        x: a weight or a band of its rows; float32, float16 or bfloat16, finite.
         scale: float32 [], or of a shape that broadcasts ([rows, 1]: a scale for each output channel).
     """
     return e4m3.encode(x.float() / scale)

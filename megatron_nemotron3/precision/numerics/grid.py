@@ -45,12 +45,7 @@ class ValueGrid:
         return x.add_(powers, alpha=push).sub_(powers, alpha=push).clamp_(-self.max, self.max)
 
     def round_(self, x: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
-        """Replace x by the nearest values, ties to the even mantissa; NaN stays NaN, -0.0 becomes 0.
-
-        Args:
-            x: float32, contiguous.
-            scratch: float32 of the same shape, contiguous; overwritten.
-        """
+        """Replace x by the nearest values, ties to the even mantissa; NaN stays NaN, -0.0 becomes 0."""
         self._powers(x, scratch)
         return self._nearest(x, scratch)
 
@@ -66,8 +61,6 @@ class ValueGrid:
         The expected value is x wherever |x| <= max. Probabilities have 15 bits. Values of the format stay.
 
         Args:
-            x: float32, contiguous, a number of elements divisible by 4.
-            scratch, noise: float32 of the same shape, contiguous, 8-byte aligned; overwritten.
             generator: of the device of x; None for torch's default.
         """
         # One 64-bit draw serves four elements, because the generator is the expensive part on a CPU.

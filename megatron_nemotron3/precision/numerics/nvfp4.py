@@ -35,11 +35,7 @@ MIN_AMAX = MAX * torch.finfo(torch.float32).tiny
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude of a tensor or of a band of it, float32 [].
-
-    Raises:
-        ValueError: an element is infinite or NaN.
-    """
+    """The largest magnitude of a tensor or of a band of it, float32 []."""
     largest = x.abs().amax().float() if x.numel() else torch.zeros(())
     if not torch.isfinite(largest):
         raise ValueError("the tensor holds infinity or NaN, which no quantized format can represent")
@@ -47,15 +43,7 @@ def amax(x: torch.Tensor) -> torch.Tensor:
 
 
 def tensor_scale(amax: torch.Tensor, largest: float = MAX) -> torch.Tensor:
-    """Scale of a tensor (`weight_scale_2`, and likewise `input_scale`), float32 [].
-
-    Args:
-        amax: of the whole tensor, float32 []. 0 counts as 1: then all codes are 0, whatever the scale.
-        largest: the largest value that a scale of 1 can represent.
-
-    Raises:
-        ValueError: the amax is negative, not finite, or so small that the scale is no normal FP32 number.
-    """
+    """Scale of a tensor (`weight_scale_2`, and likewise `input_scale`), float32 []."""
     value, smallest = amax.item(), largest * torch.finfo(torch.float32).tiny
     if not 0 <= value < float("inf") or 0 < value < smallest:
         raise ValueError(
@@ -73,9 +61,6 @@ def block_scales(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         scale: of the whole tensor, float32 [].
 
     Returns: bits, uint8 [..., n / 16].
-
-    Raises:
-        ValueError: n is not a multiple of 16.
     """
     if x.shape[-1] % BLOCK:
         raise ValueError(f"{x.shape[-1]} columns are not divisible by the NVFP4 block of {BLOCK}")
@@ -90,13 +75,9 @@ def quantize(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.
 
     Args:
         x: [..., n], n a multiple of 16; float32, float16 or bfloat16, finite.
-        scale: `tensor_scale` of the whole weight, float32 [].
 
     Returns:
         Packed codes, uint8 [..., n / 2], and the bits of the block scales, uint8 [..., n / 16].
-
-    Raises:
-        ValueError: n is not a multiple of 16.
     """
     bits = block_scales(x, scale)
     steps = e4m3.decode(bits) * scale
@@ -115,9 +96,6 @@ def dequantize(
         scale: of the whole weight, float32 [].
 
     Returns: [..., n] in `dtype`, rounded once from the FP32 product.
-
-    Raises:
-        ValueError: the two shapes do not fit each other.
     """
     if packed.shape[:-1] != bits.shape[:-1] or packed.shape[-1] * 2 != bits.shape[-1] * BLOCK:
         raise ValueError(

@@ -125,11 +125,7 @@ def of_kind(
 
 
 def shard_order(size: int, ranks: int, order: str) -> Tensor | None:
-    """Places of `size` rows whose shards of `ranks` ranks lie in another order; None if they do not fit.
-
-    Args:
-        order: "reversed", "rotated", or "neighbours swapped" (0 and 1, 2 and 3, …).
-    """
+    """Places of `size` rows whose shards of `ranks` ranks lie in another order; None if they do not fit."""
     if ranks < 2 or size % ranks or (ranks == 2 and order != "reversed"):
         return None
     shards = torch.arange(size).view(ranks, -1)

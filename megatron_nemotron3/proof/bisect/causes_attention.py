@@ -87,10 +87,7 @@ def _qkv(context: Context, places: Callable[[Nemotron3Config], Tensor | None]) -
 
 
 def _misread(inverse: bool) -> Make:
-    """linear_qkv is grouped and taken for q, k, v; or the reverse.
-
-    Reading rows in the order r where they lie in the order g is the order r[g⁻¹]; the plain order is grouped.
-    """
+    """linear_qkv is grouped and taken for q, k, v; or the reverse."""
 
     def places(c: Nemotron3Config) -> Tensor:
         """Rows in the order of groups (queries, key, value of each) of a matrix in the order q, k, v."""

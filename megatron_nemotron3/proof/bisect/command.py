@@ -37,12 +37,7 @@ def register(commands: Any) -> None:
 
 
 def bisect(options: BisectOptions) -> int:
-    """Run `nemotron3 bisect`. Returns 0 if both systems agree with the checkpoint, 1 if one deviates.
-
-    Raises:
-        ValueError: a recording cannot be read, is of other tokens than the other one, or of another model; or
-            as `Recomputation.open`.
-    """
+    """Run `nemotron3 bisect`. Returns 0 if both systems agree with the checkpoint, 1 if one deviates."""
     config = stored_model(options.stored)
 
     from megatron_nemotron3.proof.bisect.diagnose import Investigation

@@ -117,10 +117,7 @@ class Investigation:
     def _explained(
         self, side: Side, hypotheses: Hypotheses, recording: Recording, evidence: Evidence
     ) -> list[CauseExplanation]:
-        """Try every cause that begins before the first router that differs on the log-probabilities.
-
-        Faults of code are in all layers of a kind: only if none of these leaves a tenth, each layer is tried.
-        """
+        """Try every cause that begins before the first router that differs on the log-probabilities."""
         if not evidence.finite:  # nothing explains it
             return []
         stop = self.model.depth + 1 if side.routed is None else side.routed + 1

@@ -106,14 +106,7 @@ def _missing(entries: Iterable[Mapping[int, Any] | None], ids: Iterable[int]) ->
 
 
 def of_sglang(output: Mapping[str, Any], pattern: str | None = None, topk: int | None = None) -> Sequence:
-    """Prompt and completion of an answer of SGLang's `/generate` or `Engine.generate`.
-
-    Args:
-        topk: experts per token; needed for router choices, which come as the base64 of int32.
-
-    Raises:
-        ValueError: `meta_info` has no `input_token_logprobs`.
-    """
+    """Prompt and completion of an answer of SGLang's `/generate` or `Engine.generate`."""
     meta = output["meta_info"]
     if not meta.get("input_token_logprobs"):
         raise ValueError("meta_info has no input_token_logprobs: ask for return_logprob, logprob_start_len=0")

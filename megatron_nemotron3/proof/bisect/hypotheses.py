@@ -193,11 +193,8 @@ class Hypotheses:
     def joined(
         self, before: Tensor, x: Tensor, layers: Iterable[int], changes: Mapping[int, Change]
     ) -> Tensor:
-        """The stream after layers of which those with a change see what stands before; without any, all do.
-
-        Args:
-            before, x: streams before the first of the layers [1, n, d] and [1, s, d].
-        """
+        """The stream after layers of which those with a change see what stands before; without any, all
+        do."""
         for n in layers:
             if n in changes or not changes:
                 both = self.model.layer(n, torch.cat([before, x], 1), changes.get(n)).stream

@@ -209,11 +209,7 @@ class Recorder:
         self._scores.clear()
 
     def _scored(self, found: Pass, layer: Any, logits: Tensor, depths: Iterable[int]) -> list[Tensor]:
-        """For each depth the log-probability [b, s] of the token `1 + depth` behind.
-
-        Args:
-            logits: [s / cp, b, v / tp].
-        """
+        """For each depth the log-probability [b, s] of the token `1 + depth` behind."""
         ends, cp, tp = found["ends"], self._groups.cp, self._groups.tp
         flat = logits.flatten(0, 1)
         width = flat.shape[1]

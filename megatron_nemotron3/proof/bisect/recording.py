@@ -211,11 +211,7 @@ def _of_tensor(name: str, t: Any, dtype: torch.dtype | None, shape: tuple[int | 
 
 
 def check_model(recording: Recording, config: Nemotron3Config) -> None:
-    """Check that a recording can be one of this model.
-
-    Raises:
-        ValueError: token ids outside the vocabulary; layers the model lacks or of another kind; other widths.
-    """
+    """Check that a recording can be one of this model."""
     for number, s in enumerate(recording.sequences):
         for problem in _of_model(s, config):
             raise ValueError(f"{recording.system}, sequence {number}: {problem}")
@@ -259,11 +255,7 @@ def _of_model(s: Sequence, config: Nemotron3Config) -> Problems:
 
 
 def check_same(trainer: Recording, engine: Recording) -> None:
-    """Check that two recordings are of the same tokens.
-
-    Raises:
-        ValueError: they have other sequences; the message names the first difference.
-    """
+    """Check that two recordings are of the same tokens."""
     cure = "record the same sequences in the same order"
     if len(trainer.sequences) != len(engine.sequences):
         raise ValueError(

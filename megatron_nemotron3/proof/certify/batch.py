@@ -115,11 +115,7 @@ def _cut_packed(case: TrainingCase, batch: dict[str, Tensor]) -> Batch:
 
 
 def _pad(batch: dict[str, Tensor], documents: tuple[int, ...], padded: tuple[int, ...]) -> dict[str, Tensor]:
-    """Documents with tokens and labels of 1, which no loss must see, behind each and behind the last.
-
-    Args:
-        padded: length of each, and of what follows the last.
-    """
+    """Documents with tokens and labels of 1, which no loss must see, behind each and behind the last."""
     n = next(iter(batch.values())).shape[0]
     real = torch.cat([torch.arange(p) < d for d, p in zip((*documents, 0), padded)])
     result = {"padding": (~real).float().expand(n, -1)}

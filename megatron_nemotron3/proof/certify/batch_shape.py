@@ -52,11 +52,7 @@ def batch_of(launch: Large, sizes: Sequence[Sizes]) -> BatchShape:
 
 
 def _microbatches(launch: Large, sizes: Sequence[Sizes]) -> int:
-    """Return the micro-batches of all data-parallel ranks together, the same number in all layouts.
-
-    On a rank there are more than pipeline ranks, as many, or fewer, and without a pipeline one or several, as
-    in the launch: in as many layouts as one number allows, those with a pipeline first.
-    """
+    """Return the micro-batches of all data-parallel ranks together, the same number in all layouts."""
     large, own = launch.sizes.layout, _own_microbatches(launch)
 
     def kept(total: int, layout: ParallelLayout) -> bool:

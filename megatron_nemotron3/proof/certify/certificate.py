@@ -45,14 +45,7 @@ def normalised(
     adapters: str | None = None,
     heads: str | None = None,
 ) -> dict[str, list[str]]:
-    """Return what decides a launch's numbers: option -> values, sorted, without data, paths and logs.
-
-    Args:
-        world_size: ranks of the launch; None: unknown.
-        emulated: what is emulated, as text.
-        adapters: what NEMOTRON3_LORA says; None: the weights are trained.
-        heads: what NEMOTRON3_BOOST says; None: not only MTP's weights are trained.
-    """
+    """Return what decides a launch's numbers: option -> values, sorted, without data, paths and logs."""
     found: dict[str, list[str]] = {}
     for flag in flags:
         if table.group(flag.name).treatment is table.Treatment.DROPPED:

@@ -67,14 +67,7 @@ def register(commands: Any) -> None:
 
 
 def certify(options: argparse.Namespace, command: argparse.ArgumentParser) -> int:
-    """Prove a launch. Exit status 0 if nothing failed, else 1.
-
-    Raises:
-        ValueError: no launch of this family, sizes that do not go together, too little memory, a checkout
-            that is none, another run that is going to write to the same folder, or as `read`.
-        ModuleNotFoundError: torch or Megatron is not installed.
-        OSError: a file cannot be read or written.
-    """
+    """Prove a launch. Exit status 0 if nothing failed, else 1."""
     asked = read(options, command)
     normalised = certificate.normalised(
         asked.flags,
@@ -314,22 +307,14 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 def _require_packages() -> None:
-    """Raise unless what the ranks compute with is installed.
-
-    Raises:
-        ModuleNotFoundError: with the name of the first that is not.
-    """
+    """Raise unless what the ranks compute with is installed."""
     for package in ("torch", "megatron"):
         if importlib.util.find_spec(package) is None:
             raise ModuleNotFoundError(name=package)
 
 
 def _require_folder(folder: Path) -> None:
-    """Raise unless a certificate can be written to a folder.
-
-    Raises:
-        ValueError: it cannot, or it would replace a file that is no certificate.
-    """
+    """Raise unless a certificate can be written to a folder."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output {folder} is not a folder")
     parent = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
@@ -343,11 +328,7 @@ def _require_folder(folder: Path) -> None:
 
 
 def _require_memory(ranks: int) -> None:
-    """Raise if the largest world does not fit into memory.
-
-    Raises:
-        ValueError: with the numbers.
-    """
+    """Raise if the largest world does not fit into memory."""
     free, needed = available(), OWN_GIB + ranks * RANK_GIB
     if free < needed:
         raise ValueError(

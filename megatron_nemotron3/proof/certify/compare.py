@@ -36,11 +36,7 @@ class Distance:
 
 
 def verdict(distance: Distance, where: str, detail: str = "") -> Finding:
-    """Return the finding of a distance: it passes up to its tolerance.
-
-    Args:
-        detail: what to say where no tensor is farthest.
-    """
+    """Return the finding of a distance: it passes up to its tolerance."""
     state = PropertyState.PASS if distance.share <= 1 else PropertyState.FAIL
     return Finding(distance.what, state, where, distance.share, 1.0, distance.key or detail)
 

@@ -23,10 +23,7 @@ def gradients(chunk: Any) -> Pieces:
 
 
 def _assembled(chunk: Any, shard: Callable[[Any, str, Any], Any]) -> Pieces:
-    """`pieces` of the model inside, its parameters replaced by what `shard` gives for each, assembled.
-
-    A parameter is divided as a flat vector, in the order of the ranks.
-    """
+    """`pieces` of the model inside, its parameters replaced by what `shard` gives for each, assembled."""
     buffer, fsdp = chunk.param_and_grad_buffer, chunk.module
     whole = {}
     for name, weight in buffer.optimizer_named_parameters:

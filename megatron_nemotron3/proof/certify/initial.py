@@ -14,11 +14,7 @@ from megatron_nemotron3.proof.certify.world import TrainingRun
 
 
 def write_initial(case: TrainingCase, starts: Sequence[Tensors], folder: Path) -> None:
-    """Write weights as checkpoints to start from (`--finetune`): FOLDER/0, FOLDER/1, …
-
-    Args:
-        case: one process.
-    """
+    """Write weights as checkpoints to start from (`--finetune`): FOLDER/0, FOLDER/1, …"""
     from megatron.core import dist_checkpointing
     from megatron.training.checkpointing import _clean_metadata_for_serialization
 

@@ -72,16 +72,7 @@ class Large:
 
 
 def large_of(merged: Taken, world_size: int | None, vocab_size: int | None) -> Large:
-    """Return what a launch says.
-
-    Args:
-        merged: its options, with those of the checkpoint of `--use-checkpoint-args`.
-        world_size: number of its ranks, if known.
-        vocab_size: tokens of its tokenizer, where no option says it.
-
-    Raises:
-        ValueError: as `twin.make`.
-    """
+    """Return what a launch says."""
     given = {flag.name: flag.values for flag in merged.flags if _counts(flag.name)}
     assumed = []
     if not merged.read:

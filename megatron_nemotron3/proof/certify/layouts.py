@@ -59,13 +59,6 @@ def cover(large: Sizes, ranks: int, most: int = 3) -> tuple[list[Sizes], list[tu
 
     The first has as many pairs as fit, and each further one as many of the missing pairs as fit. Of equal
     ones the smallest world is taken.
-
-    Args:
-        ranks: largest world.
-        most: largest number of layouts.
-
-    Returns:
-        The layouts, and the pairs that none of them has.
     """
     candidates = [sizes for sizes in _candidates(large, ranks) if sizes.features <= large.features]
     missing, chosen = set(large.pairs), list[Sizes]()

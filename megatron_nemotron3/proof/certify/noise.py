@@ -72,12 +72,7 @@ def tolerances(case: TrainingCase) -> tuple[Tensors, Tensors]:
 
 
 def spread(base: Tensors, runs: Sequence[Tensors], terms: int, least: float = 0.0) -> Tensors:
-    """Largest difference allowed in each tensor of a run, from those of runs with nudged weights.
-
-    Args:
-        terms: length of the longest sum.
-        least: rounding of numbers that were printed.
-    """
+    """Largest difference allowed in each tensor of a run, from those of runs with nudged weights."""
     result: Tensors = {}
     for key, value in base.items():
         moved = torch.stack([(run[key] - value).abs().max() for run in runs]).max()

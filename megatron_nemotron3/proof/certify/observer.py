@@ -122,11 +122,7 @@ def _state(inner: torch.optim.Optimizer, parameter: Tensor) -> Iterator[tuple[st
 
 
 def _whole(models: Sequence[Any], kind: str, shards: Sequence[tuple[int, Tensor]]) -> Pieces:
-    """Pieces of the models with values in place of the parameters; NaN where this rank holds none.
-
-    Expert biases are the models' own; they are among the weights. So are frozen parameters, whose gradients
-    and moments are 0.
-    """
+    """Pieces of the models with values in place of the parameters; NaN where this rank holds none."""
     parameters = sorted((p for model in models for p in model.parameters()), key=Tensor.data_ptr)
     addresses = [p.data_ptr() for p in parameters]
     kept = kind.removeprefix(BEFORE) == WEIGHTS

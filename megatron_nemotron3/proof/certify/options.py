@@ -71,12 +71,7 @@ _ONLY: Mapping[str, tuple[tuple[str, ...], OptionGroup]] = {
 def group(
     name: str, values: tuple[str, ...] = (), given: Mapping[str, tuple[str, ...]] | None = None
 ) -> OptionGroup:
-    """Return the group of an option with its values; `UNKNOWN` if there is none, `OFF` without its switch.
-
-    Args:
-        name: with its dashes.
-        given: all options of the command.
-    """
+    """Return the group of an option with its values; `UNKNOWN` if there is none, `OFF` without its switch."""
     found = parser.treatment(name)
     known = UNKNOWN if found is None else GROUPS[found]
     if name in _ONLY:

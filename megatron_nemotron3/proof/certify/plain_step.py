@@ -91,12 +91,7 @@ def define(
     batch: Mapping[str, Tensor],
     choices: Mapping[str, Sequence[Tensor]],
 ) -> Defined:
-    """Compute one step from `weights`.
-
-    Args:
-        batch: `batch.global_batch`.
-        choices: as for `PlainModel`, each [sequences, s, e].
-    """
+    """Compute one step from `weights`."""
     documents = case.documents or (case.seq_length,)
     parameters = leaves(weights)
     model = PlainModel(case.config, parameters, documents, choices)

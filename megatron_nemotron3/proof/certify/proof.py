@@ -88,11 +88,7 @@ STAGES: tuple[Stage, ...] = (
 def prove(
     bench: Bench, stages: Sequence[Stage] | None = None, begin: Callable[[Stage], None] = lambda stage: None
 ) -> Iterator[Finding]:
-    """Yield the findings of all stages.
-
-    Args:
-        begin: called before each stage.
-    """
+    """Yield the findings of all stages."""
     for stage in STAGES if stages is None else stages:
         begin(stage)
         yield from stage.findings(bench)

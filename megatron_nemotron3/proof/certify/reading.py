@@ -96,11 +96,7 @@ def _named(options: argparse.Namespace) -> Asked:
 
 
 def checkout(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the checkout of Megatron-LM whose script is run; None: this package's own is.
-
-    Raises:
-        ValueError: the variable names no checkout, or one of another version than would be imported.
-    """
+    """Return the checkout of Megatron-LM whose script is run; None: this package's own is."""
     named = environment.get(CHECKOUT)
     if not named:
         return None

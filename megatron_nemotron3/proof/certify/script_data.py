@@ -20,12 +20,7 @@ _COUNT = 200
 
 
 def write_text(folder: Path, words: int, longest: int, blended: bool) -> list[str]:
-    """Write documents of up to `longest` tokens; return the words that read them.
-
-    Args:
-        words: tokens of the vocabulary, at most 128; the last one ends a document.
-        blended: the launch has several texts with weights, which Megatron reads by other code than one.
-    """
+    """Write documents of up to `longest` tokens; return the words that read them."""
     random, tokenizer = Random(0), TokenizerInfo("NullTokenizer", None, vocab_size=words, eod=words - 1)
     documents = (
         "".join(chr(random.randrange(words - 1)) for _ in range(random.randint(1, longest)))

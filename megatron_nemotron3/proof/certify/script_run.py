@@ -49,12 +49,7 @@ class ScriptRun:
         object.__setattr__(self, "ranks", self.case.layout.world_size)
 
     def start(self) -> None:
-        """Run it to its end, or to its death.
-
-        Raises:
-            RuntimeError: it failed; the message is one line.
-            TimeoutError: it hung. Either way no process is left.
-        """
+        """Run it to its end, or to its death."""
         self.folder.mkdir(parents=True)
         environment = {
             **os.environ,

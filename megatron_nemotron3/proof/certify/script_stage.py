@@ -133,16 +133,7 @@ class Scripts:
         return ("--load", str(self.folder / "start" / str(number)), "--finetune")
 
     def run(self, name: str, sizes: Sizes | None, *words: str, watched: bool = False, **changes: Any) -> Ran:
-        """Run the script in a layout or in one process (None).
-
-        Args:
-            watched: by the monitors.
-
-        Raises:
-            RanksDiffer: ranks hold different values of the same weight or gradient.
-            RuntimeError: it failed; the message is one line.
-            TimeoutError: it hung.
-        """
+        """Run the script in a layout or in one process (None)."""
         place = self.folder / name
         log = ("--tensorboard-dir", str(place / "tensorboard")) if watched else ()
         run = ScriptRun(

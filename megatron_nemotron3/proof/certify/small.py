@@ -20,14 +20,7 @@ _HIDDEN = 64
 def small_model(
     model: Nemotron3Config, large: ParallelLayout, sizes: Sequence[Sizes], *, stages: Sequence[str], mtp: str
 ) -> Nemotron3Config:
-    """Return the small form of a model.
-
-    Args:
-        large: layout of the launch.
-        sizes: the small layouts, all of which it fits.
-        stages: its layers, cut for the longest pipeline among them; `source` of the result keeps the cuts.
-        mtp: layers of an MTP depth.
-    """
+    """Return the small form of a model."""
     tp = max(s.layout.tp for s in sizes)
     ep = max(s.layout.ep for s in sizes)
     return model.but(

@@ -13,13 +13,7 @@ Pair = tuple[str, str]
 
 
 def of_launch(pattern: str, pp: int, first: int | None = None, last: int | None = None) -> list[str]:
-    """Return the layers of each stage of a launch.
-
-    Args:
-        pattern: `--hybrid-layer-pattern`.
-        first: `--decoder-first-pipeline-num-layers`.
-        last: `--decoder-last-pipeline-num-layers`.
-    """
+    """Return the layers of each stage of a launch."""
     parsed = patterns.parse(pattern)
     if len(parsed.stages) > 1 or pp == 1:
         return list(parsed.stages)
@@ -80,9 +74,6 @@ def shortened(stages: Sequence[str], model: Sequence[str]) -> tuple[list[str], l
 
     A stage keeps its first layer, its last layer and its kinds. Two kinds that follow each other in the model
     do so in one of the short stages, where one has both kinds.
-
-    Args:
-        model: all stages of the model.
     """
     missing, held = neighbors(model), set(neighbors(stages))
     result = []

@@ -48,13 +48,6 @@ def round_trip(
     """Yield whether a checkpoint comes back from Hugging Face's form as it was.
 
     The names and shapes of both sides are those of the inventory, or the conversion refuses.
-
-    Args:
-        checkpoint: of a run, or of one iteration.
-        padded_vocab_size: rows of its embedding.
-        folder: a new one.
-        vocab_size: rows of the embedding that are tokens; None: all. Padding is not exported, and comes back
-            as zeros.
     """
     exported, back = folder / "hf", folder / "megatron"
     folder.mkdir()

@@ -31,11 +31,7 @@ def unmatched(expected: Tensors, found: Tensors) -> str:
 
 
 def gather(ranks: Sequence[Pieces]) -> Tensors:
-    """Put the ranks' pieces together. A rank holds nothing of an element where its piece is NaN.
-
-    Raises:
-        RanksDiffer: copies are not equal to the bit, or a part is missing.
-    """
+    """Put the ranks' pieces together. A rank holds nothing of an element where its piece is NaN."""
     whole: Tensors = {}
     seen: dict[str, Tensor] = {}
     for pieces in ranks:

@@ -152,20 +152,7 @@ def make(
     boost: str | None = None,
     version: str | None = None,
 ) -> Twin:
-    """Return the twin of a command line.
-
-    Args:
-        flags: options of the launch, each once, as `command_line.read` gives them.
-        ranks: largest world of the twin.
-        world_size: ranks of the launch; None: at least two data-parallel copies are assumed.
-        vocab_size: tokens of the launch's tokenizer, where the command line does not say.
-        lora: its adapters, as `LoRASettings.parse` reads them.
-        boost: of its MTP heads alone, as `Boost.parse` reads it.
-        version: of megatron-core; None: the installed one.
-
-    Raises:
-        ValueError: the command line describes no model of this family, or sizes that do not fit together.
-    """
+    """Return the twin of a command line."""
     if lora is not None:
         LoRASettings.parse(lora)
     if boost is not None:

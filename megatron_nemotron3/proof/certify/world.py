@@ -201,11 +201,7 @@ class TrainingRun:
             chunk.train()
 
     def forward_backward(self, step: int, whole_gradients: bool = False) -> float:
-        """Gradients of optimizer step `step`. Returns the loss per token of the global batch.
-
-        Args:
-            whole_gradients: reduce all of them to every rank, not just what its optimizer asks for.
-        """
+        """Gradients of optimizer step `step`. Returns the loss per token of the global batch."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         case, data = self.case, batches(self.case)
@@ -266,10 +262,7 @@ class TrainingRun:
 
 
 def _schedule(optimizer: Any, args: Any) -> None:
-    """Give each group of parameters its rate and its weight decay, none to biases and vectors.
-
-    Megatron's scheduler does, when it is made and after every step; here rate and decay are constant.
-    """
+    """Give each group of parameters its rate and its weight decay, none to biases and vectors."""
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     OptimizerParamScheduler(

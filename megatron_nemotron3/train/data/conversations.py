@@ -46,12 +46,7 @@ class Encoded:
 
 
 def read_conversations(path: str | os.PathLike[str]) -> Iterator[Conversation]:
-    """Read the conversations of a file in order; empty lines are skipped.
-
-    Raises:
-        ValueError: a line is no such object; the message names file and line.
-        OSError: the file cannot be read.
-    """
+    """Read the conversations of a file in order; empty lines are skipped."""
     with open_outside(os.fspath(path)) as file:
         offset = 0
         for number, line in enumerate(file, 1):
@@ -62,11 +57,7 @@ def read_conversations(path: str | os.PathLike[str]) -> Iterator[Conversation]:
 
 
 def parse_line(line: bytes, place: str, offset: int = 0) -> Iterator[Conversation]:
-    """Read the conversations of one line; `place` is what messages call it, `offset` its first byte.
-
-    Raises:
-        ValueError: it is no object with messages.
-    """
+    """Read the conversations of one line; `place` is what messages call it, `offset` its first byte."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as problem:
@@ -91,9 +82,6 @@ class Encoder:
     Args:
         folder: of the tokenizer, or transformers' tokenizer itself.
         called: what messages call it; default: `folder`.
-
-    Raises:
-        ValueError: the folder's tokenizer has no chat template, or cannot say where a token lies in the text.
     """
 
     def __init__(self, folder: Any, called: str | os.PathLike[str] | None = None) -> None:
@@ -112,31 +100,18 @@ class Encoder:
         self.marked = bool(_GENERATION.search(template))
 
     def encode(self, conversation: Conversation) -> Encoded:
-        """Tokens of a conversation.
-
-        Raises:
-            ValueError: the template refuses it, or writes an assistant's message differently once others
-                follow it, so that its text is not a part of the conversation's.
-        """
+        """Tokens of a conversation."""
         if self.marked:
             found = self._render(conversation, tokenize=True)
             return Encoded(list(found["input_ids"]), [bool(one) for one in found["assistant_masks"]])
         return self.tokens(*self.text(conversation))
 
     def text(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
-        """The conversation's text, and where in it the assistant's turns begin and end.
-
-        Raises:
-            ValueError: as `encode`.
-        """
+        """The conversation's text, and where in it the assistant's turns begin and end."""
         return self._marks(conversation) if self.marked else self._spans(conversation)
 
     def prompt(self, conversation: Conversation) -> str:
-        """The conversation's text with the beginning of the assistant's next turn.
-
-        Raises:
-            ValueError: the template refuses it.
-        """
+        """The conversation's text with the beginning of the assistant's next turn."""
         return str(self._render(conversation, add_generation_prompt=True))
 
     def tokens(self, text: str, spans: Sequence[tuple[int, int]]) -> Encoded:

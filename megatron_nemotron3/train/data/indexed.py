@@ -103,11 +103,7 @@ def _write_index(path: Path, lengths: list[int], dtype: str) -> None:
 
 
 def read_documents(prefix: str | os.PathLike[str]) -> list[np.ndarray]:
-    """Ids of each document of a data set with one sequence per document, as `write_dataset` writes it.
-
-    Raises:
-        ValueError: the .idx is not of this format, or has documents of several sequences.
-    """
+    """Ids of each document of a data set with one sequence per document, as `write_dataset` writes it."""
     import numpy as np
 
     prefix = os.fspath(prefix)

@@ -28,9 +28,6 @@ def first_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
     """Assign each length to the first bin with enough room left, in order; bins hold indices of `lengths`.
 
     A tree with the largest room of its bins finds the bin in log(n) steps.
-
-    Raises:
-        ValueError: a length is more than `room`.
     """
     if lengths and max(lengths) > room:
         raise ValueError(f"a length of {max(lengths)} does not fit {room}")
@@ -94,9 +91,6 @@ class PackedConversations:
         multiple: conversations are padded to a multiple of it; 2 * CP under context parallelism.
         cache: folder for the arrays; None: `cache` beside the file.
         pack: several conversations in a row; else each has a row of its own.
-
-    Raises:
-        ValueError: as `read_conversations` and `Encoder`; or no conversation fits, or none has an assistant.
     """
 
     def __init__(

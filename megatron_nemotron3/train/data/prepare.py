@@ -138,10 +138,7 @@ def _build(root: Path, digest: str, documents: Sequence[str], kind: str, vocab_s
 
 
 def _remove_cut_indices(cache: Path) -> None:
-    """Remove the sample indices that Megatron did not write to their end.
-
-    It takes an index for complete if its files exist, and ends in an error at each start.
-    """
+    """Remove the sample indices that Megatron did not write to their end."""
     import numpy
 
     for file in cache.glob("*.npy"):

@@ -40,11 +40,7 @@ def split_documents(split: str, documents: int) -> list[range | None]:
 
 
 def _bounds(split: str) -> list[tuple[float, float] | None]:
-    """Shares at which each split begins and ends, read as Megatron reads them; None for weight 0.
-
-    Raises:
-        ValueError: the weights are not one to three numbers with a positive sum.
-    """
+    """Shares at which each split begins and ends, read as Megatron reads them; None for weight 0."""
     try:
         weights = [float(weight) for weight in re.findall(r"[.0-9]+", split)]
     except ValueError:

@@ -20,15 +20,7 @@ from megatron_nemotron3.train.monitor.watched import WatchedLayer
 
 
 def watch_stack(stack: Any) -> None:
-    """Monitor the layers of a decoder stack, if monitors are on.
-
-    Args:
-        stack: HybridStack with `layers`, `config` and `pg_collection`.
-
-    Raises:
-        ValueError: NEMOTRON3_MONITOR is not a number.
-        RuntimeError: ranks have different intervals, which would hang the first report.
-    """
+    """Monitor the layers of a decoder stack, if monitors are on."""
     if not torch.distributed.is_initialized():
         return
     interval = settings.interval()
@@ -44,11 +36,7 @@ def watch_stack(stack: Any) -> None:
 
 
 def watch_mtp(mtp_layer: Any) -> None:
-    """Monitor the layers inside one MTP block; call it after `watch_stack` of the same model.
-
-    Args:
-        mtp_layer: MultiTokenPredictionLayer with `mtp_model_layer.layers`, `layer_number` and `config`.
-    """
+    """Monitor the layers inside one MTP block; call it after `watch_stack` of the same model."""
     tracker, config = get_moe_metrics_tracker(), mtp_layer.config
     if not isinstance(tracker, MonitorTracker) or settings.interval() == 0 or _reason_against(config):
         return

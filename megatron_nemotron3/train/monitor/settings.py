@@ -9,11 +9,7 @@ LEAST_DEFAULT = 10
 
 
 def parse_interval(text: str) -> int:
-    """A number of iterations, 0 for off.
-
-    Raises:
-        ValueError: anything else.
-    """
+    """A number of iterations, 0 for off."""
     if not (text.isascii() and text.isdigit()):
         raise ValueError(f"{MONITOR}={text!r}: give the interval in iterations, or 0 for off")
     return int(text)

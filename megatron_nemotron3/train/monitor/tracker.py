@@ -103,10 +103,7 @@ class MonitorTracker(MoEMetricsTracker):
 
 
 def _mtp_losses(loss_scale: float) -> dict[str, float]:
-    """Loss of each MTP depth under Megatron's tag; empty without MTP. Collective.
-
-    Megatron reduces and logs the losses right after `report`, so this function reduces a copy.
-    """
+    """Loss of each MTP depth under Megatron's tag; empty without MTP. Collective."""
     tracker = MTPLossLoggingHelper.tracker
     found = tracker.get("loss_values")
     if found is None:

@@ -43,13 +43,7 @@ def register(commands: Any) -> None:
 
 
 def watch_command(options: WatchOptions) -> int:
-    """Plot the run in `folder` to `output` (default: monitor.png in it); print findings. Exit status 0.
-
-    Raises:
-        ValueError: there are no event files, one is corrupt, or they hold no monitored series.
-        OSError: the PNG cannot be written.
-        ModuleNotFoundError: tensorboard or matplotlib is not installed.
-    """
+    """Plot the run in `folder` to `output` (default: monitor.png in it); print findings. Exit status 0."""
     folder = run_of(options.folder)
     output = options.output or folder / "monitor.png"
     if options.output is not None or folder.is_dir():  # a missing folder has its own message

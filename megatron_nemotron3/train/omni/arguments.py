@@ -118,14 +118,7 @@ def omni_of(args: argparse.Namespace) -> OmniConfig:
 
 
 def _require_same_model(args: argparse.Namespace, words: list[str]) -> None:
-    """Check the checkpoint that a command line loads, and leave its random state where it belongs.
-
-    Each module's random state is stored by its ranks. In other layouts there is none to load; training draws
-    no random numbers, because the family has no dropout.
-
-    Raises:
-        ValueError: it has no encoders, or others than this command line.
-    """
+    """Check the checkpoint that a command line loads, and leave its random state where it belongs."""
     found = loaded(words)
     if found is None:
         return

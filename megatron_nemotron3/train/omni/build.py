@@ -72,11 +72,7 @@ def hybrid_spec(config: Any, at: ProcessGroupCollection | None) -> ModuleSpec:
 def encoder_specs(
     config: OmniConfig, at: Mapping[str, ProcessGroupCollection], seed: int | None = None
 ) -> dict[str, ModuleSpec]:
-    """Return the encoders' modules with their projectors.
-
-    Args:
-        seed: of their initial weights, which then do not depend on the layout; None: torch's.
-    """
+    """Return the encoders' modules with their projectors."""
     kinds = {
         VISION: (VisionModalitySubmodules, "radio", VisionEncoder, config.vision),
         SOUND: (AudioModalitySubmodules, "parakeet", SoundEncoder, config.sound),
@@ -172,11 +168,7 @@ def build(
 
 
 def check_parts(parts: Collection[str]) -> None:
-    """Check names of parts.
-
-    Raises:
-        ValueError: a part is not one of `PARTS`.
-    """
+    """Check names of parts."""
     if unknown := sorted(set(parts) - set(PARTS)):
         raise ValueError(f"frozen: {', '.join(unknown)}: no part of the model; use {', '.join(PARTS)}")
 
@@ -185,9 +177,6 @@ def freeze(model: BoundaryMimoModel, parts: Collection[str]) -> None:
     """Make the parameters of parts constant: no gradients, no state of the optimizer, no backward traffic.
 
     Call it before modules are wrapped in DistributedDataParallel.
-
-    Raises:
-        ValueError: a part is not one of `PARTS`.
     """
     check_parts(parts)
     if LANGUAGE in parts and model.language_model is not None:

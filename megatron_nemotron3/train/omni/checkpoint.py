@@ -20,13 +20,6 @@ def save(
     """Write FOLDER/release (torch_dist): weights, and the arguments from which the model is known again.
 
     Megatron's `--load` reads it in any layout; `nemotron3 convert to-hf` and `generate` take it as it is.
-
-    Args:
-        model, groups: as `build` returns them, in a world of one.
-        folder: new; its tracker is written last.
-
-    Raises:
-        FileExistsError: the folder holds a release already.
     """
     target = folder / RELEASE
     target.mkdir(parents=True)

@@ -280,20 +280,7 @@ def sample(
     prompt: bool = False,
     place: str = "the conversation",
 ) -> dict[str, Any]:
-    """Make the batch of one conversation, a keyword for each argument of `BoundaryMimoModel.forward`.
-
-    Args:
-        messages: [{"role": …, "content": …}, …].
-        folder: that paths of media are relative to.
-        prompt: end with the beginning of the assistant's next turn, for generation; without labels.
-        place: what messages call the conversation.
-
-    Returns: "input_ids" [1, s], "position_ids" [1, s], "modality_inputs", and for training "labels" [1, s]
-        (the next token) and "loss_mask" [1, s], 1 where the label is the assistant's.
-
-    Raises:
-        MediaError, ValueError: as `OmniEncoder.encode` and `.decode`.
-    """
+    """Make the batch of one conversation, a keyword for each argument of `BoundaryMimoModel.forward`."""
     encoder = OmniEncoder(processor_, config, folder)
     encoded = encoder.encode(Conversation(messages, None, place), prompt)
     ids = torch.tensor([encoded.ids])

@@ -139,14 +139,7 @@ def check(file: ChatFile, *, decode: bool = True, workers: int = 0) -> str:
 
 
 class MediaRows:
-    """Rows of a file, and the media of each.
-
-    Raises:
-        ValueError: a line is no conversation, no conversation fits a row, or none has an assistant.
-        MediaError: a medium cannot be used (from its header), or a conversation has more media tokens than a
-            row has. The message names file and line.
-        OSError: the file cannot be read.
-    """
+    """Rows of a file, and the media of each."""
 
     def __init__(self, file: ChatFile) -> None:
         self.path, self.config, self.pack = os.fspath(file.path), file.config, file.pack
@@ -164,11 +157,7 @@ class MediaRows:
         return f"{self.path}:{self.packed.origin(conversation)[0]}"
 
     def encoded(self, conversation: int) -> WithMedia:
-        """Read a conversation again, with its media's headers.
-
-        Raises:
-            MediaError: it is not what the tokens were made for.
-        """
+        """Read a conversation again, with its media's headers."""
         _, offset, part = self.packed.origin(conversation)
         place = self.place(conversation)
         with open_outside(self.path) as file:
@@ -182,11 +171,7 @@ class MediaRows:
         return encoded
 
     def media(self, conversation: int, modalities: tuple[str, ...]) -> Batch:
-        """Decode the media of a conversation for these modalities: `modality_inputs`.
-
-        Raises:
-            MediaError: as `encoded` and `OmniEncoder.decode`.
-        """
+        """Decode the media of a conversation for these modalities: `modality_inputs`."""
         known, tokens = self.packed.tokens_of(conversation), self.config.special_ids()
         if not np.isin(known, [tokens[name] for name in modalities if name in tokens]).any():
             return {}

@@ -69,21 +69,7 @@ class VisionEncoder(RadioModel):
         clips: Tensor | None = None,
         order: Tensor | None = None,
     ) -> Tensor:
-        """Encode pictures and videos.
-
-        Args:
-            pixel_values: [patches of all pictures, 3 * patch * patch].
-            image_grid_hw: [pictures, 2], patches of each.
-            pixel_values_videos: [frames of all videos, 3, height, width], or such a tensor of each video, if
-                their sizes differ; each video's number of frames is a multiple of the temporal patch.
-            clips: [videos], groups of frames of each.
-            order: place among the media of each picture, then of each video; None: pictures come first.
-
-        Returns: [rows, 4 * hidden].
-
-        Raises:
-            ValueError: the input does not fit together or the encoder; the message has the numbers.
-        """
+        """Encode pictures and videos."""
         media: list[Tensor] = []
         if pixel_values is not None or image_grid_hw is not None:
             grids = self._grids(pixel_values, image_grid_hw)
@@ -172,10 +158,7 @@ class SoundEncoder(ParakeetEncoder):
             draw_weights(self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SoundEncoder:
-        """Keep the frequencies of positions in FP32, as transformers loads them into a model in BF16.
-
-        `module.bfloat16()`, which Megatron calls, would round them: at position 1,000 by up to 2 radians.
-        """
+        """Keep the frequencies of positions in FP32, as transformers loads them into a model in BF16."""
         super()._apply(fn, recurse)
         positions = self.encode_positions
         exact = positions.compute_default_relative_positional_parameters(self.config)
@@ -191,17 +174,7 @@ class SoundEncoder(ParakeetEncoder):
         return self
 
     def forward(self, input_features: Tensor, input_features_mask: Tensor) -> Tensor:
-        """Encode clips.
-
-        Args:
-            input_features: [clips, frames, mels], padded to the longest.
-            input_features_mask: [clips, frames], true for frames that are not padding.
-
-        Returns: [rows of all clips, hidden].
-
-        Raises:
-            ValueError: the input does not fit together or the encoder; the message has the numbers.
-        """
+        """Encode clips."""
         features, mask, mels = (
             list(input_features.shape),
             list(input_features_mask.shape),

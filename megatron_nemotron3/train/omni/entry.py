@@ -34,11 +34,7 @@ from megatron_nemotron3.train.omni.processor import load_processor
 
 
 def check_data(args: argparse.Namespace) -> None:
-    """Read all conversations and the headers of their media. Every rank must call it.
-
-    Raises:
-        ValueError: the same on every rank: a line, a medium or the processor is wrong.
-    """
+    """Read all conversations and the headers of their media. Every rank must call it."""
     if args.mock_data:
         return
     for path in (*args.data_path, *(args.valid_data_path or ())):

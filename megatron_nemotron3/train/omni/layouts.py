@@ -39,15 +39,7 @@ class Language:
 def module_layouts(
     world: int, language: Language, encoders: Mapping[str, str | None], micro_batch_size: int
 ) -> dict[str, Layout]:
-    """Return the layout of the language model and of each encoder.
-
-    Args:
-        encoders: name -> the text of its layout ("tp=1,dp=4,offset=8") or None.
-        micro_batch_size: samples of a microbatch for each data-parallel replica of the language model.
-
-    Raises:
-        ValueError: the layouts do not fit the world or each other; the message has the numbers.
-    """
+    """Return the layout of the language model and of each encoder."""
     found = _encoder_layouts(encoders)
     taken = max((layout.ranks.stop for layout in found.values()), default=0)
     if taken > world:

@@ -43,11 +43,7 @@ class VideoSize:
 
 
 def picture_size(path: str) -> tuple[int, int]:
-    """Height and width in pixels, upright; nothing is decoded.
-
-    Raises:
-        MediaError: there is no such file, it is no picture, or larger than `MOST_PIXELS`.
-    """
+    """Height and width in pixels, upright; nothing is decoded."""
     with _picture(path) as image:
         width, height = image.size
         turned = image.getexif().get(_ORIENTATION) in _TURNED
@@ -55,11 +51,7 @@ def picture_size(path: str) -> tuple[int, int]:
 
 
 def load_picture(path: str) -> Any:
-    """Read a picture: a PIL image in RGB, upright. Of several frames the first.
-
-    Raises:
-        MediaError: as `picture_size`, or its contents are damaged.
-    """
+    """Read a picture: a PIL image in RGB, upright. Of several frames the first."""
     from PIL import ImageOps
 
     with _picture(path) as image:
@@ -68,11 +60,7 @@ def load_picture(path: str) -> Any:
 
 
 def sound_length(path: str, sampling_rate: int) -> int:
-    """Number of samples at `sampling_rate`, in Hz; nothing is decoded.
-
-    Raises:
-        MediaError: there is no such file, it is no sound, or it is empty or shorter than `SHORTEST_SOUND`.
-    """
+    """Number of samples at `sampling_rate`, in Hz; nothing is decoded."""
     with _named(path, "sound (WAV, FLAC, Ogg or MP3)"):
         import soundfile
 
@@ -83,11 +71,7 @@ def sound_length(path: str, sampling_rate: int) -> int:
 
 
 def load_sound(path: str, sampling_rate: int) -> Any:
-    """Read a sound: [samples] float32 at `sampling_rate`, in Hz, the mean of its channels.
-
-    Raises:
-        MediaError: as `sound_length`, or its contents are damaged.
-    """
+    """Read a sound: [samples] float32 at `sampling_rate`, in Hz, the mean of its channels."""
     with _named(path, "sound (WAV, FLAC, Ogg or MP3)"):
         import numpy as np
         from transformers.audio_utils import load_audio
@@ -100,24 +84,13 @@ def load_sound(path: str, sampling_rate: int) -> Any:
 
 
 def video_size(path: str) -> VideoSize:
-    """Number and size of a video's frames; nothing is decoded.
-
-    Raises:
-        MediaError: there is no such file, it is no video, or has no frames.
-    """
+    """Number and size of a video's frames; nothing is decoded."""
     with _video(path) as (container, stream):
         return _size(path, container, stream)
 
 
 def load_video(path: str, indices: Sequence[int]) -> Any:
-    """Read frames of a video: [frames, height, width, 3] uint8.
-
-    Args:
-        indices: numbers of the frames, ascending.
-
-    Raises:
-        MediaError: as `video_size`, or one of the frames cannot be decoded.
-    """
+    """Read frames of a video: [frames, height, width, 3] uint8."""
     import numpy as np
 
     wanted, last = set(map(int, indices)), int(max(indices))

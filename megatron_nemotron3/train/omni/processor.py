@@ -98,11 +98,7 @@ def make_processor(
 
 
 def load_processor(folder: str | os.PathLike[str]) -> Any:
-    """Read the processor of a Hugging Face folder.
-
-    Raises:
-        ValueError: the folder has none; the message says what is missing.
-    """
+    """Read the processor of a Hugging Face folder."""
     _, _, processing = _classes()
     try:
         return processing.NemotronH_Omni_Reasoning_V3Processor.from_pretrained(
@@ -129,12 +125,7 @@ def _classes() -> tuple[Any, Any, Any]:
 
 
 def check_processor(processor: Any, config: OmniConfig) -> None:
-    """Compare a processor with a model.
-
-    Raises:
-        ValueError: they disagree in the ids of media, the size of patches or the bands of the spectrogram;
-            the message names both.
-    """
+    """Compare a processor with a model."""
     vision, sound = config.vision, config.sound
     pairs: list[tuple[str, Any, Any]] = [
         (f"the id of {processor.image_token}", processor.image_token_id, config.image_token_id),
@@ -186,14 +177,7 @@ def omni_tokenizer(
 
 
 def picture_grid(processor: Any, size: tuple[int, int], pictures: int) -> tuple[int, int]:
-    """Patches (rows, columns) that the processor makes of a picture of (height, width) pixels.
-
-    Args:
-        pictures: of the call, which share a budget if the processor has no limit of its own.
-
-    Raises:
-        MediaError: the picture is too narrow for its length.
-    """
+    """Patches (rows, columns) that the processor makes of a picture of (height, width) pixels."""
     from transformers.models.nemotron_h_omni.image_processing_nemotron_h_omni import get_patch_grid_size
 
     sizes = processor.image_processor

@@ -152,12 +152,7 @@ class Facts:
 
 
 def gather(folder: Path) -> Facts:
-    """Read a run's folder.
-
-    Raises:
-        ValueError: it is not a folder, or nothing in it is a run's; or its run.json is damaged.
-        ModuleNotFoundError: the tensorboard package is not installed, and there are event files.
-    """
+    """Read a run's folder."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: " + ("it is not a folder" if folder.exists() else "it does not exist"))
     found = Facts(folder, RunManifest(folder), log.read(str(folder / "train.log")))

@@ -94,11 +94,7 @@ def find(folder: str) -> TeacherCheckpoint:
 
 
 def open_hf_teacher(folder: Path) -> Checkpoint:
-    """Open a Hugging Face folder: packed weights as BF16, of a model with encoders its language part.
-
-    Raises:
-        ValueError: it is damaged, or of another family.
-    """
+    """Open a Hugging Face folder: packed weights as BF16, of a model with encoders its language part."""
     packed = QUANTIZATION in read_config(folder, omni=True)
     opened = open_hugging_face(folder, dequantize=packed, omni=True)
     return opened if opened.omni is None else opened.language_part()
@@ -139,10 +135,7 @@ def _record_of(how: Distillation) -> dict[str, str]:
 
 
 def _digest(folder: Path) -> str:
-    """Of the names, sizes and ends of the files with numbers.
-
-    The end of a torch_dist file has the checksum of its last tensor; that of another one is numbers itself.
-    """
+    """Of the names, sizes and ends of the files with numbers."""
     digest = hashlib.sha256()
     for file in sorted(path for path in folder.iterdir() if path.suffix in _NUMBERS):
         with file.open("rb") as opened:
@@ -161,14 +154,7 @@ def student_vocabulary(words: Sequence[str]) -> Vocabulary:
 
 
 def chosen(given: Values, words: Sequence[str], world_size: int) -> Taught:
-    """What a script's model is distilled from, checked; (): it is not.
-
-    Args:
-        given: values of the options `TEACHER` and `HOW`; without any the environment counts.
-
-    Raises:
-        ValueError: as `check` and `settings.read`.
-    """
+    """What a script's model is distilled from, checked; (): it is not."""
     found = read(*given) if any(given) else in_environment()
     check(found, words, world_size)
     return found

@@ -34,11 +34,7 @@ def of_run(run: Path | None) -> TeacherRows | None:
 
 
 def of_teacher(folder: str) -> TeacherRows | None:
-    """The rows of a teacher's run, or of stored logits; None if they are not known.
-
-    Raises:
-        ValueError: there is no checkpoint and no manifest in the folder.
-    """
+    """The rows of a teacher's run, or of stored logits; None if they are not known."""
     if not is_stored(Path(folder)):
         return of_run(locate_one(Path(folder)).run)
     source = read_manifest(Path(folder)).source

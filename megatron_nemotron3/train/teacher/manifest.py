@@ -57,11 +57,7 @@ def is_stored(folder: Path) -> bool:
 
 
 def read_manifest(folder: Path) -> LogitsManifest:
-    """Read the manifest of a folder.
-
-    Raises:
-        ValueError: it is damaged, or not of this format.
-    """
+    """Read the manifest of a folder."""
     path = folder / MANIFEST
     try:
         data = record.read(path)

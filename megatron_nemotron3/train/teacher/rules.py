@@ -56,13 +56,7 @@ def rows(
     width: int = WIDTH,
     joined: bool = True,
 ) -> list[TokenWeights]:
-    """Apply the rules to every token of the student.
-
-    Args:
-        pieces: tokens of a split text that count; their weights fall by `DECAY` each.
-        width: weights of a row that are kept.
-        joined: whether tokens of the teacher that the student splits give weights to the pieces, too.
-    """
+    """Apply the rules to every token of the student."""
     special = special_pairs(student, teacher)
     found: dict[int, dict[int, float]] = dict(_split(student, teacher, pieces))
     split = set(found)

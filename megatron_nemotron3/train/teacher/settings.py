@@ -112,11 +112,7 @@ def read(teachers: Sequence[str], hows: Sequence[str] = (), names: Names = (TEAC
 
 
 def rest_of(taught: Taught) -> float:
-    """The weight of cross-entropy: what the teachers leave of 1.
-
-    Raises:
-        ValueError: they are above 1 together.
-    """
+    """The weight of cross-entropy: what the teachers leave of 1."""
     rest = 1 - math.fsum(one.weight for one in taught)
     if rest < -1e-9:
         said = " + ".join(f"{one.weight:g}" for one in taught)

@@ -162,11 +162,7 @@ def _characters(text: bytes) -> tuple[int, int]:
 
 
 def _spelling(said: dict[str, Any], file: Path) -> Any:
-    """Return the function from a token's string to its bytes.
-
-    Raises:
-        ValueError: the tokenizer's decoder is none of those whose strings say the bytes.
-    """
+    """Return the function from a token's string to its bytes."""
     decoder = said.get("decoder") or {}
     steps = decoder.get("decoders", [decoder]) if decoder.get("type") == "Sequence" else [decoder]
     kinds = {step.get("type") for step in steps}

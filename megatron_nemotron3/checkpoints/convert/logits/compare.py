@@ -63,18 +63,7 @@ def check_logits(
     config: Nemotron3Config,
     options: LogitsCheckOptions,
 ) -> LogitsReport:
-    """Run one sequence of random tokens through both checkpoints, a layer at a time, in FP32.
-
-    Args:
-        megatron: tensors of the Megatron checkpoint, after the cast if the conversion casts them.
-        hf: tensors of the Hugging Face checkpoint; its folder contains config.json.
-        config: of the Megatron checkpoint.
-
-    Raises:
-        ImportError: transformers is missing or too old.
-        ValueError: too few tokens; a tensor is missing or has another shape; config.json describes another
-            model.
-    """
+    """Run one sequence of random tokens through both checkpoints, a layer at a time, in FP32."""
     tokens, seed, echo = options.tokens, options.seed, options.echo
     least = config.mtp_num_blocks + 2
     if tokens < least:

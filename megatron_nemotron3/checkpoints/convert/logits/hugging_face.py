@@ -51,11 +51,7 @@ class LayerOutput:
 
 
 def transformers_model() -> tuple[Any, Any]:
-    """Return transformers' modeling module of the family, and its configuration class.
-
-    Raises:
-        ImportError: transformers is missing or older than `MINIMUM_VERSION`; the message has the cure.
-    """
+    """Return transformers' modeling module of the family, and its configuration class."""
     try:
         import transformers
     except ImportError:
@@ -77,11 +73,6 @@ class HuggingFace:
     Args:
         source: its folder contains config.json, which is checked, too.
         config: the expected model.
-
-    Raises:
-        ImportError: as `transformers_model`.
-        ValueError: config.json is missing or describes another model. Every method that reads raises it if a
-            tensor is missing, or has another shape or dtype.
     """
 
     def __init__(self, source: TensorSource, config: Nemotron3Config) -> None:
@@ -115,12 +106,7 @@ class HuggingFace:
         return self.weights.rows(f"{self._root}.embeddings.weight", self._table(), ids.tolist())
 
     def layer(self, layer: Prefix, x: Tensor) -> LayerOutput:
-        """Run one block.
-
-        Args:
-            layer: its `hf` is the prefix of its tensor names: "backbone.layers.3." or "mtp.layers.1.".
-            x: [1, s, d].
-        """
+        """Run one block."""
         block = self._block(layer.hf)
         seen: dict[str, Any] = {}
         block.mixer.register_forward_hook(lambda module, args, out: seen.update(mixer=out))
@@ -196,10 +182,8 @@ class HuggingFace:
 
 @contextmanager
 def _torch_kernels(modeling: Any) -> Iterator[None]:
-    """Make transformers use its torch functions instead of mamba-ssm's and causal-conv1d's, which need a GPU.
-
-    transformers prefers those packages if they are installed, and warns if they are not.
-    """
+    """Make transformers use its torch functions instead of mamba-ssm's and causal-conv1d's, which need a
+    GPU."""
     names = ("causal_conv1d_fn", "mamba2_chunk_scan")
     chosen = {name: getattr(modeling, name) for name in names if hasattr(modeling, name)}
     try:

@@ -29,22 +29,14 @@ class TensorReader:
         self.names = {name: name for name in source.tensors} if names is None else names
 
     def find(self, *names: str) -> str:
-        """Return the first of these names that exists.
-
-        Raises:
-            ValueError: none exists.
-        """
+        """Return the first of these names that exists."""
         for name in names:
             if name in self.names:
                 return name
         raise ValueError(f"{self.side}: no tensor {' or '.join(names)}")
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Read a whole tensor as FP32.
-
-        Raises:
-            ValueError: it is missing, its shape is not `shape`, or its dtype is not in `PLAIN_DTYPES`.
-        """
+        """Read a whole tensor as FP32."""
         result = None
         for start, stop, band in self.bands(name, shape):
             if stop - start == shape[0]:
@@ -62,13 +54,7 @@ class TensorReader:
     def bands(
         self, name: str, shape: tuple[int, ...], *, within: tuple[int, ...] = (), stop: int | None = None
     ) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield (first row, one past the last, rows [n, ...] in FP32) in order. Errors as for `tensor`.
-
-        Args:
-            shape: of the whole tensor.
-            within: leading indices: (e,) reads the rows of expert e of [experts, rows, columns].
-            stop: read only the rows before this one.
-        """
+        """Yield (first row, one past the last, rows [n, ...] in FP32) in order. Errors as for `tensor`."""
         self._check_stored(name, shape)
         fixed = tuple((i, i + 1) for i in within)
         rest = shape[len(within) :]

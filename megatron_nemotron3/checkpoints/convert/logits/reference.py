@@ -43,9 +43,6 @@ class ReferenceModel:
     """A Megatron checkpoint, run one layer at a time.
 
     Each public method below `layer` is one step, which `bisect` replaces to test a hypothesis.
-
-    Raises:
-        ValueError: from every method that reads, if a tensor is missing, or has another shape or dtype.
     """
 
     def __init__(self, source: TensorSource, config: Nemotron3Config) -> None:
@@ -59,16 +56,7 @@ class ReferenceModel:
         return self.weights.rows(name, self.table(name), ids.tolist())
 
     def layer(self, layer: Prefix, x: Tensor, settle: Settle | None = None) -> tuple[Tensor, list[Selection]]:
-        """Return the update of a layer to the residual stream.
-
-        Args:
-            layer: its kind, the prefix of its tensor names, and its sizes.
-            x: [rows, s, d].
-            settle: for an E layer, gives the experts to use [s, topk]; called with the selection of each row.
-
-        Returns:
-            [rows, s, d], and for an E layer the selection of each row with the experts that were used.
-        """
+        """Return the update of a layer to the residual stream."""
         kind, prefix = layer.part, layer.megatron
         normed = self.norm(x, *(prefix + name for name in NORMS[kind]))
         if kind == "E":
@@ -91,13 +79,7 @@ class ReferenceModel:
             yield start, stop, x @ band.t()
 
     def mtp_input(self, prefix: str, embedded: Tensor, x: Tensor) -> Tensor:
-        """Input of an MTP block's layers.
-
-        Args:
-            prefix: of its tensor names, such as "mtp.layers.0.".
-            embedded: [s, d], embeddings of the token after each token of x (at depth 1).
-            x: [rows, s, d], after the final norm or the previous block.
-        """
+        """Input of an MTP block's layers."""
         first = self.norm(embedded, prefix + "enorm.weight").expand_as(x)
         both = torch.cat([first, self.norm(x, prefix + "hnorm.weight")], dim=-1)
         return self.weights.linear(both, prefix + "eh_proj.weight", (self.hidden, 2 * self.hidden))

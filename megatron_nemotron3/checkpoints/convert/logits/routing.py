@@ -41,11 +41,8 @@ class SelectionDifference:
 
 
 def agree(ours: Selection, theirs: Selection) -> tuple[Tensor, SelectionDifference]:
-    """Return the experts to use [s, topk]: ours, but theirs for tokens with a near tie; and the difference.
-
-    Raises:
-        ValueError: the two select different numbers of experts, or from different numbers of experts.
-    """
+    """Return the experts to use [s, topk]: ours, but theirs for tokens with a near tie; and the
+    difference."""
     for what, shape, other in (
         ("experts", ours.scores.shape, theirs.scores.shape),
         ("experts per token", ours.experts.shape, theirs.experts.shape),
