@@ -1,4 +1,4 @@
-"""What MTP heads are trained for. Standard library only.
+"""What MTP heads are trained for.
 
     NEMOTRON3_BOOST="loss=kl,temperature=2,mix=1" nemotron3 run SCRIPT …
 
@@ -23,9 +23,9 @@ LOSSES = {
     "tv": "total variation between the two, which is 1 - the probability that a sampled draft is accepted",
     "ce": "cross-entropy with the text's token",
 }
-
-
-_TAUGHT = "MTP's heads are trained on what the model itself predicts, not on a teacher: leave one of them out"
+_WITH_TEACHER = (
+    "MTP's heads are trained on what the model itself predicts, not on a teacher: leave one of them out"
+)
 
 
 @dataclass(frozen=True)
@@ -112,31 +112,35 @@ def _parse(text: str) -> Boost | None:
 in_environment = EnvironmentSetting(BOOST, _parse).read
 
 
-def asked(
-    words: Sequence[str], environment: Mapping[str, str] = os.environ, *, taught: bool = False
+def requested(
+    words: Sequence[str], environment: Mapping[str, str] = os.environ, *, distilled: bool = False
 ) -> Boost | None:
-    """Return what NEMOTRON3_BOOST asks of a command line of Megatron."""
+    """Return the training of heads that NEMOTRON3_BOOST requests, or None.
+
+    Raises ValueError if a run with Megatron's arguments `words` cannot train them.
+    """
     boost = in_environment(environment)
     if boost is not None:
         try:
-            if taught:
-                raise ValueError(_TAUGHT)
-            refuse(boost, words, environment)
+            if distilled:
+                raise ValueError(_WITH_TEACHER)
+            require_trainable(boost, words, environment)
         except ValueError as problem:
             raise ValueError(f"{BOOST}: {problem}") from None
     return boost
 
 
-def refuse(boost: Boost, words: Sequence[str], environment: Mapping[str, str] = os.environ) -> None:
-    """Raise ValueError if a command line of Megatron cannot be trained so."""
-    reason = _problem(boost, words, environment)
-    if reason is not None:
+def require_trainable(
+    boost: Boost, words: Sequence[str], environment: Mapping[str, str] = os.environ
+) -> None:
+    """Raise ValueError if a run with Megatron's arguments `words` cannot train the heads."""
+    if (reason := _problem(boost, words, environment)) is not None:
         raise ValueError(reason)
 
 
 def _problem(boost: Boost, words: Sequence[str], environment: Mapping[str, str]) -> str | None:
     if environment.get(DISTILL) not in (None, "", "0"):
-        return f"{DISTILL} is set, too, but {_TAUGHT}"
+        return f"{DISTILL} is set, too, but {_WITH_TEACHER}"
     if environment.get(LORA):
         return f"{LORA} is set, too, but only MTP's own weights are trained: unset one of them"
     if "/" not in (option_value(words, "--hybrid-layer-pattern") or ""):

@@ -199,14 +199,14 @@ def chosen_launch(options: argparse.Namespace) -> Launch:
         gpu=gpu,
         without=options.without,
         schedule=schedule,
-        extra=(*chosen.options, *_encoder_words(omni), *options.extra),
+        extra=(*chosen.options, *_encoder_options(omni), *options.extra),
         te_precision_config_file=options.te_precision_config_file,
         emulate=chosen_emulation(options),
         megatron_core=getattr(options, "megatron_core", None),
     )
 
 
-def _encoder_words(omni: OmniConfig | None) -> tuple[str, ...]:
+def _encoder_options(omni: OmniConfig | None) -> tuple[str, ...]:
     """Return the options of pretrain_omni.py that say which model it builds."""
     if omni is None:
         return ()

@@ -127,7 +127,7 @@ def saved_schedule(step: int, scheduler: Mapping[str, Any], args: Mapping[str, A
     return Saved(schedule=schedule, step=step, clock=clock, consumed=consumed, state=dict(scheduler))
 
 
-def schedule_of_words(words: Sequence[str]) -> Schedule | None:
+def schedule_of_arguments(words: Sequence[str]) -> Schedule | None:
     """Return the schedule that a Megatron command line describes; None if it leaves something open."""
     given = {flag.name: flag.values for flag in parse(_from_first_option(words))}
 
@@ -189,7 +189,7 @@ def refused(words: Sequence[str]) -> str | None:
 
     The message names the option that it needs. None: it would load it, or nothing is known.
     """
-    wanted, found = schedule_of_words(words), loaded_state(words)
+    wanted, found = schedule_of_arguments(words), loaded_state(words)
     if wanted is None or found is None:
         return None
     step, state = found

@@ -31,7 +31,7 @@ from megatron_nemotron3.launch.reference import (
 from megatron_nemotron3.launch.rule import Violation
 from megatron_nemotron3.launch.rules import check
 from megatron_nemotron3.launch.schedule import TrainingSchedule
-from megatron_nemotron3.launch.stored_model import Taken, taken
+from megatron_nemotron3.launch.stored_model import MergedOptions, merged_options
 from megatron_nemotron3.launch.yaml_launch import is_partial
 from megatron_nemotron3.models import Nemotron3Config, get, names
 from megatron_nemotron3.models.pattern import without_layout
@@ -174,7 +174,7 @@ class _Pasted:
     """What the text of a launch says."""
 
     text: str
-    model: Taken
+    model: MergedOptions
     notes: tuple[str, ...]
     #: Whether options that are missing say nothing about the model.
     is_partial: bool
@@ -183,7 +183,7 @@ class _Pasted:
     def of(cls, text: str, given: Mapping[str, str] | None) -> _Pasted:
         found = command_line.read_launch(text, given)
         partial = is_partial({flag.name: flag for flag in found.flags}, text)
-        return cls(text, taken(found.flags), tuple(found.notes), partial)
+        return cls(text, merged_options(found.flags), tuple(found.notes), partial)
 
 
 def _model_differences(config: Nemotron3Config, pasted: _Pasted) -> list[ExplainedOption]:

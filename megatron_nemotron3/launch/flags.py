@@ -165,7 +165,7 @@ def _backend_values(config: Nemotron3Config, backend: str) -> _Options:
     return [(name, tuple(values)) for name, *values in (line.split() for line in lines)]
 
 
-def backend_words(backend: str) -> list[str]:
+def backend_arguments(backend: str) -> list[str]:
     """Return the words that a backend needs for any model."""
     return [word for line in _FLAGS[backend] + _EVERYWHERE for word in line.split()]
 

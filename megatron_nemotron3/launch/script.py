@@ -22,7 +22,7 @@ from megatron_nemotron3.launch.script_ranks import (
     sbatch_options,
     slurm_variables,
 )
-from megatron_nemotron3.launch.shell_test import evaluate, is_known
+from megatron_nemotron3.launch.shell_conditions import evaluate, is_known
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?=)(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$\{(\w+)(?::?[-=]([^{}]*))?\}|\$(\w+)")

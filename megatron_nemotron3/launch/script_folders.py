@@ -44,12 +44,12 @@ def prepared(
             raise ValueError(problem)
         # `nemotron3 train` has done it for its ranks.
         if rank == 0 and save is not None and lock.VARIABLE not in os.environ:
-            for line in settle_manifest(save, words, changes, emulated, teacher):
+            for line in update_manifest(save, words, changes, emulated, teacher):
                 print(f"megatron_nemotron3: {line}", flush=True)
         yield
 
 
-def settle_manifest(
+def update_manifest(
     save: Path,
     words: Sequence[str],
     changes: Sequence[str] = (),

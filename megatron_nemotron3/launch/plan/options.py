@@ -60,7 +60,7 @@ READ = {
 }
 
 
-def dispatcher_words(dispatcher: str) -> tuple[str, ...]:
+def dispatcher_options(dispatcher: str) -> tuple[str, ...]:
     """The options that choose a dispatcher."""
     if dispatcher not in DISPATCHERS:
         raise ValueError(f"dispatcher={dispatcher!r}: use one of {', '.join(DISPATCHERS)}")
