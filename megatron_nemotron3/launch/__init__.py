@@ -1,6 +1,6 @@
 """What to tell Megatron: a `Launch`, its flags, and the rules that it must obey.
 
-Standard library only. `flags` is the function; its module is `megatron_nemotron3.launch.flags`.
+`flags` is the function; its module is `megatron_nemotron3.launch.flags`.
 """
 
 from megatron_nemotron3.launch.flag import Flag, render, to_argv

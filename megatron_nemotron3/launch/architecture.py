@@ -1,4 +1,4 @@
-"""The flags that describe a model, one row per flag. Standard library only.
+"""The flags that describe a model, one row per flag.
 
 A value of None or False emits no flag, True emits a switch, and a tuple emits several words. `origin` says
 where the value comes from: a config field, or "family" for what all models share.

@@ -134,23 +134,21 @@ def require_trainable(
     boost: Boost, words: Sequence[str], environment: Mapping[str, str] = os.environ
 ) -> None:
     """Raise ValueError if a run with Megatron's arguments `words` cannot train the heads."""
-    if (reason := _problem(boost, words, environment)) is not None:
-        raise ValueError(reason)
-
-
-def _problem(boost: Boost, words: Sequence[str], environment: Mapping[str, str]) -> str | None:
     if environment.get(DISTILL) not in (None, "", "0"):
-        return f"{DISTILL} is set, too, but {_WITH_TEACHER}"
+        raise ValueError(f"{DISTILL} is set, too, but {_WITH_TEACHER}")
     if environment.get(LORA):
-        return f"{LORA} is set, too, but only MTP's own weights are trained: unset one of them"
+        raise ValueError(f"{LORA} is set, too, but only MTP's own weights are trained: unset one of them")
     if "/" not in (option_value(words, "--hybrid-layer-pattern") or ""):
-        return (
+        raise ValueError(
             "the model has no MTP block to train: give --hybrid-layer-pattern one (…/*E) with "
             "--mtp-num-layers; where the checkpoint has none, add --dist-ckpt-strictness log_unexpected, and "
             "it begins with random weights"
         )
     if (cp := option_value(words, "--context-parallel-size")) not in (None, "1"):
-        return f"--context-parallel-size {cp}: a later token's distribution would be another rank's; use 1"
+        raise ValueError(
+            f"--context-parallel-size {cp}: a later token's distribution would be another rank's; use 1"
+        )
     if boost.cache and (given := [word for word in ("--sft", "--eod-mask-loss") if word in words]):
-        return f"cache={boost.cache} with {given[0]}: masks of kept batches would be lost; drop cache="
-    return None
+        raise ValueError(
+            f"cache={boost.cache} with {given[0]}: masks of kept batches would be lost; drop cache="
+        )

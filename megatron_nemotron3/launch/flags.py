@@ -1,6 +1,6 @@
 """What to tell Megatron: a launch becomes the options of the stock `pretrain_hybrid.py`.
 
-Standard library only. Megatron's parser refuses unknown options; `versions` knows which version has which.
+Megatron's parser refuses unknown options; `versions` knows which version has which.
 
 The backends:
 
@@ -29,8 +29,7 @@ from collections.abc import Iterable
 
 from megatron_nemotron3.launch import rules
 from megatron_nemotron3.launch.architecture import architecture_flags, emit
-from megatron_nemotron3.launch.flag import Flag
-from megatron_nemotron3.launch.flag import parse as parse_words
+from megatron_nemotron3.launch.flag import Flag, parse
 from megatron_nemotron3.launch.launch import Launch, TrainingData
 from megatron_nemotron3.launch.layout import cut_pattern
 from megatron_nemotron3.launch.schedule import TrainingSchedule
@@ -39,6 +38,7 @@ from megatron_nemotron3.precision.formats import FORMATS
 from megatron_nemotron3.precision.table import bf16_layers
 
 _Items = Iterable[tuple[str, object, str]]
+#: (option, values)
 _Options = list[tuple[str, tuple[object, ...]]]
 
 # Gradient accumulation fusion needs Apex for the output layer, which no spec can replace.
@@ -69,8 +69,9 @@ _MOE_FLAGS: dict[str, tuple[str, ...]] = {
 
 
 def flags(launch: Launch) -> list[Flag]:
-    """Return the flags of a launch, by section. The same launch gives the same flags on any machine, if it
-    names its `megatron_core`.
+    """Return the flags of a launch, by section.
+
+    They are the same on every machine if the launch names its `megatron_core`.
 
     Returns:
         Flags in the order of `flag.SECTIONS`. `to_argv` turns them into words, `render` into text.
@@ -89,20 +90,13 @@ def flags(launch: Launch) -> list[Flag]:
         *_section("data", _data_items(launch.data)),
         *_section("logging", _logging_items(schedule, launch.data)),
     ]
-    published = _performance_flags(launch)
-    given = parse_words(launch.extra)
+    if (tuned := launch.tuned) is not None:
+        result = [flag for flag in result if flag.name not in {*tuned.removed, *tuned.options}]
+        origin = f"gpu.{tuned.recipe}"
+        result += [Flag(name, values, "performance", origin) for name, values in tuned.options.items()]
+    given = parse(launch.extra)
     replaced = {flag.name for flag in given}
-    removed = launch.tuned.removed if launch.tuned else frozenset()
-    kept = [flag for flag in result if flag.name not in removed | {flag.name for flag in published}]
-    return [flag for flag in kept + published if flag.name not in replaced] + given
-
-
-def _performance_flags(launch: Launch) -> list[Flag]:
-    """Return the published options of the launch's GPU."""
-    if launch.tuned is None:
-        return []
-    origin = f"gpu.{launch.tuned.recipe}"
-    return [Flag(name, values, "performance", origin) for name, values in launch.tuned.options.items()]
+    return [flag for flag in result if flag.name not in replaced] + given
 
 
 def _section(section: str, items: _Items) -> list[Flag]:
@@ -135,7 +129,6 @@ def _precision_items(launch: Launch) -> _Items:
 
 
 def _precision_values(launch: Launch) -> _Options:
-    """(option, values) of the precision, without the router's."""
     if launch.precision == "fp32":  # Megatron's default: no option
         return []
     options: _Options = [("--bf16", ())]
@@ -160,13 +153,12 @@ def _precision_values(launch: Launch) -> _Options:
 
 
 def _backend_values(config: Nemotron3Config, backend: str) -> _Options:
-    """(option, values) that a backend needs."""
     lines = _FLAGS[backend] + (_MOE_FLAGS[backend] if config.is_moe else ()) + _EVERYWHERE
     return [(name, tuple(values)) for name, *values in (line.split() for line in lines)]
 
 
 def backend_arguments(backend: str) -> list[str]:
-    """Return the words that a backend needs for any model."""
+    """Return the arguments that a backend needs for any model."""
     return [word for line in _FLAGS[backend] + _EVERYWHERE for word in line.split()]
 
 

@@ -1,4 +1,4 @@
-"""Everything that a training run is made of, in one frozen dataclass. Standard library only.
+"""Everything that a training run is made of, in one frozen dataclass.
 
 launch = Launch.of("super", tp=2, ep=64, dp=64, backend="te")
 flags(launch)                        # what to tell Megatron

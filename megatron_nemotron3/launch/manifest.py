@@ -3,7 +3,7 @@
 It says what the command line and the environment of a run decide: model, MTP, precision, tokenizer, data and
 teacher; and, for information, everything else that changes numbers, and the versions. When a run goes on, the
 first six are compared. Another model needs another folder; other changes must be asked for by name, and all
-of them are recorded with their step. Standard library only.
+of them are recorded with their step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_nemotron3.common.files import Unreadable, read_outside
 from megatron_nemotron3.common.switches import BOOST, EMULATE, LORA
 from megatron_nemotron3.launch import boosting
 from megatron_nemotron3.launch.architecture import MODEL, MOE, MTP
-from megatron_nemotron3.launch.flag import parse
+from megatron_nemotron3.launch.flag import from_first_option, parse
 from megatron_nemotron3.models.lora import ARGUMENT, in_environment
 from megatron_nemotron3.models.pattern import MTP_SEPARATOR
 from megatron_nemotron3.models.stack_specs import stored_experts
@@ -89,12 +89,11 @@ def parts_of(
     teacher: Part | None = None,
 ) -> Parts:
     """Return what a run is made of."""
-    first = next((at for at, word in enumerate(words) if word.startswith("--")), len(words))
     parts: Parts = {part: {} for part in ("model", *CHANGES, "launch")}
     if name:
         parts["model"]["name"] = name
     parts["teacher"] |= teacher or {}
-    for flag in parse(words[first:]):
+    for flag in parse(from_first_option(words)):
         option, values = flag.name, " ".join(map(_normal, flag.values)) or "on"
         if option == _PATTERN:
             main, _, mtp = values.replace("|", "").partition(MTP_SEPARATOR)
@@ -169,7 +168,6 @@ class RunManifest:
     """The `run.json` of a folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Read it."""
         self.folder, self.path = folder, folder / NAME
         self.content: dict[str, Any] = {}
         try:
@@ -219,27 +217,24 @@ class RunManifest:
         if step is not None and (name := self.parts.get("model", {}).get("name")):
             new = {**new, "model": {"name": name, **new["model"]}}  # a script knows no name
         versions = _versions()
+        lines: list[str] = []
         if step is None or not self.content:
             content = {"format": 1, "begun": now, "changes": [], "versions": versions, "parts": new}
-            content |= {"command": command} if command else {}
-            lines = []
             if step is not None:
                 content["begun"] = f"before step {step}"
                 lines = [
                     f"{self.path} written: the folder had none, as older versions left it; tokenizer and "
                     f"data before step {step} are unknown and not compared"
                 ]
-            record.write(self.path, content)
-            self.content, self.parts = content, new
-            return lines
-        lines, changes = [], list(self.content["changes"])
-        old_parts = {**self.parts, "versions": dict(self.content.get("versions", {}))}
-        for part, values in {**new, "versions": versions}.items():
-            if changed := _changed(old_parts.get(part, {}), values):
-                changes.append({"step": step, "at": now, "part": part, "values": changed})
-                if part in CHANGES:
-                    lines.append(f"{part} changes at step {step}: {record.details(changed)}")
-        content = {**self.content, "versions": versions, "changes": changes, "parts": new}
+        else:
+            changes = list(self.content["changes"])
+            old_parts = {**self.parts, "versions": dict(self.content.get("versions", {}))}
+            for part, values in {**new, "versions": versions}.items():
+                if changed := _changed(old_parts.get(part, {}), values):
+                    changes.append({"step": step, "at": now, "part": part, "values": changed})
+                    if part in CHANGES:
+                        lines.append(f"{part} changes at step {step}: {record.details(changed)}")
+            content = {**self.content, "versions": versions, "changes": changes, "parts": new}
         content |= {"command": command} if command else {}
         if content != self.content:
             record.write(self.path, content)

@@ -1,4 +1,4 @@
-"""The options and variables published for a model on a GPU: `tuned`. Standard library only.
+"""The options and variables published for a model on a GPU: `tuned`.
 
     launch = Launch.of("super", tp=2, ep=64, dp=32, gpu="gb200", backend="te")
     launch.tuned.options          # {"--moe-token-dispatcher-type": ("flex",), ...}

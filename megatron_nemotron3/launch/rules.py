@@ -1,4 +1,4 @@
-"""All rules in one table, and what applies them. Standard library only.
+"""All rules in one table, and what applies them.
 
 `check` reports, `enforce` raises one error that lists all violations. Each rule has a name, the numbers, the
 cure, and the place in Megatron-Core 0.19 (or the report or issue) it comes from.

@@ -1,4 +1,4 @@
-"""Rules on layouts: divisibility, and sizes that exclude each other. Standard library only."""
+"""Rules on layouts: divisibility, and sizes that exclude each other."""
 
 from __future__ import annotations
 
@@ -245,6 +245,5 @@ LAYOUT_RULES: tuple[Rule, ...] = (
 
 
 def _smallest_dp(c: Launch) -> int:
-    """Return the smallest DP at which the expert ranks divide."""
     ranks = c.layout.tp * c.layout.cp
     return next(dp for dp in range(1, c.layout.expert_ranks + 1) if ranks * dp % c.layout.expert_ranks == 0)

@@ -97,7 +97,6 @@ def _option(
 
 
 def _recomputed(c: Launch) -> tuple[str, ...]:
-    """Return the values of `--recompute-modules`."""
     return c.options.get("--recompute-modules") or ()
 
 

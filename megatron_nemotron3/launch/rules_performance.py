@@ -1,4 +1,4 @@
-"""Rules on performance options: graphs, dispatcher, offloading, optimizer types. Standard library only.
+"""Rules on performance options: graphs, dispatcher, offloading, optimizer types.
 
 Combinations that Megatron refuses while it reads the arguments or builds the config have no rule.
 """
@@ -52,7 +52,6 @@ def _graphed_attention(c: Launch) -> bool:
 
 
 def _nvlink_ranks(c: Launch) -> int:
-    """Ranks of an NVLink domain that jobs use."""
     assert c.gpu is not None
     return min(HARDWARE[c.gpu].nvlink_domain, USED_OF_NVL72)
 
@@ -83,7 +82,6 @@ def _types(c: Launch) -> list[str]:
 
 
 def _instances(c: Launch) -> int:
-    """Return the instances of the distributed optimizer."""
     return int(c.option(_INSTANCES, "1"))
 
 

@@ -1,4 +1,4 @@
-"""Rules on number formats: block sizes, and supported combinations. Standard library only."""
+"""Rules on number formats: block sizes, and supported combinations."""
 
 from __future__ import annotations
 
@@ -76,7 +76,6 @@ def _tokens(c: Launch) -> int:
 
 
 def _format(c: Launch) -> Format:
-    """Return the format of a quantized launch."""
     return FORMATS[c.precision]
 
 
@@ -90,7 +89,6 @@ def _hardware_message(c: Launch) -> str:
 
 
 def _emulated(c: Launch) -> str:
-    """Return the format that a launch emulates."""
     return c.emulate.format if c.emulate else ""
 
 

@@ -1,4 +1,4 @@
-"""Rules on batch size, training length and learning rate. Standard library only."""
+"""Rules on batch size, training length and learning rate."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The folders of a script that `nemotron3 run` starts: hold `--save`, settle `--load`, before anything else.
-
-Standard library only.
-"""
+"""The folders of a script that `nemotron3 run` starts: lock `--save`, check `--load`, before anything else."""
 
 from __future__ import annotations
 

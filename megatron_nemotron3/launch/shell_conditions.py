@@ -1,4 +1,4 @@
-"""Evaluate the conditions of a shell script, `[ … ]`, as far as they are known. Standard library only."""
+"""Evaluate the conditions of a shell script, `[ … ]`, as far as they are known."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def is_known(values: Iterable[str]) -> bool:
 
 
 def evaluate(words: Sequence[str], filled: Callable[[str], str]) -> bool | None:
-    """Whether the words between `[` and `]` hold; None if that cannot be told."""
+    """Whether the words between `[` and `]` hold; None if that is unknown."""
     for joins, end in ((("||", "-o"), True), (("&&", "-a"), False)):
         for at, word in enumerate(words):
             if word in joins:

@@ -81,14 +81,14 @@ def merged_options(flags: Sequence[Flag]) -> MergedOptions:
     before, now = stored_experts(state.args), stored_experts({"spec": stack})
     if None not in (before, now) and before != now:
         note += (
-            f"; the experts of its layers (width:per token) {_experts_text(before)}, those of this text's "
-            f"--spec {_experts_text(now)}: Megatron does not take --spec from the checkpoint and cannot load it"
+            f"; the experts of its layers (width:per token) {_experts(before)}, those of this text's "
+            f"--spec {_experts(now)}: Megatron does not take --spec from the checkpoint and cannot load it"
         )
     merged = (*kept, *(Flag(name, words) for name, words in values.items() if name in names))
     return MergedOptions(merged, frozenset(names), note)
 
 
-def _experts_text(experts: str | None) -> str:
+def _experts(experts: str | None) -> str:
     return f"are {experts:.60}" if experts else "are those of all layers alike"
 
 

@@ -1,4 +1,4 @@
-"""Which versions of megatron-core are supported. Standard library only; `parser` knows their options.
+"""Which versions of megatron-core are supported.; `parser` knows their options.
 
 Read from the wheel 0.19.2 and from main of 2026-08-22 (0.20.0, in development); docs/environment.md says what
 was run on each.

@@ -46,7 +46,6 @@ def read(text: str) -> tuple[dict[str, tuple[str, ...]], list[str]]:
 
 
 def _model_args(sections: Mapping[str, Any]) -> tuple[dict[str, tuple[str, ...]], list[str]]:
-    """Return the options under `MODEL_ARGS` as the tests' launcher passes them."""
     given = sections[_MODEL_ARGS]
     if not isinstance(given, dict):
         raise ValueError(f"{_MODEL_ARGS} is a {type(given).__name__}: it must map options to values")
@@ -66,7 +65,6 @@ def _model_args(sections: Mapping[str, Any]) -> tuple[dict[str, tuple[str, ...]]
 
 
 def _bridge(sections: object) -> tuple[dict[str, tuple[str, ...]], list[str]]:
-    """Return the options that the sections of a Bridge configuration stand for."""
     named = sections.get(_RECIPE) if isinstance(sections, dict) and _MODEL not in sections else None
     if isinstance(named, dict) and "_target_" in named:
         raise ValueError(

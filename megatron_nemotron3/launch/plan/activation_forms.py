@@ -1,4 +1,4 @@
-"""What one layer keeps for backward, by module: one closed form for each layer kind. Standard library only.
+"""What one layer keeps for backward, by module: one closed form for each layer kind.
 
 The forms count the bytes of the storages that autograd holds, each storage once and whole (a view keeps its
 base). A tensor that several modules hold is listed under the first of them. Masks, states and indices count;
@@ -67,7 +67,6 @@ class RankShare:
 
     @classmethod
     def of(cls, launch: Launch, imbalance: float = 1.0) -> RankShare:
-        """The share of one rank of a launch."""
         if imbalance < 1:
             raise ValueError(f"imbalance={imbalance}: the busiest rank has at least the mean, use 1 or more")
         layout, options = launch.layout, CostOptions.of(launch)
@@ -90,7 +89,6 @@ class RankShare:
 
     @property
     def te(self) -> bool:
-        """Whether the backend is Transformer Engine."""
         return self.backend == "te"
 
     @property
@@ -102,6 +100,10 @@ class RankShare:
     def shard(self) -> int:
         """Tokens of the residual stream, which sequence parallelism divides over the tensor ranks."""
         return self.tokens // self.tp if self.sequence_parallel else self.tokens
+
+    def routed_rows(self, config: Nemotron3Config) -> int:
+        """Rows that the rank's experts receive."""
+        return round(self.shard * (config.moe_router_topk or 0) * self.etp * self.imbalance)
 
     def stream(self, width: int) -> int:
         """Bytes of [s / cp / tp, b, width]."""
@@ -148,7 +150,6 @@ def mamba(c: Nemotron3Config, at: RankShare) -> Form:
 
 
 def _scan_states(seq_length: int, heads: int) -> int:
-    """Number of states that the torch scan keeps of one sequence."""
     length = min(seq_length, _CHUNK)
     whole, rest = divmod(seq_length, length)
     chunks = min(whole, max(_LEAST_CHUNKS, _BLOCK_ELEMENTS // (heads * length * length)))
@@ -181,7 +182,7 @@ def moe(c: Nemotron3Config, at: RankShare) -> Form:
     """The form of an E layer."""
     experts, topk, ffn = c.num_moe_experts or 0, c.moe_router_topk or 0, c.moe_ffn_hidden_size or 0
     width, shared = c.expert_input_size, c.moe_shared_expert_intermediate_size or 0
-    rows = round(at.shard * topk * at.etp * at.imbalance)
+    rows = at.routed_rows(c)
     hidden = rows * (ffn // at.etp) * at.element
     # Scores, their sums and the chosen experts, once for routing and once for the balancing loss; then the
     # scores of the chosen experts.
@@ -210,7 +211,7 @@ def moe_backward(c: Nemotron3Config, at: RankShare, ep: int) -> int:
     gradients of all their weights exist, too, before Megatron accumulates them.
     """
     ffn = (c.moe_ffn_hidden_size or 0) // at.etp
-    rows = round(at.shard * (c.moe_router_topk or 0) * at.etp * at.imbalance)
+    rows = at.routed_rows(c)
     between = 0 if at.backend == "torch" else rows * ffn
     weights = 0 if at.te else (c.num_moe_experts or 0) // ep * 2 * ffn * c.expert_input_size
     return (2 * rows * c.expert_input_size + between + weights) * at.element

@@ -1,4 +1,4 @@
-"""Bytes of activations that one microbatch leaves on a rank until its backward. Standard library only.
+"""Bytes of activations that one microbatch leaves on a rank until its backward.
 
 Routing is assumed to be balanced: a rank's experts receive as many rows as its own tokens send. `imbalance`
 is the number of rows on the busiest rank over that. Recomputation comes from `Launch.extra`.
@@ -96,7 +96,6 @@ class _Unit:
 
 
 def _layer_units(pattern: str, recompute: Recompute, table: Table) -> list[_Unit]:
-    """The layers of a stage in the order of forward."""
     saved, whole = runs(pattern, recompute)
     found = []
     for run in saved:

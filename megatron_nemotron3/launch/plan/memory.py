@@ -1,4 +1,4 @@
-"""Everything that one rank holds at the worst moment of a step, in closed form. Standard library only.
+"""Everything that one rank holds at the worst moment of a step, in closed form.
 
 What is counted and what is not, term by term: docs/plan.md.
 """
@@ -16,8 +16,10 @@ from megatron_nemotron3.launch.plan.kinds import expert_configs, resolve, symbol
 from megatron_nemotron3.launch.plan.options import NATIVE
 from megatron_nemotron3.launch.plan.savings import PACKED, bytes_by_linear, quantized_share
 from megatron_nemotron3.launch.plan.state import (
+    Grid,
     approximate_state,
     bytes_of,
+    grid_of,
     held_elements,
     kind_elements,
     stage_patterns,
@@ -33,9 +35,9 @@ _GATHERED = 2
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one rank.
+    """Bytes on one rank at the worst moment of a step.
 
-    weights, gradients, optimizer: as `state.State`.
+    weights, gradients, optimizer: as `state.RankState`.
     activations: by layer kind, of all microbatches in flight.
     recompute_peak: what recomputing one module or run of layers adds to that. By then the backward of the
         loss and of the later layers is over, and what they held is free.
@@ -55,7 +57,6 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """The sum of all terms."""
         state = self.weights + self.gradients + self.optimizer
         return (
             state + sum(self.activations.values()) + self.recompute_peak + self.buffers + self.packed_weights
@@ -110,11 +111,9 @@ def _packed_weights(launch: Launch, at: RankShare, pattern: str) -> tuple[int, i
     """Bytes of the packed copies of all weights, and of the BF16 weights that they replace."""
     if not at.te:
         return 0, 0
-    layout, copies, replaced = launch.layout, 0, 0
+    grid, copies, replaced = grid_of(launch.layout), 0, 0
     for kind in set(pattern):
-        one = weight_copies(
-            launch.config, kind, launch.precision, layout.tp, layout.etp, layout.ep, at.options.bf16
-        )
+        one = weight_copies(launch.config, kind, launch.precision, grid, at.options.bf16)
         times = min(pattern.count(kind), _GATHERED) if at.options.fsdp else pattern.count(kind)
         copies += times * one
         if at.options.packed_weights and not at.options.fsdp:
@@ -125,27 +124,20 @@ def _packed_weights(launch: Launch, at: RankShare, pattern: str) -> tuple[int, i
 
 @lru_cache(maxsize=4096)
 def weight_copies(
-    config: Nemotron3Config,
-    kind: str,
-    precision: str,
-    tp: int,
-    etp: int,
-    ep: int,
-    kept: tuple[int, int] | None = None,
+    config: Nemotron3Config, kind: str, precision: str, grid: Grid, kept: tuple[int, int] | None = None
 ) -> int:
-    """Mean bytes of the packed copies of a decoder layer's weights on a rank.
+    """Mean bytes of the packed copies of a decoder layer's weights on a rank; `kind` is a symbol.
 
-    kind: a symbol of `kinds.symbols`. Transformer Engine packs the weight of a quantized linear along both
-    axes, and keeps the copies from the first microbatch of a step to the next step. Derived from its modules,
-    not measured.
+    Transformer Engine packs the weight of a quantized linear along both axes, and keeps the copies from the
+    first microbatch of a step to the next step. Derived from its modules, not measured.
     """
     config, kind = resolve(config, kind)
-    sizes, layout = bytes_by_linear(config, precision, kept), ParallelLayout(tp=tp, etp=etp, ep=ep)
+    sizes = bytes_by_linear(config, precision, kept)
     total = 0.0
     for row in rows_of(config, kind):
         linear = kind_named(row.linear)
         if linear is not None and linear.name in sizes:
-            elements, copies, _ = held_elements(row, layout, symbol_sizes(config))
+            elements, copies, _ = held_elements(row, grid, symbol_sizes(config))
             total += 2 * PACKED[linear.format(precision)] * elements * copies
     return round(total * quantized_share(config, kind, precision, kept))
 
@@ -188,8 +180,8 @@ def buffers(launch: Launch, at: RankShare, pp_rank: int) -> dict[str, int]:
         found["logits"] = at.tokens * (at.padded_vocab // layout.tp) * copies
     if at.options.fsdp:
         sizes = bytes_of(launch)
-        whole = [kind_elements(config, kind, layout.tp, layout.etp, layout.ep) for kind in set(kinds)]
-        tables = kind_elements(config, "output", layout.tp, layout.etp, layout.ep)
+        whole = [kind_elements(config, kind, grid_of(layout)) for kind in set(kinds)]
+        tables = kind_elements(config, "output", grid_of(layout))
         elements = _GATHERED * max(held.dense + held.expert for held in whole) + 2 * tables.dense
         found["gathered layers"] = elements * (sizes.weight + sizes.gradient)
     return found
@@ -230,7 +222,10 @@ def _held_states(pp: int, vpp: int, rank: int, microbatches: int) -> tuple[tuple
     """Microbatches held after each forward pass: the distinct states that no other state exceeds."""
     total = microbatches * vpp
     first = min(2 * (pp - rank - 1) + (vpp - 1) * pp, total)
-    order = _chunk_order(pp, vpp, microbatches)
+    order: list[int] = []  # the chunk of each forward pass
+    for start in range(0, microbatches, pp):
+        group = min(pp, microbatches - start)
+        order += [chunk for chunk in range(vpp) for _ in range(group)]
     held = [0] * vpp
     found: dict[tuple[int, ...], None] = {}
     for step, chunk in enumerate(order):
@@ -243,13 +238,3 @@ def _held_states(pp: int, vpp: int, rank: int, microbatches: int) -> tuple[tuple
         for counts in found
         if not any(other != counts and all(map(int.__ge__, other, counts)) for other in found)
     )
-
-
-def _chunk_order(pp: int, vpp: int, microbatches: int) -> list[int]:
-    """The chunk of each forward pass, in order."""
-    order: list[int] = []
-    for start in range(0, microbatches, pp):
-        group = min(pp, microbatches - start)
-        for chunk in range(vpp):
-            order += [chunk] * group
-    return order

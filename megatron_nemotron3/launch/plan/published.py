@@ -11,7 +11,7 @@ of
 The options of a run are those of its recipe (`perf_recipes/nemotronh`, `recipes/nemotronh`, and for
 containers 26.04 and 26.06 `scripts/performance/configs/nemotronh` of version 0.5.0), as options of Megatron.
 Super's runs on H100 also do not overlap data-parallel traffic with computation, which no option can say:
-0.3 % of their step. Standard library only.
+0.3 % of their step.
 """
 
 from __future__ import annotations
@@ -76,17 +76,14 @@ class PublishedRun:
 
     @property
     def layout(self) -> ParallelLayout:
-        """The layout, with ETP 1."""
         ranks = self.gpus // (self.tp * self.pp * self.cp)
         return ParallelLayout(tp=self.tp, cp=self.cp, pp=self.pp, ep=self.ep, dp=ranks)
 
     @property
     def recompute(self) -> Recompute:
-        """What it recomputes."""
         return Recompute.of(self.launch())
 
     def launch(self) -> Launch:
-        """The run as a launch on Transformer Engine."""
         return Launch(
             config=get(self.model),
             layout=self.layout,

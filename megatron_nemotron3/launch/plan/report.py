@@ -1,4 +1,4 @@
-"""The result of a search as text, JSON and bars. Standard library only, matplotlib for the bars."""
+"""The result of a search as text, JSON and bars., matplotlib for the bars."""
 
 from __future__ import annotations
 
@@ -87,7 +87,6 @@ def command(request: PlanRequest, found: LaunchCandidate) -> str:
 
 
 def _options_text(request: PlanRequest) -> str:
-    """The dispatcher, and whose published options count."""
     dispatcher = CostOptions.of(request.at(ParallelLayout())).dispatcher
     if request.launch.tuned is None:
         return f"{dispatcher}, no published options"

@@ -1,4 +1,4 @@
-"""What packing and offloading take away from the forms of `activation_forms`. Standard library only.
+"""What packing and offloading take away from the forms of `activation_forms`.
 
 With a quantized format Transformer Engine keeps the input of a quantized linear packed (one copy, along the
 other axis) in place of BF16. BF16 layers at both ends keep BF16; all layers of a kind count at their mean.
@@ -75,7 +75,7 @@ def _linear_inputs(
         hidden = at.inner((config.dense_ffn_hidden_size or 0) // at.tp)
         return (("linear_fc1", "mlp", stream, False), ("linear_fc2", "mlp", hidden, False))
     if kind == "E":
-        rows = round(at.shard * (config.moe_router_topk or 0) * at.etp * at.imbalance) * at.element
+        rows = at.routed_rows(config) * at.element
         shared = at.inner((config.moe_shared_expert_intermediate_size or 0) // at.tp)
         return (
             ("experts", "experts", rows * config.expert_input_size, False),
@@ -113,7 +113,7 @@ def _offloadable(
     """(module, part of the form, elements, bytes of one), with nothing packed."""
     width, size = at.shard * config.hidden_size, at.element
     if kind == "E":
-        rows = round(at.shard * (config.moe_router_topk or 0) * at.etp * at.imbalance)
+        rows = at.routed_rows(config)
         hidden = rows * ((config.moe_ffn_hidden_size or 0) // at.etp)
         inputs = ("expert_fc1", "experts", rows * config.expert_input_size, size)
         return (inputs, ("moe_act", "experts", hidden, size), ("", "activation", hidden, size))

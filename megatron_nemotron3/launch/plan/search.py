@@ -1,7 +1,4 @@
-"""Every legal layout of a model on a number of GPUs: which fit, and which is fastest by the time model.
-
-Standard library only.
-"""
+"""Every legal layout of a model on a number of GPUs: which fit, and which is fastest by the time model."""
 
 from __future__ import annotations
 
@@ -78,12 +75,10 @@ class PlanRequest:
 
     @property
     def config(self) -> Nemotron3Config:
-        """The model."""
         return self.launch.config
 
     @property
     def global_batch_size(self) -> int:
-        """Sequences of a step."""
         return self._schedule.global_batch_size or 0
 
     @property
@@ -141,12 +136,10 @@ class LaunchCandidate:
 
     @property
     def layout(self) -> ParallelLayout:
-        """The layout of the launch."""
         return self.launch.layout
 
     @property
     def recompute(self) -> Recompute:
-        """The recomputation of the launch."""
         return Recompute.of(self.launch)
 
 
