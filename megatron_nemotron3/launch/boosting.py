@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from megatron_nemotron3.common.argv import option_value
@@ -74,9 +74,7 @@ class Boost:
         Raises:
             ValueError: the text is malformed; or as the constructor.
         """
-        kinds: dict[str, Callable[[str], object]] = {
-            "loss": str, "temperature": float, "mix": float, "decay": float, "cache": int, "seed": int
-        }  # fmt: skip
+        kinds = {one.name: type(one.default) for one in fields(cls)}
         values: dict[str, object] = {}
         for word in () if text.strip() == "1" else filter(None, (one.strip() for one in text.split(","))):
             name, equals, value = word.partition("=")
@@ -108,7 +106,7 @@ def _parse(text: str) -> Boost | None:
         raise ValueError(f"{BOOST}: {problem}") from None
 
 
-#: What NEMOTRON3_BOOST says; None: an ordinary training. Raises ValueError if it is malformed.
+#: The value of NEMOTRON3_BOOST; None: an ordinary training. Raises ValueError if it is malformed.
 in_environment = EnvironmentSetting(BOOST, _parse).read
 
 

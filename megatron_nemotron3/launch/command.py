@@ -157,7 +157,7 @@ def chosen_schedule(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def chosen_emulation(options: argparse.Namespace) -> Emulation | None:
-    """Return what --emulate asks for: what NEMOTRON3_EMULATE says, or else the recipe of --precision."""
+    """Return what --emulate requests: the value of NEMOTRON3_EMULATE, or else the recipe of --precision."""
     given = emulation_in_environment()
     if given is not None and not options.emulate:
         raise ValueError(

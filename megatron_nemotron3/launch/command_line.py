@@ -40,18 +40,9 @@ _PATTERN, _DEPTHS = "--hybrid-layer-pattern", "--mtp-num-layers"
 _OLD_PATTERN, _OLD_MTP = "--hybrid-override-pattern", "--mtp-hybrid-override-pattern"
 
 
-def read(text: str) -> list[Flag]:
-    """Return the options in `text`, each once. The last of several counts, as for argparse.
-
-    Raises:
-        ValueError: the text has no option, or as `script.follow`.
-    """
-    return read_launch(text).flags
-
-
 @dataclass(frozen=True)
 class LaunchText:
-    """What the text of a launch says."""
+    """The options and the size of a launch, read from its text."""
 
     #: Its options, each once.
     flags: list[Flag]
@@ -61,14 +52,18 @@ class LaunchText:
     world_size: int | None = None
 
 
-def read_launch(text: str, given: Mapping[str, str] | None = None) -> LaunchText:
-    """Return what `text` says."""
+def read_launch(text: str, variables: Mapping[str, str] | None = None) -> LaunchText:
+    """Read the text of a launch. Of an option that it gives more than once the last counts, as for argparse.
+
+    Raises:
+        ValueError: the text has no option, or as `script.follow`.
+    """
     if yaml_launch.is_yaml(text):
-        if given:
+        if variables:
             raise ValueError("--set sets variables of a shell script, and the text is YAML")
         (found, notes), ranks = yaml_launch.read(text), None
     else:
-        followed = follow(text, given)
+        followed = follow(text, variables)
         found, notes, ranks = followed.options, followed.notes, followed.world_size
     if not found:
         raise ValueError(

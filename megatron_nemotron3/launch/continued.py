@@ -242,7 +242,8 @@ def continued(saved: Saved, wanted: Schedule, *, keep: bool = False) -> tuple[li
             f"--train-{old.unit}, not with --train-{wanted.unit}"
         )
     shape = (old.train, old.batch, old.style, old.wsd_style)
-    kept = replace(wanted, **_lengths(old), style=old.style, wsd_style=old.wsd_style)
+    fields = ("init", "warmup", "decay_end", "wsd_decay", "style", "wsd_style")
+    kept = replace(wanted, **{name: getattr(old, name) for name in fields})
     if shape == (wanted.train, wanted.batch, wanted.style, wanted.wsd_style):
         return _words(saved, kept), []
     left = wanted.train - (saved.step if wanted.unit == "iters" else saved.consumed)
@@ -290,10 +291,6 @@ def _planned(saved: Saved, wanted: Schedule, left: int) -> Schedule:
         decay_end=end * per_unit,
         wsd_decay=min(decay, end - warmup) * per_unit if wanted.style == "WSD" else None,
     )
-
-
-def _lengths(schedule: Schedule) -> dict[str, Any]:
-    return {name: getattr(schedule, name) for name in ("init", "warmup", "decay_end", "wsd_decay")}
 
 
 def _words(saved: Saved, plan: Schedule) -> list[str]:

@@ -143,20 +143,20 @@ def explain(launch: Launch, name: str = "published") -> Explanation:
 
 
 def explain_command(
-    config: Nemotron3Config, text: str, name: str = "published", given: Mapping[str, str] | None = None
+    config: Nemotron3Config, text: str, name: str = "published", variables: Mapping[str, str] | None = None
 ) -> Explanation:
     """Explain the text of an existing launch (`command_line.read_launch`), compared with `config`.
 
     Every value in it is the user's, unless it equals the catalog's value for the model.
     """
-    return _explain_pasted(config, _Pasted.of(text, given), name)
+    return _explain_pasted(config, _Pasted.of(text, variables), name)
 
 
 def explain_nearest(
-    text: str, name: str = "published", given: Mapping[str, str] | None = None
+    text: str, name: str = "published", variables: Mapping[str, str] | None = None
 ) -> Explanation:
     """Explain the text of an existing launch, compared with the published model that it is nearest to."""
-    pasted = _Pasted.of(text, given)
+    pasted = _Pasted.of(text, variables)
     if not pasted.model.read or pasted.is_partial:
         raise ValueError(
             (pasted.model.note or "the YAML changes fields of a recipe that it does not name")
@@ -174,7 +174,7 @@ def explain_nearest(
 
 @dataclass(frozen=True)
 class _Pasted:
-    """What the text of a launch says."""
+    """The text of a launch, with the model that it trains."""
 
     text: str
     model: MergedOptions
@@ -183,8 +183,8 @@ class _Pasted:
     is_partial: bool
 
     @classmethod
-    def of(cls, text: str, given: Mapping[str, str] | None) -> _Pasted:
-        found = command_line.read_launch(text, given)
+    def of(cls, text: str, variables: Mapping[str, str] | None) -> _Pasted:
+        found = command_line.read_launch(text, variables)
         partial = is_partial({flag.name: flag for flag in found.flags}, text)
         return cls(text, merged_options(found.flags), tuple(found.notes), partial)
 

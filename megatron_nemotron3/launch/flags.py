@@ -33,7 +33,6 @@ from megatron_nemotron3.launch.flag import Flag, parse
 from megatron_nemotron3.launch.launch import Launch, TrainingData
 from megatron_nemotron3.launch.layout import cut_pattern
 from megatron_nemotron3.launch.schedule import TrainingSchedule
-from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.precision.formats import FORMATS
 from megatron_nemotron3.precision.table import bf16_layers
 
@@ -61,11 +60,7 @@ _FLAGS: dict[str, tuple[str, ...]] = {
         "--no-bias-dropout-fusion",
     ),
 }
-_MOE_FLAGS: dict[str, tuple[str, ...]] = {
-    "auto": (),
-    "te": ("--moe-grouped-gemm", "--moe-permute-fusion", "--use-fused-weighted-squared-relu"),
-    "torch": (),
-}
+_TE_MOE_FLAGS = ("--moe-grouped-gemm", "--moe-permute-fusion", "--use-fused-weighted-squared-relu")
 
 
 def flags(launch: Launch) -> list[Flag]:
@@ -152,11 +147,6 @@ def _precision_values(launch: Launch) -> _Options:
     return options
 
 
-def _backend_values(config: Nemotron3Config, backend: str) -> _Options:
-    lines = _FLAGS[backend] + (_MOE_FLAGS[backend] if config.is_moe else ()) + _EVERYWHERE
-    return [(name, tuple(values)) for name, *values in (line.split() for line in lines)]
-
-
 def backend_arguments(backend: str) -> list[str]:
     """Return the arguments that a backend needs for any model."""
     return [word for line in _FLAGS[backend] + _EVERYWHERE for word in line.split()]
@@ -175,8 +165,9 @@ def _optimization_items(launch: Launch, schedule: TrainingSchedule) -> _Items:
     styles = () if wsd and not schedule.length("lr_wsd_decay") else ("lr_decay_style",)
     for field in (*fields, *styles, *(("lr_wsd_decay_style",) if wsd and styles else ())):
         yield f"--{field.replace('_', '-')}", getattr(schedule, field), f"schedule.{field}"
-    for name, values in _backend_values(launch.config, launch.backend):
-        yield name, values or True, "backend"
+    moe = _TE_MOE_FLAGS if launch.config.is_moe and launch.backend == "te" else ()
+    for name, *values in (line.split() for line in (*_FLAGS[launch.backend], *moe, *_EVERYWHERE)):
+        yield name, tuple(values) or True, "backend"
 
 
 def _data_items(data: TrainingData | None) -> _Items:

@@ -79,7 +79,7 @@ class Launch:
     schedule: TrainingSchedule | None = None
     #: None: no data flags.
     data: TrainingData | None = None
-    #: More words for Megatron's command line. An option given here replaces the one emitted.
+    #: More arguments for Megatron. An option given here replaces the one emitted.
     extra: Sequence[str] = ()
     #: Path of the per-module precision file, which nvfp4 requires.
     te_precision_config_file: str | None = None

@@ -1,9 +1,9 @@
 """`run.json`: which run a folder of checkpoints belongs to, so that a resumed run is not another one.
 
-It says what the command line and the environment of a run decide: model, MTP, precision, tokenizer, data and
-teacher; and, for information, everything else that changes numbers, and the versions. When a run goes on, the
-first six are compared. Another model needs another folder; other changes must be asked for by name, and all
-of them are recorded with their step.
+It records what the command line and the environment of a run decide: model, MTP, precision, tokenizer, data
+and teacher; and, for information, everything else that changes numbers, and the versions. When a run goes
+on, the first six are compared. Another model needs another folder; other changes must be requested by name,
+and all of them are recorded with their step.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from megatron_nemotron3.models.pattern import MTP_SEPARATOR
 from megatron_nemotron3.models.stack_specs import stored_experts
 
 NAME = "run.json"
-#: Parts that may change in a folder if it is asked for: values of --change.
+#: Parts that may change in a folder on request: values of --change.
 CHANGES = ("precision", "mtp", "tokenizer", "data", "teacher")
-#: Option -> what it says.
+#: Option -> its value.
 Part = dict[str, str]
 Parts = dict[str, Part]
 
@@ -47,7 +47,7 @@ def add_change(parser: argparse._ActionsContainer) -> None:
 
 _LIMIT = 64 << 20
 _PATTERN = "--hybrid-layer-pattern"
-#: Width and top-k of each E layer where they differ, which no option but --spec says.
+#: Width and top-k of each E layer where they differ, which no option but --spec states.
 _EXPERTS = "experts of layers"
 #: Options of a model's table that change no tensor and may be changed while it trains.
 _TRAINING = frozenset(
@@ -215,7 +215,7 @@ class RunManifest:
         """Write the file, with what changed at `step` (None: the run begins); return lines to print."""
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         if step is not None and (name := self.parts.get("model", {}).get("name")):
-            new = {**new, "model": {"name": name, **new["model"]}}  # a script knows no name
+            new = {**new, "model": {"name": name, **new["model"]}}  # a script has no name of a model
         versions = _versions()
         lines: list[str] = []
         if step is None or not self.content:
@@ -256,7 +256,7 @@ def precision_name(part: Mapping[str, str]) -> str:
 
 
 def folder_of(save: Path) -> Path:
-    """Return the folder of a run's manifest: beside `checkpoints/` of `nemotron3 train`, else in --save."""
+    """Return the folder of a run's manifest: next to `checkpoints/` of `nemotron3 train`, else in --save."""
     return save.parent if save.name == "checkpoints" and (save.parent / NAME).is_file() else save
 
 

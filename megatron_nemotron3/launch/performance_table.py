@@ -20,7 +20,7 @@ from megatron_nemotron3.launch.layout import ParallelLayout
 
 @dataclass(frozen=True)
 class Hardware:
-    """What the settings depend on besides the name of a GPU."""
+    """Properties of a GPU that the settings depend on."""
 
     #: Ranks that NVLink connects.
     nvlink_domain: int
@@ -30,7 +30,7 @@ class Hardware:
     nearest: tuple[str, ...]
 
 
-#: Types of GPU that `--gpu` knows.
+#: Types of GPU that `--gpu` accepts.
 HARDWARE: dict[str, Hardware] = {
     "h100": Hardware(8, (9, 0), ("b200", "gb200")),
     "h200": Hardware(8, (9, 0), ("h100", "b200", "gb200")),

@@ -51,7 +51,7 @@ class PublishedOption:
 
 @dataclass(frozen=True)
 class PublicLaunch:
-    """What the public launch of a model had besides its layout and its schedule."""
+    """The public launch of a model, without its layout and its schedule."""
 
     #: "3072 H100", in words.
     machines: str

@@ -22,7 +22,7 @@ from megatron_nemotron3.launch.script_ranks import (
     sbatch_options,
     slurm_variables,
 )
-from megatron_nemotron3.launch.shell_conditions import evaluate, is_known
+from megatron_nemotron3.launch.shell_conditions import evaluate, is_known, joined
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?=)(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$\{(\w+)(?::?[-=]([^{}]*))?\}|\$(\w+)")
@@ -59,30 +59,31 @@ class _Ended(Exception):
     """The script exits, or a function returns."""
 
 
-def follow(text: str, given: Mapping[str, str] | None = None) -> Script:
+def follow(text: str, variables: Mapping[str, str] | None = None) -> Script:
     """Return what a script passes to Megatron."""
-    for name in given or {}:
+    for name in variables or {}:
         if not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text):
             raise ValueError(f"--set {name}: the script has no such variable")
     job = sbatch_options(text)
-    walk = _Walk(dict(given or {}))
-    walk.variables = slurm_variables(job) | walk.variables
+    interpreter = _Interpreter(dict(variables or {}))
+    interpreter.variables = slurm_variables(job) | interpreter.variables
     try:
         with contextlib.suppress(_Ended):
-            walk.run(shell.parse(text))
+            interpreter.run(shell.parse(text))
     except RecursionError:
         raise ValueError("the script is nested too deep to be read") from None
-    found = walk.result()
-    found.world_size = ranks_of(job | walk.launcher, walk.variables.get("WORLD_SIZE", ""))
+    found = interpreter.result()
+    found.world_size = ranks_of(job | interpreter.launcher, interpreter.variables.get("WORLD_SIZE", ""))
     return found
 
 
-class _Walk:
+class _Interpreter:
     """The state of a script at one of its lines."""
 
-    def __init__(self, given: dict[str, str]) -> None:
-        self.given = given
-        self.variables = dict(given)
+    def __init__(self, fixed: dict[str, str]) -> None:
+        #: Variables that keep the value of --set.
+        self.fixed = fixed
+        self.variables = dict(fixed)
         #: Variables that an undecided branch may have set -> why; `reasons` keeps those set again later.
         self.undecided: dict[str, str] = {}
         self.reasons: dict[str, str] = {}
@@ -193,12 +194,7 @@ class _Walk:
             holds = self._truth(node.parts[0])
             for operator, part in zip(node.operators, node.parts[1:], strict=True):
                 other = self._truth(part)
-                if operator == "&&":
-                    holds = False if False in (holds, other) else None if None in (holds, other) else True
-                elif operator == "||":
-                    holds = True if True in (holds, other) else None if None in (holds, other) else False
-                else:
-                    holds = other
+                holds = other if operator == "|" else joined(operator, holds, other)
             return holds if holds is None or not node.negated else not holds
         if not isinstance(node, shell.Simple):
             return None
@@ -211,7 +207,7 @@ class _Walk:
         """Mark what commands that may or may not run would set."""
         for node in _simple_commands(nodes):
             names = [word for word in node.words if _ASSIGNMENT.fullmatch(word)]
-            branch = _Walk(self.given)
+            branch = _Interpreter(self.fixed)
             branch.collections = self.collections
             branch._run_simple(node, follow_calls=False)
             if found := _without_launcher(branch.words):
@@ -219,7 +215,7 @@ class _Walk:
                     f"{found[0].name} (line {node.line}): {reason}{self._remedy(_names_in([reason]))}"
                 )
             for name in (word.split("=")[0].rstrip("+") for word in names):
-                if name not in self.given:
+                if name not in self.fixed:
                     self.undecided[name] = self.reasons[name] = reason
             called = self.functions.get(node.words[0])
             if called:
@@ -249,7 +245,7 @@ class _Walk:
         first = words[0]
         if first in _READS:
             for name in words[1:]:
-                if name not in self.given:
+                if name not in self.fixed:
                     self.variables.pop(name, None)
         elif first in ("source", "."):
             self.notes.append(f"line {node.line}: {_short(' '.join(words))} is not read")
@@ -290,7 +286,7 @@ class _Walk:
             self.collections.add(name)
             self.words += self._options_of(value.split())
             return
-        if name in self.given:
+        if name in self.fixed:
             return
         self.undecided.pop(name, None)
         self.collections.discard(name)

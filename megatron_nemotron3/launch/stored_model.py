@@ -15,8 +15,8 @@ from megatron_nemotron3.launch.script import is_known
 from megatron_nemotron3.models.stack_specs import stored_experts
 
 OPTION = "--use-checkpoint-args"
-#: Arguments that Megatron takes from the checkpoint whatever the command line says, and those that it takes
-#: where the command line is silent (`load_args_from_checkpoint` of megatron/training/checkpointing.py, 0.19).
+#: Arguments that Megatron takes from the checkpoint whatever the command line has, and those that it takes
+#: if they are not passed (`load_args_from_checkpoint` of megatron/training/checkpointing.py, 0.19).
 # fmt: off
 _FORCED = (
     "num_query_groups", "group_query_attention", "position_embedding_type",
@@ -44,7 +44,7 @@ class MergedOptions:
     names: frozenset[str] = frozenset()
     #: "" without the option.
     note: str = ""
-    #: Whether the checkpoint was read; if not, nobody here knows the values of `names`.
+    #: Whether the checkpoint was read; if not, the values of `names` are unknown.
     read: bool = True
 
 

@@ -78,12 +78,13 @@ def memory(
         ValueError: an unknown precision or backend, no such rank, or fewer layers than stages.
     """
     config, layout = launch.config, launch.layout
-    at = RankShare.of(launch, imbalance)
+    share = RankShare.of(launch, imbalance)
     patterns = stage_patterns(config, layout.stages, launch.seq_length)
     experts = set(expert_configs(config, symbols(config) + (config.mtp_pattern or "")))
-    work = max((moe_backward(own, at, layout.ep) for own in experts), default=0)
+    work = max((moe_backward(own, share, layout.ep) for own in experts), default=0)
     chunks = [
-        stage_bytes(config, at, patterns, stage, work) for stage in range(pp_rank, layout.stages, layout.pp)
+        stage_bytes(config, share, patterns, stage, work)
+        for stage in range(pp_rank, layout.stages, layout.pp)
     ]
     weights = [sum(kinds.values()) for kinds, *_ in chunks] if layout.vpp > 1 else ()
     activations: dict[str, int] = {}
@@ -95,28 +96,28 @@ def memory(
         held = approximate_state(launch, pp_rank)
     else:
         held = state(launch, pp_rank=pp_rank, dp_rank=exact[0], edp_rank=exact[1])
-    packed_weights, replaced = _packed_weights(launch, at, "".join(patterns[pp_rank :: layout.pp]))
+    packed_weights, replaced = _packed_weights(launch, share, "".join(patterns[pp_rank :: layout.pp]))
     return RankMemory(
         weights=held.weights - replaced,
         gradients=held.gradients,
         optimizer=held.optimizer,
         activations=activations,
         recompute_peak=max(again for _, again, _ in chunks),
-        buffers=max(more for _, _, more in chunks) + sum(buffers(launch, at, pp_rank).values()),
+        buffers=max(more for _, _, more in chunks) + sum(buffers(launch, share, pp_rank).values()),
         packed_weights=packed_weights,
     )
 
 
-def _packed_weights(launch: Launch, at: RankShare, pattern: str) -> tuple[int, int]:
+def _packed_weights(launch: Launch, share: RankShare, pattern: str) -> tuple[int, int]:
     """Bytes of the packed copies of all weights, and of the BF16 weights that they replace."""
-    if not at.te:
+    if not share.te:
         return 0, 0
     grid, copies, replaced = grid_of(launch.layout), 0, 0
     for kind in set(pattern):
-        one = weight_copies(launch.config, kind, launch.precision, grid, at.options.bf16)
-        times = min(pattern.count(kind), _GATHERED) if at.options.fsdp else pattern.count(kind)
+        one = weight_copies(launch.config, kind, launch.precision, grid, share.options.bf16)
+        times = min(pattern.count(kind), _GATHERED) if share.options.fsdp else pattern.count(kind)
         copies += times * one
-        if at.options.packed_weights and not at.options.fsdp:
+        if share.options.packed_weights and not share.options.fsdp:
             each = PACKED[launch.precision] if launch.precision in PACKED else PACKED["bf16"]
             replaced += round(times * one / (2 * each) * PACKED["bf16"])
     return copies, replaced
@@ -142,14 +143,14 @@ def weight_copies(
     return round(total * quantized_share(config, kind, precision, kept))
 
 
-def buffers(launch: Launch, at: RankShare, pp_rank: int) -> dict[str, int]:
+def buffers(launch: Launch, share: RankShare, pp_rank: int) -> dict[str, int]:
     """Bytes that exist while a microbatch is computed and that no saved tensor holds, by purpose.
 
     sequence gather: the input of a column-parallel linear, gathered from all TP ranks in Megatron's buffer.
     expert exchange: the rows that a rank sends to experts, and those that it receives before it sorts them.
     routing: probabilities and map [tokens, experts] of the last microbatch, which every dispatcher keeps.
     pipeline: one tensor received and one sent in each direction; interleaved, twice as many.
-    logits: in the model's precision, besides what the loss keeps. Megatron's fused loss also holds them in
+    logits: in the model's precision, without what the loss keeps. Megatron's fused loss also holds them in
     FP32, before and after their maximum is subtracted (the second: inferred from the memory of published
     runs). gathered layers: with Megatron-FSDP, weights and gradients of the largest layers in use, and the
     tables.
@@ -161,24 +162,24 @@ def buffers(launch: Launch, at: RankShare, pp_rank: int) -> dict[str, int]:
     if last:
         kinds += config.mtp_pattern or ""
     d, found = config.hidden_size, {}
-    if at.sequence_parallel:
-        found["sequence gather"] = at.inner(2 * d if last and config.has_mtp else d)
+    if share.sequence_parallel:
+        found["sequence gather"] = share.inner(2 * d if last and config.has_mtp else d)
     routed = expert_configs(config, kinds)
     if routed and layout.ep > 1:
         copies = max(own.moe_router_topk or 0 for own in set(routed))
-        sent = at.shard * copies * config.expert_input_size * at.element
-        found["expert exchange"] = sent + round(sent * layout.etp * at.imbalance)
+        sent = share.shard * copies * config.expert_input_size * share.element
+        found["expert exchange"] = sent + round(sent * layout.etp * share.imbalance)
     if routed:
         layers = len(expert_configs(config, "".join(patterns[pp_rank :: layout.pp])))
         layers += (config.mtp_pattern or "").count("E") * config.mtp_num_blocks if last else 0
-        found["routing"] = layers * at.shard * (config.num_moe_experts or 0) * (FLOAT + 1)
+        found["routing"] = layers * share.shard * (config.num_moe_experts or 0) * (FLOAT + 1)
     if layout.pp > 1:
-        found["pipeline"] = (4 if layout.vpp > 1 else 2) * at.stream(d)
+        found["pipeline"] = (4 if layout.vpp > 1 else 2) * share.stream(d)
     if last:
-        copies = at.element if at.element == 2 else 0
-        copies += 2 * FLOAT if at.options.loss == NATIVE else 0
-        found["logits"] = at.tokens * (at.padded_vocab // layout.tp) * copies
-    if at.options.fsdp:
+        copies = share.element if share.element == 2 else 0
+        copies += 2 * FLOAT if share.options.loss == NATIVE else 0
+        found["logits"] = share.tokens * (share.padded_vocab // layout.tp) * copies
+    if share.options.fsdp:
         sizes = bytes_of(launch)
         whole = [kind_elements(config, kind, grid_of(layout)) for kind in set(kinds)]
         tables = kind_elements(config, "output", grid_of(layout))

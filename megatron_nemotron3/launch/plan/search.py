@@ -27,7 +27,7 @@ MICRO_BATCHES = (1, 2, 4, 8)
 VIRTUAL_STAGES = (1, 2, 4)
 _TP = (1, 2, 4, 8, 16)
 _CP = tuple(2**n for n in range(9))
-#: No one wants a longer pipeline for 42 to 108 layers.
+#: A longer pipeline is of no use for 42 to 108 layers.
 _MOST_STAGES = 32
 
 
@@ -35,7 +35,7 @@ _MOST_STAGES = 32
 class PlanRequest:
     """A launch whose layout is wanted: its model, batch, sequence length and precision are given.
 
-    The backend is Transformer Engine, whatever the launch says.
+    The backend is Transformer Engine, whatever the launch has.
 
     Args:
         launch: its schedule holds the global batch size.
@@ -101,10 +101,7 @@ class PlanRequest:
             backend="te",
             schedule=_with_micro_batch(self._schedule, micro_batch_size),
             extra=(*dispatcher, *self.launch.extra, *words),
-            without=(
-                *self.launch.without,
-                *(name for name in self._published_recompute if name not in words),
-            ),
+            without=(*self.launch.without, *(n for n in self._published_recompute if n not in words)),
             te_precision_config_file="precision.yaml" if self.launch.precision == "nvfp4" else None,
             compute_capability=self.gpu.capability,
             megatron_core=self.launch.megatron_core or DEFAULT,
@@ -209,8 +206,7 @@ def recomputations(config: Nemotron3Config) -> tuple[Recompute, ...]:
 
 
 def rank_memories(launch: Launch) -> Iterator[RankMemory]:
-    """Memory of the pipeline ranks that may hold most: the first two (microbatches in flight) and the last
-    (output layer, MTP)."""
+    """Memory of the ranks that may hold most: the first two (microbatches in flight), the last (output)."""
     last = launch.layout.pp - 1
     for rank in sorted({0, min(1, last), last}):
         yield memory(launch, rank)

@@ -9,11 +9,11 @@ compared; it leaves out less than 64 elements a parameter and the padding at the
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_nemotron3.launch import Launch, ParallelLayout
-from megatron_nemotron3.launch.architecture import vocab_divisor
+from megatron_nemotron3.launch.architecture import VOCAB_DIVISOR, vocab_divisor
 from megatron_nemotron3.launch.layout import cut_pattern
 from megatron_nemotron3.launch.plan.kinds import resolve, symbols
 from megatron_nemotron3.launch.plan.options import CostOptions
@@ -24,7 +24,6 @@ from megatron_nemotron3.models.tensors import PARAMETER, Row, registered, rows_o
 #: Megatron starts every parameter of a distributed optimizer's buffer at a multiple of this many elements,
 #: and ends a bucket at a multiple of the least common multiple of the ranks and `BUCKET_END`.
 PARAMETER_START, BUCKET_END = 64, 128
-_VOCAB_DIVISOR = 128
 
 
 #: Sizes that divide the parameters of a layer: tensor, expert-tensor and expert parallel.
@@ -47,7 +46,7 @@ class RankParameter:
 
 def padded_vocab_size(config: Nemotron3Config, layout: ParallelLayout) -> int:
     """Rows of the embedding table over all tensor ranks, with the divisor that our flags give."""
-    multiple = (vocab_divisor(config, layout) or _VOCAB_DIVISOR) * layout.tp
+    multiple = (vocab_divisor(config, layout) or VOCAB_DIVISOR) * layout.tp
     return -(-config.vocab_size // multiple) * multiple
 
 
@@ -105,20 +104,16 @@ def held_elements(row: Row, grid: Grid, sizes: dict[str, int]) -> tuple[int, int
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes of one kind of type. Megatron's defaults for BF16 training with Adam.
+    """Bytes of a parameter (`weight`), and of what training with Adam adds for it.
 
-    weight: of a parameter. gradient: of its accumulation (`--accumulate-allreduce-grads-in-fp32`). master: of
-    the optimizer's own copy, 0 where the parameter is FP32 itself. moments: of both moments.
+    gradient: of its accumulation. master: of the optimizer's own copy, 0 where the parameter is FP32 itself.
+    moments: of both moments.
     """
 
-    weight: int = 2
-    gradient: int = 4
-    master: int = 4
-    moments: int = 8
-
-
-BF16 = Bytes()
-FP32 = Bytes(weight=4, master=0)
+    weight: int
+    gradient: int
+    master: int
+    moments: int
 
 
 @dataclass(frozen=True)
@@ -137,9 +132,9 @@ class RankState:
 def bytes_of(launch: Launch) -> Bytes:
     """The bytes of a launch's precision and options (`--grad-reduce-in-bf16`, precision-aware optimizer)."""
     if launch.precision == "fp32":
-        return replace(FP32, gradient=2) if "--grad-reduce-in-bf16" in launch.extra else FP32
+        return Bytes(4, gradient=2 if "--grad-reduce-in-bf16" in launch.extra else 4, master=0, moments=8)
     options = CostOptions.of(launch)
-    return replace(BF16, gradient=options.gradient, master=options.master, moments=options.moments)
+    return Bytes(2, options.gradient, options.master, options.moments)
 
 
 def state(launch: Launch, *, pp_rank: int = 0, dp_rank: int = 0, edp_rank: int = 0) -> RankState:

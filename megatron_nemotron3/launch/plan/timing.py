@@ -201,7 +201,7 @@ def _layer_time(launch: Launch, machine: Machine, symbol: str) -> LayerTime:
     held = kind_elements(config, kind, grid_of(layout))
     moved = sum(saved.values()) * assumed.passes / machine.bandwidth
     weights = (held.dense + held.expert) * _WEIGHT_PASSES / machine.bandwidth
-    again = _recomputed_share(kind, Recompute.of(launch))
+    recomputed = _recomputed_share(kind, Recompute.of(launch))
     options = CostOptions.of(launch)
     copies = config.moe_router_topk if options.deduplicates else None
     comm = {"tp": 0.0, "ep": 0.0, "cp": 0.0}
@@ -209,20 +209,21 @@ def _layer_time(launch: Launch, machine: Machine, symbol: str) -> LayerTime:
         link = "ep" if transfer.link == "etp" else transfer.link
         comm[link] += seconds(transfer, layout, machine, copies)
     # Forward is a third of products and memory traffic, and 2 of 5 or 2 of 4 collectives.
-    products, memory = forward * (1 + BACKWARD + again), moved * (1 + again / 3) + weights * (1 + again / 6)
+    products = forward * (1 + BACKWARD + recomputed)
+    memory = moved * (1 + recomputed / 3) + weights * (1 + recomputed / 6)
     if kind not in "M*E-":
         return LayerTime(products, memory, 0.0, comm["tp"], comm["ep"], comm["cp"])
     tp, ep, cp = (
-        comm["tp"] * (1 + again * 0.4),
-        comm["ep"] * (1 + again * 0.5),
-        comm["cp"] * (1 + again * 0.5),
+        comm["tp"] * (1 + recomputed * 0.4),
+        comm["ep"] * (1 + recomputed * 0.5),
+        comm["cp"] * (1 + recomputed * 0.5),
     )
     # The host runs ahead of the GPU, so launches cost only what they take longer than the GPU's work.
-    launches = assumed.launches * (1 - captured(kind, options)) * (1 + again / 3)
+    launches = assumed.launches * (1 - captured(kind, options)) * (1 + recomputed / 3)
     waits = max(0.0, launches - products - memory - tp - ep - cp)
     if kind == "E":
         each = assumed.expert * (config.num_moe_experts or 0) / layout.ep
-        waits += (assumed.experts + each) * (1 + again / 3)
+        waits += (assumed.experts + each) * (1 + recomputed / 3)
     waits += assumed.fsdp if options.fsdp else 0.0
     return LayerTime(products, memory, waits, tp, ep, cp)
 
@@ -254,8 +255,7 @@ def _recomputed_share(kind: str, recompute: Recompute) -> float:
 
 
 def one_replica(launch: Launch) -> Launch:
-    """What the time of a layer depends on: a launch without dp, pp and number of microbatches, so that one
-    entry of a cache serves all of them."""
+    """Return a launch without dp, pp and batch, which do not change a layer's time: a key of the cache."""
     layout = launch.layout
     return replace(
         launch,

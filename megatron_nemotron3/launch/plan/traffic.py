@@ -72,8 +72,7 @@ def layer_transfers(
 def _tensor_parallel(
     layout: ParallelLayout, module: str, whole: int, sharded: Sequence[tuple[str, int]], reductions: int
 ) -> Iterator[Collective]:
-    """Collectives of `whole` bytes between tensor ranks: (collective, how often) with sequence parallelism,
-    and otherwise this many all-reductions."""
+    """Yield `sharded`, (collective, how often) with sequence parallelism, or this many all-reductions."""
     for collective, times in sharded if layout.sequence_parallel else [(ALL_REDUCE, reductions)]:
         yield Collective("tp", module, collective, layout.tp, times, times * whole)
 

@@ -156,7 +156,7 @@ def make(
     if lora is not None:
         LoRASettings.parse(lora)
     if boost is not None:
-        settings.refuse(Boost.parse(boost), to_argv(flags))
+        settings.require_trainable(Boost.parse(boost), to_argv(flags))
     merged = merged_options(flags)
     launch = large_of(merged, world_size, vocab_size)
     remarks = [Remark(what, instead) for what, instead in launch.assumed]
