@@ -74,7 +74,7 @@ class Boost:
         Raises:
             ValueError: the text is malformed; or as the constructor.
         """
-        kinds = {one.name: type(one.default) for one in fields(cls)}
+        kinds = {one.name: type(getattr(cls, one.name)) for one in fields(cls)}
         values: dict[str, object] = {}
         for word in () if text.strip() == "1" else filter(None, (one.strip() for one in text.split(","))):
             name, equals, value = word.partition("=")
