@@ -19,7 +19,7 @@ from megatron_nemotron3.launch.plan.published import CARDS, RUNS, SEQUENCE, Publ
 from megatron_nemotron3.launch.plan.search import (
     MICRO_BATCHES,
     LaunchCandidate,
-    Question,
+    PlanRequest,
     candidate,
     recomputations,
     search,
@@ -159,15 +159,15 @@ def show_places() -> None:
         assert layout is not None
         schedule = TrainingSchedule(seq_length=SEQUENCE, global_batch_size=3072)
         launch = Launch(config=config, precision=precision, schedule=schedule)
-        question = Question(launch, gpus, GPUS[gpu], dispatcher)
-        best = search(question, best=100000).best
+        request = PlanRequest(launch, gpus, GPUS[gpu], dispatcher)
+        best = search(request, best=100000).best
         tried = [
-            candidate(question, question.at(layout, size, recompute))
+            candidate(request, request.at(layout, size, recompute))
             for size in MICRO_BATCHES
             for recompute in recomputations(config)
             if 3072 // layout.dp % size == 0
         ]
-        fitting = [c for c in tried if c.memory.total <= question.limit]
+        fitting = [c for c in tried if c.memory.total <= request.limit]
 
         def place(found: LaunchCandidate) -> str:
             rank = 1 + sum(other.tokens > found.tokens for other in best)  # noqa: B023
@@ -175,7 +175,7 @@ def show_places() -> None:
 
         own = max(fitting, key=lambda c: c.tokens)
         launched = next(c for c in fitting if c.launch.micro_batch_size == micro)
-        spare = (question.limit - launched.memory.total) / GIB
+        spare = (request.limit - launched.memory.total) / GIB
         print(
             f"{name} on {gpus} {gpu}: {layout}: fits with {spare:.0f} GiB to spare "
             f"(reserve {RESERVE / GIB:.0f}); as launched (micro {micro}) {place(launched)}; "

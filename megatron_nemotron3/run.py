@@ -308,7 +308,7 @@ def _launch(words: Words) -> None:
         measured = emulation.logging_in_environment()
         distilled = check_distillation(taught, arguments, int(os.environ.get("WORLD_SIZE", 1)))
         teacher = record_of(distilled)
-        boost = boosting.asked(arguments, taught=bool(distilled))
+        boost = boosting.requested(arguments, distilled=bool(distilled))
     except (ValueError, OSError) as problem:
         fail(str(problem))
     require_well_formed_file(arguments)

@@ -1,7 +1,4 @@
-"""What to tell Megatron: a `Launch`, its flags, and the rules that it must obey.
-
-Standard library only. `flags` is the function; its module is `megatron_nemotron3.launch.flags`.
-"""
+"""What to tell Megatron: a `Launch`, its flags, and the rules that it must obey."""
 
 from megatron_nemotron3.launch.flag import Flag, render, to_argv
 from megatron_nemotron3.launch.flags import flags

@@ -1,4 +1,4 @@
-"""The flags that describe a model, one row per flag. Standard library only.
+"""The flags that describe a model, one row per flag.
 
 A value of None or False emits no flag, True emits a switch, and a tuple emits several words. `origin` says
 where the value comes from: a config field, or "family" for what all models share.
@@ -15,7 +15,7 @@ from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.stack_specs import MODULE, spec_name
 
 #: The largest divisor Megatron pads the vocabulary to by default (times TP).
-_VOCAB_DIVISOR = 128
+VOCAB_DIVISOR = 128
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,9 @@ def vocab_divisor(config: Nemotron3Config, layout: ParallelLayout) -> int | None
     (rule "vocabulary-tp").
     """
     per_rank, rest = divmod(config.vocab_size, layout.tp)
-    if rest or per_rank % _VOCAB_DIVISOR == 0:
+    if rest or per_rank % VOCAB_DIVISOR == 0:
         return None
-    return next(d for d in range(_VOCAB_DIVISOR, 0, -1) if per_rank % d == 0)
+    return next(d for d in range(VOCAB_DIVISOR, 0, -1) if per_rank % d == 0)
 
 
 def architecture_flags(

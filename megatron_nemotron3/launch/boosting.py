@@ -1,4 +1,4 @@
-"""What MTP heads are trained for. Standard library only.
+"""What MTP heads are trained for.
 
     NEMOTRON3_BOOST="loss=kl,temperature=2,mix=1" nemotron3 run SCRIPT …
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from megatron_nemotron3.common.argv import option_value
@@ -23,9 +23,9 @@ LOSSES = {
     "tv": "total variation between the two, which is 1 - the probability that a sampled draft is accepted",
     "ce": "cross-entropy with the text's token",
 }
-
-
-_TAUGHT = "MTP's heads are trained on what the model itself predicts, not on a teacher: leave one of them out"
+_WITH_TEACHER = (
+    "MTP's heads are trained on what the model itself predicts, not on a teacher: leave one of them out"
+)
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,7 @@ class Boost:
         Raises:
             ValueError: the text is malformed; or as the constructor.
         """
-        kinds: dict[str, Callable[[str], object]] = {
-            "loss": str, "temperature": float, "mix": float, "decay": float, "cache": int, "seed": int
-        }  # fmt: skip
+        kinds = {one.name: type(getattr(cls, one.name)) for one in fields(cls)}
         values: dict[str, object] = {}
         for word in () if text.strip() == "1" else filter(None, (one.strip() for one in text.split(","))):
             name, equals, value = word.partition("=")
@@ -108,45 +106,47 @@ def _parse(text: str) -> Boost | None:
         raise ValueError(f"{BOOST}: {problem}") from None
 
 
-#: What NEMOTRON3_BOOST says; None: an ordinary training. Raises ValueError if it is malformed.
+#: The value of NEMOTRON3_BOOST; None: an ordinary training. Raises ValueError if it is malformed.
 in_environment = EnvironmentSetting(BOOST, _parse).read
 
 
-def asked(
-    words: Sequence[str], environment: Mapping[str, str] = os.environ, *, taught: bool = False
+def requested(
+    words: Sequence[str], environment: Mapping[str, str] = os.environ, *, distilled: bool = False
 ) -> Boost | None:
-    """Return what NEMOTRON3_BOOST asks of a command line of Megatron."""
+    """Return the training of heads that NEMOTRON3_BOOST requests, or None.
+
+    Raises ValueError if a run with Megatron's arguments `words` cannot train them.
+    """
     boost = in_environment(environment)
     if boost is not None:
         try:
-            if taught:
-                raise ValueError(_TAUGHT)
-            refuse(boost, words, environment)
+            if distilled:
+                raise ValueError(_WITH_TEACHER)
+            require_trainable(boost, words, environment)
         except ValueError as problem:
             raise ValueError(f"{BOOST}: {problem}") from None
     return boost
 
 
-def refuse(boost: Boost, words: Sequence[str], environment: Mapping[str, str] = os.environ) -> None:
-    """Raise ValueError if a command line of Megatron cannot be trained so."""
-    reason = _problem(boost, words, environment)
-    if reason is not None:
-        raise ValueError(reason)
-
-
-def _problem(boost: Boost, words: Sequence[str], environment: Mapping[str, str]) -> str | None:
+def require_trainable(
+    boost: Boost, words: Sequence[str], environment: Mapping[str, str] = os.environ
+) -> None:
+    """Raise ValueError if a run with Megatron's arguments `words` cannot train the heads."""
     if environment.get(DISTILL) not in (None, "", "0"):
-        return f"{DISTILL} is set, too, but {_TAUGHT}"
+        raise ValueError(f"{DISTILL} is set, too, but {_WITH_TEACHER}")
     if environment.get(LORA):
-        return f"{LORA} is set, too, but only MTP's own weights are trained: unset one of them"
+        raise ValueError(f"{LORA} is set, too, but only MTP's own weights are trained: unset one of them")
     if "/" not in (option_value(words, "--hybrid-layer-pattern") or ""):
-        return (
+        raise ValueError(
             "the model has no MTP block to train: give --hybrid-layer-pattern one (…/*E) with "
             "--mtp-num-layers; where the checkpoint has none, add --dist-ckpt-strictness log_unexpected, and "
             "it begins with random weights"
         )
     if (cp := option_value(words, "--context-parallel-size")) not in (None, "1"):
-        return f"--context-parallel-size {cp}: a later token's distribution would be another rank's; use 1"
+        raise ValueError(
+            f"--context-parallel-size {cp}: a later token's distribution would be another rank's; use 1"
+        )
     if boost.cache and (given := [word for word in ("--sft", "--eod-mask-loss") if word in words]):
-        return f"cache={boost.cache} with {given[0]}: masks of kept batches would be lost; drop cache="
-    return None
+        raise ValueError(
+            f"cache={boost.cache} with {given[0]}: masks of kept batches would be lost; drop cache="
+        )

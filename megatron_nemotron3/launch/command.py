@@ -1,4 +1,4 @@
-"""`nemotron3 flags` and `nemotron3 explain`, and options that describe a launch. Standard library only."""
+"""`nemotron3 flags` and `nemotron3 explain`, and options that describe a launch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_nemotron3.launch.flag import Flag, exports, parse, render, repeate
 from megatron_nemotron3.launch.flags import flags
 from megatron_nemotron3.launch.launch import BACKENDS, PRECISIONS, Launch
 from megatron_nemotron3.launch.layout import ParallelLayout
-from megatron_nemotron3.launch.performance import GPUS, Tuned, published
+from megatron_nemotron3.launch.performance import GPUS, published
 from megatron_nemotron3.launch.phases import BF16_END, PHASES, Phase, phase, require_known, switch_step
 from megatron_nemotron3.launch.precision_file import check as check_precision_file
 from megatron_nemotron3.launch.rules import check
@@ -55,19 +55,9 @@ SCHEDULE: dict[str, tuple[type, str]] = {
 }
 
 #: Options of `explain` that go with --argv.
-_BESIDE_ARGV = (
-    "argv",
-    "set",
-    "all",
-    "full",
-    "json",
-    "tiny",
-    "schedule",
-    "name",
-    "model",
-    "command",
-    "run",
-    "extra",
+_OPTIONS_WITH_ARGV = (
+    *("argv", "set", "all", "full", "json", "tiny", "schedule", "name", "model"),
+    *("command", "run", "extra"),
 )
 
 
@@ -96,8 +86,7 @@ def register(commands: Any) -> None:
 
 
 def add_launch(command: argparse.ArgumentParser, *, precision: str | None) -> None:
-    """Add the options of a launch: layout, schedule, precision, backend, and words for Megatron after
-    `--`."""
+    """Add the options of a launch, and Megatron's own after a lone `--`."""
     layout = command.add_argument_group("layout")
     for name, text in LAYOUT.items():
         layout.add_argument(f"--{name}", type=int, metavar="N", help=f"{text} (1)")
@@ -151,7 +140,6 @@ def chosen_layout(options: object) -> ParallelLayout:
 
 
 def _sizes(options: object) -> dict[str, Any]:
-    """Return the sizes of the layout that were given."""
     return {name: getattr(options, name) for name in LAYOUT if getattr(options, name) is not None}
 
 
@@ -169,14 +157,15 @@ def chosen_schedule(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def chosen_emulation(options: argparse.Namespace) -> Emulation | None:
-    """Return what --emulate asks for: what NEMOTRON3_EMULATE says, or else the recipe of --precision."""
+    """Return what --emulate requests: the value of NEMOTRON3_EMULATE, or else the recipe of --precision."""
     given = emulation_in_environment()
     if given is not None and not options.emulate:
         raise ValueError(
             f"{EMULATE}={os.environ[EMULATE]} is set: pass --precision {given.format} --emulate or unset it"
         )
-    asked = options.precision if options.precision in EMULATED else NVFP4
-    return (given or Emulation(format=asked)) if options.emulate else None
+    if not options.emulate:
+        return None
+    return given or Emulation(format=options.precision if options.precision in EMULATED else NVFP4)
 
 
 def chosen_launch(options: argparse.Namespace) -> Launch:
@@ -199,15 +188,14 @@ def chosen_launch(options: argparse.Namespace) -> Launch:
         gpu=gpu,
         without=options.without,
         schedule=schedule,
-        extra=(*chosen.options, *_encoder_words(omni), *options.extra),
+        extra=(*chosen.options, *_encoder_options(omni), *options.extra),
         te_precision_config_file=options.te_precision_config_file,
         emulate=chosen_emulation(options),
         megatron_core=getattr(options, "megatron_core", None),
     )
 
 
-def _encoder_words(omni: OmniConfig | None) -> tuple[str, ...]:
-    """Return the options of pretrain_omni.py that say which model it builds."""
+def _encoder_options(omni: OmniConfig | None) -> tuple[str, ...]:
     if omni is None:
         return ()
     return ("--omni-encoders", omni.encoders_json(), "--vocab-size", str(omni.language.vocab_size))
@@ -262,7 +250,7 @@ def explain_launch(options: argparse.Namespace, command: argparse.ArgumentParser
         found = explain(launch, name)
         remarks = _remarks(launch)
     else:
-        if words := [*given_options(options, command, _BESIDE_ARGV), *options.extra]:
+        if words := [*given_options(options, command, _OPTIONS_WITH_ARGV), *options.extra]:
             raise ValueError(
                 f"--argv explains an existing launch, which options cannot change: drop {' '.join(words)}"
             )
@@ -288,8 +276,7 @@ def explain_launch(options: argparse.Namespace, command: argparse.ArgumentParser
 
 
 def print_warnings(launch: Launch, words: Sequence[str], known: Collection[str] = ()) -> None:
-    """Print to stderr which rules of severity "warning" are violated, and what `words` give more than
-    once."""
+    """Print to stderr the rules that a launch violates, and the options that `words` give more than once."""
     for warning in check(launch):
         if warning.severity == "warning" and warning.rule not in known:
             print(warning, file=sys.stderr)
@@ -298,10 +285,15 @@ def print_warnings(launch: Launch, words: Sequence[str], known: Collection[str] 
 
 
 def _remarks(launch: Launch) -> list[str]:
-    """What a user needs besides the flags."""
     found = check_precision_file(launch)
     if launch.tuned is not None:
-        found += [*launch.tuned.notes, _published_run(launch.tuned, launch.layout)]
+        run = launch.tuned.run
+        found += [
+            *launch.tuned.notes,
+            f"--gpu {launch.gpu}: published with {run.layout} on {run.gpus} GPUs, --micro-batch-size "
+            f"{run.micro_batch_size} --global-batch-size {run.global_batch_size} --seq-length "
+            f"{run.seq_length}; this layout: {launch.layout}",
+        ]
     if not has_spec(launch.config) and "--spec" not in launch.options:
         found.append(
             f"nemotron3 run and train make the stack in --spec, whose E layers differ, from its name; for a "
@@ -316,13 +308,3 @@ def _remarks(launch: Launch) -> list[str]:
             f"set {EMULATE}={text} in the training processes"
         )
     return found
-
-
-def _published_run(found: Tuned, layout: ParallelLayout) -> str:
-    """Say with which layout and batch the options were published, beside the layout of the launch."""
-    run = found.run
-    return (
-        f"--gpu {found.gpu}: published with {run.layout} on {run.gpus} GPUs, --micro-batch-size "
-        f"{run.micro_batch_size} --global-batch-size {run.global_batch_size} --seq-length {run.seq_length}; "
-        f"this layout: {layout}"
-    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_nemotron3.common.switches import BOOST, EMULATE, LORA
@@ -20,8 +20,15 @@ from megatron_nemotron3.launch.script import follow, is_known
 from megatron_nemotron3.precision.settings import OPTION, Emulation
 from megatron_nemotron3.precision.settings import parse as parse_emulation
 
-_EMULATION = re.compile(rf"(?<!\S)(?:export\s+)?(?:{OPTION}[=\s]\s*|{EMULATE}=)([^\s\\]+)")
-_OF_OURS = {name: re.compile(rf"(?<!\S)(?:export\s+)?{name}=([^\s\\]+)") for name in (LORA, BOOST)}
+#: Variable of this package -> where a text sets it; emulation has an option of our launcher, too.
+_SETTINGS = {
+    name: re.compile(rf"(?<!\S)(?:export\s+)?(?:{form})([^\s\\]+)")
+    for name, form in (
+        (EMULATE, rf"{OPTION}[=\s]\s*|{EMULATE}="),
+        (LORA, f"{LORA}="),
+        (BOOST, f"{BOOST}="),
+    )
+}
 _SIZES = {
     "tp": "--tensor-model-parallel-size",
     "pp": "--pipeline-model-parallel-size",
@@ -33,18 +40,9 @@ _PATTERN, _DEPTHS = "--hybrid-layer-pattern", "--mtp-num-layers"
 _OLD_PATTERN, _OLD_MTP = "--hybrid-override-pattern", "--mtp-hybrid-override-pattern"
 
 
-def read(text: str) -> list[Flag]:
-    """Return the options in `text`, each once. The last of several counts, as for argparse.
-
-    Raises:
-        ValueError: the text has no option, or as `script.follow`.
-    """
-    return read_launch(text).flags
-
-
 @dataclass(frozen=True)
 class LaunchText:
-    """What the text of a launch says."""
+    """The options and the size of a launch, read from its text."""
 
     #: Its options, each once.
     flags: list[Flag]
@@ -54,66 +52,65 @@ class LaunchText:
     world_size: int | None = None
 
 
-def read_launch(text: str, given: Mapping[str, str] | None = None) -> LaunchText:
-    """Return what `text` says."""
+def read_launch(text: str, variables: Mapping[str, str] | None = None) -> LaunchText:
+    """Read the text of a launch. Of an option that it gives more than once the last counts, as for argparse.
+
+    Raises:
+        ValueError: the text has no option, or as `script.follow`.
+    """
     if yaml_launch.is_yaml(text):
-        if given:
+        if variables:
             raise ValueError("--set sets variables of a shell script, and the text is YAML")
         (found, notes), ranks = yaml_launch.read(text), None
     else:
-        followed = follow(text, given)
+        followed = follow(text, variables)
         found, notes, ranks = followed.options, followed.notes, followed.world_size
     if not found:
         raise ValueError(
             "no Megatron option in the text: paste the command as it was run, pretrain_hybrid.py --…"
         )
-    notes = [*_renamed(found), *notes]
-    _rename(found)
+    notes = [*_rename_patterns(found), *notes]
     return LaunchText([Flag(name, values) for name, values in found.items()], notes, ranks)
 
 
-def _renamed(options: Collection[str]) -> list[str]:
-    """Return a remark for each option that has another name in megatron-core 0.19."""
+def _rename_patterns(options: dict[str, tuple[str, ...]]) -> list[str]:
+    """Turn layer patterns of older releases into `--hybrid-layer-pattern`, as the parser does; remarks."""
     old = {_OLD_PATTERN: _PATTERN, _OLD_MTP: f"the part of {_PATTERN} after the first /"}
-    return [
+    remarks = [
         f"{name} is deprecated in megatron-core 0.19 and is compared as {new}"
         for name, new in old.items()
         if name in options
     ]
-
-
-def _rename(options: dict[str, tuple[str, ...]]) -> None:
-    """Turn layer-pattern options of older releases into `--hybrid-layer-pattern`, as the parser does."""
     if _PATTERN not in options and _OLD_PATTERN in options:
         options[_PATTERN] = options.pop(_OLD_PATTERN)
     depths = "".join(options.get(_DEPTHS, ()))
     if _OLD_MTP in options and _PATTERN in options and depths.isdecimal():
         mtp = options.pop(_OLD_MTP)
         options[_PATTERN] = ("/".join((*options[_PATTERN], *mtp * int(depths))),)
+    return remarks
 
 
 def emulation(text: str) -> Emulation | None:
-    """What a command emulates, by the last option of our launcher or variable before it; None for nothing."""
-    given = _EMULATION.findall(text)
-    return parse_emulation(given[-1].strip("\"'")) if given and is_known(given[-1:]) else None
+    """Return what a script or command emulates; None for nothing."""
+    return parse_emulation(_last_value(EMULATE, text))
 
 
 def adapters(text: str) -> str | None:
     """Return what NEMOTRON3_LORA is set to in a script, or before a command; None for no adapters."""
-    words = _last(LORA, text)
-    return None if words in ("", "0") else "" if words == "1" else words
+    value = _last_value(LORA, text)
+    return None if value in ("", "0") else "" if value == "1" else value
 
 
 def heads(text: str) -> str | None:
     """Return what NEMOTRON3_BOOST is set to in a script, or before a command; None: it trains all weights."""
-    return _last(BOOST, text) or None
+    return _last_value(BOOST, text) or None
 
 
-def _last(name: str, text: str) -> str:
+def _last_value(name: str, text: str) -> str:
     """The last value that a text gives a variable; "" for none, or one that is not known."""
-    given = _OF_OURS[name].findall(text)
-    words = given[-1].strip("\"'") if given else ""
-    return words if is_known([words]) else ""
+    values = _SETTINGS[name].findall(text)
+    value = values[-1].strip("\"'") if values else ""
+    return value if is_known([value]) else ""
 
 
 def layout_of(options: dict[str, tuple[str, ...]]) -> ParallelLayout | None:

@@ -1,4 +1,4 @@
-"""The learning rate of a run that goes on from a checkpoint. Standard library only.
+"""The learning rate of a run that goes on from a checkpoint.
 
 Megatron's scheduler counts samples, also if the lengths of the command line are iterations. A checkpoint
 holds its lengths and rates, and a command line with others ends in an AssertionError, unless
@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_nemotron3.checkpoints.state import loaded_state
-from megatron_nemotron3.launch.flag import parse, text
+from megatron_nemotron3.launch.flag import from_first_option, parse, text
 
 OVERRIDE, KEEP = "--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler"
-#: Options that describe the schedule. Who gives one of them plans it.
+#: Options that describe the schedule: with one of them it is the user's.
 OPTIONS = frozenset(
     (
         *(
@@ -58,7 +58,6 @@ class Schedule:
 
     @property
     def per_unit(self) -> int:
-        """Samples in one `unit`."""
         return self.batch if self.unit == "iters" else 1
 
     def rate(self, samples: float) -> float:
@@ -127,9 +126,9 @@ def saved_schedule(step: int, scheduler: Mapping[str, Any], args: Mapping[str, A
     return Saved(schedule=schedule, step=step, clock=clock, consumed=consumed, state=dict(scheduler))
 
 
-def schedule_of_words(words: Sequence[str]) -> Schedule | None:
+def schedule_of_arguments(words: Sequence[str]) -> Schedule | None:
     """Return the schedule that a Megatron command line describes; None if it leaves something open."""
-    given = {flag.name: flag.values for flag in parse(_from_first_option(words))}
+    given = {flag.name: flag.values for flag in parse(from_first_option(words))}
 
     def number(name: str) -> float | None:
         try:
@@ -189,7 +188,7 @@ def refused(words: Sequence[str]) -> str | None:
 
     The message names the option that it needs. None: it would load it, or nothing is known.
     """
-    wanted, found = schedule_of_words(words), loaded_state(words)
+    wanted, found = schedule_of_arguments(words), loaded_state(words)
     if wanted is None or found is None:
         return None
     step, state = found
@@ -229,7 +228,7 @@ def require_same_rates(saved: Saved, wanted: Schedule) -> None:
 
 
 def continued(saved: Saved, wanted: Schedule, *, keep: bool = False) -> tuple[list[str], list[str]]:
-    """Return words for Megatron's command line with which a run goes on, and lines to print.
+    """Return Megatron's options with which a run goes on, and lines to print.
 
     A run of the same length keeps the checkpoint's schedule. For another length the remaining steps are
     planned anew. The rate goes on from where it is: a warm-up that has begun is finished, and a rate below
@@ -243,7 +242,8 @@ def continued(saved: Saved, wanted: Schedule, *, keep: bool = False) -> tuple[li
             f"--train-{old.unit}, not with --train-{wanted.unit}"
         )
     shape = (old.train, old.batch, old.style, old.wsd_style)
-    kept = replace(wanted, **_lengths(old), style=old.style, wsd_style=old.wsd_style)
+    fields = ("init", "warmup", "decay_end", "wsd_decay", "style", "wsd_style")
+    kept = replace(wanted, **{name: getattr(old, name) for name in fields})
     if shape == (wanted.train, wanted.batch, wanted.style, wanted.wsd_style):
         return _words(saved, kept), []
     left = wanted.train - (saved.step if wanted.unit == "iters" else saved.consumed)
@@ -255,8 +255,6 @@ def continued(saved: Saved, wanted: Schedule, *, keep: bool = False) -> tuple[li
 
 
 def _described(saved: Saved, plan: Schedule) -> str:
-    """Return what a schedule does from the checkpoint on."""
-
     def step(samples: float) -> str:
         return f"{saved.step + (samples - saved.clock) / plan.batch:.10g}"
 
@@ -295,12 +293,7 @@ def _planned(saved: Saved, wanted: Schedule, left: int) -> Schedule:
     )
 
 
-def _lengths(schedule: Schedule) -> dict[str, Any]:
-    return {name: getattr(schedule, name) for name in ("init", "warmup", "decay_end", "wsd_decay")}
-
-
 def _words(saved: Saved, plan: Schedule) -> list[str]:
-    """Return the options of a plan, lengths in its unit."""
     lengths = {"warmup": plan.warmup, "decay": plan.decay_end, "wsd-decay": plan.wsd_decay}
     words = [
         word
@@ -313,8 +306,3 @@ def _words(saved: Saved, plan: Schedule) -> list[str]:
     if plan.init:  # argparse takes -0.04 for a number, but -4e-2 for an option
         words += ["--lr-warmup-init", f"{plan.init:.20f}" if plan.init < 0 else text(plan.init)]
     return [*words, OVERRIDE] if differences(saved, plan) else words
-
-
-def _from_first_option(words: Sequence[str]) -> Sequence[str]:
-    at = next((at for at, word in enumerate(words) if word.startswith("--")), len(words))
-    return words[at:]

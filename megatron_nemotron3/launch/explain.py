@@ -15,7 +15,7 @@ from megatron_nemotron3.launch.flag import SECTIONS, Flag, parse, text, to_argv
 from megatron_nemotron3.launch.flags import flags
 from megatron_nemotron3.launch.launch import Launch
 from megatron_nemotron3.launch.parser import default
-from megatron_nemotron3.launch.pasted import sections, violations
+from megatron_nemotron3.launch.pasted import launch_of, sections, violated
 from megatron_nemotron3.launch.phases import phase
 from megatron_nemotron3.launch.reference import (
     LAUNCHES,
@@ -31,7 +31,7 @@ from megatron_nemotron3.launch.reference import (
 from megatron_nemotron3.launch.rule import Violation
 from megatron_nemotron3.launch.rules import check
 from megatron_nemotron3.launch.schedule import TrainingSchedule
-from megatron_nemotron3.launch.stored_model import Taken, taken
+from megatron_nemotron3.launch.stored_model import MergedOptions, merged_options
 from megatron_nemotron3.launch.yaml_launch import is_partial
 from megatron_nemotron3.models import Nemotron3Config, get, names
 from megatron_nemotron3.models.pattern import without_layout
@@ -59,7 +59,7 @@ class ExplainedOption:
     section: str
     #: One of `ORIGINS`; "default" is Megatron's where `passed` is False.
     origin: str
-    #: What it is set by: "config.hidden_size", "layout.tp"; "command line" for words of the user's own.
+    #: What it is set by: "config.hidden_size", "layout.tp"; "command line" for arguments of the user's own.
     field: str
     passed: bool = True
     #: "not passed" if the published run did not pass it; None if no source states it.
@@ -99,7 +99,7 @@ class Explanation:
         return tuple(sorted(found, key=lambda s: (not s.of_model, SECTIONS.index(s.section))))  # stable
 
     def describe(self) -> dict[str, Any]:
-        """For `json.dumps`."""
+        """The content of `--json`."""
         return {
             "model": self.config.name,
             "title": self.config.title,
@@ -143,57 +143,55 @@ def explain(launch: Launch, name: str = "published") -> Explanation:
 
 
 def explain_command(
-    config: Nemotron3Config, text: str, name: str = "published", given: Mapping[str, str] | None = None
+    config: Nemotron3Config, text: str, name: str = "published", variables: Mapping[str, str] | None = None
 ) -> Explanation:
     """Explain the text of an existing launch (`command_line.read_launch`), compared with `config`.
 
     Every value in it is the user's, unless it equals the catalog's value for the model.
     """
-    return _explain_pasted(config, _Pasted.of(text, given), name)
+    return _explain_pasted(config, _Pasted.of(text, variables), name)
 
 
 def explain_nearest(
-    text: str, name: str = "published", given: Mapping[str, str] | None = None
+    text: str, name: str = "published", variables: Mapping[str, str] | None = None
 ) -> Explanation:
     """Explain the text of an existing launch, compared with the published model that it is nearest to."""
-    pasted = _Pasted.of(text, given)
+    pasted = _Pasted.of(text, variables)
     if not pasted.model.read or pasted.is_partial:
         raise ValueError(
             (pasted.model.note or "the YAML changes fields of a recipe that it does not name")
             + ": give the NAME of the model that it is"
         )
-    count = {config: len(_model_differences(config, pasted)) for config in map(get, names())}
+    count = {}
+    for config in map(get, names()):
+        settings = _pasted_settings(config, pasted, reference(config))
+        count[config] = sum(setting.differs and setting.of_model for setting in settings)
     nearest = min(count, key=lambda config: count[config])
     found = _explain_pasted(nearest, pasted, name)
-    said = f"nearest published model: {nearest.name}; options of the model that differ: {count[nearest]}"
-    return replace(found, notes=(said, *found.notes))
+    note = f"nearest published model: {nearest.name}; options of the model that differ: {count[nearest]}"
+    return replace(found, notes=(note, *found.notes))
 
 
 @dataclass(frozen=True)
 class _Pasted:
-    """What the text of a launch says."""
+    """The text of a launch, with the model that it trains."""
 
     text: str
-    model: Taken
+    model: MergedOptions
     notes: tuple[str, ...]
     #: Whether options that are missing say nothing about the model.
     is_partial: bool
 
     @classmethod
-    def of(cls, text: str, given: Mapping[str, str] | None) -> _Pasted:
-        found = command_line.read_launch(text, given)
+    def of(cls, text: str, variables: Mapping[str, str] | None) -> _Pasted:
+        found = command_line.read_launch(text, variables)
         partial = is_partial({flag.name: flag for flag in found.flags}, text)
-        return cls(text, taken(found.flags), tuple(found.notes), partial)
-
-
-def _model_differences(config: Nemotron3Config, pasted: _Pasted) -> list[ExplainedOption]:
-    return [s for s in _pasted_settings(config, pasted, reference(config)) if s.differs and s.of_model]
+        return cls(text, merged_options(found.flags), tuple(found.notes), partial)
 
 
 def _pasted_settings(
     config: Nemotron3Config, pasted: _Pasted, known: Mapping[str, PublishedOption]
 ) -> list[ExplainedOption]:
-    """Return the settings of a text, and what was published and is missing in it."""
     place, model, settings = sections(config), pasted.model, []
     for flag in model.flags:
         setting, found = _setting(flag, known, place, "user"), known.get(flag.name)
@@ -217,8 +215,8 @@ def _explain_pasted(config: Nemotron3Config, pasted: _Pasted, name: str) -> Expl
         notes.append(f"not compared, because a shell variable is unresolved: {', '.join(unknown)}")
     if command_line.is_known(value for flag in flags for value in flag.values if flag.name == "--load"):
         notes += [note] if (note := refused(to_argv(flags))) else []
-    rules = violations(config, flags, command_line.emulation(pasted.text))
-    return _explanation(config, name, settings, rules, notes)
+    launch = launch_of(config, flags, command_line.emulation(pasted.text))
+    return _explanation(config, name, settings, violated(launch) if launch else [], notes)
 
 
 def with_megatron_defaults(explanation: Explanation) -> Explanation:
@@ -266,15 +264,15 @@ def _explanation(
     notes: Sequence[str] = (),
 ) -> Explanation:
     launched, launch, chosen = has_launch(config, name), LAUNCHES.get(config.name), phase(config, name)
-    said: list[str] = []
+    compared: list[str] = []
     if launch and launched:
-        said = [f"pre-training on {launch.machines}", str(chosen.layout), launch.precision]
+        compared = [f"pre-training on {launch.machines}", str(chosen.layout), launch.precision]
     elif launch:
-        said = [name, f"layout {chosen.layout or 'UNKNOWN'}", "precision UNKNOWN"]
+        compared = [name, f"layout {chosen.layout or 'UNKNOWN'}", "precision UNKNOWN"]
     published_notes = launch.notes if launch and launched else (chosen.note,) if chosen.note else ()
     return Explanation(
         config=config,
-        launch=", ".join(said),
+        launch=", ".join(compared),
         settings=tuple(settings),
         violations=tuple(violations),
         notes=(*notes, *published_notes),
@@ -283,7 +281,6 @@ def _explanation(
 
 
 def _setting_origin(flag: Flag, schedule: TrainingSchedule | None, of_phase: Sequence[str]) -> str:
-    """Return the origin of one of our flags in one word."""
     if flag.section == "extra" and flag.name in of_phase and set(flag.values) <= set(of_phase):
         return "schedule"
     if flag.origin.startswith("schedule.seq_length"):  # or else the config's
@@ -295,7 +292,6 @@ def _setting_origin(flag: Flag, schedule: TrainingSchedule | None, of_phase: Seq
 def _setting(
     flag: Flag, known: Mapping[str, PublishedOption], place: Mapping[str, str], origin: str
 ) -> ExplainedOption:
-    """Return the setting of an option that is passed."""
     found, field, section = known.get(flag.name), flag.origin, place.get(flag.name, flag.section)
     if found is not None:
         field, section = found.field if field == "extra" else field, found.section
@@ -322,7 +318,6 @@ def _missing_settings(passed: Sequence[Flag], known: Mapping[str, PublishedOptio
 
 
 def _with_published(setting: ExplainedOption, found: PublishedOption | None) -> ExplainedOption:
-    """Add what was published of an option, if anything was."""
     if found is None:
         return setting
     why = WHY.get(setting.name, "")

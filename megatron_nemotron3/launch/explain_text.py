@@ -1,4 +1,4 @@
-"""Render an explanation as text, grouped by section. Standard library only."""
+"""Render an explanation as text, grouped by section."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turn fields of Megatron's configuration, or stored arguments, into options. Standard library only."""
+"""Turn fields of Megatron's configuration, or stored arguments, into options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One command-line option, and three ways to write a list of options. Standard library only.
+"""One command-line option, and three ways to write a list of options.
 
 A layer pattern contains `*`, `|` and `/`. Unquoted, a shell expands the first and pipes at the second. The
 form that is safe in a script, and that also stops if the flags are refused, is
@@ -81,6 +81,12 @@ def parse(words: Sequence[str]) -> list[Flag]:
         else:
             raise ValueError(f"extra starts with {word!r}, which belongs to no option: give --option first")
     return flags
+
+
+def from_first_option(words: Sequence[str]) -> Sequence[str]:
+    """Return a command line without what precedes its first option."""
+    first = next((at for at, word in enumerate(words) if word.startswith("--")), len(words))
+    return words[first:]
 
 
 def repeated(flags: Sequence[Flag]) -> list[str]:

@@ -1,6 +1,6 @@
 """What to tell Megatron: a launch becomes the options of the stock `pretrain_hybrid.py`.
 
-Standard library only. Megatron's parser refuses unknown options; `versions` knows which version has which.
+Megatron's parser refuses unknown options; `versions` knows which version has which.
 
 The backends:
 
@@ -29,16 +29,15 @@ from collections.abc import Iterable
 
 from megatron_nemotron3.launch import rules
 from megatron_nemotron3.launch.architecture import architecture_flags, emit
-from megatron_nemotron3.launch.flag import Flag
-from megatron_nemotron3.launch.flag import parse as parse_words
+from megatron_nemotron3.launch.flag import Flag, parse
 from megatron_nemotron3.launch.launch import Launch, TrainingData
 from megatron_nemotron3.launch.layout import cut_pattern
 from megatron_nemotron3.launch.schedule import TrainingSchedule
-from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.precision.formats import FORMATS
 from megatron_nemotron3.precision.table import bf16_layers
 
 _Items = Iterable[tuple[str, object, str]]
+#: (option, values)
 _Options = list[tuple[str, tuple[object, ...]]]
 
 # Gradient accumulation fusion needs Apex for the output layer, which no spec can replace.
@@ -61,16 +60,13 @@ _FLAGS: dict[str, tuple[str, ...]] = {
         "--no-bias-dropout-fusion",
     ),
 }
-_MOE_FLAGS: dict[str, tuple[str, ...]] = {
-    "auto": (),
-    "te": ("--moe-grouped-gemm", "--moe-permute-fusion", "--use-fused-weighted-squared-relu"),
-    "torch": (),
-}
+_TE_MOE_FLAGS = ("--moe-grouped-gemm", "--moe-permute-fusion", "--use-fused-weighted-squared-relu")
 
 
 def flags(launch: Launch) -> list[Flag]:
-    """Return the flags of a launch, by section. The same launch gives the same flags on any machine, if it
-    names its `megatron_core`.
+    """Return the flags of a launch, by section.
+
+    They are the same on every machine if the launch names its `megatron_core`.
 
     Returns:
         Flags in the order of `flag.SECTIONS`. `to_argv` turns them into words, `render` into text.
@@ -89,20 +85,13 @@ def flags(launch: Launch) -> list[Flag]:
         *_section("data", _data_items(launch.data)),
         *_section("logging", _logging_items(schedule, launch.data)),
     ]
-    published = _performance_flags(launch)
-    given = parse_words(launch.extra)
+    if (tuned := launch.tuned) is not None:
+        result = [flag for flag in result if flag.name not in {*tuned.removed, *tuned.options}]
+        origin = f"gpu.{tuned.recipe}"
+        result += [Flag(name, values, "performance", origin) for name, values in tuned.options.items()]
+    given = parse(launch.extra)
     replaced = {flag.name for flag in given}
-    removed = launch.tuned.removed if launch.tuned else frozenset()
-    kept = [flag for flag in result if flag.name not in removed | {flag.name for flag in published}]
-    return [flag for flag in kept + published if flag.name not in replaced] + given
-
-
-def _performance_flags(launch: Launch) -> list[Flag]:
-    """Return the published options of the launch's GPU."""
-    if launch.tuned is None:
-        return []
-    origin = f"gpu.{launch.tuned.recipe}"
-    return [Flag(name, values, "performance", origin) for name, values in launch.tuned.options.items()]
+    return [flag for flag in result if flag.name not in replaced] + given
 
 
 def _section(section: str, items: _Items) -> list[Flag]:
@@ -135,7 +124,6 @@ def _precision_items(launch: Launch) -> _Items:
 
 
 def _precision_values(launch: Launch) -> _Options:
-    """(option, values) of the precision, without the router's."""
     if launch.precision == "fp32":  # Megatron's default: no option
         return []
     options: _Options = [("--bf16", ())]
@@ -159,14 +147,8 @@ def _precision_values(launch: Launch) -> _Options:
     return options
 
 
-def _backend_values(config: Nemotron3Config, backend: str) -> _Options:
-    """(option, values) that a backend needs."""
-    lines = _FLAGS[backend] + (_MOE_FLAGS[backend] if config.is_moe else ()) + _EVERYWHERE
-    return [(name, tuple(values)) for name, *values in (line.split() for line in lines)]
-
-
-def backend_words(backend: str) -> list[str]:
-    """Return the words that a backend needs for any model."""
+def backend_arguments(backend: str) -> list[str]:
+    """Return the arguments that a backend needs for any model."""
     return [word for line in _FLAGS[backend] + _EVERYWHERE for word in line.split()]
 
 
@@ -183,8 +165,9 @@ def _optimization_items(launch: Launch, schedule: TrainingSchedule) -> _Items:
     styles = () if wsd and not schedule.length("lr_wsd_decay") else ("lr_decay_style",)
     for field in (*fields, *styles, *(("lr_wsd_decay_style",) if wsd and styles else ())):
         yield f"--{field.replace('_', '-')}", getattr(schedule, field), f"schedule.{field}"
-    for name, values in _backend_values(launch.config, launch.backend):
-        yield name, values or True, "backend"
+    moe = _TE_MOE_FLAGS if launch.config.is_moe and launch.backend == "te" else ()
+    for name, *values in (line.split() for line in (*_FLAGS[launch.backend], *moe, *_EVERYWHERE)):
+        yield name, tuple(values) or True, "backend"
 
 
 def _data_items(data: TrainingData | None) -> _Items:

@@ -1,4 +1,4 @@
-"""Everything that a training run is made of, in one frozen dataclass. Standard library only.
+"""Everything that a training run is made of, in one frozen dataclass.
 
 launch = Launch.of("super", tp=2, ep=64, dp=64, backend="te")
 flags(launch)                        # what to tell Megatron
@@ -79,7 +79,7 @@ class Launch:
     schedule: TrainingSchedule | None = None
     #: None: no data flags.
     data: TrainingData | None = None
-    #: More words for Megatron's command line. An option given here replaces the one emitted.
+    #: More arguments for Megatron. An option given here replaces the one emitted.
     extra: Sequence[str] = ()
     #: Path of the per-module precision file, which nvfp4 requires.
     te_precision_config_file: str | None = None

@@ -1,4 +1,4 @@
-"""How a model is spread over ranks: `ParallelLayout`, published ones, pipeline cuts. Standard library only.
+"""How a model is spread over ranks: `ParallelLayout`, published ones, pipeline cuts.
 
 Attention, Mamba, shared experts and embeddings live on a grid of tp x cp x dp x pp ranks; routed experts on
 the same ranks cut another way, etp x ep x edp x pp.

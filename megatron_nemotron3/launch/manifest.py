@@ -1,9 +1,9 @@
 """`run.json`: which run a folder of checkpoints belongs to, so that a resumed run is not another one.
 
-It says what the command line and the environment of a run decide: model, MTP, precision, tokenizer, data and
-teacher; and, for information, everything else that changes numbers, and the versions. When a run goes on, the
-first six are compared. Another model needs another folder; other changes must be asked for by name, and all
-of them are recorded with their step. Standard library only.
+It records what the command line and the environment of a run decide: model, MTP, precision, tokenizer, data
+and teacher; and, for information, everything else that changes numbers, and the versions. When a run goes
+on, the first six are compared. Another model needs another folder; other changes must be requested by name,
+and all of them are recorded with their step.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from megatron_nemotron3.common.files import Unreadable, read_outside
 from megatron_nemotron3.common.switches import BOOST, EMULATE, LORA
 from megatron_nemotron3.launch import boosting
 from megatron_nemotron3.launch.architecture import MODEL, MOE, MTP
-from megatron_nemotron3.launch.flag import parse
+from megatron_nemotron3.launch.flag import from_first_option, parse
 from megatron_nemotron3.models.lora import ARGUMENT, in_environment
 from megatron_nemotron3.models.pattern import MTP_SEPARATOR
 from megatron_nemotron3.models.stack_specs import stored_experts
 
 NAME = "run.json"
-#: Parts that may change in a folder if it is asked for: values of --change.
+#: Parts that may change in a folder on request: values of --change.
 CHANGES = ("precision", "mtp", "tokenizer", "data", "teacher")
-#: Option -> what it says.
+#: Option -> its value.
 Part = dict[str, str]
 Parts = dict[str, Part]
 
@@ -47,7 +47,7 @@ def add_change(parser: argparse._ActionsContainer) -> None:
 
 _LIMIT = 64 << 20
 _PATTERN = "--hybrid-layer-pattern"
-#: Width and top-k of each E layer where they differ, which no option but --spec says.
+#: Width and top-k of each E layer where they differ, which no option but --spec states.
 _EXPERTS = "experts of layers"
 #: Options of a model's table that change no tensor and may be changed while it trains.
 _TRAINING = frozenset(
@@ -89,12 +89,11 @@ def parts_of(
     teacher: Part | None = None,
 ) -> Parts:
     """Return what a run is made of."""
-    first = next((at for at, word in enumerate(words) if word.startswith("--")), len(words))
     parts: Parts = {part: {} for part in ("model", *CHANGES, "launch")}
     if name:
         parts["model"]["name"] = name
     parts["teacher"] |= teacher or {}
-    for flag in parse(words[first:]):
+    for flag in parse(from_first_option(words)):
         option, values = flag.name, " ".join(map(_normal, flag.values)) or "on"
         if option == _PATTERN:
             main, _, mtp = values.replace("|", "").partition(MTP_SEPARATOR)
@@ -169,7 +168,6 @@ class RunManifest:
     """The `run.json` of a folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Read it."""
         self.folder, self.path = folder, folder / NAME
         self.content: dict[str, Any] = {}
         try:
@@ -217,29 +215,26 @@ class RunManifest:
         """Write the file, with what changed at `step` (None: the run begins); return lines to print."""
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         if step is not None and (name := self.parts.get("model", {}).get("name")):
-            new = {**new, "model": {"name": name, **new["model"]}}  # a script knows no name
+            new = {**new, "model": {"name": name, **new["model"]}}  # a script has no name of a model
         versions = _versions()
+        lines: list[str] = []
         if step is None or not self.content:
             content = {"format": 1, "begun": now, "changes": [], "versions": versions, "parts": new}
-            content |= {"command": command} if command else {}
-            lines = []
             if step is not None:
                 content["begun"] = f"before step {step}"
                 lines = [
                     f"{self.path} written: the folder had none, as older versions left it; tokenizer and "
                     f"data before step {step} are unknown and not compared"
                 ]
-            record.write(self.path, content)
-            self.content, self.parts = content, new
-            return lines
-        lines, changes = [], list(self.content["changes"])
-        old_parts = {**self.parts, "versions": dict(self.content.get("versions", {}))}
-        for part, values in {**new, "versions": versions}.items():
-            if changed := _changed(old_parts.get(part, {}), values):
-                changes.append({"step": step, "at": now, "part": part, "values": changed})
-                if part in CHANGES:
-                    lines.append(f"{part} changes at step {step}: {record.details(changed)}")
-        content = {**self.content, "versions": versions, "changes": changes, "parts": new}
+        else:
+            changes = list(self.content["changes"])
+            old_parts = {**self.parts, "versions": dict(self.content.get("versions", {}))}
+            for part, values in {**new, "versions": versions}.items():
+                if changed := _changed(old_parts.get(part, {}), values):
+                    changes.append({"step": step, "at": now, "part": part, "values": changed})
+                    if part in CHANGES:
+                        lines.append(f"{part} changes at step {step}: {record.details(changed)}")
+            content = {**self.content, "versions": versions, "changes": changes, "parts": new}
         content |= {"command": command} if command else {}
         if content != self.content:
             record.write(self.path, content)
@@ -261,7 +256,7 @@ def precision_name(part: Mapping[str, str]) -> str:
 
 
 def folder_of(save: Path) -> Path:
-    """Return the folder of a run's manifest: beside `checkpoints/` of `nemotron3 train`, else in --save."""
+    """Return the folder of a run's manifest: next to `checkpoints/` of `nemotron3 train`, else in --save."""
     return save.parent if save.name == "checkpoints" and (save.parent / NAME).is_file() else save
 
 

@@ -1,4 +1,4 @@
-"""Megatron's options, without Megatron: what its parser takes, and its defaults. Standard library only.
+"""Megatron's options, without Megatron: what its parser takes, and its defaults.
 
 `options.json` has every option of the supported versions: its type and number of values, the argument group
 that it is in ("section"), its default where that is used, and what `nemotron3 certify` does with it
@@ -187,7 +187,6 @@ def default(name: str, options: Options) -> str | None:
 
 
 def _holds(found: Argument, options: Options) -> bool:
-    """Whether the default of an option holds beside others."""
     if not found.default_with:
         return True
     other, *values = found.default_with

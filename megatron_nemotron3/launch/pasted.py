@@ -22,18 +22,8 @@ from megatron_nemotron3.precision.settings import OPTION as EMULATE_OPTION
 from megatron_nemotron3.precision.settings import Emulation
 
 
-def violations(
-    config: Nemotron3Config,
-    pasted: Sequence[Flag],
-    emulate: Emulation | None,
-) -> list[Violation]:
-    """Return the rules on layout and options that a command line violates. A schedule is not checked."""
-    launch = launch_of(config, pasted, emulate)
-    return [] if launch is None else violated(launch)
-
-
 def violated(launch: Launch) -> list[Violation]:
-    """Return the rules that a launch violates which was read from a command line."""
+    """Return the rules that a launch violates which `launch_of` made."""
     return [violation for violation in check(launch) if violation.rule != "reserved-option"]
 
 
@@ -52,7 +42,7 @@ def launch_of(
         return None
     ours = {*sections(config), EMULATE_OPTION} | (set() if whole else reference(config).keys())
     ours -= {"--moe-token-dispatcher-type"}  # it decides which other options have an effect
-    # Old launches give it beside --hybrid-override-pattern, and YAML always does.
+    # Old launches give it next to --hybrid-override-pattern, and YAML always does.
     ours |= {"--num-layers"}
     others = [flag for flag in pasted if flag.name not in ours and command_line.is_known(flag.values)]
     backend = "torch" if options.get("--spec") == (MODULE, spec_name(config, "torch")) else "te"

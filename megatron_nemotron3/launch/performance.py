@@ -1,4 +1,4 @@
-"""The options and variables published for a model on a GPU: `tuned`. Standard library only.
+"""The options and variables published for a model on a GPU: `tuned`.
 
     launch = Launch.of("super", tp=2, ep=64, dp=32, gpu="gb200", backend="te")
     launch.tuned.options          # {"--moe-token-dispatcher-type": ("flex",), ...}
@@ -47,8 +47,6 @@ class Tuned:
     recipe: str
     #: The recipe's layout and batch.
     run: PublishedLaunch
-    #: Whether the recipe is for this model, GPU and precision.
-    exact: bool
     #: Option -> values; () for a switch.
     options: Mapping[str, tuple[str, ...]]
     #: Options that the published run does not pass, although `flags` otherwise does.
@@ -66,7 +64,7 @@ class Tuned:
 
     @property
     def notes(self) -> list[str]:
-        """What a user must know besides the options, in sentences."""
+        """Remarks for the user, in sentences."""
         found = [f"--gpu {self.gpu}: {self.instead}"] if self.instead else []
         if self.unknown:
             found.append(f"--gpu {self.gpu}: published, but not passed: {', '.join(self.unknown)}")
@@ -158,7 +156,6 @@ def tuned(
         gpu=gpu,
         recipe=recipe_name(key),
         run=RUNS[key],
-        exact=key == (config.name, gpu, precision),
         options=options,
         removed=frozenset(removed),
         environment=chosen.environment,
@@ -196,7 +193,7 @@ class _Chosen:
 
 
 def _hybrid_ep(gpu: str, layout: ParallelLayout) -> dict[str, str]:
-    """Variables that tell HybridEP which ranks NVLink connects."""
+    """Variables from which HybridEP takes the ranks that NVLink connects."""
     domain = HARDWARE[gpu].nvlink_domain
     multi_node = domain > 8
     # Its ranks are those of one expert-parallel group, and must divide it.

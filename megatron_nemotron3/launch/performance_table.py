@@ -1,4 +1,4 @@
-"""The published performance settings, by model, GPU and precision. Standard library only.
+"""The published performance settings, by model, GPU and precision.
 
 Source: the pre-training recipes of Megatron-Bridge at commit 067f987df03b (2026-08-22, version 0.7.0),
 `perf_recipes/nemotronh/`, and `recipes/nemotronh/h100/` for Ultra on H100. `performance.py` reads this
@@ -13,14 +13,14 @@ drops tokens, MTP's loss factor, the standard deviation of the initialization); 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_nemotron3.launch.layout import ParallelLayout
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What the settings depend on besides the name of a GPU."""
+    """Properties of a GPU that the settings depend on."""
 
     #: Ranks that NVLink connects.
     nvlink_domain: int
@@ -30,7 +30,7 @@ class Hardware:
     nearest: tuple[str, ...]
 
 
-#: Types of GPU that `--gpu` knows.
+#: Types of GPU that `--gpu` accepts.
 HARDWARE: dict[str, Hardware] = {
     "h100": Hardware(8, (9, 0), ("b200", "gb200")),
     "h200": Hardware(8, (9, 0), ("h100", "b200", "gb200")),
@@ -57,11 +57,8 @@ class PublishedLaunch:
     folder: str = "perf_recipes"
 
 
-def _run(
-    gpus: int, micro: int, batch: int, *, tp: int = 1, pp: int = 1, ep: int = 1, seq: int = 8192
-) -> PublishedLaunch:
-    layout = ParallelLayout(tp=tp, pp=pp, ep=ep, dp=gpus // (tp * pp))
-    return PublishedLaunch(gpus, layout, micro, batch, seq)
+def _run(gpus: int, micro: int, batch: int, *, tp: int = 1, pp: int = 1, ep: int = 1) -> PublishedLaunch:
+    return PublishedLaunch(gpus, ParallelLayout(tp=tp, pp=pp, ep=ep, dp=gpus // (tp * pp)), micro, batch)
 
 
 _BLACKWELL = ("bf16", "mxfp8", "nvfp4")
@@ -82,7 +79,7 @@ RUNS: dict[tuple[str, str, str], PublishedLaunch] = {
         for gpu, micro in (("gb200", 2), ("gb300", 4))
         for precision in _BLACKWELL
     },
-    ("super", "h100", "bf16"): _run(64, 1, 1280, pp=2, ep=32, seq=4096),
+    ("super", "h100", "bf16"): replace(_run(64, 1, 1280, pp=2, ep=32), seq_length=4096),
     **{
         ("super", gpu, precision): _run(64, 1, 512, tp=tp, ep=ep)
         for gpu, tp, ep in (
@@ -145,7 +142,6 @@ class PerformanceRow:
     when: Callable[[ParallelLayout], bool] = _always
 
     def applies(self, model: str, gpu: str, precision: str, layout: ParallelLayout) -> bool:
-        """Whether the row is about this run."""
         named = ((self.models, model), (self.gpus, gpu), (self.precisions, precision))
         return all(not words or word in words.split() for words, word in named) and self.when(layout)
 
@@ -158,8 +154,15 @@ _NVL72 = "gb200 gb300 vr200"
 _TWO_HUNDRED = "b200 gb200"
 _B = f"b200 b300 {_NVL72}"
 _FP8 = "fp8-tensorwise mxfp8"
-_ALL_GRAPHS = "--cuda-graph-modules attn mamba moe_router moe_preprocess"
+_HOPPER = "h100 h200"
+#: The modules that are recomputed follow.
+_SELECTIVE = "--recompute-granularity selective\n--recompute-modules"
 _NO_GRAPHS = "--cuda-graph-impl\n--cuda-graph-modules\n--te-rng-tracker"
+
+
+def _graphs(modules: str) -> str:
+    return f"--cuda-graph-impl transformer_engine\n--cuda-graph-modules {modules}\n--te-rng-tracker"
+
 
 ROWS: tuple[PerformanceRow, ...] = (
     PerformanceRow(
@@ -180,9 +183,7 @@ ROWS: tuple[PerformanceRow, ...] = (
         """,
     ),
     # Before Blackwell Megatron requires 1 with TP or CP: collectives then start in the order of the kernels.
-    PerformanceRow(
-        gpus="h100 h200", environment="CUDA_DEVICE_MAX_CONNECTIONS=1", when=lambda p: p.tp * p.cp > 1
-    ),
+    PerformanceRow(gpus=_HOPPER, environment="CUDA_DEVICE_MAX_CONNECTIONS=1", when=lambda p: p.tp * p.cp > 1),
     PerformanceRow(gpus="b300", environment="NCCL_IGNORE_CPU_AFFINITY=1"),
     PerformanceRow(
         _MOE,
@@ -204,58 +205,18 @@ ROWS: tuple[PerformanceRow, ...] = (
     ),
     PerformanceRow("nano", _TWO_HUNDRED, "mxfp8", options="--moe-flex-dispatcher-num-sms 32"),
     # CUDA graphs.
-    PerformanceRow(
-        f"{_SMALL} super",
-        _B,
-        options=f"--cuda-graph-impl transformer_engine\n{_ALL_GRAPHS}\n--te-rng-tracker",
-    ),
+    PerformanceRow(f"{_SMALL} super", _B, options=_graphs("attn mamba moe_router moe_preprocess")),
     PerformanceRow("super", "b200", "bf16 mxfp8", without=_NO_GRAPHS),
-    PerformanceRow(
-        _SMALL,
-        "h100 h200",
-        options="--cuda-graph-impl transformer_engine\n--cuda-graph-modules attn mamba\n--te-rng-tracker",
-    ),
-    PerformanceRow(
-        "nemotron-h-56b",
-        options="--cuda-graph-impl transformer_engine\n--cuda-graph-modules mamba attn\n--te-rng-tracker",
-    ),
-    PerformanceRow("nemotron-h-56b", "h100 h200", options="--cuda-graph-modules mamba"),
+    PerformanceRow(_SMALL, _HOPPER, options=_graphs("attn mamba")),
+    PerformanceRow("nemotron-h-56b", options=_graphs("mamba attn")),
+    PerformanceRow("nemotron-h-56b", _HOPPER, options="--cuda-graph-modules mamba"),
     # Recomputation.
-    PerformanceRow(
-        "nano",
-        "h100 h200",
-        "bf16",
-        options="--recompute-granularity selective\n--recompute-modules moe layernorm",
-    ),
-    PerformanceRow(
-        _SMALL,
-        "h100 h200",
-        "fp8-tensorwise",
-        options="--recompute-granularity selective\n--recompute-modules layernorm",
-    ),
-    PerformanceRow(
-        "super",
-        "h100 h200",
-        options="--recompute-granularity selective\n--recompute-modules layernorm moe_act moe core_attn",
-    ),
-    PerformanceRow(
-        "super",
-        "b200",
-        "bf16",
-        options="--recompute-granularity selective\n--recompute-modules moe_act moe layernorm core_attn",
-    ),
-    PerformanceRow(
-        "super",
-        "b200",
-        "mxfp8",
-        options="--recompute-granularity selective\n--recompute-modules moe_act layernorm",
-    ),
-    PerformanceRow(
-        "super",
-        "b300",
-        "bf16 nvfp4",
-        options="--recompute-granularity selective\n--recompute-modules moe_act layernorm",
-    ),
+    PerformanceRow("nano", _HOPPER, "bf16", options=f"{_SELECTIVE} moe layernorm"),
+    PerformanceRow(_SMALL, _HOPPER, "fp8-tensorwise", options=f"{_SELECTIVE} layernorm"),
+    PerformanceRow("super", _HOPPER, options=f"{_SELECTIVE} layernorm moe_act moe core_attn"),
+    PerformanceRow("super", "b200", "bf16", options=f"{_SELECTIVE} moe_act moe layernorm core_attn"),
+    PerformanceRow("super", "b200", "mxfp8", options=f"{_SELECTIVE} moe_act layernorm"),
+    PerformanceRow("super", "b300", "bf16 nvfp4", options=f"{_SELECTIVE} moe_act layernorm"),
     # Quantized runs.
     PerformanceRow(precisions=_FP8, options="--fp8-param-gather"),
     PerformanceRow(precisions="mxfp8", options="--reuse-grad-buf-for-mxfp8-param-ag"),
@@ -275,7 +236,7 @@ ROWS: tuple[PerformanceRow, ...] = (
     # Single runs.
     PerformanceRow(
         "super",
-        "h100 h200",
+        _HOPPER,
         options="""
             --use-precision-aware-optimizer
             --main-grads-dtype bf16
@@ -293,7 +254,7 @@ ROWS: tuple[PerformanceRow, ...] = (
     ),
     PerformanceRow(
         "lightning",
-        "h100 h200",
+        _HOPPER,
         "bf16",
         options="""
             --use-precision-aware-optimizer
@@ -366,7 +327,7 @@ ROWS: tuple[PerformanceRow, ...] = (
     # A recipe of Bridge's library, not tuned: gradients in FP32, Megatron's own garbage collection.
     PerformanceRow(
         "ultra",
-        "h100 h200",
+        _HOPPER,
         options="--te-rng-tracker",
         without="""
             --grad-reduce-in-bf16

@@ -1,6 +1,6 @@
 """The published phases after pre-training, and the end of pre-training in BF16.
 
-Standard library only. Schedules are those of the technical reports: Nano arXiv 2512.20848 (2.5, 3.1.6), Super
+Schedules are those of the technical reports: Nano arXiv 2512.20848 (2.5, 3.1.6), Super
 2604.12374 (2.6, 3.1), Ultra 2606.15007 (2.5, 3.1). A field or layout that is None is UNKNOWN: no source
 states it. docs/launching.md says which of them stock Megatron-LM can run.
 """

@@ -2,14 +2,14 @@
 
 `reference` returns the published value of every option that a source states. Numbers of the model come from
 the catalog for every model; layout, schedule and precision for the models whose pre-training has a public
-launch script, and layout and schedule of the phases after it as far as their reports state them. Standard
-library only.
+launch script, and layout and schedule of the phases after it as far as their reports state them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from megatron_nemotron3.launch.architecture import MODEL, MOE, MTP, emit
 from megatron_nemotron3.launch.flags import flags
@@ -51,7 +51,7 @@ class PublishedOption:
 
 @dataclass(frozen=True)
 class PublicLaunch:
-    """What the public launch of a model had besides its layout and its schedule."""
+    """The public launch of a model, without its layout and its schedule."""
 
     #: "3072 H100", in words.
     machines: str
@@ -146,27 +146,19 @@ def reference(config: Nemotron3Config, name: str = "published") -> dict[str, Pub
 
 
 def _model_references(config: Nemotron3Config) -> Iterator[tuple[str, PublishedOption]]:
-    catalog = config.source or "the catalog"
-
-    def row(
-        value: str, origin: str, field: str, of_model: bool = True, required: bool = True
-    ) -> PublishedOption:
-        return PublishedOption(
-            value=value,
-            section="architecture",
-            origin=origin,
-            field=field,
-            source=catalog,
-            of_model=of_model,
-            required=required,
-        )
-
+    row = partial(
+        PublishedOption, section="architecture", source=config.source or "the catalog", of_model=True
+    )
     pattern = "config.pattern" + (", config.mtp_pattern" if config.has_mtp else "")
-    yield "--hybrid-layer-pattern", row(config.full_pattern, "model", pattern)
-    yield "--num-layers", row(str(config.num_layers), "model", "config.num_layers", required=False)
-    for name in ("--vocab-size", "--padded-vocab-size"):
-        yield name, row(str(config.vocab_size), "model", "config.vocab_size", required=False)
-    sequence = row(str(config.seq_length), "model", "config.seq_length", of_model=False)
+    yield "--hybrid-layer-pattern", row(value=config.full_pattern, origin="model", field=pattern)
+    numbers = {
+        "--num-layers": (config.num_layers, "config.num_layers"),
+        "--vocab-size": (config.vocab_size, "config.vocab_size"),
+        "--padded-vocab-size": (config.vocab_size, "config.vocab_size"),
+    }
+    for name, (number, field) in numbers.items():
+        yield name, row(value=str(number), origin="model", field=field, required=False)
+    sequence = row(value=str(config.seq_length), origin="model", field="config.seq_length", of_model=False)
     yield "--seq-length", sequence
     for rows, present in ((MODEL, True), (MOE, config.is_moe), (MTP, config.has_mtp)):
         for line in rows:
@@ -175,20 +167,21 @@ def _model_references(config: Nemotron3Config) -> Iterator[tuple[str, PublishedO
             found = emit(line.flag, line.value(config), "architecture", line.origin) if present else []
             value = shown(found[0].values) if found else NOT_PASSED
             origin = "family" if line.origin == "family" else "model"
-            found_row = row(value, origin, line.origin)
+            option = row(value=value, origin=origin, field=line.origin)
             if line.flag in _RECIPE:
-                found_row = replace(found_row, of_model=False, source=_RELEASE_TEST)
-            yield line.flag, found_row
+                option = replace(option, of_model=False, source=_RELEASE_TEST)
+            yield line.flag, option
     if config.moe_layers is not None:
         # No other option says what the layers' experts are.
         stack = f"{MODULE} {spec_name(config, 'te')}"
-        yield "--spec", row(stack, "model", "config.moe_layers")
+        yield "--spec", row(value=stack, origin="model", field="config.moe_layers")
+    family = partial(row, origin="family")
     if config.is_moe:
-        yield "--moe-router-dtype", row("fp32", "family", "family")
+        yield "--moe-router-dtype", family(value="fp32", field="family")
         for name in _ONE_GROUP:
-            yield name, row("1", "family", "family", required=False)
+            yield name, family(value="1", field="family", required=False)
     for name, why in _FOREIGN.items():
-        yield name, row(NOT_PASSED, "family", f"family: {why}", required=False)
+        yield name, family(value=NOT_PASSED, field=f"family: {why}", required=False)
 
 
 def _phase_references(config: Nemotron3Config, name: str) -> Iterator[tuple[str, PublishedOption]]:
@@ -251,7 +244,6 @@ _PRETRAINING = ("micro_batch_size", "weight_decay", "adam_beta1", "adam_beta2", 
 
 
 def _precision_options(config: Nemotron3Config) -> set[str]:
-    """Return every option that some precision adds."""
     names = {"--fp16"}
     for precision in FORMATS:
         launch = Launch(

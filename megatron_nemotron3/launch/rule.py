@@ -8,6 +8,10 @@ from typing import Literal
 
 from megatron_nemotron3.launch.launch import Launch
 
+#: Files of megatron-core that many rules come from.
+ARGUMENTS = "megatron/training/arguments.py"
+CONFIG = "megatron/core/transformer/transformer_config.py"
+
 Severity = Literal["error", "warning"]
 
 

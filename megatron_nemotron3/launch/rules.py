@@ -1,8 +1,4 @@
-"""All rules in one table, and what applies them. Standard library only.
-
-`check` reports, `enforce` raises one error that lists all violations. Each rule has a name, the numbers, the
-cure, and the place in Megatron-Core 0.19 (or the report or issue) it comes from.
-"""
+"""All rules in one table, and what applies them."""
 
 from __future__ import annotations
 
@@ -45,7 +41,7 @@ class RuleError(ValueError):
 def check(launch: Launch) -> list[Violation]:
     """Return every violated rule, errors before warnings.
 
-    If the parser refuses words of `extra`, only that is returned: other rules read their values.
+    If the parser refuses options of `extra`, only that is returned: other rules read their values.
     """
     return _violated(PARSER_RULES, launch) or _violated((*RULES, *VERSION_RULES), launch)
 

@@ -1,17 +1,15 @@
-"""Rules on layouts: divisibility, and sizes that exclude each other. Standard library only."""
+"""Rules on layouts: divisibility, and sizes that exclude each other."""
 
 from __future__ import annotations
 
 from math import gcd
 
 from megatron_nemotron3.launch.launch import Launch
-from megatron_nemotron3.launch.rule import Rule, divisors
+from megatron_nemotron3.launch.rule import ARGUMENTS, CONFIG, Rule, divisors
 from megatron_nemotron3.models.config import GATED_NORM_EPSILON, MAMBA_CONV_KERNEL
 
 _MIXER = "megatron/core/ssm/mamba_mixer.py"
 _MAMBA_CP = "megatron/core/ssm/mamba_context_parallel.py"
-_CONFIG = "megatron/core/transformer/transformer_config.py"
-_ARGUMENTS = "megatron/training/arguments.py"
 _LINEAR = "megatron/core/tensor_parallel/layers.py"
 _STATE = "megatron/core/parallel_state.py"
 
@@ -77,9 +75,9 @@ LAYOUT_RULES: tuple[Rule, ...] = (
             f"pattern={c.config.pattern!r} starts with '-', so Megatron's parser reads it as an option: "
             "start the pattern with M, * or E"
         ),
-        _ARGUMENTS,
+        ARGUMENTS,
     ),
-    _split_rule("heads-tp", "num_attention_heads", "tp", None, _CONFIG),
+    _split_rule("heads-tp", "num_attention_heads", "tp", None, CONFIG),
     Rule(
         "query-groups-tp",
         _kv_groups,
@@ -87,7 +85,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
             f"num_query_groups={c.config.num_query_groups} and TP={c.layout.tp}: one must divide the other; "
             f"use TP {divisors(c.config.num_query_groups)} or a multiple of {c.config.num_query_groups}"
         ),
-        f"{_CONFIG}; below TP the groups are gathered (megatron/core/transformer/attention.py)",
+        f"{CONFIG}; below TP the groups are gathered (megatron/core/transformer/attention.py)",
     ),
     Rule(
         "qkv-tp",
@@ -118,7 +116,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
         ),
         _LINEAR,
     ),
-    _split_rule("experts-ep", "num_moe_experts", "ep", "E", _ARGUMENTS),
+    _split_rule("experts-ep", "num_moe_experts", "ep", "E", ARGUMENTS),
     Rule(
         "mtp-hidden-tp",
         lambda c: c.config.has_mtp and c.config.hidden_size % c.layout.tp,
@@ -165,7 +163,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
             f"{c.config.name} has no MoE layers (E), so EP={c.layout.ep} ETP={c.layout.etp} have no experts "
             "to split: use ep=1, etp=1"
         ),
-        _ARGUMENTS,
+        ARGUMENTS,
     ),
     Rule(
         "expert-grid",
@@ -211,7 +209,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
             f"seq_length={c.seq_length} is not divisible by 2*CP={2 * c.layout.cp} (two chunks per rank): "
             f"use a multiple of {2 * c.layout.cp}"
         ),
-        _ARGUMENTS,
+        ARGUMENTS,
     ),
     Rule(
         "sequence-sp",
@@ -245,6 +243,5 @@ LAYOUT_RULES: tuple[Rule, ...] = (
 
 
 def _smallest_dp(c: Launch) -> int:
-    """Return the smallest DP at which the expert ranks divide."""
     ranks = c.layout.tp * c.layout.cp
     return next(dp for dp in range(1, c.layout.expert_ranks + 1) if ranks * dp % c.layout.expert_ranks == 0)

@@ -9,11 +9,9 @@ from megatron_nemotron3.launch.architecture import MODEL, MOE, MTP
 from megatron_nemotron3.launch.flag import parse, text
 from megatron_nemotron3.launch.launch import Launch
 from megatron_nemotron3.launch.parser import misused, unknown
-from megatron_nemotron3.launch.rule import Rule, Severity
+from megatron_nemotron3.launch.rule import ARGUMENTS, CONFIG, Rule, Severity
 from megatron_nemotron3.launch.versions import DEFAULT
 from megatron_nemotron3.models.stack_specs import has_spec
-
-_ARGUMENTS = "megatron/training/arguments.py"
 
 #: Options under which some tokens of a sequence do not count in the loss.
 _MASKING = ("--sft", "--eod-mask-loss", "--rl-use-sequence-packing")
@@ -97,7 +95,6 @@ def _option(
 
 
 def _recomputed(c: Launch) -> tuple[str, ...]:
-    """Return the values of `--recompute-modules`."""
     return c.options.get("--recompute-modules") or ()
 
 
@@ -166,7 +163,7 @@ OPTION_RULES: tuple[Rule, ...] = (
             f"{c.first_of(*_GPT_LAYOUT)} cannot be combined with --hybrid-layer-pattern, which already sets "
             "the pipeline stages: drop it"
         ),
-        _ARGUMENTS,
+        ARGUMENTS,
     ),
     Rule(
         "documents-cp",
@@ -204,7 +201,7 @@ OPTION_RULES: tuple[Rule, ...] = (
             "--recompute-modules moe_act requires --moe-grouped-gemm, which requires Transformer Engine "
             "and MoE layers: drop it, or use backend te"
         ),
-        "megatron/core/transformer/transformer_config.py",
+        CONFIG,
     ),
     Rule(
         "recompute-mtp",
@@ -227,7 +224,7 @@ OPTION_RULES: tuple[Rule, ...] = (
             f"{c.precision} pads each expert's tokens, which the allgather dispatcher does not support: "
             "use --moe-token-dispatcher-type alltoall or flex"
         ),
-        "megatron/core/transformer/transformer_config.py",
+        CONFIG,
     ),
     _option(
         "--moe-shared-expert-overlap",
@@ -324,13 +321,13 @@ PARSER_RULES: tuple[Rule, ...] = (
             f"the parser of megatron-core {c.version} does not accept "
             f"{', '.join(unknown(c.options, c.version))}: correct or drop it, or use a version that has it"
         ),
-        _ARGUMENTS,
+        ARGUMENTS,
     ),
     Rule(
         "option-value",
         lambda c: misused(parse(c.extra), c.version),
         lambda c: "; ".join(misused(parse(c.extra), c.version)),
-        _ARGUMENTS,
+        ARGUMENTS,
     ),
 )
 

@@ -1,4 +1,4 @@
-"""Rules on performance options: graphs, dispatcher, offloading, optimizer types. Standard library only.
+"""Rules on performance options: graphs, dispatcher, offloading, optimizer types.
 
 Combinations that Megatron refuses while it reads the arguments or builds the config have no rule.
 """
@@ -11,9 +11,8 @@ from math import gcd
 from megatron_nemotron3.launch import parser
 from megatron_nemotron3.launch.launch import Launch
 from megatron_nemotron3.launch.performance_table import HARDWARE, USED_OF_NVL72
-from megatron_nemotron3.launch.rule import Rule, divisors
+from megatron_nemotron3.launch.rule import ARGUMENTS, CONFIG, Rule, divisors
 
-_CONFIG = "megatron/core/transformer/transformer_config.py"
 _OPTIMIZER = "megatron/core/optimizer/optimizer_config.py"
 _IMPL = "--cuda-graph-impl"
 _INSTANCES = "--num-distributed-optimizer-instances"
@@ -26,7 +25,7 @@ _NEEDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "--offload-modules": ("--fine-grained-activation-offloading", ()),
     "--moe-flex-dispatcher-backend": ("--moe-token-dispatcher-type", ("flex",)),
 }
-#: Options under which a row holds several documents, whose borders go through the layers beside the tokens.
+#: Options under which a row holds several documents, whose borders go through the layers with the tokens.
 _PACKING = ("--sft", "--dataloader-inter-document-masking", "--rl-use-sequence-packing")
 #: Recomputed parts that hold weights.
 _WITH_WEIGHTS = {"moe", "mlp", "shared_experts"}
@@ -52,7 +51,6 @@ def _graphed_attention(c: Launch) -> bool:
 
 
 def _nvlink_ranks(c: Launch) -> int:
-    """Ranks of an NVLink domain that jobs use."""
     assert c.gpu is not None
     return min(HARDWARE[c.gpu].nvlink_domain, USED_OF_NVL72)
 
@@ -83,7 +81,6 @@ def _types(c: Launch) -> list[str]:
 
 
 def _instances(c: Launch) -> int:
-    """Return the instances of the distributed optimizer."""
     return int(c.option(_INSTANCES, "1"))
 
 
@@ -100,7 +97,7 @@ PERFORMANCE_RULES: tuple[Rule, ...] = (
         lambda c: "; ".join(
             f"{name} has no effect: Megatron reads it only with {needed}" for name, needed in _ignored(c)
         ),
-        f"{_CONFIG}; megatron/core/transformer/moe/token_dispatcher.py",
+        f"{CONFIG}; megatron/core/transformer/moe/token_dispatcher.py",
         "warning",
     ),
     Rule(
@@ -141,7 +138,7 @@ PERFORMANCE_RULES: tuple[Rule, ...] = (
             "--fine-grained-activation-offloading needs the modules of Transformer Engine, and the backend "
             "is torch: drop it and recompute (--recompute-granularity selective), or use backend te"
         ),
-        "megatron/training/arguments.py",
+        ARGUMENTS,
     ),
     Rule(
         "optimizer-types",

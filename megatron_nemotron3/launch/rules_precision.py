@@ -1,11 +1,11 @@
-"""Rules on number formats: block sizes, and supported combinations. Standard library only."""
+"""Rules on number formats: block sizes, and supported combinations."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from megatron_nemotron3.launch.launch import Launch
-from megatron_nemotron3.launch.rule import Rule
+from megatron_nemotron3.launch.rule import ARGUMENTS, CONFIG, Rule
 from megatron_nemotron3.models.parameters import decoder_layers
 from megatron_nemotron3.models.tensors import rows_of, symbol_sizes
 from megatron_nemotron3.precision.formats import (
@@ -24,13 +24,7 @@ from megatron_nemotron3.precision.formats import (
 )
 from megatron_nemotron3.precision.table import kind_named
 
-_ARGUMENTS = "megatron/training/arguments.py"
-_CONFIG = "megatron/core/transformer/transformer_config.py"
 _TE = "Transformer Engine's quantizers; megatron/core/fp4_utils.py"
-
-
-def _has_file(c: Launch) -> bool:
-    return bool(c.te_precision_config_file) or "--te-precision-config-file" in c.options
 
 
 def _local_shapes(c: Launch) -> Iterator[tuple[str, tuple[int, ...], Format]]:
@@ -42,7 +36,7 @@ def _local_shapes(c: Launch) -> Iterator[tuple[str, tuple[int, ...], Format]]:
             if kind is None or not kind.quantizable:
                 continue
             # Without a precision file every linear has the format of its layer.
-            by_recipe = c.precision == NVFP4 and _has_file(c)
+            by_recipe = c.precision == NVFP4 and c.precision_file
             number_format = kind.format(c.precision) if by_recipe else c.precision
             if number_format == BF16:
                 continue
@@ -71,12 +65,10 @@ def _alignment_message(c: Launch) -> str:
 
 def _tokens(c: Launch) -> int:
     """Return the tokens of a microbatch in one rank's GEMMs (sequence parallelism gathers them)."""
-    micro = c.schedule.micro_batch_size if c.schedule else 1
-    return micro * c.seq_length // c.layout.cp
+    return c.micro_batch_size * c.seq_length // c.layout.cp
 
 
 def _format(c: Launch) -> Format:
-    """Return the format of a quantized launch."""
     return FORMATS[c.precision]
 
 
@@ -90,7 +82,6 @@ def _hardware_message(c: Launch) -> str:
 
 
 def _emulated(c: Launch) -> str:
-    """Return the format that a launch emulates."""
     return c.emulate.format if c.emulate else ""
 
 
@@ -109,7 +100,7 @@ PRECISION_RULES: tuple[Rule, ...] = (
         "nvfp4-without-file",
         lambda c: (
             c.precision == NVFP4
-            and not (_has_file(c) or c.allow_plain_nvfp4 or (c.emulate and c.emulate.packed))
+            and not (c.precision_file or c.allow_plain_nvfp4 or (c.emulate and c.emulate.packed))
         ),
         lambda c: (
             "nvfp4 without --te-precision-config-file: Megatron would also quantize attention and latent "
@@ -132,7 +123,7 @@ PRECISION_RULES: tuple[Rule, ...] = (
     Rule(
         "precision-file-unused",
         lambda c: (
-            _has_file(c) and not c.quantized and not (c.te_precision_config_file and c.backend == "torch")
+            c.precision_file and not c.quantized and not (c.te_precision_config_file and c.backend == "torch")
         ),
         lambda c: (
             f"a precision file affects {c.precision} only through entries that set "
@@ -155,7 +146,7 @@ PRECISION_RULES: tuple[Rule, ...] = (
             f"{c.config.num_layers} layers: use counts from 0 whose sum is at most {c.config.num_layers} "
             "(Megatron does not check them for FP4)"
         ),
-        _CONFIG,
+        CONFIG,
     ),
     Rule(
         "fp8-bf16-layers-pipeline",
@@ -172,7 +163,7 @@ PRECISION_RULES: tuple[Rule, ...] = (
             f"--num-layers-at-{'end' if c.bf16_at_end >= c.bf16_at_start else 'start'}-in-bf16 "
             f"{c.config.num_layers // c.layout.pp}"
         ),
-        _CONFIG,
+        CONFIG,
     ),
     Rule(
         "fp8-torch",
@@ -181,7 +172,7 @@ PRECISION_RULES: tuple[Rule, ...] = (
             f"{c.precision} GEMMs exist only in Transformer Engine: use backend te, or "
             + ("emulate=True" if _format(c).emulated else "precision bf16")
         ),
-        _CONFIG,
+        CONFIG,
     ),
     Rule(
         "delayed-bf16-layers",
@@ -190,7 +181,7 @@ PRECISION_RULES: tuple[Rule, ...] = (
             "Megatron cannot keep first and last layers in BF16 with delayed scaling: drop "
             f"--first-last-layers-bf16, or use precision {TENSORWISE}"
         ),
-        _CONFIG,
+        CONFIG,
     ),
     Rule(
         "delayed-recompute",
@@ -200,13 +191,13 @@ PRECISION_RULES: tuple[Rule, ...] = (
             f"{'it' if len(_recomputed(c)) == 1 else 'them'} from --recompute-modules, or use precision "
             f"{TENSORWISE}"
         ),
-        _CONFIG,
+        CONFIG,
     ),
     Rule(
         "fp8-param-gather",
         lambda c: c.first_of("--fp8-param-gather") and not (c.quantized and _format(c).kind == "fp8"),
         lambda c: f"--fp8-param-gather needs an FP8 recipe, not {c.precision}: drop it",
-        _ARGUMENTS,
+        ARGUMENTS,
     ),
     Rule(
         "nvfp4-torch",
@@ -215,7 +206,7 @@ PRECISION_RULES: tuple[Rule, ...] = (
             "FP4 GEMMs exist only in Transformer Engine, and Megatron's parser refuses --fp4-format "
             "without it: use backend te, or emulate=True"
         ),
-        _ARGUMENTS,
+        ARGUMENTS,
     ),
     Rule(
         "quantized-hardware",

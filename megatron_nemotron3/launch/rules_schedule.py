@@ -1,12 +1,11 @@
-"""Rules on batch size, training length and learning rate. Standard library only."""
+"""Rules on batch size, training length and learning rate."""
 
 from __future__ import annotations
 
 from megatron_nemotron3.launch.launch import Launch
-from megatron_nemotron3.launch.rule import Rule
+from megatron_nemotron3.launch.rule import ARGUMENTS, Rule
 from megatron_nemotron3.launch.schedule import TrainingSchedule
 
-_ARGUMENTS = "megatron/training/arguments.py"
 _SCHEDULER = "megatron/core/optimizer_param_scheduler.py"
 
 
@@ -67,7 +66,7 @@ SCHEDULE_RULES: tuple[Rule, ...] = (
             f"global_batch_size={_batch(c)} is not divisible by micro_batch_size*DP={_replicas(c)}: "
             f"use a multiple of {_replicas(c)} or another DP"
         ),
-        _ARGUMENTS,
+        ARGUMENTS,
     ),
     Rule(
         "vpp-microbatches",

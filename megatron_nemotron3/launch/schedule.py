@@ -1,4 +1,4 @@
-"""Batch size, length and learning rate of a run: `TrainingSchedule`. Standard library only.
+"""Batch size, length and learning rate of a run: `TrainingSchedule`.
 
 Fields have the names of Megatron's options; None means that no source states the value, and then no flag is
 emitted. The phases after pre-training (long context, fine-tuning) are in `phases.py`.
@@ -186,7 +186,6 @@ def adjusted(
 
 
 def _minimum_rate(schedule: TrainingSchedule, lr: float | None) -> float | None:
-    """Return the minimum rate for a given peak rate."""
     if lr is None or schedule.lr_decay_style == "constant":
         return None
     if schedule.lr_decay_style == "WSD" or schedule.lr is None or schedule.min_lr is None:
@@ -195,7 +194,6 @@ def _minimum_rate(schedule: TrainingSchedule, lr: float | None) -> float | None:
 
 
 def _lengths_of(schedule: TrainingSchedule, steps: int) -> dict[str, int | float | None]:
-    """Return the length fields of a run of `steps` iterations."""
     if schedule.lr_decay_style == "WSD":
         return dict.fromkeys(SAMPLES) | {
             "train_iters": steps,

@@ -1,4 +1,4 @@
-"""Follow a launch script to the Megatron options that it passes. Standard library only.
+"""Follow a launch script to the Megatron options that it passes.
 
 Branches are followed where the script's own variables, their defaults (`${TP:-2}`) and the values given with
 `--set` decide them. Where they do not, a branch that changes an option is an error with its line; one that
@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from megatron_nemotron3.launch import shell
-from megatron_nemotron3.launch.flag import Flag, parse
+from megatron_nemotron3.launch.flag import Flag, from_first_option, parse
 from megatron_nemotron3.launch.script_ranks import (
     launcher_options,
     ranks_of,
     sbatch_options,
     slurm_variables,
 )
-from megatron_nemotron3.launch.shell_test import evaluate, is_known
+from megatron_nemotron3.launch.shell_conditions import evaluate, is_known, joined
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?=)(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$\{(\w+)(?::?[-=]([^{}]*))?\}|\$(\w+)")
@@ -32,8 +32,8 @@ _WHOLE_VARIABLE = re.compile(r"\$\{?(\w+)\}?")
 _OPTION = re.compile(r"(?<!\S)--\w")
 _DECLARES = ("export", "local", "readonly", "declare", "typeset")
 _READS = ("read", "mapfile", "readarray", "getopts", "unset")
-#: Commands whose result is a question; every other one is taken to succeed.
-_ASKS = ("grep", "command", "which", "type", "diff", "cmp", "pgrep", "hash", "((")
+#: Commands that may fail without an error; every other one is taken to succeed.
+_TESTS = ("grep", "command", "which", "type", "diff", "cmp", "pgrep", "hash", "((")
 #: Options of torchrun, which scripts often keep in an array of their own.
 _LAUNCHER = re.compile(
     r"--(nproc[-_]per[-_]node|nnodes|node[-_]rank|master[-_](addr|port)|rdzv[-_]\w+|standalone|max[-_]restarts"
@@ -59,32 +59,33 @@ class _Ended(Exception):
     """The script exits, or a function returns."""
 
 
-def follow(text: str, given: Mapping[str, str] | None = None) -> Script:
+def follow(text: str, variables: Mapping[str, str] | None = None) -> Script:
     """Return what a script passes to Megatron."""
-    for name in given or {}:
+    for name in variables or {}:
         if not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text):
             raise ValueError(f"--set {name}: the script has no such variable")
     job = sbatch_options(text)
-    walk = _Walk(dict(given or {}))
-    walk.variables = slurm_variables(job) | walk.variables
+    interpreter = _Interpreter(dict(variables or {}))
+    interpreter.variables = slurm_variables(job) | interpreter.variables
     try:
         with contextlib.suppress(_Ended):
-            walk.run(shell.parse(text))
+            interpreter.run(shell.parse(text))
     except RecursionError:
         raise ValueError("the script is nested too deep to be read") from None
-    found = walk.result()
-    found.world_size = ranks_of(job | walk.launcher, walk.variables.get("WORLD_SIZE", ""))
+    found = interpreter.result()
+    found.world_size = ranks_of(job | interpreter.launcher, interpreter.variables.get("WORLD_SIZE", ""))
     return found
 
 
-class _Walk:
+class _Interpreter:
     """The state of a script at one of its lines."""
 
-    def __init__(self, given: dict[str, str]) -> None:
-        self.given = given
-        self.variables = dict(given)
+    def __init__(self, fixed: dict[str, str]) -> None:
+        #: Variables that keep the value of --set.
+        self.fixed = fixed
+        self.variables = dict(fixed)
         #: Variables that an undecided branch may have set -> why; `reasons` keeps those set again later.
-        self.unsure: dict[str, str] = {}
+        self.undecided: dict[str, str] = {}
         self.reasons: dict[str, str] = {}
         #: Variables that hold options, which count where they are assigned.
         self.collections: set[str] = set()
@@ -104,9 +105,8 @@ class _Walk:
         for name, values in found.items():
             for variable in _names_in(values):
                 if reason := self.reasons.get(variable):
-                    raise ValueError(
-                        f"{name} uses {variable}, and {reason}{self._cure(_names_in([reason]) or [variable])}"
-                    )
+                    remedy = self._remedy(_names_in([reason]) or [variable])
+                    raise ValueError(f"{name} uses {variable}, and {reason}{remedy}")
         return Script(found, list(dict.fromkeys(self.notes)))
 
     def run(self, nodes: Iterable[shell.Node]) -> None:
@@ -189,39 +189,34 @@ class _Walk:
                 holds = self._truth(part)
 
     def _truth(self, node: shell.Node) -> bool | None:
-        """Whether a command succeeds; None if that cannot be told."""
+        """Whether a command succeeds; None if that is unknown."""
         if isinstance(node, shell.Chain):
             holds = self._truth(node.parts[0])
             for operator, part in zip(node.operators, node.parts[1:], strict=True):
                 other = self._truth(part)
-                if operator == "&&":
-                    holds = False if False in (holds, other) else None if None in (holds, other) else True
-                elif operator == "||":
-                    holds = True if True in (holds, other) else None if None in (holds, other) else False
-                else:
-                    holds = other
+                holds = other if operator == "|" else joined(operator, holds, other)
             return holds if holds is None or not node.negated else not holds
         if not isinstance(node, shell.Simple):
             return None
         first = node.words[0]
         if first in ("[", "[[", "test"):
             return evaluate(node.words[1 : None if first == "test" else -1], self._filled)
-        return first == "true" or (None if first.startswith(_ASKS) else first != "false")
+        return first == "true" or (None if first.startswith(_TESTS) else first != "false")
 
     def _undecided(self, nodes: Iterable[shell.Node], reason: str) -> None:
         """Mark what commands that may or may not run would set."""
         for node in _simple_commands(nodes):
             names = [word for word in node.words if _ASSIGNMENT.fullmatch(word)]
-            aside = _Walk(self.given)
-            aside.collections = self.collections
-            aside._run_simple(node, follow_calls=False)
-            if found := _without_launcher(aside.words):
+            branch = _Interpreter(self.fixed)
+            branch.collections = self.collections
+            branch._run_simple(node, follow_calls=False)
+            if found := _without_launcher(branch.words):
                 raise ValueError(
-                    f"{found[0].name} (line {node.line}): {reason}{self._cure(_names_in([reason]))}"
+                    f"{found[0].name} (line {node.line}): {reason}{self._remedy(_names_in([reason]))}"
                 )
             for name in (word.split("=")[0].rstrip("+") for word in names):
-                if name not in self.given:
-                    self.unsure[name] = self.reasons[name] = reason
+                if name not in self.fixed:
+                    self.undecided[name] = self.reasons[name] = reason
             called = self.functions.get(node.words[0])
             if called:
                 self._entered(called)
@@ -231,9 +226,9 @@ class _Walk:
     def _reason(self, line: int, head: str) -> str:
         return f"line {line} cannot be decided: {_short(head)}"
 
-    def _cure(self, names: Sequence[str]) -> str:
-        said = " ".join(f"--set {name}=VALUE" for name in dict.fromkeys(names))
-        return f"; give {said}" if said else "; give the command as it was run"
+    def _remedy(self, names: Sequence[str]) -> str:
+        options = " ".join(f"--set {name}=VALUE" for name in dict.fromkeys(names))
+        return f"; give {options}" if options else "; give the command as it was run"
 
     # -- commands ------------------------------------------------------------------------------------------
 
@@ -250,7 +245,7 @@ class _Walk:
         first = words[0]
         if first in _READS:
             for name in words[1:]:
-                if name not in self.given:
+                if name not in self.fixed:
                     self.variables.pop(name, None)
         elif first in ("source", "."):
             self.notes.append(f"line {node.line}: {_short(' '.join(words))} is not read")
@@ -269,7 +264,7 @@ class _Walk:
             try:
                 self.run(self.functions[first].body)
             except _Ended:
-                if any(_is_exit(command) for command in _simple_commands(self.functions[first].body)):
+                if any(step.words[0] == "exit" for step in _simple_commands(self.functions[first].body)):
                     raise
             self.calls -= 1
         else:
@@ -291,9 +286,9 @@ class _Walk:
             self.collections.add(name)
             self.words += self._options_of(value.split())
             return
-        if name in self.given:
+        if name in self.fixed:
             return
-        self.unsure.pop(name, None)
+        self.undecided.pop(name, None)
         self.collections.discard(name)
         before = self.variables.get(name, "") if operator == "+=" else ""
         self.variables[name] = before + self._filled(raw)
@@ -308,8 +303,7 @@ class _Walk:
         values = [word for _, word in kept[program + 1 :]]
         self.launcher |= launcher_options([word for _, word in kept[: program + 1]])
         if program >= 0:
-            first = next((i for i, word in enumerate(values) if word.startswith("--")), len(values))
-            values = values[first:]
+            values = list(from_first_option(values))
         return values if values and values[0].startswith("--") else []
 
     def _is_collected(self, word: str) -> bool:
@@ -326,7 +320,7 @@ class _Walk:
 
         def value(match: re.Match[str]) -> str:
             name = match[1] or match[3]
-            if name in self.unsure:
+            if name in self.undecided:
                 return f"${{{name}}}"
             found = self.variables.get(name)
             if found is None:
@@ -345,7 +339,6 @@ def _names_in(values: Iterable[str]) -> list[str]:
 
 
 def _unquoted(raw: str) -> str:
-    """Return a word without its quotes."""
     try:
         return " ".join(shlex.split(re.sub(r"\\\r?\n", " ", raw)))
     except ValueError:  # inside a substitution
@@ -377,10 +370,6 @@ def _simple_commands(nodes: Iterable[shell.Node]) -> Iterable[shell.Simple]:
                     yield from _simple_commands(body)
             case shell.Loop() | shell.ShellGroup():
                 yield from _simple_commands(node.body)
-
-
-def _is_exit(command: shell.Simple) -> bool:
-    return command.words[0] == "exit"
 
 
 def _matters(nodes: Iterable[shell.Node]) -> bool:

@@ -1,7 +1,4 @@
-"""The folders of a script that `nemotron3 run` starts: hold `--save`, settle `--load`, before anything else.
-
-Standard library only.
-"""
+"""The folders of a script that `nemotron3 run` starts: --save is locked and --load checked first."""
 
 from __future__ import annotations
 
@@ -33,7 +30,8 @@ def prepared(
     The folder of `--load` names its last complete checkpoint afterwards. Rank 0 also compares the schedule
     with the checkpoint's and the run with the one in the folder.
     """
-    save = _local_folder(words, "--save")
+    name = option_value(words, "--save")
+    save = Path(name) if name and "://" not in name else None  # an object store has no lock
     with contextlib.ExitStack() as stack:
         key = lock.run_key()
         if save is not None:
@@ -44,12 +42,12 @@ def prepared(
             raise ValueError(problem)
         # `nemotron3 train` has done it for its ranks.
         if rank == 0 and save is not None and lock.VARIABLE not in os.environ:
-            for line in settle_manifest(save, words, changes, emulated, teacher):
+            for line in update_manifest(save, words, changes, emulated, teacher):
                 print(f"megatron_nemotron3: {line}", flush=True)
         yield
 
 
-def settle_manifest(
+def update_manifest(
     save: Path,
     words: Sequence[str],
     changes: Sequence[str] = (),
@@ -68,9 +66,3 @@ def settle_manifest(
         new |= {part: found.parts.get(part) or before.get(part, {}) for part in taken}
         found.require_same(new, step, changes, ("model", *manifest.CHANGES), before)
     return found.write(new, step)
-
-
-def _local_folder(words: Sequence[str], option: str) -> Path | None:
-    """Return the folder that an option names; None if it is not given or in an object store."""
-    value = option_value(words, option)
-    return None if not value or "://" in value else Path(value)

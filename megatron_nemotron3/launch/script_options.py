@@ -1,4 +1,4 @@
-"""Options of a command that reads the script of an existing launch. Standard library only."""
+"""Options of a command that reads the script of an existing launch."""
 
 from __future__ import annotations
 
@@ -33,20 +33,19 @@ def given_options(
 
 
 def variables(words: Sequence[str]) -> dict[str, str]:
-    """Return what --set says."""
-    return dict(_variable(word) for word in words)
+    """Return the variables that --set gives, name to value."""
+    found = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not name.isidentifier() and not name.isdecimal():
+            raise ValueError(f"--set {word}: give VARIABLE=VALUE")
+        found[name] = value
+    return found
 
 
-def _variable(word: str) -> tuple[str, str]:
-    name, equals, value = word.partition("=")
-    if not equals or not name.isidentifier() and not name.isdecimal():
-        raise ValueError(f"--set {word}: give VARIABLE=VALUE")
-    return name, value
-
-
-def text_of(file: str, said: str) -> str:
-    """Return the text of a launch."""
+def text_of(file: str, label: str) -> str:
+    """Return the text of a launch; messages name it `label`."""
     try:
         return sys.stdin.read() if file == "-" else read_outside(file, limit=_LIMIT).decode()
     except UnicodeDecodeError:
-        raise ValueError(f"{said} is not a text file: give a script or a command") from None
+        raise ValueError(f"{label} is not a text file: give a script or a command") from None

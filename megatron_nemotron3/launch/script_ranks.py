@@ -1,4 +1,4 @@
-"""The number of ranks of a launch script: options of torchrun, srun and sbatch. Standard library only."""
+"""The number of ranks of a launch script: options of torchrun, srun and sbatch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from megatron_nemotron3.launch.flag import parse
+from megatron_nemotron3.launch.flag import from_first_option, parse
 
 #: Options of sbatch in a script's comments, and the short forms of srun.
 _SBATCH = re.compile(r"^#SBATCH[ \t]+(.+)$", re.MULTILINE)
@@ -34,8 +34,7 @@ def slurm_variables(job: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
 def launcher_options(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Return options of torchrun, srun and sbatch, in the spelling with dashes."""
     long = [_SHORT.get(word, word) for word in words]
-    first = next((i for i, word in enumerate(long) if word.startswith("--")), len(long))
-    return {flag.name.replace("_", "-"): flag.values for flag in parse(long[first:])}
+    return {flag.name.replace("_", "-"): flag.values for flag in parse(from_first_option(long))}
 
 
 def ranks_of(launcher: Mapping[str, tuple[str, ...]], variable: str) -> int | None:

@@ -1,4 +1,4 @@
-"""Parse the control flow of a shell script: what runs where, not what it does. Standard library only.
+"""Parse the control flow of a shell script: what runs where, not what it does.
 
 `parse` returns a tree of commands with their line numbers; `branches` follows it. Words keep their quotes and
 variables. Of the shell's grammar this reads lists, pipelines, `if`, `case`, loops, functions, groups, arrays
@@ -8,7 +8,7 @@ and here-documents; nothing is ever run.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 #: Deeper nesting is refused, so that no file can exhaust the stack.
 _DEEPEST = 50
@@ -123,7 +123,7 @@ def tokens(text: str) -> Iterator[Token]:
         elif rest[0] in " \t\r":
             at += 1
         elif rest[0] == "#":
-            at = _until(text, "\n", at)
+            at = _line_end(text, at)
         elif not rest.startswith(("<(", ">(")) and (
             redirect := next((r for r in _REDIRECTS if rest.startswith(r)), None)
         ):
@@ -156,8 +156,8 @@ def tokens(text: str) -> Iterator[Token]:
             at = until
 
 
-def _until(text: str, what: str, at: int) -> int:
-    found = text.find(what, at)
+def _line_end(text: str, at: int) -> int:
+    found = text.find("\n", at)
     return len(text) if found < 0 else found
 
 
@@ -165,7 +165,7 @@ def _after_document(text: str, at: int, name: str, line: int) -> tuple[int, int]
     """Return where a here-document ends, and its number of lines."""
     lines = 0
     while at < len(text):
-        until = _until(text, "\n", at)
+        until = _line_end(text, at)
         lines += 1
         found, at = text[at:until].strip(), until + 1
         if found == name:
@@ -219,7 +219,7 @@ def _bracket_end(text: str, at: int, line: int) -> int:
         elif char in "'\"`" and not (char == "'" and opening == "{"):
             at = _quote_end(text, at, line) - 1
         elif char == "#" and opening == "(" and text[at - 1] in " \t\n(":
-            at = _until(text, "\n", at) - 1
+            at = _line_end(text, at) - 1
         elif char == opening:
             stack.append(char)
         elif char == _CLOSES[opening]:
@@ -237,7 +237,7 @@ class _Parser:
 
     tokens: list[Token]
     at: int = 0
-    depth: int = field(default=0)
+    depth: int = 0
 
     @property
     def at_end(self) -> bool:

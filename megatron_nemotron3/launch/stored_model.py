@@ -15,8 +15,8 @@ from megatron_nemotron3.launch.script import is_known
 from megatron_nemotron3.models.stack_specs import stored_experts
 
 OPTION = "--use-checkpoint-args"
-#: Arguments that Megatron takes from the checkpoint whatever the command line says, and those that it takes
-#: where the command line is silent (`load_args_from_checkpoint` of megatron/training/checkpointing.py, 0.19).
+#: Arguments that Megatron takes from the checkpoint whatever the command line has, and those that it takes
+#: if they are not passed (`load_args_from_checkpoint` of megatron/training/checkpointing.py, 0.19).
 # fmt: off
 _FORCED = (
     "num_query_groups", "group_query_attention", "position_embedding_type",
@@ -28,7 +28,7 @@ _FORCED = (
     "moe_router_enable_expert_bias", "moe_router_topk_scaling_factor", "mamba_state_dim",
     "mamba_head_dim", "mamba_num_groups", "mamba_num_heads", "moe_latent_size",
 )
-_IF_SILENT = (
+_IF_NOT_PASSED = (
     "num_layers", "hidden_size", "ffn_hidden_size", "seq_length", "num_attention_heads", "kv_channels",
     "max_position_embeddings", "hybrid_layer_pattern", "moe_token_dispatcher_type", "padded_vocab_size",
 )
@@ -36,7 +36,7 @@ _IF_SILENT = (
 
 
 @dataclass(frozen=True)
-class Taken:
+class MergedOptions:
     """What a command line and the checkpoint it loads say together."""
 
     flags: tuple[Flag, ...]
@@ -44,17 +44,17 @@ class Taken:
     names: frozenset[str] = frozenset()
     #: "" without the option.
     note: str = ""
-    #: Whether the checkpoint was read; if not, nobody here knows the values of `names`.
+    #: Whether the checkpoint was read; if not, the values of `names` are unknown.
     read: bool = True
 
 
-def taken(flags: Sequence[Flag]) -> Taken:
+def merged_options(flags: Sequence[Flag]) -> MergedOptions:
     """Return a command line with the options of the model as Megatron takes them."""
     passed = {flag.name: flag for flag in flags}
     if OPTION not in passed:
-        return Taken(tuple(flags))
+        return MergedOptions(tuple(flags))
     names = {option_of(field) for field in _FORCED}
-    names |= {name for field in _IF_SILENT if (name := option_of(field)) not in passed}
+    names |= {name for field in _IF_NOT_PASSED if (name := option_of(field)) not in passed}
     argv = to_argv(flags)
     folder = option_value(argv, "--load")
     if folder is None:
@@ -65,10 +65,10 @@ def taken(flags: Sequence[Flag]) -> Taken:
             f"{OPTION}: Megatron takes the model from the checkpoint of --load {folder}, which cannot be "
             "read here, so options of the model are not compared"
         )
-        return Taken(tuple(flags), frozenset(names), note, read=False)
+        return MergedOptions(tuple(flags), frozenset(names), note, read=False)
     which, state = found
     # Megatron leaves what the checkpoint does not store as the command line has it.
-    fields = [*_FORCED, *(field for field in _IF_SILENT if option_of(field) in names)]
+    fields = [*_FORCED, *(field for field in _IF_NOT_PASSED if option_of(field) in names)]
     stored = {field: state.args[field] for field in fields if state.args.get(field) is not None}
     names = {option_of(field) for field in stored}
     values = options_of(stored | {"group_query_attention": state.args.get("group_query_attention")})
@@ -81,14 +81,14 @@ def taken(flags: Sequence[Flag]) -> Taken:
     before, now = stored_experts(state.args), stored_experts({"spec": stack})
     if None not in (before, now) and before != now:
         note += (
-            f"; the experts of its layers (width:per token) {_said(before)}, those of this text's --spec "
-            f"{_said(now)}: Megatron does not take --spec from the checkpoint and cannot load it"
+            f"; the experts of its layers (width:per token) {_experts(before)}, those of this text's "
+            f"--spec {_experts(now)}: Megatron does not take --spec from the checkpoint and cannot load it"
         )
     merged = (*kept, *(Flag(name, words) for name, words in values.items() if name in names))
-    return Taken(merged, frozenset(names), note)
+    return MergedOptions(merged, frozenset(names), note)
 
 
-def _said(experts: str | None) -> str:
+def _experts(experts: str | None) -> str:
     return f"are {experts:.60}" if experts else "are those of all layers alike"
 
 

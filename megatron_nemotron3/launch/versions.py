@@ -1,4 +1,4 @@
-"""Which versions of megatron-core are supported. Standard library only; `parser` knows their options.
+"""Which versions of megatron-core are supported; `parser` has their options.
 
 Read from the wheel 0.19.2 and from main of 2026-08-22 (0.20.0, in development); docs/environment.md says what
 was run on each.
@@ -60,8 +60,7 @@ def require_supported() -> None:
 
 
 def require_imported(checkout: Path) -> None:
-    """Check that the megatron-core that Python would import is of the version of a checkout of
-    Megatron-LM."""
+    """Check that Python would import a megatron-core of the version of a Megatron-LM checkout."""
     found = importlib.util.find_spec("megatron.core") if importlib.util.find_spec("megatron") else None
     if found is None or found.origin is None:
         return

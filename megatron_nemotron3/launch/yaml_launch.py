@@ -1,7 +1,7 @@
 """Read Megatron's options out of YAML: configurations of Megatron's tests, and of Megatron-Bridge.
 
 Megatron's functional and release tests keep a command line under `MODEL_ARGS`, option by option. Bridge has
-sections of fields, in the `run_config.yaml` beside each checkpoint and in files of overrides;
+sections of fields, in the `run_config.yaml` next to each checkpoint and in files of overrides;
 `fields.options_of` turns them into the options of the same meaning. PyYAML is imported when a text is read.
 """
 
@@ -46,7 +46,6 @@ def read(text: str) -> tuple[dict[str, tuple[str, ...]], list[str]]:
 
 
 def _model_args(sections: Mapping[str, Any]) -> tuple[dict[str, tuple[str, ...]], list[str]]:
-    """Return the options under `MODEL_ARGS` as the tests' launcher passes them."""
     given = sections[_MODEL_ARGS]
     if not isinstance(given, dict):
         raise ValueError(f"{_MODEL_ARGS} is a {type(given).__name__}: it must map options to values")
@@ -66,7 +65,6 @@ def _model_args(sections: Mapping[str, Any]) -> tuple[dict[str, tuple[str, ...]]
 
 
 def _bridge(sections: object) -> tuple[dict[str, tuple[str, ...]], list[str]]:
-    """Return the options that the sections of a Bridge configuration stand for."""
     named = sections.get(_RECIPE) if isinstance(sections, dict) and _MODEL not in sections else None
     if isinstance(named, dict) and "_target_" in named:
         raise ValueError(
@@ -83,12 +81,15 @@ def _bridge(sections: object) -> tuple[dict[str, tuple[str, ...]], list[str]]:
             fields |= {
                 name: value for name, value in values.items() if value is not None or name not in fields
             }
-    # A configuration has every field; a command line is silent on most.
+    # A configuration has every field; a command line has few of their options.
     every = options_of(fields)
     found = {name: values for name, values in every.items() if not is_default(name, every)}
     notes = ["Megatron-Bridge's configuration: fields that no option of Megatron expresses are not compared"]
     data = sections.get("dataset")
-    if isinstance(data, dict) and isinstance(packing := _packing(data), dict):
+    packing = None
+    if isinstance(data, dict):  # by the present or the older name
+        packing = data.get("offline_packing_specs") or data.get("packed_sequence_specs")
+    if isinstance(packing, dict):
         size = packing.get("packed_sequence_size", "?")
         notes.append(
             f"its data set packs sequences to {size} tokens, which no option says and nothing here checks"
@@ -102,11 +103,6 @@ def _bridge(sections: object) -> tuple[dict[str, tuple[str, ...]], list[str]]:
     if half or (isinstance(precision, str) and precision.startswith("bf16")):
         found[f"--{half or 'bf16'}"] = ()
     return found, notes
-
-
-def _packing(data: Mapping[str, Any]) -> Any:
-    """Return what a data set says about packing, by the present or the older name."""
-    return data.get("offline_packing_specs") or data.get("packed_sequence_specs")
 
 
 def is_partial(options: Mapping[str, object], text: str) -> bool:

@@ -146,7 +146,7 @@ def train_command(options: argparse.Namespace) -> int:
         extra = ("--te-precision-config-file", file, *launch.extra)
         launch = replace(launch, extra=extra, te_precision_config_file=None)
     if boosting.in_environment() is not None:
-        boosting.asked(to_argv(flags(launch)), taught=bool(taught))
+        boosting.requested(to_argv(flags(launch)), distilled=bool(taught))
     if device == "cpu" and "--optimizer-cpu-offload" in launch.options:
         raise ValueError(
             "--optimizer-cpu-offload: the optimizer is on a CPU already, where its copies of the parameters "

@@ -53,14 +53,14 @@ class Identity:
 
 def last_step(launch: Launch) -> int | None:
     """Return the step after which training ends; None if it is not known."""
-    found = continued.schedule_of_words(to_argv(flags(launch)))
+    found = continued.schedule_of_arguments(to_argv(flags(launch)))
     return None if found is None else found.train // (1 if found.unit == "iters" else found.batch)
 
 
 def with_schedule(launch: Launch, own: Mapping[str, object], step: int, stored: StoredState | None) -> Launch:
     """Return the launch with the schedule on which a run goes on; print what changes."""
     saved = stored and continued.saved_schedule(step, stored.scheduler, stored.args)
-    wanted = continued.schedule_of_words(to_argv(flags(launch)))
+    wanted = continued.schedule_of_arguments(to_argv(flags(launch)))
     if not saved or wanted is None:
         return launch
     continued.require_same_rates(saved, wanted)

@@ -18,7 +18,7 @@ from megatron_nemotron3.launch.continued import (
     continued,
     differences,
     saved_schedule,
-    schedule_of_words,
+    schedule_of_arguments,
 )
 
 PEAK, MINIMUM = 4e-3, 4e-5
@@ -52,7 +52,7 @@ def _scheduler(words: list[str]) -> Any:
     pytest.importorskip("megatron.core")
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-    found = schedule_of_words(words)
+    found = schedule_of_arguments(words)
     assert found is not None
     return OptimizerParamScheduler(
         SimpleNamespace(param_groups=[{}]),  # type: ignore[arg-type]
@@ -75,7 +75,7 @@ def _scheduler(words: list[str]) -> Any:
 
 def _saved(scheduler: Any, words: list[str], step: int) -> Saved:
     """What a checkpoint of that moment holds."""
-    found = schedule_of_words(words)
+    found = schedule_of_arguments(words)
     assert found is not None
     size = 1 if found.unit == "samples" else found.batch
     args = {
@@ -121,7 +121,7 @@ def test_the_rate_goes_on_from_where_it_is(
     begun.step(4 * at)
     saved = _saved(begun, words, at)
     new = _words(total, unit=unit, style=style, batch=batch)
-    wanted = schedule_of_words(new)
+    wanted = schedule_of_arguments(new)
     assert wanted is not None
     left = max(0, total - (at if unit == "iters" else 4 * at // batch))
     more, lines = continued(saved, wanted, keep=keep)
@@ -135,7 +135,7 @@ def test_the_rate_goes_on_from_where_it_is(
         assert _rate(resumed) == pytest.approx(_rate(begun), rel=1e-6, abs=1e-15)
     same = (total, batch) == (first, 4)
     assert bool(lines) != same and len(lines) <= 1
-    plan = schedule_of_words(merged)
+    plan = schedule_of_arguments(merged)
     assert plan is not None
     rates = []
     for _ in range(left):
@@ -157,7 +157,7 @@ def test_three_steps_then_six() -> None:
     words = _words(3)
     begun = _scheduler(words)
     begun.step(12)
-    wanted = schedule_of_words(_words(6))
+    wanted = schedule_of_arguments(_words(6))
     assert wanted is not None
     saved = _saved(begun, words, 3)
     assert differences(saved, wanted) == {"lr_decay_steps": (12, 24), "wd_incr_steps": (12, 24)}
@@ -180,10 +180,10 @@ def test_a_warm_up_that_has_begun_is_finished() -> None:
     words = _words(300)
     begun = _scheduler(words)
     begun.step(4 * 10)
-    wanted = schedule_of_words(_words(600))
+    wanted = schedule_of_arguments(_words(600))
     assert wanted is not None
     more, (line,) = continued(_saved(begun, words, 10), wanted)
-    plan = schedule_of_words(_merged(_words(600), more))
+    plan = schedule_of_arguments(_merged(_words(600), more))
     assert plan is not None and (plan.warmup, plan.init) == (4 * 30, 0.0)
     assert "up to 0.004 at step 30, from step 482 down to 4e-05 at step 600" in line
 
@@ -191,7 +191,7 @@ def test_a_warm_up_that_has_begun_is_finished() -> None:
 def test_another_unit_is_refused() -> None:
     words = _words(3)
     begun = _scheduler(words)
-    wanted = schedule_of_words(_words(6, unit="samples"))
+    wanted = schedule_of_arguments(_words(6, unit="samples"))
     assert wanted is not None
     with pytest.raises(ValueError, match="trained with --train-iters: give the length with --train-iters"):
         continued(_saved(begun, words, 3), wanted)
@@ -201,7 +201,7 @@ def test_other_rates_are_refused() -> None:
     """Megatron ends in a KeyError: it finds the optimizer's parameter groups by their rates."""
     words = _words(3)
     begun = _scheduler(words)
-    wanted = schedule_of_words([*_words(6), "--lr", "2e-3"])
+    wanted = schedule_of_arguments([*_words(6), "--lr", "2e-3"])
     assert wanted is not None
     with pytest.raises(ValueError, match=r"trained with --lr 0.004 .* with --lr 0.002"):
         continued(_saved(begun, words, 3), wanted)
@@ -219,7 +219,7 @@ def test_other_rates_are_refused() -> None:
     ],
 )
 def test_a_command_line_that_leaves_something_open(words: list[str]) -> None:
-    assert schedule_of_words(words) is None
+    assert schedule_of_arguments(words) is None
 
 
 def test_a_checkpoint_without_a_schedule() -> None:
@@ -231,7 +231,7 @@ def test_rates_of_every_style() -> None:
     for style in ("WSD", "cosine", "linear", "constant", "inverse-square-root"):
         for decay in ("linear", "cosine", "exponential", "minus_sqrt"):
             words = [*_words(40, style=style), "--lr-wsd-decay-style", decay, "--lr-warmup-init", "1e-4"]
-            own, scheduler = schedule_of_words(words), _scheduler(words)
+            own, scheduler = schedule_of_arguments(words), _scheduler(words)
             assert isinstance(own, Schedule)
             for _ in range(45):
                 assert math.isclose(own.rate(scheduler.num_steps), _rate(scheduler), rel_tol=1e-9)

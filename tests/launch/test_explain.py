@@ -20,7 +20,7 @@ from megatron_nemotron3.launch import (
     published_layout,
     to_argv,
 )
-from megatron_nemotron3.launch.command_line import layout_of, read
+from megatron_nemotron3.launch.command_line import layout_of, read_launch
 from megatron_nemotron3.launch.explain import (
     ORIGINS,
     ExplainedOption,
@@ -194,7 +194,7 @@ def test_every_number_of_a_pasted_command_is_checked(name: str) -> None:
     """Each option of the architecture in turn: with another value, and left out."""
     config = models.get(name)
     known = {option for option, row in reference(config).items() if row.of_model}
-    parts = read(command(launch_words(config)))
+    parts = read_launch(command(launch_words(config))).flags
     checked = [flag for flag in parts if flag.name in known]
     assert len(checked) >= 19
     before = set(different(explain_command(config, command(to_argv(parts)))))
@@ -270,7 +270,7 @@ NVTE_FUSED_ATTN=0 python -m torch.distributed.run "${DISTRIBUTED_ARGS[@]}" \
 
 
 def test_a_shell_script_is_read() -> None:
-    options = {flag.name: flag.values for flag in read(SCRIPT)}
+    options = {flag.name: flag.values for flag in read_launch(SCRIPT).flags}
     assert options == {
         "--mtp-num-layers": ("2",),
         "--tensor-model-parallel-size": ("2",),
@@ -295,7 +295,7 @@ def test_a_shell_script_is_read() -> None:
 @pytest.mark.parametrize("text", ["", "just words", "python train.py", "--a 'open\n"])
 def test_text_without_options_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="option|quote"):
-        read(text)
+        read_launch(text)
 
 
 @pytest.mark.parametrize(("name", "which"), [(n, p) for n in LAUNCHES for p in PHASES])

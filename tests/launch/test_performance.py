@@ -192,9 +192,8 @@ def test_every_model_has_options_on_every_gpu(model: str, gpu: str) -> None:
         found = Launch.of(model, gpu=gpu, precision=precision, backend="te").tuned
         assert found is not None
         assert "--attention-backend" in found.options or not models.get(model).is_moe
-        assert found.exact == ((model, gpu, precision) in RUNS)
-        assert bool(found.instead) == (not found.exact)
-        assert found.exact or (f"for {model} on {gpu} in {precision}" in found.notes[0])
+        assert (not found.instead) == ((model, gpu, precision) in RUNS)
+        assert not found.instead or (f"for {model} on {gpu} in {precision}" in found.notes[0])
         # The op fuser and what rests on it are published for MXFP8 alone.
         if precision != "mxfp8":
             assert "--use-transformer-engine-op-fuser" not in found.options

@@ -76,7 +76,7 @@ def test_what_is_taken_is_what_megatron_takes(tmp_path: Path) -> None:
     release(tmp_path, args_of(models.SUPER, padded_vocab_size=131072), common_pt=False)
     stored = stored_args(tmp_path)
     megatrons = run_fresh(_taken_by_megatron, stored, str(tmp_path))
-    for field in (*stored_model._FORCED, *stored_model._IF_SILENT):
+    for field in (*stored_model._FORCED, *stored_model._IF_NOT_PASSED):
         assert megatrons.get(field) == (77 if field == "hidden_size" else stored.get(field)), field
 
 

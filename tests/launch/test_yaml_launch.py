@@ -10,7 +10,7 @@ import yaml
 
 from megatron_nemotron3 import cli, models
 from megatron_nemotron3.launch import Launch, flags, published_layout
-from megatron_nemotron3.launch.command_line import read, read_launch
+from megatron_nemotron3.launch.command_line import read_launch
 from megatron_nemotron3.launch.explain import explain_command, explain_nearest
 from megatron_nemotron3.launch.flag import Flag
 
@@ -34,7 +34,9 @@ def test_a_models_options_in_yaml(name: str) -> None:
     config = models.get(name)
     emitted = flags(Launch.of(config, published_layout(config), backend="te"))
     text = model_args(emitted)
-    assert {flag.name: flag.values for flag in read(text)} == {flag.name: flag.values for flag in emitted}
+    assert {flag.name: flag.values for flag in read_launch(text).flags} == {
+        flag.name: flag.values for flag in emitted
+    }
     found = explain_nearest(text)
     assert found.config is config
     assert found.notes[0] == f"nearest published model: {name}; options of the model that differ: 0"

@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_nemotron3.launch import Launch, ParallelLayout, TrainingSchedule
+from megatron_nemotron3.launch.plan.activation_forms import RankShare
+from megatron_nemotron3.launch.plan.activations import stage_bytes
 from megatron_nemotron3.launch.plan.recompute import NONE, Recompute
+from megatron_nemotron3.launch.plan.state import stage_patterns
 from megatron_nemotron3.models import Nemotron3Config
 
 ONE_RANK = ParallelLayout()
@@ -29,3 +32,9 @@ def launch(
     )
     fields = {"backend": "torch", "extra": tuple(recompute.flags()), **fields}
     return Launch(config=config, layout=layout, schedule=schedule, **fields)
+
+
+def stage_activations(launch: Launch, stage: int, *, imbalance: float = 1.0) -> dict[str, int]:
+    """Bytes that a stage keeps for one microbatch on one rank, by layer kind."""
+    patterns = stage_patterns(launch.config, launch.layout.stages, launch.seq_length)
+    return stage_bytes(launch.config, RankShare.of(launch, imbalance), patterns, stage)[0]

@@ -14,7 +14,7 @@ from megatron_nemotron3.inference.generate.engine import Engine
 from megatron_nemotron3.inference.generate.generate import GenerationOptions, generate
 from megatron_nemotron3.inference.generate.weights import load
 from megatron_nemotron3.launch import Launch, ParallelLayout, flags, to_argv
-from megatron_nemotron3.launch.script_folders import settle_manifest
+from megatron_nemotron3.launch.script_folders import update_manifest
 from megatron_nemotron3.models import get
 from megatron_nemotron3.models.stack_specs import (
     ARGUMENT,
@@ -144,10 +144,10 @@ def test_a_folder_of_one_model_is_not_continued_as_another(tmp_path: Path) -> No
     for model in (puzzle, puzzle.but(moe_layers=None)):
         words = mock_argv(model.but(vocab_size=255), ParallelLayout(), short_schedule(1), save=str(tmp_path))
         if model is puzzle:
-            settle_manifest(tmp_path, words)
+            update_manifest(tmp_path, words)
             (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
     with pytest.raises(ValueError, match=r"another model.*experts of layers 32:2 .* -> not given"):
-        settle_manifest(tmp_path, words)
+        update_manifest(tmp_path, words)
 
 
 def test_the_flags_of_ones_own_model_say_which_experts_its_layers_have() -> None:

@@ -19,7 +19,7 @@ from megatron_nemotron3.common import lock
 from megatron_nemotron3.common.ranks import RANK_VARIABLES
 from megatron_nemotron3.launch import ParallelLayout, TrainingData, continued, flags, manifest, to_argv
 from megatron_nemotron3.launch.launch import Launch
-from megatron_nemotron3.launch.script_folders import settle_manifest
+from megatron_nemotron3.launch.script_folders import update_manifest
 from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.train import processes
 from megatron_nemotron3.train.training import schedule_of
@@ -68,10 +68,10 @@ def test_three_steps_then_six_then_fewer(
         config=tiny(get("nano")),
         schedule=schedule_of(tiny(get("nano")), Launch.of("nano").layout, steps=6, micro_batch_size=2),
     )
-    wanted = continued.schedule_of_words(to_argv(flags(launch)))
+    wanted = continued.schedule_of_arguments(to_argv(flags(launch)))
     assert saved is not None and wanted is not None and saved.step == 3
     words, (line,) = continued.continued(saved, wanted)
-    plan = continued.schedule_of_words([*to_argv(flags(launch)), *words])
+    plan = continued.schedule_of_arguments([*to_argv(flags(launch)), *words])
     assert plan is not None
 
     assert _train(trained, text, "--steps", "6") == 0
@@ -167,7 +167,7 @@ def test_a_folder_of_an_older_version_gets_its_manifest(trained: Path, tmp_path:
 
     def settle(name: str, *changes: str, precision: str = "fp32") -> list[str]:
         launch = Launch(config=tiny(get(name)), precision=precision, data=TrainingData(save=str(save)))
-        return settle_manifest(save, to_argv(flags(launch)), changes)
+        return update_manifest(save, to_argv(flags(launch)), changes)
 
     try:
         with pytest.raises(ValueError, match="another model"):

@@ -1,4 +1,4 @@
-"""What one layer keeps for backward, by module: one closed form for each layer kind. Standard library only.
+"""What one layer keeps for backward, by module: one closed form for each layer kind.
 
 The forms count the bytes of the storages that autograd holds, each storage once and whole (a view keeps its
 base). A tensor that several modules hold is listed under the first of them. Masks, states and indices count;
@@ -67,7 +67,6 @@ class RankShare:
 
     @classmethod
     def of(cls, launch: Launch, imbalance: float = 1.0) -> RankShare:
-        """The share of one rank of a launch."""
         if imbalance < 1:
             raise ValueError(f"imbalance={imbalance}: the busiest rank has at least the mean, use 1 or more")
         layout, options = launch.layout, CostOptions.of(launch)
@@ -90,7 +89,6 @@ class RankShare:
 
     @property
     def te(self) -> bool:
-        """Whether the backend is Transformer Engine."""
         return self.backend == "te"
 
     @property
@@ -103,6 +101,10 @@ class RankShare:
         """Tokens of the residual stream, which sequence parallelism divides over the tensor ranks."""
         return self.tokens // self.tp if self.sequence_parallel else self.tokens
 
+    def routed_rows(self, config: Nemotron3Config) -> int:
+        """Rows that the rank's experts receive."""
+        return round(self.shard * (config.moe_router_topk or 0) * self.etp * self.imbalance)
+
     def stream(self, width: int) -> int:
         """Bytes of [s / cp / tp, b, width]."""
         return self.shard * width * self.element
@@ -112,137 +114,137 @@ class RankShare:
         return self.tokens * width * self.element
 
 
-def norm(c: Nemotron3Config, at: RankShare) -> int:
+def norm(c: Nemotron3Config, share: RankShare) -> int:
     """The input of an RMSNorm and its FP32 reciprocal for each token."""
-    return at.stream(c.hidden_size) + at.shard * FLOAT
+    return share.stream(c.hidden_size) + share.shard * FLOAT
 
 
-def mamba(c: Nemotron3Config, at: RankShare) -> Form:
+def mamba(c: Nemotron3Config, share: RankShare) -> Form:
     """The form of an M layer."""
-    split = at.tp * at.cp  # after the exchange of context parallelism a rank has all tokens of some heads
+    # After the exchange of context parallelism a rank has all tokens of some heads.
+    split = share.tp * share.cp
     heads, inner = c.mamba_num_heads // split, c.mamba_inner_size // split
     groups = max(1, c.mamba_num_groups // split)
     conv = inner + 2 * groups * c.mamba_state_dim
-    tokens = at.seq_length * at.micro_batch_size
-    rank_inner = at.inner(c.mamba_inner_size // at.tp)
+    tokens = share.seq_length * share.micro_batch_size
+    rank_inner = share.inner(c.mamba_inner_size // share.tp)
     form = {
-        "norm": norm(c, at),
-        "in_proj": at.stream(c.hidden_size),
-        "conv1d": tokens * (inner + conv + heads) * at.element,  # the output of in_proj: z, x, B, C, dt
+        "norm": norm(c, share),
+        "in_proj": share.stream(c.hidden_size),
+        "conv1d": tokens * (inner + conv + heads) * share.element,  # the output of in_proj: z, x, B, C, dt
         "scan": 0,
         # The input, and an FP32 reciprocal for each group.
-        "gated norm": rank_inner + at.tokens * (c.mamba_num_groups // at.tp) * FLOAT,
+        "gated norm": rank_inner + share.tokens * (c.mamba_num_groups // share.tp) * FLOAT,
         "out_proj": rank_inner,
     }
-    if at.te:
-        form["scan"] = tokens * inner * at.element
+    if share.te:
+        form["scan"] = tokens * inner * share.element
         return form
-    form["scan"] = tokens * (conv * at.element + 2 * heads * FLOAT)
-    if at.backend == "torch":
+    form["scan"] = tokens * (conv * share.element + 2 * heads * FLOAT)
+    if share.backend == "torch":
         states = heads * c.mamba_head_dim * c.mamba_state_dim * FLOAT
-        form["scan"] += at.micro_batch_size * _scan_states(at.seq_length, heads) * states
-    if at.cp > 1:
+        form["scan"] += share.micro_batch_size * _scan_states(share.seq_length, heads) * states
+    if share.cp > 1:
         form["gated norm"] += rank_inner  # after the exchange, z is no longer a view of in_proj's output
-        form["conv1d"] += conv * (c.mamba_conv_kernel + 1) * at.element
+        form["conv1d"] += conv * (c.mamba_conv_kernel + 1) * share.element
     return form
 
 
 def _scan_states(seq_length: int, heads: int) -> int:
-    """Number of states that the torch scan keeps of one sequence."""
     length = min(seq_length, _CHUNK)
     whole, rest = divmod(seq_length, length)
     chunks = min(whole, max(_LEAST_CHUNKS, _BLOCK_ELEMENTS // (heads * length * length)))
     return -(-whole // chunks) + (rest > 0)
 
 
-def attention(c: Nemotron3Config, at: RankShare) -> Form:
+def attention(c: Nemotron3Config, share: RankShare) -> Form:
     """The form of a * layer."""
     q, kv = c.num_attention_heads * c.kv_channels, c.num_query_groups * c.kv_channels
-    groups = c.num_query_groups / at.tp
+    groups = c.num_query_groups / share.tp
     # Queries, keys and values are views of the output of linear_qkv. With fewer groups than ranks that output
     # is gathered, and all of it is kept; with several groups on a rank the queries are copied.
-    mixed = at.inner((q + 2 * kv) // at.tp if groups >= 1 else q + 2 * kv)
-    queries = at.inner(q // at.tp) if groups > 1 else 0
+    mixed = share.inner((q + 2 * kv) // share.tp if groups >= 1 else q + 2 * kv)
+    queries = share.inner(q // share.tp) if groups > 1 else 0
     core = mixed + queries
-    if at.cp > 1 and "core_attn" not in at.recompute.modules:
-        keys_values = at.inner(max(2 * kv // at.tp, 2 * c.kv_channels))
-        mask = at.seq_length // at.cp * at.seq_length * at.element
-        core = core + keys_values if at.te else (queries or mixed) + at.cp * keys_values + mask
+    if share.cp > 1 and "core_attn" not in share.recompute.modules:
+        keys_values = share.inner(max(2 * kv // share.tp, 2 * c.kv_channels))
+        mask = share.seq_length // share.cp * share.seq_length * share.element
+        core = core + keys_values if share.te else (queries or mixed) + share.cp * keys_values + mask
     return {
-        "norm": norm(c, at),
-        "linear_qkv": at.stream(c.hidden_size),
+        "norm": norm(c, share),
+        "linear_qkv": share.stream(c.hidden_size),
         "core_attn": core,
-        "softmax": at.tokens * (c.num_attention_heads // at.tp) * FLOAT,
-        "linear_proj": at.inner(q // at.tp),
+        "softmax": share.tokens * (c.num_attention_heads // share.tp) * FLOAT,
+        "linear_proj": share.inner(q // share.tp),
     }
 
 
-def moe(c: Nemotron3Config, at: RankShare) -> Form:
+def moe(c: Nemotron3Config, share: RankShare) -> Form:
     """The form of an E layer."""
     experts, topk, ffn = c.num_moe_experts or 0, c.moe_router_topk or 0, c.moe_ffn_hidden_size or 0
     width, shared = c.expert_input_size, c.moe_shared_expert_intermediate_size or 0
-    rows = round(at.shard * topk * at.etp * at.imbalance)
-    hidden = rows * (ffn // at.etp) * at.element
+    rows = share.routed_rows(c)
+    hidden = rows * (ffn // share.etp) * share.element
     # Scores, their sums and the chosen experts, once for routing and once for the balancing loss; then the
     # scores of the chosen experts.
-    router = at.shard * (2 * (experts * FLOAT + topk * INDEX + FLOAT) + topk * FLOAT)
-    indices = at.shard * (experts + topk) * INDEX
+    router = share.shard * (2 * (experts * FLOAT + topk * INDEX + FLOAT) + topk * FLOAT)
+    indices = share.shard * (experts + topk) * INDEX
     # The order by expert of what other ranks sent, and its inverse.
-    orders = 2 * rows * INDEX if at.sorts_received else 0
-    row_maps = (at.shard * (2 * experts + 1) + 2 * rows) * ROW
+    orders = 2 * rows * INDEX if share.sorts_received else 0
+    row_maps = (share.shard * (2 * experts + 1) + 2 * rows) * ROW
     return {
-        "norm": norm(c, at),
-        "norm output": at.stream(c.hidden_size),
-        "router": router + at.micro_batch_size * experts * INDEX,
-        "dispatch": row_maps if at.te else indices + orders,
-        "experts": rows * (width * at.element + FLOAT) + hidden,
-        "activation": 0 if at.backend == "torch" else hidden,
-        "fc2_latent_proj": at.stream(width) if c.moe_latent_size else 0,
-        "shared_experts": 2 * at.inner(shared // at.tp),
+        "norm": norm(c, share),
+        "norm output": share.stream(c.hidden_size),
+        "router": router + share.micro_batch_size * experts * INDEX,
+        "dispatch": row_maps if share.te else indices + orders,
+        "experts": rows * (width * share.element + FLOAT) + hidden,
+        "activation": 0 if share.backend == "torch" else hidden,
+        "fc2_latent_proj": share.stream(width) if c.moe_latent_size else 0,
+        "shared_experts": 2 * share.inner(shared // share.tp),
     }
 
 
-def moe_backward(c: Nemotron3Config, at: RankShare, ep: int) -> int:
-    """Bytes that exist besides the saved tensors during the backward of an E layer's experts.
+def moe_backward(c: Nemotron3Config, share: RankShare, ep: int) -> int:
+    """Bytes that exist in addition to the saved tensors during the backward of an E layer's experts.
 
     These are the gradients of the experts' inputs and outputs, and on a GPU, which computes all experts at
     once, of the tensor between the two linears. Without gradient accumulation fusion (torch, auto) the
     gradients of all their weights exist, too, before Megatron accumulates them.
     """
-    ffn = (c.moe_ffn_hidden_size or 0) // at.etp
-    rows = round(at.shard * (c.moe_router_topk or 0) * at.etp * at.imbalance)
-    between = 0 if at.backend == "torch" else rows * ffn
-    weights = 0 if at.te else (c.num_moe_experts or 0) // ep * 2 * ffn * c.expert_input_size
-    return (2 * rows * c.expert_input_size + between + weights) * at.element
+    ffn = (c.moe_ffn_hidden_size or 0) // share.etp
+    rows = share.routed_rows(c)
+    between = 0 if share.backend == "torch" else rows * ffn
+    weights = 0 if share.te else (c.num_moe_experts or 0) // ep * 2 * ffn * c.expert_input_size
+    return (2 * rows * c.expert_input_size + between + weights) * share.element
 
 
-def mlp(c: Nemotron3Config, at: RankShare) -> Form:
+def mlp(c: Nemotron3Config, share: RankShare) -> Form:
     """The form of a - layer."""
-    hidden = at.inner((c.dense_ffn_hidden_size or 0) // at.tp)
-    form = {"norm": norm(c, at), "linear_fc1": at.stream(c.hidden_size), "activation": hidden}
+    hidden = share.inner((c.dense_ffn_hidden_size or 0) // share.tp)
+    form = {"norm": norm(c, share), "linear_fc1": share.stream(c.hidden_size), "activation": hidden}
     return form | {"linear_fc2": hidden}
 
 
-def mtp(c: Nemotron3Config, at: RankShare) -> Form:
+def mtp(c: Nemotron3Config, share: RankShare) -> Form:
     """The form of one MTP depth without its layers."""
     d = c.hidden_size
     return {
-        "embedding": embedding(c, at)["word_embeddings"],
-        "enorm": norm(c, at),
-        "hnorm": norm(c, at),
-        "eh_proj": at.stream(2 * d),
+        "embedding": embedding(c, share)["word_embeddings"],
+        "enorm": norm(c, share),
+        "hnorm": norm(c, share),
+        "eh_proj": share.stream(2 * d),
         # The output is gathered over the ranks and then sliced; the slice is a view that keeps the whole.
-        "eh_proj output": at.inner(d) - at.stream(d),
-        "final_layernorm": norm(c, at),
+        "eh_proj output": share.inner(d) - share.stream(d),
+        "final_layernorm": norm(c, share),
     }
 
 
-def embedding(c: Nemotron3Config, at: RankShare) -> Form:
+def embedding(c: Nemotron3Config, share: RankShare) -> Form:
     """The token indices; with TP also the mask of those whose rows are on another rank."""
-    return {"word_embeddings": at.tokens * (INDEX + (at.tp > 1))}
+    return {"word_embeddings": share.tokens * (INDEX + (share.tp > 1))}
 
 
-def output(c: Nemotron3Config, at: RankShare) -> Form:
+def output(c: Nemotron3Config, share: RankShare) -> Form:
     """Final norm, output layer and loss, of the next token and of all MTP depths.
 
     Each depth keeps its own softmax over a rank's part of the vocabulary until its backward. It is FP32, but
@@ -250,13 +252,13 @@ def output(c: Nemotron3Config, at: RankShare) -> Form:
     """
     depths = c.mtp_num_layers
     heads = 1 + depths
-    each = at.element if at.options.loss == IN_PLACE else FLOAT
-    softmax = at.tokens * (at.padded_vocab // at.tp) * each
+    each = share.element if share.options.loss == IN_PLACE else FLOAT
+    softmax = share.tokens * (share.padded_vocab // share.tp) * each
     return {
-        "final_norm": norm(c, at),
-        "output_layer": heads * at.stream(c.hidden_size),
+        "final_norm": norm(c, share),
+        "output_layer": heads * share.stream(c.hidden_size),
         # The target, and whether it is on another rank; the loss and the mask of each depth.
-        "loss": heads * (softmax + at.tokens * (INDEX + 1)) + depths * at.tokens * 2 * FLOAT,
+        "loss": heads * (softmax + share.tokens * (INDEX + 1)) + depths * share.tokens * 2 * FLOAT,
     }
 
 

@@ -1,4 +1,4 @@
-"""Bytes of activations that one microbatch leaves on a rank until its backward. Standard library only.
+"""Bytes of activations that one microbatch leaves on a rank until its backward.
 
 Routing is assumed to be balanced: a rank's experts receive as many rows as its own tokens send. `imbalance`
 is the number of rows on the busiest rank over that. Recomputation comes from `Launch.extra`.
@@ -15,7 +15,6 @@ from megatron_nemotron3.launch.plan.activation_forms import DROPPED, FORMS, Form
 from megatron_nemotron3.launch.plan.kinds import letter, resolve, symbols
 from megatron_nemotron3.launch.plan.recompute import MODULES, Recompute, runs
 from megatron_nemotron3.launch.plan.savings import offloaded, packing_saves
-from megatron_nemotron3.launch.plan.state import stage_patterns
 from megatron_nemotron3.models import Nemotron3Config
 
 #: Kind -> bytes of one microbatch, see `_kind_bytes`.
@@ -25,24 +24,24 @@ KINDS = tuple(FORMS)
 
 
 @lru_cache(maxsize=65536)
-def _whole_form(config: Nemotron3Config, at: RankShare, kind: str) -> Form:
+def _whole_form(config: Nemotron3Config, share: RankShare, kind: str) -> Form:
     """Bytes of a kind by module when nothing is recomputed."""
     config, kind = resolve(config, kind)
-    form = FORMS[kind](config, at)
-    for part, saved in packing_saves(config, at, kind).items():
+    form = FORMS[kind](config, share)
+    for part, saved in packing_saves(config, share, kind).items():
         form[part] -= saved
     return form
 
 
 @lru_cache(maxsize=65536)
-def _kept_form(config: Nemotron3Config, at: RankShare, kind: str) -> Form:
+def _kept_form(config: Nemotron3Config, share: RankShare, kind: str) -> Form:
     """Bytes of a kind by module, without what selective recomputation drops."""
     config, kind = resolve(config, kind)
-    form = _whole_form(config, at, kind)
+    form = _whole_form(config, share, kind)
     # A name of MODULES belongs to one kind of layer; parts of other kinds may have the same names.
-    names = [name for name in at.recompute.modules if kind == MODULES[name][0]]
+    names = [name for name in share.recompute.modules if kind == MODULES[name][0]]
     dropped = {part for name in names for part in DROPPED[name]}
-    moved = offloaded(config, at, kind)
+    moved = offloaded(config, share, kind)
     return {
         part: number - moved.get(part, 0)
         for part, number in form.items()
@@ -51,13 +50,13 @@ def _kept_form(config: Nemotron3Config, at: RankShare, kind: str) -> Form:
 
 
 @lru_cache(maxsize=65536)
-def _kind_bytes(config: Nemotron3Config, at: RankShare) -> Table:
+def _kind_bytes(config: Nemotron3Config, share: RankShare) -> Table:
     """Kind -> bytes (kept, recomputed, of its input), without the recomputation of whole layers."""
     kinds = dict.fromkeys(symbols(config) + (config.mtp_pattern or ""))
     found = {}
     for kind in (*kinds, "mtp", "embedding", "output"):
-        whole, kept = (sum(form(config, at, kind).values()) for form in (_whole_form, _kept_form))
-        found[kind] = (kept, whole - kept, at.stream(config.hidden_size))
+        whole, kept = (sum(form(config, share, kind).values()) for form in (_whole_form, _kept_form))
+        found[kind] = (kept, whole - kept, share.stream(config.hidden_size))
     return found
 
 
@@ -69,25 +68,15 @@ def layer_activations(launch: Launch, kind: str, *, imbalance: float = 1.0) -> d
     """
     if letter(kind) not in KINDS:
         raise ValueError(f"kind={kind!r}: use one of {', '.join(KINDS)}")
-    at = RankShare.of(launch, imbalance)
-    if at.recompute.full and letter(kind) in "M*E-":
-        return {"input": at.stream(launch.config.hidden_size)}
-    return dict(_kept_form(launch.config, at, kind))
-
-
-def stage_activations(launch: Launch, stage: int, *, imbalance: float = 1.0) -> dict[str, int]:
-    """Bytes that a stage keeps for one microbatch on one rank, by layer kind.
-
-    MTP's layers are counted under their own kinds; "mtp" is what the depths keep besides them.
-    """
-    patterns = stage_patterns(launch.config, launch.layout.stages, launch.seq_length)
-    return dict(stage_bytes(launch.config, RankShare.of(launch, imbalance), patterns, stage)[0])
+    share = RankShare.of(launch, imbalance)
+    if share.recompute.full and letter(kind) in "M*E-":
+        return {"input": share.stream(launch.config.hidden_size)}
+    return dict(_kept_form(launch.config, share, kind))
 
 
 @dataclass(frozen=True)
 class _Unit:
-    """What backward processes as one: a layer, a run of recomputed layers, an MTP depth, or the model's
-    end."""
+    """A layer, a run of recomputed layers, an MTP depth or the model's end, in backward."""
 
     kind: str
     kept: int
@@ -96,7 +85,6 @@ class _Unit:
 
 
 def _layer_units(pattern: str, recompute: Recompute, table: Table) -> list[_Unit]:
-    """The layers of a stage in the order of forward."""
     saved, whole = runs(pattern, recompute)
     found = []
     for run in saved:
@@ -120,10 +108,13 @@ def _mtp_units(config: Nemotron3Config, recompute: Recompute, table: Table) -> l
 
 @lru_cache(maxsize=65536)
 def stage_bytes(
-    config: Nemotron3Config, at: RankShare, patterns: tuple[str, ...], stage: int, expert_work: int = 0
+    config: Nemotron3Config, share: RankShare, patterns: tuple[str, ...], stage: int, expert_work: int = 0
 ) -> tuple[dict[str, int], int, int]:
-    """Bytes of one microbatch on a stage."""
-    recompute, table = at.recompute, _kind_bytes(config, at)
+    """Bytes of one microbatch on a stage: (kept by layer kind, peak of recomputation, peak of `expert_work`).
+
+    MTP's layers are counted under their own kinds; "mtp" is what the depths keep in addition.
+    """
+    recompute, table = share.recompute, _kind_bytes(config, share)
     units = [_Unit("embedding", table["embedding"][0], 0, False)] if stage == 0 else []
     units += _layer_units(patterns[stage], recompute, table)
     if stage == len(patterns) - 1:

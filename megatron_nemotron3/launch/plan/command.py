@@ -14,7 +14,7 @@ from megatron_nemotron3.launch import PRECISIONS, Launch, TrainingSchedule, publ
 from megatron_nemotron3.launch.plan.hardware import GPUS, gpu_named
 from megatron_nemotron3.launch.plan.options import DISPATCHERS
 from megatron_nemotron3.launch.plan.report import describe, memory_bars, render
-from megatron_nemotron3.launch.plan.search import Question, remedies, search
+from megatron_nemotron3.launch.plan.search import PlanRequest, remedies, search
 from megatron_nemotron3.models.command import ModelOptions, chosen_model
 
 #: Default sequences of a step where no schedule was published; all three reports have 3072.
@@ -68,7 +68,7 @@ def plan(options: PlanOptions) -> int:
         seq_length=config.seq_length if length is None else length,
         global_batch_size=(published(config).global_batch_size or BATCH) if batch is None else batch,
     )
-    question = Question(
+    request = PlanRequest(
         launch=Launch(
             config=config,
             precision=options.precision,
@@ -80,14 +80,14 @@ def plan(options: PlanOptions) -> int:
         gpu=gpu_named(options.gpu, options.nvlink_domain),
         dispatcher=options.dispatcher,
     )
-    answer = search(question, options.best)
-    cures = [] if answer.best else remedies(question)
+    result = search(request, options.best)
+    cures = [] if result.best else remedies(request)
     if options.plot is not None:
-        memory_bars(answer, options.plot)
+        memory_bars(result, options.plot)
     if options.json:
-        print_json(describe(answer, cures))
+        print_json(describe(result, cures))
     else:
-        print(render(answer, cures))
+        print(render(result, cures))
         if options.plot is not None:
             print(f"wrote {options.plot}")
-    return 0 if answer.best else 1
+    return 0 if result.best else 1

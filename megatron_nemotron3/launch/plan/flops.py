@@ -1,6 +1,6 @@
 """Floating-point operations of a training step, by layer kind and module, in closed form.
 
-Standard library only. These are model FLOPs: two for each multiplication of a matrix product in forward, and
+These are model FLOPs: two for each multiplication of a matrix product in forward, and
 twice that in backward (gradients of the input and of the weight). Recomputation does not count. Causal scores
 count half the square. Element-wise work (norms, activations, gates) does not count, as in Megatron's
 throughput.
@@ -10,7 +10,7 @@ throughput.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -54,51 +54,39 @@ class Operations:
 
     @property
     def backward(self) -> float:
-        """FLOPs of one token's backward pass."""
         return BACKWARD * self.forward
 
 
-def layer_operations(config: Nemotron3Config, kind: str, seq_length: int) -> dict[str, float]:
-    """Module -> forward FLOPs of one token in one layer."""
-    return dict(_layer_operations(config, kind, seq_length))
-
-
 @lru_cache(maxsize=1024)
-def _layer_operations(config: Nemotron3Config, kind: str, seq_length: int) -> dict[str, float]:
+def layer_operations(config: Nemotron3Config, kind: str, seq_length: int) -> Mapping[str, float]:
+    """Module -> forward FLOPs of one token in one layer."""
     found: dict[str, float] = {}
     module = {tensor.name: module_of(row) for row in ROWS if row.part == kind for tensor in row.hf}
     for tensor in layer_tensors(config, kind):
         if (name := module[tensor.name]) is not None:
             found[name] = found.get(name, 0.0) + 2.0 * tensor.active_elements
-    if kind == "*":
-        found["scores"] = weightless_flops(config, kind, seq_length)
-    elif kind == "M":
-        found["scan"] = weightless_flops(config, kind, seq_length)
+    if kind in "*M":
+        found["scores" if kind == "*" else "scan"] = weightless_flops(config, kind, seq_length)
     return found
 
 
 def model_operations(config: Nemotron3Config, seq_length: int | None = None) -> list[Operations]:
     """All modules of a model with matrix products, MTP at every depth included."""
-    return list(_operations(config, seq_length or config.seq_length))
-
-
-def _operations(config: Nemotron3Config, seq_length: int) -> Iterator[Operations]:
+    length = seq_length or config.seq_length
     depths = config.mtp_num_layers if config.has_mtp else 0
     applied = symbols(config) + (config.mtp_pattern or "") * depths
     outside = elements_outside_layers(config)
     sums: dict[tuple[str, str], tuple[float, int]] = {}
     for symbol in dict.fromkeys(applied):
         layers, (own, kind) = applied.count(symbol), resolve(config, symbol)
-        for module, forward in layer_operations(own, kind, seq_length).items():
+        for module, forward in layer_operations(own, kind, length).items():
             before, times = sums.get((kind, module), (0.0, 0))
             sums[kind, module] = (before + forward * layers, times + layers)
-    for (kind, module), (forward, layers) in sums.items():
-        yield Operations(kind, module, forward, layers)
+    found = [Operations(kind, module, *total) for (kind, module), total in sums.items()]
     if depths:
-        eh_proj = 2.0 * outside["mtp"]
-        yield Operations("mtp", "eh_proj", eh_proj * depths, depths)
+        found.append(Operations("mtp", "eh_proj", 2.0 * outside["mtp"] * depths, depths))
     output = 2.0 * outside["output_layer"]
-    yield Operations("output", "output_layer", output * (1 + depths), 1 + depths)
+    return [*found, Operations("output", "output_layer", output * (1 + depths), 1 + depths)]
 
 
 def step_flops(config: Nemotron3Config, tokens: int, seq_length: int | None = None) -> float:

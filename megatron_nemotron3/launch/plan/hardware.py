@@ -1,4 +1,4 @@
-"""GPUs with the numbers of their data sheets. Standard library only.
+"""GPUs with the numbers of their data sheets.
 
 Peaks are dense (without sparsity). Bandwidths are of one direction. Memory is the data sheet's figure for the
 system divided by its GPUs. Its GB are 2**30 bytes: published runs reserved 81 billion bytes of an H100's 80
@@ -21,16 +21,15 @@ RESERVE = 6 * GIB
 class GPU:
     """One GPU in its system.
 
-    memory: bytes. bf16, fp8, fp4: operations per second of matrix products; vector: of FP32 outside them.
-    hbm: bytes per second. nvlink, network: bytes per
-    second that one GPU sends. nvlink_domain: GPUs connected by NVLink. capability: CUDA compute capability.
+    memory: bytes. bf16, fp8, fp4: operations per second of matrix products (fp4: None without FP4 units);
+    vector: of FP32 outside them. hbm: bytes per second. nvlink, network: bytes per second that one GPU sends.
+    nvlink_domain: GPUs connected by NVLink. capability: CUDA compute capability.
     """
 
     name: str
     memory: float
     bf16: float
     fp8: float
-    #: None for a GPU without FP4 units.
     fp4: float | None
     vector: float
     hbm: float
@@ -57,94 +56,35 @@ class GPU:
         return peak
 
 
+# fmt: off
+#: Name, GiB of memory, peaks in TFLOP/s (BF16, FP8, FP4, vector units), TB/s of memory, GB/s of NVLink and of
+#: the network, NVLink domain, compute capability, system.
+_DATA_SHEETS = (
+    ("h100",   80,  989.4, 1978.9,  None, 67, 3.35, 450,  50,  8,  (9, 0), "H100 SXM"),
+    ("h200",  141,  989.4, 1978.9,  None, 67,  4.8, 450,  50,  8,  (9, 0), "H200 SXM"),
+    ("b200",  180, 2250.0, 4500.0,  9000, 75,  7.7, 900,  50,  8, (10, 0), "HGX B200"),
+    ("b300",  270, 2250.0, 4500.0, 13500, 75,  7.7, 900, 100,  8, (10, 3), "HGX B300"),
+    ("gb200", 186, 2500.0, 5000.0, 10000, 80,  8.0, 900,  50, 72, (10, 0), "GB200 NVL72"),
+    ("gb300", 279, 2500.0, 5000.0, 15000, 80,  8.0, 900, 100, 72, (10, 3), "GB300 NVL72"),
+)
+# fmt: on
+
 GPUS: dict[str, GPU] = {
-    gpu.name: gpu
-    for gpu in (
-        GPU(
-            "h100",
-            80 * GIB,
-            bf16=989.4 * TERA,
-            fp8=1978.9 * TERA,
-            fp4=None,
-            vector=67 * TERA,
-            hbm=3.35 * TERA,
-            nvlink=450 * GIGA,
-            network=50 * GIGA,
-            nvlink_domain=8,
-            capability=(9, 0),
-            source="H100 SXM data sheet",
-        ),
-        GPU(
-            "h200",
-            141 * GIB,
-            bf16=989.4 * TERA,
-            fp8=1978.9 * TERA,
-            fp4=None,
-            vector=67 * TERA,
-            hbm=4.8 * TERA,
-            nvlink=450 * GIGA,
-            network=50 * GIGA,
-            nvlink_domain=8,
-            capability=(9, 0),
-            source="H200 SXM data sheet",
-        ),
-        GPU(
-            "b200",
-            180 * GIB,
-            bf16=2250 * TERA,
-            fp8=4500 * TERA,
-            fp4=9000 * TERA,
-            vector=75 * TERA,
-            hbm=7.7 * TERA,
-            nvlink=900 * GIGA,
-            network=50 * GIGA,
-            nvlink_domain=8,
-            capability=(10, 0),
-            source="HGX B200 data sheet",
-        ),
-        GPU(
-            "b300",
-            270 * GIB,
-            bf16=2250 * TERA,
-            fp8=4500 * TERA,
-            fp4=13500 * TERA,
-            vector=75 * TERA,
-            hbm=7.7 * TERA,
-            nvlink=900 * GIGA,
-            network=100 * GIGA,
-            nvlink_domain=8,
-            capability=(10, 3),
-            source="HGX B300 data sheet",
-        ),
-        GPU(
-            "gb200",
-            186 * GIB,
-            bf16=2500 * TERA,
-            fp8=5000 * TERA,
-            fp4=10000 * TERA,
-            vector=80 * TERA,
-            hbm=8 * TERA,
-            nvlink=900 * GIGA,
-            network=50 * GIGA,
-            nvlink_domain=72,
-            capability=(10, 0),
-            source="GB200 NVL72 data sheet",
-        ),
-        GPU(
-            "gb300",
-            279 * GIB,
-            bf16=2500 * TERA,
-            fp8=5000 * TERA,
-            fp4=15000 * TERA,
-            vector=80 * TERA,
-            hbm=8 * TERA,
-            nvlink=900 * GIGA,
-            network=100 * GIGA,
-            nvlink_domain=72,
-            capability=(10, 3),
-            source="GB300 NVL72 data sheet",
-        ),
+    name: GPU(
+        name,
+        memory * GIB,
+        bf16=bf16 * TERA,
+        fp8=fp8 * TERA,
+        fp4=None if fp4 is None else fp4 * TERA,
+        vector=vector * TERA,
+        hbm=hbm * TERA,
+        nvlink=nvlink * GIGA,
+        network=network * GIGA,
+        nvlink_domain=domain,
+        capability=capability,
+        source=f"{system} data sheet",
     )
+    for name, memory, bf16, fp8, fp4, vector, hbm, nvlink, network, domain, capability, system in _DATA_SHEETS
 }
 
 

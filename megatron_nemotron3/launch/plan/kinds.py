@@ -1,4 +1,4 @@
-"""Layers as strings where E layers differ (`Nemotron3Config.moe_layers`). Standard library only.
+"""Layers as strings where E layers differ (`Nemotron3Config.moe_layers`).
 
 A symbol is a character for a layer, so that layers that cost the same can be counted. It is the letter of the
 pattern, except for E layers of a model whose E layers differ: these have a character for each pair of width

@@ -1,4 +1,4 @@
-"""Everything that one rank holds at the worst moment of a step, in closed form. Standard library only.
+"""Everything that one rank holds at the worst moment of a step, in closed form.
 
 What is counted and what is not, term by term: docs/plan.md.
 """
@@ -16,8 +16,10 @@ from megatron_nemotron3.launch.plan.kinds import expert_configs, resolve, symbol
 from megatron_nemotron3.launch.plan.options import NATIVE
 from megatron_nemotron3.launch.plan.savings import PACKED, bytes_by_linear, quantized_share
 from megatron_nemotron3.launch.plan.state import (
+    Grid,
     approximate_state,
     bytes_of,
+    grid_of,
     held_elements,
     kind_elements,
     stage_patterns,
@@ -33,9 +35,9 @@ _GATHERED = 2
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one rank.
+    """Bytes on one rank at the worst moment of a step.
 
-    weights, gradients, optimizer: as `state.State`.
+    weights, gradients, optimizer: as `state.RankState`.
     activations: by layer kind, of all microbatches in flight.
     recompute_peak: what recomputing one module or run of layers adds to that. By then the backward of the
         loss and of the later layers is over, and what they held is free.
@@ -55,7 +57,6 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """The sum of all terms."""
         state = self.weights + self.gradients + self.optimizer
         return (
             state + sum(self.activations.values()) + self.recompute_peak + self.buffers + self.packed_weights
@@ -77,12 +78,13 @@ def memory(
         ValueError: an unknown precision or backend, no such rank, or fewer layers than stages.
     """
     config, layout = launch.config, launch.layout
-    at = RankShare.of(launch, imbalance)
+    share = RankShare.of(launch, imbalance)
     patterns = stage_patterns(config, layout.stages, launch.seq_length)
     experts = set(expert_configs(config, symbols(config) + (config.mtp_pattern or "")))
-    work = max((moe_backward(own, at, layout.ep) for own in experts), default=0)
+    work = max((moe_backward(own, share, layout.ep) for own in experts), default=0)
     chunks = [
-        stage_bytes(config, at, patterns, stage, work) for stage in range(pp_rank, layout.stages, layout.pp)
+        stage_bytes(config, share, patterns, stage, work)
+        for stage in range(pp_rank, layout.stages, layout.pp)
     ]
     weights = [sum(kinds.values()) for kinds, *_ in chunks] if layout.vpp > 1 else ()
     activations: dict[str, int] = {}
@@ -94,30 +96,28 @@ def memory(
         held = approximate_state(launch, pp_rank)
     else:
         held = state(launch, pp_rank=pp_rank, dp_rank=exact[0], edp_rank=exact[1])
-    packed_weights, replaced = _packed_weights(launch, at, "".join(patterns[pp_rank :: layout.pp]))
+    packed_weights, replaced = _packed_weights(launch, share, "".join(patterns[pp_rank :: layout.pp]))
     return RankMemory(
         weights=held.weights - replaced,
         gradients=held.gradients,
         optimizer=held.optimizer,
         activations=activations,
         recompute_peak=max(again for _, again, _ in chunks),
-        buffers=max(more for _, _, more in chunks) + sum(buffers(launch, at, pp_rank).values()),
+        buffers=max(more for _, _, more in chunks) + sum(buffers(launch, share, pp_rank).values()),
         packed_weights=packed_weights,
     )
 
 
-def _packed_weights(launch: Launch, at: RankShare, pattern: str) -> tuple[int, int]:
+def _packed_weights(launch: Launch, share: RankShare, pattern: str) -> tuple[int, int]:
     """Bytes of the packed copies of all weights, and of the BF16 weights that they replace."""
-    if not at.te:
+    if not share.te:
         return 0, 0
-    layout, copies, replaced = launch.layout, 0, 0
+    grid, copies, replaced = grid_of(launch.layout), 0, 0
     for kind in set(pattern):
-        one = weight_copies(
-            launch.config, kind, launch.precision, layout.tp, layout.etp, layout.ep, at.options.bf16
-        )
-        times = min(pattern.count(kind), _GATHERED) if at.options.fsdp else pattern.count(kind)
+        one = weight_copies(launch.config, kind, launch.precision, grid, share.options.bf16)
+        times = min(pattern.count(kind), _GATHERED) if share.options.fsdp else pattern.count(kind)
         copies += times * one
-        if at.options.packed_weights and not at.options.fsdp:
+        if share.options.packed_weights and not share.options.fsdp:
             each = PACKED[launch.precision] if launch.precision in PACKED else PACKED["bf16"]
             replaced += round(times * one / (2 * each) * PACKED["bf16"])
     return copies, replaced
@@ -125,39 +125,32 @@ def _packed_weights(launch: Launch, at: RankShare, pattern: str) -> tuple[int, i
 
 @lru_cache(maxsize=4096)
 def weight_copies(
-    config: Nemotron3Config,
-    kind: str,
-    precision: str,
-    tp: int,
-    etp: int,
-    ep: int,
-    kept: tuple[int, int] | None = None,
+    config: Nemotron3Config, kind: str, precision: str, grid: Grid, kept: tuple[int, int] | None = None
 ) -> int:
-    """Mean bytes of the packed copies of a decoder layer's weights on a rank.
+    """Mean bytes of the packed copies of a decoder layer's weights on a rank; `kind` is a symbol.
 
-    kind: a symbol of `kinds.symbols`. Transformer Engine packs the weight of a quantized linear along both
-    axes, and keeps the copies from the first microbatch of a step to the next step. Derived from its modules,
-    not measured.
+    Transformer Engine packs the weight of a quantized linear along both axes, and keeps the copies from the
+    first microbatch of a step to the next step. Derived from its modules, not measured.
     """
     config, kind = resolve(config, kind)
-    sizes, layout = bytes_by_linear(config, precision, kept), ParallelLayout(tp=tp, etp=etp, ep=ep)
+    sizes = bytes_by_linear(config, precision, kept)
     total = 0.0
     for row in rows_of(config, kind):
         linear = kind_named(row.linear)
         if linear is not None and linear.name in sizes:
-            elements, copies, _ = held_elements(row, layout, symbol_sizes(config))
+            elements, copies, _ = held_elements(row, grid, symbol_sizes(config))
             total += 2 * PACKED[linear.format(precision)] * elements * copies
     return round(total * quantized_share(config, kind, precision, kept))
 
 
-def buffers(launch: Launch, at: RankShare, pp_rank: int) -> dict[str, int]:
+def buffers(launch: Launch, share: RankShare, pp_rank: int) -> dict[str, int]:
     """Bytes that exist while a microbatch is computed and that no saved tensor holds, by purpose.
 
     sequence gather: the input of a column-parallel linear, gathered from all TP ranks in Megatron's buffer.
     expert exchange: the rows that a rank sends to experts, and those that it receives before it sorts them.
     routing: probabilities and map [tokens, experts] of the last microbatch, which every dispatcher keeps.
     pipeline: one tensor received and one sent in each direction; interleaved, twice as many.
-    logits: in the model's precision, besides what the loss keeps. Megatron's fused loss also holds them in
+    logits: in the model's precision, without what the loss keeps. Megatron's fused loss also holds them in
     FP32, before and after their maximum is subtracted (the second: inferred from the memory of published
     runs). gathered layers: with Megatron-FSDP, weights and gradients of the largest layers in use, and the
     tables.
@@ -169,27 +162,27 @@ def buffers(launch: Launch, at: RankShare, pp_rank: int) -> dict[str, int]:
     if last:
         kinds += config.mtp_pattern or ""
     d, found = config.hidden_size, {}
-    if at.sequence_parallel:
-        found["sequence gather"] = at.inner(2 * d if last and config.has_mtp else d)
+    if share.sequence_parallel:
+        found["sequence gather"] = share.inner(2 * d if last and config.has_mtp else d)
     routed = expert_configs(config, kinds)
     if routed and layout.ep > 1:
         copies = max(own.moe_router_topk or 0 for own in set(routed))
-        sent = at.shard * copies * config.expert_input_size * at.element
-        found["expert exchange"] = sent + round(sent * layout.etp * at.imbalance)
+        sent = share.shard * copies * config.expert_input_size * share.element
+        found["expert exchange"] = sent + round(sent * layout.etp * share.imbalance)
     if routed:
         layers = len(expert_configs(config, "".join(patterns[pp_rank :: layout.pp])))
         layers += (config.mtp_pattern or "").count("E") * config.mtp_num_blocks if last else 0
-        found["routing"] = layers * at.shard * (config.num_moe_experts or 0) * (FLOAT + 1)
+        found["routing"] = layers * share.shard * (config.num_moe_experts or 0) * (FLOAT + 1)
     if layout.pp > 1:
-        found["pipeline"] = (4 if layout.vpp > 1 else 2) * at.stream(d)
+        found["pipeline"] = (4 if layout.vpp > 1 else 2) * share.stream(d)
     if last:
-        copies = at.element if at.element == 2 else 0
-        copies += 2 * FLOAT if at.options.loss == NATIVE else 0
-        found["logits"] = at.tokens * (at.padded_vocab // layout.tp) * copies
-    if at.options.fsdp:
+        copies = share.element if share.element == 2 else 0
+        copies += 2 * FLOAT if share.options.loss == NATIVE else 0
+        found["logits"] = share.tokens * (share.padded_vocab // layout.tp) * copies
+    if share.options.fsdp:
         sizes = bytes_of(launch)
-        whole = [kind_elements(config, kind, layout.tp, layout.etp, layout.ep) for kind in set(kinds)]
-        tables = kind_elements(config, "output", layout.tp, layout.etp, layout.ep)
+        whole = [kind_elements(config, kind, grid_of(layout)) for kind in set(kinds)]
+        tables = kind_elements(config, "output", grid_of(layout))
         elements = _GATHERED * max(held.dense + held.expert for held in whole) + 2 * tables.dense
         found["gathered layers"] = elements * (sizes.weight + sizes.gradient)
     return found
@@ -230,7 +223,10 @@ def _held_states(pp: int, vpp: int, rank: int, microbatches: int) -> tuple[tuple
     """Microbatches held after each forward pass: the distinct states that no other state exceeds."""
     total = microbatches * vpp
     first = min(2 * (pp - rank - 1) + (vpp - 1) * pp, total)
-    order = _chunk_order(pp, vpp, microbatches)
+    order: list[int] = []  # the chunk of each forward pass
+    for start in range(0, microbatches, pp):
+        group = min(pp, microbatches - start)
+        order += [chunk for chunk in range(vpp) for _ in range(group)]
     held = [0] * vpp
     found: dict[tuple[int, ...], None] = {}
     for step, chunk in enumerate(order):
@@ -243,13 +239,3 @@ def _held_states(pp: int, vpp: int, rank: int, microbatches: int) -> tuple[tuple
         for counts in found
         if not any(other != counts and all(map(int.__ge__, other, counts)) for other in found)
     )
-
-
-def _chunk_order(pp: int, vpp: int, microbatches: int) -> list[int]:
-    """The chunk of each forward pass, in order."""
-    order: list[int] = []
-    for start in range(0, microbatches, pp):
-        group = min(pp, microbatches - start)
-        for chunk in range(vpp):
-            order += [chunk] * group
-    return order

@@ -1,4 +1,4 @@
-"""The performance options of a launch that change its time or its memory. Standard library only.
+"""The performance options of a launch that change its time or its memory.
 
 They are read from Megatron's own options (`Launch.extra` over what `flags` emits for the backend), so that
 the plan of a launch is about the run that its command line starts. Recomputation has a module of its own.
@@ -21,8 +21,16 @@ DISPATCHERS = (ALLTOALL, DEEPEP, HYBRIDEP)
 IN_PLACE, NATIVE = "te", "native"
 #: Bytes of the types that `--exp-avg-dtype` and `--exp-avg-sq-dtype` name.
 TYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
-#: Modules of `--cuda-graph-modules` -> layer kind whose launches they capture.
-GRAPHS = {"mamba": "M", "attn": "*", "mlp": "-", "moe_router": "E", "moe_preprocess": "E", "moe": "E"}
+#: Module of `--cuda-graph-modules` -> (layer kind, share of its launches that the graph replaces). The shares
+#: of the two parts of an E layer are estimates: its dispatcher and experts stay outside.
+GRAPHS = {
+    "mamba": ("M", 1.0),
+    "attn": ("*", 1.0),
+    "mlp": ("-", 1.0),
+    "moe": ("E", 1.0),
+    "moe_router": ("E", 0.5),
+    "moe_preprocess": ("E", 0.5),
+}
 #: Modules of `--offload-modules` that this family's layers have -> layer kind.
 OFFLOADED = {
     "attn_norm": "*",
@@ -60,7 +68,7 @@ READ = {
 }
 
 
-def dispatcher_words(dispatcher: str) -> tuple[str, ...]:
+def dispatcher_options(dispatcher: str) -> tuple[str, ...]:
     """The options that choose a dispatcher."""
     if dispatcher not in DISPATCHERS:
         raise ValueError(f"dispatcher={dispatcher!r}: use one of {', '.join(DISPATCHERS)}")
@@ -100,7 +108,6 @@ class CostOptions:
 
     @staticmethod
     def of(launch: Launch) -> CostOptions:
-        """The options of a launch."""
         given = launch.options
         words = tuple((name, given[name]) for name in sorted(READ & given.keys()))
         removed = launch.tuned.removed if launch.tuned else frozenset()

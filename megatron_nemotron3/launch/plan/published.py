@@ -5,13 +5,12 @@ Sources, all in Megatron-Bridge (state of 2026-08-22, 067f987df03b):
 - "26.08" and the like: docs/performance-summary.md and performance-summary-archive.md, newest container that
   has the row. 8,192 tokens a sequence, balanced routing forced, PP 1, CP 1.
 - "card": examples/model_verification_cards/*/card.yaml. "card <commit>": a state of that file in the history
-of
-  the repository, or of pull request 5568 (Ultra on H100).
+  of the repository, or of pull request 5568 (Ultra on H100).
 
 The options of a run are those of its recipe (`perf_recipes/nemotronh`, `recipes/nemotronh`, and for
 containers 26.04 and 26.06 `scripts/performance/configs/nemotronh` of version 0.5.0), as options of Megatron.
 Super's runs on H100 also do not overlap data-parallel traffic with computation, which no option can say:
-0.3 % of their step. Standard library only.
+0.3 % of their step.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_nemotron3.launch import Launch, ParallelLayout, TrainingSchedule
-from megatron_nemotron3.launch.plan.recompute import Recompute
 from megatron_nemotron3.models import get
 
 SEQUENCE = 8192
@@ -76,17 +74,10 @@ class PublishedRun:
 
     @property
     def layout(self) -> ParallelLayout:
-        """The layout, with ETP 1."""
         ranks = self.gpus // (self.tp * self.pp * self.cp)
         return ParallelLayout(tp=self.tp, cp=self.cp, pp=self.pp, ep=self.ep, dp=ranks)
 
-    @property
-    def recompute(self) -> Recompute:
-        """What it recomputes."""
-        return Recompute.of(self.launch())
-
     def launch(self) -> Launch:
-        """The run as a launch on Transformer Engine."""
         return Launch(
             config=get(self.model),
             layout=self.layout,

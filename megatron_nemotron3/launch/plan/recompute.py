@@ -1,4 +1,4 @@
-"""Activation recomputation: what Megatron's options keep for backward. Standard library only.
+"""Activation recomputation: what Megatron's options keep for backward.
 
 none        everything that backward reads is kept
 selective   the named modules keep only their input (`--recompute-modules`)
@@ -65,16 +65,13 @@ class Recompute:
 
     @staticmethod
     def of(launch: Launch) -> Recompute:
-        """What the options of a launch ask for; nothing without such options."""
         return _asked(*(launch.options.get(name, default) for name, default in _OPTIONS.items()))
 
     @property
     def full(self) -> bool:
-        """Whether whole layers are recomputed."""
         return self.granularity == "full"
 
     def flags(self) -> list[str]:
-        """The options of Megatron's command line; empty for "none"."""
         if self.granularity == "none":
             return []
         words = ["--recompute-granularity", self.granularity]

@@ -1,4 +1,4 @@
-"""The result of a search as text, JSON and bars. Standard library only, matplotlib for the bars."""
+"""The result of a search as text, JSON and bars., matplotlib for the bars."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_nemotron3.launch.plan.hardware import GIB, RESERVE
 from megatron_nemotron3.launch.plan.memory import RankMemory
 from megatron_nemotron3.launch.plan.options import CostOptions
 from megatron_nemotron3.launch.plan.published import CARDS, RUNS, SEQUENCE
-from megatron_nemotron3.launch.plan.search import Answer, LaunchCandidate, Question
+from megatron_nemotron3.launch.plan.search import LaunchCandidate, PlanRequest, PlanResult
 from megatron_nemotron3.launch.plan.traffic import split, step_traffic, usable_domain
 
 GB = 1e9
@@ -65,14 +65,14 @@ def why_slower(loser: LaunchCandidate, winner: LaunchCandidate) -> str:
     return text + (f"; in return {', '.join(better)}" if better else "")
 
 
-def command(question: Question, found: LaunchCandidate) -> str:
+def command(request: PlanRequest, found: LaunchCandidate) -> str:
     """The `nemotron3 flags` command that gives this layout."""
     sizes = vars(found.layout)
     layout = " ".join(f"--{name} {sizes[name]}" for name in sizes if name != "sp" and sizes[name] > 1)
     words = [
-        f"nemotron3 flags {question.config.name} {layout}".rstrip(),
+        f"nemotron3 flags {request.config.name} {layout}".rstrip(),
         f"--precision {found.launch.precision} --backend te",
-        f"--seq-length {found.launch.seq_length} --global-batch-size {question.global_batch_size}",
+        f"--seq-length {found.launch.seq_length} --global-batch-size {request.global_batch_size}",
         f"--micro-batch-size {found.launch.micro_batch_size}",
     ]
     if found.launch.precision == "nvfp4":
@@ -86,18 +86,17 @@ def command(question: Question, found: LaunchCandidate) -> str:
     return " ".join(words)
 
 
-def _options_text(question: Question) -> str:
-    """The dispatcher, and whose published options count."""
-    dispatcher = CostOptions.of(question.at(ParallelLayout())).dispatcher
-    if question.launch.tuned is None:
+def _options_text(request: PlanRequest) -> str:
+    dispatcher = CostOptions.of(request.at(ParallelLayout())).dispatcher
+    if request.launch.tuned is None:
         return f"{dispatcher}, no published options"
-    return f"{dispatcher}, options of {question.launch.tuned.recipe}"
+    return f"{dispatcher}, options of {request.launch.tuned.recipe}"
 
 
-def _traffic_lines(question: Question, found: LaunchCandidate) -> list[str]:
+def _traffic_lines(request: PlanRequest, found: LaunchCandidate) -> list[str]:
     links: dict[str, list[float]] = {}
     for transfer in step_traffic(found.launch):
-        sent = split(transfer, found.layout, question.gpu)
+        sent = split(transfer, found.layout, request.gpu)
         sums = links.setdefault(transfer.link, [0.0, 0.0, transfer.ranks])
         sums[0] += sent.nvlink
         sums[1] += sent.network
@@ -106,38 +105,38 @@ def _traffic_lines(question: Question, found: LaunchCandidate) -> list[str]:
         for link, (nvlink, network, ranks) in links.items()
     ]
     head = [f"  {'group':10} {'':>12} {'NVLink GB':>10} {'network GB':>10}"]
-    config = question.config
+    config = request.config
     if config.moe_latent_size:
         ratio = config.hidden_size / config.moe_latent_size
         head.append(f"  (expert exchange in the latent space: {ratio:g} times less than in hidden space)")
     return head + lines
 
 
-def render(answer: Answer, remedies: list[str] | None = None) -> str:
-    """The answer as text."""
-    question, gpu, launch = answer.question, answer.question.gpu, answer.question.launch
+def render(result: PlanResult, remedies: list[str] | None = None) -> str:
+    """The result as text."""
+    request, gpu, launch = result.request, result.request.gpu, result.request.launch
     lines = [
-        f"{question.config.name} on {question.gpus:,} {gpu.name} ({gpu.memory / GIB:.0f} GiB, NVLink domain "
+        f"{request.config.name} on {request.gpus:,} {gpu.name} ({gpu.memory / GIB:.0f} GiB, NVLink domain "
         f"{gpu.nvlink_domain}, {usable_domain(gpu)} used), {launch.precision}, sequences of "
-        f"{launch.seq_length:,}, global batch {question.global_batch_size:,}, {_options_text(question)}",
-        f"{answer.legal:,} layouts are legal, {answer.fitting:,} fit {question.limit / GIB:.0f} GiB "
+        f"{launch.seq_length:,}, global batch {request.global_batch_size:,}, {_options_text(request)}",
+        f"{result.legal:,} layouts are legal, {result.fitting:,} fit {request.limit / GIB:.0f} GiB "
         f"({RESERVE / GIB:.0f} GiB kept for CUDA, NCCL and fragments)",
     ]
-    if not answer.best:
-        return "\n".join(lines + _nothing_fits(answer, remedies or []))
+    if not result.best:
+        return "\n".join(lines + _nothing_fits(result, remedies or []))
     lines += [
         "",
         f"  {'layout':32} {'micro':>5} {'recompute':28} {'GiB':>6} {'tok/s/GPU':>9} {'TFLOP/s':>7} "
         f"{'s/step':>7}",
     ]
-    flops = step_flops(question.config, 1, launch.seq_length)
-    for place, found in enumerate(answer.best, 1):
+    flops = step_flops(request.config, 1, launch.seq_length)
+    for place, found in enumerate(result.best, 1):
         lines.append(
             f"{place} {str(found.layout):32} {found.launch.micro_batch_size:>5} {str(found.recompute):28} "
             f"{found.memory.total / GIB:>6.1f} {found.tokens:>9,.0f} {found.tokens * flops / 1e12:>7.0f} "
             f"{found.step.total:>7.2f}"
         )
-    first = answer.best[0]
+    first = result.best[0]
     lines += ["", "memory of 1, GiB on the fullest rank"]
     lines += [f"  {name:26} {size / GIB:>7.2f}" for name, size in memory_classes(first.memory).items()]
     lines += ["", "time of 1"]
@@ -145,33 +144,33 @@ def render(answer: Answer, remedies: list[str] | None = None) -> str:
         if value / first.step.total > _NOTABLE:
             lines.append(f"  {CAUSES[name]:30} {value / first.step.total:>6.1%}")
     lines += ["", "traffic of 1, sent by one rank of the first stage in a step"]
-    lines += _traffic_lines(question, first)
-    reasons = [f"{n} is {why_slower(found, first)}" for n, found in enumerate(answer.best[1:], 2)]
+    lines += _traffic_lines(request, first)
+    reasons = [f"{n} is {why_slower(found, first)}" for n, found in enumerate(result.best[1:], 2)]
     lines += ["", *reasons] if reasons else []
-    lines += ["", "flags of 1", f"  {command(question, first)}"]
-    if near := measured(question):
+    lines += ["", "flags of 1", f"  {command(request, first)}"]
+    if near := measured(request):
         lines += ["", *near]
     lines.append("Times are a model's: docs/measurements.md has its error on published runs.")
     return "\n".join(lines)
 
 
-def measured(question: Question) -> list[str]:
+def measured(request: PlanRequest) -> list[str]:
     """Lines with the published runs of this model on this GPU."""
     return [
         f"published ({run.source}): {run.gpus} {run.gpu}, {run.precision}, {run.layout}, "
         f"micro batch {run.micro_batch_size}: {run.tokens:,.0f} tokens/s/GPU"
         for run in RUNS + CARDS
-        if (run.model, run.gpu) == (question.config.name, question.gpu.name)
-        and question.launch.seq_length == SEQUENCE
+        if (run.model, run.gpu) == (request.config.name, request.gpu.name)
+        and request.launch.seq_length == SEQUENCE
     ]
 
 
-def _nothing_fits(answer: Answer, remedies: list[str]) -> list[str]:
-    question, least = answer.question, answer.smallest
+def _nothing_fits(result: PlanResult, remedies: list[str]) -> list[str]:
+    request, least = result.request, result.smallest
     if least is None:
         return [
-            f"no layout of {question.gpus} GPUs divides the model and a global batch of "
-            f"{question.global_batch_size}: give a batch that DP divides, or another number of GPUs"
+            f"no layout of {request.gpus} GPUs divides the model and a global batch of "
+            f"{request.global_batch_size}: give a batch that DP divides, or another number of GPUs"
         ]
     lines = [
         "",
@@ -186,9 +185,9 @@ def _nothing_fits(answer: Answer, remedies: list[str]) -> list[str]:
     return lines
 
 
-def describe(answer: Answer, remedies: list[str] | None = None) -> dict[str, Any]:
-    """The answer for JSON, in bytes and seconds."""
-    question = answer.question
+def describe(result: PlanResult, remedies: list[str] | None = None) -> dict[str, Any]:
+    """The result for JSON, in bytes and seconds."""
+    request = result.request
 
     def one(found: LaunchCandidate) -> dict[str, Any]:
         return {
@@ -199,45 +198,45 @@ def describe(answer: Answer, remedies: list[str] | None = None) -> dict[str, Any
             "memory": memory_classes(found.memory) | {"total": found.memory.total},
             "seconds": vars(found.step) | {"total": found.step.total},
             "tokens_per_second_per_gpu": found.tokens,
-            "flags": command(question, found),
+            "flags": command(request, found),
             "traffic": [
                 asdict(transfer) | {"sent": transfer.sent} for transfer in step_traffic(found.launch)
             ],
         }
 
     return {
-        "model": question.config.name,
-        "gpus": question.gpus,
-        "gpu": asdict(question.gpu),
-        "seq_length": question.launch.seq_length,
-        "global_batch_size": question.global_batch_size,
-        "precision": question.launch.precision,
-        "dispatcher": CostOptions.of(question.at(ParallelLayout())).dispatcher,
-        "published_options": question.launch.tuned.recipe if question.launch.tuned else None,
-        "legal": answer.legal,
-        "fitting": answer.fitting,
-        "best": [one(found) for found in answer.best],
-        "smallest": one(answer.smallest) if answer.smallest else None,
+        "model": request.config.name,
+        "gpus": request.gpus,
+        "gpu": asdict(request.gpu),
+        "seq_length": request.launch.seq_length,
+        "global_batch_size": request.global_batch_size,
+        "precision": request.launch.precision,
+        "dispatcher": CostOptions.of(request.at(ParallelLayout())).dispatcher,
+        "published_options": request.launch.tuned.recipe if request.launch.tuned else None,
+        "legal": result.legal,
+        "fitting": result.fitting,
+        "best": [one(found) for found in result.best],
+        "smallest": one(result.smallest) if result.smallest else None,
         "remedies": remedies or [],
     }
 
 
-def memory_bars(answer: Answer, path: Path) -> None:
+def memory_bars(result: PlanResult, path: Path) -> None:
     """Draw the memory of each layout as a stacked bar, with a line at the limit."""
     import matplotlib
 
     from megatron_nemotron3.common import plots
 
-    shown = answer.best or ((answer.smallest,) if answer.smallest else ())
+    shown = result.best or ((result.smallest,) if result.smallest else ())
     if not shown:
         raise ValueError("no layout to plot: nothing is legal")
-    question = answer.question
+    request = result.request
     bars = [memory_classes(found.memory) for found in shown]
     classes = list(dict.fromkeys(name for bar in bars for name in bar))
     labels = [f"{found.layout}\nmicro {found.launch.micro_batch_size}, {found.recompute}" for found in shown]
     colors = matplotlib.colormaps["tab20"]
-    where = f"{question.gpus:,} {question.gpu.name.upper()}, {question.launch.precision}"
-    title = f"{question.config.title} on {where}: memory of the fullest rank"
+    where = f"{request.gpus:,} {request.gpu.name.upper()}, {request.launch.precision}"
+    title = f"{request.config.title} on {where}: memory of the fullest rank"
     with plots.picture(path, size=(10, 1.5 + 0.7 * len(shown)), title=title) as (_, grid):
         axes = grid[0][0]
         left = [0.0] * len(shown)
@@ -245,7 +244,7 @@ def memory_bars(answer: Answer, path: Path) -> None:
             sizes = [bar.get(name, 0.0) / GIB for bar in bars]
             axes.barh(labels, sizes, left=left, label=name, color=colors(number % colors.N))
             left = [a + b for a, b in zip(left, sizes, strict=True)]
-        axes.axvline(question.limit / GIB, color="black", linestyle="--", linewidth=1, label="fits")
+        axes.axvline(request.limit / GIB, color="black", linestyle="--", linewidth=1, label="fits")
         axes.invert_yaxis()
         axes.grid(False, axis="y")
         axes.set_xlabel("GiB")

@@ -1,4 +1,4 @@
-"""What packing and offloading take away from the forms of `activation_forms`. Standard library only.
+"""What packing and offloading take away from the forms of `activation_forms`.
 
 With a quantized format Transformer Engine keeps the input of a quantized linear packed (one copy, along the
 other axis) in place of BF16. BF16 layers at both ends keep BF16; all layers of a kind count at their mean.
@@ -46,13 +46,13 @@ def bytes_by_linear(
     return found
 
 
-def packing_saves(config: Nemotron3Config, at: RankShare, kind: str) -> Form:
+def packing_saves(config: Nemotron3Config, share: RankShare, kind: str) -> Form:
     """Part of a layer's form -> bytes that packing saves (negative: adds)."""
-    if not at.te or at.element != PACKED[BF16]:
+    if not share.te or share.element != PACKED[BF16]:
         return {}
-    sizes = bytes_by_linear(config, at.precision, at.options.bf16)
+    sizes = bytes_by_linear(config, share.precision, share.options.bf16)
     found: Form = {}
-    for part, linear, bf16, kept in _linear_inputs(config, at, kind):
+    for part, linear, bf16, kept in _linear_inputs(config, share, kind):
         if linear in sizes:
             packed = bf16 * sizes[linear] / PACKED[BF16]
             # Where another module keeps the BF16 tensor anyway, the packed copy comes on top.
@@ -61,45 +61,45 @@ def packing_saves(config: Nemotron3Config, at: RankShare, kind: str) -> Form:
 
 
 def _linear_inputs(
-    config: Nemotron3Config, at: RankShare, kind: str
+    config: Nemotron3Config, share: RankShare, kind: str
 ) -> tuple[tuple[str, str, int, bool], ...]:
     """(part of the form, linear, bytes of its input in BF16, whether another module keeps that input)."""
-    stream = at.stream(config.hidden_size)
+    stream = share.stream(config.hidden_size)
     if kind == "M":
-        inner = at.inner(config.mamba_inner_size // at.tp)
+        inner = share.inner(config.mamba_inner_size // share.tp)
         return (("in_proj", "mamba_in", stream, False), ("out_proj", "mamba_out", inner, False))
     if kind == "*":
-        heads = at.inner(config.num_attention_heads * config.kv_channels // at.tp)
+        heads = share.inner(config.num_attention_heads * config.kv_channels // share.tp)
         return (("linear_qkv", "attention", stream, False), ("linear_proj", "attention", heads, False))
     if kind == "-":
-        hidden = at.inner((config.dense_ffn_hidden_size or 0) // at.tp)
+        hidden = share.inner((config.dense_ffn_hidden_size or 0) // share.tp)
         return (("linear_fc1", "mlp", stream, False), ("linear_fc2", "mlp", hidden, False))
     if kind == "E":
-        rows = round(at.shard * (config.moe_router_topk or 0) * at.etp * at.imbalance) * at.element
-        shared = at.inner((config.moe_shared_expert_intermediate_size or 0) // at.tp)
+        rows = share.routed_rows(config) * share.element
+        shared = share.inner((config.moe_shared_expert_intermediate_size or 0) // share.tp)
         return (
             ("experts", "experts", rows * config.expert_input_size, False),
-            ("activation", "experts", rows * (config.moe_ffn_hidden_size or 0) // at.etp, False),
+            ("activation", "experts", rows * (config.moe_ffn_hidden_size or 0) // share.etp, False),
             ("shared_experts", "shared_experts", stream, True),  # the router keeps the norm's output
             ("shared_experts", "shared_experts", shared, False),
         )
     return ()
 
 
-def offloaded(config: Nemotron3Config, at: RankShare, kind: str) -> Form:
+def offloaded(config: Nemotron3Config, share: RankShare, kind: str) -> Form:
     """Part of a layer's form -> bytes that fine-grained offloading moves to the CPU.
 
     Smaller tensors than `--min-offloaded-tensor-size` stay. One layer's come back in its backward.
     """
-    modules = [name for name in at.options.offload if OFFLOADED.get(name) == kind]
+    modules = [name for name in share.options.offload if OFFLOADED.get(name) == kind]
     if not modules:
         return {}
     found: Form = {}
-    saves = packing_saves(config, at, kind)
-    for module, part, elements, bytes_per_element in _offloadable(config, at, kind):
+    saves = packing_saves(config, share, kind)
+    for module, part, elements, bytes_per_element in _offloadable(config, share, kind):
         if module not in modules and not (kind == "E" and "fused_group_mlp" in modules):
             continue
-        if elements >= at.options.least_offloaded:
+        if elements >= share.options.least_offloaded:
             found[part] = found.get(part, 0) + round(elements * bytes_per_element)
     for part, number in found.items():
         if part in saves:
@@ -108,18 +108,18 @@ def offloaded(config: Nemotron3Config, at: RankShare, kind: str) -> Form:
 
 
 def _offloadable(
-    config: Nemotron3Config, at: RankShare, kind: str
+    config: Nemotron3Config, share: RankShare, kind: str
 ) -> tuple[tuple[str, str, int, float], ...]:
     """(module, part of the form, elements, bytes of one), with nothing packed."""
-    width, size = at.shard * config.hidden_size, at.element
+    width, size = share.shard * config.hidden_size, share.element
     if kind == "E":
-        rows = round(at.shard * (config.moe_router_topk or 0) * at.etp * at.imbalance)
-        hidden = rows * ((config.moe_ffn_hidden_size or 0) // at.etp)
+        rows = share.routed_rows(config)
+        hidden = rows * ((config.moe_ffn_hidden_size or 0) // share.etp)
         inputs = ("expert_fc1", "experts", rows * config.expert_input_size, size)
         return (inputs, ("moe_act", "experts", hidden, size), ("", "activation", hidden, size))
     if kind == "*":
-        heads = at.tokens * config.num_attention_heads * config.kv_channels // at.tp
-        mixed = heads + 2 * at.tokens * max(1, config.num_query_groups // at.tp) * config.kv_channels
+        heads = share.tokens * config.num_attention_heads * config.kv_channels // share.tp
+        mixed = heads + 2 * share.tokens * max(1, config.num_query_groups // share.tp) * config.kv_channels
         return (
             ("attn_norm", "norm", width, size),
             ("qkv_linear", "linear_qkv", width, size),

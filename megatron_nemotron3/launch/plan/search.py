@@ -1,7 +1,4 @@
-"""Every legal layout of a model on a number of GPUs: which fit, and which is fastest by the time model.
-
-Standard library only.
-"""
+"""Every legal layout of a model on a number of GPUs: which fit, and which is fastest by the time model."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from megatron_nemotron3.launch import Launch, ParallelLayout, TrainingSchedule, 
 from megatron_nemotron3.launch.plan.hardware import GIB, GPU, GPUS, RESERVE
 from megatron_nemotron3.launch.plan.kinds import symbols
 from megatron_nemotron3.launch.plan.memory import RankMemory, memory
-from megatron_nemotron3.launch.plan.options import dispatcher_words
+from megatron_nemotron3.launch.plan.options import dispatcher_options
 from megatron_nemotron3.launch.plan.recompute import NONE, Recompute, modules
 from megatron_nemotron3.launch.plan.timing import (
     Machine,
@@ -30,15 +27,15 @@ MICRO_BATCHES = (1, 2, 4, 8)
 VIRTUAL_STAGES = (1, 2, 4)
 _TP = (1, 2, 4, 8, 16)
 _CP = tuple(2**n for n in range(9))
-#: No one wants a longer pipeline for 42 to 108 layers.
+#: A longer pipeline is of no use for 42 to 108 layers.
 _MOST_STAGES = 32
 
 
 @dataclass(frozen=True)
-class Question:
+class PlanRequest:
     """A launch whose layout is wanted: its model, batch, sequence length and precision are given.
 
-    The backend is Transformer Engine, whatever the launch says.
+    The backend is Transformer Engine, whatever the launch has.
 
     Args:
         launch: its schedule holds the global batch size.
@@ -78,12 +75,10 @@ class Question:
 
     @property
     def config(self) -> Nemotron3Config:
-        """The model."""
         return self.launch.config
 
     @property
     def global_batch_size(self) -> int:
-        """Sequences of a step."""
         return self._schedule.global_batch_size or 0
 
     @property
@@ -98,7 +93,7 @@ class Question:
 
     def at(self, layout: ParallelLayout, micro_batch_size: int = 1, recompute: Recompute = NONE) -> Launch:
         """The launch in this layout, with this micro batch and recomputation instead of a published one."""
-        dispatcher = dispatcher_words(self.dispatcher) if self.dispatcher else ()
+        dispatcher = dispatcher_options(self.dispatcher) if self.dispatcher else ()
         words = recompute.flags()
         return replace(
             self.launch,
@@ -106,17 +101,14 @@ class Question:
             backend="te",
             schedule=_with_micro_batch(self._schedule, micro_batch_size),
             extra=(*dispatcher, *self.launch.extra, *words),
-            without=(
-                *self.launch.without,
-                *(name for name in self._published_recompute if name not in words),
-            ),
+            without=(*self.launch.without, *(n for n in self._published_recompute if n not in words)),
             te_precision_config_file="precision.yaml" if self.launch.precision == "nvfp4" else None,
             compute_capability=self.gpu.capability,
             megatron_core=self.launch.megatron_core or DEFAULT,
         )
 
-    def but(self, *, seq_length: int | None = None, global_batch_size: int | None = None) -> Question:
-        """The same question for another sequence length or global batch."""
+    def but(self, *, seq_length: int | None = None, global_batch_size: int | None = None) -> PlanRequest:
+        """The same request for another sequence length or global batch."""
         schedule = replace(
             self._schedule,
             seq_length=seq_length or self.launch.seq_length,
@@ -141,42 +133,40 @@ class LaunchCandidate:
 
     @property
     def layout(self) -> ParallelLayout:
-        """The layout of the launch."""
         return self.launch.layout
 
     @property
     def recompute(self) -> Recompute:
-        """The recomputation of the launch."""
         return Recompute.of(self.launch)
 
 
 @dataclass(frozen=True)
-class Answer:
+class PlanResult:
     """The result of a search.
 
     best: distinct layouts, fastest first. legal: number of layouts that the rules allow. fitting: number of
     those that fit. smallest: if nothing fits, the layout that needs least memory, with everything recomputed.
     """
 
-    question: Question
+    request: PlanRequest
     best: tuple[LaunchCandidate, ...]
     legal: int
     fitting: int
     smallest: LaunchCandidate | None
 
 
-def layouts(question: Question) -> Iterator[ParallelLayout]:
+def layouts(request: PlanRequest) -> Iterator[ParallelLayout]:
     """All divisions of the GPUs, before the rules are checked, with one virtual stage."""
-    config, gpus = question.config, question.gpus
+    config, gpus = request.config, request.gpus
     experts = config.num_moe_experts or 1
     shares = [n for n in range(1, experts + 1) if experts % n == 0]
     for tp in _TP:
         for cp in _CP:
-            if cp > 1 and question.launch.seq_length % (2 * cp):
+            if cp > 1 and request.launch.seq_length % (2 * cp):
                 continue
             for pp in range(1, min(_MOST_STAGES, config.num_layers) + 1):
                 dp, left = divmod(gpus, tp * cp * pp)
-                if left or not dp or question.global_batch_size % dp:
+                if left or not dp or request.global_batch_size % dp:
                     continue
                 for etp in sorted({1, tp}) if config.is_moe else (1,):
                     for ep in shares:
@@ -184,7 +174,7 @@ def layouts(question: Question) -> Iterator[ParallelLayout]:
                             yield ParallelLayout(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, dp=dp)
 
 
-def legal(question: Question) -> list[ParallelLayout]:
+def legal(request: PlanRequest) -> list[ParallelLayout]:
     """The layouts that divide the GPUs and the batch, and that the rules allow.
 
     Rules depend on the sizes inside a stage, and on pp only against the number of layers, so each way to
@@ -192,10 +182,10 @@ def legal(question: Question) -> list[ParallelLayout]:
     """
     checked: dict[tuple[int, ...], bool] = {}
     found = []
-    for layout in layouts(question):
+    for layout in layouts(request):
         key = (layout.tp, layout.cp, layout.ep, layout.etp, min(layout.pp, 2))
         if key not in checked:
-            violations = check(question.at(layout))
+            violations = check(request.at(layout))
             checked[key] = not any(violation.severity == "error" for violation in violations)
         if checked[key]:
             found.append(layout)
@@ -216,8 +206,7 @@ def recomputations(config: Nemotron3Config) -> tuple[Recompute, ...]:
 
 
 def rank_memories(launch: Launch) -> Iterator[RankMemory]:
-    """Memory of the pipeline ranks that may hold most: the first two (microbatches in flight) and the last
-    (output layer, MTP)."""
+    """Memory of the ranks that may hold most: the first two (microbatches in flight), the last (output)."""
     last = launch.layout.pp - 1
     for rank in sorted({0, min(1, last), last}):
         yield memory(launch, rank)
@@ -228,37 +217,37 @@ def worst_memory(launch: Launch) -> RankMemory:
     return max(rank_memories(launch), key=lambda found: found.total)
 
 
-def candidate(question: Question, launch: Launch) -> LaunchCandidate:
-    """A launch of `question.at` with its memory and time."""
-    step = step_time(launch, question.machine)
+def candidate(request: PlanRequest, launch: Launch) -> LaunchCandidate:
+    """A launch of `request.at` with its memory and time."""
+    step = step_time(launch, request.machine)
     return LaunchCandidate(launch, worst_memory(launch), step, tokens_per_gpu(launch, step))
 
 
-def _variants(question: Question, layout: ParallelLayout) -> Iterator[tuple[int, int]]:
+def _variants(request: PlanRequest, layout: ParallelLayout) -> Iterator[tuple[int, int]]:
     """(virtual stages, micro batch size) that a layout allows."""
-    share = question.global_batch_size // layout.dp
+    share = request.global_batch_size // layout.dp
     for vpp in VIRTUAL_STAGES if layout.pp > 1 else (1,):
-        if layout.pp * vpp > question.config.num_layers:
+        if layout.pp * vpp > request.config.num_layers:
             continue
         for size in MICRO_BATCHES:
             if share % size == 0 and (vpp == 1 or share // size % layout.pp == 0):
                 yield vpp, size
 
 
-def search(question: Question, best: int = 5) -> Answer:
+def search(request: PlanRequest, best: int = 5) -> PlanResult:
     """Find the fastest layouts. The search is exact: it skips only candidates that cannot be among them.
 
     For each layout and micro batch it takes the cheapest recomputation that fits. It tries candidates in the
     order of a lower bound of their time, until the bound exceeds the times that it has found.
     """
-    allowed = legal(question)
-    choices = question.recomputations
-    fitting = [layout for layout in allowed if _fits_somehow(question, layout, choices[-1])]
-    floor = _TimeBound(question)
+    allowed = legal(request)
+    choices = request.recomputations
+    fitting = [layout for layout in allowed if _fits_somehow(request, layout, choices[-1])]
+    floor = _TimeBound(request)
     bounds = sorted(
         (floor(layout, vpp, size), number, vpp, size)
         for number, layout in enumerate(fitting)
-        for vpp, size in _variants(question, layout)
+        for vpp, size in _variants(request, layout)
     )
     found: dict[ParallelLayout, LaunchCandidate] = {}
     accepted: dict[tuple[object, ...], bool] = {}
@@ -269,9 +258,9 @@ def search(question: Question, best: int = 5) -> Answer:
         layout = fitting[number]
         variant = replace(layout, vpp=vpp)
         for recompute in choices:
-            launch = question.at(variant, size, recompute)
-            if _all_ranks_fit(question, launch) and _accepted(launch, recompute, accepted):
-                here = candidate(question, launch)
+            launch = request.at(variant, size, recompute)
+            if _all_ranks_fit(request, launch) and _accepted(launch, recompute, accepted):
+                here = candidate(request, launch)
                 if layout not in found or here.tokens > found[layout].tokens:
                     found[layout] = here
                 break
@@ -280,9 +269,9 @@ def search(question: Question, best: int = 5) -> Answer:
     ranked = sorted(found.values(), key=lambda c: -c.tokens)
     smallest = None
     if allowed and not fitting:
-        launches = (question.at(layout, recompute=choices[-1]) for layout in allowed)
-        smallest = candidate(question, min(launches, key=lambda launch: worst_memory(launch).total))
-    return Answer(question, tuple(ranked[:best]), len(allowed), len(fitting), smallest)
+        launches = (request.at(layout, recompute=choices[-1]) for layout in allowed)
+        smallest = candidate(request, min(launches, key=lambda launch: worst_memory(launch).total))
+    return PlanResult(request, tuple(ranked[:best]), len(allowed), len(fitting), smallest)
 
 
 def _accepted(launch: Launch, recompute: Recompute, known: dict[tuple[object, ...], bool]) -> bool:
@@ -302,24 +291,24 @@ def _accepted(launch: Launch, recompute: Recompute, known: dict[tuple[object, ..
     return known[key]
 
 
-def _all_ranks_fit(question: Question, launch: Launch) -> bool:
+def _all_ranks_fit(request: PlanRequest, launch: Launch) -> bool:
     """Whether the memory of every rank is within the limit."""
-    return all(found.total <= question.limit for found in rank_memories(launch))
+    return all(found.total <= request.limit for found in rank_memories(launch))
 
 
-def _fits_somehow(question: Question, layout: ParallelLayout, recompute: Recompute) -> bool:
+def _fits_somehow(request: PlanRequest, layout: ParallelLayout, recompute: Recompute) -> bool:
     """Whether one sequence a microbatch fits with some number of virtual stages."""
-    cuts = (vpp for vpp, size in _variants(question, layout) if size == 1)
-    return any(_all_ranks_fit(question, question.at(replace(layout, vpp=vpp), 1, recompute)) for vpp in cuts)
+    cuts = (vpp for vpp, size in _variants(request, layout) if size == 1)
+    return any(_all_ranks_fit(request, request.at(replace(layout, vpp=vpp), 1, recompute)) for vpp in cuts)
 
 
 class _TimeBound:
     """Lower bound of a step's seconds: all its layers, spread evenly over the pipeline, and nothing else."""
 
-    def __init__(self, question: Question) -> None:
-        self.question = question
+    def __init__(self, request: PlanRequest) -> None:
+        self.request = request
         self.passes: dict[tuple[int, ...], float] = {}
-        config = question.config
+        config = request.config
         applied = symbols(config) + (config.mtp_pattern or "") * config.mtp_num_layers
         self.times = {kind: applied.count(kind) for kind in applied} | {"embedding": 1, "output": 1}
         if config.has_mtp:
@@ -329,33 +318,33 @@ class _TimeBound:
         key = (layout.tp, layout.cp, layout.ep, layout.etp, micro_batch_size)
         if key not in self.passes:
             self.passes[key] = self._microbatch(layout, micro_batch_size)
-        microbatches = self.question.global_batch_size // layout.dp // micro_batch_size
+        microbatches = self.request.global_batch_size // layout.dp // micro_batch_size
         return self.passes[key] / layout.pp * (microbatches + (layout.pp - 1) / vpp)
 
     def _microbatch(self, layout: ParallelLayout, micro_batch_size: int) -> float:
-        launch = one_replica(self.question.at(layout, micro_batch_size))
-        layers = layer_times(launch, self.question.machine)
+        launch = one_replica(self.request.at(layout, micro_batch_size))
+        layers = layer_times(launch, self.request.machine)
         return sum(layers[kind].total * times for kind, times in self.times.items() if times)
 
 
-def remedies(question: Question, most: int = 1 << 15) -> list[str]:
-    """Changes that would make the model fit where nothing does, one size of the question at a time."""
+def remedies(request: PlanRequest, most: int = 1 << 15) -> list[str]:
+    """Changes that would make the model fit where nothing does, one size of the request at a time."""
     found = []
-    gpus = question.gpus * 2
+    gpus = request.gpus * 2
     while gpus <= most:
-        batch = max(question.global_batch_size, gpus)
-        if search(replace(question.but(global_batch_size=batch), gpus=gpus), 1).fitting:
-            found.append(f"{gpus} GPUs instead of {question.gpus}")
+        batch = max(request.global_batch_size, gpus)
+        if search(replace(request.but(global_batch_size=batch), gpus=gpus), 1).fitting:
+            found.append(f"{gpus} GPUs instead of {request.gpus}")
             break
         gpus *= 2
     for gpu in sorted(GPUS.values(), key=lambda g: g.memory):
-        if gpu.memory > question.gpu.memory and search(replace(question, gpu=gpu), 1).fitting:
-            found.append(f"{gpu.name} ({gpu.memory / GIB:.0f} GiB) instead of {question.gpu.name}")
+        if gpu.memory > request.gpu.memory and search(replace(request, gpu=gpu), 1).fitting:
+            found.append(f"{gpu.name} ({gpu.memory / GIB:.0f} GiB) instead of {request.gpu.name}")
             break
-    length = question.launch.seq_length // 2
+    length = request.launch.seq_length // 2
     while length >= 1024:
-        if search(question.but(seq_length=length), 1).fitting:
-            found.append(f"sequences of {length} instead of {question.launch.seq_length}")
+        if search(request.but(seq_length=length), 1).fitting:
+            found.append(f"sequences of {length} instead of {request.launch.seq_length}")
             break
         length //= 2
     return found

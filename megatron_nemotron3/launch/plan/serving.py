@@ -1,4 +1,4 @@
-"""What it costs to generate with a model: memory, and the time of a step. Standard library only.
+"""What it costs to generate with a model: memory, and the time of a step.
 
 A step decodes the next token of each sequence. A layer takes the longer of two times: what it reads and
 writes at the GPU's attained bandwidth, or its products at their attained rate (`timing.ASSUMED`). Kernel

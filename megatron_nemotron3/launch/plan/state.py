@@ -1,4 +1,4 @@
-"""Bytes of weights, gradients and optimizer on each rank, in closed form. Standard library only.
+"""Bytes of weights, gradients and optimizer on each rank, in closed form.
 
 A projection of the table of tensors (`models.tensors`). `state` is exact: it goes through the parameters in
 the order in which the torch spec registers them, because padding and a rank's share of the distributed
@@ -9,12 +9,11 @@ compared; it leaves out less than 64 elements a parameter and the padding at the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_nemotron3.launch import Launch, ParallelLayout
-from megatron_nemotron3.launch.architecture import vocab_divisor
+from megatron_nemotron3.launch.architecture import VOCAB_DIVISOR, vocab_divisor
 from megatron_nemotron3.launch.layout import cut_pattern
 from megatron_nemotron3.launch.plan.kinds import resolve, symbols
 from megatron_nemotron3.launch.plan.options import CostOptions
@@ -25,7 +24,15 @@ from megatron_nemotron3.models.tensors import PARAMETER, Row, registered, rows_o
 #: Megatron starts every parameter of a distributed optimizer's buffer at a multiple of this many elements,
 #: and ends a bucket at a multiple of the least common multiple of the ranks and `BUCKET_END`.
 PARAMETER_START, BUCKET_END = 64, 128
-_VOCAB_DIVISOR = 128
+
+
+#: Sizes that divide the parameters of a layer: tensor, expert-tensor and expert parallel.
+Grid = tuple[int, int, int]
+
+
+def grid_of(layout: ParallelLayout) -> Grid:
+    """Return (tp, etp, ep) of a layout."""
+    return layout.tp, layout.etp, layout.ep
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,7 @@ class RankParameter:
 
 def padded_vocab_size(config: Nemotron3Config, layout: ParallelLayout) -> int:
     """Rows of the embedding table over all tensor ranks, with the divisor that our flags give."""
-    multiple = (vocab_divisor(config, layout) or _VOCAB_DIVISOR) * layout.tp
+    multiple = (vocab_divisor(config, layout) or VOCAB_DIVISOR) * layout.tp
     return -(-config.vocab_size // multiple) * multiple
 
 
@@ -55,10 +62,6 @@ def stage_patterns(config: Nemotron3Config, stages: int, seq_length: int) -> tup
 
 def parameters(launch: Launch, stage: int) -> list[RankParameter]:
     """The parameters of a stage on one rank, in the order of registration."""
-    return list(_stage_parameters(launch, stage))
-
-
-def _stage_parameters(launch: Launch, stage: int) -> Iterator[RankParameter]:
     config, layout = launch.config, launch.layout
     stages = stage_patterns(config, layout.stages, launch.seq_length)
     last = stage == len(stages) - 1
@@ -69,13 +72,15 @@ def _stage_parameters(launch: Launch, stage: int) -> Iterator[RankParameter]:
     if last:
         block = ["mtp_in", *(config.mtp_pattern or ""), "mtp_out"]
         parts += ["final_norm", *block * config.mtp_num_blocks, "output_layer"]
+    found: list[RankParameter] = []
     for part in parts:
         own, kind = resolve(config, part)
         sizes = symbol_sizes(own, vocab)
         for row in registered(_part_rows(own, kind)):
-            elements, copies, expert = held_elements(row, layout, sizes)
+            elements, copies, expert = held_elements(row, grid_of(layout), sizes)
             name = row.spelling(PARAMETER).tensors[0].name
-            yield from [RankParameter(name, elements, expert)] * copies
+            found += [RankParameter(name, elements, expert)] * copies
+    return found
 
 
 def _part_rows(config: Nemotron3Config, part: str) -> tuple[Row, ...]:
@@ -84,34 +89,31 @@ def _part_rows(config: Nemotron3Config, part: str) -> tuple[Row, ...]:
     return (model[part],) if part in model else rows_of(config, part)
 
 
-def held_elements(row: Row, layout: ParallelLayout, sizes: dict[str, int]) -> tuple[int, int, bool]:
+def held_elements(row: Row, grid: Grid, sizes: dict[str, int]) -> tuple[int, int, bool]:
     """(elements of one parameter of a row on a rank, number of such parameters, `RankParameter.expert`)."""
     if not row.trainable:
         return 0, 0, False  # a buffer that no optimizer sees
-    ranks = layout.etp if row.routed else layout.tp
+    tp, etp, ep = grid
+    ranks = etp if row.routed else tp
     shape = row.spelling(PARAMETER).tensors[0].shape
     elements = math.prod(sizes[symbol] for symbol in shape) // (1 if row.tp == "replicated" else ranks)
     # Experts on another grid than everything else are reduced over groups of their own.
-    own_groups = row.routed and (layout.ep > 1 or layout.etp != layout.tp)
-    return elements, sizes["experts"] // layout.ep if row.routed else 1, own_groups
+    own_groups = row.routed and (ep > 1 or etp != tp)
+    return elements, sizes["experts"] // ep if row.routed else 1, own_groups
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes of one kind of type. Megatron's defaults for BF16 training with Adam.
+    """Bytes of a parameter (`weight`), and of what training with Adam adds for it.
 
-    weight: of a parameter. gradient: of its accumulation (`--accumulate-allreduce-grads-in-fp32`). master: of
-    the optimizer's own copy, 0 where the parameter is FP32 itself. moments: of both moments.
+    gradient: of its accumulation. master: of the optimizer's own copy, 0 where the parameter is FP32 itself.
+    moments: of both moments.
     """
 
-    weight: int = 2
-    gradient: int = 4
-    master: int = 4
-    moments: int = 8
-
-
-BF16 = Bytes()
-FP32 = Bytes(weight=4, master=0)
+    weight: int
+    gradient: int
+    master: int
+    moments: int
 
 
 @dataclass(frozen=True)
@@ -124,16 +126,15 @@ class RankState:
 
     @property
     def total(self) -> int:
-        """All of it."""
         return self.weights + self.gradients + self.optimizer
 
 
 def bytes_of(launch: Launch) -> Bytes:
     """The bytes of a launch's precision and options (`--grad-reduce-in-bf16`, precision-aware optimizer)."""
     if launch.precision == "fp32":
-        return replace(FP32, gradient=2) if "--grad-reduce-in-bf16" in launch.extra else FP32
+        return Bytes(4, gradient=2 if "--grad-reduce-in-bf16" in launch.extra else 4, master=0, moments=8)
     options = CostOptions.of(launch)
-    return replace(BF16, gradient=options.gradient, master=options.master, moments=options.moments)
+    return Bytes(2, options.gradient, options.master, options.moments)
 
 
 def state(launch: Launch, *, pp_rank: int = 0, dp_rank: int = 0, edp_rank: int = 0) -> RankState:
@@ -196,15 +197,15 @@ class Elements:
 
 
 @lru_cache(maxsize=4096)
-def kind_elements(config: Nemotron3Config, kind: str, tp: int, etp: int, ep: int) -> Elements:
+def kind_elements(config: Nemotron3Config, kind: str, grid: Grid) -> Elements:
     """Elements of one layer of a kind, or of "embedding", "output" (with the final norm) or "mtp" (one stored
     block without its layers)."""
-    layout, (config, kind) = ParallelLayout(tp=tp, etp=etp, ep=ep), resolve(config, kind)
-    sizes = symbol_sizes(config, padded_vocab_size(config, layout))
+    config, kind = resolve(config, kind)
+    sizes = symbol_sizes(config, padded_vocab_size(config, ParallelLayout(tp=grid[0])))
     parts = {"output": ("final_norm", "output_layer"), "mtp": ("mtp_in", "mtp_out")}.get(kind, (kind,))
     total = Elements()
     for row in (row for part in parts for row in _part_rows(config, part)):
-        each, copies, expert = held_elements(row, layout, sizes)
+        each, copies, expert = held_elements(row, grid, sizes)
         held = each * copies
         if expert:
             total += Elements(expert=held)
@@ -215,9 +216,9 @@ def kind_elements(config: Nemotron3Config, kind: str, tp: int, etp: int, ep: int
 
 @lru_cache(maxsize=65536)
 def _rank_elements(
-    config: Nemotron3Config, grid: tuple[int, int, int], pipeline: tuple[int, int, int], seq_length: int
+    config: Nemotron3Config, grid: Grid, pipeline: tuple[int, int, int], seq_length: int
 ) -> Elements:
-    """`stage_elements` for a grid (tp, etp, ep) and a place in the pipeline (pp, vpp, pp_rank)."""
+    """`stage_elements` for a place in the pipeline (pp, vpp, pp_rank)."""
     pp, vpp, pp_rank = pipeline
     total = Elements()
     pattern = "".join(stage_patterns(config, pp * vpp, seq_length)[pp_rank::pp])
@@ -230,15 +231,15 @@ def _rank_elements(
         times[kind] = times.get(kind, 0) + config.mtp_num_blocks
     for kind, number in times.items():
         if number:
-            total += kind_elements(config, kind, *grid) * number
+            total += kind_elements(config, kind, grid) * number
     return total
 
 
 def stage_elements(launch: Launch, pp_rank: int) -> Elements:
     """Elements that one rank holds of all stages of a pipeline rank."""
     layout = launch.layout
-    grid, pipeline = (layout.tp, layout.etp, layout.ep), (layout.pp, layout.vpp, pp_rank)
-    return _rank_elements(launch.config, grid, pipeline, launch.seq_length)
+    pipeline = (layout.pp, layout.vpp, pp_rank)
+    return _rank_elements(launch.config, grid_of(layout), pipeline, launch.seq_length)
 
 
 def approximate_state(launch: Launch, pp_rank: int = 0) -> RankState:

@@ -1,4 +1,4 @@
-"""Time of a training step: a model, with its assumptions in one place. Standard library only.
+"""Time of a training step: a model, with its assumptions in one place.
 
 The time of a microbatch on a pipeline rank is a sum over its layers: matrix products at a share of the GPU's
 peak in their format; Mamba's scan at a share of the vector units' peak; saved activations read and written a
@@ -19,10 +19,10 @@ from megatron_nemotron3.launch.plan.activations import layer_activations
 from megatron_nemotron3.launch.plan.flops import BACKWARD, layer_operations, module_of
 from megatron_nemotron3.launch.plan.hardware import GPU
 from megatron_nemotron3.launch.plan.kinds import letter, resolve, symbols
-from megatron_nemotron3.launch.plan.options import CostOptions
+from megatron_nemotron3.launch.plan.options import GRAPHS, CostOptions
 from megatron_nemotron3.launch.plan.recompute import MODULES, Recompute
 from megatron_nemotron3.launch.plan.savings import quantized_share
-from megatron_nemotron3.launch.plan.state import bytes_of, kind_elements, stage_elements
+from megatron_nemotron3.launch.plan.state import bytes_of, grid_of, kind_elements, stage_elements
 from megatron_nemotron3.launch.plan.traffic import (
     ALL_TO_ALL,
     REDUCE_SCATTER,
@@ -105,7 +105,6 @@ class LayerTime:
 
     @property
     def total(self) -> float:
-        """The sum of all causes."""
         return sum(vars(self).values())
 
 
@@ -199,10 +198,10 @@ def _layer_time(launch: Launch, machine: Machine, symbol: str) -> LayerTime:
         replace(launch, backend="te", precision="fp32" if launch.precision == "fp32" else "bf16", extra=()),
         symbol,
     )
-    held = kind_elements(config, kind, layout.tp, layout.etp, layout.ep)
+    held = kind_elements(config, kind, grid_of(layout))
     moved = sum(saved.values()) * assumed.passes / machine.bandwidth
     weights = (held.dense + held.expert) * _WEIGHT_PASSES / machine.bandwidth
-    again = _recomputed_share(kind, Recompute.of(launch))
+    recomputed = _recomputed_share(kind, Recompute.of(launch))
     options = CostOptions.of(launch)
     copies = config.moe_router_topk if options.deduplicates else None
     comm = {"tp": 0.0, "ep": 0.0, "cp": 0.0}
@@ -210,20 +209,21 @@ def _layer_time(launch: Launch, machine: Machine, symbol: str) -> LayerTime:
         link = "ep" if transfer.link == "etp" else transfer.link
         comm[link] += seconds(transfer, layout, machine, copies)
     # Forward is a third of products and memory traffic, and 2 of 5 or 2 of 4 collectives.
-    products, memory = forward * (1 + BACKWARD + again), moved * (1 + again / 3) + weights * (1 + again / 6)
+    products = forward * (1 + BACKWARD + recomputed)
+    memory = moved * (1 + recomputed / 3) + weights * (1 + recomputed / 6)
     if kind not in "M*E-":
         return LayerTime(products, memory, 0.0, comm["tp"], comm["ep"], comm["cp"])
     tp, ep, cp = (
-        comm["tp"] * (1 + again * 0.4),
-        comm["ep"] * (1 + again * 0.5),
-        comm["cp"] * (1 + again * 0.5),
+        comm["tp"] * (1 + recomputed * 0.4),
+        comm["ep"] * (1 + recomputed * 0.5),
+        comm["cp"] * (1 + recomputed * 0.5),
     )
     # The host runs ahead of the GPU, so launches cost only what they take longer than the GPU's work.
-    launches = assumed.launches * (1 - captured(kind, options)) * (1 + again / 3)
+    launches = assumed.launches * (1 - captured(kind, options)) * (1 + recomputed / 3)
     waits = max(0.0, launches - products - memory - tp - ep - cp)
     if kind == "E":
         each = assumed.expert * (config.num_moe_experts or 0) / layout.ep
-        waits += (assumed.experts + each) * (1 + again / 3)
+        waits += (assumed.experts + each) * (1 + recomputed / 3)
     waits += assumed.fsdp if options.fsdp else 0.0
     return LayerTime(products, memory, waits, tp, ep, cp)
 
@@ -239,21 +239,9 @@ _MODULE_SHARE = {
 }
 
 
-#: Module of `--cuda-graph-modules` -> (layer kind, share of its launches that the graph replaces). The shares
-#: of the two parts of an E layer are estimates: its dispatcher and experts stay outside.
-_CAPTURED = {
-    "mamba": ("M", 1.0),
-    "attn": ("*", 1.0),
-    "mlp": ("-", 1.0),
-    "moe": ("E", 1.0),
-    "moe_router": ("E", 0.5),
-    "moe_preprocess": ("E", 0.5),
-}
-
-
 def captured(kind: str, options: CostOptions) -> float:
     """The share of a layer's kernel launches that CUDA graphs replace."""
-    shares = (_CAPTURED[name] for name in options.graphs if name in _CAPTURED)
+    shares = (GRAPHS[name] for name in options.graphs if name in GRAPHS)
     return min(1.0, sum(share for layer, share in shares if layer == kind))
 
 
@@ -267,8 +255,7 @@ def _recomputed_share(kind: str, recompute: Recompute) -> float:
 
 
 def one_replica(launch: Launch) -> Launch:
-    """What the time of a layer depends on: a launch without dp, pp and number of microbatches, so that one
-    entry of a cache serves all of them."""
+    """Return a launch without dp, pp and batch, which do not change a layer's time: a key of the cache."""
     layout = launch.layout
     return replace(
         launch,

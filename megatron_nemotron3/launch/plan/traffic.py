@@ -1,7 +1,5 @@
 """Bytes that cross links in a training step, by process group and cause, in closed form.
 
-Standard library only.
-
 These are the collectives of Megatron as the flags of this package set it up: sequence parallelism with tensor
 parallelism, the all-to-all dispatcher (which sends every copy of a token), the all-to-all of Mamba and
 gathered keys and values under context parallelism, one reduce-scatter of gradients and one all-gather of
@@ -18,7 +16,7 @@ between one rank of each domain, each with its share of the buffer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -31,13 +29,8 @@ from megatron_nemotron3.models import Nemotron3Config
 
 #: Bytes of an activation or weight that crosses a link (BF16; nothing is sent in FP8), and of FP32.
 ACTIVATION, SINGLE = 2, 4
-ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL, SEND = (
-    "all-gather",
-    "reduce-scatter",
-    "all-reduce",
-    "all-to-all",
-    "send",
-)
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
+ALL_TO_ALL, SEND = "all-to-all", "send"
 
 
 @dataclass(frozen=True)
@@ -60,7 +53,6 @@ class Collective:
 
     @property
     def sent(self) -> float:
-        """Bytes that one rank sends."""
         if self.collective == SEND:
             return self.buffer
         share = (self.ranks - 1) / self.ranks
@@ -77,16 +69,20 @@ def layer_transfers(
     return tuple(t for t in _LAYER_TRANSFERS[kind](config, layout, tokens) if t.ranks > 1 and t.buffer)
 
 
+def _tensor_parallel(
+    layout: ParallelLayout, module: str, whole: int, sharded: Sequence[tuple[str, int]], reductions: int
+) -> Iterator[Collective]:
+    """Yield `sharded`, (collective, how often) with sequence parallelism, or this many all-reductions."""
+    for collective, times in sharded if layout.sequence_parallel else [(ALL_REDUCE, reductions)]:
+        yield Collective("tp", module, collective, layout.tp, times, times * whole)
+
+
 def _linear_pair(
     config: Nemotron3Config, layout: ParallelLayout, tokens: int, module: str
 ) -> Iterator[Collective]:
     """A column-parallel and a row-parallel linear around something sharded."""
     whole = tokens * config.hidden_size * ACTIVATION
-    if layout.sequence_parallel:
-        yield Collective("tp", module, ALL_GATHER, layout.tp, 3, 3 * whole)
-        yield Collective("tp", module, REDUCE_SCATTER, layout.tp, 2, 2 * whole)
-    else:
-        yield Collective("tp", module, ALL_REDUCE, layout.tp, 2, 2 * whole)
+    return _tensor_parallel(layout, module, whole, [(ALL_GATHER, 3), (REDUCE_SCATTER, 2)], 2)
 
 
 def _mamba_transfers(config: Nemotron3Config, layout: ParallelLayout, tokens: int) -> Iterator[Collective]:
@@ -139,20 +135,12 @@ def _embedding_transfers(
     config: Nemotron3Config, layout: ParallelLayout, tokens: int
 ) -> Iterator[Collective]:
     whole = tokens * config.hidden_size * ACTIVATION
-    if layout.sequence_parallel:
-        yield Collective("tp", "embedding", REDUCE_SCATTER, layout.tp, 1, whole)
-        yield Collective("tp", "embedding", ALL_GATHER, layout.tp, 1, whole)
-    else:
-        yield Collective("tp", "embedding", ALL_REDUCE, layout.tp, 1, whole)
+    return _tensor_parallel(layout, "embedding", whole, [(REDUCE_SCATTER, 1), (ALL_GATHER, 1)], 1)
 
 
 def _output_transfers(config: Nemotron3Config, layout: ParallelLayout, tokens: int) -> Iterator[Collective]:
     whole = tokens * config.hidden_size * ACTIVATION
-    if layout.sequence_parallel:
-        yield Collective("tp", "output", ALL_GATHER, layout.tp, 2, 2 * whole)
-        yield Collective("tp", "output", REDUCE_SCATTER, layout.tp, 1, whole)
-    else:
-        yield Collective("tp", "output", ALL_REDUCE, layout.tp, 1, whole)
+    yield from _tensor_parallel(layout, "output", whole, [(ALL_GATHER, 2), (REDUCE_SCATTER, 1)], 1)
     # Maximum, sum and target logit of every token.
     yield Collective("tp", "loss", ALL_REDUCE, layout.tp, 3, 3 * tokens * SINGLE)
 
@@ -238,10 +226,8 @@ def _state_transfers(launch: Launch, pp_rank: int, overlap: bool) -> Iterator[Co
     config, layout, options = launch.config, launch.layout, CostOptions.of(launch)
     held, gradient = stage_elements(launch, pp_rank), bytes_of(launch).gradient
     gathers = 2 if held.expert and not overlap else 1
-    for link, ranks, elements in (
-        ("dp", layout.dp * layout.cp, held.dense),
-        ("edp", layout.edp, held.expert),
-    ):
+    groups = (("dp", layout.dp * layout.cp, held.dense), ("edp", layout.edp, held.expert))
+    for link, ranks, elements in groups:
         if options.fsdp:
             # Each microbatch gathers the weights for forward and for backward, and scatters its gradients.
             times, inside = launch.microbatches, max(1, ranks // options.instances)

@@ -86,7 +86,9 @@ def check(options: argparse.Namespace, boost: Boost, steps: int, lr: float) -> B
         _require_tracked(found, opened.kind)
     config = own(_with_heads(opened.config, options, found))
     pattern = ["--hybrid-layer-pattern", config.full_pattern]
-    settings.refuse(boost, [*pattern, "--context-parallel-size", str(options.cp or 1), *options.extra])
+    settings.require_trainable(
+        boost, [*pattern, "--context-parallel-size", str(options.cp or 1), *options.extra]
+    )
     require_schedule(options, config)
     length = chosen_seq_length(options.seq_length, config)
     if length <= options.depths:

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_nemotron3.checkpoints.convert.megatron_args import config_of
 from megatron_nemotron3.launch import ParallelLayout, parser, versions
 from megatron_nemotron3.launch.script import is_known
-from megatron_nemotron3.launch.stored_model import Taken
+from megatron_nemotron3.launch.stored_model import MergedOptions
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models import pattern as patterns
 from megatron_nemotron3.models.stack_specs import MODULE
@@ -71,7 +71,7 @@ class Large:
     assumed: tuple[tuple[str, str], ...]
 
 
-def large_of(merged: Taken, world_size: int | None, vocab_size: int | None) -> Large:
+def large_of(merged: MergedOptions, world_size: int | None, vocab_size: int | None) -> Large:
     """Return what a launch says."""
     given = {flag.name: flag.values for flag in merged.flags if _counts(flag.name)}
     assumed = []

@@ -14,8 +14,8 @@ from megatron_nemotron3.launch import boosting as settings
 from megatron_nemotron3.launch.architecture import MODEL, MOE, MTP, emit
 from megatron_nemotron3.launch.boosting import Boost
 from megatron_nemotron3.launch.flag import Flag, to_argv
-from megatron_nemotron3.launch.flags import backend_words
-from megatron_nemotron3.launch.stored_model import taken
+from megatron_nemotron3.launch.flags import backend_arguments
+from megatron_nemotron3.launch.stored_model import merged_options
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models import pattern as patterns
 from megatron_nemotron3.models.lora import LoRASettings
@@ -116,7 +116,7 @@ class Twin:
         mechanism = self._mechanism(layout) if sizes else []
         # Megatron's default is 0.1.
         dropout = [word for name in table.DROPOUT if name not in self.meaning for word in (name, "0.0")]
-        return [*to_argv(head), *self.meaning, *dropout, *mechanism, *backend_words("torch")]
+        return [*to_argv(head), *self.meaning, *dropout, *mechanism, *backend_arguments("torch")]
 
     def _mechanism(self, layout: ParallelLayout) -> list[str]:
         """Return the words of the mechanisms that a layout can have."""
@@ -156,8 +156,8 @@ def make(
     if lora is not None:
         LoRASettings.parse(lora)
     if boost is not None:
-        settings.refuse(Boost.parse(boost), to_argv(flags))
-    merged = taken(flags)
+        settings.require_trainable(Boost.parse(boost), to_argv(flags))
+    merged = merged_options(flags)
     launch = large_of(merged, world_size, vocab_size)
     remarks = [Remark(what, instead) for what, instead in launch.assumed]
     sizes, missing = cover(launch.sizes, ranks)

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from megatron_nemotron3.launch import ParallelLayout
-from megatron_nemotron3.launch.plan.activations import KINDS, layer_activations, stage_activations
+from megatron_nemotron3.launch.plan.activations import KINDS, layer_activations
 from megatron_nemotron3.launch.plan.kinds import letter, symbols
 from megatron_nemotron3.launch.plan.recompute import MODULES, NONE, Recompute, modules
 from megatron_nemotron3.models import Nemotron3Config, get, names, tiny
 from megatron_nemotron3.proof.certify.ranks import run_distributed
 from tests.parallel.case import Case
-from tests.support.launches import launch
+from tests.support.launches import launch, stage_activations
 
 SUPER, NANO, DENSE = (tiny(get(name)) for name in ("super", "nano", "nano-9b-v2"))
 TOLERANCE = 0.01

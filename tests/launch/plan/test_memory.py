@@ -20,8 +20,7 @@ from megatron_nemotron3.launch.plan.activation_forms import RankShare
 from megatron_nemotron3.launch.plan.memory import buffers, in_flight, memory
 from megatron_nemotron3.launch.plan.recompute import NONE, Recompute
 from megatron_nemotron3.launch.plan.state import (
-    BF16,
-    FP32,
+    Bytes,
     RankState,
     approximate_state,
     bytes_of,
@@ -315,7 +314,7 @@ def test_approximate_state_is_near_the_exact_one(name: str) -> None:
 
 def test_exact_memory_has_the_exact_state() -> None:
     layout = ParallelLayout(tp=2, pp=2, ep=2, dp=2)
-    for precision, sizes in (("bf16", BF16), ("fp32", FP32)):
+    for precision, sizes in (("bf16", Bytes(2, 4, 4, 8)), ("fp32", Bytes(4, 4, 0, 8))):
         what = launch(SUPER, layout, precision=precision)
         assert bytes_of(what) == sizes
         found, near = memory(what, 1, exact=(1, 1)), memory(what, 1)

@@ -10,7 +10,7 @@ from megatron_nemotron3.launch import Launch, ParallelLayout
 from megatron_nemotron3.launch.plan.activations import layer_activations
 from megatron_nemotron3.launch.plan.hardware import GPUS
 from megatron_nemotron3.launch.plan.memory import RankMemory, memory
-from megatron_nemotron3.launch.plan.options import CostOptions, dispatcher_words
+from megatron_nemotron3.launch.plan.options import CostOptions, dispatcher_options
 from megatron_nemotron3.launch.plan.recompute import Recompute
 from megatron_nemotron3.launch.plan.timing import (
     ASSUMED,
@@ -62,14 +62,14 @@ def test_a_deduplicating_dispatcher_is_read_from_the_launch() -> None:
     machine = Machine(GPUS["h100"])
     layout = ParallelLayout(ep=32, dp=32)
     seconds = {
-        name: step_time(te(" ".join(dispatcher_words(name)), layout), machine).ep
+        name: step_time(te(" ".join(dispatcher_options(name)), layout), machine).ep
         for name in ("alltoall", "deepep", "hybridep")
     }
     assert seconds["hybridep"] == seconds["deepep"] < seconds["alltoall"] / 1.4
     # Without a backend, flex is Megatron's DeepEP.
     assert CostOptions.of(te("--moe-token-dispatcher-type flex")).dispatcher == "deepep"
     with pytest.raises(ValueError, match="use one of alltoall, deepep, hybridep"):
-        dispatcher_words("ring")
+        dispatcher_options("ring")
 
 
 def test_types_of_the_optimizer() -> None:

@@ -55,7 +55,7 @@ def test_copies_of_weights() -> None:
     shared = 2 * 4096 * 5376 // 2
     body = SUPER.pattern[:-14].count("E") / SUPER.pattern.count("E")
     expected = 2 * PACKED[NVFP4] * body * (experts + shared)
-    assert weight_copies(SUPER, "E", NVFP4, 2, 1, 64) == pytest.approx(expected, rel=1e-6)
+    assert weight_copies(SUPER, "E", NVFP4, (2, 1, 64)) == pytest.approx(expected, rel=1e-6)
     held, plain = memory(packing), memory(launch(SUPER, LAYOUT, backend="te"))
     assert held.packed_weights > 40 * expected * 0.9
     assert plain.packed_weights == 0

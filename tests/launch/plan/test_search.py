@@ -13,7 +13,7 @@ from megatron_nemotron3.launch.plan.hardware import GPUS
 from megatron_nemotron3.launch.plan.search import (
     MICRO_BATCHES,
     VIRTUAL_STAGES,
-    Question,
+    PlanRequest,
     candidate,
     layouts,
     legal,
@@ -31,10 +31,10 @@ def asked(name: str, seq_length: int, global_batch_size: int, precision: str = "
 
 
 QUESTIONS = {
-    "nano": Question(asked("nano", 8192, 64), 16, GPUS["h100"]),
-    "super": Question(asked("super", 8192, 96, "nvfp4"), 32, GPUS["b200"]),
-    "dense": Question(asked("nano-4b", 4096, 32, "fp8-tensorwise"), 8, GPUS["h100"]),
-    "long": Question(asked("nano", 131072, 16), 64, GPUS["h200"]),
+    "nano": PlanRequest(asked("nano", 8192, 64), 16, GPUS["h100"]),
+    "super": PlanRequest(asked("super", 8192, 96, "nvfp4"), 32, GPUS["b200"]),
+    "dense": PlanRequest(asked("nano-4b", 4096, 32, "fp8-tensorwise"), 8, GPUS["h100"]),
+    "long": PlanRequest(asked("nano", 131072, 16), 64, GPUS["h200"]),
 }
 #: Public launches: GPU, GPUs, precision, dispatcher, micro batch.
 LAUNCHES: dict[str, tuple[str, int, str, str, int]] = {
@@ -46,36 +46,36 @@ LAUNCHES: dict[str, tuple[str, int, str, str, int]] = {
 
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_legal_is_what_the_rules_allow(name: str) -> None:
-    question = QUESTIONS[name]
+    request = QUESTIONS[name]
     allowed = []
-    for layout in layouts(question):
-        violations = rules.check(question.at(layout))
+    for layout in layouts(request):
+        violations = rules.check(request.at(layout))
         if not any(violation.severity == "error" for violation in violations):
             allowed.append(layout)
-    assert legal(question) == allowed
+    assert legal(request) == allowed
 
 
 @pytest.mark.parametrize("name", ["nano", pytest.param("super", marks=pytest.mark.full)])
 def test_best_is_what_trying_everything_finds(name: str) -> None:
-    question = QUESTIONS[name]
+    request = QUESTIONS[name]
     times: dict[ParallelLayout, float] = {}
-    for layout in legal(question):
-        share = question.global_batch_size // layout.dp
+    for layout in legal(request):
+        share = request.global_batch_size // layout.dp
         for vpp, size in product(VIRTUAL_STAGES, MICRO_BATCHES):
-            whole = vpp == 1 or (layout.pp > 1 and layout.pp * vpp <= question.config.num_layers)
+            whole = vpp == 1 or (layout.pp > 1 and layout.pp * vpp <= request.config.num_layers)
             if not whole or share % size or (vpp > 1 and share // size % layout.pp):
                 continue
-            for recompute in recomputations(question.config):
+            for recompute in recomputations(request.config):
                 variant = replace(layout, vpp=vpp)
-                launch = question.at(variant, size, recompute)
-                if worst_memory(launch).total <= question.limit:
-                    total = candidate(question, launch).step.total
+                launch = request.at(variant, size, recompute)
+                if worst_memory(launch).total <= request.limit:
+                    total = candidate(request, launch).step.total
                     times[layout] = min(total, times.get(layout, total))
                     break
-    answer = search(question, best=7)
-    assert [found.step.total for found in answer.best] == pytest.approx(sorted(times.values())[:7])
-    assert answer.fitting == len(times)
-    assert all(found.memory.total <= question.limit for found in answer.best)
+    result = search(request, best=7)
+    assert [found.step.total for found in result.best] == pytest.approx(sorted(times.values())[:7])
+    assert result.fitting == len(times)
+    assert all(found.memory.total <= request.limit for found in result.best)
 
 
 @pytest.mark.full
@@ -84,48 +84,48 @@ def test_published_launches_are_feasible_and_near_the_top(name: str) -> None:
     gpu, gpus, precision, dispatcher, micro = LAUNCHES[name]
     config, layout = get(name), published_layout(get(name))
     assert layout is not None
-    question = Question(asked(name, 8192, 3072, precision), gpus, GPUS[gpu], dispatcher)
+    request = PlanRequest(asked(name, 8192, 3072, precision), gpus, GPUS[gpu], dispatcher)
     # Ultra's launch offloads what experts keep; here it is computed again.
-    launches = (question.at(layout, micro, choice) for choice in recomputations(config))
-    tried = [candidate(question, launch) for launch in launches]
-    launched = next(found for found in tried if found.memory.total <= question.limit)
-    answer = search(question, best=100_000)
-    place = sum(other.tokens > launched.tokens for other in answer.best)
+    launches = (request.at(layout, micro, choice) for choice in recomputations(config))
+    tried = [candidate(request, launch) for launch in launches]
+    launched = next(found for found in tried if found.memory.total <= request.limit)
+    result = search(request, best=100_000)
+    place = sum(other.tokens > launched.tokens for other in result.best)
     # What the model says of them, not what was measured: docs/measurements.md.
-    assert layout in legal(question) and place < len(answer.best) / 8
+    assert layout in legal(request) and place < len(result.best) / 8
 
 
 def test_bad_questions() -> None:
     with pytest.raises(
         ValueError, match=r"h100 .* has no nvfp4 units: use --precision fp8-tensorwise, fp8-blockwise"
     ):
-        Question(asked("super", 8192, 8, "nvfp4"), 8, GPUS["h100"])
+        PlanRequest(asked("super", 8192, 8, "nvfp4"), 8, GPUS["h100"])
     with pytest.raises(ValueError, match="gpus=0: give 1 or more"):
-        Question(asked("super", 8192, 8), 0, GPUS["h100"])
+        PlanRequest(asked("super", 8192, 8), 0, GPUS["h100"])
     with pytest.raises(ValueError, match="without a global batch size"):
-        Question(Launch(config=get("super")), 8, GPUS["h100"])
+        PlanRequest(Launch(config=get("super")), 8, GPUS["h100"])
 
 
 def test_says_what_would_make_it_fit() -> None:
-    question = Question(asked("super", 8192, 64), 16, GPUS["h100"])
-    assert search(question).fitting == 0
-    cures = remedies(question)
+    request = PlanRequest(asked("super", 8192, 64), 16, GPUS["h100"])
+    assert search(request).fitting == 0
+    cures = remedies(request)
     assert cures
     more = int(cures[0].split()[0])
     assert "GPUs instead of 16" in cures[0]
-    assert search(replace(question, gpus=more)).fitting > 0
-    assert search(replace(question, gpus=more // 2)).fitting == 0
+    assert search(replace(request, gpus=more)).fitting > 0
+    assert search(replace(request, gpus=more // 2)).fitting == 0
 
 
 def test_nothing_divides() -> None:
-    answer = search(Question(asked("super", 8192, 3), 101, GPUS["h100"]))
-    assert (answer.legal, answer.best, answer.smallest) == (0, (), None)
+    result = search(PlanRequest(asked("super", 8192, 3), 101, GPUS["h100"]))
+    assert (result.legal, result.best, result.smallest) == (0, (), None)
 
 
 def _seconds(precision: str = "bf16", **changes: Any) -> float:
     layout = ParallelLayout(tp=2, ep=8, pp=4, dp=16)
-    question = Question(asked("nano", 8192, 256, precision), 128, **{"gpu": GPUS["h100"], **changes})
-    return candidate(question, question.at(layout)).step.total
+    request = PlanRequest(asked("nano", 8192, 256, precision), 128, **{"gpu": GPUS["h100"], **changes})
+    return candidate(request, request.at(layout)).step.total
 
 
 def test_time_goes_the_right_way() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_nemotron3.launch import ParallelLayout
-from megatron_nemotron3.launch.plan.activations import layer_activations, stage_activations
+from megatron_nemotron3.launch.plan.activations import layer_activations
 from megatron_nemotron3.launch.plan.flops import layer_operations, model_operations
 from megatron_nemotron3.launch.plan.hardware import GPUS
 from megatron_nemotron3.launch.plan.kinds import letter, resolve, symbols
@@ -14,7 +14,7 @@ from megatron_nemotron3.launch.plan.state import approximate_state, parameters, 
 from megatron_nemotron3.launch.plan.timing import Machine, layer_times, one_replica, step_time
 from megatron_nemotron3.launch.plan.traffic import step_traffic
 from megatron_nemotron3.models import count, get
-from tests.support.launches import launch
+from tests.support.launches import launch, stage_activations
 
 PUZZLE = get("puzzle")
 PLAIN = PUZZLE.but(moe_layers=None)

@@ -13,7 +13,7 @@ from megatron_nemotron3.inference.generate.engine import Engine
 from megatron_nemotron3.inference.generate.mtp import MTP
 from megatron_nemotron3.inference.generate.weights import read_weights
 from megatron_nemotron3.launch import manifest
-from megatron_nemotron3.launch.boosting import Boost, asked, in_environment
+from megatron_nemotron3.launch.boosting import Boost, in_environment, requested
 from megatron_nemotron3.models import get
 from megatron_nemotron3.post_training.boost.heads import _uniform, train_heads
 from tests.support.checkpoint_pair import Pair, pair
@@ -199,13 +199,13 @@ def test_settings() -> None:
 )
 def test_command_lines_that_are_refused(text: str, words: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        asked(words, {BOOST: text})
-    assert asked(words, {}) is None
+        requested(words, {BOOST: text})
+    assert requested(words, {}) is None
 
 
 def test_adapters_and_heads_are_refused() -> None:
     with pytest.raises(ValueError, match="NEMOTRON3_LORA is set, too"):
-        asked(["--hybrid-layer-pattern", "M/*E"], {BOOST: "1", "NEMOTRON3_LORA": "dim=4"})
+        requested(["--hybrid-layer-pattern", "M/*E"], {BOOST: "1", "NEMOTRON3_LORA": "dim=4"})
 
 
 def test_a_run_that_goes_on_without_the_variable_is_another_one() -> None:

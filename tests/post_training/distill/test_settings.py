@@ -13,7 +13,7 @@ import pytest
 from megatron_nemotron3 import cli
 from megatron_nemotron3.common.switches import BOOST, DISTILL
 from megatron_nemotron3.launch import boosting
-from megatron_nemotron3.launch.script_folders import settle_manifest
+from megatron_nemotron3.launch.script_folders import update_manifest
 from megatron_nemotron3.train.teacher import check, settings
 from megatron_nemotron3.train.teacher.manifest import LogitsManifest, part_path, read_manifest
 from megatron_nemotron3.train.teacher.settings import Distillation
@@ -186,7 +186,7 @@ def test_a_run_goes_on_with_its_teacher_only(
     part_path(other, read_manifest(other).parts()[0]).write_bytes(b"others")
     save.mkdir()
     how = Distillation(str(stored), temperature=2.0)
-    settle_manifest(save, [], teacher=check.record_of((how,)))
+    update_manifest(save, [], teacher=check.record_of((how,)))
     (save / "latest_checkpointed_iteration.txt").write_text("2")
     before = (save / "run.json").read_bytes()
 
@@ -205,8 +205,8 @@ def test_a_run_goes_on_with_its_teacher_only(
         status, found = run(*words)
         assert status == 2 and said in found and found.count("\n") == 1
         assert (save / "run.json").read_bytes() == before
-    settle_manifest(save, [], teacher=check.record_of((replace(how, teacher=str(moved)),)))
-    lines = settle_manifest(
+    update_manifest(save, [], teacher=check.record_of((replace(how, teacher=str(moved)),)))
+    lines = update_manifest(
         save, [], ["teacher"], teacher=check.record_of((replace(how, teacher=str(other)),))
     )
     assert len(lines) == 1 and lines[0].startswith("teacher changes at step 2: logits ")
@@ -257,7 +257,7 @@ def test_no_boost_from_a_teacher(
     assert _run(*given) == 2
     assert "MTP's heads are trained on what the model itself predicts" in capsys.readouterr().err
     with pytest.raises(ValueError, match="NEMOTRON3_DISTILL is set, too, but MTP's heads"):
-        boosting.refuse(boosting.Boost(), [], {DISTILL: "teacher=x"})
+        boosting.require_trainable(boosting.Boost(), [], {DISTILL: "teacher=x"})
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def run(launch: str, stage: str, fault: Fault | None) -> list[Finding]:
         text = given.text(Path(folder))
         if damaged:
             text += " " + fault.patch(Path(folder))
-        flags = tuple(command_line.read(text))
+        flags = tuple(command_line.read_launch(text).flags)
         bench = FaultyBench(
             twin=_twin(flags, given.ranks),
             flags=flags,

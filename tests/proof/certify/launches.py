@@ -22,7 +22,7 @@ VERSION = "0.19"
 
 def flags_of(name: str) -> list[Flag]:
     """Options of a launch."""
-    return command_line.read(FILES[name].read_text())
+    return command_line.read_launch(FILES[name].read_text()).flags
 
 
 def twin_of(name: str) -> Twin:

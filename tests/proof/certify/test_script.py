@@ -36,7 +36,7 @@ def bench(
     if "E" not in pattern:
         model = tiny(get("nano")).but(pattern=pattern, num_moe_experts=None)
     words = [*mock_argv(model, layout, short_schedule(2)), *extra]
-    flags = tuple(command_line.read(shlex.join(words)))
+    flags = tuple(command_line.read_launch(shlex.join(words)).flags)
     twin = make(flags, 8, world_size=layout.world_size, boost=boost)
     return Bench(twin=twin, flags=flags, folder=folder, timeout=240, fault=fault)
 

@@ -46,7 +46,7 @@ SUPER = """
 
 
 def twin_of(text: str, ranks: int = 8, **changes: int | None) -> Twin:
-    return make(command_line.read(text), ranks, world_size=changes.get("world_size"))
+    return make(command_line.read_launch(text).flags, ranks, world_size=changes.get("world_size"))
 
 
 def recipe(file: Path) -> str:
@@ -103,7 +103,7 @@ def test_details_of_what_is_off_are_not_called_untested() -> None:
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
 def test_every_option_of_a_recipe_has_a_treatment(file: Path) -> None:
     """What is replaced or not tested is in a remark; what is kept is in the words."""
-    flags = command_line.read(recipe(file))
+    flags = command_line.read_launch(recipe(file)).flags
     twin = make(flags, 8)
     said = {name.split()[0] for remark in twin.remarks for name in remark.options}
     mechanism = {flag.name for flag in twin.mechanism}
@@ -117,7 +117,7 @@ def test_every_option_of_a_recipe_has_a_treatment(file: Path) -> None:
 
 @pytest.mark.parametrize("file", RECIPES[:: len(RECIPES) // 4], ids=lambda file: file.stem)
 def test_megatron_accepts_the_words_of_a_twin(file: Path, tmp_path: Path) -> None:
-    flags = command_line.read(recipe(file))
+    flags = command_line.read_launch(recipe(file)).flags
     twin = make(flags, 8)
     bench = Bench(twin=twin, flags=tuple(flags), folder=tmp_path)
     for sizes in (None, *twin.sizes):
@@ -254,14 +254,14 @@ def test_experts_that_differ_by_layer() -> None:
 def test_adapters(text: str, expected: str | None, tmp_path: Path) -> None:
     lora = command_line.adapters(text)
     assert lora == expected
-    flags = command_line.read(text)
+    flags = command_line.read_launch(text).flags
     bench = Bench(twin=make(flags, 8, lora=lora), flags=tuple(flags), folder=tmp_path)
     assert bench.case(None).lora == expected
 
 
 def test_adapters_that_are_none() -> None:
     with pytest.raises(ValueError, match="rank"):
-        make(command_line.read(SUPER), 8, lora="rank=x")
+        make(command_line.read_launch(SUPER).flags, 8, lora="rank=x")
 
 
 def test_heads_alone(tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_heads_alone(tmp_path: Path) -> None:
     text = f'export NEMOTRON3_BOOST="loss=tv,mix=1"\n{SUPER}'
     heads = command_line.heads(text)
     assert heads == "loss=tv,mix=1" and command_line.heads(SUPER) is None
-    flags = tuple(command_line.read(text))
+    flags = tuple(command_line.read_launch(text).flags)
     bench = Bench(twin=make(flags, 8, boost=heads), flags=flags, folder=tmp_path)
     assert bench.case(None).boost == heads
     (finding,) = definition(bench)
@@ -283,7 +283,7 @@ def test_heads_alone(tmp_path: Path) -> None:
 )
 def test_heads_that_are_none(heads: str, more: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        make(command_line.read(f"{SUPER} {more}"), 8, boost=heads)
+        make(command_line.read_launch(f"{SUPER} {more}").flags, 8, boost=heads)
 
 
 def test_padded_vocabulary() -> None:
@@ -385,7 +385,9 @@ def test_small_layouts_fit_the_small_model(layout: ParallelLayout, experts: int)
         "--hybrid-layer-pattern": f"{pattern}/*E",
         "--mtp-num-layers": 1,
     }
-    flags = [f for f in command_line.read(SUPER) if f.name not in (*words, "--sequence-parallel")]
+    flags = [
+        f for f in command_line.read_launch(SUPER).flags if f.name not in (*words, "--sequence-parallel")
+    ]
     flags += [Flag(name, (str(value),)) for name, value in words.items()]
     twin = make(flags, 8, world_size=layout.world_size)
     config, batch = twin.config, twin.batch

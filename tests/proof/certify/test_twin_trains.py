@@ -51,7 +51,7 @@ def test_proof_of_a_special_twin(name: str, tmp_path: Path) -> None:
     for old, new in changes:
         assert old in text
         text = text.replace(old, new)
-    flags = command_line.read(f"{text} {words}")
+    flags = command_line.read_launch(f"{text} {words}").flags
     _prove(Bench(twin=make(flags, 8, world_size=64), flags=tuple(flags), folder=tmp_path))
 
 

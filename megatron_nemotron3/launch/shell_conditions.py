@@ -1,4 +1,4 @@
-"""Evaluate the conditions of a shell script, `[ … ]`, as far as they are known. Standard library only."""
+"""Evaluate the conditions of a shell script, `[ … ]`, as far as they are known."""
 
 from __future__ import annotations
 
@@ -21,13 +21,20 @@ def is_known(values: Iterable[str]) -> bool:
     return not any("$" in value or "`" in value for value in values)
 
 
+def joined(operator: str, left: bool | None, right: bool | None) -> bool | None:
+    """Return `left && right` or `left || right`, where None is unknown."""
+    decisive = operator == "||"
+    if decisive in (left, right):
+        return decisive
+    return None if None in (left, right) else not decisive
+
+
 def evaluate(words: Sequence[str], filled: Callable[[str], str]) -> bool | None:
-    """Whether the words between `[` and `]` hold; None if that cannot be told."""
-    for joins, end in ((("||", "-o"), True), (("&&", "-a"), False)):
+    """Whether the words between `[` and `]` hold; None if that is unknown."""
+    for sign, spellings in (("||", ("||", "-o")), ("&&", ("&&", "-a"))):
         for at, word in enumerate(words):
-            if word in joins:
-                sides = (evaluate(words[:at], filled), evaluate(words[at + 1 :], filled))
-                return end if end in sides else None if None in sides else not end
+            if word in spellings:
+                return joined(sign, evaluate(words[:at], filled), evaluate(words[at + 1 :], filled))
     if words[:1] == ("!",):
         inner = evaluate(words[1:], filled)
         return None if inner is None else not inner
@@ -35,9 +42,7 @@ def evaluate(words: Sequence[str], filled: Callable[[str], str]) -> bool | None:
     if not is_known(values):
         return None
     match values:
-        case [value]:
-            return bool(value)
-        case ["-n", value]:
+        case [value] | ["-n", value]:
             return bool(value)
         case ["-z", value]:
             return not value
