@@ -130,8 +130,7 @@ def parts_of(
     parts["precision"] |= {
         name: value
         for name, value in sorted(environment.items())
-        if value
-        and (name == EMULATE or name.startswith(_TE_VARIABLES) and not name.endswith(_TE_SCHEDULING))
+        if value and (name == EMULATE or name.startswith(_TE_VARIABLES) and not name.endswith(_TE_SCHEDULING))
     }
     return parts
 

@@ -1,4 +1,4 @@
-"""What a command reads is there: checked before anything is imported or written. Standard library only."""
+"""Check that what a command reads exists, before anything is imported or written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekke
 
 
 def require_tokenizer(folder: str | Path) -> None:
-    """Raise unless a folder may hold a Hugging Face tokenizer; nothing is imported for it."""
+    """Raise ValueError unless a folder may hold a Hugging Face tokenizer."""
     path = Path(folder)
     if not path.is_dir():
         raise ValueError(f"--tokenizer {folder} is {'a file' if path.exists() else 'missing'}: give a folder")
@@ -24,7 +24,7 @@ def require_tokenizer(folder: str | Path) -> None:
 
 
 def require_inputs(options: argparse.Namespace) -> None:
-    """Stop at data and folders that are not there, or that would not be used, before anything is imported."""
+    """Raise ValueError at data and folders that do not exist, or that would not be used."""
     if options.conversations:
         _require_conversations(options)
     elif options.mean is not None:

@@ -32,8 +32,7 @@ THREADS = "OMP_NUM_THREADS"
 class Watcher(Protocol):
     """Who reads the log."""
 
-    def line(self, text: str) -> None:
-        """Read one line of the log."""
+    def line(self, text: str) -> None: ...
 
     def interrupted(self) -> bool:
         """Say what an interrupt does; return whether the processes are to save, or else to stop at once."""
@@ -110,8 +109,6 @@ def follow(words: Sequence[str], env: dict[str, str], log: Path, watcher: Watche
 
 
 class _Run:
-    """The processes of one training."""
-
     def __init__(self, words: Sequence[str], env: dict[str, str], log: Path, watcher: Watcher) -> None:
         self.watcher = watcher
         self.log = _Log(log)
@@ -152,7 +149,6 @@ class _Run:
         return True
 
     def interrupt(self, first: bool) -> None:
-        """Ask the processes to save and leave, or end them."""
         with self._mute():
             save = self.watcher.interrupted()
             self._stopping = True
@@ -170,7 +166,6 @@ class _Run:
             self._control.close()
 
     def close(self) -> None:
-        """Wait until no process is left, and close the log."""
         with contextlib.suppress(OSError):
             self._control.close()
         if self.process.poll() is None:

@@ -68,7 +68,7 @@ class TrainRequest:
     #: Parts of the run that may differ from the folder's earlier steps; of `manifest.CHANGES`.
     changes: tuple[str, ...] = ()
     #: What the model is distilled from; (): it is not.
-    distill: distillation.Taught = ()
+    distill: distillation.Distillations = ()
     #: The command line, for run.json.
     command: str = ""
 
@@ -81,12 +81,10 @@ class TrainRequest:
 
     @property
     def checkpoints(self) -> Path:
-        """Where Megatron saves and resumes."""
         return self.output / "checkpoints"
 
     @property
     def title(self) -> str:
-        """The model's title and name."""
         return f"{self.launch.config.title} [{self.launch.config.name}]"
 
 
@@ -231,7 +229,6 @@ def _train_alone(request: TrainRequest, launch: Launch, key: str, started: float
 def _run(
     request: TrainRequest, launch: Launch, words: list[str], env: dict[str, str], log_file: Path, begun: int
 ) -> tuple[int, TrainProgress]:
-    """Run the training processes; return their exit status and what was seen of their log."""
     if request.conversations:
         env[switches.SFT_MEAN] = request.mean
     if request.monitor is not None:
@@ -270,7 +267,6 @@ def _measurement(request: TrainRequest) -> emulation.Logging | None:
 
 
 def _prepared_data(request: TrainRequest) -> tuple[TrainingData, float | None]:
-    """Return data set, tokenizer and folders for the flags, and the unigram baseline of the same text."""
     from megatron_nemotron3.train.data import prepare, unigram_baseline
     from megatron_nemotron3.train.data.prepare import MAX_BYTES
 
@@ -311,7 +307,6 @@ def _prepared_data(request: TrainRequest) -> tuple[TrainingData, float | None]:
 
 
 def _starting_options(request: TrainRequest) -> tuple[str, ...]:
-    """Options of fine-tuning, and of weights to start from."""
     options: tuple[str, ...] = ()
     if request.conversations:
         options += ("--sft", "--calculate-per-token-loss", "--sft-tokenizer-prompt-format", "default")

@@ -50,7 +50,6 @@ class TokenizerInfo:
 
     @property
     def flags(self) -> list[str]:
-        """Stock Megatron flags."""
         if self.tokenizer_model is None:
             return ["--tokenizer-type", self.tokenizer_type, "--vocab-size", str(self.vocab_size)]
         return ["--tokenizer-type", self.tokenizer_type, "--tokenizer-model", self.tokenizer_model]

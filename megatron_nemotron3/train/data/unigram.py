@@ -81,7 +81,6 @@ def entropy(counts: np.ndarray) -> float:
 
 
 def _counts(dataset: list[np.ndarray], documents: range, vocab_size: int) -> np.ndarray:
-    """Occurrences of each token, [V]."""
     import numpy as np
 
     counts = np.zeros(vocab_size, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Rules of the warnings: which sign, for how long, what it means, what to do. Standard library only."""
+"""Rules of the warnings: which sign, for how long, what it means, what to do."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ class MonitorRule:
 
     @property
     def name(self) -> str:
-        """As in the documentation."""
         return self.find.__name__
 
 

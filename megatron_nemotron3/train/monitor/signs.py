@@ -1,4 +1,4 @@
-"""Signs that something is wrong with a run: pure functions over its measurements. Standard library only.
+"""Signs that something is wrong with a run: pure functions over its measurements.
 
 A function takes series (tag -> points (iteration, value), in order) and returns what it sees now: row ->
 `Sign`. It neither counts nor remembers. `rules` says what a sign means, `alarms` what is printed.
@@ -132,11 +132,9 @@ def router_collapse(series: Series) -> Signs:
 
 
 def router_outlier(series: Series) -> Signs:
-    """Find an MoE layer that loses its balance while the others keep theirs (Ultra's second divergence).
-
-    MaxVio lies between 1 and experts / top-k. Where top-k differs by layer (Puzzle), the excess over 1 is
-    scaled to the median layer's bound before layers are compared.
-    """
+    """Find an MoE layer that loses its balance while the others keep theirs (Ultra's second divergence)."""
+    # MaxVio lies between 1 and experts / top-k. Where top-k differs by layer (Puzzle), the excess over 1 is
+    # scaled to the median layer's bound before layers are compared.
     layers = {
         row: points for row, points in _rows(series, "max_vio") if is_decoder(row) and len(points) >= SMOOTH
     }
@@ -339,7 +337,6 @@ def _rows(series: Series, kind: str) -> Iterator[tuple[str, Sequence[Point]]]:
 
 
 def _depths(series: Series) -> list[tuple[int, Sequence[Point]]]:
-    """Losses of the MTP depths, in order."""
     return sorted(
         (int(found[1]), points)
         for tag, points in series.items()
@@ -362,7 +359,6 @@ def _base(points: Sequence[Point], least: int = LEAST_BASE) -> float | None:
 
 
 def _running_median(points: Sequence[Point]) -> list[float]:
-    """Running median of the values; the i-th is that of points i to i + SMOOTH - 1."""
     values = [value for _, value in points]
     return [statistics.median(values[i : i + SMOOTH]) for i in range(len(values) - SMOOTH + 1)]
 

@@ -56,11 +56,9 @@ class WatchedLayer:
 
     @property
     def has_data(self) -> bool:
-        """Whether this layer was trained since the last report."""
         return bool(self.residual)
 
     def clear(self) -> None:
-        """Drop what was collected in the step and the interval."""
         self.residual, self.latent, self.loads = [], [], []
         self.interval_load = None
 

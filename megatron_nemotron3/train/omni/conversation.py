@@ -53,7 +53,6 @@ class Medium:
 
     @property
     def modality(self) -> str:
-        """Name of the modality that encodes it."""
         return MODALITY[self.kind]
 
 
@@ -68,7 +67,7 @@ class OmniEncoder:
     """Tokens of conversations with media, and the media's contents.
 
     Args:
-        processor: transformers' (`load_processor`, `make_processor`).
+        processor_: transformers' (`load_processor`, `make_processor`).
         folder: that paths of media are relative to.
         text: makes tokens of conversations, like `Encoder`; default: the chat template does.
         most: tokens that the media of a conversation may have.
@@ -92,7 +91,6 @@ class OmniEncoder:
 
     @cached_property
     def text(self) -> Encoder:
-        """The chat template."""
         tokenizer = self.processor.tokenizer
         if self.processor.chat_template is not None:
             tokenizer.chat_template = self.processor.chat_template
@@ -160,7 +158,7 @@ class OmniEncoder:
                     f"the chat template wrote {name} {count} times for {len(found[kind])} parts of type "
                     f"{kind!r}"
                 )
-        words = {kind: [self._words(one) for one in found[kind]] for kind in names}
+        words = {kind: [self._token_text(one) for one in found[kind]] for kind in names}
         (text,), (moves,) = (
             given.get_text_with_replacements([text], words["image"], words["video"], words["audio"])
             if parts
@@ -181,7 +179,6 @@ class OmniEncoder:
         return WithMedia(encoded.ids, trained, ordered)
 
     def _header(self, kind: str, path: str, pictures: int) -> Medium:
-        """Read a header."""
         given, merged = self.processor, self.config.vision.merged_patches**2
         if kind == "image":
             size = media.picture_size(path)
@@ -202,8 +199,7 @@ class OmniEncoder:
         length = media.sound_length(path, given.feature_extractor.sampling_rate)
         return Medium(kind, path, processor.sound_rows(given, length))
 
-    def _words(self, one: Medium) -> str:
-        """What the processor writes for a medium."""
+    def _token_text(self, one: Medium) -> str:
         given = self.processor
         if one.kind == "image":
             return str(given.replace_image_token({"image_grid_hw": [torch.tensor(one.grid)]}, 0))
@@ -214,15 +210,15 @@ class OmniEncoder:
         groups, side = -(-count // vision.temporal_patch_size), vision.patch_size
         pixels = torch.empty(1, groups, 3, rows * side, columns * side, device="meta")
         # transformers 5.23 takes the two as arguments; 5.24 finds them, and the pixels' shape, in the inputs.
-        said = {"num_frames": count, "video_metadata": one.frames}
+        arguments = {"num_frames": count, "video_metadata": one.frames}
         sizes = {"num_tokens": [each], "pixel_values_videos": pixels}
-        sizes |= {name: [value] for name, value in said.items()}
-        return str(given.replace_video_token(sizes, 0, **said))
+        sizes |= {name: [value] for name, value in arguments.items()}
+        return str(given.replace_video_token(sizes, 0, **arguments))
 
     def _vision(self, found: Sequence[Medium]) -> dict[str, Any]:
-        seen = [one for one in found if one.modality == "vision"]
-        pictures = [one for one in seen if one.kind == "image"]
-        clips = [one for one in seen if one.kind == "video"]
+        visual = [one for one in found if one.modality == "vision"]
+        pictures = [one for one in visual if one.kind == "image"]
+        clips = [one for one in visual if one.kind == "video"]
         inputs: dict[str, Any] = {}
         if pictures:
             loaded = [media.load_picture(one.path) for one in pictures]
@@ -236,7 +232,7 @@ class OmniEncoder:
             inputs["pixel_values_videos"] = frames
             inputs["clips"] = torch.tensor([len(one) // each for one in frames])
         if pictures and clips:
-            inputs["order"] = torch.tensor([i for group in (pictures, clips) for i in _places(seen, group)])
+            inputs["order"] = torch.tensor([i for group in (pictures, clips) for i in _places(visual, group)])
         return inputs
 
     def _frames(self, one: Medium) -> Tensor:
@@ -258,13 +254,13 @@ class OmniEncoder:
         return torch.cat([made, made[-1:].expand(short, -1, -1, -1)])
 
     def _sound(self, found: Sequence[Medium]) -> dict[str, Any]:
-        heard = [one for one in found if one.kind == "audio"]
-        if not heard:
+        sounds = [one for one in found if one.kind == "audio"]
+        if not sounds:
             return {}
         extractor = self.processor.feature_extractor
         rate = extractor.sampling_rate
-        loaded = [media.load_sound(one.path, rate) for one in heard]
-        for one, samples in zip(heard, loaded, strict=True):
+        loaded = [media.load_sound(one.path, rate) for one in sounds]
+        for one, samples in zip(sounds, loaded, strict=True):
             if (rows := processor.sound_rows(self.processor, len(samples))) != one.rows:
                 raise MediaError(f"{one.path}: {rows} rows, {one.rows} by its header: the file changed")
         made = extractor(loaded, sampling_rate=rate, return_tensors="pt")
@@ -334,7 +330,6 @@ def _padded(parts: Sequence[dict[str, Tensor]], name: str, longest: int) -> Tens
 
 
 def _media_parts(conversation: Conversation, names: dict[str, str]) -> Iterable[tuple[str, str]]:
-    """Kind and path of each medium, in order."""
     for number, message in enumerate(conversation.messages, 1):
         content = message.get("content")
         for part in content if isinstance(content, list) else [{"type": "text", "text": content or ""}]:

@@ -111,9 +111,7 @@ def check(file: ChatFile, *, decode: bool = True, workers: int = 0) -> str:
     Returns: a line for the log: how full the rows are, and what is left out.
 
     Raises:
-        ValueError: as `MediaRows`, a `MediaError` if it is a medium: the first one in the file, the same on
-        every
-            rank.
+        ValueError: the first problem in the file, the same on every rank; a `MediaError` if it is a medium.
     """
     world = torch.distributed.is_initialized()
     rank, size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if world else (0, 1)
@@ -236,14 +234,11 @@ class Microbatches(Dataset[Any]):
         return batch
 
     def _place(self, sample: int) -> int:
-        """Row of a sample."""
         epoch, place = divmod(sample, len(self.rows.packed))
         return int(_order(self.seed, epoch, len(self.rows.packed))[place])
 
 
 class _Decoded(Dataset[Any]):
-    """Conversation by number: None if its media can be decoded, else the exception."""
-
     def __init__(self, rows: MediaRows) -> None:
         self.rows = rows
 
@@ -262,7 +257,7 @@ def in_order(dataset: Dataset[Any], numbers: Any, workers: int) -> Iterator[Any]
         batch_size=None,
         sampler=numbers,
         num_workers=workers,
-        collate_fn=_as_it_is,
+        collate_fn=_uncollated,
         generator=torch.Generator(),  # the loader seeds its workers; the job's generator stays as it is
     )
     # A forked worker must not collect garbage of this process: a process group among it, or a decoder, waits
@@ -275,15 +270,15 @@ def in_order(dataset: Dataset[Any], numbers: Any, workers: int) -> Iterator[Any]
     yield from items
 
 
+def _uncollated(item: Any) -> Any:
+    return item
+
+
 def _batches(items: Any) -> Iterator[Batch]:
     for item in items:
         if isinstance(item, Exception):
             raise item
         yield item
-
-
-def _as_it_is(item: Any) -> Any:
-    return item
 
 
 @lru_cache(maxsize=4)

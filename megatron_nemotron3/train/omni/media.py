@@ -28,7 +28,7 @@ class MediaError(ValueError):
 
 
 def missing(problem: ImportError) -> str:
-    """What to say of a library that is not installed."""
+    """Message about a library that is not installed."""
     return f"{problem.name or problem} is not installed: pip install megatron-nemotron3[omni]"
 
 
@@ -112,7 +112,6 @@ def load_video(path: str, indices: Sequence[int]) -> Any:
 
 @contextmanager
 def _named(path: str, what: str) -> Iterator[None]:
-    """Name the file in whatever a library raises."""
     if not os.path.isfile(path):
         raise MediaError(f"{path}: there is no such file")
     try:

@@ -35,18 +35,12 @@ def build_loader(
     consumed_samples: int = 0,
     workers: int = 0,
 ) -> Iterator[dict[str, Any]]:
-    """Make this rank's batches, without end; arguments and batches are those of `data.build_loader`.
-
-    Raises:
-        ValueError: the samples do not divide among the lanes.
-    """
+    """Make this rank's batches, without end; arguments and batches are those of `data.build_loader`."""
     microbatches = _Microbatches(made, samples, lanes)
     return in_order(microbatches, itertools.count(consumed_samples // samples), workers)
 
 
 class _Microbatches(Dataset[dict[str, Any]]):
-    """Microbatches of a rank by number."""
-
     def __init__(self, made: MockSamples, samples: int, lanes: Mapping[str, tuple[int, int]]) -> None:
         self.made, self.samples = made, samples
         self.shares = {name: sample_shares(samples, size)[lane] for name, (lane, size) in lanes.items()}
@@ -67,11 +61,7 @@ class _Microbatches(Dataset[dict[str, Any]]):
 
 
 class MockSamples:
-    """Samples by number.
-
-    Args:
-        length: tokens of a sequence.
-    """
+    """Samples by number; `length`: tokens of a sequence."""
 
     def __init__(self, config: OmniConfig, length: int, seed: int) -> None:
         self.config, self.length, self.seed = config, length, seed
@@ -113,7 +103,6 @@ class MockSamples:
         return torch.Generator().manual_seed(2 * (self.seed * 1_000_003 + number) + part)
 
     def _sizes(self, number: int) -> dict[str, list[Any]]:
-        """Grids of the pictures and frames of the sounds, as many as fit into half of the sequence."""
         random = self._random(number, 0)
 
         def choose(low: int, high: int) -> int:

@@ -1,4 +1,4 @@
-"""The teacher of a command line, checked before anything is imported or started. Needs no torch."""
+"""The teacher of a command line, checked before anything is imported or started."""
 
 from __future__ import annotations
 
@@ -29,7 +29,13 @@ from megatron_nemotron3.train.teacher.manifest import (
     read_manifest,
     require_parts,
 )
-from megatron_nemotron3.train.teacher.settings import Distillation, Taught, Values, in_environment, read
+from megatron_nemotron3.train.teacher.settings import (
+    Distillation,
+    Distillations,
+    OptionValues,
+    in_environment,
+    read,
+)
 from megatron_nemotron3.train.teacher.vocabulary import Vocabulary, of_tokenizer
 
 #: Options whose batches, parameters or forward pass the hooks of distillation do not see, and why.
@@ -43,7 +49,6 @@ _REFUSED = {
 }
 #: Files with numbers, and how many bytes of the end of each a digest takes.
 _NUMBERS, _END = (".distcp", ".safetensors", ".npy"), 4096
-_CURE = "distil from a teacher with the student's tokenizer"
 
 
 @dataclass(frozen=True)
@@ -60,11 +65,7 @@ class TeacherCheckpoint:
 
 
 def find(folder: str) -> TeacherCheckpoint:
-    """Read which model the checkpoint of a folder holds.
-
-    Raises:
-        ValueError: there is none, it is damaged, or of another family.
-    """
+    """Read which model the checkpoint of a folder holds."""
     found = locate_one(Path(folder))
     if found.kind == "hugging face":
         config = open_hf_teacher(found.folder).config.but(mtp_pattern=None, mtp_num_layers=0)
@@ -81,9 +82,8 @@ def find(folder: str) -> TeacherCheckpoint:
     padded = values.get("padded_vocab_size")
     entries = values.get("vocab_size")
     config = config_of(Namespace(**values), name=Path(folder).name, vocab_size=entries or padded)
-    multiple = (values.get("make_vocab_size_divisible_by") or 1) * (
-        values.get("tensor_model_parallel_size") or 1
-    )
+    multiple = values.get("make_vocab_size_divisible_by") or 1
+    multiple *= values.get("tensor_model_parallel_size") or 1
     vocabulary, tokenizer = Vocabulary(entries, padded, multiple), None
     for place in _tokenizers(found.folder, found.run, values.get("tokenizer_model")):
         if (known := of_tokenizer(place)) is not None:
@@ -106,15 +106,12 @@ def _tokenizers(checkpoint: Path, run: Path | None, stored: Any) -> list[Path]:
     return places + (sorted((run / "data").glob("*/tokenizer")) if run is not None else [])
 
 
-def record_of(taught: Taught) -> dict[str, str] | None:
-    """What run.json says of a distillation: a run that goes on must have the same, or say that it changes.
-
-    A teacher counts by its files, so that it may be moved. From the second one on entries end in its number.
-    """
-    if not taught:
+def record_of(distillations: Distillations) -> dict[str, str] | None:
+    """What run.json says of a distillation; from the second teacher on entries end in its number."""
+    if not distillations:
         return None
-    record = {"name": " and ".join(str(Path(one.teacher)) for one in taught)}
-    for number, one in enumerate(taught, 1):
+    record = {"name": " and ".join(str(Path(one.teacher)) for one in distillations)}
+    for number, one in enumerate(distillations, 1):
         more = f" {number}" if number > 1 else ""
         record |= {f"{name}{more}": value for name, value in _record_of(one).items()}
     return record
@@ -135,7 +132,7 @@ def _record_of(how: Distillation) -> dict[str, str]:
 
 
 def _digest(folder: Path) -> str:
-    """Of the names, sizes and ends of the files with numbers."""
+    """Of the names, sizes and ends of the files with numbers, so that a teacher may be moved."""
     digest = hashlib.sha256()
     for file in sorted(path for path in folder.iterdir() if path.suffix in _NUMBERS):
         with file.open("rb") as opened:
@@ -145,32 +142,23 @@ def _digest(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def student_vocabulary(words: Sequence[str]) -> Vocabulary:
-    """What the words of a script say of the student's vocabulary."""
+def _student_vocabulary(words: Sequence[str]) -> Vocabulary:
     model, size = option_value(words, "--tokenizer-model"), option_value(words, "--vocab-size")
     if model is not None and (known := of_tokenizer(Path(model))) is not None:
         return known
     return Vocabulary(int(size) if size and size.isdigit() else None)
 
 
-def chosen(given: Values, words: Sequence[str], world_size: int) -> Taught:
-    """What a script's model is distilled from, checked; (): it is not."""
+def chosen(given: OptionValues, words: Sequence[str], world_size: int) -> Distillations:
+    """The teachers of a script's model, checked; () for none."""
     found = read(*given) if any(given) else in_environment()
     check(found, words, world_size)
     return found
 
 
-def check(taught: Taught, words: Sequence[str], world_size: int) -> None:
-    """Check the words of a script that shall distil.
-
-    Args:
-        world_size: ranks of the job.
-
-    Raises:
-        ValueError: the teacher cannot be read or has other tokens, or the script does what distillation does
-            not go with. The message says what to change.
-    """
-    for how in taught:
+def check(distillations: Distillations, words: Sequence[str], world_size: int) -> None:
+    """Raise ValueError if teachers do not fit a script, given by its words."""
+    for how in distillations:
         require_options(words)
         _check(how, words, world_size)
 
@@ -196,7 +184,6 @@ def _check(how: Distillation, words: Sequence[str], world_size: int) -> None:
 
 
 def _check_projection(how: Distillation, teacher: TeacherCheckpoint, words: Sequence[str]) -> None:
-    """Raise ValueError if a projection is for other tokenizers."""
     from megatron_nemotron3.train.teacher.projection import Projection, read_for
     from megatron_nemotron3.train.teacher.tokens import ByteVocabulary as Tokens
 
@@ -217,7 +204,6 @@ def _check_projection(how: Distillation, teacher: TeacherCheckpoint, words: Sequ
 
 
 def _check_stored(how: Distillation, found: LogitsManifest, words: Sequence[str]) -> None:
-    """Raise ValueError if stored logits are of other tokens, rows or another temperature."""
     if how.projection:
         raise ValueError(
             f"{how.teacher} has stored logits, which projection= does not go with: give a checkpoint"
@@ -265,16 +251,16 @@ def require_options(words: Sequence[str]) -> None:
 
 def require_same_vocabulary(teacher: Vocabulary, name: str, words: Sequence[str]) -> None:
     """Raise ValueError if the teacher's ids mean other tokens than the student's."""
-    if (difference := teacher.differs(student_vocabulary(words))) is not None:
+    if (difference := teacher.differs(_student_vocabulary(words))) is not None:
         raise ValueError(
-            f"teacher {name} and the student have different vocabularies ({difference}): {_CURE} "
-            "(--tokenizer-model, --tokenizer of nemotron3 train), or write a projection (nemotron3 xtoken) "
-            "and give --distill projection=FILE"
+            f"teacher {name} and the student have different vocabularies ({difference}): distil from a "
+            "teacher with the student's tokenizer (--tokenizer-model, --tokenizer of nemotron3 train), or "
+            "write a projection (nemotron3 xtoken) and give --distill projection=FILE"
         )
 
 
 def student_layout(words: Sequence[str], world_size: int) -> ParallelLayout:
-    """The layout of a script's words."""
+    """The student's layout by the words of its script."""
     # Groups of experts are as wide as TP unless something else is given, whether there are experts or not.
     options = {"--num-experts": ("1",)} | {flag.name: flag.values for flag in parse(words)}
     found = of_options(options) or ParallelLayout()

@@ -50,7 +50,6 @@ class Projection:
 
     @property
     def student_size(self) -> int:
-        """Number of the student's tokens."""
         return len(self.tokens)
 
     @classmethod
@@ -85,7 +84,6 @@ class Projection:
         return students[kept].astype(np.int64), teachers[kept]
 
     def save(self, path: Path) -> None:
-        """Write the file atomically."""
         import numpy as np
 
         shape = self.tokens.shape
@@ -136,8 +134,8 @@ class Projection:
         sums = values.sum(1)
         if not ((abs(sums - 1) < 1e-5) | (sums == 0)).all() or (values[ids < 0] != 0).any():
             raise CheckpointError(f"{path}: damaged: a row of weights sums to neither 0 nor 1")
-        said = {rule: about.get(f"rule_{rule}", "") for rule in rules.RULES}
-        counts = {rule: int(count) for rule, count in said.items() if count.isdecimal() and len(count) < 10}
+        stated = {rule: about.get(f"rule_{rule}", "") for rule in rules.RULES}
+        counts = {rule: int(count) for rule, count in stated.items() if count.isdecimal() and len(count) < 10}
         return cls(ids, values, int(size), about.get("student", ""), about.get("teacher", ""), counts)
 
 

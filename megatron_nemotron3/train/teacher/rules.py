@@ -36,10 +36,7 @@ class TokenWeights(NamedTuple):
 
 
 def special_pairs(student: ByteVocabulary, teacher: ByteVocabulary) -> dict[int, int]:
-    """Return the special token of the teacher for each special token of the student that has one.
-
-    They have the same name, or else the same role, such as `eos_token`.
-    """
+    """Special token of the student -> that of the teacher with its name, or else its role."""
     names = {teacher.tokens[i]: i for i in sorted(teacher.special, reverse=True)}
     pairs = {i: names[name] for i in student.special if (name := student.tokens[i]) in names}
     for role, i in student.roles.items():

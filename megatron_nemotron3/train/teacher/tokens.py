@@ -1,4 +1,4 @@
-"""A tokenizer's vocabulary as bytes, which any two tokenizers have in common. Needs tokenizers, not torch."""
+"""A tokenizer's vocabulary as bytes, which any two tokenizers have in common."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SPACE = "▁"
 
 
 def find(path: Path) -> Path:
-    """Return the tokenizer of a folder: its own, that of a checkpoint, or that of a run of `nemotron3 train`.
+    """The tokenizer of a folder: its own, that of a checkpoint, or that of a run of `nemotron3 train`.
 
     Raises:
         ValueError: there is none, or there are several.
@@ -44,7 +44,7 @@ class ByteVocabulary:
     """The tokens of a Hugging Face tokenizer folder, each as the bytes that it stands for.
 
     Args:
-        path: a folder with tokenizer.json, or that file. tokenizer_config.json beside it names the roles of
+        path: a folder with tokenizer.json, or that file. tokenizer_config.json next to it names the roles of
             special tokens.
 
     Attributes:
@@ -66,7 +66,7 @@ class ByteVocabulary:
         data = read_file(file, _LIMIT)
         try:
             self._tokenizer = Tokenizer.from_buffer(data)
-            said = json.loads(data)
+            content = json.loads(data)
         except Exception as problem:  # the library raises nothing more specific
             raise ValueError(f"{file}: not a tokenizer: {problem}") from None
         self._tokenizer.no_truncation()
@@ -74,17 +74,17 @@ class ByteVocabulary:
         # A text that mentions a special token's name is plain text.
         self._tokenizer.encode_special_tokens = True
         self.path = path
-        said |= {"truncation": None, "padding": None}
-        self.digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+        content |= {"truncation": None, "padding": None}
+        self.digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
         ids: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
-        added = {one["id"]: one for one in said.get("added_tokens") or []}
+        added = {one["id"]: one for one in content.get("added_tokens") or []}
         self.special = frozenset(i for i, one in added.items() if one.get("special"))
         self.tokens: list[bytes | None] = [None] * (max(ids.values(), default=-1) + 1)
-        spell = _spelling(said, file)
+        spell = _spelling(content, file)
         for text, i in ids.items():
             self.tokens[i] = text.encode() if i in added else spell(text)
-        beside = file.parent / "tokenizer_config.json"
-        config = read_json(beside) if beside.is_file() else {}
+        config_file = file.parent / "tokenizer_config.json"
+        config = read_json(config_file) if config_file.is_file() else {}
         self.roles: dict[str, int] = {}
         for role in ROLES:
             name = config.get(role)
@@ -161,9 +161,8 @@ def _characters(text: bytes) -> tuple[int, int]:
     return 0, 0
 
 
-def _spelling(said: dict[str, Any], file: Path) -> Any:
-    """Return the function from a token's string to its bytes."""
-    decoder = said.get("decoder") or {}
+def _spelling(content: dict[str, Any], file: Path) -> Any:
+    decoder = content.get("decoder") or {}
     steps = decoder.get("decoders", [decoder]) if decoder.get("type") == "Sequence" else [decoder]
     kinds = {step.get("type") for step in steps}
     if "ByteLevel" in kinds:

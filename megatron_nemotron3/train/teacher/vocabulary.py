@@ -1,4 +1,4 @@
-"""Whether two models mean the same tokens by the same ids. Standard library only."""
+"""Whether two models mean the same tokens by the same ids."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class Vocabulary:
         # A table of embeddings may be larger than its tokenizer, but no id may lie beyond a table.
         if mine is None or theirs is None or (mine[0] <= theirs[1] and theirs[0] <= mine[1]):
             return None
-        return f"{_said(mine)} and {_said(theirs)} tokens"
+        return f"{_range_text(mine)} and {_range_text(theirs)} tokens"
 
 
-def _said(bounds: tuple[int, int]) -> str:
+def _range_text(bounds: tuple[int, int]) -> str:
     return f"{bounds[0]:,}" if bounds[0] == bounds[1] else f"{bounds[0]:,} to {bounds[1]:,}"
 
 
