@@ -4,9 +4,6 @@
     with n3.cpu_mode():                                   # on a GPU: leave this line out
         model = n3.build_model("super", tiny=True)        # megatron.core HybridModel of this rank
 
-`build` constructs one model in your process; `run` starts a stock training script; `train` prepares text and
-trains with `train/pretrain_script.py` in processes of its own.
-
 The numbers take the same path for every caller: dataclass -> flags -> Megatron's own parser ->
 TransformerConfig -> Megatron's own model builder. So a model built here is the one that the stock script
 builds from our flags.
@@ -88,10 +85,8 @@ def build(
 
     Megatron's groups are used where they exist (or `pg_collection`). Without a process group the layout must
     be one rank, and a world of one process is set up, seeded with `seed`. `pre_process`, `post_process` and
-    `vp_stage` are those of Megatron's builder.
-
-    `launch.emulate` counts while the model is built. Without it an enclosing `precision.settings.emulating`
-    counts, or else the variable NEMOTRON3_EMULATE.
+    `vp_stage` are those of Megatron's builder. Without `launch.emulate` an enclosing
+    `precision.settings.emulating` counts, or else the variable NEMOTRON3_EMULATE.
 
     Raises:
         RuntimeError: no GPU and not inside `cpu_mode`; several ranks wanted but torch.distributed is not

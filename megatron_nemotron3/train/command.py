@@ -38,7 +38,7 @@ from megatron_nemotron3.train.monitor import settings as monitor
 from megatron_nemotron3.train.teacher import settings as distillation
 from megatron_nemotron3.train.teacher.manifest import rows_of_teacher
 
-#: Options of Megatron that an option of this command sets.
+#: Option of Megatron -> the option of this command that sets it.
 _OWN = {
     "--save": "--output",
     "--train-iters": "--steps",

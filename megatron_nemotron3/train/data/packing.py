@@ -1,7 +1,7 @@
 """Conversations packed into rows of one length: first fit, no conversation is cut.
 
-Tokens and marks of a file are computed once per tokenizer and kept as arrays beside it (or in
-`--data-cache-path`), which all processes map. Which conversation goes into which row depends on the length
+Tokens and marks of a file are computed once per tokenizer and kept as arrays in its folder (or
+in `--data-cache-path`), which all processes map. Which conversation goes into which row depends on the length
 of a row and is computed at each start.
 """
 
@@ -88,7 +88,7 @@ class PackedConversations:
         tokenizer: folder of a Hugging Face tokenizer with a chat template, or another maker of tokens.
         length: tokens of a row.
         multiple: conversations are padded to a multiple of it; 2 * CP under context parallelism.
-        cache: folder for the arrays; None: `cache` beside the file.
+        cache: folder for the arrays; None: `cache` in the file's folder.
         pack: several conversations in a row; else each has a row of its own.
     """
 

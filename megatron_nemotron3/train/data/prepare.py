@@ -152,7 +152,6 @@ def _read_manifest(root: Path, digest: str) -> dict[str, Any] | None:
 
 
 def _digest(documents: Sequence[str], kind: str, vocab_size: int) -> str:
-    """SHA-256 of the documents and of everything else that determines what is written."""
     library = importlib.metadata.version("tokenizers") if kind == "bpe" else None
     vocabulary = vocab_size if kind == "bpe" else None
     digest = hashlib.sha256(json.dumps([FORMAT, kind, vocabulary, library]).encode())

@@ -111,7 +111,7 @@ def build(
     Args:
         layouts: of `LANGUAGE`, `VISION` and `SOUND`; of `SOUND` only if the model has it. With TP the
             language model is sequence parallel, whether its layout says so or not.
-        precision: of all parts, as of `Launch`; with "bf16" the encoders compute in BF16, too.
+        precision: of all parts, as of `Launch`.
         ep: expert parallelism of the language model.
         frozen: parts (of `PARTS`) whose parameters do not train.
 

@@ -6,12 +6,9 @@
     model(**batch)
 
 A message's content is a text or a list of parts: {"type": "text", "text": …} or {"type": KIND, "path": FILE}
-with KIND image, sound ("audio") or video, as chat templates of Hugging Face expect. The template writes the
-name of the medium's token for each part; transformers' processor replaces it by as many tokens as the medium
-has rows.
-
-The tokens are computed from the files' headers alone. So a rank that does not encode a medium need not
-decode it, and conversations are packed before anything is decoded.
+with KIND image, audio or video, as chat templates of Hugging Face expect. The template writes the name of the
+medium's token for each part; transformers' processor replaces it by as many tokens as the medium has rows.
+The tokens are computed from the files' headers alone, so conversations are packed before anything is decoded.
 """
 
 from __future__ import annotations
@@ -97,15 +94,11 @@ class OmniEncoder:
         return Encoder(tokenizer)
 
     def encode(self, conversation: Conversation, prompt: bool = False) -> WithMedia:
-        """Tokens of a conversation.
-
-        Args:
-            prompt: with the beginning of the assistant's next turn.
+        """Tokens of a conversation; `prompt`: with the beginning of the assistant's next turn.
 
         Raises:
             MediaError: a medium cannot be used, a medium has no token or a token no medium, or a text has the
-                name of a medium's token. The message names the conversation's place.
-            ValueError: as `Encoder.encode`.
+                name of a medium's token.
         """
         try:
             return self._encode(conversation, prompt)
@@ -125,8 +118,6 @@ class OmniEncoder:
 
     def decode(self, found: Sequence[Medium], place: str = "") -> dict[str, Any]:
         """`modality_inputs` of media, in the order of their positions; {} without any.
-
-        The processor gets all pictures of the call at once, as in transformers, and all sounds.
 
         Raises:
             MediaError: a medium cannot be decoded, or changed since its header was read.
@@ -232,7 +223,8 @@ class OmniEncoder:
             inputs["pixel_values_videos"] = frames
             inputs["clips"] = torch.tensor([len(one) // each for one in frames])
         if pictures and clips:
-            inputs["order"] = torch.tensor([i for group in (pictures, clips) for i in _places(visual, group)])
+            places = {id(one): i for i, one in enumerate(visual)}
+            inputs["order"] = torch.tensor([places[id(one)] for one in (*pictures, *clips)])
         return inputs
 
     def _frames(self, one: Medium) -> Tensor:
@@ -355,12 +347,6 @@ def _moved(place: int, moves: Sequence[dict[str, Any]]) -> int:
     return place + sum(
         len(move["replacement"]) - len(move["text"]) for move in moves if move["span"][1] <= place
     )
-
-
-def _places(of: Sequence[Medium], group: Sequence[Medium]) -> list[int]:
-    """Places in `of` of the media of `group`, by identity."""
-    known = {id(one): i for i, one in enumerate(of)}
-    return [known[id(one)] for one in group]
 
 
 def _unchanged(one: Medium, grid: tuple[int, ...]) -> None:

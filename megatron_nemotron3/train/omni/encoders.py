@@ -29,11 +29,9 @@ def seeded(seed: int | None) -> Iterator[None]:
 
 
 def draw_weights(module: nn.Module) -> None:
-    """Draw initial weights with variance 1 / fan-in, which suit any width.
-
-    transformers' deviation of 0.02 is for widths of 1000. In the tiny model Parakeet's convolutions then
-    pass 6e-8 of a sound on, and RADIO's positions are 4 % of its patches.
-    """
+    """Draw initial weights with variance 1 / fan-in, which suit any width."""
+    # transformers' deviation of 0.02 is for widths of 1000. In the tiny model Parakeet's convolutions then
+    # pass 6e-8 of a sound on, and RADIO's positions are 4 % of its patches.
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if name.endswith(("position_embedding", "cls_register_token")):

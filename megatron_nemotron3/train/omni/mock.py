@@ -70,7 +70,7 @@ class MockSamples:
         """Return "input_ids", "labels", "loss_mask" and "position_ids" [s] of a sample."""
         ids = self._text(number)
         labels = torch.cat([ids[1:], ids.new_zeros(1)])
-        mask = ~torch.isin(labels, torch.tensor(self._special()))
+        mask = ~self._is_special(labels)
         mask[-1] = False
         return {
             "input_ids": ids,
@@ -96,8 +96,8 @@ class MockSamples:
         patches = torch.rand(int(grids.prod(1).sum()), pixels, generator=random)
         return {VISION: {"radio": {"pixel_values": patches, "image_grid_hw": grids}}}
 
-    def _special(self) -> list[int]:
-        return list(self.config.special_ids().values())
+    def _is_special(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.isin(ids, torch.tensor(list(self.config.special_ids().values())))
 
     def _random(self, number: int, part: int) -> torch.Generator:
         return torch.Generator().manual_seed(2 * (self.seed * 1_000_003 + number) + part)
@@ -132,7 +132,7 @@ class MockSamples:
     def _text(self, number: int) -> torch.Tensor:
         sizes, random = self._sizes(number), self._random(number, 1)
         ids = torch.randint(30, self.config.language.vocab_size, (self.length,), generator=random)
-        ids[torch.isin(ids, torch.tensor(self._special()))] = 2
+        ids[self._is_special(ids)] = 2
         at = 1
         merged = self.config.vision.merged_patches**2
         spans = [(VISION, height * width // merged) for height, width in sizes[VISION]]

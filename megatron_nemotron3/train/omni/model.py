@@ -82,9 +82,8 @@ def prepare(
 ) -> None:
     """Wrap each module of this rank for training, and set how gradients are finalized.
 
-    Args:
-        groups: this rank's groups by module, as `build.build` returns them.
-        ddp_config: of the language model. Encoders do not overlap: a rank without media runs no backward.
+    groups: as of `build.build`. ddp_config: of the language model; encoders do not overlap communication,
+    because a rank without media runs no backward.
     """
     wrapped = partial(
         prepare_existing_model_chunks_for_distributed_training,

@@ -132,7 +132,6 @@ class Facts:
         return rows
 
     def checkpoint_rows(self) -> Iterator[tuple[str, str, str]]:
-        """Name, state and size of each checkpoint, the oldest first."""
         for iteration in reversed(folders.iterations(self.checkpoints)):
             path = folders.checkpoint_path(self.checkpoints, iteration)
             files = (file.stat().st_size for file in path.rglob("*") if file.is_file())

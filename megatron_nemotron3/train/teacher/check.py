@@ -232,7 +232,6 @@ def _check_stored(how: Distillation, found: LogitsManifest, words: Sequence[str]
 
 
 def _rows_read(words: Sequence[str]) -> int:
-    """How many rows a script's training reads; 0 if its words do not say."""
     steps, batch, samples = (
         int(value) if (value := option_value(words, f"--{name}")) and value.isdigit() else 0
         for name in ("train-iters", "global-batch-size", "train-samples")

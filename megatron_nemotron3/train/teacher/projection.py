@@ -71,9 +71,8 @@ class Projection:
     def common(self, threshold: float = COMMON) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Pair tokens of the student, rising, with their first token of the teacher: H-KL's common set.
 
-        Args:
-            threshold: least weight of that token. 1 keeps only tokens that both vocabularies have. Of several
-                that claim one token the largest weight wins, then the lowest id.
+        `threshold`: least weight of that token. If several tokens of the student share one, the largest
+        weight counts, then the lowest id.
         """
         import numpy as np
 
@@ -102,11 +101,7 @@ class Projection:
 
     @classmethod
     def load(cls, path: Path) -> Projection:
-        """Read a file that `save` wrote.
-
-        Raises:
-            CheckpointError: it cannot be read, is no projection, or its numbers cannot be one.
-        """
+        """Read a file that `save` wrote; CheckpointError if it is none."""
         import numpy as np
 
         entries, about = read_safetensors_header(path)

@@ -113,11 +113,10 @@ class ByteVocabulary:
         return max(map(len, self.ids), default=0)
 
     def encode(self, texts: Iterable[bytes]) -> list[list[int] | None]:
-        """Return the tokens of each text, without those that the tokenizer puts around a text.
+        """Return tokens whose bytes are those of each text; None: some byte is in no token.
 
-        Their bytes are the text's. Where the tokenizer's own answer has other bytes (a normalizer, a space
-        in front) and where bytes are no characters, each token is the longest one that fits. None: some byte
-        is in no token.
+        Where the tokenizer's own answer has other bytes (a normalizer, a space in front) and where bytes are
+        no characters, each token is the longest one that fits.
         """
         parts = [(text, *_characters(text)) for text in texts]
         whole = [text[first:last].decode() for text, first, last in parts]
