@@ -94,7 +94,7 @@ _MAMBA = {
 def stack_spec(config: Any) -> ModuleSpec:
     """Our stack: on TransformerEngine if it is installed and there is a GPU, else on plain torch.
 
-    A provider that asks for another kind of stack (`transformer_impl="inference_optimized"`,
+    A provider with another kind of stack (`transformer_impl="inference_optimized"`,
     `restore_modelopt_state`) gets Bridge's own.
     """
     if getattr(config, "transformer_impl", None) == "inference_optimized" or config.restore_modelopt_state:
@@ -173,7 +173,7 @@ class Nemotron3Bridge(NemotronHBridge):
 
     @classmethod
     def megatron_to_hf_config(cls, provider: Any) -> dict[str, Any]:
-        """config.json of a provider. It counts MTP blocks, and says in our key how MTP is trained."""
+        """config.json of a provider. It counts MTP blocks; our key describes MTP's training."""
         written: dict[str, Any] = super().megatron_to_hf_config(provider)
         if written[MTP_BLOCKS] and all(hasattr(provider, field) for field in OWN_FIELDS):
             written[OWN] = {field: getattr(provider, field) for field in OWN_FIELDS}
@@ -295,8 +295,8 @@ def model_config(provider: HybridModelProvider) -> Nemotron3ModelConfig:
 class LoRA(lora.LoRA):
     """Bridge's LoRA, on every linear of the torch backend: routed experts and latent projections, too.
 
-    Fields and names of parameters are Bridge's. Bridge's own class knows neither `DuplicatedLinear` nor
-    grouped linears, and raises NotImplementedError for them. Here each routed expert has a pair of its own,
+    Fields and names of parameters are Bridge's. Bridge's own class raises NotImplementedError for
+    `DuplicatedLinear` and grouped linears. Here each routed expert has a pair of its own,
     and the routers' correction (`expert_bias`) is frozen with the base. `nemotron3 convert` exports the
     adapters to peft, or merges them (docs/lora.md).
     """
@@ -309,13 +309,13 @@ class LoRA(lora.LoRA):
         """Add an adapter to a linear of the torch backend; leave other modules to Bridge.
 
         Raises:
-            ValueError: a field asks for what the adapters do not have.
+            ValueError: the adapters do not support a field's value.
         """
         kind = adapter_class(module)
         if kind is None or (matched := self.match(module, name, prefix)) is None:
             return super().transform(module, name, prefix)
-        wanted = ("dropout", "a2a_experimental", "normalize_moe_lora", "share_expert_adapters")
-        for field in (*wanted, "experts_shared_outer_loras"):
+        unsupported = ("dropout", "a2a_experimental", "normalize_moe_lora", "share_expert_adapters")
+        for field in (*unsupported, "experts_shared_outer_loras"):
             if getattr(self, field):
                 raise ValueError(f"LoRA with {field}={getattr(self, field)}: not supported on {matched[1]}")
         if "adapter" not in module._modules:

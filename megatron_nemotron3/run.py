@@ -119,7 +119,7 @@ def split_arguments(argv: list[str], read: Reader | None = None) -> RunArguments
 
 
 def requested_spec(argv: list[str]) -> tuple[str, Any]:
-    """The words of `--spec` ("" without it), and the stack if it is one of ours, in whatever module."""
+    """The option `--spec` as text ("" without it), and the stack if it is one of ours, in whatever module."""
     # Megatron-Core 0.19 logs an import error in a spec module and builds its own stack. So it is imported
     # here; where that fails the run ends when a model's first forward begins.
     from megatron_nemotron3 import specs
@@ -235,7 +235,7 @@ def require_well_formed_file(arguments: list[str]) -> None:
 
 
 def verify_formats(arguments: list[str], words: str, spec: Any, *, emulate: bool, measured: bool) -> None:
-    """Stop unless the formats that options ask for are those that linears will compute in."""
+    """Stop unless linears will compute in the formats that options request."""
     from megatron_nemotron3.precision.census import CensusError
     from megatron_nemotron3.precision.guard import require_usable
     from megatron_nemotron3.specs import is_torch

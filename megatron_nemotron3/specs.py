@@ -216,7 +216,7 @@ def stack_spec(backend: str, config: Nemotron3Config | None = None) -> ModuleSpe
 
 
 def named(module: str, name: str) -> ModuleSpec | None:
-    """Return the stack that the two words of `--spec` name, if it is one of ours, also in another module.
+    """Return the stack that the two values of `--spec` name, if it is one of ours, also in another module.
 
     From now on Megatron finds a stack whose name holds a table, too.
 

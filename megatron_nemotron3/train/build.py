@@ -36,11 +36,11 @@ from megatron_nemotron3.precision import settings as emulation
 
 
 def megatron_args(argv: Sequence[str], world_size: int, *, whole_world: bool = True) -> Namespace:
-    """Parse and validate words of a command line with Megatron's own parser; no global state changes."""
+    """Parse and validate arguments with Megatron's own parser; no global state changes."""
     from megatron.training import arguments
 
     def reading_argv(parser: ArgumentParser) -> Any:
-        # Megatron calls `parse_args()` of what this hook returns, without words: so give them here.
+        # Megatron calls `parse_args()` of what this hook returns, without arguments: so give them here.
         parser.prog = "megatron_nemotron3"
         return SimpleNamespace(parse_args=partial(parser.parse_args, list(argv)))
 
@@ -108,7 +108,7 @@ _BUILD_KEYWORDS = ("pg_collection", "pre_process", "post_process", "vp_stage", "
 
 
 def build_model(model: str | Nemotron3Config, **settings: Any) -> HybridModel:
-    """Build a model described in few words: `build_model("super", tiny=True, tp=2, precision="fp32")`.
+    """Build a model by its description: `build_model("super", tiny=True, tp=2, precision="fp32")`.
 
     Args:
         model: a catalog name ("super") or a config of your own.
@@ -137,7 +137,7 @@ def model_provider(
     """Build from Megatron's global arguments, as `megatron.training.pretrain(model_provider=…)` requires.
 
     `--spec` must name a spec of this package. With slime's arguments, which have `enable_mtp_training`, MTP
-    runs where slime asks for it (`mtp_on_request`).
+    runs where slime requests it (`mtp_on_request`).
 
     Args:
         config: a TransformerConfig; None: from the arguments.

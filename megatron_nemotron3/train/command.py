@@ -184,7 +184,7 @@ def chosen_launch(
     torch_only: bool = False,
     conversations: bool = False,
 ) -> Launch:
-    """Return the launch that the options of `launch.command.add_launch` ask for."""
+    """Return the launch for the options of `launch.command.add_launch`."""
     from megatron_nemotron3.train.training import schedule_of
 
     layout, emulated, on_cpu = chosen_layout(options), chosen_emulation(options), device == "cpu"
@@ -225,7 +225,7 @@ def _teachers_data(options: argparse.Namespace, teachers: distillation.Distillat
 
 
 def _require_own_options(words: Sequence[str]) -> None:
-    """Stop at words after `--` that would change behind this command's back what it prepares and reports."""
+    """Raise ValueError at options after `--` that would replace what this command sets itself."""
     given = {flag.name for flag in parse(words)}
     if wrong := [f"{name} (give {own})" for name, own in _OWN.items() if name in given]:
         raise ValueError(f"after -- these would replace what train itself sets: {', '.join(wrong)}")

@@ -99,7 +99,7 @@ class ConversationDataset(MegatronDataset):
         return packed
 
     def __len__(self) -> int:
-        """Number of samples; all rows once if none was asked for."""
+        """Number of samples; all rows once if no number was requested."""
         return self.num_samples or len(self.indices)
 
     def __getitem__(self, index: int) -> Sample:

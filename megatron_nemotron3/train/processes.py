@@ -155,7 +155,7 @@ class _Run:
                 self._control.write(b"s")
 
     def end(self) -> None:
-        """End the processes: their watch ends them; those that do not obey are killed soon."""
+        """Close the control pipe, which ends the processes; `PATIENCE` later they are killed."""
         if self._deadline is None:
             self._ending = descendants(self.process.pid)
             self._deadline = time.monotonic() + PATIENCE
@@ -181,7 +181,7 @@ class _Run:
 
     @contextlib.contextmanager
     def _mute(self) -> Iterator[None]:
-        """If nothing can be printed any more, print to nowhere, and save and leave."""
+        """If nothing can be printed any more, discard the output, save and leave."""
         try:
             yield
         except OSError:

@@ -1,4 +1,4 @@
-"""What a training has done so far, from its log: what is printed meanwhile, and why it stopped."""
+"""The state of a training by its log: what is printed meanwhile, and why it stopped."""
 
 from __future__ import annotations
 

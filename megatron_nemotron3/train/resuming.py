@@ -15,7 +15,7 @@ from megatron_nemotron3.launch import Launch, continued, flags, manifest, to_arg
 def parts(
     launch: Launch, contents: Mapping[str, bytes], teacher: manifest.Part | None = None
 ) -> manifest.Parts:
-    """Return what the folder's manifest says of a launch; arguments as of `manifest.parts_of`."""
+    """Return a launch's parts for the folder's manifest; arguments as of `manifest.parts_of`."""
     environment = {name: value for name, value in os.environ.items() if name != EMULATE}
     if launch.emulate:
         environment[EMULATE] = launch.emulate.text()

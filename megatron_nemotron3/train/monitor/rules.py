@@ -11,7 +11,7 @@ from megatron_nemotron3.train.monitor.signs import Series, Signs
 
 @dataclass(frozen=True)
 class MonitorRule:
-    """A rule, and what its warning says after the numbers."""
+    """A rule, and the text of its warning after the numbers."""
 
     find: Callable[[Series], Signs]
     #: Measurements in a row that must show it.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_nemotron3.common.hooks import MeasuredSteps, first_forward, no_wrapper
 
-#: Maximum number of visits kept without a report, for training loops that never ask for one.
+#: Maximum number of visits kept without a report, for training loops that never request one.
 LIMIT = 16_384
 
 

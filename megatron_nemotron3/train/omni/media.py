@@ -24,7 +24,7 @@ _ORIENTATION, _TURNED = 274, (5, 6, 7, 8)
 
 
 class MediaError(ValueError):
-    """A medium that cannot be used. The message names the file, what is wrong, and where it is asked for."""
+    """A medium that cannot be used. The message names the file, the problem, and the conversation."""
 
 
 def missing(problem: ImportError) -> str:

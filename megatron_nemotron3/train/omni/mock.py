@@ -1,6 +1,6 @@
 """Random tokens with pictures and sounds of random sizes, for trials of a layout without data.
 
-A sample is the same wherever it is asked for, so every layout trains on the same ones.
+A sample is the same on all ranks and in all layouts, so every layout trains on the same ones.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def prepare(
         )
     settings = replace(ddp_config, overlap_grad_reduce=False, overlap_param_gather=False)
     for name, submodule in model.modality_submodules.items():
-        # What Megatron asks every module for, and transformers' modules lack.
+        # Megatron reads it from every module, and transformers' modules have none.
         submodule.config = copy.copy(model.config)
         submodule.config.sequence_parallel = False
         (model.modality_submodules[name],) = wrapped(

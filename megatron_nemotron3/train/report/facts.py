@@ -1,4 +1,4 @@
-"""What the folder of a run says about it. Any part may be missing, as in a young run or another script's."""
+"""What is known of a run by its folder. Any part may be missing, as in a young run or another script's."""
 
 from __future__ import annotations
 

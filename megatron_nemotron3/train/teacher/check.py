@@ -107,7 +107,7 @@ def _tokenizers(checkpoint: Path, run: Path | None, stored: Any) -> list[Path]:
 
 
 def record_of(distillations: Distillations) -> dict[str, str] | None:
-    """What run.json says of a distillation; from the second teacher on entries end in its number."""
+    """Entries of run.json for a distillation; from the second teacher on they end in its number."""
     if not distillations:
         return None
     record = {"name": " and ".join(str(Path(one.teacher)) for one in distillations)}
@@ -142,37 +142,37 @@ def _digest(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def _student_vocabulary(words: Sequence[str]) -> Vocabulary:
-    model, size = option_value(words, "--tokenizer-model"), option_value(words, "--vocab-size")
+def _student_vocabulary(argv: Sequence[str]) -> Vocabulary:
+    model, size = option_value(argv, "--tokenizer-model"), option_value(argv, "--vocab-size")
     if model is not None and (known := of_tokenizer(Path(model))) is not None:
         return known
     return Vocabulary(int(size) if size and size.isdigit() else None)
 
 
-def chosen(given: OptionValues, words: Sequence[str], world_size: int) -> Distillations:
+def chosen(given: OptionValues, argv: Sequence[str], world_size: int) -> Distillations:
     """The teachers of a script's model, checked; () for none."""
     found = read(*given) if any(given) else in_environment()
-    check(found, words, world_size)
+    check(found, argv, world_size)
     return found
 
 
-def check(distillations: Distillations, words: Sequence[str], world_size: int) -> None:
-    """Raise ValueError if teachers do not fit a script, given by its words."""
+def check(distillations: Distillations, argv: Sequence[str], world_size: int) -> None:
+    """Raise ValueError if teachers do not fit a script with these arguments."""
     for how in distillations:
-        require_options(words)
-        _check(how, words, world_size)
+        require_options(argv)
+        _check(how, argv, world_size)
 
 
-def _check(how: Distillation, words: Sequence[str], world_size: int) -> None:
+def _check(how: Distillation, argv: Sequence[str], world_size: int) -> None:
     if is_stored(Path(how.teacher)):
-        _check_stored(how, read_manifest(Path(how.teacher)), words)
+        _check_stored(how, read_manifest(Path(how.teacher)), argv)
         return
     teacher = find(how.teacher)
     if how.projection:
-        _check_projection(how, teacher, words)
+        _check_projection(how, teacher, argv)
     else:
-        require_same_vocabulary(teacher.vocabulary, how.teacher, words)
-    layout = student_layout(words, world_size)
+        require_same_vocabulary(teacher.vocabulary, how.teacher, argv)
+    layout = student_layout(argv, world_size)
     if len(teacher.config.pattern) < layout.stages:
         raise ValueError(
             f"teacher {how.teacher} has {len(teacher.config.pattern)} layers for {layout.stages} pipeline "
@@ -183,7 +183,7 @@ def _check(how: Distillation, words: Sequence[str], world_size: int) -> None:
         raise ValueError(f"teacher {how.teacher} at {layout}: {'; '.join(wrong)}")
 
 
-def _check_projection(how: Distillation, teacher: TeacherCheckpoint, words: Sequence[str]) -> None:
+def _check_projection(how: Distillation, teacher: TeacherCheckpoint, argv: Sequence[str]) -> None:
     from megatron_nemotron3.train.teacher.projection import Projection, read_for
     from megatron_nemotron3.train.teacher.tokens import ByteVocabulary as Tokens
 
@@ -196,19 +196,19 @@ def _check_projection(how: Distillation, teacher: TeacherCheckpoint, words: Sequ
             f"projection={how.projection} is no file: nemotron3 xtoken STUDENT_TOKENIZER {teacher.tokenizer} "
             "--output FILE writes one"
         )
-    model = option_value(words, "--tokenizer-model")
+    model = option_value(argv, "--tokenizer-model")
     if model is None:  # `nemotron3 train` checks again when the data is prepared
         Projection.load(Path(how.projection))
     else:
         read_for(Path(how.projection), Tokens(Path(model)), Tokens(teacher.tokenizer))
 
 
-def _check_stored(how: Distillation, found: LogitsManifest, words: Sequence[str]) -> None:
+def _check_stored(how: Distillation, found: LogitsManifest, argv: Sequence[str]) -> None:
     if how.projection:
         raise ValueError(
             f"{how.teacher} has stored logits, which projection= does not go with: give a checkpoint"
         )
-    require_same_vocabulary(found.vocabulary, how.teacher, words)
+    require_same_vocabulary(found.vocabulary, how.teacher, argv)
     folder = Path(how.teacher)
     require_parts(folder, found, [part for part in found.parts() if not part_path(folder, part).is_file()])
     if how.temperature != found.temperature:
@@ -216,14 +216,14 @@ def _check_stored(how: Distillation, found: LogitsManifest, words: Sequence[str]
             f"temperature={how.temperature:g}: {how.teacher} was stored at {found.temperature:g}, from "
             "which no other can be computed: give that one, or store the logits again"
         )
-    needed = _rows_read(words)
+    needed = _rows_read(argv)
     # Conversations come again as they are; text that is read again is cut into other rows.
     if needed > found.samples and "cp" not in found.source:
         raise ValueError(
             f"the training reads {needed:,} rows, and {how.teacher} has {found.samples:,}: train on fewer "
             f"samples, or store them in a new folder (nemotron3 logits --samples {needed})"
         )
-    length = option_value(words, "--seq-length")
+    length = option_value(argv, "--seq-length")
     if length is not None and length != str(found.length):
         raise ValueError(
             f"--seq-length {length}: {how.teacher} has rows of {found.length} tokens: use that length, or "
@@ -231,26 +231,26 @@ def _check_stored(how: Distillation, found: LogitsManifest, words: Sequence[str]
         )
 
 
-def _rows_read(words: Sequence[str]) -> int:
+def _rows_read(argv: Sequence[str]) -> int:
     steps, batch, samples = (
-        int(value) if (value := option_value(words, f"--{name}")) and value.isdigit() else 0
+        int(value) if (value := option_value(argv, f"--{name}")) and value.isdigit() else 0
         for name in ("train-iters", "global-batch-size", "train-samples")
     )
     return samples or steps * batch
 
 
-def require_options(words: Sequence[str]) -> None:
+def require_options(argv: Sequence[str]) -> None:
     """Raise ValueError at options that do not go with distillation."""
     for option, why in _REFUSED.items():
-        if option_values(words, option) is not None:
+        if option_values(argv, option) is not None:
             raise ValueError(f"{option} does not go with distillation: {why}; leave one of them out")
-    if option_value(words, "--cuda-graph-impl") == "full_iteration":
+    if option_value(argv, "--cuda-graph-impl") == "full_iteration":
         raise ValueError("--cuda-graph-impl full_iteration replays no teacher: use local, or leave it out")
 
 
-def require_same_vocabulary(teacher: Vocabulary, name: str, words: Sequence[str]) -> None:
+def require_same_vocabulary(teacher: Vocabulary, name: str, argv: Sequence[str]) -> None:
     """Raise ValueError if the teacher's ids mean other tokens than the student's."""
-    if (difference := teacher.differs(_student_vocabulary(words))) is not None:
+    if (difference := teacher.differs(_student_vocabulary(argv))) is not None:
         raise ValueError(
             f"teacher {name} and the student have different vocabularies ({difference}): distil from a "
             "teacher with the student's tokenizer (--tokenizer-model, --tokenizer of nemotron3 train), or "
@@ -258,10 +258,10 @@ def require_same_vocabulary(teacher: Vocabulary, name: str, words: Sequence[str]
         )
 
 
-def student_layout(words: Sequence[str], world_size: int) -> ParallelLayout:
-    """The student's layout by the words of its script."""
+def student_layout(argv: Sequence[str], world_size: int) -> ParallelLayout:
+    """The student's layout by the arguments of its script."""
     # Groups of experts are as wide as TP unless something else is given, whether there are experts or not.
-    options = {"--num-experts": ("1",)} | {flag.name: flag.values for flag in parse(words)}
+    options = {"--num-experts": ("1",)} | {flag.name: flag.values for flag in parse(argv)}
     found = of_options(options) or ParallelLayout()
     pattern = "".join(options.get("--hybrid-layer-pattern", ()))
     vpp = max(1, (pattern.count("|") + 1) // found.pp)

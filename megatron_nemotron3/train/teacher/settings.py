@@ -172,7 +172,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def split_options(words: Sequence[str], options: argparse.Namespace) -> tuple[list[str], OptionValues]:
-    """Take both options out of a script's words; the values are those of `add_options`, and then these."""
+    """Take both options out of a script's arguments; their values come after those of `add_options`."""
     found = {TEACHER: list(options.nemotron3_teacher), HOW: list(options.nemotron3_distill)}
     kept, rest = [], iter(words)
     for word in rest:

@@ -80,9 +80,9 @@ class ByteVocabulary:
         added = {one["id"]: one for one in content.get("added_tokens") or []}
         self.special = frozenset(i for i, one in added.items() if one.get("special"))
         self.tokens: list[bytes | None] = [None] * (max(ids.values(), default=-1) + 1)
-        spell = _spelling(content, file)
+        to_bytes = _byte_function(content, file)
         for text, i in ids.items():
-            self.tokens[i] = text.encode() if i in added else spell(text)
+            self.tokens[i] = text.encode() if i in added else to_bytes(text)
         config_file = file.parent / "tokenizer_config.json"
         config = read_json(config_file) if config_file.is_file() else {}
         self.roles: dict[str, int] = {}
@@ -97,10 +97,10 @@ class ByteVocabulary:
 
     def name(self, token: int) -> str:
         """Return a token for a reader, in quotes; bytes that are not text are escaped."""
-        spelled = self.tokens[token] if 0 <= token < len(self) else None
-        if spelled is None:
+        content = self.tokens[token] if 0 <= token < len(self) else None
+        if content is None:
             return f"<{token}>"
-        return repr(spelled.decode(errors="backslashreplace"))
+        return repr(content.decode(errors="backslashreplace"))
 
     @cached_property
     def ids(self) -> dict[bytes, int]:
@@ -160,7 +160,7 @@ def _characters(text: bytes) -> tuple[int, int]:
     return 0, 0
 
 
-def _spelling(content: dict[str, Any], file: Path) -> Any:
+def _byte_function(content: dict[str, Any], file: Path) -> Any:
     decoder = content.get("decoder") or {}
     steps = decoder.get("decoders", [decoder]) if decoder.get("type") == "Sequence" else [decoder]
     kinds = {step.get("type") for step in steps}
