@@ -12,10 +12,8 @@ from typing import Any
 
 from megatron_nemotron3.checkpoints.folders import TOKENIZER as FOLDER
 from megatron_nemotron3.checkpoints.metadata import read_file, read_json
+from megatron_nemotron3.train.teacher.vocabulary import FILE, LIMIT
 
-FILE = "tokenizer.json"
-#: Longest tokenizer.json that is read, in bytes.
-_LIMIT = 256 << 20
 #: What tokenizer_config.json calls the special tokens that other tokenizers have under other names.
 ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 #: A space in the tokens of SentencePiece.
@@ -63,7 +61,7 @@ class ByteVocabulary:
         file = path / FILE if path.is_dir() else path
         if not file.is_file():
             raise ValueError(f"{path}: there is no {FILE} in it: give a Hugging Face tokenizer folder")
-        data = read_file(file, _LIMIT)
+        data = read_file(file, LIMIT)
         try:
             self._tokenizer = Tokenizer.from_buffer(data)
             content = json.loads(data)

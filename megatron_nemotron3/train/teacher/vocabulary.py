@@ -11,7 +11,8 @@ from typing import Any
 from megatron_nemotron3.common.files import Unreadable, json_outside
 
 FILE = "tokenizer.json"
-_LIMIT = 256 << 20
+#: Longest tokenizer.json that is read, in bytes.
+LIMIT = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def _range_text(bounds: tuple[int, int]) -> str:
 def of_tokenizer(folder: Path) -> Vocabulary | None:
     """Vocabulary of a Hugging Face tokenizer's folder; None if it has no tokenizer.json that can be read."""
     try:
-        data = json_outside(folder / FILE, limit=_LIMIT)
+        data = json_outside(folder / FILE, limit=LIMIT)
         tokens: Any = data["model"]["vocab"]
         if isinstance(tokens, list):  # Unigram: [token, score] in the order of the ids
             tokens = {token: i for i, (token, _) in enumerate(tokens)}
