@@ -134,9 +134,8 @@ class VocabularyMapping(AutoMapping):
         return self._cut(super().megatron_to_hf_quant(*args, **kwargs))
 
     def _cut(self, tensors: dict[str, Any]) -> dict[str, Any]:
-        if self.hf_param in tensors:
-            tensors[self.hf_param] = tensors[self.hf_param][: self.rows]
-        return tensors
+        cut = {self.hf_param: tensors[self.hf_param][: self.rows]} if self.hf_param in tensors else {}
+        return {**tensors, **cut}
 
 
 class Nemotron3Bridge(NemotronHBridge):

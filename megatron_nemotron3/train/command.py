@@ -56,7 +56,7 @@ _DISTILLATION = "distillation"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """Options of `nemotron3 train` alone."""
+    """Options of `nemotron3 train` alone; their values are in the namespace, next to those of the launch."""
 
     output: Path | None = option("where to write (default: runs/NAME)", "DIR")
     text: str | None = option("text file, .jsonl or folder (default: Python's sources)", "PATH", group=_DATA)
