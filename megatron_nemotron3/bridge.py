@@ -5,14 +5,14 @@
 
     provider = AutoBridge.from_hf_pretrained(folder).to_megatron_provider()
 
-The import does five things, each through a public hook of Bridge:
+The import uses public hooks of Bridge:
 
-* it tells `AutoMapping` how our modules are split over tensor-parallel ranks;
-* it registers `Nemotron3Bridge` for NemotronH, so that a provider builds our stack, MTP has the depth it was
+* `AutoMapping` gets the split of our modules over tensor-parallel ranks;
+* `Nemotron3Bridge` is registered for NemotronH, so that a provider builds our stack, MTP has the depth it was
   trained with, Mamba layers inside MTP are converted, and padding of the vocabulary is not exported;
-* it offers the stack specs as functions, which Bridge stores in `run_config.yaml` by their import path;
-* it allows this package in such files, which Bridge otherwise refuses to read;
-* where TransformerEngine is not installed it lets `import megatron.bridge` succeed (`cpu.bridge_imports`).
+* stack specs are functions, which Bridge stores in `run_config.yaml` by their import path, and this package
+  is allowed in such files;
+* `import megatron.bridge` succeeds without TransformerEngine (`cpu.bridge_imports`).
 
 This is the only module that imports megatron.bridge.
 """
@@ -94,12 +94,12 @@ _MAMBA = {
 def stack_spec(config: Any) -> ModuleSpec:
     """Our stack: on TransformerEngine if it is installed and there is a GPU, else on plain torch.
 
-    A provider that asks for another kind of stack (`transformer_impl="inference_optimized"`,
+    A provider with another kind of stack (`transformer_impl="inference_optimized"`,
     `restore_modelopt_state`) gets Bridge's own.
     """
     if getattr(config, "transformer_impl", None) == "inference_optimized" or config.restore_modelopt_state:
         return get_default_hybrid_stack_spec(config)
-    # Asked now, not when `specs` was imported, which may be before CPU mode.
+    # Determined now, not when `specs` was imported, which may be before CPU mode.
     return te_stack_spec() if default_backend() == "te" else torch_stack_spec()
 
 
@@ -124,22 +124,18 @@ class VocabularyMapping(AutoMapping):
         self.rows = rows
 
     def resolve(self, captures: tuple[str, ...]) -> VocabularyMapping:
-        """The mapping of one parameter; there are no wildcards in its names."""
         megatron_param, hf_param = self._resolve_names(captures)
         return VocabularyMapping(megatron_param, hf_param, self.rows)
 
     def megatron_to_hf(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """`AutoMapping`'s tensor, without padding."""
         return self._cut(super().megatron_to_hf(*args, **kwargs))
 
     def megatron_to_hf_quant(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """`AutoMapping`'s tensors, without padding."""
         return self._cut(super().megatron_to_hf_quant(*args, **kwargs))
 
     def _cut(self, tensors: dict[str, Any]) -> dict[str, Any]:
-        return {
-            name: value[: self.rows] if name == self.hf_param else value for name, value in tensors.items()
-        }
+        cut = {self.hf_param: tensors[self.hf_param][: self.rows]} if self.hf_param in tensors else {}
+        return {**tensors, **cut}
 
 
 class Nemotron3Bridge(NemotronHBridge):
@@ -176,7 +172,7 @@ class Nemotron3Bridge(NemotronHBridge):
 
     @classmethod
     def megatron_to_hf_config(cls, provider: Any) -> dict[str, Any]:
-        """config.json of a provider. It counts MTP blocks, and says in our key how MTP is trained."""
+        """config.json of a provider. It counts MTP blocks; our key describes MTP's training."""
         written: dict[str, Any] = super().megatron_to_hf_config(provider)
         if written[MTP_BLOCKS] and all(hasattr(provider, field) for field in OWN_FIELDS):
             written[OWN] = {field: getattr(provider, field) for field in OWN_FIELDS}
@@ -185,7 +181,6 @@ class Nemotron3Bridge(NemotronHBridge):
         return written
 
     def mapping_registry(self) -> MegatronMappingRegistry:
-        """Bridge's mappings, and those of the Mamba layers inside MTP."""
         blocks, pattern = self._hf_mtp_config(self.hf_config)
         inside = [
             mapping(
@@ -203,7 +198,6 @@ class Nemotron3Bridge(NemotronHBridge):
         return MegatronMappingRegistry(*mappings, *inside)
 
     def _without_padding(self, mapping: Any) -> Any:
-        """The mapping, or a `VocabularyMapping` if it is that of the embedding or the head."""
         rows = getattr(self.hf_config, "vocab_size", None)  # a registry is also made before there is a config
         if rows is None or mapping.hf_param not in ("backbone.embeddings.weight", "lm_head.weight"):
             return mapping
@@ -211,12 +205,11 @@ class Nemotron3Bridge(NemotronHBridge):
 
 
 def mtp_training(hf_pretrained: Any) -> dict[str, Any]:
-    """How MTP is trained: `mtp_num_layers`, `mtp_use_repeated_layer`, `mtp_loss_scaling_factor`.
+    """How MTP is trained, by `OWN_FIELDS`; empty where nothing is known that Bridge does not know.
 
     Hugging Face's format states the number of MTP blocks, and not how often they are applied. That comes from
-    our key in config.json if the folder has one, else from the catalog, if the model is in it. Otherwise it
-    comes from the stored blocks: several are applied once each, and one as often as config.json states, where
-    Bridge 0.6.2 writes depths. Empty where nothing is known that Bridge does not know.
+    our key in config.json, or else from the catalog. Otherwise it comes from the stored blocks: several are
+    applied once each, and one as often as config.json states, where Bridge 0.6.2 writes depths.
     """
     hf_config = hf_pretrained.config
     if not hasattr(hf_config, "to_dict"):
@@ -248,8 +241,7 @@ class Nemotron3ModelConfig(HybridModelConfig):
     """`HybridModelConfig` whose serialized form has what is needed to resume and to build the model again.
 
     The stock form leaves out all that is callable: it would be read back with the stock stack and GELU. Here
-    the spec is the import path of a function, and the activation is kept. Bridge's resume also looks for
-    two sizes beside `transformer`.
+    the spec is the import path of a function, and the activation is kept.
     """
 
     builder: ClassVar[str] = f"{__name__}.Nemotron3ModelBuilder"
@@ -257,7 +249,7 @@ class Nemotron3ModelConfig(HybridModelConfig):
     mamba_chunk_size: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """The serialized config; `from_dict` ignores the two sizes."""
+        """The serialized config, with two sizes that Bridge's resume reads and `from_dict` ignores."""
         sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
         found: dict[str, Any] = super().as_dict()
         found["transformer"]["activation_func"] = self.transformer.activation_func
@@ -302,8 +294,8 @@ def model_config(provider: HybridModelProvider) -> Nemotron3ModelConfig:
 class LoRA(lora.LoRA):
     """Bridge's LoRA, on every linear of the torch backend: routed experts and latent projections, too.
 
-    Fields and names of parameters are Bridge's. Bridge's own class knows neither `DuplicatedLinear` nor
-    grouped linears, and raises NotImplementedError for them. Here each routed expert has a pair of its own,
+    Fields and names of parameters are Bridge's. Bridge's own class raises NotImplementedError for
+    `DuplicatedLinear` and grouped linears. Here each routed expert has a pair of its own,
     and the routers' correction (`expert_bias`) is frozen with the base. `nemotron3 convert` exports the
     adapters to peft, or merges them (docs/lora.md).
     """
@@ -316,13 +308,13 @@ class LoRA(lora.LoRA):
         """Add an adapter to a linear of the torch backend; leave other modules to Bridge.
 
         Raises:
-            ValueError: a field asks for what the adapters do not have.
+            ValueError: the adapters do not support a field's value.
         """
         kind = adapter_class(module)
         if kind is None or (matched := self.match(module, name, prefix)) is None:
             return super().transform(module, name, prefix)
-        wanted = ("dropout", "a2a_experimental", "normalize_moe_lora", "share_expert_adapters")
-        for field in (*wanted, "experts_shared_outer_loras"):
+        unsupported = ("dropout", "a2a_experimental", "normalize_moe_lora", "share_expert_adapters")
+        for field in (*unsupported, "experts_shared_outer_loras"):
             if getattr(self, field):
                 raise ValueError(f"LoRA with {field}={getattr(self, field)}: not supported on {matched[1]}")
         if "adapter" not in module._modules:
@@ -330,14 +322,12 @@ class LoRA(lora.LoRA):
         return module
 
     def freeze_model(self, model: Any, training: bool = True) -> None:
-        """Freeze the base, and with it the routers' correction, which moves without a gradient."""
         for chunk in model if isinstance(model, list) else [model]:
             get_model_config(chunk).moe_router_bias_update_rate = 0.0
         super().freeze_model(model, training)
 
 
 def _fields(kind: type, source: Any) -> dict[str, Any]:
-    """The values of `source` for the fields of a dataclass."""
     names = (field.name for field in dataclasses.fields(kind) if field.init)
     return {name: getattr(source, name) for name in names if hasattr(source, name)}
 

@@ -30,8 +30,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 from megatron_nemotron3.common import processes, spawned
@@ -50,7 +50,7 @@ from megatron_nemotron3.train.teacher.check import record_of
 
 
 def register(commands: Any) -> None:
-    """Add `nemotron3 run`; `cli.main` hands every word after it to `main`."""
+    """Add `nemotron3 run`; `cli.main` hands every argument after it to `main`."""
     _add_options(
         commands.add_parser("run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     )
@@ -73,10 +73,10 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     manifest.add_change(parser)
     parser.add_argument("script", metavar="SCRIPT", help="a training script of Megatron")
     own = parser.add_argument("arguments", metavar="ARGS…", nargs=argparse.REMAINDER, help="the script's own")
-    own.required = False  # argparse would name it beside a missing SCRIPT
+    own.required = False  # argparse would name it next to a missing SCRIPT
 
 
-class Words(NamedTuple):
+class RunArguments(NamedTuple):
     """The command line of this launcher."""
 
     device: str
@@ -87,18 +87,17 @@ class Words(NamedTuple):
     arguments: list[str]
     #: Value of --nemotron3-emulate; None: from the environment.
     emulate: str | None = None
-    #: Values of --change.
     changes: tuple[str, ...] = ()
     #: Values of --nemotron3-teacher and --nemotron3-distill.
-    taught: distillation.Values = ((), ())
+    teachers: distillation.OptionValues = ((), ())
 
 
-#: Reads the words up to SCRIPT.
+#: Reads the arguments up to SCRIPT.
 Reader = Callable[[list[str]], argparse.Namespace]
 
 
-def split_arguments(argv: list[str], read: Reader | None = None) -> Words:
-    """Take the launcher's own options off a command line; every word after SCRIPT is the script's."""
+def split_arguments(argv: list[str], read: Reader | None = None) -> RunArguments:
+    """Take the launcher's own options off a command line; what follows SCRIPT is the script's."""
     count = 0
     while count < len(argv) and argv[count].startswith("-"):
         word = argv[count]
@@ -112,19 +111,17 @@ def split_arguments(argv: list[str], read: Reader | None = None) -> Words:
     options = read(argv[: count + 1])
     if options.monitor is not None and options.monitor < 0:
         fail(f"--monitor {options.monitor}: give the interval in iterations, or 0 for off")
-    arguments, among = emulation.split_option(argv[count + 1 :])
-    emulate = options.nemotron3_emulate if among is None else among
-    arguments, taught = distillation.split_options(arguments, options)
+    arguments, emulate = emulation.split_option(argv[count + 1 :])
+    emulate = options.nemotron3_emulate if emulate is None else emulate
+    arguments, teachers = distillation.split_options(arguments, options)
     given = (options.device, options.monitor, options.script)
-    return Words(*given, arguments, emulate, tuple(options.change), taught)
+    return RunArguments(*given, arguments, emulate, tuple(options.change), teachers)
 
 
 def requested_spec(argv: list[str]) -> tuple[str, Any]:
-    """The words of `--spec` ("" without it), and the stack if it is one of ours, in whatever module.
-
-    Megatron-Core 0.19 logs an import error in a spec module and builds its own stack. So it is imported here;
-    where that fails the run ends when a model's first forward begins.
-    """
+    """The option `--spec` as text ("" without it), and the stack if it is one of ours, in whatever module."""
+    # Megatron-Core 0.19 logs an import error in a spec module and builds its own stack. So it is imported
+    # here; where that fails the run ends when a model's first forward begins.
     from megatron_nemotron3 import specs
 
     module, name = [*(option_values(argv, "--spec") or ()), "", ""][:2]
@@ -136,17 +133,24 @@ def requested_spec(argv: list[str]) -> tuple[str, Any]:
     except ValueError as problem:
         fail(f"{words}: {problem}")
     except ImportError as problem:
-        said = f"{words}: {problem}, so Megatron built its own stack: put its folder on PYTHONPATH"
-        at_first_forward(lambda _: fail(said))
+        message = f"{words}: {problem}, so Megatron built its own stack: put its folder on PYTHONPATH"
+        at_first_forward(lambda _: fail(message))
         return words, None
+
+
+@contextmanager
+def failing(*kinds: type[Exception]) -> Iterator[None]:
+    """End the run with one line at an exception of these kinds."""
+    try:
+        yield
+    except kinds as problem:
+        fail(str(problem))
 
 
 def require_supported_megatron() -> None:
     """Stop unless the megatron-core that would be imported is a supported version."""
-    try:
+    with failing(ValueError):
         require_supported()
-    except ValueError as problem:
-        fail(str(problem))
 
 
 def at_first_forward(inspect: Callable[[Any], None]) -> None:
@@ -159,10 +163,7 @@ def at_first_forward(inspect: Callable[[Any], None]) -> None:
 
 
 def verify_stack(words: str, spec: Any, arguments: list[str]) -> None:
-    """Stop unless Megatron builds the stack of ours that `--spec` asks for, and the checkpoint is one of it.
-
-    `--use-checkpoint-args` replaces `--spec` by the checkpoint's, so look when the first forward begins.
-    """
+    """Stop unless Megatron builds the stack of ours that `--spec` names, and the checkpoint is one of it."""
     from megatron_nemotron3.layers.backend import te_problem
     from megatron_nemotron3.layers.stack import Nemotron3Stack
     from megatron_nemotron3.specs import TransformerEngineMissing
@@ -177,7 +178,7 @@ def verify_stack(words: str, spec: Any, arguments: list[str]) -> None:
                 "--use-checkpoint-args override --spec?)"
             )
 
-    at_first_forward(require_our_stack)
+    at_first_forward(require_our_stack)  # `--use-checkpoint-args` replaces `--spec` by the checkpoint's
     if "--use-checkpoint-args" in arguments or (found := loaded(arguments)) is None:
         return
     before, now = stack_specs.stored_experts(found[1].args), stack_specs.experts_text(spec.submodules.model)
@@ -193,31 +194,28 @@ def _experts(text: str | None) -> str:
 
 
 def _torch_spec(spec: Any) -> str:
-    """The option that builds a stack on the torch backend."""
     model = None if spec is None else spec.submodules.model
     return f"--spec {stack_specs.MODULE} {stack_specs.spec_name(model, 'torch')}"
 
 
 def verify_quantized(arguments: list[str]) -> None:
-    """Stop a script that is told `--fp4-format` or `--fp8-format` if its hybrid model computes without it.
+    """Stop a script with `--fp4-format` or `--fp8-format` if its hybrid model computes without it.
 
     Megatron silently drops a format if layer counts or the precision file leave no linear for it, and drops
-    FP8 in a dense model without Transformer Engine. So look when the first forward begins.
+    FP8 in a dense model without Transformer Engine.
     """
     from megatron_nemotron3.precision.formats import DEFAULT_RECIPES, FORMATS, name_of
 
-    asked = [kind for kind in DEFAULT_RECIPES if option_value(arguments, f"--{kind}-format") is not None]
-    wanted = [name_of(option_value(arguments, f"--{k}-recipe") or DEFAULT_RECIPES[k]) for k in asked]
+    kinds = [kind for kind in DEFAULT_RECIPES if option_value(arguments, f"--{kind}-format") is not None]
+    wanted = [name_of(option_value(arguments, f"--{k}-recipe") or DEFAULT_RECIPES[k]) for k in kinds]
     if len(wanted) != 1 or wanted[0] not in FORMATS:  # Megatron refuses two; "custom" is the user's own
         return
     from megatron_nemotron3.precision.census import CensusError, require_format
     from megatron_nemotron3.precision.yaml_file import PrecisionFileError
 
     def require_linears(model: Any) -> None:
-        try:
+        with failing(CensusError, PrecisionFileError):
             require_format(model, wanted[0])
-        except (CensusError, PrecisionFileError) as problem:
-            fail(str(problem))
 
     at_first_forward(require_linears)
 
@@ -237,16 +235,14 @@ def require_well_formed_file(arguments: list[str]) -> None:
 
 
 def verify_formats(arguments: list[str], words: str, spec: Any, *, emulate: bool, measured: bool) -> None:
-    """Stop unless the formats that options ask for are those that linears will compute in."""
+    """Stop unless linears will compute in the formats that options request."""
     from megatron_nemotron3.precision.census import CensusError
     from megatron_nemotron3.precision.guard import require_usable
     from megatron_nemotron3.specs import is_torch
 
     torch_spec = is_torch(spec)
-    try:
+    with failing(CensusError):
         require_usable(arguments, torch_spec=torch_spec, emulate=emulate, measured=measured)
-    except CensusError as problem:
-        fail(str(problem))
     if emulate and spec is not None and not torch_spec:
         fail(
             f"{EMULATE} or {emulation.OPTION} emulates linears of the torch backend, and --spec "
@@ -284,10 +280,8 @@ def prepare_folders(arguments: list[str], *given: Any) -> ExitStack:
     from megatron_nemotron3.launch.script_folders import prepared
 
     with ExitStack() as stack:
-        try:
+        with failing(ValueError, OSError):
             stack.enter_context(prepared(arguments, int(os.environ["RANK"]), *given))
-        except (ValueError, OSError) as problem:
-            fail(str(problem))
         return stack.pop_all()
 
 
@@ -297,20 +291,18 @@ def main(argv: list[str] | None = None, read: Reader | None = None) -> None:
         _launch(split_arguments(sys.argv[1:] if argv is None else argv, read))
 
 
-def _launch(words: Words) -> None:
-    device, monitor, script, arguments, emulate, changes, taught = words
+def _launch(given: RunArguments) -> None:
+    device, monitor, script, arguments, emulate, changes, teachers = given
     if not os.path.isfile(script):
         fail(f"script {script} does not exist")
     if emulate == "":
         fail(f"{emulation.OPTION}: give a value of {EMULATE}: nvfp4 or nvfp4,sr=0, or 0 for off")
-    try:
+    with failing(ValueError, OSError):
         emulated = emulation.emulation_in_environment() if emulate is None else emulation.parse(emulate)
         measured = emulation.logging_in_environment()
-        distilled = check_distillation(taught, arguments, int(os.environ.get("WORLD_SIZE", 1)))
+        distilled = check_distillation(teachers, arguments, int(os.environ.get("WORLD_SIZE", 1)))
         teacher = record_of(distilled)
         boost = boosting.requested(arguments, distilled=bool(distilled))
-    except (ValueError, OSError) as problem:
-        fail(str(problem))
     require_well_formed_file(arguments)
     device = resolve_device(device)
     from megatron_nemotron3.common.ranks import single_process_environment
@@ -360,9 +352,8 @@ def _launch(words: Words) -> None:
         from megatron_nemotron3.precision.yaml_file import PrecisionFileError
 
         try:
-            spawned.run_script(script)
-        except (CensusError, PrecisionFileError) as problem:
-            fail(str(problem))
+            with failing(CensusError, PrecisionFileError):
+                spawned.run_script(script)
         finally:
             import torch
 

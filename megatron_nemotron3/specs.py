@@ -10,12 +10,12 @@ its row of `Nemotron3Config.moe_layers`:
     nemotron3_puzzle_stack_spec, nemotron3_puzzle_torch_stack_spec, nemotron3_puzzle_te_stack_spec
     nemotron3_puzzle_tiny_stack_spec, …
 
-The name of a model of one's own holds that table, and `named` makes the stack of such a name. It is called by
-`nemotron3 run` and `train`, and by `build_model`:
+The name of a model of one's own holds that table. `nemotron3 run`, `train` and `build_model` make the stack
+of such a name by `named`:
 
     nemotron3_torch_stack_spec@ME*E@64:4,96:8
 
-A script that none of them starts needs a module of one's own, for `--spec my_module spec`:
+Another script needs a module of one's own, for `--spec my_module spec`:
 
     from megatron_nemotron3.specs import stack_spec
     spec = stack_spec("torch", config)
@@ -83,7 +83,6 @@ def mtp_block_spec(norm: Any, column_parallel_linear: Any) -> ModuleSpec:
 
 
 def _composed(backend: Backend) -> ModuleSpec:
-    """Compose the stack (layers M, *, -, E and MTP) from the builders of a backend."""
     mamba = ModuleSpec(
         module=MambaLayer,
         submodules=MambaLayerSubmodules(
@@ -111,34 +110,26 @@ def _composed(backend: Backend) -> ModuleSpec:
             self_attn_bda=get_bias_dropout_add,
         ),
     )
+    linears = MLPSubmodules(
+        linear_fc1=backend.norm_column_parallel_linear, linear_fc2=backend.row_parallel_linear
+    )
     dense = ModuleSpec(
         module=MLPLayer,
         submodules=TransformerLayerSubmodules(
-            mlp=partial(
-                MLP.as_mlp_submodule,
-                submodules=MLPSubmodules(
-                    linear_fc1=backend.norm_column_parallel_linear, linear_fc2=backend.row_parallel_linear
-                ),
-            ),
-            mlp_bda=get_bias_dropout_add,
+            mlp=partial(MLP.as_mlp_submodule, submodules=linears), mlp_bda=get_bias_dropout_add
         ),
     )
-    shared_experts = partial(
-        SharedExpertMLP,
-        submodules=MLPSubmodules(
-            linear_fc1=backend.column_parallel_linear, linear_fc2=backend.row_parallel_linear
-        ),
+    shared_linears = replace(linears, linear_fc1=backend.column_parallel_linear)
+    experts = MoESubmodules(
+        experts=backend.experts,
+        shared_experts=partial(SharedExpertMLP, submodules=shared_linears),
+        router=backend.router,
     )
     moe = ModuleSpec(
         module=MoETransformerLayer,
         submodules=TransformerLayerSubmodules(
             pre_mlp_layernorm=backend.norm,
-            mlp=partial(
-                backend.moe_layer,
-                submodules=MoESubmodules(
-                    experts=backend.experts, shared_experts=shared_experts, router=backend.router
-                ),
-            ),
+            mlp=partial(backend.moe_layer, submodules=experts),
             mlp_bda=get_bias_dropout_add,
         ),
     )
@@ -157,14 +148,12 @@ def _composed(backend: Backend) -> ModuleSpec:
     )
 
 
-def _counting(moe_layer: ModuleSpec) -> ModuleSpec:
+def _with_counting_router(moe_layer: ModuleSpec) -> ModuleSpec:
     """Upstream's MoE layer with our router, which counts right in BF16 and with padding tokens."""
     build = moe_layer.submodules.mlp
     moe = replace(build.keywords["submodules"], router=CountingRouter)
-    submodules = replace(
-        moe_layer.submodules, mlp=partial(build.func, **{**build.keywords, "submodules": moe})
-    )
-    return replace(moe_layer, submodules=submodules)
+    mlp = partial(build.func, **{**build.keywords, "submodules": moe})
+    return replace(moe_layer, submodules=replace(moe_layer.submodules, mlp=mlp))
 
 
 def _te() -> ModuleSpec:
@@ -174,7 +163,7 @@ def _te() -> ModuleSpec:
 
     stock = {f.name: getattr(hybrid_stack_spec.submodules, f.name) for f in fields(HybridStackSubmodules)}
     stock["mtp_block_spec"] = mtp_block_spec(TENorm, TEColumnParallelLinear)
-    stock["moe_layer"] = _counting(stock["moe_layer"])
+    stock["moe_layer"] = _with_counting_router(stock["moe_layer"])
     return ModuleSpec(
         module=Nemotron3Stack,
         submodules=Nemotron3StackSubmodules(
@@ -194,7 +183,7 @@ class TransformerEngineMissing:
 
 
 def _missing(name: str, model: Nemotron3Config | None = None) -> ModuleSpec:
-    """A spec whose build fails; it has the parts of the torch backend, for those who look into it."""
+    """A spec whose build fails; it has the parts of the torch backend, for callers that read them."""
     submodules = replace(nemotron3_torch_stack_spec.submodules, model=model)
     return ModuleSpec(module=TransformerEngineMissing, submodules=submodules, params={"spec": name})
 
@@ -227,7 +216,7 @@ def stack_spec(backend: str, config: Nemotron3Config | None = None) -> ModuleSpe
 
 
 def named(module: str, name: str) -> ModuleSpec | None:
-    """Return the stack that the two words of `--spec` name, if it is one of ours, also in another module.
+    """Return the stack that the two values of `--spec` name, if it is one of ours, also in another module.
 
     From now on Megatron finds a stack whose name holds a table, too.
 

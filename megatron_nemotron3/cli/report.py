@@ -35,7 +35,7 @@ def register(commands: Any) -> None:
 def report_command(options: ReportOptions) -> int:
     """Write the page; exit status 0."""
     from megatron_nemotron3.precision.report import summary
-    from megatron_nemotron3.train.report import figures, page
+    from megatron_nemotron3.train.report import figures, render
     from megatron_nemotron3.train.report.facts import gather
 
     folder = run_of(options.folder)
@@ -43,7 +43,7 @@ def report_command(options: ReportOptions) -> int:
     facts = gather(folder)
     require_plot(output, "--output")
     sample = None if options.prompt is None else _sample(folder, options.prompt)
-    text = page.render(
+    text = render(
         facts=facts,
         written=time.strftime("%Y-%m-%d %H:%M"),
         training=list(figures.training(facts)),

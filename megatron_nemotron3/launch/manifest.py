@@ -68,8 +68,9 @@ _QUIET = (
     *("--save", "--load", "--log-", "--eval-", "--tensorboard-", "--wandb-", "--exit-", "--data-cache-path"),
     *("--distributed-timeout", "--num-workers", "--verify-integrity", "--async-", "--ckpt-"),
 )
-#: What variables of TransformerEngine begin with: many change what it computes.
-_TE_VARIABLES = "NVTE_"
+#: What variables of TransformerEngine begin with: many change what it computes. Those with this end only say
+#: how many SMs a kernel leaves to others, which depends on the GPU.
+_TE_VARIABLES, _TE_SCHEDULING = "NVTE_", "SM_MARGIN"
 _PACKAGES = ("megatron-nemotron3", "megatron-core", "torch", "transformer-engine")
 #: Files of a tokenizer folder that decide about tokens.
 _TOKENIZER_FILES = (
@@ -128,7 +129,7 @@ def parts_of(
     parts["precision"] |= {
         name: value
         for name, value in sorted(environment.items())
-        if value and (name == EMULATE or name.startswith(_TE_VARIABLES))
+        if value and (name == EMULATE or name.startswith(_TE_VARIABLES) and not name.endswith(_TE_SCHEDULING))
     }
     return parts
 

@@ -4,9 +4,6 @@
     with n3.cpu_mode():                                   # on a GPU: leave this line out
         model = n3.build_model("super", tiny=True)        # megatron.core HybridModel of this rank
 
-`build` constructs one model in your process; `run` starts a stock training script; `train` prepares text and
-trains with `train/pretrain_script.py` in processes of its own.
-
 The numbers take the same path for every caller: dataclass -> flags -> Megatron's own parser ->
 TransformerConfig -> Megatron's own model builder. So a model built here is the one that the stock script
 builds from our flags.
@@ -39,11 +36,11 @@ from megatron_nemotron3.precision import settings as emulation
 
 
 def megatron_args(argv: Sequence[str], world_size: int, *, whole_world: bool = True) -> Namespace:
-    """Parse and validate words of a command line with Megatron's own parser; no global state changes."""
+    """Parse and validate arguments with Megatron's own parser; no global state changes."""
     from megatron.training import arguments
 
     def reading_argv(parser: ArgumentParser) -> Any:
-        # Megatron calls `parse_args()` of what this hook returns, without words: so give them here.
+        # Megatron calls `parse_args()` of what this hook returns, without arguments: so give them here.
         parser.prog = "megatron_nemotron3"
         return SimpleNamespace(parse_args=partial(parser.parse_args, list(argv)))
 
@@ -60,12 +57,9 @@ def megatron_args(argv: Sequence[str], world_size: int, *, whole_world: bool = T
 
 
 def model_config(launch: Launch, *, whole_world: bool = True) -> Any:
-    """Return Megatron's `HybridModelConfig` for a launch; its builder is `HybridModelBuilder`.
+    """Return Megatron's `HybridModelConfig` for a launch; `whole_world`: the model has all ranks of the job.
 
-    `whole_world` is False for a model that has only some ranks of the running process group.
-
-    A config does not record that NVFP4 is emulated. `build` says so to the linears that it builds; a builder
-    of your own must build inside `precision.settings.emulating`.
+    A config does not record that NVFP4 is emulated: build inside `precision.settings.emulating`, as `build`.
     """
     from megatron.training import argument_utils
 
@@ -91,10 +85,8 @@ def build(
 
     Megatron's groups are used where they exist (or `pg_collection`). Without a process group the layout must
     be one rank, and a world of one process is set up, seeded with `seed`. `pre_process`, `post_process` and
-    `vp_stage` are those of Megatron's builder.
-
-    `launch.emulate` counts while the model is built. Without it an enclosing `precision.settings.emulating`
-    counts, or else the variable NEMOTRON3_EMULATE.
+    `vp_stage` are those of Megatron's builder. Without `launch.emulate` an enclosing
+    `precision.settings.emulating` counts, or else the variable NEMOTRON3_EMULATE.
 
     Raises:
         RuntimeError: no GPU and not inside `cpu_mode`; several ranks wanted but torch.distributed is not
@@ -111,12 +103,12 @@ def build(
         return verified(builder.build_model(groups, pre_process, post_process, vp_stage))
 
 
-#: Keywords of `build_model` that say how to build, rather than what.
-_HOW = ("pg_collection", "pre_process", "post_process", "vp_stage", "seed")
+#: Keywords of `build_model` that are those of `build`.
+_BUILD_KEYWORDS = ("pg_collection", "pre_process", "post_process", "vp_stage", "seed")
 
 
 def build_model(model: str | Nemotron3Config, **settings: Any) -> HybridModel:
-    """Build a model described in few words: `build_model("super", tiny=True, tp=2, precision="fp32")`.
+    """Build a model by its description: `build_model("super", tiny=True, tp=2, precision="fp32")`.
 
     Args:
         model: a catalog name ("super") or a config of your own.
@@ -131,8 +123,8 @@ def build_model(model: str | Nemotron3Config, **settings: Any) -> HybridModel:
         TypeError: an unknown keyword.
         RuntimeError, ValueError: as `build` and `Launch.of`.
     """
-    how = {name: settings.pop(name) for name in _HOW if name in settings}
-    return build(Launch.of(model, **settings), **how)
+    build_settings = {name: settings.pop(name) for name in _BUILD_KEYWORDS if name in settings}
+    return build(Launch.of(model, **settings), **build_settings)
 
 
 def model_provider(
@@ -145,7 +137,7 @@ def model_provider(
     """Build from Megatron's global arguments, as `megatron.training.pretrain(model_provider=…)` requires.
 
     `--spec` must name a spec of this package. With slime's arguments, which have `enable_mtp_training`, MTP
-    runs where slime asks for it (`mtp_on_request`).
+    runs where slime requests it (`mtp_on_request`).
 
     Args:
         config: a TransformerConfig; None: from the arguments.
@@ -166,20 +158,17 @@ def model_provider(
 
 
 def mtp_on_request(model: HybridModel) -> None:
-    """Let the caller of a forward say whether MTP runs, by the keyword `mtp_kwargs`, as slime does.
+    """Run MTP only in a forward with `mtp_kwargs={"mtp_labels": tokens}`, as slime's GPTModel does.
 
-    slime adds this keyword to Megatron's GPTModel. With `mtp_kwargs={"mtp_labels": tokens}` MTP's loss is
-    computed on the tokens, without it MTP does not run at all. Megatron's HybridModel does not know the
-    keyword and always runs MTP, whose labels it derives from `input_ids` if there are no others. So a hook
-    takes the keyword, and MTP is off during a forward without it: neither its weights nor the decoder then
-    have a gradient of MTP's loss. The model has MTP all the same: its weights are loaded, saved and exported.
-
-    Raises (in the forward):
-        ValueError: `mtp_labels` are not the tensor that is given as `input_ids`.
+    Megatron's HybridModel does not know the keyword and always runs MTP, whose labels it derives from
+    `input_ids`. So a hook takes the keyword, and raises ValueError if its labels are another tensor. MTP's
+    weights are loaded, saved and exported in any case.
     """
     has_mtp = model.mtp_process
 
-    def take(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def take_keyword(
+        _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
         labels = (kwargs.pop("mtp_kwargs", None) or {}).get("mtp_labels")
         tokens = args[0] if args else kwargs["input_ids"]
         if labels is not None and (labels.shape, labels.data_ptr()) != (tokens.shape, tokens.data_ptr()):
@@ -193,13 +182,14 @@ def mtp_on_request(model: HybridModel) -> None:
     def restore(*_: Any) -> None:
         model.mtp_process = has_mtp
 
-    model.register_forward_pre_hook(take, with_kwargs=True, prepend=True)  # before hooks that bind arguments
+    model.register_forward_pre_hook(
+        take_keyword, with_kwargs=True, prepend=True
+    )  # before hooks that bind arguments
     model.register_forward_hook(restore, always_call=True)
 
 
 def verified(model: HybridModel) -> HybridModel:
-    """Return the model if its stack is ours. Megatron-Core silently builds its own if a spec fails to
-    import."""
+    """Return the model if its stack is ours: Megatron builds its own, silently, if a spec fails to import."""
     if not isinstance(model.decoder, Nemotron3Stack):
         raise RuntimeError(
             f"Megatron built {type(model.decoder).__name__} instead of Nemotron3Stack: "
@@ -209,7 +199,6 @@ def verified(model: HybridModel) -> HybridModel:
 
 
 def _ensure_groups(layout: ParallelLayout, seed: int) -> None:
-    """Use Megatron's groups, or create them for one process."""
     if parallel_state.model_parallel_is_initialized():
         return
     if not torch.distributed.is_initialized():

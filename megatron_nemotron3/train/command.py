@@ -5,12 +5,19 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.checkpoints import folders
-from megatron_nemotron3.common.options import add_option, add_options, device_option
+from megatron_nemotron3.common.options import (
+    add_option,
+    add_options,
+    device_option,
+    flag,
+    option,
+    repeated,
+)
 from megatron_nemotron3.common.processes import exit_at_interrupt
 from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.launch import Launch, boosting, check, flags, manifest, to_argv
@@ -29,9 +36,9 @@ from megatron_nemotron3.precision import settings as emulation
 from megatron_nemotron3.train.inputs import MEANS, require_inputs
 from megatron_nemotron3.train.monitor import settings as monitor
 from megatron_nemotron3.train.teacher import settings as distillation
-from megatron_nemotron3.train.teacher.data import of_teacher
+from megatron_nemotron3.train.teacher.manifest import rows_of_teacher
 
-#: Options of Megatron that an option of this command sets.
+#: Option of Megatron -> the option of this command that sets it.
 _OWN = {
     "--save": "--output",
     "--train-iters": "--steps",
@@ -43,69 +50,60 @@ _OWN = {
 }
 
 
+_DATA, _START, _LOG = "data", "where it starts", "measurements and log"
+_DISTILLATION = "distillation"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """Options of `nemotron3 train` alone; their values are in the namespace, next to those of the launch."""
+
+    output: Path | None = option("where to write (default: runs/NAME)", "DIR")
+    text: str | None = option("text file, .jsonl or folder (default: Python's sources)", "PATH", group=_DATA)
+    max_bytes: int | None = option("use at most N bytes of text", "N", group=_DATA)
+    data_path: list[str] = repeated("Megatron data sets (instead of text)", "PREFIX", nargs="+", group=_DATA)
+    conversations: list[str] = repeated(
+        ".jsonl conversations (to fine-tune on)", "FILE", nargs="+", group=_DATA
+    )
+    tokenizer: str | None = option(
+        "folder of a Hugging Face tokenizer (for --data-path or --conversations)", "DIR", group=_DATA
+    )
+    mean: str | None = option(
+        f"what the loss of --conversations is a mean over (default {MEANS[0]})", choices=MEANS, group=_DATA
+    )
+    pretrained: Path | None = option(
+        "a run or checkpoints to start from if the output has none", "DIR", group=_START
+    )
+    monitor: int | None = option("iterations between measurements; 0: off", "N", group=_LOG)
+    log_precision: str | None = option(
+        f"measure quantized operands every N steps (default {emulation.LOG_DEFAULT})",
+        "N",
+        nargs="?",
+        const="",
+        group=_LOG,
+    )
+    teacher: list[str] = repeated(
+        "learn from the model of this checkpoint, or from logits of `nemotron3 logits` (repeatable)",
+        "DIR",
+        group=_DISTILLATION,
+    )
+    distill: list[str] = repeated(
+        "as kind=kl,temperature=2,weight=0.9 (once for each --teacher, or once for all)",
+        "HOW",
+        group=_DISTILLATION,
+    )
+    verbose: bool = flag("print Megatron's whole log", group=_LOG)
+
+
 def register(commands: Any) -> None:
     """Add `nemotron3 train`."""
     train = commands.add_parser("train")
     add_options(train, ModelOptions)
     add_launch(train, precision=None)
     add_option(train, "device", device_option())
-    train.add_argument("--output", type=Path, metavar="DIR", help="where to write (default: runs/NAME)")
-    data = train.add_argument_group("data")
-    start = train.add_argument_group("where it starts")
-    watching = train.add_argument_group("measurements and log")
-    data.add_argument(
-        "--text", metavar="PATH", help="text file, .jsonl or folder (default: Python's sources)"
-    )
-    data.add_argument("--max-bytes", type=int, metavar="N", help="use at most N bytes of text")
-    data.add_argument(
-        "--data-path", nargs="+", default=[], metavar="PREFIX", help="Megatron data sets (instead of text)"
-    )
-    data.add_argument(
-        "--conversations",
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help=".jsonl conversations (to fine-tune on)",
-    )
-    data.add_argument(
-        "--tokenizer",
-        metavar="DIR",
-        help="folder of a Hugging Face tokenizer (for --data-path or --conversations)",
-    )
-    start.add_argument(
-        "--pretrained",
-        type=Path,
-        metavar="DIR",
-        help="a run or checkpoints to start from if the output has none",
-    )
-    data.add_argument(
-        "--mean", choices=MEANS, help=f"what the loss of --conversations is a mean over (default {MEANS[0]})"
-    )
-    watching.add_argument("--monitor", type=int, metavar="N", help="iterations between measurements; 0: off")
-    watching.add_argument(
-        "--log-precision",
-        nargs="?",
-        const="",
-        metavar="N",
-        help=f"measure quantized operands every N steps (default {emulation.LOG_DEFAULT})",
-    )
-    taught = train.add_argument_group("distillation")
-    taught.add_argument(
-        "--teacher",
-        action="append",
-        default=[],
-        metavar="DIR",
-        help="learn from the model of this checkpoint, or from logits of `nemotron3 logits` (repeatable)",
-    )
-    taught.add_argument(
-        "--distill",
-        action="append",
-        default=[],
-        metavar="HOW",
-        help="as kind=kl,temperature=2,weight=0.9 (once for each --teacher, or once for all)",
-    )
+    add_options(train, TrainOptions)
+    (start,) = [group for group in train._action_groups if group.title == _START]
     manifest.add_change(start)
-    watching.add_argument("--verbose", action="store_true", help="print Megatron's whole log")
     train.set_defaults(run=train_command)
 
 
@@ -120,8 +118,8 @@ def train_command(options: argparse.Namespace) -> int:
     if (lora := in_environment()) is not None and lora.base is not None:
         folders.locate_one(Path(lora.base))
     _require_own_options(options.extra)
-    taught = _distillation(options)
-    split = _teachers_data(options, taught)
+    teachers = _distillation(options)
+    split = _teachers_data(options, teachers)
     require_inputs(options)
     chosen_emulation(options)  # before torch is imported
     log_precision = _log_interval(options)
@@ -146,7 +144,7 @@ def train_command(options: argparse.Namespace) -> int:
         extra = ("--te-precision-config-file", file, *launch.extra)
         launch = replace(launch, extra=extra, te_precision_config_file=None)
     if boosting.in_environment() is not None:
-        boosting.requested(to_argv(flags(launch)), distilled=bool(taught))
+        boosting.requested(to_argv(flags(launch)), distilled=bool(teachers))
     if device == "cpu" and "--optimizer-cpu-offload" in launch.options:
         raise ValueError(
             "--optimizer-cpu-offload: the optimizer is on a CPU already, where its copies of the parameters "
@@ -171,7 +169,7 @@ def train_command(options: argparse.Namespace) -> int:
         log_precision=log_precision,
         verbose=options.verbose,
         changes=tuple(options.change),
-        distill=taught,
+        distill=teachers,
         split=split,
         command=options.command_line,
     )
@@ -186,7 +184,7 @@ def chosen_launch(
     torch_only: bool = False,
     conversations: bool = False,
 ) -> Launch:
-    """Return the launch that the options of `launch.command.add_launch` ask for."""
+    """Return the launch for the options of `launch.command.add_launch`."""
     from megatron_nemotron3.train.training import schedule_of
 
     layout, emulated, on_cpu = chosen_layout(options), chosen_emulation(options), device == "cpu"
@@ -204,19 +202,18 @@ def chosen_launch(
     )
 
 
-def _distillation(options: argparse.Namespace) -> distillation.Taught:
-    """What --teacher and --distill say, or else the environment."""
+def _distillation(options: argparse.Namespace) -> distillation.Distillations:
     if not options.teacher and not options.distill:
         return distillation.in_environment()
     folders = [str(Path(folder).absolute()) for folder in options.teacher]
     return distillation.read(folders, options.distill, ("--teacher", "--distill"))
 
 
-def _teachers_data(options: argparse.Namespace, taught: distillation.Taught) -> str:
+def _teachers_data(options: argparse.Namespace, teachers: distillation.Distillations) -> str:
     """Take the data and tokenizer of a teacher with the student's where no data are given."""
     given = (options.text, options.max_bytes, options.data_path, options.conversations, options.tokenizer)
-    same = [one.teacher for one in taught if not one.projection]
-    rows = of_teacher(same[0]) if same and not any(given) else None
+    same = [one.teacher for one in teachers if not one.projection]
+    rows = rows_of_teacher(same[0]) if same and not any(given) else None
     if rows is None:
         return "99,1,0"
     options.tokenizer = rows.tokenizer
@@ -228,7 +225,7 @@ def _teachers_data(options: argparse.Namespace, taught: distillation.Taught) -> 
 
 
 def _require_own_options(words: Sequence[str]) -> None:
-    """Stop at words after `--` that would change behind this command's back what it prepares and reports."""
+    """Raise ValueError at options after `--` that would replace what this command sets itself."""
     given = {flag.name for flag in parse(words)}
     if wrong := [f"{name} (give {own})" for name, own in _OWN.items() if name in given]:
         raise ValueError(f"after -- these would replace what train itself sets: {', '.join(wrong)}")

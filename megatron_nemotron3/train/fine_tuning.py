@@ -25,11 +25,11 @@ from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatr
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megatron_nemotron3.common.hooks import unwrapped
 from megatron_nemotron3.common.switches import SFT_MEAN, EnvironmentSetting
 from megatron_nemotron3.layers.context_parallel import zigzag
 from megatron_nemotron3.train.data.packing import PackedConversations, PackedRow, conversation_multiple
 from megatron_nemotron3.train.inputs import MEANS
-from megatron_nemotron3.train.losses import reported
 
 Sample = dict[str, Any]
 
@@ -87,12 +87,10 @@ class ConversationDataset(MegatronDataset):
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: PackedConversations) -> int:
-        """Number of rows."""
         return len(low_level_dataset)
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: ConversationConfig) -> PackedConversations:
-        """Pack a file."""
         packed = PackedConversations(
             dataset_path, config.chat_tokenizer, config.sequence_length, config.multiple, config.path_to_cache
         )
@@ -101,11 +99,10 @@ class ConversationDataset(MegatronDataset):
         return packed
 
     def __len__(self) -> int:
-        """Number of samples; all rows once if none was asked for."""
+        """Number of samples; all rows once if no number was requested."""
         return self.num_samples or len(self.indices)
 
     def __getitem__(self, index: int) -> Sample:
-        """Sample `index`."""
         epoch, place = divmod(int(index), len(self.indices))
         order = np.random.default_rng((self.config.random_seed, epoch)).permutation(len(self.indices))
         return sample(self.dataset.row(int(self.indices[order[place]])))
@@ -153,7 +150,7 @@ CONVERSATION = 1024
 
 @dataclass(frozen=True)
 class RankInputs:
-    """A row's share of this context-parallel rank, as the model takes it, and the divisor of its loss."""
+    """A row's share of this context-parallel rank, and the divisor of its loss."""
 
     tensors: dict[str, torch.Tensor]
     packed: PackedSeqParams
@@ -161,14 +158,13 @@ class RankInputs:
 
 
 def inputs(drawn: Sample, mean: str, cp: int, rank: int) -> RankInputs:
-    """Prepare a sample of the loader."""
+    """Inputs of the model for a sample of the loader."""
     borders = drawn["borders"][0]
     named = {name: drawn[name] for name in ("tokens", "labels", "position_ids", "padding")}
     named["loss_mask"], divisor = weights(drawn["loss_mask"], borders, mean)
     if cp > 1:
         here = zigzag(borders, cp, rank)
         named = {name: tensor[:, here] for name, tensor in named.items()}
-    length = int(borders[-1])
     device = torch.device(torch.cuda.current_device())
     on_device = borders.to(device, non_blocking=True)
     longest = int(borders.diff().max())
@@ -181,7 +177,7 @@ def inputs(drawn: Sample, mean: str, cp: int, rank: int) -> RankInputs:
         cu_seqlens_kv_padded=on_device,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        total_tokens=length,
+        total_tokens=int(borders[-1]),
     )
     moved = {name: tensor.to(device, non_blocking=True).contiguous() for name, tensor in named.items()}
     return RankInputs(moved, packed, divisor if rank == 0 else 0)
@@ -200,6 +196,22 @@ def forward(model: torch.nn.Module, given: RankInputs) -> torch.Tensor:
         padding_mask=tensors["padding"],
     )
     return output
+
+
+def reported(
+    model: Any, output: torch.Tensor, weights: torch.Tensor, divisor: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """What Megatron logs of token losses, as [weighted sum, divisor]: cross-entropy and divergences."""
+    hooks = getattr(unwrapped(model), "distillation", None)
+    entropy, *divergences = hooks.parts if hooks is not None and hooks.parts else [output]
+
+    def total(tokens: torch.Tensor) -> torch.Tensor:
+        loss = (tokens.detach().reshape(-1).float() * weights.reshape(-1).float()).sum()
+        return torch.stack([loss, divisor.to(loss.dtype)])
+
+    numbers = [""] if len(divergences) == 1 else [f" {i}" for i in range(1, len(divergences) + 1)]
+    found = {f"divergence{number}": total(one) for number, one in zip(numbers, divergences)}
+    return {"lm loss": total(entropy), **found}
 
 
 def loss_function(

@@ -1,8 +1,9 @@
-"""What a command reads is there: checked before anything is imported or written. Standard library only."""
+"""Check that what a command reads exists, before anything is imported or written."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_nemotron3.checkpoints.folders import CHECKPOINTS, TRACKER
@@ -15,7 +16,7 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekke
 
 
 def require_tokenizer(folder: str | Path) -> None:
-    """Raise unless a folder may hold a Hugging Face tokenizer; nothing is imported for it."""
+    """Raise ValueError unless a folder may hold a Hugging Face tokenizer."""
     path = Path(folder)
     if not path.is_dir():
         raise ValueError(f"--tokenizer {folder} is {'a file' if path.exists() else 'missing'}: give a folder")
@@ -24,8 +25,9 @@ def require_tokenizer(folder: str | Path) -> None:
 
 
 def require_inputs(options: argparse.Namespace) -> None:
-    """Stop at data and folders that are not there, or that would not be used, before anything is imported."""
+    """Raise ValueError at data and folders that do not exist, or that would not be used."""
     if options.conversations:
+        _require_source(options, "--conversations", ("text", "max_bytes", "data_path"))
         _require_conversations(options)
     elif options.mean is not None:
         raise ValueError("--mean goes with --conversations: drop it")
@@ -37,24 +39,17 @@ def require_inputs(options: argparse.Namespace) -> None:
             "convert from-hf` or --save wrote"
         )
     if options.data_path:
-        if options.tokenizer is None:
-            raise ValueError("--data-path needs --tokenizer DIR (a Hugging Face tokenizer)")
-        require_tokenizer(options.tokenizer)
-        for name, value in (("--text", options.text), ("--max-bytes", options.max_bytes)):
-            if value is not None:
-                raise ValueError(f"{name} and --data-path both say what to train on: give one")
-        prefixes = [word for word in options.data_path if not _is_number(word)]
-        for prefix in prefixes:
+        _require_source(options, "--data-path", ("text", "max_bytes"))
+        for prefix in (word for word in options.data_path if not _is_number(word)):
             if missing := [s for s in (".bin", ".idx") if not Path(prefix + s).is_file()]:
                 raise ValueError(f"--data-path {prefix}: there is no file {prefix}{missing[0]}")
     elif options.tokenizer is not None and not options.conversations:
         raise ValueError(
             "--tokenizer goes with --data-path or --conversations; from text a tokenizer is trained: drop it"
         )
-    if options.text is not None and not Path(options.text).exists():
-        raise ValueError(f"--text {options.text} does not exist")
-    if options.text is not None and not (Path(options.text).is_file() or Path(options.text).is_dir()):
-        raise ValueError(f"--text {options.text} is neither a file nor a folder")
+    if options.text is not None and not ((text := Path(options.text)).is_file() or text.is_dir()):
+        what = "is neither a file nor a folder" if text.exists() else "does not exist"
+        raise ValueError(f"--text {options.text} {what}")
     if options.max_bytes is not None and options.max_bytes < 1:
         raise ValueError(f"--max-bytes {options.max_bytes}: give 1 or more")
     output = options.output
@@ -62,14 +57,18 @@ def require_inputs(options: argparse.Namespace) -> None:
         raise ValueError(f"--output {output} is a file: give a folder")
 
 
-def _require_conversations(options: argparse.Namespace) -> None:
-    for name in ("text", "max_bytes", "data_path"):
+def _require_source(options: argparse.Namespace, source: str, others: Sequence[str]) -> None:
+    """Raise ValueError if the source of the data has no tokenizer, or there is another source."""
+    for name in others:
         if getattr(options, name) not in (None, []):
             option = "--" + name.replace("_", "-")
-            raise ValueError(f"{option} and --conversations both say what to train on: give one")
+            raise ValueError(f"{option} and {source} both say what to train on: give one")
     if options.tokenizer is None:
-        raise ValueError("--conversations needs --tokenizer DIR (a Hugging Face tokenizer)")
+        raise ValueError(f"{source} needs --tokenizer DIR (a Hugging Face tokenizer)")
     require_tokenizer(options.tokenizer)
+
+
+def _require_conversations(options: argparse.Namespace) -> None:
     for file in options.conversations:
         if not Path(file).is_file():
             raise ValueError(f"--conversations {file}: there is no such file")

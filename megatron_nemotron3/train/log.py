@@ -1,4 +1,4 @@
-"""Read what Megatron's training loop prints. Standard library only."""
+"""Read what Megatron's training loop prints."""
 
 from __future__ import annotations
 
@@ -31,13 +31,11 @@ class LogStep:
 
     @property
     def mtp(self) -> list[float]:
-        """Loss of each MTP depth, in order."""
         found = sorted(key for key in self.values if re.fullmatch(r"mtp_\d+ loss", key))
         return [self.values[key] for key in found]
 
     @property
     def seconds(self) -> float:
-        """Time per step."""
         return self.values.get(MILLISECONDS, 0.0) / 1e3
 
 
@@ -64,7 +62,6 @@ class Curve:
     test: dict[int, float] = field(default_factory=dict)
 
     def add(self, line: str) -> LogStep | Validation | None:
-        """Add one line; return what was read from it, if anything."""
         item = parse(line)
         if isinstance(item, LogStep):
             self.steps[item.iteration] = item

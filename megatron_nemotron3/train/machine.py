@@ -19,7 +19,7 @@ _GROUPS = (
 
 
 def cores() -> int:
-    """Return how many cores this process may use."""
+    """Number of cores that this process may use."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS
@@ -27,7 +27,7 @@ def cores() -> int:
 
 
 def free_memory() -> int:
-    """Return the bytes that new processes can use, by machine and control group."""
+    """Bytes that new processes can use, by machine and control group."""
     import psutil
 
     found = [psutil.virtual_memory().available]
@@ -40,7 +40,7 @@ def free_memory() -> int:
 
 
 def needed_memory(launch: Launch) -> int:
-    """Return the bytes of all ranks on a CPU: Megatron itself, weights, optimizer, activations."""
+    """Bytes of all ranks on a CPU: Megatron itself, weights, optimizer, activations."""
     layout = launch.layout
     stage_ranks = layout.world_size // layout.pp
     return sum(stage_ranks * (PROCESS + memory(launch, stage).total) for stage in range(layout.pp))

@@ -35,22 +35,18 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 
 from megatron_nemotron3.train import fine_tuning
 from megatron_nemotron3.train.build import model_provider
-from megatron_nemotron3.train.losses import reported
 
-#: Options whose batches carry document borders or teacher data. Only the stock script supports them.
+#: Options whose batches hold document borders or teacher data. Only the stock script supports them.
 UNSUPPORTED = ("dataloader_inter_document_masking", "hybrid_context_parallel", "logits_load_dir")
 
-#: Inputs of the model; each is [b, s / cp], but for the attention mask.
+#: Inputs of the model; each is [b, s / cp], but for the attention mask (None: causal).
 BATCH = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 _Batch = dict[str, "torch.Tensor | None"]
 
 
 def get_batch(data_iterator: Iterator[_Batch], vp_stage: int | None) -> _Batch:
-    """This rank's `tokens labels loss_mask position_ids` [b, s / cp] and `attention_mask` (None: causal).
-
-    Ranks of middle pipeline stages need none of them. MTP lives on the last stage, which has the batch.
-    """
+    """This rank's `BATCH`; middle pipeline stages need none of it (MTP is on the last one)."""
     if not is_first_or_last_pipeline_stage(vp_stage):
         return dict.fromkeys(BATCH)
     batch = _drawn_batch(
@@ -106,7 +102,7 @@ def loss_function(
                 tolerance=0.0,
                 fatal=True,
             )
-    return loss, tokens, reported(model, output, mask, tokens)
+    return loss, tokens, fine_tuning.reported(model, output, mask, tokens)
 
 
 def forward_step(data_iterator: Iterator[_Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
@@ -126,22 +122,19 @@ def forward_step(data_iterator: Iterator[_Batch], model: torch.nn.Module) -> tup
     return output, partial(loss_function, model, batch["loss_mask"])  # type: ignore[arg-type]
 
 
-def validation_samples(args: Any, asked: int | None) -> int | None:
-    """Samples of the validation set, in place of the number that Megatron asks for (None: the whole set).
-
-    Megatron counts the evaluations of this command line's interval, and begins behind what the checkpoint's
-    run has consumed. A run that goes on with a longer interval may have consumed more than that count.
-    """
-    if asked is None:
+def validation_samples(args: Any, requested: int | None) -> int | None:
+    """Samples of the validation set, given the number that Megatron requests (None: the whole set)."""
+    if requested is None:
         return None
+    # Megatron counts the evaluations of this command line's interval, and begins behind what the checkpoint's
+    # run has consumed. A run that goes on with a longer interval may have consumed more than that count.
     start = getattr(args, "start_eval_at_iter", None) or 0
     before = max(0, args.iteration // args.eval_interval - start // args.eval_interval)
     batch = getattr(args, "eval_global_batch_size", args.global_batch_size)
-    return asked + max(0, args.consumed_valid_samples - before * args.eval_iters * batch)
+    return requested + max(0, args.consumed_valid_samples - before * args.eval_iters * batch)
 
 
 def _wanted(args: Any, num_samples: Sequence[int | None]) -> tuple[list[int | None], dict[str, Any]]:
-    """Samples of the train, validation and test sets, and what every kind of dataset is told."""
     train, validation, test = num_samples
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     return [train, validation_samples(args, validation), test], {

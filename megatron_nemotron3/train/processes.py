@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     import psutil
 
 ENTRY = Path(__file__).parent / "pretrain_script.py"
-#: Seconds between two looks at whether an interrupt has come.
+#: Seconds between two checks for an interrupt.
 INTERVAL = 0.2
-#: Seconds in which processes that were told to end do so; afterwards they are killed.
+#: Seconds from the request to end until processes are killed.
 PATIENCE = 5.0
-#: Hidden size up to which one thread computes a step faster than two (measured at 128).
+#: Hidden size up to which one thread computes a step faster than two (measured at 128): operations are short.
 NARROW = 256
 #: Variable with the number of threads of a process.
 THREADS = "OMP_NUM_THREADS"
@@ -32,8 +32,7 @@ THREADS = "OMP_NUM_THREADS"
 class Watcher(Protocol):
     """Who reads the log."""
 
-    def line(self, text: str) -> None:
-        """Read one line of the log."""
+    def line(self, text: str) -> None: ...
 
     def interrupted(self) -> bool:
         """Say what an interrupt does; return whether the processes are to save, or else to stop at once."""
@@ -52,10 +51,7 @@ def command(argv: Sequence[str], world_size: int, device: str) -> list[str]:
 
 
 def environment(world_size: int, device: str, hidden_size: int | None = None) -> dict[str, str]:
-    """Return the caller's environment; on a CPU each rank gets its share of the cores.
-
-    In a narrow model it is one of them: operations are too short to share, threads wait for each other.
-    """
+    """The caller's environment; on a CPU each rank gets its share of the cores, one in a narrow model."""
     result = {**os.environ, "PYTHONUNBUFFERED": "1"}
     if device == "cpu":
         narrow = hidden_size is not None and hidden_size <= NARROW
@@ -82,10 +78,9 @@ def interruptible() -> Iterator[None]:
 def follow(words: Sequence[str], env: dict[str, str], log: Path, watcher: Watcher) -> int:
     """Run a command, append its output to `log`, give each line to `watcher`; return the exit status.
 
-    At the first interrupt (SIGINT, SIGTERM or SIGHUP) the processes are asked to save and leave if the
-    watcher says so; a second one ends them. They are sent no signal: it would also reach the processes that
-    the ranks save with. They read the request in the control pipe (`common/processes.py`), and its end ends
-    them. A closed terminal or pipe, to which nothing can be printed, counts as an interrupt.
+    At the first interrupt (SIGINT, SIGTERM or SIGHUP) the processes save and leave if the watcher says so; a
+    second one ends them. They get no signal, which would also reach the processes that the ranks save with,
+    but a request in the control pipe (`common/processes.py`). A closed terminal counts as an interrupt.
     """
     run = _Run(words, env, log, watcher)
     interrupts = 0
@@ -110,8 +105,6 @@ def follow(words: Sequence[str], env: dict[str, str], log: Path, watcher: Watche
 
 
 class _Run:
-    """The processes of one training."""
-
     def __init__(self, words: Sequence[str], env: dict[str, str], log: Path, watcher: Watcher) -> None:
         self.watcher = watcher
         self.log = _Log(log)
@@ -131,7 +124,7 @@ class _Run:
         self._rest = b""
         self._stopping = False
         self._deadline: float | None = None
-        self._told: list[psutil.Process] = []
+        self._ending: list[psutil.Process] = []
 
     def read(self) -> bool:
         """Read what the processes have printed, for a moment; return False once they have ended."""
@@ -152,7 +145,6 @@ class _Run:
         return True
 
     def interrupt(self, first: bool) -> None:
-        """Ask the processes to save and leave, or end them."""
         with self._mute():
             save = self.watcher.interrupted()
             self._stopping = True
@@ -163,14 +155,13 @@ class _Run:
                 self._control.write(b"s")
 
     def end(self) -> None:
-        """End the processes: their watch ends them; those that do not obey are killed soon."""
+        """Close the control pipe, which ends the processes; `PATIENCE` later they are killed."""
         if self._deadline is None:
-            self._told = descendants(self.process.pid)
+            self._ending = descendants(self.process.pid)
             self._deadline = time.monotonic() + PATIENCE
             self._control.close()
 
     def close(self) -> None:
-        """Wait until no process is left, and close the log."""
         with contextlib.suppress(OSError):
             self._control.close()
         if self.process.poll() is None:
@@ -190,7 +181,7 @@ class _Run:
 
     @contextlib.contextmanager
     def _mute(self) -> Iterator[None]:
-        """If nothing can be printed any more, print to nowhere, and save and leave."""
+        """If nothing can be printed any more, discard the output, save and leave."""
         try:
             yield
         except OSError:
@@ -201,12 +192,12 @@ class _Run:
                 self.interrupt(first=True)
 
     def _kill(self) -> None:
-        """Kill what was told to end and has not."""
+        """Kill the processes that have not ended."""
         if self.process.poll() is None:
             self.process.kill()
         import psutil
 
-        for process in self._told:
+        for process in self._ending:
             with contextlib.suppress(psutil.Error):  # it has ended
                 process.kill()
 

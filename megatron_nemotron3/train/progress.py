@@ -1,4 +1,4 @@
-"""What a training has done so far, from its log: what is printed meanwhile, and why it stopped."""
+"""The state of a training by its log: what is printed meanwhile, and why it stopped."""
 
 from __future__ import annotations
 
@@ -60,7 +60,6 @@ class TrainProgress:
     def __init__(
         self, verbose: bool = False, begun: int = 0, total: int | None = None, seq_length: int = 0
     ) -> None:
-        """Take what is known before the first line."""
         self.verbose = verbose
         self._begun, self._planned, self._seq_length = begun, total, seq_length
         self._bar: Bar | None = None
@@ -99,7 +98,6 @@ class TrainProgress:
         return self.trained and self.total is not None and self.saved == self.total
 
     def line(self, text: str) -> None:
-        """Process one line of the training log."""
         if self.verbose:
             print(text, end="", flush=True)
         self._follow(text)
@@ -167,7 +165,6 @@ class TrainProgress:
             print(text, flush=True)
 
     def close(self) -> None:
-        """End the bar."""
         if self._bar is not None:
             self._bar.close()
 
@@ -187,7 +184,6 @@ class TrainProgress:
         return saves
 
     def on_disk(self, saved: int | None, complete: bool) -> str:
-        """Return which step is on disk and what is lost."""
         where = "no checkpoint was saved" if saved is None else f"step {saved} is saved"
         last = self.last or 0
         if last > (saved or 0):
@@ -201,7 +197,6 @@ class TrainProgress:
         return where + ("; the same command " + ("starts again" if saved is None else "resumes from there"))
 
     def cause(self, checkpoints: Path, status: int, need: int = 0) -> str:
-        """Return why training stopped, in one sentence."""
         saving = self._in_save or "CheckpointException" in self.first_error
         if saving and self._number is None:
             self._number = _unwritable(checkpoints, need)

@@ -15,7 +15,7 @@ from megatron_nemotron3.launch import Launch, continued, flags, manifest, to_arg
 def parts(
     launch: Launch, contents: Mapping[str, bytes], teacher: manifest.Part | None = None
 ) -> manifest.Parts:
-    """Return what the folder's manifest says of a launch; arguments as of `manifest.parts_of`."""
+    """Return a launch's parts for the folder's manifest; arguments as of `manifest.parts_of`."""
     environment = {name: value for name, value in os.environ.items() if name != EMULATE}
     if launch.emulate:
         environment[EMULATE] = launch.emulate.text()
@@ -34,19 +34,16 @@ class Identity:
         contents: Mapping[str, bytes],
         teacher: manifest.Part | None = None,
     ) -> None:
-        """Read the folder's manifest."""
         self.manifest, self.step, self.allowed = manifest.RunManifest(output), step, allowed
         self._given = contents, teacher
         self.before = manifest.parts_of_checkpoint(stored.args) if stored else {}
 
     def require(self, launch: Launch, *names: str) -> None:
-        """Check parts of a launch."""
         if self.step is not None:
             new = parts(launch, *self._given)
             self.manifest.require_same(new, self.step, self.allowed, names, self.before)
 
     def record(self, launch: Launch, command: str) -> None:
-        """Write the manifest, and print what is new in it."""
         for line in self.manifest.write(parts(launch, *self._given), self.step, command):
             print(line)
 

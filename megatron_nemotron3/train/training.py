@@ -68,35 +68,30 @@ class TrainRequest:
     #: Parts of the run that may differ from the folder's earlier steps; of `manifest.CHANGES`.
     changes: tuple[str, ...] = ()
     #: What the model is distilled from; (): it is not.
-    distill: distillation.Taught = ()
+    distill: distillation.Distillations = ()
     #: The command line, for run.json.
     command: str = ""
 
     @property
     def precision_file(self) -> str | None:
-        """File for `--te-precision-config-file`; for nvfp4 the default is one written to `output`."""
+        """Value of `--te-precision-config-file`; the default for nvfp4 is written to `output`."""
         packed = self.launch.emulate is not None and self.launch.emulate.packed
         own = str(self.output / "precision.yaml") if self.launch.precision == "nvfp4" and not packed else None
         return self.launch.te_precision_config_file or own
 
     @property
     def checkpoints(self) -> Path:
-        """Where Megatron saves and resumes."""
         return self.output / "checkpoints"
 
     @property
     def title(self) -> str:
-        """The model's title and name."""
         return f"{self.launch.config.title} [{self.launch.config.name}]"
 
 
 def schedule_of(
     config: Nemotron3Config, layout: ParallelLayout, *, conversations: bool = False, **given: Any
 ) -> TrainingSchedule:
-    """Return a schedule that trains a tiny model on a CPU in minutes; for other models the published one.
-
-    Data-parallel ranks of a tiny model share the four sequences of a step, so it learns the same.
-    """
+    """A schedule that trains a tiny model on a CPU in minutes; for other models the published one."""
     given = {name: value for name, value in given.items() if value is not None}
     if conversations:
         given = {"micro_batch_size": 1, "global_batch_size": 4 * layout.dp * layout.pp, **given}
@@ -111,6 +106,7 @@ def schedule_of(
             missing = sorted({options[name] for name in schedule.unknown})
             raise ValueError(f"{config.title} has no published schedule: give {' and '.join(missing)}")
         return schedule
+    # Data-parallel ranks share the four sequences of a step.
     steps, micro = given.get("steps", 300), given.get("micro_batch_size", max(1, 4 // layout.dp))
     batch = micro * layout.dp * (2 * layout.pp if layout.pp > 1 else 1)
     short = TrainingSchedule(
@@ -135,12 +131,7 @@ def train_interruptibly(request: TrainRequest) -> int:
 
 
 def train(request: TrainRequest) -> int:
-    """Train, and follow the log; return the exit status. A second call resumes from the last checkpoint.
-
-    Raises:
-        ValueError: the request is invalid (at most prepared data was written), another process writes to the
-            output, or training failed.
-    """
+    """Train, and follow the log; return the exit status. A second call resumes from the last checkpoint."""
     started = time.monotonic()
     given = request.launch
     size = count(given.config)
@@ -152,7 +143,7 @@ def train(request: TrainRequest) -> int:
         data=TrainingData(),
         own_script=True,
         # After a signal: finish the step, save, leave.
-        extra=("--exit-signal-handler", *_event_files(request), *_starting_options(request), *given.extra),
+        extra=("--exit-signal-handler", *_own_options(request), *given.extra),
     )
     words = to_argv(flags(launch))  # rules first: nothing is written for a layout that cannot run
     check_teacher(request.distill, words, given.layout.world_size)
@@ -172,9 +163,7 @@ def _train_alone(request: TrainRequest, launch: Launch, key: str, started: float
     for leftover in resume.remove_incomplete(request.checkpoints):
         print(f"removed {leftover}: its save was interrupted")
     begun = folders.latest_iteration(request.checkpoints)
-    stored = None
-    if begun is not None:
-        stored = stored_state(folders.checkpoint_path(request.checkpoints, begun))
+    stored = None if begun is None else stored_state(folders.checkpoint_path(request.checkpoints, begun))
     to_write = {}
     if request.precision_file and not given.te_precision_config_file:
         to_write[request.precision_file] = yaml_file.render(launch.config).encode()
@@ -209,9 +198,8 @@ def _train_alone(request: TrainRequest, launch: Launch, key: str, started: float
     print(f"training log: {log_file}", flush=True)
     argv = to_argv(flags(launch))
     words = processes.command(argv, launch.layout.world_size, request.device)
-    env = processes.environment(launch.layout.world_size, request.device, given.config.hidden_size) | {
-        lock.VARIABLE: key
-    }
+    env = processes.environment(launch.layout.world_size, request.device, given.config.hidden_size)
+    env[lock.VARIABLE] = key
     status, progress = _run(request, launch, words, env, log_file, begun or 0)
     saved = folders.latest_iteration(request.checkpoints)
     state = progress.on_disk(saved, status == 0)
@@ -231,7 +219,6 @@ def _train_alone(request: TrainRequest, launch: Launch, key: str, started: float
 def _run(
     request: TrainRequest, launch: Launch, words: list[str], env: dict[str, str], log_file: Path, begun: int
 ) -> tuple[int, TrainProgress]:
-    """Run the training processes; return their exit status and what was seen of their log."""
     if request.conversations:
         env[switches.SFT_MEAN] = request.mean
     if request.monitor is not None:
@@ -270,7 +257,6 @@ def _measurement(request: TrainRequest) -> emulation.Logging | None:
 
 
 def _prepared_data(request: TrainRequest) -> tuple[TrainingData, float | None]:
-    """Return data set, tokenizer and folders for the flags, and the unigram baseline of the same text."""
     from megatron_nemotron3.train.data import prepare, unigram_baseline
     from megatron_nemotron3.train.data.prepare import MAX_BYTES
 
@@ -278,8 +264,6 @@ def _prepared_data(request: TrainRequest) -> tuple[TrainingData, float | None]:
     if request.conversations:
         return _prepared_conversations(request, folders_only), None
     if request.data_path:
-        if request.tokenizer is None:
-            raise ValueError("--data-path needs --tokenizer DIR (a Hugging Face tokenizer)")
         given = replace(
             folders_only,
             data_path=request.data_path,
@@ -294,11 +278,10 @@ def _prepared_data(request: TrainRequest) -> tuple[TrainingData, float | None]:
         vocab_size=min(request.launch.config.vocab_size, 65_000),
         max_bytes=request.max_bytes or MAX_BYTES,
     )
-    texts, dataset = prepared.texts, prepared.dataset
-    source = request.text or "Python's own standard library"
-    print(f"text: {source}, {len(texts.documents):,} documents, {dataset.tokens:,} tokens")
-    baseline = unigram_baseline(prepared.prefix, prepared.split, prepared.tokenizer.vocab_size)
-    tokenizer = prepared.tokenizer
+    source, tokenizer = request.text or "Python's own standard library", prepared.tokenizer
+    counts = f"{len(prepared.texts.documents):,} documents, {prepared.dataset.tokens:,} tokens"
+    print(f"text: {source}, {counts}")
+    baseline = unigram_baseline(prepared.prefix, prepared.split, tokenizer.vocab_size)
     data = replace(
         folders_only,
         data_path=(prepared.prefix,),
@@ -310,9 +293,11 @@ def _prepared_data(request: TrainRequest) -> tuple[TrainingData, float | None]:
     return data, baseline.cross_entropy
 
 
-def _starting_options(request: TrainRequest) -> tuple[str, ...]:
-    """Options of fine-tuning, and of weights to start from."""
+def _own_options(request: TrainRequest) -> tuple[str, ...]:
     options: tuple[str, ...] = ()
+    # Event files, if TensorBoard is installed.
+    if "--tensorboard-dir" not in request.launch.options and importlib.util.find_spec("tensorboard"):
+        options += ("--tensorboard-dir", str(request.output / "tensorboard"))
     if request.conversations:
         options += ("--sft", "--calculate-per-token-loss", "--sft-tokenizer-prompt-format", "default")
     if request.pretrained is not None:
@@ -326,9 +311,8 @@ def _prepared_conversations(request: TrainRequest, data: TrainingData) -> Traini
 
     launch, cache = request.launch, str(request.output / "data")
     multiple = conversation_multiple(launch.layout.cp)
+    assert request.tokenizer is not None
     for file in request.conversations:
-        if request.tokenizer is None:
-            raise ValueError("conversations need a tokenizer's folder")
         print(PackedConversations(file, request.tokenizer, launch.seq_length, multiple, cache).describe())
     return replace(
         data,
@@ -357,10 +341,3 @@ def _print_report(request: TrainRequest, curve: log.Curve, baseline: float | Non
     if (saved := folders.latest_iteration(request.checkpoints)) is not None:
         print(f"checkpoint       {folders.checkpoint_path(request.checkpoints, saved)}")
     print(f"took             {time.monotonic() - started:.0f} s")
-
-
-def _event_files(request: TrainRequest) -> tuple[str, ...]:
-    """Options that write TensorBoard event files below the output, if the package is installed."""
-    if "--tensorboard-dir" in request.launch.options or importlib.util.find_spec("tensorboard") is None:
-        return ()
-    return ("--tensorboard-dir", str(request.output / "tensorboard"))

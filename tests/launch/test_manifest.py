@@ -75,6 +75,16 @@ def test_one_switch_of_the_recipe(tmp_path: Path) -> None:
         found.require_same(manifest.parts_of(words, {"NVTE_NVFP4_DISABLE_RHT": "1"}), 7, (), ALL, {})
 
 
+def test_margins_of_multiprocessors_are_no_part_of_the_precision(tmp_path: Path) -> None:
+    """They do not change numbers, and another GPU needs others."""
+    words = ["--fp4-format", "e2m1"]
+    margins = {"NVTE_FWD_LAYERNORM_SM_MARGIN": "16", "NVTE_BWD_LAYERNORM_SM_MARGIN": "16"}
+    found = _written(tmp_path, manifest.parts_of(words, margins))
+    for environment in ({}, margins | {"NVTE_FWD_LAYERNORM_SM_MARGIN": "20"}):
+        found.require_same(manifest.parts_of(words, environment), 7, (), ALL, {})
+        assert found.write(manifest.parts_of(words, environment), 7) == []
+
+
 @pytest.mark.parametrize("other", sorted(set(names()) - {"super"}))
 def test_no_option_allows_another_model(other: str, tmp_path: Path) -> None:
     found = _written(tmp_path, _published("super"))

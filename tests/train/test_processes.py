@@ -90,8 +90,8 @@ def test_a_closed_pipe_is_an_interrupt(tmp_path: Path) -> None:
 import os, sys
 from pathlib import Path
 from megatron_nemotron3.train import processes
-from megatron_nemotron3.train.progress import Progress
-progress = Progress(verbose=True)
+from megatron_nemotron3.train.progress import TrainProgress
+progress = TrainProgress(verbose=True)
 progress.training = True
 words = [sys.executable, "-c", {OBEYS!r}]
 sys.exit(100 + processes.follow(words, dict(os.environ), Path({str(tmp_path / "log")!r}), progress))

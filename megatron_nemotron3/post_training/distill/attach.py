@@ -33,7 +33,7 @@ from megatron_nemotron3.post_training.distill.lessons import FromStored, FromTea
 from megatron_nemotron3.post_training.distill.stored import Reader
 from megatron_nemotron3.post_training.distill.teacher import Teacher
 from megatron_nemotron3.train.teacher.manifest import is_stored
-from megatron_nemotron3.train.teacher.settings import Distillation, Taught, rest_of
+from megatron_nemotron3.train.teacher.settings import Distillation, Distillations, rest_of
 
 
 class Hooks(torch.nn.Module):
@@ -44,7 +44,7 @@ class Hooks(torch.nn.Module):
     wait for it inside the construction of another one, and in the schedule they wait for its activations.
     """
 
-    def __init__(self, model: HybridModel, start: Callable[[], list[Lesson]], taught: Taught) -> None:
+    def __init__(self, model: HybridModel, start: Callable[[], list[Lesson]], taught: Distillations) -> None:
         super().__init__()
         self._start, self._calls, self._depths = start, 0, 0
         self._taught, self._rest = taught, rest_of(taught)

@@ -19,8 +19,13 @@ from megatron_nemotron3.launch import Launch, TrainingData, TrainingSchedule, fl
 from megatron_nemotron3.launch.command import LAYOUT, chosen_layout
 from megatron_nemotron3.train.inputs import require_tokenizer
 from megatron_nemotron3.train.teacher.check import TeacherCheckpoint, find
-from megatron_nemotron3.train.teacher.data import of_run
-from megatron_nemotron3.train.teacher.manifest import LogitsManifest, is_stored, part_path, read_manifest
+from megatron_nemotron3.train.teacher.manifest import (
+    LogitsManifest,
+    is_stored,
+    part_path,
+    read_manifest,
+    rows_of_run,
+)
 from megatron_nemotron3.train.teacher.vocabulary import of_tokenizer
 
 #: Bytes of a part, about; a run that is interrupted repeats at most one.
@@ -119,7 +124,7 @@ def _data(options: LogitsOptions, teacher: TeacherCheckpoint) -> TrainingData:
     """The data set, its split and its tokenizer: those given, or those of the teacher's run."""
     if options.data_path and options.conversations:
         raise ValueError("--data-path and --conversations both say which rows to take: give one")
-    run = of_run(teacher.run)
+    run = rows_of_run(teacher.run)
     tokenizer = options.tokenizer or (run.tokenizer if run is not None else teacher.tokenizer)
     tokenizer = None if tokenizer is None else str(tokenizer)
     if tokenizer is None:

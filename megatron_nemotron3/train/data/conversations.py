@@ -100,7 +100,6 @@ class Encoder:
         self.marked = bool(_GENERATION.search(template))
 
     def encode(self, conversation: Conversation) -> Encoded:
-        """Tokens of a conversation."""
         if self.marked:
             found = self._render(conversation, tokenize=True)
             return Encoded(list(found["input_ids"]), [bool(one) for one in found["assistant_masks"]])
@@ -121,7 +120,6 @@ class Encoder:
         return Encoded(list(found["input_ids"]), trained)
 
     def _spans(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
-        """The conversation's text, and where in it the assistant's turns begin and end."""
         text, spans = str(self._render(conversation)), []
         for i, message in enumerate(conversation.messages):
             if message["role"] != "assistant":
@@ -131,8 +129,8 @@ class Encoder:
             # A template may put an empty thought into the prompt that the turn itself writes otherwise.
             start = len(os.path.commonprefix([prompt, text]))
             content = message.get("content")
-            said = content.strip() if isinstance(content, str) else ""
-            if not text.startswith(turn) or said not in text[start : len(turn)]:
+            written = content.strip() if isinstance(content, str) else ""
+            if not text.startswith(turn) or written not in text[start : len(turn)]:
                 raise ValueError(
                     f"{conversation.place}: message {i + 1} reads differently once others follow it, so "
                     "the chat template does not say which tokens are the assistant's: end the "
@@ -168,7 +166,6 @@ class Encoder:
 
 @contextmanager
 def _refused(conversation: Conversation) -> Iterator[None]:
-    """Name the conversation in what its template raises."""
     try:
         yield
     except ValueError:

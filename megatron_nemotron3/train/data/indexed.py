@@ -90,7 +90,6 @@ def _append(stream: BinaryIO, ids: list[int], dtype: str) -> None:
 
 
 def _write_index(path: Path, lengths: list[int], dtype: str) -> None:
-    """Write the .idx of documents that are one sequence each."""
     import numpy as np
 
     count, size = len(lengths), np.dtype(dtype).itemsize

@@ -1,7 +1,7 @@
 """Conversations packed into rows of one length: first fit, no conversation is cut.
 
-Tokens and marks of a file are computed once per tokenizer and kept as arrays beside it (or in
-`--data-cache-path`), which all processes map. Which conversation goes into which row depends on the length
+Tokens and marks of a file are computed once per tokenizer and kept as arrays in its folder (or
+in `--data-cache-path`), which all processes map. Which conversation goes into which row depends on the length
 of a row and is computed at each start.
 """
 
@@ -71,11 +71,10 @@ class PackedRow:
     conversations: int
 
 
-class Encodes(Protocol):
+class ConversationEncoder(Protocol):
     """What makes tokens of conversations."""
 
-    def encode(self, conversation: Conversation) -> Encoded:
-        """Tokens of a conversation."""
+    def encode(self, conversation: Conversation) -> Encoded: ...
 
     def key(self) -> bytes:
         """Changes with what the tokens depend on."""
@@ -89,14 +88,14 @@ class PackedConversations:
         tokenizer: folder of a Hugging Face tokenizer with a chat template, or another maker of tokens.
         length: tokens of a row.
         multiple: conversations are padded to a multiple of it; 2 * CP under context parallelism.
-        cache: folder for the arrays; None: `cache` beside the file.
+        cache: folder for the arrays; None: `cache` in the file's folder.
         pack: several conversations in a row; else each has a row of its own.
     """
 
     def __init__(
         self,
         path: str,
-        tokenizer: str | Encodes,
+        tokenizer: str | ConversationEncoder,
         length: int,
         multiple: int = 1,
         cache: str | None = None,
@@ -114,17 +113,17 @@ class PackedConversations:
         )
         sizes = np.diff(self._starts)
         padded = -(-sizes // multiple) * multiple
-        taught = np.add.reduceat(self._labels_trained(), self._starts[:-1]) if len(sizes) else sizes
+        trained = np.add.reduceat(self._labels_trained(), self._starts[:-1]) if len(sizes) else sizes
         #: Conversations of the file.
         self.in_file = len(sizes)
-        usable = (padded <= length) & (taught > 0)
+        usable = (padded <= length) & (trained > 0)
         self._kept = np.flatnonzero(usable)
         #: Conversations that are left out: longer than a row, or without a token of the assistant.
-        self.too_long, self.untaught = int((padded > length).sum()), int((taught == 0).sum())
+        self.too_long, self.untrained = int((padded > length).sum()), int((trained == 0).sum())
         if not len(self._kept):
             raise ValueError(
                 f"{path}: none of {len(sizes)} conversations can be trained on: {self.too_long} are longer "
-                f"than {length} tokens, {self.untaught} have no message of the assistant"
+                f"than {length} tokens, {self.untrained} have no message of the assistant"
             )
         self._rows = (
             first_fit(padded[self._kept].tolist(), length) if pack else [[i] for i in range(len(self._kept))]
@@ -141,7 +140,6 @@ class PackedConversations:
         return label.astype(np.int64)
 
     def __len__(self) -> int:
-        """Number of rows."""
         return len(self._rows)
 
     def members(self, index: int) -> list[int]:
@@ -158,7 +156,6 @@ class PackedConversations:
         return line, offset, part
 
     def row(self, index: int) -> PackedRow:
-        """Return a row."""
         import numpy as np
 
         length = self.length
@@ -188,8 +185,8 @@ class PackedConversations:
         text = f"{self.path}: {self.conversations:,} conversations in {len(self):,} rows, {share:.1%} full"
         if self.too_long:
             text += f"; {self.too_long:,} longer than {self.length:,} tokens are left out"
-        if self.untaught:
-            text += f"; {self.untaught:,} without a message of the assistant are left out"
+        if self.untrained:
+            text += f"; {self.untrained:,} without a message of the assistant are left out"
         return text
 
 
@@ -209,7 +206,7 @@ def _digest(tokenizer: str) -> bytes:
     return digest.digest()
 
 
-def _write(path: str, encoder: Encoder | Encodes, folder: Path) -> None:
+def _write(path: str, encoder: Encoder | ConversationEncoder, folder: Path) -> None:
     """Encode a file; the last array marks the folder as complete."""
     import numpy as np
 

@@ -23,7 +23,7 @@ FORMAT = 1
 MAX_BYTES = 6_000_000
 VOCAB_SIZE = 2048
 
-# Names below the folder of one input.
+# Names in the folder of one input.
 _PREFIX = "corpus"
 _TOKENIZER = "tokenizer"
 _CACHE = "cache"
@@ -54,17 +54,10 @@ class PreparedData:
         return os.path.join(self.folder, _CACHE)
 
     @property
-    def data_flags(self) -> list[str]:
-        return ["--data-path", self.prefix, "--split", self.split, "--data-cache-path", self.data_cache_path]
-
-    @property
-    def tokenizer_flags(self) -> list[str]:
-        return self.tokenizer.flags
-
-    @property
     def flags(self) -> list[str]:
-        """Both, for the end of a stock command line."""
-        return [*self.data_flags, *self.tokenizer_flags]
+        """Megatron's flags of the data set and of the tokenizer."""
+        data = ["--data-path", self.prefix, "--split", self.split, "--data-cache-path", self.data_cache_path]
+        return data + self.tokenizer.flags
 
 
 def prepare(
@@ -74,7 +67,6 @@ def prepare(
     max_bytes: int | None = MAX_BYTES,
     *,
     tokenizer: Literal["bpe", "bytes"] = "bpe",
-    pattern: str | None = None,
     split: str | None = None,
 ) -> PreparedData:
     """Turn the text at `path` (None: Python's own sources, see read_texts) into data for stock Megatron.
@@ -89,7 +81,7 @@ def prepare(
 
     Raises the errors of read_texts, train_tokenizer, write_dataset and split_documents.
     """
-    texts = read_texts(path, pattern=pattern, max_bytes=max_bytes)
+    texts = read_texts(path, max_bytes=max_bytes)
     digest = _digest(texts.documents, tokenizer, vocab_size)
     root = Path(folder).absolute() / digest[:16]
     manifest = _read_manifest(root, digest)
@@ -138,7 +130,6 @@ def _build(root: Path, digest: str, documents: Sequence[str], kind: str, vocab_s
 
 
 def _remove_cut_indices(cache: Path) -> None:
-    """Remove the sample indices that Megatron did not write to their end."""
     import numpy
 
     for file in cache.glob("*.npy"):
@@ -161,7 +152,6 @@ def _read_manifest(root: Path, digest: str) -> dict[str, Any] | None:
 
 
 def _digest(documents: Sequence[str], kind: str, vocab_size: int) -> str:
-    """SHA-256 of the documents and of everything else that determines what is written."""
     library = importlib.metadata.version("tokenizers") if kind == "bpe" else None
     vocabulary = vocab_size if kind == "bpe" else None
     digest = hashlib.sha256(json.dumps([FORMAT, kind, vocabulary, library]).encode())

@@ -1,4 +1,4 @@
-"""Collect documents (strings) from files on this machine. Standard library only."""
+"""Collect documents (strings) from files on this machine."""
 
 from __future__ import annotations
 
@@ -118,8 +118,6 @@ def _files(root: Path, pattern: str, excluded: frozenset[str]) -> list[Path]:
 
 
 class _Collector:
-    """The documents so far, and the bytes that remain."""
-
     def __init__(self, max_bytes: int | None) -> None:
         self.max_bytes = max_bytes
         self.documents: list[str] = []

@@ -8,8 +8,7 @@ Two of Megatron 0.19's --tokenizer-type choices need no network, no GPU and no f
 - NullTokenizer with --vocab-size 257: it cannot encode text, but training needs only the size and `eod`,
   the last id. Tokens 0 to 255 are then bytes. Needs nothing. Megatron cannot print its samples as text.
 
-GPT2BPETokenizer asks huggingface.co for the configuration of "gpt2" even with local vocabulary files, and
-ByteLevelTokenizer is a class of the library that no --tokenizer-type can build.
+GPT2BPETokenizer requests the configuration of "gpt2" from huggingface.co even with local vocabulary files.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ SMALLEST_VOCABULARY = BYTES + 2
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    """A tokenizer: what to tell Megatron (`flags`), and encoding and decoding here."""
+    """A tokenizer: Megatron's flags for it, and encoding and decoding here."""
 
     #: --tokenizer-type
     tokenizer_type: str
@@ -50,7 +49,6 @@ class TokenizerInfo:
 
     @property
     def flags(self) -> list[str]:
-        """Stock Megatron flags."""
         if self.tokenizer_model is None:
             return ["--tokenizer-type", self.tokenizer_type, "--vocab-size", str(self.vocab_size)]
         return ["--tokenizer-type", self.tokenizer_type, "--tokenizer-model", self.tokenizer_model]
@@ -135,10 +133,7 @@ def train_tokenizer(
         **({} if chat_template is None else {"chat_template": chat_template}),
     }
     folder = Path(folder).absolute()
-    with atomic_group(Path(folder, "tokenizer_config.json"), Path(folder, "tokenizer.json")) as (
-        config_path,
-        path,
-    ):
+    with atomic_group(folder / "tokenizer_config.json", folder / "tokenizer.json") as (config_path, path):
         config_path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         path.write_text(tokenizer.to_str(pretty=True), encoding="utf-8", newline="")
     eod = tokenizer.token_to_id(end)

@@ -1,18 +1,14 @@
-"""The loss of a model that knows only how often each token occurs: what training must beat.
+"""The loss of a model that knows only how often each token occurs.
 
-A language model that ignores its context can do no better than predict every token with its frequency. Its
-loss is a reference for the final loss: a model above it has learnt nothing about order.
+It is a reference for the final loss: a model above it has learnt nothing about the order of tokens.
 
     uniform        log V                           a model that knows nothing: the loss at step 0
     cross entropy  -sum_t q(t) log p(t)            p: training split, smoothed; q: validation split
     entropy        -sum_t p(t) log p(t)            p: training split, not smoothed
 
 all in nats per token, as Megatron prints its loss (`lm loss`). Smoothing is add-one (Laplace): p(t) =
-(n(t) + 1) / (N + V), V the vocabulary before Megatron pads it, so every token gets some probability. With
-N of 1.9 million and V of 2048 (the default corpus) it costs less than 0.0001 nats on the training split.
-
-Tokens are counted in the .bin/.idx Megatron reads and over the documents its --split gives to training and
-validation, end-of-document tokens included (Megatron's loss includes them unless --eod-mask-loss).
+(n(t) + 1) / (N + V), V the vocabulary before Megatron pads it. On the default corpus (N of 1.9 million, V of
+2048) it costs less than 0.0001 nats. End-of-document tokens are included, as in Megatron's loss.
 """
 
 from __future__ import annotations
@@ -81,7 +77,6 @@ def entropy(counts: np.ndarray) -> float:
 
 
 def _counts(dataset: list[np.ndarray], documents: range, vocab_size: int) -> np.ndarray:
-    """Occurrences of each token, [V]."""
     import numpy as np
 
     counts = np.zeros(vocab_size, dtype=np.int64)

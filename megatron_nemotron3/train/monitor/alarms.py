@@ -1,4 +1,4 @@
-"""Which warnings of the rules are printed, and when: one line for one fault. Standard library only."""
+"""Which warnings of the rules are printed, and when: one line for one fault."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ class _Row:
     calm: int = 0
     calm_since: int = 0
     settled: bool = False
-    told: bool = False
+    reported: bool = False
     times: int = 0
-    told_at: int = 0
+    reported_at: int = 0
 
     def see(self, sign: Sign | None, iteration: int) -> None:
         if sign is None:
             self.calm += 1
             self.calm_since = iteration if self.calm == 1 else self.calm_since
             if self.calm >= CALM:
-                self.told = False
+                self.reported = False
                 self.settled = self.settled or iteration - self.calm_since >= SETTLED_STEPS
         else:
             self.calm = 0
@@ -71,10 +71,9 @@ class Watchdog:
 
     A fault is reported when a rule has seen it in `persist` measurements in a row. All rows that show it by
     then share a line, and other rules of the subject are silent about it. A row is reported again only after
-    `CALM` measurements without it. Routers of a
-    young run are uneven while it is healthy, so until the early phase ends, only rows that had settled count.
-    The early phase lasts 1 / bias update rate iterations: in that time the update alone moves a bias across
-    the whole range of a score.
+    `CALM` measurements without it. Routers of a young run are uneven while it is healthy, so until the early
+    phase ends, only rows that had settled count. It lasts 1 / bias update rate iterations: in that time the
+    update alone moves a bias across the whole range of a score.
     """
 
     def __init__(self) -> None:
@@ -83,11 +82,10 @@ class Watchdog:
         #: Everything that was found.
         self.findings: list[Alarm] = []
         self._rows: dict[tuple[str, str], _Row] = {}
-        self._told_at: dict[str, int] = {}
+        self._reported_at: dict[str, int] = {}
         self._measurements = 0
 
     def add(self, iteration: int, values: Mapping[str, float]) -> list[Alarm]:
-        """Add the values (tag -> value) of an iteration; return new findings."""
         for tag, value in values.items():
             if value == value and _USED.fullmatch(tag):
                 points = self.series.setdefault(tag, [])
@@ -108,27 +106,27 @@ class Watchdog:
         news = [row for row in signs if self._is_news(rule, row, early)]
         if not any(self._rows[rule.name, row].firm >= rule.persist for row in news):
             return None
-        if self._measurements < self._told_at.get(rule.name, -PAUSE) + PAUSE:
+        if self._measurements < self._reported_at.get(rule.name, -PAUSE) + PAUSE:
             return None
-        self._told_at[rule.name] = self._measurements
+        self._reported_at[rule.name] = self._measurements
         for row in news:
             state = self._rows[rule.name, row]
-            state.told, state.told_at, state.times = True, self._measurements, state.times + 1
+            state.reported, state.reported_at, state.times = True, self._measurements, state.times + 1
         return Alarm(rule.name, iteration, _message(rule, {row: signs[row] for row in news}), tuple(news))
 
     def _is_news(self, rule: MonitorRule, row: str, early: bool) -> bool:
         """Whether a row shows the fault, was not reported, and is not part of what another rule reported."""
         state = self._rows[rule.name, row]
-        if not state.firm or state.told or (early and not state.settled):
+        if not state.firm or state.reported or (early and not state.settled):
             return False
-        if state.times and self._measurements < state.told_at + PAUSE * 2**state.times:
+        if state.times and self._measurements < state.reported_at + PAUSE * 2**state.times:
             return False
         begun = self._measurements - state.firm
         family = [other for other in RULES if other.subject and other.subject == rule.subject]
-        told = {other: self._rows.get((other.name, row)) for other in family}
+        seen_by = {other: self._rows.get((other.name, row)) for other in family}
         return not any(
-            seen is not None and seen.told and (other.explains or begun <= seen.told_at + PAUSE)
-            for other, seen in told.items()
+            seen is not None and seen.reported and (other.explains or begun <= seen.reported_at + PAUSE)
+            for other, seen in seen_by.items()
         )
 
 

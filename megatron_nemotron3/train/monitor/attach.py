@@ -49,7 +49,7 @@ def watch_mtp(mtp_layer: Any) -> None:
 
 
 def _reason_against(config: Any) -> str | None:
-    """Why this model cannot be monitored, or None. Printed on rank 0 if the user asked for monitors."""
+    """Why this model cannot be monitored, or None. Printed on rank 0 if the user requested monitors."""
     if config.num_moe_experts is None:
         reason = "the model has no MoE layer, and Megatron reports metrics through the MoE tracker"
     elif config.cuda_graph_impl not in (None, "none"):
@@ -58,13 +58,12 @@ def _reason_against(config: Any) -> str | None:
         reason = f"a {type(get_moe_metrics_tracker()).__name__} was set as metric tracker before"
     else:
         return None
-    if settings.asked_for() and torch.distributed.get_rank() == 0:
+    if settings.requested() and torch.distributed.get_rank() == 0:
         print(f"megatron_nemotron3: {MONITOR} has no effect: {reason}", flush=True)
     return reason
 
 
 def _install_monitor(interval: int, groups: Any) -> Monitor:
-    """The monitor of this process; create it and replace Megatron's tracker if there is none."""
     tracker = get_moe_metrics_tracker()
     if not isinstance(tracker, MonitorTracker) or not tracker.monitor.layers:
         tracker = MonitorTracker(Monitor(interval, groups), before=tracker)

@@ -21,11 +21,7 @@ PATTERN = "events.out.tfevents.*"
 
 
 def find(folder: Path) -> list[Path]:
-    """Find the event files of one run in `folder` or in one folder below it, oldest first.
-
-    Raises:
-        ValueError: the folder is missing, has no event files, or has those of several runs.
-    """
+    """Find the event files of one run in `folder` or in one folder below it, oldest first."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder: give the one of --tensorboard-dir")
     files = sorted(folder.rglob(PATTERN))
@@ -38,12 +34,7 @@ def find(folder: Path) -> list[Path]:
 
 
 def read(files: list[Path]) -> History:
-    """Read all scalars of a run. Where a resumed run repeats iterations, the later file counts.
-
-    Raises:
-        ValueError: a file is corrupt.
-        ModuleNotFoundError: the tensorboard package is not installed.
-    """
+    """Read all scalars of a run. Where a resumed run repeats iterations, the later file counts."""
     series: dict[str, dict[int, float]] = {}
     for file in files:
         added: dict[str, dict[int, float]] = {}

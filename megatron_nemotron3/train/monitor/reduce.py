@@ -40,10 +40,7 @@ def measure(
 ) -> tuple[Values, dict[str, float]]:
     """Values of all layers of all stages, and numbers of the run; the same on every rank. Collective.
 
-    Args:
-        layers: layers of this rank that were trained since the last report.
-        loss: [sum, tokens] of the main loss on ranks of the last stage.
-        groups: ProcessGroupCollection with `tp`, `expt_tp`, `tp_cp`, `dp` and `pp`.
+    layers: those of this rank. loss: [sum, tokens] of the main loss on ranks of the last stage.
     """
     where = {ddp: gradient_places(ddp) for ddp in {layer.ddp() for layer in layers}}
     parts = [_layer_sums(layer, where[layer.ddp()], groups) for layer in layers]
@@ -63,7 +60,7 @@ def measure(
 
 
 def _router_numbers(layers: Sequence[WatchedLayer], parts: Sequence[_LayerSums]) -> dict[str, float]:
-    """What the warnings judge routers by: the same for all MoE layers, but for depths that share one."""
+    """Numbers that the rules need: the same for all MoE layers, but for depths that share one."""
     found: dict[str, float] = {}
     for layer, part in zip(layers, parts):
         if "interval" not in part:
@@ -152,7 +149,6 @@ def _over_stages(
 
 
 def _all_reduce(tensors: list[Tensor], group: Any, op: Any = torch.distributed.ReduceOp.SUM) -> None:
-    """Reduce tensors in place, as one message."""
     if not tensors or group.size() == 1:
         return
     flat = torch.cat([t.reshape(-1) for t in tensors])

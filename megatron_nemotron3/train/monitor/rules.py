@@ -1,4 +1,4 @@
-"""Rules of the warnings: which sign, for how long, what it means, what to do. Standard library only."""
+"""Rules of the warnings: which sign, for how long, what it means, what to do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_nemotron3.train.monitor.signs import Series, Signs
 
 @dataclass(frozen=True)
 class MonitorRule:
-    """A rule, and what its warning says after the numbers."""
+    """A rule, and the text of its warning after the numbers."""
 
     find: Callable[[Series], Signs]
     #: Measurements in a row that must show it.
@@ -27,7 +27,6 @@ class MonitorRule:
 
     @property
     def name(self) -> str:
-        """As in the documentation."""
         return self.find.__name__
 
 

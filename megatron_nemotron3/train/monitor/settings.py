@@ -1,4 +1,4 @@
-"""How often the monitors run. Standard library only."""
+"""How often the monitors run."""
 
 from __future__ import annotations
 
@@ -25,11 +25,8 @@ def interval() -> int:
     """Iterations from one measurement to the next; 0 for off.
 
     The value of `monitoring` or NEMOTRON3_MONITOR counts first. Without one, a Megatron training script is
-    monitored at its `--log-interval`, or at the first multiple of it that is at least `LEAST_DEFAULT`. A
-    model built in any other pipeline is not monitored, because nothing there asks for a report.
-
-    Raises:
-        ValueError: NEMOTRON3_MONITOR is not a number.
+    monitored at the first multiple of its `--log-interval` that is at least `LEAST_DEFAULT`. A model built in
+    any other pipeline is not monitored, because nothing there requests a report.
     """
     given = _INTERVAL.current()
     if given is not None:
@@ -41,6 +38,6 @@ def interval() -> int:
     return log_interval * -(-LEAST_DEFAULT // log_interval)
 
 
-def asked_for() -> bool:
-    """Whether the user asked for monitors by name, so that a reason for their absence must be printed."""
+def requested() -> bool:
+    """Whether the user set an interval, so that a reason for the absence of monitors must be printed."""
     return bool(_INTERVAL.current())

@@ -1,9 +1,9 @@
-"""Signs that something is wrong with a run: pure functions over its measurements. Standard library only.
+"""Signs that something is wrong with a run: pure functions over its measurements.
 
 A function takes series (tag -> points (iteration, value), in order) and returns what it sees now: row ->
-`Sign`. It neither counts nor remembers. `rules` says what a sign means, `alarms` what is printed.
+`Sign`. It has no state. `rules` has the meaning of a sign, `alarms` decides what is printed.
 
-What the Ultra report (arXiv 2606.15007) says about its two divergences:
+The two divergences of the Ultra report (arXiv 2606.15007):
 
 1. At about 8T tokens the output layer's gradient was accumulated in BF16, whose mantissa lost the small
    contribution of the MTP depths. The loss of MTP depth 2 rose first. FP32 gradient reduction cured it.
@@ -106,6 +106,10 @@ def top_k(series: Series, row: str) -> float | None:
     return number(series, "top_k") if own is None else own
 
 
+def _threshold(name: str) -> float:
+    return THRESHOLDS[name].value
+
+
 def router_collapse(series: Series) -> Signs:
     """Find routers that send their tokens to few experts: MaxVio over the interval, against its bound."""
     experts = number(series, "experts")
@@ -114,17 +118,16 @@ def router_collapse(series: Series) -> Signs:
         topk = top_k(series, row)
         if not experts or not topk or experts <= topk:
             continue
-        bound = experts / topk
-        value = points[-1][1]
+        bound, value = experts / topk, points[-1][1]
         share = (value - 1) / (bound - 1)
         before = _base(points)
         jumped = (
             before is not None
-            and share >= THRESHOLDS["collapse_jump_share"].value
-            and value - 1 >= THRESHOLDS["collapse_jump"].value * (before - 1)
+            and share >= _threshold("collapse_jump_share")
+            and value - 1 >= _threshold("collapse_jump") * (before - 1)
         )
-        firm = share >= THRESHOLDS["collapse"].value or jumped
-        if firm or share >= THRESHOLDS["uneven"].value:
+        firm = share >= _threshold("collapse") or jumped
+        if firm or share >= _threshold("uneven"):
             was = "" if before is None else f", from {before:.2f}"
             text = f"MaxVio of {spoken(row)} is {value:.2f}{was}; {bound:.2f} is the most possible"
             found[row] = Sign(text, share, firm)
@@ -132,27 +135,23 @@ def router_collapse(series: Series) -> Signs:
 
 
 def router_outlier(series: Series) -> Signs:
-    """Find an MoE layer that loses its balance while the others keep theirs (Ultra's second divergence).
-
-    MaxVio lies between 1 and experts / top-k. Where top-k differs by layer (Puzzle), the excess over 1 is
-    scaled to the median layer's bound before layers are compared.
-    """
+    """Find an MoE layer that loses its balance while the others keep theirs (Ultra's second divergence)."""
+    # MaxVio lies between 1 and experts / top-k. Where top-k differs by layer (Puzzle), the excess over 1 is
+    # scaled to the median layer's bound before layers are compared.
     layers = {
         row: points for row, points in _rows(series, "max_vio") if is_decoder(row) and len(points) >= SMOOTH
     }
-    if len(layers) < THRESHOLDS["min_moe_layers"].value:
+    if len(layers) < _threshold("min_moe_layers"):
         return {}
     bounds = _bounds(series, layers)
     usual = statistics.median(bounds.values()) if bounds else math.nan
     now = {row: statistics.median(v for _, v in points[-SMOOTH:]) for row, points in layers.items()}
     scaled = {
-        row: value
-        if not bounds or bounds[row] == usual
-        else 1 + (value - 1) * (usual - 1) / (bounds[row] - 1)
+        row: 1 + (value - 1) * (usual - 1) / (bounds[row] - 1) if bounds and bounds[row] != usual else value
         for row, value in now.items()
     }
     median = statistics.median(scaled.values())
-    limit = THRESHOLDS["max_vio_over_median"].value * median
+    limit = _threshold("max_vio_over_median") * median
     found: Signs = {}
     for row, value in scaled.items():
         if value >= OVER * limit:
@@ -179,20 +178,20 @@ def dead_experts(series: Series) -> Signs:
     experts, tokens = number(series, "experts"), number(series, "interval_tokens")
     if not experts or not tokens:
         return {}
-    many = max(2, math.ceil(THRESHOLDS["dead_share"].value * experts))
-    history = int(THRESHOLDS["dead_history"].value)
+    many = max(2, math.ceil(_threshold("dead_share") * experts))
+    history = int(_threshold("dead_history"))
     found: Signs = {}
     for row, points in _rows(series, "dead_experts_interval"):
         topk, dead = top_k(series, row), points[-1][1]
         if not topk or experts <= topk:
             continue
         # Each of T independent tokens leaves an expert out with probability 1 - k / N.
-        independent = tokens / THRESHOLDS["alike"].value
+        independent = tokens / _threshold("alike")
         expected = experts * math.exp(independent * math.log1p(-topk / experts))
         chance = _at_least(int(dead), expected)
-        if chance > THRESHOLDS["dead_settled"].value:
+        if chance > _threshold("dead_settled"):
             continue
-        unlikely = dead >= many and chance <= THRESHOLDS["dead_chance"].value
+        unlikely = dead >= many and chance <= _threshold("dead_chance")
         long = len(points) >= history and all(value >= 1 for _, value in points[-history:])
         steps = points[-1][0] - points[-2][0] if len(points) > 1 else points[-1][0]
         text = (
@@ -205,7 +204,7 @@ def dead_experts(series: Series) -> Signs:
 
 def no_gradient(series: Series) -> Signs:
     """Find layers whose weights get no gradient."""
-    limit = THRESHOLDS["no_gradient"].value
+    limit = _threshold("no_gradient")
     return {
         row: Sign(
             f"{100 * share:.1f} % of the gradients of {spoken(row)} are exactly zero", share, share >= limit
@@ -217,7 +216,7 @@ def no_gradient(series: Series) -> Signs:
 
 def residual_jump(series: Series) -> Signs:
     """Find a sudden growth of the residual stream, or one over depth that no published run had."""
-    jump, most = THRESHOLDS["residual_jump"].value, THRESHOLDS["residual_ratio"].value
+    jump, most = _threshold("residual_jump"), _threshold("residual_ratio")
     found: Signs = {}
     layers = [(row, points[-1][1], _base(points)) for row, points in _rows(series, "residual_rms")]
     for i, (row, now, before) in enumerate(layers):
@@ -256,7 +255,7 @@ def bias_drift(series: Series) -> Signs:
     means = dict(_rows(series, "expert_bias_mean"))
     for row, points in _rows(series, "expert_bias_spread"):
         now = points[-1][1]
-        if now >= OVER * (limit := THRESHOLDS["bias_range"].value):
+        if now >= OVER * (limit := _threshold("bias_range")):
             found[row] = Sign(
                 f"the expert biases of {spoken(row)} differ by up to {now:.2f}; scores differ by less than 1",
                 now,
@@ -269,7 +268,7 @@ def bias_drift(series: Series) -> Signs:
                 continue
             (begun, before), (iteration, after) = moved[-2:]
             speed = abs(after - before) / (iteration - begun)
-            if speed > THRESHOLDS["bias_step"].value * most + 1e-5:
+            if speed > _threshold("bias_step") * most + 1e-5:
                 found[row] = Sign(
                     f"the {what} of the expert biases of {spoken(row)} moved by {speed:.2g} per step; "
                     f"their update moves it by at most {most:.2g}",
@@ -289,10 +288,8 @@ def mtp_loss_jump(series: Series) -> Signs:
         if before is None:
             continue
         now, lm_loss = gap[-1][1], main[gap[-1][0]]
-        limit = max(
-            THRESHOLDS["mtp_jump"].value * lm_loss,
-            THRESHOLDS["mtp_jump_in_sigma"].value * _point_noise(gap[-BASE - RECENT : -RECENT]),
-        )
+        noise = _threshold("mtp_jump_in_sigma") * _point_noise(gap[-BASE - RECENT : -RECENT])
+        limit = max(_threshold("mtp_jump") * lm_loss, noise)
         if now - before >= OVER * limit:
             text = (
                 f"the loss of MTP depth {depth} is {points[-1][1]:.3f}, {now:+.3f} from the main loss; "
@@ -305,24 +302,21 @@ def mtp_loss_jump(series: Series) -> Signs:
 def mtp_loss_rise(series: Series) -> Signs:
     """Find a loss of the deepest MTP depth that rises more than that of the depth before (Ultra's first)."""
     depths = _depths(series)
-    if not depths or len(depths[-1][1]) < THRESHOLDS["mtp_history"].value:
+    if not depths or len(depths[-1][1]) < _threshold("mtp_history"):
         return {}
     depth, points = depths[-1]
     smooth = _running_median(points)
     # Windows that share no point with the last window.
     lowest = min(range(len(smooth) - SMOOTH), key=smooth.__getitem__)
     rise = smooth[-1] - smooth[lowest]
-    limit = max(
-        THRESHOLDS["mtp_rise"].value * smooth[lowest],
-        THRESHOLDS["mtp_rise_in_sigma"].value * _point_noise(points),
-    )
+    noise = _threshold("mtp_rise_in_sigma") * _point_noise(points)
+    limit = max(_threshold("mtp_rise") * smooth[lowest], noise)
     other = ""
     if len(depths) > 1:
         shallower = _running_median(depths[-2][1])
-        moved = (
-            shallower[-1] - shallower[lowest]
-        )  # since the same iteration: both depths saw the same batches
-        limit = max(limit, THRESHOLDS["mtp_rise_over_shallower"].value * moved)
+        # Since the same iteration: both depths saw the same batches.
+        moved = shallower[-1] - shallower[lowest]
+        limit = max(limit, _threshold("mtp_rise_over_shallower") * moved)
         other = f", depth {depths[-2][0]}'s changed by {moved:+.3f}"
     text = f"the loss of MTP depth {depth} rose by {rise:.3f} to {smooth[-1]:.3f}{other}"
     return {f"mtp_{depth}": Sign(text, rise, rise >= limit)} if rise >= OVER * limit else {}
@@ -339,7 +333,6 @@ def _rows(series: Series, kind: str) -> Iterator[tuple[str, Sequence[Point]]]:
 
 
 def _depths(series: Series) -> list[tuple[int, Sequence[Point]]]:
-    """Losses of the MTP depths, in order."""
     return sorted(
         (int(found[1]), points)
         for tag, points in series.items()
@@ -362,7 +355,6 @@ def _base(points: Sequence[Point], least: int = LEAST_BASE) -> float | None:
 
 
 def _running_median(points: Sequence[Point]) -> list[float]:
-    """Running median of the values; the i-th is that of points i to i + SMOOTH - 1."""
     values = [value for _, value in points]
     return [statistics.median(values[i : i + SMOOTH]) for i in range(len(values) - SMOOTH + 1)]
 

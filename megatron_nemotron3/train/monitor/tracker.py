@@ -45,7 +45,6 @@ class Monitor:
 
     @property
     def layers(self) -> list[WatchedLayer]:
-        """Layers of models that still exist, sorted by name."""
         return sorted(self._layers, key=lambda layer: layer.name)
 
     def report(self, loss_scale: float, iteration: int, writer: Any, wandb_writer: Any) -> str:
@@ -97,7 +96,6 @@ class MonitorTracker(MoEMetricsTracker):
         *args: Any,
         **kwargs: Any,
     ) -> str:
-        """As upstream's."""
         line: str = super().report(loss_scale, iteration, writer, wandb_writer, *args, **kwargs)
         return line + self.monitor.report(loss_scale, iteration, writer, wandb_writer)
 

@@ -69,18 +69,14 @@ def watch_command(options: WatchOptions) -> int:
             warnings=[],
             not_applied=[],
         )
-        _say_findings(history)
+        for finding in scan(history):
+            say(f"WARNING: {finding}", warnings=[asdict(finding)])
+        if f"{AGGREGATES}/experts" not in history:
+            say(
+                f"not applied: {', '.join(_NEED_AGGREGATES)} (event files of an earlier version)",
+                not_applied=list(_NEED_AGGREGATES),
+            )
     return 0
-
-
-def _say_findings(history: History) -> None:
-    for finding in scan(history):
-        say(f"WARNING: {finding}", warnings=[asdict(finding)])
-    if f"{AGGREGATES}/experts" not in history:
-        say(
-            f"not applied: {', '.join(_NEED_AGGREGATES)} (event files of an earlier version)",
-            not_applied=list(_NEED_AGGREGATES),
-        )
 
 
 def plot(history: History, panels: dict[str, History], path: Path, title: str) -> None:
@@ -108,6 +104,7 @@ def _panel_rows(history: History, kind: str) -> History:
 
 
 def draw_losses(axes: Any, history: History) -> None:
+    """Draw the losses that Megatron writes."""
     for tag in sorted(filter(_LOSS.fullmatch, history)):
         name = tag.removesuffix(" loss")
         label = "next token" if name == "lm" else spoken(name)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_nemotron3.common.hooks import MeasuredSteps, first_forward, no_wrapper
 
-#: Maximum number of visits kept without a report, for training loops that never ask for one.
+#: Maximum number of visits kept without a report, for training loops that never request one.
 LIMIT = 16_384
 
 
@@ -56,11 +56,9 @@ class WatchedLayer:
 
     @property
     def has_data(self) -> bool:
-        """Whether this layer was trained since the last report."""
         return bool(self.residual)
 
     def clear(self) -> None:
-        """Drop what was collected in the step and the interval."""
         self.residual, self.latent, self.loads = [], [], []
         self.interval_load = None
 

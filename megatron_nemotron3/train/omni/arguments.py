@@ -38,13 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    """Parse and validate the command line; it is also in `sys.argv`, where Megatron reads it.
-
-    Megatron's own validation sees the language model's share of the world.
-
-    Raises:
-        ValueError: the layouts do not fit, there are no data, or the checkpoint to load has another model.
-    """
+    """Parse and validate the command line; it is also in `sys.argv`, where Megatron reads it."""
     args = parse_args(add_arguments)
     for flag in ("use_megatron_fsdp", "use_torch_fsdp2"):
         if getattr(args, flag):
@@ -65,11 +59,12 @@ def parse(words: list[str]) -> argparse.Namespace:
         sequence_parallel=args.sequence_parallel,
     )
     encoders = {VISION: args.vision_layout, SOUND: args.sound_layout}
-    if not _has_sound(args.omni_encoders):
+    if '"sound": null' in args.omni_encoders:
         del encoders[SOUND]
     layouts = module_layouts(args.world_size, sizes, encoders, args.micro_batch_size)
     args.calculate_per_token_loss = True  # the scale of the encoders' gradients needs the number of tokens
     args.save_tokenizer_assets = False  # Megatron builds no tokenizer: the text is the processor's
+    # Megatron's own validation sees the language model's share of the world.
     world, args.world_size = args.world_size, layouts[LANGUAGE].size
     try:
         validate_args(args, {"dataloader_type": "external"})
@@ -102,23 +97,19 @@ def _require_data(args: argparse.Namespace) -> None:
             raise ValueError(f"{len(files)} files of conversations, {files[0]} and others: give one")
 
 
-def _has_sound(encoders: str) -> bool:
-    return '"sound": null' not in encoders
-
-
 def layouts_of(args: argparse.Namespace) -> dict[str, Layout]:
-    """Return the modules' layouts, the language model's first."""
+    """The modules' layouts, the language model's first."""
     return {name: Layout.parse(text) for name, text in args.omni_layouts.items()}
 
 
 def omni_of(args: argparse.Namespace) -> OmniConfig:
-    """Return the model of parsed arguments."""
+    """The model of parsed arguments."""
     language = config_of(args, vocab_size=args.vocab_size or args.padded_vocab_size)
     return with_encoders(language, args.omni_encoders)
 
 
 def _require_same_model(args: argparse.Namespace, words: list[str]) -> None:
-    """Check the checkpoint that a command line loads, and leave its random state where it belongs."""
+    """Check the checkpoint that a command line loads; another layout does not load its random state."""
     found = loaded(words)
     if found is None:
         return
@@ -140,7 +131,7 @@ def _require_same_model(args: argparse.Namespace, words: list[str]) -> None:
 
 
 def _leaves(encoders: str) -> dict[str, Any]:
-    """Return the sizes in what `encoders_json` wrote, by names such as "vision.hidden_size"."""
+    """The sizes in what `encoders_json` wrote, by names such as "vision.hidden_size"."""
     found: dict[str, Any] = {}
     for name, value in json.loads(encoders).items():
         found |= {f"{name}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value}

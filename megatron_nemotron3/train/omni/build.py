@@ -1,4 +1,4 @@
-"""Nano Omni as Megatron's MIMO model: this rank's part of it, in any layout of its modules. Needs Megatron.
+"""Nano Omni as Megatron's MIMO model: this rank's part of it, in any layout of its modules.
 
     model, groups = build(get_omni("nano-omni-tiny"), {"language": Layout.of(tp=2), "vision": …, "sound": …})
 
@@ -28,6 +28,7 @@ from megatron_nemotron3.launch import Launch, ParallelLayout
 from megatron_nemotron3.models.omni import OmniConfig
 from megatron_nemotron3.train.build import model_config
 from megatron_nemotron3.train.omni.encoders import Projector, SoundEncoder, VisionEncoder, projector_sizes
+from megatron_nemotron3.train.omni.layouts import LANGUAGE, SOUND, VISION
 
 with warnings.catch_warnings():  # MIMO calls itself experimental, at import
     warnings.simplefilter("ignore")
@@ -35,13 +36,14 @@ with warnings.catch_warnings():  # MIMO calls itself experimental, at import
     from megatron.core.models.mimo.submodules.audio import AudioModalitySubmodules
     from megatron.core.models.mimo.submodules.vision import VisionModalitySubmodules
 
-LANGUAGE, VISION, SOUND = "language", "vision", "sound"
+#: Seed of the initial weights that `build` draws.
+_SEED = 1
 #: What can be frozen. "vision" and "sound" are the encoders without their projectors.
 PARTS = (LANGUAGE, VISION, "vision-projector", SOUND, "sound-projector")
 
 
 def language_spec(launch: Launch, at: ProcessGroupCollection | None) -> ModuleSpec:
-    """Return the language model's module; `at` is this rank's groups, None on a rank without it."""
+    """The language model's module; `at` is this rank's groups, None on a rank without it."""
     config = model_config(launch, whole_world=False)
     config.transformer.calculate_per_token_loss = True
     config.vocab_size, config.seq_length = launch.config.vocab_size, launch.config.seq_length
@@ -49,7 +51,7 @@ def language_spec(launch: Launch, at: ProcessGroupCollection | None) -> ModuleSp
 
 
 def hybrid_spec(config: Any, at: ProcessGroupCollection | None) -> ModuleSpec:
-    """Return the module of a `HybridModelConfig`; `at` as for `language_spec`."""
+    """The module of a `HybridModelConfig`; `at` as for `language_spec`."""
     if at is None:
         return ModuleSpec(module=HybridModel, params={"config": config.transformer})
     return ModuleSpec(
@@ -72,7 +74,7 @@ def hybrid_spec(config: Any, at: ProcessGroupCollection | None) -> ModuleSpec:
 def encoder_specs(
     config: OmniConfig, at: Mapping[str, ProcessGroupCollection], seed: int | None = None
 ) -> dict[str, ModuleSpec]:
-    """Return the encoders' modules with their projectors."""
+    """The encoders' modules with their projectors."""
     kinds = {
         VISION: (VisionModalitySubmodules, "radio", VisionEncoder, config.vision),
         SOUND: (AudioModalitySubmodules, "parakeet", SoundEncoder, config.sound),
@@ -98,21 +100,20 @@ def build(
     layouts: Mapping[str, Layout],
     *,
     precision: str = "fp32",
-    backend: str = "torch",
     ep: int = 1,
     frozen: Collection[str] = (),
     feed: RowFeed | None = None,
-    seed: int = 1,
 ) -> tuple[BoundaryMimoModel, dict[str, ProcessGroupCollection]]:
-    """Return this rank's part of the model, and its groups by module.
+    """Return this rank's part of the model on the torch backend, and its groups by module.
+
+    Initial weights of encoders and projectors do not depend on the layout.
 
     Args:
         layouts: of `LANGUAGE`, `VISION` and `SOUND`; of `SOUND` only if the model has it. With TP the
             language model is sequence parallel, whether its layout says so or not.
-        precision: of all parts, as of `Launch`; with "bf16" the encoders compute in BF16, too.
+        precision: of all parts, as of `Launch`.
         ep: expert parallelism of the language model.
         frozen: parts (of `PARTS`) whose parameters do not train.
-        seed: of initial weights. Those of encoders and projectors do not depend on the layout.
 
     Raises:
         ValueError: a module has no layout, a layout is of no module, layouts do not fit each other or the
@@ -136,24 +137,23 @@ def build(
     at = mine.get(LANGUAGE) or next(iter(mine.values()))
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:  # sequence parallelism gathers into it
         parallel_state._set_global_memory_buffer()
-    torch.manual_seed(seed)
+    torch.manual_seed(_SEED)
     model_parallel_cuda_manual_seed(
-        seed, tp_rank=at.tp.rank(), ep_rank=at.ep.rank(), etp_rank=at.expt_tp.rank(), force_reset_rng=True
+        _SEED, tp_rank=at.tp.rank(), ep_rank=at.ep.rank(), etp_rank=at.expt_tp.rank(), force_reset_rng=True
     )
     launch = Launch.of(
         config.language,
         ParallelLayout(tp=language.tp, pp=language.pp, cp=language.cp, ep=ep, dp=language.dp),
         precision=precision,
-        backend=backend,
+        backend="torch",
     )
-    tokens = {VISION: config.image_token_id, SOUND: config.sound_token_id}
     with warnings.catch_warnings():  # as at import
         warnings.simplefilter("ignore")
         model = BoundaryMimoModel(
             MimoModelConfig(
                 language_model_spec=language_spec(launch, mine.get(LANGUAGE)),
-                modality_submodules_spec=encoder_specs(config, mine, seed),
-                special_token_ids={name: tokens[name] for name in encoders},
+                modality_submodules_spec=encoder_specs(config, mine, _SEED),
+                special_token_ids=config.special_ids(),
                 module_to_grid_map=grids,
             ),
             cp_group=at.cp,
@@ -174,10 +174,7 @@ def check_parts(parts: Collection[str]) -> None:
 
 
 def freeze(model: BoundaryMimoModel, parts: Collection[str]) -> None:
-    """Make the parameters of parts constant: no gradients, no state of the optimizer, no backward traffic.
-
-    Call it before modules are wrapped in DistributedDataParallel.
-    """
+    """Make the parameters of parts constant; call it before DistributedDataParallel wraps modules."""
     check_parts(parts)
     if LANGUAGE in parts and model.language_model is not None:
         model.language_model.requires_grad_(False)

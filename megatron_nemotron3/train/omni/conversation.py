@@ -6,12 +6,9 @@
     model(**batch)
 
 A message's content is a text or a list of parts: {"type": "text", "text": …} or {"type": KIND, "path": FILE}
-with KIND image, sound ("audio") or video, as chat templates of Hugging Face expect. The template writes the
-name of the medium's token for each part; transformers' processor replaces it by as many tokens as the medium
-has rows.
-
-The tokens are computed from the files' headers alone. So a rank that does not encode a medium need not
-decode it, and conversations are packed before anything is decoded.
+with KIND image, audio or video, as chat templates of Hugging Face expect. The template writes the name of the
+medium's token for each part; transformers' processor replaces it by as many tokens as the medium has rows.
+The tokens are computed from the files' headers alone, so conversations are packed before anything is decoded.
 """
 
 from __future__ import annotations
@@ -53,7 +50,6 @@ class Medium:
 
     @property
     def modality(self) -> str:
-        """Name of the modality that encodes it."""
         return MODALITY[self.kind]
 
 
@@ -68,7 +64,7 @@ class OmniEncoder:
     """Tokens of conversations with media, and the media's contents.
 
     Args:
-        processor: transformers' (`load_processor`, `make_processor`).
+        processor_: transformers' (`load_processor`, `make_processor`).
         folder: that paths of media are relative to.
         text: makes tokens of conversations, like `Encoder`; default: the chat template does.
         most: tokens that the media of a conversation may have.
@@ -92,22 +88,17 @@ class OmniEncoder:
 
     @cached_property
     def text(self) -> Encoder:
-        """The chat template."""
         tokenizer = self.processor.tokenizer
         if self.processor.chat_template is not None:
             tokenizer.chat_template = self.processor.chat_template
         return Encoder(tokenizer)
 
     def encode(self, conversation: Conversation, prompt: bool = False) -> WithMedia:
-        """Tokens of a conversation.
-
-        Args:
-            prompt: with the beginning of the assistant's next turn.
+        """Tokens of a conversation; `prompt`: with the beginning of the assistant's next turn.
 
         Raises:
             MediaError: a medium cannot be used, a medium has no token or a token no medium, or a text has the
-                name of a medium's token. The message names the conversation's place.
-            ValueError: as `Encoder.encode`.
+                name of a medium's token.
         """
         try:
             return self._encode(conversation, prompt)
@@ -127,8 +118,6 @@ class OmniEncoder:
 
     def decode(self, found: Sequence[Medium], place: str = "") -> dict[str, Any]:
         """`modality_inputs` of media, in the order of their positions; {} without any.
-
-        The processor gets all pictures of the call at once, as in transformers, and all sounds.
 
         Raises:
             MediaError: a medium cannot be decoded, or changed since its header was read.
@@ -160,7 +149,7 @@ class OmniEncoder:
                     f"the chat template wrote {name} {count} times for {len(found[kind])} parts of type "
                     f"{kind!r}"
                 )
-        words = {kind: [self._words(one) for one in found[kind]] for kind in names}
+        words = {kind: [self._token_text(one) for one in found[kind]] for kind in names}
         (text,), (moves,) = (
             given.get_text_with_replacements([text], words["image"], words["video"], words["audio"])
             if parts
@@ -181,7 +170,6 @@ class OmniEncoder:
         return WithMedia(encoded.ids, trained, ordered)
 
     def _header(self, kind: str, path: str, pictures: int) -> Medium:
-        """Read a header."""
         given, merged = self.processor, self.config.vision.merged_patches**2
         if kind == "image":
             size = media.picture_size(path)
@@ -202,8 +190,7 @@ class OmniEncoder:
         length = media.sound_length(path, given.feature_extractor.sampling_rate)
         return Medium(kind, path, processor.sound_rows(given, length))
 
-    def _words(self, one: Medium) -> str:
-        """What the processor writes for a medium."""
+    def _token_text(self, one: Medium) -> str:
         given = self.processor
         if one.kind == "image":
             return str(given.replace_image_token({"image_grid_hw": [torch.tensor(one.grid)]}, 0))
@@ -214,15 +201,15 @@ class OmniEncoder:
         groups, side = -(-count // vision.temporal_patch_size), vision.patch_size
         pixels = torch.empty(1, groups, 3, rows * side, columns * side, device="meta")
         # transformers 5.23 takes the two as arguments; 5.24 finds them, and the pixels' shape, in the inputs.
-        said = {"num_frames": count, "video_metadata": one.frames}
+        arguments = {"num_frames": count, "video_metadata": one.frames}
         sizes = {"num_tokens": [each], "pixel_values_videos": pixels}
-        sizes |= {name: [value] for name, value in said.items()}
-        return str(given.replace_video_token(sizes, 0, **said))
+        sizes |= {name: [value] for name, value in arguments.items()}
+        return str(given.replace_video_token(sizes, 0, **arguments))
 
     def _vision(self, found: Sequence[Medium]) -> dict[str, Any]:
-        seen = [one for one in found if one.modality == "vision"]
-        pictures = [one for one in seen if one.kind == "image"]
-        clips = [one for one in seen if one.kind == "video"]
+        visual = [one for one in found if one.modality == "vision"]
+        pictures = [one for one in visual if one.kind == "image"]
+        clips = [one for one in visual if one.kind == "video"]
         inputs: dict[str, Any] = {}
         if pictures:
             loaded = [media.load_picture(one.path) for one in pictures]
@@ -236,7 +223,8 @@ class OmniEncoder:
             inputs["pixel_values_videos"] = frames
             inputs["clips"] = torch.tensor([len(one) // each for one in frames])
         if pictures and clips:
-            inputs["order"] = torch.tensor([i for group in (pictures, clips) for i in _places(seen, group)])
+            places = {id(one): i for i, one in enumerate(visual)}
+            inputs["order"] = torch.tensor([places[id(one)] for one in (*pictures, *clips)])
         return inputs
 
     def _frames(self, one: Medium) -> Tensor:
@@ -258,13 +246,13 @@ class OmniEncoder:
         return torch.cat([made, made[-1:].expand(short, -1, -1, -1)])
 
     def _sound(self, found: Sequence[Medium]) -> dict[str, Any]:
-        heard = [one for one in found if one.kind == "audio"]
-        if not heard:
+        sounds = [one for one in found if one.kind == "audio"]
+        if not sounds:
             return {}
         extractor = self.processor.feature_extractor
         rate = extractor.sampling_rate
-        loaded = [media.load_sound(one.path, rate) for one in heard]
-        for one, samples in zip(heard, loaded, strict=True):
+        loaded = [media.load_sound(one.path, rate) for one in sounds]
+        for one, samples in zip(sounds, loaded, strict=True):
             if (rows := processor.sound_rows(self.processor, len(samples))) != one.rows:
                 raise MediaError(f"{one.path}: {rows} rows, {one.rows} by its header: the file changed")
         made = extractor(loaded, sampling_rate=rate, return_tensors="pt")
@@ -334,7 +322,6 @@ def _padded(parts: Sequence[dict[str, Tensor]], name: str, longest: int) -> Tens
 
 
 def _media_parts(conversation: Conversation, names: dict[str, str]) -> Iterable[tuple[str, str]]:
-    """Kind and path of each medium, in order."""
     for number, message in enumerate(conversation.messages, 1):
         content = message.get("content")
         for part in content if isinstance(content, list) else [{"type": "text", "text": content or ""}]:
@@ -360,12 +347,6 @@ def _moved(place: int, moves: Sequence[dict[str, Any]]) -> int:
     return place + sum(
         len(move["replacement"]) - len(move["text"]) for move in moves if move["span"][1] <= place
     )
-
-
-def _places(of: Sequence[Medium], group: Sequence[Medium]) -> list[int]:
-    """Places in `of` of the media of `group`, by identity."""
-    known = {id(one): i for i, one in enumerate(of)}
-    return [known[id(one)] for one in group]
 
 
 def _unchanged(one: Medium, grid: tuple[int, ...]) -> None:

@@ -5,9 +5,8 @@
     lanes = {"language": (0, 2), "vision": (1, 4)}  # of this rank
     batches = build_loader(file, samples=4, lanes=lanes)
 
-A line of the file is {"messages": […]} (`train.omni.conversation`); paths of media are relative to its
-folder. Tokens are computed once from headers and kept beside the file, as for text (`train.data.packing`), so
-every rank knows all rows of a microbatch and decodes only the media of its own encoders' lanes.
+Tokens are computed once from the media's headers and cached, as for text (`train.data.packing`), so every
+rank knows all rows of a microbatch and decodes only the media of its own encoders' lanes.
 """
 
 from __future__ import annotations
@@ -39,15 +38,15 @@ Batch = dict[str, Any]
 
 @dataclass(frozen=True)
 class ChatFile:
-    """A file of conversations, and how they become rows.
+    """A file of conversations ({"messages": […]} a line), and how they become rows.
 
     Attributes:
-        processor, config: `load_processor`, and the model.
+        path: .jsonl file; paths of media are relative to its folder.
+        processor: as of `load_processor`.
         seq_length: tokens of a row.
-        pack: several conversations in a row, which stay apart (`packing_kwargs`); then a lane of the language
-            model has one row. Otherwise each conversation has a row of its own.
+        pack: several conversations in a row, one row in a lane; else each has a row of its own.
         multiple: conversations are padded to a multiple of it, `2 * cp` with context parallelism.
-        cache: folder of the tokens; None: `cache` beside the file.
+        cache: folder of the tokens; None: `cache` in the file's folder.
     """
 
     path: str | os.PathLike[str]
@@ -68,9 +67,7 @@ def build_loader(
     workers: int = 0,
     seed: int = 1234,
 ) -> Iterator[Batch]:
-    """Make this rank's batches, without end; every epoch has another order.
-
-    A batch depends on its number alone, not on the workers nor on where the job was interrupted.
+    """Make this rank's batches, without end; a batch depends on its number alone, an epoch has its own order.
 
     Args:
         samples: rows of a microbatch over all lanes: the micro-batch size times the language model's DP.
@@ -81,12 +78,10 @@ def build_loader(
 
     Returns: batches with the keywords of `BoundaryMimoModel.forward`: input_ids, position_ids, labels and
         loss_mask [b, s] of the lane of "language", or else of the first module; modality_inputs;
-        packing_kwargs if it is packed; and microbatch, the description of all lanes' rows, which a `RowFeed`
-        takes (`describe`).
+        packing_kwargs if it is packed; and microbatch, all lanes' rows for a `RowFeed` (`describe`).
 
     Raises:
-        ValueError: the samples do not divide among the lanes, or a lane of packed rows has more than one; as
-            `MediaRows`.
+        ValueError: the samples do not divide among the lanes, or a lane of packed rows has more than one.
         MediaError: from the iterator: a medium cannot be decoded, or is not what the tokens were made for.
     """
     microbatches = Microbatches(MediaRows(file), samples, dict(lanes), seed)
@@ -101,19 +96,14 @@ def describe(batch: Batch) -> Any:
 
 
 def check(file: ChatFile, *, decode: bool = True, workers: int = 0) -> str:
-    """Read a whole file before training; all ranks of the default process group, if there is one, call it.
+    """Read a whole file before training, the headers of all media, and with `decode` their contents.
 
-    The first rank reads all lines and the headers of all media; then the ranks share the decoding.
-
-    Args:
-        decode: decode all media; False: read their headers only.
+    All ranks of the default process group, if there is one, call it and share the decoding.
 
     Returns: a line for the log: how full the rows are, and what is left out.
 
     Raises:
-        ValueError: as `MediaRows`, a `MediaError` if it is a medium: the first one in the file, the same on
-        every
-            rank.
+        ValueError: the first problem in the file, the same on every rank; a `MediaError` if it is a medium.
     """
     world = torch.distributed.is_initialized()
     rank, size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if world else (0, 1)
@@ -196,7 +186,7 @@ class Microbatches(Dataset[Any]):
         self.special = rows.config.special_ids()
 
     def __getitem__(self, number: int) -> Batch | Exception:
-        """Make a batch. An exception is returned, because a worker would raise it with its own traceback."""
+        # An exception is returned, because a worker would raise it with its own traceback.
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # sums depend on the number of threads
         try:
@@ -236,14 +226,11 @@ class Microbatches(Dataset[Any]):
         return batch
 
     def _place(self, sample: int) -> int:
-        """Row of a sample."""
         epoch, place = divmod(sample, len(self.rows.packed))
         return int(_order(self.seed, epoch, len(self.rows.packed))[place])
 
 
 class _Decoded(Dataset[Any]):
-    """Conversation by number: None if its media can be decoded, else the exception."""
-
     def __init__(self, rows: MediaRows) -> None:
         self.rows = rows
 
@@ -262,7 +249,7 @@ def in_order(dataset: Dataset[Any], numbers: Any, workers: int) -> Iterator[Any]
         batch_size=None,
         sampler=numbers,
         num_workers=workers,
-        collate_fn=_as_it_is,
+        collate_fn=_uncollated,
         generator=torch.Generator(),  # the loader seeds its workers; the job's generator stays as it is
     )
     # A forked worker must not collect garbage of this process: a process group among it, or a decoder, waits
@@ -275,15 +262,15 @@ def in_order(dataset: Dataset[Any], numbers: Any, workers: int) -> Iterator[Any]
     yield from items
 
 
+def _uncollated(item: Any) -> Any:
+    return item
+
+
 def _batches(items: Any) -> Iterator[Batch]:
     for item in items:
         if isinstance(item, Exception):
             raise item
         yield item
-
-
-def _as_it_is(item: Any) -> Any:
-    return item
 
 
 @lru_cache(maxsize=4)

@@ -1,4 +1,4 @@
-"""The encoders and projectors of an Omni model: transformers' RADIO and Parakeet. Needs transformers.
+"""The encoders and projectors of an Omni model: transformers' RADIO and Parakeet.
 
 Each encoder gives rows [n, width], one for each position of its token, in the order of the media. A rank of
 the encoder computes whole media; with tensor parallelism every rank of it computes the same rows.
@@ -29,11 +29,9 @@ def seeded(seed: int | None) -> Iterator[None]:
 
 
 def draw_weights(module: nn.Module) -> None:
-    """Draw initial weights with variance 1 / fan-in, which suit any width.
-
-    transformers' deviation of 0.02 is for widths of 1000. In the tiny model Parakeet's convolutions then
-    pass 6e-8 of a sound on, and RADIO's positions are 4 % of its patches.
-    """
+    """Draw initial weights with variance 1 / fan-in, which suit any width."""
+    # transformers' deviation of 0.02 is for widths of 1000. In the tiny model Parakeet's convolutions then
+    # pass 6e-8 of a sound on, and RADIO's positions are 4 % of its patches.
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if name.endswith(("position_embedding", "cls_register_token")):
@@ -69,7 +67,6 @@ class VisionEncoder(RadioModel):
         clips: Tensor | None = None,
         order: Tensor | None = None,
     ) -> Tensor:
-        """Encode pictures and videos."""
         media: list[Tensor] = []
         if pixel_values is not None or image_grid_hw is not None:
             grids = self._grids(pixel_values, image_grid_hw)
@@ -100,9 +97,7 @@ class VisionEncoder(RadioModel):
                     f"order={places} for {len(media)} pictures and videos: give each of 0 to "
                     f"{len(media) - 1} once"
                 )
-            media = [
-                medium for _, medium in sorted(zip(places, media, strict=True), key=lambda pair: pair[0])
-            ]
+            media = [media[places.index(place)] for place in range(len(media))]
         return torch.cat(media)
 
     def _grids(self, pixel_values: Tensor | None, image_grid_hw: Tensor | None) -> list[list[int]]:
@@ -166,7 +161,6 @@ class SoundEncoder(ParakeetEncoder):
         return self
 
     def train(self, mode: bool = True) -> SoundEncoder:
-        """Switch to training, batch norms excepted."""
         super().train(mode)
         for module in self.modules():
             if isinstance(module, nn.BatchNorm1d):
@@ -174,22 +168,15 @@ class SoundEncoder(ParakeetEncoder):
         return self
 
     def forward(self, input_features: Tensor, input_features_mask: Tensor) -> Tensor:
-        """Encode clips."""
-        features, mask, mels = (
-            list(input_features.shape),
-            list(input_features_mask.shape),
-            self.config.num_mel_bins,
-        )
+        features, mask = list(input_features.shape), list(input_features_mask.shape)
+        mels = self.config.num_mel_bins
         if len(features) != 3 or features[2] != mels or mask != features[:2] or 0 in mask:
             raise ValueError(
                 f"input_features {features} and input_features_mask {mask}: give [clips, frames, {mels}] and "
                 "[clips, frames]"
             )
-        rows = (
-            super()
-            .forward(input_features=input_features.to(self.dtype), attention_mask=input_features_mask)
-            .last_hidden_state
-        )
+        inputs = input_features.to(self.dtype)
+        rows = super().forward(input_features=inputs, attention_mask=input_features_mask).last_hidden_state
         # One frame more: the processor's spectrogram is centered, its mask does not count the last one.
         lengths = self._get_subsampling_output_length(input_features_mask.sum(-1) + 1)
         return rows[torch.arange(rows.shape[1], device=rows.device) < lengths[:, None]]
@@ -198,16 +185,9 @@ class SoundEncoder(ParakeetEncoder):
 class Projector(nn.Module):
     """RMSNorm, linear, squared ReLU, linear: rows of an encoder to the width of the language model."""
 
-    def __init__(
-        self,
-        input_size: int,
-        inner_size: int,
-        output_size: int,
-        eps: float = 1e-5,
-        seed: int | None = None,
-    ) -> None:
+    def __init__(self, input_size: int, inner_size: int, output_size: int, seed: int | None = None) -> None:
         super().__init__()
-        self.layer_norm = nn.RMSNorm(input_size, eps=eps)
+        self.layer_norm = nn.RMSNorm(input_size, eps=1e-5)
         with seeded(seed):
             self.linear_1 = nn.Linear(input_size, inner_size, bias=False)
             self.linear_2 = nn.Linear(inner_size, output_size, bias=False)
@@ -216,16 +196,14 @@ class Projector(nn.Module):
     def forward(self, rows: Tensor) -> Tensor:
         """[n, input] -> [n, output]."""
         weight = self.layer_norm.weight.float()
-        normed = nn.functional.rms_norm(rows.float(), weight.shape, weight, self.layer_norm.eps).to(
-            rows.dtype
-        )
-        inner: Tensor = self.linear_1(normed).relu().square()
+        normed = nn.functional.rms_norm(rows.float(), weight.shape, weight, self.layer_norm.eps)
+        inner: Tensor = self.linear_1(normed.to(rows.dtype)).relu().square()
         projected: Tensor = self.linear_2(inner)
         return projected
 
 
 def projector_sizes(config: OmniConfig, encoder: str) -> dict[str, int]:
-    """Return the arguments of the `Projector` behind an encoder, "vision" or "sound"."""
+    """The arguments of the `Projector` behind an encoder, "vision" or "sound"."""
     if encoder == "vision":
         width, inner = config.vision.merged_size, config.vision_projector_size
     else:
@@ -235,7 +213,7 @@ def projector_sizes(config: OmniConfig, encoder: str) -> dict[str, int]:
 
 
 def radio_config(sizes: Vision, **changes: Any) -> RadioConfig:
-    """Return transformers' configuration of a vision encoder."""
+    """transformers' configuration of a vision encoder."""
     return RadioConfig(
         **{
             "hidden_size": sizes.hidden_size,
@@ -254,7 +232,7 @@ def radio_config(sizes: Vision, **changes: Any) -> RadioConfig:
 
 
 def parakeet_config(sizes: Sound, **changes: Any) -> ParakeetEncoderConfig:
-    """Return transformers' configuration of a sound encoder, without dropout."""
+    """transformers' configuration of a sound encoder, without dropout."""
     no_dropout = dict.fromkeys(("dropout", "layerdrop", "activation_dropout", "attention_dropout"), 0.0)
     return ParakeetEncoderConfig(
         **{

@@ -34,12 +34,11 @@ from megatron_nemotron3.train.omni.processor import load_processor
 
 
 def check_data(args: argparse.Namespace) -> None:
-    """Read all conversations and the headers of their media. Every rank must call it."""
+    """Read all conversations and the headers of their media. Collective."""
     if args.mock_data:
         return
     for path in (*args.data_path, *(args.valid_data_path or ())):
-        said = data.check(_file(args, path), decode=False)
-        print_rank_0(f"megatron_nemotron3: {path}: {said}")
+        print_rank_0(f"megatron_nemotron3: {path}: {data.check(_file(args, path), decode=False)}")
 
 
 def _file(args: argparse.Namespace, path: str) -> data.ChatFile:
@@ -55,11 +54,7 @@ def _file(args: argparse.Namespace, path: str) -> data.ChatFile:
 
 
 def train(args: argparse.Namespace, forward_step: Callable[..., Any]) -> None:
-    """Run Megatron's loop, in an initialized world.
-
-    Args:
-        forward_step: as the checkout's `mimo_forward_step`.
-    """
+    """Run Megatron's loop, in an initialized world; `forward_step` as the checkout's `mimo_forward_step`."""
     set_global_variables(args, build_tokenizer=False)
     topology = Topology.of(args)
     communicator = topology.communicator(args)
@@ -86,7 +81,7 @@ class Topology:
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Topology:
-        """Create them; every rank must call it."""
+        """Create them; collective."""
         layouts = layouts_of(args)
         ep, etp = args.expert_model_parallel_size, args.expert_tensor_parallel_size or 1
         grids = {
@@ -97,21 +92,17 @@ class Topology:
 
     @property
     def encoders(self) -> list[str]:
-        """Names of the encoders."""
         return [name for name in self.grids if name != LANGUAGE]
 
     @property
     def shared(self) -> bool:
-        """Whether all modules are on the same ranks."""
         return len({(grid.rank_offset, grid.size) for grid in self.grids.values()}) == 1
 
     @property
     def schedule(self) -> MultiModuleProcessGroupCollection:
-        """The groups as Megatron's schedule takes them."""
         return MultiModuleProcessGroupCollection(self.groups, LANGUAGE if LANGUAGE in self.groups else None)
 
     def communicator(self, args: argparse.Namespace) -> MultiModulePipelineCommunicator:
-        """Return what moves rows between the modules in Megatron's schedule."""
         config = _language_config(args).transformer
         if self.shared:
             return OneStage(config)
@@ -128,10 +119,7 @@ class Topology:
 
 
 class OneStage(MultiModulePipelineCommunicator):
-    """Communicator of a one-stage pipeline, for modules on the same ranks, which exchange rows in the model.
-
-    With several modules Megatron's loop always takes the pipeline schedule.
-    """
+    """Communicator for modules on the same ranks: Megatron's loop always takes the pipeline schedule."""
 
     is_pp_first_stage = is_pp_last_stage = True
     total_stages, current_stage = 1, 0
@@ -141,11 +129,9 @@ class OneStage(MultiModulePipelineCommunicator):
         self.rank_module_map: dict[str, Any] = {}  # no module has a stage that is not the first
 
     def recv_forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return no input."""
         return {}
 
     def send_forward_recv_backward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return no gradient, because the output is the loss."""
         return {}
 
     send_forward = send_backward = send_backward_recv_forward = recv_backward = recv_forward
@@ -153,9 +139,8 @@ class OneStage(MultiModulePipelineCommunicator):
 
 def _language_config(args: argparse.Namespace) -> Any:
     config = hybrid_config_from_args(args)
-    config.transformer.variable_seq_lengths = (
-        True  # the schedule asks for it where modules have layouts of their own
-    )
+    # The schedule needs it where modules have layouts of their own.
+    config.transformer.variable_seq_lengths = True
     return config
 
 
@@ -163,10 +148,8 @@ class OmniBuilder(ModelBuilder[OmniModel, "OmniBuildConfig"]):
     """Builds this rank's modules, each synchronized in its own groups."""
 
     def build_model(self, pg_collection: Any, *unused: Any, **also_unused: Any) -> OmniModel:
-        """Build the modules of this rank; Megatron's arguments are not needed."""
         args, topology = get_args(), self._model_config._topology
         groups = topology.groups
-
         at = groups.get(LANGUAGE) or next(iter(groups.values()))
         _set_random_seed(
             args.seed,
@@ -194,7 +177,6 @@ class OmniBuilder(ModelBuilder[OmniModel, "OmniBuildConfig"]):
     def build_distributed_models(
         self, pg_collection: Any, ddp_config: Any = None, *unused: Any, **also_unused: Any
     ) -> list[OmniModel]:
-        """Build this rank's modules for training."""
         args, topology = get_args(), self._model_config._topology
         model = self.build_model(pg_collection)
         if isinstance(self._model_config._communicator, BoundaryCommunicator):
@@ -252,7 +234,7 @@ class Batches:
                 "a microbatch over all replicas: use a smaller --micro-batch-size"
             )
         args = self._args
-        how: dict[str, Any] = {
+        loader: dict[str, Any] = {
             "samples": self._samples,
             "lanes": self._lanes,
             "consumed_samples": start,
@@ -260,16 +242,15 @@ class Batches:
         }
         seed = args.seed + split
         if args.mock_data:
-            batches = mock.build_loader(mock.MockSamples(self._omni, args.seq_length, seed), **how)
+            batches = mock.build_loader(mock.MockSamples(self._omni, args.seq_length, seed), **loader)
         else:
             path = ((args.valid_data_path if split else None) or args.data_path)[0]
-            batches = data.build_loader(_file(args, path), seed=seed, **how)
+            batches = data.build_loader(_file(args, path), seed=seed, **loader)
         for batch in batches:
             yield batch | {"modality_inputs": _cast(batch["modality_inputs"], args.params_dtype)}
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Convert the floats of media to the precision of the model."""
     if isinstance(value, dict):
         return {name: _cast(one, dtype) for name, one in value.items()}
     if isinstance(value, list):

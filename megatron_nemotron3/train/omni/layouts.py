@@ -1,4 +1,4 @@
-"""Where the modules of a training job run, from the words of its command line. Standard library only.
+"""Where the modules of a training job run, from the options of its command line.
 
     --tensor-model-parallel-size 2 --vision-layout tp=1,dp=4 --sound-layout tp=1,dp=2
 
@@ -32,29 +32,28 @@ class Language:
 
     @property
     def ranks(self) -> int:
-        """Ranks of one data-parallel replica."""
         return self.tp * self.pp * self.cp
 
 
 def module_layouts(
     world: int, language: Language, encoders: Mapping[str, str | None], micro_batch_size: int
 ) -> dict[str, Layout]:
-    """Return the layout of the language model and of each encoder."""
+    """The layout of the language model and of each encoder."""
     found = _encoder_layouts(encoders)
     taken = max((layout.ranks.stop for layout in found.values()), default=0)
     if taken > world:
-        raise ValueError(f"{_said(found)} need ranks 0 to {taken - 1}, and the world has {world}")
+        raise ValueError(f"{_options(found)} need ranks 0 to {taken - 1}, and the world has {world}")
     spans = {(layout.ranks.start, layout.ranks.stop) for layout in found.values()}
     shared = not found or spans == {(0, world)}
     if not shared and taken == world:
         raise ValueError(
-            f"{_said(found)} take all {world} ranks and leave none for the language model: use fewer, or "
+            f"{_options(found)} take all {world} ranks and leave none for the language model: use fewer, or "
             "give each all ranks (offset=0) to share them"
         )
     if not shared and len(spans) < len(found):
         raise ValueError(
-            f"{_said(found)} are on the same ranks: Megatron's optimizer needs as many modules on each rank "
-            "as on the others; give each encoder ranks of its own, or both all ranks of the world"
+            f"{_options(found)} are on the same ranks: Megatron's optimizer needs as many modules on each "
+            "rank as on the others; give each encoder ranks of its own, or both all ranks of the world"
         )
     left = world if shared else world - taken
     if left % language.ranks:
@@ -89,7 +88,6 @@ def module_layouts(
 
 
 def _encoder_layouts(encoders: Mapping[str, str | None]) -> dict[str, Layout]:
-    """Parse the layouts of encoders; an empty result if none is given."""
     given = {name: text for name, text in encoders.items() if text}
     if given and (missing := [name for name in encoders if name not in given]):
         raise ValueError(f"--{next(iter(given))}-layout is given: give --{missing[0]}-layout, too")
@@ -114,11 +112,13 @@ def _encoder_layouts(encoders: Mapping[str, str | None]) -> dict[str, Layout]:
     covered = {rank for layout in found.values() for rank in layout.ranks}
     if covered != set(range(free)):
         gap = min(set(range(free)) - covered)
-        raise ValueError(f"{_said(found)} leave rank {gap} idle: encoders take the first ranks, without gaps")
+        raise ValueError(
+            f"{_options(found)} leave rank {gap} idle: encoders take the first ranks, without gaps"
+        )
     return found
 
 
-def _said(layouts: Mapping[str, Layout]) -> str:
+def _options(layouts: Mapping[str, Layout]) -> str:
     return " and ".join(f"--{name}-layout {layout}" for name, layout in layouts.items())
 
 

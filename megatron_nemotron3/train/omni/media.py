@@ -24,11 +24,11 @@ _ORIENTATION, _TURNED = 274, (5, 6, 7, 8)
 
 
 class MediaError(ValueError):
-    """A medium that cannot be used. The message names the file, what is wrong, and where it is asked for."""
+    """A medium that cannot be used. The message names the file, the problem, and the conversation."""
 
 
 def missing(problem: ImportError) -> str:
-    """What to say of a library that is not installed."""
+    """Message about a library that is not installed."""
     return f"{problem.name or problem} is not installed: pip install megatron-nemotron3[omni]"
 
 
@@ -112,7 +112,6 @@ def load_video(path: str, indices: Sequence[int]) -> Any:
 
 @contextmanager
 def _named(path: str, what: str) -> Iterator[None]:
-    """Name the file in whatever a library raises."""
     if not os.path.isfile(path):
         raise MediaError(f"{path}: there is no such file")
     try:

@@ -1,6 +1,6 @@
 """Random tokens with pictures and sounds of random sizes, for trials of a layout without data.
 
-A sample is the same wherever it is asked for, so every layout trains on the same ones.
+A sample is the same on all ranks and in all layouts, so every layout trains on the same ones.
 """
 
 from __future__ import annotations
@@ -35,18 +35,12 @@ def build_loader(
     consumed_samples: int = 0,
     workers: int = 0,
 ) -> Iterator[dict[str, Any]]:
-    """Make this rank's batches, without end; arguments and batches are those of `data.build_loader`.
-
-    Raises:
-        ValueError: the samples do not divide among the lanes.
-    """
+    """Make this rank's batches, without end; arguments and batches are those of `data.build_loader`."""
     microbatches = _Microbatches(made, samples, lanes)
     return in_order(microbatches, itertools.count(consumed_samples // samples), workers)
 
 
 class _Microbatches(Dataset[dict[str, Any]]):
-    """Microbatches of a rank by number."""
-
     def __init__(self, made: MockSamples, samples: int, lanes: Mapping[str, tuple[int, int]]) -> None:
         self.made, self.samples = made, samples
         self.shares = {name: sample_shares(samples, size)[lane] for name, (lane, size) in lanes.items()}
@@ -67,11 +61,7 @@ class _Microbatches(Dataset[dict[str, Any]]):
 
 
 class MockSamples:
-    """Samples by number.
-
-    Args:
-        length: tokens of a sequence.
-    """
+    """Samples by number; `length`: tokens of a sequence."""
 
     def __init__(self, config: OmniConfig, length: int, seed: int) -> None:
         self.config, self.length, self.seed = config, length, seed
@@ -80,7 +70,7 @@ class MockSamples:
         """Return "input_ids", "labels", "loss_mask" and "position_ids" [s] of a sample."""
         ids = self._text(number)
         labels = torch.cat([ids[1:], ids.new_zeros(1)])
-        mask = ~torch.isin(labels, torch.tensor(self._special()))
+        mask = ~self._is_special(labels)
         mask[-1] = False
         return {
             "input_ids": ids,
@@ -106,14 +96,13 @@ class MockSamples:
         patches = torch.rand(int(grids.prod(1).sum()), pixels, generator=random)
         return {VISION: {"radio": {"pixel_values": patches, "image_grid_hw": grids}}}
 
-    def _special(self) -> list[int]:
-        return list(self.config.special_ids().values())
+    def _is_special(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.isin(ids, torch.tensor(list(self.config.special_ids().values())))
 
     def _random(self, number: int, part: int) -> torch.Generator:
         return torch.Generator().manual_seed(2 * (self.seed * 1_000_003 + number) + part)
 
     def _sizes(self, number: int) -> dict[str, list[Any]]:
-        """Grids of the pictures and frames of the sounds, as many as fit into half of the sequence."""
         random = self._random(number, 0)
 
         def choose(low: int, high: int) -> int:
@@ -143,7 +132,7 @@ class MockSamples:
     def _text(self, number: int) -> torch.Tensor:
         sizes, random = self._sizes(number), self._random(number, 1)
         ids = torch.randint(30, self.config.language.vocab_size, (self.length,), generator=random)
-        ids[torch.isin(ids, torch.tensor(self._special()))] = 2
+        ids[self._is_special(ids)] = 2
         at = 1
         merged = self.config.vision.merged_patches**2
         spans = [(VISION, height * width // merged) for height, width in sizes[VISION]]

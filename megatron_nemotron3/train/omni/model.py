@@ -6,8 +6,10 @@ import copy
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.utils import apply_prefix_mapping
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -18,6 +20,9 @@ from megatron.training.models.dist_utils import prepare_existing_model_chunks_fo
 
 from megatron_nemotron3.boundary.mimo import BoundaryMimoModel
 from megatron_nemotron3.boundary.training import finalize_model_grads
+from megatron_nemotron3.checkpoints.convert.megatron_args import args_of, common_state
+from megatron_nemotron3.checkpoints.folders import RELEASE, write_tracker
+from megatron_nemotron3.models.omni import OmniConfig
 from megatron_nemotron3.train.omni.build import LANGUAGE
 
 
@@ -31,7 +36,7 @@ class AbsentLanguageModel(HybridModel):
 def without_wrappers(state: dict[str, Any], model: BoundaryMimoModel) -> dict[str, Any]:
     """Give tensors of a sharded state the names that they have in checkpoints, whatever wraps modules.
 
-    The copies of an encoder on tensor ranks are told apart, so that one of them is stored.
+    The copies of an encoder on tensor ranks get ids of their own, so that one of them is stored.
     """
     for name, submodule in model.modality_submodules.items():
         at = unwrap_model(submodule).pg_collection
@@ -48,21 +53,12 @@ class OmniModel(BoundaryMimoModel):
 
     @property
     def module(self) -> HybridModel:
-        """The language model.
-
-        Megatron (`_maybe_setup_gpt_to_hybrid_load`) looks for a HybridModel along `module`, on every rank,
-        and refuses a checkpoint with a layer pattern if there is none.
-        """
+        """The language model: Megatron's `_maybe_setup_gpt_to_hybrid_load` requires one on every rank."""
         return AbsentLanguageModel() if self.language_model is None else self.language_model
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Describe this rank's tensors; arguments as upstream.
-
-        Upstream writes "module." into their names for each wrapper, so that a checkpoint could only be loaded
-        in the precision in which it was saved; and it takes the copies of an encoder on tensor ranks for one.
-        """
-        state: dict[str, Any] = super().sharded_state_dict(*args, **kwargs)
-        return without_wrappers(state, self)
+        """As upstream, which writes "module." into names for each wrapper of the precision."""
+        return without_wrappers(super().sharded_state_dict(*args, **kwargs), self)
 
 
 class _HalfEncoder(Float16Module):
@@ -73,7 +69,7 @@ class _HalfEncoder(Float16Module):
 
 
 def frozen_encoders(names: Collection[str], parts: Collection[str]) -> list[str]:
-    """Return the encoders without any trained parameter, to which no gradient is sent."""
+    """The encoders without any trained parameter, to which no gradient is sent."""
     return [name for name in names if {name, f"{name}-projector"} <= set(parts)]
 
 
@@ -86,9 +82,8 @@ def prepare(
 ) -> None:
     """Wrap each module of this rank for training, and set how gradients are finalized.
 
-    Args:
-        groups: this rank's groups by module, as `build.build` returns them.
-        ddp_config: of the language model. Encoders do not overlap: a rank without media runs no backward.
+    groups: as of `build.build`. ddp_config: of the language model; encoders do not overlap communication,
+    because a rank without media runs no backward.
     """
     wrapped = partial(
         prepare_existing_model_chunks_for_distributed_training,
@@ -104,7 +99,7 @@ def prepare(
         )
     settings = replace(ddp_config, overlap_grad_reduce=False, overlap_param_gather=False)
     for name, submodule in model.modality_submodules.items():
-        # What Megatron asks every module for, and transformers' modules lack.
+        # Megatron reads it from every module, and transformers' modules have none.
         submodule.config = copy.copy(model.config)
         submodule.config.sequence_parallel = False
         (model.modality_submodules[name],) = wrapped(
@@ -115,3 +110,30 @@ def prepare(
             mixed_precision_wrapper=_HalfEncoder,
         )
     model.config.finalize_model_grads_func = partial(finalize_model_grads, groups=groups)
+
+
+def save(
+    model: BoundaryMimoModel, config: OmniConfig, folder: Path, groups: dict[str, ProcessGroupCollection]
+) -> None:
+    """Write FOLDER/release (torch_dist): weights, and the arguments from which the model is known again.
+
+    Megatron's `--load` reads it in any layout; `nemotron3 convert to-hf` and `generate` take it as it is.
+    """
+    target = folder / RELEASE
+    target.mkdir(parents=True)
+    args = args_of(config.language, padded_vocab_size=config.language.vocab_size, dtype="float32")
+    args.omni_encoders = config.encoders_json()
+    state = common_state(args)
+    metadata = state.pop("content_metadata")
+    described = model.sharded_state_dict(metadata={**metadata, "dp_cp_group": groups[LANGUAGE].dp_cp})
+    state["model"] = without_wrappers(described, model)
+    dist_checkpointing.save(state, str(target), content_metadata=metadata)
+    write_tracker(folder, RELEASE)
+
+
+def load(model: BoundaryMimoModel, folder: Path) -> None:
+    """Load the weights of a checkpoint of `save` into a model of any layout."""
+    state = {"model": without_wrappers(model.sharded_state_dict(), model)}
+    # Integrity is of saving: the replicas of an encoder with tensor parallelism call themselves the main one.
+    loaded = dist_checkpointing.load(state, str(folder / RELEASE), validate_access_integrity=False)
+    model.load_state_dict(loaded["model"], strict=False)

@@ -1,10 +1,8 @@
-"""transformers' processor of an Omni model: from sizes, or from a folder; and a tokenizer for a small model.
+"""transformers' processor of an Omni model, and a tokenizer for a small model. Needs the extra `omni`.
 
-    processor = load_processor("HF_DIR")
-    processor = make_processor(get_omni("nano-omni-tiny"), omni_tokenizer(texts, 2048, "build/tokenizer"))
-    processor.save_pretrained("build/hf")
-
-Needs transformers with torchvision (extra `omni`).
+processor = load_processor("HF_DIR")
+processor = make_processor(get_omni("nano-omni-tiny"), omni_tokenizer(texts, 2048, "build/tokenizer"))
+processor.save_pretrained("build/hf")
 """
 
 from __future__ import annotations
@@ -51,17 +49,15 @@ def make_processor(
     image_patches: tuple[int, int] | None = None,
     frame_patches: int | None = None,
 ) -> Any:
-    """Make transformers' processor with the sizes of `config`.
+    """Make transformers' `NemotronH_Omni_Reasoning_V3Processor` with the sizes of `config`.
 
     Args:
         tokenizer: transformers' fast tokenizer with a chat template, or the folder of one.
         image_patches: least and most patches of a picture; frame_patches: about as many of a frame. Default:
             those of the released model, in proportion to the positions of the vision encoder.
 
-    Returns: a `NemotronH_Omni_Reasoning_V3Processor`.
-
     Raises:
-        ValueError: as `check_processor`, or a library is missing.
+        ValueError: the tokenizer does not fit the model, or a library is missing.
     """
     images, videos, processing = _classes()
     from transformers import AutoTokenizer, ParakeetFeatureExtractor
@@ -156,10 +152,7 @@ def omni_tokenizer(
 ) -> Any:
     """Train a small tokenizer with the media's tokens at the ids of `config` and a chat template.
 
-    Returns: transformers' tokenizer, which is saved in `folder`.
-
-    Raises:
-        ValueError: as `train_tokenizer`.
+    Returns: transformers' tokenizer, which is saved in `folder`. Raises ValueError as `train_tokenizer`.
     """
     from transformers import AutoTokenizer
 
@@ -204,10 +197,7 @@ def frame_grid(processor: Any, size: VideoSize) -> tuple[int, int]:
 
 
 def frames_of(processor: Any, size: VideoSize) -> Any:
-    """Metadata for the processor of the frames to take: transformers' uniform sampling.
-
-    As many as the processor's `num_frames`, or `fps` (default `FRAMES_PER_SECOND`), at most `MOST_FRAMES`.
-    """
+    """Metadata for the processor of the frames to take: transformers' uniform sampling."""
     from transformers.video_utils import VideoMetadata
 
     videos = processor.video_processor

@@ -1,7 +1,19 @@
-"""`nemotron3 report`: one HTML file about a run.
+"""`nemotron3 report`: one HTML file about a run, which needs no other file and no network."""
 
-command     options, and where the file goes
-facts       what the run's folder says: model, versions, state, losses, checkpoints, warnings
-figures     the plots, as SVG
-page        the template of the page
-"""
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+def render(**values: Any) -> str:
+    """Fill in the template `page.html`; `values` are the names in it, `facts` among them.
+
+    Raises:
+        ModuleNotFoundError: jinja2 is not installed.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    return environment.get_template("page.html").render(**values)

@@ -1,4 +1,4 @@
-"""What the folder of a run says about it. Any part may be missing, as in a young run or another script's."""
+"""What is known of a run by its folder. Any part may be missing, as in a young run or another script's."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ class Facts:
 
     @cached_property
     def config(self) -> Nemotron3Config | None:
-        """The model, if the catalog has it."""
         with contextlib.suppress(ValueError):
             return get(self._model.get("name", ""))
         return None
@@ -50,20 +49,17 @@ class Facts:
 
     @property
     def title(self) -> str:
-        """The model's title, or what the folder calls it."""
         if self.config is not None:
             return self.config.title
         return self._model.get("name") or self.folder.resolve().name
 
     @property
     def checkpoints(self) -> Path:
-        """Where the run saves."""
         inside = self.folder / folders.CHECKPOINTS
         return inside if inside.is_dir() else self.folder
 
     @property
     def state(self) -> str:
-        """Whether the run is over, in words."""
         steps = self.curve.steps
         if (writer := lock.holder(self.checkpoints)) is not None:
             at = f"step {max(steps)} of {steps[max(steps)].total}" if steps else "before the first step"
@@ -94,11 +90,9 @@ class Facts:
 
     @property
     def warnings(self) -> list[str]:
-        """What the rules of the monitors find in the whole history."""
         return [str(finding) for finding in alarms.scan(self.history)]
 
     def model_rows(self) -> Rows:
-        """Sizes of the model."""
         rows = [("name", self._model["name"])] if "name" in self._model else []
         if self.config is not None:
             size = count(self.config)
@@ -114,7 +108,6 @@ class Facts:
         return rows
 
     def run_rows(self) -> Rows:
-        """Begin, versions, and what was changed on the way."""
         content = self.manifest.content
         rows = [("folder", str(self.folder.resolve())), ("state", self.state)]
         rows += [(name, str(content[name])) for name in ("command", "begun") if name in content]
@@ -124,7 +117,6 @@ class Facts:
         return rows
 
     def loss_rows(self) -> Rows:
-        """First and last losses, and the mean pace."""
         rows = []
         if self.curve.steps:
             first, last = (self.curve.steps[f(self.curve.steps)] for f in (min, max))
@@ -140,14 +132,12 @@ class Facts:
         return rows
 
     def checkpoint_rows(self) -> Iterator[tuple[str, str, str]]:
-        """Name, state and size of each checkpoint, the oldest first."""
         for iteration in reversed(folders.iterations(self.checkpoints)):
             path = folders.checkpoint_path(self.checkpoints, iteration)
             files = (file.stat().st_size for file in path.rglob("*") if file.is_file())
             yield path.name, check_structure(path).state, size_text(sum(files))
 
     def options(self) -> dict[str, Rows]:
-        """All options of the launch, by part."""
         return {name: sorted(part.items()) for name, part in self.manifest.parts.items() if part}
 
 

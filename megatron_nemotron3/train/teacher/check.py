@@ -1,4 +1,4 @@
-"""The teacher of a command line, checked before anything is imported or started. Needs no torch."""
+"""The teacher of a command line, checked before anything is imported or started."""
 
 from __future__ import annotations
 
@@ -29,7 +29,13 @@ from megatron_nemotron3.train.teacher.manifest import (
     read_manifest,
     require_parts,
 )
-from megatron_nemotron3.train.teacher.settings import Distillation, Taught, Values, in_environment, read
+from megatron_nemotron3.train.teacher.settings import (
+    Distillation,
+    Distillations,
+    OptionValues,
+    in_environment,
+    read,
+)
 from megatron_nemotron3.train.teacher.vocabulary import Vocabulary, of_tokenizer
 
 #: Options whose batches, parameters or forward pass the hooks of distillation do not see, and why.
@@ -43,7 +49,6 @@ _REFUSED = {
 }
 #: Files with numbers, and how many bytes of the end of each a digest takes.
 _NUMBERS, _END = (".distcp", ".safetensors", ".npy"), 4096
-_CURE = "distil from a teacher with the student's tokenizer"
 
 
 @dataclass(frozen=True)
@@ -60,11 +65,7 @@ class TeacherCheckpoint:
 
 
 def find(folder: str) -> TeacherCheckpoint:
-    """Read which model the checkpoint of a folder holds.
-
-    Raises:
-        ValueError: there is none, it is damaged, or of another family.
-    """
+    """Read which model the checkpoint of a folder holds."""
     found = locate_one(Path(folder))
     if found.kind == "hugging face":
         config = open_hf_teacher(found.folder).config.but(mtp_pattern=None, mtp_num_layers=0)
@@ -81,9 +82,8 @@ def find(folder: str) -> TeacherCheckpoint:
     padded = values.get("padded_vocab_size")
     entries = values.get("vocab_size")
     config = config_of(Namespace(**values), name=Path(folder).name, vocab_size=entries or padded)
-    multiple = (values.get("make_vocab_size_divisible_by") or 1) * (
-        values.get("tensor_model_parallel_size") or 1
-    )
+    multiple = values.get("make_vocab_size_divisible_by") or 1
+    multiple *= values.get("tensor_model_parallel_size") or 1
     vocabulary, tokenizer = Vocabulary(entries, padded, multiple), None
     for place in _tokenizers(found.folder, found.run, values.get("tokenizer_model")):
         if (known := of_tokenizer(place)) is not None:
@@ -106,15 +106,12 @@ def _tokenizers(checkpoint: Path, run: Path | None, stored: Any) -> list[Path]:
     return places + (sorted((run / "data").glob("*/tokenizer")) if run is not None else [])
 
 
-def record_of(taught: Taught) -> dict[str, str] | None:
-    """What run.json says of a distillation: a run that goes on must have the same, or say that it changes.
-
-    A teacher counts by its files, so that it may be moved. From the second one on entries end in its number.
-    """
-    if not taught:
+def record_of(distillations: Distillations) -> dict[str, str] | None:
+    """Entries of run.json for a distillation; from the second teacher on they end in its number."""
+    if not distillations:
         return None
-    record = {"name": " and ".join(str(Path(one.teacher)) for one in taught)}
-    for number, one in enumerate(taught, 1):
+    record = {"name": " and ".join(str(Path(one.teacher)) for one in distillations)}
+    for number, one in enumerate(distillations, 1):
         more = f" {number}" if number > 1 else ""
         record |= {f"{name}{more}": value for name, value in _record_of(one).items()}
     return record
@@ -135,7 +132,7 @@ def _record_of(how: Distillation) -> dict[str, str]:
 
 
 def _digest(folder: Path) -> str:
-    """Of the names, sizes and ends of the files with numbers."""
+    """Of the names, sizes and ends of the files with numbers, so that a teacher may be moved."""
     digest = hashlib.sha256()
     for file in sorted(path for path in folder.iterdir() if path.suffix in _NUMBERS):
         with file.open("rb") as opened:
@@ -145,46 +142,37 @@ def _digest(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def student_vocabulary(words: Sequence[str]) -> Vocabulary:
-    """What the words of a script say of the student's vocabulary."""
-    model, size = option_value(words, "--tokenizer-model"), option_value(words, "--vocab-size")
+def _student_vocabulary(argv: Sequence[str]) -> Vocabulary:
+    model, size = option_value(argv, "--tokenizer-model"), option_value(argv, "--vocab-size")
     if model is not None and (known := of_tokenizer(Path(model))) is not None:
         return known
     return Vocabulary(int(size) if size and size.isdigit() else None)
 
 
-def chosen(given: Values, words: Sequence[str], world_size: int) -> Taught:
-    """What a script's model is distilled from, checked; (): it is not."""
+def chosen(given: OptionValues, argv: Sequence[str], world_size: int) -> Distillations:
+    """The teachers of a script's model, checked; () for none."""
     found = read(*given) if any(given) else in_environment()
-    check(found, words, world_size)
+    check(found, argv, world_size)
     return found
 
 
-def check(taught: Taught, words: Sequence[str], world_size: int) -> None:
-    """Check the words of a script that shall distil.
-
-    Args:
-        world_size: ranks of the job.
-
-    Raises:
-        ValueError: the teacher cannot be read or has other tokens, or the script does what distillation does
-            not go with. The message says what to change.
-    """
-    for how in taught:
-        require_options(words)
-        _check(how, words, world_size)
+def check(distillations: Distillations, argv: Sequence[str], world_size: int) -> None:
+    """Raise ValueError if teachers do not fit a script with these arguments."""
+    for how in distillations:
+        require_options(argv)
+        _check(how, argv, world_size)
 
 
-def _check(how: Distillation, words: Sequence[str], world_size: int) -> None:
+def _check(how: Distillation, argv: Sequence[str], world_size: int) -> None:
     if is_stored(Path(how.teacher)):
-        _check_stored(how, read_manifest(Path(how.teacher)), words)
+        _check_stored(how, read_manifest(Path(how.teacher)), argv)
         return
     teacher = find(how.teacher)
     if how.projection:
-        _check_projection(how, teacher, words)
+        _check_projection(how, teacher, argv)
     else:
-        require_same_vocabulary(teacher.vocabulary, how.teacher, words)
-    layout = student_layout(words, world_size)
+        require_same_vocabulary(teacher.vocabulary, how.teacher, argv)
+    layout = student_layout(argv, world_size)
     if len(teacher.config.pattern) < layout.stages:
         raise ValueError(
             f"teacher {how.teacher} has {len(teacher.config.pattern)} layers for {layout.stages} pipeline "
@@ -195,8 +183,7 @@ def _check(how: Distillation, words: Sequence[str], world_size: int) -> None:
         raise ValueError(f"teacher {how.teacher} at {layout}: {'; '.join(wrong)}")
 
 
-def _check_projection(how: Distillation, teacher: TeacherCheckpoint, words: Sequence[str]) -> None:
-    """Raise ValueError if a projection is for other tokenizers."""
+def _check_projection(how: Distillation, teacher: TeacherCheckpoint, argv: Sequence[str]) -> None:
     from megatron_nemotron3.train.teacher.projection import Projection, read_for
     from megatron_nemotron3.train.teacher.tokens import ByteVocabulary as Tokens
 
@@ -209,20 +196,19 @@ def _check_projection(how: Distillation, teacher: TeacherCheckpoint, words: Sequ
             f"projection={how.projection} is no file: nemotron3 xtoken STUDENT_TOKENIZER {teacher.tokenizer} "
             "--output FILE writes one"
         )
-    model = option_value(words, "--tokenizer-model")
+    model = option_value(argv, "--tokenizer-model")
     if model is None:  # `nemotron3 train` checks again when the data is prepared
         Projection.load(Path(how.projection))
     else:
         read_for(Path(how.projection), Tokens(Path(model)), Tokens(teacher.tokenizer))
 
 
-def _check_stored(how: Distillation, found: LogitsManifest, words: Sequence[str]) -> None:
-    """Raise ValueError if stored logits are of other tokens, rows or another temperature."""
+def _check_stored(how: Distillation, found: LogitsManifest, argv: Sequence[str]) -> None:
     if how.projection:
         raise ValueError(
             f"{how.teacher} has stored logits, which projection= does not go with: give a checkpoint"
         )
-    require_same_vocabulary(found.vocabulary, how.teacher, words)
+    require_same_vocabulary(found.vocabulary, how.teacher, argv)
     folder = Path(how.teacher)
     require_parts(folder, found, [part for part in found.parts() if not part_path(folder, part).is_file()])
     if how.temperature != found.temperature:
@@ -230,14 +216,14 @@ def _check_stored(how: Distillation, found: LogitsManifest, words: Sequence[str]
             f"temperature={how.temperature:g}: {how.teacher} was stored at {found.temperature:g}, from "
             "which no other can be computed: give that one, or store the logits again"
         )
-    needed = _rows_read(words)
+    needed = _rows_read(argv)
     # Conversations come again as they are; text that is read again is cut into other rows.
     if needed > found.samples and "cp" not in found.source:
         raise ValueError(
             f"the training reads {needed:,} rows, and {how.teacher} has {found.samples:,}: train on fewer "
             f"samples, or store them in a new folder (nemotron3 logits --samples {needed})"
         )
-    length = option_value(words, "--seq-length")
+    length = option_value(argv, "--seq-length")
     if length is not None and length != str(found.length):
         raise ValueError(
             f"--seq-length {length}: {how.teacher} has rows of {found.length} tokens: use that length, or "
@@ -245,38 +231,37 @@ def _check_stored(how: Distillation, found: LogitsManifest, words: Sequence[str]
         )
 
 
-def _rows_read(words: Sequence[str]) -> int:
-    """How many rows a script's training reads; 0 if its words do not say."""
+def _rows_read(argv: Sequence[str]) -> int:
     steps, batch, samples = (
-        int(value) if (value := option_value(words, f"--{name}")) and value.isdigit() else 0
+        int(value) if (value := option_value(argv, f"--{name}")) and value.isdigit() else 0
         for name in ("train-iters", "global-batch-size", "train-samples")
     )
     return samples or steps * batch
 
 
-def require_options(words: Sequence[str]) -> None:
+def require_options(argv: Sequence[str]) -> None:
     """Raise ValueError at options that do not go with distillation."""
     for option, why in _REFUSED.items():
-        if option_values(words, option) is not None:
+        if option_values(argv, option) is not None:
             raise ValueError(f"{option} does not go with distillation: {why}; leave one of them out")
-    if option_value(words, "--cuda-graph-impl") == "full_iteration":
+    if option_value(argv, "--cuda-graph-impl") == "full_iteration":
         raise ValueError("--cuda-graph-impl full_iteration replays no teacher: use local, or leave it out")
 
 
-def require_same_vocabulary(teacher: Vocabulary, name: str, words: Sequence[str]) -> None:
+def require_same_vocabulary(teacher: Vocabulary, name: str, argv: Sequence[str]) -> None:
     """Raise ValueError if the teacher's ids mean other tokens than the student's."""
-    if (difference := teacher.differs(student_vocabulary(words))) is not None:
+    if (difference := teacher.differs(_student_vocabulary(argv))) is not None:
         raise ValueError(
-            f"teacher {name} and the student have different vocabularies ({difference}): {_CURE} "
-            "(--tokenizer-model, --tokenizer of nemotron3 train), or write a projection (nemotron3 xtoken) "
-            "and give --distill projection=FILE"
+            f"teacher {name} and the student have different vocabularies ({difference}): distil from a "
+            "teacher with the student's tokenizer (--tokenizer-model, --tokenizer of nemotron3 train), or "
+            "write a projection (nemotron3 xtoken) and give --distill projection=FILE"
         )
 
 
-def student_layout(words: Sequence[str], world_size: int) -> ParallelLayout:
-    """The layout of a script's words."""
+def student_layout(argv: Sequence[str], world_size: int) -> ParallelLayout:
+    """The student's layout by the arguments of its script."""
     # Groups of experts are as wide as TP unless something else is given, whether there are experts or not.
-    options = {"--num-experts": ("1",)} | {flag.name: flag.values for flag in parse(words)}
+    options = {"--num-experts": ("1",)} | {flag.name: flag.values for flag in parse(argv)}
     found = of_options(options) or ParallelLayout()
     pattern = "".join(options.get("--hybrid-layer-pattern", ()))
     vpp = max(1, (pattern.count("|") + 1) // found.pp)

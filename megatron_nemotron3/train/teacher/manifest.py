@@ -1,4 +1,4 @@
-"""What a folder of stored logits (stored.py) is of. Standard library only."""
+"""What a folder of stored logits holds, and the rows that a teacher was trained on."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_nemotron3.checkpoints.folders import locate_one
 from megatron_nemotron3.common import record
 from megatron_nemotron3.train.teacher.vocabulary import Vocabulary
 
@@ -36,17 +37,14 @@ class LogitsManifest:
 
     @property
     def size(self) -> int:
-        """Bytes of all parts but for their headers."""
         return self.samples * (KEY + 4 * self.length * (2 * self.k + 1))
 
     def parts(self) -> list[range]:
-        """Samples of each part."""
         return [
             range(first, min(first + self.rows, self.samples)) for first in range(0, self.samples, self.rows)
         ]
 
     def write(self, folder: Path) -> None:
-        """Write it to a folder, which is created."""
         folder.mkdir(parents=True, exist_ok=True)
         record.write(folder / MANIFEST, {"format": _FORMAT, **asdict(self)})
 
@@ -83,3 +81,33 @@ def require_parts(folder: Path, found: LogitsManifest, missing: Sequence[range])
 def part_path(folder: Path, part: range) -> Path:
     """File of a part, by its first sample."""
     return folder / f"part-{part.start:08d}.npy"
+
+
+@dataclass(frozen=True)
+class TeacherRows:
+    """A training set: prefixes of data sets, or .jsonl conversations, and the folder of a tokenizer."""
+
+    paths: tuple[str, ...]
+    split: str
+    tokenizer: str
+    conversations: bool = False
+
+
+def rows_of_run(run: Path | None) -> TeacherRows | None:
+    """The text that `nemotron3 train` prepared for a run; None if there is none, or more than one."""
+    found = sorted(path.parent for path in run.glob("data/*/corpus.idx")) if run is not None else []
+    if len(found) != 1 or not (found[0] / MANIFEST).is_file():
+        return None
+    place = found[0].resolve()
+    split = record.read(place / MANIFEST)["split"]
+    return TeacherRows((str(place / "corpus"),), split, str(place / "tokenizer"))
+
+
+def rows_of_teacher(folder: str) -> TeacherRows | None:
+    """The rows of a teacher's run, or of stored logits; None if they are not known."""
+    if not is_stored(Path(folder)):
+        return rows_of_run(locate_one(Path(folder)).run)
+    source = read_manifest(Path(folder)).source
+    if not {"data", "split", "tokenizer"} <= source.keys():
+        return None
+    return TeacherRows(tuple(source["data"]), source["split"], source["tokenizer"], "cp" in source)

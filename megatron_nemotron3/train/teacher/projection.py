@@ -50,7 +50,6 @@ class Projection:
 
     @property
     def student_size(self) -> int:
-        """Number of the student's tokens."""
         return len(self.tokens)
 
     @classmethod
@@ -72,9 +71,8 @@ class Projection:
     def common(self, threshold: float = COMMON) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Pair tokens of the student, rising, with their first token of the teacher: H-KL's common set.
 
-        Args:
-            threshold: least weight of that token. 1 keeps only tokens that both vocabularies have. Of several
-                that claim one token the largest weight wins, then the lowest id.
+        `threshold`: least weight of that token. If several tokens of the student share one, the largest
+        weight counts, then the lowest id.
         """
         import numpy as np
 
@@ -85,7 +83,6 @@ class Projection:
         return students[kept].astype(np.int64), teachers[kept]
 
     def save(self, path: Path) -> None:
-        """Write the file atomically."""
         import numpy as np
 
         shape = self.tokens.shape
@@ -104,11 +101,7 @@ class Projection:
 
     @classmethod
     def load(cls, path: Path) -> Projection:
-        """Read a file that `save` wrote.
-
-        Raises:
-            CheckpointError: it cannot be read, is no projection, or its numbers cannot be one.
-        """
+        """Read a file that `save` wrote; CheckpointError if it is none."""
         import numpy as np
 
         entries, about = read_safetensors_header(path)
@@ -136,8 +129,8 @@ class Projection:
         sums = values.sum(1)
         if not ((abs(sums - 1) < 1e-5) | (sums == 0)).all() or (values[ids < 0] != 0).any():
             raise CheckpointError(f"{path}: damaged: a row of weights sums to neither 0 nor 1")
-        said = {rule: about.get(f"rule_{rule}", "") for rule in rules.RULES}
-        counts = {rule: int(count) for rule, count in said.items() if count.isdecimal() and len(count) < 10}
+        stated = {rule: about.get(f"rule_{rule}", "") for rule in rules.RULES}
+        counts = {rule: int(count) for rule, count in stated.items() if count.isdecimal() and len(count) < 10}
         return cls(ids, values, int(size), about.get("student", ""), about.get("teacher", ""), counts)
 
 

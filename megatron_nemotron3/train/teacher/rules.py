@@ -36,10 +36,7 @@ class TokenWeights(NamedTuple):
 
 
 def special_pairs(student: ByteVocabulary, teacher: ByteVocabulary) -> dict[int, int]:
-    """Return the special token of the teacher for each special token of the student that has one.
-
-    They have the same name, or else the same role, such as `eos_token`.
-    """
+    """Special token of the student -> that of the teacher with its name, or else its role."""
     names = {teacher.tokens[i]: i for i in sorted(teacher.special, reverse=True)}
     pairs = {i: names[name] for i in student.special if (name := student.tokens[i]) in names}
     for role, i in student.roles.items():
@@ -65,12 +62,12 @@ def rows(
             own = found.setdefault(part, {})
             own[token] = own.get(token, 0.0) + weight
     result = []
-    for token, spelled in enumerate(student.tokens):
+    for token, content in enumerate(student.tokens):
         if token in special:
             row = TokenWeights(SPECIAL, ((special[token], 1.0),))
-        elif token in student.special or not spelled:
+        elif token in student.special or not content:
             row = TokenWeights(NONE, ())
-        elif (same := teacher.ids.get(spelled)) is not None:
+        elif (same := teacher.ids.get(content)) is not None:
             row = TokenWeights(SAME, ((same, 1.0),))
         elif token in found:
             kept = sorted(found[token].items(), key=lambda pair: (-pair[1], pair[0]))[:width]
@@ -88,8 +85,8 @@ def _split(
 ) -> Iterator[tuple[int, dict[int, float]]]:
     """Ordinary tokens of `source` that `target` lacks, with the weights of the tokens that spell them."""
     ordinary = ((i, text) for i, text in enumerate(source.tokens) if text and i not in source.special)
-    lacking = [(i, spelled) for i, spelled in ordinary if spelled not in target.ids]
-    for (i, _), ids in zip(lacking, target.encode(spelled for _, spelled in lacking)):
+    lacking = [(i, text) for i, text in ordinary if text not in target.ids]
+    for (i, _), ids in zip(lacking, target.encode(text for _, text in lacking)):
         weights: dict[int, float] = {}
         total = sum(DECAY**place for place in range(len((ids or [])[:pieces])))
         for place, part in enumerate((ids or [])[:pieces]):

@@ -1,4 +1,4 @@
-"""From what a student is distilled, and how. Standard library only.
+"""From what a student is distilled, and how.
 
     NEMOTRON3_DISTILL=teacher=runs/big
     NEMOTRON3_DISTILL=kind=reverse-kl,temperature=2,weight=0.9,teacher=runs/big
@@ -38,7 +38,7 @@ _LAST = "teacher="
 class Distillation:
     """One teacher: to a token's loss it adds weight * T ** 2 * divergence.
 
-    Cross-entropy has the weight that all teachers together leave of 1.
+    Cross-entropy has the weight 1 - sum of teacher weights.
 
     Args:
         teacher: folder of a checkpoint, or of logits that `nemotron3 logits` stored.
@@ -73,50 +73,44 @@ class Distillation:
 
     @property
     def how(self) -> str:
-        """The value of `HOW` with this meaning."""
         words = [f"kind={self.kind}", *(f"{name}={getattr(self, name)!r}" for name in _NUMBERS)]
         words += [f"projection={self.projection}"] * bool(self.projection)
         return ",".join(words)
 
 
 #: The teachers of a run; () for none.
-Taught = tuple[Distillation, ...]
-#: Names of the two options, and their values.
-Names = tuple[str, str]
-Values = tuple[tuple[str, ...], tuple[str, ...]]
+Distillations = tuple[Distillation, ...]
+#: OptionNames of the two options, and their values.
+OptionNames = tuple[str, str]
+OptionValues = tuple[tuple[str, ...], tuple[str, ...]]
 
 
-def read(teachers: Sequence[str], hows: Sequence[str] = (), names: Names = (TEACHER, HOW)) -> Taught:
-    """Parse the values of the two options. The n-th of one goes with the n-th of the other.
-
-    Args:
-        hows: one for each teacher, or one for all, or none.
-        names: of the options, for messages.
-
-    Raises:
-        ValueError: a word has no meaning, is given twice, or its value is out of range; numbers do not fit;
-            or the weights are above 1 together.
-    """
-    if hows and not teachers:
+def read(
+    teachers: Sequence[str], settings: Sequence[str] = (), names: OptionNames = (TEACHER, HOW)
+) -> Distillations:
+    """Parse the values of the two options; `settings`: one for each teacher, or one for all, or none."""
+    if settings and not teachers:
         raise ValueError(f"{names[1]} goes with {names[0]}: give both")
-    if len(hows) not in (0, 1, len(teachers)):
+    if len(settings) not in (0, 1, len(teachers)):
         raise ValueError(
-            f"{names[1]} is given {len(hows)} times for {len(teachers)} teachers: give it once for each "
+            f"{names[1]} is given {len(settings)} times for {len(teachers)} teachers: give it once for each "
             f"{names[0]}, in the same order, or once for all"
         )
-    each = list(hows) * (len(teachers) if len(hows) == 1 else 1) or [""] * len(teachers)
+    each = list(settings) * (len(teachers) if len(settings) == 1 else 1) or [""] * len(teachers)
     pairs = zip(teachers, each, strict=True)
     found = tuple(_read(one, how, 1 / len(teachers), names[1]) for one, how in pairs)
     rest_of(found)
     return found
 
 
-def rest_of(taught: Taught) -> float:
-    """The weight of cross-entropy: what the teachers leave of 1."""
-    rest = 1 - math.fsum(one.weight for one in taught)
+def rest_of(distillations: Distillations) -> float:
+    """The weight of cross-entropy: 1 - sum of teacher weights."""
+    rest = 1 - math.fsum(one.weight for one in distillations)
     if rest < -1e-9:
-        said = " + ".join(f"{one.weight:g}" for one in taught)
-        raise ValueError(f"weights of the teachers {said} are above 1: give less, cross-entropy has the rest")
+        total = " + ".join(f"{one.weight:g}" for one in distillations)
+        raise ValueError(
+            f"weights of the teachers {total} are above 1: give less, cross-entropy has the rest"
+        )
     return rest if rest > 1e-9 else 0.0
 
 
@@ -148,40 +142,37 @@ def _read(teacher: str, how: str, weight: float, option: str) -> Distillation:
         raise ValueError(f"{option} {how}: {problem}" if how else str(problem)) from None
 
 
-def parse(text: str) -> Taught:
-    """Parse a value of NEMOTRON3_DISTILL; () for off.
-
-    Raises:
-        ValueError: as `read`, or there is no teacher.
-    """
+def parse(text: str) -> Distillations:
+    """Parse a value of NEMOTRON3_DISTILL; () for off."""
     if text in ("", "0"):
         return ()
-    teachers, hows = [], []
+    teachers, settings = [], []
     for line in text.splitlines():
         start = 0 if line.startswith(_LAST) else line.find(f",{_LAST}") + 1
         if not line[start:].startswith(_LAST):
             raise ValueError(f"{DISTILL}={text!r}: end with teacher=FOLDER")
         teachers.append(line[start + len(_LAST) :])
-        hows.append(line[:start].rstrip(","))
-    return read(teachers, hows)
+        settings.append(line[:start].rstrip(","))
+    return read(teachers, settings)
 
 
-def text_of(taught: Taught) -> str:
+def text_of(distillations: Distillations) -> str:
     """The value of NEMOTRON3_DISTILL with this meaning."""
-    return "\n".join(f"{one.how},{_LAST}{one.teacher}" for one in taught)
+    return "\n".join(f"{one.how},{_LAST}{one.teacher}" for one in distillations)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the two options of `nemotron3 run`."""
-    more: dict[str, Any] = {"action": "append", "default": []}
-    among = "repeatable; may stand among ARGS, too"
-    what = "learn from the model of a checkpoint, or from stored logits"
-    parser.add_argument(TEACHER, metavar="DIR", help=f"{what}; {among}", **more)
-    parser.add_argument(HOW, metavar="HOW", help=f"as kind=kl,temperature=2,weight=0.9; {among}", **more)
+    for name, metavar, what in (
+        (TEACHER, "DIR", "learn from the model of a checkpoint, or from stored logits"),
+        (HOW, "HOW", "as kind=kl,temperature=2,weight=0.9"),
+    ):
+        what += "; repeatable; may stand among ARGS, too"
+        parser.add_argument(name, metavar=metavar, help=what, action="append", default=[])
 
 
-def split_options(words: Sequence[str], options: argparse.Namespace) -> tuple[list[str], Values]:
-    """Take both options out of a script's words; the values are those of `add_options`, and then these."""
+def split_options(words: Sequence[str], options: argparse.Namespace) -> tuple[list[str], OptionValues]:
+    """Take both options out of a script's arguments; their values come after those of `add_options`."""
     found = {TEACHER: list(options.nemotron3_teacher), HOW: list(options.nemotron3_distill)}
     kept, rest = [], iter(words)
     for word in rest:
@@ -193,6 +184,5 @@ def split_options(words: Sequence[str], options: argparse.Namespace) -> tuple[li
     return kept, (tuple(found[TEACHER]), tuple(found[HOW]))
 
 
-_DISTILLATION: EnvironmentSetting[Taught] = EnvironmentSetting(DISTILL, parse)
 #: Value of NEMOTRON3_DISTILL as it is now, for entry points. Raises ValueError as `parse` does.
-in_environment = _DISTILLATION.read
+in_environment = EnvironmentSetting[Distillations](DISTILL, parse).read

@@ -1,4 +1,4 @@
-"""A tokenizer's vocabulary as bytes, which any two tokenizers have in common. Needs tokenizers, not torch."""
+"""A tokenizer's vocabulary as bytes, which any two tokenizers have in common."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from typing import Any
 
 from megatron_nemotron3.checkpoints.folders import TOKENIZER as FOLDER
 from megatron_nemotron3.checkpoints.metadata import read_file, read_json
+from megatron_nemotron3.train.teacher.vocabulary import FILE, LIMIT
 
-FILE = "tokenizer.json"
-#: Longest tokenizer.json that is read, in bytes.
-_LIMIT = 256 << 20
 #: What tokenizer_config.json calls the special tokens that other tokenizers have under other names.
 ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 #: A space in the tokens of SentencePiece.
@@ -23,7 +21,7 @@ _SPACE = "▁"
 
 
 def find(path: Path) -> Path:
-    """Return the tokenizer of a folder: its own, that of a checkpoint, or that of a run of `nemotron3 train`.
+    """The tokenizer of a folder: its own, that of a checkpoint, or that of a run of `nemotron3 train`.
 
     Raises:
         ValueError: there is none, or there are several.
@@ -44,7 +42,7 @@ class ByteVocabulary:
     """The tokens of a Hugging Face tokenizer folder, each as the bytes that it stands for.
 
     Args:
-        path: a folder with tokenizer.json, or that file. tokenizer_config.json beside it names the roles of
+        path: a folder with tokenizer.json, or that file. tokenizer_config.json next to it names the roles of
             special tokens.
 
     Attributes:
@@ -63,10 +61,10 @@ class ByteVocabulary:
         file = path / FILE if path.is_dir() else path
         if not file.is_file():
             raise ValueError(f"{path}: there is no {FILE} in it: give a Hugging Face tokenizer folder")
-        data = read_file(file, _LIMIT)
+        data = read_file(file, LIMIT)
         try:
             self._tokenizer = Tokenizer.from_buffer(data)
-            said = json.loads(data)
+            content = json.loads(data)
         except Exception as problem:  # the library raises nothing more specific
             raise ValueError(f"{file}: not a tokenizer: {problem}") from None
         self._tokenizer.no_truncation()
@@ -74,17 +72,17 @@ class ByteVocabulary:
         # A text that mentions a special token's name is plain text.
         self._tokenizer.encode_special_tokens = True
         self.path = path
-        said |= {"truncation": None, "padding": None}
-        self.digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+        content |= {"truncation": None, "padding": None}
+        self.digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
         ids: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
-        added = {one["id"]: one for one in said.get("added_tokens") or []}
+        added = {one["id"]: one for one in content.get("added_tokens") or []}
         self.special = frozenset(i for i, one in added.items() if one.get("special"))
         self.tokens: list[bytes | None] = [None] * (max(ids.values(), default=-1) + 1)
-        spell = _spelling(said, file)
+        to_bytes = _byte_function(content, file)
         for text, i in ids.items():
-            self.tokens[i] = text.encode() if i in added else spell(text)
-        beside = file.parent / "tokenizer_config.json"
-        config = read_json(beside) if beside.is_file() else {}
+            self.tokens[i] = text.encode() if i in added else to_bytes(text)
+        config_file = file.parent / "tokenizer_config.json"
+        config = read_json(config_file) if config_file.is_file() else {}
         self.roles: dict[str, int] = {}
         for role in ROLES:
             name = config.get(role)
@@ -97,10 +95,10 @@ class ByteVocabulary:
 
     def name(self, token: int) -> str:
         """Return a token for a reader, in quotes; bytes that are not text are escaped."""
-        spelled = self.tokens[token] if 0 <= token < len(self) else None
-        if spelled is None:
+        content = self.tokens[token] if 0 <= token < len(self) else None
+        if content is None:
             return f"<{token}>"
-        return repr(spelled.decode(errors="backslashreplace"))
+        return repr(content.decode(errors="backslashreplace"))
 
     @cached_property
     def ids(self) -> dict[bytes, int]:
@@ -113,11 +111,10 @@ class ByteVocabulary:
         return max(map(len, self.ids), default=0)
 
     def encode(self, texts: Iterable[bytes]) -> list[list[int] | None]:
-        """Return the tokens of each text, without those that the tokenizer puts around a text.
+        """Return tokens whose bytes are those of each text; None: some byte is in no token.
 
-        Their bytes are the text's. Where the tokenizer's own answer has other bytes (a normalizer, a space
-        in front) and where bytes are no characters, each token is the longest one that fits. None: some byte
-        is in no token.
+        Where the tokenizer's own answer has other bytes (a normalizer, a space in front) and where bytes are
+        no characters, each token is the longest one that fits.
         """
         parts = [(text, *_characters(text)) for text in texts]
         whole = [text[first:last].decode() for text, first, last in parts]
@@ -161,9 +158,8 @@ def _characters(text: bytes) -> tuple[int, int]:
     return 0, 0
 
 
-def _spelling(said: dict[str, Any], file: Path) -> Any:
-    """Return the function from a token's string to its bytes."""
-    decoder = said.get("decoder") or {}
+def _byte_function(content: dict[str, Any], file: Path) -> Any:
+    decoder = content.get("decoder") or {}
     steps = decoder.get("decoders", [decoder]) if decoder.get("type") == "Sequence" else [decoder]
     kinds = {step.get("type") for step in steps}
     if "ByteLevel" in kinds:

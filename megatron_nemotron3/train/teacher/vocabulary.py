@@ -1,4 +1,4 @@
-"""Whether two models mean the same tokens by the same ids. Standard library only."""
+"""Whether two models mean the same tokens by the same ids."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 from megatron_nemotron3.common.files import Unreadable, json_outside
 
 FILE = "tokenizer.json"
-_LIMIT = 256 << 20
+#: Longest tokenizer.json that is read, in bytes.
+LIMIT = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -42,17 +43,17 @@ class Vocabulary:
         # A table of embeddings may be larger than its tokenizer, but no id may lie beyond a table.
         if mine is None or theirs is None or (mine[0] <= theirs[1] and theirs[0] <= mine[1]):
             return None
-        return f"{_said(mine)} and {_said(theirs)} tokens"
+        return f"{_range_text(mine)} and {_range_text(theirs)} tokens"
 
 
-def _said(bounds: tuple[int, int]) -> str:
+def _range_text(bounds: tuple[int, int]) -> str:
     return f"{bounds[0]:,}" if bounds[0] == bounds[1] else f"{bounds[0]:,} to {bounds[1]:,}"
 
 
 def of_tokenizer(folder: Path) -> Vocabulary | None:
     """Vocabulary of a Hugging Face tokenizer's folder; None if it has no tokenizer.json that can be read."""
     try:
-        data = json_outside(folder / FILE, limit=_LIMIT)
+        data = json_outside(folder / FILE, limit=LIMIT)
         tokens: Any = data["model"]["vocab"]
         if isinstance(tokens, list):  # Unigram: [token, score] in the order of the ids
             tokens = {token: i for i, (token, _) in enumerate(tokens)}

@@ -83,7 +83,7 @@ def test_the_script_does_not_see_the_options() -> None:
             "b",
         ]
     )
-    assert (words.arguments, words.taught) == (["--lr", "1"], (("a", "b"), ("kind=js",)))
+    assert (words.arguments, words.teachers) == (["--lr", "1"], (("a", "b"), ("kind=js",)))
 
 
 def test_a_layout_of_its_own_is_refused() -> None:

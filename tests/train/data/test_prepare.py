@@ -31,11 +31,16 @@ def test_flags_are_complete_and_absolute(source, tmp_path, monkeypatch):
     prepared = prepare("source", "out", 300)
     root = Path(prepared.folder)
     assert root.parent == tmp_path / "out"
-    assert prepared.data_flags == [
-        "--data-path", str(root / "corpus"), "--split", "98,2,0", "--data-cache-path", str(root / "cache"),
-    ]  # fmt: skip
-    assert prepared.flags == prepared.data_flags + prepared.tokenizer_flags
-    assert prepared.tokenizer_flags[-1] == str(root / "tokenizer")
+    data = [
+        "--data-path",
+        str(root / "corpus"),
+        "--split",
+        "98,2,0",
+        "--data-cache-path",
+        str(root / "cache"),
+    ]
+    assert prepared.flags == data + prepared.tokenizer.flags
+    assert prepared.flags[-1] == str(root / "tokenizer")
     assert prepared.dataset.documents == 60 and not prepared.reused
     assert sorted(os.listdir(root)) == ["corpus.bin", "corpus.idx", "manifest.json", "tokenizer"]
 

@@ -118,7 +118,7 @@ def test_the_log_interval_is_the_default(
     options = mock.Mock(get_args=lambda: mock.Mock(log_interval=log_interval))
     monkeypatch.setitem(__import__("sys").modules, "megatron.training.global_vars", options)
     with settings.monitoring(None):
-        assert settings.interval() == expected and not settings.asked_for()
+        assert settings.interval() == expected and not settings.requested()
 
 
 def test_the_launcher_sets_it(
