@@ -181,7 +181,6 @@ def _decode(record: list[int], announcement: Announcement) -> _Header:
 
 
 def _agreement(announcement: Announcement, headers: dict[int, _Header]) -> HeaderAgreement:
-    """Raises ValueError if the ranks differ."""
     described = {rank: (h.digest, h.total) for rank, h in headers.items()}
     _require_equal(described, _feed_text, "describe the microbatch")
     sending = {rank: headers[rank] for lane in announcement.senders for rank in lane if headers[rank].present}

@@ -120,7 +120,6 @@ class AllToAll(torch.autograd.Function):
         anchor: Tensor,
         *rows: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Deliver rows by their plans."""
         ctx.groups, ctx.failure, ctx.plans, ctx.back = groups, failure, plans, back
         with failure.guarded(lambda: _all_to_all_text(plans, groups.rank, "rows")):
             arrived = tuple(deliver(plans, rows, groups))

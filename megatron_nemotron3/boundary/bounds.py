@@ -59,12 +59,10 @@ class Traffic:
 
     @property
     def crossing(self) -> int:
-        """Rows sent by all ranks together."""
         return sum(self.sent.values())
 
     @property
     def busiest(self) -> int:
-        """Maximum that one rank sends or receives between the modules."""
         return max([0, *self.sent.values(), *self.received.values()])
 
 

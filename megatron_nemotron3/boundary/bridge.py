@@ -136,7 +136,6 @@ class Bridge(BridgeCommunicator):
         return self._exchange("send_backward_recv_forward", grad_tensor)
 
     def _exchange(self, method: str, tensor: Tensor | None = None) -> Any:
-        """Run the exchange whose directions the name of upstream's method says."""
         of_source = method.startswith("send_forward") or method == "recv_backward"
         grid, side = (self.src_grid, "source") if of_source else (self.dest_grid, "destination")
         if not self.is_current_rank_in_grid(grid):

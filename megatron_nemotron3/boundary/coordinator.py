@@ -82,16 +82,13 @@ class Coordinator:
             require_same_edges(self.edges, ranks, self.failure, self.groups)
 
     def abort(self) -> None:
-        """End the process groups at once (`Failure`)."""
         self._pending.drop()
         self.groups.abort()
 
     def sends(self, edge: Edge) -> bool:
-        """Whether this rank sends rows forward through the edge."""
         return any(self.groups.rank in lane for lane in edge.senders)
 
     def receives(self, edge: Edge) -> bool:
-        """Whether this rank receives rows from the edge."""
         return any(self.groups.rank in lane for lane in edge.receivers)
 
     def forget_forward_only(self) -> None:

@@ -44,7 +44,6 @@ class Edge:
 
     @property
     def name(self) -> str:
-        """Name for error messages."""
         return f"{self.source_name} -> {self.destination_name}"
 
     @property
@@ -54,17 +53,14 @@ class Edge:
 
     @property
     def senders(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks that send rows, by lane."""
         return self.source.lanes(self.source.pp - 1)
 
     @property
     def receivers(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks that receive rows, by lane."""
         return self.destination.lanes(0)
 
     @property
     def ranks(self) -> set[int]:
-        """Ranks of both sides."""
         return {rank for lane in (*self.senders, *self.receivers) for rank in lane}
 
     @property
@@ -79,7 +75,6 @@ class Edge:
         return tensor.detach().movedim(self.batch_dimension, 0).contiguous()
 
     def from_rows(self, rows: Tensor) -> Tensor:
-        """Convert rows [rows, ...] to a module's tensor."""
         return rows.movedim(0, self.batch_dimension).contiguous()
 
     def plan(self, counts: tuple[int, ...], row_bytes: int, microbatch: Microbatch | None) -> TransferPlan:

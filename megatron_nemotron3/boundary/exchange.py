@@ -37,7 +37,6 @@ class RowKind(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
         return math.prod(self.row) * self.dtype.itemsize
 
 
@@ -65,7 +64,6 @@ class RankTransfer(NamedTuple):
         return zlib.crc32(repr(description).encode()) & 0xFFFFFF
 
     def text(self, rank: int) -> str:
-        """What the rank sends and receives, for error messages."""
         sends = {m.destination: m.rows for m in self.plan.sends(rank) if m.destination != rank}
         receives = {m.source: m.rows for m in self.plan.receives(rank) if m.source != rank}
         return f"{self.name} (rows to ranks {sends}, from ranks {receives})"
@@ -96,7 +94,6 @@ class Payload(NamedTuple):
             start += _aligned(size)
 
     def tag(self, tags: Sequence[int]) -> int:
-        """Digest of the tags of all its transfers."""
         return zlib.crc32(repr([tags[index] for index, _ in self.messages]).encode()) & 0x7FFFFFFF
 
 
@@ -107,7 +104,6 @@ class Pending:
         self._sends: list[tuple[list[Any], list[Tensor]]] = []
 
     def keep(self, works: list[Any], buffers: list[Tensor]) -> None:
-        """Hold handles and buffers until `wait`."""
         self._sends.append((works, buffers))
 
     def drop(self) -> None:
@@ -242,7 +238,6 @@ def messages_by_peer(
 def _outgoing(
     transfers: Sequence[RankTransfer], messages: list[Indexed], device: torch.device
 ) -> list[Payload]:
-    """Payloads to one peer."""
     if (payload := _coalesced(transfers, messages, device)) is not None:
         for index, message, part in payload.parts(transfers):
             pack(_present(transfers[index].rows), message.pieces, part)
@@ -341,7 +336,6 @@ def copy(pieces: Sequence[RowPiece], rows: Tensor, buffer: Tensor) -> None:
 
 
 def _split(message: Tensor, pieces: Sequence[RowPiece]) -> Iterator[Tensor]:
-    """Views of a message, one for each piece."""
     start = 0
     for piece in pieces:
         yield message.narrow(0, start, piece.rows)

@@ -43,11 +43,9 @@ class Failure:
 
     @property
     def failed(self) -> bool:
-        """Whether this rank has raised the error."""
         return self._reason is not None
 
     def check(self) -> None:
-        """Raise the error again if this communicator has failed."""
         if self._reason is not None:
             raise BoundaryError(self._reason)
 

@@ -78,7 +78,6 @@ class Microbatch:
         )
 
     def rows_of(self, name: str) -> tuple[int, ...]:
-        """Number of rows of each sample from one encoder."""
         return dict(self.rows)[name]
 
     def runs_of(self, name: str) -> tuple[Runs, ...] | None:
@@ -217,7 +216,6 @@ def describe_ids(
 
 
 def _runs_of_mask(mask: Any) -> Runs:
-    """Runs of True in an array of booleans [length]."""
     edges = np.diff(mask.astype(np.int8), prepend=0, append=0)
     starts, stops = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
     return tuple(zip(starts.tolist(), (stops - starts).tolist(), strict=True))

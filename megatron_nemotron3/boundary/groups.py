@@ -89,7 +89,6 @@ class Groups:
 
     @property
     def is_member(self) -> bool:
-        """Whether this rank exchanges rows."""
         return self.rank in self.ranks
 
     @property

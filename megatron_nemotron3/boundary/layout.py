@@ -77,7 +77,6 @@ class Layout:
 
     @classmethod
     def from_grid(cls, grid: RankGrid, sequence_parallel: bool = False, share: str = "") -> Layout:
-        """The layout of the base view of upstream's grid."""
         dimensions = tuple(zip(grid.dim_names, grid.shape, strict=True))
         return cls(dimensions, grid.rank_offset, sequence_parallel, share)
 
@@ -130,17 +129,14 @@ class Layout:
 
     @property
     def tp(self) -> int:
-        """Tensor-parallel size."""
         return self.size_of("tp")
 
     @property
     def cp(self) -> int:
-        """Context-parallel size."""
         return self.size_of("cp")
 
     @property
     def pp(self) -> int:
-        """Pipeline-parallel size."""
         return self.size_of("pp")
 
     @property
@@ -150,7 +146,6 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return math.prod(size for _, size in self.dimensions)
 
     @property

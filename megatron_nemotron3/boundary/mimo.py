@@ -168,7 +168,6 @@ class BoundaryMimoModel(MimoModel):
             raise
 
     def _failures(self) -> list[Failure]:
-        """The shared failures of this rank's communicators."""
         shared = {id(comm.failure): comm.failure for comm in self.colocated_comms.values()}
         return [*shared.values(), *([self.communicator.failure] if self.communicator is not None else [])]
 
@@ -371,6 +370,5 @@ class _EmptyOutput(torch.autograd.Function):
 
 
 def _shards_parameters(module: torch.nn.Module) -> bool:
-    """Whether a module is an FSDP of torch or of Megatron."""
     megatron = isinstance(module, _BaseDataParallel) and not isinstance(module, DistributedDataParallel)
     return megatron or isinstance(module, (FSDPModule, TorchFSDP1))

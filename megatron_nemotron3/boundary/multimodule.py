@@ -256,7 +256,6 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
         return output
 
     def _between_stages(self, name: str, sends: str, receives: str, tensor: Any, shape: Any) -> Any:
-        """Call upstream's `P2PCommunicator` between two pipeline stages of one module."""
         if name in self._frozen:
             sends, receives = (way if way == "forward" else "" for way in (sends, receives))
         if not sends and not receives:

@@ -209,7 +209,6 @@ class RankShard:
         return made
 
     def of_lane(self, microbatch: Microbatch | None) -> Microbatch | None:
-        """The description of this lane's samples."""
         if microbatch is None or self.lanes == 1:
             return microbatch
         count = len(microbatch.rows[0][1]) if microbatch.rows else len(microbatch.lengths)

@@ -69,7 +69,6 @@ class Message(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
         return sum(piece.rows for piece in self.pieces)
 
 
@@ -149,7 +148,6 @@ class TransferPlan:
         return self._by_rank[1].get(rank, ())
 
     def gather(self, rank: int) -> Gather | None:
-        """The gather of the rank's group after the messages, or None."""
         return self._by_rank[2].get(rank)
 
     @functools.cached_property
@@ -161,11 +159,9 @@ class TransferPlan:
         return {rank: intervals.count(g.rows) for lane in self.receivers for g in lane for rank in g.ranks}
 
     def rows_held(self, rank: int) -> int:
-        """Number of rows in the buffer that the rank sends from."""
         return self._held.get(rank, 0)
 
     def rows_wanted(self, rank: int) -> int:
-        """Number of rows that the rank has in the end."""
         return self._wanted.get(rank, 0)
 
     @functools.cached_property

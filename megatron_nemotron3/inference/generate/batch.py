@@ -88,7 +88,6 @@ class ForwardBatch:
         return self.n * self._mask_row(queries) <= MASK_ELEMENTS
 
     def _mask_row(self, queries: int) -> int:
-        """Elements of a mask for one position."""
         return (1 if self.start is not None else self.b) * queries * self.end
 
     def reversed_mask(self, row: int, dtype: torch.dtype) -> Tensor:

@@ -37,15 +37,12 @@ class Template:
 
     @property
     def usable(self) -> bool:
-        """Whether the folder has one."""
         return isinstance(self._tokenizer.chat_template, str)
 
     def render(self, messages: list[dict[str, str]]) -> str:
-        """Text of messages with the prompt for an answer."""
         return self._apply(messages, add_generation_prompt=True)
 
     def end(self) -> str:
-        """What the template writes after an answer."""
         asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
         return self._apply(asked).rpartition(_MARK)[2]
 
@@ -87,7 +84,6 @@ class Chat:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew."""
         self.messages = []
         if self.system is not None and self.template is not None:
             self.messages.append({"role": "system", "content": self.system})
@@ -139,7 +135,6 @@ class Chat:
         self.messages.append({"role": "assistant", "content": answer.text})
 
     def _unread(self) -> list[int]:
-        """Tokens to read before the answer."""
         rendered, seen = self._rendered(), self.tokenizer.decode(self._seen, special=True)
         if self._seen and rendered.startswith(seen) and len(rendered) > len(seen):
             return self.tokenizer.encode(rendered[len(seen) :], whole=False)

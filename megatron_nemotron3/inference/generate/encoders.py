@@ -62,7 +62,6 @@ class Encoders:
     def rows(
         self, ids: Sequence[int], inputs: Mapping[str, Mapping[str, Mapping[str, Any]]]
     ) -> EncoderRows | None:
-        """Encode the media of one prompt."""
         positions: list[int] = []
         values: list[Tensor] = []
         for name, (encoder, projector, token) in self._parts.items():
@@ -88,7 +87,6 @@ def moved(given: Any, device: torch.device | str) -> Any:
 
 
 def _load(module: nn.Module, tensors: TensorReader, config: OmniConfig, part: str) -> None:
-    """Load the tensors of a part of `models.omni_tensors.PARTS`."""
     sizes = symbol_sizes(config, part)
     state: dict[str, Tensor] = {}
     for row, numbers in rows(config, part):

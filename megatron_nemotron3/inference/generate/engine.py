@@ -239,7 +239,6 @@ class Engine:
             self._check_context(row, (lengths[row] if lengths else 0) + len(prompt) + more)
 
     def _check_rows(self, row: int, prompt: Sequence[int], rows: EncoderRows | None) -> None:
-        """Refuse ids of media without rows, and rows without a position."""
         positions = () if rows is None else rows.positions
         if rows is not None and (
             len(positions) != len(rows.values) or not all(0 <= at < len(prompt) for at in positions)

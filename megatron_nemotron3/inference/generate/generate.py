@@ -116,7 +116,6 @@ class Speculation:
         return [a / d if d else None for a, d in zip(self.accepted, self.drafted)]
 
     def count(self, drafted: int, new: int, emitted: int) -> None:
-        """Count one verification of one row."""
         self.steps += 1
         self.tokens += emitted
         for position in range(drafted if emitted == new else emitted):
@@ -146,7 +145,6 @@ class Generation:
 
     @property
     def new_tokens(self) -> int:
-        """Generated tokens of all rows."""
         return sum(len(row.tokens) for row in self.rows)
 
     @property
@@ -201,7 +199,6 @@ class Decoder:
         self.newest: Tensor = self.sampler(read.logits)
 
     def select(self, rows: Sequence[int]) -> None:
-        """Continue only some rows."""
         self.state, self.sampler = self.state.select(rows), self.sampler.select(rows)
         self.mtp = None if self.mtp is None else self.mtp.select(rows)
         self.newest = self.newest[list(rows)]

@@ -27,9 +27,7 @@ class ReadTensor(Protocol):
 class DecodeLayer(Protocol):
     """A layer of a stack."""
 
-    def new_state(self, batch: int, capacity: int) -> LayerState:
-        """Return the empty state of `batch` sequences."""
-        ...
+    def new_state(self, batch: int, capacity: int) -> LayerState: ...
 
     def __call__(self, x: Tensor, state: LayerState, batch: ForwardBatch) -> tuple[Tensor, MambaPass | None]:
         """Return the stream behind the layer for x [tokens, d], and the scan of a Mamba-2 layer if asked."""
@@ -60,7 +58,6 @@ class GroupNorm:
         return y.mul_(self.weight).to(self.dtype)
 
     def zeros(self, *shape: int) -> Tensor:
-        """Zeros of the type of the results, on their device."""
         return torch.zeros(shape, dtype=self.dtype, device=self.weight.device)
 
 
@@ -101,7 +98,6 @@ class Attention:
         self.out = DecodeLinear(read("mixer.o_proj.weight", d, q))
 
     def new_state(self, batch: int, capacity: int) -> KVCache:
-        """Return a cache for `capacity` tokens a row."""
         return KVCache(self.norm.zeros(batch, 2, self.groups, capacity, self.head_dim))
 
     def __call__(self, x: Tensor, state: LayerState, batch: ForwardBatch) -> tuple[Tensor, None]:

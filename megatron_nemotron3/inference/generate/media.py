@@ -176,12 +176,10 @@ class _Text:
         self.tokenizer, self.names = tokenizer, names
 
     def prompt(self, conversation: Any) -> str:
-        """The text of the only message, with the names of its media's tokens."""
         (message,) = conversation.messages
         return "".join(part.get("text") or self.names[part["type"]] for part in message["content"])
 
     def tokens(self, text: str, spans: Sequence[tuple[int, int]]) -> Encoded:
-        """Tokens of a text."""
         from megatron_nemotron3.train.data.conversations import Encoded
 
         ids = self.tokenizer.encode(text)
@@ -222,7 +220,6 @@ def _template(folder: Path) -> Any:
 
 
 def _processor(folder: Path, model: OmniConfig) -> Any:
-    """The processor in a tokenizer's folder; otherwise one with the sizes of the model."""
     from megatron_nemotron3.train.omni.processor import load_processor, make_processor
 
     if any((folder / name).is_file() for name in _PROCESSOR):

@@ -72,7 +72,6 @@ class MTP:
         return self._pending
 
     def select(self, rows: Sequence[int]) -> MTP:
-        """Return a copy of some rows."""
         self._finish()
         result = copy.copy(self)
         result._depths = [depth.select(rows) for depth in self._depths]
@@ -81,7 +80,6 @@ class MTP:
         return result
 
     def copy(self) -> MTP:
-        """Return an independent snapshot."""
         return self.select(range(len(self.lengths)))
 
     @torch.inference_mode()
@@ -234,7 +232,6 @@ class MTP:
         return tokens.device.type == "cpu" and torch.equal(tokens[:, 0], drafted.newest)
 
     def _seen(self) -> list[int]:
-        """The tokens of each row without the kept ones."""
         return (
             self.lengths if self._kept is None else [a - c for a, c in zip(self.lengths, self._kept.counts)]
         )

@@ -42,7 +42,6 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether the result is deterministic."""
         return self.temperature == 0 or self.top_k == 1
 
 

@@ -36,12 +36,10 @@ class KVCache:
         return self.cache
 
     def select(self, rows: list[int]) -> KVCache:
-        """Return a copy of some rows."""
         return KVCache(self.cache[rows])
 
     @property
     def nbytes(self) -> int:
-        """Bytes, reserved capacity included."""
         return self.cache.nbytes
 
 
@@ -126,7 +124,6 @@ class MambaState:
         return self._ssm
 
     def set(self, window: Tensor, ssm: Tensor) -> None:
-        """Replace both tensors."""
         self._window, self._ssm, self._pending = window, ssm, None
 
     def set_lazily(self, record: MambaPass, kept: Sequence[int]) -> None:
@@ -137,12 +134,10 @@ class MambaState:
         self._pending = record, kept
 
     def select(self, rows: list[int]) -> MambaState:
-        """Return a copy of some rows."""
         return MambaState(self.window[rows], self.ssm[rows])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both tensors."""
         return self.window.nbytes + self.ssm.nbytes
 
     def _compute_pending(self) -> None:
@@ -182,12 +177,10 @@ class DecodeState:
 
     @property
     def batch(self) -> int:
-        """Number of rows."""
         return len(self.lengths)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, reserved capacity included."""
         return sum(layer.nbytes for layer in self.layers if layer is not None)
 
     def truncate(self, keep: int | Sequence[int], rollback: Rollback) -> None:
@@ -217,5 +210,4 @@ class DecodeState:
         return DecodeState([self.lengths[row] for row in rows], layers)
 
     def copy(self) -> DecodeState:
-        """Return an independent snapshot."""
         return self.select(range(self.batch))

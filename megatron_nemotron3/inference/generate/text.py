@@ -88,7 +88,6 @@ class Detokenizer:
         return new
 
     def end(self) -> str:
-        """Return what was still held back."""
         new = self._tokenizer.decode(self._ids)[self._returned :]
         self._ids, self._returned = [], 0
         return new
@@ -113,12 +112,10 @@ class OutputText:
         self.ended = False
 
     def push(self, token: int) -> bool:
-        """Add a token; return whether a stop text has appeared."""
         self._add(self._detokenizer.push(token))
         return self.ended
 
     def end(self) -> None:
-        """Declare that no more tokens follow."""
         if not self.ended:
             self._add(self._detokenizer.end())
         self.ended = True
@@ -156,19 +153,16 @@ class OutputStream:
         self._row, self._row_begun, self._at_line_start = 0, False, True
 
     def push(self, row: int, token: int) -> bool:
-        """Add a token; return whether a stop text has appeared."""
         stopped = self.outputs[row].push(token)
         if self._live:
             self.print_rest()
         return stopped
 
     def end(self) -> None:
-        """Declare that all rows have ended."""
         for output in self.outputs:
             output.end()
 
     def print_rest(self) -> None:
-        """Print what can be printed and has not been."""
         while self._row < len(self.outputs):
             if not self._row_begun:
                 self._row_begun = True

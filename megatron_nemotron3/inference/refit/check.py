@@ -44,7 +44,6 @@ class _Weights:
         self._sums: dict[str, Any] = {}
 
     def total(self, kind: str, start: int, stop: int) -> int:
-        """Sum of the weights of [start, stop)."""
         sums = self._sums.get(kind, numpy.zeros(1, "uint64"))
         if len(sums) <= stop:
             drawn = self._random.integers(0, 1 << 64, 2 * stop + 1, "uint64")
@@ -53,7 +52,6 @@ class _Weights:
         return (int(sums[stop]) - int(sums[start])) % (1 << 64)
 
     def part(self, start: int, stop: int, at: int) -> int:
-        """Weight of elements [start, stop) of a tensor that are held from index `at` on."""
         return self.total("rows", start, stop) * 3 + self.total("places", at, at + stop - start)
 
 

@@ -206,7 +206,6 @@ class Refit:
                 self._fail(f"{what} of rank {rank}: {found}")
 
     def _gathered(self, value: Any, doing: str) -> dict[int, Any]:
-        """What every rank gave."""
         with self._guarded(doing):
             found: list[Any] = [None] * len(self.groups.ranks)
             dist.all_gather_object(found, value, group=self.groups.group)
@@ -244,7 +243,6 @@ class Refit:
         return Moving(route, source, sums, known, unchanged, frozenset((delta and unchanged) or ()))
 
     def _prove(self, moving: Moving, found: Mapping[Part, int]) -> RefitReport:
-        """Compare the senders' checksums with the receivers', tensor by tensor."""
         index = {name: i for i, name in enumerate(self.plan.names)}
         wrong = self._differences(moving, found, len(index), lambda part, _: index[name_of(part)])
         if wrong:

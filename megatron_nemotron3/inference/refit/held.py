@@ -47,7 +47,6 @@ def training_tensors(training: Training, rank: int, chunks: Sequence[Any]) -> di
 
 
 def _renumbered(name: str, offset: int) -> str:
-    """Add to the layer number of a name the number of layers before the stage."""
     return _LAYER.sub(lambda match: f"decoder.layers.{int(match[1]) + offset}.", name)
 
 

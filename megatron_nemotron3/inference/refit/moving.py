@@ -83,7 +83,6 @@ class Moving:
         return torch.empty(size, dtype=torch.uint8, device=self.route.groups.device)
 
     def _post(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> list[Any]:
-        """Start to send to and receive from ranks; returns the handles."""
         group = self.route.groups.group
         operations = [dist.P2POp(dist.isend, one, peer, group) for peer, one in sorted(sent.items())]
         operations += [dist.P2POp(dist.irecv, one, peer, group) for peer, one in sorted(received.items())]

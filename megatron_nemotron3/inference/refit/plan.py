@@ -50,12 +50,10 @@ class TensorTransfer(NamedTuple):
 
     @property
     def piece(self) -> int:
-        """Bytes of one expert's part, or of the part."""
         return sum(cut.stop - cut.start for cut in self.cuts) * self.others * ITEM_SIZE[self.dtype]
 
     @property
     def bytes(self) -> int:
-        """Bytes that each receiver gets."""
         return self.piece * (self.last - self.first)
 
     @property
@@ -65,12 +63,10 @@ class TensorTransfer(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """Names of the tensors."""
         return [self.name.replace("{e}", str(e)) for e in range(self.first, self.last)]
 
     @property
     def pairs(self) -> tuple[numpy.ndarray[Any, Any], numpy.ndarray[Any, Any]]:
-        """Senders and receivers as arrays."""
         import numpy
 
         return numpy.frombuffer(self.senders, "int32"), numpy.frombuffer(self.receivers, "int32")
@@ -118,12 +114,10 @@ class RefitPlan:
 
     @property
     def steps(self) -> int:
-        """Number of steps."""
         return 1 + self.transfers[-1].step if self.transfers else 0
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Names of all tensors, in the order of the plan."""
         return tuple(dict.fromkeys(name for transfer in self.transfers for name in transfer.names))
 
     def outgoing(self, rank: int) -> Iterator[tuple[TensorTransfer, int]]:
@@ -139,7 +133,6 @@ class RefitPlan:
             yield from ((transfer, int(sender)) for sender in senders[receivers == rank])
 
     def load(self) -> Load:
-        """Count the bytes of every rank."""
         import numpy
 
         ranks = self.training.layout.world_size, self.serving.size
@@ -166,13 +159,11 @@ class RefitPlan:
         return Load(total, messages, int(sent.max()), int(received.max()), self.bound, copied, largest)
 
     def between(self, senders: Any, receivers: Any) -> Any:
-        """Whether each pair is two processes."""
         import numpy
 
         return senders != receivers if self.colocated else numpy.ones(len(senders), bool)
 
     def by_step(self) -> Iterator[tuple[int, list[TensorTransfer]]]:
-        """Yield every step with its transfers."""
         begin = 0
         for end in range(1, len(self.transfers) + 1):
             if end == len(self.transfers) or self.transfers[end].step != self.transfers[begin].step:

@@ -72,23 +72,19 @@ class Held:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the whole tensor, of one expert where there are several."""
         if self.stored is not None:
             return self.stored.shape
         return hf_shape(self.row, self.index, self.prefix.config)
 
     @property
     def role(self) -> Role:
-        """The receivers' ranks over which it is cut."""
         return "whole" if self.parameter is None else self.parameter.role
 
     @property
     def axis(self) -> int:
-        """The axis along which it is cut."""
         return axis_of(self.row) if self.stored is None or self.stored.columns else 0
 
     def target(self, serving: EngineLayout) -> str:
-        """Name of the receiver's parameter."""
         if self.parameter is None:
             return self.tensor
         root = hf_root(serving.config) + "."
@@ -122,7 +118,6 @@ class Held:
 
     @property
     def negated_exp(self) -> bool:
-        """Whether it travels as -exp(tensor)."""
         return self.parameter is not None and self.parameter.negated_exp
 
 
@@ -297,7 +292,6 @@ class _Bound:
             self._stages[first] += size
 
     def value(self) -> int:
-        """Bytes, rounded up."""
         needs = [*self._needs.values(), [self._total, self._ranks]]
         needs += [[size, self._each] for size in self._stages]
         return max(-(-size // ranks) for size, ranks in needs)
