@@ -69,7 +69,7 @@ class Traffic:
 def bounds(plan: TransferPlan) -> Bounds:
     """Lower bounds for a plan whose sending groups hold disjoint rows of a lane, as those of `planner` do."""
     #: Ranks of a sending group -> rows that it has to send to other ranks.
-    asked: dict[tuple[int, ...], int] = defaultdict(int)
+    owed: dict[tuple[int, ...], int] = defaultdict(int)
     #: Rank -> rows that it wants and holds.
     has: dict[int, int] = defaultdict(int)
     #: Ranks of a receiving group -> rows that it wants and one of its ranks holds.
@@ -85,9 +85,9 @@ def bounds(plan: TransferPlan) -> Bounds:
                     has[rank] += n
                 inside[receiver.ranks] += n * bool(members)
                 copies = len(receiver.ranks) - len(members) if plan.mode == "copies" else not members
-                asked[sender.ranks] += n * copies
+                owed[sender.ranks] += n * copies
     leaving = {
-        rank: -(-asked[group.ranks] // len(group.ranks))
+        rank: -(-owed[group.ranks] // len(group.ranks))
         for lane in plan.senders
         for group in lane
         for rank in group.ranks

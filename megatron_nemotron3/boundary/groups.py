@@ -37,12 +37,10 @@ _SHARED: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], _Shared]] = weakre
 class Groups:
     """The process groups of one communicator.
 
-    Args:
-        ranks: all ranks that exchange rows.
-        gathers: the ranks of each group that gathers rows (`Plan.gathers`), ascending as torch numbers them.
-        backend: None: that of the default group.
-        timeout: of every wait; None: that of the default group.
-        own: share no group with other communicators.
+    ranks: all ranks that exchange rows.
+    gathers: the ranks of each group that gathers rows (`Plan.gathers`), ascending as torch numbers them.
+    backend, timeout: None: those of the default group.
+    own: share no group with other communicators.
     """
 
     def __init__(
@@ -106,10 +104,7 @@ class Groups:
         return shared.group
 
     def start_comparing(self, numbers: Sequence[int]) -> tuple[Any, torch.Tensor]:
-        """Start to gather numbers from all ranks (without tags only).
-
-        Returns: the handle, and the buffer [ranks, numbers] that it fills.
-        """
+        """Start to gather numbers: the handle, and the buffer [ranks, numbers] that it fills."""
         assert self._comparing is not None
         everyone = torch.empty(len(self.ranks), len(numbers), dtype=torch.int64)
         mine = torch.tensor(numbers, dtype=torch.int64)

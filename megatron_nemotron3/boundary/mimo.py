@@ -91,7 +91,7 @@ class BoundaryMimoModel(MimoModel):
         self.exchanged: deque[tuple[Microbatch | None, Rows]] = deque()
         config = mimo_config.language_model_spec.params["config"]
         partition = self.partition_adapter.cfg if self.partition_adapter is not None else None
-        grid = (mimo_config.module_to_grid_map or {}).get(MIMO_LANGUAGE_MODULE_KEY)
+        grid = grids.get(MIMO_LANGUAGE_MODULE_KEY)
         layout = Layout.from_grid(grid, config.sequence_parallel) if grid is not None else None
         self._shard = RankShard.of(partition, layout)
 

@@ -141,11 +141,7 @@ def rows_of(runs: Runs) -> int:
 
 
 class RowSegment(NamedTuple):
-    """`rows` rows that are contiguous on both sides.
-
-    They start at row `source_start` of `source_lane` and at row `start` of the receiving `lane`, counted in
-    the rows of each lane.
-    """
+    """Rows that are contiguous on both sides; starts are counted in the rows of each lane."""
 
     source_lane: int
     source_start: int
@@ -155,11 +151,7 @@ class RowSegment(NamedTuple):
 
 
 def sample_shares(samples: int, lanes: int) -> tuple[range, ...]:
-    """Equal contiguous shares of the samples, one for each lane.
-
-    Raises:
-        ValueError: the samples do not divide among the lanes.
-    """
+    """Equal contiguous shares of the samples, one for each lane; ValueError if they do not divide."""
     if samples % lanes:
         raise ValueError(
             f"{samples} samples of a microbatch do not divide among {lanes} data lanes: use a micro-batch "

@@ -87,9 +87,9 @@ def forward_backward_colocated(
     mimo.exchanged.extend((known, rows) for (known, _), rows in zip(exchanged, leaves, strict=True))
 
     config = get_model_config(wrapped)
-    finalize, grad_sync = config.finalize_model_grads_func, config.grad_sync_func
+    finalize_func, grad_sync_func = config.finalize_model_grads_func, config.grad_sync_func
     finalized: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-    if finalize is not None:
+    if finalize_func is not None:
         config.finalize_model_grads_func = lambda *args, **kwargs: finalized.append((args, kwargs))
     config.grad_sync_func = None  # it would reduce the encoders' gradients before they exist
     try:
@@ -101,12 +101,12 @@ def forward_backward_colocated(
             **options,
         )
     finally:
-        config.finalize_model_grads_func, config.grad_sync_func = finalize, grad_sync
+        config.finalize_model_grads_func, config.grad_sync_func = finalize_func, grad_sync_func
         mimo.exchanged.clear()
     if not forward_only:
         _encoders_backward(mimo, exchanged, leaves)
     for args, kwargs in finalized:
-        finalize(*args, **kwargs)
+        finalize_func(*args, **kwargs)
     return result
 
 
@@ -115,12 +115,12 @@ def _encoders_backward(
 ) -> None:
     """Run backward for each microbatch and free it; gradient sync may start in the last one."""
     for number in range(len(exchanged)):
-        rows, given = exchanged[number][1], leaves[number]
+        rows, leaf = exchanged[number][1], leaves[number]
         exchanged[number], leaves[number] = (None, {}), {}
         names = [name for name, t in rows.items() if t.requires_grad]
         outputs = [rows[name] for name in names]
         # Rows of later stages were not used and have no gradient; these ranks take part with zeros.
-        grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in (given[name] for name in names)]
+        grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in (leaf[name] for name in names)]
         last = number == len(exchanged) - 1
         with nullcontext() if last else mimo.no_sync():
             if outputs:

@@ -30,7 +30,7 @@ class DecodeLayer(Protocol):
     def new_state(self, batch: int, capacity: int) -> LayerState: ...
 
     def __call__(self, x: Tensor, state: LayerState, batch: ForwardBatch) -> tuple[Tensor, MambaPass | None]:
-        """Return the stream behind the layer for x [tokens, d], and the scan of a Mamba-2 layer if asked."""
+        """Return the stream behind the layer for x [tokens, d], and the scan of a Mamba-2 layer, if any."""
         ...
 
 
@@ -39,9 +39,7 @@ class GroupNorm:
 
     x / sqrt(mean(x^2) + eps) = x / sqrt(|x|^2 + n eps) * sqrt(n): one norm, one hypot, one division.
 
-    Args:
-        weight: [d].
-        groups: groups of channels, each normalized separately.
+    weight: [d].
     """
 
     def __init__(self, weight: Tensor, eps: float, groups: int = 1) -> None:

@@ -124,7 +124,7 @@ class MTP:
         """
         b, n = tokens.shape
         found = [n] * b if counts is None else list(counts)
-        if self._goes_on(tokens, found):
+        if self._continues_draft(tokens, found):
             self._end_draft(more=1)
         self._finish()
         self._kept = _Tokens(tokens, hidden, found)
@@ -156,11 +156,11 @@ class MTP:
             )
         if self._drafted is not None or count < len(self._depths) or count > MAX_ROLLBACK - KEPT_TOKENS:
             self._finish()
-        kept, seen = self._kept or self._no_tokens(), self._seen()
-        known, hidden, sizes = _Known(kept, tokens, count), kept.hidden, kept.counts
+        kept, seen = self._kept or self._no_tokens(), self._lengths_without_kept()
+        known, hidden, sizes = _RowTokens(kept, tokens, count), kept.hidden, kept.counts
         passes, drafted = [], []
         for depth in range(1, count + 1):
-            hidden, sizes = self._after_pending(depth, hidden, sizes, seen)
+            hidden, sizes = self._prepend_pending(depth, hidden, sizes, seen)
             hidden = hidden[:, : max(sizes)]
             # No depth follows the last one, so of its output only what gives the draft is needed.
             out = self._run(
@@ -198,10 +198,10 @@ class MTP:
             self._end_draft(more=0)
         if self._kept is None:
             return
-        seen, kept = self._seen(), self._kept
+        seen, kept = self._lengths_without_kept(), self._kept
         hidden, sizes = kept.hidden, kept.counts
         for depth in range(1, len(self._depths) + 1):
-            hidden, sizes = self._after_pending(depth, hidden, sizes, seen)
+            hidden, sizes = self._prepend_pending(depth, hidden, sizes, seen)
             self._pending[depth - 1] = last_of_rows(hidden, sizes).clone()
             # The last one of each row waits for a token that is not known yet.
             sizes = [max(size - 1, 0) for size in sizes]
@@ -223,7 +223,7 @@ class MTP:
                 self._pending[depth - 1] = last_of_rows(one.hidden, [k + 1 for k in keep])
         self._drafted, self._ahead = None, more == 1
 
-    def _goes_on(self, tokens: Tensor, counts: Sequence[int]) -> bool:
+    def _continues_draft(self, tokens: Tensor, counts: Sequence[int]) -> bool:
         """Whether tokens [b, n] begin with those that were drafted after, at every depth."""
         drafted = self._drafted
         if drafted is None or len(drafted.passes) < len(self._depths) or min(counts) == 0:
@@ -231,7 +231,7 @@ class MTP:
         # On another device the host would wait for the comparison.
         return tokens.device.type == "cpu" and torch.equal(tokens[:, 0], drafted.newest)
 
-    def _seen(self) -> list[int]:
+    def _lengths_without_kept(self) -> list[int]:
         return (
             self.lengths if self._kept is None else [a - c for a, c in zip(self.lengths, self._kept.counts)]
         )
@@ -242,7 +242,7 @@ class MTP:
         hidden = like.new_empty(b, 0, like.shape[1])
         return _Tokens(torch.empty(b, 0, dtype=torch.long, device=like.device), hidden, [0] * b)
 
-    def _after_pending(
+    def _prepend_pending(
         self, depth: int, hidden: Tensor, sizes: Sequence[int], seen: Sequence[int]
     ) -> tuple[Tensor, list[int]]:
         """Put the pending hidden state of a depth, in the rows that have one, before hidden [b, n, d]."""
@@ -285,7 +285,7 @@ class _Draft:
     passes: list[_Pass]
 
 
-class _Known:
+class _RowTokens:
     """Kept tokens, the newest token and the drafts, left-aligned in each row."""
 
     def __init__(self, kept: _Tokens, newest: Tensor, count: int) -> None:

@@ -82,11 +82,7 @@ def draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
 
 
 class Sampler:
-    """Draws tokens. A row's random numbers depend only on the seed and its index, not on the other rows.
-
-    Args:
-        rows: indices of the rows, for their seeds.
-    """
+    """Draws tokens. A row's random numbers depend only on the seed and its index, not on the other rows."""
 
     def __init__(self, sampling: Sampling, rows: Sequence[int]) -> None:
         self.sampling = sampling

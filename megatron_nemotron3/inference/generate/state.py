@@ -16,11 +16,7 @@ from torch import Tensor
 
 
 class KVCache:
-    """Keys and values of one attention layer.
-
-    Attributes:
-        cache: [b, 2, groups, capacity, head dimension]; contents beyond a row's length are undefined.
-    """
+    """Keys and values [b, 2, groups, capacity, head dimension]; undefined beyond a row's length."""
 
     def __init__(self, cache: Tensor) -> None:
         self.cache = cache
@@ -104,9 +100,8 @@ def window_after(window: Tensor, counts: Tensor, width: int) -> Tensor:
 class MambaState:
     """State of one Mamba-2 layer.
 
-    Attributes:
-        window: [b, kernel - 1, channels], the last inputs of the convolution, oldest first.
-        ssm: [b, heads, head dimension, state], FP32.
+    window: [b, kernel - 1, channels], the last inputs of the convolution, oldest first.
+    ssm: [b, heads, head dimension, state], FP32.
     """
 
     def __init__(self, window: Tensor, ssm: Tensor) -> None:
@@ -153,10 +148,8 @@ LayerState = KVCache | MambaState | None
 class Rollback:
     """What `DecodeState.truncate` needs to undo a pass, or the end of it.
 
-    Attributes:
-        lengths: of the rows before the pass.
-        counts: tokens of each row in the pass.
-        layers: one entry per layer, None for kinds other than Mamba-2.
+    lengths: of the rows before the pass; counts: tokens of each row in it.
+    layers: one entry per layer, None for kinds other than Mamba-2.
     """
 
     lengths: list[int]
@@ -165,12 +158,7 @@ class Rollback:
 
 
 class DecodeState:
-    """States of all layers of a stack, for b sequences.
-
-    Attributes:
-        lengths: tokens that each row has seen.
-        layers: one entry per layer; None for kinds without a state.
-    """
+    """States of all layers of a stack (None for kinds without one), and the tokens that each row has seen."""
 
     def __init__(self, lengths: list[int], layers: list[LayerState]) -> None:
         self.lengths, self.layers = lengths, layers

@@ -1,4 +1,4 @@
-"""A tokenizer folder, and text that appears while its tokens arrive. Needs tokenizers, but not torch."""
+"""A tokenizer folder, and text that appears while its tokens arrive."""
 
 from __future__ import annotations
 
@@ -94,11 +94,7 @@ class Detokenizer:
 
 
 class OutputText:
-    """The text of one row, up to the first stop text.
-
-    Args:
-        stops: texts that end it; they are not part of it.
-    """
+    """The text of one row, up to the first of the texts that end it."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
         self._detokenizer, self._stops = Detokenizer(tokenizer), stops
@@ -139,11 +135,7 @@ class OutputText:
 
 
 class OutputStream:
-    """Prints texts in the order of their prompts, the first unfinished one while it grows.
-
-    Args:
-        live: print while tokens arrive; otherwise only in `print_rest`.
-    """
+    """Prints texts in the order of their prompts, `live` while tokens arrive, else only in `print_rest`."""
 
     def __init__(
         self, prompts: Sequence[str], tokenizer: Tokenizer, stops: Sequence[str], live: bool

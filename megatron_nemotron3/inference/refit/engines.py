@@ -1,4 +1,4 @@
-"""Names, fusions and cuts of the parameters of vLLM's and SGLang's NemotronH models. Standard library only.
+"""Names, fusions and cuts of the parameters of vLLM's and SGLang's NemotronH models.
 
 Facts read from their sources, and nothing else of them:
 

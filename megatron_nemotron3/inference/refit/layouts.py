@@ -1,4 +1,4 @@
-"""The two layouts of a refit: which ranks hold a tensor. Standard library only.
+"""The two layouts of a refit: which ranks hold a tensor.
 
 Both sides number their ranks from 0. A trainer has Megatron's order of ranks: tp, cp, dp, pp, and for routed
 experts etp, ep, edp, pp, fastest first. A vLLM replica has tp, pp, dp; an SGLang replica tp, pp, where dp

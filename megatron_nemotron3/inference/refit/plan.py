@@ -8,6 +8,7 @@ step no rank sends or receives more than `buffer` bytes, and a sender packs the 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +20,8 @@ from megatron_nemotron3.inference.refit.shares import AxisCut
 
 if TYPE_CHECKING:
     import numpy
+
+    from megatron_nemotron3.launch.plan.hardware import GPU
 
 #: A part begins at a multiple of this many bytes of a message.
 ALIGNMENT = 16
@@ -93,8 +96,7 @@ class Load(NamedTuple):
 class RefitPlan:
     """All transfers, in the order of their steps.
 
-    colocated: sender r and receiver r are one process. bound: as in `Load`. The hash and equality are those
-    of the whole content, `digest` is the same on every machine.
+    colocated: sender r and receiver r are one process. bound: as in `Load`.
     """
 
     training: Training
@@ -106,7 +108,7 @@ class RefitPlan:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the content, in hexadecimal."""
+        """SHA-256 of the content, in hexadecimal, the same on every machine."""
         found = hashlib.sha256(repr((self.training, self.serving, self.buffer, self.colocated)).encode())
         for transfer in self.transfers:
             found.update(repr(transfer).encode())
@@ -138,7 +140,7 @@ class RefitPlan:
         ranks = self.training.layout.world_size, self.serving.size
         sent, received = (numpy.zeros(n, "int64") for n in ranks)
         total = messages = copied = largest = 0
-        for _, transfers in self.by_step():
+        for _, transfers in itertools.groupby(self.transfers, lambda transfer: transfer.step):
             space = [numpy.zeros(n, "int64") for n in ranks]
             pairs = []
             for transfer in transfers:
@@ -158,14 +160,35 @@ class RefitPlan:
             largest = max(largest, *(int(one.max()) for one in space))
         return Load(total, messages, int(sent.max()), int(received.max()), self.bound, copied, largest)
 
+    def seconds(self, gpu: GPU) -> float:
+        """Time by the links of a GPU: that of the busiest port, after the first step was packed.
+
+        A rank sends and receives at the same time, and its NVLink and its network port work in parallel.
+        Ranks are numbered as by `Refit`, NVLink domains are consecutive ranks. Latency and checksums are not
+        counted.
+        """
+        import numpy
+
+        trainers = self.training.layout.world_size
+        offset = 0 if self.colocated else trainers
+        busy = {
+            (side, link): numpy.zeros(ranks)
+            for side, ranks in (("out", trainers), ("in", self.serving.size))
+            for link in (gpu.nvlink, gpu.network)
+        }
+        first = 0
+        for transfer in self.transfers:
+            senders, receivers = transfer.pairs
+            near = senders // gpu.nvlink_domain == (receivers + offset) // gpu.nvlink_domain
+            other = self.between(senders, receivers)
+            first = max(first, transfer.space if transfer.step == 0 else 0)
+            for link, those in ((gpu.nvlink, near & other), (gpu.network, ~near & other)):
+                for side, ranks in (("out", senders), ("in", receivers)):
+                    numpy.add.at(busy[side, link], ranks[those], transfer.bytes / link)
+        # The first step is read and written once.
+        return float(max(one.max() for one in busy.values())) + 2 * first / gpu.hbm
+
     def between(self, senders: Any, receivers: Any) -> Any:
         import numpy
 
         return senders != receivers if self.colocated else numpy.ones(len(senders), bool)
-
-    def by_step(self) -> Iterator[tuple[int, list[TensorTransfer]]]:
-        begin = 0
-        for end in range(1, len(self.transfers) + 1):
-            if end == len(self.transfers) or self.transfers[end].step != self.transfers[begin].step:
-                yield self.transfers[begin].step, list(self.transfers[begin:end])
-                begin = end

@@ -7,7 +7,7 @@ suffix has in FP8, as DeepSeek's checkpoints have them:
     X.weight            float8_e4m3fn [out, in]
     X.weight_scale_inv  float32 [out / 128, in / 128], rounded up: amax / 448 of each block
 
-Engines scale its activations as they come, so it needs no scales from data. Standard library only.
+Engines scale its activations as they come, so it needs no scales from data.
 """
 
 from __future__ import annotations
