@@ -118,13 +118,13 @@ def share_counts(rows: int, shares: int, sizes: Sequence[int] | None, uneven: bo
 def agree(announcements: Sequence[Announcement], groups: Groups, failure: Failure) -> list[HeaderAgreement]:
     """Exchange headers: one agreement for each edge, the same on every rank of `groups`."""
     width = _FIXED + max(a.shares + a.expected_shares for a in announcements)
-    mine = torch.tensor([_encode(a, width, failure) for a in announcements], dtype=torch.int64)
-    mine = mine.to(groups.device).view(-1)
-    everyone = torch.empty(len(groups.ranks) * mine.numel(), dtype=torch.int64, device=groups.device)
+    own = torch.tensor([_encode(a, width, failure) for a in announcements], dtype=torch.int64)
+    own = own.to(groups.device).view(-1)
+    gathered = torch.empty(len(groups.ranks) * own.numel(), dtype=torch.int64, device=groups.device)
     names = ", ".join(a.name for a in announcements)
     with failure.guarded(lambda: f"{names}: waited for the headers of ranks {list(groups.ranks)}"):
-        dist.all_gather_into_tensor(everyone, mine, group=groups.group)
-        numbers = everyone.view(len(groups.ranks), len(announcements), width).tolist()
+        dist.all_gather_into_tensor(gathered, own, group=groups.group)
+        numbers = gathered.view(len(groups.ranks), len(announcements), width).tolist()
     found = []
     for i, announcement in enumerate(announcements):
         headers = {rank: _decode(numbers[at][i], announcement) for at, rank in enumerate(groups.ranks)}
@@ -192,11 +192,11 @@ def _agreement(announcement: Announcement, headers: dict[int, _Header]) -> Heade
             _require_equal({rank: headers[rank].counts for rank in lane}, str, "have rows in numbers")
             counts += headers[lane[0]].counts
             lane_rows.append(headers[lane[0]].rows)
-    some = next(iter(sending.values()), None)
+    first = next(iter(sending.values()), None)
     return HeaderAgreement(
         tuple(counts),
-        some and some.row,
-        DTYPES[some.dtype] if some else None,
+        first and first.row,
+        DTYPES[first.dtype] if first else None,
         tuple(lane_rows),
         tuple(rows for lane in announcement.receivers for rows in headers[lane[0]].expected),
         any(h.needs_gradient for h in headers.values()),

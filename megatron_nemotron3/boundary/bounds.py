@@ -10,9 +10,7 @@ entering    The rows that enter a group of k ranks enter through k ranks, so one
             ceil(rows / k). With lanes of equal size that is V / |D|, D the destination's boundary ranks.
 leaving     The same on the sending side: the rows that leave a group leave through its k ranks. V / |S|.
 missing     A rank must receive the rows that it wants and does not hold. Those that were not sent to the
-            rank itself are gathered inside the group: k - 1 times the group's rows for its k ranks together,
-            (k - 1) / k of them for each rank if the rows arrived in equal parts, and all of them for every
-            rank but the leader if one rank received everything.
+            rank itself are gathered inside the group.
 
 In mode "copies" ranks do not share: a rank receives all rows that it misses, and the senders send every copy.
 (Receivers that forward rows could relieve the senders, in a second phase.)

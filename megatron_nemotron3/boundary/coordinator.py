@@ -70,7 +70,7 @@ class Coordinator:
         self.training, self.evaluation = FeedStream(), FeedStream()
         self._kinds: dict[Edge, RowKind] = {}
         self._outstanding: dict[Edge, deque[_Outstanding]] = {edge: deque() for edge in edges}
-        #: Those of the exchange that runs.
+        #: Of the current exchange.
         self._newest: dict[Edge, _Outstanding] = {}
         #: Names of transfers, and the digests of all ranks as soon as the handle has completed.
         self._comparisons: deque[tuple[list[str], Any, Tensor]] = deque()
@@ -112,13 +112,13 @@ class Coordinator:
     def _compare(self, wait: bool = False) -> None:
         """Fail if ranks described earlier exchanges differently (`wait`: any of them)."""
         while self._comparisons:
-            names, work, everyone = self._comparisons[0]
+            names, work, gathered = self._comparisons[0]
             if not wait and not work.is_completed():
                 return
             self._comparisons.popleft()
             with self.failure.guarded(lambda names=names: f"compared {', '.join(names)}"):  # type: ignore[misc]
                 work.wait()
-            digests = zip(self.groups.ranks, everyone.tolist(), strict=True)
+            digests = zip(self.groups.ranks, gathered.tolist(), strict=True)
             if lines := disagreements({rank: dict(zip(names, row, strict=True)) for rank, row in digests}):
                 self.failure.fail(
                     f"{'; '.join(lines)}, so wrong rows may have arrived: give both sides the same "

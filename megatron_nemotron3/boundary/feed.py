@@ -3,10 +3,6 @@
 `RowFeed` wraps the data iterator that Megatron's schedule is given. The communicator reads the description of
 a microbatch from it before the rows arrive; the forward step then gets the same batch.
 
-    feed = RowFeed(iterator, tokens("input_ids", {"images": IMAGE_TOKEN, "audio": AUDIO_TOKEN}))
-    communicator.feed = feed
-    pretrain(..., data_iterator=feed)
-
 Every boundary rank, of encoders and of the language model, must describe the same global microbatch: all
 samples of all data lanes. Which samples a lane takes is `partition.sample_shares`.
 """

@@ -1,9 +1,5 @@
 """Upstream's `MultiModulePipelineCommunicator` over our exchange, for the stock pipeline schedule.
 
-    communicator = BoundaryCommunicator(grids, {"images": ["language"], "language": []}, config,
-                                        module_output_ndim={"images": 2})
-    communicator.feed = feed      # optional: row counts come with the batch (feed.py)
-
 Differences from upstream's class: every edge into a module takes part in one exchange; the pipeline stage is
 counted from the end, so that modules of different depth before a common one start in time; layouts may have
 any relation; and when something is wrong every rank raises a BoundaryError.

@@ -81,8 +81,8 @@ def rows_held(
     total = bounds[-1]
     of_context: Sequence[Intervals] = [intervals.whole(total)]
     if cp > 1 and share == "media":
-        shares = media_shares(media, cp)
-        of_context = [intervals.union([(bounds[mine.start], bounds[mine.stop])]) for mine in shares]
+        parts = media_shares(media, cp)
+        of_context = [intervals.union([(bounds[part.start], bounds[part.stop])]) for part in parts]
     elif cp > 1 and share == "zigzag":
         of_context = positions(total, cp, 1, sequence_parallel=False, documents=bounds)
     elif cp > 1:
@@ -116,12 +116,12 @@ def rows_at(runs: Sequence[Runs], owned: Sequence[Sequence[Intervals]]) -> tuple
                 "once, in order"
             )
         places = IntervalIndex(marked)
-        for mine, ours in zip(found, ranks, strict=True):
-            for first, last in ours:
+        for rows_of_rank, own_positions in zip(found, ranks, strict=True):
+            for first, last in own_positions:
                 for place, start, stop in places.clip(first, last):
-                    mine.append((before + place, before + place + stop - start))
+                    rows_of_rank.append((before + place, before + place + stop - start))
         before += rows
-    return tuple(intervals.union(mine) for mine in found)
+    return tuple(map(intervals.union, found))
 
 
 def runs_of(positions: Sequence[int]) -> Runs:

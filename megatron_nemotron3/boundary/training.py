@@ -75,16 +75,16 @@ def forward_backward_colocated(
     for _ in range(num_microbatches):
         batch = next(batches)
         modality_inputs, input_ids = inputs(batch)
-        known = mimo.feed.current if mimo.feed is not None else None
+        microbatch = mimo.feed.current if mimo.feed is not None else None
         drawn.append(batch)
-        exchanged.append((known, mimo.exchange_rows(modality_inputs, known, input_ids)))
+        exchanged.append((microbatch, mimo.exchange_rows(modality_inputs, microbatch, input_ids)))
     leaves = [
         {name: t.detach().requires_grad_(t.requires_grad) for name, t in rows.items()}
         for _, rows in exchanged
     ]
     if forward_only:
-        exchanged = [(known, {}) for known, _ in exchanged]
-    mimo.exchanged.extend((known, rows) for (known, _), rows in zip(exchanged, leaves, strict=True))
+        exchanged = [(microbatch, {}) for microbatch, _ in exchanged]
+    mimo.exchanged.extend((microbatch, rows) for (microbatch, _), rows in zip(exchanged, leaves, strict=True))
 
     config = get_model_config(wrapped)
     finalize_func, grad_sync_func = config.finalize_model_grads_func, config.grad_sync_func
@@ -132,9 +132,8 @@ def gradient_scale(
 ) -> torch.Tensor | float:
     """Factor for a module's gradients after its own gradient sync, from the table above.
 
-    Args:
-        tokens: [], tokens of the global batch if the language model's loss is a sum over tokens; None if it
-            is the mean over a rank's tokens. As in upstream, a batch without tokens counts as one token.
+    tokens: [], of the global batch if the language model's loss is a sum over tokens; None if it is a mean
+        over a rank's tokens. As in upstream, a batch without tokens counts as one token.
     """
     averaged = 1 if module_per_token else module_ranks
     if tokens is None:
@@ -149,9 +148,7 @@ def global_tokens(
 ) -> torch.Tensor:
     """Tokens of the global batch, on every rank: one all-reduce of 8 bytes without host synchronization.
 
-    Args:
-        language: this rank's groups of the language model; None if the rank is not in the language model.
-        world: all ranks of all modules; None: the default group.
+    language: this rank's groups of the language model, if it has any. world: all ranks of all modules.
     """
     # Count one rank of each data lane and context slice: the first tensor rank of the last stage.
     counts = language is not None and language.tp.rank() == 0 and language.pp.rank() == language.pp.size() - 1

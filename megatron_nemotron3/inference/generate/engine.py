@@ -1,11 +1,4 @@
-"""A model that runs token by token: chunked prefill, forward passes over a state, rollback.
-
-engine = Engine(load(folder))
-state = engine.new_state()
-last = engine.prefill([prompt], state)  # logits [1, vocabulary] after the prompt
-out = engine.forward(tokens, state, rollback=True)  # n drafted tokens [1, n] at once
-state.truncate(m, out.rollback)  # keeps only the first m of them
-"""
+"""A model that runs token by token: chunked prefill, forward passes over a state, rollback."""
 
 from __future__ import annotations
 

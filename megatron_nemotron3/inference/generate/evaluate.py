@@ -135,7 +135,11 @@ def losses(
         groups.append(_measure(engine, rows, depths, chunk))
         report(len(rows) * s)
     means = [sum(group[0][k] for group in groups) / (len(text) * (s - k)) for k in range(depths + 1)]
-    agreement = [_agreement([group[1][k] for group in groups]) for k in range(depths)]
+    agreement = []
+    for k in range(depths):
+        compared, expected = (torch.cat(parts) for parts in zip(*(group[1][k] for group in groups)))
+        greedy, sampled = expected.T.tolist()
+        agreement.append(DepthAgreement(*compared.mean(0).tolist(), tuple(greedy), tuple(sampled)))
     return MeanLosses(means[0], tuple(means[1:]), len(text) * s, tuple(agreement))
 
 
@@ -187,12 +191,6 @@ def _compare(engine: Engine, hidden: Tensor, drafted: Tensor) -> Tensor:
         overlap = torch.minimum(p, q).exp().sum(-1)
         rows.append(torch.stack((kl, overlap, (p.argmax(-1) == q.argmax(-1)).float()), -1))
     return torch.cat(rows)
-
-
-def _agreement(groups: Sequence[tuple[Tensor, Tensor]]) -> DepthAgreement:
-    kl, overlap, top1 = torch.cat([means for means, _ in groups]).mean(0).tolist()
-    greedy, sampled = torch.cat([expected for _, expected in groups]).T.tolist()
-    return DepthAgreement(kl, overlap, top1, tuple(greedy), tuple(sampled))
 
 
 @torch.inference_mode()

@@ -114,7 +114,8 @@ def accept(
     """Accept drafts so that tokens have the distribution p (arXiv 2211.17192, algorithm 1)."""
     k, index = drafted.shape[1], drafted.unsqueeze(-1)
     agreed = to_accept * q.gather(-1, index).squeeze(-1) < p[:, :k].gather(-1, index).squeeze(-1)
-    accepted = _accepted_prefix(agreed, limits)
+    within = torch.arange(k, device=p.device) < limits.unsqueeze(1)
+    accepted = (agreed & within).long().cumprod(1).sum(1)  # those before the first rejected one
     rows = torch.arange(len(p), device=p.device)
     own = p[rows, accepted]
     if k:
@@ -123,9 +124,3 @@ def accept(
         rejected = (accepted < limits) & (left.sum(-1) > 0)
         own = torch.where(rejected.unsqueeze(1), left, own)
     return accepted, draw(own, to_draw)
-
-
-def _accepted_prefix(agreed: Tensor, limits: Tensor) -> Tensor:
-    """[b, k] -> [b], how many come before the first that is rejected or beyond the limit."""
-    within = torch.arange(agreed.shape[1], device=agreed.device) < limits.unsqueeze(1)
-    return (agreed & within).long().cumprod(1).sum(1)

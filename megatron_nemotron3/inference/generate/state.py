@@ -64,18 +64,14 @@ class MambaPass:
         """Window [b, kernel - 1, channels] and state [b, h, p, k] after each row's first `kept` tokens."""
         width, m = self.window.shape[1] - self.x.shape[1], kept[0]
         if min(kept) != max(kept):
-            return self._after_counts(torch.tensor(list(kept)).to(self.x.device, non_blocking=True))
+            counts = torch.tensor(list(kept)).to(self.x.device, non_blocking=True)
+            rows = torch.arange(len(kept), device=counts.device)
+            window = window_after(self.window, counts.unsqueeze(1), width)
+            return window, self._state(self.decay[rows, :, counts, 0], self.weight[rows, :, counts])
         window = self.window[:, m : m + width]
         if m == 0:
             return window, self.ssm
         return window, self._state(self.decay[:, :, m, 0], self.weight[:, :, m])
-
-    def _after_counts(self, kept: Tensor) -> tuple[Tensor, Tensor]:
-        """As `after`, with different counts [b] on the device."""
-        width = self.window.shape[1] - self.x.shape[1]
-        rows = torch.arange(len(kept), device=kept.device)
-        window = window_after(self.window, kept.unsqueeze(1), width)
-        return window, self._state(self.decay[rows, :, kept, 0], self.weight[rows, :, kept])
 
     @cached_property
     def weight(self) -> Tensor:

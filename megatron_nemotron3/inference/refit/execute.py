@@ -1,10 +1,6 @@
 """Carry out a plan over torch.distributed, and prove the result: a checksum of every tensor on both sides.
 
-    refit = Refit(plan)                                  # on every rank of the world
-    refit.run(source=training_tensors(training, rank, model))          # on a trainer
-    refit.run(target=parameters)                                       # on a server
-
-Each step is one message for each pair of ranks, and a sender packs the next step while one travels. At the
+Each step is one message for each pair of ranks, and a sender packs the next step while one is sent. At the
 end a server computes the checksum of what its parameters now hold, and compares it with what the senders
 computed on theirs. Any error, a killed process too, becomes a RefitError on every rank.
 """

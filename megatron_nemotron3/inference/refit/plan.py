@@ -2,7 +2,7 @@
 
 A transfer is a part of one tensor, or of the same tensor of several experts, with its receivers and the
 sender of each. Every receiving rank gets every byte of its parameters once. Steps bound the buffers: in a
-step no rank sends or receives more than `buffer` bytes, and a sender packs the next step while one travels.
+step no rank sends or receives more than `buffer` bytes, and a sender packs the next step while one is sent.
 """
 
 from __future__ import annotations
