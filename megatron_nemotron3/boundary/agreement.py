@@ -40,7 +40,7 @@ class RowsError(BoundaryError, ValueError):
 
 
 class Announcement(NamedTuple):
-    """What this rank knows about the rows of one edge.
+    """What this rank announces about the rows of one edge.
 
     senders, receivers: ranks that send rows, and those that announce what they expect, by data lane.
     shares: number of equal shares into which a lane's samples are cut.
@@ -160,17 +160,17 @@ def _encode(announcement: Announcement, width: int, failure: Failure) -> list[in
 
 def _decode(record: list[int], announcement: Announcement) -> _Header:
     needs_gradient, digest, total, rows = record[_FIXED - 4 : _FIXED]
-    behind = _FIXED + announcement.shares
+    rows_end = _FIXED + announcement.shares
     return _Header(
         present=bool(record[0]),
         dtype=record[1],
         row=tuple(record[3 : 3 + record[2]]),
         digest=digest,
         total=total,
-        counts=tuple(record[_FIXED:behind]),
+        counts=tuple(record[_FIXED:rows_end]),
         rows=rows,
         needs_gradient=bool(needs_gradient),
-        expected=tuple(record[behind : behind + announcement.expected_shares]),
+        expected=tuple(record[rows_end : rows_end + announcement.expected_shares]),
     )
 
 

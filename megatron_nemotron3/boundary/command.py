@@ -118,8 +118,8 @@ def _parsed_layouts(options: BoundaryOptions) -> tuple[Layout, Layout]:
         if layout.size > MOST_RANKS:
             raise ValueError(f"layout {layout} has {layout.size:,} ranks: use {MOST_RANKS:,} at most")
     if "offset" not in options.destination:
-        behind = source.offset + source.size
-        destination = Layout(destination.dimensions, behind, destination.sequence_parallel)
+        offset = source.offset + source.size
+        destination = Layout(destination.dimensions, offset, destination.sequence_parallel)
     return source, destination
 
 

@@ -47,8 +47,8 @@ def place_rows(
         _check_feed(kinds, input_ids, token_ids)
     else:
         kinds = kinds_of_ids(input_ids, token_ids)
-    cuts = microbatch.documents if microbatch is not None else ()
-    cuts = cuts or documents or [()] * batch
+    described = microbatch.documents if microbatch is not None else ()
+    cuts = described or documents or [()] * batch
     # With the feed's runs a rank receives only the rows of its own positions.
     return make_placement(kinds, list(token_ids), *shard.owned(length, cuts), pick=not by_feed)
 

@@ -145,7 +145,7 @@ def _count_text(number: int, name: str) -> str:
 
 
 def _text_table(header: Sequence[str], rows: Sequence[Sequence[object]], lines: int) -> list[str]:
-    """Align words to the left and numbers to the right; show the beginning and the end of a long table."""
+    """Align text to the left and numbers to the right; show the beginning and the end of a long table."""
     first = -(-lines // 2) if len(rows) > lines else len(rows)
     last = min(len(rows), lines) - first
     shown = [*rows[:first], *rows[len(rows) - last :]]

@@ -215,7 +215,7 @@ class TransferPlan:
     def _pieces_copies(
         self, sender: ReplicaGroup, receiver: ReplicaGroup, pieces: list[RowPiece]
     ) -> Iterator[tuple[int, int, RowPiece]]:
-        # All copies in sequence are cut into equal parts, one for each sender.
+        # The concatenated copies are cut into equal parts, one for each sender.
         lacking = [rank for rank in receiver.ranks if rank not in sender.ranks]
         rows = sum(piece.rows for piece in pieces)
         each = -(-rows * len(lacking) // len(sender.ranks))

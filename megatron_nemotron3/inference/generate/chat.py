@@ -126,7 +126,7 @@ class Chat:
             raise
         self._seen = [*self.context, *new[:-1]]
         if self._states.lengths != [len(self._seen)]:
-            self._drop_states()  # drafts behind the end of the answer were read, too
+            self._drop_states()  # drafts after the end of the answer were read, too
         self._close(answer)
         push(answer)
         return result

@@ -171,7 +171,7 @@ class Engine:
         """Run x [b * n, d] through a stack of layers and its final norm, and advance `state`.
 
         Args:
-            last: the output is only that of each row's last token, [b, 1, d]. Layers behind the last one
+            last: the output is only that of each row's last token, [b, 1, d]. Layers after the last one
                 with a state run on nothing else.
         """
         records = []

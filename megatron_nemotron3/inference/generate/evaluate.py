@@ -138,8 +138,9 @@ def losses(
     agreement = []
     for k in range(depths):
         compared, expected = (torch.cat(parts) for parts in zip(*(group[1][k] for group in groups)))
+        kl, overlap, top1 = compared.mean(0).tolist()
         greedy, sampled = expected.T.tolist()
-        agreement.append(DepthAgreement(*compared.mean(0).tolist(), tuple(greedy), tuple(sampled)))
+        agreement.append(DepthAgreement(kl, overlap, top1, tuple(greedy), tuple(sampled)))
     return MeanLosses(means[0], tuple(means[1:]), len(text) * s, tuple(agreement))
 
 

@@ -262,7 +262,7 @@ def generate(
         prompts: token ids, of any lengths.
         on_token: called for each token as it appears; a row for which it returns True ends.
         before: the states of one row, which the prompt continues. Afterwards they have seen the prompt and
-            all new tokens but the last; with drafts also those behind a token that ended the row.
+            all new tokens but the last; with drafts also those after a token that ended the row.
         rows: of encoders, for each prompt, in place of the embeddings of some of its tokens; without drafts.
 
     Raises:

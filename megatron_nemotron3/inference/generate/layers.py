@@ -1,7 +1,7 @@
 """What the layer kinds share, grouped-query attention, and the dense MLP.
 
 Activations are [tokens, d], the tokens of all rows concatenated, in the dtype of the weights. A layer returns
-the residual stream behind it.
+the residual stream after it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class DecodeLayer(Protocol):
     def new_state(self, batch: int, capacity: int) -> LayerState: ...
 
     def __call__(self, x: Tensor, state: LayerState, batch: ForwardBatch) -> tuple[Tensor, MambaPass | None]:
-        """Return the stream behind the layer for x [tokens, d], and the scan of a Mamba-2 layer, if any."""
+        """Return the stream after the layer for x [tokens, d], and the scan of a Mamba-2 layer, if any."""
         ...
 
 

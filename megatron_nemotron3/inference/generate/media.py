@@ -2,7 +2,7 @@
 
     --image a.png --prompt "<image> What is it?" --audio b.wav --prompt "<so_embedding> Who speaks?"
 
-A file belongs to the prompt behind it, or to the only one. The prompt has the name of a medium's token where
+A file belongs to the next prompt, or to the only one. The prompt has the name of a medium's token where
 the medium stands; with `--chat` the media may also come before the text.
 """
 

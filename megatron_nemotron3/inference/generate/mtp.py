@@ -218,7 +218,7 @@ class MTP:
             # All depths reached the position before the newest token; without drafts depth k is k behind.
             keep = [max(count - depth + more, 0) for count in one.rollback.counts]
             self._depths[depth - 1].truncate(keep, one.rollback)
-            # What waits is the first input behind the kept ones; with the newest token depth 1 has none.
+            # The first input after the kept ones is pending; with the newest token depth 1 has none.
             if depth > more:
                 self._pending[depth - 1] = last_of_rows(one.hidden, [k + 1 for k in keep])
         self._drafted, self._ahead = None, more == 1
@@ -294,7 +294,7 @@ class _RowTokens:
         self.add(0, newest)
 
     def add(self, number: int, tokens: Tensor) -> None:
-        """Put tokens [b] behind the kept ones and `number` others."""
+        """Put tokens [b] after the kept ones and `number` others."""
         if len(set(self._counts)) == 1:
             self._tokens[:, self._counts[0] + number] = tokens
         else:

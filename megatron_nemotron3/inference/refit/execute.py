@@ -66,7 +66,7 @@ class Refit:
 
     Args:
         senders, receivers: global rank of each training and serving rank; default: trainers from 0 on, and
-            servers behind them, or on the same ranks if the plan is colocated.
+            servers after them, or on the same ranks if the plan is colocated.
         backend, timeout: of the process group and of every wait; None: those of the default group.
 
     Raises:

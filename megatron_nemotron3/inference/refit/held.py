@@ -39,9 +39,9 @@ def training_tensors(training: Training, rank: int, chunks: Sequence[Any]) -> di
         stage = number * layout.pp + pp_rank
         offset = training.stages.index(stage) if stage in training.stages else 0
         for local, tensor in _weights(unwrapped(chunk)):
-            # Megatron numbers the layers of a stage from 0.
-            name = _LAYER.sub(lambda match, before=offset: f"decoder.layers.{int(match[1]) + before}.", local)
-            match = lookup.key(name)
+            if layer := _LAYER.match(local):  # Megatron numbers the layers of a stage from 0
+                local = f"decoder.layers.{int(layer[1]) + offset}.{local[layer.end() :]}"
+            match = lookup.key(local)
             expert = "" if match.expert is None else str(ep_rank * (experts // layout.ep) + match.expert)
             for hf in match.row.hf:
                 found[match.prefix.hf + hf.name.replace("{e}", expert)] = tensor

@@ -12,16 +12,14 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import numpy
 
 from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE
 from megatron_nemotron3.inference.refit.layouts import EngineLayout, Training
 from megatron_nemotron3.inference.refit.shares import AxisCut
-
-if TYPE_CHECKING:
-    import numpy
-
-    from megatron_nemotron3.launch.plan.hardware import GPU
+from megatron_nemotron3.launch.plan.hardware import GPU
 
 #: A part begins at a multiple of this many bytes of a message.
 ALIGNMENT = 16
@@ -70,8 +68,6 @@ class TensorTransfer(NamedTuple):
 
     @property
     def pairs(self) -> tuple[numpy.ndarray[Any, Any], numpy.ndarray[Any, Any]]:
-        import numpy
-
         return numpy.frombuffer(self.senders, "int32"), numpy.frombuffer(self.receivers, "int32")
 
 
@@ -135,8 +131,6 @@ class RefitPlan:
             yield from ((transfer, int(sender)) for sender in senders[receivers == rank])
 
     def load(self) -> Load:
-        import numpy
-
         ranks = self.training.layout.world_size, self.serving.size
         sent, received = (numpy.zeros(n, "int64") for n in ranks)
         total = messages = copied = largest = 0
@@ -167,8 +161,6 @@ class RefitPlan:
         Ranks are numbered as by `Refit`, NVLink domains are consecutive ranks. Latency and checksums are not
         counted.
         """
-        import numpy
-
         trainers = self.training.layout.world_size
         offset = 0 if self.colocated else trainers
         busy = {
@@ -189,6 +181,4 @@ class RefitPlan:
         return float(max(one.max() for one in busy.values())) + 2 * first / gpu.hbm
 
     def between(self, senders: Any, receivers: Any) -> Any:
-        import numpy
-
         return senders != receivers if self.colocated else numpy.ones(len(senders), bool)

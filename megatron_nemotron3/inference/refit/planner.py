@@ -122,7 +122,7 @@ class HeldTensor:
 
     @property
     def dtype(self) -> str:
-        """Type in which it travels, that of the receiver's parameter."""
+        """Type in which it is sent, that of the receiver's parameter."""
         if self.stored is not None:
             return self.stored.dtype
         router = self.serving.fp32_router and self.row.hf[self.index].name == "mixer.gate.weight"
