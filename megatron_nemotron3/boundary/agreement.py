@@ -1,7 +1,7 @@
 """The header that ranks exchange when row counts are not known: one fixed-size all-gather.
 
 It runs before the first exchange of an edge, which compares dtype and width once, and before every forward
-exchange without a `RowFeed`. Every rank sees every header, so all ranks come to the same verdict. The host
+exchange without a `RowFeed`. Every rank sees every header, so all ranks find the same result. The host
 waits for the result; a feed avoids that.
 
 The ranks of a source lane announce their rows for each of `shares` equal shares of the lane's samples. If the
@@ -28,7 +28,7 @@ DTYPES = (
 )  # fmt: skip
 #: Upstream's attribute of an encoder's output: the rows of each sample.
 SPLIT_SIZES = "_mimo_bridge_split_sizes"
-#: Stands for the row count of a share where the rank cannot tell it.
+#: The row count of a share that the rank does not know.
 UNKNOWN = -1
 _ROW_DIMENSIONS = 3
 #: present, dtype, dimensions of a row and their sizes, gradient, digest and total of the feed, rows.
@@ -40,19 +40,15 @@ class RowsError(BoundaryError, ValueError):
 
 
 class Announcement(NamedTuple):
-    """What this rank knows about the rows of one edge.
+    """What this rank announces about the rows of one edge.
 
-    name: of the edge, for error messages.
-    senders: ranks that send rows, by data lane.
+    senders, receivers: ranks that send rows, and those that announce what they expect, by data lane.
     shares: number of equal shares into which a lane's samples are cut.
     rows: [n, ...] that this rank sends; None if it sends none.
-    counts: rows of each share; None if this rank cannot tell them.
+    counts: rows of each share; None if not known.
     sharded: each rank of a lane holds a part of its rows; otherwise all hold the same rows.
     described: row counts and description of the microbatch by the feed; None without a feed.
-    needs_gradient: whether `rows` require a gradient.
-    receivers: ranks that receive rows, by data lane, if they announce what they expect.
-    expected: rows that each share of the samples of this rank's receiving lane expects; None if not known.
-    expected_shares: number of these shares.
+    expected: rows of each of the `expected_shares` of this rank's receiving lane; None if not known.
     """
 
     name: str
@@ -73,9 +69,7 @@ class HeaderAgreement(NamedTuple):
 
     counts: rows of each share over all source lanes, or UNKNOWN.
     row, dtype: shape and dtype of a row; None if no rank has rows.
-    lane_rows: rows of each source lane.
     expected: rows that each share over all receiving lanes expects, or UNKNOWN; empty without receivers.
-    needs_gradient: whether the rows of any rank require a gradient.
     """
 
     counts: tuple[int, ...]
@@ -124,13 +118,13 @@ def share_counts(rows: int, shares: int, sizes: Sequence[int] | None, uneven: bo
 def agree(announcements: Sequence[Announcement], groups: Groups, failure: Failure) -> list[HeaderAgreement]:
     """Exchange headers: one agreement for each edge, the same on every rank of `groups`."""
     width = _FIXED + max(a.shares + a.expected_shares for a in announcements)
-    mine = torch.tensor([_encode(a, width, failure) for a in announcements], dtype=torch.int64)
-    mine = mine.to(groups.device).view(-1)
-    everyone = torch.empty(len(groups.ranks) * mine.numel(), dtype=torch.int64, device=groups.device)
+    own = torch.tensor([_encode(a, width, failure) for a in announcements], dtype=torch.int64)
+    own = own.to(groups.device).view(-1)
+    gathered = torch.empty(len(groups.ranks) * own.numel(), dtype=torch.int64, device=groups.device)
     names = ", ".join(a.name for a in announcements)
     with failure.guarded(lambda: f"{names}: waited for the headers of ranks {list(groups.ranks)}"):
-        dist.all_gather_into_tensor(everyone, mine, group=groups.group)
-        numbers = everyone.view(len(groups.ranks), len(announcements), width).tolist()
+        dist.all_gather_into_tensor(gathered, own, group=groups.group)
+        numbers = gathered.view(len(groups.ranks), len(announcements), width).tolist()
     found = []
     for i, announcement in enumerate(announcements):
         headers = {rank: _decode(numbers[at][i], announcement) for at, rank in enumerate(groups.ranks)}
@@ -166,22 +160,21 @@ def _encode(announcement: Announcement, width: int, failure: Failure) -> list[in
 
 def _decode(record: list[int], announcement: Announcement) -> _Header:
     needs_gradient, digest, total, rows = record[_FIXED - 4 : _FIXED]
-    behind = _FIXED + announcement.shares
+    rows_end = _FIXED + announcement.shares
     return _Header(
         present=bool(record[0]),
         dtype=record[1],
         row=tuple(record[3 : 3 + record[2]]),
         digest=digest,
         total=total,
-        counts=tuple(record[_FIXED:behind]),
+        counts=tuple(record[_FIXED:rows_end]),
         rows=rows,
         needs_gradient=bool(needs_gradient),
-        expected=tuple(record[behind : behind + announcement.expected_shares]),
+        expected=tuple(record[rows_end : rows_end + announcement.expected_shares]),
     )
 
 
 def _agreement(announcement: Announcement, headers: dict[int, _Header]) -> HeaderAgreement:
-    """Raises ValueError if the ranks differ."""
     described = {rank: (h.digest, h.total) for rank, h in headers.items()}
     _require_equal(described, _feed_text, "describe the microbatch")
     sending = {rank: headers[rank] for lane in announcement.senders for rank in lane if headers[rank].present}
@@ -199,23 +192,24 @@ def _agreement(announcement: Announcement, headers: dict[int, _Header]) -> Heade
             _require_equal({rank: headers[rank].counts for rank in lane}, str, "have rows in numbers")
             counts += headers[lane[0]].counts
             lane_rows.append(headers[lane[0]].rows)
-    some = next(iter(sending.values()), None)
+    first = next(iter(sending.values()), None)
     return HeaderAgreement(
         tuple(counts),
-        some and some.row,
-        DTYPES[some.dtype] if some else None,
+        first and first.row,
+        DTYPES[first.dtype] if first else None,
         tuple(lane_rows),
         tuple(rows for lane in announcement.receivers for rows in headers[lane[0]].expected),
         any(h.needs_gradient for h in headers.values()),
     )
 
 
-def _feed_text(said: tuple[int, int]) -> str:
-    return "without row counts (no feed)" if said[1] < 0 else f"with {said[1]} rows (digest {said[0]:08x})"
+def _feed_text(described: tuple[int, int]) -> str:
+    digest, total = described
+    return "without row counts (no feed)" if total < 0 else f"with {total} rows (digest {digest:08x})"
 
 
 def _require_equal(values: dict[int, Any], text: Callable[[Any], str], what: str) -> None:
     groups = by_value(values)
     if len(groups) > 1:
-        said = "; ".join(f"ranks {ranks} {what} {text(value)}" for value, ranks in groups.items())
-        raise ValueError(f"{said}: they must agree; give all of them the same configuration and batches")
+        sides = "; ".join(f"ranks {ranks} {what} {text(value)}" for value, ranks in groups.items())
+        raise ValueError(f"{sides}: they must agree; give all of them the same configuration and batches")

@@ -19,14 +19,7 @@ from megatron_nemotron3.boundary.plan import Message, TransferPlan
 
 
 def deliver(plans: Sequence[TransferPlan], held: Sequence[Tensor], groups: Groups) -> list[Tensor]:
-    """Run the plans of several modalities in one all-to-all.
-
-    Args:
-        held: for each plan, the contiguous buffer [rows held, ...] of this rank; one dtype and row shape.
-        groups: of all ranks of the plans; used only if a row leaves its rank.
-
-    Returns: for each plan [rows wanted, ...]; a view of `held` if this rank already holds all of them.
-    """
+    """For each plan contiguous rows [held, ...] -> [wanted, ...]: a view if this rank holds all of them."""
     rank = groups.rank
     own = [next((m for m in plan.sends(rank) if m.destination == rank), None) for plan in plans]
     views = [
@@ -120,7 +113,6 @@ class AllToAll(torch.autograd.Function):
         anchor: Tensor,
         *rows: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Deliver rows by their plans."""
         ctx.groups, ctx.failure, ctx.plans, ctx.back = groups, failure, plans, back
         with failure.guarded(lambda: _all_to_all_text(plans, groups.rank, "rows")):
             arrived = tuple(deliver(plans, rows, groups))
@@ -133,10 +125,8 @@ class AllToAll(torch.autograd.Function):
         plans = [ctx.plans[i].backward for i in chosen]
         with ctx.failure.guarded(lambda: _all_to_all_text(plans, ctx.groups.rank, "gradients of rows")):
             returned = deliver(plans, [grads[i].contiguous() for i in chosen], ctx.groups)
-        given: list[Tensor | None] = [None] * len(ctx.back)
-        for i, grad in zip(chosen, returned, strict=True):
-            given[i] = grad
-        return None, None, None, None, None, *given
+        by_plan = dict(zip(chosen, returned, strict=True))
+        return None, None, None, None, None, *(by_plan.get(i) for i in range(len(ctx.back)))
 
 
 def _all_to_all_text(plans: Sequence[TransferPlan], rank: int, what: str) -> str:

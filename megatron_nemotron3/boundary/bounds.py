@@ -10,9 +10,7 @@ entering    The rows that enter a group of k ranks enter through k ranks, so one
             ceil(rows / k). With lanes of equal size that is V / |D|, D the destination's boundary ranks.
 leaving     The same on the sending side: the rows that leave a group leave through its k ranks. V / |S|.
 missing     A rank must receive the rows that it wants and does not hold. Those that were not sent to the
-            rank itself are gathered inside the group: k - 1 times the group's rows for its k ranks together,
-            (k - 1) / k of them for each rank if the rows arrived in equal parts, and all of them for every
-            rank but the leader if one rank received everything.
+            rank itself are gathered inside the group.
 
 In mode "copies" ranks do not share: a rank receives all rows that it misses, and the senders send every copy.
 (Receivers that forward rows could relieve the senders, in a second phase.)
@@ -59,19 +57,17 @@ class Traffic:
 
     @property
     def crossing(self) -> int:
-        """Rows sent by all ranks together."""
         return sum(self.sent.values())
 
     @property
     def busiest(self) -> int:
-        """Maximum that one rank sends or receives between the modules."""
         return max([0, *self.sent.values(), *self.received.values()])
 
 
 def bounds(plan: TransferPlan) -> Bounds:
     """Lower bounds for a plan whose sending groups hold disjoint rows of a lane, as those of `planner` do."""
     #: Ranks of a sending group -> rows that it has to send to other ranks.
-    asked: dict[tuple[int, ...], int] = defaultdict(int)
+    owed: dict[tuple[int, ...], int] = defaultdict(int)
     #: Rank -> rows that it wants and holds.
     has: dict[int, int] = defaultdict(int)
     #: Ranks of a receiving group -> rows that it wants and one of its ranks holds.
@@ -87,9 +83,9 @@ def bounds(plan: TransferPlan) -> Bounds:
                     has[rank] += n
                 inside[receiver.ranks] += n * bool(members)
                 copies = len(receiver.ranks) - len(members) if plan.mode == "copies" else not members
-                asked[sender.ranks] += n * copies
+                owed[sender.ranks] += n * copies
     leaving = {
-        rank: -(-asked[group.ranks] // len(group.ranks))
+        rank: -(-owed[group.ranks] // len(group.ranks))
         for lane in plan.senders
         for group in lane
         for rank in group.ranks

@@ -35,8 +35,8 @@ class Bridge(BridgeCommunicator):
         timeout: of every wait; None: that of the default process group.
 
     Raises:
-        BoundaryError: ranks construct it with different arguments.
-        ValueError: as `Edge`, or another argument is invalid.
+        BoundaryError: ranks construct it with different arguments; or a method fails, on every rank.
+        ValueError: as `Edge`, another argument is invalid, or a method is called on a rank of another grid.
     """
 
     #: Bridges with process groups of their own, for `destroy_bridge_pgs`.
@@ -100,43 +100,34 @@ class Bridge(BridgeCommunicator):
         super().destroy_bridge_pgs()
 
     def send_forward(self, tensor_to_send: Tensor) -> None:
-        """Send this rank's part of the source's output.
-
-        Args:
-            tensor_to_send: [rows, hidden], or 3-D with samples along `dim_mapping["b"]`.
-
-        Raises:
-            ValueError: this rank is not in the source grid.
-            BoundaryError: as `Coordinator.run`.
-        """
+        """Send this rank's part of the output: [rows, hidden], or 3-D with samples along axis "b"."""
         self._exchange("send_forward", tensor_to_send)
 
     def recv_forward(self) -> Tensor:
-        """Receive a tensor that requires a gradient. Raises as `send_forward`."""
+        """Receive a tensor that requires a gradient."""
         return self._exchange("recv_forward")
 
     def send_backward(self, grad_tensor: Tensor) -> None:
-        """Send the gradient of the oldest received tensor. Raises as `send_forward`."""
+        """Send the gradient of the oldest received tensor."""
         self._exchange("send_backward", grad_tensor)
 
     def recv_backward(self) -> Tensor:
-        """Receive the gradient of the oldest sent tensor. Raises as `send_forward`."""
+        """Receive the gradient of the oldest sent tensor."""
         return self._exchange("recv_backward")
 
     def send_forward_recv_backward(
         self, input_tensor: Tensor, grad_shape: tuple[int, ...] | None = None
     ) -> Tensor:
-        """Send rows and receive a gradient in one exchange. Raises as `send_forward`."""
+        """Send rows and receive a gradient in one exchange."""
         return self._exchange("send_forward_recv_backward", input_tensor)
 
     def send_backward_recv_forward(
         self, grad_tensor: Tensor, forward_shape: tuple[int, ...] | None = None
     ) -> Tensor:
-        """Send a gradient and receive rows in one exchange. Raises as `send_forward`."""
+        """Send a gradient and receive rows in one exchange."""
         return self._exchange("send_backward_recv_forward", grad_tensor)
 
     def _exchange(self, method: str, tensor: Tensor | None = None) -> Any:
-        """Run the exchange whose directions the name of upstream's method says."""
         of_source = method.startswith("send_forward") or method == "recv_backward"
         grid, side = (self.src_grid, "source") if of_source else (self.dest_grid, "destination")
         if not self.is_current_rank_in_grid(grid):

@@ -200,7 +200,6 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
             row_bytes=row_bytes,
             slices=slices,
             media=microbatch.media_of(name),
-            mode="copies",
         )
 
     def _validate_grids(self) -> None:
@@ -217,7 +216,7 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
             raise ValueError(f"src PP must be 1 for modules that share ranks, got {self.source.pp}")
         try:
             self.source.check_sender()
-        except ValueError as error:  # in upstream's words
+        except ValueError as error:  # in upstream's wording
             raise ValueError(
                 f"src CP must be 1, or it must be said how its ranks share rows: {error}"
             ) from None
@@ -305,9 +304,4 @@ def _kind_text(rows: int, kind: RowKind | None) -> str:
 
 
 def _lane_and_tp(layout: Layout) -> dict[int, tuple[int, int]]:
-    return {
-        rank: (lane, layout.coordinates(rank)["tp"])
-        for stage in range(layout.pp)
-        for lane, ranks in enumerate(layout.lanes(stage))
-        for rank in ranks
-    }
+    return {rank: (layout.lane_of(rank), layout.coordinates(rank)["tp"]) for rank in layout.ranks}

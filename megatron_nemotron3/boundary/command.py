@@ -84,7 +84,7 @@ def boundary(options: BoundaryOptions) -> int:
         ends = (destination, source) if options.backward else (source, destination)
         plot(plan, options.plot, f"{way.capitalize()}: {sum(rows):,} rows from {ends[0]} to {ends[1]}")
     if options.json:
-        given = {
+        facts = {
             "source": str(source),
             "destination": str(destination),
             "direction": way,
@@ -93,7 +93,7 @@ def boundary(options: BoundaryOptions) -> int:
             "dtype": options.dtype,
             "seq_length": length,
         }
-        print_json(given | {"plan": describe(plan)})
+        print_json(facts | {"plan": describe(plan)})
         return 0
     for module, layout, stage in (("encoder", source, source.pp - 1), ("language model", destination, 0)):
         lanes = f"{layout.dp:,} data lane{'s' * (layout.dp > 1)}"
@@ -118,29 +118,29 @@ def _parsed_layouts(options: BoundaryOptions) -> tuple[Layout, Layout]:
         if layout.size > MOST_RANKS:
             raise ValueError(f"layout {layout} has {layout.size:,} ranks: use {MOST_RANKS:,} at most")
     if "offset" not in options.destination:
-        behind = source.offset + source.size
-        destination = Layout(destination.dimensions, behind, destination.sequence_parallel)
+        offset = source.offset + source.size
+        destination = Layout(destination.dimensions, offset, destination.sequence_parallel)
     return source, destination
 
 
 def _sample_media(options: BoundaryOptions, source: Layout, destination: Layout) -> list[list[int]]:
     """Rows of each medium of each sample."""
     if options.rows is None:
-        samples = options.samples or math.lcm(source.dp, destination.dp)
+        count = options.samples or math.lcm(source.dp, destination.dp)
         each = ROWS_PER_SAMPLE if options.rows_per_sample is None else options.rows_per_sample
-        if samples > MOST_SAMPLES:
+        if count > MOST_SAMPLES:
             raise ValueError(
-                f"{samples:,} samples (DP={source.dp} and DP={destination.dp}): use {MOST_SAMPLES:,} at most"
+                f"{count:,} samples (DP={source.dp} and DP={destination.dp}): use {MOST_SAMPLES:,} at most"
             )
-        return [[each]] * samples
+        return [[each]] * count
     if options.samples is not None or options.rows_per_sample is not None:
         raise ValueError("--rows gives all row counts: leave out --samples and --rows-per-sample")
-    given = [[word.strip() for word in sample.split("+")] for sample in options.rows.split(",")]
-    if wrong := [word for words in given for word in words if not (word.isascii() and word.isdecimal())]:
+    samples = [[number.strip() for number in sample.split("+")] for sample in options.rows.split(",")]
+    if wrong := [n for sample in samples for n in sample if not (n.isascii() and n.isdecimal())]:
         raise ValueError(
             f"--rows: {wrong[0]!r} is not a number of rows: use integers from 0, separated by commas"
         )
-    return [[int(word) for word in words] for words in given]
+    return [[int(number) for number in sample] for sample in samples]
 
 
 def _forward_plan(
@@ -164,8 +164,6 @@ def _forward_plan(
 
 def plot(plan: TransferPlan, path: Path, title: str) -> None:
     """Plot the bytes between senders and receivers as a matrix, ranks lane by lane; write it atomically."""
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path}: folder {path.parent} does not exist: create it")
     senders, receivers = _ranks_by_lane(plan.senders), _ranks_by_lane(plan.receivers)
     row, column = (
         {rank: i for i, rank in enumerate(itertools.chain.from_iterable(lanes))}

@@ -23,7 +23,7 @@ from megatron_nemotron3.boundary.agreement import (
     share_counts,
 )
 from megatron_nemotron3.boundary.edge import Edge
-from megatron_nemotron3.boundary.exchange import Pending, RankTransfer, RowKind, exchange
+from megatron_nemotron3.boundary.exchange import Pending, RankTransfer, RowKind, exchange, wait_for
 from megatron_nemotron3.boundary.failure import Failure, disagreements
 from megatron_nemotron3.boundary.feed import FeedStream, Microbatch
 from megatron_nemotron3.boundary.groups import Groups
@@ -47,12 +47,9 @@ class Coordinator:
 
     Every rank of the world constructs it, in one order.
 
-    Args:
-        edges: with the same destination, in the same order on every rank.
-        failure: shared with other coordinators, whose owner compares edges (`require_same_edges`); None: its
-            own.
-        backend: of the process groups; None: that of the default group.
-        timeout: of every wait; None: that of the default group.
+    edges: with the same destination, in the same order on every rank.
+    failure: shared with other coordinators, whose owner compares edges (`require_same_edges`).
+    backend, timeout: None: those of the default group.
     """
 
     def __init__(
@@ -68,12 +65,12 @@ class Coordinator:
         ranks = sorted({rank for edge in edges for rank in edge.ranks})
         gathers = sorted({gather for edge in edges for gather in edge.gathers})
         self.groups = Groups(ranks, gathers, backend=backend, timeout=timeout)
-        self._pending = Pending()
+        self._pending: Pending = []
         self.failure = failure or Failure(self.abort)
         self.training, self.evaluation = FeedStream(), FeedStream()
         self._kinds: dict[Edge, RowKind] = {}
         self._outstanding: dict[Edge, deque[_Outstanding]] = {edge: deque() for edge in edges}
-        #: Those of the exchange that runs.
+        #: Of the current exchange.
         self._newest: dict[Edge, _Outstanding] = {}
         #: Names of transfers, and the digests of all ranks as soon as the handle has completed.
         self._comparisons: deque[tuple[list[str], Any, Tensor]] = deque()
@@ -82,19 +79,16 @@ class Coordinator:
             require_same_edges(self.edges, ranks, self.failure, self.groups)
 
     def abort(self) -> None:
-        """End the process groups at once (`Failure`)."""
-        self._pending.drop()
+        self._pending.clear()  # peers that wait for these sends fail
         self.groups.abort()
 
     def sends(self, edge: Edge) -> bool:
-        """Whether this rank sends rows forward through the edge."""
         return any(self.groups.rank in lane for lane in edge.senders)
 
     def receives(self, edge: Edge) -> bool:
-        """Whether this rank receives rows from the edge."""
         return any(self.groups.rank in lane for lane in edge.receivers)
 
-    def forget_forward_only(self) -> None:
+    def drop_forward_only(self) -> None:
         """Drop microbatches whose gradients will not come: those whose tensors the schedule has released.
 
         Gradients come in the order of the microbatches, so all before a dropped one are dropped, too.
@@ -109,7 +103,7 @@ class Coordinator:
         try:
             if not self.failure.failed:
                 with self.failure.guarded(lambda: "waited for rows to leave"):
-                    self._pending.wait()
+                    wait_for(self._pending)
                 self._compare(wait=True)
         finally:
             self._comparisons.clear()
@@ -118,13 +112,13 @@ class Coordinator:
     def _compare(self, wait: bool = False) -> None:
         """Fail if ranks described earlier exchanges differently (`wait`: any of them)."""
         while self._comparisons:
-            names, work, everyone = self._comparisons[0]
+            names, work, gathered = self._comparisons[0]
             if not wait and not work.is_completed():
                 return
             self._comparisons.popleft()
             with self.failure.guarded(lambda names=names: f"compared {', '.join(names)}"):  # type: ignore[misc]
                 work.wait()
-            digests = zip(self.groups.ranks, everyone.tolist(), strict=True)
+            digests = zip(self.groups.ranks, gathered.tolist(), strict=True)
             if lines := disagreements({rank: dict(zip(names, row, strict=True)) for rank, row in digests}):
                 self.failure.fail(
                     f"{'; '.join(lines)}, so wrong rows may have arrived: give both sides the same "
@@ -144,7 +138,9 @@ class Coordinator:
         Args:
             outputs: source module -> its tensor, of the modules that this rank sends from; None: no rows.
             gradients: source module -> gradient of what it sent, on a receiving rank; None: zero.
-            a sending one (None for a frozen source).
+
+        Returns: the rows that this rank receives, and the gradients of what it sent, by source module; the
+            gradient of a frozen module is None.
         """
         self.failure.check()
         self._compare()
@@ -323,18 +319,14 @@ class Coordinator:
 def require_same_edges(
     edges: Sequence[Edge], ranks: Sequence[int], failure: Failure, groups: Groups | None = None
 ) -> None:
-    """Check that every rank was given the same edges.
-
-    Args:
-        groups: has the process group of the ranks; None: the default group.
-    """
-    said: list[str] = [""] * len(ranks)
+    """Check that every rank was given the same edges; without `groups` in the default group."""
+    found: list[str] = [""] * len(ranks)
     with failure.guarded(lambda: f"waited for the edges of ranks {list(ranks)}"):
         # No local variable holds the process group: it would keep a failed rank's connections open.
-        dist.all_gather_object(said, repr(edges), group=groups.group if groups else None)
-    for rank, theirs in zip(ranks, said, strict=True):
-        if theirs != said[0]:
+        dist.all_gather_object(found, repr(edges), group=groups.group if groups else None)
+    for rank, theirs in zip(ranks, found, strict=True):
+        if theirs != found[0]:
             failure.fail(
-                f"ranks {ranks[0]} and {rank} connect modules differently: {said[0]} against {theirs}: "
+                f"ranks {ranks[0]} and {rank} connect modules differently: {found[0]} against {theirs}: "
                 "construct communicators with the same arguments everywhere"
             )

@@ -34,25 +34,21 @@ def place_rows(
     shard: RankShard,
     token_ids: Mapping[str, int],
     input_ids: Tensor,
-    known: Microbatch | None,
+    microbatch: Microbatch | None,
     documents: Sequence[tuple[int, ...]] = (),
 ) -> Placement:
-    """Compute the places of rows in this rank's part of the input, from the feed's runs or the token ids.
-
-    Args:
-        input_ids: [b, s], the whole sequences of this rank's lane.
-        known: the feed's description of the lane's samples, or None.
-    """
+    """Places of rows in this rank's part of the lane's input_ids [b, s], from the feed's runs or the ids."""
     batch, length = input_ids.shape
-    runs = {name: known.runs_of(name) for name in token_ids} if known is not None else {}
-    known_runs = {name: samples for name, samples in runs.items() if samples is not None}
-    by_feed = bool(known_runs) and len(known_runs) == len(token_ids)
+    all_runs = {name: microbatch.runs_of(name) for name in token_ids} if microbatch is not None else {}
+    runs = {name: samples for name, samples in all_runs.items() if samples is not None}
+    by_feed = bool(runs) and len(runs) == len(token_ids)
     if by_feed:
-        kinds = kinds_of_runs(known_runs, length)
+        kinds = kinds_of_runs(runs, length)
         _check_feed(kinds, input_ids, token_ids)
     else:
         kinds = kinds_of_ids(input_ids, token_ids)
-    cuts = known.documents if known is not None and known.documents else documents or [()] * batch
+    described = microbatch.documents if microbatch is not None else ()
+    cuts = described or documents or [()] * batch
     # With the feed's runs a rank receives only the rows of its own positions.
     return make_placement(kinds, list(token_ids), *shard.owned(length, cuts), pick=not by_feed)
 
@@ -65,13 +61,11 @@ def build_decoder_input(
     position_ids: Tensor | None,
     rows: Mapping[str, Tensor],
 ) -> Tensor:
-    """Look up text embeddings and write them and the modalities' rows to their places.
+    """This rank's part [s_local, b, h] of the lane's input_ids [b, s].
 
-    Args:
-        input_ids: [b, s], the whole sequences of this rank's lane.
-        position_ids: [b, s], or [channels, b, s], or None.
-        rows: modality -> [n, h], the lane's rows if `at.picked` has the modality, else those of this rank's
-            positions.
+    position_ids: [b, s], or [channels, b, s], or None.
+    rows: modality -> [n, h], the lane's rows if `at.picked` has the modality, else those of this rank's
+        positions.
     """
     device = input_ids.device
     parts = []
@@ -129,23 +123,21 @@ def text_embeddings(
 ) -> Tensor:
     """Embeddings [n, h] of the tokens `ids[own]`.
 
-    Args:
-        ids: token ids [n_rank] of each tensor rank; a single entry if all ranks need the same tokens.
-        positions: positions of the same tokens, or None.
+    ids, positions: [n_rank] of each tensor rank; a single entry if all ranks need the same tokens.
     """
     if len(ids) == 1:
         at = positions[0]
         rows: Tensor = embedding(input_ids=ids[0][None], position_ids=None if at is None else at[None])
         return rows.squeeze(1)
-    config, words = embedding.config, embedding.word_embeddings
+    config, table = embedding.config, embedding.word_embeddings
     if embedding.add_position_embedding:
         raise ValueError(
             "position_embedding_type='learned_absolute' with sequence parallelism: use 'rope' or 'none', or "
             "no sequence parallelism"
         )
-    for hook in words._forward_pre_hooks.values():  # one of them waits for overlapped parameter gathering
-        hook(words, ())
-    rows = _SlicedLookup.apply(words.weight, words.vocab_start_index, tuple(ids), words.tp_group, own)
+    for hook in table._forward_pre_hooks.values():  # one of them waits for overlapped parameter gathering
+        hook(table, ())
+    rows = _SlicedLookup.apply(table.weight, table.vocab_start_index, tuple(ids), table.tp_group, own)
     if config.use_mup and config.mup_embedding_mult != 1.0:
         rows = rows * config.mup_embedding_mult
     if config.fp32_residual_connection:

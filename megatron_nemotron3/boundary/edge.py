@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,8 +19,6 @@ from megatron_nemotron3.boundary.planner import make_plan
 class Edge:
     """The connection from the last stage of one module to the first stage of another.
 
-    source_name, destination_name: names of the modules.
-    source, destination: their layouts.
     ndim: dimensions of a tensor: 2 for [rows, hidden], or 3.
     batch_dimension: dimension along which the tensors of lanes are concatenated: 0 of a 2-D tensor, the batch
         dimension of a 3-D tensor. The slice at one of its indices is called a row here.
@@ -44,7 +42,6 @@ class Edge:
 
     @property
     def name(self) -> str:
-        """Name for error messages."""
         return f"{self.source_name} -> {self.destination_name}"
 
     @property
@@ -54,17 +51,14 @@ class Edge:
 
     @property
     def senders(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks that send rows, by lane."""
         return self.source.lanes(self.source.pp - 1)
 
     @property
     def receivers(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks that receive rows, by lane."""
         return self.destination.lanes(0)
 
     @property
     def ranks(self) -> set[int]:
-        """Ranks of both sides."""
         return {rank for lane in (*self.senders, *self.receivers) for rank in lane}
 
     @property
@@ -79,15 +73,10 @@ class Edge:
         return tensor.detach().movedim(self.batch_dimension, 0).contiguous()
 
     def from_rows(self, rows: Tensor) -> Tensor:
-        """Convert rows [rows, ...] to a module's tensor."""
         return rows.movedim(0, self.batch_dimension).contiguous()
 
     def plan(self, counts: tuple[int, ...], row_bytes: int, microbatch: Microbatch | None) -> TransferPlan:
-        """The forward plan of one microbatch; `TransferPlan.backward` is that of the gradients.
-
-        Args:
-            row_bytes: bytes of a row.
-        """
+        """The forward plan of one microbatch; `TransferPlan.backward` is that of the gradients."""
         if self.source.cp > 1 and microbatch is None:
             raise ValueError(
                 f"{self.source_name} ({self.source}) shares its rows by context parallelism, and its media "
@@ -112,6 +101,5 @@ def _cached_plan(
     if microbatch is not None:
         slices = microbatch.slices_of(edge.source_name, edge.destination)
         media = microbatch.media_of(edge.source_name)
-    return make_plan(
-        edge.source, edge.destination, counts, row_bytes=row_bytes, slices=slices, media=media, mode="once"
-    )
+    plan = make_plan(edge.source, edge.destination, counts, row_bytes=row_bytes, slices=slices, media=media)
+    return replace(plan, mode="once")

@@ -37,17 +37,14 @@ class RowKind(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
         return math.prod(self.row) * self.dtype.itemsize
 
 
 class RankTransfer(NamedTuple):
     """One plan of an exchange, as one rank sees it.
 
-    plan: which rows go where.
     rows: [plan.rows_held(rank), *row], contiguous, on a rank of the sending side; else None.
     receives: whether the rank is of the receiving side, even if it receives no rows.
-    kind: shape and dtype of a row.
     name: for error messages: "images -> language, forward 3".
     """
 
@@ -65,7 +62,6 @@ class RankTransfer(NamedTuple):
         return zlib.crc32(repr(description).encode()) & 0xFFFFFF
 
     def text(self, rank: int) -> str:
-        """What the rank sends and receives, for error messages."""
         sends = {m.destination: m.rows for m in self.plan.sends(rank) if m.destination != rank}
         receives = {m.source: m.rows for m in self.plan.receives(rank) if m.source != rank}
         return f"{self.name} (rows to ranks {sends}, from ranks {receives})"
@@ -96,30 +92,20 @@ class Payload(NamedTuple):
             start += _aligned(size)
 
     def tag(self, tags: Sequence[int]) -> int:
-        """Digest of the tags of all its transfers."""
         return zlib.crc32(repr([tags[index] for index, _ in self.messages]).encode()) & 0x7FFFFFFF
 
 
-class Pending:
-    """Sends that were not waited for. Their buffers live as long as this object holds them."""
+#: Handles and buffers of sends that were not waited for; the buffers must live until then.
+Pending = list[tuple[list[Any], list[Tensor]]]
 
-    def __init__(self) -> None:
-        self._sends: list[tuple[list[Any], list[Tensor]]] = []
 
-    def keep(self, works: list[Any], buffers: list[Tensor]) -> None:
-        """Hold handles and buffers until `wait`."""
-        self._sends.append((works, buffers))
-
-    def drop(self) -> None:
-        """Forget all sends; peers that wait for them fail."""
-        self._sends = []
-
-    def wait(self) -> None:
-        """Wait until the rows have left (gloo), or make the stream wait for that (NCCL)."""
-        sends, self._sends = self._sends, []
-        for works, _ in sends:
-            for work in works:
-                work.wait()
+def wait_for(pending: Pending) -> None:
+    """Wait until the rows have left (gloo), or make the stream wait for that (NCCL)."""
+    sends = pending.copy()
+    pending.clear()
+    for works, _ in sends:
+        for work in works:
+            work.wait()
 
 
 def exchange(
@@ -128,12 +114,9 @@ def exchange(
     failure: Failure,
     pending: Pending | None = None,
 ) -> list[Tensor | None]:
-    """Run the plans of all transfers.
+    """For each transfer the rows [plan.rows_wanted(rank), *row]; None on a rank that does not receive.
 
-    Args:
-        pending: holds the sends of an exchange in which this rank receives nothing; None: wait for them.
-
-    Returns: for each transfer [plan.rows_wanted(rank), *row], or None on a rank that does not receive.
+    pending: holds the sends of an exchange in which this rank receives nothing; None: wait for them.
     """
     failure.check()
     rank = groups.rank
@@ -142,7 +125,7 @@ def exchange(
     tags = [transfer.tag() if groups.tagged else 0 for transfer in transfers]
     with failure.guarded(lambda: f"waited for {', '.join(transfer.text(rank) for transfer in transfers)}"):
         if pending is not None:
-            pending.wait()
+            wait_for(pending)
         buffers = [_allocate(transfer, rank, groups.device) for transfer in transfers]
         _send_and_receive(transfers, tags, buffers, groups, pending)
         return [_gather_rows(t, buffer, groups) for t, buffer in zip(transfers, buffers, strict=True)]
@@ -212,7 +195,7 @@ def _send_and_receive(
     works = dist.batch_isend_irecv(operations)
     operations.clear()
     if pending is not None and not incoming:
-        pending.keep(works, [payload.buffer for payloads in outgoing.values() for payload in payloads])
+        pending.append((works, [payload.buffer for payloads in outgoing.values() for payload in payloads]))
         return
     for work in works:
         work.wait()
@@ -242,7 +225,6 @@ def messages_by_peer(
 def _outgoing(
     transfers: Sequence[RankTransfer], messages: list[Indexed], device: torch.device
 ) -> list[Payload]:
-    """Payloads to one peer."""
     if (payload := _coalesced(transfers, messages, device)) is not None:
         for index, message, part in payload.parts(transfers):
             pack(_present(transfers[index].rows), message.pieces, part)
@@ -303,14 +285,7 @@ def _gather_rows(transfer: RankTransfer, buffer: Tensor | None, groups: Groups) 
 
 
 def pack(rows: Tensor, pieces: Sequence[RowPiece], out: Tensor | None = None) -> Tensor:
-    """The rows of a message, in its order.
-
-    Args:
-        rows: [n, ...], contiguous; the sender's buffer.
-        out: [sum of the pieces' rows, ...] to write to.
-
-    Returns: a view of `rows` if the message is one piece and there is no `out`.
-    """
+    """The sender's contiguous rows [n, ...] -> those of a message; a view of a single piece without `out`."""
     views = [rows.narrow(0, piece.sent, piece.rows) for piece in pieces]
     if out is not None:
         for view, part in zip(views, _split(out, pieces), strict=True):
@@ -341,7 +316,6 @@ def copy(pieces: Sequence[RowPiece], rows: Tensor, buffer: Tensor) -> None:
 
 
 def _split(message: Tensor, pieces: Sequence[RowPiece]) -> Iterator[Tensor]:
-    """Views of a message, one for each piece."""
     start = 0
     for piece in pieces:
         yield message.narrow(0, start, piece.rows)

@@ -82,9 +82,7 @@ def describe(plan: TransferPlan) -> dict[str, Any]:
 def explain(plan: TransferPlan, *, lines: int = LINES) -> str:
     """Format a plan as tables of lanes, messages and bytes by rank, at most 100 columns wide.
 
-    Args:
-        plan: the plan.
-        lines: maximum number of lines of each table; the middle of longer ones is left out.
+    lines: maximum number of lines of each table; the middle of longer ones is left out.
     """
     about = describe(plan)
     messages = about["messages"]
@@ -100,44 +98,32 @@ def explain(plan: TransferPlan, *, lines: int = LINES) -> str:
         f"busiest rank  {about['busiest']:>16,} bytes (bound {about['busiest_bound']:,}): {who}",
         f"in groups     {about['gathered']:>16,} bytes received from {_count_text(len(gathers), 'gather')}",
         f"local         {about['local']:>16,} bytes copied within a rank",
-        "",
-        *_text_table(
-            ("lane", "sending ranks", "rows"),
-            [(g["lane"], ranks_text(g["ranks"]), f"{g['rows']:,}") for g in about["from"]],
-            lines,
-        ),
-        "",
-        *_text_table(
-            ("lane", "receiving ranks", "rows", "then"),
-            [
-                (g["lane"], ranks_text(g["ranks"]), f"{g['rows']:,}", gathers.get(tuple(g["ranks"]), ""))
-                for g in about["to"]
-            ],
-            lines,
-        ),
-        "",
-        *_text_table(
-            ("sender", "receiver", "rows", "bytes", "pieces"),
-            [(m["from"], m["to"], f"{m['rows']:,}", f"{m['bytes']:,}", m["pieces"]) for m in messages],
-            lines,
-        ),
-        "",
-        *_text_table(
-            ("rank", "sends", "bound", "receives", "bound", "gathers"),
-            [(r["rank"], *(f"{r[name]:,}" for name in columns)) for r in per_rank],
-            lines,
-        ),
     ]
+    sending = [(g["lane"], ranks_text(g["ranks"]), f"{g['rows']:,}") for g in about["from"]]
+    receiving = [
+        (g["lane"], ranks_text(g["ranks"]), f"{g['rows']:,}", gathers.get(tuple(g["ranks"]), ""))
+        for g in about["to"]
+    ]
+    sizes = [(m["from"], m["to"], f"{m['rows']:,}", f"{m['bytes']:,}", m["pieces"]) for m in messages]
+    totals = [(r["rank"], *(f"{r[name]:,}" for name in columns)) for r in per_rank]
+    tables: tuple[tuple[tuple[str, ...], Sequence[Sequence[object]]], ...] = (
+        (("lane", "sending ranks", "rows"), sending),
+        (("lane", "receiving ranks", "rows", "then"), receiving),
+        (("sender", "receiver", "rows", "bytes", "pieces"), sizes),
+        (("rank", "sends", "bound", "receives", "bound", "gathers"), totals),
+    )
+    for header, rows in tables:
+        text += ["", *_text_table(header, rows, lines)]
     return "\n".join(text)
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
     """Format ranks as "0-3,8-11", shortened if that is long."""
     runs = intervals.union((rank, rank + 1) for rank in ranks)
-    words = [str(start) if stop == start + 1 else f"{start}-{stop - 1}" for start, stop in runs]
-    if len(words) > 4:
-        words = [*words[:3], f"… {words[-1]} ({len(ranks)} ranks)"]
-    return ",".join(words)
+    parts = [str(start) if stop == start + 1 else f"{start}-{stop - 1}" for start, stop in runs]
+    if len(parts) > 4:
+        parts = [*parts[:3], f"… {parts[-1]} ({len(ranks)} ranks)"]
+    return ",".join(parts)
 
 
 def _side_entries(side: Side) -> list[dict[str, Any]]:
@@ -159,7 +145,7 @@ def _count_text(number: int, name: str) -> str:
 
 
 def _text_table(header: Sequence[str], rows: Sequence[Sequence[object]], lines: int) -> list[str]:
-    """Align words to the left and numbers to the right; show the beginning and the end of a long table."""
+    """Align text to the left and numbers to the right; show the beginning and the end of a long table."""
     first = -(-lines // 2) if len(rows) > lines else len(rows)
     last = min(len(rows), lines) - first
     shown = [*rows[:first], *rows[len(rows) - last :]]

@@ -30,9 +30,8 @@ class BoundaryError(RuntimeError):
 class Failure:
     """The error of one communicator on this rank.
 
-    Args:
-        abort: destroys this rank's process groups (`Groups.abort`).
-        cure: last line of what is said where this rank does not know the reason.
+    abort: destroys this rank's process groups (`Groups.abort`).
+    cure: last line of the message where this rank does not know the reason.
     """
 
     def __init__(self, abort: Callable[[], None], cure: str = CURE) -> None:
@@ -43,11 +42,9 @@ class Failure:
 
     @property
     def failed(self) -> bool:
-        """Whether this rank has raised the error."""
         return self._reason is not None
 
     def check(self) -> None:
-        """Raise the error again if this communicator has failed."""
         if self._reason is not None:
             raise BoundaryError(self._reason)
 
@@ -68,9 +65,9 @@ class Failure:
         except Exception as error:
             # The frames of the traceback hold process groups, whose connections keep the peers waiting.
             traceback.clear_frames(error.__traceback__)
-            words = str(error).strip().splitlines()
-            said = f"{type(error).__name__}: {words[0][:160] if words else 'no message'}"
-            self.fail(f"{doing()} ({said})\n{self._cure}", error)
+            lines = str(error).strip().splitlines()
+            first = lines[0][:160] if lines else "no message"
+            self.fail(f"{doing()} ({type(error).__name__}: {first})\n{self._cure}", error)
 
 
 def disagreements(digests: Mapping[int, Mapping[str, int]]) -> list[str]:

@@ -3,10 +3,6 @@
 `RowFeed` wraps the data iterator that Megatron's schedule is given. The communicator reads the description of
 a microbatch from it before the rows arrive; the forward step then gets the same batch.
 
-    feed = RowFeed(iterator, tokens("input_ids", {"images": IMAGE_TOKEN, "audio": AUDIO_TOKEN}))
-    communicator.feed = feed
-    pretrain(..., data_iterator=feed)
-
 Every boundary rank, of encoders and of the language model, must describe the same global microbatch: all
 samples of all data lanes. Which samples a lane takes is `partition.sample_shares`.
 """
@@ -56,29 +52,25 @@ class Microbatch:
         media: Mapping[str, Sequence[Sequence[int]]] | None = None,
     ) -> Microbatch:
         """Make a description from mappings; `rows` of an encoder with runs or media may be left out."""
-        counted = {name: [sum(sample) for sample in samples] for name, samples in (media or {}).items()}
-        counted |= {name: [rows_of(sample) for sample in samples] for name, samples in (runs or {}).items()}
-        for name, samples in (media or {}).items():
-            has = list({**counted, **(rows or {})}[name])
-            if has != [sum(sample) for sample in samples]:
+        runs, media = runs or {}, media or {}
+        by_media = {name: [sum(sample) for sample in samples] for name, samples in media.items()}
+        by_runs = {name: [rows_of(sample) for sample in samples] for name, samples in runs.items()}
+        counted: dict[str, Sequence[int]] = {**by_media, **by_runs, **(rows or {})}
+        for name, counts in by_media.items():
+            if counts != (positions := list(counted[name])):
                 raise ValueError(
-                    f"{name}: media of {[sum(sample) for sample in samples][:20]} rows for samples with "
-                    f"{has[:20]} positions: give the rows of every medium"
+                    f"{name}: media of {counts[:20]} rows for samples with {positions[:20]} positions: give "
+                    "the rows of every medium"
                 )
         return cls(
-            tuple(sorted((name, tuple(map(int, n))) for name, n in {**counted, **(rows or {})}.items())),
-            tuple(sorted((name, tuple(samples)) for name, samples in (runs or {}).items())),
+            tuple(sorted((name, tuple(map(int, n))) for name, n in counted.items())),
+            tuple(sorted((name, tuple(samples)) for name, samples in runs.items())),
             tuple(map(int, lengths)),
-            tuple(tuple(map(int, cuts)) for cuts in documents),
-            tuple(
-                sorted(
-                    (n, tuple(tuple(map(int, s)) for s in samples)) for n, samples in (media or {}).items()
-                )
-            ),
+            _integers(documents),
+            tuple(sorted((name, _integers(samples)) for name, samples in media.items())),
         )
 
     def rows_of(self, name: str) -> tuple[int, ...]:
-        """Number of rows of each sample from one encoder."""
         return dict(self.rows)[name]
 
     def runs_of(self, name: str) -> tuple[Runs, ...] | None:
@@ -92,23 +84,23 @@ class Microbatch:
 
     def media_on(self, name: str, layout: Layout, rank: int) -> range:
         """The media of the whole microbatch that a rank of an encoder with share "media" encodes."""
-        at, media = layout.coordinates(rank), self.media_of(name)
-        lane = next(i for i, ranks in enumerate(layout.lanes(at.get("pp", 0))) if rank in ranks)
-        samples = sample_shares(len(media), layout.dp)[lane]
+        media = self.media_of(name)
+        samples = sample_shares(len(media), layout.dp)[layout.lane_of(rank)]
         before = sum(len(sample) for sample in media[: samples.start])
         mine = [n for sample in media[samples.start : samples.stop] for n in sample]
-        own = media_shares(mine, layout.cp)[at.get("cp", 0)]
+        own = media_shares(mine, layout.cp)[layout.coordinates(rank).get("cp", 0)]
         return range(before + own.start, before + own.stop)
 
     def slices_of(self, name: str, layout: Layout) -> tuple[tuple[Intervals, ...], ...] | None:
-        """Rows from one encoder that each rank of a module wants, by lane (`planner.slices_of`).
-
-        Returns: None if ranks do not own different positions, or if the positions of rows are not known.
-        """
+        """`planner.slices_of` one encoder; None if ranks want whole lanes, or positions are not known."""
         runs = self.runs_of(name)
         if runs is None or not layout.sliced:
             return None
         return slices_of(layout, runs, self.lengths, self.documents)
+
+
+def _integers(rows: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(map(int, row)) for row in rows)
 
 
 #: batch -> its description.
@@ -145,11 +137,7 @@ class RowFeed(Iterator[Any]):
 
     @property
     def current(self) -> Microbatch:
-        """Description of the batch that `next` returned last.
-
-        Raises:
-            KeyError: `next` was not called yet.
-        """
+        """Description of the batch that `next` returned last; KeyError before the first."""
         return self._known[self._drawn - 1]
 
     def at(self, number: int) -> Microbatch:
@@ -217,7 +205,6 @@ def describe_ids(
 
 
 def _runs_of_mask(mask: Any) -> Runs:
-    """Runs of True in an array of booleans [length]."""
     edges = np.diff(mask.astype(np.int8), prepend=0, append=0)
     starts, stops = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
     return tuple(zip(starts.tolist(), (stops - starts).tolist(), strict=True))

@@ -21,7 +21,7 @@ def grid(layout: Layout, ep: int = 1, etp: int = 1) -> HyperCommGrid:
     sizes = {name: layout.size_of(name) for name in (*dict(layout.dimensions), "tp", "cp", "pp", "dp")}
     names = list(sizes)
     made = HyperCommGrid(list(sizes.values()), names, rank_offset=layout.offset)
-    # The ranks of a stage that lie side by side: experts are divided among these.
+    # Neighboring ranks of a stage, among which experts are divided.
     inner = layout.size
     if layout.pp > 1:
         inner = math.prod(sizes[name] for name in names[: names.index("pp")])
@@ -34,13 +34,13 @@ def grid(layout: Layout, ep: int = 1, etp: int = 1) -> HyperCommGrid:
             f"use sizes that do{cure}"
         )
     expert = {"expt_tp": etp, "ep": ep, "expt_dp": inner // (ep * etp), "pp": layout.pp}
-    expert["expt_lanes"] = layout.size // layout.pp // inner  # more copies, behind the stages
+    expert["expt_lanes"] = layout.size // layout.pp // inner  # more copies, outside the stages
     made.register_view("expert", list(expert.values()), list(expert), shared_dims=["pp"])
-    for words in ("tp", "cp", "pp", "dp", "dp cp", "tp cp", "tp pp", "tp cp dp", "tp cp dp pp"):
-        made.create_pg(words.split())
-    for words in ("ep", "expt_tp", EXPERT_COPIES, "expt_tp ep", "expt_tp ep pp"):
-        made.create_pg(words.split(), view="expert")
-    if expert["expt_lanes"] == 1:  # what upstream's optimizer asks for
+    for dims in ("tp", "cp", "pp", "dp", "dp cp", "tp cp", "tp pp", "tp cp dp", "tp cp dp pp"):
+        made.create_pg(dims.split())
+    for dims in ("ep", "expt_tp", EXPERT_COPIES, "expt_tp ep", "expt_tp ep pp"):
+        made.create_pg(dims.split(), view="expert")
+    if expert["expt_lanes"] == 1:  # upstream's optimizer needs it
         made.create_pg(["expt_dp"], view="expert")
     return made
 
@@ -51,8 +51,8 @@ def groups(of: HyperCommGrid) -> ProcessGroupCollection:
     dense |= {"intra_dp_cp": "dp cp", "dp_cp_gtp_remat": "dp cp", "intra_dist_opt": "tp cp dp pp"}
     expert = {"tp_ep": "expt_tp ep", "tp_ep_pp": "expt_tp ep pp"}
     expert |= {"expt_dp": EXPERT_COPIES, "intra_expt_dp": EXPERT_COPIES}
-    found = {name: of.get_pg(words.split()) for name, words in dense.items()}
+    found = {name: of.get_pg(dims.split()) for name, dims in dense.items()}
     found |= {name: of.get_pg(name) for name in ("tp", "cp", "pp", "dp")}
-    found |= {name: of.get_pg(words.split(), view="expert") for name, words in expert.items()}
+    found |= {name: of.get_pg(dims.split(), view="expert") for name, dims in expert.items()}
     found |= {name: of.get_pg(name, view="expert") for name in ("ep", "expt_tp")}
     return ProcessGroupCollection(**found, embd=None, pos_embd=None)

@@ -37,12 +37,10 @@ _SHARED: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], _Shared]] = weakre
 class Groups:
     """The process groups of one communicator.
 
-    Args:
-        ranks: all ranks that exchange rows.
-        gathers: the ranks of each group that gathers rows (`Plan.gathers`), ascending as torch numbers them.
-        backend: None: that of the default group.
-        timeout: of every wait; None: that of the default group.
-        own: share no group with other communicators.
+    ranks: all ranks that exchange rows.
+    gathers: the ranks of each group that gathers rows (`Plan.gathers`), ascending as torch numbers them.
+    backend, timeout: None: those of the default group.
+    own: share no group with other communicators.
     """
 
     def __init__(
@@ -55,7 +53,7 @@ class Groups:
         own: bool = False,
     ) -> None:
         self.rank = dist.get_rank()
-        self._known = {} if own else _SHARED.setdefault(dist.group.WORLD, {})
+        self._registry = {} if own else _SHARED.setdefault(dist.group.WORLD, {})
         self.ranks = tuple(sorted(set(ranks)))
         configuration = str(dist.get_backend_config() if backend is None else backend)
         on_cuda = "nccl" in configuration and torch.cuda.is_available()
@@ -70,26 +68,25 @@ class Groups:
             if list(group) != sorted(group):
                 raise ValueError(f"ranks {group} of a group: give them in ascending order")
         others = {tuple(group) for group in gathers if len(group) > 1} - {self.ranks}
-        self._mine = {group: self._get(group, backend) for group in (self.ranks, *sorted(others))}
+        self._groups = {group: self._get(group, backend) for group in (self.ranks, *sorted(others))}
         #: On the CPU, to compare descriptions without waiting for a device.
         self._comparing = None if self.tagged else self._get(self.ranks, "gloo")
-        for group, shared in self._mine.items():
+        for group, shared in self._groups.items():
             if self.rank in group and shared.users == 1:
                 # NCCL creates its communicator here, and gloo ensures that every member has connected.
                 dist.all_reduce(torch.zeros(1, device=self.device), group=shared.group)
 
     def _get(self, ranks: tuple[int, ...], backend: str | None) -> _Shared:
-        known, key = self._known, (ranks, backend, self.timeout)
-        shared = known.get(key)
+        key = ranks, backend, self.timeout
+        shared = self._registry.get(key)
         if shared is None or shared.users == 0:
             group = dist.new_group(list(ranks), timeout=self.timeout, backend=backend)
-            shared = known[key] = _Shared(group if self.rank in ranks else None)
+            shared = self._registry[key] = _Shared(group if self.rank in ranks else None)
         shared.users += 1
         return shared
 
     @property
     def is_member(self) -> bool:
-        """Whether this rank exchanges rows."""
         return self.rank in self.ranks
 
     @property
@@ -99,7 +96,7 @@ class Groups:
 
     def gather(self, ranks: Sequence[int]) -> Any:
         """The process group of these ranks. Do not keep a reference."""
-        shared = self._mine.get(tuple(ranks))
+        shared = self._groups.get(tuple(ranks))
         if shared is None or shared.group is None:
             raise RuntimeError(
                 f"no process group of ranks {list(ranks)} on rank {self.rank}: closed, or not made"
@@ -107,20 +104,15 @@ class Groups:
         return shared.group
 
     def start_comparing(self, numbers: Sequence[int]) -> tuple[Any, torch.Tensor]:
-        """Start to gather numbers from all ranks (without tags only).
-
-        Returns: the handle, and the buffer [ranks, numbers] that it fills.
-        """
+        """Start to gather numbers: the handle, and the buffer [ranks, numbers] that it fills."""
         assert self._comparing is not None
-        everyone = torch.empty(len(self.ranks), len(numbers), dtype=torch.int64)
-        mine = torch.tensor(numbers, dtype=torch.int64)
-        work = dist.all_gather_into_tensor(
-            everyone.view(-1), mine, group=self._comparing.group, async_op=True
-        )
-        return work, everyone
+        gathered = torch.empty(len(self.ranks), len(numbers), dtype=torch.int64)
+        own, group = torch.tensor(numbers, dtype=torch.int64), self._comparing.group
+        work = dist.all_gather_into_tensor(gathered.view(-1), own, group=group, async_op=True)
+        return work, gathered
 
     def _all(self) -> list[_Shared]:
-        return [*self._mine.values(), *([self._comparing] if self._comparing else [])]
+        return [*self._groups.values(), *([self._comparing] if self._comparing else [])]
 
     def close(self) -> None:
         """Release the groups; unused ones are destroyed. Every rank closes in the same order."""
@@ -128,7 +120,7 @@ class Groups:
             shared.users -= 1
             if shared.users == 0:
                 shared.close()
-        self._mine, self._comparing = {}, None
+        self._groups, self._comparing = {}, None
 
     def abort(self) -> None:
         """Destroy the groups at once, even if shared, so that waits of the peers end with an error."""

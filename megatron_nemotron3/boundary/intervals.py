@@ -1,4 +1,4 @@
-"""Sets of rows as sorted, disjoint intervals [start, stop). Hashable; standard library only.
+"""Sets of rows as sorted, disjoint intervals [start, stop).
 
 The place of a row in a set is the number of rows before it: its index in a buffer that holds exactly the rows
 of the set, in order.

@@ -61,23 +61,18 @@ class Layout:
             raise ValueError(f"layout {self}: share={self.share}: use one of {', '.join(SHARES)}")
 
     @classmethod
-    def of(
-        cls,
-        *,
-        tp: int = 1,
-        cp: int = 1,
-        pp: int = 1,
-        dp: int = 1,
-        offset: int = 0,
-        sp: bool = False,
-        share: str = "",
-    ) -> Layout:
-        """A layout of the usual four dimensions in Megatron's order; sp: `sequence_parallel`."""
-        return cls((("tp", tp), ("cp", cp), ("pp", pp), ("dp", dp)), offset, sp, share)
+    def of(cls, *, offset: int = 0, sp: bool = False, share: str = "", **sizes: int) -> Layout:
+        """A layout of tp, cp, pp and dp in Megatron's order; sizes that are left out are 1.
+
+        Raises:
+            ValueError: as for the class, or a size has another name.
+        """
+        if unknown := sizes.keys() - set(ORDER):
+            raise ValueError(f"dimensions {sorted(unknown)}: use {', '.join(ORDER)}, or Layout(dimensions)")
+        return cls(tuple((name, sizes.get(name, 1)) for name in ORDER), offset, sp, share)
 
     @classmethod
     def from_grid(cls, grid: RankGrid, sequence_parallel: bool = False, share: str = "") -> Layout:
-        """The layout of the base view of upstream's grid."""
         dimensions = tuple(zip(grid.dim_names, grid.shape, strict=True))
         return cls(dimensions, grid.rank_offset, sequence_parallel, share)
 
@@ -99,30 +94,29 @@ class Layout:
                 raise ValueError(f"layout {text!r}: {name} is given twice")
             given[name] = value if "=" in word else "yes"
         order = given.pop("order", "-".join(ORDER)).split("-")
-        words = {"sp": given.pop("sp", ""), "offset": given.pop("offset", "0")}
-        share = given.pop("share", "")
-        for name, value in {**given, "offset": words["offset"]}.items():
+        sp, offset, share = given.pop("sp", ""), given.pop("offset", "0"), given.pop("share", "")
+        for name, value in {**given, "offset": offset}.items():
             if name not in (*order, "offset") or not (value.isascii() and value.isdecimal()):
                 raise ValueError(
                     f"layout {text!r}: {name if value == 'yes' else f'{name}={value}'!r} has no meaning: use "
                     f"{', '.join(f'{d}=' for d in order)}, offset= and sp, separated by commas; an encoder "
                     "with cp= also needs share="
                 )
-        if words["sp"] not in ("", "yes"):
-            raise ValueError(f"layout {text!r}: sp={words['sp']}: use sp alone, or leave it out")
+        if sp not in ("", "yes"):
+            raise ValueError(f"layout {text!r}: sp={sp}: use sp alone, or leave it out")
         sizes = {name: int(given.get(name, 1)) for name in order}
         if len(sizes) < len(order):
             raise ValueError(f"layout {text!r}: order names a dimension twice")
-        return cls(tuple(sizes.items()), int(words["offset"]), bool(words["sp"]), share)
+        return cls(tuple(sizes.items()), int(offset), bool(sp), share)
 
     def __str__(self) -> str:
         some = {name: size for name, size in self.dimensions if size != 1}
-        words = [f"{name}={size}" for name, size in some.items()] or ["tp=1"]
+        parts = [f"{name}={size}" for name, size in some.items()] or ["tp=1"]
         if list(some) != [name for name in ORDER if name in some]:
-            words.append("order=" + "-".join(some))
-        words += [f"offset={self.offset}"] * (self.offset != 0)
-        words += [f"share={self.share}"] * bool(self.share) + ["sp"] * self.sequence_parallel
-        return ",".join(words)
+            parts.append("order=" + "-".join(some))
+        parts += [f"offset={self.offset}"] * (self.offset != 0)
+        parts += [f"share={self.share}"] * bool(self.share) + ["sp"] * self.sequence_parallel
+        return ",".join(parts)
 
     def size_of(self, name: str) -> int:
         """Size of a dimension; 1 if the layout does not have it."""
@@ -130,17 +124,14 @@ class Layout:
 
     @property
     def tp(self) -> int:
-        """Tensor-parallel size."""
         return self.size_of("tp")
 
     @property
     def cp(self) -> int:
-        """Context-parallel size."""
         return self.size_of("cp")
 
     @property
     def pp(self) -> int:
-        """Pipeline-parallel size."""
         return self.size_of("pp")
 
     @property
@@ -150,7 +141,6 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return math.prod(size for _, size in self.dimensions)
 
     @property
@@ -167,7 +157,7 @@ class Layout:
         """Check that the rows of a sending module have an order.
 
         Raises:
-            ValueError: context ranks share the rows, and it is not said how.
+            ValueError: context ranks share the rows, and the layout has no `share`.
         """
         if self.cp > 1 and not self.share:
             raise ValueError(
@@ -181,11 +171,7 @@ class Layout:
         return tuple(ranks[i : i + size] for i in range(0, len(ranks), size))
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Map each dimension to the index of the rank in it.
-
-        Raises:
-            ValueError: the rank is not in this layout.
-        """
+        """Map each dimension to the index of the rank in it; ValueError for a rank of another layout."""
         if rank not in self.ranks:
             raise ValueError(f"rank {rank} is not in layout {self}, ranks {self.offset}-{self.ranks[-1]}")
         rest, found = rank - self.offset, {}
@@ -193,12 +179,13 @@ class Layout:
             found[name], rest = rest % size, rest // size
         return found
 
-    def lanes(self, stage: int) -> tuple[tuple[int, ...], ...]:
-        """Ranks of a pipeline stage by data lane; within a lane tp varies fastest, then cp.
+    def lane_of(self, rank: int) -> int:
+        """The data lane of a rank."""
+        stage = self.coordinates(rank).get("pp", 0)
+        return next(lane for lane, ranks in enumerate(self.lanes(stage)) if rank in ranks)
 
-        Raises:
-            ValueError: the layout has no such stage.
-        """
+    def lanes(self, stage: int) -> tuple[tuple[int, ...], ...]:
+        """Ranks of a pipeline stage by data lane; within a lane tp varies fastest, then cp."""
         if not 0 <= stage < self.pp:
             raise ValueError(f"layout {self} has no pipeline stage {stage}: use 0 to {self.pp - 1}")
         return _cached_lanes(self, stage)

@@ -91,7 +91,7 @@ class BoundaryMimoModel(MimoModel):
         self.exchanged: deque[tuple[Microbatch | None, Rows]] = deque()
         config = mimo_config.language_model_spec.params["config"]
         partition = self.partition_adapter.cfg if self.partition_adapter is not None else None
-        grid = (mimo_config.module_to_grid_map or {}).get(MIMO_LANGUAGE_MODULE_KEY)
+        grid = grids.get(MIMO_LANGUAGE_MODULE_KEY)
         layout = Layout.from_grid(grid, config.sequence_parallel) if grid is not None else None
         self._shard = RankShard.of(partition, layout)
 
@@ -149,8 +149,8 @@ class BoundaryMimoModel(MimoModel):
             microbatch: description of this microbatch; None: that of the batch that the feed returned last.
 
         Raises:
-            BoundaryError: rows are not what was agreed, positions and rows do not match, or a module is in
-                FSDP; on every rank.
+            BoundaryError: rows are not as agreed, positions and rows do not match, or a module is in FSDP; on
+                every rank.
             ValueError: the same without communicators.
         """
         with self._raised_everywhere():
@@ -168,7 +168,6 @@ class BoundaryMimoModel(MimoModel):
             raise
 
     def _failures(self) -> list[Failure]:
-        """The shared failures of this rank's communicators."""
         shared = {id(comm.failure): comm.failure for comm in self.colocated_comms.values()}
         return [*shared.values(), *([self.communicator.failure] if self.communicator is not None else [])]
 
@@ -223,9 +222,9 @@ class BoundaryMimoModel(MimoModel):
             ValueError: positions and rows do not match.
         """
         embedding = unwrap_model(self.language_model).embedding
-        known = self._shard.of_lane(self._microbatch)
+        described = self._shard.of_lane(self._microbatch)
         with self._raised_everywhere():  # other lanes raise it in the next exchange
-            placement = place_rows(self._shard, self.special_token_ids, input_ids, known, documents)
+            placement = place_rows(self._shard, self.special_token_ids, input_ids, described, documents)
             return build_decoder_input(embedding, self._shard, placement, input_ids, position_ids, rows)
 
     @contextmanager
@@ -296,11 +295,11 @@ class BoundaryMimoModel(MimoModel):
                 "context parallelism needs attention_mask=None: the mask is causal, or of packed documents"
             )
         packed = self._build_packed_seq_params(packing_kwargs)
-        known = self._shard.of_lane(self._microbatch)
-        cuts = known.documents if known is not None else ()
-        some = next((t for t in (input_ids, labels, loss_mask) if t is not None), None)
-        if not cuts and some is not None:  # document borders may be on a GPU
-            cuts = (self._shard.documents(packed, some.shape[1]),) * len(some)
+        described = self._shard.of_lane(self._microbatch)
+        cuts = described.documents if described is not None else ()
+        batch = next((t for t in (input_ids, labels, loss_mask) if t is not None), None)
+        if not cuts and batch is not None:  # document borders may be on a GPU
+            cuts = (self._shard.documents(packed, batch.shape[1]),) * len(batch)
         decoder_input = None
         if self.role.is_first_stage(MIMO_LANGUAGE_MODULE_KEY):
             rows = {name: t for name, t in (input_tensors or {}).items() if name != MIMO_LANGUAGE_MODULE_KEY}
@@ -324,7 +323,7 @@ class BoundaryMimoModel(MimoModel):
         return output, loss_mask
 
     def _has_encoder_tokens(self, input_ids: Tensor | None, encoder_name: str) -> bool:
-        """Never make upstream raise for missing input here, on one rank; the exchange does, on all ranks."""
+        """Upstream would raise for missing input on one rank; the exchange does on all ranks."""
         return False
 
     def _attach_modality_split_sizes(
@@ -371,6 +370,5 @@ class _EmptyOutput(torch.autograd.Function):
 
 
 def _shards_parameters(module: torch.nn.Module) -> bool:
-    """Whether a module is an FSDP of torch or of Megatron."""
     megatron = isinstance(module, _BaseDataParallel) and not isinstance(module, DistributedDataParallel)
     return megatron or isinstance(module, (FSDPModule, TorchFSDP1))

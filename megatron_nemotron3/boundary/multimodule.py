@@ -1,9 +1,5 @@
 """Upstream's `MultiModulePipelineCommunicator` over our exchange, for the stock pipeline schedule.
 
-    communicator = BoundaryCommunicator(grids, {"images": ["language"], "language": []}, config,
-                                        module_output_ndim={"images": 2})
-    communicator.feed = feed      # optional: row counts come with the batch (feed.py)
-
 Differences from upstream's class: every edge into a module takes part in one exchange; the pipeline stage is
 counted from the end, so that modules of different depth before a common one start in time; layouts may have
 any relation; and when something is wrong every rank raises a BoundaryError.
@@ -49,7 +45,7 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
 
     Raises:
         BoundaryError: the same on every rank: the modules cannot run as one pipeline
-            (`stages.check_modules`), or ranks were given different arguments.
+            (`stages.check_modules`), ranks were given different arguments, or a method fails.
         ValueError: an invalid argument.
     """
 
@@ -144,10 +140,7 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
 
     @property
     def current_stage(self) -> int:
-        """Pipeline stage of this rank, counted from the end of the pipeline (`stages.py`).
-
-        A rank in no module has stage 0, as upstream.
-        """
+        """Pipeline stage of this rank (`stages.py`); 0 for a rank in no module, as upstream."""
         return stage_of(self.current_rank, self._layouts, self.topology)
 
     def _abort(self) -> None:
@@ -162,35 +155,31 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
     def recv_forward(
         self, tensor_shape: Any = None, is_first_stage: bool = False
     ) -> dict[str, Tensor | list[Tensor]]:
-        """Receive the input of this stage: source module -> rows, or own module -> activations.
-
-        Raises:
-            BoundaryError: the same on every rank of the coordinator.
-        """
+        """Receive the input of this stage: source module -> rows, or own module -> activations."""
         return self._at_input(None, tensor_shape, forward=True)
 
     def send_forward(self, output_dict: dict[str, Tensor], is_last_stage: bool = False) -> None:
-        """Send the output of this stage: own module -> tensor. Raises as `recv_forward`."""
+        """Send the output of this stage: own module -> tensor."""
         self._at_output(output_dict, None, backward=False)
 
     def send_forward_recv_backward(
         self, output_dict: dict[str, Tensor], tensor_shape: Any = None, is_last_stage: bool = False
     ) -> dict[str, Any]:
-        """Send an output, receive the gradient of the oldest one. Raises as `recv_forward`."""
+        """Send an output, receive the gradient of the oldest one."""
         return self._at_output(output_dict, tensor_shape, backward=True)
 
     def send_backward_recv_forward(
         self, grad_dict: dict[str, Tensor], tensor_shape: Any = None, is_first_stage: bool = False
     ) -> dict[str, Any]:
-        """Send gradients of the oldest inputs, receive the next ones. Raises as `recv_forward`."""
+        """Send gradients of the oldest inputs, receive the next ones."""
         return self._at_input(grad_dict, tensor_shape, forward=True)
 
     def recv_backward(self, tensor_shape: Any = None, is_last_stage: bool = False) -> dict[str, Any]:
-        """Receive the gradient of the oldest output: own module -> gradient. Raises as `recv_forward`."""
+        """Receive the gradient of the oldest output: own module -> gradient."""
         return self._at_output(None, tensor_shape, backward=True)
 
     def send_backward(self, grad_dict: dict[str, Tensor], is_first_stage: bool = False) -> None:
-        """Send gradients of the oldest inputs: source module -> gradient. Raises as `recv_forward`."""
+        """Send gradients of the oldest inputs: source module -> gradient."""
         self._at_input(grad_dict, None, forward=False)
 
     def _at_input(self, gradients: Mapping[str, Any] | None, shape: Any, *, forward: bool) -> dict[str, Any]:
@@ -210,7 +199,7 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
             if module is not None and module.pp_rank == 0:
                 back = gradients is not None
                 if forward:
-                    coordinator.forget_forward_only()
+                    coordinator.drop_forward_only()
                 found |= coordinator.run(None, gradients, forward=forward, backward=back)[0]
         return found
 
@@ -234,7 +223,7 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
             if any(edge.source_name in last for edge in coordinator.edges):
                 ahead = outputs is not None
                 if ahead:
-                    coordinator.forget_forward_only()
+                    coordinator.drop_forward_only()
                 gradients = coordinator.run(outputs, None, forward=ahead, backward=backward)[1]
                 for name, gradient in gradients.items():
                     # A module that feeds two others gets the sum of their gradients, as in autograd.
@@ -256,7 +245,6 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
         return output
 
     def _between_stages(self, name: str, sends: str, receives: str, tensor: Any, shape: Any) -> Any:
-        """Call upstream's `P2PCommunicator` between two pipeline stages of one module."""
         if name in self._frozen:
             sends, receives = (way if way == "forward" else "" for way in (sends, receives))
         if not sends and not receives:

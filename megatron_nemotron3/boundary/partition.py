@@ -81,8 +81,8 @@ def rows_held(
     total = bounds[-1]
     of_context: Sequence[Intervals] = [intervals.whole(total)]
     if cp > 1 and share == "media":
-        shares = media_shares(media, cp)
-        of_context = [intervals.union([(bounds[mine.start], bounds[mine.stop])]) for mine in shares]
+        parts = media_shares(media, cp)
+        of_context = [intervals.union([(bounds[part.start], bounds[part.stop])]) for part in parts]
     elif cp > 1 and share == "zigzag":
         of_context = positions(total, cp, 1, sequence_parallel=False, documents=bounds)
     elif cp > 1:
@@ -116,12 +116,12 @@ def rows_at(runs: Sequence[Runs], owned: Sequence[Sequence[Intervals]]) -> tuple
                 "once, in order"
             )
         places = IntervalIndex(marked)
-        for mine, ours in zip(found, ranks, strict=True):
-            for first, last in ours:
+        for rows_of_rank, own_positions in zip(found, ranks, strict=True):
+            for first, last in own_positions:
                 for place, start, stop in places.clip(first, last):
-                    mine.append((before + place, before + place + stop - start))
+                    rows_of_rank.append((before + place, before + place + stop - start))
         before += rows
-    return tuple(intervals.union(mine) for mine in found)
+    return tuple(map(intervals.union, found))
 
 
 def runs_of(positions: Sequence[int]) -> Runs:
@@ -141,11 +141,7 @@ def rows_of(runs: Runs) -> int:
 
 
 class RowSegment(NamedTuple):
-    """`rows` rows that are contiguous on both sides.
-
-    They start at row `source_start` of `source_lane` and at row `start` of the receiving `lane`, counted in
-    the rows of each lane.
-    """
+    """Rows that are contiguous on both sides; starts are counted in the rows of each lane."""
 
     source_lane: int
     source_start: int
@@ -155,11 +151,7 @@ class RowSegment(NamedTuple):
 
 
 def sample_shares(samples: int, lanes: int) -> tuple[range, ...]:
-    """Equal contiguous shares of the samples, one for each lane.
-
-    Raises:
-        ValueError: the samples do not divide among the lanes.
-    """
+    """Equal contiguous shares of the samples, one for each lane; ValueError if they do not divide."""
     if samples % lanes:
         raise ValueError(
             f"{samples} samples of a microbatch do not divide among {lanes} data lanes: use a micro-batch "

@@ -51,7 +51,7 @@ def expand(rows: Intervals) -> Tensor:
 
 
 def on_device(index: Tensor, device: torch.device) -> Tensor:
-    """Copy an index from the host to the device without waiting."""
+    """Copy an index from the host to the device without synchronizing."""
     if index.device == device or device.type != "cuda":
         return index.to(device)
     return index.pin_memory().to(device, non_blocking=True)
@@ -89,11 +89,7 @@ def make_placement(
     own: int,
     pick: bool = True,
 ) -> Placement:
-    """Compute the places of a rank's part.
-
-    Args:
-        kinds: [b, s]; on a GPU the host waits for it.
-    """
+    """Places of a rank's part from kinds [b, s], for which on a GPU the host waits."""
     batch, whole = kinds.shape
     mine = [torch.stack([expand(rows) for rows in samples]).to(kinds.device) for samples in owned]
     start = torch.arange(batch, device=kinds.device)[:, None] * whole
@@ -149,10 +145,9 @@ class _Assemble(torch.autograd.Function):
 
 
 def sum_of_slices(rows: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
-    """Return the same rows [n, h]; in backward, sum their gradients over the groups.
+    """The same rows [n, h]; in backward, sum their gradients over the groups.
 
-    Each rank has the gradients of its own slice. Slices are disjoint, so every sum has one non-zero number at
-    most, and it is exact.
+    Slices are disjoint, so every sum has one non-zero number at most, and it is exact.
     """
     groups = [group for group in groups if group.size() > 1]
     return _SumOfSlices.apply(rows, groups) if groups else rows
@@ -202,14 +197,10 @@ class RankShard:
             groups = (*made.groups, group)
             made = replace(made, tp=group.size(), tensor_rank=group.rank(), groups=groups)
         if layout is not None and dist.get_rank() in layout.ranks:
-            rank = dist.get_rank()
-            stage = layout.coordinates(rank).get("pp", 0)
-            lane = next(i for i, ranks in enumerate(layout.lanes(stage)) if rank in ranks)
-            made = replace(made, lane=lane, lanes=layout.dp)
+            made = replace(made, lane=layout.lane_of(dist.get_rank()), lanes=layout.dp)
         return made
 
     def of_lane(self, microbatch: Microbatch | None) -> Microbatch | None:
-        """The description of this lane's samples."""
         if microbatch is None or self.lanes == 1:
             return microbatch
         count = len(microbatch.rows[0][1]) if microbatch.rows else len(microbatch.lengths)
@@ -225,21 +216,22 @@ class RankShard:
 
     def owned(self, length: int, documents: Sequence[tuple[int, ...]]) -> tuple[list[list[Intervals]], int]:
         """Positions of each sample for each tensor rank that owns other positions, and this rank's index."""
-        first = self.context_rank * self.tp
-        cut = [
-            positions(length, self.cp, self.tp, sequence_parallel=self.tp > 1, documents=tuple(bounds))
+        first, cut = self.context_rank * self.tp, self._positions(length, self.tp, documents)
+        return [[ranks[first + t] for ranks in cut] for t in range(self.tp)], self.tensor_rank
+
+    def _positions(
+        self, length: int, tp: int, documents: Sequence[tuple[int, ...]]
+    ) -> list[tuple[Intervals, ...]]:
+        return [
+            positions(length, self.cp, tp, sequence_parallel=tp > 1, documents=tuple(bounds))
             for bounds in documents
         ]
-        return [[ranks[first + t] for ranks in cut] for t in range(self.tp)], self.tensor_rank
 
     def of_context(self, values: Tensor, documents: Sequence[tuple[int, ...]]) -> Tensor:
         """Values at the positions of this context rank: [b, s] -> [b, s / cp]."""
         if self.cp == 1:
             return values
-        cut = [
-            positions(values.shape[1], self.cp, 1, sequence_parallel=False, documents=tuple(bounds))
-            for bounds in documents
-        ]
+        cut = self._positions(values.shape[1], 1, documents)
         at = torch.stack([expand(ranks[self.context_rank]) for ranks in cut])
         return values.gather(1, on_device(at, values.device))
 

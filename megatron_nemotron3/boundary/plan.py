@@ -69,7 +69,6 @@ class Message(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
         return sum(piece.rows for piece in self.pieces)
 
 
@@ -93,12 +92,8 @@ class Gather(NamedTuple):
 class TransferPlan:
     """The transfer of one modality of one microbatch in one direction.
 
-    Attributes:
-        senders, receivers: groups of ranks with their rows, by lane.
-        segments: which rows of a sending lane are which rows of a receiving lane.
-        row_bytes: bytes of a row.
-        mode: "once" or "copies", see above.
-        leader_bytes: largest transfer for which leaders are used.
+    segments: which rows of a sending lane are which rows of a receiving lane.
+    leader_bytes: largest transfer for which leaders are used.
     """
 
     senders: Side
@@ -149,24 +144,21 @@ class TransferPlan:
         return self._by_rank[1].get(rank, ())
 
     def gather(self, rank: int) -> Gather | None:
-        """The gather of the rank's group after the messages, or None."""
         return self._by_rank[2].get(rank)
 
     @functools.cached_property
-    def _held(self) -> dict[int, int]:
-        return {rank: intervals.count(g.rows) for lane in self.senders for g in lane for rank in g.ranks}
-
-    @functools.cached_property
-    def _wanted(self) -> dict[int, int]:
-        return {rank: intervals.count(g.rows) for lane in self.receivers for g in lane for rank in g.ranks}
+    def _rows_by_rank(self) -> tuple[dict[int, int], dict[int, int]]:
+        held, wanted = (
+            {rank: intervals.count(group.rows) for lane in side for group in lane for rank in group.ranks}
+            for side in (self.senders, self.receivers)
+        )
+        return held, wanted
 
     def rows_held(self, rank: int) -> int:
-        """Number of rows in the buffer that the rank sends from."""
-        return self._held.get(rank, 0)
+        return self._rows_by_rank[0].get(rank, 0)
 
     def rows_wanted(self, rank: int) -> int:
-        """Number of rows that the rank has in the end."""
-        return self._wanted.get(rank, 0)
+        return self._rows_by_rank[1].get(rank, 0)
 
     @functools.cached_property
     def _group_pairs(self) -> list[tuple[ReplicaGroup, ReplicaGroup, list[RowPiece]]]:
@@ -223,7 +215,7 @@ class TransferPlan:
     def _pieces_copies(
         self, sender: ReplicaGroup, receiver: ReplicaGroup, pieces: list[RowPiece]
     ) -> Iterator[tuple[int, int, RowPiece]]:
-        # All copies in sequence are cut into equal parts, one for each sender.
+        # The concatenated copies are cut into equal parts, one for each sender.
         lacking = [rank for rank in receiver.ranks if rank not in sender.ranks]
         rows = sum(piece.rows for piece in pieces)
         each = -(-rows * len(lacking) // len(sender.ranks))

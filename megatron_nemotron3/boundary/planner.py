@@ -20,11 +20,7 @@ from megatron_nemotron3.boundary.plan import Mode, ReplicaGroup, Side, TransferP
 
 
 def sender_groups(layout: Layout, rows: Sequence[int], media: Sequence[Sequence[int]] | None = None) -> Side:
-    """Groups of ranks of a module's last pipeline stage, with the rows that they hold, by lane.
-
-    Args:
-        media: for each lane, the rows of each medium in order; None: a lane's rows are one medium.
-    """
+    """Groups of ranks of the last stage, with the rows that they hold; `media`: rows of each, by lane."""
     layout.check_sender()
     held = None
     if layout.sliced:
@@ -33,23 +29,13 @@ def sender_groups(layout: Layout, rows: Sequence[int], media: Sequence[Sequence[
             rows_held(mine, layout.cp, layout.tp, share=layout.share, sequence_parallel=sp)
             for mine in media or [[n] for n in rows]
         ]
-    return _groups(layout, layout.pp - 1, rows, held)
+    return groups_of(layout, layout.pp - 1, rows, held)
 
 
-def receiver_groups(
-    layout: Layout, rows: Sequence[int], slices: Sequence[Sequence[Intervals]] | None = None
+def groups_of(
+    layout: Layout, stage: int, rows: Sequence[int], slices: Sequence[Sequence[Intervals]] | None = None
 ) -> Side:
-    """Groups of ranks of a module's first pipeline stage, with the rows that they want, by lane.
-
-    Args:
-        slices: for each lane, the rows of each rank (`slices_of`); None: every rank wants all rows.
-    """
-    return _groups(layout, 0, rows, slices)
-
-
-def _groups(
-    layout: Layout, stage: int, rows: Sequence[int], slices: Sequence[Sequence[Intervals]] | None
-) -> Side:
+    """Groups of ranks of a stage, with the rows that they hold or want; without `slices` all, by lane."""
     lanes = layout.lanes(stage)
     if slices is None:
         return tuple((ReplicaGroup(ranks, intervals.whole(n)),) for ranks, n in zip(lanes, rows, strict=True))
@@ -67,9 +53,8 @@ def make_plan(
     row_bytes: int,
     slices: Sequence[Sequence[Intervals]] | None = None,
     media: Sequence[Sequence[int]] | None = None,
-    mode: Mode | None = None,
 ) -> TransferPlan:
-    """The forward plan of one microbatch and one modality.
+    """The forward plan of one microbatch and one modality: in mode "copies" if the layouts share ranks.
 
     Args:
         source, destination: layouts of the sending and the receiving module.
@@ -78,18 +63,16 @@ def make_plan(
         slices: rows that each rank wants, from `slices_of`; None: all rows of its lane.
         media: for each sample, the rows of each medium, if the source has context parallelism; None: the
             rows of a sample are one medium.
-        mode: None: "copies" if the layouts share ranks, else "once".
 
     Raises:
-        ValueError: as `segments`, `sample_shares`, `sender_groups`; or mode "once" has no slices for a
-            destination with context parallelism.
+        ValueError: samples or rows do not divide among the ranks, or a plan of mode "once" has no slices for
+            a destination with context parallelism.
     """
     sent, received = sample_shares(len(rows), source.dp), sample_shares(len(rows), destination.dp)
-    receivers = receiver_groups(destination, lane_rows(rows, received), slices)
-    if mode is None:
-        sending = {rank for lane in source.lanes(source.pp - 1) for rank in lane}
-        shared = any(rank in sending for lane in destination.lanes(0) for rank in lane)
-        mode = "copies" if shared else "once"
+    receivers = groups_of(destination, 0, lane_rows(rows, received), slices)
+    sending = {rank for lane in source.lanes(source.pp - 1) for rank in lane}
+    shared = any(rank in sending for lane in destination.lanes(0) for rank in lane)
+    mode: Mode = "copies" if shared else "once"
     if mode == "once" and slices is None and destination.cp > 1:
         raise ValueError(
             f"the destination layout {destination} has CP={destination.cp}, so the rows of a context rank "
@@ -107,8 +90,7 @@ def slices_of(
     lengths: Sequence[int],
     documents: Sequence[tuple[int, ...]] = (),
 ) -> tuple[tuple[Intervals, ...], ...]:
-    """Rows that each rank of a context- or sequence-parallel module needs, by lane (`slices` of
-    `make_plan`)."""
+    """By lane, the rows that each rank of a context- or sequence-parallel module wants."""
     for sample, (mine, length) in enumerate(zip(runs, lengths, strict=True)):
         if mine and sum(mine[-1]) > length:
             raise ValueError(

@@ -75,21 +75,21 @@ def forward_backward_colocated(
     for _ in range(num_microbatches):
         batch = next(batches)
         modality_inputs, input_ids = inputs(batch)
-        known = mimo.feed.current if mimo.feed is not None else None
+        microbatch = mimo.feed.current if mimo.feed is not None else None
         drawn.append(batch)
-        exchanged.append((known, mimo.exchange_rows(modality_inputs, known, input_ids)))
+        exchanged.append((microbatch, mimo.exchange_rows(modality_inputs, microbatch, input_ids)))
     leaves = [
         {name: t.detach().requires_grad_(t.requires_grad) for name, t in rows.items()}
         for _, rows in exchanged
     ]
     if forward_only:
-        exchanged = [(known, {}) for known, _ in exchanged]
-    mimo.exchanged.extend((known, rows) for (known, _), rows in zip(exchanged, leaves, strict=True))
+        exchanged = [(microbatch, {}) for microbatch, _ in exchanged]
+    mimo.exchanged.extend((microbatch, rows) for (microbatch, _), rows in zip(exchanged, leaves, strict=True))
 
     config = get_model_config(wrapped)
-    finalize, grad_sync = config.finalize_model_grads_func, config.grad_sync_func
+    finalize_func, grad_sync_func = config.finalize_model_grads_func, config.grad_sync_func
     finalized: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-    if finalize is not None:
+    if finalize_func is not None:
         config.finalize_model_grads_func = lambda *args, **kwargs: finalized.append((args, kwargs))
     config.grad_sync_func = None  # it would reduce the encoders' gradients before they exist
     try:
@@ -101,12 +101,12 @@ def forward_backward_colocated(
             **options,
         )
     finally:
-        config.finalize_model_grads_func, config.grad_sync_func = finalize, grad_sync
+        config.finalize_model_grads_func, config.grad_sync_func = finalize_func, grad_sync_func
         mimo.exchanged.clear()
     if not forward_only:
         _encoders_backward(mimo, exchanged, leaves)
     for args, kwargs in finalized:
-        finalize(*args, **kwargs)
+        finalize_func(*args, **kwargs)
     return result
 
 
@@ -115,12 +115,12 @@ def _encoders_backward(
 ) -> None:
     """Run backward for each microbatch and free it; gradient sync may start in the last one."""
     for number in range(len(exchanged)):
-        rows, given = exchanged[number][1], leaves[number]
+        rows, leaf = exchanged[number][1], leaves[number]
         exchanged[number], leaves[number] = (None, {}), {}
         names = [name for name, t in rows.items() if t.requires_grad]
         outputs = [rows[name] for name in names]
         # Rows of later stages were not used and have no gradient; these ranks take part with zeros.
-        grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in (given[name] for name in names)]
+        grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in (leaf[name] for name in names)]
         last = number == len(exchanged) - 1
         with nullcontext() if last else mimo.no_sync():
             if outputs:
@@ -132,9 +132,8 @@ def gradient_scale(
 ) -> torch.Tensor | float:
     """Factor for a module's gradients after its own gradient sync, from the table above.
 
-    Args:
-        tokens: [], tokens of the global batch if the language model's loss is a sum over tokens; None if it
-            is the mean over a rank's tokens. As in upstream, a batch without tokens counts as one token.
+    tokens: [], of the global batch if the language model's loss is a sum over tokens; None if it is a mean
+        over a rank's tokens. As in upstream, a batch without tokens counts as one token.
     """
     averaged = 1 if module_per_token else module_ranks
     if tokens is None:
@@ -149,9 +148,7 @@ def global_tokens(
 ) -> torch.Tensor:
     """Tokens of the global batch, on every rank: one all-reduce of 8 bytes without host synchronization.
 
-    Args:
-        language: this rank's groups of the language model; None if the rank is not in the language model.
-        world: all ranks of all modules; None: the default group.
+    language: this rank's groups of the language model, if it has any. world: all ranks of all modules.
     """
     # Count one rank of each data lane and context slice: the first tensor rank of the last stage.
     counts = language is not None and language.tp.rank() == 0 and language.pp.rank() == language.pp.size() - 1

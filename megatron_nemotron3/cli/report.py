@@ -68,6 +68,6 @@ def report_command(options: ReportOptions) -> int:
 
 
 def _sample(folder: Path, prompt: str) -> str:
-    from megatron_nemotron3.inference.generate.sample import sample
+    from megatron_nemotron3.inference.generate.command import sample
 
     return sample(folder, prompt, NEW_TOKENS)

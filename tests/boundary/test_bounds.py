@@ -162,12 +162,12 @@ def test_shared_ranks_fetch_what_they_lack() -> None:
 
 def test_groups_share_what_a_member_holds() -> None:
     """Mode "once" on shared ranks: each rank already holds its half, nothing is sent, the group gathers."""
-    plan = make_plan(Layout.of(dp=2), Layout.of(tp=2), [10, 10], row_bytes=2, mode="once")
+    plan = replace(make_plan(Layout.of(dp=2), Layout.of(tp=2), [10, 10], row_bytes=2), mode="once")
     low, moved = bounds(plan), traffic(plan)
     assert low.crossing == moved.crossing == low.busiest == 0
     assert low.missing == moved.gathered == {0: 10, 1: 10}
     # Rank 1 lacks all, but its sibling has it: that is a matter of the group, too.
-    plan = make_plan(Layout.of(), Layout.of(tp=2), [10], row_bytes=2, mode="once")
+    plan = replace(make_plan(Layout.of(), Layout.of(tp=2), [10], row_bytes=2), mode="once")
     assert bounds(plan).crossing == 0 and bounds(plan).missing == traffic(plan).gathered | {0: 0} == {
         0: 0,
         1: 10,

@@ -14,7 +14,7 @@ from megatron_nemotron3.boundary import intervals
 from megatron_nemotron3.boundary.layout import SHARES, Layout
 from megatron_nemotron3.boundary.partition import lane_rows, runs_of, sample_shares, segments
 from megatron_nemotron3.boundary.plan import TransferPlan
-from megatron_nemotron3.boundary.planner import make_plan, receiver_groups, sender_groups, slices_of
+from megatron_nemotron3.boundary.planner import groups_of, make_plan, sender_groups, slices_of
 from tests.support.boundary_reference import media_of, of_context, unit, zigzag
 from tests.support.boundary_simulation import deliver
 
@@ -291,7 +291,7 @@ def test_samples_need_not_lie_in_equal_shares() -> None:
     rows, sent, taken = [1, 2, 3, 4], [(0, 3, 1), (2,)], sample_shares(4, 1)
     plan = TransferPlan(
         sender_groups(Layout.of(dp=2), lane_rows(rows, sent)),
-        receiver_groups(Layout.of(offset=2), lane_rows(rows, taken)),
+        groups_of(Layout.of(offset=2), 0, lane_rows(rows, taken)),
         segments(rows, sent, taken),
         row_bytes=2,
     )

@@ -1,17 +1,4 @@
 """Token-by-token generation from a Megatron or a Hugging Face checkpoint.
 
-    weights            checkpoint tensors, laid out for decoding
-    batch              the tokens of one forward pass, row by row, and their attention masks
-    state              KV caches, Mamba-2 states, and what rolls a pass back
-    layers, mamba, moe the layer kinds, each for one token and for many
-    engine             `Engine`: chunked prefill, forward passes
-    mtp                `MTP`: the multi-token-prediction block, depth by depth
-    sampling           logits to probabilities to a token; acceptance of drafted tokens
-    generate           `generate`: prompts to continuations, plain or speculative with MTP as the drafter
-    evaluate           held-out loss by MTP depth, acceptance length by number of drafts
-    checkpoint_folder  checkpoint, tokenizer and data of a folder
-    text               tokenizer, and text that appears while tokens arrive
-    command, evaluate_command   `nemotron3 generate`, `nemotron3 evaluate`
-
-Needs torch. Runs without megatron-core and without a process group, on the CPU or one GPU.
+Runs without megatron-core and without a process group, on the CPU or one GPU.
 """

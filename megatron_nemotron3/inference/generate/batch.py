@@ -6,7 +6,7 @@ Rows of different lengths are left-aligned and padded at their end:
     row 1   t t . .      lengths 3 ->  5    count 2
 
 Padding changes nothing: attention is causal, a Mamba-2 layer gets a time step of zero for it, which is the
-identity, and the other layers treat each token by itself.
+identity, and the other layers treat each token alone.
 """
 
 from __future__ import annotations
@@ -28,24 +28,20 @@ KEPT_MASK_ELEMENTS = 2**19
 
 
 def on_device(values: Sequence[Any], device: torch.device) -> Tensor:
-    """A tensor of numbers of the host, which does not wait for what the device has to do before."""
+    """A tensor of numbers of the host, copied without synchronizing."""
     return torch.tensor(values).to(device, non_blocking=True)
 
 
 class ForwardBatch:
     """n positions in each of b rows.
 
-    Args:
-        lengths: tokens each row has seen before.
-        n: positions.
-        counts: tokens of each row; default: n.
-        rollback: whether the states after each token must stay reachable (`state.Rollback`).
-
-    Attributes:
-        start: the length before, where all rows have the same; otherwise None.
-        positions, row_index: [b, n] and [b, 1], to index a KV cache where lengths differ; otherwise None.
-        valid: [b, n], False for padding; None without padding.
-        single_token: one token in every row, and no rollback.
+    lengths: tokens each row has seen before.
+    counts: tokens of each row; default: n.
+    rollback: whether the states after each token must stay reachable (`state.Rollback`).
+    start: the length before, where all rows have the same; otherwise None.
+    positions, row_index: [b, n] and [b, 1], to index a KV cache where lengths differ; otherwise None.
+    valid: [b, n], False for padding; None without padding.
+    single_token: one token in every row, and no rollback.
     """
 
     def __init__(
@@ -88,7 +84,6 @@ class ForwardBatch:
         return self.n * self._mask_row(queries) <= MASK_ELEMENTS
 
     def _mask_row(self, queries: int) -> int:
-        """Elements of a mask for one position."""
         return (1 if self.start is not None else self.b) * queries * self.end
 
     def reversed_mask(self, row: int, dtype: torch.dtype) -> Tensor:

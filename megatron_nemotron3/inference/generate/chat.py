@@ -23,7 +23,7 @@ from megatron_nemotron3.inference.generate.generate import (
 )
 from megatron_nemotron3.inference.generate.text import OutputText, Tokenizer
 
-#: Stands for an answer when the end of one is looked up in a template.
+#: Placeholder for an answer, to find what a template writes after one.
 _MARK = "ANSWER"
 
 
@@ -37,22 +37,19 @@ class Template:
 
     @property
     def usable(self) -> bool:
-        """Whether the folder has one."""
         return isinstance(self._tokenizer.chat_template, str)
 
     def render(self, messages: list[dict[str, str]]) -> str:
-        """Text of messages with the prompt for an answer."""
         return self._apply(messages, add_generation_prompt=True)
 
     def end(self) -> str:
-        """What the template writes after an answer."""
-        asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
-        return self._apply(asked).rpartition(_MARK)[2]
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
+        return self._apply(messages).rpartition(_MARK)[2]
 
-    def _apply(self, messages: list[dict[str, str]], **how: Any) -> str:
+    def _apply(self, messages: list[dict[str, str]], **options: Any) -> str:
         try:
-            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **how))
-        except Exception as problem:  # a template raises what it likes
+            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **options))
+        except Exception as problem:  # a template may raise any exception
             raise ValueError(f"the chat template: {problem}") from None
 
 
@@ -61,22 +58,22 @@ class Chat:
     """A conversation.
 
     Args:
-        how: `max_new_tokens` of an answer, fewer where the context ends, sampling and drafts; the seed grows
-            by one with each turn.
+        options: `max_new_tokens` of an answer, fewer where the context ends, sampling and drafts; the seed
+            grows by one with each turn.
         template: None: the model continues the text of all turns, each on a line of its own.
         system: a system message, with a template.
     """
 
     engine: Engine
     tokenizer: Tokenizer
-    how: GenerationOptions
+    options: GenerationOptions
     template: Template | None = None
     system: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
     #: All tokens in front of the last answer, and how many of them were read for it.
     context: list[int] = field(default_factory=list)
     read: int = 0
-    _memory: ConversationState = field(default_factory=ConversationState)
+    _states: ConversationState = field(default_factory=ConversationState)
     #: Tokens that the states have seen.
     _seen: list[int] = field(default_factory=list)
 
@@ -87,11 +84,10 @@ class Chat:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew."""
         self.messages = []
         if self.system is not None and self.template is not None:
             self.messages.append({"role": "system", "content": self.system})
-        self._forget()
+        self._drop_states()
 
     def say(self, message: str, push: Callable[[OutputText], None]) -> Generation:
         """Add a message of the user and the model's answer."""
@@ -109,27 +105,28 @@ class Chat:
             ids = self._unread()
             self.context, self.read = [*self._seen, *ids], len(ids)
             turns = sum(one["role"] == "user" for one in self.messages)
-            sampling = replace(self.how.sampling, seed=self.how.sampling.seed + turns - 1)
+            sampling = replace(self.options.sampling, seed=self.options.sampling.seed + turns - 1)
             room = self.engine.max_context - len(self.context)
             if room < 1:
                 raise ValueError(
                     f"the conversation has {len(self.context):,} tokens, and the model's context "
                     f"{self.engine.max_context:,}"
                 )
-            new_tokens = min(self.how.max_new_tokens, room)
-            how = replace(self.how, max_new_tokens=new_tokens, sampling=sampling, stop=self.tokenizer.stop)
-            result = generate(self.engine, [ids], how, on_token, self._memory)
+            new_tokens = min(self.options.max_new_tokens, room)
+            stop = self.tokenizer.stop
+            options = replace(self.options, max_new_tokens=new_tokens, sampling=sampling, stop=stop)
+            result = generate(self.engine, [ids], options, on_token, self._states)
         except KeyboardInterrupt:
-            self._forget()  # a pass may have been cut in two
+            self._drop_states()  # a pass may have been cut in two
             self._close(answer)
             raise
         except ValueError:
             self.messages.pop()
-            self._forget()
+            self._drop_states()
             raise
         self._seen = [*self.context, *new[:-1]]
-        if self._memory.lengths != [len(self._seen)]:
-            self._forget()  # drafts behind the end of the answer were read, too
+        if self._states.lengths != [len(self._seen)]:
+            self._drop_states()  # drafts after the end of the answer were read, too
         self._close(answer)
         push(answer)
         return result
@@ -139,11 +136,10 @@ class Chat:
         self.messages.append({"role": "assistant", "content": answer.text})
 
     def _unread(self) -> list[int]:
-        """Tokens to read before the answer."""
         rendered, seen = self._rendered(), self.tokenizer.decode(self._seen, special=True)
         if self._seen and rendered.startswith(seen) and len(rendered) > len(seen):
             return self.tokenizer.encode(rendered[len(seen) :], whole=False)
-        self._forget()
+        self._drop_states()
         # A template writes the tokens around a text itself.
         return self.tokenizer.encode(rendered, whole=self.template is None)
 
@@ -156,5 +152,5 @@ class Chat:
             text += "\n" * bool(line_before) + one["content"]
         return text
 
-    def _forget(self) -> None:
-        self._memory, self._seen = ConversationState(), []
+    def _drop_states(self) -> None:
+        self._states, self._seen = ConversationState(), []

@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from megatron_nemotron3.checkpoints.remote import local
+from megatron_nemotron3.common.options import add_option, option
 from megatron_nemotron3.inference.generate.command import (
     add_checkpoint,
     add_sampling,
@@ -31,8 +32,8 @@ def register(commands: Any) -> None:
     """Add `nemotron3 chat`."""
     command = commands.add_parser("chat")
     command.set_defaults(run=chat_command)
-    add_checkpoint(command, option=False)
-    command.add_argument("--system", metavar="TEXT", help="a system message, for the chat template")
+    add_checkpoint(command, positional=True)
+    add_option(command, "system", option("a system message, for the chat template", "TEXT"))
     add_sampling(command, "answer", tokens=NEW_TOKENS, temperature=TEMPERATURE, top_p=TOP_P)
 
 
@@ -43,12 +44,11 @@ def chat_command(options: argparse.Namespace) -> int:
     if options.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens {options.max_new_tokens}: give 1 or more")
     with local(options.checkpoint) as options.checkpoint:
-        chat = _opened(options)
-        _loop(chat)
+        _loop(_open_chat(options))
     return 0
 
 
-def _opened(options: argparse.Namespace) -> Chat:
+def _open_chat(options: argparse.Namespace) -> Chat:
     from megatron_nemotron3.common.options import resolve_device
     from megatron_nemotron3.inference.generate.chat import Chat, Template
     from megatron_nemotron3.inference.generate.checkpoint_folder import find_checkpoint
@@ -69,14 +69,14 @@ def _opened(options: argparse.Namespace) -> Chat:
     if options.system is not None and not template.usable:
         raise ValueError(f"--system: the tokenizer in {tokenizer.folder} has no chat template: leave it out")
     engine = load_engine(opened, options, mtp=options.draft > 0)
-    how = GenerationOptions(options.max_new_tokens, sampling, options.draft)
+    generation = GenerationOptions(options.max_new_tokens, sampling, options.draft)
     if sys.stdin.isatty():
         form = "chat template" if template.usable else "no chat template: the model continues the text"
         print(f"{opened.config.name}, {form}")
         print(f"{RESET} begins anew, {EXIT} or Ctrl-D ends, Ctrl-C stops an answer")
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401, lines can be edited
-    return Chat(engine, tokenizer, how, template if template.usable else None, options.system)
+    return Chat(engine, tokenizer, generation, template if template.usable else None, options.system)
 
 
 def _loop(chat: Chat) -> None:

@@ -1,4 +1,4 @@
-"""The checkpoint, tokenizer and data of a folder. Imports no torch.
+"""The checkpoint, tokenizer and data of a folder.
 
 `checkpoints.folders` says which folders there are. What `nemotron3 train --output` wrote also has its data:
 
@@ -31,12 +31,10 @@ CORPUS = "corpus"
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """What a folder contains.
+    """The folder of one checkpoint.
 
-    Attributes:
-        checkpoint: the folder of one checkpoint.
-        run: the output folder of `nemotron3 train`, if the checkpoint lies in one.
-        arguments: Megatron's arguments as stored in the checkpoint; empty for Hugging Face.
+    run: the output folder of `nemotron3 train`, if the checkpoint lies in one.
+    arguments: Megatron's arguments as stored in the checkpoint; empty for Hugging Face.
     """
 
     checkpoint: Path
@@ -98,11 +96,7 @@ class CheckpointFolder:
 
 
 def find_checkpoint(folder: Path) -> CheckpointFolder:
-    """Locate the checkpoint of a folder.
-
-    Raises:
-        ValueError: as `locate_one`; or it is damaged.
-    """
+    """Locate the checkpoint of a folder; ValueError as `locate_one`, or it is damaged."""
     found = locate_one(folder)
     if found.kind == "hugging face":
         return CheckpointFolder(found.folder)

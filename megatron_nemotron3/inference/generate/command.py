@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Any
 from megatron_nemotron3.checkpoints.convert.command import DTYPES
 from megatron_nemotron3.checkpoints.remote import local, place, shown
 from megatron_nemotron3.common.files import read_outside
-from megatron_nemotron3.common.options import add_option, add_options, device_option, tokenizer_option
+from megatron_nemotron3.common.options import (
+    NEEDED,
+    add_option,
+    add_options,
+    argument,
+    device_option,
+    flag,
+    option,
+    repeated,
+    tokenizer_option,
+)
 from megatron_nemotron3.common.output import add_json, print_json
 from megatron_nemotron3.common.processes import no_garbage_collection
 from megatron_nemotron3.inference.generate.media import (
@@ -49,20 +59,13 @@ def register(commands: Any) -> None:
     command.set_defaults(run=generate_command)
     add_checkpoint(command)
     command.add_argument("--prompt", action=InOrder, metavar="TEXT", help="text to continue; may be repeated")
-    command.add_argument(
-        "--prompt-file", type=Path, metavar="FILE", help="one prompt: the text of a file; - reads stdin"
-    )
+    prompt_file = option("one prompt: the text of a file; - reads stdin", "FILE")
+    add_option(command, "prompt_file", prompt_file, Path)
     add_media(command)
     sampling = add_sampling(command, "prompt", seed="; prompt i has N + i")
-    sampling.add_argument(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="ends a text, like the end token",
-    )
+    add_option(sampling, "stop", repeated("ends a text, like the end token", "TEXT"), list[str])
     add_json(command)
-    command.add_argument("--no-stream", action="store_true", help="print the texts when all are complete")
+    add_option(command, "no_stream", flag("print the texts when all are complete"), bool)
 
 
 def add_sampling(
@@ -76,48 +79,32 @@ def add_sampling(
 ) -> argparse._ArgumentGroup:
     """Add --draft, and the group of options that say how new tokens are chosen; return the group."""
     group = command.add_argument_group("new tokens")
-    group.add_argument(
-        "--max-new-tokens",
-        type=int,
-        default=tokens,
-        metavar="N",
-        help=f"tokens to generate (at most, for each {each}; default {tokens})",
-    )
-    group.add_argument(
-        "--temperature",
-        type=float,
-        default=temperature,
-        metavar="T",
-        help=f"of sampling (default {temperature:g}; 0: the most likely token)",
-    )
+    what = f"tokens to generate (at most, for each {each}; default {tokens})"
+    add_option(group, "max_new_tokens", option(what, "N", default=tokens), int)
+    what = f"of sampling (default {temperature:g}; 0: the most likely token)"
+    add_option(group, "temperature", option(what, "T", default=temperature), float)
     default = "" if top_p is None else f" (default {top_p})"
-    group.add_argument(
-        "--top-p",
-        type=float,
-        metavar="P",
-        help=f"sample from the most likely tokens that add up to P{default}",
-    )
-    group.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help=f"of sampling (default 0{seed})")
-    command.add_argument(
-        "--draft", type=int, default=0, metavar="K", help="tokens that MTP drafts per step (default 0: off)"
-    )
+    what = f"sample from the most likely tokens that add up to P{default}"
+    add_option(group, "top_p", option(what, "P"), float)
+    add_option(group, "top_k", option("sample from the K most likely tokens", "K"), int)
+    add_option(group, "seed", option(f"of sampling (default 0{seed})", "N", default=0), int)
+    what = "tokens that MTP drafts per step (default 0: off)"
+    add_option(command, "draft", option(what, "K", default=0), int)
     return group
 
 
-def add_checkpoint(command: argparse.ArgumentParser, *, option: bool = True) -> None:
-    """Add what says what to load, and how; `option`: as --checkpoint, else as the first word."""
+def add_checkpoint(command: argparse.ArgumentParser, *, positional: bool = False) -> None:
+    """Add the checkpoint, as --checkpoint or as the first word, and the options of loading it."""
     model = command.add_argument_group("model")
     what = "a run, Megatron's or Hugging Face's folder, a URL, or the id of a repository"
-    if option:
-        model.add_argument("--checkpoint", type=place, required=True, metavar="DIR", help=what)
+    if positional:
+        add_option(command, "checkpoint", argument(what, "RUN", parse=place), Path)
     else:
-        command.add_argument("checkpoint", type=place, metavar="RUN", help=what)
+        add_option(model, "checkpoint", option(what, "DIR", default=NEEDED, parse=place), Path)
     add_option(model, "tokenizer", tokenizer_option("the checkpoint's or the run's"), Path)
     add_option(model, "device", device_option())
-    model.add_argument(
-        "--dtype", choices=DTYPES, help="type of the numbers (of the weights; default: as stored)"
-    )
+    what = "type of the numbers (of the weights; default: as stored)"
+    add_option(model, "dtype", option(what, choices=DTYPES))
     add_options(model, StoredModelOptions)
 
 
@@ -212,8 +199,8 @@ def _generate(options: argparse.Namespace) -> int:
     engine = load_engine(opened, options, mtp=options.draft > 0)
     texts = [prompt.text for prompt in prompts]
     stream = OutputStream(texts, tokenizer, options.stop, live=not (options.no_stream or options.json))
-    how = GenerationOptions(options.max_new_tokens, sampling, options.draft, tokenizer.stop)
-    result = generate(engine, ids, how, stream.push, rows=rows)
+    generation = GenerationOptions(options.max_new_tokens, sampling, options.draft, tokenizer.stop)
+    result = generate(engine, ids, generation, stream.push, rows=rows)
     stream.end()
     if options.json:
         about: dict[str, Any] = {"checkpoint": shown(found.checkpoint), "model": opened.name}
@@ -239,7 +226,7 @@ def _encode_media(
         raise ValueError(f"--draft {options.draft}: MTP does not see media: leave it out")
     inputs = [reader.inputs(one, prompt.place) for prompt, one in zip(prompts, read)]
     encoders = load_encoders(opened, options)
-    return [encoders.rows(one.ids, given) if given else None for one, given in zip(read, inputs)]
+    return [encoders.rows(one.ids, media) if media else None for one, media in zip(read, inputs)]
 
 
 def _read_prompts(options: argparse.Namespace) -> list[Prompt]:
@@ -254,7 +241,7 @@ def _read_prompts(options: argparse.Namespace) -> list[Prompt]:
             last = data.decode("utf-8").removesuffix("\n")
         except UnicodeDecodeError as problem:
             raise ValueError(f"--prompt-file {options.prompt_file}: not UTF-8: {problem}") from None
-    prompts = prompts_of(options.given, last)
+    prompts = prompts_of(options.ordered, last)
     for number, prompt in enumerate(prompts, 1):
         if not prompt.text:
             raise ValueError(f"prompt {number} is empty: give at least one character")
@@ -322,3 +309,24 @@ def _generation_as_json(
         "tokens_per_second": result.tokens_per_second,
         "speculation": speculation_as_json(result.speculation) if result.speculation.draft else None,
     }
+
+
+def sample(folder: Path, prompt: str, new_tokens: int, tokenizer: Path | None = None) -> str:
+    """Continue a prompt by at most `new_tokens`, always with the same random numbers, for reports."""
+    from megatron_nemotron3.common.options import resolve_device
+    from megatron_nemotron3.inference.generate.checkpoint_folder import find_checkpoint
+    from megatron_nemotron3.inference.generate.generate import GenerationOptions, generate
+    from megatron_nemotron3.inference.generate.sampling import Sampling
+
+    found = find_checkpoint(folder)
+    encoder = found.tokenizer(tokenizer)
+    opened = open_for_tokenizer(found, encoder, None)
+    ids = encoder.encode(prompt)
+    room = opened.config.max_position_embeddings - len(ids)
+    if not ids or room < 1:
+        raise ValueError(f"a prompt of {len(ids):,} tokens: give 1 to {room + len(ids) - 1:,}")
+    options = argparse.Namespace(device=resolve_device("auto"), dtype=None)
+    sampling = Sampling(temperature=0.7, top_p=0.9, seed=0)  # as in `make demo`
+    generation = GenerationOptions(min(new_tokens, room), sampling, stop=encoder.stop)
+    (row,) = generate(load_engine(opened, options, mtp=False), [ids], generation).rows
+    return encoder.decode(row.tokens)

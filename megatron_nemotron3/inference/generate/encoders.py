@@ -24,12 +24,7 @@ _PATCHES = next(encoder_tensors(NANO_OMNI, "vision encoder")).name
 
 
 class Encoders:
-    """The encoders and projectors of a checkpoint, on one device.
-
-    Args:
-        source: tensors under their Hugging Face names.
-        dtype: of weights and activations; default: as stored.
-    """
+    """The encoders and projectors of a checkpoint, on one device; default type: as stored."""
 
     def __init__(
         self,
@@ -62,13 +57,12 @@ class Encoders:
     def rows(
         self, ids: Sequence[int], inputs: Mapping[str, Mapping[str, Mapping[str, Any]]]
     ) -> EncoderRows | None:
-        """Encode the media of one prompt."""
         positions: list[int] = []
         values: list[Tensor] = []
         for name, (encoder, projector, token) in self._parts.items():
             found = [at for at, one in enumerate(ids) if one == token]
             media = inputs.get(name, {}).values()
-            made = [projector(encoder(**moved(given, self.device))) for given in media]
+            made = [projector(encoder(**to_device(arguments, self.device))) for arguments in media]
             if len(found) != (count := sum(map(len, made))):
                 raise ValueError(
                     f"the prompt has {len(found)} ids {token} for {count} rows of the {name} encoder"
@@ -78,17 +72,16 @@ class Encoders:
         return EncoderRows(positions, torch.cat(values)) if values else None
 
 
-def moved(given: Any, device: torch.device | str) -> Any:
+def to_device(value: Any, device: torch.device | str) -> Any:
     """Arguments of an encoder on the device; the frames of videos are in a list."""
-    if isinstance(given, Tensor):
-        return given.to(device)
-    if isinstance(given, Mapping):
-        return {name: moved(value, device) for name, value in given.items()}
-    return [moved(one, device) for one in given] if isinstance(given, list) else given
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {name: to_device(one, device) for name, one in value.items()}
+    return [to_device(one, device) for one in value] if isinstance(value, list) else value
 
 
 def _load(module: nn.Module, tensors: TensorReader, config: OmniConfig, part: str) -> None:
-    """Load the tensors of a part of `models.omni_tensors.PARTS`."""
     sizes = symbol_sizes(config, part)
     state: dict[str, Tensor] = {}
     for row, numbers in rows(config, part):

@@ -1,11 +1,4 @@
-"""A model that runs token by token: chunked prefill, forward passes over a state, rollback.
-
-engine = Engine(load(folder))
-state = engine.new_state()
-last = engine.prefill([prompt], state)  # logits [1, vocabulary] after the prompt
-out = engine.forward(tokens, state, rollback=True)  # n drafted tokens [1, n] at once
-state.truncate(m, out.rollback)  # keeps only the first m of them
-"""
+"""A model that runs token by token: chunked prefill, forward passes over a state, rollback."""
 
 from __future__ import annotations
 
@@ -32,12 +25,7 @@ OnChunk = Callable[[Tensor, Tensor, Sequence[int]], None]
 
 @dataclass(frozen=True)
 class EncoderRows:
-    """Rows that stand in a prompt in place of the embeddings of its tokens: those of encoders.
-
-    Attributes:
-        positions: in the prompt, one for each row.
-        values: [rows, d].
-    """
+    """Rows [rows, d] of encoders that replace the embeddings at `positions` of a prompt."""
 
     positions: Sequence[int]
     values: Tensor
@@ -47,9 +35,7 @@ class EncoderRows:
 class Output:
     """The result of a pass over [b, n] tokens.
 
-    Attributes:
-        hidden: after the final norm, [b, n, d]; from a prefill [b, d] at each row's last token.
-        rollback: with `rollback=True`, what `DecodeState.truncate` needs.
+    hidden: after the final norm, [b, n, d]; from a prefill [b, d] at each row's last token.
     """
 
     engine: Engine
@@ -152,12 +138,12 @@ class Engine:
             raise ValueError(f"chunk={chunk} tokens: use 1 or more")
         longest = max(map(len, texts))
         padded = on_device([text + [0] * (longest - len(text)) for text in texts], self.device)
-        given = _GivenRows(rows, longest, self.weights.embedding) if any(rows) else None
+        encoded = _PromptRows(rows, longest, self.weights.embedding) if any(rows) else None
         last = self.weights.embedding.new_zeros(len(texts), self.config.hidden_size)
         for start in range(0, longest, chunk):
             tokens = padded[:, start : start + chunk]
             counts = [min(max(len(text) - start, 0), tokens.shape[1]) for text in texts]
-            embeddings = None if given is None else given.put(self.embed(tokens), start)
+            embeddings = None if encoded is None else encoded.put(self.embed(tokens), start)
             hidden = self.forward(tokens, state, counts=counts, embeddings=embeddings).hidden
             if on_chunk is not None:
                 on_chunk(tokens, hidden, counts)
@@ -185,7 +171,7 @@ class Engine:
         """Run x [b * n, d] through a stack of layers and its final norm, and advance `state`.
 
         Args:
-            last: the output is only that of each row's last token, [b, 1, d]. Layers behind the last one
+            last: the output is only that of each row's last token, [b, 1, d]. Layers after the last one
                 with a state run on nothing else.
         """
         records = []
@@ -239,7 +225,6 @@ class Engine:
             self._check_context(row, (lengths[row] if lengths else 0) + len(prompt) + more)
 
     def _check_rows(self, row: int, prompt: Sequence[int], rows: EncoderRows | None) -> None:
-        """Refuse ids of media without rows, and rows without a position."""
         positions = () if rows is None else rows.positions
         if rows is not None and (
             len(positions) != len(rows.values) or not all(0 <= at < len(prompt) for at in positions)
@@ -264,7 +249,7 @@ class Engine:
             )
 
 
-class _GivenRows:
+class _PromptRows:
     """Rows of several prompts, found by position; `like` says their device and type."""
 
     def __init__(self, rows: Sequence[EncoderRows | None], longest: int, like: Tensor) -> None:

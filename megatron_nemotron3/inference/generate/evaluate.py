@@ -1,4 +1,4 @@
-"""How well a model and each of its MTP depths predict a text, and how many drafts that gets accepted.
+"""Held-out loss of a model and each of its MTP depths, and the number of drafts that are accepted.
 
     loss        of the next token, and at MTP depth k of the token k further on: mean -log p in nats
     agreement   of MTP depth k with the model's own distribution of the same token: what acceptance depends on
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ from megatron_nemotron3.inference.generate.engine import CHUNK, Engine
 from megatron_nemotron3.inference.generate.generate import GenerationOptions, Speculation, generate
 from megatron_nemotron3.inference.generate.mtp import MTP
 
+if TYPE_CHECKING:
+    from megatron_nemotron3.train.data.conversations import Encoded
+
 #: Rows of logits that exist at once, and those of two distributions that are compared.
 LOGIT_ROWS, COMPARED_ROWS = 1024, 256
 
@@ -32,14 +36,13 @@ LOGIT_ROWS, COMPARED_ROWS = 1024, 256
 class DepthAgreement:
     """How near one MTP depth is to the distribution that the model itself has for the same token.
 
-    Attributes:
-        kl: KL(model || MTP), mean nats per token.
-        overlap: mean sum of min(p, q): how probably a sampled draft is accepted if all before it were.
-        top1: share of tokens where both have the same most likely token: the same of a greedy draft.
-        greedy: for each window, the expected tokens per verification with as many drafts as this depth's
-            number: 1 and, for each draft, how probably it and all before it are accepted. The drafts follow
-            the text, not the model's own continuation.
-        sampled: the same at temperature 1.
+    kl: KL(model || MTP), mean nats per token.
+    overlap: mean sum of min(p, q): the probability of accepting a sampled draft after accepted ones.
+    top1: share of tokens where both have the same most likely token: the same of a greedy draft.
+    greedy: for each window, the expected tokens per verification with as many drafts as this depth's number:
+        1 and, for each draft, the probability that it and all before it are accepted. The drafts follow the
+        text, not the model's own continuation.
+    sampled: the same at temperature 1.
     """
 
     kl: float
@@ -53,17 +56,24 @@ class DepthAgreement:
 class MeanLosses:
     """Mean losses in nats per token.
 
-    Attributes:
-        next_token: of the model.
-        depths: of MTP depth 1, 2, …
-        tokens: labels of the next token; depth k has k fewer in each window.
-        agreement: of MTP depth 1, 2, …
+    depths, agreement: of MTP depth 1, 2, …
+    tokens: labels of the next token; depth k has k fewer in each window.
     """
 
     next_token: float
     depths: tuple[float, ...]
     tokens: int
     agreement: tuple[DepthAgreement, ...] = ()
+
+
+@dataclass(frozen=True)
+class ConversationLosses:
+    """Mean loss of the assistant's tokens in nats; conversations without one do not count."""
+
+    per_token: float
+    per_conversation: float
+    tokens: int
+    conversations: int
 
 
 @dataclass(frozen=True)
@@ -125,7 +135,12 @@ def losses(
         groups.append(_measure(engine, rows, depths, chunk))
         report(len(rows) * s)
     means = [sum(group[0][k] for group in groups) / (len(text) * (s - k)) for k in range(depths + 1)]
-    agreement = [_agreement([group[1][k] for group in groups]) for k in range(depths)]
+    agreement = []
+    for k in range(depths):
+        compared, expected = (torch.cat(parts) for parts in zip(*(group[1][k] for group in groups)))
+        kl, overlap, top1 = compared.mean(0).tolist()
+        greedy, sampled = expected.T.tolist()
+        agreement.append(DepthAgreement(kl, overlap, top1, tuple(greedy), tuple(sampled)))
     return MeanLosses(means[0], tuple(means[1:]), len(text) * s, tuple(agreement))
 
 
@@ -179,10 +194,32 @@ def _compare(engine: Engine, hidden: Tensor, drafted: Tensor) -> Tensor:
     return torch.cat(rows)
 
 
-def _agreement(groups: Sequence[tuple[Tensor, Tensor]]) -> DepthAgreement:
-    kl, overlap, top1 = torch.cat([means for means, _ in groups]).mean(0).tolist()
-    greedy, sampled = torch.cat([expected for _, expected in groups]).T.tolist()
-    return DepthAgreement(kl, overlap, top1, tuple(greedy), tuple(sampled))
+@torch.inference_mode()
+def conversation_losses(
+    engine: Engine, encoded: Sequence[Encoded], report: Callable[[int], None] = lambda tokens: None
+) -> ConversationLosses:
+    """Measure the loss of each conversation alone: the mean over tokens, and that of all means."""
+    sums: list[tuple[float, int]] = []
+    for one in encoded:
+        labels_at = [i for i, mine in enumerate(one.trained[1:]) if mine]
+        if not labels_at:
+            report(len(one.ids))
+            continue
+        engine.check_prompts([one.ids[:-1]], more=0)
+        ids = torch.tensor([one.ids], device=engine.device)
+        state, parts = engine.new_state(1, capacity=ids.shape[1] - 1), []
+        for at in range(0, ids.shape[1] - 1, CHUNK):
+            end = min(at + CHUNK, ids.shape[1] - 1)
+            logits = engine.forward(ids[:, at:end], state).logits[0].float()
+            parts.append(cross_entropy(logits, ids[0, at + 1 : end + 1], reduction="none"))
+        losses = torch.cat(parts)[torch.tensor(labels_at, device=engine.device)].double()
+        sums.append((float(losses.sum()), len(labels_at)))
+        report(len(one.ids))
+    if not sums:
+        raise ValueError(f"none of {len(encoded)} conversations has a token of the assistant")
+    tokens = sum(n for _, n in sums)
+    per_token = sum(total for total, _ in sums) / tokens
+    return ConversationLosses(per_token, sum(total / n for total, n in sums) / len(sums), tokens, len(sums))
 
 
 def acceptance(

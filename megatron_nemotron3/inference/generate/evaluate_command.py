@@ -45,19 +45,13 @@ def register(commands: Any) -> None:
     add_option(measured, "data_path", data_path_option())
     chats = ".jsonl conversations (the loss of the assistant's tokens; needs --tokenizer)"
     add_option(measured, "conversations", option(chats, "FILE", one_of="text"))
-    measured.add_argument(
-        "--tokens", type=int, default=TOKENS, metavar="N", help=f"of the loss, at most (default {TOKENS})"
-    )
-    measured.add_argument(
-        "--seq-length", type=int, metavar="N", help="tokens per sequence (default: the model's)"
-    )
-    measured.add_argument(
-        "--draft",
-        type=int,
-        metavar="K",
-        help=f"tokens that MTP drafts per step (1 to K are measured; default {DRAFT}, 0: none)",
-    )
-    command.add_argument("--plot", type=Path, metavar="PNG", help="write losses and acceptance as a picture")
+    what = f"of the loss, at most (default {TOKENS})"
+    add_option(measured, "tokens", option(what, "N", default=TOKENS), int)
+    what = "tokens per sequence (default: the model's)"
+    add_option(measured, "seq_length", option(what, "N"), int)
+    what = f"tokens that MTP drafts per step (1 to K are measured; default {DRAFT}, 0: none)"
+    add_option(measured, "draft", option(what, "K"), int)
+    add_option(command, "plot", option("write losses and acceptance as a picture", "PNG"), Path)
     add_json(command)
 
 
@@ -140,7 +134,7 @@ def _evaluate(options: argparse.Namespace) -> int:
 
 
 def _evaluate_conversations(engine: Engine, options: argparse.Namespace, title: str) -> int:
-    from megatron_nemotron3.inference.generate.conversations import conversation_losses
+    from megatron_nemotron3.inference.generate.evaluate import conversation_losses
     from megatron_nemotron3.train.data.conversations import Encoder, read_conversations
 
     encoder = Encoder(options.tokenizer)
@@ -204,22 +198,22 @@ def data_tokens(prefix: str, split: str | None, tokens: int) -> list[int]:
     return ids
 
 
-def _chosen_draft(given: int | None, config: Nemotron3Config) -> int:
-    if given is not None or not config.has_mtp:
-        return given or 0
+def _chosen_draft(draft: int | None, config: Nemotron3Config) -> int:
+    if draft is not None or not config.has_mtp:
+        return draft or 0
     return DRAFT if config.mtp_use_repeated_layer else min(DRAFT, config.mtp_num_layers)
 
 
-def chosen_seq_length(given: int | None, config: Nemotron3Config) -> int:
+def chosen_seq_length(length: int | None, config: Nemotron3Config) -> int:
     """Return --seq-length, or the model's."""
-    if given is None:
+    if length is None:
         return min(config.seq_length, config.max_position_embeddings)
-    if not 1 <= given <= config.max_position_embeddings:
+    if not 1 <= length <= config.max_position_embeddings:
         raise ValueError(
-            f"--seq-length {given}: give 1 to {config.max_position_embeddings:,}, the model's "
+            f"--seq-length {length}: give 1 to {config.max_position_embeddings:,}, the model's "
             "max_position_embeddings"
         )
-    return given
+    return length
 
 
 def spread_prompts(ids: list[int], length: int) -> list[list[int]]:

@@ -71,12 +71,7 @@ class GenerationOptions:
 
 @dataclass
 class Continuation:
-    """What was generated after one prompt.
-
-    Attributes:
-        tokens: the new tokens; the last is a stop token if `stopped`.
-        stopped: whether a stop token ended it; otherwise it has the requested length.
-    """
+    """The new tokens after one prompt; the last is a stop token if `stopped`."""
 
     tokens: list[int] = field(default_factory=list)
     stopped: bool = False
@@ -86,13 +81,12 @@ class Continuation:
 class Speculation:
     """Statistics of drafting.
 
-    Attributes:
-        draft: most tokens drafted per verification; fewer are drafted where fewer are left to generate.
-        steps: verifications, counted for each row.
-        tokens: accepted drafts and the model's own token of each verification. All new tokens count except
-            the first of each row, which the prefill gives.
-        drafted: for each position, how often a draft was verified there, up to the token that ended the row.
-        accepted: for each position, how often the draft and all before it were accepted.
+    draft: most tokens drafted per verification; fewer are drafted where fewer are left to generate.
+    steps: verifications, counted for each row.
+    tokens: accepted drafts and the model's own token of each verification. All new tokens count except the
+        first of each row, which the prefill gives.
+    drafted: for each position, the number of drafts verified there, up to the token that ended the row.
+    accepted: for each position, the number of drafts that were accepted with all before them.
     """
 
     draft: int
@@ -116,7 +110,6 @@ class Speculation:
         return [a / d if d else None for a, d in zip(self.accepted, self.drafted)]
 
     def count(self, drafted: int, new: int, emitted: int) -> None:
-        """Count one verification of one row."""
         self.steps += 1
         self.tokens += emitted
         for position in range(drafted if emitted == new else emitted):
@@ -128,13 +121,8 @@ class Speculation:
 class Generation:
     """The result of `generate`.
 
-    Attributes:
-        rows: one continuation per prompt.
-        prompt_tokens: of all prompts.
-        speculation: of all rows together.
-        prefill_seconds: until the first tokens.
-        decode_seconds: from there to the end.
-        passes: forward passes of the model after the prefill.
+    prefill_seconds, decode_seconds: until the first tokens, and from there to the end.
+    passes: forward passes of the model after the prefill.
     """
 
     rows: list[Continuation]
@@ -146,7 +134,6 @@ class Generation:
 
     @property
     def new_tokens(self) -> int:
-        """Generated tokens of all rows."""
         return sum(len(row.tokens) for row in self.rows)
 
     @property
@@ -171,10 +158,9 @@ class ConversationState:
 class Decoder:
     """Sequences that are being continued: their states, newest tokens and random numbers.
 
-    Args:
-        prompts: token ids of each row; they are read here.
-        memory: of what is in front of the prompts.
-        rows: of encoders in each prompt.
+    prompts: token ids of each row; they are read here.
+    before: the states of what is in front of the prompts.
+    rows: of encoders in each prompt.
     """
 
     def __init__(
@@ -182,18 +168,18 @@ class Decoder:
         engine: Engine,
         prompts: Sequence[Sequence[int]],
         options: GenerationOptions,
-        memory: ConversationState | None = None,
+        before: ConversationState | None = None,
         rows: Sequence[EncoderRows | None] = (),
     ) -> None:
         self.engine, self.draft = engine, options.draft
         capacity = min(max(map(len, prompts)) + options.max_new_tokens, MAX_RESERVED)
-        if memory is not None and memory.state is not None:
-            self.state, self.mtp = memory.state, memory.mtp
+        if before is not None and before.state is not None:
+            self.state, self.mtp = before.state, before.mtp
         else:
             self.state = engine.new_state(len(prompts), capacity)
             self.mtp = MTP(engine, len(prompts), self.draft, capacity) if self.draft else None
-        if memory is not None:
-            memory.state, memory.mtp = self.state, self.mtp
+        if before is not None:
+            before.state, before.mtp = self.state, self.mtp
         on_chunk = None if self.mtp is None else self.mtp.append
         read = engine.prefill(prompts, self.state, chunk=options.chunk, on_chunk=on_chunk, rows=rows)
         self.sampler = Sampler(options.sampling, range(len(prompts)))
@@ -201,7 +187,6 @@ class Decoder:
         self.newest: Tensor = self.sampler(read.logits)
 
     def select(self, rows: Sequence[int]) -> None:
-        """Continue only some rows."""
         self.state, self.sampler = self.state.select(rows), self.sampler.select(rows)
         self.mtp = None if self.mtp is None else self.mtp.select(rows)
         self.newest = self.newest[list(rows)]
@@ -264,7 +249,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     options: GenerationOptions,
     on_token: OnToken | None = None,
-    memory: ConversationState | None = None,
+    before: ConversationState | None = None,
     rows: Sequence[EncoderRows | None] = (),
 ) -> Generation:
     """Continue prompts in one batch; a row that has ended leaves the batch.
@@ -276,8 +261,8 @@ def generate(
     Args:
         prompts: token ids, of any lengths.
         on_token: called for each token as it appears; a row for which it returns True ends.
-        memory: of one row: the prompt follows what it has seen. Then it has seen the
-            prompt and all new tokens but the last; with drafts also those behind a token that ended the row.
+        before: the states of one row, which the prompt continues. Afterwards they have seen the prompt and
+            all new tokens but the last; with drafts also those after a token that ended the row.
         rows: of encoders, for each prompt, in place of the embeddings of some of its tokens; without drafts.
 
     Raises:
@@ -286,16 +271,16 @@ def generate(
     """
     if len(prompts) == 0:
         raise ValueError("no prompts: give at least one")
-    if memory is not None and len(prompts) > 1:
-        raise ValueError("memory goes with one prompt")
+    if before is not None and len(prompts) > 1:
+        raise ValueError("the states of a conversation go with one prompt")
     if any(rows) and options.draft:
         raise ValueError(f"draft={options.draft}: MTP does not see the rows of encoders: use 0")
-    lengths = memory.lengths if memory is not None else ()
+    lengths = before.lengths if before is not None else ()
     engine.check_prompts(prompts, lengths, options.max_new_tokens, rows)
     result = Generation([Continuation() for _ in prompts], sum(map(len, prompts)), Speculation(options.draft))
     with torch.inference_mode():
         began = time.perf_counter()
-        decoder = Decoder(engine, prompts, options, memory, rows)
+        decoder = Decoder(engine, prompts, options, before, rows)
         new = [[token] for token in decoder.newest.tolist()]
         result.prefill_seconds = time.perf_counter() - began
         began = time.perf_counter()
@@ -304,11 +289,11 @@ def generate(
         while True:
             going = []
             for index, (row, tokens) in enumerate(zip(active, new)):
-                before = len(result.rows[row].tokens)
+                known = len(result.rows[row].tokens)
                 if not _extend_row(result, row, tokens, options, on_token):
                     going.append(index)
                 if limits:
-                    emitted = len(result.rows[row].tokens) - before
+                    emitted = len(result.rows[row].tokens) - known
                     result.speculation.count(limits[index], len(tokens), emitted)
             if not going:
                 break

@@ -1,7 +1,7 @@
 """What the layer kinds share, grouped-query attention, and the dense MLP.
 
 Activations are [tokens, d], the tokens of all rows concatenated, in the dtype of the weights. A layer returns
-the residual stream behind it.
+the residual stream after it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,10 @@ class ReadTensor(Protocol):
 class DecodeLayer(Protocol):
     """A layer of a stack."""
 
-    def new_state(self, batch: int, capacity: int) -> LayerState:
-        """Return the empty state of `batch` sequences."""
-        ...
+    def new_state(self, batch: int, capacity: int) -> LayerState: ...
 
     def __call__(self, x: Tensor, state: LayerState, batch: ForwardBatch) -> tuple[Tensor, MambaPass | None]:
-        """Return the stream behind the layer for x [tokens, d], and the scan of a Mamba-2 layer if asked."""
+        """Return the stream after the layer for x [tokens, d], and the scan of a Mamba-2 layer, if any."""
         ...
 
 
@@ -41,9 +39,7 @@ class GroupNorm:
 
     x / sqrt(mean(x^2) + eps) = x / sqrt(|x|^2 + n eps) * sqrt(n): one norm, one hypot, one division.
 
-    Args:
-        weight: [d].
-        groups: groups of channels, each normalized separately.
+    weight: [d].
     """
 
     def __init__(self, weight: Tensor, eps: float, groups: int = 1) -> None:
@@ -60,7 +56,6 @@ class GroupNorm:
         return y.mul_(self.weight).to(self.dtype)
 
     def zeros(self, *shape: int) -> Tensor:
-        """Zeros of the type of the results, on their device."""
         return torch.zeros(shape, dtype=self.dtype, device=self.weight.device)
 
 
@@ -101,7 +96,6 @@ class Attention:
         self.out = DecodeLinear(read("mixer.o_proj.weight", d, q))
 
     def new_state(self, batch: int, capacity: int) -> KVCache:
-        """Return a cache for `capacity` tokens a row."""
         return KVCache(self.norm.zeros(batch, 2, self.groups, capacity, self.head_dim))
 
     def __call__(self, x: Tensor, state: LayerState, batch: ForwardBatch) -> tuple[Tensor, None]:

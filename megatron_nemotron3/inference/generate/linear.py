@@ -19,15 +19,7 @@ ROWS_HINT = 512
 
 
 class DecodeLinear:
-    """y = x W^T, with or without adding to the result.
-
-    Args:
-        weight: [out, in].
-
-    Attributes:
-        layout: "packed", "rows" or "transposed".
-        dtype: of the weight.
-    """
+    """y = x W^T of a weight [out, in] in one of the layouts above."""
 
     def __init__(self, weight: Tensor) -> None:
         self.dtype = weight.dtype

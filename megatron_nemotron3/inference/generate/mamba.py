@@ -51,7 +51,6 @@ class Mamba:
         self.out = DecodeLinear(read("mixer.out_proj.weight", d, self.inner))
 
     def new_state(self, batch: int, capacity: int) -> MambaState:
-        """Return a state of zeros."""
         window = self.norm.zeros(batch, self.kernel - 1, self.channels)
         ssm = self.A.new_zeros(batch, self.heads, self.head_dim, self.state_dim)
         return MambaState(window, ssm)

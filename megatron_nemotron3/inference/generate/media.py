@@ -2,7 +2,7 @@
 
     --image a.png --prompt "<image> What is it?" --audio b.wav --prompt "<so_embedding> Who speaks?"
 
-A file belongs to the prompt behind it, or to the only one. The prompt has the name of a medium's token where
+A file belongs to the next prompt, or to the only one. The prompt has the name of a medium's token where
 the medium stands; with `--chat` the media may also come before the text.
 """
 
@@ -14,15 +14,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from megatron_nemotron3.common.options import add_option, flag
+
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from megatron_nemotron3.inference.generate.chat import Template
     from megatron_nemotron3.inference.generate.text import Tokenizer
     from megatron_nemotron3.models.omni import OmniConfig
     from megatron_nemotron3.train.data.conversations import Encoded
     from megatron_nemotron3.train.omni.conversation import OmniEncoder
 
-#: Option -> what it takes.
+#: Option -> its help.
 OPTIONS = {
     "image": "a picture for the next prompt, or the only one; may be repeated, like the next two",
     "audio": "a sound",
@@ -36,9 +39,8 @@ _PROCESSOR = ("processor_config.json", "preprocessor_config.json")
 class Prompt:
     """A prompt and its media.
 
-    Attributes:
-        media: (kind, file) in the order of the command line; a kind is a key of `OPTIONS`.
-        place: what messages call it.
+    media: (kind, file) in the order of the command line; a kind is a key of `OPTIONS`.
+    place: its name in messages.
     """
 
     text: str
@@ -48,21 +50,17 @@ class Prompt:
 
 @dataclass(frozen=True)
 class ReadPrompt:
-    """What the model reads.
-
-    Attributes:
-        media: `train.omni.conversation.Medium`s in the order of their positions.
-    """
+    """What the model reads; media: `train.omni.conversation.Medium`s in the order of their positions."""
 
     ids: list[int]
     media: list[Any] = field(default_factory=list)
 
 
 class InOrder(argparse.Action):
-    """Appends (option, value) to `options.given`, which keeps the order of several options."""
+    """Appends (option, value) to `options.ordered`, which keeps the order of several options."""
 
     def __call__(self, parser: Any, options: argparse.Namespace, value: Any, name: str | None = None) -> None:
-        options.given = [*options.given, (self.dest, value)]
+        options.ordered = [*options.ordered, (self.dest, value)]
 
 
 def add_media(command: argparse.ArgumentParser) -> None:
@@ -70,25 +68,22 @@ def add_media(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("media, for a model with encoders")
     for name, what in OPTIONS.items():
         group.add_argument(f"--{name}", action=InOrder, dest=name, metavar="FILE", help=what)
-    command.add_argument(
-        "--chat",
-        action="store_true",
-        help="make each prompt a user's message with the tokenizer's chat template",
-    )
-    command.set_defaults(given=[])
+    what = "make each prompt a user's message with the tokenizer's chat template"
+    add_option(command, "chat", flag(what), bool)
+    command.set_defaults(ordered=[])
 
 
-def prompts_of(given: Sequence[tuple[str, str]], last: str | None) -> list[Prompt]:
+def prompts_of(ordered: Sequence[tuple[str, str]], last: str | None) -> list[Prompt]:
     """Return the prompts in order, each with its media."""
-    given = [*given, *([] if last is None else [("prompt", last)])]
-    texts = [value for name, value in given if name == "prompt"]
+    ordered = [*ordered, *([] if last is None else [("prompt", last)])]
+    texts = [value for name, value in ordered if name == "prompt"]
     if not texts:
         raise ValueError("no prompt: give --prompt TEXT or --prompt-file F")
     if len(texts) == 1:
-        return [Prompt(texts[0], tuple(one for one in given if one[0] != "prompt"))]
+        return [Prompt(texts[0], tuple(one for one in ordered if one[0] != "prompt"))]
     result: list[Prompt] = []
     waiting: list[tuple[str, str]] = []
-    for name, value in given:
+    for name, value in ordered:
         if name != "prompt":
             waiting.append((name, value))
             continue
@@ -105,15 +100,21 @@ def prompts_of(given: Sequence[tuple[str, str]], last: str | None) -> list[Promp
 class PromptReader:
     """Tokens of prompts for a model.
 
-    Args:
-        model: its encoders; None: a model of text.
-        called: its name and folder, for messages.
-        template: prompts are a user's messages.
+    model: its encoders; None: a model of text.
+    template: prompts are a user's messages.
     """
 
-    def __init__(self, tokenizer: Tokenizer, model: OmniConfig | None, called: str, template: bool) -> None:
-        self.tokenizer, self.model, self.called = tokenizer, model, called
-        self.template = _template(tokenizer.folder) if template else None
+    def __init__(
+        self, tokenizer: Tokenizer, model: OmniConfig | None, display_name: str, template: bool
+    ) -> None:
+        self.tokenizer, self.model, self.display_name = tokenizer, model, display_name
+        self.template: Template | None = None
+        if template:
+            from megatron_nemotron3.inference.generate.chat import Template
+
+            self.template = Template(tokenizer.folder)
+            if not self.template.usable:
+                raise ValueError(f"--chat: the tokenizer in {tokenizer.folder} has none: leave it out")
         self._encoder: OmniEncoder | None = None
 
     @property
@@ -133,7 +134,7 @@ class PromptReader:
         """Tokens of a prompt; of its media only the headers are read."""
         if prompt.media and self.model is None:
             kind, file = prompt.media[0]
-            raise ValueError(f"--{kind} {file}: {self.called} reads only text: leave it out")
+            raise ValueError(f"--{kind} {file}: {self.display_name} reads only text: leave it out")
         if not prompt.media:
             return self._without_media(prompt)
         from megatron_nemotron3.train.data.conversations import Conversation
@@ -176,12 +177,10 @@ class _Text:
         self.tokenizer, self.names = tokenizer, names
 
     def prompt(self, conversation: Any) -> str:
-        """The text of the only message, with the names of its media's tokens."""
         (message,) = conversation.messages
         return "".join(part.get("text") or self.names[part["type"]] for part in message["content"])
 
     def tokens(self, text: str, spans: Sequence[tuple[int, int]]) -> Encoded:
-        """Tokens of a text."""
         from megatron_nemotron3.train.data.conversations import Encoded
 
         ids = self.tokenizer.encode(text)
@@ -212,17 +211,7 @@ def _content(prompt: Prompt, names: dict[str, str], template: bool) -> list[dict
     ]
 
 
-def _template(folder: Path) -> Any:
-    from megatron_nemotron3.inference.generate.chat import Template
-
-    template = Template(folder)
-    if not template.usable:
-        raise ValueError(f"--chat: the tokenizer in {folder} has none: leave it out")
-    return template
-
-
 def _processor(folder: Path, model: OmniConfig) -> Any:
-    """The processor in a tokenizer's folder; otherwise one with the sizes of the model."""
     from megatron_nemotron3.train.omni.processor import load_processor, make_processor
 
     if any((folder / name).is_file() for name in _PROCESSOR):

@@ -169,6 +169,5 @@ def _weighted_sums(table: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _starts(sums: int, r: int) -> Tensor:
-    """Where each of the sums begins."""
     with torch.inference_mode(False):
         return torch.arange(0, sums * r, r)

@@ -72,7 +72,6 @@ class MTP:
         return self._pending
 
     def select(self, rows: Sequence[int]) -> MTP:
-        """Return a copy of some rows."""
         self._finish()
         result = copy.copy(self)
         result._depths = [depth.select(rows) for depth in self._depths]
@@ -81,7 +80,6 @@ class MTP:
         return result
 
     def copy(self) -> MTP:
-        """Return an independent snapshot."""
         return self.select(range(len(self.lengths)))
 
     @torch.inference_mode()
@@ -126,7 +124,7 @@ class MTP:
         """
         b, n = tokens.shape
         found = [n] * b if counts is None else list(counts)
-        if self._goes_on(tokens, found):
+        if self._continues_draft(tokens, found):
             self._end_draft(more=1)
         self._finish()
         self._kept = _Tokens(tokens, hidden, found)
@@ -158,11 +156,11 @@ class MTP:
             )
         if self._drafted is not None or count < len(self._depths) or count > MAX_ROLLBACK - KEPT_TOKENS:
             self._finish()
-        kept, seen = self._kept or self._no_tokens(), self._seen()
-        known, hidden, sizes = _Known(kept, tokens, count), kept.hidden, kept.counts
+        kept, seen = self._kept or self._no_tokens(), self._lengths_without_kept()
+        known, hidden, sizes = _RowTokens(kept, tokens, count), kept.hidden, kept.counts
         passes, drafted = [], []
         for depth in range(1, count + 1):
-            hidden, sizes = self._after_pending(depth, hidden, sizes, seen)
+            hidden, sizes = self._prepend_pending(depth, hidden, sizes, seen)
             hidden = hidden[:, : max(sizes)]
             # No depth follows the last one, so of its output only what gives the draft is needed.
             out = self._run(
@@ -200,10 +198,10 @@ class MTP:
             self._end_draft(more=0)
         if self._kept is None:
             return
-        seen, kept = self._seen(), self._kept
+        seen, kept = self._lengths_without_kept(), self._kept
         hidden, sizes = kept.hidden, kept.counts
         for depth in range(1, len(self._depths) + 1):
-            hidden, sizes = self._after_pending(depth, hidden, sizes, seen)
+            hidden, sizes = self._prepend_pending(depth, hidden, sizes, seen)
             self._pending[depth - 1] = last_of_rows(hidden, sizes).clone()
             # The last one of each row waits for a token that is not known yet.
             sizes = [max(size - 1, 0) for size in sizes]
@@ -220,12 +218,12 @@ class MTP:
             # All depths reached the position before the newest token; without drafts depth k is k behind.
             keep = [max(count - depth + more, 0) for count in one.rollback.counts]
             self._depths[depth - 1].truncate(keep, one.rollback)
-            # What waits is the first input behind the kept ones; with the newest token depth 1 has none.
+            # The first input after the kept ones is pending; with the newest token depth 1 has none.
             if depth > more:
                 self._pending[depth - 1] = last_of_rows(one.hidden, [k + 1 for k in keep])
         self._drafted, self._ahead = None, more == 1
 
-    def _goes_on(self, tokens: Tensor, counts: Sequence[int]) -> bool:
+    def _continues_draft(self, tokens: Tensor, counts: Sequence[int]) -> bool:
         """Whether tokens [b, n] begin with those that were drafted after, at every depth."""
         drafted = self._drafted
         if drafted is None or len(drafted.passes) < len(self._depths) or min(counts) == 0:
@@ -233,8 +231,7 @@ class MTP:
         # On another device the host would wait for the comparison.
         return tokens.device.type == "cpu" and torch.equal(tokens[:, 0], drafted.newest)
 
-    def _seen(self) -> list[int]:
-        """The tokens of each row without the kept ones."""
+    def _lengths_without_kept(self) -> list[int]:
         return (
             self.lengths if self._kept is None else [a - c for a, c in zip(self.lengths, self._kept.counts)]
         )
@@ -245,7 +242,7 @@ class MTP:
         hidden = like.new_empty(b, 0, like.shape[1])
         return _Tokens(torch.empty(b, 0, dtype=torch.long, device=like.device), hidden, [0] * b)
 
-    def _after_pending(
+    def _prepend_pending(
         self, depth: int, hidden: Tensor, sizes: Sequence[int], seen: Sequence[int]
     ) -> tuple[Tensor, list[int]]:
         """Put the pending hidden state of a depth, in the rows that have one, before hidden [b, n, d]."""
@@ -288,7 +285,7 @@ class _Draft:
     passes: list[_Pass]
 
 
-class _Known:
+class _RowTokens:
     """Kept tokens, the newest token and the drafts, left-aligned in each row."""
 
     def __init__(self, kept: _Tokens, newest: Tensor, count: int) -> None:
@@ -297,7 +294,7 @@ class _Known:
         self.add(0, newest)
 
     def add(self, number: int, tokens: Tensor) -> None:
-        """Put tokens [b] behind the kept ones and `number` others."""
+        """Put tokens [b] after the kept ones and `number` others."""
         if len(set(self._counts)) == 1:
             self._tokens[:, self._counts[0] + number] = tokens
         else:

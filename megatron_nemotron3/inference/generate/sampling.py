@@ -42,7 +42,6 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether the result is deterministic."""
         return self.temperature == 0 or self.top_k == 1
 
 
@@ -83,11 +82,7 @@ def draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
 
 
 class Sampler:
-    """Draws tokens. A row's random numbers depend only on the seed and its index, not on the other rows.
-
-    Args:
-        rows: indices of the rows, for their seeds.
-    """
+    """Draws tokens. A row's random numbers depend only on the seed and its index, not on the other rows."""
 
     def __init__(self, sampling: Sampling, rows: Sequence[int]) -> None:
         self.sampling = sampling
@@ -119,7 +114,8 @@ def accept(
     """Accept drafts so that tokens have the distribution p (arXiv 2211.17192, algorithm 1)."""
     k, index = drafted.shape[1], drafted.unsqueeze(-1)
     agreed = to_accept * q.gather(-1, index).squeeze(-1) < p[:, :k].gather(-1, index).squeeze(-1)
-    accepted = _accepted_prefix(agreed, limits)
+    within = torch.arange(k, device=p.device) < limits.unsqueeze(1)
+    accepted = (agreed & within).long().cumprod(1).sum(1)  # those before the first rejected one
     rows = torch.arange(len(p), device=p.device)
     own = p[rows, accepted]
     if k:
@@ -128,9 +124,3 @@ def accept(
         rejected = (accepted < limits) & (left.sum(-1) > 0)
         own = torch.where(rejected.unsqueeze(1), left, own)
     return accepted, draw(own, to_draw)
-
-
-def _accepted_prefix(agreed: Tensor, limits: Tensor) -> Tensor:
-    """[b, k] -> [b], how many come before the first that is rejected or beyond the limit."""
-    within = torch.arange(agreed.shape[1], device=agreed.device) < limits.unsqueeze(1)
-    return (agreed & within).long().cumprod(1).sum(1)

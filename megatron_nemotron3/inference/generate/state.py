@@ -16,11 +16,7 @@ from torch import Tensor
 
 
 class KVCache:
-    """Keys and values of one attention layer.
-
-    Attributes:
-        cache: [b, 2, groups, capacity, head dimension]; contents beyond a row's length are undefined.
-    """
+    """Keys and values [b, 2, groups, capacity, head dimension]; undefined beyond a row's length."""
 
     def __init__(self, cache: Tensor) -> None:
         self.cache = cache
@@ -36,12 +32,10 @@ class KVCache:
         return self.cache
 
     def select(self, rows: list[int]) -> KVCache:
-        """Return a copy of some rows."""
         return KVCache(self.cache[rows])
 
     @property
     def nbytes(self) -> int:
-        """Bytes, reserved capacity included."""
         return self.cache.nbytes
 
 
@@ -70,18 +64,14 @@ class MambaPass:
         """Window [b, kernel - 1, channels] and state [b, h, p, k] after each row's first `kept` tokens."""
         width, m = self.window.shape[1] - self.x.shape[1], kept[0]
         if min(kept) != max(kept):
-            return self._after_counts(torch.tensor(list(kept)).to(self.x.device, non_blocking=True))
+            counts = torch.tensor(list(kept)).to(self.x.device, non_blocking=True)
+            rows = torch.arange(len(kept), device=counts.device)
+            window = window_after(self.window, counts.unsqueeze(1), width)
+            return window, self._state(self.decay[rows, :, counts, 0], self.weight[rows, :, counts])
         window = self.window[:, m : m + width]
         if m == 0:
             return window, self.ssm
         return window, self._state(self.decay[:, :, m, 0], self.weight[:, :, m])
-
-    def _after_counts(self, kept: Tensor) -> tuple[Tensor, Tensor]:
-        """As `after`, with different counts [b] on the device."""
-        width = self.window.shape[1] - self.x.shape[1]
-        rows = torch.arange(len(kept), device=kept.device)
-        window = window_after(self.window, kept.unsqueeze(1), width)
-        return window, self._state(self.decay[rows, :, kept, 0], self.weight[rows, :, kept])
 
     @cached_property
     def weight(self) -> Tensor:
@@ -106,9 +96,8 @@ def window_after(window: Tensor, counts: Tensor, width: int) -> Tensor:
 class MambaState:
     """State of one Mamba-2 layer.
 
-    Attributes:
-        window: [b, kernel - 1, channels], the last inputs of the convolution, oldest first.
-        ssm: [b, heads, head dimension, state], FP32.
+    window: [b, kernel - 1, channels], the last inputs of the convolution, oldest first.
+    ssm: [b, heads, head dimension, state], FP32.
     """
 
     def __init__(self, window: Tensor, ssm: Tensor) -> None:
@@ -126,7 +115,6 @@ class MambaState:
         return self._ssm
 
     def set(self, window: Tensor, ssm: Tensor) -> None:
-        """Replace both tensors."""
         self._window, self._ssm, self._pending = window, ssm, None
 
     def set_lazily(self, record: MambaPass, kept: Sequence[int]) -> None:
@@ -137,12 +125,10 @@ class MambaState:
         self._pending = record, kept
 
     def select(self, rows: list[int]) -> MambaState:
-        """Return a copy of some rows."""
         return MambaState(self.window[rows], self.ssm[rows])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both tensors."""
         return self.window.nbytes + self.ssm.nbytes
 
     def _compute_pending(self) -> None:
@@ -158,10 +144,8 @@ LayerState = KVCache | MambaState | None
 class Rollback:
     """What `DecodeState.truncate` needs to undo a pass, or the end of it.
 
-    Attributes:
-        lengths: of the rows before the pass.
-        counts: tokens of each row in the pass.
-        layers: one entry per layer, None for kinds other than Mamba-2.
+    lengths: of the rows before the pass; counts: tokens of each row in it.
+    layers: one entry per layer, None for kinds other than Mamba-2.
     """
 
     lengths: list[int]
@@ -170,24 +154,17 @@ class Rollback:
 
 
 class DecodeState:
-    """States of all layers of a stack, for b sequences.
-
-    Attributes:
-        lengths: tokens that each row has seen.
-        layers: one entry per layer; None for kinds without a state.
-    """
+    """States of all layers of a stack (None for kinds without one), and the tokens that each row has seen."""
 
     def __init__(self, lengths: list[int], layers: list[LayerState]) -> None:
         self.lengths, self.layers = lengths, layers
 
     @property
     def batch(self) -> int:
-        """Number of rows."""
         return len(self.lengths)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, reserved capacity included."""
         return sum(layer.nbytes for layer in self.layers if layer is not None)
 
     def truncate(self, keep: int | Sequence[int], rollback: Rollback) -> None:
@@ -217,5 +194,4 @@ class DecodeState:
         return DecodeState([self.lengths[row] for row in rows], layers)
 
     def copy(self) -> DecodeState:
-        """Return an independent snapshot."""
         return self.select(range(self.batch))

@@ -1,4 +1,4 @@
-"""A tokenizer folder, and text that appears while its tokens arrive. Needs tokenizers, but not torch."""
+"""A tokenizer folder, and text that appears while its tokens arrive."""
 
 from __future__ import annotations
 
@@ -88,18 +88,13 @@ class Detokenizer:
         return new
 
     def end(self) -> str:
-        """Return what was still held back."""
         new = self._tokenizer.decode(self._ids)[self._returned :]
         self._ids, self._returned = [], 0
         return new
 
 
 class OutputText:
-    """The text of one row, up to the first stop text.
-
-    Args:
-        stops: texts that end it; they are not part of it.
-    """
+    """The text of one row, up to the first of the texts that end it."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
         self._detokenizer, self._stops = Detokenizer(tokenizer), stops
@@ -113,12 +108,10 @@ class OutputText:
         self.ended = False
 
     def push(self, token: int) -> bool:
-        """Add a token; return whether a stop text has appeared."""
         self._add(self._detokenizer.push(token))
         return self.ended
 
     def end(self) -> None:
-        """Declare that no more tokens follow."""
         if not self.ended:
             self._add(self._detokenizer.end())
         self.ended = True
@@ -142,11 +135,7 @@ class OutputText:
 
 
 class OutputStream:
-    """Prints texts in the order of their prompts, the first unfinished one while it grows.
-
-    Args:
-        live: print while tokens arrive; otherwise only in `print_rest`.
-    """
+    """Prints texts in the order of their prompts, `live` while tokens arrive, else only in `print_rest`."""
 
     def __init__(
         self, prompts: Sequence[str], tokenizer: Tokenizer, stops: Sequence[str], live: bool
@@ -156,19 +145,16 @@ class OutputStream:
         self._row, self._row_begun, self._at_line_start = 0, False, True
 
     def push(self, row: int, token: int) -> bool:
-        """Add a token; return whether a stop text has appeared."""
         stopped = self.outputs[row].push(token)
         if self._live:
             self.print_rest()
         return stopped
 
     def end(self) -> None:
-        """Declare that all rows have ended."""
         for output in self.outputs:
             output.end()
 
     def print_rest(self) -> None:
-        """Print what can be printed and has not been."""
         while self._row < len(self.outputs):
             if not self._row_begun:
                 self._row_begun = True

@@ -72,7 +72,6 @@ class Weights:
 
     @property
     def device(self) -> torch.device:
-        """Device of all tensors."""
         return self.embedding.device
 
     @property

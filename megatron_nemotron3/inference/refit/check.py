@@ -2,7 +2,7 @@
 
 Each index of a tensor's axis, on either side, and each expert has a random weight. The weights of what a
 receiver gets must add up to those of its shares, which are taken from the layouts and not from the plan. A
-part that is missing, doubled, or put to a wrong place would change the sum. Needs numpy.
+part that is missing, doubled, or put to a wrong place would change the sum.
 """
 
 from __future__ import annotations
@@ -12,24 +12,19 @@ from typing import Any
 import numpy
 
 from megatron_nemotron3.inference.refit.plan import RefitPlan, TensorTransfer
-from megatron_nemotron3.inference.refit.planner import Held, tensors
+from megatron_nemotron3.inference.refit.planner import HeldTensor, tensors
 from megatron_nemotron3.inference.refit.shares import Shares
 
 
 def check(plan: RefitPlan) -> None:
-    """Check a plan of all tensors.
-
-    Raises:
-        ValueError: a receiver would not get a tensor once, or a sender does not hold what it would send. The
-            message names the tensor and the rank.
-    """
+    """Check a plan of all tensors; a ValueError names the first wrong tensor and rank."""
     by_tensor: dict[tuple[str, str], list[TensorTransfer]] = {}
     for transfer in plan.transfers:
         by_tensor.setdefault((transfer.name, transfer.target), []).append(transfer)
     weights = _Weights()
     for held in tensors(plan.training, plan.serving):
-        found = by_tensor.pop((held.tensor, held.target(plan.serving)), [])
-        _check_tensor(plan, held, found, weights)
+        found = by_tensor.pop((held.tensor, held.target), [])
+        _check_tensor(held, found, weights)
     if by_tensor:
         raise ValueError(f"{next(iter(by_tensor))[0]} is sent, but belongs to no receiver")
     if (most := plan.load().space) > plan.buffer:
@@ -44,7 +39,6 @@ class _Weights:
         self._sums: dict[str, Any] = {}
 
     def total(self, kind: str, start: int, stop: int) -> int:
-        """Sum of the weights of [start, stop)."""
         sums = self._sums.get(kind, numpy.zeros(1, "uint64"))
         if len(sums) <= stop:
             drawn = self._random.integers(0, 1 << 64, 2 * stop + 1, "uint64")
@@ -53,15 +47,13 @@ class _Weights:
         return (int(sums[stop]) - int(sums[start])) % (1 << 64)
 
     def part(self, start: int, stop: int, at: int) -> int:
-        """Weight of elements [start, stop) of a tensor that are held from index `at` on."""
         return self.total("rows", start, stop) * 3 + self.total("places", at, at + stop - start)
 
 
-def _check_tensor(plan: RefitPlan, held: Held, transfers: list[TensorTransfer], weights: _Weights) -> None:
-    training, serving, row = plan.training, plan.serving, held.row
-    have, want = held.shares(training, serving)
-    experts = training.config.num_moe_experts or 1 if row.routed else 1
-    blocks = serving.ep if row.routed and held.parameter is not None else 1
+def _check_tensor(held: HeldTensor, transfers: list[TensorTransfer], weights: _Weights) -> None:
+    serving, experts = held.serving, held.experts
+    have, want = held.shares()
+    blocks = serving.ep if held.row.routed and held.parameter is not None else 1
     sums = numpy.zeros(serving.size, "uint64")
     for transfer in transfers:
         senders, receivers = transfer.pairs
@@ -71,7 +63,7 @@ def _check_tensor(plan: RefitPlan, held: Held, transfers: list[TensorTransfer], 
         if transfer.stacked and expert_place % (experts // blocks):
             raise ValueError(f"{transfer.name}: expert {transfer.first} is put to place {transfer.place}")
         numpy.add.at(sums, receivers, numpy.uint64(value % (1 << 64)))
-        _check_senders(plan, held, transfer, senders, have, experts)
+        _check_senders(held, transfer, senders, have)
     expected = numpy.zeros(serving.size, "uint64")
     for block in range(blocks):
         each = experts // blocks
@@ -85,19 +77,13 @@ def _check_tensor(plan: RefitPlan, held: Held, transfers: list[TensorTransfer], 
 
 
 def _check_senders(
-    plan: RefitPlan,
-    held: Held,
-    transfer: TensorTransfer,
-    senders: Any,
-    have: tuple[Shares, ...],
-    experts: int,
+    held: HeldTensor, transfer: TensorTransfer, senders: Any, have: tuple[Shares, ...]
 ) -> None:
-    layout = plan.training.layout
-    each = experts // layout.ep if held.row.routed else 1
+    each = held.experts // held.training.layout.ep if held.row.routed else 1
     if transfer.first // each != (transfer.last - 1) // each:
         raise ValueError(f"{transfer.name}: experts {transfer.first} to {transfer.last - 1} are of two ranks")
     for index, shares in enumerate(have):
-        holders = plan.training.holders(held.row, held.stages[0], index, transfer.first // each)
+        holders = held.training.holders(held.row, held.stages[0], index, transfer.first // each)
         if numpy.isin(senders, holders).all() and all(
             any(
                 s.start <= cut.start and cut.stop <= s.stop and cut.source == s.at + cut.start - s.start

@@ -1,4 +1,4 @@
-"""`nemotron3 refit`: plan the way of the weights from a trainer to an engine. Needs no GPU and no torch."""
+"""`nemotron3 refit`: plan the transfer of the weights from a trainer to an engine. Needs no GPU, no torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from megatron_nemotron3.launch.plan.hardware import GPUS
 from megatron_nemotron3.models.command import ModelOptions, chosen_model
 
 _MIB = 1 << 20
-_HOW = "how the weights go"
-_how = partial(option, group=_HOW)
+_TRANSFER = "how the weights go"
+_transfer = partial(option, group=_TRANSFER)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,20 +39,20 @@ class RefitOptions:
         default=NEEDED,
         spelling="--to",
     )
-    engine: str = _how("inference engine (default vllm)", default="vllm", choices=ENGINES)
-    dtype: str = _how("type of the numbers (bfloat16)", default="bfloat16", choices=DTYPES)
-    quantize: str | None = _how(
+    engine: str = _transfer("inference engine (default vllm)", default="vllm", choices=ENGINES)
+    dtype: str = _transfer("type of the numbers (bfloat16)", default="bfloat16", choices=DTYPES)
+    quantize: str | None = _transfer(
         "pack the weights for inference engines (engine hf): nvfp4, fp8, fp8-blockwise, or a full name",
         "RECIPE",
     )
-    input_scales: Path | None = _how(
+    input_scales: Path | None = _transfer(
         "scales of activations for --quantize: JSON, safetensors, or a quantized folder", "PATH"
     )
-    colocated: bool = flag("trainer and server of the same number are one process", group=_HOW)
-    buffer: int = _how("most that a rank sends in a step (256)", "MIB", default=256, least=1)
-    gpu: str = _how("type of GPU, whose links give the time (h100)", default="h100", choices=GPUS)
-    delta: str | None = _how('only tensors with such Hugging Face names, as "mtp.*"', "PATTERN")
-    prove: bool = flag("check that every byte arrives once", group=_HOW)
+    colocated: bool = flag("trainer and server of the same number are one process", group=_TRANSFER)
+    buffer: int = _transfer("most that a rank sends in a step (256)", "MIB", default=256, least=1)
+    gpu: str = _transfer("type of GPU, whose links give the time (h100)", default="h100", choices=GPUS)
+    delta: str | None = _transfer('only tensors with such Hugging Face names, as "mtp.*"', "PATTERN")
+    prove: bool = flag("check that every byte arrives once", group=_TRANSFER)
     json: bool = json_flag()
 
 
@@ -79,7 +79,6 @@ def refit(options: RefitOptions) -> int:
 
     from megatron_nemotron3.inference.refit.check import check
     from megatron_nemotron3.inference.refit.planner import make_plan
-    from megatron_nemotron3.inference.refit.timing import seconds
 
     plan = make_plan(
         training, serving, buffer=options.buffer * _MIB, colocated=options.colocated, only=options.delta
@@ -87,7 +86,7 @@ def refit(options: RefitOptions) -> int:
     if options.prove:
         check(plan)
     load, gpu = plan.load(), GPUS[options.gpu]
-    time = seconds(plan, gpu)
+    time = plan.seconds(gpu)
     if options.json:
         facts = {
             "training_ranks": training.layout.world_size,

@@ -1,4 +1,4 @@
-"""Names, fusions and cuts of the parameters of vLLM's and SGLang's NemotronH models. Standard library only.
+"""Names, fusions and cuts of the parameters of vLLM's and SGLang's NemotronH models.
 
 Facts read from their sources, and nothing else of them:
 
@@ -80,7 +80,6 @@ class EngineNames:
     experts: str
 
     def parameter_name(self, parameter: EngineParameter, prefix: str) -> str:
-        """The full name of a parameter."""
         name = parameter.name.replace("mixer.experts.", self.experts)
         if name == "lm_head.weight":
             return name
@@ -89,7 +88,6 @@ class EngineNames:
         return "model." + prefix.removeprefix("backbone.").removeprefix("model.") + name
 
     def layers(self, number: int, stages: int) -> list[int]:
-        """Number of layers of each pipeline stage."""
         each, left = divmod(number, stages)
         sizes = [each] * stages
         first = stages - left if self.last_first else stages - 1 - left

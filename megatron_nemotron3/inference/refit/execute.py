@@ -1,10 +1,6 @@
 """Carry out a plan over torch.distributed, and prove the result: a checksum of every tensor on both sides.
 
-    refit = Refit(plan)                                  # on every rank of the world
-    refit.run(source=training_tensors(training, rank, model))          # on a trainer
-    refit.run(target=parameters)                                       # on a server
-
-Each step is one message for each pair of ranks, and a sender packs the next step while one travels. At the
+Each step is one message for each pair of ranks, and a sender packs the next step while one is sent. At the
 end a server computes the checksum of what its parameters now hold, and compares it with what the senders
 computed on theirs. Any error, a killed process too, becomes a RefitError on every rank.
 """
@@ -25,11 +21,18 @@ from torch import Tensor
 
 from megatron_nemotron3.boundary.failure import BoundaryError, Failure
 from megatron_nemotron3.boundary.groups import Groups
-from megatron_nemotron3.inference.refit.checksum import added
 from megatron_nemotron3.inference.refit.held import check_source, check_target, serving_parameters
-from megatron_nemotron3.inference.refit.moving import Made, Moving, Route
+from megatron_nemotron3.inference.refit.moving import LazyTensors, RefitRun, Route
 from megatron_nemotron3.inference.refit.packer import PackedSource
-from megatron_nemotron3.inference.refit.parts import Part, name_of, parts_of, sum_held, sum_sent, target_of
+from megatron_nemotron3.inference.refit.parts import (
+    Part,
+    added,
+    name_of,
+    parts_of,
+    sum_held,
+    sum_sent,
+    target_of,
+)
 from megatron_nemotron3.inference.refit.plan import RefitPlan, TensorTransfer
 
 _CURE = (
@@ -59,11 +62,11 @@ class RefitReport:
 
 
 class Refit:
-    """The groups of one refit, and what it remembers of the last one. Every rank of the world constructs it.
+    """The groups of one refit, and the checksums of the last one. Every rank of the world constructs it.
 
     Args:
         senders, receivers: global rank of each training and serving rank; default: trainers from 0 on, and
-            servers behind them, or on the same ranks if the plan is colocated.
+            servers after them, or on the same ranks if the plan is colocated.
         backend, timeout: of the process group and of every wait; None: those of the default group.
 
     Raises:
@@ -83,8 +86,8 @@ class Refit:
         size, serving = plan.training.layout.world_size, plan.serving.size
         self.plan = plan
         self.senders = list(range(size)) if senders is None else list(senders)
-        behind = 0 if plan.colocated else size
-        self.receivers = list(range(behind, behind + serving)) if receivers is None else list(receivers)
+        first = 0 if plan.colocated else size
+        self.receivers = list(range(first, first + serving)) if receivers is None else list(receivers)
         if (len(self.senders), len(self.receivers)) != (size, serving):
             raise ValueError(
                 f"{len(self.senders)} senders and {len(self.receivers)} receivers given, the plan has "
@@ -113,7 +116,7 @@ class Refit:
         self._last: dict[Any, int] = {}
         if self.groups.is_member:
             plans = self._gathered(plan.digest, "compared the plans")
-            if other := [rank for rank, said in plans.items() if said != plans[ranks[0]]]:
+            if other := [rank for rank, digest in plans.items() if digest != plans[ranks[0]]]:
                 self._fail(f"the plan of ranks {other} is not that of rank {ranks[0]}")
 
     def run(
@@ -135,17 +138,17 @@ class Refit:
             RefitError: a rank lacks tensors or has unknown ones (before anything moves), a rank had another
                 error or ended, or a tensor differs after the refit.
         """
-        with self._everywhere():
+        with self._shared_errors():
             sent = self._sent(source)
             problem = None
             if self.receiver is not None:
                 problem = "none given" if target is None else check_target(self.plan, self.receiver, target)
             self._agree(problem, "target")
-            moving = self._start(sent, delta)
-            for _ in moving.steps(target or {}):
+            run = self._start(sent, delta)
+            for _ in run.steps(target or {}):
                 pass
             found = {part: sum_held(part, (target or {})[target_of(part)]) for part in self._parts(self._in)}
-            return self._prove(moving, found)
+            return self._prove(run, found)
 
     def stream(self, source: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, whole tensor), as the engines' `load_weights` takes them.
@@ -166,11 +169,11 @@ class Refit:
             waiting[name_of(part)].append(part)
         left = {name: len(parts) for name, parts in waiting.items()}
         shapes, device = serving_parameters(self.plan, 0), self.groups.device
-        made = Made(lambda name: torch.empty(shapes[name][0], dtype=shapes[name][1], device=device))
+        made = LazyTensors(lambda name: torch.empty(shapes[name][0], dtype=shapes[name][1], device=device))
         found: dict[Part, int] = {}
-        with self._everywhere():
-            moving = self._start(self._sent(source), False)
-            for parts in moving.steps(made):
+        with self._shared_errors():
+            run = self._start(self._sent(source), False)
+            for parts in run.steps(made):
                 for part in parts:
                     name = name_of(part)
                     left[name] -= 1
@@ -178,7 +181,7 @@ class Refit:
                         tensor = made.pop(name)
                         found |= {one: sum_held(one, tensor) for one in waiting.pop(name)}
                         yield name, tensor
-            self._prove(moving, found)
+            self._prove(run, found)
 
     def close(self) -> None:
         """Release the process groups. Every rank closes in the same order."""
@@ -196,7 +199,7 @@ class Refit:
         self._agree(packed.measure(), "source")
         with self._guarded("compared the largest magnitudes"):
             dist.all_reduce(packed.largest, dist.ReduceOp.MAX, group=self.groups.group)
-        self._agree(packed.settle(), "source")
+        self._agree(packed.compute_scales(), "source")
         return packed
 
     def _agree(self, problem: str | None, what: str) -> None:
@@ -206,13 +209,12 @@ class Refit:
                 self._fail(f"{what} of rank {rank}: {found}")
 
     def _gathered(self, value: Any, doing: str) -> dict[int, Any]:
-        """What every rank gave."""
         with self._guarded(doing):
             found: list[Any] = [None] * len(self.groups.ranks)
             dist.all_gather_object(found, value, group=self.groups.group)
         return dict(zip(self.groups.ranks, found, strict=True))
 
-    def _start(self, source: Mapping[str, Tensor], delta: bool) -> Moving:
+    def _start(self, source: Mapping[str, Tensor], delta: bool) -> RefitRun:
         """Compute the senders' checksums, and agree on what has changed."""
         sums: dict[Part, int] = {}
         known: dict[Any, int] = {}
@@ -241,35 +243,34 @@ class Refit:
             self._guarded,
             self.plan.steps,
         )
-        return Moving(route, source, sums, known, unchanged, frozenset((delta and unchanged) or ()))
+        return RefitRun(route, source, sums, known, unchanged, frozenset((delta and unchanged) or ()))
 
-    def _prove(self, moving: Moving, found: Mapping[Part, int]) -> RefitReport:
-        """Compare the senders' checksums with the receivers', tensor by tensor."""
+    def _prove(self, run: RefitRun, found: Mapping[Part, int]) -> RefitReport:
         index = {name: i for i, name in enumerate(self.plan.names)}
-        wrong = self._differences(moving, found, len(index), lambda part, _: index[name_of(part)])
+        wrong = self._differences(run, found, len(index), lambda part, _: index[name_of(part)])
         if wrong:
             first = self.plan.names[wrong[0]]
             servers = self._differences(
-                moving, found, len(self.receivers), lambda part, to: to if name_of(part) == first else None
+                run, found, len(self.receivers), lambda part, to: to if name_of(part) == first else None
             )
             ranks = [self.receivers[receiver] for receiver in servers]
             self._fail(f"{len(wrong)} tensors differ from the trainer's, first {first} of rank {ranks[0]}")
-        self._last = moving.known
+        self._last = run.known
         checksums: dict[str, int] = {}
         for part, value in found.items():
             checksums[name_of(part)] = added(checksums.get(name_of(part), 0), value)
-        return RefitReport(moving.sent, moving.received, len(index), moving.unchanged, checksums)
+        return RefitReport(run.sent, run.received, len(index), run.unchanged, checksums)
 
     def _differences(
         self,
-        moving: Moving,
+        run: RefitRun,
         found: Mapping[Part, int],
         size: int,
         place: Callable[[Part, int | None], int | None],
     ) -> list[int]:
         """Places where what all ranks sent and what all hold have other checksums."""
         sums = [0] * size
-        sent = ((p, to, moving.sums[p]) for t, to in self._out for p in parts_of(t))
+        sent = ((p, to, run.sums[p]) for t, to in self._out for p in parts_of(t))
         held = ((p, self.receiver, -value) for p, value in found.items())
         for part, receiver, value in itertools.chain(sent, held):
             if (at := place(part, receiver)) is not None:
@@ -280,7 +281,7 @@ class Refit:
         return total.nonzero()[:, 0].tolist()
 
     @contextlib.contextmanager
-    def _everywhere(self) -> Iterator[None]:
+    def _shared_errors(self) -> Iterator[None]:
         """Turn any error of this rank into a RefitError, and end the waits of the others."""
         if not self.groups.is_member:
             raise ValueError(f"rank {self.groups.rank} neither sends nor receives in {self.plan.serving}")

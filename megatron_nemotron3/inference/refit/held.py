@@ -39,16 +39,13 @@ def training_tensors(training: Training, rank: int, chunks: Sequence[Any]) -> di
         stage = number * layout.pp + pp_rank
         offset = training.stages.index(stage) if stage in training.stages else 0
         for local, tensor in _weights(unwrapped(chunk)):
-            match = lookup.key(_renumbered(local, offset))
+            if layer := _LAYER.match(local):  # Megatron numbers the layers of a stage from 0
+                local = f"decoder.layers.{int(layer[1]) + offset}.{local[layer.end() :]}"
+            match = lookup.key(local)
             expert = "" if match.expert is None else str(ep_rank * (experts // layout.ep) + match.expert)
             for hf in match.row.hf:
                 found[match.prefix.hf + hf.name.replace("{e}", expert)] = tensor
     return found
-
-
-def _renumbered(name: str, offset: int) -> str:
-    """Add to the layer number of a name the number of layers before the stage."""
-    return _LAYER.sub(lambda match: f"decoder.layers.{int(match[1]) + offset}.", name)
 
 
 def _weights(chunk: torch.nn.Module) -> Iterable[tuple[str, Tensor]]:
@@ -66,23 +63,22 @@ def serving_parameters(plan: RefitPlan, rank: int) -> dict[str, tuple[tuple[int,
     serving = plan.serving
     for held in tensors(plan.training, serving):
         role, config = held.role, held.prefix.config
-        size = held.sizes(plan.training, serving)[1]
+        size = held.sizes[1]
         if not any(
             rank in serving.holders(role, held.stages[1], index, block)
             for index in range(size)
             for block in range(serving.ep if role == "experts" else 1)
         ):
             continue
-        dtype = getattr(torch, held.dtype(serving))
-        experts = config.num_moe_experts or 0
+        dtype = getattr(torch, held.dtype)
         if held.parameter is None:
-            for expert in range(experts if held.row.routed else 1):
+            for expert in range(held.experts):
                 found[held.tensor.replace("{e}", str(expert))] = held.shape, dtype
             continue
         shape = serving_shares(held.row, config, size)[1]
         if held.parameter.stacked:
-            shape = experts // serving.ep, *shape
-        found[held.target(serving)] = shape, dtype
+            shape = held.experts // serving.ep, *shape
+        found[held.target] = shape, dtype
     return found
 
 
@@ -93,7 +89,7 @@ def empty_parameters(plan: RefitPlan, rank: int, device: Any = "cpu") -> dict[st
 
 
 def check_target(plan: RefitPlan, rank: int, target: Mapping[str, Tensor]) -> str | None:
-    """Say in what a serving rank's parameters are not those of the plan; None if they are."""
+    """How a serving rank's parameters differ from those of the plan; None if they do not."""
     expected = serving_parameters(plan, rank)
     if missing := [name for name in expected if name not in target]:
         return f"{len(missing)} of {len(expected)} parameters are missing, first {missing[0]!r}"
@@ -107,16 +103,15 @@ def check_target(plan: RefitPlan, rank: int, target: Mapping[str, Tensor]) -> st
 
 
 def check_source(plan: RefitPlan, rank: int, source: Mapping[str, Tensor]) -> str | None:
-    """Say what a training rank lacks of what it is to send, or holds in another form; None if nothing.
+    """What a training rank must send, but lacks or holds in another form; None if nothing.
 
     A tensor of another layout must not pass: its first rows would go under the names of other rows.
     """
-    training, serving = plan.training, plan.serving
+    training = plan.training
     needed = {name for transfer, _ in plan.outgoing(rank) for name in transfer.names}
-    for held in tensors(training, serving):
-        ranks = held.sizes(training, serving)[0]
-        shape = training_shape(held.row, held.prefix.config, ranks, training.vocabulary)
-        for expert in range(training.config.num_moe_experts or 1 if held.row.routed else 1):
+    for held in tensors(training, plan.serving):
+        shape = training_shape(held.row, held.prefix.config, held.sizes[0], training.vocabulary)
+        for expert in range(held.experts):
             if held.tensor.replace("{e}", str(expert)) not in needed:
                 continue
             name = held.weight.replace("{e}", str(expert))

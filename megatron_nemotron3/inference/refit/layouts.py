@@ -1,4 +1,4 @@
-"""The two layouts of a refit: which ranks hold a tensor. Standard library only.
+"""The two layouts of a refit: which ranks hold a tensor.
 
 Both sides number their ranks from 0. A trainer has Megatron's order of ranks: tp, cp, dp, pp, and for routed
 experts etp, ep, edp, pp, fastest first. A vLLM replica has tp, pp, dp; an SGLang replica tp, pp, where dp
@@ -69,11 +69,9 @@ class Training:
 
     @property
     def vocabulary(self) -> int:
-        """Rows of the embedding over all tensor ranks."""
         return self.padded_vocab_size or padded_vocab_size(self.config, self.layout)
 
     def stages_of(self, part: str, layer: int | None, name: str) -> tuple[int, ...]:
-        """Pipeline ranks that hold a tensor: of a decoder layer, or outside of the decoder."""
         last = self.layout.pp - 1
         if layer is not None:
             return (self.stages[layer] % self.layout.pp,)
@@ -181,12 +179,10 @@ class EngineLayout:
 
     @property
     def rules(self) -> EngineNames:
-        """What the engine does its own way."""
         return ENGINES[self.engine]
 
     @property
     def drafts(self) -> bool:
-        """Whether MTP is refitted."""
         return self.config.has_mtp if self.mtp is None else self.mtp and self.config.has_mtp
 
     @cached_property
@@ -198,16 +194,13 @@ class EngineLayout:
 
     @property
     def replica_size(self) -> int:
-        """Ranks of a replica."""
         return self.tp * self.pp * (self.dp if self.engine == "vllm" else 1)
 
     @property
     def size(self) -> int:
-        """Ranks of all replicas."""
         return self.replica_size * self.replicas
 
     def group_size(self, role: Role) -> int:
-        """Ranks over which tensors of a role are cut."""
         whole = self.shared == "whole" or (
             self.shared is None and self.engine == "vllm" and min(self.ep, self.tp, self.dp) > 1
         )
@@ -220,7 +213,6 @@ class EngineLayout:
         return self.tp
 
     def stages_of(self, part: str, layer: int | None, name: str) -> tuple[int, ...]:
-        """Pipeline stages that hold a tensor: of a decoder layer, or outside of the decoder."""
         if layer is not None:
             sizes = self.rules.layers(self.config.num_layers, self.pp)
             return (next(stage for stage in range(self.pp) if sum(sizes[: stage + 1]) > layer),)
@@ -244,7 +236,6 @@ class EngineLayout:
 
     @classmethod
     def of(cls, config: Nemotron3Config, text: str, **settings: Any) -> EngineLayout:
-        """Read "tp=8,replicas=4"."""
         known = ("tp", "pp", "dp", "ep", "replicas", "mtp", "fp32_router")
         sizes: dict[str, Any] = _sizes(text, known, "serving")
         for name in known[-2:]:

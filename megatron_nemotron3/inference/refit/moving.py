@@ -1,4 +1,4 @@
-"""The steps of one refit: pack, move, unpack; the next step is packed while one travels."""
+"""The steps of one refit: pack, send, unpack; the next step is packed while one is sent."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from megatron_nemotron3.inference.refit.plan import TensorTransfer
 class Route:
     """What this rank sends and receives.
 
-    outgoing, incoming: transfers with the global rank of the other side. guarded: turns an error of what is
-    done inside it, which its text names, into one of all ranks. steps: of the plan.
+    outgoing, incoming: transfers with the global rank of the other side. guarded: turns an error inside it,
+    which its text describes, into one of all ranks.
     """
 
     outgoing: list[tuple[TensorTransfer, int]]
@@ -33,8 +33,8 @@ class Route:
 
 
 @dataclass
-class Moving:
-    """One refit under way.
+class RefitRun:
+    """A refit that runs.
 
     sums: checksum of each part that this rank sends. known: the same by what the next refit compares.
     skipped: names that are not sent. sent, received: bytes of this rank.
@@ -73,7 +73,7 @@ class Moving:
             yield [part for parts in incoming.values() for part in parts]
 
     def _pack(self, messages: Mapping[int, list[Part]]) -> dict[int, Tensor]:
-        source = Made(self.source.__getitem__)  # a packed tensor is made once in a step
+        source = LazyTensors(self.source.__getitem__)  # a packed tensor is made once in a step
         packed = {peer: self._empty(space_of(parts)) for peer, parts in messages.items()}
         for peer, parts in messages.items():
             pack(packed[peer], parts, source)
@@ -83,7 +83,6 @@ class Moving:
         return torch.empty(size, dtype=torch.uint8, device=self.route.groups.device)
 
     def _post(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> list[Any]:
-        """Start to send to and receive from ranks; returns the handles."""
         group = self.route.groups.group
         operations = [dist.P2POp(dist.isend, one, peer, group) for peer, one in sorted(sent.items())]
         operations += [dist.P2POp(dist.irecv, one, peer, group) for peer, one in sorted(received.items())]
@@ -98,7 +97,7 @@ class Moving:
         return found
 
 
-class Made(dict[str, Tensor]):
+class LazyTensors(dict[str, Tensor]):
     """Tensors, each made when it is first looked up."""
 
     def __init__(self, make: Callable[[str], Tensor]) -> None:

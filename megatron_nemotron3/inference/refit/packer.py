@@ -17,7 +17,7 @@ from megatron_nemotron3.checkpoints.convert.quantized_recipes import Weight
 from megatron_nemotron3.inference.refit.plan import RefitPlan
 from megatron_nemotron3.inference.refit.planner import tensors
 from megatron_nemotron3.inference.refit.quantized import BLOCK, Stored, grid_of, stored_of
-from megatron_nemotron3.inference.refit.shares import axis_of, training_shares
+from megatron_nemotron3.inference.refit.shares import axis_of
 from megatron_nemotron3.precision.numerics import e4m3, fp8, nvfp4
 
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
@@ -26,11 +26,8 @@ _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 class PackedSource(Mapping[str, Tensor]):
     """What a training rank sends, by the names of the plan. A tensor is packed each time it is looked up.
 
-    Call `measure`, reduce `largest` to the maximum over all ranks, then call `settle`.
-
-    Args:
-        rank: of the training ranks.
-        source: its weights by Hugging Face's names; empty on a rank that only receives.
+    Call `measure`, reduce `largest` to the maximum over all ranks, then call `compute_scales`.
+    source: weights by Hugging Face's names; empty on a rank that only receives.
     """
 
     def __init__(
@@ -74,7 +71,7 @@ class PackedSource(Mapping[str, Tensor]):
             self.largest[start : start + prod(grid)] = found.flatten()
         return self._first(~torch.isfinite(self.largest), "holds infinity or NaN")
 
-    def settle(self) -> str | None:
+    def compute_scales(self) -> str | None:
         """Make the scales of the magnitudes that all ranks agreed on. Returns what cannot be packed."""
         largest, least = self.largest, self._limits * torch.finfo(torch.float32).tiny
         self._scales = torch.where(largest == 0, 1.0, largest) / self._limits
@@ -91,9 +88,8 @@ class PackedSource(Mapping[str, Tensor]):
 
     def _numbers(self, name: str, x: Tensor) -> list[Tensor]:
         """The number in the weight of each row and of each column of a shard; -1: it is no part of it."""
-        held, training = self._rows[_EXPERT.sub("{e}", name)], self._plan.training
-        ranks = held.sizes(training, self._plan.serving)[0]
-        every = training_shares(held.row, held.prefix.config, ranks, training.vocabulary)[held.index]
+        held = self._rows[_EXPERT.sub("{e}", name)]
+        every = held.training_shares()
         numbers = [torch.arange(n, device=x.device) for n in x.shape]
         own = numbers[axis_of(held.row)]
         own.fill_(-1)

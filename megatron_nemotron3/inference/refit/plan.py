@@ -2,23 +2,24 @@
 
 A transfer is a part of one tensor, or of the same tensor of several experts, with its receivers and the
 sender of each. Every receiving rank gets every byte of its parameters once. Steps bound the buffers: in a
-step no rank sends or receives more than `buffer` bytes, and a sender packs the next step while one travels.
+step no rank sends or receives more than `buffer` bytes, and a sender packs the next step while one is sent.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import numpy
 
 from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE
 from megatron_nemotron3.inference.refit.layouts import EngineLayout, Training
 from megatron_nemotron3.inference.refit.shares import AxisCut
-
-if TYPE_CHECKING:
-    import numpy
+from megatron_nemotron3.launch.plan.hardware import GPU
 
 #: A part begins at a multiple of this many bytes of a message.
 ALIGNMENT = 16
@@ -50,12 +51,10 @@ class TensorTransfer(NamedTuple):
 
     @property
     def piece(self) -> int:
-        """Bytes of one expert's part, or of the part."""
         return sum(cut.stop - cut.start for cut in self.cuts) * self.others * ITEM_SIZE[self.dtype]
 
     @property
     def bytes(self) -> int:
-        """Bytes that each receiver gets."""
         return self.piece * (self.last - self.first)
 
     @property
@@ -65,14 +64,10 @@ class TensorTransfer(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """Names of the tensors."""
         return [self.name.replace("{e}", str(e)) for e in range(self.first, self.last)]
 
     @property
     def pairs(self) -> tuple[numpy.ndarray[Any, Any], numpy.ndarray[Any, Any]]:
-        """Senders and receivers as arrays."""
-        import numpy
-
         return numpy.frombuffer(self.senders, "int32"), numpy.frombuffer(self.receivers, "int32")
 
 
@@ -97,8 +92,7 @@ class Load(NamedTuple):
 class RefitPlan:
     """All transfers, in the order of their steps.
 
-    colocated: sender r and receiver r are one process. bound: as in `Load`. The hash and equality are those
-    of the whole content, `digest` is the same on every machine.
+    colocated: sender r and receiver r are one process. bound: as in `Load`.
     """
 
     training: Training
@@ -110,7 +104,7 @@ class RefitPlan:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the content, in hexadecimal."""
+        """SHA-256 of the content, in hexadecimal, the same on every machine."""
         found = hashlib.sha256(repr((self.training, self.serving, self.buffer, self.colocated)).encode())
         for transfer in self.transfers:
             found.update(repr(transfer).encode())
@@ -118,12 +112,10 @@ class RefitPlan:
 
     @property
     def steps(self) -> int:
-        """Number of steps."""
         return 1 + self.transfers[-1].step if self.transfers else 0
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Names of all tensors, in the order of the plan."""
         return tuple(dict.fromkeys(name for transfer in self.transfers for name in transfer.names))
 
     def outgoing(self, rank: int) -> Iterator[tuple[TensorTransfer, int]]:
@@ -139,13 +131,10 @@ class RefitPlan:
             yield from ((transfer, int(sender)) for sender in senders[receivers == rank])
 
     def load(self) -> Load:
-        """Count the bytes of every rank."""
-        import numpy
-
         ranks = self.training.layout.world_size, self.serving.size
         sent, received = (numpy.zeros(n, "int64") for n in ranks)
         total = messages = copied = largest = 0
-        for _, transfers in self.by_step():
+        for _, transfers in itertools.groupby(self.transfers, lambda transfer: transfer.step):
             space = [numpy.zeros(n, "int64") for n in ranks]
             pairs = []
             for transfer in transfers:
@@ -165,16 +154,31 @@ class RefitPlan:
             largest = max(largest, *(int(one.max()) for one in space))
         return Load(total, messages, int(sent.max()), int(received.max()), self.bound, copied, largest)
 
+    def seconds(self, gpu: GPU) -> float:
+        """Time by the links of a GPU: that of the busiest port, after the first step was packed.
+
+        A rank sends and receives at the same time, and its NVLink and its network port work in parallel.
+        Ranks are numbered as by `Refit`, NVLink domains are consecutive ranks. Latency and checksums are not
+        counted.
+        """
+        trainers = self.training.layout.world_size
+        offset = 0 if self.colocated else trainers
+        busy = {
+            (side, link): numpy.zeros(ranks)
+            for side, ranks in (("out", trainers), ("in", self.serving.size))
+            for link in (gpu.nvlink, gpu.network)
+        }
+        first = 0
+        for transfer in self.transfers:
+            senders, receivers = transfer.pairs
+            near = senders // gpu.nvlink_domain == (receivers + offset) // gpu.nvlink_domain
+            other = self.between(senders, receivers)
+            first = max(first, transfer.space if transfer.step == 0 else 0)
+            for link, those in ((gpu.nvlink, near & other), (gpu.network, ~near & other)):
+                for side, ranks in (("out", senders), ("in", receivers)):
+                    numpy.add.at(busy[side, link], ranks[those], transfer.bytes / link)
+        # The first step is read and written once.
+        return float(max(one.max() for one in busy.values())) + 2 * first / gpu.hbm
+
     def between(self, senders: Any, receivers: Any) -> Any:
-        """Whether each pair is two processes."""
-        import numpy
-
         return senders != receivers if self.colocated else numpy.ones(len(senders), bool)
-
-    def by_step(self) -> Iterator[tuple[int, list[TensorTransfer]]]:
-        """Yield every step with its transfers."""
-        begin = 0
-        for end in range(1, len(self.transfers) + 1):
-            if end == len(self.transfers) or self.transfers[end].step != self.transfers[begin].step:
-                yield self.transfers[begin].step, list(self.transfers[begin:end])
-                begin = end

@@ -1,10 +1,10 @@
-"""Make the plan of a refit, and check one without processes. Needs numpy.
+"""Make the plan of a refit.
 
 Tensors of the same row and layer kind differ in their names only, so their cuts are computed once. Then every
 part finds its senders: parts that few ranks hold first, each receiver from the sender with the least bytes so
 far, so that tensors which every rank of a stage holds level out what the others left unequal.
 
-The steps take layers of all training stages side by side, so that no stage waits for another.
+A step has layers of all training stages, so that no stage waits for another.
 """
 
 from __future__ import annotations
@@ -46,13 +46,15 @@ OPEN = 16
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldTensor:
     """One tensor (or one of each expert) and how the receivers hold it.
 
     stages: pipeline ranks of the senders, and stages of the receivers. stored: the tensor of a packed weight
     that this is; None: it is as the model has it.
     """
 
+    training: Training
+    serving: EngineLayout
     prefix: Prefix
     row: Row
     index: int
@@ -72,61 +74,66 @@ class Held:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the whole tensor, of one expert where there are several."""
         if self.stored is not None:
             return self.stored.shape
         return hf_shape(self.row, self.index, self.prefix.config)
 
     @property
     def role(self) -> Role:
-        """The receivers' ranks over which it is cut."""
         return "whole" if self.parameter is None else self.parameter.role
 
     @property
     def axis(self) -> int:
-        """The axis along which it is cut."""
         return axis_of(self.row) if self.stored is None or self.stored.columns else 0
 
-    def target(self, serving: EngineLayout) -> str:
-        """Name of the receiver's parameter."""
+    @property
+    def target(self) -> str:
         if self.parameter is None:
             return self.tensor
-        root = hf_root(serving.config) + "."
-        return serving.rules.parameter_name(self.parameter, self.prefix.hf or root)
+        root = hf_root(self.serving.config) + "."
+        return self.serving.rules.parameter_name(self.parameter, self.prefix.hf or root)
 
-    def sizes(self, training: Training, serving: EngineLayout) -> tuple[int, int]:
+    @property
+    def experts(self) -> int:
+        """Number of tensors of this name."""
+        return self.training.config.num_moe_experts or 1 if self.row.routed else 1
+
+    @property
+    def sizes(self) -> tuple[int, int]:
         """Ranks over which each side cuts the tensor."""
-        layout = training.layout
-        return (layout.etp if self.row.routed else layout.tp), serving.group_size(self.role)
+        layout = self.training.layout
+        return (layout.etp if self.row.routed else layout.tp), self.serving.group_size(self.role)
 
-    def shares(
-        self, training: Training, serving: EngineLayout
-    ) -> tuple[tuple[Shares, ...], tuple[Shares, ...]]:
+    def training_shares(self) -> tuple[Shares, ...]:
+        """Shares of the model's tensor by training rank."""
+        config, vocabulary = self.prefix.config, self.training.vocabulary
+        return training_shares(self.row, config, self.sizes[0], vocabulary)[self.index]
+
+    def shares(self) -> tuple[tuple[Shares, ...], tuple[Shares, ...]]:
         """Shares of both sides by rank of the group that cuts the tensor."""
-        config = self.prefix.config
-        ranks, receiving = self.sizes(training, serving)
-        have = training_shares(self.row, config, ranks, training.vocabulary)[self.index]
+        ranks, receiving = self.sizes
+        have = self.training_shares()
         if self.parameter is None:
             every = ((TensorShare(0, (*self.shape, 1)[self.axis], 0),),)
             if self.stored is not None and self.axis:
                 have = self.stored.cut(have, ranks, self.tensor)
             return have if self.stored is None or self.stored.columns else every, every
-        return have, serving_shares(self.row, config, receiving)[0][self.index]
+        return have, serving_shares(self.row, self.prefix.config, receiving)[0][self.index]
 
-    def dtype(self, serving: EngineLayout) -> str:
-        """Type in which it travels, that of the receiver's parameter."""
+    @property
+    def dtype(self) -> str:
+        """Type in which it is sent, that of the receiver's parameter."""
         if self.stored is not None:
             return self.stored.dtype
-        router = serving.fp32_router and self.row.hf[self.index].name == "mixer.gate.weight"
-        return "float32" if self.row.float32 or self.negated_exp or router else serving.dtype
+        router = self.serving.fp32_router and self.row.hf[self.index].name == "mixer.gate.weight"
+        return "float32" if self.row.float32 or self.negated_exp or router else self.serving.dtype
 
     @property
     def negated_exp(self) -> bool:
-        """Whether it travels as -exp(tensor)."""
         return self.parameter is not None and self.parameter.negated_exp
 
 
-def tensors(training: Training, serving: EngineLayout) -> Iterator[Held]:
+def tensors(training: Training, serving: EngineLayout) -> Iterator[HeldTensor]:
     """Yield every tensor that the receivers hold, in the order of the layers."""
     config = training.config
     for prefix in prefixes(config):
@@ -143,7 +150,7 @@ def tensors(training: Training, serving: EngineLayout) -> Iterator[Held]:
                     training.stages_of(prefix.part, layer, named.name),
                     serving.stages_of(prefix.part, layer, named.name),
                 )
-                held = Held(prefix, row, index, parameter, stages)
+                held = HeldTensor(training, serving, prefix, row, index, parameter, stages)
                 weight = serving.packed.get(held.tensor.replace("{e}", "0"))
                 if weight is None:
                     yield held
@@ -209,7 +216,7 @@ def _parts(training: Training, serving: EngineLayout, only: str | None) -> Itera
         before: Counter[tuple[str, tuple[int, int]]] = Counter()
         own = layers[held.stages[0][0]]
         place = (own[held.prefix] + 0.5) / len(own)
-        for first, last, local, sender, receiver, parts in _pairs(held, training, serving):
+        for first, last, local, sender, receiver, parts in _pairs(held):
             keys = (held.row, held.stages[0], *sender), (held.role, held.stages[1], *receiver)
             if keys[0] not in ranks:
                 ranks[keys[0]] = numpy.array(training.holders(*keys[0]), "int32")
@@ -222,8 +229,8 @@ def _parts(training: Training, serving: EngineLayout, only: str | None) -> Itera
                 held.axis,
                 parts,
                 prod(held.shape[: held.axis] + held.shape[held.axis + 1 :]),
-                held.dtype(serving),
-                held.target(serving),
+                held.dtype,
+                held.target,
                 held.parameter is not None and held.parameter.stacked,
                 local,
                 held.negated_exp,
@@ -236,25 +243,27 @@ def _parts(training: Training, serving: EngineLayout, only: str | None) -> Itera
 
 
 def _pairs(
-    held: Held, training: Training, serving: EngineLayout
+    held: HeldTensor,
 ) -> Iterator[tuple[int, int, int, tuple[int, int], tuple[int, int], tuple[AxisCut, ...]]]:
     """Yield (first expert, one past the last, first one's place, sender, receiver, cuts)."""
-    have, want = held.shares(training, serving)
-    experts = training.config.num_moe_experts or 1 if held.row.routed else 1
-    here = experts // training.layout.ep if held.row.routed else 1
-    there = experts // serving.ep if held.row.routed and held.parameter is not None else experts
+    have, want = held.shares()
+    experts = held.experts
+    sender_experts = experts // held.training.layout.ep if held.row.routed else 1
+    receiver_experts = (
+        experts // held.serving.ep if held.row.routed and held.parameter is not None else experts
+    )
     matched = [(i, j, found) for i, a in enumerate(have) for j, b in enumerate(want) if (found := cuts(a, b))]
     first = 0
     while first < experts:
-        last = min((first // here + 1) * here, (first // there + 1) * there)
+        last = min((first // each + 1) * each for each in (sender_experts, receiver_experts))
         for i, j, found in matched:
-            yield first, last, first % there, (i, first // here), (j, first // there), found
+            sender, receiver = (i, first // sender_experts), (j, first // receiver_experts)
+            yield first, last, first % receiver_experts, sender, receiver, found
         first = last
 
 
 def spread(loads: Any, number: int, size: int) -> Any:
-    """How many of `number` equal parts each sender sends, so that the largest load is as small as
-    possible."""
+    """How many of `number` equal parts each sender sends for the smallest largest load."""
     ordered = numpy.sort(loads)
     levels = (numpy.cumsum(ordered) + number * size) / numpy.arange(1, len(ordered) + 1)
     used = int((levels[:-1] > ordered[1:]).sum())  # senders above this one have more than the level already
@@ -297,7 +306,6 @@ class _Bound:
             self._stages[first] += size
 
     def value(self) -> int:
-        """Bytes, rounded up."""
         needs = [*self._needs.values(), [self._total, self._ranks]]
         needs += [[size, self._each] for size in self._stages]
         return max(-(-size // ranks) for size, ranks in needs)

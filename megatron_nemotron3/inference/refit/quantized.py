@@ -7,7 +7,7 @@ suffix has in FP8, as DeepSeek's checkpoints have them:
     X.weight            float8_e4m3fn [out, in]
     X.weight_scale_inv  float32 [out / 128, in / 128], rounded up: amax / 448 of each block
 
-Engines scale its activations as they come, so it needs no scales from data. Standard library only.
+Engines scale its activations as they come, so it needs no scales from data.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ class Blockwise(Weight):
 
     @property
     def outputs(self) -> tuple[Tensor, ...]:
-        """The stored tensors, in order."""
         name, shape, _ = self.tensor
         return Tensor(name, shape, "float8_e4m3fn"), Tensor(f"{name}_scale_inv", grid_of(self), "float32")
 
@@ -57,7 +56,6 @@ class Stored(NamedTuple):
     columns: int
 
     def name(self, weight: str) -> str:
-        """Its name, from that of the weight."""
         return f"{weight.removesuffix('.weight')}.{self.suffix}"
 
     def cut(self, shares: tuple[Shares, ...], ranks: int, name: str) -> tuple[Shares, ...]:

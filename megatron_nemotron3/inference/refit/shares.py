@@ -1,4 +1,4 @@
-"""Which part of a Hugging Face tensor a rank holds, and where in its own tensor. Standard library only.
+"""Which part of a Hugging Face tensor a rank holds, and where in its own tensor.
 
 Every tensor of the family is cut along one axis, the same on both sides, so a part is a few intervals of it:
 
@@ -11,8 +11,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from megatron_nemotron3.checkpoints.convert import transforms
-from megatron_nemotron3.checkpoints.convert.plan import CopyPiece
-from megatron_nemotron3.checkpoints.convert.plan import CopyPlan as CopyPlan
+from megatron_nemotron3.checkpoints.convert.plan import CopyPiece, CopyPlan
 from megatron_nemotron3.inference.refit.engines import VOCABULARY_MULTIPLE
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.tensors import PARAMETER, NamedShape, Row, symbol_sizes
@@ -74,10 +73,7 @@ def training_shape(row: Row, config: Nemotron3Config, size: int, padded_vocab_si
 def training_shares(
     row: Row, config: Nemotron3Config, size: int, padded_vocab_size: int
 ) -> tuple[tuple[Shares, ...], ...]:
-    """Shares of the training ranks: [HF tensor of the row][tensor rank, expert-tensor rank in experts].
-
-    A tensor that all ranks hold has one entry.
-    """
+    """Shares by HF tensor and (expert-)tensor rank; a tensor that all ranks hold has one entry."""
     axis = axis_of(row)
     tensor, shape, split = _split(row, config, size, padded_vocab_size)
     hf = {t.name: hf_shape(row, i, config) for i, t in enumerate(row.hf)}

@@ -47,7 +47,7 @@ def ignore(_: OutputText) -> None:
 
 def read_at_once(chat: Chat) -> list[int]:
     """The answer after the same tokens by a model that has not seen any of them before."""
-    how = GenerationOptions(chat.how.max_new_tokens, stop=chat.tokenizer.stop)
+    how = GenerationOptions(chat.options.max_new_tokens, stop=chat.tokenizer.stop)
     return generate(chat.engine, [chat.context], how).rows[0].tokens
 
 

@@ -313,7 +313,7 @@ def _validation_samples(folder: Path, s: int) -> Tensor:
 
 def test_conversations_are_measured_alone(world: None, tmp_path: Path) -> None:
     """Against Megatron's token losses of each; only marked tokens count, in both means."""
-    from megatron_nemotron3.inference.generate.conversations import conversation_losses
+    from megatron_nemotron3.inference.generate.evaluate import conversation_losses
     from megatron_nemotron3.train.data.conversations import Encoded
 
     config = get("super-tiny")

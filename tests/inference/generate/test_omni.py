@@ -14,7 +14,7 @@ import torch
 
 from megatron_nemotron3 import cli
 from megatron_nemotron3.inference.generate import command
-from megatron_nemotron3.inference.generate.encoders import moved
+from megatron_nemotron3.inference.generate.encoders import to_device
 from megatron_nemotron3.inference.generate.media import Prompt, PromptReader
 from megatron_nemotron3.inference.generate.text import Tokenizer
 from tests.support.generation_folders import Folders
@@ -214,7 +214,7 @@ def test_all_of_a_medium_is_on_the_device(omni: OmniFolder) -> None:
     """Frames of videos are in a list."""
     reader = PromptReader(Tokenizer(omni.folder), tiny_omni(), "", template=False)
     prompt = Prompt("<video> <image>", (("video", str(omni.videos[0])), ("image", str(omni.images[0]))))
-    given = moved(reader.inputs(reader.read(prompt), "")["vision"]["radio"], "meta")
+    given = to_device(reader.inputs(reader.read(prompt), "")["vision"]["radio"], "meta")
     assert given["pixel_values_videos"][0].is_meta and given["pixel_values"].is_meta
 
 

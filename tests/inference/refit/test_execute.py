@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_nemotron3.inference.refit.checksum import added, checksum
 from megatron_nemotron3.inference.refit.layouts import EngineLayout, Training
-from megatron_nemotron3.inference.refit.parts import name_of, parts_of, sum_sent
+from megatron_nemotron3.inference.refit.parts import added, checksum, name_of, parts_of, sum_sent
 from megatron_nemotron3.inference.refit.planner import make_plan
 from megatron_nemotron3.models import get
 from megatron_nemotron3.proof.certify.ranks import run_distributed
