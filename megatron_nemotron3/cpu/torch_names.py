@@ -164,7 +164,7 @@ def table() -> list[tuple[Any, str, Any]]:
         "get_rng_state": lambda *_, **__: torch.get_rng_state(),
         "set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
         "default_generators": Generators(),
-        "CpuStream": CpuStream,
+        "Stream": CpuStream,
         "Event": Event,
         "stream": lambda *_: nullcontext(),
         "set_stream": nothing,
