@@ -56,47 +56,38 @@ class PrecisionOptions:
 
 
 def register(commands: Any) -> None:
-    """Add `nemotron3 precision`."""
+    """Add the command."""
     add_command(commands.add_parser("precision"), PrecisionOptions, precision_command)
 
 
 def precision_command(options: PrecisionOptions) -> int:
     """Print the recipe's table, write or compare a precision file, or summarize a run. Exit status 0."""
     if options.report is not None and not names_model(options.which) and options.output is None:
+        picture = options.report / report_file.PICTURE
         if options.report.is_dir():  # a missing one has its own message
-            require_plot(options.report / report_file.PICTURE, "--report")
+            require_plot(picture, "--report")
         with result(options.json):
             rows = report_file.read(options.report)
             now = report_file.last(rows)
-            say(
-                report(rows, options.report),
-                folder=options.report,
-                plot=options.report / report_file.PICTURE,
-                iteration=now[0].iteration,
-                rows=[row._asdict() for row in now],
-            )
+            facts = {"iteration": now[0].iteration, "rows": [row._asdict() for row in now]}
+            say(report(rows, options.report), folder=options.report, plot=picture, **facts)
         return 0
     if options.report is not None or not names_model(options.which):
         raise ValueError("give the NAME of a model, or --report DIR alone")
-    if options.te_precision_config_file is not None:
+    if (path := options.te_precision_config_file) is not None:
         if options.output is not None or options.format != NVFP4:
             raise ValueError(f"{yaml_file.FLAG} compares a file for {NVFP4}: drop --output and --precision")
         with result(options.json):
             config = chosen_model(options.which)
-            text = compare(config, options.te_precision_config_file)
-            say(
-                text,
-                model=config.name,
-                file=options.te_precision_config_file,
-                findings=text.splitlines(),
-            )
+            text = compare(config, path)
+            say(text, model=config.name, file=path, findings=text.splitlines())
         return 0
     if options.output is not None:
         require_output(options.output, "--output")
     with result(options.json):
         config = chosen_model(options.which)
         text = run(config, options.format, options.output)
-        facts = {"file": options.output} if options.output is not None else table(config, options.format)
+        facts = table(config, options.format) if options.output is None else {"file": options.output}
         say(text, model=config.name, precision=options.format, **facts)
     return 0
 
