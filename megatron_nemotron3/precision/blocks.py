@@ -62,8 +62,12 @@ def pieces(*views: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     return zip(*(v.split(step) for v in views), strict=True)
 
 
-#: Number -> buffer of this thread.
-_buffers = threading.local()
+class _ScratchBuffers(threading.local):
+    def __init__(self) -> None:
+        self.buffers: dict[int, torch.Tensor] = {}
+
+
+_scratch_buffers = _ScratchBuffers()
 _SMALL = 2**14
 
 
@@ -75,7 +79,7 @@ def scratch(like: torch.Tensor, number: int) -> torch.Tensor:
     count = like.numel()
     if like.device.type != "cpu" or not _SMALL < count <= PIECE * torch.get_num_threads():
         return torch.empty_like(like, dtype=torch.float32)
-    buffers: dict[int, torch.Tensor] = vars(_buffers)
+    buffers = _scratch_buffers.buffers
     if number not in buffers or len(buffers[number]) < count:
         with torch.inference_mode(False):
             buffers[number] = torch.empty(count)

@@ -44,10 +44,10 @@ class Deviation:
 
     text: str
     #: The matcher or switch that asks for it; "" if it is merely left out.
-    asked_by: str = ""
+    source: str = ""
 
     def __str__(self) -> str:
-        return f"{self.text}, as {self.asked_by} says" if self.asked_by else self.text
+        return f"{self.text}, as {self.source} says" if self.source else self.text
 
 
 def deviations(structure: Structure, file: PrecisionFile, ambient: Ambient) -> list[Deviation]:
@@ -118,4 +118,4 @@ def census_lines(model: Any) -> Iterator[str]:
 
 def line(found: Deviation) -> str:
     """A line for a log; a warning unless a matcher or switch asks for it."""
-    return f"{'' if found.asked_by else 'warning: '}not the published recipe: {found}"
+    return f"{'' if found.source else 'warning: '}not the published recipe: {found}"

@@ -83,7 +83,7 @@ class ExpertRows:
 
 
 class DeviceRows(ExpertRows):
-    """Rows whose counts only the device knows: room for as much padding as there can be.
+    """Rows whose counts are on the device: room for as much padding as there can be.
 
     What lies behind the last expert's padding is zero and belongs to no expert: its owner is number E.
 

@@ -122,9 +122,9 @@ def counted(numbers: Mapping[str, int]) -> str:
     return ", ".join(f"{number} {fmt}" for fmt, number in sorted(numbers.items()))
 
 
-def either(words: Sequence[str]) -> str:
+def either(names: Sequence[str]) -> str:
     """`a, b or c`, for a message."""
-    return " or ".join((*((", ".join(words[:-1]),) if words[1:] else ()), *words[-1:]))
+    return " or ".join((*((", ".join(names[:-1]),) if names[1:] else ()), *names[-1:]))
 
 
 def capability_text(capability: Capability) -> str:

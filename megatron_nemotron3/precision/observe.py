@@ -6,8 +6,8 @@ of a pipeline stage, so the result does not depend on which rank held which micr
 Tensors that several ranks replicate count once per rank, in numerator and denominator alike.
 
 Linears that emulate a format report their own operands. Other linears get an `Observed`, which computes the
-plain linear and, beside it, what quantization would do to its operands. Nothing here changes a tensor or
-draws from a random stream of the run.
+plain linear and also what quantization would do to its operands. Nothing here changes a tensor or draws from
+a random stream of the run.
 """
 
 from __future__ import annotations
@@ -145,18 +145,18 @@ class PrecisionObserver:
 
     def _reduced_rows(self, iteration: int) -> Iterator[report.ReportRow]:
         """Rows of the report, reduced over the ranks of this pipeline stage. Collective."""
-        wanted = [(record, tensor) for record in self.records for tensor in record.tensors]
-        if not wanted:
+        recorded = [(record, tensor) for record in self.records for tensor in record.tensors]
+        if not recorded:
             return
         device = next(self._stack().parameters()).device  # type: ignore[union-attr]
-        parts = [record.of(tensor, device) for record, tensor in wanted]
+        parts = [record.of(tensor, device) for record, tensor in recorded]
         sums, amax = (torch.cat([part[i] for part in parts]) for i in (0, 1))
         for group in (self.groups.tp_cp, self.groups.dp):
             if group.size() > 1:
                 torch.distributed.all_reduce(sums, group=group)
                 torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=group)
-        sizes = [record.groups for record, _ in wanted]
-        for (record, tensor), s, a in zip(wanted, sums.cpu().split(sizes), amax.cpu().split(sizes)):
+        sizes = [record.groups for record, _ in recorded]
+        for (record, tensor), s, a in zip(recorded, sums.cpu().split(sizes), amax.cpu().split(sizes)):
             numbers = _report_columns(record, tensor, s, a)
             place = (iteration, record.layer, record.module, record.format, tensor, self.used)
             yield report.ReportRow(*place, *numbers)
@@ -236,7 +236,7 @@ class Observed:
         return y
 
     def takes_device_counts(self, module: Any) -> bool:
-        """Statistics are taken expert by expert."""
+        """False: statistics are taken expert by expert."""
         return False
 
     def grouped(self, module: Any, x: Tensor, weights: list[Tensor], counts: list[int]) -> Tensor:

@@ -95,9 +95,9 @@ def formats(bench: Bench) -> Iterator[Finding]:
     wrong = deviations.deviations(structure, file, ambient)
     for one in wrong:
         # What a matcher asks for is meant; what no matcher names took the format of its layer in silence.
-        state = PropertyState.PASS if one.asked_by else PropertyState.FAIL
+        state = PropertyState.PASS if one.source else PropertyState.FAIL
         yield Finding(FORMATS, state, detail=f"not the published recipe: {one}")
-    if all(one.asked_by for one in wrong):
+    if all(one.source for one in wrong):
         yield passed(FORMATS, detail=f"linears of the whole model: {said}")
 
 
