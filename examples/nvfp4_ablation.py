@@ -26,9 +26,7 @@ from tiny_runs import VALIDATION, Text, build, evaluate, kept, on_text, train
 import megatron_nemotron3 as n3
 from megatron_nemotron3.common.output import Interval, interval
 from megatron_nemotron3.models import get, tiny
-from megatron_nemotron3.precision import yaml_file
-from megatron_nemotron3.precision.settings import emulating, parse
-from megatron_nemotron3.precision.table import bf16_tail
+from megatron_nemotron3.precision import bf16_tail, emulating, parse_emulation, yaml_file
 
 MODEL = tiny(get("super")).but(name="super-tiny", mtp_pattern=None, mtp_num_layers=0, seq_length=128)
 RATE = 4e-3
@@ -48,7 +46,7 @@ VARIANTS = {
 
 def loss_of(variant: str, seed: int, steps: int, text: Text, file: Path) -> float:
     """Validation loss (nats per token) after `steps`. `file`: Megatron's precision file of the recipe."""
-    emulation = parse(VARIANTS[variant])
+    emulation = parse_emulation(VARIANTS[variant])
     words: list[str] = []
     if emulation is not None and not emulation.every_layer:
         words = ["--first-last-layers-bf16", "--num-layers-at-start-in-bf16", "0"]

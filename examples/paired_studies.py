@@ -66,7 +66,7 @@ from megatron_nemotron3.post_training.compress import memory
 from megatron_nemotron3.post_training.compress.importance import measure
 from megatron_nemotron3.post_training.xtoken.align import Aligner
 from megatron_nemotron3.post_training.xtoken.loss import Kind, span_losses
-from megatron_nemotron3.precision.settings import emulating, parse
+from megatron_nemotron3.precision import emulating, parse_emulation
 from megatron_nemotron3.train.teacher.projection import Projection
 from megatron_nemotron3.train.teacher.tokens import ByteVocabulary
 
@@ -180,7 +180,7 @@ class Lab:
 
 def copied(model: torch.nn.Module, emulate: str) -> torch.nn.Module:
     """A trainable model with the same weights, which emulates."""
-    with emulating(parse(emulate)):
+    with emulating(parse_emulation(emulate)):
         copy = build(TEACHER, 0)
     with torch.no_grad():
         for new, old in zip((*copy.parameters(), *copy.buffers()), (*model.parameters(), *model.buffers())):

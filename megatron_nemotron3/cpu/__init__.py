@@ -8,13 +8,6 @@ Megatron names CUDA everywhere: `torch.cuda.current_device()` for allocations, s
 replaced attribute is listed in a table with its replacement, and is put back on exit. Importing this package
 patches nothing, and nothing is patched on a GPU.
 
-    mode         the context manager
-    torch_names  the table for torch, and stand-ins for CUDA's streams, events and devices
-    collectives  the table for torch.distributed, and collectives that gloo lacks
-    products     dense FP32 products by oneDNN, where it is faster
-    megatron     the table for Megatron, and the arguments that cannot hold on a CPU
-    async_save   the process that writes checkpoints beside training
-
 It does not emulate CUDA: Triton kernels, CUDA graphs and TransformerEngine stay unavailable.
 """
 

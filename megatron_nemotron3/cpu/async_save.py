@@ -1,4 +1,4 @@
-"""Asynchronous saves on a CPU: the process beside each rank that writes Megatron's checkpoints.
+"""Asynchronous saves on a CPU, by the process that each rank has for writing Megatron's checkpoints.
 
 Megatron chooses a CUDA device in it, which fails without one. And it copies the weights there before training
 goes on, from the GPU: tensors of a CPU arrive in shared memory and are not copied, so the optimizer's next

@@ -3,8 +3,8 @@
 `megatron/bridge/peft/lora_layers.py`, which `import megatron.bridge` loads, begins with
 `import transformer_engine.pytorch as te` and names a few of its classes in annotations and isinstance checks.
 `allow_missing_te` gives that one module empty classes under these names. No module is put into `sys.modules`,
-so whoever else asks whether TE can be imported, such as Megatron-Core for its `HAVE_TE` flags, is still told
-that it cannot. Where TE is installed nothing happens.
+so TE still cannot be imported elsewhere, for instance by Megatron-Core for its `HAVE_TE` flags. Where TE is
+installed nothing happens.
 """
 
 from __future__ import annotations
@@ -29,19 +29,17 @@ def _empty(name: str) -> type:
 
 
 #: What these modules name when they are imported, and in isinstance checks.
-_PLACEHOLDER = SimpleNamespace(
-    pytorch=SimpleNamespace(
-        Linear=_empty("Linear"),
-        LayerNormLinear=_empty("LayerNormLinear"),
-        ops=SimpleNamespace(Sequential=_empty("Sequential")),
-    )
+_PYTORCH = SimpleNamespace(
+    Linear=_empty("Linear"),
+    LayerNormLinear=_empty("LayerNormLinear"),
+    ops=SimpleNamespace(Sequential=_empty("Sequential")),
 )
 
 
 def _import(name: str, *args: Any, **kwargs: Any) -> Any:
     """`__import__` of the modules in `NEED_TE`."""
     if name == "transformer_engine.pytorch":
-        return _PLACEHOLDER
+        return SimpleNamespace(pytorch=_PYTORCH)
     return builtins.__import__(name, *args, **kwargs)
 
 

@@ -31,7 +31,7 @@ def new_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
     """`torch.distributed.new_group`; groups of one rank are shared. As in torch, all ranks must call it."""
     global _world
     members = list(range(dist.get_world_size())) if ranks is None else list(ranks)
-    # With local synchronization (the fifth argument) other ranks do not call and would not know it.
+    # With local synchronization (the fifth argument) other ranks do not call.
     if len(members) != 1 or kwargs.get("use_local_synchronization") or len(args) > 3:
         return _new_group(ranks, *args, **kwargs)
     if _world is not dist.group.WORLD:
@@ -67,25 +67,32 @@ def destroy_process_group(group: Any = None) -> None:
     _destroy(group)
 
 
-def _gloo_can(parts: list[torch.Tensor], group: Any) -> bool:
-    return dist.get_backend(group) != "gloo" or len({part.shape for part in parts}) <= 1
+def _is_supported(name: str, parts: list[torch.Tensor], group: Any, async_op: bool) -> bool:
+    """Whether torch's own collective takes these parts; ours is synchronous."""
+    if dist.get_backend(group) != "gloo" or len({part.shape for part in parts}) <= 1:
+        return True
+    if async_op:
+        raise NotImplementedError(
+            f"{name} of parts of different sizes is synchronous on gloo: use async_op=False"
+        )
+    return False
 
 
 def all_gather(
     tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
 ) -> Any:
     """`torch.distributed.all_gather` for parts [n_r, …] of any n_r: one broadcast from each rank."""
-    if _gloo_can(tensor_list, group):
+    if _is_supported("all_gather", tensor_list, group, async_op):
         return _all_gather(tensor_list, tensor, group=group, async_op=async_op)
-    if async_op:
-        raise NotImplementedError(
-            "all_gather of parts of different sizes is synchronous on gloo: use async_op=False"
-        )
     rank = dist.get_rank(group)
     for source, part in enumerate(tensor_list):
         if source == rank:
             part.copy_(tensor)
-        _on_contiguous(part, lambda t, source=source: dist.broadcast(t, group=group, group_src=source))
+        if part.numel():  # gloo needs contiguous, non-empty memory
+            whole = part.contiguous()
+            dist.broadcast(whole, group=group, group_src=source)
+            if whole is not part:
+                part.copy_(whole)
     return None
 
 
@@ -97,12 +104,8 @@ def reduce_scatter(
     async_op: bool = False,
 ) -> Any:
     """`torch.distributed.reduce_scatter` for parts [n_r, …] of any n_r: one reduction to each rank."""
-    if _gloo_can(input_list, group):
+    if _is_supported("reduce_scatter", input_list, group, async_op):
         return _reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
-    if async_op:
-        raise NotImplementedError(
-            "reduce_scatter of parts of different sizes is synchronous on gloo: use async_op=False"
-        )
     rank = dist.get_rank(group)
     for target, part in enumerate(input_list):
         summed = part.clone(memory_format=torch.contiguous_format)
@@ -125,28 +128,15 @@ def all_gather_into_tensor(
     return _all_gather_into_tensor(output_tensor, local, *args, **kwargs)
 
 
-def _on_contiguous(tensor: torch.Tensor, collective: Any) -> None:
-    """Run a collective in place. gloo needs contiguous, non-empty memory."""
-    if not tensor.numel():
-        return
-    whole = tensor.contiguous()
-    collective(whole)
-    if whole is not tensor:
-        tensor.copy_(whole)
-
-
 def table() -> list[tuple[Any, str, Any]]:
     """(object, attribute, replacement) for `torch.distributed`; options of nccl are dropped."""
 
     def on_gloo(function: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            args = tuple(_gloo(a) for a in args)
             if "backend" in kwargs:
                 kwargs["backend"] = _gloo(kwargs["backend"])
-            for name in ("pg_options", "device_id"):
-                if kwargs.get(name) is not None:
-                    kwargs[name] = None
-            return function(*args, **kwargs)
+            kwargs |= {name: None for name in ("pg_options", "device_id") if name in kwargs}
+            return function(*map(_gloo, args), **kwargs)
 
         return wrapper
 

@@ -49,7 +49,7 @@ def _fallback_table() -> list[tuple[Any, str, Any]]:
         "core.optimizer": {
             "Adam": optimizer.adam,
             "SGD": torch.optim.SGD,
-            # It calls the Adam above, with `adam_w_mode`, where it does not call torch's by itself.
+            # If False, Megatron calls the Adam above with `adam_w_mode`, not torch's own.
             "USING_PYTORCH_OPTIMIZER": False,
         },
         "core.optimizer.distrib_optimizer": {
@@ -176,8 +176,7 @@ def table(announce: Callable[[str], None], set_connections: bool = False) -> lis
             announce("CPU run, arguments set: " + ", ".join(f"{k}={v}" for k, v in changed.items()))
         return parsed
 
-    have_helper = _have_dataset_helper()
-    compile_helpers = datasets.compile_helpers
+    have_helper, compile_helpers = _have_dataset_helper(), datasets.compile_helpers
 
     def compile_if_missing() -> None:
         # The wheel has the compiled helper and no Makefile; a checkout has the Makefile only, which needs
@@ -191,9 +190,9 @@ def table(announce: Callable[[str], None], set_connections: bool = False) -> lis
     # main checks here whether MTP's projection is an inference linear, which raises without
     # TransformerEngine.
     mtp = importlib.import_module("megatron.core.transformer.multi_token_prediction")
-    question = "is_inference_column_parallel_linear"
-    if hasattr(mtp, question) and importlib.util.find_spec("transformer_engine") is None:
-        found.append((mtp, question, lambda module: False))
+    check = "is_inference_column_parallel_linear"
+    if hasattr(mtp, check) and importlib.util.find_spec("transformer_engine") is None:
+        found.append((mtp, check, lambda module: False))
     return [
         *found,
         (importlib.import_module("megatron.core.jit"), "jit_fuser", torch_names.uncompiled),

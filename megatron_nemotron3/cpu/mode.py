@@ -15,7 +15,7 @@ _active = False
 
 
 def is_active() -> bool:
-    """Whether code runs inside `cpu_mode`."""
+    """Whether `cpu_mode` is in force."""
     return _active
 
 

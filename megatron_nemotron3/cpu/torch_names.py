@@ -1,7 +1,4 @@
-"""Replacements on a CPU for names of `torch.cuda` and for torch functions that take a device.
-
-`table` lists them; the classes replace CUDA's streams, events and devices.
-"""
+"""Replacements on a CPU for names of `torch.cuda` and for torch functions that take a device."""
 
 from __future__ import annotations
 
@@ -58,7 +55,7 @@ class Event:
 
 
 class CurrentDevice(str):
-    """`torch.cuda.current_device()`: "cpu" as a device, and 0 in "cuda:{}" and beside a number."""
+    """`torch.cuda.current_device()`: "cpu" as a device, and 0 in "cuda:{}" and compared with a number."""
 
     __hash__ = str.__hash__
 
@@ -105,14 +102,14 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
     kinds = (str, torch.device)
 
-    def _names_cuda(device: Any) -> bool:
+    def is_cuda(device: Any) -> bool:
         return isinstance(device, kinds) and str(device).startswith("cuda")
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if "device" in kwargs and _names_cuda(kwargs["device"]):
+        if "device" in kwargs and is_cuda(kwargs["device"]):
             kwargs["device"] = "cpu"
-        if any(_names_cuda(a) for a in args):
-            args = tuple("cpu" if _names_cuda(a) else a for a in args)
+        if any(is_cuda(a) for a in args):
+            args = tuple("cpu" if is_cuda(a) else a for a in args)
         return function(*args, **kwargs)
 
     return wrapper
@@ -149,45 +146,34 @@ def table() -> list[tuple[Any, str, Any]]:
 
     original_type = torch.Tensor.type
     factories = "tensor empty zeros ones full arange rand randn randint randperm eye linspace as_tensor"
+    # torch.manual_seed calls manual_seed_all after seeding the CPU.
+    actions = "set_device synchronize empty_cache manual_seed_all set_stream reset_peak_memory_stats"
+    memory = "memory_allocated max_memory_allocated memory_reserved max_memory_reserved device_memory_used"
+    types = "Float Half BFloat16 Double Int Long Byte"
     cuda: dict[str, Any] = {
+        **dict.fromkeys(actions.split(), nothing),
+        **dict.fromkeys(memory.split(), zero),
+        **{f"{name}Tensor": getattr(torch, f"{name}Tensor") for name in types.split()},
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: CurrentDevice("cpu"),
-        "set_device": nothing,
         "device": Device,
-        "synchronize": nothing,
-        "empty_cache": nothing,
         "initial_seed": torch.initial_seed,
         "manual_seed": torch.default_generator.manual_seed,
-        "manual_seed_all": nothing,  # torch.manual_seed calls it after seeding the CPU
         "get_rng_state": lambda *_, **__: torch.get_rng_state(),
         "set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
         "default_generators": Generators(),
         "Stream": CpuStream,
         "Event": Event,
         "stream": lambda *_: nullcontext(),
-        "set_stream": nothing,
         "current_stream": lambda *_: CpuStream(),
         "default_stream": lambda *_: CpuStream(),
         "is_current_stream_capturing": lambda: False,
         "get_device_capability": lambda *_: (8, 0),  # the least that --moe-grouped-gemm accepts
         "get_device_properties": lambda *_: Properties(),
         "get_device_name": lambda *_: "cpu",
-        "memory_allocated": zero,
-        "max_memory_allocated": zero,
-        "memory_reserved": zero,
-        "max_memory_reserved": zero,
-        "reset_peak_memory_stats": nothing,
         "memory_stats": lambda *_: Zeros(),
-        "device_memory_used": zero,
-        "FloatTensor": torch.FloatTensor,
-        "HalfTensor": torch.HalfTensor,
-        "BFloat16Tensor": torch.BFloat16Tensor,
-        "DoubleTensor": torch.DoubleTensor,
-        "IntTensor": torch.IntTensor,
-        "LongTensor": torch.LongTensor,
-        "ByteTensor": torch.ByteTensor,
     }
     return [
         *((torch.cuda, name, value) for name, value in cuda.items()),

@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from megatron_nemotron3.layers.context_parallel import (
     cu_seqlens,
@@ -34,9 +35,6 @@ try:
     from torch.nn.attention.varlen import varlen_attn as _varlen_attn
 except ImportError:  # torch < 2.10
     _varlen_attn = None  # type: ignore[assignment]
-
-#: Mask types with which each token sees itself and the tokens before it.
-CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 
 class TorchCoreAttention(MegatronModule):
@@ -61,7 +59,7 @@ class TorchCoreAttention(MegatronModule):
         **unused: Any,
     ) -> None:
         super().__init__(config)
-        if attn_mask_type not in CAUSAL:
+        if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
             raise ValueError(f"attention mask {attn_mask_type.name}: the torch backend supports causal only")
         if config.softmax_type != "vanilla" or config.window_size is not None:
             raise ValueError(
@@ -77,14 +75,14 @@ class TorchCoreAttention(MegatronModule):
 
     def forward(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
         attn_mask_type: AttnMaskType | None = None,
-        attention_bias: torch.Tensor | None = None,
+        attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Attend.
 
         Args:
@@ -98,17 +96,18 @@ class TorchCoreAttention(MegatronModule):
             raise ValueError("attention_bias: models of this family have none, and it is not supported")
         if packed_seq_params is not None:
             return self._packed(query, key, value, packed_seq_params)
-        mask = None
-        if self.cp_group.size() > 1:
-            key, value, mask = self._gather_context(query, key, value)
+        mask, cp = None, self.cp_group.size()
+        if cp > 1:  # gathers keys and values, which are small (2 KV heads)
+            borders = [0, query.shape[0] * cp]
+            own = zigzag(borders, cp, self.cp_group.rank(), query.device)
+            mask = gathered_positions(borders, cp, query.device)[None, :] <= own[:, None]
+            key, value = self._gather(key), self._gather(value)
         # [s, b, h, c] -> [b, h, s, c]
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         out = self._attend(q, k, v, mask)
         return out.permute(2, 0, 1, 3).flatten(2)
 
-    def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Attention of [b, h, s, c] each; mask [s_q, s_k] is True where allowed, None for causal."""
         dropout = self.dropout if self.training else 0.0
         own_stream = dropout and not self.config.sequence_parallel
@@ -124,9 +123,7 @@ class TorchCoreAttention(MegatronModule):
                 enable_gqa=q.shape[1] != k.shape[1],
             )
 
-    def _packed(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSeqParams
-    ) -> torch.Tensor:
+    def _packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams) -> Tensor:
         """Attention of documents that follow each other along the token axis, each separately."""
         cp = self.cp_group.size()
         if cp == 1 and self._takes_device_borders(query):
@@ -142,17 +139,15 @@ class TorchCoreAttention(MegatronModule):
         for start, end in zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True):
             if end == start:
                 continue
-            mine = slice(start // cp, end // cp)
+            own = slice(start // cp, end // cp)
             # [t, h, c] -> [1, h, t, c]
-            q, k, v = (
-                t.transpose(0, 1).unsqueeze(0) for t in (query[mine], key[start:end], value[start:end])
-            )
+            q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query[own], key[start:end], value[start:end]))
             # Causal: positions of the keys against those of this rank's queries.
-            mask = None if held is None else torch.arange(start, end, device=k.device) <= held[mine, None]
+            mask = None if held is None else torch.arange(start, end, device=k.device) <= held[own, None]
             pieces.append(self._attend(q, k, v, mask).squeeze(0).transpose(0, 1))
         return torch.cat(pieces).flatten(1)
 
-    def _takes_device_borders(self, query: torch.Tensor) -> bool:
+    def _takes_device_borders(self, query: Tensor) -> bool:
         """Whether flash attention computes all documents in one launch, with their borders on the device."""
         dropout = self.dropout if self.training else 0.0
         return bool(
@@ -165,24 +160,12 @@ class TorchCoreAttention(MegatronModule):
             and not dropout
         )
 
-    def _gather(self, t: torch.Tensor) -> torch.Tensor:
+    def _gather(self, t: Tensor) -> Tensor:
         """[s / cp, ...] -> [s, ...] in order of ranks; backward sums the gradients."""
         return gather_from_sequence_parallel_region(t.contiguous(), group=self.cp_group)
 
-    def _gather_context(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Context parallelism by gathering keys and values, which are small (2 KV heads)."""
-        cp, rank = self.cp_group.size(), self.cp_group.rank()
-        borders = [0, query.shape[0] * cp]
-        mine = zigzag(borders, cp, rank, query.device)
-        gathered = gathered_positions(borders, cp, query.device)
-        return self._gather(key), self._gather(value), gathered[None, :] <= mine[:, None]
 
-
-def _flash_packed(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, borders: torch.Tensor, scale: float
-) -> torch.Tensor:
+def _flash_packed(query: Tensor, key: Tensor, value: Tensor, borders: Tensor, scale: float) -> Tensor:
     """Causal attention of all documents of a pack in one launch; the host does not wait."""
     total = query.shape[0]
     ends = torch.nn.functional.pad(borders.to(torch.int32), (0, 1), value=total)

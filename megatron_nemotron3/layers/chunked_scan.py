@@ -26,8 +26,6 @@ MIN_CHUNKS = 4
 #: than the rounding error; their products were denormal and made this scan 3 times slower. In FP64 exp
 #: underflows to 0 there anyway.
 LOG_DECAY_FLOOR = {torch.float32: -60.0, torch.float64: -750.0}
-
-
 #: For the gradients of x, B and C, with their last two dimensions as one: [b, s, h * p] and [b, s, g * n].
 Places = tuple[Place, Place, Place]
 
@@ -63,6 +61,7 @@ class ScanInputs(NamedTuple):
         return torch.zeros(b, h, p, self.B.shape[-1], dtype=self.acc, device=self.x.device)
 
     def check(self) -> None:
+        """Raise ValueError if shapes do not fit."""
         if self.x.dim() != 4 or self.B.dim() != 4 or self.x.shape[1] == 0:
             found = f"x {tuple(self.x.shape)}, B {tuple(self.B.shape)}"
             raise ValueError(f"{found}: they must be [b, s, h, p] and [b, s, g, n] with at least one token")
@@ -151,10 +150,8 @@ def _decays(block: _CellBlock, dt: Tensor, A: Tensor, starts: Tensor | None, acc
     # Sums are FP64, since decays are differences of partial sums, each of which FP32 would round.
     # The clamp bounds them: after a huge dt * A a difference would lose all digits, or be inf - inf.
     cum = (dt * A).clamp_min(2 * floor).double().cumsum(1)
-    reach_in, reach_out = (
-        _exp_above(cum.to(acc, copy=True), floor),
-        _exp_above((cum[:, -1:] - cum).to(acc), floor),
-    )
+    reach_in = _exp_above(cum.to(acc, copy=True), floor)
+    reach_out = _exp_above((cum[:, -1:] - cum).to(acc), floor)
     carry = reach_in[:, -1]
     mask = torch.ones(block.l, block.l, dtype=acc, device=dt.device).tril_()[None, None]
     if starts is not None:

@@ -14,17 +14,18 @@ from itertools import pairwise
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.mamba_context_parallel import MambaContextParallel
+from torch import Tensor
 
 from megatron_nemotron3.layers.ssd import seq_idx_from_cu_seqlens
 
 
-def cu_seqlens(packed: PackedSeqParams) -> torch.Tensor:
+def cu_seqlens(packed: PackedSeqParams) -> Tensor:
     """Document borders in memory: the padded ones if given."""
     padded = packed.cu_seqlens_q_padded
     return packed.cu_seqlens_q if padded is None else padded
 
 
-def document_borders(packed: PackedSeqParams, total: int) -> torch.Tensor:
+def document_borders(packed: PackedSeqParams, total: int) -> Tensor:
     """First token of each document, then `total`: int64 [documents + 1] on the host.
 
     Padded borders are used if given. Tokens after the last document are padding and form a document.
@@ -41,36 +42,34 @@ def document_borders(packed: PackedSeqParams, total: int) -> torch.Tensor:
     return borders if last == total else torch.cat([borders, borders.new_tensor([total])])
 
 
-def on_host(borders: torch.Tensor) -> torch.Tensor:
+def on_host(borders: Tensor) -> Tensor:
     """Borders on the host. The host waits for the device, but once a pack, not once a layer."""
     return _kept(borders, "borders", _read) if borders.is_cuda else borders
 
 
-def _read(borders: torch.Tensor) -> torch.Tensor:
+def _read(borders: Tensor) -> Tensor:
     return borders.cpu()
 
 
-def _kept(tensor: torch.Tensor, name: str, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def _kept(tensor: Tensor, name: str, make: Callable[[Tensor], Tensor]) -> Tensor:
     """`make(tensor)`, kept with the tensor until that is changed in place."""
     if tensor.is_inference():  # has no version
         return make(tensor)
-    kept: dict[str, tuple[int, torch.Tensor]] = tensor.__dict__.setdefault("_nemotron3_kept", {})
+    kept: dict[str, tuple[int, Tensor]] = tensor.__dict__.setdefault("_nemotron3_kept", {})
     if name not in kept or kept[name][0] != tensor._version:
         kept[name] = tensor._version, make(tensor)
     return kept[name][1]
 
 
-def zigzag(
-    borders: torch.Tensor | Sequence[int], cp: int, rank: int, device: torch.device | None = None
-) -> torch.Tensor:
+def zigzag(borders: Tensor | Sequence[int], cp: int, rank: int, device: torch.device | None = None) -> Tensor:
     """Positions [total / cp] of the tokens that context-parallel rank `rank` of `cp` holds.
 
     Args:
         borders: `document_borders`, [documents + 1], on the host.
         device: on which they are computed; None for the host.
     """
-    held = []
-    ends: Sequence[int] = borders.tolist() if isinstance(borders, torch.Tensor) else borders
+    pieces = []
+    ends: Sequence[int] = borders.tolist() if isinstance(borders, Tensor) else borders
     for start, end in pairwise(ends):
         if (end - start) % (2 * cp):
             raise ValueError(
@@ -79,21 +78,21 @@ def zigzag(
             )
         chunk = (end - start) // (2 * cp)
         for index in (rank, 2 * cp - 1 - rank):
-            held.append(torch.arange(start + index * chunk, start + (index + 1) * chunk, device=device))
-    return torch.cat(held)
+            pieces.append(torch.arange(start + index * chunk, start + (index + 1) * chunk, device=device))
+    return torch.cat(pieces)
 
 
 def gathered_positions(
-    borders: torch.Tensor | Sequence[int], cp: int, device: torch.device | None = None
-) -> torch.Tensor:
+    borders: Tensor | Sequence[int], cp: int, device: torch.device | None = None
+) -> Tensor:
     """Positions [total] of all tokens in the order of a gather, rank after rank."""
     return torch.cat([zigzag(borders, cp, rank, device) for rank in range(cp)])
 
 
-def pack_positions(packed: PackedSeqParams, total: int, cp: int, device: torch.device) -> torch.Tensor:
+def pack_positions(packed: PackedSeqParams, total: int, cp: int, device: torch.device) -> Tensor:
     """`gathered_positions` of a pack on the device, computed once a pack."""
 
-    def make(_: torch.Tensor) -> torch.Tensor:
+    def make(_: Tensor) -> Tensor:
         positions = gathered_positions(document_borders(packed, total), cp)
         return positions.to(device, non_blocking=True)  # from the host without waiting for the device
 
@@ -106,11 +105,11 @@ class TokenPlaces:
 
     cp: int
     #: Position in the document.
-    offset: torch.Tensor
+    offset: Tensor
     #: Tokens in each of the 2 * cp chunks of its document.
-    chunk: torch.Tensor
+    chunk: Tensor
     #: Whether it is no padding. What follows the last document is padding.
-    real: torch.Tensor
+    real: Tensor
 
     @classmethod
     def of(
@@ -142,7 +141,7 @@ class TokenPlaces:
         offset = torch.where(here < chunk, rank * chunk + here, second)
         return cls(cp, offset, chunk, offset < torch.cat([real.diff(), rest])[document])
 
-    def owner(self, shift: torch.Tensor) -> torch.Tensor:
+    def owner(self, shift: Tensor) -> Tensor:
         """Rank on which each token is after a shift to the left; -1 if it leaves its document.
 
         Args:
@@ -163,24 +162,20 @@ class PackedContextParallel(MambaContextParallel):
     Upstream reorders as for one sequence; one index per direction corrects that for documents.
     """
 
-    def pre_conv_ssm(
-        self, input_: torch.Tensor, packed_seq_params: PackedSeqParams | None = None
-    ) -> torch.Tensor:
+    def pre_conv_ssm(self, input_: Tensor, packed_seq_params: PackedSeqParams | None = None) -> Tensor:
         """This rank's tokens [s / cp, b, d] -> [s, b, d / cp] in sequence."""
         output = super().pre_conv_ssm(input_)
         if self.cp_size == 1 or packed_seq_params is None:
             return output
         return output.index_select(0, self._order(packed_seq_params, output).argsort())
 
-    def post_conv_ssm(
-        self, input_: torch.Tensor, packed_seq_params: PackedSeqParams | None = None
-    ) -> torch.Tensor:
+    def post_conv_ssm(self, input_: Tensor, packed_seq_params: PackedSeqParams | None = None) -> Tensor:
         """[s, b, d / cp] in sequence -> this rank's tokens [s / cp, b, d]."""
         if self.cp_size > 1 and packed_seq_params is not None:
             input_ = input_.index_select(0, self._order(packed_seq_params, input_))
         return super().post_conv_ssm(input_)
 
-    def _order(self, packed: PackedSeqParams, tokens: torch.Tensor) -> torch.Tensor:
+    def _order(self, packed: PackedSeqParams, tokens: Tensor) -> Tensor:
         """Position of each token in the pack, in the order that upstream takes for the sequence."""
         total = tokens.shape[0]
         packs = pack_positions(packed, total, self.cp_size, tokens.device)

@@ -24,6 +24,7 @@ from megatron.core.tensor_parallel.random import (
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_nemotron3.layers.functional import weighted_squared_relu
@@ -59,7 +60,7 @@ class GroupedLinear(ReplaceableProducts, EmptyExtraState):
         output_size: int,
         *,
         config: TransformerConfig,
-        init_method: Callable[[torch.Tensor], Any],
+        init_method: Callable[[Tensor], Any],
         bias: bool,
         skip_bias_add: bool,
         is_expert: bool = True,
@@ -102,7 +103,7 @@ class GroupedLinear(ReplaceableProducts, EmptyExtraState):
             one_allocation(self.weights())  # so that the grouped product needs no copy
 
     def _initialize(
-        self, weight: torch.nn.Parameter, shape: list[int], init_method: Callable[[torch.Tensor], Any]
+        self, weight: torch.nn.Parameter, shape: list[int], init_method: Callable[[Tensor], Any]
     ) -> None:
         if self.config.use_cpu_initialization:
             # Draws the full master weight and takes this rank's part: weights do not depend on expert TP.
@@ -126,9 +127,7 @@ class GroupedLinear(ReplaceableProducts, EmptyExtraState):
         """The local experts' matrices, each [output, input]."""
         return [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
 
-    def forward(
-        self, x: torch.Tensor | None, tokens_per_expert: list[int] | torch.Tensor
-    ) -> tuple[Any, None]:
+    def forward(self, x: Tensor | None, tokens_per_expert: list[int] | Tensor) -> tuple[Any, None]:
         """[t, input] sorted by expert -> ([t, output], no bias); t = sum(tokens_per_expert).
 
         Counts are a tensor where `GroupedExperts.takes_device_counts`.
@@ -145,9 +144,7 @@ class GroupedLinear(ReplaceableProducts, EmptyExtraState):
         return self.adapted(output, x, tokens_per_expert), None
 
     @staticmethod
-    def products_of(
-        x: torch.Tensor, weights: list[Any], tokens_per_expert: list[int] | torch.Tensor
-    ) -> torch.Tensor:
+    def products_of(x: Tensor, weights: list[Any], tokens_per_expert: list[int] | Tensor) -> Tensor:
         """[t, input] sorted by expert, times the matrix [output, input] of each expert."""
         if x.is_cuda:
             return grouped_linear_cuda(x, weights, tokens_per_expert)
@@ -191,7 +188,6 @@ class GroupedLinear(ReplaceableProducts, EmptyExtraState):
         return result
 
     def extra_repr(self) -> str:
-        """Sizes for print(model)."""
         return f"{self.num_gemms} experts, in={self.in_features}, out={self.out_features}"
 
 
@@ -226,11 +222,11 @@ class GroupedExperts(TEGroupedMLP):
 
     def forward(
         self,
-        permuted_local_hidden_states: torch.Tensor,
-        tokens_per_expert: torch.Tensor,
-        permuted_probs: torch.Tensor,
+        permuted_local_hidden_states: Tensor,
+        tokens_per_expert: Tensor,
+        permuted_probs: Tensor,
         **unused: Any,
-    ) -> tuple[torch.Tensor, None]:
+    ) -> tuple[Tensor, None]:
         """Compute the routed experts.
 
         Args:
@@ -241,12 +237,12 @@ class GroupedExperts(TEGroupedMLP):
         Returns:
             [t, e] and no bias.
         """
-        on_device = self.takes_device_counts()
+        linears, on_device = (self.linear_fc1, self.linear_fc2), self.takes_device_counts()
         counts = tokens_per_expert if on_device else tokens_per_expert.tolist()
         x, probs = permuted_local_hidden_states, permuted_probs
         recompute = self.activation_recompute and self.training
-        adapted = any("adapter" in linear._modules for linear in self._linears())
-        if not (self.separate or self._emulated() or adapted):
+        plain = all(one.replaced() is None and "adapter" not in one._modules for one in linears)
+        if plain and not self.separate:
             fc1, fc2 = self.linear_fc1(None, counts)[0], self.linear_fc2(None, counts)[0]
             form: Any = squared_relu_experts_cuda if on_device else squared_relu_experts
             return form(x, probs, fc1, fc2, counts, recompute=recompute), None
@@ -259,25 +255,18 @@ class GroupedExperts(TEGroupedMLP):
 
     def takes_device_counts(self) -> bool:
         """Whether `forward` takes the counts on the device; it copies them to the host if not."""
-        for linear in self._linears():
+        linears: tuple[Any, ...] = (self.linear_fc1, self.linear_fc2)
+        for linear in linears:
             if (products := linear.replaced()) is not None and not products.takes_device_counts(linear):
                 return False
         return all(
             linear.weight0.is_cuda
             and grouped_mm_problem(linear.weight0, [linear.weight0], self.num_local_experts) is None
-            for linear in self._linears()
+            for linear in linears
         )
 
-    def _linears(self) -> tuple[Any, Any]:
-        return self.linear_fc1, self.linear_fc2
-
-    def _emulated(self) -> bool:
-        return any(linear.replaced() is not None for linear in self._linears())
-
-    def one_by_one(
-        self, x: torch.Tensor, probs: torch.Tensor, counts: list[int] | torch.Tensor
-    ) -> torch.Tensor:
+    def one_by_one(self, x: Tensor, probs: Tensor, counts: list[int] | Tensor) -> Tensor:
         """FC1, activation and FC2, each as one operation on all tokens."""
         hidden, _ = self.linear_fc1(x, counts)
-        output: torch.Tensor = self.linear_fc2(weighted_squared_relu(hidden, probs), counts)[0]
+        output: Tensor = self.linear_fc2(weighted_squared_relu(hidden, probs), counts)[0]
         return output

@@ -65,7 +65,7 @@ class JoinedGradient:
         return self._whole.split(self.widths, dim=-1)[part]
 
     def join(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """The gradient of the whole; the memory is given away."""
+        """The gradient of the whole; the next one gets new memory."""
         whole = self._whole if self._whole is not None else torch.empty_like(self._like, device=self._device)
         self._whole, self._taken = None, set()
         for target, gradient in zip(whole.split(self.widths, dim=-1), gradients, strict=True):
@@ -310,4 +310,4 @@ def _check_norm_groups(x: Tensor, weight: Tensor, group_size: int) -> None:
     if group_size < 1 or d % group_size:
         raise ValueError(f"{d} channels are not a multiple of group_size={group_size}: use a divisor of {d}")
     if weight.shape != (d,):
-        raise ValueError(f"weight has shape {tuple(weight.shape)}, x {tuple(x.shape)} asks for {(d,)}")
+        raise ValueError(f"weight has shape {tuple(weight.shape)}, x {tuple(x.shape)} needs {(d,)}")

@@ -60,22 +60,14 @@ def _parts(t: Tensor, ranges: _ExpertRanges) -> tuple[Tensor, ...]:
     return t.split([end - start for _, start, end in ranges])
 
 
-def _expert_products(x: Tensor, weights: Any, ranges: _ExpertRanges, out: Tensor | None = None) -> Tensor:
-    """[t, in] -> [t, out]; each product writes into its slice of the output."""
-    y = x.new_empty(x.shape[0], weights[0].shape[0]) if out is None else out
-    for (e, _, _), rows, into in zip(ranges, _parts(x, ranges), _parts(y, ranges), strict=True):
-        torch.mm(rows, weights[e].t(), out=into)
-    return y
-
-
-def _grouped_input_gradient(
-    grad: Tensor, weights: Any, ranges: _ExpertRanges, out: Tensor | None = None
+def _expert_products(
+    x: Tensor, weights: Any, ranges: _ExpertRanges, out: Tensor | None = None, *, transposed: bool = False
 ) -> Tensor:
-    """[t, out] -> [t, in]."""
-    dx = grad.new_empty(grad.shape[0], weights[0].shape[1]) if out is None else out
-    for (e, _, _), rows, into in zip(ranges, _parts(grad, ranges), _parts(dx, ranges), strict=True):
-        torch.mm(rows, weights[e], out=into)
-    return dx
+    """x [t, k] times E matrices [k, n], or [n, k] if `transposed` -> [t, n]; each writes into its slice."""
+    y = x.new_empty(x.shape[0], weights[0].shape[0 if transposed else 1]) if out is None else out
+    for (e, _, _), rows, into in zip(ranges, _parts(x, ranges), _parts(y, ranges), strict=True):
+        torch.mm(rows, weights[e].t() if transposed else weights[e], out=into)
+    return y
 
 
 def _grouped_weight_gradients(
@@ -101,13 +93,13 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, counts: list[int], *weights: Tensor) -> Tensor:
         ctx.save_for_backward(x, *weights)
         ctx.ranges = _expert_ranges(counts)
-        return _expert_products(x, weights, ctx.ranges)
+        return _expert_products(x, weights, ctx.ranges, transposed=True)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
         grad = grad.contiguous()
-        dx = _grouped_input_gradient(grad, weights, ctx.ranges) if ctx.needs_input_grad[0] else None
+        dx = _expert_products(grad, weights, ctx.ranges) if ctx.needs_input_grad[0] else None
         if not any(ctx.needs_input_grad[2:]):
             return (dx, None, *(None for _ in weights))
         dw = _new_gradients(weights, ctx.ranges)
@@ -187,9 +179,10 @@ class _Experts(torch.autograd.Function):
         hidden = None if recompute else x.new_empty(len(x), len(fc1[0]))
         y = x.new_empty(len(x), len(fc2[0]))
         for rows, ranges in ctx.blocks:
-            h = _expert_products(x[rows], fc1, ranges, None if hidden is None else hidden[rows])
+            out = None if hidden is None else hidden[rows]
+            h = _expert_products(x[rows], fc1, ranges, out, transposed=True)
             _, activation, _ = _weighted_activation(h, probs[rows])
-            _expert_products(activation, fc2, ranges, y[rows])
+            _expert_products(activation, fc2, ranges, y[rows], transposed=True)
         ctx.save_for_backward(x, probs, hidden, *weights)
         return y
 
@@ -206,16 +199,17 @@ class _Experts(torch.autograd.Function):
             _new_gradients(w, _expert_ranges(ctx.counts)) if trained else (None,) * len(w) for w in (fc1, fc2)
         )
         for rows, ranges in ctx.blocks:
-            h = _expert_products(x[rows], fc1, ranges) if hidden is None else hidden[rows]
+            saved = None if hidden is None else hidden[rows]
+            h = _expert_products(x[rows], fc1, ranges, transposed=True) if saved is None else saved
             positive, activation, weight = _weighted_activation(h, probs[rows])
             if trained:
                 _grouped_weight_gradients(dy[rows], activation, ranges, dfc2)
-            along = _grouped_input_gradient(dy[rows], fc2, ranges) * positive
+            along = _expert_products(dy[rows], fc2, ranges) * positive
             dprobs[rows] = torch.linalg.vecdot(along, positive)
             dh = along.mul_(2 * weight).to(x.dtype)
             if trained:
                 _grouped_weight_gradients(dh, x[rows], ranges, dfc1)
-            _grouped_input_gradient(dh, fc1, ranges, dx[rows])
+            _expert_products(dh, fc1, ranges, dx[rows])
         return dx, dprobs, None, None, *dfc1, *dfc2
 
 

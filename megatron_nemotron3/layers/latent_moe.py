@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from megatron_nemotron3.layers.linear import DuplicatedLinear
 
@@ -44,30 +46,28 @@ class CountingRouter(TopKRouter):
         if counts is not None and counts.dtype != torch.float32:
             counts.data = counts.data.float()
 
-    def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         """Count the tokens of each expert, without padding."""
         if padding_mask is not None:
             routing_map = routing_map & ~padding_mask.reshape(-1, 1)
         super()._apply_expert_bias(routing_map)
 
     #: Tokens of the micro-batch that are not padding, per rank of the sequence; set while `routing` runs.
-    _real_tokens: torch.Tensor | None = None
+    _real_tokens: Tensor | None = None
 
-    def routing(
-        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Upstream's choice and losses for logits [s, b, N]; `padding_mask` [s, b] is True for padding."""
         if padding_mask is not None and self.calculate_per_token_loss and self.is_aux_loss_enabled():
             real = (~padding_mask).sum().float()
             torch.distributed.all_reduce(real, group=self.tp_cp_group)
             self._real_tokens = real / self.tp_cp_group.size()
         try:
-            chosen: tuple[torch.Tensor, torch.Tensor] = super().routing(logits, padding_mask)
+            chosen: tuple[Tensor, Tensor] = super().routing(logits, padding_mask)
         finally:
             self._real_tokens = None
         return chosen
 
-    def attach_and_log_load_balancing_loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def attach_and_log_load_balancing_loss(self, *args: Any, **kwargs: Any) -> Tensor:
         """Attach the loss; with `--calculate-per-token-loss` it is weighed by the real tokens.
 
         Upstream takes them from counts that it has already added up over the ranks of the sequence, in place,
@@ -75,7 +75,7 @@ class CountingRouter(TopKRouter):
         """
         if self._real_tokens is not None:
             kwargs["valid_token_count"] = self._real_tokens
-        attached: torch.Tensor = super().attach_and_log_load_balancing_loss(*args, **kwargs)
+        attached: Tensor = super().attach_and_log_load_balancing_loss(*args, **kwargs)
         return attached
 
 
@@ -98,13 +98,13 @@ class AlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
     """
 
     num_local_experts: int
-    num_global_tokens_per_local_expert: torch.Tensor | None
+    num_global_tokens_per_local_expert: Tensor | None
     #: Whether the experts take counts on the device now; the layer sets it.
     experts_take_device_counts: Callable[[], bool] = staticmethod(lambda: False)
     #: Rows of each (source rank, local expert), on the device of the tokens; None without local choice.
-    _pieces: torch.Tensor | None = None
+    _pieces: Tensor | None = None
     #: What sorts the received tokens by expert, and what restores their order; None if they are sorted.
-    _order: tuple[torch.Tensor, torch.Tensor] | None = None
+    _order: tuple[Tensor, Tensor] | None = None
     _counts_stay = False
 
     @property
@@ -118,22 +118,20 @@ class AlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             or config.cuda_graph_impl != "none"
         )
 
-    def preprocess(self, routing_map: torch.Tensor) -> torch.Tensor:
+    def preprocess(self, routing_map: Tensor) -> Tensor:
         """Count tokens: [t, N] -> [E_local], and keep what later steps need."""
-        counts: torch.Tensor = super().preprocess(routing_map)
+        counts: Tensor = super().preprocess(routing_map)
         self._counts_stay = self._reorders and routing_map.is_cuda and self.experts_take_device_counts()
         self._pieces = None
         if self._reorders and self.num_local_experts > 1:
             # Not copied to the host: upstream's sort is not used.
-            self._pieces, self.num_global_tokens_per_local_expert = (
-                self.num_global_tokens_per_local_expert,
-                None,
-            )
+            self._pieces = self.num_global_tokens_per_local_expert
+            self.num_global_tokens_per_local_expert = None
         return counts
 
     def _maybe_dtoh_and_synchronize(
-        self, point: str, tokens_per_expert: torch.Tensor | None = None
-    ) -> torch.Tensor | None:
+        self, point: str, tokens_per_expert: Tensor | None = None
+    ) -> Tensor | None:
         if self._counts_stay:
             if self.ep_size * self.tp_size > 1:
                 super()._maybe_dtoh_and_synchronize(point)
@@ -143,13 +141,13 @@ class AlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         if point == self.cuda_dtoh_point and not self.drop_and_pad:
             for name in ("input_splits", "output_splits", "output_splits_tp"):
                 splits = getattr(self, name)
-                if isinstance(splits, torch.Tensor):
+                if isinstance(splits, Tensor):
                     setattr(self, name, splits.numpy())
         return tokens_per_expert
 
     def dispatch_postprocess(
-        self, global_input_tokens: torch.Tensor, global_probs: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, global_input_tokens: Tensor, global_probs: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Gather over expert-TP ranks and sort by expert: (tokens [t, l], counts [E_local], probs [t])."""
         if self._pieces is None:
             return super().dispatch_postprocess(global_input_tokens, global_probs)
@@ -161,7 +159,7 @@ class AlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             tokens, probs = (Reordered.apply(t, *self._order) for t in (tokens, probs))
         return tokens, counts, probs
 
-    def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """Restore the order of the ranks and sum over expert-TP ranks: [t, l] -> [t', l]."""
         if self._pieces is None:
             return super().combine_preprocess(hidden_states)
@@ -181,7 +179,7 @@ class AlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             self.num_local_experts = number
 
 
-def order_by_expert(pieces: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
+def order_by_expert(pieces: Tensor, total: int) -> tuple[Tensor, Tensor]:
     """Return the index that sorts rows by expert, and its inverse, each [total]. The host does not wait.
 
     Args:
@@ -200,12 +198,12 @@ class Reordered(torch.autograd.Function):
     """x [t, ...], order [t], its inverse -> x[order]; backward is a gather, too, which needs no atomics."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)
         return x.index_select(0, order)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad.index_select(0, ctx.saved_tensors[0]), None, None
 
 
@@ -238,9 +236,7 @@ class LatentMoELayer(MoELayer):
 
         super().__init__(
             plain,
-            MoESubmodules(
-                experts=build_experts, shared_experts=submodules.shared_experts, router=submodules.router
-            ),
+            replace(submodules, experts=build_experts),
             layer_number=layer_number,
             pg_collection=groups,
             is_mtp_layer=is_mtp_layer,
@@ -268,21 +264,16 @@ class LatentMoELayer(MoELayer):
     def _build_latent_projections(self, name: str | None) -> None:
         config = self.config
         tail = {key: self._modules.pop(key) for key in ("experts", "shared_experts") if key in self._modules}
+        widths, outward = (config.hidden_size, config.moe_latent_size), config.output_layer_init_method
         for key, sizes, init in (
-            ("fc1_latent_proj", (config.hidden_size, config.moe_latent_size), config.init_method),
-            (
-                "fc2_latent_proj",
-                (config.moe_latent_size, config.hidden_size),
-                config.output_layer_init_method,
-            ),
+            ("fc1_latent_proj", widths, config.init_method),
+            ("fc2_latent_proj", widths[::-1], outward),
         ):
-            projection = DuplicatedLinear(
-                *sizes, config=config, init_method=init, name=f"{name}.{key}" if name is not None else None
-            )
-            self.add_module(key, projection)
+            full_name = f"{name}.{key}" if name is not None else None
+            self.add_module(key, DuplicatedLinear(*sizes, config=config, init_method=init, name=full_name))
         self._modules.update(tail)  # upstream registers the projections before the experts
 
-    def shared_experts_compute(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+    def shared_experts_compute(self, hidden_states: Tensor) -> Tensor | None:
         """[s, b, d] -> the shared expert's [s, b, d], on a side stream if it overlaps the dispatch."""
         if self._shared_stream is None:
             return super().shared_experts_compute(hidden_states)
@@ -292,7 +283,7 @@ class LatentMoELayer(MoELayer):
         with torch.cuda.stream(self._shared_stream):
             return super().shared_experts_compute(hidden_states)
 
-    def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
+    def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
         """Un-permute, project [s, b, l] back to [s, b, d] and add the shared expert."""
         output = self.token_dispatcher.combine_postprocess(output)
         if self.config.moe_latent_size:

@@ -23,25 +23,25 @@ from megatron.core.tensor_parallel.random import (
     get_data_parallel_rng_tracker_name,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import get_pg_size, get_tensor_model_parallel_group_if_none
+from torch import Tensor
 
 from megatron_nemotron3.cpu.products import linear
 from megatron_nemotron3.layers.functional import layer_norm, rms_norm
 from megatron_nemotron3.layers.norm import (
     EmptyExtraState,
     is_layer_norm,
-    new_norm_bias,
-    new_norm_weight,
+    new_norm_parameter,
     norm_gain,
     parameter_device,
+    sharded_parameters,
 )
 
 
 class ReplaceableProducts(torch.nn.Module):
     """A linear layer whose matrix products can be replaced, and that may have a LoRA `adapter`."""
 
-    #: A `precision.linear.Emulated` or `precision.packed.Packed`; None for Megatron's own products.
+    #: A `precision.linear.Emulated` or `precision.packed.PackedProducts`; None for Megatron's own products.
     products: Any = None
 
     def replaced(self) -> Any:
@@ -49,7 +49,7 @@ class ReplaceableProducts(torch.nn.Module):
         active = self.products is not None and self.products.recipe(self) is not None
         return self.products if active else None
 
-    def adapted(self, output: torch.Tensor, *inputs: Any) -> torch.Tensor:
+    def adapted(self, output: Tensor, *inputs: Any) -> Tensor:
         """Return the output, with what the adapter (`layers.lora`) makes of the inputs added."""
         adapter: Any = self._modules.get("adapter")
         return output if adapter is None else output + adapter(*inputs)
@@ -72,33 +72,30 @@ class ReplaceableProducts(torch.nn.Module):
         """Return what the layer saves without an adapter."""
         return super().sharded_state_dict(*arguments)  # type: ignore[misc]
 
-    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Override Megatron's gather and multiplication (with their backward) by `products`."""
         if (products := self.replaced()) is not None:
             return products.linear(self, input, weight, *args, **kwargs)
         return self.plain_product(input, weight, *args, **kwargs)
 
-    def plain_product(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def plain_product(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Megatron's gather and multiplication, for `products` that replace the weight alone."""
         return super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
 
 
-class ColumnParallelLinear(ReplaceableProducts, tensor_parallel.ColumnParallelLinear):
-    """Megatron's layer with `products` and `adapter`."""
-
-    def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+class _WithAdapter(ReplaceableProducts):
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Upstream's forward, and the adapter of the same input."""
         output, bias = super().forward(input_, *args, **kwargs)
         return self.adapted(output, input_), bias
 
 
-class RowParallelLinear(ReplaceableProducts, tensor_parallel.RowParallelLinear):
+class ColumnParallelLinear(_WithAdapter, tensor_parallel.ColumnParallelLinear):
     """Megatron's layer with `products` and `adapter`."""
 
-    def forward(self, input_: torch.Tensor) -> tuple[Any, Any]:
-        """Upstream's forward, and the adapter of the same input."""
-        output, bias = super().forward(input_)
-        return self.adapted(output, input_), bias
+
+class RowParallelLinear(_WithAdapter, tensor_parallel.RowParallelLinear):
+    """Megatron's layer with `products` and `adapter`."""
 
 
 class LayerNormColumnParallelLinear(ColumnParallelLinear):
@@ -124,22 +121,22 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         self.tp_size = get_pg_size(self.tp_group)  # TE's name, which Bridge's wrappers read
         # TE registers the norm first. The order matters to optimizers that number their parameters.
         weight = self._parameters.pop("weight")
-        self.layer_norm_weight = new_norm_weight(config, input_size)
-        self.layer_norm_bias = new_norm_bias(config, input_size) if has_bias else None
+        self.layer_norm_weight = new_norm_parameter(config, input_size)
+        self.layer_norm_bias = new_norm_parameter(config, input_size, bias=True) if has_bias else None
         self.register_parameter("weight", weight)
 
     def forward(
         self,
-        input_: torch.Tensor,
-        weight: torch.Tensor | None = None,
+        input_: Tensor,
+        weight: Tensor | None = None,
         runtime_gather_output: bool | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Normalize [s, b, d] with FP32 statistics, then multiply. Returns (output, bias or None)."""
         normed = self.normed(input_)
         output = super().forward(normed, weight, runtime_gather_output)
         return (*output, normed) if self.returns_normed else output  # type: ignore[return-value]
 
-    def normed(self, x: torch.Tensor) -> torch.Tensor:
+    def normed(self, x: Tensor) -> Tensor:
         """The input of the product: [s, b, d] -> [s, b, d]."""
         gain = norm_gain(self.layer_norm_weight, self.zero_centered_gamma)
         if self.layer_norm_bias is None:
@@ -149,7 +146,7 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
     def map(self, transform: Callable[..., torch.nn.Module], **where: Any) -> torch.nn.Module:
         """Let Megatron-Bridge's PEFT transform the layer; its walk calls this where a module has it.
 
-        An adapter beside this layer takes the normalized input, so a wrapper is given it as a third output.
+        An adapter of this layer takes the normalized input, so a wrapper gets it as a third output.
         """
         taken = inspect.signature(transform).parameters
         result = transform(self, **{name: value for name, value in where.items() if name in taken})
@@ -175,13 +172,12 @@ class DuplicatedLinear(ReplaceableProducts, EmptyExtraState):
         output_size: int,
         *,
         config: TransformerConfig,
-        init_method: Callable[[torch.Tensor], Any],
+        init_method: Callable[[Tensor], Any],
         tp_group: torch.distributed.ProcessGroup | None = None,
         name: str | None = None,
     ) -> None:
         super().__init__()
-        self.config = config
-        self.name = name
+        self.config, self.name = config, name
         self.tp_group = get_tensor_model_parallel_group_if_none(tp_group)
         self.weight = torch.nn.Parameter(
             torch.empty(output_size, input_size, dtype=config.params_dtype, device=parameter_device(config))
@@ -197,7 +193,7 @@ class DuplicatedLinear(ReplaceableProducts, EmptyExtraState):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.weight.tensor_model_parallel = False  # type: ignore[attr-defined]
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """[..., input_size] -> ([..., output_size], no bias)."""
         if (products := self.replaced()) is not None:
             return self.adapted(products.linear(self, x, self.weight), x), None
@@ -210,16 +206,7 @@ class DuplicatedLinear(ReplaceableProducts, EmptyExtraState):
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
         """Replicated over tensor- and data-parallel ranks."""
-        assert metadata is not None
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            None,
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
+        return sharded_parameters(self, prefix, {}, sharded_offsets, metadata)
 
     def extra_repr(self) -> str:
-        """Sizes for print(model)."""
         return f"in_features={self.weight.shape[1]}, out_features={self.weight.shape[0]}, duplicated"

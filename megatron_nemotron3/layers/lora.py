@@ -30,16 +30,14 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_last_dim_to_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_nemotron3.layers.experts import GroupedLinear
 from megatron_nemotron3.layers.linear import ColumnParallelLinear, DuplicatedLinear, RowParallelLinear
+from megatron_nemotron3.layers.norm import sharded_parameters
 from megatron_nemotron3.layers.registration import keep_argument, when_complete
 from megatron_nemotron3.models.lora import ARGUMENT, LINEARS, LoRASettings, current
 
-#: Parts of Mamba's in_proj in torch_dist keys.
-_MAMBA_PARTS = ("z", "x", "B", "C", "dt")
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 
 
@@ -51,12 +49,11 @@ class Matrix(torch.nn.Module):
         self.weight = torch.nn.Parameter(weight)
 
     def forward(self) -> Tensor:
-        """Return the parameter."""
         return self.weight
 
 
 class Adapter(torch.nn.Module):
-    """A and B beside a linear; forward takes what the linear multiplies and returns what is added.
+    """A and B of a linear; forward takes what the linear multiplies and returns what is added to its output.
 
     Args:
         linear: the frozen linear.
@@ -81,7 +78,7 @@ class Adapter(torch.nn.Module):
             self.mark(matrix.weight, base, axis)
 
     def build(self, linear: Any, lora: LoRASettings, name: str) -> tuple[Tensor, Tensor]:
-        """Return this rank's A, drawn, and B, zero."""
+        """This rank's A, drawn, and B, zero."""
         rows, columns = linear.weight.shape  # of this rank
         full = columns * (self.tp_group.size() if self.axes[0] == 1 else 1)
         a = _first_values(lora, name, full)
@@ -104,30 +101,22 @@ class Adapter(torch.nn.Module):
         return F.linear(self.exchange(F.linear(x, self.linear_in())), self.linear_out()) * self.scale
 
     def exchange(self, hidden: Tensor) -> Tensor:
-        """Communicate A x [s, b, dim] between A and B."""
+        """What is done with A x [s, b, dim] before B."""
         return hidden
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
         """A and B in global shapes; B of in_proj in its parts, as its weight."""
-        assert metadata is not None
         names = ("linear_in.weight", "linear_out.weight")
-        result: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {name: axis for name, axis in zip(names, self.axes) if axis is not None},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
+        axes = {name: axis for name, axis in zip(names, self.axes) if axis is not None}
+        result = sharded_parameters(self, prefix, axes, sharded_offsets, metadata)
         if self.parts is not None:
             key = f"{prefix}linear_out.weight"
-            result[key] = _split_tensor_factory(result[key], self.parts, _MAMBA_PARTS, 0)
+            result[key] = _split_tensor_factory(result[key], self.parts, ("z", "x", "B", "C", "dt"), 0)
         return result
 
     def extra_repr(self) -> str:
-        """Shapes for print(model)."""
         return f"A {[*self.linear_in.weight.shape]}, B {[*self.linear_out.weight.shape]}, scale {self.scale}"
 
 
@@ -221,7 +210,7 @@ def _first_values(lora: LoRASettings, name: str, columns: int) -> Tensor:
 
 
 def adapter_class(linear: torch.nn.Module) -> type[Adapter] | None:
-    """Return the adapter of a linear of the torch backend; None for other modules."""
+    """The adapter of a linear of the torch backend; None for other modules."""
     kinds: tuple[tuple[type, type[Adapter]], ...] = (
         (ColumnParallelLinear, ColumnAdapter),
         (RowParallelLinear, RowAdapter),
@@ -261,10 +250,9 @@ def add_adapters(model: Any, lora: LoRASettings) -> list[str]:
         parameter.requires_grad = False
     for name, module, kind in found:
         module.adapter = kind(module, lora, name)
-    for config in {
-        id(part.config): part.config for part in model.modules() if hasattr(part, "config")
-    }.values():
-        config.moe_router_bias_update_rate = 0.0  # layers may have configs of their own
+    for part in model.modules():
+        if hasattr(part, "config"):  # layers may have configs of their own
+            part.config.moe_router_bias_update_rate = 0.0
     if (embedding := getattr(model, "embedding", None)) is not None:
         embedding.register_forward_hook(_require_gradient)
     return [name for name, _, _ in found]
@@ -277,7 +265,7 @@ def _require_gradient(module: Any, arguments: Any, output: Tensor) -> None:
 
 
 def _global_name(model: Any, name: str) -> str:
-    """Return a module's name with the layer's number in the whole model, from 0."""
+    """A module's name with the layer's number in the whole model, from 0."""
     if (match := _LAYER.match(name)) is None:
         return name
     number = model.decoder.layers[int(match[1])].layer_number - 1

@@ -28,6 +28,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from megatron_nemotron3.layers.context_parallel import PackedContextParallel, cu_seqlens
 from megatron_nemotron3.layers.conv import causal_conv1d
@@ -59,14 +60,9 @@ class MixerSizes:
         return self.heads * self.head_dim
 
     @property
-    def bc(self) -> int:
-        """Width of B and of C."""
-        return self.groups * self.state
-
-    @property
     def conv(self) -> list[int]:
         """Widths of x, B, C, the input of the convolution."""
-        return [self.inner, self.bc, self.bc]
+        return [self.inner, self.groups * self.state, self.groups * self.state]
 
     @property
     def in_proj(self) -> list[int]:
@@ -191,13 +187,13 @@ class Mamba2Mixer(MambaMixer):
         device = parameter_device(config)
         conv_dim = sum(sizes.conv)
 
-        def parallel(data: torch.Tensor, **marks: Any) -> torch.nn.Parameter:
+        def parallel(data: Tensor, **marks: Any) -> torch.nn.Parameter:
             parameter = torch.nn.Parameter(data)
             for key, value in {"tensor_model_parallel": True, "partition_dim": 0, **marks}.items():
                 setattr(parameter, key, value)
             return parameter
 
-        # The tracker's model-parallel RNG stream differs between tensor-parallel ranks, as needed here.
+        # The tracker's model-parallel RNG stream differs between tensor-parallel ranks, as it must here.
         with get_cuda_rng_tracker().fork():
             bound = 1 / math.sqrt(self.d_conv)  # fan-in of a depthwise kernel
             weight = torch.empty(conv_dim, 1, self.d_conv, dtype=config.params_dtype, device=device)
@@ -218,12 +214,12 @@ class Mamba2Mixer(MambaMixer):
 
     def forward(
         self,
-        hidden_states: torch.Tensor,
+        hidden_states: Tensor,
         inference_context: Any = None,
         *,
         inference_params: Any = None,
         packed_seq_params: PackedSeqParams | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """[s, b, d] (or [s / tp, b, d] under sequence parallelism) -> the same shape, and no bias.
 
         With `packed_seq_params` (thd, b = 1) neither the convolution nor the state crosses a document
@@ -233,10 +229,9 @@ class Mamba2Mixer(MambaMixer):
             raise NotImplementedError("Mamba2Mixer (torch backend) supports training and evaluation only")
         zxbcdt, _ = self.in_proj(hidden_states)  # [s, b, in_proj / tp]
         zxbcdt = self.cp.pre_conv_ssm(zxbcdt, packed_seq_params)  # all tokens, heads / cp
-        sizes = self._held_sizes()
-        widths = [sizes.inner, sum(sizes.conv), sizes.heads]
+        sizes = self._sizes_of_rank()
         zxbcdt = zxbcdt.transpose(0, 1)
-        joined = JoinedGradient(zxbcdt, widths)
+        joined = JoinedGradient(zxbcdt, [sizes.inner, sum(sizes.conv), sizes.heads])
         z, xbc, dt = joined.split(zxbcdt)  # [b, s, ...]
 
         seq_idx = None
@@ -256,13 +251,11 @@ class Mamba2Mixer(MambaMixer):
         """Set the mode only: on main, upstream's mixer also fills a cache for decoding, which ours lacks."""
         return super(MambaMixer, self).train(mode)
 
-    def _held_sizes(self) -> MixerSizes:
+    def _sizes_of_rank(self) -> MixerSizes:
         """Widths of this rank's part, divided over tensor and context parallelism."""
         return MixerSizes(self.cp.nheads_local_tpcp, self.headdim, self.cp.ngroups_local_tpcp, self.d_state)
 
-    def scan(
-        self, xbc: torch.Tensor, dt: torch.Tensor, seq_idx: torch.Tensor | None, xbc_gradient: Place = None
-    ) -> torch.Tensor:
+    def scan(self, xbc: Tensor, dt: Tensor, seq_idx: Tensor | None, xbc_gradient: Place = None) -> Tensor:
         """Convolution and state-space scan.
 
         Args:
@@ -274,14 +267,9 @@ class Mamba2Mixer(MambaMixer):
             [b, s, inner], before gate and norm. Decays, state and softplus are FP32.
         """
         b, s, _ = xbc.shape
-        sizes = self._held_sizes()
-        xbc = causal_conv1d(
-            xbc,
-            self.cp.get_conv1d_weight(),
-            self.cp.get_conv1d_bias(),
-            seq_idx=seq_idx,
-            x_gradient=xbc_gradient,
-        )
+        sizes = self._sizes_of_rank()
+        weight, bias = self.cp.get_conv1d_weight(), self.cp.get_conv1d_bias()
+        xbc = causal_conv1d(xbc, weight, bias, seq_idx=seq_idx, x_gradient=xbc_gradient)
         joined = JoinedGradient(xbc, sizes.conv)
         x, B, C = joined.split(xbc)
         ssd = select_scan(x) if library_kernels_enabled() else TORCH

@@ -65,8 +65,7 @@ class PhysicalBorders(PackedSeqParams):
 
 
 def _count_z_loss_once(router: Any) -> None:
-    """Give the z-loss of a repeated block, which runs once per depth, its coefficient divided by the
-    depths."""
+    """Divide the coefficient of the z-loss of a repeated block, which runs once per depth, by the depths."""
     config = router.config
     if config.moe_z_loss_coeff is not None and config.mtp_use_repeated_layer:
         router.config = copy(config)
@@ -74,7 +73,7 @@ def _count_z_loss_once(router: Any) -> None:
 
 
 class MTPLayer(MultiTokenPredictionLayer):
-    """One depth of multi-token prediction (MTP) that tells its MoE layers that they belong to MTP.
+    """One depth of multi-token prediction (MTP), whose routers are marked as those of MTP.
 
         h_{k-1} [s, b, d] --hnorm--+
                                    +--cat--> eh_proj --> pattern's layers ("*E") --> final_layernorm --> h_k
@@ -82,8 +81,8 @@ class MTPLayer(MultiTokenPredictionLayer):
 
     With `--mtp-use-repeated-layer` one such block is applied at every depth, so its experts run once per
     depth, and their load-balancing loss must be divided by the number of depths. Upstream divides if the
-    router knows that it is in MTP. In megatron-core 0.19 the hybrid stack does not tell it: the loss would
-    count once per depth and be logged under a decoder layer. main tells it (Megatron-LM #6748), and only the
+    router's `is_mtp_layer` is set. In megatron-core 0.19 the hybrid stack does not set it: the loss would
+    count once per depth and be logged under a decoder layer. main sets it (Megatron-LM #6748), and only the
     layer number is left to set here.
 
     Args:
@@ -105,7 +104,7 @@ class MTPLayer(MultiTokenPredictionLayer):
         for attach in when_built:
             attach(self)
         if self.layer_number == 1:
-            when_taken(self, _holds, _install_loss_hooks)
+            when_taken(self, _is_block_of, _install_loss_hooks)
 
     def forward(self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **kwargs: Any) -> Any:
         """Upstream's forward, with the shift at the documents' physical borders.
@@ -139,7 +138,7 @@ class MTPLayer(MultiTokenPredictionLayer):
 
 
 def refuse_padding(packed: PackedSeqParams) -> None:
-    """Refuse padded documents in a model whose MTP loss nobody corrects. Compares no values."""
+    """Refuse padded documents in a model whose MTP loss is not corrected. Compares no values."""
     padded = packed.cu_seqlens_q_padded
     if padded is not None and padded is not packed.cu_seqlens_q:
         raise ValueError(
@@ -149,28 +148,25 @@ def refuse_padding(packed: PackedSeqParams) -> None:
         )
 
 
-def _holds(child: Any, layer: MTPLayer) -> bool:
+def _is_block_of(child: Any, layer: MTPLayer) -> bool:
     return isinstance(child, MultiTokenPredictionBlock) and layer in child.layers
 
 
 def _install_loss_hooks(parent: torch.nn.Module) -> None:
     if isinstance(parent, HybridModel):
-        LossHooks().install(parent)
+        LossHooks(parent)
 
 
 class LossHooks:
-    """Forward hooks that give Megatron's MTP loss the right borders, mask and weights."""
+    """Forward hooks of a model that give Megatron's MTP loss the right borders, mask and weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: HybridModel) -> None:
         self._inner = False
         self._call = 0
         #: Of each depth: what the gradient and the logged loss of this micro-batch are multiplied by.
         self._gradient: Tensor | None = None
         self._logged: Tensor | None = None
         self._before: Tensor | None = None
-
-    def install(self, model: HybridModel) -> None:
-        """Hook the model."""
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end)
 
@@ -184,9 +180,9 @@ class LossHooks:
             model.decoder.register_forward_pre_hook(_give_back_borders, with_kwargs=True)
             model.output_layer.register_forward_hook(self._weigh)
             self._inner = True
-        given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
-        labels, mask = given.get("labels"), given.get("loss_mask")
-        tokens = given["input_ids"] if labels is None else labels
+        arguments = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+        labels, mask = arguments.get("labels"), arguments.get("loss_mask")
+        tokens = arguments["input_ids"] if labels is None else labels
         if mask is None:
             mask = torch.ones_like(tokens, dtype=torch.float32)
         places = TokenPlaces.of(packed, tokens.shape[1], group.size(), group.rank(), tokens.device)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
 
 from megatron_nemotron3.layers.functional import Place, gated_group_rms_norm, layer_norm, rms_norm
 
@@ -42,17 +43,9 @@ def parameter_device(config: TransformerConfig) -> Any:
     return "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
 
 
-def new_norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
-    """A norm gain [size], replicated over tensor-parallel ranks and marked for sequence parallelism."""
-    return _new_replicated(config, size, 0.0 if config.layernorm_zero_centered_gamma else 1.0)
-
-
-def new_norm_bias(config: TransformerConfig, size: int) -> torch.nn.Parameter:
-    """The bias of a LayerNorm [size], as `new_norm_weight`."""
-    return _new_replicated(config, size, 0.0)
-
-
-def _new_replicated(config: TransformerConfig, size: int, start: float) -> torch.nn.Parameter:
+def new_norm_parameter(config: TransformerConfig, size: int, *, bias: bool = False) -> torch.nn.Parameter:
+    """A norm's gain or bias [size], replicated over TP ranks and marked for sequence parallelism."""
+    start = 0.0 if bias or config.layernorm_zero_centered_gamma else 1.0
     parameter = torch.nn.Parameter(
         torch.full((size,), start, dtype=config.params_dtype, device=parameter_device(config))
     )
@@ -60,7 +53,25 @@ def _new_replicated(config: TransformerConfig, size: int, start: float) -> torch
     return parameter
 
 
-def norm_gain(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
+def sharded_parameters(
+    module: Any, prefix: str, axes: dict[str, int], offsets: tuple, metadata: dict | None
+) -> dict[str, Any]:
+    """Checkpoint entries of a module: each parameter is split along its axis in `axes`, or else replicated.
+
+    The module has a `tp_group`, over which parameters are split.
+    """
+    assert metadata is not None
+    return make_sharded_tensors_for_checkpoint(
+        module.state_dict(prefix="", keep_vars=True),
+        prefix,
+        axes,
+        offsets,
+        tp_group=module.tp_group,
+        dp_cp_group=metadata["dp_cp_group"],
+    )
+
+
+def norm_gain(weight: Tensor, zero_centered: bool) -> Tensor:
     """The factor that a stored gain stands for: `--apply-layernorm-1p` stores gain - 1."""
     return weight + 1 if zero_centered else weight
 
@@ -75,14 +86,13 @@ class RMSNorm(EmptyExtraState):
         super().__init__()
         self.eps = eps
         self.zero_centered_gamma = config.layernorm_zero_centered_gamma
-        self.weight = new_norm_weight(config, hidden_size)
+        self.weight = new_norm_parameter(config, hidden_size)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """[..., d] -> [..., d]."""
         return rms_norm(x, norm_gain(self.weight, self.zero_centered_gamma), self.eps)
 
     def extra_repr(self) -> str:
-        """Sizes for print(model)."""
         return f"{self.weight.numel()}, eps={self.eps}"
 
 
@@ -94,9 +104,9 @@ class LayerNorm(RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__(config, hidden_size, eps)
-        self.bias = new_norm_bias(config, hidden_size)
+        self.bias = new_norm_parameter(config, hidden_size, bias=True)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """[..., d] -> [..., d]."""
         return layer_norm(x, norm_gain(self.weight, self.zero_centered_gamma), self.bias, self.eps)
 
@@ -118,7 +128,6 @@ class NormBuilder:
     """
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> RMSNorm:  # type: ignore[misc]
-        """Return a `RMSNorm` or `LayerNorm`."""
         return (LayerNorm if is_layer_norm(config) else RMSNorm)(config, hidden_size, eps)
 
 
@@ -149,7 +158,7 @@ class GatedGroupRMSNorm(torch.nn.Module):
         self.weight.tensor_model_parallel = True  # type: ignore[attr-defined]
         self.weight.partition_dim = 0  # type: ignore[attr-defined]
 
-    def forward(self, y: torch.Tensor, z: torch.Tensor, z_gradient: Place = None) -> torch.Tensor:
+    def forward(self, y: Tensor, z: Tensor, z_gradient: Place = None) -> Tensor:
         """y, z [..., size] -> [..., size]; `z_gradient` as in `gated_group_rms_norm`."""
         return gated_group_rms_norm(
             y, z, self.weight, group_size=self.group_size, eps=self.eps, z_gradient=z_gradient
@@ -159,12 +168,4 @@ class GatedGroupRMSNorm(torch.nn.Module):
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
         """Split along axis 0 over tensor-parallel ranks, as upstream's `ExtendedRMSNorm`."""
-        assert metadata is not None
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {"weight": 0},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
+        return sharded_parameters(self, prefix, {"weight": 0}, sharded_offsets, metadata)

@@ -1,4 +1,4 @@
-"""Which tokens of a batch are padding, and how the routers of all layers learn of it.
+"""Which tokens of a batch are padding, for the routers of all layers.
 
 Padding must not count in the router's balance: it would move the expert bias and the load-balancing loss. A
 training script that knows the padding passes `padding_mask` to the model. For a pack whose padded borders
@@ -12,31 +12,32 @@ from __future__ import annotations
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
 
 from megatron_nemotron3.layers.context_parallel import TokenPlaces
 
 #: Mask of the decoder stack that ran last in this process, for the MTP layers that run right after it.
-_of_decoder: torch.Tensor | None = None
+_of_decoder: Tensor | None = None
 
 
-def hand_to_mtp(mask: torch.Tensor | None) -> None:
+def hand_to_mtp(mask: Tensor | None) -> None:
     """Keep the decoder's mask [b, s_local] for its MTP layers; HybridModel calls them with none."""
     global _of_decoder
     _of_decoder = mask
 
 
-def of_decoder() -> torch.Tensor | None:
-    """Return the mask [b, s_local] of the decoder stack that ran last."""
+def of_decoder() -> Tensor | None:
+    """Mask [b, s_local] of the decoder stack that ran last."""
     return _of_decoder
 
 
 def local_mask(
-    given: torch.Tensor | None,
+    given: Tensor | None,
     packed: PackedSeqParams | None,
-    hidden: torch.Tensor,
+    hidden: Tensor,
     sequence_parallel: bool,
     groups: ProcessGroupCollection,
-) -> torch.Tensor | None:
+) -> Tensor | None:
     """Return this rank's padding mask [b, s_local], True for padding; None if all tokens are real or unknown.
 
     Args:
@@ -60,7 +61,7 @@ def local_mask(
 
 def padding_of_pack(
     packed: PackedSeqParams | None, tokens: int, cp: int, rank: int, device: torch.device
-) -> torch.Tensor | None:
+) -> Tensor | None:
     """Return the mask [1, tokens] of packed documents with padding between them, or None if they have none.
 
     Tokens after the last padded border are padding. Computed on the device: the host does not wait.
@@ -69,8 +70,8 @@ def padding_of_pack(
         tokens: tokens of this context-parallel rank, which has chunks `rank` and 2 * cp - 1 - `rank` of every
             padded document.
     """
-    if packed is None or packed.cu_seqlens_q_padded is None or packed.cu_seqlens_q is None:
+    if packed is None or packed.cu_seqlens_q is None:
         return None
-    if packed.cu_seqlens_q is packed.cu_seqlens_q_padded:
+    if packed.cu_seqlens_q_padded is None or packed.cu_seqlens_q_padded is packed.cu_seqlens_q:
         return None
     return ~TokenPlaces.of(packed, tokens, cp, rank, device).real[None]

@@ -1,4 +1,4 @@
-"""What a module that Megatron builds from a spec is not told: the model that takes it, and the arguments."""
+"""What a module that Megatron builds from a spec does not get: the model that takes it, and the arguments."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import MoETransformerLayer
+from torch import Tensor
 
 from megatron_nemotron3.layers import padding
 from megatron_nemotron3.layers.registration import announce_completion, keep_argument
@@ -74,7 +75,7 @@ class Nemotron3Stack(HybridStack):
     _announced = False
     #: Runs the layers in place of a plain call, as in a frozen model (post_training/boost/trunk.py): it is
     #: given a function that computes this stage's output, and returns that.
-    around: Callable[[Callable[[], torch.Tensor]], torch.Tensor] | None = None
+    around: Callable[[Callable[[], Tensor]], Tensor] | None = None
 
     def __init__(
         self,
@@ -115,9 +116,9 @@ class Nemotron3Stack(HybridStack):
         hidden_states: Any,
         *args: Any,
         packed_seq_params: PackedSeqParams | None = None,
-        padding_mask: torch.Tensor | None = None,
+        padding_mask: Tensor | None = None,
         **kwargs: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Upstream's forward; routers leave padding tokens out (layers/padding.py).
 
         Args:
@@ -126,24 +127,13 @@ class Nemotron3Stack(HybridStack):
         """
         if padding_mask is not None or packed_seq_params is not None:
             hidden = hidden_states if self.pre_process else self.input_tensor
-            if isinstance(hidden, torch.Tensor):
-                padding_mask = padding.local_mask(
-                    padding_mask,
-                    packed_seq_params,
-                    hidden,
-                    self.config.sequence_parallel,
-                    self.pg_collection,
-                )
+            if isinstance(hidden, Tensor):
+                sp, groups = self.config.sequence_parallel, self.pg_collection
+                padding_mask = padding.local_mask(padding_mask, packed_seq_params, hidden, sp, groups)
         padding.hand_to_mtp(padding_mask)
-        run = partial(
-            super().forward,
-            hidden_states,
-            *args,
-            packed_seq_params=packed_seq_params,
-            padding_mask=padding_mask,
-            **kwargs,
-        )
-        output: torch.Tensor = run() if self.around is None else self.around(run)
+        kwargs |= {"packed_seq_params": packed_seq_params, "padding_mask": padding_mask}
+        run = partial(super().forward, hidden_states, *args, **kwargs)
+        output: Tensor = run() if self.around is None else self.around(run)
         return output
 
 

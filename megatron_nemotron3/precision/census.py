@@ -1,4 +1,4 @@
-"""List every linear of a built model with the format Megatron gives it. Imports neither torch nor megatron.
+"""List every linear of a built model with the format that Megatron gives it.
 
 The rules are those of megatron-core 0.19.2:
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ _ROOT = re.compile(r"(?:^|\.)(?=(?:decoder|mtp|embedding|output_layer)\.|output_
 
 
 class CensusError(RuntimeError):
-    """The built model is not what the flags ask for. The message names modules and the cure."""
+    """The built model is not what the flags ask for."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,6 @@ class Ambient:
 
     @classmethod
     def of(cls, config: Any) -> Ambient:
-        """Formats for a TransformerConfig."""
         fp8, fp4 = getattr(config, "fp8", None), getattr(config, "fp4", None)
         kept = (config.num_layers_at_start_in_bf16, config.num_layers_at_end_in_bf16)
         start, end = kept if config.first_last_layers_bf16 else (0, 0)
@@ -96,20 +95,12 @@ def census(
     *,
     training: bool = True,
 ) -> list[Entry]:
-    """List every module of this rank that holds a matrix.
-
-    Args:
-        file: the precision file; None for `model.config.quant_recipe`, if there is one.
-        ambient: formats of the layers; None for those of `model.config`.
-    """
+    """List every module of this rank that holds a matrix; file and ambient default to those of its config."""
     modules = dict(model.named_modules() if hasattr(model, "named_modules") else model)
     file = recipe_of(_hybrid_model(modules.values()).config) if file is None else file
     ambient = Ambient.of(_hybrid_model(modules.values()).config) if ambient is None else ambient
-    return [
-        entry
-        for name in modules
-        if (entry := _census_entry(name, modules, file, ambient, training)) is not None
-    ]
+    found = (_census_entry(name, modules, file, ambient, training) for name in modules)
+    return [entry for entry in found if entry is not None]
 
 
 def recipe_of(config: Any) -> PrecisionFile:
@@ -130,13 +121,9 @@ def formats(entries: Iterable[Entry]) -> Counter[str]:
 
 
 def require_format(model: Any, wanted: str, ambient: Ambient | None = None) -> list[Entry]:
-    """Raise if a run asks for a format and would compute without it. Ranks decide without communication.
+    """The census of a model; raise CensusError if its run asks for a format and would compute without it.
 
-    Args:
-        ambient: formats of the layers; None for those of its config, which TransformerEngine reads.
-
-    Returns:
-        The census of the model.
+    Ranks decide without communication. `ambient`: None for the config's, which TransformerEngine reads.
     """
     root = _hybrid_model(model.modules())
     config, structure = root.config, structure_of(root)
@@ -171,16 +158,20 @@ def ambient_of_linear(linear: LinearRow, ambient: Ambient) -> str:
     return ambient.of_mtp(int(inner[1]) if inner else None)
 
 
-def require_some(structure: Structure, file: PrecisionFile, ambient: Ambient) -> None:
-    """Raise CensusError if no linear of a whole model has the format of its layers."""
-    wanted = ambient.format
-    asked = Counter(
+def formats_of(structure: Structure, file: PrecisionFile, ambient: Ambient) -> Counter[str]:
+    """Count the linears of a whole model by format."""
+    return Counter(
         file.format(linear.name, ambient_of_linear(linear, ambient)) for linear in structure.linears()
     )
-    if not asked[wanted]:
+
+
+def require_some(structure: Structure, file: PrecisionFile, ambient: Ambient) -> None:
+    """Raise CensusError if no linear of a whole model has the format of its layers."""
+    wanted, found = ambient.format, formats_of(structure, file, ambient)
+    if not found[wanted]:
         raise CensusError(
-            f"{wanted} was asked for, but none of the model's {sum(asked.values())} linears is {wanted} "
-            f"({counted(asked)}): "
+            f"{wanted} was asked for, but none of the model's {sum(found.values())} linears is {wanted} "
+            f"({counted(found)}): "
             f"{ambient.at_start} layers at the start and {ambient.at_end} at the end of {ambient.num_layers} "
             f"stay BF16 and {len(file.matchers)} matchers of the precision file take the rest"
         )
@@ -201,10 +192,10 @@ def structure_of(model: Any) -> Structure:
 
 def _hybrid_model(modules: Iterable[Any]) -> Any:
     """The outermost hybrid model."""
-    for module in modules:
-        if hasattr(module, "hybrid_layer_pattern"):
-            return module
-    raise CensusError("no HybridModel among these modules: give file and ambient")
+    found = next((module for module in modules if hasattr(module, "hybrid_layer_pattern")), None)
+    if found is None:
+        raise CensusError("no HybridModel among these modules: give file and ambient")
+    return found
 
 
 def _census_entry(
@@ -226,15 +217,17 @@ def _census_entry(
     local = name[found.end() :] if (found := _ROOT.search(name)) else name
     outer = re.sub(r"^(module\.)+", "", name)
     # Megatron matches the name inside the hybrid model; a loop over an outer model matches the longer name.
-    answers = {file.format(n, around, training=training) for n in (local, outer)}
-    if len(answers) > 1:
+    formats_of_names = {file.format(n, around, training=training) for n in (local, outer)}
+    if len(formats_of_names) > 1:
         matcher = file.matcher(local) or file.matcher(outer)
         assert matcher is not None
         raise CensusError(
             f"pattern {matcher.pattern!r} matches only one of {local} and {outer}: start it with *, as in "
             f"{'*' + matcher.pattern!r}"
         )
-    return Entry(name, kind, layer, around, answers.pop(), parameters, hasattr(module, "finish_init"))
+    return Entry(
+        name, kind, layer, around, formats_of_names.pop(), parameters, hasattr(module, "finish_init")
+    )
 
 
 def _layer_format(name: str, modules: Mapping[str, Any], ambient: Ambient) -> tuple[int | None, str]:
@@ -248,9 +241,3 @@ def _layer_format(name: str, modules: Mapping[str, Any], ambient: Ambient) -> tu
     if in_mtp:
         return number, ambient.of_mtp(None if len(found) == 1 else number)
     return number, ambient.of_layer(number)
-
-
-def lines(entries: Iterable[Entry]) -> Iterator[str]:
-    """One line per entry, for a log."""
-    for entry in entries:
-        yield f"{entry.effective:<14} {entry.kind.name:<15} {entry.name}"

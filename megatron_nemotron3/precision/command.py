@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +18,20 @@ from megatron_nemotron3.precision import report as report_file
 from megatron_nemotron3.precision import yaml_file
 from megatron_nemotron3.precision.census import Ambient, CensusError, require_some
 from megatron_nemotron3.precision.deviations import recipe_in_force
-from megatron_nemotron3.precision.formats import BF16, FORMATS, MXFP8, NVFP4
-from megatron_nemotron3.precision.share import FormatShare, shares, totals
-from megatron_nemotron3.precision.table import PRECISIONS, Structure, bf16_layers, is_published, tail
+from megatron_nemotron3.precision.formats import BF16, FORMATS, MXFP8, NVFP4, counted
+from megatron_nemotron3.precision.table import (
+    LINEARS,
+    NEVER,
+    PRECISIONS,
+    ModuleKind,
+    Structure,
+    bf16_layers,
+    expected,
+    is_published,
+    tail,
+)
 
-_COLUMNS = ("module", "format", "parameters", "FLOPs", "why")
+_COLUMNS = ("module", "format", "why")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,70 +56,48 @@ class PrecisionOptions:
 
 
 def register(commands: Any) -> None:
-    """Add `nemotron3 precision`."""
+    """Add the command."""
     add_command(commands.add_parser("precision"), PrecisionOptions, precision_command)
 
 
 def precision_command(options: PrecisionOptions) -> int:
     """Print the recipe's table, write or compare a precision file, or summarize a run. Exit status 0."""
     if options.report is not None and not names_model(options.which) and options.output is None:
+        picture = options.report / report_file.PICTURE
         if options.report.is_dir():  # a missing one has its own message
-            require_plot(options.report / report_file.PICTURE, "--report")
+            require_plot(picture, "--report")
         with result(options.json):
             rows = report_file.read(options.report)
             now = report_file.last(rows)
-            say(
-                report(rows, options.report),
-                folder=options.report,
-                plot=options.report / report_file.PICTURE,
-                iteration=now[0].iteration,
-                rows=[row._asdict() for row in now],
-            )
+            facts = {"iteration": now[0].iteration, "rows": [row._asdict() for row in now]}
+            say(report(rows, options.report), folder=options.report, plot=picture, **facts)
         return 0
     if options.report is not None or not names_model(options.which):
         raise ValueError("give the NAME of a model, or --report DIR alone")
-    if options.te_precision_config_file is not None:
+    if (path := options.te_precision_config_file) is not None:
         if options.output is not None or options.format != NVFP4:
             raise ValueError(f"{yaml_file.FLAG} compares a file for {NVFP4}: drop --output and --precision")
         with result(options.json):
             config = chosen_model(options.which)
-            text = compare(config, options.te_precision_config_file)
-            say(
-                text,
-                model=config.name,
-                file=options.te_precision_config_file,
-                findings=text.splitlines(),
-            )
+            text = compare(config, path)
+            say(text, model=config.name, file=path, findings=text.splitlines())
         return 0
     if options.output is not None:
         require_output(options.output, "--output")
     with result(options.json):
         config = chosen_model(options.which)
         text = run(config, options.format, options.output)
-        facts = {"file": options.output} if options.output is not None else table(config, options.format)
+        facts = table(config, options.format) if options.output is None else {"file": options.output}
         say(text, model=config.name, precision=options.format, **facts)
     return 0
 
 
 def table(config: Nemotron3Config, precision: str = NVFP4) -> dict[str, Any]:
-    """Return what the table says, for a JSON document; shares are from 0 to 1."""
-    lines = shares(config, precision)
-    parameters, flops = sum(line.parameters for line in lines), sum(line.flops for line in lines)
+    """What the table says, for a JSON document; `linears` counts them by format."""
     return {
-        "modules": [
-            {
-                "modules": line.modules,
-                "format": line.format,
-                "parameters": line.parameters / parameters,
-                "flops": line.flops / flops,
-                "why": line.why,
-            }
-            for line in lines
-        ],
-        "formats": {
-            fmt: {"parameters": share, "flops": of_flops} for fmt, (share, of_flops) in totals(lines).items()
-        },
-        "notes": list(_recipe_notes(config, precision, lines)),
+        "modules": [dict(zip(("modules", "format", "why"), row)) for row in _rows(config, precision)],
+        "linears": dict(Counter(expected(config, precision).values())),
+        "notes": list(_recipe_notes(config, precision)),
     }
 
 
@@ -121,16 +109,14 @@ def render(config: Nemotron3Config, precision: str = NVFP4) -> str:
     """
     if precision not in PRECISIONS:
         raise ValueError(f"unknown format {precision!r}: use one of {', '.join(PRECISIONS)}")
-    lines = shares(config, precision)
-    cells = [_COLUMNS, *_share_cells(lines)]
     head = f"{config.title} in {precision}"
-    body = output.table(cells, "llrrl")
-    return "\n".join((head, "=" * len(head), "", *body, "", *_recipe_notes(config, precision, lines)))
+    body = output.table([_COLUMNS, *_rows(config, precision)])
+    return "\n".join((head, "=" * len(head), "", *body, "", *_recipe_notes(config, precision)))
 
 
-def markdown(config: Nemotron3Config, precision: str = NVFP4) -> str:
-    """The same table for docs/nvfp4.md."""
-    rows = [_COLUMNS, ("-", "-", "-:", "-:", "-"), *_share_cells(shares(config, precision))]
+def markdown(config: Nemotron3Config) -> str:
+    """The table of the published recipe for docs/reference/formats.md."""
+    rows = [_COLUMNS, ("-", "-", "-"), *_rows(config, NVFP4)]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
 
 
@@ -169,24 +155,31 @@ def report(rows: Sequence[report_file.ReportRow], folder: str | Path, title: str
     return "\n".join((*report_file.summary(rows), f"precision plot   {picture}"))
 
 
-def _share_cells(lines: list[FormatShare]) -> list[tuple[str, ...]]:
-    parameters, flops = sum(line.parameters for line in lines), sum(line.flops for line in lines)
-    return [
-        (
-            line.modules,
-            line.format,
-            f"{line.parameters / parameters:.2%}",
-            f"{line.flops / flops:.2%}",
-            line.why,
-        )
-        for line in lines
-    ]
+def _rows(config: Nemotron3Config, precision: str) -> Iterator[tuple[str, str, str]]:
+    """Modules, format and why: the kinds that a model has, and its BF16 layers after the linears."""
+    kept, quantized = bf16_layers(config, precision), precision == NVFP4
+    present = Structure.of(config).kinds()
+    for kind in LINEARS:
+        if kind.name in present:
+            yield _modules_text(kind), kind.format(precision), kind.why if quantized else ""
+    body = range(kept.start, config.num_layers - kept.end)
+    ends = [f"{a}-{b - 1}" for a, b in ((0, body.start), (body.stop, config.num_layers)) if a < b]
+    if ends:
+        why = "needed for stable training (arXiv 2509.25149, E)" if quantized else ""
+        yield f"all linears of layers {', '.join(ends)}", BF16, why
+    for kind in NEVER:
+        if kind.layer in ("", *config.pattern):
+            yield _modules_text(kind), kind.recipe, kind.why
 
 
-def _recipe_notes(config: Nemotron3Config, precision: str, lines: list[FormatShare]) -> Iterator[str]:
-    for fmt, (parameters, flops) in totals(lines).items():
-        yield f"{fmt}: {parameters:.1%} of parameters, {flops:.1%} of FLOPs"
-    yield f"FLOPs: one token forward, {config.seq_length} tokens a sequence"
+def _modules_text(kind: ModuleKind) -> str:
+    """The modules of a kind: "mlp.experts.linear_fc1, linear_fc2"."""
+    first, *rest = (glob.lstrip("*.") for glob in kind.modules)
+    return ", ".join((first.rstrip(".*"), *(name.rpartition(".")[2] for name in rest)))
+
+
+def _recipe_notes(config: Nemotron3Config, precision: str) -> Iterator[str]:
+    yield f"linears: {counted(Counter(expected(config, precision).values()))}"
     if precision == BF16:
         return
     kept, recipe = bf16_layers(config, precision), FORMATS[precision]

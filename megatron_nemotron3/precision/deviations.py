@@ -1,4 +1,4 @@
-"""Compare the formats of a run with the published recipe, by kind of linear. Imports no torch.
+"""Compare the formats of a run with the published recipe, by kind of linear.
 
 Megatron says nothing about a precision file that leaves a kind of linear out: its linears follow their layer,
 which is NVFP4. A kind that a matcher names is taken to be meant, even if its format is not the published one.
@@ -16,7 +16,7 @@ from megatron_nemotron3.precision.census import (
     Ambient,
     ambient_of_linear,
     census,
-    lines,
+    formats_of,
     recipe_of,
     structure_of,
 )
@@ -44,17 +44,10 @@ class Deviation:
 
     text: str
     #: The matcher or switch that asks for it; "" if it is merely left out.
-    asked_by: str = ""
+    source: str = ""
 
     def __str__(self) -> str:
-        return f"{self.text}, as {self.asked_by} says" if self.asked_by else self.text
-
-
-def formats(structure: Structure, file: PrecisionFile, ambient: Ambient) -> Counter[str]:
-    """Count the linears of a whole model by format."""
-    return Counter(
-        file.format(linear.name, ambient_of_linear(linear, ambient)) for linear in structure.linears()
-    )
+        return f"{self.text}, as {self.source} says" if self.source else self.text
 
 
 def deviations(structure: Structure, file: PrecisionFile, ambient: Ambient) -> list[Deviation]:
@@ -89,7 +82,7 @@ def deviations(structure: Structure, file: PrecisionFile, ambient: Ambient) -> l
     return result
 
 
-def of_emulation(chosen: Emulation) -> list[Deviation]:
+def _of_emulation(chosen: Emulation) -> list[Deviation]:
     """Differences of what emulation computes from the published recipe; its switches ask for them."""
     default = Emulation()
     return [
@@ -99,37 +92,30 @@ def of_emulation(chosen: Emulation) -> list[Deviation]:
     ]
 
 
-def formats_in_force(structure: Structure, file: PrecisionFile, ambient: Ambient) -> Iterator[str]:
-    """Lines that count the linears of a whole model by format, and list what is not the published recipe."""
-    found = deviations(structure, file, ambient)
-    linears = counted(formats(structure, file, ambient))
-    as_published = ", as published" if ambient.format == NVFP4 and not found else ""
-    yield f"linears of the whole model: {linears}{as_published}"
-    yield from map(line, found)
-
-
 def recipe_in_force(
     structure: Structure, file: PrecisionFile, ambient: Ambient, chosen: Emulation | None = None
 ) -> Iterator[str]:
-    """Lines that say which recipe a quantized run has, and what deviates from the published one.
+    """Lines: the linears of a whole model by format, and what deviates from the published recipe.
 
-    Args:
-        chosen: the emulation; None where TransformerEngine computes.
+    `chosen` is None where TransformerEngine computes.
     """
+    found: list[Deviation] = []
     if chosen is None or not chosen.every_layer:
-        yield from formats_in_force(structure, file, ambient)
-    if chosen is not None:
-        yield from map(line, of_emulation(chosen))
+        found = deviations(structure, file, ambient)
+        linears = counted(formats_of(structure, file, ambient))
+        as_published = ", as published" if ambient.format == NVFP4 and not found else ""
+        yield f"linears of the whole model: {linears}{as_published}"
+    yield from map(line, found + ([] if chosen is None else _of_emulation(chosen)))
 
 
 def census_lines(model: Any) -> Iterator[str]:
-    """The census of a built model, the recipe in force, and what deviates from the published one."""
+    """The census of a built model, a line for each module, and the recipe in force."""
     hybrid = next(module for module in model.modules() if hasattr(module, "hybrid_layer_pattern"))
-    yield from lines(census(model))
-    ambient = Ambient.of(hybrid.config)
-    yield from recipe_in_force(structure_of(hybrid), recipe_of(hybrid.config), ambient)
+    for entry in census(model):
+        yield f"{entry.effective:<14} {entry.kind.name:<15} {entry.name}"
+    yield from recipe_in_force(structure_of(hybrid), recipe_of(hybrid.config), Ambient.of(hybrid.config))
 
 
 def line(found: Deviation) -> str:
     """A line for a log; a warning unless a matcher or switch asks for it."""
-    return f"{'' if found.asked_by else 'warning: '}not the published recipe: {found}"
+    return f"{'' if found.source else 'warning: '}not the published recipe: {found}"

@@ -25,13 +25,13 @@ from megatron_nemotron3.precision.statistics import LinearSums
 
 def stacked_operand(weights: Sequence[Tensor], how: Spec) -> Operand:
     """Quantize E matrices [out, in], each with its own scale: values [E, out, in], amax [E, 1, 1] or None."""
-    amax = _amax_of_matrices if how.format == NVFP4 else None
+
+    def of_matrices(block_amax: Tensor) -> Tensor:
+        """Block amax [E, m, k] -> amax of each matrix [E, 1, 1]."""
+        return block_amax.flatten(1).amax(1).view(-1, 1, 1)
+
+    amax = of_matrices if how.format == NVFP4 else None
     return operand(torch.stack([w.detach() for w in weights]), how, amax)
-
-
-def _amax_of_matrices(block_amax: Tensor) -> Tensor:
-    """Block amax [E, m, k] -> amax of each matrix [E, 1, 1]."""
-    return block_amax.flatten(1).amax(1).view(-1, 1, 1)
 
 
 class ExpertRows:
@@ -48,7 +48,7 @@ class ExpertRows:
                 self.ranges.append((expert, start, start + n))
             start += n
         self.experts, self.total = len(counts), start
-        # Copied without waiting for what the device has to do before.
+        # Copied without synchronizing.
         real, filled = torch.tensor([counts, self.filled], device="cpu").to(device, non_blocking=True)
         numbers = torch.arange(len(counts), device=device)
         #: Expert of each block of rows.
@@ -83,7 +83,7 @@ class ExpertRows:
 
 
 class DeviceRows(ExpertRows):
-    """Rows whose counts only the device knows: room for as much padding as there can be.
+    """Rows whose counts are on the device: room for as much padding as there can be.
 
     What lies behind the last expert's padding is zero and belongs to no expert: its owner is number E.
 
@@ -226,14 +226,11 @@ def _gradients_on_device(
         p, q = (rows.operand(rows.fill(z), how) for z, how in zip((dy, x), recipe.wgrad, strict=True))
         dy, x = p.values, q.values
         if p.amax is not None and q.amax is not None:
-            first = (rows.starts // rows.block).clamp(
-                max=len(p.amax) - 1
-            )  # of an expert; any if it has no rows
+            # The first block of an expert; any if it has no rows.
+            first = (rows.starts // rows.block).clamp(max=len(p.amax) - 1)
             scale = product_scale(p.amax, q.amax)[first, 0]
-    dw = triton_grouped.weight_gradients(
-        dy.contiguous(), x.contiguous(), rows.starts, rows.ends, scale, dtype
-    )
-    return dw.unbind(0)
+    dy, x = dy.contiguous(), x.contiguous()
+    return triton_grouped.weight_gradients(dy, x, rows.starts, rows.ends, scale, dtype).unbind(0)
 
 
 def _expert_weight_gradients(dy: Tensor, x: Tensor, like: Tensor, job: GroupedJob) -> tuple[Tensor, ...]:
@@ -253,9 +250,8 @@ def _expert_weight_gradients(dy: Tensor, x: Tensor, like: Tensor, job: GroupedJo
     if record is not None:
         for name, z, how, made in zip(("wgrad.dy", "wgrad.x"), (dy, x), recipe.wgrad, (p, q), strict=True):
             record.add(name, rows.fill(z), how, dequantized(made), rows.owner, rows.filler)
-    scale = None
-    if p.amax is not None and q.amax is not None:
-        scale = product_scale(p.amax, q.amax)  # [blocks of rows, 1]
+    # [blocks of rows, 1]
+    scale = None if p.amax is None or q.amax is None else product_scale(p.amax, q.amax)
     for e, a, b in rows.ranges:
         product = matmul(p.values[a:b].t(), q.values[a:b])
         dw[e] = product if scale is None else product.mul_(scale[a // rows.block])

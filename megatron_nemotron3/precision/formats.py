@@ -1,6 +1,4 @@
-"""Megatron's low-precision recipes, written once. Standard library only.
-
-Flags and rules (`args`), the table of linears, the census, the planner and `doctor` read this table.
+"""Megatron's low-precision recipes, written once.
 
 | name | elements | scales |
 |-|-|-|
@@ -36,7 +34,7 @@ class Format:
 
     #: The value of --precision, and the name in tables and messages.
     name: str
-    #: Megatron's name: the value of --fp8-recipe or --fp4-recipe.
+    #: The value of --fp8-recipe or --fp4-recipe.
     recipe: str
     #: The value of --fp8-format or --fp4-format.
     elements: str
@@ -124,9 +122,9 @@ def counted(numbers: Mapping[str, int]) -> str:
     return ", ".join(f"{number} {fmt}" for fmt, number in sorted(numbers.items()))
 
 
-def either(words: Sequence[str]) -> str:
+def either(names: Sequence[str]) -> str:
     """`a, b or c`, for a message."""
-    return " or ".join((*((", ".join(words[:-1]),) if words[1:] else ()), *words[-1:]))
+    return " or ".join((*((", ".join(names[:-1]),) if names[1:] else ()), *names[-1:]))
 
 
 def capability_text(capability: Capability) -> str:

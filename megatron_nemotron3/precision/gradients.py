@@ -51,7 +51,7 @@ def _sharding_group(bucket_group: Any) -> Any:
 
 def local_gradient(parameter: Any, where: GradientPlaces, groups: Any) -> Tensor | None:
     """The part of a parameter's reduced gradient that this rank reads, 1-D; None if there is none."""
-    if parameter not in where or not _read_here(parameter, groups):
+    if parameter not in where or not _is_read_here(parameter, groups):
         return None
     bucket, (start, end), group = where[parameter]
     shard = -(-bucket.grad_data.numel() // group.size())
@@ -60,7 +60,7 @@ def local_gradient(parameter: Any, where: GradientPlaces, groups: Any) -> Tensor
     return gradient
 
 
-def _read_here(parameter: Any, groups: Any) -> bool:
+def _is_read_here(parameter: Any, groups: Any) -> bool:
     """Whether this tensor-parallel rank reads a parameter: its own shard, or on rank 0 a replica."""
     if getattr(parameter, "tensor_model_parallel", False):
         return True

@@ -1,7 +1,7 @@
-"""Refuse runs whose flags ask for formats that they would not compute in. Imports neither torch nor megatron.
+"""Refuse runs whose options ask for formats that they would not compute in.
 
 `require_followed` and `require_well_formed_file` act where a stack is built, the first place of ours in a
-stock script that is told only our `--spec`. `require_usable` acts on a command line, before anything starts.
+stock script that gets only our `--spec`. `require_usable` acts on a command line, before anything starts.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ from megatron_nemotron3.precision.yaml_file import FLAG
 _TORCH_SPEC = "--spec megatron_nemotron3.specs nemotron3_torch_stack_spec"
 
 
-def without_effect(asked: Sequence[str]) -> str:
-    """Say that options ask for formats in which linears of the torch backend do not compute."""
+def _without_effect(options: Sequence[str]) -> str:
+    """The message on options that ask for formats in which linears of the torch backend do not compute."""
+    names = " and ".join(options)
     return (
-        f"{' and '.join(asked)} would have no effect: linears of the torch backend compute in BF16 or FP32 "
+        f"{names} would have no effect: linears of the torch backend compute in BF16 or FP32 "
         f"unless they emulate. To emulate NVFP4, pass {OPTION} nvfp4 to nemotron3 run, or set "
         f"{EMULATE}=nvfp4 in the training processes, and leave --fp4-format and --fp8-format out. On GPUs "
         "with FP4 or FP8 use --spec megatron_nemotron3.specs nemotron3_te_stack_spec. For a plain run drop "
-        f"{' and '.join(asked)}"
+        f"{names}"
     )
 
 
-def _asked(fp4: object, fp8: object, file: object) -> list[str]:
-    given = (("--fp4-format", fp4), ("--fp8-format", fp8), (FLAG, file))
-    return [name for name, value in given if value]
+def _format_options(fp4: object, fp8: object, file: object) -> list[str]:
+    """Names of the options among these that are set."""
+    values = {"--fp4-format": fp4, "--fp8-format": fp8, FLAG: file}
+    return [name for name, value in values.items() if value]
 
 
 def require_followed(stack: Any, *, emulate: bool, measured: bool) -> None:
@@ -46,9 +48,9 @@ def require_followed(stack: Any, *, emulate: bool, measured: bool) -> None:
     if emulate or all(hasattr(module, "finish_init") for module in linears):
         return
     config = stack.config
-    asked = _asked(config.fp4, config.fp8, config.quant_recipe is not None and not measured)
-    if asked:
-        raise CensusError(without_effect(asked))
+    options = _format_options(config.fp4, config.fp8, config.quant_recipe is not None and not measured)
+    if options:
+        raise CensusError(_without_effect(options))
 
 
 def require_well_formed_file(config: Any) -> None:
@@ -62,6 +64,6 @@ def require_usable(arguments: Sequence[str], *, torch_spec: bool, emulate: bool,
     """Check a Megatron script's options on number formats before the script starts."""
     file = option_value(arguments, FLAG)
     fp4, fp8 = (option_values(arguments, f"--{kind}-format") is not None for kind in ("fp4", "fp8"))
-    asked = _asked(fp4, fp8, file is not None and not measured)
-    if torch_spec and not emulate and asked:
-        raise CensusError(without_effect(asked))
+    options = _format_options(fp4, fp8, file is not None and not measured)
+    if torch_spec and not emulate and options:
+        raise CensusError(_without_effect(options))

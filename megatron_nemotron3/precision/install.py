@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -44,7 +44,7 @@ from megatron_nemotron3.precision.linear import Emulated
 from megatron_nemotron3.precision.observe import Observed, PrecisionObserver
 from megatron_nemotron3.precision.packed import PackedProducts
 from megatron_nemotron3.precision.recipe import BLOCK, recipe
-from megatron_nemotron3.precision.serving import PACKED_KINDS, spared
+from megatron_nemotron3.precision.serving import PACKED_KINDS, unquantized_layers
 from megatron_nemotron3.precision.settings import Emulation
 from megatron_nemotron3.precision.table import kind_of, tail_of_depth
 from megatron_nemotron3.precision.yaml_file import read_config
@@ -74,7 +74,7 @@ def ambient_of(config: Any, chosen: Emulation) -> Ambient:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
+class _LinearsPlan:
     """How the linears of a stack are set up."""
 
     ambient: Ambient
@@ -86,7 +86,7 @@ class _Plan:
     by_table: bool = False
 
     @classmethod
-    def of(cls, config: Any, observer: PrecisionObserver | None) -> _Plan | None:
+    def of(cls, config: Any, observer: PrecisionObserver | None) -> _LinearsPlan | None:
         """The plan that `settings` ask for; None for plain linears that are not measured."""
         chosen = settings.current()
         if chosen is not None:
@@ -110,8 +110,7 @@ def emulate_stack(stack: Any) -> None:
     require_well_formed_file(stack.config)
     require_followed(stack, emulate=chosen is not None, measured=log is not None)
     if torch.distributed.is_initialized():
-        interval = 0 if log is None else log.interval
-        agree_on_interval(f"the interval of {LOG_PRECISION}", interval)
+        agree_on_interval(f"the interval of {LOG_PRECISION}", 0 if log is None else log.interval)
     if chosen is not None and chosen.packed and (log is not None or stack.config.quant_recipe is not None):
         other = LOG_PRECISION if log is not None else yaml_file.FLAG
         raise ValueError(f"{EMULATE}={chosen.packed} says which weights are packed: drop {other}")
@@ -121,9 +120,9 @@ def emulate_stack(stack: Any) -> None:
                 f"{LOG_PRECISION} measures linears of the torch backend, and this stack has none: "
                 "use --spec megatron_nemotron3.specs nemotron3_torch_stack_spec"
             )
-        observer = PrecisionObserver(stack, log, settings.current() is not None)
+        observer = PrecisionObserver(stack, log, chosen is not None)
     _latest_observer = None if observer is None else weakref.ref(observer)
-    plan = _Plan.of(stack.config, observer)
+    plan = _LinearsPlan.of(stack.config, observer)
     if plan is None:
         if (stack.config.fp4 or stack.config.fp8) and not getattr(stack.config, "use_kitchen", False):
             _check_at_first_forward(stack, None, None)
@@ -138,11 +137,8 @@ def emulate_stack(stack: Any) -> None:
 
 
 def emulate_mtp(mtp_layer: Any) -> None:
-    """As `emulate_stack`, for an MTP block; call it after `emulate_stack` of the same model.
-
-    Layers are numbered from 1 in each block. The projection `eh_proj` lies outside layers that are NVFP4.
-    """
-    plan = _Plan.of(mtp_layer.config, None if _latest_observer is None else _latest_observer())
+    """As `emulate_stack`, for an MTP block; call it after `emulate_stack` of the same model."""
+    plan = _LinearsPlan.of(mtp_layer.config, None if _latest_observer is None else _latest_observer())
     if plan is None:
         return
     depth = None if mtp_layer.config.mtp_use_repeated_layer else mtp_layer.layer_number
@@ -168,30 +164,28 @@ class _Place:
 
 
 def _prepare_linears(
-    tree: torch.nn.Module, where: str, row: str, ambient: str, plan: _Plan, prefix: str = "decoder."
+    tree: torch.nn.Module, where: str, row: str, ambient: str, plan: _LinearsPlan, prefix: str = "decoder."
 ) -> None:
     for name, module in tree.named_modules():
         if hasattr(module, "products"):
-            fmt = ambient
+            fmt, kind = ambient, kind_of(f"{prefix}layers.0.{name}")
             if plan.chosen.packed:
-                kind = kind_of(f"{prefix}layers.0.{name}")
                 packs = kind is not None and kind.name in PACKED_KINDS[plan.chosen.packed]
                 fmt = NVFP4 if packs else BF16
-            elif plan.by_table:
-                kind = kind_of(f"{prefix}layers.0.{name}")
-                fmt = kind.format(ambient) if kind is not None else ambient
+            elif plan.by_table and kind is not None:
+                fmt = kind.format(ambient)
             place = _Place(f"{where}, {name}" if name else where, row, name or "eh_proj", fmt)
             module.finish_init = partial(_finish_linear, module, place, plan)
 
 
-def _finish_linear(module: Any, place: _Place, plan: _Plan, quant_config: Any) -> None:
+def _finish_linear(module: Any, place: _Place, plan: _LinearsPlan, quant_config: Any) -> None:
     """Choose the format of a linear; Megatron calls this as `finish_init`."""
     if plan.emulate:
-        settle(module, place.text, place.ambient, plan.chosen, quant_config)
+        assign_products(module, place.text, place.ambient, plan.chosen, quant_config)
         if plan.observer is not None and module.products is not None and module.products.training is not None:
-            made = module.products
-            record = plan.observer.add(module, place.row, place.module, made.formats[0], made.training)
-            made.record = record
+            products = module.products
+            fmt, how = products.formats[0], products.training
+            products.record = plan.observer.add(module, place.row, place.module, fmt, how)
         return
     del module.finish_init
     fmt = _chosen_formats(place.ambient, plan.chosen, quant_config)[0]
@@ -201,16 +195,15 @@ def _finish_linear(module: Any, place: _Place, plan: _Plan, quant_config: Any) -
     try:
         _require_whole_blocks(module, place.text, fmt)
     except ValueError as problem:
-        plan.observer.say(f"not measured: {problem}")
+        plan.observer.print(f"not measured: {problem}")
         return
     module.products = Observed(plan.observer.add(module, place.row, place.module, fmt, how), how)
 
 
-def settle(module: Any, where: str, ambient: str, chosen: Emulation, quant_config: Any) -> None:
+def assign_products(module: Any, where: str, ambient: str, chosen: Emulation, quant_config: Any) -> None:
     """Set `module.products`, the object that computes the matmuls of an emulated linear.
 
-    Args:
-        quant_config: Megatron's `QuantizationConfig` of the first matcher that fits, or None.
+    `quant_config` is Megatron's `QuantizationConfig` of the first matcher that fits, or None.
     """
     if chosen.packed:
         _require_whole_blocks(module, where, ambient)
@@ -258,31 +251,27 @@ def _random_stream(module: Any) -> str:
     """Megatron's random stream for stochastic rounding, common to ranks with the same gradient."""
     if hasattr(module, "num_gemms"):
         return get_expert_parallel_rng_tracker_name()
-    if (
-        getattr(module.weight, "partition_dim", None) == 0
-    ):  # column parallel: each rank has a shard of the gradient
-        return _MODEL_PARALLEL
+    if getattr(module.weight, "partition_dim", None) == 0:
+        return _MODEL_PARALLEL  # column parallel: each rank has a shard of the gradient
     return get_data_parallel_rng_tracker_name()
 
 
-def _settle_packed(model: Any, recipe: str) -> None:
-    """Leave the layers alone that a recipe spares, which the pattern of the whole model says; print the
-    rest."""
+def _restrict_packed(model: Any, recipe: str) -> None:
+    """Unset the products of the layers that a recipe does not quantize; print how many linears are left."""
     structure = structure_of(model)
-    if not PACKED_KINDS[recipe] & {
+    if PACKED_KINDS[recipe].isdisjoint(
         linear.kind.name for linear in structure.linears() if linear.layer is not None
-    }:
+    ):
         raise CensusError(f"recipe {recipe!r} packs no weight of this model ({structure.pattern})")
+    plain, count = unquantized_layers(recipe, structure.pattern), 0
     for layer in decoder_layers(model.decoder):
-        if layer.layer_number - 1 in spared(recipe, structure.pattern):
-            for module in layer.modules():
-                if isinstance(getattr(module, "products", None), PackedProducts):
+        for module in layer.modules():
+            if isinstance(getattr(module, "products", None), PackedProducts):
+                if layer.layer_number - 1 in plain:
                     module.products = None
-    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        count = sum(
-            isinstance(getattr(module, "products", None), PackedProducts) for module in model.modules()
-        )
-        print(f"megatron_nemotron3: {count} linears of this rank have the weights of {recipe}", flush=True)
+                else:
+                    count += 1
+    _print_on_rank_0([f"{count} linears of this rank have the weights of {recipe}"])
 
 
 def emulated(model: torch.nn.Module) -> Iterator[tuple[str, Emulated]]:
@@ -294,28 +283,30 @@ def emulated(model: torch.nn.Module) -> Iterator[tuple[str, Emulated]]:
 
 def _check_at_first_forward(stack: Any, ambient: Ambient | None, chosen: Emulation | None) -> None:
     """At the model's first forward print the recipe in force; raise if no linear computes in its format."""
-    wanted = weakref.ref(stack)
+    reference = weakref.ref(stack)
 
     def look(module: torch.nn.Module) -> None:
-        if getattr(module, "decoder", None) is wanted():
+        if getattr(module, "decoder", None) is reference():
             if chosen is not None and chosen.packed:
-                _settle_packed(module, chosen.packed)
+                _restrict_packed(module, chosen.packed)
                 return
             around = Ambient.of(module.config) if ambient is None else ambient
             if around.format in FORMATS and not (chosen and chosen.every_layer):
                 require_format(module, around.format, around)
-            if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-                _announce(module, around, chosen)
+            _print_on_rank_0(_announcement(module, around, chosen))
 
     until_first_forward(stack, look)
 
 
-def _announce(model: Any, ambient: Ambient, chosen: Emulation | None) -> None:
-    """Print what is emulated, the recipe in force, and where it deviates from the published one."""
-    said = []
+def _announcement(model: Any, ambient: Ambient, chosen: Emulation | None) -> Iterator[str]:
+    """What is emulated, the recipe in force, and where it deviates from the published one."""
     if chosen is not None:
         found = Counter(products.formats[0] for _, products in emulated(model))
-        said.append(f"emulating {chosen.text()}: linears of this rank: {counted(found)}")
-    said += recipe_in_force(structure_of(model), recipe_of(model.config), ambient, chosen)
-    for line in said:
-        print(f"megatron_nemotron3: {line}", flush=True)
+        yield f"emulating {chosen.text()}: linears of this rank: {counted(found)}"
+    yield from recipe_in_force(structure_of(model), recipe_of(model.config), ambient, chosen)
+
+
+def _print_on_rank_0(lines: Iterable[str]) -> None:
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        for line in lines:
+            print(f"megatron_nemotron3: {line}", flush=True)

@@ -62,22 +62,20 @@ class Emulated:
         weight: Tensor,
         *,
         bias: Tensor | None = None,
-        allreduce_dgrad: bool = False,
         sequence_parallel: bool = False,
         tp_group: Any = None,
-        gtp_remat_size: int = 1,
-        **unused: Any,
+        **options: Any,
     ) -> Tensor:
         """x [s, b, in] -> [s, b, out]; arguments are those of Megatron's own function."""
-        if gtp_remat_size > 1:
+        if (shards := options.get("gtp_remat_size", 1)) > 1:
             raise ValueError(
-                f"gtp_remat_size={gtp_remat_size}: weights sharded for rematerialization (GTP) are not "
+                f"gtp_remat_size={shards}: weights sharded for rematerialization (GTP) are not "
                 "emulated, turn GTP off"
             )
         recipe = self.recipe(module)
         assert recipe is not None
-        record = self._active_record(module)
-        job = _LinearJob(recipe, self.stream, record, tp_group, sequence_parallel, allreduce_dgrad)
+        record, allreduce = self._active_record(module), options.get("allreduce_dgrad", False)
+        job = _LinearJob(recipe, self.stream, record, tp_group, sequence_parallel, allreduce)
         kept = self._quantized_weight(module, recipe, (weight,))
         y: Tensor = _EmulatedLinear.apply(x, weight, kept, job)
         return y if bias is None else y + bias
@@ -97,7 +95,6 @@ class Emulated:
         return y
 
     def _active_record(self, module: Any) -> LinearSums | None:
-        """The record if this step is measured, else None."""
         return self.record if self.record is not None and self.record.watching(module) else None
 
     @torch.no_grad()
@@ -162,8 +159,8 @@ class _EmulatedLinear(torch.autograd.Function):
         job: _LinearJob = ctx.job
         x, weight, values, amax = ctx.saved_tensors
         dy = grad.flatten(0, -2).contiguous()
-        dx = dw = total = None
-        waiting = []
+        dx = dw = None
+        handles = []
         with draws(job.stream):
             if ctx.needs_input_grad[0]:
                 shared = None if values is None else Operand(values, amax)
@@ -171,13 +168,13 @@ class _EmulatedLinear(torch.autograd.Function):
                 dx = dx.view(*grad.shape[:-1], x.shape[-1])
                 if job.sequence_parallel:
                     dx, handle = _reduce_scatter(dx, x, job.group)
-                    waiting.append(handle)
+                    handles.append(handle)
                 elif job.allreduce:
-                    waiting.append(torch.distributed.all_reduce(dx, group=job.group, async_op=True))
+                    handles.append(torch.distributed.all_reduce(dx, group=job.group, async_op=True))
             if ctx.needs_input_grad[1]:
                 total = gather_rows(x, job.group) if job.sequence_parallel else x
                 dw = _quantized_wgrad(dy, total.flatten(0, -2), job, weight.dtype)
-        for handle in waiting:
+        for handle in handles:
             handle.wait()
         return dx, dw, None, None
 

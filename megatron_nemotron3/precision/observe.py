@@ -6,8 +6,8 @@ of a pipeline stage, so the result does not depend on which rank held which micr
 Tensors that several ranks replicate count once per rank, in numerator and denominator alike.
 
 Linears that emulate a format report their own operands. Other linears get an `Observed`, which computes the
-plain linear and, beside it, what quantization would do to its operands. Nothing here changes a tensor or
-draws from a random stream of the run.
+plain linear and also what quantization would do to its operands. Nothing here changes a tensor or draws from
+a random stream of the run.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class PrecisionObserver:
                 f"{LOG_PRECISION} and --cuda-graph-impl {stack.config.cuda_graph_impl}: a replayed graph "
                 "hides the operands, leave one of the two out"
             )
-        self.switch = MeasuredSteps(chosen.interval)
-        self.chosen, self.used, self.groups = chosen, used, stack.pg_collection
+        self.switch, self.groups = MeasuredSteps(chosen.interval), stack.pg_collection
+        self.chosen, self.used = chosen, used
         self.records: list[LinearSums] = []
         self._stack = weakref.ref(stack)
         self._ddp: Callable[[], Any] = no_wrapper
@@ -77,14 +77,14 @@ class PrecisionObserver:
     def add(
         self, linear: torch.nn.Module, layer: str, module: str, fmt: str, how: MatmulRecipe
     ) -> LinearSums:
-        """Add a record for a linear and return it; arguments as `LinearSums`."""
+        """Add the record of a linear and return it; arguments as `LinearSums`."""
         self.records.append(LinearSums(self.switch, linear, layer, module, fmt, how))
         return self.records[-1]
 
-    def say(self, what: str) -> None:
+    def print(self, line: str) -> None:
         """Print a line on one rank of each pipeline stage."""
         if self.groups.tp_cp.rank() == self.groups.dp.rank() == 0:
-            print(f"megatron_nemotron3: {what}", flush=True)
+            print(f"megatron_nemotron3: {line}", flush=True)
 
     def _note_forward(self, stack: torch.nn.Module, _inputs: Any) -> None:
         self._ran = self._ran or stack.training
@@ -96,10 +96,9 @@ class PrecisionObserver:
         if module is not self._stack():
             return
         what = "measuring" if self.used else "measuring what NVFP4 would do, computing without it"
-        path = Path(self.chosen.folder) / report.FILE
-        self.say(
+        self.print(
             f"{what}: {len(self.records)} linears of this rank, every {self.chosen.interval} iterations, "
-            f"into {path}"
+            f"into {Path(self.chosen.folder) / report.FILE}"
         )
 
     def step_done(self) -> None:
@@ -146,25 +145,25 @@ class PrecisionObserver:
 
     def _reduced_rows(self, iteration: int) -> Iterator[report.ReportRow]:
         """Rows of the report, reduced over the ranks of this pipeline stage. Collective."""
-        wanted = [(record, tensor) for record in self.records for tensor in record.tensors]
-        if not wanted:
+        recorded = [(record, tensor) for record in self.records for tensor in record.tensors]
+        if not recorded:
             return
         device = next(self._stack().parameters()).device  # type: ignore[union-attr]
-        parts = [record.of(tensor, device) for record, tensor in wanted]
+        parts = [record.of(tensor, device) for record, tensor in recorded]
         sums, amax = (torch.cat([part[i] for part in parts]) for i in (0, 1))
         for group in (self.groups.tp_cp, self.groups.dp):
             if group.size() > 1:
                 torch.distributed.all_reduce(sums, group=group)
                 torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=group)
-        sizes = [record.groups for record, _ in wanted]
-        for (record, tensor), s, a in zip(wanted, sums.cpu().split(sizes), amax.cpu().split(sizes)):
+        sizes = [record.groups for record, _ in recorded]
+        for (record, tensor), s, a in zip(recorded, sums.cpu().split(sizes), amax.cpu().split(sizes)):
             numbers = _report_columns(record, tensor, s, a)
             place = (iteration, record.layer, record.module, record.format, tensor, self.used)
             yield report.ReportRow(*place, *numbers)
 
 
 def _report_columns(record: LinearSums, tensor: str, sums: Tensor, amax: Tensor) -> tuple[Any, ...]:
-    """Columns of `report.Row` from `elements` on: over all experts, then the worst expert and its share."""
+    """Columns of a `ReportRow` from `elements` on: over all experts, then the worst expert and its share."""
     whole = statistics.numbers(sums.sum(0).tolist(), float(amax.max()))
     if tensor == report.GRADIENT:  # is not quantized
         whole = whole._replace(flushed=float("nan"))
@@ -172,8 +171,7 @@ def _report_columns(record: LinearSums, tensor: str, sums: Tensor, amax: Tensor)
     if record.groups > 1:
         column = "zeros" if tensor == report.GRADIENT else "flushed"
         shares = [getattr(statistics.numbers(s, 0.0), column) for s in sums.tolist()]
-        known = [i for i, value in enumerate(shares) if value == value]
-        if known:
+        if known := [i for i, value in enumerate(shares) if value == value]:
             expert = max(known, key=shares.__getitem__)
             share = shares[expert]
     return (*whole, expert, share)
@@ -238,7 +236,7 @@ class Observed:
         return y
 
     def takes_device_counts(self, module: Any) -> bool:
-        """Statistics are taken expert by expert."""
+        """False: statistics are taken expert by expert."""
         return False
 
     def grouped(self, module: Any, x: Tensor, weights: list[Tensor], counts: list[int]) -> Tensor:
@@ -263,8 +261,8 @@ class Observed:
     def _measure_activation(self, which: str, x: Tensor, counts: list[int] | None = None) -> None:
         """Measure X or dY [t, d] in its two matmuls."""
         across = self.how.fprop if which == "x" else self.how.dgrad
-        assert across and self.how.wgrad
         product = "fprop" if which == "x" else "dgrad"
+        assert across and self.how.wgrad
         self._measure_rows(f"{product}.{which}", x.contiguous(), across[0], counts, 1)
         along = self.how.wgrad[1 if which == "x" else 0]
         self._measure_rows(f"wgrad.{which}", x.contiguous(), along, counts, self.how.token_block)
@@ -284,9 +282,10 @@ class Observed:
     def _measure_weight(self, weight: Tensor) -> None:
         """Measure a weight [out, in], or the weights of experts [E, out, in], once a step."""
         assert self.how.fprop and self.how.dgrad
-        pairs = [("fprop.weight", self.how.fprop[1])]
-        pairs += [] if self.how.shares_weight else [("dgrad.weight", self.how.dgrad[1])]
-        for name, how in pairs:
+        operands = {"fprop.weight": self.how.fprop[1]}
+        if not self.how.shares_weight:
+            operands["dgrad.weight"] = self.how.dgrad[1]
+        for name, how in operands.items():
             if self.record.has(name):
                 continue
             amax = None

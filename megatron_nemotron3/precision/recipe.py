@@ -1,4 +1,4 @@
-"""How operands of a linear layer's three matmuls are quantized, by format and switches. No torch.
+"""How operands of a linear layer's three matmuls are quantized, by format and switches.
 
     fprop   Y  = Q(X) Q(W)^T       dgrad   dX = Q(dY) Q(W)       wgrad   dW = Q(dY)^T Q(X)
 

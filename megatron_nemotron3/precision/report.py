@@ -1,6 +1,6 @@
-"""The precision report: written during a run; later read, summarized and plotted.
+"""`precision.csv`: written during a run, a row per measured iteration, linear and tensor; read and plotted.
 
-`precision.csv` has a row per measured iteration, linear and tensor. Columns: docs/nvfp4.md.
+Columns: docs/nvfp4.md.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ReportRow(NamedTuple):
 
 
 class ReportError(ValueError):
-    """The report is missing or malformed. The message names file, line and cure."""
+    """The report is missing or malformed."""
 
 
 def append(folder: str | Path, rows: Iterable[ReportRow]) -> None:
@@ -72,10 +72,8 @@ def append(folder: str | Path, rows: Iterable[ReportRow]) -> None:
     new = not path.exists() or path.stat().st_size == 0
     lines = [",".join(ReportRow._fields)] if new else []
     lines += [",".join(map(_csv_cell, row)) for row in rows]
-    if not lines:
-        return
     with path.open("a", encoding="ascii") as file:
-        file.write("\n".join(lines) + "\n")
+        file.write("".join(f"{line}\n" for line in lines))
 
 
 def _csv_cell(value: object) -> str:
@@ -139,13 +137,13 @@ def summary(rows: Sequence[ReportRow]) -> Iterator[str]:
     """Yield lines of text: the median and worst layer of each module and tensor at the last measurement."""
     iterations = sorted({row.iteration for row in rows})
     now = last(rows)
+    groups = [group for group in _rows_by_tensor(now) if group[0].tensor != GRADIENT]
     yield (
         f"precision at iteration {iterations[-1]} ({len(iterations)} measured from {iterations[0]} on), "
         f"{_computed(now)}: median layer, worst layer"
     )
     head = ("module", "format", "tensor", "flushed to zero", "", "SQNR, dB", "", "largest |x|")
-    cells = [_summary_cells(group) for group in _rows_by_tensor(now) if group[0].tensor != GRADIENT]
-    yield from (f"  {line}" for line in table([head, *cells]))
+    yield from (f"  {line}" for line in table([head, *map(_summary_cells, groups)]))
     yield from _gradient_summary(now)
 
 
@@ -164,25 +162,17 @@ def _rows_by_tensor(rows: Sequence[ReportRow]) -> list[list[ReportRow]]:
 
 
 def _summary_cells(rows: list[ReportRow]) -> tuple[str, ...]:
-    flushed = [row for row in rows if not math.isnan(row.flushed)]
-    noisy = [row for row in rows if not math.isnan(row.sqnr_db)]
     cells = ["", "", "", ""]
-    if flushed:
+    if flushed := [row for row in rows if not math.isnan(row.flushed)]:
         worst = max(flushed, key=lambda row: row.flushed)
         cells[0] = f"{statistics.median(row.flushed for row in flushed):.2%}"
         cells[1] = f"{worst.flushed:.2%} {worst.layer}{_worst_expert_text(worst)}"
-    if noisy:
+    if noisy := [row for row in rows if not math.isnan(row.sqnr_db)]:
         least = min(noisy, key=lambda row: row.sqnr_db)
         cells[2] = f"{statistics.median(row.sqnr_db for row in noisy):.1f}"
         cells[3] = f"{least.sqnr_db:.1f} {least.layer}"
-    first = rows[0]
-    return (
-        first.module,
-        first.format,
-        TENSORS[first.tensor],
-        *cells,
-        f"{max(row.amax for row in rows):.3g}",
-    )
+    largest = f"{max(row.amax for row in rows):.3g}"
+    return rows[0].module, rows[0].format, TENSORS[rows[0].tensor], *cells, largest
 
 
 def _gradient_summary(now: Sequence[ReportRow]) -> Iterator[str]:
@@ -223,8 +213,7 @@ class _HeatMap(NamedTuple):
 
 
 def _heat_maps(rows: Sequence[ReportRow]) -> list[tuple[_HeatMap | None, _HeatMap | None]]:
-    """Pairs of heat maps, one of each tensor: what was flushed to zero, and SQNR; last the weight
-    gradient."""
+    """For each tensor its maps of what was flushed to zero, and of SQNR; last the weight gradient."""
     tensors = {row.tensor for row in rows if row.tensor != "dgrad.weight" or row.format == NVFP4}
     pairs: list[tuple[_HeatMap | None, _HeatMap | None]] = [
         (
@@ -243,8 +232,7 @@ def _heat_maps(rows: Sequence[ReportRow]) -> list[tuple[_HeatMap | None, _HeatMa
 def plot(rows: Sequence[ReportRow], path: Path, title: str) -> None:
     """Write a PNG of the last measurement: kinds of linears down, layers across, a heat map per quantity.
 
-    A cell is gray if the layer has no such linear, or the share has no denominator. The file is written
-    atomically.
+    A cell is gray if the layer has no such linear, or the share has no denominator.
     """
     now = last(rows)
     layers = _depth_labels(now)
@@ -271,11 +259,7 @@ def _depth_labels(rows: Sequence[ReportRow]) -> list[str]:
 
 
 def _draw_heat_map(
-    axes: Any,
-    panel: _HeatMap,
-    rows: Sequence[ReportRow],
-    layers: list[str],
-    kinds: list[tuple[str, str]],
+    axes: Any, panel: _HeatMap, rows: Sequence[ReportRow], layers: list[str], kinds: list[tuple[str, str]]
 ) -> None:
     """Draw one heat map. Colors span the NVFP4 linears if there are any; MXFP8 is 12 dB beyond."""
     table = [[math.nan] * len(layers) for _ in kinds]

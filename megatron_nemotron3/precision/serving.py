@@ -1,7 +1,6 @@
 """Recipes of released inference checkpoints: which weights of a trained model are quantized, and how.
 
-The precision of training is another table (`table`). Only published choices are listed. Standard library
-only.
+The precision of training is another table (`table`). Only published choices are listed.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class ServingRecipe:
     formats: Mapping[str, str]
     source: str
     #: The Mamba layer before each attention layer stays BF16.
-    spare_before_attention: bool = False
+    bf16_before_attention: bool = False
     #: NVFP4 weights with BF16 activations, even if activation scales are given.
     weight_only: bool = False
     #: Layers are listed individually (MIXED_PRECISION), even if all have one format.
@@ -57,7 +56,7 @@ RECIPES: dict[str, ServingRecipe] = {
     "nano-nvfp4": ServingRecipe(
         _ALL_NVFP4,
         "exclude_modules of the released NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4",
-        spare_before_attention=True,
+        bf16_before_attention=True,
     ),
     "lightning-nvfp4": ServingRecipe(
         {
@@ -77,14 +76,13 @@ RECIPES: dict[str, ServingRecipe] = {
     "nano-fp8": ServingRecipe(
         _ALL_FP8,
         "the cards of checkpoints made like the released Nano FP8, after the Nano report, section 4",
-        spare_before_attention=True,
+        bf16_before_attention=True,
     ),
 }
 
 
 def recipe_of(config: Nemotron3Config, name: str) -> tuple[str, ServingRecipe]:
-    """Return the full name and the recipe "nvfp4" or "fp8" of a model or its tiny form, or one by full
-    name."""
+    """The full name and the recipe "nvfp4" or "fp8" of a model or its tiny form, or one by full name."""
     full = name if name in RECIPES else f"{config.name.removesuffix('-tiny')}-{name}"
     if full not in RECIPES:
         raise ValueError(
@@ -102,20 +100,17 @@ _KINDS = {
 }
 
 
-def _nvfp4_classes(recipe: ServingRecipe) -> set[str]:
-    return {title for title, kind in recipe.formats.items() if kind == NVFP4}
-
-
 #: Recipe -> kinds of linears whose weights it stores in NVFP4; recipes that training can follow.
 PACKED_KINDS: dict[str, frozenset[str]] = {
     name: frozenset().union(*(_KINDS[title] for title in titles))
     for name, recipe in RECIPES.items()
-    if (titles := _nvfp4_classes(recipe)) and titles <= set(_KINDS)
+    if (titles := {title for title, kind in recipe.formats.items() if kind == NVFP4}) <= set(_KINDS)
+    and titles
 }
 
 
-def spared(recipe: str, pattern: str) -> set[int]:
+def unquantized_layers(recipe: str, pattern: str) -> set[int]:
     """Decoder layers, from 0, whose weights stay as they are."""
-    if not RECIPES[recipe].spare_before_attention:
+    if not RECIPES[recipe].bf16_before_attention:
         return set()
     return {layer for layer in range(len(pattern)) if pattern[layer : layer + 2] == "M*"}

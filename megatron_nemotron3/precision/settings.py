@@ -1,4 +1,4 @@
-"""Whether and how NVFP4 or MXFP8 is emulated, and whether errors are logged. Standard library only.
+"""Whether and how NVFP4 or MXFP8 is emulated, and whether errors are logged.
 
 Environment variables, each read once by a process:
 
@@ -139,18 +139,17 @@ def parse(text: str) -> Emulation | None:
         raise ValueError(f"{EMULATE}={text!r}: {problem}") from None
 
 
-def split_option(words: Sequence[str], option: str = OPTION) -> tuple[list[str], str | None]:
-    """Take an option out of a command line; return the other words, and its last value or None."""
-    kept: list[str] = []
-    value = None
-    rest = iter(words)
-    for word in rest:
-        name, equals, given = word.partition("=")
-        if name != option:
-            kept.append(word)
+def split_option(arguments: Sequence[str]) -> tuple[list[str], str | None]:
+    """Take `OPTION` out of a command line; return the other arguments, and its last value or None."""
+    others: list[str] = []
+    value, rest = None, iter(arguments)
+    for argument in rest:
+        name, equals, text = argument.partition("=")
+        if name != OPTION:
+            others.append(argument)
         else:
-            value = given if equals else next(rest, "")
-    return kept, value
+            value = text if equals else next(rest, "")
+    return others, value
 
 
 _EMULATION = EnvironmentSetting(EMULATE, parse)

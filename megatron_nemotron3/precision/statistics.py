@@ -47,7 +47,6 @@ class Sums(NamedTuple):
 
     @classmethod
     def zero(cls, groups: int, device: torch.device) -> Sums:
-        """Sums over no elements."""
         return cls(*(torch.zeros(groups, *more, dtype=torch.float64, device=device) for more in ((5,), ())))
 
     def add(self, other: Sums, first: int = 0) -> None:
@@ -94,20 +93,17 @@ def measure(
     q = q[tuple(slice(size) for size in x.shape)]
     x, q = x.reshape(-1, x.shape[-1]), q.reshape(-1, x.shape[-1])
     rows, width = x.shape
-    per_row = torch.stack(
-        (
-            torch.full((rows,), width, dtype=torch.float64, device=x.device),
-            (x == 0).sum(-1).double(),
-            ((x != 0) & (q == 0)).sum(-1).double(),
-            _row_squares(x),
-            _row_squares(x.float() - q.float()),
-        ),
-        dim=-1,
+    columns = (
+        torch.full((rows,), width, dtype=torch.float64, device=x.device),
+        (x == 0).sum(-1).double(),
+        ((x != 0) & (q == 0)).sum(-1).double(),
+        _row_squares(x),
+        _row_squares(x.float() - q.float()),
     )
     if owner is None:
         owner = torch.zeros(rows, dtype=torch.int64, device=x.device)
     result = Sums.zero(groups, x.device)
-    result.sums.index_add_(0, owner, per_row)
+    result.sums.index_add_(0, owner, torch.stack(columns, dim=-1))
     result.amax.scatter_reduce_(0, owner, x.abs().amax(-1).double(), "amax")
     if filler is not None and not how.hadamard:
         result.sums[:, : ZEROS + 1] -= (filler * width).double().unsqueeze(1)
@@ -129,19 +125,16 @@ def numbers(sums: Sequence[float], amax: float) -> Numbers:
     """Turn sums into the columns of a report."""
     elements, zeros, flushed, signal, noise = sums
     not_zero = elements - zeros
+    sqnr = math.inf if signal > 0 and noise == 0 else math.nan
+    if signal > 0 and noise > 0:
+        sqnr = 10 * math.log10(signal / noise)
     return Numbers(
         round(elements),
         zeros / elements if elements else math.nan,
         flushed / not_zero if not_zero else math.nan,
-        _decibel(signal, noise),
+        sqnr,
         amax,
     )
-
-
-def _decibel(signal: float, noise: float) -> float:
-    if signal > 0 and noise > 0:
-        return 10 * math.log10(signal / noise)
-    return math.inf if signal > 0 and noise == 0 else math.nan
 
 
 class LinearSums:
@@ -196,7 +189,6 @@ class LinearSums:
         self.of(tensor, x.device).add(found, self.first)
 
     def of(self, tensor: str, device: torch.device) -> Sums:
-        """The sums of a tensor in this step."""
         if tensor not in self._sums:
             self._sums[tensor] = Sums.zero(self.groups, device)
         return self._sums[tensor]
@@ -206,7 +198,6 @@ class LinearSums:
         return tensor in self._sums
 
     def clear(self) -> None:
-        """Drop the sums of the step."""
         self._sums = {}
 
 

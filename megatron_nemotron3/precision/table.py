@@ -1,8 +1,8 @@
 """The published NVFP4 recipe, written once: which linear has which format, and which layers stay BF16.
 
-Megatron's flags (`args`), the file for `--te-precision-config-file` (`yaml_file`), the census of a built
-model (`census`) and the table of docs/nvfp4.md (`command`) all come from this table. The modules and weights
-of each linear stand in `models.tensors`. Standard library only.
+Megatron's flags, the file for `--te-precision-config-file`, the census of a built model and the tables of
+docs/reference/formats.md all come from this table. The modules and weights of each linear stand in
+`models.tensors`.
 
 A kind whose format in the recipe is NVFP4 needs no line in the file: NVFP4 is what `--fp4-format e2m1` makes
 of every Transformer Engine (TE) linear of a layer outside the BF16 tail. The file names the exceptions.
@@ -48,7 +48,7 @@ class ModuleKind:
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
-        """The rows of the table of tensors that hold its weights."""
+        """Rows of the table of tensors that hold its weights."""
         return tuple(row for row in ROWS if row.linear == self.name)
 
     @cached_property
@@ -188,8 +188,8 @@ def tail(config: Nemotron3Config) -> Tail:
 
 def tail_of_depth(num_layers: int) -> Tail:
     """The tail of the catalog's model with this number of layers, else 15 % as for `tail`."""
-    named = next((found for (_, layers), found in _PUBLISHED_TAIL.items() if layers == num_layers), None)
-    return named or _share_of_layers(num_layers)
+    published = next((found for (_, layers), found in _PUBLISHED_TAIL.items() if layers == num_layers), None)
+    return published or _share_of_layers(num_layers)
 
 
 def _share_of_layers(num_layers: int) -> Tail:
@@ -241,39 +241,30 @@ class Structure:
 
     @classmethod
     def of(cls, config: Nemotron3Config) -> Structure:
-        """The structure of a config."""
         blocks = (config.mtp_pattern or "",) * config.mtp_num_blocks
         return cls(config.pattern, blocks, bool(config.moe_latent_size))
 
     def linears(self) -> Iterator[LinearRow]:
         """All linears that can be quantized, decoder first. Experts count as one per layer and FC."""
         for number, symbol in enumerate(self.pattern):
-            for module in self._modules(symbol):
-                yield _quantizable_linear(f"decoder.layers.{number}.{module}", number)
+            yield from self._linears_below(f"decoder.layers.{number}", symbol, number)
         for block, inner in enumerate(self.mtp):
-            for module in self._modules("mtp_in"):
-                yield _quantizable_linear(f"mtp.layers.{block}.{module}", None)
+            yield from self._linears_below(f"mtp.layers.{block}", "mtp_in")
             for number, symbol in enumerate(inner):
-                for module in self._modules(symbol):
-                    yield _quantizable_linear(
-                        f"mtp.layers.{block}.mtp_model_layer.layers.{number}.{module}", None
-                    )
+                yield from self._linears_below(f"mtp.layers.{block}.mtp_model_layer.layers.{number}", symbol)
 
     def kinds(self) -> set[str]:
         """Names of the kinds that the model has."""
         return {linear.kind.name for linear in self.linears()}
 
-    def _modules(self, part: str) -> Iterator[str]:
+    def _linears_below(self, path: str, part: str, layer: int | None = None) -> Iterator[LinearRow]:
         for row in registered(row for row in ROWS if row.part == part):
             kind = kind_named(row.linear)
             if kind and kind.quantizable and (self.latent or row.needs != "moe_latent_size"):
-                yield from row.modules
-
-
-def _quantizable_linear(name: str, layer: int | None) -> LinearRow:
-    kind = kind_of(name)
-    assert kind is not None and kind.quantizable, name
-    return LinearRow(name, kind, layer)
+                for module in row.modules:
+                    kind = kind_of(name := f"{path}.{module}")  # in MTP it is "mtp"
+                    assert kind is not None and kind.quantizable, name
+                    yield LinearRow(name, kind, layer)
 
 
 def expected(config: Nemotron3Config, precision: str, kept: tuple[int, int] | None = None) -> dict[str, str]:

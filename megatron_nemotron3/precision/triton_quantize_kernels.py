@@ -127,6 +127,7 @@ def _quantize(value, encode, decode, noise, NVFP4: tl.constexpr):  # type: ignor
 
 @triton.jit
 def magnitudes_of_rows(x, largest, blocks, BLOCK: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Amax of blocks [blocks, BLOCK] -> [blocks]."""
     block = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     at = block.to(tl.int64)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     bits = _bits(tl.load(x + at, mask=(block < blocks)[:, None], other=0.0))
@@ -137,6 +138,7 @@ def magnitudes_of_rows(x, largest, blocks, BLOCK: tl.constexpr, ROWS: tl.constex
 def magnitudes_of_columns(  # type: ignore[no-untyped-def]
     x, largest, columns, chunks, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
+    """Amax of blocks [groups, BLOCK, columns] -> [groups, columns / TILE]."""
     group, chunk = (tl.program_id(0) // chunks).to(tl.int64), tl.program_id(0) % chunks
     column = chunk * COLUMNS + tl.arange(0, COLUMNS)
     first = group * BLOCK * columns + column

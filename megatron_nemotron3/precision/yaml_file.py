@@ -2,8 +2,7 @@
 
 Megatron reads the file leniently (0.19.2). It silently ignores a matcher without `enabled: true`, a misspelt
 `matchers` and a glob that matches nothing, and a recipe for a misspelt config fails only when the model is
-built. Here each of these is an error with a message before anything starts. PyYAML is imported when a file is
-read.
+built. Here each of these is an error with a message before anything starts.
 
 The fields are those of `TEQuantizationParams` and `TEQuantizationRecipe` in megatron-core 0.19.2
 (megatron/core/extensions/transformer_engine.py), matchers are those of megatron/core/quantization.
@@ -112,7 +111,7 @@ NO_FILE = PrecisionFile((), {})
 
 
 def render(config: Nemotron3Config) -> str:
-    """Text of the published recipe's file for a model: matchers for the rows of the table that it has."""
+    """Text of the published recipe's file for a model: matchers for the kinds of linears that it has."""
     present = Structure.of(config).kinds()
     rows = [kind for kind in LINEARS if kind.matchers and kind.name in present]
     lines = [
@@ -204,7 +203,7 @@ def require_fit(file: PrecisionFile, structure: Structure, where: str) -> None:
     The glob `*` stands for all remaining linears and may select any.
     """
     won: dict[str, dict[str, list[str]]] = {matcher.name: {} for matcher in file.matchers}
-    touched: dict[str, str] = {}
+    touched: dict[str, str] = {}  # matcher -> the first that won a linear which it matches, too
     for linear in structure.linears():
         winner = file.matcher(linear.name)
         if winner is None:
@@ -283,8 +282,8 @@ def _read_matcher(problems: list[str], name: str, body: Any, configs: Mapping[st
     _check_keys(problems, at, body, _MATCHER_FIELDS, required=_MATCHER_FIELDS[:3])
     enabled, pattern, config = body.get("enabled"), body.get("pattern"), body.get("config")
     if not isinstance(enabled, bool):
-        said = "no enabled" if enabled is None else f"enabled: {_shown(enabled)}"
-        problems.append(f"{at}: {said}: write enabled: true, or false (Megatron ignores it without)")
+        found = "no enabled" if enabled is None else f"enabled: {_shown(enabled)}"
+        problems.append(f"{at}: {found}: write enabled: true, or false (Megatron ignores it without)")
     if body.get("type", "glob") != "glob":
         problems.append(f"{at}.type: {_shown(body['type'])} is unknown: Megatron has only glob")
     if "config" in body and not (isinstance(config, str) and config in configs):
@@ -307,7 +306,7 @@ def _read_matcher(problems: list[str], name: str, body: Any, configs: Mapping[st
 
 
 def _mistake_in_glob(pattern: str) -> str:
-    """What is wrong with a glob by itself; "" if nothing is."""
+    """What is wrong with a glob alone; "" if nothing is."""
     if not pattern:
         return 'is empty: "*" stands for all linears'
     if foreign := sorted({c for c in pattern if not (c.isascii() and (c.isalnum() or c in _IN_GLOBS))}):
@@ -354,7 +353,7 @@ def _shown(value: Any) -> str:
 
 
 def _suggested_glob(pattern: str, globs: Sequence[str]) -> str:
-    """The glob with the most similar last name, which is where a slip of the pen is."""
+    """The glob with the most similar last name, which is where a typo is."""
     by_name = {glob.rpartition(".")[2]: glob for glob in globs}
     return hint(pattern.rpartition(".")[2], by_name)
 

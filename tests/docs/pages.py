@@ -76,8 +76,7 @@ def formats() -> str:
     lines = [
         "# Formats of linears: the published NVFP4 recipes",
         "",
-        "What each linear of the published NVFP4 recipes computes in, its share of the model's parameters,",
-        "and its share of the FLOPs of one token's forward pass at 8,192 tokens (every MTP depth included).",
+        "The format that each linear of the published NVFP4 recipes computes in, and why.",
         "`nemotron3 precision NAME` prints the same table. [NVFP4](../nvfp4.md) explains it.",
         "",
         _NOTE,

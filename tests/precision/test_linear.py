@@ -115,7 +115,7 @@ class Step:
 
 
 def emulate(module: Any, fmt: str, chosen: Emulation) -> Any:
-    install.settle(module, "here", fmt, chosen, None)
+    install.assign_products(module, "here", fmt, chosen, None)
     return module
 
 
@@ -376,9 +376,9 @@ def test_finish_init_follows_the_file() -> None:
         ("nvfp4", told(override_quantized_autocast=False), "nvfp4"),
     ]
     for ambient, config, wanted in cases:
-        install.settle(module, "here", ambient, Emulation(), config)
+        install.assign_products(module, "here", ambient, Emulation(), config)
         assert (module.products and module.products.formats[0]) == wanted, (ambient, config)
-    install.settle(module, "here", "nvfp4", Emulation(every_layer=True), told())
+    install.assign_products(module, "here", "nvfp4", Emulation(every_layer=True), told())
     assert module.products.formats == ("nvfp4", "nvfp4")
 
 
@@ -387,7 +387,7 @@ def test_evaluation_has_a_recipe_of_its_own() -> None:
     plain = module(x)[0]
     config = told(fp4_quantization_recipe="nvfp4")
     config.config["evaluation_recipe"] = {}
-    install.settle(module, "here", "nvfp4", Emulation(), config)
+    install.assign_products(module, "here", "nvfp4", Emulation(), config)
     assert away(module(x)[0], plain) > QUANTIZED
     assert torch.equal(module.eval()(x)[0], plain)
 
@@ -396,18 +396,20 @@ def test_refused() -> None:
     with pytest.raises(
         ValueError, match=r"decoder layer 3, mixer: .*\[90, 64\] is not divisible into nvfp4 blocks of 16"
     ):
-        install.settle(
+        install.assign_products(
             duplicated(64, 90, torch.float32), "decoder layer 3, mixer", "nvfp4", Emulation(), None
         )
     module = duplicated(64, 96, torch.float32)
     with pytest.raises(ValueError, match="'fp8-tensorwise' is not emulated: use nvfp4, mxfp8 or bf16"):
-        install.settle(module, "here", "nvfp4", Emulation(), told(fp8_quantization_recipe="tensorwise"))
+        install.assign_products(
+            module, "here", "nvfp4", Emulation(), told(fp8_quantization_recipe="tensorwise")
+        )
     with pytest.raises(ValueError, match="fp4_quantisation_recipe"):
-        install.settle(module, "here", "nvfp4", Emulation(), told(fp4_quantisation_recipe="nvfp4"))
+        install.assign_products(module, "here", "nvfp4", Emulation(), told(fp4_quantisation_recipe="nvfp4"))
 
 
 def test_off_is_the_plain_linear() -> None:
     """In a BF16 layer nothing is put in the way, so neither values nor memory can change."""
     module = duplicated(64, 96, torch.bfloat16)
-    install.settle(module, "here", "bf16", Emulation(), None)
+    install.assign_products(module, "here", "bf16", Emulation(), None)
     assert module.products is None and module.replaced() is None

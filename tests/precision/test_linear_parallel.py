@@ -60,7 +60,7 @@ def on_ranks(kind: str, twins: bool, sequence_parallel: bool) -> tuple[Tensor, T
         w, x = w.chunk(2, 1)[rank], x.chunk(2, -1)[rank]
         dy = dy.chunk(2)[rank] if sequence_parallel else dy
     module.weight.data.copy_(w)
-    install.settle(module, "here", "nvfp4", EXACT, None)
+    install.assign_products(module, "here", "nvfp4", EXACT, None)
     x = x.contiguous().requires_grad_()
     y, _ = module(x)
     dx, dw = torch.autograd.grad(y, [x, module.weight], dy.contiguous())
@@ -117,7 +117,7 @@ def gradients_of_equal_inputs() -> tuple[Tensor, Tensor]:
     x, _, dy = case("column", twins=True)
     gradients = []
     for module in (whole_one, split):
-        install.settle(module, "here", "nvfp4", Emulation(), None)
+        install.assign_products(module, "here", "nvfp4", Emulation(), None)
         (dw,) = torch.autograd.grad(module(x)[0], module.weight, dy)
         gradients.append(dw)
     return gradients[0], gradients[1]

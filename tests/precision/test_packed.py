@@ -17,7 +17,7 @@ from megatron_nemotron3.models import get
 from megatron_nemotron3.precision import install, yaml_file
 from megatron_nemotron3.precision.numerics import nvfp4
 from megatron_nemotron3.precision.packed import PackedProducts, packed_values
-from megatron_nemotron3.precision.serving import PACKED_KINDS, spared
+from megatron_nemotron3.precision.serving import PACKED_KINDS, unquantized_layers
 from megatron_nemotron3.precision.settings import (
     Emulation,
     emulating,
@@ -109,7 +109,7 @@ def test_nano_spares_the_mamba_layer_before_attention() -> None:
     wanted = {f"decoder.layers.{i}.{part}" for i in (0, 4) for part in parts}
     shared = {f"decoder.layers.3.mlp.{e}.linear_fc{j}" for e in ("experts", "shared_experts") for j in (1, 2)}
     assert packed_names(model) == wanted | shared
-    assert spared("nano-nvfp4", "MM*EM") == {1} and not spared("super-nvfp4", "MM*EM")
+    assert unquantized_layers("nano-nvfp4", "MM*EM") == {1} and not unquantized_layers("super-nvfp4", "MM*EM")
 
 
 @pytest.mark.usefixtures("world")
@@ -152,7 +152,7 @@ def on_ranks(kind: str) -> tuple[Tensor, Tensor, Tensor]:
         module = RowParallelLinear(64, 96, input_is_parallel=True, skip_bias_add=True, **common)
         x, w, dy = x.chunk(2, -1)[rank], w.chunk(2, 1)[rank], dy.chunk(2)[rank]
     module.weight.data.copy_(w)
-    install.settle(module, "here", "nvfp4", SUPER, None)
+    install.assign_products(module, "here", "nvfp4", SUPER, None)
     x = x.contiguous().requires_grad_()
     y, _ = module(x)
     dx, dw = torch.autograd.grad(y, [x, module.weight], dy.contiguous())

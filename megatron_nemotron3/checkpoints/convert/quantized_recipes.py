@@ -28,7 +28,7 @@ from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.tensors import hf_root
 from megatron_nemotron3.precision.numerics import NVFP4_BLOCK as BLOCK
-from megatron_nemotron3.precision.serving import BF16, CLASSES, FP8, NVFP4, recipe_of, spared
+from megatron_nemotron3.precision.serving import BF16, CLASSES, FP8, NVFP4, recipe_of, unquantized_layers
 
 #: Suffixes after "X." of the scales of activations and of the KV cache.
 SCALES = ("input_scale", "k_scale", "v_scale")
@@ -39,7 +39,7 @@ def formats(config: Nemotron3Config, recipe: str) -> dict[str, str]:
     """Map every tensor of the model's Hugging Face checkpoint to "nvfp4", "fp8" or "bf16" (unchanged)."""
     full, rules = recipe_of(config, recipe)
     result = {}
-    unchanged = {f"{hf_root(config)}.layers.{layer}." for layer in spared(full, config.pattern)}
+    unchanged = {f"{hf_root(config)}.layers.{layer}." for layer in unquantized_layers(full, config.pattern)}
     for mapping in inventory.mappings(config):
         title = _CLASS_OF.get(mapping.row.hf[0].name) if not mapping.prefix.hf.startswith("mtp.") else None
         kind = BF16 if mapping.prefix.hf in unchanged else rules.formats.get(title or "", BF16)

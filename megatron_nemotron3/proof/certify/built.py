@@ -92,7 +92,7 @@ def build_whole(words: Sequence[str], ambient: Ambient) -> tuple[Counter[str], l
     structure = real.structure_of(model)
     entries = real.census(model, file, ambient)
     count = Counter(entry.format for entry in entries if entry.kind.quantizable)
-    wrong = [str(one) for one in deviations.deviations(structure, file, ambient) if not one.asked_by]
+    wrong = [str(one) for one in deviations.deviations(structure, file, ambient) if not one.source]
     return count, wrong
 
 

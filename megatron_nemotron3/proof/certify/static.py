@@ -10,7 +10,7 @@ from megatron_nemotron3.launch.command_line import is_known
 from megatron_nemotron3.launch.parser import misused, unknown
 from megatron_nemotron3.launch.plan.hardware import GIB, GPUS, RESERVE
 from megatron_nemotron3.precision import deviations, yaml_file
-from megatron_nemotron3.precision.census import Ambient, CensusError, require_some
+from megatron_nemotron3.precision.census import Ambient, CensusError, formats_of, require_some
 from megatron_nemotron3.precision.formats import counted
 from megatron_nemotron3.precision.table import Structure
 from megatron_nemotron3.proof.certify.bench import Bench
@@ -91,13 +91,13 @@ def formats(bench: Bench) -> Iterator[Finding]:
         except CensusError as problem:
             yield failed(FORMATS, detail=str(problem))
             return
-    said = counted(deviations.formats(structure, file, ambient))
+    said = counted(formats_of(structure, file, ambient))
     wrong = deviations.deviations(structure, file, ambient)
     for one in wrong:
         # What a matcher asks for is meant; what no matcher names took the format of its layer in silence.
-        state = PropertyState.PASS if one.asked_by else PropertyState.FAIL
+        state = PropertyState.PASS if one.source else PropertyState.FAIL
         yield Finding(FORMATS, state, detail=f"not the published recipe: {one}")
-    if all(one.asked_by for one in wrong):
+    if all(one.source for one in wrong):
         yield passed(FORMATS, detail=f"linears of the whole model: {said}")
 
 
