@@ -1,10 +1,5 @@
 """The `nemotron3` command.
 
-    table.py      every command: its group, module, purpose and an example
-    versions.py   `nemotron3 --version`
-    parser.py     the parsers of the commands
-    recipes.py    `nemotron3 recipe`: lists, prints and copies the scripts of recipes/
-
 Only the module of the command that is used is imported. Invalid input ends with exit code 2 and one line on
 stderr.
 """
@@ -14,15 +9,16 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import platform
 import shlex
 import sys
 from collections.abc import Sequence
 
-from megatron_nemotron3.cli.parser import CommandParser, Commands
-from megatron_nemotron3.cli.table import COMMANDS
-from megatron_nemotron3.cli.versions import versions
+import megatron_nemotron3
+from megatron_nemotron3.cli.table import COMMANDS, CommandParser, Commands
 
-_ROOT = "megatron_nemotron3"
+#: Distributions that decide what this package can do, next to its own version.
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "triton", "transformers")
 
 
 def parser(used: str | None = None) -> argparse.ArgumentParser:
@@ -40,23 +36,36 @@ def parser(used: str | None = None) -> argparse.ArgumentParser:
     commands = Commands(action)
     wanted = list(COMMANDS) if used is None else [used] if used in COMMANDS else []
     for module in dict.fromkeys(COMMANDS[name].module for name in wanted):
-        importlib.import_module(f"{_ROOT}.{module}").register(commands)
+        importlib.import_module(f"megatron_nemotron3.{module}").register(commands)
     for name in COMMANDS:
         if name not in action.choices:
             commands.add_name(name)
     return top
 
 
+def versions() -> str:
+    """Return the versions of this package, of Python and of `PACKAGES`, as installed."""
+    from importlib import metadata  # a quarter of the time of `nemotron3 --help`
+
+    found = {"nemotron3": megatron_nemotron3.__version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    width = max(map(len, found)) + 2
+    return "".join(f"{name:<{width}}{version}\n" for name, version in found.items())
+
+
 def _drop_output() -> None:
-    """Send what is buffered for stdout, which cannot be written, nowhere."""
+    """Discard what is buffered for stdout, which cannot be written."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the console script; returns the exit status."""
-    words = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _run(words)
+        return _run(list(sys.argv[1:] if argv is None else argv))
     except BrokenPipeError:  # `nemotron3 flags … | head`
         _drop_output()
         return 0

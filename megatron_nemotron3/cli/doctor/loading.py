@@ -99,15 +99,10 @@ def load(probe: Probe, timeout: float = 180) -> DoctorFinding:
     """Import a package in another process."""
     if find_spec(probe.top) is None:
         return DoctorFinding(probe.package, "absent", "not installed")
-    words = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-c",
-        f"import importlib; importlib.import_module({probe.module!r})",
-    ]
+    code = f"import importlib; importlib.import_module({probe.module!r})"
+    command = [sys.executable, "-W", "ignore", "-c", code]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=timeout)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
         if done.returncode == 0:
             return DoctorFinding(probe.package, "ok", f"import {probe.module}")
         problem = f": {meaning(done.stderr)}"

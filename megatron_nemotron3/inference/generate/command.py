@@ -12,8 +12,14 @@ from typing import TYPE_CHECKING, Any
 from megatron_nemotron3.checkpoints.convert.command import DTYPES
 from megatron_nemotron3.checkpoints.remote import local, place, shown
 from megatron_nemotron3.common.files import read_outside
-from megatron_nemotron3.common.options import add_option, add_options, device_option, tokenizer_option
-from megatron_nemotron3.common.output import add_json, print_json
+from megatron_nemotron3.common.options import (
+    add_option,
+    add_options,
+    device_option,
+    json_flag,
+    tokenizer_option,
+)
+from megatron_nemotron3.common.output import print_json
 from megatron_nemotron3.common.processes import no_garbage_collection
 from megatron_nemotron3.inference.generate.media import (
     InOrder,
@@ -61,7 +67,7 @@ def register(commands: Any) -> None:
         metavar="TEXT",
         help="ends a text, like the end token",
     )
-    add_json(command)
+    add_option(command, "json", json_flag(), bool)
     command.add_argument("--no-stream", action="store_true", help="print the texts when all are complete")
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.common import record
+from megatron_nemotron3.common.files import write_json
 from megatron_nemotron3.train.teacher.vocabulary import Vocabulary
 
 MANIFEST = "manifest.json"
@@ -48,7 +49,7 @@ class LogitsManifest:
     def write(self, folder: Path) -> None:
         """Write it to a folder, which is created."""
         folder.mkdir(parents=True, exist_ok=True)
-        record.write(folder / MANIFEST, {"format": _FORMAT, **asdict(self)})
+        write_json(folder / MANIFEST, {"format": _FORMAT, **asdict(self)})
 
 
 def is_stored(folder: Path) -> bool:
