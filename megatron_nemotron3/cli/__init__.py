@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import megatron_nemotron3
 from megatron_nemotron3.cli.table import COMMANDS, CommandParser, Commands
+from megatron_nemotron3.common.output import table
 
 #: Distributions that decide what this package can do, next to its own version.
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "triton", "transformers")
@@ -53,8 +54,7 @@ def versions() -> str:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             found[package] = "not installed"
-    width = max(map(len, found)) + 2
-    return "".join(f"{name:<{width}}{version}\n" for name, version in found.items())
+    return "\n".join([*table(list(found.items())), ""])
 
 
 def _drop_output() -> None:
@@ -74,21 +74,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _run(words: list[str]) -> int:
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions, and runs nothing
+def _run(argv: list[str]) -> int:
+    if "_ARGCOMPLETE" in os.environ:  # for completion by a shell; runs nothing
         import argcomplete
 
         used = os.environ.get("COMP_LINE", "").split()[1:2]
         argcomplete.autocomplete(parser(" ".join(used)), always_complete_options=False)
-    if words[:1] == ["run"]:  # every word after it belongs to the launcher and the script
+    if argv[:1] == ["run"]:  # every argument after it belongs to the launcher and the script
         from megatron_nemotron3 import run
 
-        run.main(words[1:], lambda own: parser("run").parse_args(["run", *own]))
+        run.main(argv[1:], lambda own: parser("run").parse_args(["run", *own]))
         return 0
-    cut = words.index("--") if "--" in words else len(words)
-    top = parser(words[0] if words else "")
-    options = top.parse_args(words[:cut])
-    extra = words[cut + 1 :]
+    cut = argv.index("--") if "--" in argv else len(argv)
+    top = parser(argv[0] if argv else "")
+    options = top.parse_args(argv[:cut])
+    extra = argv[cut + 1 :]
     if options.version or options.command is None:
         print(versions() if options.version else top.format_help(), end="", flush=True)
         return 0
@@ -97,7 +97,7 @@ def _run(words: list[str]) -> int:
     try:
         if extra and not hasattr(options, "extra"):
             raise ValueError(f"no arguments are allowed after --: drop {' '.join(extra)}")
-        options.extra, options.command_line = extra, shlex.join(["nemotron3", *words])
+        options.extra, options.command_line = extra, shlex.join(["nemotron3", *argv])
         options.main = main  # for a command that consists of commands
         status: int = options.run(options)
         sys.stdout.flush()

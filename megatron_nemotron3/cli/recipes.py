@@ -82,16 +82,16 @@ def needed(script: Path) -> set[Path]:
         path = open_.pop()
         if path not in found:
             found.add(path)
-            words = _NEEDED.findall(path.read_text(encoding="utf-8")) if path.suffix == ".sh" else []
-            open_ += [(path.parent / word).resolve() for word in words]
+            names = _NEEDED.findall(path.read_text(encoding="utf-8")) if path.suffix == ".sh" else []
+            open_ += [(path.parent / name).resolve() for name in names]
     return found
 
 
 def copy(wanted: Sequence[RecipeScript], folder: Path) -> list[Path]:
     """Copy recipes, all that they need, and slurm.sh; return the paths of the copies below `folder`.
 
-    Files that a user starts are executable. A recipe is written after what it needs. A file that is there
-    already and has the same content is left as it is.
+    Files that a user starts are executable. A recipe is written after what it needs. An existing file with
+    the same content stays unchanged.
     """
     files = {SLURM}.union(*(needed(recipe.path) for recipe in wanted))
     last = {recipe.path for recipe in wanted}

@@ -75,8 +75,8 @@ class Holder:
 
 def run_key() -> str:
     """Return the key that the ranks of one run share, from the environment that started them."""
-    if given := os.environ.get(LOCK):
-        return given
+    if key := os.environ.get(LOCK):
+        return key
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return uuid.uuid4().hex
     return ":".join(

@@ -73,31 +73,31 @@ class OptionParser(argparse.ArgumentParser):
 
     def _short_usage(self) -> str:
         """The usage with the required options; the help below it has the others in groups."""
-        words = [self.prog.replace("%", "%%")]
+        parts = [self.prog.replace("%", "%%")]
         for action in self._actions:
             if action.required and action.option_strings:
-                words.append(f"{action.option_strings[0]} {action.metavar or action.dest.upper()}")
-        words.append("[OPTION ...]")
+                parts.append(f"{action.option_strings[0]} {action.metavar or action.dest.upper()}")
+        parts.append("[OPTION ...]")
         for action in self._actions:
             if not action.option_strings:
-                words.append(f"[{action.metavar}]" if action.nargs == "?" else str(action.metavar))
-        return " ".join([*words, *["[-- OPTION OF MEGATRON ...]"] * ("extra" in self._defaults)])
+                parts.append(f"[{action.metavar}]" if action.nargs == "?" else str(action.metavar))
+        return " ".join([*parts, *["[-- OPTION OF MEGATRON ...]"] * ("extra" in self._defaults)])
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         # Unknown arguments are an error here, where it is known which command they are for.
-        words = list(sys.argv[1:] if args is None else args)
+        arguments = list(sys.argv[1:] if args is None else args)
         if self._subparsers is None:  # else some of the options are a command's
-            self._refuse_unknown(words)
-        found, rest = super().parse_known_args(words, namespace)
+            self._refuse_unknown(arguments)
+        found, rest = super().parse_known_args(arguments, namespace)
         if rest:
             self._refuse_unknown(rest)
             self.error(f"unexpected argument {rest[0]}")
         return found, rest
 
-    def _refuse_unknown(self, words: Sequence[str]) -> None:
+    def _refuse_unknown(self, arguments: Sequence[str]) -> None:
         """Report an unknown option before what else is missing because of it."""
-        for word in words:
-            name = word.partition("=")[0]
+        for argument in arguments:
+            name = argument.partition("=")[0]
             if not name.startswith("--") or " " in name or name == "--":
                 continue
             known = [option for option in self._option_string_actions if option.startswith("--")]
@@ -126,7 +126,7 @@ class OptionParser(argparse.ArgumentParser):
         )
 
 
-#: The default of an option or argument that must be given.
+#: The default of a required option or argument.
 NEEDED = MISSING
 #: Key of a field's metadata.
 _DETAILS = "option"
@@ -146,7 +146,7 @@ def option(help: str, metavar: str | None = None, *, default: Any = None, **deta
 
 
 def argument(help: str, metavar: str, *, default: Any = NEEDED, **details: Any) -> Any:
-    """A field that is a word of the command line, not an option; it may be left out if it has a default."""
+    """A field that is a positional argument, optional if it has a default."""
     return option(help, metavar, default=default, positional=True, **details)
 
 
@@ -156,7 +156,7 @@ def flag(help: str, **details: Any) -> Any:
 
 
 def repeated(help: str, metavar: str, **details: Any) -> Any:
-    """A field with the list of the values of an option that may be given several times."""
+    """A field that lists the values of an option that may occur several times."""
     return field(default_factory=list, metadata={_DETAILS: {"help": help, "metavar": metavar, **details}})
 
 
@@ -214,14 +214,14 @@ def add_option(parser: argparse._ActionsContainer, name: str, one: Any, kind: ty
     _add(parser, one, kind)
 
 
-def from_arguments(cls: type[C], given: argparse.Namespace) -> C:
+def from_arguments(cls: type[C], parsed: argparse.Namespace) -> C:
     """Return a dataclass with the values that a parser with `add_options` found."""
     hints, values = typing.get_type_hints(cls), {}
     for one in fields(cls):  # type: ignore[arg-type]
         if is_dataclass(hints[one.name]):
-            values[one.name] = from_arguments(hints[one.name], given)
-        elif one.name in given or _DETAILS in one.metadata:
-            values[one.name] = getattr(given, one.name)
+            values[one.name] = from_arguments(hints[one.name], parsed)
+        elif one.name in parsed or _DETAILS in one.metadata:
+            values[one.name] = getattr(parsed, one.name)
             _check_bounds(one, values[one.name])
     return cls(**values)
 
@@ -229,7 +229,7 @@ def from_arguments(cls: type[C], given: argparse.Namespace) -> C:
 def add_command(parser: argparse.ArgumentParser, cls: type[C], run: Callable[[C], int]) -> None:
     """Make a dataclass the options of a command, and `run` what is called with them."""
     add_options(parser, cls)
-    parser.set_defaults(run=lambda given: run(from_arguments(cls, given)))
+    parser.set_defaults(run=lambda parsed: run(from_arguments(cls, parsed)))
 
 
 def _add(parser: argparse._ActionsContainer, one: Field[Any], kind: Any) -> None:
@@ -316,21 +316,21 @@ def _check_bounds(one: Field[Any], value: Any) -> None:
 
 
 def option_values(argv: Sequence[str], name: str) -> tuple[str, ...] | None:
-    """Return the words that follow an option of Megatron's command line; None if it is not given.
+    """Return the values of an option in a Megatron command line; None without the option.
 
     As for Megatron's own parser, the last of several occurrences counts.
     """
     found = None
-    for at, word in enumerate(argv):
-        if word == name:
+    for at, argument in enumerate(argv):
+        if argument == name:
             found = tuple(takewhile(lambda following: not following.startswith("--"), argv[at + 1 :]))
-        elif word.startswith(f"{name}="):
-            found = (word.partition("=")[2],)
+        elif argument.startswith(f"{name}="):
+            found = (argument.partition("=")[2],)
     return found
 
 
 def option_value(argv: Sequence[str], name: str) -> str | None:
-    """Return the first word of `option_values`; None if there is none."""
+    """Return the first of `option_values`, or None."""
     values = option_values(argv, name)
     return values[0] if values else None
 

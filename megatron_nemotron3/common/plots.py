@@ -55,13 +55,13 @@ def picture(
             figure.savefig(temporary, format="png")
 
 
-def svg(draw: Callable[[Any, Any], None], size: tuple[float, float] = PANEL) -> str:
+def svg(draw: Callable[[Any, Any], None]) -> str:
     """Draw one panel and return it as SVG; `draw` gets the figure and its axes."""
     import matplotlib
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": "nemotron3"}):
-        figure = Figure(figsize=size, layout="constrained")
+        figure = Figure(figsize=PANEL, layout="constrained")
         draw(figure, figure.subplots())
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None})

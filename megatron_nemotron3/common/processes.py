@@ -56,7 +56,7 @@ def as_rank() -> Iterator[None]:
     control = _take_control_pipe()
     agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
     if control is not None or agent is not None:
-        _end_after(lambda: agent is None or os.getppid() == agent, _control_watch(control, asks=True))
+        _end_after(lambda: agent is None or os.getppid() == agent, _control_watch(control, save=True))
     before = _family, os.environ.get(PARENT)
     with _own_signals(controlled=control is not None):
         _begin_family()
@@ -77,7 +77,7 @@ def as_agent() -> None:
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
     if CONTROL in os.environ:
-        _end_after(lambda: True, _control_watch(0, asks=False))
+        _end_after(lambda: True, _control_watch(0, save=False))
 
 
 def as_spawned() -> None:
@@ -276,11 +276,11 @@ def _take_control_pipe() -> int | None:
     return pipe
 
 
-def _control_watch(control: int | None, asks: bool) -> Callable[[], None]:
-    """Return a function that polls the control pipe for its end; with `asks` also for the byte."""
+def _control_watch(control: int | None, save: bool) -> Callable[[], None]:
+    """Return a function that polls the control pipe for its end, and for the byte if that is to `save`."""
     poll = select.poll()
     if control is not None:
-        poll.register(control, select.POLLIN if asks else 0)
+        poll.register(control, select.POLLIN if save else 0)
 
     def wait() -> None:
         for descriptor, event in poll.poll(int(INTERVAL * 1000)):

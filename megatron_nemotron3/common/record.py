@@ -20,7 +20,7 @@ LIMIT = 64 << 20
 #: Most values that `details` shows, and their longest text.
 _SHOWN, _LONGEST = 4, 40
 
-#: Name of a value -> what it was and what it is; None: not given.
+#: Name of a value -> its old and new value; None: absent.
 Changed = dict[str, tuple[Any, Any]]
 
 

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_nemotron3.models import Nemotron3Config, count
-from megatron_nemotron3.models.flops import weightless_flops
-from megatron_nemotron3.models.parameters import elements_outside_layers, layer_tensors
+from megatron_nemotron3.models.parameters import elements_outside_layers, layer_tensors, weightless_flops
 from megatron_nemotron3.precision.formats import BF16, NVFP4
 from megatron_nemotron3.precision.table import LINEARS, NEVER, ModuleKind, bf16_layers
 

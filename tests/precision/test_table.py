@@ -12,7 +12,7 @@ import pytest
 from megatron_nemotron3 import models
 from megatron_nemotron3.launch import Launch, ParallelLayout, flags
 from megatron_nemotron3.launch.layout import last_stage_cost
-from megatron_nemotron3.models.flops import layer_flops as layer_cost
+from megatron_nemotron3.models.parameters import layer_flops as layer_cost
 from megatron_nemotron3.models.parameters import layer_tensors
 from megatron_nemotron3.precision import command
 from megatron_nemotron3.precision.share import OTHER, TAIL, shares, totals

@@ -41,6 +41,8 @@ elif torch.version.cuda:
         found["problem"] = str(problem).splitlines()[0].split(". ")[0]
 print(json.dumps(found))
 """
+#: Seconds for torch to answer.
+TIMEOUT = 180
 #: Precision -> (test of the compute capability, text).
 PRECISIONS: dict[str, tuple[Callable[[Capability], bool], str]] = {
     "bf16": (lambda c: c >= (8, 0), "8.0"),
@@ -48,14 +50,14 @@ PRECISIONS: dict[str, tuple[Callable[[Capability], bool], str]] = {
 }
 
 
-def query_cuda(timeout: float = 180) -> dict[str, Any]:
+def query_cuda() -> dict[str, Any]:
     """Query torch about CUDA on this machine."""
     try:
         done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", _QUERY], capture_output=True, text=True, timeout=timeout
+            [sys.executable, "-W", "ignore", "-c", _QUERY], capture_output=True, text=True, timeout=TIMEOUT
         )
     except subprocess.TimeoutExpired as problem:
-        raise RuntimeError(f"torch did not answer in {timeout:.0f} s") from problem
+        raise RuntimeError(f"torch did not answer in {TIMEOUT} s") from problem
     if done.returncode:
         raise RuntimeError((done.stderr.strip().splitlines() or ["no answer"])[-1])
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

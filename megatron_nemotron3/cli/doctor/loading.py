@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -113,7 +112,7 @@ def load(probe: Probe, timeout: float = 180) -> DoctorFinding:
     return DoctorFinding(probe.package, "error", f"import {probe.module}{problem}", probe.build)
 
 
-def load_all(probes: Sequence[Probe] = PROBES) -> list[DoctorFinding]:
+def load_all() -> list[DoctorFinding]:
     """Try all imports, two at a time."""
     with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(load, probes))
+        return list(pool.map(load, PROBES))
