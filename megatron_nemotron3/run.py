@@ -35,8 +35,15 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 from megatron_nemotron3.common import processes, spawned
-from megatron_nemotron3.common.argv import option_value, option_values
-from megatron_nemotron3.common.options import OptionParser, add_option, device_option, fail, resolve_device
+from megatron_nemotron3.common.options import (
+    OptionParser,
+    add_option,
+    device_option,
+    fail,
+    option_value,
+    option_values,
+    resolve_device,
+)
 from megatron_nemotron3.common.switches import BOOST, EMULATE, LOG_PRECISION, MONITOR
 from megatron_nemotron3.launch import boosting, manifest
 from megatron_nemotron3.launch.stored_model import loaded

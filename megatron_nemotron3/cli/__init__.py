@@ -1,10 +1,5 @@
 """The `nemotron3` command.
 
-    table.py      every command: its group, module, purpose and an example
-    versions.py   `nemotron3 --version`
-    parser.py     the parsers of the commands
-    recipes.py    `nemotron3 recipe`: lists, prints and copies the scripts of recipes/
-
 Only the module of the command that is used is imported. Invalid input ends with exit code 2 and one line on
 stderr.
 """
@@ -14,15 +9,17 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import platform
 import shlex
 import sys
 from collections.abc import Sequence
 
-from megatron_nemotron3.cli.parser import CommandParser, Commands
-from megatron_nemotron3.cli.table import COMMANDS
-from megatron_nemotron3.cli.versions import versions
+import megatron_nemotron3
+from megatron_nemotron3.cli.table import COMMANDS, CommandParser, Commands
+from megatron_nemotron3.common.output import table
 
-_ROOT = "megatron_nemotron3"
+#: Distributions that decide what this package can do, next to its own version.
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "triton", "transformers")
 
 
 def parser(used: str | None = None) -> argparse.ArgumentParser:
@@ -40,23 +37,35 @@ def parser(used: str | None = None) -> argparse.ArgumentParser:
     commands = Commands(action)
     wanted = list(COMMANDS) if used is None else [used] if used in COMMANDS else []
     for module in dict.fromkeys(COMMANDS[name].module for name in wanted):
-        importlib.import_module(f"{_ROOT}.{module}").register(commands)
+        importlib.import_module(f"megatron_nemotron3.{module}").register(commands)
     for name in COMMANDS:
         if name not in action.choices:
             commands.add_name(name)
     return top
 
 
+def versions() -> str:
+    """Return the versions of this package, of Python and of `PACKAGES`, as installed."""
+    from importlib import metadata  # a quarter of the time of `nemotron3 --help`
+
+    found = {"nemotron3": megatron_nemotron3.__version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return "\n".join([*table(list(found.items())), ""])
+
+
 def _drop_output() -> None:
-    """Send what is buffered for stdout, which cannot be written, nowhere."""
+    """Discard what is buffered for stdout, which cannot be written."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the console script; returns the exit status."""
-    words = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _run(words)
+        return _run(list(sys.argv[1:] if argv is None else argv))
     except BrokenPipeError:  # `nemotron3 flags … | head`
         _drop_output()
         return 0
@@ -65,21 +74,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _run(words: list[str]) -> int:
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions, and runs nothing
+def _run(argv: list[str]) -> int:
+    if "_ARGCOMPLETE" in os.environ:  # for completion by a shell; runs nothing
         import argcomplete
 
         used = os.environ.get("COMP_LINE", "").split()[1:2]
         argcomplete.autocomplete(parser(" ".join(used)), always_complete_options=False)
-    if words[:1] == ["run"]:  # every word after it belongs to the launcher and the script
+    if argv[:1] == ["run"]:  # every argument after it belongs to the launcher and the script
         from megatron_nemotron3 import run
 
-        run.main(words[1:], lambda own: parser("run").parse_args(["run", *own]))
+        run.main(argv[1:], lambda own: parser("run").parse_args(["run", *own]))
         return 0
-    cut = words.index("--") if "--" in words else len(words)
-    top = parser(words[0] if words else "")
-    options = top.parse_args(words[:cut])
-    extra = words[cut + 1 :]
+    cut = argv.index("--") if "--" in argv else len(argv)
+    top = parser(argv[0] if argv else "")
+    options = top.parse_args(argv[:cut])
+    extra = argv[cut + 1 :]
     if options.version or options.command is None:
         print(versions() if options.version else top.format_help(), end="", flush=True)
         return 0
@@ -88,7 +97,7 @@ def _run(words: list[str]) -> int:
     try:
         if extra and not hasattr(options, "extra"):
             raise ValueError(f"no arguments are allowed after --: drop {' '.join(extra)}")
-        options.extra, options.command_line = extra, shlex.join(["nemotron3", *words])
+        options.extra, options.command_line = extra, shlex.join(["nemotron3", *argv])
         options.main = main  # for a command that consists of commands
         status: int = options.run(options)
         sys.stdout.flush()

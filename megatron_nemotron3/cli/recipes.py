@@ -1,8 +1,7 @@
-"""`nemotron3 recipe`: list, print and copy the launch scripts of `recipes/`. Standard library only."""
+"""`nemotron3 recipe`: list, print and copy the launch scripts of `recipes/`."""
 
 from __future__ import annotations
 
-import argparse
 import re
 import shlex
 import sys
@@ -12,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.common.files import write_bytes
-from megatron_nemotron3.common.options import hint
-from megatron_nemotron3.common.output import add_json, print_json
+from megatron_nemotron3.common.options import add_command, argument, hint, json_flag, option
+from megatron_nemotron3.common.output import print_json, table
 
 
 def _folder() -> Path:
@@ -57,8 +56,7 @@ def recipes() -> list[RecipeScript]:
 
 
 def chosen(model: str | None, name: str | None) -> list[RecipeScript]:
-    """Return the recipes of a model, or the one of a name; all if both are None. Case, - and _ do not
-    matter."""
+    """Return the recipes of a model, or the one of a name; all if both are None. Any case, _ for -."""
     found = recipes()
     if not found:
         raise ValueError(f"{SCRIPTS} has no recipes: install the wheel, or the package from a whole checkout")
@@ -84,16 +82,16 @@ def needed(script: Path) -> set[Path]:
         path = open_.pop()
         if path not in found:
             found.add(path)
-            words = _NEEDED.findall(path.read_text(encoding="utf-8")) if path.suffix == ".sh" else []
-            open_ += [(path.parent / word).resolve() for word in words]
+            names = _NEEDED.findall(path.read_text(encoding="utf-8")) if path.suffix == ".sh" else []
+            open_ += [(path.parent / name).resolve() for name in names]
     return found
 
 
 def copy(wanted: Sequence[RecipeScript], folder: Path) -> list[Path]:
     """Copy recipes, all that they need, and slurm.sh; return the paths of the copies below `folder`.
 
-    Files that a user starts are executable. A recipe is written after what it needs. A file that is there
-    already and has the same content is left as it is.
+    Files that a user starts are executable. A recipe is written after what it needs. An existing file with
+    the same content stays unchanged.
     """
     files = {SLURM}.union(*(needed(recipe.path) for recipe in wanted))
     last = {recipe.path for recipe in wanted}
@@ -124,22 +122,22 @@ def _is_started(path: Path) -> bool:
         return file.read(2) == b"#!"
 
 
+@dataclass(frozen=True, kw_only=True)
+class RecipeOptions:
+    """Options of `nemotron3 recipe`."""
+
+    model: str | None = argument("nano, super, ultra, omni or cpu", "MODEL", default=None)
+    name: str | None = argument("of the model, such as pretrain", "RECIPE", default=None)
+    output: Path | None = option("where to write (a copy of the recipe, of those of MODEL, or of all)", "DIR")
+    json: bool = json_flag()
+
+
 def register(commands: Any) -> None:
     """Add `nemotron3 recipe`."""
-    command = commands.add_parser("recipe")
-    command.add_argument("model", metavar="MODEL", nargs="?", help="nano, super, ultra, omni or cpu")
-    command.add_argument("name", metavar="RECIPE", nargs="?", help="of the model, such as pretrain")
-    command.add_argument(
-        "--output",
-        metavar="DIR",
-        type=Path,
-        help="where to write (a copy of the recipe, of those of MODEL, or of all)",
-    )
-    add_json(command)
-    command.set_defaults(run=recipe_command)
+    add_command(commands.add_parser("recipe"), RecipeOptions, recipe_command)
 
 
-def recipe_command(options: argparse.Namespace) -> int:
+def recipe_command(options: RecipeOptions) -> int:
     """List, print or copy recipes."""
     found = chosen(options.model, options.name)
     if options.output is not None:
@@ -147,25 +145,19 @@ def recipe_command(options: argparse.Namespace) -> int:
             raise ValueError(f"--output {options.output} is not a folder")
         return _copied(found, options.output, options.json)
     if options.json:
-        print_json([_as_data(recipe) for recipe in found])
+        print_json(
+            [
+                {"model": one.model, "recipe": one.name, "summary": one.summary, "path": one.path}
+                for one in found
+            ]
+        )
     elif options.name is not None:
         print(found[0].path.read_text(encoding="utf-8"), end="")
         again = f"nemotron3 recipe {options.model} {options.name} --output DIR"
         print(f"{again}: copies it with the files that it sources", file=sys.stderr)
     else:
-        width = max(len(f"{recipe.model} {recipe.name}") for recipe in found)
-        for recipe in found:
-            print(f"{recipe.model + ' ' + recipe.name:<{width}}  {recipe.summary}")
+        print("\n".join(table([(f"{one.model} {one.name}", one.summary) for one in found])))
     return 0
-
-
-def _as_data(recipe: RecipeScript) -> dict[str, str]:
-    return {
-        "model": recipe.model,
-        "recipe": recipe.name,
-        "summary": recipe.summary,
-        "path": str(recipe.path),
-    }
 
 
 def _copied(wanted: list[RecipeScript], folder: Path, as_json: bool) -> int:

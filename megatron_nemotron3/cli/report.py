@@ -42,7 +42,11 @@ def report_command(options: ReportOptions) -> int:
     output = options.output or folder / NAME
     facts = gather(folder)
     require_plot(output, "--output")
-    sample = None if options.prompt is None else _sample(folder, options.prompt)
+    continuation = None
+    if options.prompt is not None:
+        from megatron_nemotron3.inference.generate.command import sample
+
+        continuation = sample(folder, options.prompt, NEW_TOKENS)
     text = render(
         facts=facts,
         written=time.strftime("%Y-%m-%d %H:%M"),
@@ -51,7 +55,7 @@ def report_command(options: ReportOptions) -> int:
         precision="\n".join(summary(facts.precision)) if facts.precision else "",
         quantization=figures.quantization(facts),
         prompt=options.prompt,
-        sample=sample,
+        sample=continuation,
     )
     write_text(output, text)
     with result(options.json):
@@ -65,9 +69,3 @@ def report_command(options: ReportOptions) -> int:
         )
         say(f"report           {output} ({len(text.encode()) / 1e6:.1f} MB)", report=output)
     return 0
-
-
-def _sample(folder: Path, prompt: str) -> str:
-    from megatron_nemotron3.inference.generate.command import sample
-
-    return sample(folder, prompt, NEW_TOKENS)

@@ -1,8 +1,10 @@
-"""The commands of `nemotron3`, in the order of its help. Standard library only."""
+"""The commands of `nemotron3`, in the order of its help, and parsers with the texts of this table."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from megatron_nemotron3.common.options import OptionParser
 
 
 class Command(NamedTuple):
@@ -12,164 +14,156 @@ class Command(NamedTuple):
         and sets `run`, a function from the options to the exit status. It is imported when the command is
         used, so that the others start without it.
     purpose: a phrase without a full stop, also the first line of the command's own help.
-    example: runs as it stands beside a finished `runs/demo`; a test runs it.
+    arguments: those of the example, which runs next to a finished `runs/demo`; a test runs it.
     """
 
     name: str
     module: str
     purpose: str
-    example: str
+    arguments: str
+
+    @property
+    def example(self) -> str:
+        """A command line, with `nemotron3`."""
+        return f"nemotron3 {self.name} {self.arguments}".rstrip()
 
 
 _COMMANDS = (
-    Command("show", "models.command", "print the sizes of a model", "nemotron3 show super"),
-    Command(
-        "flags",
-        "launch.command",
-        "print Megatron's options for a model",
-        "nemotron3 flags super --gpu h100",
-    ),
+    Command("show", "models.command", "print the sizes of a model", "super"),
+    Command("flags", "launch.command", "print Megatron's options for a model", "super --gpu h100"),
     Command(
         "explain",
         "launch.command",
         "show where every option comes from, and what was published",
-        "nemotron3 explain super --tp 2 --ep 8 --dp 4",
+        "super --tp 2 --ep 8 --dp 4",
     ),
     Command(
         "precision",
         "precision.command",
         "show the format of every linear layer, or write the precision file",
-        "nemotron3 precision super",
+        "super",
     ),
-    Command("doctor", "cli.doctor.command", "check whether this environment can train", "nemotron3 doctor"),
+    Command("doctor", "cli.doctor.command", "check whether this environment can train", ""),
     Command(
         "plan",
         "launch.plan.command",
         "find the fastest layouts of a model on a number of GPUs",
-        "nemotron3 plan nano --gpus 16 --gpu h100",
+        "nano --gpus 16 --gpu h100",
     ),
     Command(
         "search",
         "post_training.compress.search_command",
         "find the smaller forms of a model that meet a budget and lose least",
-        "nemotron3 search super --budget params=75B --vary moe_ffn_hidden_size=1280,1792,2688",
+        "super --budget params=75B --vary moe_ffn_hidden_size=1280,1792,2688",
     ),
     Command(
         "certify",
         "proof.certify.command",
         "prove on a CPU that a launch computes what one process computes",
-        "nemotron3 certify super --tp 2 --pp 4 --ep 8 --dp 4",
+        "super --tp 2 --pp 4 --ep 8 --dp 4",
     ),
     Command(
         "boundary",
         "boundary.command",
         "show which rows travel between the layouts of two modules",
-        "nemotron3 boundary --from tp=2,dp=2 --to tp=4",
+        "--from tp=2,dp=2 --to tp=4",
     ),
     Command(
         "refit",
         "inference.refit.command",
         "plan which weights a trainer's ranks send to an inference engine's",
-        "nemotron3 refit super --from tp=2,ep=8,pp=4 --to tp=8",
+        "super --from tp=2,ep=8,pp=4 --to tp=8",
     ),
     Command(
         "recipe",
         "cli.recipes",
         "list, print or copy the launch scripts of every model and phase",
-        "nemotron3 recipe super pretrain",
+        "super pretrain",
     ),
     Command(
         "train",
         "train.command",
         "prepare text, train with Megatron's loop, and report",
-        "nemotron3 train super --tiny --steps 100",
+        "super --tiny --steps 100",
     ),
     Command(
         "run",
         "run",
         "run a stock Megatron script, on CPU if there is no GPU",
-        'nemotron3 run pretrain_hybrid.py "${ARGS[@]}"',
+        'pretrain_hybrid.py "${ARGS[@]}"',
     ),
     Command(
         "finetune",
         "post_training.finetune.command",
         "fine-tune a Hugging Face folder on conversations, into a Hugging Face folder",
-        "nemotron3 finetune demo-hf --conversations chats.jsonl --output tuned",
+        "demo-hf --conversations chats.jsonl --output tuned",
     ),
     Command(
         "boost",
         "post_training.boost.command",
         "train the MTP heads of a finished model, so that more drafts are accepted",
-        "nemotron3 boost runs/demo --output runs/boosted",
+        "runs/demo --output runs/boosted",
     ),
     Command(
         "report",
         "cli.report",
         "write losses, monitors, precision and versions of a run to one HTML file",
-        "nemotron3 report runs/demo",
+        "runs/demo",
     ),
     Command(
         "logits",
         "post_training.distill.logits_command",
         "store a teacher's most probable tokens for the rows of a data set",
-        "nemotron3 logits runs/demo --output demo-logits --samples 8 --topk 16",
+        "runs/demo --output demo-logits --samples 8 --topk 16",
     ),
+    Command("watch", "train.monitor.watch", "plot the monitored series of a run", "runs/demo"),
     Command(
-        "watch", "train.monitor.watch", "plot the monitored series of a run", "nemotron3 watch runs/demo"
-    ),
-    Command(
-        "check",
-        "checkpoints.convert.check",
-        "check that a checkpoint is complete and undamaged",
-        "nemotron3 check runs/demo",
+        "check", "checkpoints.convert.check", "check that a checkpoint is complete and undamaged", "runs/demo"
     ),
     Command(
         "convert",
         "checkpoints.convert.command",
         "convert a checkpoint between Megatron and Hugging Face",
-        "nemotron3 convert to-hf runs/demo demo-hf",
+        "to-hf runs/demo demo-hf",
     ),
     Command(
         "prune",
         "post_training.compress.command",
         "measure what matters least in a checkpoint, and cut it to smaller sizes",
-        "nemotron3 prune runs/demo --text README.md --sizes mamba_num_heads=8 --output pruned",
+        "runs/demo --text README.md --sizes mamba_num_heads=8 --output pruned",
     ),
     Command(
         "verify",
         "checkpoints.convert.command",
         "compare two checkpoints tensor by tensor",
-        "nemotron3 verify runs/demo demo-hf",
+        "runs/demo demo-hf",
     ),
     Command(
         "xtoken",
         "post_training.xtoken.command",
         "write and inspect the projection between two tokenizers' vocabularies",
-        "nemotron3 xtoken runs/demo runs/demo",
+        "runs/demo runs/demo",
     ),
     Command(
         "generate",
         "inference.generate.command",
         "continue prompts with a checkpoint's model",
-        'nemotron3 generate --checkpoint runs/demo --prompt "def main"',
+        '--checkpoint runs/demo --prompt "def main"',
     ),
     Command(
-        "chat",
-        "inference.generate.chat_command",
-        "talk to a checkpoint's model in the terminal",
-        "nemotron3 chat runs/demo",
+        "chat", "inference.generate.chat_command", "talk to a checkpoint's model in the terminal", "runs/demo"
     ),
     Command(
         "bisect",
         "proof.bisect.command",
         "say which of a trainer and an engine deviates from their checkpoint, where, and why",
-        "nemotron3 bisect --checkpoint runs/demo --trainer trainer.pt --engine engine.pt",
+        "--checkpoint runs/demo --trainer trainer.pt --engine engine.pt",
     ),
     Command(
         "evaluate",
         "inference.generate.evaluate_command",
         "measure the loss on other text by MTP depth, and how many drafts are accepted",
-        "nemotron3 evaluate --checkpoint runs/demo --text README.md",
+        "--checkpoint runs/demo --text README.md",
     ),
 )
 #: Every command by name.
@@ -180,3 +174,29 @@ DIRECTIONS = {
     "convert to-hf": "nemotron3 convert to-hf runs/demo demo-hf",
     "convert from-hf": "nemotron3 convert from-hf demo-hf demo-megatron",
 }
+
+
+class CommandParser(OptionParser):
+    """A parser with the example of its command."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        name = self.prog.partition(" ")[2]  # "" for `nemotron3` itself
+        self.example = DIRECTIONS.get(name) or (COMMANDS[name].example if name in COMMANDS else "")
+
+
+class Commands:
+    """The argument of every `register`: adds parsers with the texts of the table."""
+
+    def __init__(self, action: Any) -> None:
+        self._action = action
+
+    def add_parser(self, name: str, **settings: Any) -> CommandParser:
+        command = COMMANDS[name]
+        purpose = command.purpose[0].upper() + command.purpose[1:] + "."
+        settings = {"description": purpose, **settings, "help": command.purpose}
+        return self._action.add_parser(name, **settings)  # type: ignore[no-any-return]
+
+    def add_name(self, name: str) -> None:
+        """Add the name of a command that is not used, for the help."""
+        self._action.add_parser(name, help=COMMANDS[name].purpose, add_help=False)

@@ -2,8 +2,6 @@
 
 A reader sees the old file or the new one, never a part of it. What comes from outside may be anything: a pipe
 without a writer blocks the process that opens it, and a link to /dev/zero never ends.
-
-Only the standard library is imported, so that every package can use it.
 """
 
 from __future__ import annotations
@@ -90,24 +88,23 @@ def _check_length(length: int, path: Path | str, limit: int) -> None:
 
 
 def require_output(path: Path, option: str) -> None:
-    """Raise unless the file `path` can be written: to be called before the work whose result it is to
-    hold."""
-    folder, said = path.absolute().parent, f"{option} {path}"
+    """Raise unless the file `path` can be written; for calls before long work."""
+    folder, given = path.absolute().parent, f"{option} {path}"
     if path.is_dir():
-        raise ValueError(f"{said} is a folder: give the name of a file")
+        raise ValueError(f"{given} is a folder: give the name of a file")
     if path.exists() and not path.is_file():
-        raise ValueError(f"{said} is not a regular file: give another name")
+        raise ValueError(f"{given} is not a regular file: give another name")
     if not folder.is_dir():
-        raise ValueError(f"{said}: {folder} is not a folder: mkdir -p {folder}")
+        raise ValueError(f"{given}: {folder} is not a folder: mkdir -p {folder}")
     try:
         with tempfile.TemporaryFile(dir=folder, prefix=temporary_prefix("")):
             pass
     except OSError as problem:
-        raise ValueError(f"{said}: no file can be made in {folder}: {problem.strerror}") from None
+        raise ValueError(f"{given}: no file can be made in {folder}: {problem.strerror}") from None
 
 
 def require_plot(path: Path, option: str) -> None:
-    """Raise unless a picture can be drawn and written to `path`, before the work that it is to show."""
+    """`require_output` for a picture, which also needs matplotlib."""
     require_output(path, option)
     if importlib.util.find_spec("matplotlib") is None:
         raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
@@ -168,7 +165,7 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a UTF-8 file atomically; newlines are written as they are."""
+    """Write a UTF-8 file atomically, without translation of newlines."""
     write_bytes(path, text.encode())
 
 
@@ -178,7 +175,7 @@ def write_json(path: Path, data: Any, indent: int | None = 1) -> None:
 
 
 def temporary_prefix(name: str) -> str:
-    """How the names of temporary files begin that `atomic` makes for a file `name`."""
+    """The beginning of the names of `atomic`'s temporary files for a file `name`."""
     return f".{name}.part"
 
 

@@ -1,14 +1,15 @@
-"""The first forward of a model, the modules around a stack, and which steps are measured. Imports torch."""
+"""The first forward of a model, the modules around a stack, and which steps are measured."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-from torch.utils.hooks import RemovableHandle
+if TYPE_CHECKING:
+    import torch
+    from torch.utils.hooks import RemovableHandle
 
 T = TypeVar("T")
 
@@ -27,7 +28,9 @@ def unwrapped(model: Any) -> Any:
 
 def first_forward() -> bool:
     """Whether a forward pass runs for the first time; False where activation recomputation repeats it."""
-    # torch.utils.checkpoint asks the same: the id is -1 outside of a backward pass.
+    import torch
+
+    # torch.utils.checkpoint tests the same: the id is -1 outside of a backward pass.
     return torch._C._current_graph_task_id() == -1
 
 
@@ -45,13 +48,14 @@ class MeasuredSteps:
 
 def at_first_forward(kind: type, inspect: Callable[[Any], None]) -> RemovableHandle:
     """Call `inspect` with the first module of a class whose forward begins; the torch hook removes itself."""
+    from torch.nn.modules.module import register_module_forward_pre_hook
 
     def look(module: torch.nn.Module, _inputs: object) -> None:
         if isinstance(module, kind):
             handle.remove()
             inspect(module)
 
-    handle = torch.nn.modules.module.register_module_forward_pre_hook(look)
+    handle = register_module_forward_pre_hook(look)
     return handle
 
 
@@ -61,6 +65,8 @@ def until_first_forward(stack: torch.nn.Module, look: Callable[[torch.nn.Module]
     So `look` sees the modules around the stack, to which a module holds no reference. The hook is a global
     one of torch. It keeps no reference to the stack, and is removed if the stack is gone.
     """
+    from torch.nn.modules.module import register_module_forward_pre_hook
+
     reference = weakref.ref(stack)
 
     def before(module: torch.nn.Module, _inputs: Any) -> None:
@@ -70,7 +76,7 @@ def until_first_forward(stack: torch.nn.Module, look: Callable[[torch.nn.Module]
         if wanted is not None:
             look(module)
 
-    handle = torch.nn.modules.module.register_module_forward_pre_hook(before)
+    handle = register_module_forward_pre_hook(before)
 
 
 def find_ddp(stack: torch.nn.Module, wrapped: Callable[[torch.nn.Module], None]) -> None:
@@ -101,18 +107,22 @@ def gather_stages(found: T, group: Any) -> list[T]:
     """What each pipeline stage found, in their order. Collective."""
     every = [found] * group.size()
     if group.size() > 1:
-        torch.distributed.all_gather_object(every, found, group=group)
+        from torch.distributed import all_gather_object
+
+        all_gather_object(every, found, group=group)
     return every
 
 
 def agree_on_interval(what: str, interval: int) -> None:
-    """Compare an interval with that of the first rank that gets here; ranks that differ would hang a report.
+    """Raise RuntimeError if ranks have different intervals, which would hang a report.
 
-    The ranks talk through the store of the default group, not by a collective: they build their stages in
+    The ranks compare through the store of the default group, not by a collective: they build their stages in
     different orders, and Megatron waits for other stages in between. The n-th call of a rank is compared with
-    the n-th of the others.
+    the n-th of the rank that makes it first.
     """
-    store, rank = torch.distributed.distributed_c10d._get_default_store(), torch.distributed.get_rank()
+    from torch.distributed import distributed_c10d
+
+    store, rank = distributed_c10d._get_default_store(), distributed_c10d.get_rank()
     key = f"megatron_nemotron3/{what}"
     number = store.add(f"{key}/calls of rank {rank}", 1)
     first = int(store.compare_set(f"{key}/{number}", "", str(interval)))

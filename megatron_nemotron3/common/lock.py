@@ -3,14 +3,14 @@
     with held(folder):
         ...
 
-The lock is the kernel's (`flock`) on `folder/.nemotron3.lock`, so it also ends with `kill -9`. The file says
-who holds it: one JSON line per process, first the one that took the lock. Processes of one run have one key
+The lock is the kernel's (`flock`) on `folder/.nemotron3.lock`, so it also ends with `kill -9`. The file lists
+the holders: one JSON line per process, first the one that took the lock. Processes of one run have one key
 and share the lock: the ranks of a training hold the folder even if the command that started them is killed. A
-rank takes it by itself, because torchrun closes inherited descriptors. Children made by fork inherit it.
+rank takes it separately, because torchrun closes inherited descriptors. Children made by fork inherit it.
 
-filelock locks where the file system has no `flock`, and the file alone says who holds the folder: its
-`SoftFileLock` admits one process at a time to a free folder. Its `FileLock` cannot do the rest: it knows no
-shared lock, it gives the lock up in a forked child, and it cannot be looked at without the right to write.
+Without `flock` on the file system the file alone lists the holders, and filelock's `SoftFileLock` admits one
+process at a time to a free folder. filelock's `FileLock` cannot replace `flock`: it has no shared lock, a
+forked child releases it, and its state cannot be read without the right to write.
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from megatron_nemotron3.common.processes import alive
+from megatron_nemotron3.common.switches import LOCK
 
 NAME = ".nemotron3.lock"
-#: Environment variable with the key of a run, from the command that starts ranks to the ranks.
-VARIABLE = "NEMOTRON3_LOCK"
-#: Seconds to wait for the children of a holder that was killed; they end by themselves.
+#: Seconds to wait for the children of a killed holder, which end on their own.
 PATIENCE = 15.0
-#: Seconds in which `holder` of another process may hold the lock, for a moment, to look.
+#: Seconds to wait for `holder` in another process, which takes the lock for a moment.
 _LOOK = 0.5
 _LIMIT = 1 << 20
 _LONGEST_COMMAND = 300
@@ -55,7 +54,7 @@ class Holder:
     since: str
     #: Of the run.
     key: str
-    #: The machine's boot and the process's start in it, in 1/100 s; a later process may have the same number.
+    #: The machine's boot and the process's start in it, in 1/100 s, because process ids are reused.
     boot: str = ""
     start: int = 0
 
@@ -74,15 +73,10 @@ class Holder:
         return not alive(self.pid) or bool(self.start and start and start != self.start)
 
 
-def this_command() -> str:
-    """Return the command line of this process, as a user would type it."""
-    return shlex.join(["nemotron3", *sys.argv[1:]])
-
-
 def run_key() -> str:
     """Return the key that the ranks of one run share, from the environment that started them."""
-    if given := os.environ.get(VARIABLE):
-        return given
+    if key := os.environ.get(LOCK):
+        return key
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return uuid.uuid4().hex
     return ":".join(
@@ -102,11 +96,27 @@ def held(
     """Hold the lock of a folder, which is created; yield the key of the run.
 
     At the end the lock's file is removed, and the folder, too, if it was created here and is empty.
+
+    Args:
+        command: what to call this process in messages; None: its command line.
+        key: of the run whose processes share the lock; None: a new one.
+        patience: seconds to wait for the children of a killed holder.
+
+    Raises:
+        ValueError: another run holds the folder.
     """
     key = key or uuid.uuid4().hex
-    text = (this_command() if command is None else command)[:_LONGEST_COMMAND]
+    command = shlex.join(["nemotron3", *sys.argv[1:]]) if command is None else command
     since = time.strftime("%Y-%m-%d %H:%M:%S")
-    own = Holder(socket.gethostname(), os.getpid(), text, since, key, _boot(), _start(os.getpid()))
+    own = Holder(
+        socket.gethostname(),
+        os.getpid(),
+        command[:_LONGEST_COMMAND],
+        since,
+        key,
+        _boot(),
+        _start(os.getpid()),
+    )
     created = [path for path in (folder, *folder.parents) if not path.exists()]  # the innermost first
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -114,7 +124,7 @@ def held(
         try:
             yield key
         finally:
-            if os.getpid() == own.pid:  # not in a forked child, which shares the lock with its parent
+            if os.getpid() == own.pid:  # a forked child shares the lock with its parent
                 _release(folder / NAME, descriptor, own)
     finally:
         for path in created:
@@ -123,7 +133,7 @@ def held(
 
 
 def holder(folder: Path) -> Holder | None:
-    """Return who holds a folder, None if nobody does. Takes nothing and changes nothing."""
+    """Return the holder of a folder's lock, or None. Changes nothing."""
     path = folder / NAME
     try:
         descriptor = _open(path, os.O_RDONLY)
@@ -146,7 +156,7 @@ def holder(folder: Path) -> Holder | None:
 
 def _taken(folder: Path, own: Holder, patience: float, say: Callable[[str], None]) -> int:
     """Take the lock, or join the run that holds it; return the descriptor that keeps it."""
-    path, began, told = folder / NAME, time.monotonic(), False
+    path, began, reported = folder / NAME, time.monotonic(), False
     while True:
         descriptor = _open(path, os.O_RDWR | os.O_CREAT)
         try:
@@ -163,8 +173,8 @@ def _taken(folder: Path, own: Holder, patience: float, say: Callable[[str], None
         orphaned = bool(found) and found[0].ended
         if waited > (patience if orphaned else _LOOK):
             raise ValueError(_refusal(folder, found, orphaned))
-        if orphaned and waited > _LOOK and not told:
-            told = True
+        if orphaned and waited > _LOOK and not reported:
+            reported = True
             say(f"{folder}: waiting for processes that a killed command left ({found[0]})")
         time.sleep(0.05)
 
@@ -176,8 +186,8 @@ def _attempt(path: Path, descriptor: int, own: Holder) -> bool:
         if not _is_file(path, descriptor):
             return False
         _write(descriptor, own, truncate=True)
-    # From exclusive to shared is not one step: another run may get in between, or another rank of this one,
-    # which empties the file.
+    # The kernel releases the exclusive lock before it grants the shared one. In between another run may take
+    # it, or another rank of this run, which empties the file.
     if not _flock(descriptor, fcntl.LOCK_SH):
         return False
     if not _is_file(path, descriptor) or _first_key(descriptor) != own.key:
@@ -188,7 +198,7 @@ def _attempt(path: Path, descriptor: int, own: Holder) -> bool:
 
 
 def _taken_by_record(path: Path, own: Holder, say: Callable[[str], None]) -> int:
-    """Take the lock, or join the run that holds it, by the file alone."""
+    """Like `_taken`, for file systems without locks."""
     from filelock import SoftFileLock, Timeout
 
     descriptor = _open(path, os.O_RDWR | os.O_CREAT)
@@ -216,7 +226,7 @@ def _taken_by_record(path: Path, own: Holder, say: Callable[[str], None]) -> int
 
 
 def _release(path: Path, descriptor: int, own: Holder) -> None:
-    """Give the lock back; remove its file if no other process shares it."""
+    """Release the lock; remove its file if no other process shares it."""
     try:
         try:
             alone = _flock(descriptor, fcntl.LOCK_EX)
@@ -240,7 +250,7 @@ def _refusal(folder: Path, found: list[Holder], orphaned: bool) -> str:
 
 
 def _users(path: Path) -> list[int]:
-    """List the other processes that have a file open, as far as this user may know."""
+    """Ids of other processes that have a file open, as far as this user may see them."""
     import psutil
 
     found, target = [], os.path.realpath(path)
@@ -252,7 +262,6 @@ def _users(path: Path) -> list[int]:
 
 
 def _open(path: Path, flags: int) -> int:
-    """Open the lock's file."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISREG(path.lstat().st_mode):
             raise ValueError(f"{path}: it is no regular file: remove it")
@@ -288,7 +297,7 @@ def _first_key(descriptor: int) -> str | None:
 
 
 def _records(descriptor: int) -> list[Holder]:
-    """Read the processes in the file; lines that are none of ours are left out."""
+    """Read the processes in the file; malformed lines are left out."""
     found = []
     for line in os.pread(descriptor, _LIMIT, 0).splitlines():
         with contextlib.suppress(ValueError, TypeError, RecursionError):
@@ -306,7 +315,7 @@ def _boot() -> str:
 
 
 def _start(pid: int) -> int:
-    """When a process started, in hundredths of a second since boot; 0: unknown."""
+    """Start of a process in 1/100 s since boot; 0: unknown."""
     import psutil
 
     boot = psutil.boot_time()  # first: older versions keep it for what follows

@@ -1,14 +1,12 @@
 """Command lines: fuzzy matching of user input, the parser, and dataclasses of options.
 
-    @dataclass(frozen=True, kw_only=True)
-    class CopyOptions:
-        source: Path = argument("what to copy", "DIR")
-        file_size: int = option("largest size of a file (5)", "GB", default=5, least=1)
-        dry_run: bool = flag("print what would be copied")
+@dataclass(frozen=True, kw_only=True)
+class CopyOptions:
+    source: Path = argument("what to copy", "DIR")
+    file_size: int = option("largest size of a file (5)", "GB", default=5, least=1)
+    dry_run: bool = flag("print what would be copied")
 
-    add_command(parser, CopyOptions, run_copy)     # run_copy(options: CopyOptions) -> exit status
-
-Standard library only.
+add_command(parser, CopyOptions, run_copy)     # run_copy(options: CopyOptions) -> exit status
 """
 
 from __future__ import annotations
@@ -21,13 +19,14 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields, is_dataclass
+from itertools import takewhile
 from typing import Any, Literal, NoReturn, TypeVar
 
 from megatron_nemotron3.common.processes import exit_at_interrupt
 
-#: Short names of types, read where the long ones are choices.
+#: Short names of types, accepted where the long ones are choices.
 SYNONYMS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-#: With more options than this, the usage names only those that are needed.
+#: With more options than this, the usage names only the required ones.
 MANY = 10
 
 
@@ -59,10 +58,8 @@ def _folded(word: str) -> str:
 class OptionParser(argparse.ArgumentParser):
     """A parser that answers bad input with one line, which says what is wrong and what to give."""
 
-    @property
-    def example(self) -> str:
-        """Printed below the help; "" for none."""
-        return ""
+    #: Printed below the help; "" for none.
+    example = ""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
@@ -75,33 +72,32 @@ class OptionParser(argparse.ArgumentParser):
         return f"{text}\nexample:\n  {self.example}\n" if self.example else text
 
     def _short_usage(self) -> str:
-        """Return the usage with the options that are needed; the help below it has the others in groups."""
-        words = [self.prog.replace("%", "%%")]
+        """The usage with the required options; the help below it has the others in groups."""
+        parts = [self.prog.replace("%", "%%")]
         for action in self._actions:
             if action.required and action.option_strings:
-                words.append(f"{action.option_strings[0]} {action.metavar or action.dest.upper()}")
-        words.append("[OPTION ...]")
+                parts.append(f"{action.option_strings[0]} {action.metavar or action.dest.upper()}")
+        parts.append("[OPTION ...]")
         for action in self._actions:
             if not action.option_strings:
-                words.append(f"[{action.metavar}]" if action.nargs == "?" else str(action.metavar))
-        return " ".join([*words, *["[-- OPTION OF MEGATRON ...]"] * ("extra" in self._defaults)])
+                parts.append(f"[{action.metavar}]" if action.nargs == "?" else str(action.metavar))
+        return " ".join([*parts, *["[-- OPTION OF MEGATRON ...]"] * ("extra" in self._defaults)])
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parse; an option or a word that this parser does not know is an error here, where it is known which
-        command it was meant for."""
-        words = list(sys.argv[1:] if args is None else args)
+        # Unknown arguments are an error here, where it is known which command they are for.
+        arguments = list(sys.argv[1:] if args is None else args)
         if self._subparsers is None:  # else some of the options are a command's
-            self._refuse_unknown(words)
-        found, rest = super().parse_known_args(words, namespace)
+            self._refuse_unknown(arguments)
+        found, rest = super().parse_known_args(arguments, namespace)
         if rest:
             self._refuse_unknown(rest)
             self.error(f"unexpected argument {rest[0]}")
         return found, rest
 
-    def _refuse_unknown(self, words: Sequence[str]) -> None:
+    def _refuse_unknown(self, arguments: Sequence[str]) -> None:
         """Report an unknown option before what else is missing because of it."""
-        for word in words:
-            name = word.partition("=")[0]
+        for argument in arguments:
+            name = argument.partition("=")[0]
             if not name.startswith("--") or " " in name or name == "--":
                 continue
             known = [option for option in self._option_string_actions if option.startswith("--")]
@@ -112,11 +108,9 @@ class OptionParser(argparse.ArgumentParser):
         """Return a value; choices are accepted in any case, and with _ for -."""
         choices = None if isinstance(action, argparse._SubParsersAction) else action.choices
         if choices is not None and arg_string not in choices:
+            spellings = _folded(arg_string), SYNONYMS.get(_folded(arg_string))
             for choice in choices:
-                if isinstance(choice, str) and _folded(choice) in (
-                    _folded(arg_string),
-                    SYNONYMS.get(_folded(arg_string)),
-                ):
+                if isinstance(choice, str) and _folded(choice) in spellings:
                     return choice
         return super()._get_value(action, arg_string)
 
@@ -132,7 +126,7 @@ class OptionParser(argparse.ArgumentParser):
         )
 
 
-#: The default of an option or argument that must be given.
+#: The default of a required option or argument.
 NEEDED = MISSING
 #: Key of a field's metadata.
 _DETAILS = "option"
@@ -152,7 +146,7 @@ def option(help: str, metavar: str | None = None, *, default: Any = None, **deta
 
 
 def argument(help: str, metavar: str, *, default: Any = NEEDED, **details: Any) -> Any:
-    """A field that is a word of the command line, not an option; it may be left out if it has a default."""
+    """A field that is a positional argument, optional if it has a default."""
     return option(help, metavar, default=default, positional=True, **details)
 
 
@@ -162,17 +156,17 @@ def flag(help: str, **details: Any) -> Any:
 
 
 def repeated(help: str, metavar: str, **details: Any) -> Any:
-    """A field with the list of the values of an option that may be given several times."""
+    """A field that lists the values of an option that may occur several times."""
     return field(default_factory=list, metadata={_DETAILS: {"help": help, "metavar": metavar, **details}})
 
 
 def json_flag(**details: Any) -> Any:
-    """--json, which `output.result` and `output.print_json` are for."""
+    """--json, for `output.result` and `output.print_json`."""
     return flag("print one JSON document instead of text", **details)
 
 
 def workers_option(**details: Any) -> Any:
-    """--workers, the processes or threads that read and write files."""
+    """--workers, the number of processes or threads that read and write files."""
     what = "processes or threads (default: one for each core, 8 at most)"
     return option(what, "N", default=min(8, os.cpu_count() or 1), least=1, **details)
 
@@ -185,7 +179,7 @@ def device_option(**details: Any) -> Any:
 
 
 def text_option(use: str, **details: Any) -> Any:
-    """--text, which excludes --data-path; `use`: what it is for, or what is read without it."""
+    """--text, which excludes --data-path; `use`: its purpose, or what is read without it."""
     return option(f"text file, .jsonl or folder ({use})", "PATH", one_of="text", **details)
 
 
@@ -202,8 +196,8 @@ def tokenizer_option(default: str, **details: Any) -> Any:
 def add_options(parser: argparse._ActionsContainer, cls: type) -> None:
     """Add an option for each field of a dataclass, in their order.
 
-    A field whose type is such a dataclass stands for the options of that one. A field that neither `option`
-    nor its like made is no option: its value comes from the namespace, if it is there.
+    A field whose type is such a dataclass stands for the options of that one. A plain field is no option: its
+    value comes from the namespace, if it is there.
     """
     hints = typing.get_type_hints(cls)
     for one in fields(cls):
@@ -214,20 +208,20 @@ def add_options(parser: argparse._ActionsContainer, cls: type) -> None:
         _add(parser, one, hints[one.name])
 
 
-def add_option(parser: argparse._ActionsContainer, name: str, made: Any, kind: type = str) -> None:
-    """Add one option to a parser that is made by hand."""
-    made.name = name
-    _add(parser, made, kind)
+def add_option(parser: argparse._ActionsContainer, name: str, one: Any, kind: type = str) -> None:
+    """Add one option, as `option` returns it, to a parser without a dataclass."""
+    one.name = name
+    _add(parser, one, kind)
 
 
-def from_arguments(cls: type[C], given: argparse.Namespace) -> C:
+def from_arguments(cls: type[C], parsed: argparse.Namespace) -> C:
     """Return a dataclass with the values that a parser with `add_options` found."""
     hints, values = typing.get_type_hints(cls), {}
     for one in fields(cls):  # type: ignore[arg-type]
         if is_dataclass(hints[one.name]):
-            values[one.name] = from_arguments(hints[one.name], given)
-        elif one.name in given or _DETAILS in one.metadata:
-            values[one.name] = getattr(given, one.name)
+            values[one.name] = from_arguments(hints[one.name], parsed)
+        elif one.name in parsed or _DETAILS in one.metadata:
+            values[one.name] = getattr(parsed, one.name)
             _check_bounds(one, values[one.name])
     return cls(**values)
 
@@ -235,7 +229,7 @@ def from_arguments(cls: type[C], given: argparse.Namespace) -> C:
 def add_command(parser: argparse.ArgumentParser, cls: type[C], run: Callable[[C], int]) -> None:
     """Make a dataclass the options of a command, and `run` what is called with them."""
     add_options(parser, cls)
-    parser.set_defaults(run=lambda given: run(from_arguments(cls, given)))
+    parser.set_defaults(run=lambda parsed: run(from_arguments(cls, parsed)))
 
 
 def _add(parser: argparse._ActionsContainer, one: Field[Any], kind: Any) -> None:
@@ -261,7 +255,7 @@ def _names(one: Field[Any]) -> list[str]:
 
 
 def _settings(one: Field[Any], hint: Any) -> dict[str, Any]:
-    """What `add_argument` takes for a field with this type."""
+    """Keyword arguments of `add_argument` for a field with this type."""
     details = one.metadata[_DETAILS]
     settings = {name: details[name] for name in _PASSED if details.get(name) is not None}
     kind = _without_none(hint)
@@ -296,7 +290,7 @@ def _without_none(hint: Any) -> Any:
 
 
 def _group(parser: argparse._ActionsContainer, title: str | None) -> argparse._ActionsContainer:
-    """The group of this title, which is made if there is none; the parser itself for None."""
+    """The group of this title, new if there is none; the parser itself for None."""
     if title is None:
         return parser
     known = {group.title: group for group in parser._action_groups}
@@ -307,9 +301,9 @@ def _exclusive_group(group: argparse._ActionsContainer, name: str) -> argparse._
     for known in group._mutually_exclusive_groups:
         if known.title == name:
             return known
-    made = group.add_mutually_exclusive_group()
-    made.title = name
-    return made
+    new = group.add_mutually_exclusive_group()
+    new.title = name
+    return new
 
 
 def _check_bounds(one: Field[Any], value: Any) -> None:
@@ -319,6 +313,26 @@ def _check_bounds(one: Field[Any], value: Any) -> None:
         return
     name = _names(one)[0]
     raise ValueError(f"{name} {value}: give {least} {'or more' if most is None else f'to {most}'}")
+
+
+def option_values(argv: Sequence[str], name: str) -> tuple[str, ...] | None:
+    """Return the values of an option in a Megatron command line; None without the option.
+
+    As for Megatron's own parser, the last of several occurrences counts.
+    """
+    found = None
+    for at, argument in enumerate(argv):
+        if argument == name:
+            found = tuple(takewhile(lambda following: not following.startswith("--"), argv[at + 1 :]))
+        elif argument.startswith(f"{name}="):
+            found = (argument.partition("=")[2],)
+    return found
+
+
+def option_value(argv: Sequence[str], name: str) -> str | None:
+    """Return the first of `option_values`, or None."""
+    values = option_values(argv, name)
+    return values[0] if values else None
 
 
 def fail(message: str) -> NoReturn:

@@ -13,7 +13,6 @@ errors have p = 0.18.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.util
 import json
@@ -23,7 +22,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -33,13 +32,8 @@ BYTES = "B"
 _facts: ContextVar[dict[str, Any] | None] = ContextVar("facts", default=None)
 
 
-def add_json(command: argparse._ActionsContainer) -> None:
-    """Add --json."""
-    command.add_argument("--json", action="store_true", help="print one JSON document instead of text")
-
-
 def print_json(data: Any) -> None:
-    """Print a JSON document. NaN and infinities, which JSON does not have, become null, paths become text."""
+    """Print a JSON document, with null for NaN and infinities, and text for paths."""
     print(json.dumps(_plain(data), indent=2, allow_nan=False))
 
 
@@ -69,7 +63,7 @@ def result(as_json: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def part() -> Iterator[dict[str, Any]]:
-    """Record facts of this block apart, for a caller who puts them into a larger result."""
+    """Record the facts of this block separately, for a caller that puts them into a larger result."""
     if _facts.get() is None:
         yield {}
         return
@@ -128,46 +122,42 @@ def drawn_on(stream: TextIO) -> bool:
     return stream.isatty() and importlib.util.find_spec("tqdm") is not None
 
 
+@dataclass(eq=False)
 class Bar:
-    """Progress of one piece of work, on a terminal as a bar, elsewhere as a line every ten seconds.
+    """Progress of one piece of work, on a terminal as a bar, elsewhere as a line every ten seconds."""
 
-    Args:
-        what: a short name in front of the bar.
-        unit: what is counted, as "tokens"; `BYTES` for bytes.
-        total: None if it is not known yet.
-        begun: what was done before, by an earlier process. It does not count in the rate.
-        lines: print lines where there is no bar.
-        keep: leave the finished bar on the terminal.
-        stream: default: stderr.
-    """
+    #: A short name in front of the bar.
+    what: str
+    #: What is counted, as "tokens"; `BYTES` for bytes.
+    unit: str
+    #: None if it is not known yet.
+    total: int | None = None
+    _: KW_ONLY
+    #: What an earlier process did. It does not count in the rate.
+    begun: int = 0
+    #: Print lines where there is no bar.
+    lines: bool = True
+    #: Leave the finished bar on the terminal.
+    keep: bool = False
+    #: None: stderr.
+    stream: TextIO | None = None
 
-    def __init__(
-        self,
-        what: str,
-        unit: str,
-        total: int | None = None,
-        *,
-        begun: int = 0,
-        lines: bool = True,
-        keep: bool = False,
-        stream: TextIO | None = None,
-    ) -> None:
-        self._stream = sys.stderr if stream is None else stream
-        self._unit, self._total, self._begun, self._lines = unit, total, begun, lines
+    def __post_init__(self) -> None:
+        self._stream = sys.stderr if self.stream is None else self.stream
         self._started = self._last = time.monotonic()
-        self._done = begun
+        self._done = self.begun
         self._bar: Any = None
         if drawn_on(self._stream):
             # For a terminal that states a width of 0 tqdm draws nothing.
             columns = shutil.get_terminal_size((0, 0)).columns
             self._bar = _tqdm()(
-                desc=what,
-                total=total,
-                initial=begun,
-                unit=unit if unit == BYTES else f" {unit}",
-                unit_scale=unit == BYTES,
+                desc=self.what,
+                total=self.total,
+                initial=self.begun,
+                unit=self.unit if self.unit == BYTES else f" {self.unit}",
+                unit_scale=self.unit == BYTES,
                 file=self._stream,
-                leave=keep,
+                leave=self.keep,
                 dynamic_ncols=bool(columns),
                 ncols=None if columns else 80,
                 nrows=None if columns else 24,
@@ -185,22 +175,21 @@ class Bar:
         return max(time.monotonic() - self._started, 1e-6)
 
     def add(self, count: int) -> None:
-        """Count what was done since the last call."""
         self.to(self._done + count)
 
     def to(self, done: int, total: int | None = None, *, begun: int | None = None, note: str = "") -> None:
-        """Show that `done` of the whole is done; what is not None replaces what was given before."""
+        """Show that `done` of the whole is done; a `total` and a `begun` replace the earlier ones."""
         self._done = done
-        self._total = self._total if total is None else total
-        self._begun = self._begun if begun is None else begun
+        self.total = self.total if total is None else total
+        self.begun = self.begun if begun is None else begun
         if self._bar is not None:
-            self._bar.total, self._bar.initial = self._total, self._begun
+            self._bar.total, self._bar.initial = self.total, self.begun
             if note:
                 self._bar.set_postfix_str(note, refresh=False)
-            if self._bar.n < self._begun:
-                self._bar.n = self._bar.last_print_n = self._begun
+            if self._bar.n < self.begun:
+                self._bar.n = self._bar.last_print_n = self.begun
             self._bar.update(done - self._bar.n)
-        elif self._lines and (now := time.monotonic()) - self._last >= INTERVAL:
+        elif self.lines and (now := time.monotonic()) - self._last >= INTERVAL:
             self._last = now
             print(self._line(), file=self._stream, flush=True)
 
@@ -215,21 +204,20 @@ class Bar:
             self._bar.refresh()
 
     def close(self) -> None:
-        """End the bar."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
 
     def _line(self) -> str:
         def amount(count: float) -> str:
-            return size_text(count) if self._unit == BYTES else f"{count:,.0f} {self._unit}"
+            return size_text(count) if self.unit == BYTES else f"{count:,.0f} {self.unit}"
 
-        rate = (self._done - self._begun) / self.seconds
-        text = amount(self._done) if self._total is None else f"{amount(self._done)} of {amount(self._total)}"
+        rate = (self._done - self.begun) / self.seconds
+        text = amount(self._done) if self.total is None else f"{amount(self._done)} of {amount(self.total)}"
         text += f", {amount(rate)}/s"
-        if self._total is None or not rate:
+        if self.total is None or not rate:
             return text
-        return text + f", {(self._total - self._done) / rate:,.0f} s left"
+        return text + f", {(self.total - self._done) / rate:,.0f} s left"
 
 
 def _tqdm() -> Any:
@@ -256,21 +244,6 @@ class Interval:
     half_width: float
     n: int
     p: float
-
-    @property
-    def low(self) -> float:
-        """Lower end."""
-        return self.mean - self.half_width
-
-    @property
-    def high(self) -> float:
-        """Upper end."""
-        return self.mean + self.half_width
-
-    @property
-    def excludes_zero(self) -> bool:
-        """Whether 0 lies outside the interval."""
-        return abs(self.mean) > self.half_width
 
     def __format__(self, spec: str) -> str:
         """Format both numbers, as in f"{interval:+.3f}": "-0.021 ± 0.011"; one value has no ±."""

@@ -1,4 +1,4 @@
-"""One look for all pictures: style, colour bars, heat maps, files. Drawing imports matplotlib."""
+"""The style of all plots, colour bars, heat maps, and their files."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def picture(
             figure.savefig(temporary, format="png")
 
 
-def svg(draw: Callable[[Any, Any], None], size: tuple[float, float] = PANEL) -> str:
+def svg(draw: Callable[[Any, Any], None]) -> str:
     """Draw one panel and return it as SVG; `draw` gets the figure and its axes."""
     import matplotlib
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": "nemotron3"}):
-        figure = Figure(figsize=size, layout="constrained")
+        figure = Figure(figsize=PANEL, layout="constrained")
         draw(figure, figure.subplots())
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None})
@@ -69,7 +69,7 @@ def svg(draw: Callable[[Any, Any], None], size: tuple[float, float] = PANEL) -> 
 
 
 def step_axis(axes: Any) -> None:
-    """Let steps run along x: whole numbers, and a point for a series that has only one."""
+    """Label x with whole steps, and mark the point of a series that has only one."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set_xlabel("step")
@@ -80,7 +80,7 @@ def step_axis(axes: Any) -> None:
 
 
 def color_bar(image: Any, axes: Any, unit: str, *, extend: str = "neither") -> None:
-    """Put a colour bar beside the axes: as high as they are, and as wide as that of any other panel."""
+    """Add a colour bar at the right of the axes: as high as they are, and equally wide in every panel."""
     place = axes.inset_axes((1.02, 0.0, 0.03, 1.0))
     place.grid(False)
     bar = axes.figure.colorbar(image, cax=place, extend=extend)

@@ -2,13 +2,13 @@
 
 A rank starts processes of its own: Megatron's checkpoint writer, the server of the writer's result queue,
 data loaders. Two things go wrong with them by default. A signal of the terminal or of torchrun reaches the
-whole process group, so the one that asks the rank to save kills the processes that it saves with. And they
-outlive a rank that is killed.
+whole process group, so one that makes the rank save kills the processes that it saves with. And they
+outlive a killed rank.
 
     nemotron3 train --control pipe--> torchrun's agent and ranks --parent's pid--> their children
 
-- The control pipe is the standard input of agent and ranks. One byte in it asks the ranks to save and leave;
-  its end, which comes with the death of `nemotron3 train`, ends them. Nobody reads the byte, so each sees it.
+- The control pipe is the standard input of agent and ranks. At a byte in it the ranks save and leave; at its
+  end, which comes with the death of `nemotron3 train`, they end. Nobody reads the byte, so each rank sees it.
 - Ranks that torchrun started end with their agent.
 - A child of a rank ends when the rank has ended. Until then it ignores SIGINT, SIGHUP and SIGTERM, but for
   the SIGTERM of its parent (`Process.terminate`). So does a worker of `parallel_map`.
@@ -31,13 +31,11 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from megatron_nemotron3.common.switches import CONTROL, PARENT
+
 if TYPE_CHECKING:
     import psutil
 
-#: Set where standard input is the control pipe.
-CONTROL = "NEMOTRON3_CONTROL"
-#: Process id of the rank whose child reads it.
-PARENT = "NEMOTRON3_PARENT"
 #: What a terminal, a batch system or torchrun sends to a whole process group.
 GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: Seconds between two looks at the parent, and between two reports of a pool.
@@ -58,7 +56,7 @@ def as_rank() -> Iterator[None]:
     control = _take_control_pipe()
     agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
     if control is not None or agent is not None:
-        _end_after(lambda: agent is None or os.getppid() == agent, _control_watch(control, asks=True))
+        _end_after(lambda: agent is None or os.getppid() == agent, _control_watch(control, save=True))
     before = _family, os.environ.get(PARENT)
     with _own_signals(controlled=control is not None):
         _begin_family()
@@ -79,13 +77,13 @@ def as_agent() -> None:
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
     if CONTROL in os.environ:
-        _end_after(lambda: True, _control_watch(0, asks=False))
+        _end_after(lambda: True, _control_watch(0, save=False))
 
 
 def as_spawned() -> None:
     """`end_with_parent` for a process that multiprocessing has spawned; its own children end with it, too."""
     started_by = int(os.environ.get(PARENT) or os.getppid())
-    # Another process is the parent: multiprocessing's fork server, or who adopts the orphan of a dead one.
+    # The parent may be another process: multiprocessing's fork server, or one that adopts orphans.
     if os.getppid() != started_by and not alive(started_by):
         os._exit(ORPHANED)
     _begin_family()
@@ -96,7 +94,7 @@ def as_spawned() -> None:
 
 
 def end_with_parent(parent: int, started_by: int | None = None, *, protected: bool = True) -> None:
-    """Make this process end when process `parent`, its parent, has ended, and ignore others' signals."""
+    """End this process when `parent`, its parent, or `started_by` has ended; ignore signals of others."""
     starter = started_by or parent
 
     def receive() -> None:
@@ -114,7 +112,7 @@ def end_with_parent(parent: int, started_by: int | None = None, *, protected: bo
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs. One that nobody has waited for yet does not."""
+    """Whether a process runs; False for a zombie."""
     import psutil
 
     try:
@@ -127,7 +125,7 @@ def alive(pid: int) -> bool:
 
 
 def descendants(pid: int) -> list[psutil.Process]:
-    """List the processes that a process has started, and those that they have; none if it has ended."""
+    """List the children of a process and theirs; none if it has ended."""
     import psutil
 
     try:
@@ -162,7 +160,7 @@ def exit_at_interrupt(name: str) -> Iterator[None]:
 def no_garbage_collection() -> Iterator[None]:
     """Disable the garbage collector during imports: it takes a fourth of the time and finds hardly anything.
 
-    What exists at the end is left out of later collections, also out of the one when the process ends.
+    Objects that exist at the end are left out of later collections, also out of the one at exit.
     """
     if not gc.isenabled():
         yield
@@ -184,7 +182,10 @@ def parallel_map(
     workers: int,
     report: Callable[[int], None] = lambda done: None,
 ) -> Iterator[Any]:
-    """Yield the results of `work(item, count)` for every item, in the order in which they finish."""
+    """Yield the results of `work(item, count)` for every item, in the order in which they finish.
+
+    `work` adds to the total that `report` receives by calls of `count`.
+    """
     if workers > 1 and len(items) > 1:
         yield from _pool_map(work, items, min(workers, len(items)), report)
         return
@@ -239,7 +240,7 @@ def _pool_map(
 
 
 def _begin_worker(parent: int) -> None:
-    gc.freeze()  # what is garbage of the parent is not collected here: a process group among it would hang
+    gc.freeze()  # garbage of the parent is not collected here: a process group among it would hang
     end_with_parent(parent)
 
 
@@ -254,7 +255,7 @@ def _run_item(item: Any) -> Any:
 
 
 def _end_after(lives: Callable[[], bool], wait: Callable[[], None]) -> None:
-    """Start the thread that ends this process when another no longer lives; `wait` takes at most a moment."""
+    """Start the thread that ends this process once `lives` is False; `wait` takes at most `INTERVAL`."""
 
     def watch() -> None:
         while lives():
@@ -265,7 +266,7 @@ def _end_after(lives: Callable[[], bool], wait: Callable[[], None]) -> None:
 
 
 def _take_control_pipe() -> int | None:
-    """Move the control pipe, if there is one, from standard input to a descriptor of its own."""
+    """Move the control pipe, if there is one, from standard input to another descriptor."""
     if os.environ.pop(CONTROL, None) is None:
         return None
     signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)  # the agent's mask is inherited
@@ -275,17 +276,17 @@ def _take_control_pipe() -> int | None:
     return pipe
 
 
-def _control_watch(control: int | None, asks: bool) -> Callable[[], None]:
-    """Return a function that waits a moment for the control pipe, for its end and the byte if it `asks`."""
+def _control_watch(control: int | None, save: bool) -> Callable[[], None]:
+    """Return a function that polls the control pipe for its end, and for the byte if that is to `save`."""
     poll = select.poll()
     if control is not None:
-        poll.register(control, select.POLLIN if asks else 0)
+        poll.register(control, select.POLLIN if save else 0)
 
     def wait() -> None:
         for descriptor, event in poll.poll(int(INTERVAL * 1000)):
             if event & ~select.POLLIN:
                 os._exit(ORPHANED)
-            poll.modify(descriptor, 0)  # the byte stays in the pipe: from now on only the end counts
+            poll.modify(descriptor, 0)  # the byte stays in the pipe: from now on wait for the end only
             os.kill(os.getpid(), signal.SIGTERM)
 
     return wait
@@ -293,15 +294,15 @@ def _control_watch(control: int | None, asks: bool) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def _own_signals(controlled: bool) -> Iterator[None]:
-    """What a rank does at SIGINT and SIGHUP inside the block."""
-    asked = False
+    """Handle a rank's SIGINT and SIGHUP inside the block: the first saves, the second interrupts."""
+    interrupted = False
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
-        nonlocal asked
+        nonlocal interrupted
         saves = signal.getsignal(signal.SIGTERM)
-        if asked or not callable(saves):
+        if interrupted or not callable(saves):
             raise KeyboardInterrupt
-        asked = True
+        interrupted = True
         with contextlib.suppress(OSError):
             os.write(2, b"\ninterrupted: finishing the step, then saving; interrupt again to stop at once\n")
         saves(signal.SIGTERM, frame)
@@ -312,9 +313,9 @@ def _own_signals(controlled: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def handling(signals: Sequence[signal.Signals], handler: Any) -> Iterator[None]:
-    """Handle signals by `handler` inside the block; outside the main thread, nothing.
+    """Handle signals by `handler` inside the block; without effect outside the main thread.
 
-    What is ignored stays ignored: nohup ignores SIGHUP.
+    Ignored signals stay ignored: nohup ignores SIGHUP.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

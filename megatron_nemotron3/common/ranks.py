@@ -1,7 +1,7 @@
 """Ranks on the CPU: processes forked from one server that has imported what they need, and a gloo world.
 
-The server is multiprocessing's; it holds nothing of this process. It starts with the first ranks and imports
-what their caller names (`preload`), which takes seconds. The ranks after that start at once.
+The server is multiprocessing's and inherits no memory of this process. It starts with the first ranks and
+imports the modules of `preload`, which takes seconds. Later ranks start at once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import IO, Any
 
 from megatron_nemotron3.common.processes import end_with_parent
 
-#: What describes a rank to torch.distributed and Megatron; a launcher sets it.
+#: A launcher describes a rank to torch.distributed and Megatron by these.
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _ROOT = Path(__file__).parents[2]
 
@@ -39,7 +39,7 @@ class Call:
 
     function: Callable[..., Any]
     args: tuple[Any, ...] = ()
-    #: What the rank calls it in: makes a context manager.
+    #: Returns the context manager around the call.
     inside: Callable[[], AbstractContextManager[Any]] = nullcontext
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
 
@@ -87,7 +87,7 @@ def run_ranks(call: Call, world_size: int, *, timeout: float, preload: Sequence[
 
 
 def start_server(output: IO[str], preload: Sequence[str]) -> None:
-    """Start the server now, so that whatever it and the ranks print goes to a file.
+    """Start the server now, with its output and that of the ranks in a file.
 
     Its imports go on while this process does other things. Without effect if it runs already.
     """
@@ -108,7 +108,7 @@ def server(preload: Sequence[str]) -> ForkServerContext:
     """Return the context of processes that are forked from the server, which runs afterwards."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["megatron_nemotron3.common.uncollected", *preload])
-    # It gets the module path after its imports, and must not find another copy in the working directory.
+    # It receives sys.path only after its imports, and must not find another copy in the working directory.
     installed = _ROOT.name in ("site-packages", "dist-packages")
     path = [*([] if installed else [str(_ROOT)]), *filter(None, [os.environ.get("PYTHONPATH")])]
     with environment_kept():
@@ -130,7 +130,7 @@ def environment_kept() -> Iterator[None]:
 
 @contextmanager
 def gloo_world(store: str, timeout: float) -> Iterator[None]:
-    """Be a rank of torch's default process group inside the block, by RANK and WORLD_SIZE."""
+    """Join torch's default process group inside the block, as RANK of WORLD_SIZE."""
     import torch.distributed as dist
 
     dist.init_process_group(

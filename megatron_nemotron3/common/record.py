@@ -1,7 +1,7 @@
 """One record of one folder and one job: a JSON file that says what the folder is the work of.
 
-`begin` writes the record with everything else at once, so a folder with a record is whole. A job that goes on
-compares its own record with it: `differences` returns what is not the same, `details` gives it as text.
+`begin` writes the record together with everything else, so a folder with a record is whole. A job that goes
+on compares its own record with that of the folder: `differences`, and `details` for their text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LIMIT = 64 << 20
 #: Most values that `details` shows, and their longest text.
 _SHOWN, _LONGEST = 4, 40
 
-#: Name of a value -> what it was and what it is; None: not given.
+#: Name of a value -> its old and new value; None: absent.
 Changed = dict[str, tuple[Any, Any]]
 
 
@@ -42,15 +42,6 @@ def read(path: Path, *, limit: int = LIMIT) -> dict[str, Any]:
     return found
 
 
-def write(path: Path, content: Mapping[str, Any], *, indent: int | None = 1) -> None:
-    """Write a record atomically.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    write_json(path, content, indent)
-
-
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], *, common: bool = False) -> Changed:
     """Return what differs between two parts; `common`: only of what both give."""
     names = [name for name in old if name in new] if common else list({**old, **new})
@@ -58,7 +49,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], *, common: bool 
 
 
 def details(changed: Mapping[str, tuple[str | None, str | None]]) -> str:
-    """Return changes as text, not all of them if they are many."""
+    """Return the first few changes as text, and the number of the others."""
     shown = [
         f"{name.removeprefix('--')} {_short(old)} -> {_short(new)}"
         for name, (old, new) in list(changed.items())[:_SHOWN]
@@ -79,27 +70,27 @@ def begin(
     """Write a folder, whole or not at all, with a record of it. Where the same record is, nothing changes."""
     if _begun(folder, file, record, work):
         return
-    beside = folder.with_name(f".{folder.name}.part")
-    temporary = beside / "new"
-    with lock.held(beside):
+    staging = folder.with_name(f".{folder.name}.part")
+    temporary = staging / "new"
+    with lock.held(staging):
         shutil.rmtree(temporary, ignore_errors=True)
         try:
             if _begun(folder, file, record, work):  # by a process that has just ended
                 return
             temporary.mkdir()
             fill(temporary)
-            write(temporary / file, record)
+            write_json(temporary / file, record)
             if folder.exists():
                 folder.rmdir()
             temporary.rename(folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     with contextlib.suppress(OSError):  # of a process that was killed
-        beside.rmdir()
+        staging.rmdir()
 
 
 def _begun(folder: Path, file: str, record: Mapping[str, Any], work: str) -> bool:
-    """Whether the folder holds this work; False for a new one. Raises ValueError for another."""
+    """Whether the folder holds this work; False for a new folder. Raises ValueError for other work."""
     if (folder / file).exists():
         earlier = read(folder / file)
         if different := sorted(name for name in differences(earlier, record) if name in record):

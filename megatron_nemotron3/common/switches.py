@@ -1,4 +1,4 @@
-"""Every NEMOTRON3_* environment variable: one table, and one reader. Standard library only.
+"""Every NEMOTRON3_* environment variable: one table, and one reader.
 
 The text of a variable is parsed by the part of the package that it configures, which passes its parser to
 `EnvironmentSetting`. `SWITCHES` generates the table in docs/environment.md; a test finds names that it lacks.
@@ -32,7 +32,7 @@ LOCK = "NEMOTRON3_LOCK"
 class Switch(NamedTuple):
     """A row of the table.
 
-    values: what its text may be. default: what holds if it is not set, or empty.
+    values: its possible texts. default: the meaning of an unset or empty one.
     setters: options and commands that set it in the processes that they start.
     page: the page of docs/ that explains it; "" for a variable that only this package sets.
     """
@@ -131,7 +131,7 @@ class EnvironmentSetting(Generic[T]):
         self._overrides: list[T] = []
 
     def read(self, environment: Mapping[str, str] = os.environ) -> T:
-        """Value of the environment variable as it is now: for entry points, which refuse bad text early."""
+        """The variable's value now: for entry points, which refuse bad text early."""
         return self._parse(environment.get(self.name, ""))
 
     @cached_property
@@ -139,14 +139,14 @@ class EnvironmentSetting(Generic[T]):
         return self.read()
 
     def current(self) -> T:
-        """Value set by the innermost `using` block, else the one this process was started with."""
+        """Value of the innermost `using` block, else of the environment."""
         if self._overrides:
             return self._overrides[-1]
         return self._of_process if self._once else self.read()
 
     @contextmanager
     def using(self, value: T) -> Iterator[None]:
-        """Set the value inside a `with` block, whatever the environment says."""
+        """Override the environment inside a `with` block."""
         self._overrides.append(value)
         try:
             yield

@@ -9,8 +9,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_nemotron3.common.options import add_options
-from megatron_nemotron3.common.output import add_json, print_json
+from megatron_nemotron3.common.options import add_option, add_options, json_flag
+from megatron_nemotron3.common.output import print_json
 from megatron_nemotron3.common.switches import EMULATE
 from megatron_nemotron3.launch.explain import (
     explain,
@@ -69,7 +69,7 @@ def register(commands: Any) -> None:
         add_options(command, ModelOptions)
         add_launch(command, precision="bf16")
         add_published(command)
-        add_json(command)
+        add_option(command, "json", json_flag(), bool)
     form = emit.add_argument_group("form of the output")
     form.add_argument("--shell", action="store_true", help="quote for eval in a shell script")
     form.add_argument(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models import pattern as _pattern
-from megatron_nemotron3.models.flops import layer_flops
+from megatron_nemotron3.models.parameters import layer_flops
 
 
 @dataclass(frozen=True, kw_only=True)

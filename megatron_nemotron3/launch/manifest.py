@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.common import record
-from megatron_nemotron3.common.files import Unreadable, read_outside
+from megatron_nemotron3.common.files import Unreadable, read_outside, write_json
 from megatron_nemotron3.common.switches import BOOST, EMULATE, LORA
 from megatron_nemotron3.launch import boosting
 from megatron_nemotron3.launch.architecture import MODEL, MOE, MTP
@@ -238,7 +238,7 @@ class RunManifest:
             content = {**self.content, "versions": versions, "changes": changes, "parts": new}
         content |= {"command": command} if command else {}
         if content != self.content:
-            record.write(self.path, content)
+            write_json(self.path, content)
             self.content, self.parts = content, new
         return lines
 

@@ -11,8 +11,8 @@ from megatron_nemotron3.checkpoints.folders import checkpoint_path, latest_itera
 from megatron_nemotron3.checkpoints.resume import before_start
 from megatron_nemotron3.checkpoints.state import stored_state
 from megatron_nemotron3.common import lock
-from megatron_nemotron3.common.argv import option_value
-from megatron_nemotron3.common.switches import EMULATE
+from megatron_nemotron3.common.options import option_value
+from megatron_nemotron3.common.switches import EMULATE, LOCK
 from megatron_nemotron3.launch import continued, manifest
 from megatron_nemotron3.precision import settings as emulation
 
@@ -41,7 +41,7 @@ def prepared(
         if rank == 0 and (problem := continued.refused(words)) is not None:
             raise ValueError(problem)
         # `nemotron3 train` has done it for its ranks.
-        if rank == 0 and save is not None and lock.VARIABLE not in os.environ:
+        if rank == 0 and save is not None and LOCK not in os.environ:
             for line in update_manifest(save, words, changes, emulated, teacher):
                 print(f"megatron_nemotron3: {line}", flush=True)
         yield

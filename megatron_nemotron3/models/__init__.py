@@ -1,4 +1,4 @@
-"""What the models are: numbers and layer patterns. Standard library only, cheap to import."""
+"""The models: numbers and layer patterns. Cheap to import: no libraries."""
 
 from megatron_nemotron3.models.catalog import (
     LIGHTNING,

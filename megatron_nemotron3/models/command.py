@@ -1,4 +1,4 @@
-"""`nemotron3 show`, and the options by which every command names a model. Standard library only."""
+"""`nemotron3 show`, and the options by which every command names a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MODEL = "a name of the catalog, or FILE.json or FILE.py with a model of your ow
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """NAME or --model, and --tiny, which `chosen_model` reads."""
+    """NAME or --model, and --tiny, for `chosen_model`."""
 
     name: str | None = argument(", ".join(names()), "NAME", default=None)
     model: str | None = option(f"{_MODEL}; instead of NAME", "MODEL")
@@ -27,7 +27,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredModelOptions:
-    """--model and --tiny of commands that read a checkpoint; `stored_model` reads them."""
+    """--model and --tiny of commands that read a checkpoint, for `stored_model`."""
 
     model: str | None = option(f"{_MODEL}; default: as the checkpoint says", "MODEL")
     tiny: bool = flag("use the small form of the model")
@@ -55,20 +55,20 @@ def chosen_model(options: ModelOptions | argparse.Namespace) -> Nemotron3Config:
     """Return the model of NAME or --model, and --tiny."""
     if options.name is not None and options.model is not None:
         raise ValueError(f"NAME {options.name} and --model {options.model} both name a model: give one")
-    if (given := options.name if options.model is None else options.model) is None:
+    if (text := options.name if options.model is None else options.model) is None:
         raise ValueError(f"give the NAME of a model ({', '.join(names())}), or --model FILE")
-    return _sized(given, options.tiny)
+    return _sized(text, options.tiny)
 
 
 def chosen_omni(options: ModelOptions | argparse.Namespace) -> OmniConfig | None:
-    """Return the model with encoders that NAME and --tiny mean; None if NAME is none of them."""
+    """Return the model with encoders of NAME and --tiny; None if NAME is none of them."""
     if options.name is None or options.model is not None:
         return None
     return get_omni(options.name + (TINY_SUFFIX if options.tiny else ""))
 
 
 def stored_model(options: StoredModelOptions | argparse.Namespace) -> Nemotron3Config | None:
-    """Return the model of --model and --tiny, or None if the checkpoint is to say which model it holds."""
+    """Return the model of --model and --tiny; None without them: the checkpoint then names its model."""
     if options.model is None:
         if options.tiny:
             raise ValueError("--tiny requires --model NAME")
@@ -87,13 +87,9 @@ def show_command(options: ShowOptions) -> int:
     """Print a model's numbers. Exit status 0."""
     from megatron_nemotron3.models.show import describe, describe_omni, render, render_omni
 
-    omni = chosen_omni(options.which)
-    if omni is not None:
+    if (omni := chosen_omni(options.which)) is not None:
         print_json(describe_omni(omni)) if options.json else print(render_omni(omni))
-        return 0
-    config = chosen_model(options.which)
-    if options.json:
-        print_json(describe(config))
     else:
-        print(render(config))
+        config = chosen_model(options.which)
+        print_json(describe(config)) if options.json else print(render(config))
     return 0

@@ -1,4 +1,4 @@
-"""One frozen dataclass that holds everything that defines a Nemotron 3 model. Standard library only.
+"""One frozen dataclass that holds everything that defines a Nemotron 3 model.
 
 Fields have the names of Megatron-Core (`TransformerConfig`, `--hybrid-layer-pattern`). Everything else in
 this package (flags, parameter counts, specs, checkpoint names, documentation tables) is derived from an
@@ -71,7 +71,7 @@ def _require_value(model: str, field: str, annotation: str, value: object) -> No
 
 
 def _read_moe_layers(model: str, pattern: str, experts: int | None, value: object) -> _MoELayers:
-    """Return `moe_layers` as tuples, whatever sequences it was given as."""
+    """Check `moe_layers` and return it as tuples."""
     if not isinstance(value, (list, tuple)) or not value:
         raise ValueError(
             f"{model}: moe_layers={value!r}: give a pair (FFN width, experts per token) per E layer"
@@ -103,8 +103,7 @@ def _with_experts(config: Nemotron3Config, row: tuple[int, int]) -> Nemotron3Con
 
 
 def unbuilt_fields(config: Nemotron3Config) -> frozenset[str]:
-    """Fields that no layer of a model is built from: those of MTP's experts, where the decoder's layers have
-    their own and there is no MTP."""
+    """Fields of which no layer is built: sizes of MTP's experts, if E layers differ and MTP has none."""
     if config.moe_layers is None or "E" in (config.mtp_pattern or ""):
         return frozenset()
     return frozenset(("moe_ffn_hidden_size", "moe_router_topk"))
@@ -253,8 +252,6 @@ class Nemotron3Config:
         own = (self.moe_ffn_hidden_size or 0, self.moe_router_topk or 0)
         return (own,) * self.pattern.count("E")
 
-    # -- derived numbers ---------------------------------------------------------------------------
-
     @property
     def num_layers(self) -> int:
         """Decoder layers, MTP not counted."""
@@ -273,9 +270,7 @@ class Nemotron3Config:
     @property
     def mtp_num_blocks(self) -> int:
         """Physical MTP blocks stored in a checkpoint (HF: `num_nextn_predict_layers`)."""
-        if not self.has_mtp:
-            return 0
-        return 1 if self.mtp_use_repeated_layer else self.mtp_num_layers
+        return min(1, self.mtp_num_layers) if self.mtp_use_repeated_layer else self.mtp_num_layers
 
     @property
     def mamba_inner_size(self) -> int:
@@ -285,10 +280,8 @@ class Nemotron3Config:
     @property
     def ffn_hidden_size(self) -> int:
         """The value of `--ffn-hidden-size`: the dense MLP width, or the expert width if there is none."""
-        size = self.dense_ffn_hidden_size or self.moe_ffn_hidden_size
-        if size is None:  # a pattern of M and * only: Megatron still requires a number
-            size = 4 * self.hidden_size
-        return size
+        # Megatron requires a number also for a pattern of M and * only.
+        return self.dense_ffn_hidden_size or self.moe_ffn_hidden_size or 4 * self.hidden_size
 
     @property
     def expert_input_size(self) -> int:
@@ -301,7 +294,7 @@ class Nemotron3Config:
         return self.pattern + f"/{self.mtp_pattern}" * self.mtp_num_layers
 
     def require_built(self) -> None:
-        """Raise ValueError if a field differs from what Megatron's Mamba-2 mixer always has (`BUILT`)."""
+        """Raise ValueError if a field differs from the fixed value of Megatron's Mamba-2 mixer (`BUILT`)."""
         for field, built in BUILT.items() if "M" in self.full_pattern else ():
             if getattr(self, field) != built:
                 raise ValueError(
@@ -309,7 +302,7 @@ class Nemotron3Config:
                 )
 
     def to_json(self) -> str:
-        """The fields as JSON text, which `models.own.from_json` reads."""
+        """The fields as JSON text for `models.own.from_json`."""
         return json.dumps(vars(self), indent=2)
 
     def but(self, **changes: Any) -> Nemotron3Config:

@@ -1,4 +1,4 @@
-"""What to train with LoRA: which linears, at what rank. Standard library only (the modules: `layers.lora`).
+"""Settings of LoRA: which linears, at what rank. The modules are in `layers.lora`.
 
     NEMOTRON3_LORA="base=BASE_DIR,dim=16,alpha=32,targets=linear_qkv+linear_proj" nemotron3 run SCRIPT …
 
@@ -56,7 +56,7 @@ class LoRASettings:
     @classmethod
     def parse(cls, text: str) -> LoRASettings:
         """Parse "dim=16,alpha=32,targets=linear_qkv+linear_proj"; what is left out keeps its default."""
-        kinds = {"targets": _targets, "dim": int, "alpha": float, "seed": int, "base": str}
+        kinds = {"dim": int, "alpha": float, "seed": int, "base": str, "targets": _targets}
         values: dict[str, object] = {}
         for word in filter(None, (one.strip() for one in text.split(","))):
             name, equals, value = word.partition("=")
@@ -72,7 +72,7 @@ class LoRASettings:
         return cls(**values)  # type: ignore[arg-type]
 
     def text(self) -> str:
-        """Return what the adapters are, as `parse` reads it: all but `base`."""
+        """The settings in the form that `parse` reads, without `base`."""
         return f"dim={self.dim},alpha={self.alpha:g},seed={self.seed},targets={'+'.join(self.targets)}"
 
     @property
@@ -102,7 +102,7 @@ def _parse(text: str) -> LoRASettings | None:
 
 
 _LORA = EnvironmentSetting(LORA, _parse, once=False)
-#: What NEMOTRON3_LORA says; None: no LoRA. Raises ValueError if it is malformed.
+#: Settings in NEMOTRON3_LORA; None: no LoRA. Raises ValueError if it is malformed.
 in_environment = _LORA.read
 #: Settings for models that are built now: of `training`, else of the environment.
 current = _LORA.current

@@ -1,4 +1,4 @@
-"""Nemotron 3 Nano Omni: a language model with a vision and a sound encoder. Standard library only.
+"""Nemotron 3 Nano Omni: a language model with a vision and a sound encoder.
 
     picture, frames --> RADIO (a ViT) --> 2 x 2 patches in one --> projector --+
                                                                                +--> language model
@@ -18,13 +18,13 @@ from megatron_nemotron3.models.config import Nemotron3Config
 from megatron_nemotron3.models.tiny import TINY_SUFFIX
 from megatron_nemotron3.models.tiny import tiny as tiny_language
 
-#: Name among Megatron's arguments of what `OmniConfig.encoders_json` writes; flag `--omni-encoders`.
+#: Megatron's argument (`--omni-encoders`) with the text of `OmniConfig.encoders_json`.
 ARGUMENT = "omni_encoders"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Vision:
-    """Sizes of a RADIO encoder. Its names are those of transformers' `RadioConfig` in Megatron's words."""
+    """Sizes of a RADIO encoder. Fields are transformers' `RadioConfig`, by Megatron's names."""
 
     hidden_size: int = 1280
     num_layers: int = 32
@@ -51,7 +51,7 @@ class Vision:
 
 @dataclass(frozen=True, kw_only=True)
 class Sound:
-    """Sizes of a Parakeet encoder. Its names are those of transformers' `ParakeetEncoderConfig`."""
+    """Sizes of a Parakeet encoder. Fields have the names of transformers' `ParakeetEncoderConfig`."""
 
     hidden_size: int = 1024
     num_layers: int = 24
@@ -93,22 +93,11 @@ class OmniConfig:
     source: str | None = None
 
     def __post_init__(self) -> None:
-        for part in (self.vision, *((self.sound,) if self.sound else ())):
-            name = type(part).__name__.lower()
-            for field, size in vars(part).items():
-                if field != "layernorm_epsilon" and (not _is_count(size) or size < 1):
-                    raise ValueError(f"{self.name}: {field}={size!r} of {name}: give a number from 1")
-            if part.hidden_size % part.num_attention_heads:
-                raise ValueError(
-                    f"{self.name}: the width {part.hidden_size} of the {name} encoder is no multiple of its "
-                    f"{part.num_attention_heads} heads"
-                )
+        self._check_encoder("vision", self.vision, self.vision_projector_size)
         self._check_vision(self.vision)
         if self.sound:
+            self._check_encoder("sound", self.sound, self.sound_projector_size)
             self._check_sound(self.sound)
-        for field in ("vision_projector_size", *(("sound_projector_size",) if self.sound else ())):
-            if not _is_count(size := getattr(self, field)) or size < 1:
-                raise ValueError(f"{self.name}: {field}={size!r}: give a number from 1")
         ids = {"image_token_id": self.image_token_id}
         if (self.sound is None) != (self.sound_token_id is None):
             raise ValueError(
@@ -127,6 +116,18 @@ class OmniConfig:
             raise ValueError(
                 f"{self.name}: image_token_id and sound_token_id are both {self.image_token_id}: give two ids"
             )
+
+    def _check_encoder(self, name: str, encoder: Vision | Sound, projector_size: int) -> None:
+        for field, size in vars(encoder).items():
+            if field != "layernorm_epsilon" and (not _is_count(size) or size < 1):
+                raise ValueError(f"{self.name}: {field}={size!r} of {name}: give a number from 1")
+        if encoder.hidden_size % encoder.num_attention_heads:
+            raise ValueError(
+                f"{self.name}: the width {encoder.hidden_size} of the {name} encoder is no multiple of its "
+                f"{encoder.num_attention_heads} heads"
+            )
+        if not _is_count(projector_size) or projector_size < 1:
+            raise ValueError(f"{self.name}: {name}_projector_size={projector_size!r}: give a number from 1")
 
     def _check_vision(self, vision: Vision) -> None:
         if vision.max_image_size % vision.patch_size:
@@ -189,36 +190,28 @@ def with_encoders(language: Nemotron3Config, encoders: str) -> OmniConfig:
 
 
 _RADIO = "default of RadioConfig"
-_RADIO_BRIDGE = "default of RadioConfig; Bridge's provider"
 _PARAKEET = "default of ParakeetEncoderConfig"
 _OMNI = "default of NemotronH_Omni's config"
-#: Where each size of NANO_OMNI is from. The configuration of the released folder was not at hand. The sizes
-#: give the published total to the element, which confirms those that count.
+_BRIDGE = "Bridge's provider"
+#: The source of each size of NANO_OMNI. The configuration of the released folder was not available. The sizes
+#: give the published total to the element, which confirms those that it depends on.
 SOURCES: dict[str, dict[str, str]] = {
     "vision": {
-        "hidden_size": _RADIO_BRIDGE,
-        "num_layers": _RADIO_BRIDGE,
-        "num_attention_heads": _RADIO_BRIDGE,
-        "ffn_hidden_size": _RADIO_BRIDGE,
-        "patch_size": "default of RadioConfig; Bridge's recipe",
+        **dict.fromkeys(vars(Vision()), f"{_RADIO}; {_BRIDGE}"),
+        "patch_size": f"{_RADIO}; Bridge's recipe",
         "max_image_size": _RADIO,
-        "class_tokens": "default of RadioConfig; with registers: 10 in Bridge",
-        "registers": "default of RadioConfig; with class tokens: 10 in Bridge",
+        "class_tokens": f"{_RADIO}; with registers: 10 in Bridge",
+        "registers": f"{_RADIO}; with class tokens: 10 in Bridge",
         "temporal_patch_size": f"{_OMNI}; Bridge's recipe",
         "merged_patches": f"{_OMNI} (downsample_ratio 0.5)",
-        "layernorm_epsilon": _RADIO_BRIDGE,
-        "projector_size": "Bridge's provider",
+        "projector_size": _BRIDGE,
     },
     "sound": {
-        "hidden_size": "default of ParakeetEncoderConfig; Bridge's provider",
-        "num_layers": _PARAKEET,
-        "num_attention_heads": _PARAKEET,
-        "ffn_hidden_size": _PARAKEET,
+        **dict.fromkeys(vars(Sound()), _PARAKEET),
+        "hidden_size": f"{_PARAKEET}; {_BRIDGE}",
         "mel_bins": "Bridge's recipe",
-        "subsampling_factor": _PARAKEET,
-        "subsampling_channels": _PARAKEET,
-        "conv_kernel_size": "default of ParakeetEncoderConfig; Bridge's provider",
-        "projector_size": "Bridge's provider",
+        "conv_kernel_size": f"{_PARAKEET}; {_BRIDGE}",
+        "projector_size": _BRIDGE,
     },
     "token_ids": {"image": "Bridge's conversion", "sound": "Bridge's tests of its conversion"},
 }
@@ -237,7 +230,7 @@ def sizes(model: OmniConfig) -> dict[str, dict[str, Any]]:
 
 
 def sources(model: OmniConfig) -> dict[str, dict[str, str]]:
-    """Return where each of `sizes` is from: "UNKNOWN" for what no source states, "shrunk" in a tiny form."""
+    """Return the source of each of `sizes`: "UNKNOWN" where none states it, "shrunk" in a tiny form."""
     base = get_omni(model.name.removesuffix(TINY_SUFFIX))
     published = sizes(base) if base is not None else {}
     other = "shrunk" if base is not None and model.name.endswith(TINY_SUFFIX) else "UNKNOWN"

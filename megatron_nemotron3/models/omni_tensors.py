@@ -1,8 +1,7 @@
-"""Tensors of the encoders and projectors of an Omni model, as data, and their counts. Standard library only.
+"""Tensors of the encoders and projectors of an Omni model, as data, and their counts.
 
-`ROWS` is in the notation of `models.tensors`. The released checkpoint and what transformers saves have the
-names of the rows. The spelling "modules" is the names of transformers' modules, which Megatron's checkpoints
-have, too.
+`ROWS` is in the notation of `models.tensors`, with the names of the released checkpoint and of transformers'
+saved folders. The spelling "modules" has the names of transformers' modules and of Megatron's checkpoints.
 """
 
 from __future__ import annotations

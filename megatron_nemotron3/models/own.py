@@ -1,10 +1,10 @@
-"""A model of one's own from a file: JSON with fields of `Nemotron3Config`, or a program that makes one.
+"""A user's model from a file: JSON with fields of `Nemotron3Config`, or a program that makes one.
 
     {"base": "nano", "pattern": "MEM*EMEM*E", "num_moe_experts": 64}
 
 `base` names a catalog model, whose fields are taken where the file gives none. Without it every field that
-has no default is needed. What `nemotron3 show NAME --json` prints is accepted, too. A Python program is run;
-it names its model `config`, or makes only one.
+has no default is needed. The output of `nemotron3 show NAME --json` is accepted, too. A Python program is
+run; it names its model `config`, or makes only one.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from megatron_nemotron3.models.config import Nemotron3Config
 SUFFIXES = (".json", ".py")
 #: No description of a model is longer, in bytes.
 LONGEST = 1 << 20
-#: Of the base model: another one has other figures.
+#: Published figures of the base model, which do not hold for another one.
 _FIGURES = ("published_total", "published_active", "source")
-#: Becomes the name of a folder.
+#: A model's name also names folders.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -75,19 +75,18 @@ def from_json(text: str, name: str = "own") -> Nemotron3Config:
     if base is not None and not isinstance(base, str):
         raise ValueError(f'"base" is {json.dumps(base)}: give the name of a model')
     _require_known(data)
-    given: dict[str, Any] = {"name": name, **data}
+    values: dict[str, Any] = {"name": name, **data}
     if base is None:
-        given.setdefault("title", given["name"])
-        return _complete(given)
+        return _complete({"title": values["name"], **values})
     start = catalog.get(base)
-    if given["name"] != start.name:
-        given = {
-            "title": f"{given['name']}, from {start.title}",
+    if values["name"] != start.name:
+        values = {
+            "title": f"{values['name']}, from {start.title}",
             **dict.fromkeys(_FIGURES),
             "source": f"a file, from {start.name}",
-            **given,
+            **values,
         }
-    return start.but(**given)
+    return start.but(**values)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -98,7 +97,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _shown(data: dict[str, Any]) -> Nemotron3Config:
-    """Read what `nemotron3 show --json` prints; what it derives from the fields must follow from them."""
+    """Read the output of `nemotron3 show --json`; its derived values must follow from the fields."""
     from megatron_nemotron3.models.show import describe
 
     fields_given = data.pop("config")
@@ -126,21 +125,20 @@ def _require_known(data: dict[str, Any]) -> None:
 
 
 def _complete(data: dict[str, Any]) -> Nemotron3Config:
-    needed = [f.name for f in fields(Nemotron3Config) if f.default is MISSING]
-    if missing := [name for name in needed if name not in data]:
+    if missing := [f.name for f in fields(Nemotron3Config) if f.default is MISSING and f.name not in data]:
         raise ValueError(f'{", ".join(missing)} missing: give them, or a "base" that has them')
     return Nemotron3Config(**data)
 
 
 def _run(file: Path) -> Nemotron3Config:
-    """Run a Python program and return the model it makes. What it prints goes to stderr."""
+    """Run a Python program, with its output on stderr, and return its model."""
     sys.path.insert(0, str(file.resolve().parent))
     try:
         with contextlib.redirect_stdout(sys.stderr):
             names = runpy.run_path(str(file))
     except (Exception, SystemExit) as problem:
-        said = " ".join(str(problem).split())
-        raise ValueError(f"{_place(problem, file)}: {type(problem).__name__}: {said}") from None
+        message = " ".join(str(problem).split())
+        raise ValueError(f"{_place(problem, file)}: {type(problem).__name__}: {message}") from None
     finally:
         sys.path.pop(0)
     found = {name: value for name, value in names.items() if isinstance(value, Nemotron3Config)}
@@ -150,12 +148,12 @@ def _run(file: Path) -> Nemotron3Config:
     own = {id(v): name for name, v in found.items() if not any(v is other for other in known)}
     if len(own) == 1:
         return found[next(iter(own.values()))]
-    said = f"makes {len(own)} models ({', '.join(own.values())})" if own else "makes no Nemotron3Config"
-    raise ValueError(f"{file} {said}: call the one to use config")
+    models = f"{len(own)} models ({', '.join(own.values())})" if own else "no Nemotron3Config"
+    raise ValueError(f"{file} makes {models}: call the one to use config")
 
 
 def _place(problem: BaseException, file: Path) -> str:
-    """Return file:line of the last line of the program that an error went through."""
+    """file:line of the innermost frame of the program."""
     if isinstance(problem, SyntaxError) and problem.filename == str(file):
         return f"{file}:{problem.lineno}"
     lines = [f.lineno for f in traceback.extract_tb(problem.__traceback__) if f.filename == str(file)]
@@ -163,7 +161,7 @@ def _place(problem: BaseException, file: Path) -> str:
 
 
 def _checked(config: Nemotron3Config) -> Nemotron3Config:
-    """Return the config if this package can call and build it."""
+    """Return the config if its name is free and Megatron can build it."""
     if not _NAME.fullmatch(config.name):
         raise ValueError(f"name {config.name!r} becomes a folder's: use letters, digits, dots, dashes and _")
     try:

@@ -1,4 +1,4 @@
-"""Parameter counts and the tensor inventory of a checkpoint, in closed form.
+"""Parameter counts, the tensor inventory of a checkpoint, and FLOPs of a layer, in closed form.
 
 Every count is a sum over the table of tensors (`models.tensors`). A routed expert is listed once with the
 number of its copies, so nothing is enumerated.
@@ -84,13 +84,35 @@ def layer_tensors(config: Nemotron3Config, kind: str) -> tuple[StoredTensor, ...
 
 
 def layer_parameters(config: Nemotron3Config, kind: str) -> int:
-    """Elements one layer of that kind stores, the expert bias included."""
+    """Elements of one layer of that kind, the expert bias included."""
     return sum(tensor.elements for tensor in layer_tensors(config, kind))
 
 
 def active_layer_parameters(config: Nemotron3Config, kind: str) -> int:
     """Elements of one layer of that kind that one token is multiplied with (expert bias excluded)."""
     return sum(tensor.active_elements for tensor in layer_tensors(config, kind))
+
+
+def weightless_flops(config: Nemotron3Config, kind: str, seq_length: int) -> float:
+    """FLOPs of a layer of kind "M", "*", "E" or "-" that involve no weights.
+
+    Causal attention sees half the sequence on average. The SSD scan costs a chunk-sized attention (half of
+    it causal) and two passes over the state.
+    """
+    if kind == "*":
+        return 2.0 * config.num_attention_heads * config.kv_channels * seq_length
+    if kind == "M":
+        groups_state = config.mamba_num_groups * config.mamba_state_dim
+        chunk = min(config.mamba_chunk_size, seq_length)
+        return chunk * (groups_state + config.mamba_inner_size) + 4.0 * (
+            config.mamba_inner_size * config.mamba_state_dim
+        )
+    return 0.0
+
+
+def layer_flops(config: Nemotron3Config, kind: str, seq_length: int) -> float:
+    """Forward FLOPs of one layer: two for each active parameter, plus `weightless_flops`."""
+    return 2.0 * active_layer_parameters(config, kind) + weightless_flops(config, kind, seq_length)
 
 
 def decoder_layers(config: Nemotron3Config) -> list[tuple[str, Nemotron3Config, int]]:
@@ -100,7 +122,7 @@ def decoder_layers(config: Nemotron3Config) -> list[tuple[str, Nemotron3Config, 
 
 
 def mtp_tensors(config: Nemotron3Config) -> tuple[StoredTensor, ...]:
-    """What an MTP block stores besides its layers."""
+    """Tensors of an MTP block outside its layers."""
     return part_tensors(config, "mtp_in") + part_tensors(config, "mtp_out")
 
 

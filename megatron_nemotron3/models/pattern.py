@@ -35,12 +35,11 @@ _StageCost = Callable[[int, int], float]
 _RELATIVE_TOLERANCE = 1e-9
 
 
-def _check_characters(pattern: str, allowed: str, full: str | None = None, start: int = 0) -> None:
+def _check_characters(pattern: str, allowed: str, full: str, start: int = 0) -> None:
     for position, character in enumerate(pattern, start=start):
         if character not in allowed:
-            whole = pattern if full is None else full
             raise ValueError(
-                f"layer pattern {whole!r}: character {character!r} at position {position} (counted from 0) "
+                f"layer pattern {full!r}: character {character!r} at position {position} (counted from 0) "
                 f"is not allowed here: use {' '.join(allowed)}"
             )
 
@@ -54,7 +53,7 @@ def validate(pattern: str) -> None:
     """Check a pattern of layers alone: no `|`, no `/`."""
     if not pattern:
         raise ValueError(f"empty layer pattern: give at least one of {' '.join(KINDS)}")
-    _check_characters(pattern, "".join(KINDS))
+    _check_characters(pattern, "".join(KINDS), pattern)
 
 
 def count(pattern: str) -> dict[str, int]:
@@ -88,7 +87,7 @@ class HybridPattern:
 
     @property
     def num_layers(self) -> int:
-        """Number of decoder layers without MTP, from which Megatron derives `num_layers`."""
+        """Number of decoder layers, without MTP, as Megatron's `num_layers`."""
         return len(self.main)
 
     @property
@@ -202,7 +201,6 @@ def cut(
     cost: Mapping[str, float] | Sequence[float] | None = None,
     *,
     last_stage_extra: float = 0.0,
-    first_stage_extra: float = 0.0,
 ) -> tuple[str, ...]:
     """Cut a decoder pattern into contiguous, non-empty stages, so that the most expensive stage is cheapest.
 
@@ -215,16 +213,14 @@ def cut(
         raise ValueError(f"cannot cut {layers} layers into {stages} stages: use 1 to {layers}")
     costs = _layer_costs(pattern, cost)
     named = [(f"cost of {kind!r}", one) for kind, one in zip(pattern, costs, strict=True)]
-    named += [("first_stage_extra", first_stage_extra), ("last_stage_extra", last_stage_extra)]
-    for name, value in named:
+    for name, value in (*named, ("last_stage_extra", last_stage_extra)):
         if not value >= 0:
             raise ValueError(f"{name} is {value}: costs must be zero or more")
 
     prefix = [0.0, *itertools.accumulate(costs)]
 
     def stage_cost(begin: int, end: int) -> float:
-        extra = (first_stage_extra if begin == 0 else 0.0) + (last_stage_extra if end == layers else 0.0)
-        return prefix[end] - prefix[begin] + extra
+        return prefix[end] - prefix[begin] + (last_stage_extra if end == layers else 0.0)
 
     bottleneck = _least_maximum(layers, stages, stage_cost)
     ends = _most_equal(layers, stages, stage_cost, bottleneck * (1 + _RELATIVE_TOLERANCE))

@@ -1,4 +1,4 @@
-"""Names of the series, and the numbers that go into the log line. Standard library only.
+"""Names of the monitored series, and the numbers in the log line.
 
 `Values` is kind -> row -> value: a row is a layer ("layer_007") or one depth of an MTP layer
 ("mtp_2_layer_1"); TensorBoard and wandb get each as `kind/row`.
@@ -40,14 +40,18 @@ KINDS: dict[str, Kind] = {
 #: Section of the aggregates in TensorBoard and wandb.
 AGGREGATES = "monitor"
 
-_DECODER = re.compile(r"layer_(\d+)")
-_MTP = re.compile(r"mtp_(\d+)_layer_(\d+)")
-_DEPTH = re.compile(r"mtp_(\d+)")
-_MTP_SHARED = re.compile(r"mtp_layer_(\d+)")
+_DECODER = r"layer_(\d+)"
+#: Pattern of a row -> its name in the log line.
+_DISPLAY_NAMES = {
+    _DECODER: "layer {}",
+    r"mtp_(\d+)_layer_(\d+)": "MTP depth {} layer {}",
+    r"mtp_(\d+)": "MTP depth {}",
+    r"mtp_layer_(\d+)": "MTP layer {}",
+}
 
 
 def decoder_layers(stack: Any) -> Iterator[Any]:
-    """Yield the layers of a decoder stack one by one, also those of groups (`M[*E]`, stacks in the stack)."""
+    """Yield the layers of a decoder stack, also those of groups (`M[*E]`, which are stacks in the stack)."""
     for layer in stack.layers:
         yield from decoder_layers(layer) if hasattr(layer, "layers") else (layer,)
 
@@ -64,19 +68,14 @@ def mtp_row(depth: int | None, number: int) -> str:
 
 def is_decoder(row: str) -> bool:
     """Whether the row is a decoder layer."""
-    return _DECODER.fullmatch(row) is not None
+    return re.fullmatch(_DECODER, row) is not None
 
 
-def spoken(row: str) -> str:
-    """A row in the words of the log line: "layer 7", "MTP depth 2 layer 1"; of MTP losses, "MTP depth 2"."""
-    if found := _DECODER.fullmatch(row):
-        return f"layer {int(found[1])}"
-    if found := _MTP.fullmatch(row):
-        return f"MTP depth {found[1]} layer {found[2]}"
-    if found := _DEPTH.fullmatch(row):
-        return f"MTP depth {found[1]}"
-    if found := _MTP_SHARED.fullmatch(row):
-        return f"MTP layer {found[1]}"
+def display_name(row: str) -> str:
+    """The name of a row in the log line: "layer 7", "MTP depth 2 layer 1"; of MTP losses, "MTP depth 2"."""
+    for pattern, name in _DISPLAY_NAMES.items():
+        if found := re.fullmatch(pattern, row):
+            return name.format(*map(int, found.groups()))
     return row
 
 
@@ -86,7 +85,7 @@ def layer_ticks(rows: Sequence[str], room: int) -> list[tuple[int, str]]:
     every = -(-decoder // room) if len(rows) > room else 1
     ticks = [(i, str(int(rows[i].removeprefix("layer_")))) for i in range(0, decoder, every)]
     if len(rows) <= room:
-        return [*ticks, *((i, spoken(rows[i])) for i in range(decoder, len(rows)))]
+        return [*ticks, *((i, display_name(rows[i])) for i in range(decoder, len(rows)))]
     if decoder == len(rows):
         return ticks
     middle = (decoder + len(rows) - 1) / 2
@@ -119,7 +118,7 @@ def log_line(values: Values, numbers: dict[str, float]) -> str:
     ):
         if name in numbers:
             where = max(values[kind], key=values[kind].__getitem__)
-            parts.append(f"{text}: {numbers[name]:.2f} ({spoken(where)})")
+            parts.append(f"{text}: {numbers[name]:.2f} ({display_name(where)})")
     if "dead_experts" in numbers:
         parts.append(f"dead experts: {numbers['dead_experts']:.0f}")
     if "residual_rms_last_over_first" in numbers:

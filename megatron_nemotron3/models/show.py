@@ -11,7 +11,6 @@ from megatron_nemotron3.models.config import Nemotron3Config
 from megatron_nemotron3.models.omni import OmniConfig, sizes, sources
 from megatron_nemotron3.models.omni_tensors import count_parts, released_tensors, tensors_by_part
 from megatron_nemotron3.models.parameters import (
-    ParameterCount,
     count,
     decoder_layers,
     layer_parameters,
@@ -79,28 +78,20 @@ _SIZES: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
 )
 
 
-_PARTS = (
-    ("embedding", "embedding"),
-    ("output_layer", "output layer"),
-    ("final_norm", "final norm"),
-    ("mtp", "MTP"),
-)
-
-
-def _headings(config: Nemotron3Config) -> set[str]:
-    """The headings of the sizes that the model has."""
-    kinds = set(config.pattern + (config.mtp_pattern or ""))
-    by_kind = {"M": "Mamba-2 (M)", "*": "attention (*)", "E": "mixture of experts (E)", "-": "dense MLP (-)"}
-    headings = {"model"} | {by_kind[kind] for kind in kinds}
-    return headings | {"multi-token prediction"} if config.has_mtp else headings
+_HEADINGS = {"M": "Mamba-2 (M)", "*": "attention (*)", "E": "mixture of experts (E)", "-": "dense MLP (-)"}
+_PARTS = {"embedding": "embedding", "output_layer": "output layer", "final_norm": "final norm", "mtp": "MTP"}
 
 
 def _model_sizes(config: Nemotron3Config) -> dict[str, dict[str, Any]]:
-    present = _headings(config)
+    """Heading -> field -> value, of the parts that the model has."""
+    layers = config.pattern + (config.mtp_pattern or "")
+    absent = {heading for kind, heading in _HEADINGS.items() if kind not in layers}
+    if not config.has_mtp:
+        absent.add("multi-token prediction")
     return {
         heading: {field: getattr(config, field) for field, _ in rows if getattr(config, field) is not None}
         for heading, rows in _SIZES
-        if heading in present
+        if heading not in absent
     }
 
 
@@ -110,13 +101,14 @@ def _parameters_each(config: Nemotron3Config, kind: str) -> int | list[int]:
     return [min(each), max(each)] if len(each) > 1 else each.pop()
 
 
-def _parameter_facts(number: ParameterCount, tensors: int) -> dict[str, int]:
+def _parameter_facts(config: Nemotron3Config, mtp: bool) -> dict[str, int]:
+    number = count(config, mtp=mtp)
     return {
         "stored": number.stored,
         "trainable": number.trainable,
         "expert_bias": number.expert_bias,
         "bytes_bf16": number.stored_bytes,
-        "tensors": tensors,
+        "tensors": stored_tensors(config, mtp=mtp),
     }
 
 
@@ -127,7 +119,7 @@ def describe(config: Nemotron3Config) -> dict[str, Any]:
     `parameters.checkpoint` counts what a released checkpoint stores, MTP blocks included;
     `parameters.without_mtp` counts the decoder alone. Both are equal for a model without MTP.
     """
-    whole, decoder = count(config), count(config, mtp=False)
+    whole = count(config)
     layers = {kind: number for kind, number in _pattern.count(config.pattern).items() if number}
     facts = {
         "name": config.name,
@@ -146,12 +138,9 @@ def describe(config: Nemotron3Config) -> dict[str, Any]:
         },
         "sizes": _model_sizes(config),
         "parameters": {
-            "checkpoint": _parameter_facts(whole, stored_tensors(config)),
-            "without_mtp": _parameter_facts(decoder, stored_tensors(config, mtp=False)),
-            "embedding": whole.embedding,
-            "output_layer": whole.output_layer,
-            "final_norm": whole.final_norm,
-            "mtp": whole.mtp,
+            "checkpoint": _parameter_facts(config, mtp=True),
+            "without_mtp": _parameter_facts(config, mtp=False),
+            **{part: getattr(whole, part) for part in _PARTS},
         },
         "active_parameters": whole.active,
         "published": {"total": config.published_total, "active": config.published_active},
@@ -194,9 +183,8 @@ def render_omni(model: OmniConfig) -> str:
         "token_ids": "token ids",
     }
     for part, heading in headings.items():
-        for number, (name, value) in enumerate(facts.get(part, {}).items()):
-            if number == 0:
-                lines += ["", heading]
+        lines += ["", heading] if part in facts else []
+        for name, value in facts.get(part, {}).items():
             label, source = name.replace("_", " "), facts["sources"][part][name]
             lines.append(f"  {label:<22}{_number(value):>12}  {source}")
     lines += ["", f"language model: {model.language.title}: nemotron3 show {model.language.name}", ""]
@@ -254,23 +242,21 @@ def render(config: Nemotron3Config) -> str:
             lines += ["", heading, *_sizes_lines(config, rows)]
     parameters = facts["parameters"]
     lines += ["", "parameters"]
-    for part, label in _PARTS:
+    checkpoint = parameters["checkpoint"]
+    for part, label in _PARTS.items():
         if parameters[part]:
             lines.append(_labeled_number(label, parameters[part]))
-    lines.append(_labeled_number("stored in a checkpoint", parameters["checkpoint"]["stored"]))
+    lines.append(_labeled_number("stored in a checkpoint", checkpoint["stored"]))
     if config.has_mtp:
         lines.append(_labeled_number("  of it without MTP", parameters["without_mtp"]["stored"]))
-    lines.append(_labeled_number("trainable", parameters["checkpoint"]["trainable"]))
-    if parameters["checkpoint"]["expert_bias"]:
-        lines.append(
-            _labeled_number("expert bias (FP32, not trained)", parameters["checkpoint"]["expert_bias"])
-        )
-    lines.append(_labeled_number("checkpoint tensors", parameters["checkpoint"]["tensors"]))
-    lines.append(_labeled_number("checkpoint bytes", parameters["checkpoint"]["bytes_bf16"]))
+    lines.append(_labeled_number("trainable", checkpoint["trainable"]))
+    if checkpoint["expert_bias"]:
+        lines.append(_labeled_number("expert bias (FP32, not trained)", checkpoint["expert_bias"]))
+    lines.append(_labeled_number("checkpoint tensors", checkpoint["tensors"]))
+    lines.append(_labeled_number("checkpoint bytes", checkpoint["bytes_bf16"]))
     lines += ["", "active parameters per token, without MTP"]
-    lines += [
-        _labeled_number(name.replace("_", " "), value) for name, value in facts["active_parameters"].items()
-    ]
+    for name, value in facts["active_parameters"].items():
+        lines.append(_labeled_number(name.replace("_", " "), value))
     lines.append("")
     published = [f"{key} {value}" for key, value in facts["published"].items() if value]
     lines += _labeled_text("published", "; ".join(published) or "UNKNOWN")

@@ -18,7 +18,7 @@ from megatron_nemotron3.models.catalog import get, names
 from megatron_nemotron3.models.config import Nemotron3Config
 from megatron_nemotron3.models.tiny import TINY_SUFFIX
 
-#: Backend -> what it adds to the name.
+#: Backend -> its part of the name.
 BACKENDS = {"auto": "", "te": "te_", "torch": "torch_"}
 #: The module that has them.
 MODULE = "megatron_nemotron3.specs"
@@ -101,13 +101,14 @@ def stored_experts(args: Mapping[str, Any]) -> str | None:
     """Return `experts_text` of the model that saved a checkpoint; None if its arguments do not say."""
     if isinstance(text := args.get(ARGUMENT), str):
         return text
-    words = args.get("spec") or ("megatron", "")
-    if not isinstance(words, (list, tuple)) or len(words) != 2 or not all(isinstance(w, str) for w in words):
+    spec = args.get("spec") or ("megatron", "")
+    if not isinstance(spec, (list, tuple)) or len(spec) != 2 or not all(isinstance(s, str) for s in spec):
         return None
-    if words[0] == MODULE:
+    module, name = spec
+    if module == MODULE:
         try:
-            found = named_table(words[1]) or models_by_spec().get(words[1])
+            found = named_table(name) or models_by_spec().get(name)
         except ValueError:
             return None
         return experts_text(found[1] if found else None)
-    return "" if words[0].split(".")[0] == "megatron" else None
+    return "" if module.split(".")[0] == "megatron" else None

@@ -7,12 +7,14 @@ are not hidden_size / heads, eight Mamba groups, two KV groups, and a sequence l
 
 from __future__ import annotations
 
+import itertools
+
 from megatron_nemotron3.models.config import Nemotron3Config
 
 TINY_SUFFIX = "-tiny"
 
-# F stands for the feed-forward kinds of the original, in turn. As in the originals, an attention layer stands
-# between a Mamba and a feed-forward layer, and the last layer is a feed-forward layer.
+# F stands for the feed-forward kinds of the original, alternately. As in the originals, an attention layer
+# is between a Mamba and a feed-forward layer, and the last layer is a feed-forward layer.
 _TEMPLATE = "MFM*FMFM*FMF"
 
 _HIDDEN_SIZE = 128
@@ -65,21 +67,15 @@ def tiny(config: Nemotron3Config) -> Nemotron3Config:
 
 
 def _tiny_pattern(kinds: set[str], feed_forward: list[str]) -> str:
-    layers, turn = [], 0
-    for kind in _TEMPLATE:
-        if kind == "F" and feed_forward:
-            layers.append(feed_forward[turn % len(feed_forward)])
-            turn += 1
-        elif kind in kinds:
-            layers.append(kind)
-    return "".join(layers)
+    alternating = itertools.cycle(feed_forward)
+    layers = (next(alternating, "") if kind == "F" else kind for kind in _TEMPLATE)
+    return "".join(kind for kind in layers if kind in kinds)
 
 
 def _tiny_moe_layers(
     config: Nemotron3Config, layers: int, experts: int | None, topk: int | None
 ) -> tuple[tuple[int, int], ...] | None:
-    """Rows of `config.moe_layers` at equal distances, its first and its last among them, in the tiny
-    scale."""
+    """Rows of `config.moe_layers` at equal distances, from its first to its last, in the tiny scale."""
     rows = config.moe_layers
     if rows is None or experts is None or topk is None:
         return None

@@ -13,7 +13,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_nemotron3.common.processes import CONTROL, GROUP_SIGNALS, descendants, handling
+from megatron_nemotron3.common.processes import GROUP_SIGNALS, descendants, handling
+from megatron_nemotron3.common.switches import CONTROL
 
 if TYPE_CHECKING:
     import psutil

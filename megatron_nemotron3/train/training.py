@@ -199,7 +199,7 @@ def _train_alone(request: TrainRequest, launch: Launch, key: str, started: float
     argv = to_argv(flags(launch))
     words = processes.command(argv, launch.layout.world_size, request.device)
     env = processes.environment(launch.layout.world_size, request.device, given.config.hidden_size)
-    env[lock.VARIABLE] = key
+    env[switches.LOCK] = key
     status, progress = _run(request, launch, words, env, log_file, begun or 0)
     saved = folders.latest_iteration(request.checkpoints)
     state = progress.on_disk(saved, status == 0)
@@ -238,7 +238,7 @@ def _run(
         resume.remove_incomplete(request.checkpoints)
         # A save that was complete when the processes were ended may not have reached the tracker.
         with contextlib.suppress(ValueError):
-            resume.before_start(["--load", str(request.checkpoints)], rank=0, key=env[lock.VARIABLE])
+            resume.before_start(["--load", str(request.checkpoints)], rank=0, key=env[switches.LOCK])
 
 
 def _measurement(request: TrainRequest) -> emulation.Logging | None:

@@ -17,12 +17,14 @@ from pathlib import Path
 import pytest
 
 from megatron_nemotron3.common import lock
+from megatron_nemotron3.common.switches import LOCK
 
 #: Holds a lock until its input is closed. Arguments: folder, command, key, what to do when it has the lock.
 _HOLDER = """
 import os, sys, time
 from pathlib import Path
 from megatron_nemotron3.common import lock
+from megatron_nemotron3.common.switches import LOCK
 folder, command, key, then = sys.argv[1:]
 try:
     with lock.held(Path(folder), command, key=key or None, patience=1.0):
@@ -255,11 +257,11 @@ def test_a_damaged_record_is_no_obstacle(text: bytes, tmp_path: Path) -> None:
 
 
 def test_ranks_share_a_key_and_single_processes_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (lock.VARIABLE, "WORLD_SIZE"):
+    for name in (LOCK, "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     assert lock.run_key() != lock.run_key()
     for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     assert lock.run_key() == lock.run_key()
-    monkeypatch.setenv(lock.VARIABLE, "given")
+    monkeypatch.setenv(LOCK, "given")
     assert lock.run_key() == "given"

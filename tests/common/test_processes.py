@@ -18,6 +18,7 @@ import pytest
 from megatron_nemotron3.common import processes
 from megatron_nemotron3.common.processes import descendants
 from megatron_nemotron3.common.ranks import free_port
+from megatron_nemotron3.common.switches import CONTROL
 
 ROOT = Path(__file__).parents[2]
 #: What Megatron's writers are: a manager that is spawned, a process that is forked, one of the fork server.
@@ -56,7 +57,7 @@ def _rank(tmp_path: Path, *words: str, control: bool = False) -> Iterator[subpro
     """A rank that has started its children, in a process group of its own."""
     (tmp_path / "script.py").write_text(SCRIPT)
     code = LAUNCH.format(before="", run=f"spawned.run_script({str(tmp_path / 'script.py')!r})")
-    env = {**os.environ, "PYTHONPATH": str(ROOT)} | ({processes.CONTROL: "1"} if control else {})
+    env = {**os.environ, "PYTHONPATH": str(ROOT)} | ({CONTROL: "1"} if control else {})
     process = subprocess.Popen(
         [sys.executable, "-c", code, *words],
         env=env,
@@ -171,7 +172,7 @@ def test_a_rank_ends_with_the_agent_of_torchrun() -> None:
 def test_the_agent_passes_no_signal_on(tmp_path: Path) -> None:
     code = LAUNCH.format(before="processes.as_agent()", run="pass").split("\nwith")[0]
     code += "\nprint('ready', flush=True); import time; time.sleep(60)"
-    env = {**os.environ, "PYTHONPATH": str(ROOT), processes.CONTROL: "1"}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), CONTROL: "1"}
     words = [sys.executable, "-c", code]
     with subprocess.Popen(words, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as agent:
         assert agent.stdin is not None and agent.stdout is not None and agent.stdout.readline() == b"ready\n"

@@ -8,7 +8,6 @@ from functools import partial
 from megatron_nemotron3.checkpoints.convert import config_keys, inventory
 from megatron_nemotron3.models import get
 from megatron_nemotron3.models.config import BUILT, Nemotron3Config
-from megatron_nemotron3.models.table import tables
 from megatron_nemotron3.models.tensors import (
     DIALECTS,
     PARAMETER,
@@ -19,6 +18,7 @@ from megatron_nemotron3.models.tensors import (
     Spelling,
     symbol_sizes,
 )
+from tests.docs.models_table import tables
 
 _PARTS = {
     "model": ("Model", "", ""),

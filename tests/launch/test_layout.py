@@ -7,7 +7,7 @@ import pytest
 from megatron_nemotron3 import models
 from megatron_nemotron3.launch import ParallelLayout, cut_pattern, published_layout
 from megatron_nemotron3.launch.layout import last_stage_cost
-from megatron_nemotron3.models.flops import layer_flops as layer_cost
+from megatron_nemotron3.models.parameters import layer_flops as layer_cost
 from megatron_nemotron3.models.pattern import parse
 
 

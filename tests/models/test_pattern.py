@@ -195,11 +195,8 @@ def test_last_stage_may_hold_mtp_alone() -> None:
     st.integers(1, 9),
     st.fixed_dictionaries({kind: st.integers(0, 9) for kind in KINDS}),
     st.integers(0, 20),
-    st.integers(0, 20),
 )
-def test_cut_is_the_best_of_all_cuts(
-    pattern: str, stages: int, cost: dict[str, int], first: int, last: int
-) -> None:
+def test_cut_is_the_best_of_all_cuts(pattern: str, stages: int, cost: dict[str, int], last: int) -> None:
     if stages > len(pattern):
         with pytest.raises(ValueError, match=f"cannot cut {len(pattern)} layers into {stages} stages"):
             cut(pattern, stages, cost)
@@ -207,7 +204,6 @@ def test_cut_is_the_best_of_all_cuts(
 
     def quality(segments: tuple[str, ...]) -> tuple[int, int]:
         costs = [sum(cost[kind] for kind in segment) for segment in segments]
-        costs[0] += first
         costs[-1] += last
         return max(costs), sum(len(segment) ** 2 for segment in segments)
 
@@ -215,7 +211,7 @@ def test_cut_is_the_best_of_all_cuts(
         tuple(pattern[a:b] for a, b in zip((0, *at), (*at, len(pattern)), strict=True))
         for at in combinations(range(1, len(pattern)), stages - 1)
     ]
-    result = cut(pattern, stages, cost, first_stage_extra=first, last_stage_extra=last)
+    result = cut(pattern, stages, cost, last_stage_extra=last)
     assert "".join(result) == pattern and len(result) == stages and all(result)
     assert quality(result) == min(map(quality, every))
 
@@ -228,7 +224,6 @@ def test_cut_with_fractional_costs_is_not_fooled_by_rounding() -> None:
 def test_cut_defaults() -> None:
     assert [len(s) for s in cut(ULTRA.pattern, 8)] == [14, 14, 14, 14, 13, 13, 13, 13]
     assert [len(s) for s in cut("M" * 16, 4, last_stage_extra=4)] == [5, 5, 5, 1]
-    assert [len(s) for s in cut("M" * 16, 4, first_stage_extra=4)] == [1, 5, 5, 5]
     with pytest.raises(ValueError, match="into 0 stages: use 1 to 2"):
         cut("ME", 0)
     with pytest.raises(ValueError, match="no cost given for layer kind 'E'"):

@@ -48,7 +48,7 @@ def test_during_imports_there_is_no_traceback(signum: signal.Signals, tmp_path: 
 @pytest.mark.parametrize(
     ("module", "said"),
     [
-        pytest.param("megatron_nemotron3.cli.parser", "\nnemotron3: interrupted\n", id="command line"),
+        pytest.param("megatron_nemotron3.cli.table", "\nnemotron3: interrupted\n", id="command line"),
         pytest.param("megatron_nemotron3.models.show", "interrupted\n", id="command"),
     ],
 )

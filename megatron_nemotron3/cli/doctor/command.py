@@ -1,4 +1,4 @@
-"""`nemotron3 doctor`: runs the checks, prints the findings and returns the exit code."""
+"""`nemotron3 doctor`: checks versions, imports, GPU and one step."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import io
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_nemotron3.cli.doctor import gpu, loading, packages, recipe
-from megatron_nemotron3.cli.doctor.finding import DoctorFinding, as_data, failed, render
+from megatron_nemotron3.cli.doctor import gpu, loading, packages
+from megatron_nemotron3.cli.doctor.finding import DoctorFinding, render
 from megatron_nemotron3.common.options import add_command, json_flag, option
 from megatron_nemotron3.common.output import print_json
+from megatron_nemotron3.common.switches import EMULATE
 from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.models.own import model as named_model
+from megatron_nemotron3.precision import settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,32 +42,44 @@ def doctor_command(options: DoctorOptions) -> int:
     sections: list[tuple[str, Sequence[DoctorFinding]]] = [
         ("packages", [*packages.check(have), *packages.compiled()])
     ]
-    told = ", ".join(name for name in packages.PURPOSE if name in have)
-    if told:
-        _say(f"importing {told}, which takes up to a minute")
-    sections.append(("imports", loading.load_all()))
-    loaded = {f.subject: f.level == "ok" for f in sections[1][1]}
+    if imported := ", ".join(name for name in packages.PURPOSE if name in have):
+        _say(f"importing {imported}, which takes up to a minute")
+    imports = loading.load_all()
+    sections.append(("imports", imports))
     if "torch" in have:
         _say("asking torch for GPUs")
         sections.append(("gpu", gpu.findings()))
     else:
         sections.append(("gpu", [DoctorFinding("gpu", "absent", "not looked for: torch is not installed")]))
-    sections.append(("precision", recipe.findings()))
-    usable = all(loaded.get(name) for name in packages.NEEDED)
+    sections.append(("precision", emulation()))
     if options.step is not None:
         _say("running the check of step")
+        usable = {finding.subject for finding in imports if finding.level == "ok"}
         skipped = [DoctorFinding("step", "error", "skipped: torch or megatron-core cannot be imported")]
-        sections.append(("step", _step_findings(options.step) if usable else skipped))
-    sections.append(("verdict", [_verdict(sections)]))
+        needed = usable.issuperset(packages.NEEDED)
+        sections.append(("step", _step_findings(options.step) if needed else skipped))
+    verdict = _verdict(sections)
+    sections.append(("verdict", [verdict]))
     if options.json:
-        print_json(as_data(sections))
+        print_json({title: [asdict(finding) for finding in findings] for title, findings in sections})
     else:
         print(render(sections))
-    return int(any(failed(findings) for _, findings in sections))
+    return int(verdict.level == "error")
+
+
+def emulation() -> list[DoctorFinding]:
+    """The finding about NEMOTRON3_EMULATE; none where it is not set."""
+    try:
+        emulated = settings.emulation_in_environment()
+    except ValueError as problem:
+        return [DoctorFinding(EMULATE, "error", str(problem), f"unset {EMULATE}")]
+    if emulated is None:
+        return []
+    return [DoctorFinding(EMULATE, "ok", f"the torch backend emulates {emulated.text()}")]
 
 
 def _say(what: str) -> None:
-    """Tell a person who waits what takes the time; stdout holds the findings alone."""
+    """Report on stderr what takes time; stdout holds the findings alone."""
     print(f"nemotron3 doctor: {what} …", file=sys.stderr, flush=True)
 
 
@@ -80,7 +94,7 @@ def _verdict(sections: Sequence[tuple[str, Sequence[DoctorFinding]]]) -> DoctorF
 
 
 def _step_findings(model: str) -> list[DoctorFinding]:
-    """Train a step, with Megatron's messages kept off stdout, which holds the findings."""
+    """Train a step, without Megatron's messages on stdout."""
     quiet_on_cpu()
     with redirect_stdout(io.StringIO()):
         from megatron_nemotron3.cli.doctor import step

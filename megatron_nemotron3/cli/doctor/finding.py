@@ -1,9 +1,9 @@
-"""Findings of the doctor: a sentence, a level and a cure. Standard library only."""
+"""Findings of the doctor: a sentence, a level and a cure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 #: "error": training will fail; the exit code is 1. "warning": training works with a loss or a risk. "absent":
@@ -26,11 +26,6 @@ class DoctorFinding:
     cure: str = ""
 
 
-def failed(findings: Sequence[DoctorFinding]) -> bool:
-    """Whether any finding is an error."""
-    return any(finding.level == "error" for finding in findings)
-
-
 def render(sections: Sequence[tuple[str, Sequence[DoctorFinding]]]) -> str:
     """Text for a terminal, section by section; each cure is below its finding."""
     lines: list[str] = []
@@ -41,8 +36,3 @@ def render(sections: Sequence[tuple[str, Sequence[DoctorFinding]]]) -> str:
             lines.append(f"  {MARKS[f.level]:<7} {f.subject:<{width}}  {f.message}".rstrip())
             lines += [f"  {'':<7} {'':<{width}}  -> {f.cure}"] if f.cure else []
     return "\n".join(lines)
-
-
-def as_data(sections: Sequence[tuple[str, Sequence[DoctorFinding]]]) -> dict[str, list[dict[str, str]]]:
-    """The findings as data for --json."""
-    return {title: [asdict(finding) for finding in findings] for title, findings in sections}

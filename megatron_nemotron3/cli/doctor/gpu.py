@@ -14,7 +14,7 @@ from typing import Any
 from megatron_nemotron3.cli.doctor.finding import DoctorFinding
 from megatron_nemotron3.precision.formats import EMULATED, FORMATS, Capability, runnable
 
-_QUESTION = """
+_QUERY = """
 import json, torch
 found = {"built": torch.version.cuda, "architectures": []}
 if torch.version.cuda:
@@ -41,6 +41,8 @@ elif torch.version.cuda:
         found["problem"] = str(problem).splitlines()[0].split(". ")[0]
 print(json.dumps(found))
 """
+#: Seconds for torch to answer.
+TIMEOUT = 180
 #: Precision -> (test of the compute capability, text).
 PRECISIONS: dict[str, tuple[Callable[[Capability], bool], str]] = {
     "bf16": (lambda c: c >= (8, 0), "8.0"),
@@ -48,14 +50,14 @@ PRECISIONS: dict[str, tuple[Callable[[Capability], bool], str]] = {
 }
 
 
-def query_cuda(timeout: float = 180) -> dict[str, Any]:
+def query_cuda() -> dict[str, Any]:
     """Query torch about CUDA on this machine."""
     try:
         done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", _QUESTION], capture_output=True, text=True, timeout=timeout
+            [sys.executable, "-W", "ignore", "-c", _QUERY], capture_output=True, text=True, timeout=TIMEOUT
         )
     except subprocess.TimeoutExpired as problem:
-        raise RuntimeError(f"torch did not answer in {timeout:.0f} s") from problem
+        raise RuntimeError(f"torch did not answer in {TIMEOUT} s") from problem
     if done.returncode:
         raise RuntimeError((done.stderr.strip().splitlines() or ["no answer"])[-1])
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -76,20 +78,17 @@ def judge(found: dict[str, Any]) -> Iterator[DoctorFinding]:
     for device in found["devices"]:
         capability = tuple(device["capability"])
         name = f"{device['name']}, {device['gib']} GiB, compute capability {capability[0]}.{capability[1]}"
-        if _has_kernels_for(capability, found["architectures"]):
-            problem = found.get("problem")
-            yield (
-                DoctorFinding("gpu", "error", f"{name}: {problem}")
-                if problem
-                else DoctorFinding("gpu", "ok", name)
-            )
-        else:
+        if not _has_kernels_for(capability, found["architectures"]):
             yield DoctorFinding(
                 "gpu",
                 "error",
                 f"{name}: torch has kernels for {', '.join(found['architectures'])} only",
                 f"install a torch with sm_{capability[0]}{capability[1]} (this one: CUDA {found['built']})",
             )
+        elif problem := found.get("problem"):
+            yield DoctorFinding("gpu", "error", f"{name}: {problem}")
+        else:
+            yield DoctorFinding("gpu", "ok", name)
     major, minor = found["devices"][0]["capability"]
     first = (major, minor)
     for precision, (fits, needs) in PRECISIONS.items():

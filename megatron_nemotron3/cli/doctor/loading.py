@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -99,15 +98,10 @@ def load(probe: Probe, timeout: float = 180) -> DoctorFinding:
     """Import a package in another process."""
     if find_spec(probe.top) is None:
         return DoctorFinding(probe.package, "absent", "not installed")
-    words = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-c",
-        f"import importlib; importlib.import_module({probe.module!r})",
-    ]
+    code = f"import importlib; importlib.import_module({probe.module!r})"
+    command = [sys.executable, "-W", "ignore", "-c", code]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=timeout)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
         if done.returncode == 0:
             return DoctorFinding(probe.package, "ok", f"import {probe.module}")
         problem = f": {meaning(done.stderr)}"
@@ -118,7 +112,7 @@ def load(probe: Probe, timeout: float = 180) -> DoctorFinding:
     return DoctorFinding(probe.package, "error", f"import {probe.module}{problem}", probe.build)
 
 
-def load_all(probes: Sequence[Probe] = PROBES) -> list[DoctorFinding]:
+def load_all() -> list[DoctorFinding]:
     """Try all imports, two at a time."""
     with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(load, probes))
+        return list(pool.map(load, PROBES))

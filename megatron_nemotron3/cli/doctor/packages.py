@@ -1,4 +1,4 @@
-"""Table of package versions that are known to fail or to cause trouble. Standard library only.
+"""Table of package versions that are known to fail or to cause trouble.
 
 Each row was reproduced or confirmed by a maintainer; `why` says what happens. For versions that were not
 tried the doctor reports which version was tested.
@@ -143,30 +143,29 @@ def check(have: Mapping[str, str]) -> list[DoctorFinding]:
         for rule in broken:
             text = f"{have.get(name, 'absent')}: {rule.why}"
             found.append(DoctorFinding(name, rule.level, text, rule.cure))
-        if broken:
-            continue
-        if name not in have:
-            if name in NEEDED:
-                found.append(
-                    DoctorFinding(name, "error", "not installed", "pip install 'megatron-nemotron3[train]'")
-                )
-            else:
-                found.append(DoctorFinding(name, "absent", f"not installed ({PURPOSE[name]})"))
-            continue
-        tested = TESTED.get(name)
-        same = tested is None or versions[name][: len(parse(tested))] == parse(tested)
-        found.append(DoctorFinding(name, "ok", have[name] + ("" if same else f" (tested with {tested})")))
+        if not broken:
+            found.append(_unbroken(name, have.get(name)))
     return found
 
 
+def _unbroken(name: str, version: str | None) -> DoctorFinding:
+    if version is None:
+        if name in NEEDED:
+            return DoctorFinding(name, "error", "not installed", "pip install 'megatron-nemotron3[train]'")
+        return DoctorFinding(name, "absent", f"not installed ({PURPOSE[name]})")
+    tested = TESTED.get(name)
+    same = tested is None or parse(version)[: len(parse(tested))] == parse(tested)
+    return DoctorFinding(name, "ok", version + ("" if same else f" (tested with {tested})"))
+
+
 def compiled() -> list[DoctorFinding]:
-    """A warning if every process compiles torch's Python files again, because none may keep the result."""
+    """A warning if every process compiles torch's Python files again, because the result cannot be stored."""
     spec = util.find_spec("torch")
-    if spec is None or spec.origin is None or os.path.exists(kept := util.cache_from_source(spec.origin)):
+    if spec is None or spec.origin is None or os.path.exists(cache := util.cache_from_source(spec.origin)):
         return []
     if not sys.dont_write_bytecode and os.access(Path(spec.origin).parent, os.W_OK):
-        return []  # the next import keeps it
-    reason = "PYTHONDONTWRITEBYTECODE is set" if sys.dont_write_bytecode else f"{kept} cannot be written"
+        return []  # the next import stores it
+    reason = "PYTHONDONTWRITEBYTECODE is set" if sys.dont_write_bytecode else f"{cache} cannot be written"
     return [
         DoctorFinding(
             "python",

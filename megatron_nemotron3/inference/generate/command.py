@@ -19,11 +19,12 @@ from megatron_nemotron3.common.options import (
     argument,
     device_option,
     flag,
+    json_flag,
     option,
     repeated,
     tokenizer_option,
 )
-from megatron_nemotron3.common.output import add_json, print_json
+from megatron_nemotron3.common.output import print_json
 from megatron_nemotron3.common.processes import no_garbage_collection
 from megatron_nemotron3.inference.generate.media import (
     InOrder,
@@ -64,7 +65,7 @@ def register(commands: Any) -> None:
     add_media(command)
     sampling = add_sampling(command, "prompt", seed="; prompt i has N + i")
     add_option(sampling, "stop", repeated("ends a text, like the end token", "TEXT"), list[str])
-    add_json(command)
+    add_option(command, "json", json_flag(), bool)
     add_option(command, "no_stream", flag("print the texts when all are complete"), bool)
 
 

@@ -9,8 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_nemotron3.checkpoints.remote import local, shown
 from megatron_nemotron3.common.files import require_plot
-from megatron_nemotron3.common.options import add_option, data_path_option, option, text_option
-from megatron_nemotron3.common.output import Bar, add_json, print_json
+from megatron_nemotron3.common.options import (
+    add_option,
+    data_path_option,
+    json_flag,
+    option,
+    text_option,
+)
+from megatron_nemotron3.common.output import Bar, print_json
 from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.inference.generate.command import (
     add_checkpoint,
@@ -52,7 +58,7 @@ def register(commands: Any) -> None:
     what = f"tokens that MTP drafts per step (1 to K are measured; default {DRAFT}, 0: none)"
     add_option(measured, "draft", option(what, "K"), int)
     add_option(command, "plot", option("write losses and acceptance as a picture", "PNG"), Path)
-    add_json(command)
+    add_option(command, "json", json_flag(), bool)
 
 
 def evaluate_command(options: argparse.Namespace) -> int:

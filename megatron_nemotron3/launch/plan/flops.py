@@ -16,8 +16,7 @@ from functools import lru_cache
 
 from megatron_nemotron3.launch.plan.kinds import resolve, symbols
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.models.flops import weightless_flops
-from megatron_nemotron3.models.parameters import elements_outside_layers, layer_tensors
+from megatron_nemotron3.models.parameters import elements_outside_layers, layer_tensors, weightless_flops
 from megatron_nemotron3.models.tensors import ROWS, Row
 
 #: The backward pass of a matrix product takes two products.

@@ -15,8 +15,7 @@ from megatron_nemotron3.launch.plan.hardware import GPU
 from megatron_nemotron3.launch.plan.kinds import resolve, symbols
 from megatron_nemotron3.launch.plan.timing import ASSUMED, Assumptions
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.models.flops import layer_flops
-from megatron_nemotron3.models.parameters import count, elements_outside_layers, layer_tensors
+from megatron_nemotron3.models.parameters import count, elements_outside_layers, layer_flops, layer_tensors
 
 #: Bytes of a weight, key, value or input of the convolution, and of an element of Mamba's state.
 _BF16, _FP32 = 2, 4

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_nemotron3.common import plots, record
+from megatron_nemotron3.common.files import write_json
 from megatron_nemotron3.common.output import Bar, interval, paired
 from megatron_nemotron3.inference.generate.checkpoint_folder import find_checkpoint
 from megatron_nemotron3.inference.generate.command import load_engine
@@ -70,7 +71,7 @@ def measure(checkpoint: Path, given: BoostInputs, options: argparse.Namespace, k
         accepted = acceptance(engine, prompts, new, range(1, depths + 1), bar.add)
     lengths = tuple(one.speculation.acceptance_length for one in accepted)
     result = DraftResult(found.checkpoint.name, measured.agreement, lengths)
-    record.write(kept, asdict(result), indent=None)
+    write_json(kept, asdict(result), indent=None)
     return result
 
 

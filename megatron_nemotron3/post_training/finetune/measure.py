@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_nemotron3.common import record
+from megatron_nemotron3.common.files import write_json
 from megatron_nemotron3.common.output import Bar
 from megatron_nemotron3.inference.generate.checkpoint_folder import find_checkpoint
 from megatron_nemotron3.inference.generate.command import load_engine
@@ -61,7 +62,7 @@ def measure(
     (row,) = generate(engine, [prompt], GenerationOptions(NEW_TOKENS, stop=words.stop)).rows
     answer = words.decode(row.tokens)
     found = HeldOutResult(losses.per_token, losses.per_conversation, answer)
-    record.write(kept, asdict(found))
+    write_json(kept, asdict(found))
     return found
 
 

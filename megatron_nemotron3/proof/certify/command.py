@@ -17,8 +17,8 @@ from types import FrameType
 from typing import Any
 
 from megatron_nemotron3.common import lock
-from megatron_nemotron3.common.options import add_options
-from megatron_nemotron3.common.output import Bar, add_json, result, say
+from megatron_nemotron3.common.options import add_option, add_options, json_flag
+from megatron_nemotron3.common.output import Bar, result, say
 from megatron_nemotron3.launch.command import add_launch, add_published
 from megatron_nemotron3.launch.script_options import add_set
 from megatron_nemotron3.models.command import ModelOptions
@@ -60,7 +60,7 @@ def register(commands: Any) -> None:
     proof.add_argument(
         "--check", type=Path, metavar="CERTIFICATE", help="whether this certificate belongs to LAUNCH"
     )
-    add_json(command)
+    add_option(command, "json", json_flag(), bool)
     add_launch(command, precision="bf16")
     add_published(command)
     command.set_defaults(run=lambda options: certify(options, command))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_nemotron3.common import record
+from megatron_nemotron3.common.files import write_json
 from megatron_nemotron3.train.data.indexed import DatasetInfo, write_dataset
 from megatron_nemotron3.train.data.splits import default_split, split_documents
 from megatron_nemotron3.train.data.text import Texts, read_texts
@@ -125,7 +126,7 @@ def _build(root: Path, digest: str, documents: Sequence[str], kind: str, vocab_s
             if file.is_file() and not any(part.startswith(".") for part in file.relative_to(root).parts)
         },
     }
-    record.write(root / _MANIFEST, manifest, indent=2)
+    write_json(root / _MANIFEST, manifest, indent=2)
     return manifest
 
 

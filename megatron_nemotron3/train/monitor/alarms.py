@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from megatron_nemotron3.models.series import AGGREGATES, spoken
+from megatron_nemotron3.models.series import AGGREGATES, display_name
 from megatron_nemotron3.train.monitor.rules import RULES, MonitorRule
 from megatron_nemotron3.train.monitor.signs import WINDOW, Point, Series, Sign, number
 
@@ -137,7 +137,7 @@ def _rows_of(series: Series) -> set[str]:
 
 def _message(rule: MonitorRule, signs: Mapping[str, Sign]) -> str:
     worst = max(signs, key=lambda row: signs[row].size)
-    others = [spoken(row) for row in signs if row != worst]
+    others = [display_name(row) for row in signs if row != worst]
     more = ""
     if others:
         named = ", ".join(others[:NAMED]) + (", …" if len(others) > NAMED else "")

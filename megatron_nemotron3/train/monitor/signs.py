@@ -19,7 +19,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_nemotron3.models.series import AGGREGATES, is_decoder, spoken
+from megatron_nemotron3.models.series import AGGREGATES, display_name, is_decoder
 
 Point = tuple[int, float]
 Series = Mapping[str, Sequence[Point]]
@@ -129,7 +129,7 @@ def router_collapse(series: Series) -> Signs:
         firm = share >= _threshold("collapse") or jumped
         if firm or share >= _threshold("uneven"):
             was = "" if before is None else f", from {before:.2f}"
-            text = f"MaxVio of {spoken(row)} is {value:.2f}{was}; {bound:.2f} is the most possible"
+            text = f"MaxVio of {display_name(row)} is {value:.2f}{was}; {bound:.2f} is the most possible"
             found[row] = Sign(text, share, firm)
     return found
 
@@ -158,7 +158,7 @@ def router_outlier(series: Series) -> Signs:
             begun, before = layers[row][0]
             scale = "," if value == now[row] else f" of {bounds[row]:.1f}; {value:.1f} of {usual:.1f} is"
             found[row] = Sign(
-                f"MaxVio of {spoken(row)} is {now[row]:.1f} ({before:.1f} at iteration {begun}){scale} "
+                f"MaxVio of {display_name(row)} is {now[row]:.1f} ({before:.1f} at iteration {begun}){scale} "
                 f"{value / median:.1f} times the median layer's {median:.1f}",
                 value,
                 value >= limit,
@@ -195,7 +195,7 @@ def dead_experts(series: Series) -> Signs:
         long = len(points) >= history and all(value >= 1 for _, value in points[-history:])
         steps = points[-1][0] - points[-2][0] if len(points) > 1 else points[-1][0]
         text = (
-            f"{dead:.0f} of {experts:.0f} experts of {spoken(row)} got none of {tokens:,.0f} tokens in "
+            f"{dead:.0f} of {experts:.0f} experts of {display_name(row)} got none of {tokens:,.0f} tokens in "
             f"{steps} steps; balance would leave out {expected:.1g}"
         )
         found[row] = Sign(text, dead, unlikely or long)
@@ -207,7 +207,9 @@ def no_gradient(series: Series) -> Signs:
     limit = _threshold("no_gradient")
     return {
         row: Sign(
-            f"{100 * share:.1f} % of the gradients of {spoken(row)} are exactly zero", share, share >= limit
+            f"{100 * share:.1f} % of the gradients of {display_name(row)} are exactly zero",
+            share,
+            share >= limit,
         )
         for row, points in _rows(series, "zero_gradients")
         if (share := points[-1][1]) >= OVER * limit
@@ -221,7 +223,7 @@ def residual_jump(series: Series) -> Signs:
     layers = [(row, points[-1][1], _base(points)) for row, points in _rows(series, "residual_rms")]
     for i, (row, now, before) in enumerate(layers):
         if before and now >= jump * before:
-            text = f"residual RMS behind {spoken(row)} is {now:.3G}, from {before:.3G}"
+            text = f"residual RMS behind {display_name(row)} is {now:.3G}, from {before:.3G}"
             found[row] = Sign(text, _growth(layers, i))
     ratio = series.get(f"{AGGREGATES}/residual_rms_last_over_first")
     decoder = [i for i, (row, _, _) in enumerate(layers) if is_decoder(row)]
@@ -233,7 +235,8 @@ def residual_jump(series: Series) -> Signs:
         steepest = max(decoder[1:], key=lambda i: _growth(layers, i))
         where, row = layers[steepest][0], layers[decoder[-1]][0]
         was = "" if before is None else f", from {before:.3G}"
-        text = f"residual RMS, last layer over first, is {now:.3G}{was}; it grew most across {spoken(where)}"
+        place = display_name(where)
+        text = f"residual RMS, last layer over first, is {now:.3G}{was}; it grew most across {place}"
         found[row] = Sign(text, now, jumped or now >= most)
     return found
 
@@ -257,7 +260,8 @@ def bias_drift(series: Series) -> Signs:
         now = points[-1][1]
         if now >= OVER * (limit := _threshold("bias_range")):
             found[row] = Sign(
-                f"the expert biases of {spoken(row)} differ by up to {now:.2f}; scores differ by less than 1",
+                f"the expert biases of {display_name(row)} differ by up to {now:.2f}; scores differ by less "
+                "than 1",
                 now,
                 now >= limit,
             )
@@ -270,7 +274,7 @@ def bias_drift(series: Series) -> Signs:
             speed = abs(after - before) / (iteration - begun)
             if speed > _threshold("bias_step") * most + 1e-5:
                 found[row] = Sign(
-                    f"the {what} of the expert biases of {spoken(row)} moved by {speed:.2g} per step; "
+                    f"the {what} of the expert biases of {display_name(row)} moved by {speed:.2g} per step; "
                     f"their update moves it by at most {most:.2g}",
                     speed,
                 )

@@ -12,7 +12,7 @@ from megatron_nemotron3.common import plots
 from megatron_nemotron3.common.files import require_plot
 from megatron_nemotron3.common.options import add_command, argument, json_flag, option
 from megatron_nemotron3.common.output import result, say
-from megatron_nemotron3.models.series import AGGREGATES, KINDS, is_decoder, layer_ticks, spoken
+from megatron_nemotron3.models.series import AGGREGATES, KINDS, display_name, is_decoder, layer_ticks
 from megatron_nemotron3.train.monitor import events
 from megatron_nemotron3.train.monitor.alarms import scan
 from megatron_nemotron3.train.monitor.events import History
@@ -107,7 +107,7 @@ def draw_losses(axes: Any, history: History) -> None:
     """Draw the losses that Megatron writes."""
     for tag in sorted(filter(_LOSS.fullmatch, history)):
         name = tag.removesuffix(" loss")
-        label = "next token" if name == "lm" else spoken(name)
+        label = "next token" if name == "lm" else display_name(name)
         axes.plot(*zip(*history[tag]), label=label)
     axes.set(title="Training loss", ylabel="nats per token")
     plots.step_axis(axes)
@@ -121,7 +121,7 @@ def draw_panel(axes: Any, kind: str, series: History) -> None:
     axes.set_title(about.title)
     if len(series) <= LINES:
         for row, points in series.items():
-            axes.plot(*zip(*points), lw=1, label=spoken(row))
+            axes.plot(*zip(*points), lw=1, label=display_name(row))
         if about.log_scale:
             axes.set_yscale("log")
         axes.set_ylabel(about.unit)

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_nemotron3.checkpoints.folders import locate_one
 from megatron_nemotron3.common import record
+from megatron_nemotron3.common.files import write_json
 from megatron_nemotron3.train.teacher.vocabulary import Vocabulary
 
 MANIFEST = "manifest.json"
@@ -46,7 +47,7 @@ class LogitsManifest:
 
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        record.write(folder / MANIFEST, {"format": _FORMAT, **asdict(self)})
+        write_json(folder / MANIFEST, {"format": _FORMAT, **asdict(self)})
 
 
 def is_stored(folder: Path) -> bool:

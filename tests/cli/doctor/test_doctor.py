@@ -11,17 +11,18 @@ import pytest
 import torch
 
 from megatron_nemotron3 import cli
-from megatron_nemotron3.cli.doctor import gpu, loading, packages, recipe
+from megatron_nemotron3.cli.doctor import gpu, loading, packages
 from megatron_nemotron3.cli.doctor import step as steps
-from megatron_nemotron3.cli.doctor.finding import failed, render
-from megatron_nemotron3.precision import settings
+from megatron_nemotron3.cli.doctor.command import emulation
+from megatron_nemotron3.cli.doctor.finding import render
+from megatron_nemotron3.common.switches import EMULATE
 from megatron_nemotron3.proof.certify.ranks import run_distributed
 
 GOOD = {"python": "3.12.1", "torch": "2.11.0", "megatron-core": "0.19.2", "triton": "3.6.0"}
 
 
 def test_a_good_environment() -> None:
-    assert not failed(packages.check(GOOD))
+    assert not [finding for finding in packages.check(GOOD) if finding.level == "error"]
     assert {f.subject: f.level for f in packages.check(GOOD)}["mamba-ssm"] == "absent"
 
 
@@ -173,13 +174,12 @@ def test_a_step_finds_parameters_without_gradient() -> None:
 def test_the_doctor_says_what_is_emulated(
     value: str, level: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(settings.VARIABLE, value)
-    assert {f.subject: f.level for f in recipe.findings()}.get(settings.VARIABLE) == level
+    monkeypatch.setenv(EMULATE, value)
+    assert {f.subject: f.level for f in emulation()}.get(EMULATE) == level
 
 
 def test_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "PROBES", ())
-    monkeypatch.setattr(loading.load_all, "__defaults__", ((),))
     assert cli.main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert list(found) == ["packages", "imports", "gpu", "precision", "verdict"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_nemotron3.models.table import markdown
+from tests.docs.models_table import markdown
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "reference" / "models.md"
 

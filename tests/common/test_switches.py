@@ -10,7 +10,7 @@ import pytest
 from megatron_nemotron3.common import switches
 from megatron_nemotron3.common.switches import MONITOR, SWITCHES, EnvironmentSetting
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 _NAME = re.compile(r"NEMOTRON3_[A-Z0-9]+(?:_[A-Z0-9]+)*")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_nemotron3.common import record
+from megatron_nemotron3.common.files import write_json
 
 
 def _begin(folder: Path, content: dict[str, object]) -> None:
@@ -58,7 +59,7 @@ def test_a_damaged_record_is_an_error_that_names_the_file(tmp_path: Path, text: 
 
 
 def test_a_record_is_read_to_a_limit(tmp_path: Path) -> None:
-    record.write(tmp_path / "x.json", {"a": "b" * 100})
+    write_json(tmp_path / "x.json", {"a": "b" * 100})
     assert record.read(tmp_path / "x.json") == {"a": "b" * 100}
     with pytest.raises(ValueError, match="longer than 10 bytes"):
         record.read(tmp_path / "x.json", limit=10)

@@ -1,7 +1,4 @@
-"""The catalog as a Markdown page, docs/reference/models.md. A test compares the two.
-
-python -m megatron_nemotron3.models.table > docs/reference/models.md
-"""
+"""The page docs/reference/models.md: the catalog, in Markdown."""
 
 from __future__ import annotations
 
@@ -92,7 +89,7 @@ def markdown() -> str:
     lines = [
         "# Models",
         "",
-        "Generated from the catalog: `python -m megatron_nemotron3.models.table > docs/reference/models.md`.",
+        "Generated from the catalog: `python -m tests.docs.pages`.",
         "`nemotron3 show NAME` prints one model in full, with sources.",
         "",
         *tables(_ROWS),
@@ -115,7 +112,3 @@ def markdown() -> str:
             rows = ", ".join(f"{width}/{topk}" for width, topk in c.moe_layers)
             lines.append(f"- `{c.name}` ({c.title}): {rows}")
     return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    print(markdown(), end="")
