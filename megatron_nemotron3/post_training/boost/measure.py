@@ -23,9 +23,6 @@ from megatron_nemotron3.inference.generate.evaluate_command import (
 )
 from megatron_nemotron3.post_training.boost.inputs import BoostInputs
 
-#: Longest file of what was measured that is read, in bytes.
-_LIMIT = 1 << 30
-
 
 @dataclass(frozen=True)
 class DraftResult:

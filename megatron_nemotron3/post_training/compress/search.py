@@ -44,7 +44,7 @@ class CandidateLosses(Protocol):
 
 
 @dataclass(frozen=True)
-class Alike:
+class UniformLosses:
     """Losses without measurements: every channel, head, expert, place in the top-k and layer counts alike."""
 
     config: Nemotron3Config
@@ -83,7 +83,7 @@ class SmallerModel:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """candidates: that with the least loss first. skipped: combinations of sizes that no model can have; why:
     the reason of the first."""
 
@@ -114,20 +114,20 @@ def search(
     budget: Mapping[str, float],
     serving: ServingUse,
     losses: CandidateLosses | None = None,
-) -> Found:
+) -> SearchResult:
     """Return the candidates that meet the budget: of each combination of the model's sizes the best that
     is found, and the best whose E layers are alike.
 
     Args:
         values: name of `DIMENSIONS` -> values to choose from.
         budget: name of `budget.MEASURES` -> limit, in elements, bytes or seconds.
-        losses: None: `Alike`.
+        losses: None: `UniformLosses`.
 
     Raises:
         NoCandidate: none meets the budget.
         ValueError: an unknown name, a value that the model cannot have, or too many combinations.
     """
-    losses = losses or Alike(config)
+    losses = losses or UniformLosses(config)
     found: list[SmallerModel] = []
     nearest: list[SmallerModel] = []
     refused: list[ValueError] = []
@@ -149,7 +149,7 @@ def search(
         raise refused[0]
     if not found:
         raise NoCandidate(min(nearest, key=lambda one: max(one.costs[n] / budget[n] for n in budget)), budget)
-    return Found(tuple(sorted(found, key=_order)), len(refused), str(refused[0]) if refused else "")
+    return SearchResult(tuple(sorted(found, key=_order)), len(refused), str(refused[0]) if refused else "")
 
 
 def _combinations(values: Mapping[str, Sequence[int]]) -> Iterator[dict[str, int]]:

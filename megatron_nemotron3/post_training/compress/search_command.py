@@ -16,10 +16,10 @@ from megatron_nemotron3.models.command import ModelOptions, chosen_model
 from megatron_nemotron3.models.show import describe
 from megatron_nemotron3.post_training.compress.budget import MEASURES, amount, costs, parse_budget
 from megatron_nemotron3.post_training.compress.search import (
-    Alike,
     CandidateLosses,
-    Found,
+    SearchResult,
     SmallerModel,
+    UniformLosses,
     search,
     sizes_text,
 )
@@ -88,7 +88,7 @@ def search_command(options: SearchOptions) -> int:
 
 def _losses(file: Path | None, config: Nemotron3Config) -> CandidateLosses:
     if file is None:
-        return Alike(config)
+        return UniformLosses(config)
     from megatron_nemotron3.post_training.compress.losses import ScoredLosses
     from megatron_nemotron3.post_training.compress.scores import Scores
 
@@ -99,7 +99,7 @@ def _say(
     config: Nemotron3Config,
     budget: dict[str, float],
     serving: ServingUse,
-    found: Found,
+    found: SearchResult,
     options: SearchOptions,
 ) -> None:
     def row(number: str, loss: str, values: list[str], sizes: str) -> None:

@@ -45,7 +45,7 @@ class AcrossTokenizers:
 
     def prepare(self, given: dict[str, Any], tokens: int, rows: int) -> None:
         """Run the teacher on the text of input_ids [b, s / cp], of packed rows also on their last labels."""
-        note = self._chunk.told(lambda: self._aligned(given, tokens * self._cp.size()))
+        note = self._chunk.from_first_stage(lambda: self._aligned(given, tokens * self._cp.size()))
         ids, ours, theirs, sizes, borders, *_ = note
         self._alignment = Alignment(ours.T, theirs.T, sizes.shape[1], (sizes[0], sizes[1]))
         length, packed = ids.shape[1], None

@@ -44,7 +44,7 @@ class Line:
         dist.recv(into, src=self.ranks[place], group=self._group)
         return into
 
-    def tell(self, note: Sequence[Tensor]) -> None:
+    def broadcast(self, note: Sequence[Tensor]) -> None:
         """Send int64 matrices from the first place to all others."""
         if len(self.ranks) == 1:
             return
@@ -55,7 +55,7 @@ class Line:
             self.send(body[: 2 * _MOST], place)
             self.send(body[2 * _MOST :], place)
 
-    def hear(self, device: torch.device) -> list[Tensor]:
+    def receive_broadcast(self, device: torch.device) -> list[Tensor]:
         """Wait for a note of the first place; behind its matrices follow empty ones."""
 
         def next_one(size: int) -> Tensor:

@@ -118,17 +118,17 @@ class TeacherChunk:
     def __init__(self, teacher: Teacher, student: HybridModel, model: HybridModel) -> None:
         self._teacher, self._student = teacher, student
         self._model: Any = model
-        self._told = 0
+        self._notes = 0
 
-    def told(self, make: Callable[[], list[Tensor]]) -> list[Tensor]:
+    def from_first_stage(self, make: Callable[[], list[Tensor]]) -> list[Tensor]:
         """What the student's first stage makes of its next micro-batch, int64 matrices, on every stage."""
-        teacher, number, virtual = self._teacher, self._told, self._student.vp_stage or 0
-        self._told += 1
+        teacher, number, virtual = self._teacher, self._notes, self._student.vp_stage or 0
+        self._notes += 1
         if virtual == 0 and self._student.pre_process:
             note = make()
-            teacher.line.tell(note)
+            teacher.line.broadcast(note)
         elif virtual == 0:
-            note = teacher.line.hear(next(self._student.parameters()).device)
+            note = teacher.line.receive_broadcast(next(self._student.parameters()).device)
         else:
             note = teacher.known.pop(number)
         if virtual < teacher.layout.vpp - 1:

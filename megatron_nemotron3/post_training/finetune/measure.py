@@ -18,8 +18,6 @@ from megatron_nemotron3.inference.generate.text import Tokenizer
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.train.data.conversations import Encoded
 
-#: Longest file of what was measured that is read, in bytes.
-_LIMIT = 1 << 30
 #: Tokens of a sample.
 NEW_TOKENS = 48
 

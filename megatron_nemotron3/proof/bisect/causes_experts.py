@@ -116,9 +116,9 @@ def _bias_kept(context: Context) -> Steps:
     """The expert bias is in the probabilities, too."""
     seen: list[Tensor] = []
 
-    def moe(plain: Any, prefix: str, c: Any, x: Tensor, settle: Any = None) -> Any:
+    def moe(plain: Any, prefix: str, c: Any, x: Tensor, select: Any = None) -> Any:
         def noted(selection: Any) -> Tensor:
-            taken: Tensor = selection.experts if settle is None else settle(selection)
+            taken: Tensor = selection.experts if select is None else select(selection)
             seen.append(selection.scores.gather(1, taken))
             return taken
 
@@ -132,8 +132,8 @@ def _bias_kept(context: Context) -> Steps:
 def _topk(context: Context, more: int) -> Steps | None:
     """Another number of experts per token."""
 
-    def moe(plain: Any, prefix: str, c: Any, x: Tensor, settle: Any = None) -> Any:
-        return plain(prefix, c.but(moe_router_topk=c.moe_router_topk + more), x, settle)
+    def moe(plain: Any, prefix: str, c: Any, x: Tensor, select: Any = None) -> Any:
+        return plain(prefix, c.but(moe_router_topk=c.moe_router_topk + more), x, select)
 
     new = (context.config.moe_router_topk or 0) + more
     return {"moe": moe} if 1 < new <= (context.config.num_moe_experts or 0) else None

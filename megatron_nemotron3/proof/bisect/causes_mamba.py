@@ -159,7 +159,7 @@ def _grouped(y: Tensor, z: Tensor, gain: Tensor, group: int, eps: float = GATED_
     return gated_group_rms_norm(y, z, gain, group_size=group, eps=eps)
 
 
-def _groups_in_turn(plain: Any, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Any:
+def _interleaved_groups(plain: Any, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Any:
     """Head i has B and C of group i modulo the groups."""
     taken = torch.arange(x.shape[2]) % B.shape[2]
     return plain(x, dt, A, B[:, :, taken], C[:, :, taken], D)
@@ -221,7 +221,7 @@ def mamba_causes() -> Iterator[Cause]:
         "A_log instead of its exponential": _operands(A=lambda A: -(-A).log().abs()),
         "A of the negative A_log": _operands(A=torch.reciprocal),
         "A of 1": _operands(A=lambda A: -torch.ones_like(A)),
-        "heads in other groups of B and C": step(scan=_groups_in_turn),
+        "heads in other groups of B and C": step(scan=_interleaved_groups),
         "no dt_bias": instead(time_steps=lambda dt, bias: F.softplus(dt)),
         "dt_bias added after softplus": instead(time_steps=lambda dt, bias: F.softplus(dt) + bias),
         "no softplus of the time steps": instead(time_steps=lambda dt, bias: dt + bias),

@@ -149,10 +149,10 @@ class Recomputation:
         reference = self._changed(prefix.megatron, change)
         updates: list[Tensor] = []
         routing: list[RowRouting] = []
-        settle = None if prefix.part != "E" else partial(_settle, routing, experts, noise)
+        select = None if prefix.part != "E" else partial(_select_experts, routing, experts, noise)
         size = max(1, self.tokens // max(1, x.shape[1]))
         for start in range(0, len(x), size):
-            updates.append(reference.layer(prefix, x[start : start + size], settle)[0])
+            updates.append(reference.layer(prefix, x[start : start + size], select)[0])
         update = torch.cat(updates)
         stream = x + update
         for row, one in enumerate(noise):
@@ -280,7 +280,9 @@ class _ChangedReader(TensorReader):
         yield 0, len(changed), changed
 
 
-def _settle(found: list[RowRouting], given: Tensor | None, noise: Noises, selection: Selection) -> Tensor:
+def _select_experts(
+    found: list[RowRouting], given: Tensor | None, noise: Noises, selection: Selection
+) -> Tensor:
     """Note what the router decided for the next row, and return the experts to use."""
     scores, experts, row = selection.scores, selection.experts, len(found)
     topk = experts.shape[1]

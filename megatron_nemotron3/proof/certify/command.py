@@ -22,12 +22,13 @@ from megatron_nemotron3.common.output import Bar, add_json, result, say
 from megatron_nemotron3.launch.command import add_launch, add_published
 from megatron_nemotron3.launch.script_options import add_set
 from megatron_nemotron3.models.command import ModelOptions
-from megatron_nemotron3.proof.certify import certificate, twin_text
-from megatron_nemotron3.proof.certify import twin as twins
+from megatron_nemotron3.proof.certify import certificate, proxy_text
 from megatron_nemotron3.proof.certify.bench import Bench, last_line
 from megatron_nemotron3.proof.certify.finding import Finding, PropertyState, failed
+from megatron_nemotron3.proof.certify.large import LaunchRequest
 from megatron_nemotron3.proof.certify.proof import STAGES, Stage, prove
-from megatron_nemotron3.proof.certify.reading import Asked, checkout, read
+from megatron_nemotron3.proof.certify.proxy import ProxyLaunch, make
+from megatron_nemotron3.proof.certify.reading import checkout, read
 
 #: Worlds that `--ranks` may name.
 RANKS = (2, 4, 8, 16, 32)
@@ -68,27 +69,14 @@ def register(commands: Any) -> None:
 
 def certify(options: argparse.Namespace, command: argparse.ArgumentParser) -> int:
     """Prove a launch. Exit status 0 if nothing failed, else 1."""
-    asked = read(options, command)
-    normalised = certificate.normalised(
-        asked.flags,
-        asked.world_size,
-        asked.emulate.text() if asked.emulate else "",
-        asked.lora,
-        asked.boost,
-    )
+    request = read(options, command)
+    normalised = certificate.normalised(request)
     if options.check is not None:
         return _check(options, normalised)
     _require_packages()
-    twin = twins.make(
-        asked.flags,
-        options.ranks,
-        world_size=asked.world_size,
-        vocab_size=asked.vocab_size,
-        lora=asked.lora,
-        boost=asked.boost,
-    )
+    proxy = make(request, options.ranks)
     source, folder = checkout(), options.output
-    _require_memory(max(sizes.layout.world_size for sizes in twin.sizes))
+    _require_memory(max(sizes.layout.world_size for sizes in proxy.sizes))
     _require_folder(folder)
     begun = time.monotonic()
     with (
@@ -98,22 +86,22 @@ def certify(options: argparse.Namespace, command: argparse.ArgumentParser) -> in
         _quiet(),
         tempfile.TemporaryDirectory(prefix="nemotron3-certify-") as work,
     ):
-        for line in _introduction(asked, twin):
+        for line in _introduction(request, proxy):
             say(line)
         _start_server(Path(work) / "ranks.log")
         bench = Bench(
-            twin=twin,
-            flags=asked.flags,
+            proxy=proxy,
+            flags=request.flags,
             folder=Path(work),
-            emulate=asked.emulate,
+            emulate=request.emulate,
             gpu=options.gpu,
             checkout=source,
         )
         findings = list(_shown(bench))
         data = certificate.make(
-            title=asked.title,
+            title=request.title,
             command=normalised,
-            twin=twin,
+            proxy=proxy,
             findings=findings,
             checkout=source,
             seconds=time.monotonic() - begun,
@@ -153,11 +141,11 @@ def _check(options: argparse.Namespace, command: dict[str, list[str]]) -> int:
     return 0 if belongs else 1
 
 
-def _introduction(asked: Asked, twin: twins.Twin) -> Iterator[str]:
+def _introduction(request: LaunchRequest, proxy: ProxyLaunch) -> Iterator[str]:
     """Yield what is proven, and on what."""
-    yield f"{asked.title}: {twin.large}"
-    yield from (f"note: {note}" for note in asked.notes)
-    yield from twin_text.lines(twin)
+    yield f"{request.title}: {proxy.large}"
+    yield from (f"note: {note}" for note in request.notes)
+    yield from proxy_text.lines(proxy)
     yield ""
 
 

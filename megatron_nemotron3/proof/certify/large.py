@@ -1,4 +1,4 @@
-"""What the options of a launch say: its model, stages and layout. Standard library only."""
+"""What the options of a launch say: its model, stages and layout."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Any
 
 from megatron_nemotron3.checkpoints.convert.megatron_args import config_of
 from megatron_nemotron3.launch import ParallelLayout, parser, versions
+from megatron_nemotron3.launch.flag import Flag
 from megatron_nemotron3.launch.script import is_known
 from megatron_nemotron3.launch.stored_model import Taken
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models import pattern as patterns
 from megatron_nemotron3.models.stack_specs import MODULE
+from megatron_nemotron3.precision.settings import Emulation
 from megatron_nemotron3.proof.certify import options as table
 from megatron_nemotron3.proof.certify import stages as cuts
 from megatron_nemotron3.proof.certify.layouts import Sizes
@@ -54,7 +56,26 @@ _STACKS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Large:
+class LaunchRequest:
+    """A launch to certify."""
+
+    title: str = ""
+    #: Each once.
+    flags: tuple[Flag, ...]
+    notes: tuple[str, ...] = ()
+    emulate: Emulation | None = None
+    #: Adapters that it trains, as `LoRASettings.parse` reads them; None: it trains the weights.
+    lora: str | None = None
+    #: What MTP heads alone are trained for, as `Boost.parse` reads it; None: it trains the weights.
+    boost: str | None = None
+    #: GPUs of the launch; None: not known.
+    world_size: int | None = None
+    #: Tokens of the tokenizer, where no option says.
+    vocab_size: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullLaunch:
     """A launch as it is."""
 
     #: Options that decide something about model, layout or batch, with their values.
@@ -71,7 +92,7 @@ class Large:
     assumed: tuple[tuple[str, str], ...]
 
 
-def large_of(merged: Taken, world_size: int | None, vocab_size: int | None) -> Large:
+def full_launch(merged: Taken, world_size: int | None, vocab_size: int | None) -> FullLaunch:
     """Return what a launch says."""
     given = {flag.name: flag.values for flag in merged.flags if _counts(flag.name)}
     assumed = []
@@ -99,7 +120,7 @@ def large_of(merged: Taken, world_size: int | None, vocab_size: int | None) -> L
         int(given[name][0]) if name in given else None
         for name in ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
     )
-    return Large(
+    return FullLaunch(
         given=given,
         model=model,
         stages=tuple(cuts.of_launch(given[_PATTERN][0], sizes.layout.pp, first, last)),

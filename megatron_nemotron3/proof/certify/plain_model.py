@@ -41,7 +41,7 @@ class RouterCall:
 
 
 @dataclass
-class Passed:
+class ForwardResult:
     """What a pass over b rows gives."""
 
     #: [b, s, v], of the decoder and then of each MTP depth.
@@ -88,9 +88,9 @@ class PlainModel:
             else:
                 self.layers.append(prefix)
 
-    def __call__(self, tokens: Tensor) -> Passed:
+    def __call__(self, tokens: Tensor) -> ForwardResult:
         """Return what the model makes of tokens [b, s]."""
-        result = Passed()
+        result = ForwardResult()
         root = self.layers[0].hf.partition(".")[0]
         x = self._stack(self.layers, self.embedding[tokens], result)
         h = self._norm(x, f"{root}.norm_f.weight")
@@ -110,7 +110,7 @@ class PlainModel:
             result.logits.append(h @ self.output.T)
         return result
 
-    def _stack(self, layers: Sequence[Prefix], x: Tensor, result: Passed) -> Tensor:
+    def _stack(self, layers: Sequence[Prefix], x: Tensor, result: ForwardResult) -> Tensor:
         for layer in layers:
             u = self._norm(x, layer.hf + "norm.weight")
             if layer.part == "E":
@@ -172,7 +172,7 @@ class PlainModel:
         y = _rms(gated, GATED_NORM_EPSILON).reshape(b, n, -1) * self.hf[below + "norm.weight"]
         return y @ self.hf[below + "out_proj.weight"].T
 
-    def _experts(self, layer: Prefix, u: Tensor, result: Passed) -> Tensor:
+    def _experts(self, layer: Prefix, u: Tensor, result: ForwardResult) -> Tensor:
         c, below = layer.config, layer.hf + "mixer."
         assert c.num_moe_experts and c.moe_router_topk
         logits = u @ self.hf[below + "gate.weight"].T

@@ -72,7 +72,7 @@ class Objective:
 
 
 @dataclass
-class Defined:
+class DefinedStep:
     """One step by its definition."""
 
     #: Per token of the global batch; and the mean over micro-batches for each MTP depth.
@@ -90,7 +90,7 @@ def define(
     weights: Tensors,
     batch: Mapping[str, Tensor],
     choices: Mapping[str, Sequence[Tensor]],
-) -> Defined:
+) -> DefinedStep:
     """Compute one step from `weights`."""
     documents = case.documents or (case.seq_length,)
     parameters = leaves(weights)
@@ -120,7 +120,7 @@ def define(
     total += routed * _of_routers(objective, passed.routings, parts, repeats)
     trained = {key: t for key, t in parameters.items() if t.requires_grad}
     gradients = torch.autograd.grad(total, list(trained.values()))
-    return Defined(
+    return DefinedStep(
         loss=((losses[0] * masks[0]).sum() / counted).item(),
         mtp=[torch.stack(depth).mean().item() for depth in means[1:]],
         logits=[t.detach() for t in passed.logits],

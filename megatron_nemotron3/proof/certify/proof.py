@@ -1,4 +1,4 @@
-"""The proof of a launch: its twin in small layouts against one process, property by property.
+"""The proof of a launch: its proxy in small layouts against one process, property by property.
 
 A stage of the proof is a function from a `Bench` to findings. It reports what it finds as findings, also
 where Megatron itself refuses or ranks disagree; an exception is a defect of this package.
@@ -36,7 +36,7 @@ def layouts(bench: Bench) -> Iterator[Finding]:
     except (RuntimeError, TimeoutError) as problem:
         yield failed("training", "one process", last_line(problem))
         return
-    for sizes in bench.twin.sizes:
+    for sizes in bench.proxy.sizes:
         where = str(sizes)
         try:
             found = world.train(bench.case(sizes), start, bench.timeout)
@@ -79,7 +79,7 @@ STAGES: tuple[Stage, ...] = (
     Stage("one process against its definition", one_process, lambda bench: 8),
     Stage("number formats of the built model", built.census, lambda bench: 10),
     Stage("layouts against one process", layouts, lambda bench: 10 + bench.ranks),
-    Stage("the script itself", script, lambda bench: 25 + 2.5 * bench.twin.sizes[0].layout.world_size),
+    Stage("the script itself", script, lambda bench: 25 + 2.5 * bench.proxy.sizes[0].layout.world_size),
     Stage("monitors", monitors, lambda bench: 0.5),
     Stage("what needs a GPU", static.beyond, lambda bench: 0.1),
 )

@@ -1,7 +1,4 @@
-"""The launch that `nemotron3 certify` is asked about: a script, words of a command, or a model's name.
-
-Standard library only.
-"""
+"""The launch to certify: a script, the arguments of a command, or a model's name."""
 
 from __future__ import annotations
 
@@ -9,16 +6,14 @@ import argparse
 import os
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_nemotron3.launch import command_line, versions
 from megatron_nemotron3.launch.command import chosen_launch
-from megatron_nemotron3.launch.flag import Flag
 from megatron_nemotron3.launch.flags import flags
 from megatron_nemotron3.launch.script_options import given_options, text_of, variables
 from megatron_nemotron3.models import names
-from megatron_nemotron3.precision.settings import Emulation
+from megatron_nemotron3.proof.certify.large import LaunchRequest
 
 #: Names a Megatron-LM checkout whose script the launch runs.
 CHECKOUT = "MEGATRON_LM_DIR"
@@ -30,26 +25,7 @@ BESIDE = (
 _OWN = (".json", ".py")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """A launch, read."""
-
-    title: str
-    #: Each once.
-    flags: tuple[Flag, ...]
-    notes: tuple[str, ...] = ()
-    emulate: Emulation | None = None
-    #: Adapters that it trains, as `LoRA.parse` reads them.
-    lora: str | None = None
-    #: Whether it trains MTP heads alone, as `Boost.parse` reads it.
-    boost: str | None = None
-    #: GPUs of the launch; None: the text does not say.
-    world_size: int | None = None
-    #: Tokens of the tokenizer, where no option says.
-    vocab_size: int | None = None
-
-
-def read(options: argparse.Namespace, command: argparse.ArgumentParser) -> Asked:
+def read(options: argparse.Namespace, command: argparse.ArgumentParser) -> LaunchRequest:
     """Return the launch that the command line names.
 
     Raises:
@@ -68,7 +44,7 @@ def read(options: argparse.Namespace, command: argparse.ArgumentParser) -> Asked
     text = shlex.join(words) if target is None else text_of(target, target)
     given = variables(options.set)
     found = command_line.read_launch(text, given)
-    return Asked(
+    return LaunchRequest(
         title="command" if target is None else "standard input" if target == "-" else target,
         flags=tuple(found.flags),
         notes=tuple(found.notes),
@@ -79,14 +55,14 @@ def read(options: argparse.Namespace, command: argparse.ArgumentParser) -> Asked
     )
 
 
-def _named(options: argparse.Namespace) -> Asked:
+def _named(options: argparse.Namespace) -> LaunchRequest:
     if options.set:
         raise ValueError(f"--set {options.set[0]} sets a variable of a script, and none is given")
     launch = chosen_launch(options)
     world = launch.layout.world_size
     if options.gpus not in (None, world):
         raise ValueError(f"--gpus {options.gpus}: the layout has {world} ranks: give --dp instead")
-    return Asked(
+    return LaunchRequest(
         title=launch.config.name,
         flags=tuple(flags(launch)),
         emulate=launch.emulate,

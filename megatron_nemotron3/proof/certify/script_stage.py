@@ -23,7 +23,7 @@ from megatron_nemotron3.proof.certify.script_run import ScriptRun, script_of
 from megatron_nemotron3.proof.certify.tensors import Tensors, unmatched
 from megatron_nemotron3.train.log import Curve
 
-#: Options of the launch that say how checkpoints are written. The twin's other words do without.
+#: Options of the launch that say how checkpoints are written. The proxy's other words do without.
 _CHECKPOINTS = re.compile(
     r"--(ckpt-(format|fully-parallel-.*|assume-constant-structure|drop-redundant-extra-state)"
     r"|async-(save|strategy|ckpt-.*)|use-persistent-ckpt-worker|dist-ckpt-.*|use-dist-ckpt)"
@@ -31,7 +31,7 @@ _CHECKPOINTS = re.compile(
 _RESHARDABLE, _DISTRIBUTED = "--dist-ckpt-optim-fully-reshardable", "--use-distributed-optimizer"
 _TUNING = "--sft"
 _BLENDS = {"--train-data-path", "--per-split-data-args-path", "--data-args-path"}
-#: The format of checkpoints of Megatron-FSDP, which the twin does without.
+#: The format of checkpoints of Megatron-FSDP, which the proxy does without.
 _OF_FSDP = "fsdp_dtensor"
 _STOCK_ONLY = {"--dataloader-inter-document-masking", "--hybrid-context-parallel"}
 #: Gradient norms are printed with three decimals.
@@ -47,7 +47,7 @@ def folder(bench: Bench) -> Path:
 
 def events(bench: Bench, run: str) -> Path:
     """The TensorBoard folder of a run that the monitors watched: "one-0" in one process, "layout" in the
-    first of the twin's layouts."""
+    first of the proxy's layouts."""
     return folder(bench) / run / "tensorboard"
 
 
@@ -55,7 +55,7 @@ def events(bench: Bench, run: str) -> Path:
 class Ran:
     """A run that came to its end, or was killed as planned."""
 
-    seen: observer.Seen
+    seen: observer.Observed
     curve: Curve
 
     def weights(self, step: int) -> Tensors:
@@ -107,7 +107,7 @@ class Scripts:
     def write_data(self) -> None:
         """Write what is trained on."""
         self.folder.mkdir()
-        tokens, longest = self.bench.twin.config.vocab_size, self.bench.twin.batch.seq_length
+        tokens, longest = self.bench.proxy.config.vocab_size, self.bench.proxy.batch.seq_length
         if _TUNING in self.given:
             data = script_data.write_conversations(self.folder, tokens, longest)
         else:
@@ -157,7 +157,7 @@ def script(bench: Bench) -> Iterator[Finding]:
         return
     yield passed("script", detail=str(scripts.script))
     if _OF_FSDP in (word for flag in bench.flags for word in flag.values):
-        yield untested("checkpoint format", f"{_OF_FSDP}: the twin writes torch_dist")
+        yield untested("checkpoint format", f"{_OF_FSDP}: the proxy writes torch_dist")
     scripts.write_data()
     scripts.write_starts()
     try:
@@ -167,7 +167,7 @@ def script(bench: Bench) -> Iterator[Finding]:
     except _FAILURES as problem:
         yield failed("training", "one process", last_line(problem))
         return
-    first = bench.twin.sizes[0]
+    first = bench.proxy.sizes[0]
     where = str(first)
     try:
         words = (*scripts.fresh(), *scripts.saving)
@@ -175,11 +175,11 @@ def script(bench: Bench) -> Iterator[Finding]:
     except _FAILURES as problem:
         yield failed("training", where, last_line(problem))
         return
-    spread = partial(_compared, bases, bench.twin.batch.sequences * bench.twin.batch.seq_length)
+    spread = partial(_compared, bases, bench.proxy.batch.sequences * bench.proxy.batch.seq_length)
     yield from against(spread, bases[0], killed, where)
     yield from written(scripts, killed, where)
     yield from resumed(scripts, first, killed)
-    for other in _others(bench.twin.sizes):
+    for other in _others(bench.proxy.sizes):
         yield from elsewhere(scripts, spread, other, bases[0], killed)
 
 
@@ -277,7 +277,7 @@ def written(scripts: Scripts, run: Ran, where: str) -> Iterator[Finding]:
     if kept := {key: t for key, t in found.items() if key in state}:
         yield stored.equal("optimizer state in the checkpoint", state, kept, where)
     rows = found["embedding.word_embeddings.weight"].shape[0]
-    tokens = scripts.bench.twin.config.vocab_size
+    tokens = scripts.bench.proxy.config.vocab_size
     yield from stored.round_trip(scripts.saved, rows, scripts.folder / "export", tokens)
 
 
@@ -299,7 +299,7 @@ def elsewhere(
     scripts: Scripts, compared: Callable[..., Finding], other: Sizes | None, base: Ran, saved: Ran
 ) -> Iterator[Finding]:
     """Load the first checkpoint in another layout and make the second step."""
-    where = f"{scripts.bench.twin.sizes[0]} to {other or 'one process'}"
+    where = f"{scripts.bench.proxy.sizes[0]} to {other or 'one process'}"
     optimizer = True
     if _DISTRIBUTED in scripts.given and _RESHARDABLE not in scripts.given:
         optimizer = False
@@ -309,7 +309,7 @@ def elsewhere(
     elif other is None and _DISTRIBUTED in scripts.given:
         optimizer = False
         yield untested("optimizer state loaded", "one process has no distributed optimizer here", where)
-    elif _expert_optimizer(other) != _expert_optimizer(scripts.bench.twin.sizes[0]):
+    elif _expert_optimizer(other) != _expert_optimizer(scripts.bench.proxy.sizes[0]):
         optimizer = False
         yield untested("optimizer state loaded", "Megatron does not load two optimizers as one", where)
     words = (*scripts.loading, *(() if optimizer else ("--no-load-optim", "--no-load-rng")))

@@ -1,4 +1,4 @@
-"""The small model of a twin: few small layers, related as the launch's are. Standard library only."""
+"""The small model of a proxy: few small layers, related as the launch's are. Standard library only."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def small_model(
     tp = max(s.layout.tp for s in sizes)
     ep = max(s.layout.ep for s in sizes)
     return model.but(
-        name="twin",
-        title=f"twin of {model.title}",
+        name="proxy",
+        title=f"proxy of {model.title}",
         pattern="".join(stages),
         source=patterns.PIPE.join(stages),
         mtp_pattern=mtp or None,

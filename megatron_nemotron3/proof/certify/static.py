@@ -70,7 +70,7 @@ def rules(bench: Bench) -> Iterator[Finding]:
 
 def formats(bench: Bench) -> Iterator[Finding]:
     """Yield the format of each kind of linear of the real model, as options and precision file decide it."""
-    launch, model = bench.launch, bench.twin.model
+    launch, model = bench.launch, bench.proxy.model
     if launch is None:
         yield untested(FORMATS, "the layout's sizes are unresolved shell variables")
         return
@@ -130,7 +130,7 @@ def memory(bench: Bench) -> Iterator[Finding]:
 
 def beyond(bench: Bench) -> Iterator[Finding]:
     """Yield what of the launch nothing here can try."""
-    for remark in bench.twin.remarks:
+    for remark in bench.proxy.remarks:
         if remark.treatment is Treatment.UNTESTED:
             names = f" ({', '.join(remark.options)})" if remark.options else ""
             yield untested(remark.what, f"{remark.instead}{names}")

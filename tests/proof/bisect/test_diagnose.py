@@ -51,7 +51,7 @@ def test_nobody_is_blamed(trainer: torch.dtype, engine: torch.dtype, hidden: boo
     """Prefill against decoding, in types of which one rounds 30,000 times as much."""
     sides = healthy_engine(trainer), healthy_engine(engine, decode=True)
     found = compare(recorded(sides[0], trainer, hidden), recorded(sides[1], engine, hidden))
-    assert found.blamed == [] and found.exit_status == 0
+    assert found.deviating == [] and found.exit_status == 0
     assert "neither deviates" in found.lines()[-1]
 
 
@@ -68,7 +68,7 @@ def test_nobody_is_blamed_with_other_weights(tmp_path: Path, seed: int) -> None:
         sides = [
             tuple(Engine(weights, dtype, decode).score(*one) for one in tokens()) for decode in (False, True)
         ]
-        assert compare(recorded(sides[0], dtype), recorded(sides[1], dtype), by).blamed == []
+        assert compare(recorded(sides[0], dtype), recorded(sides[1], dtype), by).deviating == []
 
 
 def _with_ties(favour: float = 0.0) -> Weights:
@@ -97,14 +97,14 @@ def test_ties_blame_nobody(tmp_path: Path, dtype: torch.dtype) -> None:
         found = compare(
             *(recorded(side, dtype, hidden) for side in sides), _opened(tmp_path / str(hidden), _with_ties())
         )
-        assert found.blamed == []
+        assert found.deviating == []
 
 
 def test_both_deviate() -> None:
     engine = Engine(checkpoint(5))
     other = recorded(tuple(engine.score(*one) for one in tokens()), FP32, False)
     found = compare(other, other)
-    assert found.blamed == ["trainer", "engine"] and found.exit_status == 1
+    assert found.deviating == ["trainer", "engine"] and found.exit_status == 1
     assert "both deviate" in found.lines()[-1] and "unknown cause" in "\n".join(found.lines())
 
 

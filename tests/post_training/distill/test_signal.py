@@ -57,7 +57,7 @@ class _Table:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    folder = tmp_path_factory.mktemp("lesson")
+    folder = tmp_path_factory.mktemp("signal")
     student = train(folder / "s", 380, digits=3)
     teacher = train(folder / "t", 340, digits=1, special=("<eos>",))
     Projection.build(ByteVocabulary(student), ByteVocabulary(teacher)).save(folder / "p")
@@ -103,12 +103,12 @@ def _step(folders: Folders, packed: bool, tp: int = 1, cp: int = 1) -> tuple[Ten
         given["packed_seq_params"] = PackedSeqParams(qkv_format="thd", cu_seqlens_q=borders)
     table = _Table(groups.tp.rank(), tp, cp)
     how = Distillation("teacher", "p-kl", 2.0, projection=str(folders[2]))
-    lesson = AcrossTokenizers(table, groups, how, folders[0], folders[1])  # type: ignore[arg-type]
+    signal = AcrossTokenizers(table, groups, how, folders[0], folders[1])  # type: ignore[arg-type]
     rows = len(given["labels"])
-    lesson.prepare(given, len(here), rows)
+    signal.prepare(given, len(here), rows)
     logits = torch.randn(length, rows, WIDTH, generator=torch.Generator().manual_seed(5))[here]
     mine = logits.chunk(tp, -1)[groups.tp.rank()].clone().requires_grad_()
-    found = lesson.divergence(mine)
+    found = signal.divergence(mine)
     found.sum().backward()
     assert mine.grad is not None
     return found.detach(), mine.grad, table.given
