@@ -112,7 +112,6 @@ def boost_command(options: argparse.Namespace) -> int:
 
 
 def _boost(options: argparse.Namespace, boost: Boost, given: BoostInputs) -> int:
-    """Do the steps that are left, while no other process does; the exit status."""
     from megatron_nemotron3.post_training.boost import measure as boost_measure
 
     out = options.output
@@ -139,7 +138,6 @@ def _boost(options: argparse.Namespace, boost: Boost, given: BoostInputs) -> int
 
 
 def _training_words(options: argparse.Namespace, given: BoostInputs, out: Path) -> list[object]:
-    """Words of `nemotron3 train`."""
     words: list[object] = ["--model", out / "model.json", "--pretrained", given.pretrained(out)]
     words += ["--data-path", given.prefix(out), "--tokenizer", given.tokenizer, "--output", out / "run"]
     words += ["--steps", given.steps, "--lr", given.lr, "--device", options.device]

@@ -52,7 +52,6 @@ class BoostInputs:
     record: dict[str, object]
 
     def pretrained(self, output: Path) -> Path:
-        """The folder of checkpoints that training starts from."""
         return output / "base" if self.hugging_face else self.found.checkpoint.parent
 
     def prefix(self, output: Path) -> str:
@@ -60,7 +59,6 @@ class BoostInputs:
         return str(Path(self.data_path or output / "data" / "corpus").absolute())
 
     def held_out(self, output: Path, tokens: int) -> list[int]:
-        """Tokens of the validation part."""
         return data_tokens(self.prefix(output), self.split, tokens)
 
 
@@ -133,7 +131,6 @@ def check(options: argparse.Namespace, boost: Boost, steps: int, lr: float) -> B
 
 
 def _require_tracked(found: CheckpointFolder, kind: str) -> None:
-    """Check that Megatron finds this checkpoint in its folder."""
     if kind != "torch_dist":
         raise ValueError(
             f"{found.checkpoint}: its kind, {kind}, is not boosted: nemotron3 convert to-hf makes a folder "
@@ -177,7 +174,6 @@ def _with_heads(
 
 
 def _data(options: argparse.Namespace, found: CheckpointFolder) -> tuple[str | None, str, tuple[str, ...]]:
-    """Prefix or documents, and the split."""
     if options.text is not None:
         documents = tuple(read_texts(options.text).documents)
         return None, default_split([len(document) for document in documents]), documents

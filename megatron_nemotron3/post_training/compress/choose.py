@@ -71,7 +71,6 @@ def _promise(partial: Option, prices: Sequence[float], even: Sequence[float], we
 
 
 def _share(option: Option, limits: Sequence[float]) -> Option:
-    """The option with its costs as shares of the limits."""
     return Option(option.loss, tuple(c / limit for c, limit in zip(option.costs, limits, strict=True)))
 
 

@@ -104,7 +104,6 @@ def prune_command(options: PruneOptions) -> int:
 
 
 def _check(options: PruneOptions, sizes: Sizes) -> None:
-    """Raise ValueError for options that do not go together, before anything is read."""
     measures = options.text is not None or options.data_path is not None
     if not measures and options.scores is None:
         raise ValueError("give --text PATH to measure importance on, or --scores FILE of a measurement")
@@ -143,7 +142,6 @@ def _ranks() -> int:
 
 
 def _layout(options: PruneOptions) -> ParallelLayout:
-    """Return the layout of all ranks of torchrun."""
     sizes = {name: getattr(options, name) for name in _LAYOUT}
     model, ranks = ParallelLayout(**sizes), _ranks()
     if ranks % (options.tp * options.pp):

@@ -99,7 +99,6 @@ class CutTensors(TensorSource):
 def _layers(
     model: Nemotron3Config, pruned: Nemotron3Config, layers: Sequence[int]
 ) -> Iterator[tuple[Prefix, Prefix]]:
-    """Pair the model's parts that stay with those of the pruned model."""
     head, *rest = prefixes(model)
     decoder, mtp = rest[: model.num_layers], rest[model.num_layers :]
     yield from zip((head, *(decoder[i] for i in layers), *mtp), prefixes(pruned), strict=True)

@@ -54,12 +54,10 @@ class UniformLosses:
         return [i * self.config.num_layers // number for i in range(number)]
 
     def experts(self, layer: int, width: int, topk: int) -> float:
-        """Add the shares of width and of top-k that are lost."""
         own = self.config.at(layer)
         return 2.0 - width / (own.moe_ffn_hidden_size or 1) - topk / (own.moe_router_topk or 1)
 
     def rest(self, config: Nemotron3Config, layers: Sequence[int]) -> float:
-        """Add the share of every size that is lost in each layer that has it, and 1 for every lost layer."""
         lost = float(self.config.num_layers - len(layers))
         for name, kinds in DIMENSIONS.items():
             old, new = getattr(self.config, name), getattr(config, name)
@@ -228,14 +226,12 @@ class _Space:
         return {**self.sizes, **by_layer}
 
     def candidate(self, rows: Sequence[_Row]) -> SmallerModel:
-        """Return the candidate with these rows."""
         sizes = self._sizes(rows)
         config = candidate_config(self.model, sizes, self.layers)
         lost = sum(self.losses.experts(layer, *row) for layer, row in zip(self.numbers, rows, strict=True))
         return SmallerModel(config, sizes, self.layers, self.rest + lost, costs(config, self.serving))
 
     def best(self) -> SmallerModel | None:
-        """Return the candidate with the least loss found within the budget, or None."""
         if not self._fits(self.smallest):
             return None
         groups = [
@@ -250,7 +246,6 @@ class _Space:
         return self.candidate([rows[index] for rows, index in zip(self.rows, picked, strict=True)])
 
     def best_alike(self) -> SmallerModel | None:
-        """Return the candidate with the least loss among those with one width and one top-k, or None."""
         if not self.rows:
             return None
 

@@ -131,7 +131,6 @@ def _say(
 
 
 def _words(best: SmallerModel) -> str:
-    """The best candidate as words for `nemotron3 prune`."""
     sizes = " ".join(
         f"{name}={','.join(map(str, size)) if isinstance(size, tuple) else size}"
         for name, size in best.sizes.items()

@@ -201,7 +201,6 @@ class OnePass(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, compute: Callable[[Tensor, bool], Computed]) -> Tensor:
-        """Compute both."""
         values, gradient = compute(logits.reshape(-1, logits.shape[-1]), ctx.needs_input_grad[0])
         if gradient is not None:
             ctx.save_for_backward(gradient.view(logits.shape))
@@ -210,7 +209,6 @@ class OnePass(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """[...] -> [..., v / tp]."""
         (gradient,) = ctx.saved_tensors
         return (gradient * grad[..., None]).to(gradient.dtype), None
 

@@ -116,7 +116,6 @@ def _require_folder(folder: Path, manifest: LogitsManifest) -> None:
 
 
 def _data(options: LogitsOptions, teacher: TeacherCheckpoint) -> TrainingData:
-    """The data set, its split and its tokenizer: those given, or those of the teacher's run."""
     if options.data_path and options.conversations:
         raise ValueError("--data-path and --conversations both say which rows to take: give one")
     run = of_run(teacher.run)

@@ -65,7 +65,6 @@ def _rows(
 
 
 def _batches(dataset: Any, samples: list[int], size: int) -> Iterator[Any]:
-    """Micro-batches of these samples."""
     for first in range(0, len(samples), size):
         yield default_collate([dataset[i] for i in samples[first : first + size]])
 

@@ -38,11 +38,9 @@ class OnlineSignal:
         self._vocabulary = min(student.vocab_size, teacher.found.vocabulary.entries or teacher.rows)
 
     def prepare(self, given: dict[str, Any], tokens: int, rows: int) -> None:
-        """Run the teacher's chunk."""
         self._hidden = self._chunk.forward(given, tokens, rows)
 
     def divergence(self, logits: Tensor) -> Tensor:
-        """As of `TeacherSignal`."""
         assert self._hidden is not None
         target, self._hidden = self._chunk.logits(self._hidden), None
         how = self._how
@@ -57,7 +55,6 @@ class StoredSignal:
         self._target: tuple[Tensor, Tensor] | None = None
 
     def prepare(self, given: dict[str, Any], tokens: int, rows: int) -> None:
-        """Look up the rows of a micro-batch."""
         if not self._student.post_process:
             return
         labels: Tensor = given["labels"]
@@ -72,7 +69,6 @@ class StoredSignal:
         )
 
     def divergence(self, logits: Tensor) -> Tensor:
-        """As of `TeacherSignal`."""
         assert self._target is not None
         target, self._target = self._target, None
         how, group, size = self._how, self._student.pg_collection.tp, self._student.vocab_size

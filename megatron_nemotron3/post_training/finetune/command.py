@@ -103,7 +103,6 @@ def finetune_command(options: FinetuneOptions) -> int:
 def _finetune(
     options: FinetuneOptions, lora: LoRASettings | None, checked: FineTuneInputs, held_out: Any, device: str
 ) -> int:
-    """Do the steps that are left, while no other process does; the exit status."""
     from megatron_nemotron3.post_training.finetune.measure import measure
 
     source, out = options.source, options.output

@@ -130,7 +130,6 @@ def prepare(inputs: FineTuneInputs, output: Path) -> list[Encoded]:
 
 
 def _write(inputs: FineTuneInputs, folder: Path) -> None:
-    """Write what the steps read."""
     (folder / "train.jsonl").write_bytes(b"".join(inputs.train.values()))
     (folder / "held_out.jsonl").write_bytes(b"".join(inputs.held_out.values()))
     write_json(folder / "model.json", describe(inputs.config))

@@ -130,7 +130,6 @@ class _Side:
         return _scattered(sums[: self._spans], self.context) / self._sizes
 
     def mean_probabilities(self) -> Tensor:
-        """Mean probabilities [r, v / p]; 0 where padded."""
         return self.mean(self.log_softmax().exp() * self.real)
 
 

@@ -76,11 +76,9 @@ class Cause:
 
     @property
     def moves(self) -> bool:
-        """Whether it changes what is embedded."""
         return self.ids is not None or self.embed is not None
 
     def start(self, model: Recomputation, ids: Tensor, context: Context) -> Tensor:
-        """What it embeds of ids [s]: [1, s, d]."""
         if self.ids is not None:
             ids = self.ids(ids, context)
         return model.embed(ids[None]) if self.embed is None else self.embed(ids)[None]

@@ -40,7 +40,6 @@ def _rotary(base: float, pairs: bool, share: float = 1.0) -> Make:
 
 @where
 def _scaled(context: Context, factor: Callable[[Nemotron3Config], float]) -> Steps | None:
-    """Scores times a factor."""
     by = factor(context.config)
     return None if by == 1 else {"positions": lambda plain, q, k: (q * by, k)}
 
@@ -76,7 +75,6 @@ def _window(tokens: int) -> Make:
 
 @where
 def _qkv(context: Context, places: Callable[[Nemotron3Config], Tensor | None]) -> Steps | None:
-    """Rows of linear_qkv in another order."""
     rows = places(context.config)
 
     def linear(plain: Any, x: Tensor, name: str, count: int) -> Any:

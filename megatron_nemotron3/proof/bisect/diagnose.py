@@ -54,7 +54,6 @@ class Investigation:
         self._hypotheses: Hypotheses | None = None
 
     def hypotheses(self, recording: Recording) -> Hypotheses:
-        """Those of the recorded tokens."""
         sequences, old = recording.sequences, self._hypotheses
         mtp = self.model.config.has_mtp and any(one.mtp_logprobs for one in sequences)
         if (
@@ -67,13 +66,11 @@ class Investigation:
         return old
 
     def compare(self, trainer: Recording, engine: Recording) -> Diagnosis:
-        """Say what is wrong with which."""
         self.hypotheses(engine).prepare(engine.dtype, trainer.dtype)
         sides = [self.side("engine", engine), self.side("trainer", trainer)]
         return Diagnosis(sides[1], sides[0], self.model.config.pattern)
 
     def side(self, name: str, recording: Recording) -> Side:
-        """Judge one system by itself."""
         hypotheses = self.hypotheses(recording)
         side, evidence = Side(name, recording.system, recording.dtype), _scores(hypotheses, recording)
         apart = evidence.differences()
@@ -166,8 +163,6 @@ def _scored(recording: Recording, rows: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _scores(hypotheses: Hypotheses, recording: Recording) -> Evidence:
-    """The recorded log-probabilities."""
-
     def of(runs: Sequence[SequenceRun]) -> list[Tensor]:
         return _scored(recording, [run.logprobs for run in runs])
 
@@ -178,14 +173,11 @@ def _scores(hypotheses: Hypotheses, recording: Recording) -> Evidence:
 
 
 def _mtp_scored(recording: Recording, rows: Sequence[Mapping[int, Tensor]]) -> list[Tensor]:
-    """As `_scored`, of MTP's log-probabilities of every sequence and depth."""
     pairs = zip(rows, recording.sequences, strict=True)
     return [row[d][max(one.prompt - 1 - d, 0) :] for row, one in pairs for d in one.mtp_logprobs]
 
 
 def _mtp_scores(hypotheses: Hypotheses, recording: Recording) -> Evidence | None:
-    """The recorded log-probabilities of MTP, if there are any."""
-
     def of(runs: Sequence[SequenceRun]) -> list[Tensor]:
         return _mtp_scored(recording, [run.mtp for run in runs])
 

@@ -70,7 +70,6 @@ class Side:
 
     @property
     def cause(self) -> str | None:
-        """The cause that explains it best."""
         return self.explanations[0].cause if self.explanations else None
 
 
@@ -84,7 +83,6 @@ class Diagnosis:
 
     @property
     def deviating(self) -> list[str]:
-        """Names of the sides that deviate."""
         return [side.name for side in (self.trainer, self.engine) if side.deviates]
 
     @property
@@ -93,12 +91,10 @@ class Diagnosis:
         return 1 if self.deviating else 0
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, for `--json`."""
         sides = {side.name: asdict(side) | {"cause": side.cause} for side in (self.trainer, self.engine)}
         return {"deviates": self.deviating, "pattern": self.pattern, **sides}
 
     def lines(self) -> list[str]:
-        """The findings in words."""
         result = [line for side in (self.trainer, self.engine) for line in self._side(side)]
         if not self.deviating:
             result.append("neither deviates: what they differ by is rounding and ties of routers")

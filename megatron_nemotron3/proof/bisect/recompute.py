@@ -254,8 +254,6 @@ def _scored(reference: ReferenceModel, normed: Tensor, ids: Tensor, noise: Noise
 
 
 class _ChangedReader(TensorReader):
-    """Some tensors of a reader changed."""
-
     def __init__(self, reader: TensorReader, prefix: str, change: Change) -> None:
         super().__init__(reader.side, reader.source, reader.names)
         self.experts = change.experts

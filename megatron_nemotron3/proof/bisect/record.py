@@ -244,7 +244,6 @@ class Recorder:
 
 
 def _merged(parts: Iterable[Pass]) -> Pass:
-    """What several chunks or stages have of one micro-batch."""
     result: Pass = {}
     for part in parts:
         result |= {key: value for key, value in part.items() if key != "next"}

@@ -38,7 +38,6 @@ def batches(case: TrainingCase) -> Callable[[int], Iterator[Batch]]:
 
 
 def _masked(case: TrainingCase, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """With the mask that the model gets, if it gets one."""
     if case.model_mask == "absent":
         return batch
     counted = batch.pop("padding", 0) if case.model_mask == "padding counts" else 0
@@ -72,7 +71,6 @@ def global_batch(case: TrainingCase, step: int) -> dict[str, Tensor]:
 
 
 def _cut(case: TrainingCase, batch: dict[str, Tensor]) -> Batch:
-    """This context-parallel rank's share, as the stock script cuts it."""
     from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_cp_rank
 

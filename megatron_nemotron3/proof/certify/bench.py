@@ -76,7 +76,6 @@ class Bench:
 
     @property
     def ranks(self) -> int:
-        """Processes of all small layouts together."""
         return sum(sizes.layout.world_size for sizes in self.proxy.sizes)
 
 

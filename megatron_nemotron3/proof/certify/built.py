@@ -111,7 +111,6 @@ def on_meta() -> Any:
 
 
 def _proxy(bench: Bench, launch: Launch) -> Iterator[Finding]:
-    """Yield whether each linear of the proxy that should emulate the format does."""
     from megatron_nemotron3.proof.certify.ranks import run_distributed
 
     small = Launch(

@@ -54,11 +54,9 @@ class TrainingCase:
     fault: Callable[[], None] | None = None
 
     def at(self, layout: ParallelLayout, **changes: Any) -> Self:
-        """The same training in another layout."""
         return replace(self, layout=layout, **changes)
 
     def argv(self) -> list[str]:
-        """Megatron's command line."""
         batch = {
             "--micro-batch-size": self.micro_batch_size,
             "--global-batch-size": self.sequences,

@@ -166,7 +166,6 @@ def make(
 
 
 def _finite(value: float | None) -> float | str | None:
-    """Return a number, or its name where JSON has none."""
     return value if value is None or abs(value) < float("inf") else repr(value)
 
 

@@ -142,7 +142,6 @@ def _check(options: argparse.Namespace, command: dict[str, list[str]]) -> int:
 
 
 def _introduction(request: LaunchRequest, proxy: ProxyLaunch) -> Iterator[str]:
-    """Yield what is proven, and on what."""
     yield f"{request.title}: {proxy.large}"
     yield from (f"note: {note}" for note in request.notes)
     yield from proxy_text.lines(proxy)
@@ -150,7 +149,6 @@ def _introduction(request: LaunchRequest, proxy: ProxyLaunch) -> Iterator[str]:
 
 
 def _shown(bench: Bench) -> Iterator[Finding]:
-    """Yield the findings of a proof; print a line for each property and a bar."""
     with _Progress(STAGES, bench) as progress:
         for stage in STAGES:
             progress.begin(stage)
@@ -223,7 +221,6 @@ class _Progress:
             self._bar.close()
 
     def begin(self, stage: Stage) -> None:
-        """The stage before is over."""
         with self._lock:
             self._before += self._current
             self._current, self._title = self._seconds[id(stage)], stage.title
@@ -232,7 +229,6 @@ class _Progress:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Take the bar away while something is printed."""
         with self._lock, self._bar.paused():
             yield
 
@@ -295,14 +291,12 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 def _require_packages() -> None:
-    """Raise unless what the ranks compute with is installed."""
     for package in ("torch", "megatron"):
         if importlib.util.find_spec(package) is None:
             raise ModuleNotFoundError(name=package)
 
 
 def _require_folder(folder: Path) -> None:
-    """Raise unless a certificate can be written to a folder."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output {folder} is not a folder")
     parent = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
@@ -316,7 +310,6 @@ def _require_folder(folder: Path) -> None:
 
 
 def _require_memory(ranks: int) -> None:
-    """Raise if the largest world does not fit into memory."""
     free, needed = available(), OWN_GIB + ranks * RANK_GIB
     if free < needed:
         raise ValueError(

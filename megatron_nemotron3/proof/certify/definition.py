@@ -153,7 +153,6 @@ def _compared(case: TrainingCase, objective: Objective, steps: Sequence[Observed
 
 
 def _biases(objective: Objective, seen: ObservedStep) -> Iterator[Distance]:
-    """Yield how far the expert biases are from the rule, by the tokens that the routers chose."""
     for layer, calls in seen.choices.items():
         key = f"{layer}mlp.router.expert_bias"
         if key not in seen.before:
@@ -188,7 +187,6 @@ class _ModelWatch:
         self.logits.append(output[0].detach().transpose(0, 1).clone())
 
     def take(self, microbatches: int) -> tuple[dict[str, list[Tensor]], list[Tensor]]:
-        """Return what was noted since the last call, the rows of all micro-batches together."""
         choices = {layer: _by_call(calls, microbatches) for layer, calls in self.choices.items()}
         *ahead, own = _by_call(self.logits, microbatches)  # Megatron computes MTP's first
         self.choices, self.logits = {}, []

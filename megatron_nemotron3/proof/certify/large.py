@@ -137,7 +137,6 @@ def _counts(name: str) -> bool:
 
 
 def _type(name: str) -> str:
-    """Return the type of an option in the newest version that has it."""
     found = (parser.argument(name, version) for version in reversed(versions.KNOWN))
     return next((known.type for known in found if known), "text")
 
@@ -153,7 +152,6 @@ def _number(name: str, words: tuple[str, ...], read: type[int] | type[float]) ->
 def _model(
     given: Mapping[str, tuple[str, ...]], vocab_size: int | None
 ) -> tuple[Nemotron3Config, list[tuple[str, str]]]:
-    """Return the model that the options describe, with Megatron's defaults for those that are missing."""
     values, assumed = dict[str, Any](_SWITCHES), list[tuple[str, str]]()
     defaults = {name: (text,) for name in _GIVEN_BY_MEGATRON if (text := parser.default(name, given))}
     for name, words in (defaults | dict(given)).items():
@@ -182,7 +180,6 @@ def _model(
 
 
 def _padded_size(given: Mapping[str, tuple[str, ...]], model: Nemotron3Config, tp: int) -> int:
-    """Return the rows of the launch's embedding."""
     if words := given.get("--padded-vocab-size"):
         return int(words[0])
     multiple = _size(given, "--make-vocab-size-divisible-by", 128) * tp

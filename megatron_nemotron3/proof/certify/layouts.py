@@ -46,7 +46,6 @@ class Sizes:
 
     @cached_property
     def pairs(self) -> frozenset[tuple[str, str]]:
-        """Pairs of features, each feature with itself among them."""
         return frozenset(itertools.combinations_with_replacement(sorted(self.features), 2))
 
     def __str__(self) -> str:

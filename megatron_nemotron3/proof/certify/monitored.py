@@ -38,7 +38,6 @@ def monitors(bench: Bench) -> Iterator[Finding]:
 
 
 def _first(history: events.History) -> Tensors:
-    """Return the monitors' values of the first step."""
     import torch
 
     return {

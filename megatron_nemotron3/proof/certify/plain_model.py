@@ -89,7 +89,6 @@ class PlainModel:
                 self.layers.append(prefix)
 
     def __call__(self, tokens: Tensor) -> ForwardResult:
-        """Return what the model makes of tokens [b, s]."""
         result = ForwardResult()
         root = self.layers[0].hf.partition(".")[0]
         x = self._stack(self.layers, self.embedding[tokens], result)
@@ -130,7 +129,6 @@ class PlainModel:
         return hidden @ self.hf[prefix + "down_proj.weight"].T
 
     def _attention(self, layer: Prefix, u: Tensor) -> Tensor:
-        """One document: u [b, n, d]."""
         c, (b, n, _) = layer.config, u.shape
         q, k, v = (
             (u @ self.hf[f"{layer.hf}mixer.{name}_proj.weight"].T).view(b, n, -1, c.kv_channels)
@@ -144,7 +142,6 @@ class PlainModel:
         return y @ self.hf[layer.hf + "mixer.o_proj.weight"].T
 
     def _mamba(self, layer: Prefix, u: Tensor) -> Tensor:
-        """One document: u [b, n, d]."""
         c, (b, n, _), below = layer.config, u.shape, layer.hf + "mixer."
         inner, bc = c.mamba_inner_size, c.mamba_num_groups * c.mamba_state_dim
         parts = (inner, inner + 2 * bc, c.mamba_num_heads)

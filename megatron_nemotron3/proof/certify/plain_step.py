@@ -48,7 +48,6 @@ class Objective:
 
     @classmethod
     def of(cls, args: Any) -> Objective:
-        """Read Megatron's parsed arguments."""
         kinds, coefficients = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
         if not isinstance(kinds, (list, tuple)):
             kinds = [kinds]
@@ -136,7 +135,6 @@ def _mean(loss: Tensor, mask: Tensor) -> Tensor:
 def _of_routers(
     objective: Objective, routings: Sequence[RouterCall], parts: Sequence[slice], repeats: int
 ) -> Tensor:
-    """Return the sum of the losses of all routers over micro-batches."""
     total = torch.zeros((), dtype=torch.float64)
     layers: dict[str, list[RouterCall]] = {}
     for routing in routings:

@@ -49,7 +49,6 @@ class ScriptRun:
         object.__setattr__(self, "ranks", self.case.layout.world_size)
 
     def start(self) -> None:
-        """Run it to its end, or to its death."""
         self.folder.mkdir(parents=True)
         environment = {
             **os.environ,
@@ -80,7 +79,6 @@ class ScriptRun:
             _end_sessions(self.folder)
 
     def curve(self) -> log.Curve:
-        """What the script printed of its steps."""
         curve = log.Curve()
         for rank in range(self.ranks):
             curve.steps |= log.read(str(_log(self.folder, rank))).steps

@@ -59,11 +59,9 @@ class Ran:
     curve: Curve
 
     def weights(self, step: int) -> Tensors:
-        """Weights after a step."""
         return {k: t for k, t in self.seen[step, observer.WEIGHTS].items() if not _is_bias(k)}
 
     def biases(self, step: int) -> Tensors:
-        """Expert biases after a step."""
         return {k: t for k, t in self.seen[step, observer.WEIGHTS].items() if _is_bias(k)}
 
     def gradients(self, step: int) -> Tensors:
@@ -78,7 +76,6 @@ class Ran:
 
     @property
     def loaded(self) -> dict[str, Tensors]:
-        """Weights and optimizer state before the first step."""
         before = observer.BEFORE
         return {k.removeprefix(before): t for (_, k), t in self.seen.items() if k.startswith(before)}
 
@@ -105,7 +102,6 @@ class Scripts:
         self.words: tuple[str, ...] = ()
 
     def write_data(self) -> None:
-        """Write what is trained on."""
         self.folder.mkdir()
         tokens, longest = self.bench.proxy.config.vocab_size, self.bench.proxy.batch.seq_length
         if _TUNING in self.given:
@@ -129,11 +125,9 @@ class Scripts:
         run_distributed(initial.write_initial, 1, one, starts, place, apart=True)
 
     def fresh(self, number: int = 0) -> tuple[str, ...]:
-        """Words that start from an initial checkpoint."""
         return ("--load", str(self.folder / "start" / str(number)), "--finetune")
 
     def run(self, name: str, sizes: Sizes | None, *words: str, watched: bool = False, **changes: Any) -> Ran:
-        """Run the script in a layout or in one process (None)."""
         place = self.folder / name
         log = ("--tensorboard-dir", str(place / "tensorboard")) if watched else ()
         run = ScriptRun(
@@ -184,7 +178,6 @@ def script(bench: Bench) -> Iterator[Finding]:
 
 
 def _reason_against(bench: Bench, given: Mapping[str, object]) -> str | None:
-    """Why the script of a launch cannot run here."""
     if bench.checkout is not None and _TUNING in given:
         return f"{_TUNING}: the stock script needs Hugging Face's datasets and Transformer Engine"
     if bench.checkout is None and (stock := _STOCK_ONLY.intersection(given)):
