@@ -40,11 +40,7 @@ class DraftResult:
 
 
 def measure(checkpoint: Path, given: BoostInputs, options: argparse.Namespace, kept: Path) -> DraftResult:
-    """Measure a checkpoint, or read from the file `kept` what was measured of it before.
-
-    Raises:
-        ValueError: the checkpoint is damaged, or the text is too short.
-    """
+    """Measure a checkpoint, or read from the file `kept` what was measured of it before."""
     found = find_checkpoint(checkpoint)
     with contextlib.suppress(FileNotFoundError, ValueError, TypeError, KeyError):
         read = record.read(kept)

@@ -1,4 +1,4 @@
-"""One option from each group at little loss within limits, by beam search. Standard library only.
+"""One option from each group at little loss within limits, by beam search.
 
     choose([[Option(0.0, (8.0,)), Option(0.1, (4.0,))], …], limits=(20.0,))
 

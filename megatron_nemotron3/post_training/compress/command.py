@@ -1,4 +1,4 @@
-"""`nemotron3 prune`: measure importance on text, and cut a checkpoint. Imports neither torch nor numpy."""
+"""`nemotron3 prune`: measure importance on text, and cut a checkpoint."""
 
 from __future__ import annotations
 

@@ -31,17 +31,11 @@ _OUT = ("fc2_latent_proj", "down_proj")
 
 
 class CutTensors(TensorSource):
-    """The tensors of a pruned model, under their Hugging Face names."""
+    """The tensors of a pruned model and of `source`, the whole one, both under their Hugging Face names."""
 
     def __init__(
         self, source: TensorSource, scores: Scores, pruned: Nemotron3Config, layers: Sequence[int]
     ) -> None:
-        """
-        Args:
-            source: tensors of the model of `scores`, under their Hugging Face names.
-            pruned: from `sizes.candidate_config`.
-            layers: the decoder layers that stay.
-        """
         self.folder, self.files, self.reads = source.folder, source.files, source.reads
         self._source = source
         #: Name -> name in the source, and what stays of each axis.

@@ -1,4 +1,4 @@
-"""The smaller forms of a model that meet a budget and lose least. Standard library only.
+"""The smaller forms of a model that meet a budget and lose least.
 
 A candidate is one value for each size that varies. The width and the top-k of the experts are chosen for each
 E layer by itself, all other sizes once for the model. What a candidate costs is a sum over its layers, and so

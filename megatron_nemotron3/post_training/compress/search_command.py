@@ -1,4 +1,4 @@
-"""`nemotron3 search`: the smaller forms of a model that meet a budget. Imports neither torch nor numpy."""
+"""`nemotron3 search`: the smaller forms of a model that meet a budget."""
 
 from __future__ import annotations
 

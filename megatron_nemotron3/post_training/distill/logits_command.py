@@ -1,4 +1,4 @@
-"""`nemotron3 logits`: store a teacher's most probable tokens. Imports neither torch nor megatron."""
+"""`nemotron3 logits`: store a teacher's most probable tokens."""
 
 from __future__ import annotations
 

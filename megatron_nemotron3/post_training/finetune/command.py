@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +21,7 @@ from megatron_nemotron3.common.options import (
 )
 from megatron_nemotron3.common.switches import LORA
 from megatron_nemotron3.models.lora import LoRASettings
+from megatron_nemotron3.post_training.steps import environment, require_positive, require_schedule, step
 
 if TYPE_CHECKING:
     from megatron_nemotron3.post_training.finetune.inputs import FineTuneInputs
@@ -71,7 +70,6 @@ def finetune_command(options: FinetuneOptions) -> int:
     from megatron_nemotron3.common.options import resolve_device
     from megatron_nemotron3.cpu import quiet_on_cpu
     from megatron_nemotron3.post_training.finetune import inputs as given
-    from megatron_nemotron3.post_training.schedule import require_positive, require_schedule
 
     require_positive(options, "steps", "lr", "seq_length")
     source = options.source
@@ -137,27 +135,6 @@ def _finetune(
     print(f"answer after     {after.answer!r}")
     print(f"Hugging Face     {tuned}")
     return 0
-
-
-def step(main: Callable[[list[str]], int], *words: object, prefix: str = "") -> int:
-    """Run a command of the package by its entry point, after printing it as a shell takes it."""
-    line = [str(word) for word in words]
-    print(f"\n$ {prefix}nemotron3 {shlex.join(line)}", flush=True)
-    return main(line)
-
-
-@contextlib.contextmanager
-def environment(name: str, value: str) -> Iterator[None]:
-    """Set a variable inside the block; "" takes it away."""
-    before = os.environ.pop(name, None)
-    if value:
-        os.environ[name] = value
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
-        if before is not None:
-            os.environ[name] = before
 
 
 def _prompt(chat: Path, held_out: Any) -> str:

@@ -16,7 +16,7 @@ from megatron_nemotron3.common.files import json_outside, read_outside, write_js
 from megatron_nemotron3.common.output import Bar
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.show import describe
-from megatron_nemotron3.post_training.schedule import own
+from megatron_nemotron3.post_training.steps import with_own_name
 from megatron_nemotron3.train.data.conversations import Encoded, Encoder, parse_line
 from megatron_nemotron3.train.inputs import require_tokenizer
 
@@ -68,17 +68,10 @@ def check(
     template: Path | None,
     **how: object,
 ) -> FineTuneInputs:
-    """Read all inputs, and write nothing.
+    """Read all inputs, and write nothing; `how` is the rest of a `FineTuneRequest`.
 
-    Args:
-        held_out: default: one line in `HELD_OUT` of the conversations, by a checksum of the line.
-        template: a chat template that takes the place of the tokenizer's.
-        how: the rest of a `FineTuneRequest`.
-
-    Raises:
-        ValueError: the source is no Hugging Face folder with weights of the family, a file has no
-            conversations, or the tokenizer is not there.
-        OSError: a file cannot be read.
+    Without `held_out` one line in `HELD_OUT` is held out, by its checksum; `template` takes the place of the
+    tokenizer's chat template.
     """
     if locate(source).kind != "hugging face":
         raise ValueError(
@@ -107,17 +100,13 @@ def check(
         chat_template=_digest(words.encode()) if words is not None else "",
         **how,  # type: ignore[arg-type]
     )
-    return FineTuneInputs(own(opened.config), request, train, measured, tokenizer, words)
+    return FineTuneInputs(with_own_name(opened.config), request, train, measured, tokenizer, words)
 
 
 def prepare(inputs: FineTuneInputs, output: Path) -> list[Encoded]:
     """Write the record, the conversations, the tokenizer and the model; return the held-out conversations.
 
     A second call with the same request changes nothing.
-
-    Raises:
-        ValueError: the folder holds something else, or the work of another request; the tokenizer has no
-            chat template, or a conversation does not fit it.
     """
     encoded: list[Encoded] = []
 

@@ -40,11 +40,7 @@ def measure(
     device: str,
     kept: Path,
 ) -> HeldOutResult:
-    """Measure a checkpoint, or read from the file `kept` what was measured before.
-
-    Raises:
-        ValueError: the checkpoint is damaged, or does not match the tokenizer.
-    """
+    """Measure a checkpoint, or read from the file `kept` what was measured before."""
     with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
         return HeldOutResult(**record.read(kept))
     words = Tokenizer(tokenizer)

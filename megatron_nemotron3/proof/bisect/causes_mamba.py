@@ -103,7 +103,8 @@ def _conv_state(context: Context, shift: int | None) -> Steps | None:
 def _state_lost(context: Context, at_chunks: bool) -> Steps | None:
     """The state does not pass a border: the prompt's end, or that of each chunk."""
 
-    def scan(plain: Any, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Tensor:
+    def scan(plain: Any, *operands: Tensor) -> Tensor:
+        x, dt, A, B, C, D = operands
         s, size = x.shape[1], context.config.mamba_chunk_size
         borders = [*range(size, s, size)] if at_chunks else [context.prompt]
         edges = [0, *(b for b in borders if 0 < b < s), s]
@@ -120,7 +121,8 @@ def _state_rounded(
     """The state is stored in another type after every token; `output`: and the output read from there."""
     p = context.prompt if after_prompt else 0
 
-    def scan(plain: Any, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Tensor:
+    def scan(plain: Any, *operands: Tensor) -> Tensor:
+        x, dt, A, B, C, D = operands
         if p >= x.shape[1]:
             return plain(x, dt, A, B, C, D)
         state, outputs = x.new_zeros(x.shape[0], *x.shape[2:], B.shape[-1]), []
@@ -159,8 +161,9 @@ def _grouped(y: Tensor, z: Tensor, gain: Tensor, group: int, eps: float = GATED_
     return gated_group_rms_norm(y, z, gain, group_size=group, eps=eps)
 
 
-def _interleaved_groups(plain: Any, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Any:
+def _interleaved_groups(plain: Any, *operands: Tensor) -> Any:
     """Head i has B and C of group i modulo the groups."""
+    x, dt, A, B, C, D = operands
     taken = torch.arange(x.shape[2]) % B.shape[2]
     return plain(x, dt, A, B[:, :, taken], C[:, :, taken], D)
 

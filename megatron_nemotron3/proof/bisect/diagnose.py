@@ -20,14 +20,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.proof.bisect.cause_table import table
-from megatron_nemotron3.proof.bisect.causes import LAYERS, Cause, stale_causes
+from megatron_nemotron3.proof.bisect.causes import LAYERS, Cause, model_causes, stale_causes
+from megatron_nemotron3.proof.bisect.causes_attention import attention_causes
+from megatron_nemotron3.proof.bisect.causes_experts import expert_causes
+from megatron_nemotron3.proof.bisect.causes_mamba import mamba_causes
 from megatron_nemotron3.proof.bisect.evidence import ROUNDED, Evidence, Trial, best
 from megatron_nemotron3.proof.bisect.findings import LIMIT, CauseExplanation, Diagnosis, Side
 from megatron_nemotron3.proof.bisect.hypotheses import Hypotheses, SequenceRun
 from megatron_nemotron3.proof.bisect.located import first_router, first_segment
 from megatron_nemotron3.proof.bisect.recompute import Recomputation
 from megatron_nemotron3.proof.bisect.recording import Recording
+
+
+def cause_table() -> list[Cause]:
+    """Return all causes that are tried, but for those of an older checkpoint."""
+    return [*mamba_causes(), *attention_causes(), *expert_causes(), *model_causes()]
 
 
 class Investigation:
@@ -48,7 +55,7 @@ class Investigation:
         echo: Callable[[str], Any] = lambda line: None,
     ) -> None:
         self.model, self.previous, self.echo = model, previous, echo
-        self.causes = list(table() if causes is None else causes)
+        self.causes = list(cause_table() if causes is None else causes)
         if previous is not None:
             self.causes += stale_causes(previous)
         self._hypotheses: Hypotheses | None = None
@@ -157,19 +164,28 @@ class Investigation:
             yield cause, layers, _mtp_scored(recording, found)
 
 
+def _evidence(
+    hypotheses: Hypotheses,
+    recording: Recording,
+    recorded: Sequence[tuple[int, int, Tensor]],
+    of: Callable[[Sequence[SequenceRun]], list[Tensor]],
+) -> Evidence:
+    """Compare recorded values, each with its sequence and first token, with what `of` takes from runs."""
+    places = [(number, first) for number, first, _ in recorded]
+    draws = [of(runs) for runs in hypotheses.noisy(recording.dtype)]
+    return Evidence(places, [values for *_, values in recorded], of(hypotheses.plain), draws)
+
+
 def _scored(recording: Recording, rows: Sequence[Tensor]) -> list[Tensor]:
     """Of log-probabilities of tokens 1 to s of every sequence, those that were recorded."""
     return [row[one.first - 1 :] for row, one in zip(rows, recording.sequences, strict=True)]
 
 
 def _scores(hypotheses: Hypotheses, recording: Recording) -> Evidence:
-    def of(runs: Sequence[SequenceRun]) -> list[Tensor]:
-        return _scored(recording, [run.logprobs for run in runs])
-
-    sequences = recording.sequences
-    places = [(number, one.first) for number, one in enumerate(sequences)]
-    draws = [of(runs) for runs in hypotheses.noisy(recording.dtype)]
-    return Evidence(places, [one.logprobs for one in sequences], of(hypotheses.plain), draws)
+    recorded = [(number, one.first, one.logprobs) for number, one in enumerate(recording.sequences)]
+    return _evidence(
+        hypotheses, recording, recorded, lambda runs: _scored(recording, [run.logprobs for run in runs])
+    )
 
 
 def _mtp_scored(recording: Recording, rows: Sequence[Mapping[int, Tensor]]) -> list[Tensor]:
@@ -178,19 +194,16 @@ def _mtp_scored(recording: Recording, rows: Sequence[Mapping[int, Tensor]]) -> l
 
 
 def _mtp_scores(hypotheses: Hypotheses, recording: Recording) -> Evidence | None:
-    def of(runs: Sequence[SequenceRun]) -> list[Tensor]:
-        return _mtp_scored(recording, [run.mtp for run in runs])
-
-    listed = [
+    recorded = [
         (number, max(one.prompt, 1 + depth), values)
         for number, one in enumerate(recording.sequences)
         for depth, values in one.mtp_logprobs.items()
     ]
-    if not sum(len(values) for *_, values in listed):
+    if not sum(len(values) for *_, values in recorded):
         return None
-    draws = [of(runs) for runs in hypotheses.noisy(recording.dtype)]
-    places = [(number, first) for number, first, _ in listed]
-    return Evidence(places, [values for *_, values in listed], of(hypotheses.plain), draws)
+    return _evidence(
+        hypotheses, recording, recorded, lambda runs: _mtp_scored(recording, [run.mtp for run in runs])
+    )
 
 
 def _widest(

@@ -1,4 +1,4 @@
-"""What a step of a proxy trains on. Standard library only."""
+"""What a step of a proxy trains on."""
 
 from __future__ import annotations
 

@@ -170,23 +170,14 @@ def _finite(value: float | None) -> float | str | None:
 
 
 def write(folder: Path, data: Mapping[str, Any]) -> None:
-    """Write `certificate.json` and `certificate.md`, both or none.
-
-    Raises:
-        OSError: they cannot be written.
-    """
+    """Write `certificate.json` and `certificate.md`, both or none."""
     with atomic_group(folder / PAGE, folder / JSON) as (page, document):
         write_text(page, render(data))
         write_bytes(document, (json.dumps(data, indent=1, allow_nan=False) + "\n").encode())
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return a certificate.
-
-    Raises:
-        ValueError: the file is none.
-        OSError: it cannot be read.
-    """
+    """Read a certificate; raise ValueError for a file that is none."""
     try:
         data = json_outside(path, limit=_LIMIT)
     except (UnicodeDecodeError, json.JSONDecodeError):
@@ -205,12 +196,12 @@ def read(path: Path) -> dict[str, Any]:
 def differences(before: Mapping[str, Sequence[str]], now: Mapping[str, Sequence[str]]) -> list[str]:
     """Return a line for each option that differs between two normalised commands."""
 
-    def said(command: Mapping[str, Sequence[str]], name: str) -> str:
+    def shown(command: Mapping[str, Sequence[str]], name: str) -> str:
         return " ".join(command[name]) or "on" if name in command else "not passed"
 
     names = sorted(before.keys() | now.keys())
     return [
-        f"{name}: certified {said(before, name)}, now {said(now, name)}"
+        f"{name}: certified {shown(before, name)}, now {shown(now, name)}"
         for name in names
         if before.get(name) != now.get(name)
     ]

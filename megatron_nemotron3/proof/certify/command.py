@@ -12,13 +12,16 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from megatron_nemotron3.common import lock
-from megatron_nemotron3.common.options import add_options
+from megatron_nemotron3.common.options import add_options, option
 from megatron_nemotron3.common.output import Bar, add_json, result, say
+from megatron_nemotron3.common.processes import handling
 from megatron_nemotron3.launch.command import add_launch, add_published
 from megatron_nemotron3.launch.script_options import add_set
 from megatron_nemotron3.models.command import ModelOptions
@@ -39,6 +42,19 @@ _GIB = 2**30
 _WORD = {PropertyState.PASS: "pass", PropertyState.FAIL: "FAIL", PropertyState.UNTESTED: "-"}
 
 
+_option = partial(option, group="proof")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProofOptions:
+    """Options of `nemotron3 certify`, but for those of a launch."""
+
+    ranks: int = _option("largest small world (default 8)", "N", default=8, choices=RANKS)
+    gpus: int | None = _option("GPUs of the whole job, where LAUNCH does not say", "N")
+    output: Path = _option("where to write (default: here)", "DIR", default=Path())
+    check: Path | None = _option("whether this certificate belongs to LAUNCH", "CERTIFICATE")
+
+
 def register(commands: Any) -> None:
     """Add `nemotron3 certify`."""
     command = commands.add_parser("certify")
@@ -48,19 +64,7 @@ def register(commands: Any) -> None:
             action.metavar = "LAUNCH"
             action.help = f"a script or YAML, - for stdin, or a model: {action.help}"
     add_set(command, "LAUNCH")
-    proof = command.add_argument_group("proof")
-    proof.add_argument(
-        "--ranks", type=int, choices=RANKS, default=8, metavar="N", help="largest small world (default 8)"
-    )
-    proof.add_argument(
-        "--gpus", type=int, metavar="N", help="GPUs of the whole job, where LAUNCH does not say"
-    )
-    proof.add_argument(
-        "--output", type=Path, default=Path(), metavar="DIR", help="where to write (default: here)"
-    )
-    proof.add_argument(
-        "--check", type=Path, metavar="CERTIFICATE", help="whether this certificate belongs to LAUNCH"
-    )
+    add_options(command, ProofOptions)
     add_json(command)
     add_launch(command, precision="bf16")
     add_published(command)
@@ -73,7 +77,9 @@ def certify(options: argparse.Namespace, command: argparse.ArgumentParser) -> in
     normalised = certificate.normalised(request)
     if options.check is not None:
         return _check(options, normalised)
-    _require_packages()
+    for package in ("torch", "megatron"):  # what the ranks compute with
+        if importlib.util.find_spec(package) is None:
+            raise ModuleNotFoundError(name=package)
     proxy = make(request, options.ranks)
     source, folder = checkout(), options.output
     _require_memory(max(sizes.layout.world_size for sizes in proxy.sizes))
@@ -81,7 +87,8 @@ def certify(options: argparse.Namespace, command: argparse.ArgumentParser) -> in
     begun = time.monotonic()
     with (
         result(options.json),
-        _ended_by_signals(),
+        # As an interrupt does: no rank and no file is left.
+        handling((signal.SIGTERM, signal.SIGHUP), _end),
         lock.held(folder, say=say),
         _quiet(),
         tempfile.TemporaryDirectory(prefix="nemotron3-certify-") as work,
@@ -164,8 +171,8 @@ def _finished(stage: Stage, bench: Bench) -> Iterator[Finding]:
     try:
         yield from prove(bench, (stage,))
     except Exception as problem:
-        said = f"not finished, a defect of this command: {type(problem).__name__}: {last_line(problem)}"
-        yield failed(stage.title, detail=said)
+        detail = f"not finished, a defect of this command: {type(problem).__name__}: {last_line(problem)}"
+        yield failed(stage.title, detail=detail)
 
 
 def _lines(findings: Sequence[Finding]) -> Iterator[str]:
@@ -272,28 +279,8 @@ def _quiet() -> Iterator[None]:
             logging.disable(before)
 
 
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Inside the block SIGTERM and SIGHUP end the command as an interrupt does: no rank, no file is left."""
-
-    def end(signum: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + signum)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {signum: signal.signal(signum, end) for signum in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
-
-
-def _require_packages() -> None:
-    for package in ("torch", "megatron"):
-        if importlib.util.find_spec(package) is None:
-            raise ModuleNotFoundError(name=package)
+def _end(signum: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + signum)
 
 
 def _require_folder(folder: Path) -> None:

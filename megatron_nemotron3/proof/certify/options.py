@@ -1,4 +1,4 @@
-"""What each of Megatron's options becomes in the proxy of a launch. Standard library only.
+"""What each of Megatron's options becomes in the proxy of a launch.
 
 `launch/options.json` names a group for every option of the supported versions. An option that no version has
 is taken for one that describes what is computed: it is kept, so Megatron accepts it or refuses it with its

@@ -1,4 +1,4 @@
-"""What a proxy keeps of its launch, as lines for a reader. Standard library only."""
+"""What a proxy keeps of its launch, as lines for a reader."""
 
 from __future__ import annotations
 

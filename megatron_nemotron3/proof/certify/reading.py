@@ -26,12 +26,7 @@ _OWN = (".json", ".py")
 
 
 def read(options: argparse.Namespace, command: argparse.ArgumentParser) -> LaunchRequest:
-    """Return the launch that the command line names.
-
-    Raises:
-        ValueError: nothing or two things are named, the text has no launch, or a size is not known.
-        OSError: the script cannot be read.
-    """
+    """Return the launch that the command line names; raise ValueError for none, two or an unreadable one."""
     target, words = options.name, tuple(options.extra)
     if options.model is not None or target in names() or Path(target or "").suffix in _OWN:
         return _named(options)

@@ -1,4 +1,4 @@
-"""What the script trains on: text, or conversations where the launch fine-tunes. No torch."""
+"""What the script trains on: text, or conversations where the launch fine-tunes."""
 
 from __future__ import annotations
 

@@ -56,15 +56,8 @@ class ScriptRun:
             "MASTER_PORT": str(free_port()),
             **({BOOST: self.case.boost} if self.case.boost is not None else {}),
         }
-        argv = [
-            "--device",
-            "cpu",
-            "--monitor",
-            str(self.monitor),
-            str(self.script),
-            *self.case.argv(),
-            *self.words,
-        ]
+        options = ("--device", "cpu", "--monitor", str(self.monitor))
+        argv = [*options, str(self.script), *self.case.argv(), *self.words]
         arguments = (argv, self.folder, self.case.fault, self.killed_in)
         call = Call(_on_rank, arguments, environment=environment)
         try:
@@ -88,11 +81,11 @@ class ScriptRun:
         """The last line of the rank that failed first: of its traceback, or of its log if it just left."""
         lines = str(problem).strip().splitlines()
         rank = int(lines[0].split()[1])
-        said = lines[-1].strip()
-        if said.startswith("SystemExit") or "exit code" in said:
+        reason = lines[-1].strip()
+        if reason.startswith("SystemExit") or "exit code" in reason:
             with suppress(OSError, IndexError):
-                said = _log(self.folder, rank).read_text(errors="replace").strip().splitlines()[-1]
-        return f"rank {rank} of {self.ranks}: {said}"
+                reason = _log(self.folder, rank).read_text(errors="replace").strip().splitlines()[-1]
+        return f"rank {rank} of {self.ranks}: {reason}"
 
 
 def _log(folder: Path, rank: int) -> Path:

@@ -84,6 +84,25 @@ def _is_bias(key: str) -> bool:
     return key.endswith("expert_bias")
 
 
+@dataclass(frozen=True)
+class NoiseComparison:
+    """Compares a run with one process, by the noise of the one process with nudged weights."""
+
+    #: One process, then the nudged ones.
+    bases: Sequence[Ran]
+    #: Length of the longest sum: tokens of the batch.
+    terms: int
+
+    def __call__(
+        self, what: str, found: Ran, where: str, of: Callable[[Ran], Tensors], least: float = 0.0
+    ) -> Finding:
+        expected, *moved = map(of, self.bases)
+        if odd := unmatched(expected, of(found)):
+            return failed(what, where, odd)
+        allowed = noise.spread(expected, moved, self.terms, least)
+        return verdict(farthest(what, expected, of(found), allowed), where)
+
+
 class Scripts:
     """The runs of a launch's script, each of two steps or of the second of two."""
 
@@ -169,12 +188,12 @@ def script(bench: Bench) -> Iterator[Finding]:
     except _FAILURES as problem:
         yield failed("training", where, last_line(problem))
         return
-    spread = partial(_compared, bases, bench.proxy.batch.sequences * bench.proxy.batch.seq_length)
-    yield from against(spread, bases[0], killed, where)
+    compared = NoiseComparison(bases, bench.proxy.batch.sequences * bench.proxy.batch.seq_length)
+    yield from against(compared, bases[0], killed, where)
     yield from written(scripts, killed, where)
     yield from resumed(scripts, first, killed)
     for other in _others(bench.proxy.sizes):
-        yield from elsewhere(scripts, spread, other, bases[0], killed)
+        yield from elsewhere(scripts, compared, other, bases[0], killed)
 
 
 def _reason_against(bench: Bench, given: Mapping[str, object]) -> str | None:
@@ -185,7 +204,7 @@ def _reason_against(bench: Bench, given: Mapping[str, object]) -> str | None:
     return None
 
 
-def against(compared: Callable[..., Finding], base: Ran, found: Ran, where: str) -> Iterator[Finding]:
+def against(compared: NoiseComparison, base: Ran, found: Ran, where: str) -> Iterator[Finding]:
     """Hold a run of two steps against one process."""
     yield compared("losses (script)", found, where, partial(_logged, "lm loss"))
     if any(name.startswith("mtp_") for name in base.curve.steps[1].values):
@@ -195,22 +214,6 @@ def against(compared: Callable[..., Finding], base: Ran, found: Ran, where: str)
         yield compared(f"gradients of step {step} (script)", found, where, partial(Ran.gradients, step=step))
     yield compared("weights after two steps (script)", found, where, partial(Ran.weights, step=2))
     yield stored.equal("expert biases (script)", base.biases(2), found.biases(2), where)
-
-
-def _compared(
-    bases: Sequence[Ran],
-    terms: int,
-    what: str,
-    found: Ran,
-    where: str,
-    of: Callable[[Ran], Tensors],
-    least: float = 0.0,
-) -> Finding:
-    """Compare tensors of a run with those of one process, by the noise of the nudged ones."""
-    expected, *moved = map(of, bases)
-    if odd := unmatched(expected, of(found)):
-        return failed(what, where, odd)
-    return verdict(farthest(what, expected, of(found), noise.spread(expected, moved, terms, least)), where)
 
 
 def resumed(scripts: Scripts, sizes: Sizes, killed: Ran) -> Iterator[Finding]:
@@ -289,22 +292,20 @@ def _expert_optimizer(sizes: Sizes | None) -> bool:
 
 
 def elsewhere(
-    scripts: Scripts, compared: Callable[..., Finding], other: Sizes | None, base: Ran, saved: Ran
+    scripts: Scripts, compared: NoiseComparison, other: Sizes | None, base: Ran, saved: Ran
 ) -> Iterator[Finding]:
     """Load the first checkpoint in another layout and make the second step."""
     where = f"{scripts.bench.proxy.sizes[0]} to {other or 'one process'}"
-    optimizer = True
+    reason = ""
     if _DISTRIBUTED in scripts.given and _RESHARDABLE not in scripts.given:
-        optimizer = False
-        yield untested(
-            "optimizer state loaded", f"it loads in its own layout only without {_RESHARDABLE}", where
-        )
+        reason = f"it loads in its own layout only without {_RESHARDABLE}"
     elif other is None and _DISTRIBUTED in scripts.given:
-        optimizer = False
-        yield untested("optimizer state loaded", "one process has no distributed optimizer here", where)
+        reason = "one process has no distributed optimizer here"
     elif _expert_optimizer(other) != _expert_optimizer(scripts.bench.proxy.sizes[0]):
-        optimizer = False
-        yield untested("optimizer state loaded", "Megatron does not load two optimizers as one", where)
+        reason = "Megatron does not load two optimizers as one"
+    optimizer = not reason
+    if reason:
+        yield untested("optimizer state loaded", reason, where)
     words = (*scripts.loading, *(() if optimizer else ("--no-load-optim", "--no-load-rng")))
     name = "elsewhere" if other else "elsewhere-one"
     try:

@@ -1,4 +1,4 @@
-"""The small model of a proxy: few small layers, related as the launch's are. Standard library only."""
+"""The small model of a proxy: few small layers, related as the launch's are."""
 
 from __future__ import annotations
 
@@ -60,12 +60,7 @@ def _mamba(model: Nemotron3Config, large: ParallelLayout, tp: int) -> dict[str, 
     """On a TP rank fewer groups than CP ranks, or as many or more."""
     own = model.mamba_num_groups / large.tp
     groups = tp * (1 if own < max(2, large.cp) else 2)
-    return {
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 8,
-        "mamba_state_dim": 16,
-        "mamba_num_groups": groups,
-    }
+    return {"mamba_num_heads": 8, "mamba_head_dim": 8, "mamba_state_dim": 16, "mamba_num_groups": groups}
 
 
 def _experts(model: Nemotron3Config, large_ep: int, ep: int, layers: int) -> dict[str, Any]:

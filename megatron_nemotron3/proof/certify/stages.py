@@ -1,4 +1,4 @@
-"""The layers of a launch's pipeline stages, and short stages that stand for them. Standard library only."""
+"""The layers of a launch's pipeline stages, and short stages that stand for them."""
 
 from __future__ import annotations
 

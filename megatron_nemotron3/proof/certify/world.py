@@ -14,7 +14,6 @@ from torch import Tensor
 from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.launch.boosting import Boost
 from megatron_nemotron3.models.lora import LoRASettings, training
-from megatron_nemotron3.proof.certify import fsdp
 from megatron_nemotron3.proof.certify.batch import Batch, batches
 from megatron_nemotron3.proof.certify.case import TrainingCase
 from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
@@ -22,6 +21,8 @@ from megatron_nemotron3.proof.certify.tensors import (
     Pieces,
     RanksDiffer,
     Tensors,
+    fsdp_gradients,
+    fsdp_weights,
     gather,
     gradients,
     load,
@@ -243,10 +244,10 @@ class TrainingRun:
 
     def gradients(self) -> Pieces:
         """Copies of all gradients of the last `forward_backward(whole_gradients=True)`."""
-        return fsdp.gradients(self.chunks[0]) if self.fsdp else gradients(self.chunks)
+        return fsdp_gradients(self.chunks[0]) if self.fsdp else gradients(self.chunks)
 
     def weights(self) -> Pieces:
-        return fsdp.weights(self.chunks[0]) if self.fsdp else pieces(self.chunks)
+        return fsdp_weights(self.chunks[0]) if self.fsdp else pieces(self.chunks)
 
     def finish(self) -> None:
         """Gather what `--overlap-param-gather` would gather in the next forward pass."""

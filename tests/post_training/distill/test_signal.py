@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_nemotron3.layers.context_parallel import zigzag
 from megatron_nemotron3.post_training.distill.across import AcrossTokenizers
 from megatron_nemotron3.post_training.xtoken.align import Aligner
-from megatron_nemotron3.post_training.xtoken.loss import span_losses
+from megatron_nemotron3.post_training.xtoken.loss import SpanLoss, span_losses
 from megatron_nemotron3.proof.certify.ranks import run_distributed
 from megatron_nemotron3.train.teacher.projection import Projection
 from megatron_nemotron3.train.teacher.settings import Distillation
@@ -39,7 +39,7 @@ class _Table:
         self._part = table.chunk(size, -1)[rank]
         self.given: list[tuple[int, int]] = []
 
-    def told(self, make: Callable[[], list[Tensor]]) -> list[Tensor]:
+    def from_first_stage(self, make: Callable[[], list[Tensor]]) -> list[Tensor]:
         return make()
 
     def length(self, longest: int) -> int:
@@ -124,7 +124,7 @@ def test_a_span_is_spread_over_its_tokens(folders: Folders) -> None:
     assert not found[-1].any()  # what follows the last token, the first stage does not know
     found = found[:-1]
     target = _Table().logits(batch)
-    expected = span_losses(logits, target, alignment, Projection.load(folders[2]), temperature=2.0)
+    expected = span_losses(logits, target, alignment, Projection.load(folders[2]), SpanLoss(temperature=2.0))
     inside = alignment.student >= 0
     sums = torch.zeros(alignment.spans).index_add(0, alignment.student[inside], found.T[inside])
     torch.testing.assert_close(sums, expected)
@@ -145,7 +145,7 @@ def test_documents_of_a_pack_are_texts_of_their_own(folders: Folders) -> None:
         batch, alignment = aligner.batch([ids])
         ours = logits[start : start + len(ids) - 1].transpose(0, 1)
         losses = span_losses(
-            ours, _Table().logits(batch), alignment, Projection.load(folders[2]), temperature=2.0
+            ours, _Table().logits(batch), alignment, Projection.load(folders[2]), SpanLoss(temperature=2.0)
         )
         for place, span in enumerate(alignment.student[0].tolist()):
             if span >= 0:

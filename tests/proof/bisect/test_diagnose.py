@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.proof.bisect import hypotheses
-from megatron_nemotron3.proof.bisect.cause_table import table
 from megatron_nemotron3.proof.bisect.causes import Cause, Context, shard_order, step
-from megatron_nemotron3.proof.bisect.diagnose import Diagnosis, Investigation
+from megatron_nemotron3.proof.bisect.diagnose import Diagnosis, Investigation, cause_table
 from megatron_nemotron3.proof.bisect.recompute import Change
 from megatron_nemotron3.proof.bisect.recording import Recording
 from tests.proof.bisect import damage as d
@@ -123,7 +122,7 @@ def _noisy(layer: int) -> tuple[Scored, ...]:
 
 def test_unknown_cause_is_not_guessed() -> None:
     """The layer and the token are found, and no cause of attention is named."""
-    causes = [cause for cause in table() if cause.kind == "*"]
+    causes = [cause for cause in cause_table() if cause.kind == "*"]
     side = Investigation(plain().model, None, causes).side("engine", recorded(_noisy(3), FP32))
     assert side.deviates and side.exactly and side.layer == 3
     assert side.position == (0, 150) and side.cause is None
@@ -163,7 +162,7 @@ def test_only_a_cause_that_fits_is_named() -> None:
 def test_streams_are_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """With memory for few residual streams, a cause gives the same."""
     recording = recorded(healthy_engine(), FP32, False)
-    cause = next(cause for cause in table() if cause.name == "no shared expert")
+    cause = next(cause for cause in cause_table() if cause.name == "no shared expert")
     plenty = Investigation(plain().model, None, []).hypotheses(recording)
     every = len(plenty.plain[0].streams)
     monkeypatch.setattr(hypotheses, "KEPT_BYTES", 1 << 18)
@@ -179,7 +178,7 @@ def test_streams_are_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_causes_have_names_of_their_own() -> None:
-    causes = table()
+    causes = cause_table()
     assert len({cause.name for cause in causes}) == len(causes) > 150
     assert {cause.kind for cause in causes} >= set("ME*")
 
@@ -189,7 +188,7 @@ def test_causes_that_cannot_be_are_left_out() -> None:
     assert shard_order(10, 4, "reversed") is None
     places = shard_order(8, 4, "neighbours swapped")
     assert places is not None and places.tolist() == [2, 3, 0, 1, 6, 7, 4, 5]
-    made = {c.name: c.layer(Context(MODEL, 0, 1)) for c in table() if c.layer is not None}
+    made = {c.name: c.layer(Context(MODEL, 0, 1)) for c in cause_table() if c.layer is not None}
     assert made["a convolution state empty after the prompt"] is None
     assert made["the latent projections of the previous layer of experts"] is None
     assert made["the latent projections of the next layer of experts"] is not None
@@ -205,7 +204,7 @@ def _damaged(weights: Weights | None = None, *changes: Callable[[Engine], None])
 
 def _among(*words: str) -> Investigation:
     """With the causes that have one of these words, and the checkpoint before this one."""
-    causes = [cause for cause in table() if any(word in cause.name for word in words)]
+    causes = [cause for cause in cause_table() if any(word in cause.name for word in words)]
     return Investigation(plain().model, faults.investigation().previous, causes)
 
 
