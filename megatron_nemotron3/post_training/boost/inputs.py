@@ -35,7 +35,7 @@ class BoostInputs:
     """What was read and found right."""
 
     found: CheckpointFolder
-    #: The model to train, with MTP at the depths asked for.
+    #: The model to train, with MTP at the chosen depths.
     config: Nemotron3Config
     hugging_face: bool
     tokenizer: Path

@@ -277,8 +277,8 @@ def _order(one: SmallerModel) -> tuple[float, float]:
 
 def sizes_text(one: SmallerModel) -> str:
     """Return the sizes of a candidate in a few words: "hidden_size 96, moe_router_topk 2 to 6"."""
-    said = []
+    parts = []
     for name, size in one.sizes.items():
         low, high = (min(size), max(size)) if isinstance(size, tuple) else (size, size)
-        said.append(f"{name} {low:,}" + (f" to {high:,}" if high > low else ""))
-    return ", ".join(said)
+        parts.append(f"{name} {low:,}" + (f" to {high:,}" if high > low else ""))
+    return ", ".join(parts)

@@ -154,6 +154,7 @@ def _check(student: Tensor, teacher: Tensor, kind: str, temperature: float) -> N
 
 
 def dtype_of(student: Tensor) -> torch.dtype:
+    """Type in which a divergence is computed."""
     return torch.float64 if student.dtype == torch.float64 else torch.float32
 
 
@@ -213,5 +214,5 @@ class OnePass(torch.autograd.Function):
         return (gradient * grad[..., None]).to(gradient.dtype), None
 
 
-#: Values [n], and their gradient [n, v / tp] if it was asked for.
+#: Values [n], and their gradient [n, v / tp] if it is needed.
 Computed = tuple[Tensor, Tensor | None]

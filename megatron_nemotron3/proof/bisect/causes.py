@@ -265,6 +265,7 @@ def _halves_swapped(tokens: Tensor, context: Context) -> Tensor:
 
 
 def model_causes() -> Iterator[Cause]:
+    """Causes in every layer, at the ends of the model, and in the tokens."""
     for dtype, word in ((torch.bfloat16, "BF16"), (torch.float16, "FP16")):
         yield Cause(f"the residual stream in {word}", LAYERS, layer=step(layer=_rounded(dtype)), rounds=True)
     for eps in _EPSILONS:

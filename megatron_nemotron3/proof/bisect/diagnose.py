@@ -1,7 +1,7 @@
 """Which of two systems deviates from the checkpoint, from which token, at which layer, and by what.
 
     deviates   a system whose log-probabilities lie farther from the checkpoint's than rounding in its type
-               explains; so each system is judged by itself, and never by the other one
+               explains; so each system is judged on its own, and never by the other one
     position   its first token that does
     layer      with hidden states: the first layer whose output from the recorded input is another one; with
                router choices: the first router that selects other experts (the layer lies at or before it);

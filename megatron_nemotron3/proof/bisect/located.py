@@ -1,6 +1,6 @@
 """Where hidden states or router choices were recorded: the first layer that deviates, and causes tried on it.
 
-A layer is judged by itself: it runs on the recorded input, and its output is compared with the recorded one.
+A layer is judged on its own: it runs on the recorded input, and its output is compared with the recorded one.
 So neither earlier deviations nor accumulated rounding count.
 """
 

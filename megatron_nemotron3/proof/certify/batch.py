@@ -47,9 +47,8 @@ def _masked(case: TrainingCase, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 def global_batch(case: TrainingCase, step: int) -> dict[str, Tensor]:
     """Tokens, labels, loss mask and positions [sequences, s] of one optimizer step, without padding."""
     generator = torch.Generator().manual_seed(1000 * case.seed + step)
-    n, lengths = case.sequences, case.documents or (case.seq_length,)
-    words = case.config.vocab_size
-    streams = [torch.randint(words, (n, length + 1), generator=generator) for length in lengths]
+    n, lengths, entries = case.sequences, case.documents or (case.seq_length,), case.config.vocab_size
+    streams = [torch.randint(entries, (n, length + 1), generator=generator) for length in lengths]
     positions = torch.cat([torch.arange(length) for length in lengths]).expand(n, -1)
     # Where another number of tokens counts in every sequence, a mean of means is not the mean.
     random = torch.rand(n, sum(lengths), generator=generator) < torch.linspace(0.5, 1.0, n)[:, None]

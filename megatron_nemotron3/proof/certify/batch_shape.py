@@ -75,7 +75,7 @@ def _compared(count: int, pp: int) -> int:
 
 def _own_microbatches(launch: FullLaunch) -> int | None:
     """Return the micro-batches of a rank of the launch; None if the options do not say."""
-    words = [(launch.given.get(name) or ("",))[0] for name in ("--global-batch-size", "--micro-batch-size")]
-    if not launch.world_known or not all(word.isdecimal() and int(word) for word in words):
+    sizes = [(launch.given.get(name) or ("",))[0] for name in ("--global-batch-size", "--micro-batch-size")]
+    if not launch.world_known or not all(size.isdecimal() and int(size) for size in sizes):
         return None
-    return max(1, int(words[0]) // int(words[1]) // launch.sizes.layout.dp)
+    return max(1, int(sizes[0]) // int(sizes[1]) // launch.sizes.layout.dp)

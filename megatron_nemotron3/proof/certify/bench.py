@@ -43,7 +43,7 @@ class Bench:
         values: dict[str, Any] = {
             "config": self.proxy.config,
             "layout": sizes.layout if sizes else ParallelLayout(),
-            "words": tuple(self.proxy.words(sizes)),
+            "arguments": tuple(self.proxy.arguments(sizes)),
             "seq_length": batch.seq_length,
             "micro_batch_size": batch.micro_batch_size,
             "sequences": batch.sequences,

@@ -49,14 +49,16 @@ def _whole(bench: Bench, launch: Launch) -> Iterator[Finding]:
     if model.moe_layers is not None:
         yield untested(WHOLE, "its experts differ by layer")
         return
-    # Megatron's words for one process, as the proxy has them, with the sizes of the real model.
-    words = replace(bench.proxy, config=model.but(source=None)).words(None)
-    words += to_argv(flag for flag in bench.flags if flag.name in _KEPT)
-    words += ["--vocab-size", str(model.vocab_size), "--micro-batch-size", "1"]
-    words += ["--no-initialization", "--use-cpu-initialization", "--train-iters", "1", "--lr", "1e-4"]
+    # Megatron's arguments for one process, as the proxy has them, with the sizes of the real model.
+    arguments = replace(bench.proxy, config=model.but(source=None)).arguments(None)
+    arguments += to_argv(flag for flag in bench.flags if flag.name in _KEPT)
+    arguments += ["--vocab-size", str(model.vocab_size), "--micro-batch-size", "1"]
+    arguments += ["--no-initialization", "--use-cpu-initialization", "--train-iters", "1", "--lr", "1e-4"]
     ambient = Ambient(launch.precision, model.num_layers, launch.bf16_at_start, launch.bf16_at_end)
     try:
-        ((found, wrong),) = run_distributed(build_whole, 1, words, ambient, timeout=bench.timeout, apart=True)
+        ((found, wrong),) = run_distributed(
+            build_whole, 1, arguments, ambient, timeout=bench.timeout, apart=True
+        )
     except (RuntimeError, TimeoutError) as problem:
         yield failed(WHOLE, detail=last_line(problem))
         return
@@ -71,8 +73,8 @@ def _whole(bench: Bench, launch: Launch) -> Iterator[Finding]:
         yield passed(WHOLE, detail=f"linears: {counted(found)}")
 
 
-def build_whole(words: Sequence[str], ambient: Ambient) -> tuple[Counter[str], list[str]]:
-    """Build the whole model on this rank, without memory; return its formats and what nobody asked for."""
+def build_whole(arguments: Sequence[str], ambient: Ambient) -> tuple[Counter[str], list[str]]:
+    """Build the whole model on this rank, without memory; return its formats, and those that nothing selects."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.argument_utils import hybrid_config_from_args
 
@@ -80,7 +82,7 @@ def build_whole(words: Sequence[str], ambient: Ambient) -> tuple[Counter[str], l
     from megatron_nemotron3.proof.certify.world import initialize_layout
     from megatron_nemotron3.train.build import megatron_args
 
-    args = megatron_args(words, 1)
+    args = megatron_args(arguments, 1)
     initialize_layout(ParallelLayout())
     config = hybrid_config_from_args(args)
     file = real.recipe_of(config.transformer)
@@ -146,7 +148,7 @@ def _proxy(bench: Bench, launch: Launch) -> Iterator[Finding]:
 
 
 def emulated(launch: Launch) -> list[tuple[str, str, str]]:
-    """Train a step of the emulating proxy; return each linear with the format asked for, and the one used."""
+    """Train a step of the emulating proxy; return each linear with its specified format and the one used."""
     import torch
 
     from megatron_nemotron3.precision.census import census as listed

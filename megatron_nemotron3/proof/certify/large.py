@@ -112,8 +112,9 @@ def full_launch(merged: Taken, world_size: int | None, vocab_size: int | None) -
         )
     for name, words in given.items():
         if table.group(name) is not table.SCHEDULE and not is_known(words):
-            said = " ".join((name, *words))
-            raise ValueError(f"{said}: the script does not say what it is: give --set NAME=VALUE")
+            raise ValueError(
+                f"{' '.join((name, *words))}: the script does not say what it is: give --set NAME=VALUE"
+            )
     model, notes = _model(given, vocab_size)
     sizes, more = _sizes(given, model, world_size)
     first, last = (

@@ -2,7 +2,7 @@
 
 It shares no code with the layers of this package, with Megatron or with `generate`: Mamba-2 is its recurrence
 (arXiv 2405.21060, section 2), attention a masked softmax, the mixture of experts a sum over all experts
-(arXiv 2401.06066, 2601.18089), and every document is computed by itself. Slow, for models of a few layers.
+(arXiv 2401.06066, 2601.18089), and every document is computed separately. Slow, for models of a few layers.
 
 Shapes: b rows, s tokens, d hidden, e experts, v the padded vocabulary.
 """

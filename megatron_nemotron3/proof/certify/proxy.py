@@ -63,7 +63,7 @@ class Remark:
 
 @dataclass(frozen=True, kw_only=True)
 class ProxyLaunch:
-    """A small model, and the words that train it in small layouts and in one process."""
+    """A small model, and the arguments that train it in small layouts and in one process."""
 
     #: The model of the launch, and its small form.
     model: Nemotron3Config
@@ -83,7 +83,7 @@ class ProxyLaunch:
     treatments: Mapping[str, Treatment]
     remarks: tuple[Remark, ...]
 
-    def words(self, sizes: Sizes | None) -> list[str]:
+    def arguments(self, sizes: Sizes | None) -> list[str]:
         """Return Megatron's command line in a layout or in one process (None), without batch and schedule."""
         layout = sizes.layout if sizes else ParallelLayout()
         pattern = stages_of(self.config, layout)
@@ -119,7 +119,7 @@ class ProxyLaunch:
         return [*to_argv(head), *self.meaning, *dropout, *mechanism, *backend_words("torch")]
 
     def _mechanism(self, layout: ParallelLayout) -> list[str]:
-        """Return the words of the mechanisms that a layout can have."""
+        """Return the arguments of the mechanisms that a layout can have."""
         kept = []
         for flag in self.mechanism:
             size = _NEEDS.get(flag.name)
@@ -225,7 +225,7 @@ def _on_a_cpu(flag: Flag, remarks: list[Remark]) -> Flag:
 def _small(
     launch: FullLaunch, sizes: Sequence[Sizes], remarks: list[Remark]
 ) -> tuple[Nemotron3Config, tuple[str, ...]]:
-    """Return the small model, and words for what its configuration does not say."""
+    """Return the small model, and arguments for what its configuration does not say."""
     layout, model = launch.sizes.layout, launch.model
     count = max(s.layout.stages for s in sizes)
     chosen = cuts.chosen(launch.stages, count)

@@ -53,8 +53,8 @@ def lines(proxy: ProxyLaunch) -> list[str]:
         if treatment is Treatment.DROPPED and (group := table.group(name))
     )
     if dropped:
-        said = ", ".join(f"{what} ({count} options)" for what, count in dropped.items())
-        result += [f"{Treatment.DROPPED.value}:", *_wrapped(said)]
+        shown = ", ".join(f"{what} ({count} options)" for what, count in dropped.items())
+        result += [f"{Treatment.DROPPED.value}:", *_wrapped(shown)]
     return result
 
 

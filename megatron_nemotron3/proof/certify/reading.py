@@ -17,7 +17,7 @@ from megatron_nemotron3.proof.certify.large import LaunchRequest
 
 #: Names a Megatron-LM checkout whose script the launch runs.
 CHECKOUT = "MEGATRON_LM_DIR"
-#: Options that go with a script or words; the others describe a launch by the NAME of a model.
+#: Options that go with a script or arguments; the others describe a launch by the NAME of a model.
 BESIDE = (
     *("name", "command", "run", "extra", "json", "set", "ranks", "gpu", "gpus", "output", "check"),
     *("command_line", "main"),
@@ -27,16 +27,16 @@ _OWN = (".json", ".py")
 
 def read(options: argparse.Namespace, command: argparse.ArgumentParser) -> LaunchRequest:
     """Return the launch that the command line names; raise ValueError for none, two or an unreadable one."""
-    target, words = options.name, tuple(options.extra)
+    target, arguments = options.name, tuple(options.extra)
     if options.model is not None or target in names() or Path(target or "").suffix in _OWN:
         return _named(options)
     if described := given_options(options, command, BESIDE):
         raise ValueError(f"an existing launch is certified as it is: drop {' '.join(described)}")
-    if target is None and not words:
+    if target is None and not arguments:
         raise ValueError("give a script, the NAME of a model, or -- and the words of the command")
-    if target is not None and words:
-        raise ValueError(f"{target} is certified as it is: drop -- {shlex.join(words)}")
-    text = shlex.join(words) if target is None else text_of(target, target)
+    if target is not None and arguments:
+        raise ValueError(f"{target} is certified as it is: drop -- {shlex.join(arguments)}")
+    text = shlex.join(arguments) if target is None else text_of(target, target)
     given = variables(options.set)
     found = command_line.read_launch(text, given)
     return LaunchRequest(

@@ -32,10 +32,10 @@ class ScriptRun:
     """A start of the script."""
 
     script: Path
-    #: The layout, and the words of the launch with batch and schedule.
+    #: The layout, and the arguments of the launch with batch and schedule.
     case: TrainingCase
-    #: Words for data and checkpoints.
-    words: tuple[str, ...]
+    #: Options of data and checkpoints.
+    arguments: tuple[str, ...]
     #: For logs and observations.
     folder: Path
     timeout: float
@@ -57,9 +57,9 @@ class ScriptRun:
             **({BOOST: self.case.boost} if self.case.boost is not None else {}),
         }
         options = ("--device", "cpu", "--monitor", str(self.monitor))
-        argv = [*options, str(self.script), *self.case.argv(), *self.words]
-        arguments = (argv, self.folder, self.case.fault, self.killed_in)
-        call = Call(_on_rank, arguments, environment=environment)
+        argv = [*options, str(self.script), *self.case.argv(), *self.arguments]
+        given = (argv, self.folder, self.case.fault, self.killed_in)
+        call = Call(_on_rank, given, environment=environment)
         try:
             run_ranks(call, self.ranks, timeout=self.timeout, preload=PRELOAD)
         except RuntimeError as problem:

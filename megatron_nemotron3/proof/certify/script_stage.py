@@ -23,7 +23,7 @@ from megatron_nemotron3.proof.certify.script_run import ScriptRun, script_of
 from megatron_nemotron3.proof.certify.tensors import Tensors, unmatched
 from megatron_nemotron3.train.log import Curve
 
-#: Options of the launch that say how checkpoints are written. The proxy's other words do without.
+#: Options of the launch that say how checkpoints are written. The proxy's other options do without.
 _CHECKPOINTS = re.compile(
     r"--(ckpt-(format|fully-parallel-.*|assume-constant-structure|drop-redundant-extra-state)"
     r"|async-(save|strategy|ckpt-.*)|use-persistent-ckpt-worker|dist-ckpt-.*|use-dist-ckpt)"
@@ -113,12 +113,12 @@ class Scripts:
         own = [flag for name, flag in self.given.items() if _CHECKPOINTS.fullmatch(name)]
         own = [flag for flag in own if flag.values != (_OF_FSDP,)]
         self.format = next((flag.values[0] for flag in own if flag.name == "--ckpt-format"), "torch_dist")
-        #: Words to save after each step, as the launch saves, and to load that.
+        #: Options to save after each step, as the launch saves, and to load that.
         self.saving = ("--save", str(self.saved), "--save-interval", "1", *to_argv(own))
         ours = [flag for flag in own if "async" not in flag.name and "persistent" not in flag.name]
         self.loading = ("--load", str(self.saved), *to_argv(ours))
         #: Of data and log.
-        self.words: tuple[str, ...] = ()
+        self.options: tuple[str, ...] = ()
 
     def write_data(self) -> None:
         self.folder.mkdir()
@@ -129,7 +129,7 @@ class Scripts:
             texts = self.given.get("--data-path")
             blended = bool(texts and len(texts.values) > 1) or bool(_BLENDS.intersection(self.given))
             data = script_data.write_text(self.folder, tokens, longest, blended)
-        self.words = (
+        self.options = (
             *data,
             *("--data-cache-path", str(self.folder / "cache")),
             *("--eval-iters", "0", "--eval-interval", "100", "--log-interval", "1"),
@@ -146,13 +146,15 @@ class Scripts:
     def fresh(self, number: int = 0) -> tuple[str, ...]:
         return ("--load", str(self.folder / "start" / str(number)), "--finetune")
 
-    def run(self, name: str, sizes: Sizes | None, *words: str, watched: bool = False, **changes: Any) -> Ran:
+    def run(
+        self, name: str, sizes: Sizes | None, *options: str, watched: bool = False, **changes: Any
+    ) -> Ran:
         place = self.folder / name
         log = ("--tensorboard-dir", str(place / "tensorboard")) if watched else ()
         run = ScriptRun(
             script=self.script,
             case=self.bench.case(sizes),
-            words=(*self.words, *log, *words),
+            arguments=(*self.options, *log, *options),
             folder=place,
             timeout=self.bench.timeout,
             monitor=int(watched),
@@ -183,8 +185,8 @@ def script(bench: Bench) -> Iterator[Finding]:
     first = bench.proxy.sizes[0]
     where = str(first)
     try:
-        words = (*scripts.fresh(), *scripts.saving)
-        killed = scripts.run("layout", first, *words, watched=True, killed_in=scripts.saved)
+        options = (*scripts.fresh(), *scripts.saving)
+        killed = scripts.run("layout", first, *options, watched=True, killed_in=scripts.saved)
     except _FAILURES as problem:
         yield failed("training", where, last_line(problem))
         return
@@ -306,10 +308,10 @@ def elsewhere(
     optimizer = not reason
     if reason:
         yield untested("optimizer state loaded", reason, where)
-    words = (*scripts.loading, *(() if optimizer else ("--no-load-optim", "--no-load-rng")))
+    options = (*scripts.loading, *(() if optimizer else ("--no-load-optim", "--no-load-rng")))
     name = "elsewhere" if other else "elsewhere-one"
     try:
-        found = scripts.run(name, other, *words)
+        found = scripts.run(name, other, *options)
     except _FAILURES as problem:
         yield failed("loading in another layout", where, last_line(problem))
         return

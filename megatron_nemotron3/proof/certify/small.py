@@ -99,10 +99,10 @@ def router_groups(
     if groups < 1 or not (config.num_moe_experts and config.moe_router_topk):
         return config, {}
     small = 1 if groups == 1 else ep if groups == large_ep and ep > 1 else 2
-    words = {"--moe-router-num-groups": small}
+    options = {"--moe-router-num-groups": small}
     if best:
         kept = small if best == groups else 1
-        words["--moe-router-group-topk"] = kept
+        options["--moe-router-group-topk"] = kept
         most = config.num_moe_experts // small * kept
         config = config.but(moe_router_topk=max(kept, min(config.moe_router_topk, most) // kept * kept))
-    return config, words
+    return config, options

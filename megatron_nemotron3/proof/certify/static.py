@@ -44,8 +44,7 @@ def parser(bench: Bench) -> Iterator[Finding]:
         else:
             yield passed(ACCEPTED, where, f"{len(flags)} options")
     if unresolved := [flag.name for flag in bench.flags if not is_known(flag.values)]:
-        said = "values are unresolved shell variables (--set): "
-        yield untested(ACCEPTED, said + ", ".join(unresolved))
+        yield untested(ACCEPTED, f"values are unresolved shell variables (--set): {', '.join(unresolved)}")
 
 
 def rules(bench: Bench) -> Iterator[Finding]:
@@ -91,18 +90,18 @@ def formats(bench: Bench) -> Iterator[Finding]:
         except CensusError as problem:
             yield failed(FORMATS, detail=str(problem))
             return
-    said = counted(deviations.formats(structure, file, ambient))
+    shown = counted(deviations.formats(structure, file, ambient))
     wrong = deviations.deviations(structure, file, ambient)
     for one in wrong:
         # What a matcher asks for is meant; what no matcher names took the format of its layer in silence.
         state = PropertyState.PASS if one.asked_by else PropertyState.FAIL
         yield Finding(FORMATS, state, detail=f"not the published recipe: {one}")
     if all(one.asked_by for one in wrong):
-        yield passed(FORMATS, detail=f"linears of the whole model: {said}")
+        yield passed(FORMATS, detail=f"linears of the whole model: {shown}")
 
 
 def memory(bench: Bench) -> Iterator[Finding]:
-    """Yield the bytes that the fullest GPU of the real launch holds, beside its capacity."""
+    """Yield the bytes that the fullest GPU of the real launch holds, and its capacity."""
     from megatron_nemotron3.launch.plan.search import worst_memory
 
     launch = bench.launch
@@ -118,14 +117,14 @@ def memory(bench: Bench) -> Iterator[Finding]:
         yield untested(MEMORY, f"{total / GIB:.1f} GiB by estimate; the type of GPU is unknown (--gpu)")
         return
     capacity = GPUS[bench.gpu].memory
-    said = (
+    detail = (
         f"{total / GIB:.1f} GiB by estimate; {bench.gpu} has {capacity / GIB:.0f}, of which "
         f"{RESERVE / GIB:.0f} are assumed to go to CUDA and fragments"
     )
     state = PropertyState.FAIL if total > capacity else PropertyState.PASS
     if capacity - RESERVE < total <= capacity:
-        said += ": it fits only inside that margin"
-    yield Finding(MEMORY, state, bench.gpu, total / GIB, capacity / GIB, said)
+        detail += ": it fits only inside that margin"
+    yield Finding(MEMORY, state, bench.gpu, total / GIB, capacity / GIB, detail)
 
 
 def beyond(bench: Bench) -> Iterator[Finding]:

@@ -87,7 +87,7 @@ def test_every_option_of_a_treatment_exists() -> None:
 def test_an_unknown_option_is_kept_and_said() -> None:
     proxy = proxy_of(f"{SUPER} --moe-new-thing 3")
     assert proxy.treatments["--moe-new-thing"] is Treatment.KEPT
-    assert option(proxy.words(None), "--moe-new-thing") == "3"
+    assert option(proxy.arguments(None), "--moe-new-thing") == "3"
     assert any("not in the table" in r.what and r.options == ("--moe-new-thing 3",) for r in proxy.remarks)
 
 
@@ -104,7 +104,7 @@ def test_details_of_what_is_off_are_not_called_untested() -> None:
         "--cuda-graph-warmup-steps 3",
         "--moe-token-dispatcher-type flex",
     } <= said
-    assert option(proxy.words(proxy.sizes[0]), "--moe-token-dispatcher-type") == "alltoall"
+    assert option(proxy.arguments(proxy.sizes[0]), "--moe-token-dispatcher-type") == "alltoall"
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
@@ -186,17 +186,17 @@ def test_stages_without_cuts_have_the_given_first_and_last_length() -> None:
 def test_megatron_fsdp_stays() -> None:
     text = SUPER.replace("--pipeline-model-parallel-size 4", "").replace("|", "")
     proxy = proxy_of(f"{text} --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params")
-    words = proxy.words(proxy.sizes[0])
+    words = proxy.arguments(proxy.sizes[0])
     assert "--use-megatron-fsdp" in words and option(words, "--ckpt-format") == "fsdp_dtensor"
-    assert not {"--use-megatron-fsdp", "--ckpt-format"} & set(proxy.words(None))
+    assert not {"--use-megatron-fsdp", "--ckpt-format"} & set(proxy.arguments(None))
 
 
 def test_gradients_are_in_several_buckets() -> None:
     proxy = proxy_of(f"{SUPER} --use-distributed-optimizer --overlap-grad-reduce")
-    assert int(option(proxy.words(proxy.sizes[0]), "--ddp-bucket-size")) < 50_000
-    assert "--ddp-bucket-size" not in proxy.words(None)
+    assert int(option(proxy.arguments(proxy.sizes[0]), "--ddp-bucket-size")) < 50_000
+    assert "--ddp-bucket-size" not in proxy.arguments(None)
     proxy = proxy_of(f"{SUPER} --use-distributed-optimizer --overlap-grad-reduce --ddp-num-buckets 5")
-    assert "--ddp-bucket-size" not in proxy.words(proxy.sizes[0])
+    assert "--ddp-bucket-size" not in proxy.arguments(proxy.sizes[0])
 
 
 def test_a_schedule_of_the_pipeline_has_the_shape_of_the_launch() -> None:
@@ -226,7 +226,9 @@ def test_a_batch_that_the_script_does_not_say() -> None:
 
 def test_dropout_by_default_is_said() -> None:
     proxy = proxy_of(SUPER.replace("--attention-dropout 0.0 --hidden-dropout 0.0", "--hidden-dropout 0.3"))
-    assert option(proxy.words(None), "--hidden-dropout") == option(proxy.words(None), "--attention-dropout")
+    assert option(proxy.arguments(None), "--hidden-dropout") == option(
+        proxy.arguments(None), "--attention-dropout"
+    )
     remark = next(r for r in proxy.remarks if r.what.startswith("random numbers"))
     assert remark.untested
     assert remark.options == ("--hidden-dropout 0.3", "--attention-dropout 0.1, Megatron's default")
@@ -247,7 +249,7 @@ def test_experts_that_differ_by_layer() -> None:
     proxy = make(request(launch), 8)
     rows = proxy.config.moe_layers
     assert rows and len(rows) == proxy.config.pattern.count("E") and len(set(rows)) > 1
-    words = proxy.words(None)
+    words = proxy.arguments(None)
     assert stored_experts({"spec": words[words.index("--spec") + 1 :][:2]}) == experts_text(proxy.config)
 
 
@@ -299,13 +301,14 @@ def test_padded_vocabulary() -> None:
     assert proxy_of(f"{SUPER} --vocab-size 131072").config.vocab_size == 128
     proxy = proxy_of(f"{SUPER} --vocab-size 131000")
     assert (
-        proxy.config.vocab_size == 120 and option(proxy.words(None), "--make-vocab-size-divisible-by") == "64"
+        proxy.config.vocab_size == 120
+        and option(proxy.arguments(None), "--make-vocab-size-divisible-by") == "64"
     )
 
 
 def test_router_groups() -> None:
     proxy = proxy_of(f"{SUPER} --moe-router-num-groups 8 --moe-router-group-topk 4")
-    words = proxy.words(None)
+    words = proxy.arguments(None)
     groups, best = (
         int(option(words, "--moe-router-num-groups")),
         int(option(words, "--moe-router-group-topk")),
