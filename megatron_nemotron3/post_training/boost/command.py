@@ -19,10 +19,12 @@ from megatron_nemotron3.common.options import (
     data_path_option,
     device_option,
     option,
+    resolve_device,
     text_option,
     tokenizer_option,
 )
 from megatron_nemotron3.common.switches import BOOST
+from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.launch.boosting import LOSSES, Boost
 from megatron_nemotron3.launch.command import LAYOUT, SCHEDULE, add_launch
 from megatron_nemotron3.models.command import StoredModelOptions
@@ -88,8 +90,6 @@ def boost_command(options: argparse.Namespace) -> int:
     boost = Boost(options.loss, options.loss_temperature, options.mix, options.decay, options.cache)
     if options.plot is not None:
         require_plot(options.plot, "--plot")
-    from megatron_nemotron3.common.options import resolve_device
-    from megatron_nemotron3.cpu import quiet_on_cpu
     from megatron_nemotron3.post_training.boost import inputs as boost_inputs
 
     options.device, options.dtype = resolve_device(options.device), None

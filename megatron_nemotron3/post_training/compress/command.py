@@ -19,6 +19,7 @@ from megatron_nemotron3.common.options import (
     json_flag,
     option,
     repeated,
+    resolve_device,
     text_option,
     tokenizer_option,
     workers_option,
@@ -190,7 +191,6 @@ def _prune(options: PruneOptions, folder: Path, sizes: Sizes) -> int:
 
 
 def _measured(options: PruneOptions, found: CheckpointFolder, opened: Checkpoint) -> Scores:
-    from megatron_nemotron3.common.options import resolve_device
     from megatron_nemotron3.inference.generate.evaluate_command import chosen_seq_length, evaluation_tokens
     from megatron_nemotron3.launch import Launch
     from megatron_nemotron3.launch.rules import enforce

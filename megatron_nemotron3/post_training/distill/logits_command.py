@@ -12,7 +12,14 @@ from typing import Any
 from megatron_nemotron3.checkpoints.folders import free_bytes
 from megatron_nemotron3.common import lock, record
 from megatron_nemotron3.common.files import temporary_prefix
-from megatron_nemotron3.common.options import NEEDED, add_command, argument, device_option, option
+from megatron_nemotron3.common.options import (
+    NEEDED,
+    add_command,
+    argument,
+    device_option,
+    option,
+    resolve_device,
+)
 from megatron_nemotron3.common.output import Bar
 from megatron_nemotron3.common.switches import LOGITS_FOLDER, LOGITS_TEACHER
 from megatron_nemotron3.launch import Launch, TrainingData, TrainingSchedule, flags, to_argv
@@ -186,8 +193,6 @@ def _manifest(
 
 
 def _launch(options: LogitsOptions, teacher: TeacherCheckpoint, data: TrainingData, length: int) -> Launch:
-    from megatron_nemotron3.common.options import resolve_device
-
     on_cpu = resolve_device(options.device) == "cpu"
     layout, size = chosen_layout(options), options.micro_batch_size
     words = ("--sft", "--calculate-per-token-loss", "--sft-tokenizer-prompt-format", "default")
@@ -213,7 +218,6 @@ def _launch(options: LogitsOptions, teacher: TeacherCheckpoint, data: TrainingDa
 
 
 def _run(options: LogitsOptions, launch: Launch, argv: list[str], manifest: LogitsManifest) -> int:
-    from megatron_nemotron3.common.options import resolve_device
     from megatron_nemotron3.train import processes
 
     device = resolve_device(options.device)

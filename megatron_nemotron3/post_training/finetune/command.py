@@ -17,9 +17,11 @@ from megatron_nemotron3.common.options import (
     device_option,
     flag,
     option,
+    resolve_device,
     tokenizer_option,
 )
 from megatron_nemotron3.common.switches import LORA
+from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.models.lora import LoRASettings
 from megatron_nemotron3.post_training.steps import environment, require_positive, require_schedule, step
 
@@ -67,8 +69,6 @@ def finetune_command(options: FinetuneOptions) -> int:
         raise ValueError(f"--lora {options.lora}: leave base= out, the base is HF_DIR")
     if options.adapter_only and lora is None:
         raise ValueError("--adapter-only goes with --lora")
-    from megatron_nemotron3.common.options import resolve_device
-    from megatron_nemotron3.cpu import quiet_on_cpu
     from megatron_nemotron3.post_training.finetune import inputs as given
 
     require_positive(options, "steps", "lr", "seq_length")

@@ -165,7 +165,6 @@ class Recomputation:
         x: Tensor,
         first: int = 0,
         changes: Mapping[int, Change] | None = None,
-        experts: Mapping[int, Tensor] | None = None,
         noise: Noises = (),
         stop: int | None = None,
     ) -> Iterator[LayerStep]:
@@ -173,10 +172,10 @@ class Recomputation:
 
         Args:
             x: the residual stream before layer `first` [rows, s, d].
-            changes, experts: layer -> the arguments of `layer`.
+            changes: layer -> its change.
         """
         for number in range(first, self.depth if stop is None else stop):
-            step = self.layer(number, x, (changes or {}).get(number), (experts or {}).get(number), noise)
+            step = self.layer(number, x, (changes or {}).get(number), noise=noise)
             x = step.stream
             yield step
 

@@ -74,7 +74,7 @@ def _whole(bench: Bench, launch: Launch) -> Iterator[Finding]:
 
 
 def build_whole(arguments: Sequence[str], ambient: Ambient) -> tuple[Counter[str], list[str]]:
-    """Build the whole model on this rank, without memory; return its formats, and those that nothing selects."""
+    """Build the whole model without memory on this rank; return formats, and those that nothing selects."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.argument_utils import hybrid_config_from_args
 
