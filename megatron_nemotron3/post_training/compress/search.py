@@ -131,7 +131,7 @@ def search(
     refused: list[ValueError] = []
     for sizes in _combinations(values):
         try:
-            space = _Space(config, sizes, values, budget, serving, losses)
+            space = _CandidateSpace(config, sizes, values, budget, serving, losses)
         except ValueError as problem:
             refused.append(problem)
             continue
@@ -170,7 +170,7 @@ def _combinations(values: Mapping[str, Sequence[int]]) -> Iterator[dict[str, int
 _Row = tuple[int, int]
 
 
-class _Space:
+class _CandidateSpace:
     """The candidates of one combination of the model's sizes: those that differ in the rows of experts."""
 
     def __init__(

@@ -138,7 +138,7 @@ class Teacher:
             precision="fp32" if weight.dtype == torch.float32 else "bf16",
             backend="torch" if specs.is_torch(student.hybrid_stack_spec) else "auto",
         )
-        with _unnoticed():
+        with _isolated():
             config = model_config(launch)
             model: HybridModel = verified(
                 config.get_builder_cls()(config).build_model(
@@ -251,7 +251,7 @@ def load_teacher(chunk: Any, place: Path, dp_cp: Any = None) -> None:
 
 
 @contextmanager
-def _unnoticed() -> Iterator[None]:
+def _isolated() -> Iterator[None]:
     """Build another model: random streams and stored arguments stay, settings of the student do not count."""
     tracker, options = get_cuda_rng_tracker(), megatron_options()
     states = tracker.get_states()

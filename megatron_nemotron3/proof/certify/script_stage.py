@@ -52,7 +52,7 @@ def events(bench: Bench, run: str) -> Path:
 
 
 @dataclass(frozen=True)
-class Ran:
+class ScriptResult:
     """A run that came to its end, or was killed as planned."""
 
     seen: observer.Observed
@@ -89,12 +89,17 @@ class NoiseComparison:
     """Compares a run with one process, by the noise of the one process with nudged weights."""
 
     #: One process, then the nudged ones.
-    bases: Sequence[Ran]
+    bases: Sequence[ScriptResult]
     #: Length of the longest sum: tokens of the batch.
     terms: int
 
     def __call__(
-        self, what: str, found: Ran, where: str, of: Callable[[Ran], Tensors], least: float = 0.0
+        self,
+        what: str,
+        found: ScriptResult,
+        where: str,
+        of: Callable[[ScriptResult], Tensors],
+        least: float = 0.0,
     ) -> Finding:
         expected, *moved = map(of, self.bases)
         if odd := unmatched(expected, of(found)):
@@ -103,7 +108,7 @@ class NoiseComparison:
         return verdict(farthest(what, expected, of(found), allowed), where)
 
 
-class Scripts:
+class ScriptRuns:
     """The runs of a launch's script, each of two steps or of the second of two."""
 
     def __init__(self, bench: Bench) -> None:
@@ -148,7 +153,7 @@ class Scripts:
 
     def run(
         self, name: str, sizes: Sizes | None, *options: str, watched: bool = False, **changes: Any
-    ) -> Ran:
+    ) -> ScriptResult:
         place = self.folder / name
         log = ("--tensorboard-dir", str(place / "tensorboard")) if watched else ()
         run = ScriptRun(
@@ -161,12 +166,12 @@ class Scripts:
             **changes,
         )
         run.start()
-        return Ran(observer.read(run.folder, run.ranks), run.curve())
+        return ScriptResult(observer.read(run.folder, run.ranks), run.curve())
 
 
 def script(bench: Bench) -> Iterator[Finding]:
     """Yield what the launch's own script shows."""
-    scripts = Scripts(bench)
+    scripts = ScriptRuns(bench)
     if reason := _reason_against(bench, scripts.given):
         yield untested("script", reason)
         return
@@ -191,11 +196,11 @@ def script(bench: Bench) -> Iterator[Finding]:
         yield failed("training", where, last_line(problem))
         return
     compared = NoiseComparison(bases, bench.proxy.batch.sequences * bench.proxy.batch.seq_length)
-    yield from against(compared, bases[0], killed, where)
-    yield from written(scripts, killed, where)
-    yield from resumed(scripts, first, killed)
+    yield from run_findings(compared, bases[0], killed, where)
+    yield from checkpoint_findings(scripts, killed, where)
+    yield from resume_findings(scripts, first, killed)
     for other in _others(bench.proxy.sizes):
-        yield from elsewhere(scripts, compared, other, bases[0], killed)
+        yield from other_layout_findings(scripts, compared, other, bases[0], killed)
 
 
 def _reason_against(bench: Bench, given: Mapping[str, object]) -> str | None:
@@ -206,19 +211,23 @@ def _reason_against(bench: Bench, given: Mapping[str, object]) -> str | None:
     return None
 
 
-def against(compared: NoiseComparison, base: Ran, found: Ran, where: str) -> Iterator[Finding]:
+def run_findings(
+    compared: NoiseComparison, base: ScriptResult, found: ScriptResult, where: str
+) -> Iterator[Finding]:
     """Hold a run of two steps against one process."""
     yield compared("losses (script)", found, where, partial(_logged, "lm loss"))
     if any(name.startswith("mtp_") for name in base.curve.steps[1].values):
         yield compared("losses of MTP (script)", found, where, partial(_logged, r"mtp_\d+ loss"))
     yield compared("gradient norms (script)", found, where, partial(_logged, "grad norm"), _NORM)
     for step in (1, 2):
-        yield compared(f"gradients of step {step} (script)", found, where, partial(Ran.gradients, step=step))
-    yield compared("weights after two steps (script)", found, where, partial(Ran.weights, step=2))
+        yield compared(
+            f"gradients of step {step} (script)", found, where, partial(ScriptResult.gradients, step=step)
+        )
+    yield compared("weights after two steps (script)", found, where, partial(ScriptResult.weights, step=2))
     yield stored.equal("expert biases (script)", base.biases(2), found.biases(2), where)
 
 
-def resumed(scripts: Scripts, sizes: Sizes, killed: Ran) -> Iterator[Finding]:
+def resume_findings(scripts: ScriptRuns, sizes: Sizes, killed: ScriptResult) -> Iterator[Finding]:
     """Resume what was killed: the second step is that of the run that was killed."""
     where, what = str(sizes), "resuming after a kill"
     try:
@@ -229,14 +238,16 @@ def resumed(scripts: Scripts, sizes: Sizes, killed: Ran) -> Iterator[Finding]:
     if trained := [step for step in sorted(again.curve.steps) if step != 2]:
         yield failed(what, where, f"it trained step {trained[0]}, not step 2")
         return
-    yield from loaded(again, killed, where)
+    yield from loading_findings(again, killed, where)
     yield stored.equal("gradients after resuming", killed.gradients(2), again.gradients(1), where)
     before, after = killed.seen[2, observer.WEIGHTS], again.seen[1, observer.WEIGHTS]
     yield stored.equal("weights after resuming", before, after, where)
     yield _same_state("optimizer state after resuming", killed.state(2), again.state(1), where)
 
 
-def loaded(found: Ran, saved: Ran, where: str, optimizer: bool = True) -> Iterator[Finding]:
+def loading_findings(
+    found: ScriptResult, saved: ScriptResult, where: str, optimizer: bool = True
+) -> Iterator[Finding]:
     """What a process had before its first step, against what the one that saved had after its first."""
     state = found.loaded
     yield stored.equal("weights loaded", saved.weights(1), state.pop(observer.WEIGHTS), where)
@@ -252,7 +263,7 @@ def _flat(state: dict[str, Tensors]) -> Tensors:
     return {f"{kind} of {key}": t for kind, part in state.items() for key, t in part.items()}
 
 
-def written(scripts: Scripts, run: Ran, where: str) -> Iterator[Finding]:
+def checkpoint_findings(scripts: ScriptRuns, run: ScriptResult, where: str) -> Iterator[Finding]:
     """What the first checkpoint holds, against the run that wrote it; and its way to Hugging Face."""
     if scripts.format != "torch_dist":
         yield untested("weights in the checkpoint", f"--ckpt-format {scripts.format} is not read here", where)
@@ -293,8 +304,12 @@ def _expert_optimizer(sizes: Sizes | None) -> bool:
     return sizes is not None and (sizes.layout.ep > 1 or sizes.layout.etp != sizes.layout.tp)
 
 
-def elsewhere(
-    scripts: Scripts, compared: NoiseComparison, other: Sizes | None, base: Ran, saved: Ran
+def other_layout_findings(
+    scripts: ScriptRuns,
+    compared: NoiseComparison,
+    other: Sizes | None,
+    base: ScriptResult,
+    saved: ScriptResult,
 ) -> Iterator[Finding]:
     """Load the first checkpoint in another layout and make the second step."""
     where = f"{scripts.bench.proxy.sizes[0]} to {other or 'one process'}"
@@ -315,18 +330,18 @@ def elsewhere(
     except _FAILURES as problem:
         yield failed("loading in another layout", where, last_line(problem))
         return
-    yield from loaded(found, saved, where, optimizer)
+    yield from loading_findings(found, saved, where, optimizer)
 
-    def second(of: Callable[[Ran, int], Tensors], ran: Ran) -> Tensors:
+    def second(of: Callable[[ScriptResult, int], Tensors], ran: ScriptResult) -> Tensors:
         return of(ran, 1 if ran is found else 2)
 
-    yield compared("gradients after loading", found, where, partial(second, Ran.gradients))
+    yield compared("gradients after loading", found, where, partial(second, ScriptResult.gradients))
     if optimizer:
-        yield compared("weights after loading", found, where, partial(second, Ran.weights))
+        yield compared("weights after loading", found, where, partial(second, ScriptResult.weights))
     yield stored.equal("expert biases after loading", base.biases(2), found.biases(1), where)
 
 
-def _logged(pattern: str, ran: Ran) -> Tensors:
+def _logged(pattern: str, ran: ScriptResult) -> Tensors:
     import torch
 
     return {

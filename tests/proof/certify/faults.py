@@ -65,7 +65,7 @@ def _saving(bench: Bench) -> Iterator[Finding]:
     from megatron_nemotron3.proof.certify import script_stage
 
     scripts, killed = _killed(bench)
-    yield from script_stage.written(scripts, killed, str(bench.proxy.sizes[0]))
+    yield from script_stage.checkpoint_findings(scripts, killed, str(bench.proxy.sizes[0]))
 
 
 def _resuming(bench: Bench) -> Iterator[Finding]:
@@ -73,10 +73,10 @@ def _resuming(bench: Bench) -> Iterator[Finding]:
     from megatron_nemotron3.proof.certify import script_stage
 
     healthy, killed = _healthy_save(bench.flags, bench.proxy.sizes[0].layout.world_size)
-    scripts = script_stage.Scripts(bench)
+    scripts = script_stage.ScriptRuns(bench)
     scripts.write_data()
     shutil.copytree(healthy.saved, scripts.saved)
-    yield from script_stage.resumed(scripts, bench.proxy.sizes[0], killed)
+    yield from script_stage.resume_findings(scripts, bench.proxy.sizes[0], killed)
 
 
 def _export(bench: Bench) -> Iterator[Finding]:
@@ -84,12 +84,12 @@ def _export(bench: Bench) -> Iterator[Finding]:
     from megatron_nemotron3.proof.certify import script_stage
 
     healthy, killed = _healthy_save(bench.flags, bench.proxy.sizes[0].layout.world_size)
-    scripts = script_stage.Scripts(bench)
+    scripts = script_stage.ScriptRuns(bench)
     shutil.copytree(healthy.saved, scripts.saved)
     if bench.fault is not None:
         bench.fault()
     try:
-        yield from script_stage.written(scripts, killed, str(bench.proxy.sizes[0]))
+        yield from script_stage.checkpoint_findings(scripts, killed, str(bench.proxy.sizes[0]))
     finally:
         mock.patch.stopall()
 
@@ -98,7 +98,7 @@ def _killed(bench: Bench) -> tuple[Any, Any]:
     """The scripts of a launch, and their run of two steps that was killed in its second save."""
     from megatron_nemotron3.proof.certify import script_stage
 
-    scripts = script_stage.Scripts(bench)
+    scripts = script_stage.ScriptRuns(bench)
     scripts.write_data()
     return scripts, scripts.run("layout", bench.proxy.sizes[0], *scripts.saving, killed_in=scripts.saved)
 
