@@ -1,4 +1,4 @@
-"""Who is blamed where nobody, or both, are wrong; and what is said where less is known."""
+"""Which side is reported where none, or both, are wrong; and what is printed where less is known."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def compare(trainer: Recording, engine: Recording, by: Investigation | None = No
 @pytest.mark.parametrize(
     ("trainer", "engine"), [(FP32, BF16), *(pytest.param(*p, marks=pytest.mark.full) for p in _OTHER_PAIRS)]
 )
-def test_nobody_is_blamed(trainer: torch.dtype, engine: torch.dtype, hidden: bool) -> None:
+def test_no_side_deviates(trainer: torch.dtype, engine: torch.dtype, hidden: bool) -> None:
     """Prefill against decoding, in types of which one rounds 30,000 times as much."""
     sides = healthy_engine(trainer), healthy_engine(engine, decode=True)
     found = compare(recorded(sides[0], trainer, hidden), recorded(sides[1], engine, hidden))
@@ -60,7 +60,7 @@ def _opened(folder: Path, weights: Weights) -> Investigation:
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(2, 8))
-def test_nobody_is_blamed_with_other_weights(tmp_path: Path, seed: int) -> None:
+def test_no_side_deviates_with_other_weights(tmp_path: Path, seed: int) -> None:
     weights = checkpoint(seed)
     by = _opened(tmp_path, weights)
     for dtype in (FP32, BF16):

@@ -1,4 +1,4 @@
-"""Every seeded fault is found as the table says, and nobody else is blamed."""
+"""Every seeded fault is found as the table says, and no other side is reported."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_cause_from_log_probabilities_alone(name: str) -> None:
 
 
 def test_table_is_complete() -> None:
-    """Every fault has a row, no side was blamed wrongly, and in each mode 18 causes or more are named."""
+    """Every fault has a row, no side was reported wrongly, and in each mode 18 causes or more are named."""
     rows = faults.measured()
     assert rows.keys() == FAULTS.keys() and len(FAULTS) >= 24
     assert not [name for name, row in rows.items() for one in row.values() if one["wrong side"]]
