@@ -29,9 +29,9 @@ def with_own_name(config: Nemotron3Config) -> Nemotron3Config:
     return config.but(name="own-tiny" if "-tiny" in config.name else "own")
 
 
-def step(main: Callable[[list[str]], int], *words: object, prefix: str = "") -> int:
+def step(main: Callable[[list[str]], int], *arguments: object, prefix: str = "") -> int:
     """Run a command of the package by its entry point, after printing it as a shell takes it."""
-    line = [str(word) for word in words]
+    line = [str(word) for word in arguments]
     print(f"\n$ {prefix}nemotron3 {shlex.join(line)}", flush=True)
     return main(line)
 

@@ -116,9 +116,9 @@ def _boost(options: argparse.Namespace, boost: Boost, given: BoostInputs) -> int
         status = step(options.main, "convert", "from-hf", options.checkpoint, base)
         if status:
             return status
-    words = _training_arguments(options, given, out)
+    arguments = _training_arguments(options, given, out)
     with environment(BOOST, boost.text()):
-        if status := step(options.main, "train", *words, prefix=f"{BOOST}={boost.text()} "):
+        if status := step(options.main, "train", *arguments, prefix=f"{BOOST}={boost.text()} "):
             return status
     after = boost_measure.measure(out / "run", given, options, out / "after.json")
     for line in boost_measure.report(before, after):
@@ -131,15 +131,15 @@ def _boost(options: argparse.Namespace, boost: Boost, given: BoostInputs) -> int
 
 
 def _training_arguments(options: argparse.Namespace, given: BoostInputs, out: Path) -> list[object]:
-    words: list[object] = ["--model", out / "model.json", "--pretrained", given.pretrained(out)]
-    words += ["--data-path", given.prefix(out), "--tokenizer", given.tokenizer, "--output", out / "run"]
-    words += ["--steps", given.steps, "--lr", given.lr, "--device", options.device]
+    arguments: list[object] = ["--model", out / "model.json", "--pretrained", given.pretrained(out)]
+    arguments += ["--data-path", given.prefix(out), "--tokenizer", given.tokenizer, "--output", out / "run"]
+    arguments += ["--steps", given.steps, "--lr", given.lr, "--device", options.device]
     valued = {*LAYOUT, *SCHEDULE, "precision", "backend", "te_precision_config_file"} - {"steps", "lr"}
     for name in sorted(valued):
         if (value := getattr(options, name)) is not None:
-            words += ["--" + name.replace("_", "-"), value]
-    words += ["--emulate"] if options.emulate else []
+            arguments += ["--" + name.replace("_", "-"), value]
+    arguments += ["--emulate"] if options.emulate else []
     grown = ["--dist-ckpt-strictness", "log_unexpected"] if options.grow else []
     # Megatron pads the vocabulary to a multiple of this times TP: to as many rows as there are.
     padded = ["--make-vocab-size-divisible-by", given.rows // (options.tp or 1)]
-    return [*words, "--", "--split", given.split, *padded, *grown, *options.extra]
+    return [*arguments, "--", "--split", given.split, *padded, *grown, *options.extra]

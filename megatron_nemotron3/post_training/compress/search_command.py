@@ -120,7 +120,7 @@ def _say(
         say(f"\n{found.skipped} combinations are no model, the first: {found.why}")
     candidates = [{**vars(one), "config": describe(one.config)["config"]} for one in shown]
     say(
-        f"\n{_words(shown[0])}",
+        f"\n{_prune_command(shown[0])}",
         scores=options.scores,
         candidates=candidates,
         met=len(found.candidates),
@@ -130,7 +130,7 @@ def _say(
         say(f"wrote {options.output}: nemotron3 train --model {options.output}")
 
 
-def _words(best: SmallerModel) -> str:
+def _prune_command(best: SmallerModel) -> str:
     sizes = " ".join(
         f"{name}={','.join(map(str, size)) if isinstance(size, tuple) else size}"
         for name, size in best.sizes.items()

@@ -195,7 +195,7 @@ def _manifest(
 def _launch(options: LogitsOptions, teacher: TeacherCheckpoint, data: TrainingData, length: int) -> Launch:
     on_cpu = resolve_device(options.device) == "cpu"
     layout, size = chosen_layout(options), options.micro_batch_size
-    words = ("--sft", "--calculate-per-token-loss", "--sft-tokenizer-prompt-format", "default")
+    tuning = ("--sft", "--calculate-per-token-loss", "--sft-tokenizer-prompt-format", "default")
     schedule = TrainingSchedule(
         micro_batch_size=size,
         global_batch_size=size * layout.dp,
@@ -213,7 +213,7 @@ def _launch(options: LogitsOptions, teacher: TeacherCheckpoint, data: TrainingDa
         schedule=schedule,
         data=data,
         own_script=True,
-        extra=("--seed", str(options.data_seed), *(words if options.conversations else ())),
+        extra=("--seed", str(options.data_seed), *(tuning if options.conversations else ())),
     )
 
 
@@ -221,14 +221,14 @@ def _run(options: LogitsOptions, launch: Launch, argv: list[str], manifest: Logi
     from megatron_nemotron3.train import processes
 
     device = resolve_device(options.device)
-    words = processes.command(argv, launch.layout.world_size, device)
-    words[words.index(str(processes.ENTRY))] = str(SCRIPT)
+    command = processes.command(argv, launch.layout.world_size, device)
+    command[command.index(str(processes.ENTRY))] = str(SCRIPT)
     env = processes.environment(launch.layout.world_size, device, launch.config.hidden_size)
     env |= {LOGITS_FOLDER: str(options.output.resolve()), LOGITS_TEACHER: manifest.teacher}
     log = options.output / "logits.log"
     with Bar("logits", "parts") as bar:
         watch = _ProcessWatch(bar)
-        status = processes.follow(words, env, log, watch)
+        status = processes.follow(command, env, log, watch)
     if watch.was_interrupted:
         stored = sum(part_path(options.output, part).is_file() for part in manifest.parts())
         print(f"interrupted: {stored} of {len(manifest.parts())} parts are stored; the same command goes on")

@@ -109,14 +109,14 @@ def _finetune(
         return status
     before = measure(base, checked.config, held_out, chat, device, out / "before.json")
     print(f"held-out loss before: {before.per_token:.4f} nats per token", flush=True)
-    words: list[object] = ["--model", out / "model.json", "--conversations", out / "train.jsonl"]
-    words += ["--tokenizer", chat, "--output", run, "--device", options.device]
-    words += ["--steps", checked.request.steps, "--seq-length", checked.request.seq_length]
-    words += ["--lr", checked.request.lr, *(() if lora is not None else ("--pretrained", base))]
+    arguments: list[object] = ["--model", out / "model.json", "--conversations", out / "train.jsonl"]
+    arguments += ["--tokenizer", chat, "--output", run, "--device", options.device]
+    arguments += ["--steps", checked.request.steps, "--seq-length", checked.request.seq_length]
+    arguments += ["--lr", checked.request.lr, *(() if lora is not None else ("--pretrained", base))]
     adapters = "" if lora is None else f"base={base},{lora.text()}"
     with environment(LORA, adapters):
         if status := step(
-            options.main, "train", *words, prefix=f"{LORA}={shlex.quote(adapters)} " * bool(adapters)
+            options.main, "train", *arguments, prefix=f"{LORA}={shlex.quote(adapters)} " * bool(adapters)
         ):
             return status
     after = measure(run, checked.config, held_out, chat, device, out / "after.json")

@@ -90,17 +90,17 @@ def check(
                 f"{conversations}: {len(lines)} lines are too few to hold one in {HELD_OUT} out: give more, "
                 "or --held-out FILE"
             )
-    words = None if template is None else read_outside(template, limit=_LIMIT).decode("utf-8")
+    text = None if template is None else read_outside(template, limit=_LIMIT).decode("utf-8")
     names = ("tokenizer", "vocab", "merges", "special", "chat")
     request = FineTuneRequest(
         model=str(source.resolve()),
         conversations=_digest(b"".join(train.values())),
         held_out=_digest(b"".join(measured.values())),
         tokenizer=_digest(*(f.read_bytes() for f in _tokenizer_files(tokenizer) if f.name.startswith(names))),
-        chat_template=_digest(words.encode()) if words is not None else "",
+        chat_template=_digest(text.encode()) if text is not None else "",
         **how,  # type: ignore[arg-type]
     )
-    return FineTuneInputs(with_own_name(opened.config), request, train, measured, tokenizer, words)
+    return FineTuneInputs(with_own_name(opened.config), request, train, measured, tokenizer, text)
 
 
 def prepare(inputs: FineTuneInputs, output: Path) -> list[Encoded]:

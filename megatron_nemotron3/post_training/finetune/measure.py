@@ -43,7 +43,7 @@ def measure(
     """Measure a checkpoint, or read from the file `kept` what was measured before."""
     with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
         return HeldOutResult(**record.read(kept))
-    words = Tokenizer(tokenizer)
+    encoding = Tokenizer(tokenizer)
     options = argparse.Namespace(device=device, dtype=None)
     opened = find_checkpoint(checkpoint).open(config, config.vocab_size)
     engine = load_engine(opened, options, mtp=False)
@@ -52,8 +52,8 @@ def measure(
     with Bar("held-out loss", "tokens", sum(len(one.ids) for one in held_out), lines=False) as bar:
         losses: ConversationLosses = conversation_losses(engine, held_out, bar.add)
     prompt = first_prompt(held_out)
-    (row,) = generate(engine, [prompt], GenerationOptions(NEW_TOKENS, stop=words.stop)).rows
-    answer = words.decode(row.tokens)
+    (row,) = generate(engine, [prompt], GenerationOptions(NEW_TOKENS, stop=encoding.stop)).rows
+    answer = encoding.decode(row.tokens)
     found = HeldOutResult(losses.per_token, losses.per_conversation, answer)
     record.write(kept, asdict(found))
     return found
