@@ -8,8 +8,8 @@ Hugging Face's names are used, because there every axis of a tensor is one axis 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy
 
@@ -20,9 +20,6 @@ from megatron_nemotron3.checkpoints.convert.streams import BAND
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.tensors import rows_of, symbol_sizes
 from megatron_nemotron3.post_training.compress.scores import Array, Axes, Scores
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 #: Axes of which all stays.
 _WHOLE = ("1", "vocab", "kernel", "bc")

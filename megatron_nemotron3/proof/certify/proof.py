@@ -78,10 +78,7 @@ STAGES: tuple[Stage, ...] = (
 )
 
 
-def prove(
-    bench: Bench, stages: Sequence[Stage] | None = None, begin: Callable[[Stage], None] = lambda stage: None
-) -> Iterator[Finding]:
-    """Yield the findings of all stages."""
+def prove(bench: Bench, stages: Sequence[Stage] | None = None) -> Iterator[Finding]:
+    """Yield the findings of these stages; None: of all."""
     for stage in STAGES if stages is None else stages:
-        begin(stage)
         yield from stage.findings(bench)
