@@ -65,7 +65,7 @@ from megatron_nemotron3.post_training.boost.heads import train_heads
 from megatron_nemotron3.post_training.compress import memory
 from megatron_nemotron3.post_training.compress.importance import measure
 from megatron_nemotron3.post_training.xtoken.align import Aligner
-from megatron_nemotron3.post_training.xtoken.loss import Kind, span_losses
+from megatron_nemotron3.post_training.xtoken.loss import Kind, SpanLoss, span_losses
 from megatron_nemotron3.precision import emulating, parse_emulation
 from megatron_nemotron3.train.teacher.projection import Projection
 from megatron_nemotron3.train.teacher.tokens import ByteVocabulary
@@ -123,7 +123,7 @@ def on_foreign(
         expected = logits(teacher, torch.nn.functional.pad(tokens, (0, 1)))
     found = logits(model, batch)
     text = torch.nn.functional.cross_entropy(found.flatten(0, 1).float(), batch[:, 1:].flatten())
-    return (span_losses(found, expected, alignment, projection, kind).mean() + text) / 2
+    return (span_losses(found, expected, alignment, projection, SpanLoss(kind)).mean() + text) / 2
 
 
 class Lab:

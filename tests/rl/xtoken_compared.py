@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.post_training.xtoken.align import Aligner, Alignment
-from megatron_nemotron3.post_training.xtoken.loss import span_losses
+from megatron_nemotron3.post_training.xtoken.loss import SpanLoss, span_losses
 from megatron_nemotron3.proof.certify.ranks import initialize
 from megatron_nemotron3.train.teacher.projection import Projection
 from megatron_nemotron3.train.teacher.tokens import ByteVocabulary
@@ -103,17 +103,14 @@ def losses(folder: Path, same: bool) -> dict[str, Compared]:
             theirs = loss._compute_p_kl(logits, target, align, **where)[0]
         else:
             theirs = loss._compute_gold(logits, target, align, xtoken_loss=kind == "h-kl", **where)[0]
-        ours = span_losses(
-            logits,
-            target,
-            alignment,
-            projection,
+        form = SpanLoss(
             "p-kl" if kind == "p-kl" else "h-kl",
             temperature=temperature,
             top_k=top_k,
             threshold=1.0 if kind == "gold" else 0.6,
             reverse=reverse,
         )
+        ours = span_losses(logits, target, alignment, projection, form)
         ours = ours.mean() * temperature**2
         a, b = (torch.autograd.grad(one, logits)[0] for one in (theirs, ours))
         found[name] = Compared(theirs.item(), ours.item(), ((a - b).norm() / a.norm()).item())

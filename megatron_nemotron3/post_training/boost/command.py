@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_nemotron3.common import lock
 from megatron_nemotron3.common.files import require_plot
 from megatron_nemotron3.common.options import (
+    NEEDED,
     add_option,
     add_options,
+    argument,
     data_path_option,
     device_option,
+    option,
+    resolve_device,
     text_option,
     tokenizer_option,
 )
 from megatron_nemotron3.common.switches import BOOST
+from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.launch.boosting import LOSSES, Boost
 from megatron_nemotron3.launch.command import LAYOUT, SCHEDULE, add_launch
 from megatron_nemotron3.models.command import StoredModelOptions
-from megatron_nemotron3.post_training.finetune.command import environment, step
+from megatron_nemotron3.post_training.steps import environment, step
 
 if TYPE_CHECKING:
     from megatron_nemotron3.post_training.boost.inputs import BoostInputs
@@ -32,59 +39,47 @@ STEPS, LR = 200, 1e-3
 DEPTHS = 5
 
 
+_DEFAULT = Boost(mix=1.0)
+_head = partial(option, group="the heads")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoostOptions:
+    """Options of `nemotron3 boost`, but for those of a launch."""
+
+    checkpoint: Path = argument("a run, Megatron's or Hugging Face's folder", "CHECKPOINT")
+    output: Path = option("where to write (a folder)", "DIR", default=NEEDED)
+    stored: StoredModelOptions
+    depths: int = _head(
+        f"recursive steps in training, and most drafts that are measured (default {DEPTHS})",
+        "N",
+        default=DEPTHS,
+    )
+    loss: str = _head(f"what is made small (default {_DEFAULT.loss})", default=_DEFAULT.loss, choices=LOSSES)
+    loss_temperature: float = _head(
+        f"of both distributions in the loss (default {_DEFAULT.temperature:g})",
+        "T",
+        default=_DEFAULT.temperature,
+    )
+    mix: float = _head(
+        f"share of tokens with a hidden state of any depth (default {_DEFAULT.mix:g}; 0: none)",
+        "P",
+        default=_DEFAULT.mix,
+    )
+    decay: float = _head("weight of a depth by the last one's", "N", default=_DEFAULT.decay)
+    cache: int = _head("keep hidden states of the first N microbatches", "N", default=0)
+    grow: str | None = _head("add an MTP block of these layers (*E) to a model without", "PATTERN")
+    text: str | None = text_option("default: the run's data", group="data")
+    data_path: str | None = data_path_option("here one", group="data")
+    tokenizer: Path | None = tokenizer_option("the run's", group="data")
+    plot: Path | None = option("write acceptance before and after as a picture", "PNG", group="data")
+
+
 def register(commands: Any) -> None:
     """Add `nemotron3 boost`."""
     command = commands.add_parser("boost")
     command.set_defaults(run=boost_command)
-    command.add_argument(
-        "checkpoint", type=Path, metavar="CHECKPOINT", help="a run, Megatron's or Hugging Face's folder"
-    )
-    command.add_argument(
-        "--output", type=Path, required=True, metavar="DIR", help="where to write (a folder)"
-    )
-    add_options(command, StoredModelOptions)
-    heads = command.add_argument_group("the heads")
-    heads.add_argument(
-        "--depths",
-        type=int,
-        default=DEPTHS,
-        metavar="N",
-        help=f"recursive steps in training, and most drafts that are measured (default {DEPTHS})",
-    )
-    default = Boost(mix=1.0)
-    heads.add_argument(
-        "--loss", choices=LOSSES, default=default.loss, help=f"what is made small (default {default.loss})"
-    )
-    heads.add_argument(
-        "--loss-temperature",
-        type=float,
-        default=default.temperature,
-        metavar="T",
-        help=f"of both distributions in the loss (default {default.temperature:g})",
-    )
-    heads.add_argument(
-        "--mix",
-        type=float,
-        default=default.mix,
-        metavar="P",
-        help=f"share of tokens with a hidden state of any depth (default {default.mix:g}; 0: none)",
-    )
-    heads.add_argument(
-        "--decay", type=float, default=default.decay, metavar="N", help="weight of a depth by the last one's"
-    )
-    heads.add_argument(
-        "--cache", type=int, default=0, metavar="N", help="keep hidden states of the first N microbatches"
-    )
-    heads.add_argument(
-        "--grow", metavar="PATTERN", help="add an MTP block of these layers (*E) to a model without"
-    )
-    data = command.add_argument_group("data")
-    add_option(data, "text", text_option("default: the run's data"))
-    add_option(data, "data_path", data_path_option("here one"))
-    add_option(data, "tokenizer", tokenizer_option("the run's"), Path)
-    data.add_argument(
-        "--plot", type=Path, metavar="PNG", help="write acceptance before and after as a picture"
-    )
+    add_options(command, BoostOptions)
     add_launch(command, precision=None)
     add_option(command, "device", device_option())
 
@@ -95,8 +90,6 @@ def boost_command(options: argparse.Namespace) -> int:
     boost = Boost(options.loss, options.loss_temperature, options.mix, options.decay, options.cache)
     if options.plot is not None:
         require_plot(options.plot, "--plot")
-    from megatron_nemotron3.common.options import resolve_device
-    from megatron_nemotron3.cpu import quiet_on_cpu
     from megatron_nemotron3.post_training.boost import inputs as boost_inputs
 
     options.device, options.dtype = resolve_device(options.device), None
@@ -112,7 +105,6 @@ def boost_command(options: argparse.Namespace) -> int:
 
 
 def _boost(options: argparse.Namespace, boost: Boost, given: BoostInputs) -> int:
-    """Do the steps that are left, while no other process does; the exit status."""
     from megatron_nemotron3.post_training.boost import measure as boost_measure
 
     out = options.output
@@ -124,9 +116,9 @@ def _boost(options: argparse.Namespace, boost: Boost, given: BoostInputs) -> int
         status = step(options.main, "convert", "from-hf", options.checkpoint, base)
         if status:
             return status
-    words = _training_words(options, given, out)
+    arguments = _training_arguments(options, given, out)
     with environment(BOOST, boost.text()):
-        if status := step(options.main, "train", *words, prefix=f"{BOOST}={boost.text()} "):
+        if status := step(options.main, "train", *arguments, prefix=f"{BOOST}={boost.text()} "):
             return status
     after = boost_measure.measure(out / "run", given, options, out / "after.json")
     for line in boost_measure.report(before, after):
@@ -138,17 +130,16 @@ def _boost(options: argparse.Namespace, boost: Boost, given: BoostInputs) -> int
     return 0
 
 
-def _training_words(options: argparse.Namespace, given: BoostInputs, out: Path) -> list[object]:
-    """Words of `nemotron3 train`."""
-    words: list[object] = ["--model", out / "model.json", "--pretrained", given.pretrained(out)]
-    words += ["--data-path", given.prefix(out), "--tokenizer", given.tokenizer, "--output", out / "run"]
-    words += ["--steps", given.steps, "--lr", given.lr, "--device", options.device]
+def _training_arguments(options: argparse.Namespace, given: BoostInputs, out: Path) -> list[object]:
+    arguments: list[object] = ["--model", out / "model.json", "--pretrained", given.pretrained(out)]
+    arguments += ["--data-path", given.prefix(out), "--tokenizer", given.tokenizer, "--output", out / "run"]
+    arguments += ["--steps", given.steps, "--lr", given.lr, "--device", options.device]
     valued = {*LAYOUT, *SCHEDULE, "precision", "backend", "te_precision_config_file"} - {"steps", "lr"}
     for name in sorted(valued):
         if (value := getattr(options, name)) is not None:
-            words += ["--" + name.replace("_", "-"), value]
-    words += ["--emulate"] if options.emulate else []
+            arguments += ["--" + name.replace("_", "-"), value]
+    arguments += ["--emulate"] if options.emulate else []
     grown = ["--dist-ckpt-strictness", "log_unexpected"] if options.grow else []
     # Megatron pads the vocabulary to a multiple of this times TP: to as many rows as there are.
     padded = ["--make-vocab-size-divisible-by", given.rows // (options.tp or 1)]
-    return [*words, "--", "--split", given.split, *padded, *grown, *options.extra]
+    return [*arguments, "--", "--split", given.split, *padded, *grown, *options.extra]

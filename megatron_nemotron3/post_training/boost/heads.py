@@ -95,7 +95,6 @@ class Heads:
     history: list[Tensor] = field(default_factory=list)
 
     def install(self, model: Any) -> None:
-        """Hook the model."""
         model.register_forward_pre_hook(self.begin, with_kwargs=True)
         for layer in model.mtp.layers:
             layer.register_forward_pre_hook(self.mix, with_kwargs=True)

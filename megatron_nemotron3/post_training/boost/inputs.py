@@ -19,7 +19,7 @@ from megatron_nemotron3.launch.rules import enforce
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import stored_model
 from megatron_nemotron3.models.show import describe
-from megatron_nemotron3.post_training.schedule import own, require_positive, require_schedule
+from megatron_nemotron3.post_training.steps import require_positive, require_schedule, with_own_name
 from megatron_nemotron3.train.command import chosen_launch
 from megatron_nemotron3.train.data import TokenizerInfo, default_split, read_texts, write_dataset
 from megatron_nemotron3.train.inputs import require_tokenizer
@@ -35,7 +35,7 @@ class BoostInputs:
     """What was read and found right."""
 
     found: CheckpointFolder
-    #: The model to train, with MTP at the depths asked for.
+    #: The model to train, with MTP at the chosen depths.
     config: Nemotron3Config
     hugging_face: bool
     tokenizer: Path
@@ -52,7 +52,6 @@ class BoostInputs:
     record: dict[str, object]
 
     def pretrained(self, output: Path) -> Path:
-        """The folder of checkpoints that training starts from."""
         return output / "base" if self.hugging_face else self.found.checkpoint.parent
 
     def prefix(self, output: Path) -> str:
@@ -60,20 +59,11 @@ class BoostInputs:
         return str(Path(self.data_path or output / "data" / "corpus").absolute())
 
     def held_out(self, output: Path, tokens: int) -> list[int]:
-        """Tokens of the validation part."""
         return data_tokens(self.prefix(output), self.split, tokens)
 
 
 def check(options: argparse.Namespace, boost: Boost, steps: int, lr: float) -> BoostInputs:
-    """Read all inputs, and write nothing.
-
-    Args:
-        steps, lr: of a tiny model, where the options give none.
-
-    Raises:
-        ValueError: the checkpoint has no MTP, or has one to grow; or something is missing or does not fit.
-        OSError: a file cannot be read.
-    """
+    """Read all inputs, and write nothing; `steps` and `lr` are defaults, for a tiny model."""
     require_positive(options, "steps", "lr")
     if not 1 <= options.depths <= MAX_DRAFT:
         raise ValueError(f"--depths {options.depths}: give 1 to {MAX_DRAFT}")
@@ -84,7 +74,7 @@ def check(options: argparse.Namespace, boost: Boost, steps: int, lr: float) -> B
     hugging_face = opened.kind == "hugging face"
     if not hugging_face:
         _require_tracked(found, opened.kind)
-    config = own(_with_heads(opened.config, options, found))
+    config = with_own_name(_with_heads(opened.config, options, found))
     pattern = ["--hybrid-layer-pattern", config.full_pattern]
     settings.require_trainable(
         boost, [*pattern, "--context-parallel-size", str(options.cp or 1), *options.extra]
@@ -135,7 +125,6 @@ def check(options: argparse.Namespace, boost: Boost, steps: int, lr: float) -> B
 
 
 def _require_tracked(found: CheckpointFolder, kind: str) -> None:
-    """Check that Megatron finds this checkpoint in its folder."""
     if kind != "torch_dist":
         raise ValueError(
             f"{found.checkpoint}: its kind, {kind}, is not boosted: nemotron3 convert to-hf makes a folder "
@@ -179,7 +168,6 @@ def _with_heads(
 
 
 def _data(options: argparse.Namespace, found: CheckpointFolder) -> tuple[str | None, str, tuple[str, ...]]:
-    """Prefix or documents, and the split."""
     if options.text is not None:
         documents = tuple(read_texts(options.text).documents)
         return None, default_split([len(document) for document in documents]), documents
@@ -192,12 +180,7 @@ def _data(options: argparse.Namespace, found: CheckpointFolder) -> tuple[str | N
 
 
 def prepare(given: BoostInputs, output: Path) -> None:
-    """Write the record, the model and the data set. A second call with the same inputs changes nothing.
-
-    Raises:
-        ValueError: the folder holds something else, or the work of other inputs.
-        OSError: it cannot be written.
-    """
+    """Write the record, the model and the data set. A second call with the same inputs changes nothing."""
 
     def write(folder: Path) -> None:
         if given.documents:

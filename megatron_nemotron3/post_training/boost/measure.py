@@ -24,9 +24,6 @@ from megatron_nemotron3.inference.generate.evaluate_command import (
 )
 from megatron_nemotron3.post_training.boost.inputs import BoostInputs
 
-#: Longest file of what was measured that is read, in bytes.
-_LIMIT = 1 << 30
-
 
 @dataclass(frozen=True)
 class DraftResult:
@@ -44,11 +41,7 @@ class DraftResult:
 
 
 def measure(checkpoint: Path, given: BoostInputs, options: argparse.Namespace, kept: Path) -> DraftResult:
-    """Measure a checkpoint, or read from the file `kept` what was measured of it before.
-
-    Raises:
-        ValueError: the checkpoint is damaged, or the text is too short.
-    """
+    """Measure a checkpoint, or read from the file `kept` what was measured of it before."""
     found = find_checkpoint(checkpoint)
     with contextlib.suppress(FileNotFoundError, ValueError, TypeError, KeyError):
         read = record.read(kept)

@@ -1,4 +1,4 @@
-"""What a model costs, and how much it may: parameters, memory and latency. Standard library only."""
+"""What a model costs, and how much it may: parameters, memory and latency."""
 
 from __future__ import annotations
 

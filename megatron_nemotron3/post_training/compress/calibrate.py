@@ -28,7 +28,7 @@ def calibrate(opened: Checkpoint, launch: Launch, text: Tensor, device: str) -> 
         load_weights(model, opened)
         model.eval()
         losses: list[Tensor] = []
-        scores = measure(model, opened.config, partial(_forward, model, launch, text, losses))
+        scores = measure(model, opened.config, partial(_forward, model, text, losses))
         total = torch.stack(losses).sum(0) if losses else text.new_zeros(2, dtype=torch.float64)
         total = total.to(next(model.parameters()).device)
         torch.distributed.all_reduce(total)  # ranks that share tokens count them alike
@@ -53,7 +53,7 @@ def _world(device: str) -> Iterator[None]:
             torch.distributed.destroy_process_group()
 
 
-def _forward(model: HybridModel, launch: Launch, text: Tensor, losses: list[Tensor]) -> None:
+def _forward(model: HybridModel, text: Tensor, losses: list[Tensor]) -> None:
     """Run this data-parallel rank's windows through the stages; sums of losses are added on the last one."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func

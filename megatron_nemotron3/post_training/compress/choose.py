@@ -1,4 +1,4 @@
-"""One option from each group at little loss within limits, by beam search. Standard library only.
+"""One option from each group at little loss within limits, by beam search.
 
     choose([[Option(0.0, (8.0,)), Option(0.1, (4.0,))], …], limits=(20.0,))
 
@@ -59,19 +59,18 @@ def choose(groups: Sequence[Sequence[Option]], limits: Sequence[float]) -> tuple
             # Of equal ones those that use the limits evenly: a limit left over, or used up early, is lost.
             done = (number + 1) / len(kept)
             even = [a - b + (1 - a) * done for a, b in zip(least[0], least[number + 1], strict=True)]
-            best = nsmallest(MOST, grown, key=lambda one: _promise(one, prices, even, _EVEN * most_loss))
+            best = nsmallest(MOST, grown, key=lambda one: _priority(one, prices, even, _EVEN * most_loss))
             partials = {one: grown[one] for one in best}
     return partials[min(partials)] if partials else None
 
 
-def _promise(partial: Option, prices: Sequence[float], even: Sequence[float], weight: float) -> float:
+def _priority(partial: Option, prices: Sequence[float], even: Sequence[float], weight: float) -> float:
     """A number that is small for a partial choice that may become a good one."""
     uneven = sum(abs(cost - one) for cost, one in zip(partial.costs, even, strict=True))
     return partial.loss + _weighted(prices, partial.costs) + weight * uneven
 
 
 def _share(option: Option, limits: Sequence[float]) -> Option:
-    """The option with its costs as shares of the limits."""
     return Option(option.loss, tuple(c / limit for c, limit in zip(option.costs, limits, strict=True)))
 
 

@@ -1,4 +1,4 @@
-"""`nemotron3 prune`: measure importance on text, and cut a checkpoint. Imports neither torch nor numpy."""
+"""`nemotron3 prune`: measure importance on text, and cut a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from megatron_nemotron3.common.options import (
     json_flag,
     option,
     repeated,
+    resolve_device,
     text_option,
     tokenizer_option,
     workers_option,
@@ -104,7 +105,6 @@ def prune_command(options: PruneOptions) -> int:
 
 
 def _check(options: PruneOptions, sizes: Sizes) -> None:
-    """Raise ValueError for options that do not go together, before anything is read."""
     measures = options.text is not None or options.data_path is not None
     if not measures and options.scores is None:
         raise ValueError("give --text PATH to measure importance on, or --scores FILE of a measurement")
@@ -143,7 +143,6 @@ def _ranks() -> int:
 
 
 def _layout(options: PruneOptions) -> ParallelLayout:
-    """Return the layout of all ranks of torchrun."""
     sizes = {name: getattr(options, name) for name in _LAYOUT}
     model, ranks = ParallelLayout(**sizes), _ranks()
     if ranks % (options.tp * options.pp):
@@ -192,7 +191,6 @@ def _prune(options: PruneOptions, folder: Path, sizes: Sizes) -> int:
 
 
 def _measured(options: PruneOptions, found: CheckpointFolder, opened: Checkpoint) -> Scores:
-    from megatron_nemotron3.common.options import resolve_device
     from megatron_nemotron3.inference.generate.evaluate_command import chosen_seq_length, evaluation_tokens
     from megatron_nemotron3.launch import Launch
     from megatron_nemotron3.launch.rules import enforce

@@ -8,8 +8,8 @@ Hugging Face's names are used, because there every axis of a tensor is one axis 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy
 
@@ -21,9 +21,6 @@ from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.tensors import rows_of, symbol_sizes
 from megatron_nemotron3.post_training.compress.scores import Array, Axes, Scores
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 #: Axes of which all stays.
 _WHOLE = ("1", "vocab", "kernel", "bc")
 #: Tensors whose latent axis is what leaves the experts; in the others it is what enters them.
@@ -31,17 +28,11 @@ _OUT = ("fc2_latent_proj", "down_proj")
 
 
 class CutTensors(TensorSource):
-    """The tensors of a pruned model, under their Hugging Face names."""
+    """The tensors of a pruned model and of `source`, the whole one, both under their Hugging Face names."""
 
     def __init__(
         self, source: TensorSource, scores: Scores, pruned: Nemotron3Config, layers: Sequence[int]
     ) -> None:
-        """
-        Args:
-            source: tensors of the model of `scores`, under their Hugging Face names.
-            pruned: from `sizes.candidate_config`.
-            layers: the decoder layers that stay.
-        """
         self.folder, self.files, self.reads = source.folder, source.files, source.reads
         self._source = source
         #: Name -> name in the source, and what stays of each axis.
@@ -99,7 +90,6 @@ class CutTensors(TensorSource):
 def _layers(
     model: Nemotron3Config, pruned: Nemotron3Config, layers: Sequence[int]
 ) -> Iterator[tuple[Prefix, Prefix]]:
-    """Pair the model's parts that stay with those of the pruned model."""
     head, *rest = prefixes(model)
     decoder, mtp = rest[: model.num_layers], rest[model.num_layers :]
     yield from zip((head, *(decoder[i] for i in layers), *mtp), prefixes(pruned), strict=True)

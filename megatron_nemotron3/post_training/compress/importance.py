@@ -79,7 +79,6 @@ class _Sums:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Hook the layers inside the block."""
         handles = [handle for prefix, layer in self.layers for handle in self._hooks(prefix, layer)]
         try:
             yield
@@ -211,7 +210,6 @@ class _Sums:
 
 
 def _summed(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of the sums of an entry; means have a sum and a count."""
     return (*shape, 2) if kind in MEANS else shape
 
 
@@ -221,12 +219,10 @@ def _squares(x: Tensor) -> Tensor:
 
 
 def _before(module: torch.nn.Module, see: Callable[[Tensor], None]) -> Any:
-    """Hook what enters a module."""
     return module.register_forward_pre_hook(lambda _module, inputs: see(inputs[0]))
 
 
 def _layers(chunks: Sequence[HybridModel], config: Nemotron3Config) -> Iterator[tuple[Prefix, Any]]:
-    """The layers of this rank, with their prefixes."""
     named = {prefix.megatron: prefix for prefix in prefixes(config)}
     for chunk in chunks:
         for layer in decoder_layers(chunk.decoder):

@@ -40,7 +40,6 @@ class ScoredLosses:
         self.experts = cache(self._experts)
 
     def layers(self, number: int) -> Sequence[int]:
-        """Return the layers that change the residual stream most."""
         return self.scores.layers(number)
 
     def _experts(self, layer: int, width: int, topk: int) -> float:
@@ -50,7 +49,6 @@ class ScoredLosses:
         return self._distance(layer) * lost
 
     def rest(self, config: Nemotron3Config, layers: Sequence[int]) -> float:
-        """Return the loss by everything but width and top-k of the experts."""
         lost = sum(map(self._distance, set(range(len(self._there))) - set(layers)))
         for number, here in zip(layers, _decoder(config), strict=True):
             there, part = self._there[number], 0.0

@@ -67,7 +67,6 @@ def save(model: torch.nn.Module, config: Nemotron3Config, folder: Path) -> None:
 
 
 def _hf_view(weights: Mapping[str, Any], config: Nemotron3Config) -> TensorSource:
-    """The weights of a state dict under their Hugging Face names."""
     arrays = {
         name: (str(t.dtype).removeprefix("torch."), as_bits(t.cpu()))
         for name, t in weights.items()

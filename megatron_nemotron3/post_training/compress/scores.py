@@ -123,7 +123,6 @@ class Scores:
         return cls(config, int(about["tokens"]), values)
 
     def digest(self) -> str:
-        """Return a hash of all entries."""
         found = hashlib.sha256()
         for key in sorted(self.values):
             found.update(key.encode() + self.values[key].tobytes())
@@ -168,7 +167,6 @@ class Scores:
 
     @cached_property
     def _residual(self) -> Array:
-        """The channels of the residual stream [d], over all layers."""
         normed = [self.values[f"decoder.layers.{i}. normed"] for i in range(self.config.num_layers)]
         return numpy.sum(normed, axis=0, dtype=numpy.float64)
 

@@ -1,4 +1,4 @@
-"""The smaller forms of a model that meet a budget and lose least. Standard library only.
+"""The smaller forms of a model that meet a budget and lose least.
 
 A candidate is one value for each size that varies. The width and the top-k of the experts are chosen for each
 E layer by itself, all other sizes once for the model. What a candidate costs is a sum over its layers, and so
@@ -44,7 +44,7 @@ class CandidateLosses(Protocol):
 
 
 @dataclass(frozen=True)
-class Alike:
+class UniformLosses:
     """Losses without measurements: every channel, head, expert, place in the top-k and layer counts alike."""
 
     config: Nemotron3Config
@@ -54,12 +54,10 @@ class Alike:
         return [i * self.config.num_layers // number for i in range(number)]
 
     def experts(self, layer: int, width: int, topk: int) -> float:
-        """Add the shares of width and of top-k that are lost."""
         own = self.config.at(layer)
         return 2.0 - width / (own.moe_ffn_hidden_size or 1) - topk / (own.moe_router_topk or 1)
 
     def rest(self, config: Nemotron3Config, layers: Sequence[int]) -> float:
-        """Add the share of every size that is lost in each layer that has it, and 1 for every lost layer."""
         lost = float(self.config.num_layers - len(layers))
         for name, kinds in DIMENSIONS.items():
             old, new = getattr(self.config, name), getattr(config, name)
@@ -83,7 +81,7 @@ class SmallerModel:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """candidates: that with the least loss first. skipped: combinations of sizes that no model can have; why:
     the reason of the first."""
 
@@ -114,26 +112,26 @@ def search(
     budget: Mapping[str, float],
     serving: ServingUse,
     losses: CandidateLosses | None = None,
-) -> Found:
+) -> SearchResult:
     """Return the candidates that meet the budget: of each combination of the model's sizes the best that
     is found, and the best whose E layers are alike.
 
     Args:
         values: name of `DIMENSIONS` -> values to choose from.
         budget: name of `budget.MEASURES` -> limit, in elements, bytes or seconds.
-        losses: None: `Alike`.
+        losses: None: `UniformLosses`.
 
     Raises:
         NoCandidate: none meets the budget.
         ValueError: an unknown name, a value that the model cannot have, or too many combinations.
     """
-    losses = losses or Alike(config)
+    losses = losses or UniformLosses(config)
     found: list[SmallerModel] = []
     nearest: list[SmallerModel] = []
     refused: list[ValueError] = []
     for sizes in _combinations(values):
         try:
-            space = _Space(config, sizes, values, budget, serving, losses)
+            space = _CandidateSpace(config, sizes, values, budget, serving, losses)
         except ValueError as problem:
             refused.append(problem)
             continue
@@ -149,7 +147,7 @@ def search(
         raise refused[0]
     if not found:
         raise NoCandidate(min(nearest, key=lambda one: max(one.costs[n] / budget[n] for n in budget)), budget)
-    return Found(tuple(sorted(found, key=_order)), len(refused), str(refused[0]) if refused else "")
+    return SearchResult(tuple(sorted(found, key=_order)), len(refused), str(refused[0]) if refused else "")
 
 
 def _combinations(values: Mapping[str, Sequence[int]]) -> Iterator[dict[str, int]]:
@@ -172,7 +170,7 @@ def _combinations(values: Mapping[str, Sequence[int]]) -> Iterator[dict[str, int
 _Row = tuple[int, int]
 
 
-class _Space:
+class _CandidateSpace:
     """The candidates of one combination of the model's sizes: those that differ in the rows of experts."""
 
     def __init__(
@@ -228,14 +226,12 @@ class _Space:
         return {**self.sizes, **by_layer}
 
     def candidate(self, rows: Sequence[_Row]) -> SmallerModel:
-        """Return the candidate with these rows."""
         sizes = self._sizes(rows)
         config = candidate_config(self.model, sizes, self.layers)
         lost = sum(self.losses.experts(layer, *row) for layer, row in zip(self.numbers, rows, strict=True))
         return SmallerModel(config, sizes, self.layers, self.rest + lost, costs(config, self.serving))
 
     def best(self) -> SmallerModel | None:
-        """Return the candidate with the least loss found within the budget, or None."""
         if not self._fits(self.smallest):
             return None
         groups = [
@@ -250,7 +246,6 @@ class _Space:
         return self.candidate([rows[index] for rows, index in zip(self.rows, picked, strict=True)])
 
     def best_alike(self) -> SmallerModel | None:
-        """Return the candidate with the least loss among those with one width and one top-k, or None."""
         if not self.rows:
             return None
 
@@ -282,8 +277,8 @@ def _order(one: SmallerModel) -> tuple[float, float]:
 
 def sizes_text(one: SmallerModel) -> str:
     """Return the sizes of a candidate in a few words: "hidden_size 96, moe_router_topk 2 to 6"."""
-    said = []
+    parts = []
     for name, size in one.sizes.items():
         low, high = (min(size), max(size)) if isinstance(size, tuple) else (size, size)
-        said.append(f"{name} {low:,}" + (f" to {high:,}" if high > low else ""))
-    return ", ".join(said)
+        parts.append(f"{name} {low:,}" + (f" to {high:,}" if high > low else ""))
+    return ", ".join(parts)

@@ -1,4 +1,4 @@
-"""`nemotron3 search`: the smaller forms of a model that meet a budget. Imports neither torch nor numpy."""
+"""`nemotron3 search`: the smaller forms of a model that meet a budget."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from megatron_nemotron3.models.command import ModelOptions, chosen_model
 from megatron_nemotron3.models.show import describe
 from megatron_nemotron3.post_training.compress.budget import MEASURES, amount, costs, parse_budget
 from megatron_nemotron3.post_training.compress.search import (
-    Alike,
     CandidateLosses,
-    Found,
+    SearchResult,
     SmallerModel,
+    UniformLosses,
     search,
     sizes_text,
 )
@@ -88,7 +88,7 @@ def search_command(options: SearchOptions) -> int:
 
 def _losses(file: Path | None, config: Nemotron3Config) -> CandidateLosses:
     if file is None:
-        return Alike(config)
+        return UniformLosses(config)
     from megatron_nemotron3.post_training.compress.losses import ScoredLosses
     from megatron_nemotron3.post_training.compress.scores import Scores
 
@@ -99,7 +99,7 @@ def _say(
     config: Nemotron3Config,
     budget: dict[str, float],
     serving: ServingUse,
-    found: Found,
+    found: SearchResult,
     options: SearchOptions,
 ) -> None:
     def row(number: str, loss: str, values: list[str], sizes: str) -> None:
@@ -120,7 +120,7 @@ def _say(
         say(f"\n{found.skipped} combinations are no model, the first: {found.why}")
     candidates = [{**vars(one), "config": describe(one.config)["config"]} for one in shown]
     say(
-        f"\n{_words(shown[0])}",
+        f"\n{_prune_command(shown[0])}",
         scores=options.scores,
         candidates=candidates,
         met=len(found.candidates),
@@ -130,8 +130,7 @@ def _say(
         say(f"wrote {options.output}: nemotron3 train --model {options.output}")
 
 
-def _words(best: SmallerModel) -> str:
-    """The best candidate as words for `nemotron3 prune`."""
+def _prune_command(best: SmallerModel) -> str:
     sizes = " ".join(
         f"{name}={','.join(map(str, size)) if isinstance(size, tuple) else size}"
         for name, size in best.sizes.items()

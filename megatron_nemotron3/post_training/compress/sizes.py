@@ -1,4 +1,4 @@
-"""The sizes that pruning changes, and the model that remains. Standard library only.
+"""The sizes that pruning changes, and the model that remains.
 
     candidate_config(get("super"), {"mamba_num_heads": 64, "moe_latent_size": 768})
 

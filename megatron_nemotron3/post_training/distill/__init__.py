@@ -1,4 +1,1 @@
-"""Distillation of a student from a teacher of the family (docs/distill.md).
-
-divergence  how far two models' next-token distributions are apart, over a vocabulary shared by TP ranks
-"""
+"""Distillation of a student from a teacher of the family (docs/distill.md)."""

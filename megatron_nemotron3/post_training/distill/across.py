@@ -15,7 +15,7 @@ from megatron_nemotron3.layers.context_parallel import zigzag
 from megatron_nemotron3.post_training.distill.rows import borders_of, gathered, pack_of
 from megatron_nemotron3.post_training.distill.teacher import Teacher, TeacherChunk
 from megatron_nemotron3.post_training.xtoken.align import Aligner, Alignment
-from megatron_nemotron3.post_training.xtoken.loss import span_losses
+from megatron_nemotron3.post_training.xtoken.loss import RankGroups, SpanLoss, span_losses
 from megatron_nemotron3.train.teacher.projection import read_for
 from megatron_nemotron3.train.teacher.settings import Distillation
 from megatron_nemotron3.train.teacher.tokens import ByteVocabulary, find
@@ -45,7 +45,7 @@ class AcrossTokenizers:
 
     def prepare(self, given: dict[str, Any], tokens: int, rows: int) -> None:
         """Run the teacher on the text of input_ids [b, s / cp], of packed rows also on their last labels."""
-        note = self._chunk.told(lambda: self._aligned(given, tokens * self._cp.size()))
+        note = self._chunk.from_first_stage(lambda: self._aligned(given, tokens * self._cp.size()))
         ids, ours, theirs, sizes, borders, *_ = note
         self._alignment = Alignment(ours.T, theirs.T, sizes.shape[1], (sizes[0], sizes[1]))
         length, packed = ids.shape[1], None
@@ -102,16 +102,9 @@ class AcrossTokenizers:
         """Logits [s / cp, b, v / tp] of the student -> [s / cp, b], nats: a span's parts sum to its loss."""
         assert self._hidden is not None and self._alignment is not None
         target, self._hidden = self._chunk.logits(self._hidden), None
-        losses = span_losses(
-            logits,
-            target,
-            self._alignment,
-            self._projection,
-            "h-kl" if self._how.kind == "h-kl" else "p-kl",
-            temperature=self._how.temperature,
-            group=self._tp,
-            context=self._cp,
-        )
+        loss = SpanLoss("h-kl" if self._how.kind == "h-kl" else "p-kl", self._how.temperature)
+        groups = RankGroups(self._tp, self._cp)
+        losses = span_losses(logits, target, self._alignment, self._projection, loss, groups)
         shares = pad(losses / self._alignment.sizes[0], (0, 1))
         return shares[self._alignment.student]  # -1, no span, is the zero at the end
 

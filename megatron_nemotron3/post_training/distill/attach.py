@@ -29,7 +29,7 @@ from torch import Tensor
 
 from megatron_nemotron3.common.hooks import at_first_forward
 from megatron_nemotron3.post_training.distill.across import across_tokenizers
-from megatron_nemotron3.post_training.distill.lessons import FromStored, FromTeacher, Lesson
+from megatron_nemotron3.post_training.distill.signals import OnlineSignal, StoredSignal, TeacherSignal
 from megatron_nemotron3.post_training.distill.stored import Reader
 from megatron_nemotron3.post_training.distill.teacher import Teacher
 from megatron_nemotron3.train.teacher.manifest import is_stored
@@ -44,13 +44,15 @@ class Hooks(torch.nn.Module):
     wait for it inside the construction of another one, and in the schedule they wait for its activations.
     """
 
-    def __init__(self, model: HybridModel, start: Callable[[], list[Lesson]], taught: Distillations) -> None:
+    def __init__(
+        self, model: HybridModel, start: Callable[[], list[TeacherSignal]], teachers: Distillations
+    ) -> None:
         super().__init__()
         self._start, self._calls, self._depths = start, 0, 0
-        self._taught, self._rest = taught, rest_of(taught)
+        self._teachers, self._rest = teachers, rest_of(teachers)
         self._install = partial(self._hook, model)  # the model itself would become a module of this one
-        self._lessons: list[Lesson] = []
-        self._learning = False
+        self._signals: list[TeacherSignal] = []
+        self._active = False
         self._tokens: list[Tensor] = []
         #: Cross-entropy and each teacher's divergence [b, s / cp] of the last micro-batch, without gradients.
         self.parts: list[Tensor] = []
@@ -69,30 +71,30 @@ class Hooks(torch.nn.Module):
 
     def train(self, mode: bool = True) -> Self:
         """Build the teachers when training begins."""
-        if mode and not self._lessons:
-            self._lessons = self._start()
+        if mode and not self._signals:
+            self._signals = self._start()
         return super().train(mode)
 
     def _begin(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
         self._calls, self._tokens, self.parts = 0, [], []
-        self._learning = model.training and torch.is_grad_enabled()
-        if not self._learning:
+        self._active = model.training and torch.is_grad_enabled()
+        if not self._active:
             return
-        if not self._lessons:
+        if not self._signals:
             raise RuntimeError("distillation: call train() of the model on every rank before the first step")
         given = dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
         if model.post_process and given.get("labels") is None:
             raise ValueError("distillation needs the model to be called with labels: it changes their loss")
-        for lesson in self._lessons:
-            lesson.prepare(given, *_size(model, given))
+        for signal in self._signals:
+            signal.prepare(given, *_size(model, given))
 
     def _made(self, _layer: Any, _inputs: Any, output: Any) -> None:
         self._calls += 1
-        if self._learning and self._calls == self._depths + 1:
-            self._tokens = [one.divergence(output[0]).transpose(0, 1) for one in self._lessons]
+        if self._active and self._calls == self._depths + 1:
+            self._tokens = [one.divergence(output[0]).transpose(0, 1) for one in self._signals]
 
     def _end(self, model: Any, _inputs: Any, output: Any) -> Any:
-        if not (self._learning and model.post_process):
+        if not (self._active and model.post_process):
             return None
         shapes = {one.shape for one in self._tokens}
         if self._calls != self._depths + 1 or shapes != {output.shape}:
@@ -102,7 +104,7 @@ class Hooks(torch.nn.Module):
                 "computes its loss otherwise"
             )
         self.parts = [output.detach(), *(one.detach() for one in self._tokens)]
-        terms = [how.weight * how.temperature**2 * one for how, one in zip(self._taught, self._tokens)]
+        terms = [how.weight * how.temperature**2 * one for how, one in zip(self._teachers, self._tokens)]
         self._tokens = []
         terms += [self._rest * output] * (self._rest > 0)
         return sum(terms[1:], terms[0])
@@ -118,7 +120,7 @@ def _size(model: HybridModel, given: dict[str, Any]) -> tuple[int, int]:
 
 
 @contextmanager
-def distilling(*taught: Distillation) -> Iterator[None]:
+def distilling(*teachers: Distillation) -> Iterator[None]:
     """Attach these teachers to every `HybridModel` that is built inside.
 
     Raises (when `train()` of a model is called):
@@ -127,21 +129,21 @@ def distilling(*taught: Distillation) -> Iterator[None]:
     sources: list[Teacher | Reader] = []
     building = False
 
-    def begun(model: HybridModel) -> list[Lesson]:
+    def begun(model: HybridModel) -> list[TeacherSignal]:
         nonlocal building
         building = True
         try:
-            for how in taught[len(sources) :]:
+            for how in teachers[len(sources) :]:
                 stored = is_stored(Path(how.teacher))
                 sources.append(Reader(Path(how.teacher)) if stored else Teacher(how, model))
                 _announce(sources[-1], how)
-            return [_lesson(source, model, how) for source, how in zip(sources, taught)]
+            return [_signal(source, model, how) for source, how in zip(sources, teachers)]
         finally:
             building = False
 
     def taken(parent: torch.nn.Module, _name: str, child: torch.nn.Module | None) -> None:
         if isinstance(parent, HybridModel) and isinstance(child, HybridStack) and not building:
-            parent.distillation = Hooks(parent, partial(begun, parent), taught)
+            parent.distillation = Hooks(parent, partial(begun, parent), teachers)
 
     def require_hooks(module: torch.nn.Module) -> None:
         if not hasattr(module, "distillation"):
@@ -156,10 +158,10 @@ def distilling(*taught: Distillation) -> Iterator[None]:
         looking.remove()
 
 
-def _lesson(source: Teacher | Reader, student: HybridModel, how: Distillation) -> Lesson:
+def _signal(source: Teacher | Reader, student: HybridModel, how: Distillation) -> TeacherSignal:
     if isinstance(source, Reader):
-        return FromStored(source, student, how)
-    return (across_tokenizers if how.projection else FromTeacher)(source, student, how)
+        return StoredSignal(source, student, how)
+    return (across_tokenizers if how.projection else OnlineSignal)(source, student, how)
 
 
 def _announce(source: Teacher | Reader, how: Distillation) -> None:

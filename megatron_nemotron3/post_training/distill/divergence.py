@@ -154,6 +154,7 @@ def _check(student: Tensor, teacher: Tensor, kind: str, temperature: float) -> N
 
 
 def dtype_of(student: Tensor) -> torch.dtype:
+    """Type in which a divergence is computed."""
     return torch.float64 if student.dtype == torch.float64 else torch.float32
 
 
@@ -201,7 +202,6 @@ class OnePass(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, compute: Callable[[Tensor, bool], Computed]) -> Tensor:
-        """Compute both."""
         values, gradient = compute(logits.reshape(-1, logits.shape[-1]), ctx.needs_input_grad[0])
         if gradient is not None:
             ctx.save_for_backward(gradient.view(logits.shape))
@@ -210,10 +210,9 @@ class OnePass(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """[...] -> [..., v / tp]."""
         (gradient,) = ctx.saved_tensors
         return (gradient * grad[..., None]).to(gradient.dtype), None
 
 
-#: Values [n], and their gradient [n, v / tp] if it was asked for.
+#: Values [n], and their gradient [n, v / tp] if it is needed.
 Computed = tuple[Tensor, Tensor | None]

@@ -1,4 +1,4 @@
-"""`nemotron3 logits`: store a teacher's most probable tokens. Imports neither torch nor megatron."""
+"""`nemotron3 logits`: store a teacher's most probable tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from typing import Any
 from megatron_nemotron3.checkpoints.folders import free_bytes
 from megatron_nemotron3.common import lock, record
 from megatron_nemotron3.common.files import temporary_prefix
-from megatron_nemotron3.common.options import NEEDED, add_command, argument, device_option, option
+from megatron_nemotron3.common.options import (
+    NEEDED,
+    add_command,
+    argument,
+    device_option,
+    option,
+    resolve_device,
+)
 from megatron_nemotron3.common.output import Bar
 from megatron_nemotron3.common.switches import LOGITS_FOLDER, LOGITS_TEACHER
 from megatron_nemotron3.launch import Launch, TrainingData, TrainingSchedule, flags, to_argv
@@ -121,7 +128,6 @@ def _require_folder(folder: Path, manifest: LogitsManifest) -> None:
 
 
 def _data(options: LogitsOptions, teacher: TeacherCheckpoint) -> TrainingData:
-    """The data set, its split and its tokenizer: those given, or those of the teacher's run."""
     if options.data_path and options.conversations:
         raise ValueError("--data-path and --conversations both say which rows to take: give one")
     run = rows_of_run(teacher.run)
@@ -192,11 +198,9 @@ def _manifest(
 
 
 def _launch(options: LogitsOptions, teacher: TeacherCheckpoint, data: TrainingData, length: int) -> Launch:
-    from megatron_nemotron3.common.options import resolve_device
-
     on_cpu = resolve_device(options.device) == "cpu"
     layout, size = chosen_layout(options), options.micro_batch_size
-    words = ("--sft", "--calculate-per-token-loss", "--sft-tokenizer-prompt-format", "default")
+    tuning = ("--sft", "--calculate-per-token-loss", "--sft-tokenizer-prompt-format", "default")
     schedule = TrainingSchedule(
         micro_batch_size=size,
         global_batch_size=size * layout.dp,
@@ -214,23 +218,22 @@ def _launch(options: LogitsOptions, teacher: TeacherCheckpoint, data: TrainingDa
         schedule=schedule,
         data=data,
         own_script=True,
-        extra=("--seed", str(options.data_seed), *(words if options.conversations else ())),
+        extra=("--seed", str(options.data_seed), *(tuning if options.conversations else ())),
     )
 
 
 def _run(options: LogitsOptions, launch: Launch, argv: list[str], manifest: LogitsManifest) -> int:
-    from megatron_nemotron3.common.options import resolve_device
     from megatron_nemotron3.train import processes
 
     device = resolve_device(options.device)
-    words = processes.command(argv, launch.layout.world_size, device)
-    words[words.index(str(processes.ENTRY))] = str(SCRIPT)
+    command = processes.command(argv, launch.layout.world_size, device)
+    command[command.index(str(processes.ENTRY))] = str(SCRIPT)
     env = processes.environment(launch.layout.world_size, device, launch.config.hidden_size)
     env |= {LOGITS_FOLDER: str(options.output.resolve()), LOGITS_TEACHER: manifest.teacher}
     log = options.output / "logits.log"
     with Bar("logits", "parts") as bar:
         watch = _ProcessWatch(bar)
-        status = processes.follow(words, env, log, watch)
+        status = processes.follow(command, env, log, watch)
     if watch.was_interrupted:
         stored = sum(part_path(options.output, part).is_file() for part in manifest.parts())
         print(f"interrupted: {stored} of {len(manifest.parts())} parts are stored; the same command goes on")

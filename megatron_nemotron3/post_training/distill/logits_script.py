@@ -27,8 +27,8 @@ from megatron_nemotron3.common.hooks import unwrapped
 from megatron_nemotron3.common.switches import LOGITS_FOLDER, LOGITS_TEACHER
 from megatron_nemotron3.post_training.distill.rows import borders_of, gathered
 from megatron_nemotron3.post_training.distill.stored import key_of, missing_parts, write_part
+from megatron_nemotron3.post_training.distill.teacher import load_teacher
 from megatron_nemotron3.post_training.distill.topk import most_probable
-from megatron_nemotron3.post_training.distill.weights import load
 from megatron_nemotron3.train import fine_tuning
 from megatron_nemotron3.train.build import model_provider
 from megatron_nemotron3.train.pretrain_script import conversations_provider, datasets_provider, get_batch
@@ -65,7 +65,6 @@ def _rows(
 
 
 def _batches(dataset: Any, samples: list[int], size: int) -> Iterator[Any]:
-    """Micro-batches of these samples."""
     for first in range(0, len(samples), size):
         yield default_collate([dataset[i] for i in samples[first : first + size]])
 
@@ -81,7 +80,7 @@ def main() -> None:
     args.iteration = 0  # what the provider asks of a run
     dataset, _, _ = build_train_valid_test_datasets(provider, (args.train_samples, 0, 0))
     (model,) = get_model(model_provider, wrap_with_ddp=False)
-    load(unwrapped(model), Path(os.environ[LOGITS_TEACHER]))
+    load_teacher(unwrapped(model), Path(os.environ[LOGITS_TEACHER]))
     model.eval()
     _write(model, dataset, sft)
 

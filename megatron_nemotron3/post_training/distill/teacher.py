@@ -1,28 +1,30 @@
 """The teacher in the student's run: a frozen model of the family, in the student's layout.
 
 Each chunk of the teacher runs with the student's chunk of the same pipeline stage, before it, so any schedule
-of Megatron's drives both. The hidden states of the teacher go from stage to stage beside the student's.
+of Megatron's drives both. The hidden states of the teacher go from stage to stage next to the student's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, get_cuda_rng_tracker
 from torch import Tensor
 
 from megatron_nemotron3 import cpu, specs
+from megatron_nemotron3.checkpoints.convert.into_model import load_base, load_weights
+from megatron_nemotron3.checkpoints.folders import is_hugging_face
 from megatron_nemotron3.common.switches import megatron_options
 from megatron_nemotron3.launch import Launch, ParallelLayout
 from megatron_nemotron3.models.lora import training as with_lora
 from megatron_nemotron3.models.stack_specs import ARGUMENT
-from megatron_nemotron3.post_training.distill.line import Line
 from megatron_nemotron3.post_training.distill.rows import all_gathered
-from megatron_nemotron3.post_training.distill.weights import load
 from megatron_nemotron3.precision import settings as emulation
 from megatron_nemotron3.train.build import model_config, verified
 from megatron_nemotron3.train.monitor.settings import monitoring
@@ -31,6 +33,8 @@ from megatron_nemotron3.train.teacher.settings import Distillation
 
 #: A teacher's rows in its own tokens are padded to a multiple of this, so that few lengths occur.
 _STEP = 64
+#: Tensors of a broadcast, at most.
+_MOST = 8
 
 
 def layout_of(model: HybridModel) -> ParallelLayout:
@@ -49,6 +53,60 @@ def layout_of(model: HybridModel) -> ParallelLayout:
     )
 
 
+class PipelineMessages:
+    """Messages along this rank's pipeline. Every rank of the world constructs it.
+
+    It has a communicator of its own, so that no message is taken for the student's. Messages from one
+    place to another arrive in the order in which they were sent.
+
+    Args:
+        pipeline: the process group of the stages; a rank's place is its index there.
+    """
+
+    def __init__(self, pipeline: Any) -> None:
+        self.ranks = tuple(dist.get_process_group_ranks(pipeline))
+        self.place = self.ranks.index(dist.get_rank())
+        self._group: Any = None
+        self._sending: list[tuple[Any, Tensor]] = []
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, self.ranks)
+        for ranks in sorted(set(every)):
+            group = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+            self._group = group if ranks == self.ranks else self._group
+
+    def send(self, tensor: Tensor, place: int) -> None:
+        """Start to send to a place, which may be busy; what has been sent is released."""
+        self._sending = [(work, kept) for work, kept in self._sending if not work.is_completed()]
+        kept = tensor.contiguous()
+        self._sending.append((dist.isend(kept, dst=self.ranks[place], group=self._group), kept))
+
+    def receive(self, into: Tensor, place: int) -> Tensor:
+        """Wait for a message of the shape of `into` from a place."""
+        dist.recv(into, src=self.ranks[place], group=self._group)
+        return into
+
+    def broadcast(self, note: Sequence[Tensor]) -> None:
+        """Send int64 matrices from the first place to all others."""
+        if len(self.ranks) == 1:
+            return
+        shapes = torch.zeros(_MOST, 2, dtype=torch.int64)
+        shapes[: len(note)] = torch.tensor([one.shape for one in note])
+        body = torch.cat([shapes.to(note[0].device).flatten(), *(one.flatten() for one in note)])
+        for place in range(1, len(self.ranks)):
+            self.send(body[: 2 * _MOST], place)
+            self.send(body[2 * _MOST :], place)
+
+    def receive_broadcast(self, device: torch.device) -> list[Tensor]:
+        """Wait for a note of the first place; behind its matrices follow empty ones."""
+
+        def next_one(size: int) -> Tensor:
+            return self.receive(torch.empty(size, dtype=torch.int64, device=device), 0)
+
+        shapes = next_one(2 * _MOST).view(-1, 2).tolist()
+        sizes = [n * m for n, m in shapes]
+        return [part.view(shape) for part, shape in zip(next_one(sum(sizes)).split(sizes), shapes)]
+
+
 class Teacher:
     """This rank's part of the teacher. Every rank of the world constructs it.
 
@@ -62,7 +120,7 @@ class Teacher:
         self.layout, self.groups = layout_of(student), student.pg_collection
         self._own_vocabulary = bool(how.projection)
         #: Along which hidden states and notes go.
-        self.line = Line(self.groups.pp)
+        self.messages = PipelineMessages(self.groups.pp)
         #: Of the student's TP rank [v / tp, h]; None before `add` has built the last stage.
         self.head: Tensor | None = None
         #: Of the teacher's embedding, padding included; 0 before that.
@@ -80,7 +138,7 @@ class Teacher:
             precision="fp32" if weight.dtype == torch.float32 else "bf16",
             backend="torch" if specs.is_torch(student.hybrid_stack_spec) else "auto",
         )
-        with _unnoticed():
+        with _isolated():
             config = model_config(launch)
             model: HybridModel = verified(
                 config.get_builder_cls()(config).build_model(
@@ -92,7 +150,7 @@ class Teacher:
             )
         model.requires_grad_(False)
         model.eval()
-        load(model, self.found.place, self.groups.dp_cp)
+        load_teacher(model, self.found.place, self.groups.dp_cp)
         if model.post_process:
             rows = None if self._own_vocabulary else student.vocab_size // self.groups.tp.size()
             self.head = self._head(model.output_layer.weight.detach(), rows)
@@ -118,17 +176,17 @@ class TeacherChunk:
     def __init__(self, teacher: Teacher, student: HybridModel, model: HybridModel) -> None:
         self._teacher, self._student = teacher, student
         self._model: Any = model
-        self._told = 0
+        self._notes = 0
 
-    def told(self, make: Callable[[], list[Tensor]]) -> list[Tensor]:
+    def from_first_stage(self, make: Callable[[], list[Tensor]]) -> list[Tensor]:
         """What the student's first stage makes of its next micro-batch, int64 matrices, on every stage."""
-        teacher, number, virtual = self._teacher, self._told, self._student.vp_stage or 0
-        self._told += 1
+        teacher, number, virtual = self._teacher, self._notes, self._student.vp_stage or 0
+        self._notes += 1
         if virtual == 0 and self._student.pre_process:
             note = make()
-            teacher.line.tell(note)
+            teacher.messages.broadcast(note)
         elif virtual == 0:
-            note = teacher.line.hear(next(self._student.parameters()).device)
+            note = teacher.messages.receive_broadcast(next(self._student.parameters()).device)
         else:
             note = teacher.known.pop(number)
         if virtual < teacher.layout.vpp - 1:
@@ -143,13 +201,13 @@ class TeacherChunk:
     @torch.no_grad()
     def forward(self, arguments: dict[str, Any], tokens: int, rows: int) -> Tensor | None:
         """Compute a micro-batch; on the last stage return [s / cp, b, h]."""
-        at, line, model = self._teacher.layout, self._teacher.line, self._model
-        stages = len(line.ranks)
+        at, messages, model = self._teacher.layout, self._teacher.messages, self._model
+        stages = len(messages.ranks)
         if not model.pre_process:
             local = tokens // (at.tp if at.sequence_parallel else 1)
             like, config = next(model.parameters()), model.config
             empty = like.new_empty(local, rows, config.hidden_size, dtype=config.params_dtype)
-            model.set_input_tensor(line.receive(empty, (line.place - 1) % stages))
+            model.set_input_tensor(messages.receive(empty, (messages.place - 1) % stages))
         output: Tensor = model(
             arguments.get("input_ids"),
             None,  # the family has no embedding of positions
@@ -158,7 +216,7 @@ class TeacherChunk:
             padding_mask=arguments.get("padding_mask"),
         )
         if not model.decoder.post_process:
-            line.send(output, (line.place + 1) % stages)
+            messages.send(output, (messages.place + 1) % stages)
             return None
         return self._whole(output)
 
@@ -177,8 +235,23 @@ class TeacherChunk:
         return whole
 
 
+def load_teacher(chunk: Any, place: Path, dp_cp: Any = None) -> None:
+    """Read this rank's weights from `TeacherCheckpoint.place` into a chunk of the teacher. Collective.
+
+    Args:
+        dp_cp: the chunk's data- and context-parallel group; None: Megatron's.
+
+    Raises:
+        ValueError: a file is damaged, or the tensors do not fit.
+    """
+    if is_hugging_face(place):
+        load_weights(chunk, check.open_hf_teacher(place), dp_cp)
+    else:
+        load_base(chunk, place, option="teacher ", dp_cp=dp_cp)
+
+
 @contextmanager
-def _unnoticed() -> Iterator[None]:
+def _isolated() -> Iterator[None]:
     """Build another model: random streams and stored arguments stay, settings of the student do not count."""
     tracker, options = get_cuda_rng_tracker(), megatron_options()
     states = tracker.get_states()

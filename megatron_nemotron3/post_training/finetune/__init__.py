@@ -1,7 +1,1 @@
-"""`nemotron3 finetune`: from a Hugging Face folder to a Hugging Face folder, on conversations.
-
-command     options, and the steps in their order
-inputs      everything that is checked before the first step, and what of it a later start must find again
-start       of a command of several steps, `nemotron3 boost` too: its schedule and its folder
-measure     held-out loss and a sample of one checkpoint
-"""
+"""`nemotron3 finetune`: from a Hugging Face folder to a Hugging Face folder, on conversations."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,10 +17,13 @@ from megatron_nemotron3.common.options import (
     device_option,
     flag,
     option,
+    resolve_device,
     tokenizer_option,
 )
 from megatron_nemotron3.common.switches import LORA
+from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.models.lora import LoRASettings
+from megatron_nemotron3.post_training.steps import environment, require_positive, require_schedule, step
 
 if TYPE_CHECKING:
     from megatron_nemotron3.post_training.finetune.inputs import FineTuneInputs
@@ -68,10 +69,7 @@ def finetune_command(options: FinetuneOptions) -> int:
         raise ValueError(f"--lora {options.lora}: leave base= out, the base is HF_DIR")
     if options.adapter_only and lora is None:
         raise ValueError("--adapter-only goes with --lora")
-    from megatron_nemotron3.common.options import resolve_device
-    from megatron_nemotron3.cpu import quiet_on_cpu
     from megatron_nemotron3.post_training.finetune import inputs as given
-    from megatron_nemotron3.post_training.schedule import require_positive, require_schedule
 
     require_positive(options, "steps", "lr", "seq_length")
     source = options.source
@@ -103,7 +101,6 @@ def finetune_command(options: FinetuneOptions) -> int:
 def _finetune(
     options: FinetuneOptions, lora: LoRASettings | None, checked: FineTuneInputs, held_out: Any, device: str
 ) -> int:
-    """Do the steps that are left, while no other process does; the exit status."""
     from megatron_nemotron3.post_training.finetune.measure import measure
 
     source, out = options.source, options.output
@@ -112,14 +109,14 @@ def _finetune(
         return status
     before = measure(base, checked.config, held_out, chat, device, out / "before.json")
     print(f"held-out loss before: {before.per_token:.4f} nats per token", flush=True)
-    words: list[object] = ["--model", out / "model.json", "--conversations", out / "train.jsonl"]
-    words += ["--tokenizer", chat, "--output", run, "--device", options.device]
-    words += ["--steps", checked.request.steps, "--seq-length", checked.request.seq_length]
-    words += ["--lr", checked.request.lr, *(() if lora is not None else ("--pretrained", base))]
+    arguments: list[object] = ["--model", out / "model.json", "--conversations", out / "train.jsonl"]
+    arguments += ["--tokenizer", chat, "--output", run, "--device", options.device]
+    arguments += ["--steps", checked.request.steps, "--seq-length", checked.request.seq_length]
+    arguments += ["--lr", checked.request.lr, *(() if lora is not None else ("--pretrained", base))]
     adapters = "" if lora is None else f"base={base},{lora.text()}"
     with environment(LORA, adapters):
         if status := step(
-            options.main, "train", *words, prefix=f"{LORA}={shlex.quote(adapters)} " * bool(adapters)
+            options.main, "train", *arguments, prefix=f"{LORA}={shlex.quote(adapters)} " * bool(adapters)
         ):
             return status
     after = measure(run, checked.config, held_out, chat, device, out / "after.json")
@@ -138,27 +135,6 @@ def _finetune(
     print(f"answer after     {after.answer!r}")
     print(f"Hugging Face     {tuned}")
     return 0
-
-
-def step(main: Callable[[list[str]], int], *words: object, prefix: str = "") -> int:
-    """Run a command of the package by its entry point, after printing it as a shell takes it."""
-    line = [str(word) for word in words]
-    print(f"\n$ {prefix}nemotron3 {shlex.join(line)}", flush=True)
-    return main(line)
-
-
-@contextlib.contextmanager
-def environment(name: str, value: str) -> Iterator[None]:
-    """Set a variable inside the block; "" takes it away."""
-    before = os.environ.pop(name, None)
-    if value:
-        os.environ[name] = value
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
-        if before is not None:
-            os.environ[name] = before
 
 
 def _prompt(chat: Path, held_out: Any) -> str:

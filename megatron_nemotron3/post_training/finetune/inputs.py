@@ -16,7 +16,7 @@ from megatron_nemotron3.common.files import json_outside, read_outside, write_js
 from megatron_nemotron3.common.output import Bar
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.show import describe
-from megatron_nemotron3.post_training.schedule import own
+from megatron_nemotron3.post_training.steps import with_own_name
 from megatron_nemotron3.train.data.conversations import Encoded, Encoder, parse_line
 from megatron_nemotron3.train.inputs import require_tokenizer
 
@@ -68,17 +68,10 @@ def check(
     template: Path | None,
     **how: object,
 ) -> FineTuneInputs:
-    """Read all inputs, and write nothing.
+    """Read all inputs, and write nothing; `how` is the rest of a `FineTuneRequest`.
 
-    Args:
-        held_out: default: one line in `HELD_OUT` of the conversations, by a checksum of the line.
-        template: a chat template that takes the place of the tokenizer's.
-        how: the rest of a `FineTuneRequest`.
-
-    Raises:
-        ValueError: the source is no Hugging Face folder with weights of the family, a file has no
-            conversations, or the tokenizer is not there.
-        OSError: a file cannot be read.
+    Without `held_out` one line in `HELD_OUT` is held out, by its checksum; `template` takes the place of the
+    tokenizer's chat template.
     """
     if locate(source).kind != "hugging face":
         raise ValueError(
@@ -97,27 +90,23 @@ def check(
                 f"{conversations}: {len(lines)} lines are too few to hold one in {HELD_OUT} out: give more, "
                 "or --held-out FILE"
             )
-    words = None if template is None else read_outside(template, limit=_LIMIT).decode("utf-8")
+    text = None if template is None else read_outside(template, limit=_LIMIT).decode("utf-8")
     names = ("tokenizer", "vocab", "merges", "special", "chat")
     request = FineTuneRequest(
         model=str(source.resolve()),
         conversations=_digest(b"".join(train.values())),
         held_out=_digest(b"".join(measured.values())),
         tokenizer=_digest(*(f.read_bytes() for f in _tokenizer_files(tokenizer) if f.name.startswith(names))),
-        chat_template=_digest(words.encode()) if words is not None else "",
+        chat_template=_digest(text.encode()) if text is not None else "",
         **how,  # type: ignore[arg-type]
     )
-    return FineTuneInputs(own(opened.config), request, train, measured, tokenizer, words)
+    return FineTuneInputs(with_own_name(opened.config), request, train, measured, tokenizer, text)
 
 
 def prepare(inputs: FineTuneInputs, output: Path) -> list[Encoded]:
     """Write the record, the conversations, the tokenizer and the model; return the held-out conversations.
 
     A second call with the same request changes nothing.
-
-    Raises:
-        ValueError: the folder holds something else, or the work of another request; the tokenizer has no
-            chat template, or a conversation does not fit it.
     """
     encoded: list[Encoded] = []
 
@@ -130,7 +119,6 @@ def prepare(inputs: FineTuneInputs, output: Path) -> list[Encoded]:
 
 
 def _write(inputs: FineTuneInputs, folder: Path) -> None:
-    """Write what the steps read."""
     (folder / "train.jsonl").write_bytes(b"".join(inputs.train.values()))
     (folder / "held_out.jsonl").write_bytes(b"".join(inputs.held_out.values()))
     write_json(folder / "model.json", describe(inputs.config))

@@ -19,8 +19,6 @@ from megatron_nemotron3.inference.generate.text import Tokenizer
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.train.data.conversations import Encoded
 
-#: Longest file of what was measured that is read, in bytes.
-_LIMIT = 1 << 30
 #: Tokens of a sample.
 NEW_TOKENS = 48
 
@@ -43,14 +41,10 @@ def measure(
     device: str,
     kept: Path,
 ) -> HeldOutResult:
-    """Measure a checkpoint, or read from the file `kept` what was measured before.
-
-    Raises:
-        ValueError: the checkpoint is damaged, or does not match the tokenizer.
-    """
+    """Measure a checkpoint, or read from the file `kept` what was measured before."""
     with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
         return HeldOutResult(**record.read(kept))
-    words = Tokenizer(tokenizer)
+    encoding = Tokenizer(tokenizer)
     options = argparse.Namespace(device=device, dtype=None)
     opened = find_checkpoint(checkpoint).open(config, config.vocab_size)
     engine = load_engine(opened, options, mtp=False)
@@ -59,8 +53,8 @@ def measure(
     with Bar("held-out loss", "tokens", sum(len(one.ids) for one in held_out), lines=False) as bar:
         losses: ConversationLosses = conversation_losses(engine, held_out, bar.add)
     prompt = first_prompt(held_out)
-    (row,) = generate(engine, [prompt], GenerationOptions(NEW_TOKENS, stop=words.stop)).rows
-    answer = words.decode(row.tokens)
+    (row,) = generate(engine, [prompt], GenerationOptions(NEW_TOKENS, stop=encoding.stop)).rows
+    answer = encoding.decode(row.tokens)
     found = HeldOutResult(losses.per_token, losses.per_conversation, answer)
     write_json(kept, asdict(found))
     return found

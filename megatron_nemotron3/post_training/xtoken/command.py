@@ -51,10 +51,10 @@ def xtoken(options: XTokenOptions) -> int:
     if options.output is not None:
         require_output(options.output, "--output")
     built = {name: value for name in ("width", "pieces") if (value := getattr(options, name)) is not None}
-    said = [f"--{name}" for name in built]
-    said += ["--no-joined"] * options.no_joined + ["--output"] * (options.output is not None)
-    if options.projection is not None and said:
-        raise ValueError(f"--projection reads a file, {said[0]} goes with a new one: drop one of them")
+    building = [f"--{name}" for name in built]
+    building += ["--no-joined"] * options.no_joined + ["--output"] * (options.output is not None)
+    if options.projection is not None and building:
+        raise ValueError(f"--projection reads a file, {building[0]} goes with a new one: drop one of them")
     text = None
     if options.text is not None:
         if not Path(options.text).is_file():
@@ -139,9 +139,9 @@ def _describe_spans(student: ByteVocabulary, teacher: ByteVocabulary, text: byte
     spans = aligner.spans(ids, others)
     single = sum(len(s) == len(t) == 1 for s, t in spans)
     outside = len(ids) - sum(len(s) for s, _ in spans)
-    said = (
+    line = (
         f"spans        {len(spans):,} of {len(ids):,} tokens of the student and {len(others):,} of the "
         f"teacher; {single:,} are one token on each side, {outside:,} tokens of the student are in none"
     )
     sizes = {"spans": len(spans), "student": len(ids), "teacher": len(others)}
-    say(said, spans={**sizes, "single": single, "outside": outside})
+    say(line, spans={**sizes, "single": single, "outside": outside})

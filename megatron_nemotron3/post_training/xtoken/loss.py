@@ -7,7 +7,8 @@ docs/xtoken.md has the formulas and their sources.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -24,25 +25,11 @@ FLOOR = 1e-10
 UNPAIRED = 8192
 
 
-def span_losses(
-    student: Tensor,
-    teacher: Tensor,
-    alignment: Alignment,
-    projection: Projection,
-    kind: Kind = "p-kl",
-    *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    threshold: float = COMMON,
-    reverse: bool = False,
-    group: Any = None,
-    context: Any = None,
-) -> Tensor:
-    """Compute the loss of each span in nats; the gradient goes to the student alone.
+@dataclass(frozen=True)
+class SpanLoss:
+    """Which loss of a span is computed.
 
-    Args:
-        student: logits [..., v / p]; leading dimensions are those of `alignment.student`.
-        teacher: logits [..., u / p]; leading dimensions are those of `alignment.teacher`.
+    Attributes:
         kind: "p-kl" projects the student's probabilities into the teacher's vocabulary; "h-kl" compares the
             tokens that the projection pairs, and the sorted probabilities of the others.
         temperature: divides both logits. The factor of its square is the caller's.
@@ -50,16 +37,57 @@ def span_losses(
             call, renormalized; None: all of them. H-KL takes all.
         threshold: least weight of a pair of H-KL; 1 pairs only equal tokens, as GOLD does.
         reverse: the divergence from the student to the teacher.
-        group: the tensor-parallel group that shares both vocabularies; None: whole vocabularies.
-        context: the context-parallel group; each rank has the alignment of its positions. None: all are here.
+
+    Raises:
+        ValueError: an unknown kind.
+    """
+
+    kind: Kind = "p-kl"
+    temperature: float = 1.0
+    top_k: int | None = None
+    threshold: float = COMMON
+    reverse: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise ValueError(f"kind {self.kind!r}: give 'p-kl' or 'h-kl'")
+
+
+class RankGroups(NamedTuple):
+    """Process groups of the ranks that share a loss; None where each has the whole.
+
+    tensor: shares both vocabularies. context: each rank has the alignment of its positions.
+    """
+
+    tensor: Any = None
+    context: Any = None
+
+
+def span_losses(
+    student: Tensor,
+    teacher: Tensor,
+    alignment: Alignment,
+    projection: Projection,
+    loss: SpanLoss | None = None,
+    groups: RankGroups | None = None,
+) -> Tensor:
+    """Compute the loss of each span in nats; the gradient goes to the student alone.
+
+    Args:
+        student: logits [..., v / p]; leading dimensions are those of `alignment.student`.
+        teacher: logits [..., u / p]; leading dimensions are those of `alignment.teacher`.
+        loss: None: P-KL.
+        groups: None: this rank has everything.
 
     Returns:
-        [spans], equal on all ranks of both groups. With `context` the sum of all ranks' losses is minimized.
+        [spans], equal on all ranks of both groups. With a context group the sum of all ranks' losses is
+        minimized.
 
     Raises:
         ValueError: shapes do not fit the alignment, or logits are fewer than the tokens of a vocabulary.
     """
-    size = _size(group)
+    loss, groups = loss or SpanLoss(), groups or RankGroups()
+    size = _size(groups.tensor)
     for role, logits, ids, tokens in (
         ("student", student, alignment.student, projection.student_size),
         ("teacher", teacher, alignment.teacher, projection.teacher_size),
@@ -73,20 +101,21 @@ def span_losses(
                 f"the {role} has {logits.shape[-1] * size} logits, its tokenizer {tokens} tokens: give the "
                 "projection of its tokenizer"
             )
-    if kind not in ("p-kl", "h-kl"):
-        raise ValueError(f"kind {kind!r}: give 'p-kl' or 'h-kl'")
     if alignment.spans == 0:
         return student.flatten()[:0].float()
     with torch.autocast(student.device.type, enabled=False):
-        ours = _Side(student, alignment, 0, projection.student_size, temperature, group, context)
-        theirs = _Side(teacher.detach(), alignment, 1, projection.teacher_size, temperature, group, context)
-        if kind == "h-kl":
-            losses = _h_kl(ours, theirs, projection, threshold, reverse)
-        elif top_k is not None and top_k < projection.teacher_size:
-            losses = _p_kl_of_columns(ours, theirs, projection, top_k, reverse)
+        sizes = (projection.student_size, projection.teacher_size)
+        ours, theirs = (
+            _Side(logits, alignment, which, sizes[which], loss.temperature, groups)
+            for which, logits in enumerate((student, teacher.detach()))
+        )
+        if loss.kind == "h-kl":
+            losses = _h_kl(ours, theirs, projection, loss)
+        elif loss.top_k is not None and loss.top_k < projection.teacher_size:
+            losses = _p_kl_of_columns(ours, theirs, projection, loss.top_k, loss.reverse)
         else:
-            losses = _p_kl(ours, theirs, projection, reverse)
-        return _gathered(losses, context, shared=True)[: alignment.spans]
+            losses = _p_kl(ours, theirs, projection, loss.reverse)
+        return _gathered(losses, groups.context, shared=True)[: alignment.spans]
 
 
 class _Side:
@@ -99,24 +128,24 @@ class _Side:
         which: int,
         tokens: int,
         temperature: float,
-        group: Any,
-        context: Any,
+        groups: RankGroups,
     ) -> None:
-        self.group, self.context, self.width = group, context, logits.shape[-1]
-        self.first = _rank(group) * self.width
+        self.group, self.context = groups
+        self.width = logits.shape[-1]
+        self.first = _rank(self.group) * self.width
         #: Which columns are tokens; the others pad the vocabulary.
         self.real = torch.arange(self.first, self.first + self.width, device=logits.device) < tokens
         #: [n, v / p], minus infinity where padded.
         self.logits = (logits.reshape(-1, self.width).float() / temperature).masked_fill(
             ~self.real, -torch.inf
         )
-        ranks, ids = _size(context), (alignment.student, alignment.teacher)[which].flatten()
+        ranks, ids = _size(self.context), (alignment.student, alignment.teacher)[which].flatten()
         #: Spans of all context ranks, made to divide among them; row `_spans` takes what is in no span.
         self._spans = -(-alignment.spans // ranks) * ranks
         self._ids = torch.where(ids < 0, self._spans, ids)
         sizes = torch.nn.functional.pad(alignment.sizes[which], (0, self._spans - alignment.spans), value=1)
         #: Positions of each of this rank's spans [r, 1].
-        self._sizes = sizes.chunk(ranks)[_rank(context)][:, None]
+        self._sizes = sizes.chunk(ranks)[_rank(self.context)][:, None]
 
     def log_softmax(self) -> Tensor:
         """Log-probabilities [n, v / p] over the whole vocabulary; 0 where padded."""
@@ -130,7 +159,6 @@ class _Side:
         return _scattered(sums[: self._spans], self.context) / self._sizes
 
     def mean_probabilities(self) -> Tensor:
-        """Mean probabilities [r, v / p]; 0 where padded."""
         return self.mean(self.log_softmax().exp() * self.real)
 
 
@@ -171,15 +199,15 @@ def _positive(values: Tensor) -> Tensor:
     return values.clamp(min=torch.finfo(torch.float32).tiny)
 
 
-def _h_kl(ours: _Side, theirs: _Side, projection: Projection, threshold: float, reverse: bool) -> Tensor:
+def _h_kl(ours: _Side, theirs: _Side, projection: Projection, loss: SpanLoss) -> Tensor:
     ours_mean, target = ours.mean(ours.log_softmax()), theirs.mean(theirs.log_softmax())
-    matrix, paired, ours_paired = _matrix(projection, ours, theirs, threshold)
+    matrix, paired, ours_paired = _matrix(projection, ours, theirs, loss.threshold)
     # The student's log-probabilities in the places of the teacher's tokens.
     ours_there = _scattered(matrix @ ours_mean.T, ours.group).T
-    apart = ours_there - target if reverse else target - ours_there
-    weight = ours_there.exp() if reverse else target.exp()
+    apart = ours_there - target if loss.reverse else target - ours_there
+    weight = ours_there.exp() if loss.reverse else target.exp()
     common = _total(torch.where(paired, weight * apart, 0.0).sum(-1), ours.group)
-    most = min(projection.student_size, projection.teacher_size) - len(projection.common(threshold)[0])
+    most = min(projection.student_size, projection.teacher_size) - len(projection.common(loss.threshold)[0])
     if most == 0:
         return common
     rest = _sorted(ours_mean.exp() * (ours.real & ~ours_paired), min(most, UNPAIRED), ours.group)

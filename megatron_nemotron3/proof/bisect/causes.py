@@ -76,11 +76,9 @@ class Cause:
 
     @property
     def moves(self) -> bool:
-        """Whether it changes what is embedded."""
         return self.ids is not None or self.embed is not None
 
     def start(self, model: Recomputation, ids: Tensor, context: Context) -> Tensor:
-        """What it embeds of ids [s]: [1, s, d]."""
         if self.ids is not None:
             ids = self.ids(ids, context)
         return model.embed(ids[None]) if self.embed is None else self.embed(ids)[None]
@@ -267,6 +265,7 @@ def _halves_swapped(tokens: Tensor, context: Context) -> Tensor:
 
 
 def model_causes() -> Iterator[Cause]:
+    """Causes in every layer, at the ends of the model, and in the tokens."""
     for dtype, word in ((torch.bfloat16, "BF16"), (torch.float16, "FP16")):
         yield Cause(f"the residual stream in {word}", LAYERS, layer=step(layer=_rounded(dtype)), rounds=True)
     for eps in _EPSILONS:

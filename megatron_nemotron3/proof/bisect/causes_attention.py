@@ -40,12 +40,11 @@ def _rotary(base: float, pairs: bool, share: float = 1.0) -> Make:
 
 @where
 def _scaled(context: Context, factor: Callable[[Nemotron3Config], float]) -> Steps | None:
-    """Scores times a factor."""
     by = factor(context.config)
     return None if by == 1 else {"positions": lambda plain, q, k: (q * by, k)}
 
 
-def _in_turn(plain: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
+def _interleaved_heads(plain: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
     """Query head i has the keys of head i modulo the groups: [rows, groups, heads, s, c]."""
     groups, heads = q.shape[1:3]
     taken = (torch.arange(groups * heads) % groups).view(groups, heads)
@@ -76,7 +75,6 @@ def _window(tokens: int) -> Make:
 
 @where
 def _qkv(context: Context, places: Callable[[Nemotron3Config], Tensor | None]) -> Steps | None:
-    """Rows of linear_qkv in another order."""
     rows = places(context.config)
 
     def linear(plain: Any, x: Tensor, name: str, count: int) -> Any:
@@ -119,7 +117,7 @@ def attention_causes() -> Iterator[Cause]:
         "scores divided by the root of hidden size over heads": _scaled(
             lambda c: (c.kv_channels * c.num_attention_heads / c.hidden_size) ** 0.5
         ),
-        "key heads taken in turn by the query heads": step(attend=_in_turn),
+        "key heads taken in turn by the query heads": step(attend=_interleaved_heads),
         "keys and values swapped": step(attend=lambda plain, q, k, v: plain(q, v, k)),
         "a grouped linear_qkv read as q, k, v": _misread(inverse=False),
         "q, k, v read as a grouped linear_qkv": _misread(inverse=True),

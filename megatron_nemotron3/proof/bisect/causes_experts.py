@@ -76,7 +76,6 @@ def _replaced(chosen: Callable[[Tensor], Tensor], other: ReferenceModel | None =
 
 @where
 def _absent(context: Context, ranks: int, rank: int) -> Steps | None:
-    """The experts of a rank give zeros."""
     size, uneven = divmod(context.config.num_moe_experts or 0, ranks)
     return None if uneven else _replaced(lambda topk: topk // size == rank)
 
@@ -96,7 +95,6 @@ def of_experts(chosen: tuple[int, ...], previous: ReferenceModel | None) -> Iter
 
 @where
 def _factor(context: Context, value: Callable[[float], float]) -> Steps | None:
-    """Another factor of the routed experts."""
     old = context.config.moe_router_topk_scaling_factor or 1.0
     by = value(old) / old
     return None if abs(by - 1) < 1e-6 else {"probabilities": lambda plain, scores, c: plain(scores, c) * by}
@@ -107,7 +105,6 @@ def _scaled(scores: Tensor, c: Nemotron3Config) -> Tensor:
 
 
 def _softmax(scores: Tensor, c: Nemotron3Config) -> Tensor:
-    """Over the selected experts."""
     return _scaled(scores.logit().softmax(-1), c)
 
 
@@ -116,9 +113,9 @@ def _bias_kept(context: Context) -> Steps:
     """The expert bias is in the probabilities, too."""
     seen: list[Tensor] = []
 
-    def moe(plain: Any, prefix: str, c: Any, x: Tensor, settle: Any = None) -> Any:
+    def moe(plain: Any, prefix: str, c: Any, x: Tensor, select: Any = None) -> Any:
         def noted(selection: Any) -> Tensor:
-            taken: Tensor = selection.experts if settle is None else settle(selection)
+            taken: Tensor = selection.experts if select is None else select(selection)
             seen.append(selection.scores.gather(1, taken))
             return taken
 
@@ -130,10 +127,8 @@ def _bias_kept(context: Context) -> Steps:
 
 @where
 def _topk(context: Context, more: int) -> Steps | None:
-    """Another number of experts per token."""
-
-    def moe(plain: Any, prefix: str, c: Any, x: Tensor, settle: Any = None) -> Any:
-        return plain(prefix, c.but(moe_router_topk=c.moe_router_topk + more), x, settle)
+    def moe(plain: Any, prefix: str, c: Any, x: Tensor, select: Any = None) -> Any:
+        return plain(prefix, c.but(moe_router_topk=c.moe_router_topk + more), x, select)
 
     new = (context.config.moe_router_topk or 0) + more
     return {"moe": moe} if 1 < new <= (context.config.num_moe_experts or 0) else None

@@ -103,7 +103,8 @@ def _conv_state(context: Context, shift: int | None) -> Steps | None:
 def _state_lost(context: Context, at_chunks: bool) -> Steps | None:
     """The state does not pass a border: the prompt's end, or that of each chunk."""
 
-    def scan(plain: Any, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Tensor:
+    def scan(plain: Any, *operands: Tensor) -> Tensor:
+        x, dt, A, B, C, D = operands
         s, size = x.shape[1], context.config.mamba_chunk_size
         borders = [*range(size, s, size)] if at_chunks else [context.prompt]
         edges = [0, *(b for b in borders if 0 < b < s), s]
@@ -120,7 +121,8 @@ def _state_rounded(
     """The state is stored in another type after every token; `output`: and the output read from there."""
     p = context.prompt if after_prompt else 0
 
-    def scan(plain: Any, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Tensor:
+    def scan(plain: Any, *operands: Tensor) -> Tensor:
+        x, dt, A, B, C, D = operands
         if p >= x.shape[1]:
             return plain(x, dt, A, B, C, D)
         state, outputs = x.new_zeros(x.shape[0], *x.shape[2:], B.shape[-1]), []
@@ -159,8 +161,9 @@ def _grouped(y: Tensor, z: Tensor, gain: Tensor, group: int, eps: float = GATED_
     return gated_group_rms_norm(y, z, gain, group_size=group, eps=eps)
 
 
-def _groups_in_turn(plain: Any, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Any:
+def _interleaved_groups(plain: Any, *operands: Tensor) -> Any:
     """Head i has B and C of group i modulo the groups."""
+    x, dt, A, B, C, D = operands
     taken = torch.arange(x.shape[2]) % B.shape[2]
     return plain(x, dt, A, B[:, :, taken], C[:, :, taken], D)
 
@@ -221,7 +224,7 @@ def mamba_causes() -> Iterator[Cause]:
         "A_log instead of its exponential": _operands(A=lambda A: -(-A).log().abs()),
         "A of the negative A_log": _operands(A=torch.reciprocal),
         "A of 1": _operands(A=lambda A: -torch.ones_like(A)),
-        "heads in other groups of B and C": step(scan=_groups_in_turn),
+        "heads in other groups of B and C": step(scan=_interleaved_groups),
         "no dt_bias": instead(time_steps=lambda dt, bias: F.softplus(dt)),
         "dt_bias added after softplus": instead(time_steps=lambda dt, bias: F.softplus(dt) + bias),
         "no softplus of the time steps": instead(time_steps=lambda dt, bias: dt + bias),

@@ -1,7 +1,7 @@
 """Which of two systems deviates from the checkpoint, from which token, at which layer, and by what.
 
     deviates   a system whose log-probabilities lie farther from the checkpoint's than rounding in its type
-               explains; so each system is judged by itself, and never by the other one
+               explains; so each system is judged on its own, and never by the other one
     position   its first token that does
     layer      with hidden states: the first layer whose output from the recorded input is another one; with
                router choices: the first router that selects other experts (the layer lies at or before it);
@@ -20,14 +20,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.proof.bisect.cause_table import table
-from megatron_nemotron3.proof.bisect.causes import LAYERS, Cause, stale_causes
+from megatron_nemotron3.proof.bisect.causes import LAYERS, Cause, model_causes, stale_causes
+from megatron_nemotron3.proof.bisect.causes_attention import attention_causes
+from megatron_nemotron3.proof.bisect.causes_experts import expert_causes
+from megatron_nemotron3.proof.bisect.causes_mamba import mamba_causes
 from megatron_nemotron3.proof.bisect.evidence import ROUNDED, Evidence, Trial, best
 from megatron_nemotron3.proof.bisect.findings import LIMIT, CauseExplanation, Diagnosis, Side
 from megatron_nemotron3.proof.bisect.hypotheses import Hypotheses, SequenceRun
 from megatron_nemotron3.proof.bisect.located import first_router, first_segment
 from megatron_nemotron3.proof.bisect.recompute import Recomputation
 from megatron_nemotron3.proof.bisect.recording import Recording
+
+
+def cause_table() -> list[Cause]:
+    """Return all causes that are tried, but for those of an older checkpoint."""
+    return [*mamba_causes(), *attention_causes(), *expert_causes(), *model_causes()]
 
 
 class Investigation:
@@ -48,13 +55,12 @@ class Investigation:
         echo: Callable[[str], Any] = lambda line: None,
     ) -> None:
         self.model, self.previous, self.echo = model, previous, echo
-        self.causes = list(table() if causes is None else causes)
+        self.causes = list(cause_table() if causes is None else causes)
         if previous is not None:
             self.causes += stale_causes(previous)
         self._hypotheses: Hypotheses | None = None
 
     def hypotheses(self, recording: Recording) -> Hypotheses:
-        """Those of the recorded tokens."""
         sequences, old = recording.sequences, self._hypotheses
         mtp = self.model.config.has_mtp and any(one.mtp_logprobs for one in sequences)
         if (
@@ -67,13 +73,11 @@ class Investigation:
         return old
 
     def compare(self, trainer: Recording, engine: Recording) -> Diagnosis:
-        """Say what is wrong with which."""
         self.hypotheses(engine).prepare(engine.dtype, trainer.dtype)
         sides = [self.side("engine", engine), self.side("trainer", trainer)]
         return Diagnosis(sides[1], sides[0], self.model.config.pattern)
 
     def side(self, name: str, recording: Recording) -> Side:
-        """Judge one system by itself."""
         hypotheses = self.hypotheses(recording)
         side, evidence = Side(name, recording.system, recording.dtype), _scores(hypotheses, recording)
         apart = evidence.differences()
@@ -160,45 +164,46 @@ class Investigation:
             yield cause, layers, _mtp_scored(recording, found)
 
 
+def _evidence(
+    hypotheses: Hypotheses,
+    recording: Recording,
+    recorded: Sequence[tuple[int, int, Tensor]],
+    of: Callable[[Sequence[SequenceRun]], list[Tensor]],
+) -> Evidence:
+    """Compare recorded values, each with its sequence and first token, with what `of` takes from runs."""
+    places = [(number, first) for number, first, _ in recorded]
+    draws = [of(runs) for runs in hypotheses.noisy(recording.dtype)]
+    return Evidence(places, [values for *_, values in recorded], of(hypotheses.plain), draws)
+
+
 def _scored(recording: Recording, rows: Sequence[Tensor]) -> list[Tensor]:
     """Of log-probabilities of tokens 1 to s of every sequence, those that were recorded."""
     return [row[one.first - 1 :] for row, one in zip(rows, recording.sequences, strict=True)]
 
 
 def _scores(hypotheses: Hypotheses, recording: Recording) -> Evidence:
-    """The recorded log-probabilities."""
-
-    def of(runs: Sequence[SequenceRun]) -> list[Tensor]:
-        return _scored(recording, [run.logprobs for run in runs])
-
-    sequences = recording.sequences
-    places = [(number, one.first) for number, one in enumerate(sequences)]
-    draws = [of(runs) for runs in hypotheses.noisy(recording.dtype)]
-    return Evidence(places, [one.logprobs for one in sequences], of(hypotheses.plain), draws)
+    recorded = [(number, one.first, one.logprobs) for number, one in enumerate(recording.sequences)]
+    return _evidence(
+        hypotheses, recording, recorded, lambda runs: _scored(recording, [run.logprobs for run in runs])
+    )
 
 
 def _mtp_scored(recording: Recording, rows: Sequence[Mapping[int, Tensor]]) -> list[Tensor]:
-    """As `_scored`, of MTP's log-probabilities of every sequence and depth."""
     pairs = zip(rows, recording.sequences, strict=True)
     return [row[d][max(one.prompt - 1 - d, 0) :] for row, one in pairs for d in one.mtp_logprobs]
 
 
 def _mtp_scores(hypotheses: Hypotheses, recording: Recording) -> Evidence | None:
-    """The recorded log-probabilities of MTP, if there are any."""
-
-    def of(runs: Sequence[SequenceRun]) -> list[Tensor]:
-        return _mtp_scored(recording, [run.mtp for run in runs])
-
-    listed = [
+    recorded = [
         (number, max(one.prompt, 1 + depth), values)
         for number, one in enumerate(recording.sequences)
         for depth, values in one.mtp_logprobs.items()
     ]
-    if not sum(len(values) for *_, values in listed):
+    if not sum(len(values) for *_, values in recorded):
         return None
-    draws = [of(runs) for runs in hypotheses.noisy(recording.dtype)]
-    places = [(number, first) for number, first, _ in listed]
-    return Evidence(places, [values for *_, values in listed], of(hypotheses.plain), draws)
+    return _evidence(
+        hypotheses, recording, recorded, lambda runs: _mtp_scored(recording, [run.mtp for run in runs])
+    )
 
 
 def _widest(

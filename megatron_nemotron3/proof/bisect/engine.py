@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from typing import Any
 
@@ -89,20 +89,13 @@ def of_vllm(output: Any, pattern: str | None = None) -> Sequence:
             raise ValueError("the completion has no logprobs: ask for SamplingParams(logprobs=0)")
         entries += done.logprobs or []
     ids = prompt + ids
-    if len(entries) == len(ids) and (missing := _missing(entries, ids)):
-        raise ValueError(
-            f"token {missing[0]} has no log-probability of its own among those that vLLM returned"
-        )
-    values = [None if e is None else e[t].logprob for e, t in zip(entries, ids)] + [None] * (
-        len(entries) - len(ids)
-    )
+    values: list[float | None] = []
+    for at, (entry, token) in enumerate(zip(entries, ids)):
+        if entry is not None and token not in entry and len(entries) == len(ids):
+            raise ValueError(f"token {at} has no log-probability of its own among those that vLLM returned")
+        values.append(None if entry is None else entry[token].logprob)
+    values += [None] * (len(entries) - len(ids))
     return sequence(ids, values, experts=experts, pattern=pattern)
-
-
-def _missing(entries: Iterable[Mapping[int, Any] | None], ids: Iterable[int]) -> list[int]:
-    return [
-        at for at, (entry, token) in enumerate(zip(entries, ids)) if entry is not None and token not in entry
-    ]
 
 
 def of_sglang(output: Mapping[str, Any], pattern: str | None = None, topk: int | None = None) -> Sequence:

@@ -61,7 +61,6 @@ class Evidence:
 
     @property
     def finite(self) -> bool:
-        """Whether every recorded entry is a number."""
         return all(bool(one.isfinite().all()) for one in self.found)
 
     def differences(self, rows: Sequence[Tensor] | None = None) -> Tensor:
@@ -82,13 +81,11 @@ class Evidence:
         return float(self._ratios(rows)[:4].mean())
 
     def outside(self) -> list[Tensor]:
-        """Which entries stand out [n]."""
         apart = _apart(self.found, self.plain)
         limits = [STANDS_OUT * torch.maximum(usual, self.noise[1]) for usual in self._usual]
         return [one > limit for one, limit in zip(apart, limits, strict=True)]
 
     def position(self) -> tuple[int, int] | None:
-        """Sequence and token of the first entry that stands out."""
         for (sequence, first), outside in zip(self.places, self.outside(), strict=True):
             if outside.any():
                 return sequence, first + int(outside.nonzero()[0])

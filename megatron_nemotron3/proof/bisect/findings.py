@@ -70,7 +70,6 @@ class Side:
 
     @property
     def cause(self) -> str | None:
-        """The cause that explains it best."""
         return self.explanations[0].cause if self.explanations else None
 
 
@@ -83,26 +82,23 @@ class Diagnosis:
     pattern: str
 
     @property
-    def blamed(self) -> list[str]:
-        """Names of the sides that deviate."""
+    def deviating(self) -> list[str]:
         return [side.name for side in (self.trainer, self.engine) if side.deviates]
 
     @property
     def exit_status(self) -> int:
         """0: both agree with the checkpoint; 1: one or both deviate."""
-        return 1 if self.blamed else 0
+        return 1 if self.deviating else 0
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, for `--json`."""
         sides = {side.name: asdict(side) | {"cause": side.cause} for side in (self.trainer, self.engine)}
-        return {"deviates": self.blamed, "pattern": self.pattern, **sides}
+        return {"deviates": self.deviating, "pattern": self.pattern, **sides}
 
     def lines(self) -> list[str]:
-        """The findings in words."""
         result = [line for side in (self.trainer, self.engine) for line in self._side(side)]
-        if not self.blamed:
+        if not self.deviating:
             result.append("neither deviates: what they differ by is rounding and ties of routers")
-        elif len(self.blamed) == 2:
+        elif len(self.deviating) == 2:
             result.append("both deviate from the checkpoint: is it the one that they ran?")
         return result
 

@@ -72,7 +72,6 @@ class Hypotheses:
 
     @property
     def plain(self) -> list[SequenceRun]:
-        """The sequences as the checkpoint computes them."""
         self.prepare()
         return self._runs[0.0, 0]
 
@@ -124,7 +123,6 @@ class Hypotheses:
             run.logprobs, run.mtp = mtp.pop(0), mtp
 
     def context(self, number: int, layer: int = -1) -> Context:
-        """What a cause is told."""
         before = len(self.ids[number - 1]) if number else 0
         return Context(self.model.config, self.prompts[number], layer, before)
 

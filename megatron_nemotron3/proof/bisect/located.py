@@ -1,6 +1,6 @@
 """Where hidden states or router choices were recorded: the first layer that deviates, and causes tried on it.
 
-A layer is judged by itself: it runs on the recorded input, and its output is compared with the recorded one.
+A layer is judged on its own: it runs on the recorded input, and its output is compared with the recorded one.
 So neither earlier deviations nor accumulated rounding count.
 """
 
@@ -42,7 +42,6 @@ class LayerSegment:
 
     @property
     def last(self) -> bool:
-        """Whether it is the final norm and the output layer."""
         return self.first >= self.hypotheses.model.depth
 
     def _input(self, number: int) -> Tensor:
@@ -88,7 +87,6 @@ class LayerSegment:
 
     @property
     def kind(self) -> str | None:
-        """Letter of its only layer."""
         pattern = self.hypotheses.model.config.pattern
         return pattern[self.first] if self.stop - self.first == 1 and not self.last else None
 
@@ -109,7 +107,6 @@ class LayerSegment:
         return () if left.any() else tuple(sorted(chosen))
 
     def causes(self, experts: tuple[int, ...], previous: Recomputation | None) -> Iterator[Cause]:
-        """Causes with numbers that the recording shows."""
         if experts:
             yield from of_experts(experts, None if previous is None else previous.reference)
         tokens = [int(one.nonzero()[0]) for one in self.evidence.outside() if one.any()]

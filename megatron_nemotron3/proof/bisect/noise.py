@@ -64,5 +64,4 @@ class Noise:
         return stream * (1 + self.unit * (2 * self._random(stream, torch.rand) - 1))
 
     def logits(self, band: Tensor) -> Tensor:
-        """Logits [s, n]."""
         return band * (1 + self.unit * self._random(band))

@@ -149,10 +149,10 @@ class Recomputation:
         reference = self._changed(prefix.megatron, change)
         updates: list[Tensor] = []
         routing: list[RowRouting] = []
-        settle = None if prefix.part != "E" else partial(_settle, routing, experts, noise)
+        select = None if prefix.part != "E" else partial(_select_experts, routing, experts, noise)
         size = max(1, self.tokens // max(1, x.shape[1]))
         for start in range(0, len(x), size):
-            updates.append(reference.layer(prefix, x[start : start + size], settle)[0])
+            updates.append(reference.layer(prefix, x[start : start + size], select)[0])
         update = torch.cat(updates)
         stream = x + update
         for row, one in enumerate(noise):
@@ -165,7 +165,6 @@ class Recomputation:
         x: Tensor,
         first: int = 0,
         changes: Mapping[int, Change] | None = None,
-        experts: Mapping[int, Tensor] | None = None,
         noise: Noises = (),
         stop: int | None = None,
     ) -> Iterator[LayerStep]:
@@ -173,10 +172,10 @@ class Recomputation:
 
         Args:
             x: the residual stream before layer `first` [rows, s, d].
-            changes, experts: layer -> the arguments of `layer`.
+            changes: layer -> its change.
         """
         for number in range(first, self.depth if stop is None else stop):
-            step = self.layer(number, x, (changes or {}).get(number), (experts or {}).get(number), noise)
+            step = self.layer(number, x, (changes or {}).get(number), noise=noise)
             x = step.stream
             yield step
 
@@ -254,8 +253,6 @@ def _scored(reference: ReferenceModel, normed: Tensor, ids: Tensor, noise: Noise
 
 
 class _ChangedReader(TensorReader):
-    """Some tensors of a reader changed."""
-
     def __init__(self, reader: TensorReader, prefix: str, change: Change) -> None:
         super().__init__(reader.side, reader.source, reader.names)
         self.experts = change.experts
@@ -280,7 +277,9 @@ class _ChangedReader(TensorReader):
         yield 0, len(changed), changed
 
 
-def _settle(found: list[RowRouting], given: Tensor | None, noise: Noises, selection: Selection) -> Tensor:
+def _select_experts(
+    found: list[RowRouting], given: Tensor | None, noise: Noises, selection: Selection
+) -> Tensor:
     """Note what the router decided for the next row, and return the experts to use."""
     scores, experts, row = selection.scores, selection.experts, len(found)
     topk = experts.shape[1]

@@ -13,7 +13,8 @@ shards of the vocabulary. Nothing is computed a second time, and no logits are k
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -26,17 +27,18 @@ from torch import Tensor
 from megatron_nemotron3.common.hooks import first_forward, unwrapped
 from megatron_nemotron3.layers.context_parallel import zigzag
 from megatron_nemotron3.post_training.distill.divergence import normalizer, real_entries
-from megatron_nemotron3.post_training.distill.rows import borders_of, gathered
+from megatron_nemotron3.post_training.distill.rows import all_gathered, borders_of, gathered
 from megatron_nemotron3.proof.bisect.recording import Recording, Sequence, write
 
 #: What a rank has of one micro-batch: "ids" [b, s], "logprobs", ("mtp", depth), ("routing", layer), …
 Pass = dict[Any, Any]
 
 
+@dataclass(kw_only=True)
 class Recorder:
     """Hooks on this rank's part of a model while the block runs.
 
-    Args:
+    Attributes:
         model: `HybridModel`, wrapped or not; with virtual pipeline stages the list of chunks.
         system: who computes, for the file.
         vocab_size: entries of the vocabulary without padding; default: all rows of the output layer count.
@@ -44,23 +46,23 @@ class Recorder:
         hidden: layers, numbered from 0, whose residual streams are recorded.
         mtp: record MTP's log-probabilities, if the model computes them.
         name: of the model, for the file.
+
+    Raises:
+        ValueError: the model has no such layer.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        system: str = "megatron",
-        vocab_size: int | None = None,
-        routing: bool = False,
-        hidden: Iterable[int] = (),
-        mtp: bool = True,
-        name: str | None = None,
-    ) -> None:
-        chunks = [unwrapped(one) for one in (model if isinstance(model, (list, tuple)) else [model])]
+    model: Any = field(kw_only=False)
+    system: str = "megatron"
+    vocab_size: int | None = None
+    routing: bool = False
+    hidden: Collection[int] = ()
+    mtp: bool = True
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        given = self.model if isinstance(self.model, (list, tuple)) else [self.model]
+        chunks = [unwrapped(one) for one in given]
         self._chunks, self._groups = chunks, chunks[0].pg_collection
-        self.system, self.name, self.vocab_size = system, name, vocab_size
-        self.routing, self.hidden, self.mtp = routing, frozenset(hidden), mtp
         self.dtype = str(next(chunks[0].parameters()).dtype).removeprefix("torch.")
         layers = chunks[0].config.num_layers
         if wrong := [n for n in self.hidden if not 0 <= n < layers]:
@@ -235,16 +237,13 @@ class Recorder:
         """[s / cp / tp, b, …] of this rank -> [b, s, …]."""
         tp, cp = self._groups.tp, self._groups.cp
         if self._chunks[0].config.sequence_parallel and tp.size() > 1:
-            parts = [torch.empty_like(rows) for _ in range(tp.size())]
-            dist.all_gather(parts, rows.contiguous(), group=tp)
-            rows = torch.cat(parts)
+            rows = torch.cat(all_gathered(rows, tp))
         rows = rows.transpose(0, 1).contiguous()
         ends = found.get("ends", [0, rows.shape[1] * cp.size()])
         return gathered(rows, ends, cp).cpu()
 
 
 def _merged(parts: Iterable[Pass]) -> Pass:
-    """What several chunks or stages have of one micro-batch."""
     result: Pass = {}
     for part in parts:
         result |= {key: value for key, value in part.items() if key != "next"}

@@ -206,8 +206,8 @@ def _of_tensor(name: str, t: Any, dtype: torch.dtype | None, shape: tuple[int | 
     if not right:
         yield f"{name} is {str(t.dtype).removeprefix('torch.')}, {expected} is expected"
     if len(t.shape) != len(shape) or any(n not in (None, have) for n, have in zip(shape, t.shape)):
-        asked = ", ".join("any" if n is None else str(n) for n in shape)
-        yield f"{name} has shape {list(t.shape)}, [{asked}] is expected"
+        expected_shape = ", ".join("any" if n is None else str(n) for n in shape)
+        yield f"{name} has shape {list(t.shape)}, [{expected_shape}] is expected"
 
 
 def check_model(recording: Recording, config: Nemotron3Config) -> None:

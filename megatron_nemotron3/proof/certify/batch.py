@@ -38,7 +38,6 @@ def batches(case: TrainingCase) -> Callable[[int], Iterator[Batch]]:
 
 
 def _masked(case: TrainingCase, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """With the mask that the model gets, if it gets one."""
     if case.model_mask == "absent":
         return batch
     counted = batch.pop("padding", 0) if case.model_mask == "padding counts" else 0
@@ -48,9 +47,8 @@ def _masked(case: TrainingCase, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 def global_batch(case: TrainingCase, step: int) -> dict[str, Tensor]:
     """Tokens, labels, loss mask and positions [sequences, s] of one optimizer step, without padding."""
     generator = torch.Generator().manual_seed(1000 * case.seed + step)
-    n, lengths = case.sequences, case.documents or (case.seq_length,)
-    words = case.config.vocab_size
-    streams = [torch.randint(words, (n, length + 1), generator=generator) for length in lengths]
+    n, lengths, entries = case.sequences, case.documents or (case.seq_length,), case.config.vocab_size
+    streams = [torch.randint(entries, (n, length + 1), generator=generator) for length in lengths]
     positions = torch.cat([torch.arange(length) for length in lengths]).expand(n, -1)
     # Where another number of tokens counts in every sequence, a mean of means is not the mean.
     random = torch.rand(n, sum(lengths), generator=generator) < torch.linspace(0.5, 1.0, n)[:, None]
@@ -72,7 +70,6 @@ def global_batch(case: TrainingCase, step: int) -> dict[str, Tensor]:
 
 
 def _cut(case: TrainingCase, batch: dict[str, Tensor]) -> Batch:
-    """This context-parallel rank's share, as the stock script cuts it."""
     from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_cp_rank
 

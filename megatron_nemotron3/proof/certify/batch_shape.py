@@ -1,4 +1,4 @@
-"""What a step of a twin trains on. Standard library only."""
+"""What a step of a proxy trains on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.proof.certify import small
-from megatron_nemotron3.proof.certify.large import Large
+from megatron_nemotron3.proof.certify.large import FullLaunch
 from megatron_nemotron3.proof.certify.layouts import Sizes
 
 #: Documents of a packed row. The last one ends with the row, as the data sets of Megatron make it.
@@ -21,7 +21,7 @@ _MOST = 20
 
 @dataclass(frozen=True, kw_only=True)
 class BatchShape:
-    """What a step of the twin trains on."""
+    """What a step of the proxy trains on."""
 
     seq_length: int = small.SEQUENCE
     micro_batch_size: int = 1
@@ -35,8 +35,8 @@ class BatchShape:
     cut_whole: bool = False
 
 
-def batch_of(launch: Large, sizes: Sequence[Sizes]) -> BatchShape:
-    """Return the batch of a twin: as many micro-batches against pipeline ranks as in the launch, or few."""
+def batch_of(launch: FullLaunch, sizes: Sequence[Sizes]) -> BatchShape:
+    """Return the batch of a proxy: as many micro-batches against pipeline ranks as in the launch, or few."""
     given = launch.given
     sft, borders = "--sft" in given, "--dataloader-inter-document-masking" in given
     packed = sft or borders
@@ -51,7 +51,7 @@ def batch_of(launch: Large, sizes: Sequence[Sizes]) -> BatchShape:
     )
 
 
-def _microbatches(launch: Large, sizes: Sequence[Sizes]) -> int:
+def _microbatches(launch: FullLaunch, sizes: Sequence[Sizes]) -> int:
     """Return the micro-batches of all data-parallel ranks together, the same number in all layouts."""
     large, own = launch.sizes.layout, _own_microbatches(launch)
 
@@ -73,9 +73,9 @@ def _compared(count: int, pp: int) -> int:
     return (count > pp) - (count < pp)
 
 
-def _own_microbatches(launch: Large) -> int | None:
+def _own_microbatches(launch: FullLaunch) -> int | None:
     """Return the micro-batches of a rank of the launch; None if the options do not say."""
-    words = [(launch.given.get(name) or ("",))[0] for name in ("--global-batch-size", "--micro-batch-size")]
-    if not launch.world_known or not all(word.isdecimal() and int(word) for word in words):
+    sizes = [(launch.given.get(name) or ("",))[0] for name in ("--global-batch-size", "--micro-batch-size")]
+    if not launch.world_known or not all(size.isdecimal() and int(size) for size in sizes):
         return None
-    return max(1, int(words[0]) // int(words[1]) // launch.sizes.layout.dp)
+    return max(1, int(sizes[0]) // int(sizes[1]) // launch.sizes.layout.dp)

@@ -1,4 +1,4 @@
-"""What the stages of a proof work with: the launch, its twin, a folder."""
+"""What the stages of a proof work with: the launch, its proxy, a folder."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megatron_nemotron3.launch.launch import Launch
 from megatron_nemotron3.precision.settings import Emulation
 from megatron_nemotron3.proof.certify.case import TrainingCase
 from megatron_nemotron3.proof.certify.layouts import Sizes
-from megatron_nemotron3.proof.certify.twin import Twin
+from megatron_nemotron3.proof.certify.proxy import ProxyLaunch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
     """What the stages of a proof work with."""
 
-    twin: Twin
+    proxy: ProxyLaunch
     #: Options of the launch, each once.
     flags: tuple[Flag, ...]
     #: An empty folder for checkpoints and logs.
@@ -38,20 +38,20 @@ class Bench:
     fault: Callable[[], None] | None = None
 
     def case(self, sizes: Sizes | None, **changes: Any) -> TrainingCase:
-        """Return the training of the twin in a layout, or in one process (None)."""
-        batch = self.twin.batch
+        """Return the training of the proxy in a layout, or in one process (None)."""
+        batch = self.proxy.batch
         values: dict[str, Any] = {
-            "config": self.twin.config,
+            "config": self.proxy.config,
             "layout": sizes.layout if sizes else ParallelLayout(),
-            "words": tuple(self.twin.words(sizes)),
+            "arguments": tuple(self.proxy.arguments(sizes)),
             "seq_length": batch.seq_length,
             "micro_batch_size": batch.micro_batch_size,
             "sequences": batch.sequences,
             "documents": batch.documents,
             "cut_whole": batch.cut_whole,
             "mask": "random" if batch.masked else "none",
-            "lora": self.twin.lora,
-            "boost": self.twin.boost,
+            "lora": self.proxy.lora,
+            "boost": self.proxy.boost,
             "steps": 2,
             "fault": self.fault,
         }
@@ -71,13 +71,12 @@ class Bench:
             micro_batch_size=number("--micro-batch-size") or 1,
             global_batch_size=number("--global-batch-size"),
         )
-        model, layout = self.twin.model, self.twin.large.layout
+        model, layout = self.proxy.model, self.proxy.large.layout
         return pasted.launch_of(model, self.flags, self.emulate, schedule, layout, whole=True)
 
     @property
     def ranks(self) -> int:
-        """Processes of all small layouts together."""
-        return sum(sizes.layout.world_size for sizes in self.twin.sizes)
+        return sum(sizes.layout.world_size for sizes in self.proxy.sizes)
 
 
 def last_line(problem: BaseException) -> str:

@@ -1,5 +1,5 @@
 """Number formats as Megatron's own parser and builder see them: the real model built without memory, and the
-twin's linears as they emulate the format."""
+proxy's linears as they emulate the format."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from megatron_nemotron3.precision.table import Structure
 from megatron_nemotron3.proof.certify.bench import Bench, last_line
 from megatron_nemotron3.proof.certify.finding import Finding, failed, passed, untested
 
-WHOLE, TWIN = "number formats of the built model", "number formats that the twin computes in"
+WHOLE, PROXY = "number formats of the built model", "number formats that the proxy computes in"
 #: Options of formats that Megatron takes on any machine; those that name one need Transformer Engine.
 _KEPT = ("--te-precision-config-file", "--bf16", "--fp16")
 
 
 def census(bench: Bench) -> Iterator[Finding]:
-    """Yield the format of every linear of the real model and of the twin, as Megatron builds them."""
+    """Yield the format of every linear of the real model and of the proxy, as Megatron builds them."""
     launch = bench.launch
     path = None if launch is None else launch.precision_file
     if launch is None or (path is not None and not Path(path).exists()):
         yield untested(WHOLE, f"{path or 'the layout'} is not known on this machine")
         return
     if launch.emulate is not None and launch.emulate.packed:
-        yield untested(TWIN, f"{launch.emulate.packed} packs weights of a plain run")
+        yield untested(PROXY, f"{launch.emulate.packed} packs weights of a plain run")
         return
     yield from _whole(bench, launch)
     if launch.precision in EMULATED:
-        yield from _twin(bench, launch)
+        yield from _proxy(bench, launch)
     elif launch.quantized:
-        yield untested(TWIN, f"{launch.precision} has no emulation")
+        yield untested(PROXY, f"{launch.precision} has no emulation")
 
 
 def _whole(bench: Bench, launch: Launch) -> Iterator[Finding]:
@@ -49,14 +49,16 @@ def _whole(bench: Bench, launch: Launch) -> Iterator[Finding]:
     if model.moe_layers is not None:
         yield untested(WHOLE, "its experts differ by layer")
         return
-    # Megatron's words for one process, as the twin has them, with the sizes of the real model.
-    words = replace(bench.twin, config=model.but(source=None)).words(None)
-    words += to_argv(flag for flag in bench.flags if flag.name in _KEPT)
-    words += ["--vocab-size", str(model.vocab_size), "--micro-batch-size", "1"]
-    words += ["--no-initialization", "--use-cpu-initialization", "--train-iters", "1", "--lr", "1e-4"]
+    # Megatron's arguments for one process, as the proxy has them, with the sizes of the real model.
+    arguments = replace(bench.proxy, config=model.but(source=None)).arguments(None)
+    arguments += to_argv(flag for flag in bench.flags if flag.name in _KEPT)
+    arguments += ["--vocab-size", str(model.vocab_size), "--micro-batch-size", "1"]
+    arguments += ["--no-initialization", "--use-cpu-initialization", "--train-iters", "1", "--lr", "1e-4"]
     ambient = Ambient(launch.precision, model.num_layers, launch.bf16_at_start, launch.bf16_at_end)
     try:
-        ((found, wrong),) = run_distributed(build_whole, 1, words, ambient, timeout=bench.timeout, apart=True)
+        ((found, wrong),) = run_distributed(
+            build_whole, 1, arguments, ambient, timeout=bench.timeout, apart=True
+        )
     except (RuntimeError, TimeoutError) as problem:
         yield failed(WHOLE, detail=last_line(problem))
         return
@@ -71,8 +73,8 @@ def _whole(bench: Bench, launch: Launch) -> Iterator[Finding]:
         yield passed(WHOLE, detail=f"linears: {counted(found)}")
 
 
-def build_whole(words: Sequence[str], ambient: Ambient) -> tuple[Counter[str], list[str]]:
-    """Build the whole model on this rank, without memory; return its formats and what nobody asked for."""
+def build_whole(arguments: Sequence[str], ambient: Ambient) -> tuple[Counter[str], list[str]]:
+    """Build the whole model without memory on this rank; return formats, and those that nothing selects."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.argument_utils import hybrid_config_from_args
 
@@ -80,7 +82,7 @@ def build_whole(words: Sequence[str], ambient: Ambient) -> tuple[Counter[str], l
     from megatron_nemotron3.proof.certify.world import initialize_layout
     from megatron_nemotron3.train.build import megatron_args
 
-    args = megatron_args(words, 1)
+    args = megatron_args(arguments, 1)
     initialize_layout(ParallelLayout())
     config = hybrid_config_from_args(args)
     file = real.recipe_of(config.transformer)
@@ -110,19 +112,18 @@ def on_meta() -> Any:
     return OnMeta()
 
 
-def _twin(bench: Bench, launch: Launch) -> Iterator[Finding]:
-    """Yield whether each linear of the twin that should emulate the format does."""
+def _proxy(bench: Bench, launch: Launch) -> Iterator[Finding]:
     from megatron_nemotron3.proof.certify.ranks import run_distributed
 
     small = Launch(
         # Formats have blocks of 16 numbers and more, also along the rows of Mamba's in_proj.
-        config=bench.twin.config.but(mamba_num_heads=16, mamba_head_dim=4),
+        config=bench.proxy.config.but(mamba_num_heads=16, mamba_head_dim=4),
         precision=launch.precision,
         backend="torch",
         te_precision_config_file=launch.precision_file,
         allow_plain_nvfp4=True,
         emulate=launch.emulate or Emulation(format=launch.precision),
-        # At most one layer of the twin's few stays in BF16 at each end.
+        # At most one layer of the proxy's few stays in BF16 at each end.
         extra=[
             *("--num-layers-at-start-in-bf16", str(min(1, launch.bf16_at_start))),
             *("--num-layers-at-end-in-bf16", str(min(1, launch.bf16_at_end))),
@@ -131,23 +132,23 @@ def _twin(bench: Bench, launch: Launch) -> Iterator[Finding]:
     try:
         (entries,) = run_distributed(emulated, 1, small, timeout=bench.timeout, apart=True)
     except (RuntimeError, TimeoutError) as problem:
-        yield failed(TWIN, detail=last_line(problem))
+        yield failed(PROXY, detail=last_line(problem))
         return
     other = [entry for entry in entries if entry[1] != entry[2]]
     count = Counter(entry[2] for entry in entries)
     if other:
         name, wanted, has = other[0]
         yield failed(
-            TWIN, detail=f"{name} computes in {has}, not in {wanted} ({len(other)} of {len(entries)})"
+            PROXY, detail=f"{name} computes in {has}, not in {wanted} ({len(other)} of {len(entries)})"
         )
     elif not count[launch.precision]:
-        yield failed(TWIN, detail=f"none of {len(entries)} linears computes in {launch.precision}")
+        yield failed(PROXY, detail=f"none of {len(entries)} linears computes in {launch.precision}")
     else:
-        yield passed(TWIN, detail=f"linears after a step: {counted(count)}")
+        yield passed(PROXY, detail=f"linears after a step: {counted(count)}")
 
 
 def emulated(launch: Launch) -> list[tuple[str, str, str]]:
-    """Train a step of the emulating twin; return each linear with the format asked for, and the one used."""
+    """Train a step of the emulating proxy; return each linear with its specified format and the one used."""
     import torch
 
     from megatron_nemotron3.precision.census import census as listed

@@ -20,7 +20,7 @@ class TrainingCase:
     config: Nemotron3Config
     layout: ParallelLayout = field(default_factory=ParallelLayout)
     #: Megatron's command line but for batch and schedule.
-    words: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
     seq_length: int = 64
     micro_batch_size: int = 1
     sequences: int = 4  # of a global batch
@@ -54,11 +54,9 @@ class TrainingCase:
     fault: Callable[[], None] | None = None
 
     def at(self, layout: ParallelLayout, **changes: Any) -> Self:
-        """The same training in another layout."""
         return replace(self, layout=layout, **changes)
 
     def argv(self) -> list[str]:
-        """Megatron's command line."""
         batch = {
             "--micro-batch-size": self.micro_batch_size,
             "--global-batch-size": self.sequences,
@@ -70,4 +68,4 @@ class TrainingCase:
             # nearly linear in them; with 1e-8 rounding noise of a zero gradient moves a weight by lr.
             "--adam-eps": 1e-2,
         }
-        return [*self.words, *(str(word) for pair in batch.items() for word in pair)]
+        return [*self.arguments, *(str(word) for pair in batch.items() for word in pair)]

@@ -1,4 +1,4 @@
-"""The certificate of a launch: what was proven of which command, by which versions. Standard library only."""
+"""The certificate of a launch: what was proven of which command, by which versions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,10 @@ from megatron_nemotron3.common.files import (
 )
 from megatron_nemotron3.launch import parser
 from megatron_nemotron3.launch import versions as core
-from megatron_nemotron3.launch.flag import Flag
 from megatron_nemotron3.proof.certify import options as table
 from megatron_nemotron3.proof.certify.finding import Finding, PropertyState
-from megatron_nemotron3.proof.certify.twin import Twin
+from megatron_nemotron3.proof.certify.large import LaunchRequest
+from megatron_nemotron3.proof.certify.proxy import ProxyLaunch
 
 SCHEMA = 1
 JSON, PAGE = "certificate.json", "certificate.md"
@@ -35,19 +35,12 @@ FILES = ("--te-precision-config-file", "--fp8-recipe-file", "--quant-recipe-file
 WORLD, EMULATED, ADAPTERS, HEADS = "ranks", "emulated", "adapters", "heads alone"
 _LIMIT = 16 << 20
 _FIELDS = ("schema", "command", "hash", "title", "model", "layout", "findings", "versions", "date", "passed")
-_VERSIONS = ("megatron-nemotron3", "megatron-core", "torch", "Megatron-LM")
 
 
-def normalised(
-    flags: Iterable[Flag],
-    world_size: int | None = None,
-    emulated: str = "",
-    adapters: str | None = None,
-    heads: str | None = None,
-) -> dict[str, list[str]]:
+def normalised(request: LaunchRequest) -> dict[str, list[str]]:
     """Return what decides a launch's numbers: option -> values, sorted, without data, paths and logs."""
     found: dict[str, list[str]] = {}
-    for flag in flags:
+    for flag in request.flags:
         if table.group(flag.name).treatment is table.Treatment.DROPPED:
             continue
         if flag.name in FILES:
@@ -55,14 +48,14 @@ def normalised(
             continue
         known = parser.argument(flag.name, "0.19")
         found[flag.name] = [_number(word, known.type if known else "text") for word in flag.values]
-    if world_size is not None:
-        found[WORLD] = [str(world_size)]
-    if emulated:
-        found[EMULATED] = [emulated]
-    if adapters is not None:
-        found[ADAPTERS] = [adapters]
-    if heads is not None:
-        found[HEADS] = [heads]
+    for name, value in (
+        (WORLD, request.world_size),
+        (EMULATED, request.emulate and request.emulate.text()),
+        (ADAPTERS, request.lora),
+        (HEADS, request.boost),
+    ):
+        if value is not None:
+            found[name] = [str(value)]
     return dict(sorted(found.items()))
 
 
@@ -119,13 +112,13 @@ def make(
     *,
     title: str,
     command: Mapping[str, list[str]],
-    twin: Twin,
+    proxy: ProxyLaunch,
     findings: Sequence[Finding],
     checkout: Path | None,
     seconds: float,
 ) -> dict[str, Any]:
     """Return a certificate as data for `json.dumps`."""
-    model, small, batch = twin.model, twin.config, twin.batch
+    model, small, batch = proxy.model, proxy.config, proxy.batch
     failures = [one for one in findings if one.state is PropertyState.FAIL]
     return {
         "schema": SCHEMA,
@@ -138,16 +131,16 @@ def make(
             "hidden_size": model.hidden_size,
             "experts": model.num_moe_experts,
         },
-        "layout": str(twin.large),
-        "twin": {
+        "layout": str(proxy.large),
+        "twin": {  # the proxy launch: the name of schema 1, which stored certificates have
             "pattern": small.full_pattern,
             "hidden_size": small.hidden_size,
             "experts": small.num_moe_experts,
-            "layouts": [str(sizes) for sizes in twin.sizes],
+            "layouts": [str(sizes) for sizes in proxy.sizes],
             "sequence": batch.seq_length,
             "documents": batch.documents and list(batch.documents),
-            "options": {name: treatment.value for name, treatment in twin.treatments.items()},
-            "remarks": [[one.treatment.value, one.what, one.instead, *one.options] for one in twin.remarks],
+            "options": {name: treatment.value for name, treatment in proxy.treatments.items()},
+            "remarks": [[one.treatment.value, one.what, one.instead, *one.options] for one in proxy.remarks],
         },
         "findings": [
             {
@@ -173,28 +166,18 @@ def make(
 
 
 def _finite(value: float | None) -> float | str | None:
-    """Return a number, or its name where JSON has none."""
     return value if value is None or abs(value) < float("inf") else repr(value)
 
 
 def write(folder: Path, data: Mapping[str, Any]) -> None:
-    """Write `certificate.json` and `certificate.md`, both or none.
-
-    Raises:
-        OSError: they cannot be written.
-    """
+    """Write `certificate.json` and `certificate.md`, both or none."""
     with atomic_group(folder / PAGE, folder / JSON) as (page, document):
         write_text(page, render(data))
         write_bytes(document, (json.dumps(data, indent=1, allow_nan=False) + "\n").encode())
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return a certificate.
-
-    Raises:
-        ValueError: the file is none.
-        OSError: it cannot be read.
-    """
+    """Read a certificate; raise ValueError for a file that is none."""
     try:
         data = json_outside(path, limit=_LIMIT)
     except (UnicodeDecodeError, json.JSONDecodeError):
@@ -213,12 +196,12 @@ def read(path: Path) -> dict[str, Any]:
 def differences(before: Mapping[str, Sequence[str]], now: Mapping[str, Sequence[str]]) -> list[str]:
     """Return a line for each option that differs between two normalised commands."""
 
-    def said(command: Mapping[str, Sequence[str]], name: str) -> str:
+    def shown(command: Mapping[str, Sequence[str]], name: str) -> str:
         return " ".join(command[name]) or "on" if name in command else "not passed"
 
     names = sorted(before.keys() | now.keys())
     return [
-        f"{name}: certified {said(before, name)}, now {said(now, name)}"
+        f"{name}: certified {shown(before, name)}, now {shown(now, name)}"
         for name in names
         if before.get(name) != now.get(name)
     ]
@@ -234,7 +217,7 @@ def _head(data: Mapping[str, Any]) -> list[str]:
     for one in data["findings"]:
         count[one["state"]] += 1
     result = "passed" if data["passed"] else "FAILED"
-    twin = data["twin"]
+    proxy = data["twin"]
     return [
         f"# Certificate: {_cell(data['title'])}",
         "",
@@ -247,9 +230,9 @@ def _head(data: Mapping[str, Any]) -> list[str]:
         f"| versions | {', '.join(f'{name} {version}' for name, version in data['versions'].items())} |",
         f"| model | `{_cell(data['model']['pattern'])}`, hidden size {data['model']['hidden_size']} |",
         f"| layout | {data['layout']} |",
-        f"| twin | `{_cell(twin['pattern'])}`, hidden size {twin['hidden_size']}, "
-        f"experts {twin['experts'] or 0} |",
-        f"| its layouts | {'; '.join(twin['layouts'])} |",
+        f"| proxy | `{_cell(proxy['pattern'])}`, hidden size {proxy['hidden_size']}, "
+        f"experts {proxy['experts'] or 0} |",
+        f"| its layouts | {'; '.join(proxy['layouts'])} |",
         "",
     ]
 

@@ -12,22 +12,26 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from megatron_nemotron3.common import lock
-from megatron_nemotron3.common.options import add_option, add_options, json_flag
+from megatron_nemotron3.common.options import add_option, add_options, json_flag, option
 from megatron_nemotron3.common.output import Bar, result, say
+from megatron_nemotron3.common.processes import handling
 from megatron_nemotron3.launch.command import add_launch, add_published
 from megatron_nemotron3.launch.script_options import add_set
 from megatron_nemotron3.models.command import ModelOptions
-from megatron_nemotron3.proof.certify import certificate, twin_text
-from megatron_nemotron3.proof.certify import twin as twins
+from megatron_nemotron3.proof.certify import certificate, proxy_text
 from megatron_nemotron3.proof.certify.bench import Bench, last_line
 from megatron_nemotron3.proof.certify.finding import Finding, PropertyState, failed
+from megatron_nemotron3.proof.certify.large import LaunchRequest
 from megatron_nemotron3.proof.certify.proof import STAGES, Stage, prove
-from megatron_nemotron3.proof.certify.reading import Asked, checkout, read
+from megatron_nemotron3.proof.certify.proxy import ProxyLaunch, make
+from megatron_nemotron3.proof.certify.reading import checkout, read
 
 #: Worlds that `--ranks` may name.
 RANKS = (2, 4, 8, 16, 32)
@@ -36,6 +40,19 @@ RANKS = (2, 4, 8, 16, 32)
 RANK_GIB, OWN_GIB = 0.5, 0.8
 _GIB = 2**30
 _WORD = {PropertyState.PASS: "pass", PropertyState.FAIL: "FAIL", PropertyState.UNTESTED: "-"}
+
+
+_option = partial(option, group="proof")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProofOptions:
+    """Options of `nemotron3 certify`, but for those of a launch."""
+
+    ranks: int = _option("largest small world (default 8)", "N", default=8, choices=RANKS)
+    gpus: int | None = _option("GPUs of the whole job, where LAUNCH does not say", "N")
+    output: Path = _option("where to write (default: here)", "DIR", default=Path())
+    check: Path | None = _option("whether this certificate belongs to LAUNCH", "CERTIFICATE")
 
 
 def register(commands: Any) -> None:
@@ -47,19 +64,7 @@ def register(commands: Any) -> None:
             action.metavar = "LAUNCH"
             action.help = f"a script or YAML, - for stdin, or a model: {action.help}"
     add_set(command, "LAUNCH")
-    proof = command.add_argument_group("proof")
-    proof.add_argument(
-        "--ranks", type=int, choices=RANKS, default=8, metavar="N", help="largest small world (default 8)"
-    )
-    proof.add_argument(
-        "--gpus", type=int, metavar="N", help="GPUs of the whole job, where LAUNCH does not say"
-    )
-    proof.add_argument(
-        "--output", type=Path, default=Path(), metavar="DIR", help="where to write (default: here)"
-    )
-    proof.add_argument(
-        "--check", type=Path, metavar="CERTIFICATE", help="whether this certificate belongs to LAUNCH"
-    )
+    add_options(command, ProofOptions)
     add_option(command, "json", json_flag(), bool)
     add_launch(command, precision="bf16")
     add_published(command)
@@ -68,52 +73,42 @@ def register(commands: Any) -> None:
 
 def certify(options: argparse.Namespace, command: argparse.ArgumentParser) -> int:
     """Prove a launch. Exit status 0 if nothing failed, else 1."""
-    asked = read(options, command)
-    normalised = certificate.normalised(
-        asked.flags,
-        asked.world_size,
-        asked.emulate.text() if asked.emulate else "",
-        asked.lora,
-        asked.boost,
-    )
+    request = read(options, command)
+    normalised = certificate.normalised(request)
     if options.check is not None:
         return _check(options, normalised)
-    _require_packages()
-    twin = twins.make(
-        asked.flags,
-        options.ranks,
-        world_size=asked.world_size,
-        vocab_size=asked.vocab_size,
-        lora=asked.lora,
-        boost=asked.boost,
-    )
+    for package in ("torch", "megatron"):  # what the ranks compute with
+        if importlib.util.find_spec(package) is None:
+            raise ModuleNotFoundError(name=package)
+    proxy = make(request, options.ranks)
     source, folder = checkout(), options.output
-    _require_memory(max(sizes.layout.world_size for sizes in twin.sizes))
+    _require_memory(max(sizes.layout.world_size for sizes in proxy.sizes))
     _require_folder(folder)
     begun = time.monotonic()
     with (
         result(options.json),
-        _ended_by_signals(),
+        # As an interrupt does: no rank and no file is left.
+        handling((signal.SIGTERM, signal.SIGHUP), _end),
         lock.held(folder, say=say),
         _quiet(),
         tempfile.TemporaryDirectory(prefix="nemotron3-certify-") as work,
     ):
-        for line in _introduction(asked, twin):
+        for line in _introduction(request, proxy):
             say(line)
         _start_server(Path(work) / "ranks.log")
         bench = Bench(
-            twin=twin,
-            flags=asked.flags,
+            proxy=proxy,
+            flags=request.flags,
             folder=Path(work),
-            emulate=asked.emulate,
+            emulate=request.emulate,
             gpu=options.gpu,
             checkout=source,
         )
         findings = list(_shown(bench))
         data = certificate.make(
-            title=asked.title,
+            title=request.title,
             command=normalised,
-            twin=twin,
+            proxy=proxy,
             findings=findings,
             checkout=source,
             seconds=time.monotonic() - begun,
@@ -153,16 +148,14 @@ def _check(options: argparse.Namespace, command: dict[str, list[str]]) -> int:
     return 0 if belongs else 1
 
 
-def _introduction(asked: Asked, twin: twins.Twin) -> Iterator[str]:
-    """Yield what is proven, and on what."""
-    yield f"{asked.title}: {twin.large}"
-    yield from (f"note: {note}" for note in asked.notes)
-    yield from twin_text.lines(twin)
+def _introduction(request: LaunchRequest, proxy: ProxyLaunch) -> Iterator[str]:
+    yield f"{request.title}: {proxy.large}"
+    yield from (f"note: {note}" for note in request.notes)
+    yield from proxy_text.lines(proxy)
     yield ""
 
 
 def _shown(bench: Bench) -> Iterator[Finding]:
-    """Yield the findings of a proof; print a line for each property and a bar."""
     with _Progress(STAGES, bench) as progress:
         for stage in STAGES:
             progress.begin(stage)
@@ -178,8 +171,8 @@ def _finished(stage: Stage, bench: Bench) -> Iterator[Finding]:
     try:
         yield from prove(bench, (stage,))
     except Exception as problem:
-        said = f"not finished, a defect of this command: {type(problem).__name__}: {last_line(problem)}"
-        yield failed(stage.title, detail=said)
+        detail = f"not finished, a defect of this command: {type(problem).__name__}: {last_line(problem)}"
+        yield failed(stage.title, detail=detail)
 
 
 def _lines(findings: Sequence[Finding]) -> Iterator[str]:
@@ -235,7 +228,6 @@ class _Progress:
             self._bar.close()
 
     def begin(self, stage: Stage) -> None:
-        """The stage before is over."""
         with self._lock:
             self._before += self._current
             self._current, self._title = self._seconds[id(stage)], stage.title
@@ -244,7 +236,6 @@ class _Progress:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Take the bar away while something is printed."""
         with self._lock, self._bar.paused():
             yield
 
@@ -288,33 +279,11 @@ def _quiet() -> Iterator[None]:
             logging.disable(before)
 
 
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Inside the block SIGTERM and SIGHUP end the command as an interrupt does: no rank, no file is left."""
-
-    def end(signum: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + signum)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {signum: signal.signal(signum, end) for signum in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
-
-
-def _require_packages() -> None:
-    """Raise unless what the ranks compute with is installed."""
-    for package in ("torch", "megatron"):
-        if importlib.util.find_spec(package) is None:
-            raise ModuleNotFoundError(name=package)
+def _end(signum: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + signum)
 
 
 def _require_folder(folder: Path) -> None:
-    """Raise unless a certificate can be written to a folder."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output {folder} is not a folder")
     parent = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
@@ -328,7 +297,6 @@ def _require_folder(folder: Path) -> None:
 
 
 def _require_memory(ranks: int) -> None:
-    """Raise if the largest world does not fit into memory."""
     free, needed = available(), OWN_GIB + ranks * RANK_GIB
     if free < needed:
         raise ValueError(

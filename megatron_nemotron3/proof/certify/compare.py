@@ -30,7 +30,6 @@ class Distance:
 
     @property
     def problem(self) -> str:
-        """The distance as a sentence."""
         where = self.key and f" ({self.key})"
         return f"{self.what} differ{where}: by {self.relative:.2g}, {self.share:.2g} of the tolerance"
 

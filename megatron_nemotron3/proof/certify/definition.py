@@ -35,7 +35,7 @@ _TIE = 1e-4
 
 
 @dataclass
-class Seen:
+class ObservedStep:
     """What one process did in a step."""
 
     loss: float
@@ -85,10 +85,10 @@ _OPTIMIZER: dict[str, tuple[Any, ...]] = {"optimizer": ("adam",), "decoupled_wei
 def definition(bench: Bench) -> Iterator[Finding]:
     """Yield how one process compares with the definition: logits, losses, gradients, choices, optimizer."""
     where = "one process, by definition"
-    if bench.twin.boost is not None:
+    if bench.proxy.boost is not None:
         yield untested("definition", "the loss of MTP heads alone is not part of the definition", where)
         return
-    batch = bench.twin.batch
+    batch = bench.proxy.batch
     case = bench.case(
         None,
         sequences=_MICROBATCHES * batch.micro_batch_size,
@@ -126,7 +126,7 @@ def _unwritten(args: Any, values: dict[str, tuple[Any, ...]]) -> str:
     return ""
 
 
-def _compared(case: TrainingCase, objective: Objective, steps: Sequence[Seen]) -> Iterator[Distance]:
+def _compared(case: TrainingCase, objective: Objective, steps: Sequence[ObservedStep]) -> Iterator[Distance]:
     optimizer = AdamW(objective)
     for number, seen in enumerate(steps):
         batch = global_batch(case, number)
@@ -152,8 +152,7 @@ def _compared(case: TrainingCase, objective: Objective, steps: Sequence[Seen]) -
         yield farthest("optimizer", after, {key: seen.after[key] for key in after}, allowed)
 
 
-def _biases(objective: Objective, seen: Seen) -> Iterator[Distance]:
-    """Yield how far the expert biases are from the rule, by the tokens that the routers chose."""
+def _biases(objective: Objective, seen: ObservedStep) -> Iterator[Distance]:
     for layer, calls in seen.choices.items():
         key = f"{layer}mlp.router.expert_bias"
         if key not in seen.before:
@@ -188,7 +187,6 @@ class _ModelWatch:
         self.logits.append(output[0].detach().transpose(0, 1).clone())
 
     def take(self, microbatches: int) -> tuple[dict[str, list[Tensor]], list[Tensor]]:
-        """Return what was noted since the last call, the rows of all micro-batches together."""
         choices = {layer: _by_call(calls, microbatches) for layer, calls in self.choices.items()}
         *ahead, own = _by_call(self.logits, microbatches)  # Megatron computes MTP's first
         self.choices, self.logits = {}, []
@@ -200,7 +198,7 @@ def _by_call(noted: Sequence[Tensor], microbatches: int) -> list[Tensor]:
     return [torch.cat(list(noted[call::calls])) for call in range(calls)]
 
 
-def _observe(case: TrainingCase, start: Tensors) -> tuple[list[Seen], Any]:
+def _observe(case: TrainingCase, start: Tensors) -> tuple[list[ObservedStep], Any]:
     """Train, and measure at every step what it changes to move all weights to a neighboring float."""
     run = TrainingRun(case, start)
     model = unwrapped(run.chunks[0])
@@ -229,7 +227,7 @@ def _observe(case: TrainingCase, start: Tensors) -> tuple[list[Seen], Any]:
         load(run.chunks, after)
         _restore(buffers, left)
         steps.append(
-            Seen(
+            ObservedStep(
                 loss, mtp, norm, before, after, gradients, logits, choices,
                 gradient_noise={key: factor * m for key, m in moved.items()},
                 logits_noise=[factor * m for m in moved_logits],

@@ -1,4 +1,4 @@
-"""What a proof says of one property. Standard library only."""
+"""What a proof says of one property."""
 
 from __future__ import annotations
 

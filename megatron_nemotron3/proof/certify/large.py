@@ -1,4 +1,4 @@
-"""What the options of a launch say: its model, stages and layout. Standard library only."""
+"""What the options of a launch say: its model, stages and layout."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Any
 
 from megatron_nemotron3.checkpoints.convert.megatron_args import config_of
 from megatron_nemotron3.launch import ParallelLayout, parser, versions
+from megatron_nemotron3.launch.flag import Flag
 from megatron_nemotron3.launch.script import is_known
 from megatron_nemotron3.launch.stored_model import MergedOptions
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models import pattern as patterns
 from megatron_nemotron3.models.stack_specs import MODULE
+from megatron_nemotron3.precision.settings import Emulation
 from megatron_nemotron3.proof.certify import options as table
 from megatron_nemotron3.proof.certify import stages as cuts
 from megatron_nemotron3.proof.certify.layouts import Sizes
@@ -54,7 +56,26 @@ _STACKS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Large:
+class LaunchRequest:
+    """A launch to certify."""
+
+    title: str = ""
+    #: Each once.
+    flags: tuple[Flag, ...]
+    notes: tuple[str, ...] = ()
+    emulate: Emulation | None = None
+    #: Adapters that it trains, as `LoRASettings.parse` reads them; None: it trains the weights.
+    lora: str | None = None
+    #: What MTP heads alone are trained for, as `Boost.parse` reads it; None: it trains the weights.
+    boost: str | None = None
+    #: GPUs of the launch; None: not known.
+    world_size: int | None = None
+    #: Tokens of the tokenizer, where no option says.
+    vocab_size: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullLaunch:
     """A launch as it is."""
 
     #: Options that decide something about model, layout or batch, with their values.
@@ -71,7 +92,7 @@ class Large:
     assumed: tuple[tuple[str, str], ...]
 
 
-def large_of(merged: MergedOptions, world_size: int | None, vocab_size: int | None) -> Large:
+def full_launch(merged: MergedOptions, world_size: int | None, vocab_size: int | None) -> FullLaunch:
     """Return what a launch says."""
     given = {flag.name: flag.values for flag in merged.flags if _counts(flag.name)}
     assumed = []
@@ -91,15 +112,16 @@ def large_of(merged: MergedOptions, world_size: int | None, vocab_size: int | No
         )
     for name, words in given.items():
         if table.group(name) is not table.SCHEDULE and not is_known(words):
-            said = " ".join((name, *words))
-            raise ValueError(f"{said}: the script does not say what it is: give --set NAME=VALUE")
+            raise ValueError(
+                f"{' '.join((name, *words))}: the script does not say what it is: give --set NAME=VALUE"
+            )
     model, notes = _model(given, vocab_size)
     sizes, more = _sizes(given, model, world_size)
     first, last = (
         int(given[name][0]) if name in given else None
         for name in ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
     )
-    return Large(
+    return FullLaunch(
         given=given,
         model=model,
         stages=tuple(cuts.of_launch(given[_PATTERN][0], sizes.layout.pp, first, last)),
@@ -116,7 +138,6 @@ def _counts(name: str) -> bool:
 
 
 def _type(name: str) -> str:
-    """Return the type of an option in the newest version that has it."""
     found = (parser.argument(name, version) for version in reversed(versions.KNOWN))
     return next((known.type for known in found if known), "text")
 
@@ -132,7 +153,6 @@ def _number(name: str, words: tuple[str, ...], read: type[int] | type[float]) ->
 def _model(
     given: Mapping[str, tuple[str, ...]], vocab_size: int | None
 ) -> tuple[Nemotron3Config, list[tuple[str, str]]]:
-    """Return the model that the options describe, with Megatron's defaults for those that are missing."""
     values, assumed = dict[str, Any](_SWITCHES), list[tuple[str, str]]()
     defaults = {name: (text,) for name in _GIVEN_BY_MEGATRON if (text := parser.default(name, given))}
     for name, words in (defaults | dict(given)).items():
@@ -161,7 +181,6 @@ def _model(
 
 
 def _padded_size(given: Mapping[str, tuple[str, ...]], model: Nemotron3Config, tp: int) -> int:
-    """Return the rows of the launch's embedding."""
     if words := given.get("--padded-vocab-size"):
         return int(words[0])
     multiple = _size(given, "--make-vocab-size-divisible-by", 128) * tp

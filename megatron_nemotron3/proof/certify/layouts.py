@@ -1,4 +1,4 @@
-"""The small layouts that stand for a large one. Standard library only.
+"""The small layouts that stand for a large one.
 
 A layout of hundreds of ranks is represented by several of a few ranks. Together they have every pair of
 parallel dimensions of the large one: an error of one dimension shows where that dimension is above 1, an
@@ -46,7 +46,6 @@ class Sizes:
 
     @cached_property
     def pairs(self) -> frozenset[tuple[str, str]]:
-        """Pairs of features, each feature with itself among them."""
         return frozenset(itertools.combinations_with_replacement(sorted(self.features), 2))
 
     def __str__(self) -> str:

@@ -25,20 +25,19 @@ def monitors(bench: Bench) -> Iterator[Finding]:
         return
     base, *nudged = (_first(events.read(events.find(folder(bench, name)))) for name in names)
     found = _first(events.read(events.find(folder(bench, "layout"))))
-    where = str(bench.twin.sizes[0])
+    where = str(bench.proxy.sizes[0])
     if odd := unmatched(base, found):
         yield failed(MONITORS, where, odd)
         return
     if not base:
         yield untested(MONITORS, "the monitors have written nothing")
         return
-    terms = bench.twin.batch.sequences * bench.twin.batch.seq_length
+    terms = bench.proxy.batch.sequences * bench.proxy.batch.seq_length
     distance = farthest(MONITORS, base, found, noise.spread(base, nudged, terms))
     yield verdict(distance, where, f"{len(base)} series")
 
 
 def _first(history: events.History) -> Tensors:
-    """Return the monitors' values of the first step."""
     import torch
 
     return {

@@ -41,7 +41,6 @@ def reference(case: TrainingCase) -> Result:
 
 @functools.cache
 def _runs(case: TrainingCase) -> list[Result]:
-    """One process from the weights, and from those nudged."""
     if case.layout.world_size != 1:
         raise ValueError(f"{case.layout} is not the layout of one process")
     start = weights(case)

@@ -25,10 +25,10 @@ BEFORE = "before: "
 #: What a rank holds where its optimizers had nothing: 0 of frozen parameters, NaN of others.
 _NOTHING = "nothing"
 #: (step, kind) -> tensors, step 1 being the first that a process makes.
-Seen = dict[tuple[int, str], Tensors]
+Observed = dict[tuple[int, str], Tensors]
 
 
-def read(folder: Path, ranks: int) -> Seen:
+def read(folder: Path, ranks: int) -> Observed:
     """Put together what the ranks have seen.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What each of Megatron's options becomes in the twin of a launch. Standard library only.
+"""What each of Megatron's options becomes in the proxy of a launch.
 
 `launch/options.json` names a group for every option of the supported versions. An option that no version has
 is taken for one that describes what is computed: it is kept, so Megatron accepts it or refuses it with its
@@ -31,7 +31,7 @@ class OptionGroup:
     treatment: Treatment
     #: What they are, as a sentence names them.
     what: str
-    #: What the twin has instead, or why it can have nothing.
+    #: What the proxy has instead, or why it can have nothing.
     instead: str = ""
     #: A way to compute the same, which one process does without.
     mechanism: bool = False
@@ -58,7 +58,7 @@ OFF = OptionGroup(Treatment.DROPPED, "details of what is turned off")
 FSDP = {"--use-megatron-fsdp": ("--ckpt-format", "fsdp_dtensor")}
 #: Options that Megatron sets to 0.1 where a command does not give them.
 DROPOUT = ("--attention-dropout", "--hidden-dropout")
-#: Option -> values that the twin can have; others need a package or a GPU.
+#: Option -> values that the proxy can have; others need a package or a GPU.
 _ONLY: Mapping[str, tuple[tuple[str, ...], OptionGroup]] = {
     "--optimizer": (
         ("adam", "sgd"),

@@ -2,7 +2,7 @@
 
 It shares no code with the layers of this package, with Megatron or with `generate`: Mamba-2 is its recurrence
 (arXiv 2405.21060, section 2), attention a masked softmax, the mixture of experts a sum over all experts
-(arXiv 2401.06066, 2601.18089), and every document is computed by itself. Slow, for models of a few layers.
+(arXiv 2401.06066, 2601.18089), and every document is computed separately. Slow, for models of a few layers.
 
 Shapes: b rows, s tokens, d hidden, e experts, v the padded vocabulary.
 """
@@ -41,7 +41,7 @@ class RouterCall:
 
 
 @dataclass
-class Passed:
+class ForwardResult:
     """What a pass over b rows gives."""
 
     #: [b, s, v], of the decoder and then of each MTP depth.
@@ -88,9 +88,8 @@ class PlainModel:
             else:
                 self.layers.append(prefix)
 
-    def __call__(self, tokens: Tensor) -> Passed:
-        """Return what the model makes of tokens [b, s]."""
-        result = Passed()
+    def __call__(self, tokens: Tensor) -> ForwardResult:
+        result = ForwardResult()
         root = self.layers[0].hf.partition(".")[0]
         x = self._stack(self.layers, self.embedding[tokens], result)
         h = self._norm(x, f"{root}.norm_f.weight")
@@ -110,7 +109,7 @@ class PlainModel:
             result.logits.append(h @ self.output.T)
         return result
 
-    def _stack(self, layers: Sequence[Prefix], x: Tensor, result: Passed) -> Tensor:
+    def _stack(self, layers: Sequence[Prefix], x: Tensor, result: ForwardResult) -> Tensor:
         for layer in layers:
             u = self._norm(x, layer.hf + "norm.weight")
             if layer.part == "E":
@@ -130,7 +129,6 @@ class PlainModel:
         return hidden @ self.hf[prefix + "down_proj.weight"].T
 
     def _attention(self, layer: Prefix, u: Tensor) -> Tensor:
-        """One document: u [b, n, d]."""
         c, (b, n, _) = layer.config, u.shape
         q, k, v = (
             (u @ self.hf[f"{layer.hf}mixer.{name}_proj.weight"].T).view(b, n, -1, c.kv_channels)
@@ -144,7 +142,6 @@ class PlainModel:
         return y @ self.hf[layer.hf + "mixer.o_proj.weight"].T
 
     def _mamba(self, layer: Prefix, u: Tensor) -> Tensor:
-        """One document: u [b, n, d]."""
         c, (b, n, _), below = layer.config, u.shape, layer.hf + "mixer."
         inner, bc = c.mamba_inner_size, c.mamba_num_groups * c.mamba_state_dim
         parts = (inner, inner + 2 * bc, c.mamba_num_heads)
@@ -172,7 +169,7 @@ class PlainModel:
         y = _rms(gated, GATED_NORM_EPSILON).reshape(b, n, -1) * self.hf[below + "norm.weight"]
         return y @ self.hf[below + "out_proj.weight"].T
 
-    def _experts(self, layer: Prefix, u: Tensor, result: Passed) -> Tensor:
+    def _experts(self, layer: Prefix, u: Tensor, result: ForwardResult) -> Tensor:
         c, below = layer.config, layer.hf + "mixer."
         assert c.num_moe_experts and c.moe_router_topk
         logits = u @ self.hf[below + "gate.weight"].T

@@ -48,7 +48,6 @@ class Objective:
 
     @classmethod
     def of(cls, args: Any) -> Objective:
-        """Read Megatron's parsed arguments."""
         kinds, coefficients = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
         if not isinstance(kinds, (list, tuple)):
             kinds = [kinds]
@@ -72,7 +71,7 @@ class Objective:
 
 
 @dataclass
-class Defined:
+class DefinedStep:
     """One step by its definition."""
 
     #: Per token of the global batch; and the mean over micro-batches for each MTP depth.
@@ -90,7 +89,7 @@ def define(
     weights: Tensors,
     batch: Mapping[str, Tensor],
     choices: Mapping[str, Sequence[Tensor]],
-) -> Defined:
+) -> DefinedStep:
     """Compute one step from `weights`."""
     documents = case.documents or (case.seq_length,)
     parameters = leaves(weights)
@@ -120,7 +119,7 @@ def define(
     total += routed * _of_routers(objective, passed.routings, parts, repeats)
     trained = {key: t for key, t in parameters.items() if t.requires_grad}
     gradients = torch.autograd.grad(total, list(trained.values()))
-    return Defined(
+    return DefinedStep(
         loss=((losses[0] * masks[0]).sum() / counted).item(),
         mtp=[torch.stack(depth).mean().item() for depth in means[1:]],
         logits=[t.detach() for t in passed.logits],
@@ -136,7 +135,6 @@ def _mean(loss: Tensor, mask: Tensor) -> Tensor:
 def _of_routers(
     objective: Objective, routings: Sequence[RouterCall], parts: Sequence[slice], repeats: int
 ) -> Tensor:
-    """Return the sum of the losses of all routers over micro-batches."""
     total = torch.zeros((), dtype=torch.float64)
     layers: dict[str, list[RouterCall]] = {}
     for routing in routings:

@@ -1,4 +1,4 @@
-"""The proof of a launch: its twin in small layouts against one process, property by property.
+"""The proof of a launch: its proxy in small layouts against one process, property by property.
 
 A stage of the proof is a function from a `Bench` to findings. It reports what it finds as findings, also
 where Megatron itself refuses or ranks disagree; an exception is a defect of this package.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 
 from megatron_nemotron3.proof.certify import built, static
 from megatron_nemotron3.proof.certify.bench import Bench, last_line
@@ -36,7 +37,7 @@ def layouts(bench: Bench) -> Iterator[Finding]:
     except (RuntimeError, TimeoutError) as problem:
         yield failed("training", "one process", last_line(problem))
         return
-    for sizes in bench.twin.sizes:
+    for sizes in bench.proxy.sizes:
         where = str(sizes)
         try:
             found = world.train(bench.case(sizes), start, bench.timeout)
@@ -50,25 +51,13 @@ def layouts(bench: Bench) -> Iterator[Finding]:
         yield from (compare.verdict(distance, where) for distance in distances)
 
 
-def one_process(bench: Bench) -> Iterator[Finding]:
-    """Yield how one process compares with the definition of its loss, gradients and optimizer."""
-    from megatron_nemotron3.proof.certify.definition import definition
+def _imported(module: str, name: str) -> Callable[[Bench], Iterator[Finding]]:
+    """A stage that needs torch, and is imported when it begins."""
 
-    yield from definition(bench)
+    def findings(bench: Bench) -> Iterator[Finding]:
+        yield from getattr(import_module(f"megatron_nemotron3.proof.certify.{module}"), name)(bench)
 
-
-def script(bench: Bench) -> Iterator[Finding]:
-    """Yield what the launch's own script computes, saves and loads."""
-    from megatron_nemotron3.proof.certify import script_stage
-
-    yield from script_stage.script(bench)
-
-
-def monitors(bench: Bench) -> Iterator[Finding]:
-    """Yield whether the monitors saw the same in the script's runs."""
-    from megatron_nemotron3.proof.certify import monitored
-
-    yield from monitored.monitors(bench)
+    return findings
 
 
 STAGES: tuple[Stage, ...] = (
@@ -76,19 +65,20 @@ STAGES: tuple[Stage, ...] = (
     Stage("rules", static.rules, lambda bench: 0.1),
     Stage("number formats of the model", static.formats, lambda bench: 0.5),
     Stage("memory of a GPU", static.memory, lambda bench: 0.5),
-    Stage("one process against its definition", one_process, lambda bench: 8),
+    Stage("one process against its definition", _imported("definition", "definition"), lambda bench: 8),
     Stage("number formats of the built model", built.census, lambda bench: 10),
     Stage("layouts against one process", layouts, lambda bench: 10 + bench.ranks),
-    Stage("the script itself", script, lambda bench: 25 + 2.5 * bench.twin.sizes[0].layout.world_size),
-    Stage("monitors", monitors, lambda bench: 0.5),
+    Stage(
+        "the script itself",
+        _imported("script_stage", "script"),
+        lambda bench: 25 + 2.5 * bench.proxy.sizes[0].layout.world_size,
+    ),
+    Stage("monitors", _imported("monitored", "monitors"), lambda bench: 0.5),
     Stage("what needs a GPU", static.beyond, lambda bench: 0.1),
 )
 
 
-def prove(
-    bench: Bench, stages: Sequence[Stage] | None = None, begin: Callable[[Stage], None] = lambda stage: None
-) -> Iterator[Finding]:
-    """Yield the findings of all stages."""
+def prove(bench: Bench, stages: Sequence[Stage] | None = None) -> Iterator[Finding]:
+    """Yield the findings of these stages; None: of all."""
     for stage in STAGES if stages is None else stages:
-        begin(stage)
         yield from stage.findings(bench)

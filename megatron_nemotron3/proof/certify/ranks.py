@@ -33,6 +33,16 @@ PRELOAD = [
     "megatron_nemotron3.proof.certify.world",
 ]
 
+#: Size of a layout -> Megatron's name of it.
+_GROUPS = {
+    "tp": "tensor_model",
+    "pp": "pipeline_model",
+    "vpp": "virtual_pipeline_model",
+    "cp": "context",
+    "ep": "expert_model",
+    "etp": "expert_tensor",
+}
+
 
 def run_distributed(
     function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120, apart: bool = False
@@ -87,32 +97,20 @@ def _world(store: str, timeout: float) -> Iterator[None]:
             parallel_state.destroy_model_parallel()
 
 
-def initialize(
-    tp: int = 1,
-    pp: int = 1,
-    ep: int = 1,
-    etp: int = 1,
-    cp: int = 1,
-    vpp: int | None = None,
-    seed: int = 1234,
-    optimizer_instances: int = 1,
-) -> None:
+def initialize(*, seed: int = 1234, optimizer_instances: int = 1, **sizes: int | None) -> None:
     """Make Megatron's process groups (data parallel: what is left) and seed its RNG streams.
 
     Sequence parallelism is no group: `build_hybrid` turns it on where TP > 1.
+
+    Args:
+        sizes: tp, pp, vpp, cp, ep and etp, as in `ParallelLayout`; without one, 1.
     """
     import torch
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        virtual_pipeline_model_parallel_size=vpp,
-        context_parallel_size=cp,
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=etp,
-        num_distributed_optimizer_instances=optimizer_instances,
-    )
+    names: dict[str, int | None] = {"expert_tensor_parallel_size": 1}  # Megatron's default is TP
+    names |= {f"{_GROUPS[name]}_parallel_size": size for name, size in sizes.items()}
+    parallel_state.initialize_model_parallel(**names, num_distributed_optimizer_instances=optimizer_instances)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)

@@ -1,7 +1,4 @@
-"""The launch that `nemotron3 certify` is asked about: a script, words of a command, or a model's name.
-
-Standard library only.
-"""
+"""The launch to certify: a script, the arguments of a command, or a model's name."""
 
 from __future__ import annotations
 
@@ -9,20 +6,18 @@ import argparse
 import os
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_nemotron3.launch import command_line, versions
 from megatron_nemotron3.launch.command import chosen_launch
-from megatron_nemotron3.launch.flag import Flag
 from megatron_nemotron3.launch.flags import flags
 from megatron_nemotron3.launch.script_options import given_options, text_of, variables
 from megatron_nemotron3.models import names
-from megatron_nemotron3.precision.settings import Emulation
+from megatron_nemotron3.proof.certify.large import LaunchRequest
 
 #: Names a Megatron-LM checkout whose script the launch runs.
 CHECKOUT = "MEGATRON_LM_DIR"
-#: Options that go with a script or words; the others describe a launch by the NAME of a model.
+#: Options that go with a script or arguments; the others describe a launch by the NAME of a model.
 BESIDE = (
     *("name", "command", "run", "extra", "json", "set", "ranks", "gpu", "gpus", "output", "check"),
     *("command_line", "main"),
@@ -30,45 +25,21 @@ BESIDE = (
 _OWN = (".json", ".py")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """A launch, read."""
-
-    title: str
-    #: Each once.
-    flags: tuple[Flag, ...]
-    notes: tuple[str, ...] = ()
-    emulate: Emulation | None = None
-    #: Adapters that it trains, as `LoRA.parse` reads them.
-    lora: str | None = None
-    #: Whether it trains MTP heads alone, as `Boost.parse` reads it.
-    boost: str | None = None
-    #: GPUs of the launch; None: the text does not say.
-    world_size: int | None = None
-    #: Tokens of the tokenizer, where no option says.
-    vocab_size: int | None = None
-
-
-def read(options: argparse.Namespace, command: argparse.ArgumentParser) -> Asked:
-    """Return the launch that the command line names.
-
-    Raises:
-        ValueError: nothing or two things are named, the text has no launch, or a size is not known.
-        OSError: the script cannot be read.
-    """
-    target, words = options.name, tuple(options.extra)
+def read(options: argparse.Namespace, command: argparse.ArgumentParser) -> LaunchRequest:
+    """Return the launch that the command line names; raise ValueError for none, two or an unreadable one."""
+    target, arguments = options.name, tuple(options.extra)
     if options.model is not None or target in names() or Path(target or "").suffix in _OWN:
         return _named(options)
     if described := given_options(options, command, BESIDE):
         raise ValueError(f"an existing launch is certified as it is: drop {' '.join(described)}")
-    if target is None and not words:
+    if target is None and not arguments:
         raise ValueError("give a script, the NAME of a model, or -- and the words of the command")
-    if target is not None and words:
-        raise ValueError(f"{target} is certified as it is: drop -- {shlex.join(words)}")
-    text = shlex.join(words) if target is None else text_of(target, target)
+    if target is not None and arguments:
+        raise ValueError(f"{target} is certified as it is: drop -- {shlex.join(arguments)}")
+    text = shlex.join(arguments) if target is None else text_of(target, target)
     given = variables(options.set)
     found = command_line.read_launch(text, given)
-    return Asked(
+    return LaunchRequest(
         title="command" if target is None else "standard input" if target == "-" else target,
         flags=tuple(found.flags),
         notes=tuple(found.notes),
@@ -79,14 +50,14 @@ def read(options: argparse.Namespace, command: argparse.ArgumentParser) -> Asked
     )
 
 
-def _named(options: argparse.Namespace) -> Asked:
+def _named(options: argparse.Namespace) -> LaunchRequest:
     if options.set:
         raise ValueError(f"--set {options.set[0]} sets a variable of a script, and none is given")
     launch = chosen_launch(options)
     world = launch.layout.world_size
     if options.gpus not in (None, world):
         raise ValueError(f"--gpus {options.gpus}: the layout has {world} ranks: give --dp instead")
-    return Asked(
+    return LaunchRequest(
         title=launch.config.name,
         flags=tuple(flags(launch)),
         emulate=launch.emulate,

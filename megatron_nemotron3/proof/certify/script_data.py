@@ -1,4 +1,4 @@
-"""What the script trains on: text, or conversations where the launch fine-tunes. No torch."""
+"""What the script trains on: text, or conversations where the launch fine-tunes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _SPLIT = ("--split", "100,0,0")
 _COUNT = 200
 
 
-def write_text(folder: Path, words: int, longest: int, blended: bool) -> list[str]:
-    """Write documents of up to `longest` tokens; return the words that read them."""
-    random, tokenizer = Random(0), TokenizerInfo("NullTokenizer", None, vocab_size=words, eod=words - 1)
+def write_text(folder: Path, tokens: int, longest: int, blended: bool) -> list[str]:
+    """Write documents of up to `longest` tokens; return the options that read them."""
+    random, tokenizer = Random(0), TokenizerInfo("NullTokenizer", None, vocab_size=tokens, eod=tokens - 1)
     documents = (
-        "".join(chr(random.randrange(words - 1)) for _ in range(random.randint(1, longest)))
+        "".join(chr(random.randrange(tokens - 1)) for _ in range(random.randint(1, longest)))
         for _ in range(_COUNT)
     )
     write_dataset(documents, tokenizer, folder / "text")
@@ -31,21 +31,21 @@ def write_text(folder: Path, words: int, longest: int, blended: bool) -> list[st
     return ["--data-path", *(["1", text, "2", text] if blended else [text]), *_SPLIT, *tokenizer.flags]
 
 
-def write_conversations(folder: Path, words: int, longest: int) -> list[str]:
-    """Write conversations of up to `longest` tokens, and a tokenizer; return the words that read them.
+def write_conversations(folder: Path, tokens: int, longest: int) -> list[str]:
+    """Write conversations of up to `longest` tokens, and a tokenizer; return the options that read them.
 
     Their lengths are multiples of 8: what context parallelism pads would else go into other rows.
     """
-    random, names = Random(0), [f"w{i}" for i in range(words - len(_MARKS))]
+    random, names = Random(0), [f"w{i}" for i in range(tokens - len(_MARKS))]
 
-    def said(role: str, count: int) -> dict[str, str]:
+    def message(role: str, count: int) -> dict[str, str]:
         return {"role": role, "content": " ".join(random.choices(names, k=count))}
 
     lines = []
     for _ in range(_COUNT):
         inside = 8 * random.randint(1, longest // 16) - 4  # without the marks of two messages
-        asked = random.randint(1, inside - 1)
-        lines.append({"messages": [said("user", asked), said("assistant", inside - asked)]})
+        question = random.randint(1, inside - 1)
+        lines.append({"messages": [message("user", question), message("assistant", inside - question)]})
     file, tokenizer = folder / "conversations.jsonl", folder / "tokenizer"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     model = {

@@ -32,10 +32,10 @@ class ScriptRun:
     """A start of the script."""
 
     script: Path
-    #: The layout, and the words of the launch with batch and schedule.
+    #: The layout, and the arguments of the launch with batch and schedule.
     case: TrainingCase
-    #: Words for data and checkpoints.
-    words: tuple[str, ...]
+    #: Options of data and checkpoints.
+    arguments: tuple[str, ...]
     #: For logs and observations.
     folder: Path
     timeout: float
@@ -49,7 +49,6 @@ class ScriptRun:
         object.__setattr__(self, "ranks", self.case.layout.world_size)
 
     def start(self) -> None:
-        """Run it to its end, or to its death."""
         self.folder.mkdir(parents=True)
         environment = {
             **os.environ,
@@ -57,17 +56,10 @@ class ScriptRun:
             "MASTER_PORT": str(free_port()),
             **({BOOST: self.case.boost} if self.case.boost is not None else {}),
         }
-        argv = [
-            "--device",
-            "cpu",
-            "--monitor",
-            str(self.monitor),
-            str(self.script),
-            *self.case.argv(),
-            *self.words,
-        ]
-        arguments = (argv, self.folder, self.case.fault, self.killed_in)
-        call = Call(_on_rank, arguments, environment=environment)
+        options = ("--device", "cpu", "--monitor", str(self.monitor))
+        argv = [*options, str(self.script), *self.case.argv(), *self.arguments]
+        given = (argv, self.folder, self.case.fault, self.killed_in)
+        call = Call(_on_rank, given, environment=environment)
         try:
             run_ranks(call, self.ranks, timeout=self.timeout, preload=PRELOAD)
         except RuntimeError as problem:
@@ -80,7 +72,6 @@ class ScriptRun:
             _end_sessions(self.folder)
 
     def curve(self) -> log.Curve:
-        """What the script printed of its steps."""
         curve = log.Curve()
         for rank in range(self.ranks):
             curve.steps |= log.read(str(_log(self.folder, rank))).steps
@@ -90,11 +81,11 @@ class ScriptRun:
         """The last line of the rank that failed first: of its traceback, or of its log if it just left."""
         lines = str(problem).strip().splitlines()
         rank = int(lines[0].split()[1])
-        said = lines[-1].strip()
-        if said.startswith("SystemExit") or "exit code" in said:
+        reason = lines[-1].strip()
+        if reason.startswith("SystemExit") or "exit code" in reason:
             with suppress(OSError, IndexError):
-                said = _log(self.folder, rank).read_text(errors="replace").strip().splitlines()[-1]
-        return f"rank {rank} of {self.ranks}: {said}"
+                reason = _log(self.folder, rank).read_text(errors="replace").strip().splitlines()[-1]
+        return f"rank {rank} of {self.ranks}: {reason}"
 
 
 def _log(folder: Path, rank: int) -> Path:

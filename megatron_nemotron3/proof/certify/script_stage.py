@@ -23,7 +23,7 @@ from megatron_nemotron3.proof.certify.script_run import ScriptRun, script_of
 from megatron_nemotron3.proof.certify.tensors import Tensors, unmatched
 from megatron_nemotron3.train.log import Curve
 
-#: Options of the launch that say how checkpoints are written. The twin's other words do without.
+#: Options of the launch that say how checkpoints are written. The proxy's other options do without.
 _CHECKPOINTS = re.compile(
     r"--(ckpt-(format|fully-parallel-.*|assume-constant-structure|drop-redundant-extra-state)"
     r"|async-(save|strategy|ckpt-.*)|use-persistent-ckpt-worker|dist-ckpt-.*|use-dist-ckpt)"
@@ -31,7 +31,7 @@ _CHECKPOINTS = re.compile(
 _RESHARDABLE, _DISTRIBUTED = "--dist-ckpt-optim-fully-reshardable", "--use-distributed-optimizer"
 _TUNING = "--sft"
 _BLENDS = {"--train-data-path", "--per-split-data-args-path", "--data-args-path"}
-#: The format of checkpoints of Megatron-FSDP, which the twin does without.
+#: The format of checkpoints of Megatron-FSDP, which the proxy does without.
 _OF_FSDP = "fsdp_dtensor"
 _STOCK_ONLY = {"--dataloader-inter-document-masking", "--hybrid-context-parallel"}
 #: Gradient norms are printed with three decimals.
@@ -47,23 +47,21 @@ def folder(bench: Bench) -> Path:
 
 def events(bench: Bench, run: str) -> Path:
     """The TensorBoard folder of a run that the monitors watched: "one-0" in one process, "layout" in the
-    first of the twin's layouts."""
+    first of the proxy's layouts."""
     return folder(bench) / run / "tensorboard"
 
 
 @dataclass(frozen=True)
-class Ran:
+class ScriptResult:
     """A run that came to its end, or was killed as planned."""
 
-    seen: observer.Seen
+    seen: observer.Observed
     curve: Curve
 
     def weights(self, step: int) -> Tensors:
-        """Weights after a step."""
         return {k: t for k, t in self.seen[step, observer.WEIGHTS].items() if not _is_bias(k)}
 
     def biases(self, step: int) -> Tensors:
-        """Expert biases after a step."""
         return {k: t for k, t in self.seen[step, observer.WEIGHTS].items() if _is_bias(k)}
 
     def gradients(self, step: int) -> Tensors:
@@ -78,7 +76,6 @@ class Ran:
 
     @property
     def loaded(self) -> dict[str, Tensors]:
-        """Weights and optimizer state before the first step."""
         before = observer.BEFORE
         return {k.removeprefix(before): t for (_, k), t in self.seen.items() if k.startswith(before)}
 
@@ -87,7 +84,31 @@ def _is_bias(key: str) -> bool:
     return key.endswith("expert_bias")
 
 
-class Scripts:
+@dataclass(frozen=True)
+class NoiseComparison:
+    """Compares a run with one process, by the noise of the one process with nudged weights."""
+
+    #: One process, then the nudged ones.
+    bases: Sequence[ScriptResult]
+    #: Length of the longest sum: tokens of the batch.
+    terms: int
+
+    def __call__(
+        self,
+        what: str,
+        found: ScriptResult,
+        where: str,
+        of: Callable[[ScriptResult], Tensors],
+        least: float = 0.0,
+    ) -> Finding:
+        expected, *moved = map(of, self.bases)
+        if odd := unmatched(expected, of(found)):
+            return failed(what, where, odd)
+        allowed = noise.spread(expected, moved, self.terms, least)
+        return verdict(farthest(what, expected, of(found), allowed), where)
+
+
+class ScriptRuns:
     """The runs of a launch's script, each of two steps or of the second of two."""
 
     def __init__(self, bench: Bench) -> None:
@@ -97,24 +118,23 @@ class Scripts:
         own = [flag for name, flag in self.given.items() if _CHECKPOINTS.fullmatch(name)]
         own = [flag for flag in own if flag.values != (_OF_FSDP,)]
         self.format = next((flag.values[0] for flag in own if flag.name == "--ckpt-format"), "torch_dist")
-        #: Words to save after each step, as the launch saves, and to load that.
+        #: Options to save after each step, as the launch saves, and to load that.
         self.saving = ("--save", str(self.saved), "--save-interval", "1", *to_argv(own))
         ours = [flag for flag in own if "async" not in flag.name and "persistent" not in flag.name]
         self.loading = ("--load", str(self.saved), *to_argv(ours))
         #: Of data and log.
-        self.words: tuple[str, ...] = ()
+        self.options: tuple[str, ...] = ()
 
     def write_data(self) -> None:
-        """Write what is trained on."""
         self.folder.mkdir()
-        tokens, longest = self.bench.twin.config.vocab_size, self.bench.twin.batch.seq_length
+        tokens, longest = self.bench.proxy.config.vocab_size, self.bench.proxy.batch.seq_length
         if _TUNING in self.given:
             data = script_data.write_conversations(self.folder, tokens, longest)
         else:
             texts = self.given.get("--data-path")
             blended = bool(texts and len(texts.values) > 1) or bool(_BLENDS.intersection(self.given))
             data = script_data.write_text(self.folder, tokens, longest, blended)
-        self.words = (
+        self.options = (
             *data,
             *("--data-cache-path", str(self.folder / "cache")),
             *("--eval-iters", "0", "--eval-interval", "100", "--log-interval", "1"),
@@ -129,35 +149,35 @@ class Scripts:
         run_distributed(initial.write_initial, 1, one, starts, place, apart=True)
 
     def fresh(self, number: int = 0) -> tuple[str, ...]:
-        """Words that start from an initial checkpoint."""
         return ("--load", str(self.folder / "start" / str(number)), "--finetune")
 
-    def run(self, name: str, sizes: Sizes | None, *words: str, watched: bool = False, **changes: Any) -> Ran:
-        """Run the script in a layout or in one process (None)."""
+    def run(
+        self, name: str, sizes: Sizes | None, *options: str, watched: bool = False, **changes: Any
+    ) -> ScriptResult:
         place = self.folder / name
         log = ("--tensorboard-dir", str(place / "tensorboard")) if watched else ()
         run = ScriptRun(
             script=self.script,
             case=self.bench.case(sizes),
-            words=(*self.words, *log, *words),
+            arguments=(*self.options, *log, *options),
             folder=place,
             timeout=self.bench.timeout,
             monitor=int(watched),
             **changes,
         )
         run.start()
-        return Ran(observer.read(run.folder, run.ranks), run.curve())
+        return ScriptResult(observer.read(run.folder, run.ranks), run.curve())
 
 
 def script(bench: Bench) -> Iterator[Finding]:
     """Yield what the launch's own script shows."""
-    scripts = Scripts(bench)
+    scripts = ScriptRuns(bench)
     if reason := _reason_against(bench, scripts.given):
         yield untested("script", reason)
         return
     yield passed("script", detail=str(scripts.script))
     if _OF_FSDP in (word for flag in bench.flags for word in flag.values):
-        yield untested("checkpoint format", f"{_OF_FSDP}: the twin writes torch_dist")
+        yield untested("checkpoint format", f"{_OF_FSDP}: the proxy writes torch_dist")
     scripts.write_data()
     scripts.write_starts()
     try:
@@ -167,24 +187,23 @@ def script(bench: Bench) -> Iterator[Finding]:
     except _FAILURES as problem:
         yield failed("training", "one process", last_line(problem))
         return
-    first = bench.twin.sizes[0]
+    first = bench.proxy.sizes[0]
     where = str(first)
     try:
-        words = (*scripts.fresh(), *scripts.saving)
-        killed = scripts.run("layout", first, *words, watched=True, killed_in=scripts.saved)
+        options = (*scripts.fresh(), *scripts.saving)
+        killed = scripts.run("layout", first, *options, watched=True, killed_in=scripts.saved)
     except _FAILURES as problem:
         yield failed("training", where, last_line(problem))
         return
-    spread = partial(_compared, bases, bench.twin.batch.sequences * bench.twin.batch.seq_length)
-    yield from against(spread, bases[0], killed, where)
-    yield from written(scripts, killed, where)
-    yield from resumed(scripts, first, killed)
-    for other in _others(bench.twin.sizes):
-        yield from elsewhere(scripts, spread, other, bases[0], killed)
+    compared = NoiseComparison(bases, bench.proxy.batch.sequences * bench.proxy.batch.seq_length)
+    yield from run_findings(compared, bases[0], killed, where)
+    yield from checkpoint_findings(scripts, killed, where)
+    yield from resume_findings(scripts, first, killed)
+    for other in _others(bench.proxy.sizes):
+        yield from other_layout_findings(scripts, compared, other, bases[0], killed)
 
 
 def _reason_against(bench: Bench, given: Mapping[str, object]) -> str | None:
-    """Why the script of a launch cannot run here."""
     if bench.checkout is not None and _TUNING in given:
         return f"{_TUNING}: the stock script needs Hugging Face's datasets and Transformer Engine"
     if bench.checkout is None and (stock := _STOCK_ONLY.intersection(given)):
@@ -192,35 +211,23 @@ def _reason_against(bench: Bench, given: Mapping[str, object]) -> str | None:
     return None
 
 
-def against(compared: Callable[..., Finding], base: Ran, found: Ran, where: str) -> Iterator[Finding]:
+def run_findings(
+    compared: NoiseComparison, base: ScriptResult, found: ScriptResult, where: str
+) -> Iterator[Finding]:
     """Hold a run of two steps against one process."""
     yield compared("losses (script)", found, where, partial(_logged, "lm loss"))
     if any(name.startswith("mtp_") for name in base.curve.steps[1].values):
         yield compared("losses of MTP (script)", found, where, partial(_logged, r"mtp_\d+ loss"))
     yield compared("gradient norms (script)", found, where, partial(_logged, "grad norm"), _NORM)
     for step in (1, 2):
-        yield compared(f"gradients of step {step} (script)", found, where, partial(Ran.gradients, step=step))
-    yield compared("weights after two steps (script)", found, where, partial(Ran.weights, step=2))
+        yield compared(
+            f"gradients of step {step} (script)", found, where, partial(ScriptResult.gradients, step=step)
+        )
+    yield compared("weights after two steps (script)", found, where, partial(ScriptResult.weights, step=2))
     yield stored.equal("expert biases (script)", base.biases(2), found.biases(2), where)
 
 
-def _compared(
-    bases: Sequence[Ran],
-    terms: int,
-    what: str,
-    found: Ran,
-    where: str,
-    of: Callable[[Ran], Tensors],
-    least: float = 0.0,
-) -> Finding:
-    """Compare tensors of a run with those of one process, by the noise of the nudged ones."""
-    expected, *moved = map(of, bases)
-    if odd := unmatched(expected, of(found)):
-        return failed(what, where, odd)
-    return verdict(farthest(what, expected, of(found), noise.spread(expected, moved, terms, least)), where)
-
-
-def resumed(scripts: Scripts, sizes: Sizes, killed: Ran) -> Iterator[Finding]:
+def resume_findings(scripts: ScriptRuns, sizes: Sizes, killed: ScriptResult) -> Iterator[Finding]:
     """Resume what was killed: the second step is that of the run that was killed."""
     where, what = str(sizes), "resuming after a kill"
     try:
@@ -231,14 +238,16 @@ def resumed(scripts: Scripts, sizes: Sizes, killed: Ran) -> Iterator[Finding]:
     if trained := [step for step in sorted(again.curve.steps) if step != 2]:
         yield failed(what, where, f"it trained step {trained[0]}, not step 2")
         return
-    yield from loaded(again, killed, where)
+    yield from loading_findings(again, killed, where)
     yield stored.equal("gradients after resuming", killed.gradients(2), again.gradients(1), where)
     before, after = killed.seen[2, observer.WEIGHTS], again.seen[1, observer.WEIGHTS]
     yield stored.equal("weights after resuming", before, after, where)
     yield _same_state("optimizer state after resuming", killed.state(2), again.state(1), where)
 
 
-def loaded(found: Ran, saved: Ran, where: str, optimizer: bool = True) -> Iterator[Finding]:
+def loading_findings(
+    found: ScriptResult, saved: ScriptResult, where: str, optimizer: bool = True
+) -> Iterator[Finding]:
     """What a process had before its first step, against what the one that saved had after its first."""
     state = found.loaded
     yield stored.equal("weights loaded", saved.weights(1), state.pop(observer.WEIGHTS), where)
@@ -254,7 +263,7 @@ def _flat(state: dict[str, Tensors]) -> Tensors:
     return {f"{kind} of {key}": t for kind, part in state.items() for key, t in part.items()}
 
 
-def written(scripts: Scripts, run: Ran, where: str) -> Iterator[Finding]:
+def checkpoint_findings(scripts: ScriptRuns, run: ScriptResult, where: str) -> Iterator[Finding]:
     """What the first checkpoint holds, against the run that wrote it; and its way to Hugging Face."""
     if scripts.format != "torch_dist":
         yield untested("weights in the checkpoint", f"--ckpt-format {scripts.format} is not read here", where)
@@ -277,7 +286,7 @@ def written(scripts: Scripts, run: Ran, where: str) -> Iterator[Finding]:
     if kept := {key: t for key, t in found.items() if key in state}:
         yield stored.equal("optimizer state in the checkpoint", state, kept, where)
     rows = found["embedding.word_embeddings.weight"].shape[0]
-    tokens = scripts.bench.twin.config.vocab_size
+    tokens = scripts.bench.proxy.config.vocab_size
     yield from stored.round_trip(scripts.saved, rows, scripts.folder / "export", tokens)
 
 
@@ -295,42 +304,44 @@ def _expert_optimizer(sizes: Sizes | None) -> bool:
     return sizes is not None and (sizes.layout.ep > 1 or sizes.layout.etp != sizes.layout.tp)
 
 
-def elsewhere(
-    scripts: Scripts, compared: Callable[..., Finding], other: Sizes | None, base: Ran, saved: Ran
+def other_layout_findings(
+    scripts: ScriptRuns,
+    compared: NoiseComparison,
+    other: Sizes | None,
+    base: ScriptResult,
+    saved: ScriptResult,
 ) -> Iterator[Finding]:
     """Load the first checkpoint in another layout and make the second step."""
-    where = f"{scripts.bench.twin.sizes[0]} to {other or 'one process'}"
-    optimizer = True
+    where = f"{scripts.bench.proxy.sizes[0]} to {other or 'one process'}"
+    reason = ""
     if _DISTRIBUTED in scripts.given and _RESHARDABLE not in scripts.given:
-        optimizer = False
-        yield untested(
-            "optimizer state loaded", f"it loads in its own layout only without {_RESHARDABLE}", where
-        )
+        reason = f"it loads in its own layout only without {_RESHARDABLE}"
     elif other is None and _DISTRIBUTED in scripts.given:
-        optimizer = False
-        yield untested("optimizer state loaded", "one process has no distributed optimizer here", where)
-    elif _expert_optimizer(other) != _expert_optimizer(scripts.bench.twin.sizes[0]):
-        optimizer = False
-        yield untested("optimizer state loaded", "Megatron does not load two optimizers as one", where)
-    words = (*scripts.loading, *(() if optimizer else ("--no-load-optim", "--no-load-rng")))
+        reason = "one process has no distributed optimizer here"
+    elif _expert_optimizer(other) != _expert_optimizer(scripts.bench.proxy.sizes[0]):
+        reason = "Megatron does not load two optimizers as one"
+    optimizer = not reason
+    if reason:
+        yield untested("optimizer state loaded", reason, where)
+    options = (*scripts.loading, *(() if optimizer else ("--no-load-optim", "--no-load-rng")))
     name = "elsewhere" if other else "elsewhere-one"
     try:
-        found = scripts.run(name, other, *words)
+        found = scripts.run(name, other, *options)
     except _FAILURES as problem:
         yield failed("loading in another layout", where, last_line(problem))
         return
-    yield from loaded(found, saved, where, optimizer)
+    yield from loading_findings(found, saved, where, optimizer)
 
-    def second(of: Callable[[Ran, int], Tensors], ran: Ran) -> Tensors:
+    def second(of: Callable[[ScriptResult, int], Tensors], ran: ScriptResult) -> Tensors:
         return of(ran, 1 if ran is found else 2)
 
-    yield compared("gradients after loading", found, where, partial(second, Ran.gradients))
+    yield compared("gradients after loading", found, where, partial(second, ScriptResult.gradients))
     if optimizer:
-        yield compared("weights after loading", found, where, partial(second, Ran.weights))
+        yield compared("weights after loading", found, where, partial(second, ScriptResult.weights))
     yield stored.equal("expert biases after loading", base.biases(2), found.biases(1), where)
 
 
-def _logged(pattern: str, ran: Ran) -> Tensors:
+def _logged(pattern: str, ran: ScriptResult) -> Tensors:
     import torch
 
     return {

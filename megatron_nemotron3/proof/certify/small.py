@@ -1,4 +1,4 @@
-"""The small model of a twin: few small layers, related as the launch's are. Standard library only."""
+"""The small model of a proxy: few small layers, related as the launch's are."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def small_model(
     tp = max(s.layout.tp for s in sizes)
     ep = max(s.layout.ep for s in sizes)
     return model.but(
-        name="twin",
-        title=f"twin of {model.title}",
+        name="proxy",
+        title=f"proxy of {model.title}",
         pattern="".join(stages),
         source=patterns.PIPE.join(stages),
         mtp_pattern=mtp or None,
@@ -60,12 +60,7 @@ def _mamba(model: Nemotron3Config, large: ParallelLayout, tp: int) -> dict[str, 
     """On a TP rank fewer groups than CP ranks, or as many or more."""
     own = model.mamba_num_groups / large.tp
     groups = tp * (1 if own < max(2, large.cp) else 2)
-    return {
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 8,
-        "mamba_state_dim": 16,
-        "mamba_num_groups": groups,
-    }
+    return {"mamba_num_heads": 8, "mamba_head_dim": 8, "mamba_state_dim": 16, "mamba_num_groups": groups}
 
 
 def _experts(model: Nemotron3Config, large_ep: int, ep: int, layers: int) -> dict[str, Any]:
@@ -104,10 +99,10 @@ def router_groups(
     if groups < 1 or not (config.num_moe_experts and config.moe_router_topk):
         return config, {}
     small = 1 if groups == 1 else ep if groups == large_ep and ep > 1 else 2
-    words = {"--moe-router-num-groups": small}
+    options = {"--moe-router-num-groups": small}
     if best:
         kept = small if best == groups else 1
-        words["--moe-router-group-topk"] = kept
+        options["--moe-router-group-topk"] = kept
         most = config.num_moe_experts // small * kept
         config = config.but(moe_router_topk=max(kept, min(config.moe_router_topk, most) // kept * kept))
-    return config, words
+    return config, options

@@ -1,4 +1,4 @@
-"""The layers of a launch's pipeline stages, and short stages that stand for them. Standard library only."""
+"""The layers of a launch's pipeline stages, and short stages that stand for them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def joined(stages: Sequence[str], count: int) -> list[str]:
 
 
 def borders(stages: Sequence[str]) -> list[Pair]:
-    """Return the kinds on both sides of each cut, each pair once; "" beside a stage without layers."""
+    """Return the kinds on both sides of each cut, each pair once; "" next to a stage without layers."""
     return list(dict.fromkeys((one[-1:], other[:1]) for one, other in zip(stages, stages[1:], strict=False)))
 
 

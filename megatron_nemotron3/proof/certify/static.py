@@ -44,8 +44,7 @@ def parser(bench: Bench) -> Iterator[Finding]:
         else:
             yield passed(ACCEPTED, where, f"{len(flags)} options")
     if unresolved := [flag.name for flag in bench.flags if not is_known(flag.values)]:
-        said = "values are unresolved shell variables (--set): "
-        yield untested(ACCEPTED, said + ", ".join(unresolved))
+        yield untested(ACCEPTED, f"values are unresolved shell variables (--set): {', '.join(unresolved)}")
 
 
 def rules(bench: Bench) -> Iterator[Finding]:
@@ -70,7 +69,7 @@ def rules(bench: Bench) -> Iterator[Finding]:
 
 def formats(bench: Bench) -> Iterator[Finding]:
     """Yield the format of each kind of linear of the real model, as options and precision file decide it."""
-    launch, model = bench.launch, bench.twin.model
+    launch, model = bench.launch, bench.proxy.model
     if launch is None:
         yield untested(FORMATS, "the layout's sizes are unresolved shell variables")
         return
@@ -91,18 +90,18 @@ def formats(bench: Bench) -> Iterator[Finding]:
         except CensusError as problem:
             yield failed(FORMATS, detail=str(problem))
             return
-    said = counted(formats_of(structure, file, ambient))
+    shown = counted(formats_of(structure, file, ambient))
     wrong = deviations.deviations(structure, file, ambient)
     for one in wrong:
         # What a matcher asks for is meant; what no matcher names took the format of its layer in silence.
         state = PropertyState.PASS if one.source else PropertyState.FAIL
         yield Finding(FORMATS, state, detail=f"not the published recipe: {one}")
     if all(one.source for one in wrong):
-        yield passed(FORMATS, detail=f"linears of the whole model: {said}")
+        yield passed(FORMATS, detail=f"linears of the whole model: {shown}")
 
 
 def memory(bench: Bench) -> Iterator[Finding]:
-    """Yield the bytes that the fullest GPU of the real launch holds, beside its capacity."""
+    """Yield the bytes that the fullest GPU of the real launch holds, and its capacity."""
     from megatron_nemotron3.launch.plan.search import worst_memory
 
     launch = bench.launch
@@ -118,19 +117,19 @@ def memory(bench: Bench) -> Iterator[Finding]:
         yield untested(MEMORY, f"{total / GIB:.1f} GiB by estimate; the type of GPU is unknown (--gpu)")
         return
     capacity = GPUS[bench.gpu].memory
-    said = (
+    detail = (
         f"{total / GIB:.1f} GiB by estimate; {bench.gpu} has {capacity / GIB:.0f}, of which "
         f"{RESERVE / GIB:.0f} are assumed to go to CUDA and fragments"
     )
     state = PropertyState.FAIL if total > capacity else PropertyState.PASS
     if capacity - RESERVE < total <= capacity:
-        said += ": it fits only inside that margin"
-    yield Finding(MEMORY, state, bench.gpu, total / GIB, capacity / GIB, said)
+        detail += ": it fits only inside that margin"
+    yield Finding(MEMORY, state, bench.gpu, total / GIB, capacity / GIB, detail)
 
 
 def beyond(bench: Bench) -> Iterator[Finding]:
     """Yield what of the launch nothing here can try."""
-    for remark in bench.twin.remarks:
+    for remark in bench.proxy.remarks:
         if remark.treatment is Treatment.UNTESTED:
             names = f" ({', '.join(remark.options)})" if remark.options else ""
             yield untested(remark.what, f"{remark.instead}{names}")

@@ -25,11 +25,7 @@ _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 def read(folder: Path) -> Tensors:
-    """Read all tensors of a torch_dist checkpoint, by checkpoint key, the optimizer's among them.
-
-    Raises:
-        CheckpointError: it is unfinished or damaged.
-    """
+    """Read all tensors of a torch_dist checkpoint, by checkpoint key, the optimizer's among them."""
     source, _ = open_torch_dist(folder)
     with closing(source):
         return _tensors(source)

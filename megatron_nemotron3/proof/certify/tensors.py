@@ -6,7 +6,7 @@ layouts compare key by key.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -93,3 +93,40 @@ def gradients(chunks: Sequence[Any]) -> Pieces:
     finally:
         for p, value in zip(parameters, values):
             p.data = value
+
+
+def fsdp_weights(chunk: Any) -> Pieces:
+    """Copies of the weights that the optimizer of Megatron-FSDP holds, and of all buffers."""
+    return _assembled(chunk, lambda buffer, name, weight: weight)
+
+
+def fsdp_gradients(chunk: Any) -> Pieces:
+    """Copies of the gradients that the optimizer of Megatron-FSDP gets, cut and named as the weights are."""
+    found = _assembled(chunk, lambda buffer, name, weight: buffer.dist_main_grad[name])
+    return [piece for piece in found if not piece[0].endswith("expert_bias")]
+
+
+def _assembled(chunk: Any, shard: Callable[[Any, str, Any], Any]) -> Pieces:
+    """`pieces` of a model that Megatron-FSDP divides: `shard` gives this rank's part of each parameter."""
+    buffer, fsdp = chunk.param_and_grad_buffer, chunk.module
+    whole = {}
+    for name, weight in buffer.optimizer_named_parameters:
+        group = buffer.parameter_groups[buffer.param_to_param_group[weight.orig_param]]
+        ranks = group.main_grad_buffer.data_parallel_group
+        parts = [torch.empty(0)] * ranks.size()
+        local = shard(buffer, name, weight).to_local().detach().flatten()
+        torch.distributed.all_gather_object(parts, local, group=ranks)
+        whole[name] = torch.cat(parts).view(weight.orig_param.shape)
+    fsdp._replace_param_with_raw_if_needed()
+    fsdp.is_param_fsdp_distributed = True  # else its hook on state_dict replaces them again
+    parameters = dict(unwrapped(chunk).named_parameters())
+    values = {name: p.data for name, p in parameters.items()}
+    try:
+        for name, p in parameters.items():
+            p.data = whole[name]
+        return pieces([chunk])
+    finally:
+        for name, p in parameters.items():
+            p.data = values[name]
+        fsdp.is_param_fsdp_distributed = False
+        fsdp._replace_param_with_distributed_if_needed()

@@ -14,7 +14,6 @@ from torch import Tensor
 from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.launch.boosting import Boost
 from megatron_nemotron3.models.lora import LoRASettings, training
-from megatron_nemotron3.proof.certify import fsdp
 from megatron_nemotron3.proof.certify.batch import Batch, batches
 from megatron_nemotron3.proof.certify.case import TrainingCase
 from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
@@ -22,6 +21,8 @@ from megatron_nemotron3.proof.certify.tensors import (
     Pieces,
     RanksDiffer,
     Tensors,
+    fsdp_gradients,
+    fsdp_weights,
     gather,
     gradients,
     load,
@@ -63,7 +64,6 @@ def train_each(case: TrainingCase, starts: Sequence[Tensors | None], timeout: fl
 
 
 def _together(ranks: Sequence[dict[str, Any]]) -> Result:
-    """The result that the ranks computed together."""
     first = ranks[0]
     for what in ("losses", "norms"):
         if any(rank[what] != first[what] for rank in ranks):
@@ -180,7 +180,6 @@ class TrainingRun:
     def __init__(
         self, case: TrainingCase, weights: Tensors | None, built: tuple[list[Any], Any] | None = None
     ) -> None:
-        """Build the model of `case`, or take what `build` returned."""
         from megatron.core.distributed import finalize_model_grads
         from megatron.core.optimizer import get_megatron_optimizer
         from megatron.core.utils import get_model_config
@@ -231,28 +230,24 @@ class TrainingRun:
 
     @property
     def microbatches(self) -> int:
-        """Those of this rank in a step."""
         case = self.case
         documents = sum(length > 0 for length in case.documents or ()) if case.separate else 1
         return documents * case.sequences // case.micro_batch_size // case.layout.dp
 
     def step(self) -> float:
-        """One step of the optimizer. Returns the norm of the gradients."""
         _, norm, _ = self.optimizer.step()
         return float(norm)
 
     @property
     def fsdp(self) -> bool:
-        """Whether Megatron-FSDP divides the model."""
         return bool(self.args.use_megatron_fsdp)
 
     def gradients(self) -> Pieces:
         """Copies of all gradients of the last `forward_backward(whole_gradients=True)`."""
-        return fsdp.gradients(self.chunks[0]) if self.fsdp else gradients(self.chunks)
+        return fsdp_gradients(self.chunks[0]) if self.fsdp else gradients(self.chunks)
 
     def weights(self) -> Pieces:
-        """Copies of all weights and buffers, after `finish`."""
-        return fsdp.weights(self.chunks[0]) if self.fsdp else pieces(self.chunks)
+        return fsdp_weights(self.chunks[0]) if self.fsdp else pieces(self.chunks)
 
     def finish(self) -> None:
         """Gather what `--overlap-param-gather` would gather in the next forward pass."""
@@ -282,7 +277,6 @@ def _schedule(optimizer: Any, args: Any) -> None:
 
 
 def _train_each(case: TrainingCase, starts: Sequence[Tensors | None]) -> list[dict[str, Any]]:
-    """Runs on this rank, each with groups of its own."""
     from megatron.core import parallel_state
 
     results = [_train(case, starts[0])]
@@ -293,7 +287,6 @@ def _train_each(case: TrainingCase, starts: Sequence[Tensors | None]) -> list[di
 
 
 def _train(case: TrainingCase, weights: Tensors | None) -> dict[str, Any]:
-    """A run on this rank."""
     run = TrainingRun(case, weights)
     result: dict[str, Any] = {"losses": [], "norms": [], "mtp": []}
     for step in range(case.steps):
@@ -322,7 +315,6 @@ def _gather_gradients(chunks: list[Any]) -> None:
 
 
 def _mean_loss(reported: list[dict[str, Tensor]]) -> float:
-    """Loss per token of the global batch, the same on every rank."""
     from megatron.core import parallel_state
 
     total = torch.zeros(2)

@@ -18,7 +18,7 @@ from megatron_nemotron3.launch.plan.serving import ServingUse
 from megatron_nemotron3.models import Nemotron3Config, get
 from megatron_nemotron3.models.own import model
 from megatron_nemotron3.post_training.compress.budget import MEASURES, amount, costs, parse_budget
-from megatron_nemotron3.post_training.compress.search import Alike, NoCandidate, search
+from megatron_nemotron3.post_training.compress.search import NoCandidate, UniformLosses, search
 from megatron_nemotron3.post_training.compress.sizes import BY_LAYER, candidate_config
 
 SERVING = ServingUse(GPUS["h100"], sequences=4, context=512)
@@ -144,7 +144,7 @@ def test_a_budget_that_none_meets_names_the_nearest(name: str) -> None:
 
 def test_without_scores_the_whole_model_loses_nothing() -> None:
     values = {name: (getattr(TINY, name),) for name in ("hidden_size", "mamba_num_heads", *BY_LAYER)}
-    losses = Alike(TINY)
+    losses = UniformLosses(TINY)
     assert losses.rest(TINY, range(TINY.num_layers)) == 0
     assert all(losses.experts(layer, *TINY.expert_sizes[i]) == 0 for i, layer in enumerate((1, 2, 4, 6)))
     # Layers that have less than every value given are refused, not left as they are.

@@ -102,14 +102,14 @@ ROWS: dict[str, tuple[ParallelLayout, str]] = {
 }
 
 
-@pytest.mark.full  # test_lesson.py has ranks and a teacher that is a table
+@pytest.mark.full  # test_signal.py has ranks and a teacher that is a table
 @pytest.mark.parametrize("name", ROWS)
 def test_a_step(given: tuple[Path, Tensors], name: str) -> None:
     layout, kind = ROWS[name]
     _check(given, STUDENT, layout, _how(given[0], kind))
 
 
-@pytest.mark.full  # test_lesson.py has packs, without a model
+@pytest.mark.full  # test_signal.py has packs, without a model
 @pytest.mark.parametrize(
     "layout",
     [_L(), _L(cp=2), _L(tp=2, cp=2), _L(pp=2), _L(pp=2, dp=2), _L(cp=2, dp=2)],

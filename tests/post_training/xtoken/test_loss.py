@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import kl_div, log_softmax
 
 from megatron_nemotron3.post_training.xtoken.align import Aligner, Alignment
-from megatron_nemotron3.post_training.xtoken.loss import span_losses
+from megatron_nemotron3.post_training.xtoken.loss import RankGroups, SpanLoss, span_losses
 from megatron_nemotron3.proof.certify.ranks import run_distributed
 from megatron_nemotron3.train.teacher.projection import Projection
 from megatron_nemotron3.train.teacher.tokens import ByteVocabulary
@@ -50,7 +50,7 @@ def test_identical_tokenizers_give_plain_kl(folders: dict[str, Path], kind: str)
     a.requires_grad_()
     plain = a.detach().clone().requires_grad_()
     expected = kl_div(log_softmax(plain, -1), log_softmax(b, -1), log_target=True, reduction="none").sum(-1)
-    found = span_losses(a, b, alignment, projection, kind)
+    found = span_losses(a, b, alignment, projection, SpanLoss(kind))
     torch.testing.assert_close(found, expected.flatten(), **ROUNDING)
     found.sum().backward()
     expected.sum().backward()
@@ -79,7 +79,7 @@ def test_equals_the_dense_reference(
     expected = reference(
         exact.flatten(0, 1), b.double().flatten(0, 1), alignment, projection, kind, **options
     )
-    found = span_losses(a, b, alignment, projection, kind, **options)
+    found = span_losses(a, b, alignment, projection, SpanLoss(kind, **options))
     torch.testing.assert_close(found.double(), expected, **ROUNDING)
     weights = torch.linspace(0.5, 1.5, len(found))
     (found * weights).sum().backward()
@@ -95,7 +95,12 @@ def _rank(case: tuple, kind: str, options: dict, size: int) -> tuple:
     mine, theirs = (_padded(one, size).chunk(size, -1)[rank].contiguous() for one in (a, b))
     mine.requires_grad_()
     found = span_losses(
-        mine, theirs, alignment, projection, kind, group=torch.distributed.group.WORLD, **options
+        mine,
+        theirs,
+        alignment,
+        projection,
+        SpanLoss(kind, **options),
+        RankGroups(torch.distributed.group.WORLD),
     )
     (found * torch.linspace(0.5, 1.5, len(found))).sum().backward()
     return found.detach(), mine.grad
@@ -123,7 +128,7 @@ def test_a_divided_vocabulary(folders: dict[str, Path], size: int, kind: str, op
     case = _case(folders["packs"], folders["splits"])
     projection, alignment, a, b = case
     a.requires_grad_()
-    expected = span_losses(a, b, alignment, projection, kind, **options)
+    expected = span_losses(a, b, alignment, projection, SpanLoss(kind, **options))
     (expected * torch.linspace(0.5, 1.5, len(expected))).sum().backward()
     ranks = run_distributed(_rank, size, (projection, alignment, a.detach(), b), kind, options, size)
     for losses, _ in ranks:
@@ -152,7 +157,7 @@ def test_numerals(folders: dict[str, Path]) -> None:
         logits = torch.zeros(1, len(student))
         logits[0, number] = 2.0
         logits.requires_grad_()
-        span_losses(logits, teacher_logits, alignment, projection, kind, **options).sum().backward()
+        span_losses(logits, teacher_logits, alignment, projection, SpanLoss(kind, **options)).sum().backward()
         return -logits.grad[0, number].item()
 
     assert pushed("h-kl", threshold=1.0) < 0
@@ -167,7 +172,7 @@ def test_what_does_not_fit_is_refused(folders: dict[str, Path]) -> None:
     with pytest.raises(ValueError, match="the teacher's logits .* do not fit an alignment"):
         span_losses(a, b[:, 1:], alignment, projection)
     with pytest.raises(ValueError, match="give 'p-kl' or 'h-kl'"):
-        span_losses(a, b, alignment, projection, "kl")
+        SpanLoss("kl")
     with pytest.raises(ValueError, match="the teacher's positions do not cover"):
         Alignment(torch.tensor([0, 1]), torch.tensor([0, 0]), 2)
 

@@ -37,7 +37,7 @@ def _words(output: Path, steps: int) -> list[str]:
     return ["train", "nano", *given, "--output", str(output)]
 
 
-@pytest.mark.full  # tests/post_training/distill/test_lesson.py has a step without a run
+@pytest.mark.full  # tests/post_training/distill/test_signal.py has a step without a run
 def test_train(tmp_path: Path) -> None:
     """Without a projection it is refused, with the cure; following that, the divergence falls."""
     _write_texts(tmp_path)

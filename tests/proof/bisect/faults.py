@@ -139,8 +139,8 @@ def verdict(name: str, found: Diagnosis) -> dict[str, Any]:
     names = [one.cause for one in side.explanations]
     right = [bool(re.fullmatch(fault.cause, one)) for one in names]
     return {
-        "side": found.blamed == [fault.side],
-        "wrong side": (set(found.blamed) - {fault.side}) != set(),
+        "side": found.deviating == [fault.side],
+        "wrong side": (set(found.deviating) - {fault.side}) != set(),
         "kind": kind_of(side) == fault.kind,
         "layer": fault.layer is None or side.layer == fault.layer,
         "cause": bool(right and right[0]),

@@ -24,10 +24,10 @@ named.
 - *log-probabilities*: it has nothing else.
 - *FP32, BF16*: type of both systems. In BF16 rounding alone changes a log-probability by 0.01 (median).
 
-A cell is **yes** if the right side is blamed, and kind of layer, first layer and cause are named; *one of n*
+A cell is **yes** if the right side is found, and kind of layer, first layer and cause are named; *one of n*
 if the right cause is among n that explain the system about as well, but not the first; *side* if the right
-side is blamed and the cause is unknown or another one; *no* if the fault stays below the noise and nobody is
-blamed. A dash: not run (Megatron's side runs in FP32 without hidden states). Hypotheses and limits were
+side is found and the cause is unknown or another one; *no* if the fault stays below the noise and no side is
+reported. A dash: not run (Megatron's side runs in FP32 without hidden states). Hypotheses and limits were
 completed with faults of this list, so the counts do not say how often the cause of a new fault is named.
 
 `python -m tests.proof.bisect.faults` runs all of them and writes the figures; `make test-full` tests them.

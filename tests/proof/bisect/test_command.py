@@ -16,7 +16,7 @@ from megatron_nemotron3.inference.generate.engine import Engine
 from megatron_nemotron3.inference.generate.weights import load
 from megatron_nemotron3.models import get
 from megatron_nemotron3.proof.bisect import diagnose
-from megatron_nemotron3.proof.bisect.cause_table import table
+from megatron_nemotron3.proof.bisect.diagnose import cause_table
 from megatron_nemotron3.proof.bisect.engine import sequence
 from megatron_nemotron3.proof.bisect.recording import Recording, read, write
 from tests.support import engines
@@ -77,7 +77,7 @@ def test_the_wrong_side_is_named_on_either_side(
     assert found["deviates"] == ["engine"] and found["model"] == "custom" and found["tokens"] == 96
     assert found["engine"]["cause"] is not None and found["engine"]["layer"] == 2
     assert any(line.startswith("engine (vllm, float32) deviates") for line in found["findings"])
-    few = [cause for cause in table() if cause.name.startswith("a routed scaling")]
+    few = [cause for cause in cause_table() if cause.name.startswith("a routed scaling")]
     monkeypatch.setattr(diagnose, "table", lambda: few)  # the whole search was run above
     assert run(place, "engine.pt", "--first", "1", trainer="wrong.pt") == 1
     said = capsys.readouterr().out

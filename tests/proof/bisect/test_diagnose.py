@@ -1,4 +1,4 @@
-"""Who is blamed where nobody, or both, are wrong; and what is said where less is known."""
+"""Which side is reported where none, or both, are wrong; and what is printed where less is known."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.proof.bisect import hypotheses
-from megatron_nemotron3.proof.bisect.cause_table import table
 from megatron_nemotron3.proof.bisect.causes import Cause, Context, shard_order, step
-from megatron_nemotron3.proof.bisect.diagnose import Diagnosis, Investigation
+from megatron_nemotron3.proof.bisect.diagnose import Diagnosis, Investigation, cause_table
 from megatron_nemotron3.proof.bisect.recompute import Change
 from megatron_nemotron3.proof.bisect.recording import Recording
 from tests.proof.bisect import damage as d
@@ -47,11 +46,11 @@ def compare(trainer: Recording, engine: Recording, by: Investigation | None = No
 @pytest.mark.parametrize(
     ("trainer", "engine"), [(FP32, BF16), *(pytest.param(*p, marks=pytest.mark.full) for p in _OTHER_PAIRS)]
 )
-def test_nobody_is_blamed(trainer: torch.dtype, engine: torch.dtype, hidden: bool) -> None:
+def test_no_side_deviates(trainer: torch.dtype, engine: torch.dtype, hidden: bool) -> None:
     """Prefill against decoding, in types of which one rounds 30,000 times as much."""
     sides = healthy_engine(trainer), healthy_engine(engine, decode=True)
     found = compare(recorded(sides[0], trainer, hidden), recorded(sides[1], engine, hidden))
-    assert found.blamed == [] and found.exit_status == 0
+    assert found.deviating == [] and found.exit_status == 0
     assert "neither deviates" in found.lines()[-1]
 
 
@@ -61,14 +60,14 @@ def _opened(folder: Path, weights: Weights) -> Investigation:
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(2, 8))
-def test_nobody_is_blamed_with_other_weights(tmp_path: Path, seed: int) -> None:
+def test_no_side_deviates_with_other_weights(tmp_path: Path, seed: int) -> None:
     weights = checkpoint(seed)
     by = _opened(tmp_path, weights)
     for dtype in (FP32, BF16):
         sides = [
             tuple(Engine(weights, dtype, decode).score(*one) for one in tokens()) for decode in (False, True)
         ]
-        assert compare(recorded(sides[0], dtype), recorded(sides[1], dtype), by).blamed == []
+        assert compare(recorded(sides[0], dtype), recorded(sides[1], dtype), by).deviating == []
 
 
 def _with_ties(favour: float = 0.0) -> Weights:
@@ -97,14 +96,14 @@ def test_ties_blame_nobody(tmp_path: Path, dtype: torch.dtype) -> None:
         found = compare(
             *(recorded(side, dtype, hidden) for side in sides), _opened(tmp_path / str(hidden), _with_ties())
         )
-        assert found.blamed == []
+        assert found.deviating == []
 
 
 def test_both_deviate() -> None:
     engine = Engine(checkpoint(5))
     other = recorded(tuple(engine.score(*one) for one in tokens()), FP32, False)
     found = compare(other, other)
-    assert found.blamed == ["trainer", "engine"] and found.exit_status == 1
+    assert found.deviating == ["trainer", "engine"] and found.exit_status == 1
     assert "both deviate" in found.lines()[-1] and "unknown cause" in "\n".join(found.lines())
 
 
@@ -123,7 +122,7 @@ def _noisy(layer: int) -> tuple[Scored, ...]:
 
 def test_unknown_cause_is_not_guessed() -> None:
     """The layer and the token are found, and no cause of attention is named."""
-    causes = [cause for cause in table() if cause.kind == "*"]
+    causes = [cause for cause in cause_table() if cause.kind == "*"]
     side = Investigation(plain().model, None, causes).side("engine", recorded(_noisy(3), FP32))
     assert side.deviates and side.exactly and side.layer == 3
     assert side.position == (0, 150) and side.cause is None
@@ -163,7 +162,7 @@ def test_only_a_cause_that_fits_is_named() -> None:
 def test_streams_are_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """With memory for few residual streams, a cause gives the same."""
     recording = recorded(healthy_engine(), FP32, False)
-    cause = next(cause for cause in table() if cause.name == "no shared expert")
+    cause = next(cause for cause in cause_table() if cause.name == "no shared expert")
     plenty = Investigation(plain().model, None, []).hypotheses(recording)
     every = len(plenty.plain[0].streams)
     monkeypatch.setattr(hypotheses, "KEPT_BYTES", 1 << 18)
@@ -179,7 +178,7 @@ def test_streams_are_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_causes_have_names_of_their_own() -> None:
-    causes = table()
+    causes = cause_table()
     assert len({cause.name for cause in causes}) == len(causes) > 150
     assert {cause.kind for cause in causes} >= set("ME*")
 
@@ -189,7 +188,7 @@ def test_causes_that_cannot_be_are_left_out() -> None:
     assert shard_order(10, 4, "reversed") is None
     places = shard_order(8, 4, "neighbours swapped")
     assert places is not None and places.tolist() == [2, 3, 0, 1, 6, 7, 4, 5]
-    made = {c.name: c.layer(Context(MODEL, 0, 1)) for c in table() if c.layer is not None}
+    made = {c.name: c.layer(Context(MODEL, 0, 1)) for c in cause_table() if c.layer is not None}
     assert made["a convolution state empty after the prompt"] is None
     assert made["the latent projections of the previous layer of experts"] is None
     assert made["the latent projections of the next layer of experts"] is not None
@@ -205,7 +204,7 @@ def _damaged(weights: Weights | None = None, *changes: Callable[[Engine], None])
 
 def _among(*words: str) -> Investigation:
     """With the causes that have one of these words, and the checkpoint before this one."""
-    causes = [cause for cause in table() if any(word in cause.name for word in words)]
+    causes = [cause for cause in cause_table() if any(word in cause.name for word in words)]
     return Investigation(plain().model, faults.investigation().previous, causes)
 
 

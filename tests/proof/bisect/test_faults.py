@@ -1,4 +1,4 @@
-"""Every seeded fault is found as the table says, and nobody else is blamed."""
+"""Every seeded fault is found as the table says, and no other side is reported."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_nemotron3.proof.bisect.cause_table import table
-from megatron_nemotron3.proof.bisect.diagnose import Investigation
+from megatron_nemotron3.proof.bisect.diagnose import Investigation, cause_table
 from tests.proof.bisect import faults
 from tests.proof.bisect.fault_list import FAULTS
 from tests.proof.bisect.faults import MODES
@@ -42,7 +41,7 @@ def test_fault_is_found(world: None, name: str, mode: str) -> None:
 def test_cause_from_log_probabilities_alone(name: str) -> None:
     """With a third of the hypotheses about experts."""
     words = "factor", "latent", "shared", "normalisation", "fewer"
-    causes = [c for c in table() if c.kind == "E" and any(word in c.name for word in words)]
+    causes = [c for c in cause_table() if c.kind == "E" and any(word in c.name for word in words)]
     quick = Investigation(faults.investigation().model, None, causes)
     scored = faults.faulty(name, torch.float32)
     side = quick.side("engine", faults.recording(scored, "hf", torch.float32, False))
@@ -51,7 +50,7 @@ def test_cause_from_log_probabilities_alone(name: str) -> None:
 
 
 def test_table_is_complete() -> None:
-    """Every fault has a row, no side was blamed wrongly, and in each mode 18 causes or more are named."""
+    """Every fault has a row, no side was reported wrongly, and in each mode 18 causes or more are named."""
     rows = faults.measured()
     assert rows.keys() == FAULTS.keys() and len(FAULTS) >= 24
     assert not [name for name, row in rows.items() for one in row.values() if one["wrong side"]]

@@ -45,7 +45,7 @@ class Launch:
     #: The command line of this recipe instead.
     recipe: str = ""
     gpu: str = "h100"
-    #: Lengths of documents, and of the places in which they lie inside a pack; None: those of the twin.
+    #: Lengths of documents, and of the places in which they lie inside a pack; None: those of the proxy.
     documents: tuple[int, ...] | None = None
     padded: tuple[int, ...] | None = None
 

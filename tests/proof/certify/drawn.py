@@ -13,7 +13,7 @@ from megatron_nemotron3.launch.rules import RuleError
 from tests.properties.step import Case
 from tests.properties.strategies import cases, errors
 
-#: Worlds of the launches; the twin has at most 8 ranks.
+#: Worlds of the launches; the proxy has at most 8 ranks.
 WORLDS = (2, 4, 8, 8, 12, 16, 16, 32, 32, 64, 64)
 _PACKED = ("--sft", "--calculate-per-token-loss")
 _DOCUMENTS = ("--dataloader-inter-document-masking",)

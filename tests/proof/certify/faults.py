@@ -25,10 +25,11 @@ from unittest import mock
 
 from megatron_nemotron3.launch import command_line
 from megatron_nemotron3.launch.flag import Flag
-from megatron_nemotron3.proof.certify import proof, static, twin
+from megatron_nemotron3.proof.certify import proof, proxy, static
 from megatron_nemotron3.proof.certify.bench import Bench, last_line
 from megatron_nemotron3.proof.certify.case import TrainingCase
 from megatron_nemotron3.proof.certify.finding import Finding, PropertyState
+from megatron_nemotron3.proof.certify.large import LaunchRequest
 from megatron_nemotron3.proof.certify.layouts import Sizes
 from tests.proof.certify.catalogue import FAULTS, LAUNCHES, Fault
 
@@ -64,31 +65,31 @@ def _saving(bench: Bench) -> Iterator[Finding]:
     from megatron_nemotron3.proof.certify import script_stage
 
     scripts, killed = _killed(bench)
-    yield from script_stage.written(scripts, killed, str(bench.twin.sizes[0]))
+    yield from script_stage.checkpoint_findings(scripts, killed, str(bench.proxy.sizes[0]))
 
 
 def _resuming(bench: Bench) -> Iterator[Finding]:
     """Resume in the same layout what a healthy run saved."""
     from megatron_nemotron3.proof.certify import script_stage
 
-    healthy, killed = _healthy_save(bench.flags, bench.twin.sizes[0].layout.world_size)
-    scripts = script_stage.Scripts(bench)
+    healthy, killed = _healthy_save(bench.flags, bench.proxy.sizes[0].layout.world_size)
+    scripts = script_stage.ScriptRuns(bench)
     scripts.write_data()
     shutil.copytree(healthy.saved, scripts.saved)
-    yield from script_stage.resumed(scripts, bench.twin.sizes[0], killed)
+    yield from script_stage.resume_findings(scripts, bench.proxy.sizes[0], killed)
 
 
 def _export(bench: Bench) -> Iterator[Finding]:
     """Export what a healthy run saved, and read it back, in this process."""
     from megatron_nemotron3.proof.certify import script_stage
 
-    healthy, killed = _healthy_save(bench.flags, bench.twin.sizes[0].layout.world_size)
-    scripts = script_stage.Scripts(bench)
+    healthy, killed = _healthy_save(bench.flags, bench.proxy.sizes[0].layout.world_size)
+    scripts = script_stage.ScriptRuns(bench)
     shutil.copytree(healthy.saved, scripts.saved)
     if bench.fault is not None:
         bench.fault()
     try:
-        yield from script_stage.written(scripts, killed, str(bench.twin.sizes[0]))
+        yield from script_stage.checkpoint_findings(scripts, killed, str(bench.proxy.sizes[0]))
     finally:
         mock.patch.stopall()
 
@@ -97,9 +98,9 @@ def _killed(bench: Bench) -> tuple[Any, Any]:
     """The scripts of a launch, and their run of two steps that was killed in its second save."""
     from megatron_nemotron3.proof.certify import script_stage
 
-    scripts = script_stage.Scripts(bench)
+    scripts = script_stage.ScriptRuns(bench)
     scripts.write_data()
-    return scripts, scripts.run("layout", bench.twin.sizes[0], *scripts.saving, killed_in=scripts.saved)
+    return scripts, scripts.run("layout", bench.proxy.sizes[0], *scripts.saving, killed_in=scripts.saved)
 
 
 @cache
@@ -107,7 +108,7 @@ def _healthy_save(flags: tuple[Flag, ...], ranks: int) -> tuple[Any, Any]:
     """`_killed` without a fault, in a folder that stays until the process ends."""
     folder = tempfile.TemporaryDirectory()
     atexit.register(folder.cleanup)
-    return _killed(Bench(twin=_twin(flags, ranks), flags=flags, folder=Path(folder.name)))
+    return _killed(Bench(proxy=_proxy(flags, ranks), flags=flags, folder=Path(folder.name)))
 
 
 #: Stages of the proof, or parts of them, by the names that the catalogue has.
@@ -135,7 +136,7 @@ def run(launch: str, stage: str, fault: Fault | None) -> list[Finding]:
             text += " " + fault.patch(Path(folder))
         flags = tuple(command_line.read_launch(text).flags)
         bench = FaultyBench(
-            twin=_twin(flags, given.ranks),
+            proxy=_proxy(flags, given.ranks),
             flags=flags,
             folder=Path(folder),
             gpu=given.gpu,
@@ -147,8 +148,8 @@ def run(launch: str, stage: str, fault: Fault | None) -> list[Finding]:
 
 
 @cache
-def _twin(flags: tuple[Flag, ...], ranks: int) -> twin.Twin:
-    return twin.make(flags, ranks or 8, world_size=ranks or None)
+def _proxy(flags: tuple[Flag, ...], ranks: int) -> proxy.ProxyLaunch:
+    return proxy.make(LaunchRequest(flags=flags, world_size=ranks or None), ranks or 8)
 
 
 @cache

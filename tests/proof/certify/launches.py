@@ -11,8 +11,9 @@ from pathlib import Path
 
 from megatron_nemotron3.launch import command_line
 from megatron_nemotron3.launch.flag import Flag
-from megatron_nemotron3.proof.certify import twin_text
-from megatron_nemotron3.proof.certify.twin import Twin, make
+from megatron_nemotron3.proof.certify import proxy_text
+from megatron_nemotron3.proof.certify.large import LaunchRequest
+from megatron_nemotron3.proof.certify.proxy import ProxyLaunch, make
 
 FOLDER = Path(__file__).parents[2] / "golden" / "launches"
 FILES = {file.stem: file for file in sorted((*FOLDER.glob("*.sh"), *FOLDER.glob("*.yaml")))}
@@ -25,10 +26,10 @@ def flags_of(name: str) -> list[Flag]:
     return command_line.read_launch(FILES[name].read_text()).flags
 
 
-def twin_of(name: str) -> Twin:
-    """Its twin on up to eight ranks."""
+def proxy_of(name: str) -> ProxyLaunch:
+    """Its proxy on up to eight ranks."""
     found = command_line.read_launch(FILES[name].read_text())
-    return make(found.flags, 8, world_size=found.world_size, version=VERSION)
+    return make(LaunchRequest(flags=tuple(found.flags), world_size=found.world_size), 8, VERSION)
 
 
 def text_of(name: str) -> str:
@@ -36,7 +37,7 @@ def text_of(name: str) -> str:
     notes: list[str] = []
     try:
         notes = command_line.read_launch(FILES[name].read_text()).notes
-        lines = twin_text.lines(twin_of(name))
+        lines = proxy_text.lines(proxy_of(name))
     except ValueError as problem:
         lines = [f"refused: {problem}"]
     return "\n".join((*(f"note: {note}" for note in notes), *lines, ""))

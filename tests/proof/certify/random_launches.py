@@ -23,19 +23,23 @@ from typing import Any
 from megatron_nemotron3.launch.flag import parse
 from megatron_nemotron3.proof.certify.bench import Bench
 from megatron_nemotron3.proof.certify.finding import Finding, PropertyState, failed
+from megatron_nemotron3.proof.certify.large import LaunchRequest
 from megatron_nemotron3.proof.certify.proof import STAGES, Stage, prove
-from megatron_nemotron3.proof.certify.twin import Twin, make
+from megatron_nemotron3.proof.certify.proxy import ProxyLaunch, make
 from tests.proof.certify.drawn import RandomLaunch, launches
 from tests.properties.strategies import draw_many
 
-#: Ranks of a twin.
+#: Ranks of a proxy.
 RANKS = 8
 
 
-def twin_of(launch: RandomLaunch) -> Twin:
-    """Return the twin that the command makes of a launch."""
+def proxy_of(launch: RandomLaunch) -> ProxyLaunch:
+    """Return the proxy that the command makes of a launch."""
     flags = parse(launch.words)
-    return make(flags, RANKS, world_size=launch.world_size, vocab_size=launch.vocab_size)
+    return make(
+        LaunchRequest(flags=tuple(flags), world_size=launch.world_size, vocab_size=launch.vocab_size),
+        RANKS,
+    )
 
 
 def findings(
@@ -55,7 +59,7 @@ def findings(
 def _findings(launch: RandomLaunch, timeout: float, stages: Sequence[Stage] | None) -> list[Finding]:
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(
-            twin=twin_of(launch), flags=tuple(parse(launch.words)), folder=Path(folder), timeout=timeout
+            proxy=proxy_of(launch), flags=tuple(parse(launch.words)), folder=Path(folder), timeout=timeout
         )
         return list(prove(bench, stages))
 

@@ -1,4 +1,4 @@
-"""The census of a real model, built by Megatron without memory, and of its twin, trained for a step."""
+"""The census of a real model, built by Megatron without memory, and of its proxy, trained for a step."""
 
 from __future__ import annotations
 
@@ -9,16 +9,21 @@ import pytest
 from megatron_nemotron3 import models
 from megatron_nemotron3.launch import Launch, flags
 from megatron_nemotron3.precision import yaml_file
-from megatron_nemotron3.proof.certify import built, twin
+from megatron_nemotron3.proof.certify import built, proxy
 from megatron_nemotron3.proof.certify.bench import Bench
 from megatron_nemotron3.proof.certify.finding import PropertyState
+from megatron_nemotron3.proof.certify.large import LaunchRequest
 
 
 def bench_of(folder: Path, file: Path, name: str = "super") -> Bench:
     words = flags(
         Launch.of(name, tp=2, ep=4, dp=4, precision="nvfp4", backend="te", te_precision_config_file=str(file))
     )
-    return Bench(twin=twin.make(words, 8, world_size=8), flags=tuple(words), folder=folder)
+    return Bench(
+        proxy=proxy.make(LaunchRequest(flags=tuple(words), world_size=8), 8),
+        flags=tuple(words),
+        folder=folder,
+    )
 
 
 def test_the_published_file_and_one_without_enabled(tmp_path: Path) -> None:
@@ -28,7 +33,7 @@ def test_the_published_file_and_one_without_enabled(tmp_path: Path) -> None:
     whole, small = built.census(bench)
     assert (whole.name, whole.state) == (built.WHOLE, PropertyState.PASS), whole.detail
     assert "nvfp4" in whole.detail and "bf16" in whole.detail
-    assert (small.name, small.state) == (built.TWIN, PropertyState.PASS), small.detail
+    assert (small.name, small.state) == (built.PROXY, PropertyState.PASS), small.detail
     # Megatron drops a matcher without `enabled: true` in silence, and its linears become NVFP4.
     file.write_text(file.read_text().replace("    enabled: true\n", "", 1))
     found = list(built.census(bench))

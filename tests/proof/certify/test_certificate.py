@@ -15,8 +15,10 @@ from megatron_nemotron3.launch import Launch, flags
 from megatron_nemotron3.launch.command_line import read_launch
 from megatron_nemotron3.launch.flag import Flag, render
 from megatron_nemotron3.precision import yaml_file
-from megatron_nemotron3.proof.certify import certificate, twin
+from megatron_nemotron3.precision.settings import Emulation
+from megatron_nemotron3.proof.certify import certificate, proxy
 from megatron_nemotron3.proof.certify.finding import Finding, PropertyState, failed, passed, untested
+from megatron_nemotron3.proof.certify.large import LaunchRequest
 
 
 @pytest.fixture
@@ -38,8 +40,12 @@ def launch(tmp_path: Path) -> list[Flag]:
     )
 
 
+def request(flags: list[Flag], world_size: int = 16, **known: Any) -> LaunchRequest:
+    return LaunchRequest(flags=tuple(flags), world_size=world_size, **known)
+
+
 def hash_of(found: list[Flag]) -> str:
-    return certificate.hash_of(certificate.normalised(found, 16))
+    return certificate.hash_of(certificate.normalised(request(found)))
 
 
 def changed(found: list[Flag], name: str, *values: str) -> list[Flag]:
@@ -73,9 +79,12 @@ def test_what_decides_numbers_changes_it(launch: list[Flag], tmp_path: Path) -> 
     assert hash_of(changed(launch, "--adam-beta2", "0.951")) != before
     assert hash_of([*launch, Flag("--recompute-granularity", ("full",))]) != before
     assert hash_of([flag for flag in launch if flag.name != "--sequence-parallel"]) != before
-    assert certificate.hash_of(certificate.normalised(launch, 32)) != before
-    assert certificate.hash_of(certificate.normalised(launch, 16, "nvfp4")) != before
-    assert certificate.hash_of(certificate.normalised(launch, 16, "", "rank=8")) != before
+    assert certificate.hash_of(certificate.normalised(request(launch, world_size=32))) != before
+    assert (
+        certificate.hash_of(certificate.normalised(request(launch, emulate=Emulation(format="nvfp4"))))
+        != before
+    )
+    assert certificate.hash_of(certificate.normalised(request(launch, lora="rank=8"))) != before
 
 
 def test_content_of_the_precision_file_counts_and_not_its_name(launch: list[Flag], tmp_path: Path) -> None:
@@ -93,8 +102,8 @@ def test_content_of_the_precision_file_counts_and_not_its_name(launch: list[Flag
 def make(launch: list[Flag], findings: list[Finding]) -> dict[str, Any]:
     return certificate.make(
         title="launch.sh",
-        command=certificate.normalised(launch, 16),
-        twin=twin.make(launch, 8, world_size=16),
+        command=certificate.normalised(request(launch)),
+        proxy=proxy.make(request(launch), 8),
         findings=findings,
         checkout=None,
         seconds=12.34,
@@ -149,10 +158,10 @@ def test_a_changed_file_is_refused(launch: list[Flag], tmp_path: Path) -> None:
 
 
 def test_differences_name_the_options(launch: list[Flag]) -> None:
-    before = certificate.normalised(launch, 16)
+    before = certificate.normalised(request(launch))
     other = changed(launch, "--tensor-model-parallel-size", "4")
     other = [flag for flag in other if flag.name != "--sequence-parallel"]
-    assert certificate.differences(before, certificate.normalised(other, 16)) == [
+    assert certificate.differences(before, certificate.normalised(request(other))) == [
         "--sequence-parallel: certified on, now not passed",
         "--tensor-model-parallel-size: certified 2, now 4",
     ]

@@ -9,10 +9,11 @@ import pytest
 
 from megatron_nemotron3.launch import Launch, flags
 from megatron_nemotron3.launch.flag import Flag
-from megatron_nemotron3.proof.certify import twin
+from megatron_nemotron3.proof.certify import proxy
 from megatron_nemotron3.proof.certify.bench import Bench
 from megatron_nemotron3.proof.certify.definition import definition
 from megatron_nemotron3.proof.certify.finding import Finding, PropertyState
+from megatron_nemotron3.proof.certify.large import LaunchRequest
 from tests.proof.certify.catalogue import FAULTS
 from tests.proof.certify.definition_faults import megatrons_z_loss
 
@@ -50,7 +51,7 @@ def found(name: str, folder: Path, fault: Callable[[], None] | None = None) -> d
         two = Flag("--micro-batch-size", ("2",))
         words = [two if flag.name == two.name else flag for flag in words if flag.name != PER_TOKEN]
     given = tuple(words)
-    bench = Bench(twin=twin.make(given, 8), flags=given, folder=folder, fault=fault)
+    bench = Bench(proxy=proxy.make(LaunchRequest(flags=given), 8), flags=given, folder=folder, fault=fault)
     return {finding.name: finding for finding in definition(bench)}
 
 

@@ -14,12 +14,13 @@ from megatron_nemotron3.launch.flag import Flag
 from megatron_nemotron3.proof.certify import static
 from megatron_nemotron3.proof.certify.bench import Bench
 from megatron_nemotron3.proof.certify.finding import PropertyState
+from megatron_nemotron3.proof.certify.large import LaunchRequest
 from megatron_nemotron3.proof.certify.proof import layouts
-from megatron_nemotron3.proof.certify.twin import make
+from megatron_nemotron3.proof.certify.proxy import make
 from megatron_nemotron3.train.build import megatron_args
-from tests.proof.certify.launches import FILES, FOLDER, VERSION, flags_of, text_of, twin_of
+from tests.proof.certify.launches import FILES, FOLDER, VERSION, flags_of, proxy_of, text_of
 
-#: Launches without a twin, and why.
+#: Launches without a proxy, and why.
 REFUSED = {
     "mamba-example": "an activation other than squared ReLU",
     "nemotron-lightning": "run_config.yaml that Bridge writes",
@@ -40,9 +41,9 @@ def test_what_is_said_of_a_launch(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PROVEN)
-def test_megatron_accepts_the_twin(name: str, tmp_path: Path) -> None:
-    bench = Bench(twin=twin_of(name), flags=tuple(flags_of(name)), folder=tmp_path)
-    for sizes in (None, *bench.twin.sizes):
+def test_megatron_accepts_the_proxy(name: str, tmp_path: Path) -> None:
+    bench = Bench(proxy=proxy_of(name), flags=tuple(flags_of(name)), folder=tmp_path)
+    for sizes in (None, *bench.proxy.sizes):
         case = bench.case(sizes)
         with cpu_mode():
             assert megatron_args(case.argv(), case.layout.world_size).hybrid_layer_pattern
@@ -56,11 +57,11 @@ def test_what_a_launch_of_main_asks_of_an_older_megatron() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", PROVEN)
 def test_proof_of_a_launch(name: str, tmp_path: Path) -> None:
-    """In each small layout the twin trains as in one process."""
+    """In each small layout the proxy trains as in one process."""
     cure = [Flag(WRONG[name][0])] if name in WRONG else []
     bench = _bench([*flags_of(name), *cure], tmp_path)
     found = list(layouts(bench))
-    assert len(found) >= 5 * len(bench.twin.sizes)
+    assert len(found) >= 5 * len(bench.proxy.sizes)
     assert [finding for finding in found if finding.state is PropertyState.FAIL] == []
 
 
@@ -76,7 +77,7 @@ def test_a_launch_that_is_wrong(name: str, tmp_path: Path) -> None:
 
 
 def _bench(flags: list[Flag], folder: Path) -> Bench:
-    return Bench(twin=make(flags, 8, version=VERSION), flags=tuple(flags), folder=folder)
+    return Bench(proxy=make(LaunchRequest(flags=tuple(flags)), 8, VERSION), flags=tuple(flags), folder=folder)
 
 
 @pytest.mark.checkout

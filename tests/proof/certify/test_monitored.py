@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from megatron_nemotron3.launch import Launch, flags
-from megatron_nemotron3.proof.certify import monitored, twin
+from megatron_nemotron3.proof.certify import monitored, proxy
 from megatron_nemotron3.proof.certify.bench import Bench
 from megatron_nemotron3.proof.certify.finding import PropertyState
+from megatron_nemotron3.proof.certify.large import LaunchRequest
 from megatron_nemotron3.proof.certify.script_stage import events
 
 SERIES = {"max_vio/layer_002": 1.5, "residual_rms/layer_001": 0.02, "monitor/dead_experts": 0.0}
@@ -18,7 +19,11 @@ SERIES = {"max_vio/layer_002": 1.5, "residual_rms/layer_001": 0.02, "monitor/dea
 @pytest.fixture
 def bench(tmp_path: Path) -> Bench:
     words = flags(Launch.of("nano", tp=2, dp=2, backend="te"))
-    return Bench(twin=twin.make(words, 8, world_size=4), flags=tuple(words), folder=tmp_path)
+    return Bench(
+        proxy=proxy.make(LaunchRequest(flags=tuple(words), world_size=4), 8),
+        flags=tuple(words),
+        folder=tmp_path,
+    )
 
 
 def write(bench: Bench, run: str, scale: float = 1.0, *without: str) -> None:
@@ -45,7 +50,7 @@ def test_what_differs_is_named(bench: Bench) -> None:
         write(bench, f"one-{number}", 1 + 1e-6 * number)
     write(bench, "layout", 1.01)
     (one,) = monitored.monitors(bench)
-    assert one.state is PropertyState.FAIL and one.detail in SERIES and one.where == str(bench.twin.sizes[0])
+    assert one.state is PropertyState.FAIL and one.detail in SERIES and one.where == str(bench.proxy.sizes[0])
 
 
 def test_a_missing_series_fails(bench: Bench) -> None:

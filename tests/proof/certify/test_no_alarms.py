@@ -9,7 +9,7 @@ from megatron_nemotron3.proof.certify import proof
 from megatron_nemotron3.proof.certify.finding import PropertyState
 from megatron_nemotron3.proof.certify.layouts import Sizes, cover
 from tests.proof.certify.drawn import RandomLaunch, launches
-from tests.proof.certify.random_launches import findings, twin_of
+from tests.proof.certify.random_launches import findings, proxy_of
 from tests.properties.strategies import draw_many
 
 #: The stages that a launch of few ranks passes in seconds.
@@ -17,8 +17,8 @@ QUICK = [stage for stage in proof.STAGES if stage.findings in (proof.layouts, pr
 
 
 def ranks(launch: RandomLaunch) -> int:
-    """Ranks of the largest layout of the twin."""
-    return max(sizes.layout.world_size for sizes in twin_of(launch).sizes)
+    """Ranks of the largest layout of the proxy."""
+    return max(sizes.layout.world_size for sizes in proxy_of(launch).sizes)
 
 
 def failures(launch: RandomLaunch, stages: list[proof.Stage] | None = None) -> list[str]:
@@ -55,7 +55,7 @@ def test_a_draw_has_every_kind_of_launch() -> None:
         *("--num-experts", "--moe-latent-size", "--bf16", "--fp4-format", "--moe-token-dispatcher-type"),
     )
     assert not set(wanted) - options
-    layouts = [twin_of(launch).large.layout for launch in drawn]
+    layouts = [proxy_of(launch).large.layout for launch in drawn]
     for name in ("tp", "pp", "vpp", "cp", "dp", "ep", "etp"):
         assert sum(getattr(layout, name) > 1 for layout in layouts) >= 5, name
 

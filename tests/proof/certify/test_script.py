@@ -14,8 +14,9 @@ from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.proof.certify import script_run, script_stage
 from megatron_nemotron3.proof.certify.bench import Bench
 from megatron_nemotron3.proof.certify.finding import Finding, PropertyState
+from megatron_nemotron3.proof.certify.large import LaunchRequest
+from megatron_nemotron3.proof.certify.proxy import make
 from megatron_nemotron3.proof.certify.reading import checkout
-from megatron_nemotron3.proof.certify.twin import make
 from tests.support import checkpoint_faults as faults
 from tests.support.short_run import mock_argv, short_schedule
 
@@ -37,8 +38,8 @@ def bench(
         model = tiny(get("nano")).but(pattern=pattern, num_moe_experts=None)
     words = [*mock_argv(model, layout, short_schedule(2)), *extra]
     flags = tuple(command_line.read_launch(shlex.join(words)).flags)
-    twin = make(flags, 8, world_size=layout.world_size, boost=boost)
-    return Bench(twin=twin, flags=flags, folder=folder, timeout=240, fault=fault)
+    proxy = make(LaunchRequest(flags=flags, world_size=layout.world_size, boost=boost), 8)
+    return Bench(proxy=proxy, flags=flags, folder=folder, timeout=240, fault=fault)
 
 
 def failed(findings: Iterable[Finding]) -> set[str]:
@@ -48,22 +49,25 @@ def failed(findings: Iterable[Finding]) -> set[str]:
 def test_a_killed_run_resumes_to_the_bit(tmp_path: Path) -> None:
     """TP2: all ranks are killed in the second save; an optimizer that forgets its steps is noticed."""
     tried = bench(tmp_path, _L(tp=2))
-    scripts, (sizes,) = script_stage.Scripts(tried), tried.twin.sizes
+    scripts, (sizes,) = script_stage.ScriptRuns(tried), tried.proxy.sizes
     scripts.write_data()
     killed = scripts.run("layout", sizes, *scripts.saving, killed_in=scripts.saved)
     second = sorted(path.suffix for path in (scripts.saved / "iter_0000002").iterdir())
     assert second == [".distcp", ".distcp"]
-    findings = [*script_stage.written(scripts, killed, ""), *script_stage.resumed(scripts, sizes, killed)]
+    findings = [
+        *script_stage.checkpoint_findings(scripts, killed, ""),
+        *script_stage.resume_findings(scripts, sizes, killed),
+    ]
     assert len(findings) == 7 and not failed(findings), findings
     scripts.bench = replace(tried, fault=faults.forget_steps)
     again = scripts.run("again", sizes, *scripts.loading)
-    assert failed(script_stage.loaded(again, killed, "")) == {"optimizer state loaded"}
+    assert failed(script_stage.loading_findings(again, killed, "")) == {"optimizer state loaded"}
 
 
 def test_a_stage_that_trains_nothing(tmp_path: Path) -> None:
     """MTP's heads alone: what the first of two stages holds is there, and its gradients and moments are 0."""
     tried = bench(tmp_path, _L(pp=2), pattern="M*ME", boost="1")
-    scripts, (sizes,) = script_stage.Scripts(tried), tried.twin.sizes
+    scripts, (sizes,) = script_stage.ScriptRuns(tried), tried.proxy.sizes
     scripts.write_data()
     ran = scripts.run("layout", sizes)
     before, state = ran.loaded, ran.state(2)
@@ -105,7 +109,7 @@ def test_the_launch_says_how_checkpoints_are_written(tmp_path: Path) -> None:
         "--ckpt-format",
         "fsdp_dtensor",
     )
-    scripts = script_stage.Scripts(bench(tmp_path, _L(), *words))
+    scripts = script_stage.ScriptRuns(bench(tmp_path, _L(), *words))
     assert scripts.saving[4:] == ("--async-save", "--ckpt-fully-parallel-save")
     assert scripts.loading[2:] == ("--ckpt-fully-parallel-save",) and scripts.format == "torch_dist"
 
@@ -118,10 +122,10 @@ def test_a_run_that_hangs_or_dies_is_a_finding(tmp_path: Path) -> None:
     ):
         tried = replace(bench(tmp_path / fault.__name__, _L(tp=2), fault=fault), timeout=timeout)
         tried.folder.mkdir()
-        scripts = script_stage.Scripts(tried)
+        scripts = script_stage.ScriptRuns(tried)
         scripts.write_data()
         with pytest.raises((RuntimeError, TimeoutError), match=said):
-            scripts.run("layout", tried.twin.sizes[0])
+            scripts.run("layout", tried.proxy.sizes[0])
         assert not script_run.sessions(scripts.folder / "layout")
 
 

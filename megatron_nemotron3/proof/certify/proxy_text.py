@@ -1,4 +1,4 @@
-"""What a twin keeps of its launch, as lines for a reader. Standard library only."""
+"""What a proxy keeps of its launch, as lines for a reader."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_nemotron3.launch.flag import parse
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.proof.certify import options as table
 from megatron_nemotron3.proof.certify.options import Treatment
-from megatron_nemotron3.proof.certify.twin import Twin
+from megatron_nemotron3.proof.certify.proxy import ProxyLaunch
 
 _WIDTH = 110
 _SIZES = {
@@ -29,18 +29,18 @@ _SIZES = {
 }
 
 
-def lines(twin: Twin) -> list[str]:
+def lines(proxy: ProxyLaunch) -> list[str]:
     """Return what was kept, made small, replaced, left out and is not tested, in this order."""
     result = [f"{Treatment.SIZED.value}:"]
-    result += [f"  {line}" for line in _sized(twin)]
+    result += [f"  {line}" for line in _sized(proxy)]
     for title, flags in (
-        ("what is computed", parse(twin.meaning)),
-        ("how it is computed", [flag for flag in twin.mechanism if flag.name in twin.treatments]),
+        ("what is computed", parse(proxy.meaning)),
+        ("how it is computed", [flag for flag in proxy.mechanism if flag.name in proxy.treatments]),
     ):
         if flags:
             result += [f"{Treatment.KEPT.value}, {title}:", *_wrapped(", ".join(map(str, flags)))]
     for treatment in (Treatment.KEPT, Treatment.REPLACED, Treatment.UNTESTED):
-        found = [remark for remark in twin.remarks if remark.treatment is treatment]
+        found = [remark for remark in proxy.remarks if remark.treatment is treatment]
         if found:
             result.append(f"{treatment.value}:")
         for remark in found:
@@ -49,18 +49,18 @@ def lines(twin: Twin) -> list[str]:
             result += _wrapped(f"{remark.what}{instead}{names}")
     dropped = Counter(
         (group if group.treatment is Treatment.DROPPED else table.OFF).what
-        for name, treatment in twin.treatments.items()
+        for name, treatment in proxy.treatments.items()
         if treatment is Treatment.DROPPED and (group := table.group(name))
     )
     if dropped:
-        said = ", ".join(f"{what} ({count} options)" for what, count in dropped.items())
-        result += [f"{Treatment.DROPPED.value}:", *_wrapped(said)]
+        shown = ", ".join(f"{what} ({count} options)" for what, count in dropped.items())
+        result += [f"{Treatment.DROPPED.value}:", *_wrapped(shown)]
     return result
 
 
-def _sized(twin: Twin) -> Iterator[str]:
-    large, config, batch = twin.model, twin.config, twin.batch
-    yield f"layout {twin.large} as {' and '.join(map(str, twin.sizes))}"
+def _sized(proxy: ProxyLaunch) -> Iterator[str]:
+    large, config, batch = proxy.model, proxy.config, proxy.batch
+    yield f"layout {proxy.large} as {' and '.join(map(str, proxy.sizes))}"
     yield f"layers {_pattern(large)} as {config.source or config.pattern}{_depths(config)}"
     changed = [
         f"{name} {getattr(large, field)} as {getattr(config, field)}"

@@ -17,7 +17,7 @@ from megatron_nemotron3.post_training.distill.topk import topk_divergence
 from megatron_nemotron3.train.teacher.settings import Distillation
 
 
-class Lesson(Protocol):
+class TeacherSignal(Protocol):
     """What a chunk of the student learns from, one micro-batch after the other."""
 
     def prepare(self, given: dict[str, Any], tokens: int, rows: int) -> None:
@@ -27,7 +27,7 @@ class Lesson(Protocol):
         """Logits [s / cp, b, v / tp] of the student -> [s / cp, b], nats; on the last stage."""
 
 
-class FromTeacher:
+class OnlineSignal:
     """A chunk of a teacher in the same run."""
 
     def __init__(self, teacher: Teacher, student: HybridModel, how: Distillation) -> None:
@@ -38,18 +38,16 @@ class FromTeacher:
         self._vocabulary = min(student.vocab_size, teacher.found.vocabulary.entries or teacher.rows)
 
     def prepare(self, given: dict[str, Any], tokens: int, rows: int) -> None:
-        """Run the teacher's chunk."""
         self._hidden = self._chunk.forward(given, tokens, rows)
 
     def divergence(self, logits: Tensor) -> Tensor:
-        """As of `Lesson`."""
         assert self._hidden is not None
         target, self._hidden = self._chunk.logits(self._hidden), None
         how = self._how
         return divergence(logits, target, how.kind, how.temperature, self._group, vocabulary=self._vocabulary)
 
 
-class FromStored:
+class StoredSignal:
     """Stored log-probabilities, which ranks of the last stage look up by their labels."""
 
     def __init__(self, source: Reader, student: HybridModel, how: Distillation) -> None:
@@ -57,7 +55,6 @@ class FromStored:
         self._target: tuple[Tensor, Tensor] | None = None
 
     def prepare(self, given: dict[str, Any], tokens: int, rows: int) -> None:
-        """Look up the rows of a micro-batch."""
         if not self._student.post_process:
             return
         labels: Tensor = given["labels"]
@@ -72,7 +69,6 @@ class FromStored:
         )
 
     def divergence(self, logits: Tensor) -> Tensor:
-        """As of `Lesson`."""
         assert self._target is not None
         target, self._target = self._target, None
         how, group, size = self._how, self._student.pg_collection.tp, self._student.vocab_size

@@ -1,9 +1,11 @@
-"""The twin of a launch: every option has a treatment, the structure stays, and what is lost is said."""
+"""The proxy of a launch: every option has a treatment, the structure stays, and what is lost is said."""
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,14 +17,15 @@ from megatron_nemotron3.launch import flags as flags_of
 from megatron_nemotron3.launch.flag import Flag
 from megatron_nemotron3.models import pattern as patterns
 from megatron_nemotron3.models.stack_specs import experts_text, stored_experts
-from megatron_nemotron3.proof.certify import options, stages, twin_text
+from megatron_nemotron3.proof.certify import options, proxy_text, stages
 from megatron_nemotron3.proof.certify.bench import Bench
 from megatron_nemotron3.proof.certify.certificate import normalised
 from megatron_nemotron3.proof.certify.definition import definition
 from megatron_nemotron3.proof.certify.finding import PropertyState
+from megatron_nemotron3.proof.certify.large import LaunchRequest
 from megatron_nemotron3.proof.certify.layouts import Sizes, cover
 from megatron_nemotron3.proof.certify.options import Treatment
-from megatron_nemotron3.proof.certify.twin import Twin, make, stages_of
+from megatron_nemotron3.proof.certify.proxy import ProxyLaunch, make, stages_of
 from megatron_nemotron3.train.build import megatron_args
 from tests.properties.strategies import layouts
 
@@ -45,8 +48,12 @@ SUPER = """
 """
 
 
-def twin_of(text: str, ranks: int = 8, **changes: int | None) -> Twin:
-    return make(command_line.read_launch(text).flags, ranks, world_size=changes.get("world_size"))
+def request(flags: Sequence[Flag], **known: Any) -> LaunchRequest:
+    return LaunchRequest(flags=tuple(flags), **known)
+
+
+def proxy_of(text: str, ranks: int = 8, **changes: int | None) -> ProxyLaunch:
+    return make(request(command_line.read_launch(text).flags, world_size=changes.get("world_size")), ranks)
 
 
 def recipe(file: Path) -> str:
@@ -78,49 +85,49 @@ def test_every_option_of_a_treatment_exists() -> None:
 
 
 def test_an_unknown_option_is_kept_and_said() -> None:
-    twin = twin_of(f"{SUPER} --moe-new-thing 3")
-    assert twin.treatments["--moe-new-thing"] is Treatment.KEPT
-    assert option(twin.words(None), "--moe-new-thing") == "3"
-    assert any("not in the table" in r.what and r.options == ("--moe-new-thing 3",) for r in twin.remarks)
+    proxy = proxy_of(f"{SUPER} --moe-new-thing 3")
+    assert proxy.treatments["--moe-new-thing"] is Treatment.KEPT
+    assert option(proxy.arguments(None), "--moe-new-thing") == "3"
+    assert any("not in the table" in r.what and r.options == ("--moe-new-thing 3",) for r in proxy.remarks)
 
 
 def test_details_of_what_is_off_are_not_called_untested() -> None:
     off = "--cuda-graph-impl none --cuda-graph-warmup-steps 3 --moe-flex-dispatcher-num-sms 16"
-    twin = twin_of(f"{SUPER} {off} --moe-token-dispatcher-type alltoall")
-    assert {twin.treatments[f"--{name}"] for name in ("cuda-graph-impl", "moe-flex-dispatcher-num-sms")} == {
+    proxy = proxy_of(f"{SUPER} {off} --moe-token-dispatcher-type alltoall")
+    assert {proxy.treatments[f"--{name}"] for name in ("cuda-graph-impl", "moe-flex-dispatcher-num-sms")} == {
         Treatment.DROPPED
     }
-    twin = twin_of(f"{SUPER} {off} --moe-token-dispatcher-type flex".replace("impl none", "impl local"))
-    said = {name for remark in twin.remarks if remark.untested for name in remark.options}
+    proxy = proxy_of(f"{SUPER} {off} --moe-token-dispatcher-type flex".replace("impl none", "impl local"))
+    said = {name for remark in proxy.remarks if remark.untested for name in remark.options}
     assert {
         "--cuda-graph-impl local",
         "--cuda-graph-warmup-steps 3",
         "--moe-token-dispatcher-type flex",
     } <= said
-    assert option(twin.words(twin.sizes[0]), "--moe-token-dispatcher-type") == "alltoall"
+    assert option(proxy.arguments(proxy.sizes[0]), "--moe-token-dispatcher-type") == "alltoall"
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
 def test_every_option_of_a_recipe_has_a_treatment(file: Path) -> None:
     """What is replaced or not tested is in a remark; what is kept is in the words."""
     flags = command_line.read_launch(recipe(file)).flags
-    twin = make(flags, 8)
-    said = {name.split()[0] for remark in twin.remarks for name in remark.options}
-    mechanism = {flag.name for flag in twin.mechanism}
+    proxy = make(request(flags), 8)
+    said = {name.split()[0] for remark in proxy.remarks for name in remark.options}
+    mechanism = {flag.name for flag in proxy.mechanism}
     for flag in flags:
-        treatment = twin.treatments[flag.name]
+        treatment = proxy.treatments[flag.name]
         assert (treatment in (Treatment.REPLACED, Treatment.UNTESTED)) == (flag.name in said), flag
         if treatment is Treatment.KEPT:
-            assert flag.name in mechanism or flag.name in twin.meaning, flag
-    assert twin_text.lines(twin)
+            assert flag.name in mechanism or flag.name in proxy.meaning, flag
+    assert proxy_text.lines(proxy)
 
 
 @pytest.mark.parametrize("file", RECIPES[:: len(RECIPES) // 4], ids=lambda file: file.stem)
-def test_megatron_accepts_the_words_of_a_twin(file: Path, tmp_path: Path) -> None:
+def test_megatron_accepts_the_words_of_a_proxy(file: Path, tmp_path: Path) -> None:
     flags = command_line.read_launch(recipe(file)).flags
-    twin = make(flags, 8)
-    bench = Bench(twin=twin, flags=tuple(flags), folder=tmp_path)
-    for sizes in (None, *twin.sizes):
+    proxy = make(request(flags), 8)
+    bench = Bench(proxy=proxy, flags=tuple(flags), folder=tmp_path)
+    for sizes in (None, *proxy.sizes):
         case = bench.case(sizes)
         with cpu_mode():
             args = megatron_args(case.argv(), case.layout.world_size)
@@ -128,16 +135,16 @@ def test_megatron_accepts_the_words_of_a_twin(file: Path, tmp_path: Path) -> Non
 
 
 def test_structure_of_a_launch() -> None:
-    twin = twin_of(SUPER, world_size=64)
-    config = twin.config
+    proxy = proxy_of(SUPER, world_size=64)
+    config = proxy.config
     assert (
         config.moe_latent_size and config.moe_shared_expert_intermediate_size and config.mtp_num_layers == 2
     )
     assert (config.num_query_groups, config.num_moe_experts) == (2, 8)
-    features = frozenset().union(*(sizes.features for sizes in twin.sizes))
-    assert features == twin.large.features
-    assert not [remark for remark in twin.remarks if "cuts between" in remark.what]
-    for sizes in twin.sizes:
+    features = frozenset().union(*(sizes.features for sizes in proxy.sizes))
+    assert features == proxy.large.features
+    assert not [remark for remark in proxy.remarks if "cuts between" in remark.what]
+    for sizes in proxy.sizes:
         pattern = patterns.parse(stages_of(config, sizes.layout))
         assert len(pattern.stages) == sizes.layout.stages and pattern.mtp == ("*E", "*E")
 
@@ -164,9 +171,9 @@ def test_short_stages(pattern: str, count: int, expected: str) -> None:
 def test_what_the_small_pipeline_lacks_is_said() -> None:
     cuts = "ME*|EM|*E|*M|EM|MM|EM|ME"
     text = SUPER.replace("--pipeline-model-parallel-size 4", "--pipeline-model-parallel-size 8")
-    twin = twin_of(text.replace("MEMEM*EMEME|MEM*EMEMEM|EMEMMEMM|EMEM*EMEME", cuts))
-    large, small = (set(stages.borders((text or "").split("|"))) for text in (cuts, twin.config.source))
-    said = next(remark.what for remark in twin.remarks if remark.what.startswith("cuts between"))
+    proxy = proxy_of(text.replace("MEMEM*EMEME|MEM*EMEMEM|EMEMMEMM|EMEM*EMEME", cuts))
+    large, small = (set(stages.borders((text or "").split("|"))) for text in (cuts, proxy.config.source))
+    said = next(remark.what for remark in proxy.remarks if remark.what.startswith("cuts between"))
     assert len(large & small) == len(small) == 2
     for one, other in large - small:
         assert f"{one} and {other}" in said
@@ -178,28 +185,28 @@ def test_stages_without_cuts_have_the_given_first_and_last_length() -> None:
 
 def test_megatron_fsdp_stays() -> None:
     text = SUPER.replace("--pipeline-model-parallel-size 4", "").replace("|", "")
-    twin = twin_of(f"{text} --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params")
-    words = twin.words(twin.sizes[0])
+    proxy = proxy_of(f"{text} --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params")
+    words = proxy.arguments(proxy.sizes[0])
     assert "--use-megatron-fsdp" in words and option(words, "--ckpt-format") == "fsdp_dtensor"
-    assert not {"--use-megatron-fsdp", "--ckpt-format"} & set(twin.words(None))
+    assert not {"--use-megatron-fsdp", "--ckpt-format"} & set(proxy.arguments(None))
 
 
 def test_gradients_are_in_several_buckets() -> None:
-    twin = twin_of(f"{SUPER} --use-distributed-optimizer --overlap-grad-reduce")
-    assert int(option(twin.words(twin.sizes[0]), "--ddp-bucket-size")) < 50_000
-    assert "--ddp-bucket-size" not in twin.words(None)
-    twin = twin_of(f"{SUPER} --use-distributed-optimizer --overlap-grad-reduce --ddp-num-buckets 5")
-    assert "--ddp-bucket-size" not in twin.words(twin.sizes[0])
+    proxy = proxy_of(f"{SUPER} --use-distributed-optimizer --overlap-grad-reduce")
+    assert int(option(proxy.arguments(proxy.sizes[0]), "--ddp-bucket-size")) < 50_000
+    assert "--ddp-bucket-size" not in proxy.arguments(None)
+    proxy = proxy_of(f"{SUPER} --use-distributed-optimizer --overlap-grad-reduce --ddp-num-buckets 5")
+    assert "--ddp-bucket-size" not in proxy.arguments(proxy.sizes[0])
 
 
 def test_a_schedule_of_the_pipeline_has_the_shape_of_the_launch() -> None:
     """More micro-batches than stages, as many, or fewer; a multiple of PP for the interleaved schedule."""
 
     def relation(global_batch: int, text: str = SUPER) -> set[int]:
-        twin = twin_of(text.replace("size 64 ", f"size {global_batch} "), world_size=64)
+        proxy = proxy_of(text.replace("size 64 ", f"size {global_batch} "), world_size=64)
         on_rank = [
-            (twin.batch.sequences // twin.batch.micro_batch_size // s.layout.dp, s.layout)
-            for s in twin.sizes
+            (proxy.batch.sequences // proxy.batch.micro_batch_size // s.layout.dp, s.layout)
+            for s in proxy.sizes
             if s.layout.pp > 1
         ]
         assert all(count % layout.pp == 0 for count, layout in on_rank if layout.vpp > 1)
@@ -213,33 +220,37 @@ def test_a_schedule_of_the_pipeline_has_the_shape_of_the_launch() -> None:
 
 
 def test_a_batch_that_the_script_does_not_say() -> None:
-    twin = twin_of(SUPER.replace("--global-batch-size 64", "--global-batch-size $BATCH"), world_size=64)
-    assert twin.batch == twin_of(SUPER, world_size=64).batch
+    proxy = proxy_of(SUPER.replace("--global-batch-size 64", "--global-batch-size $BATCH"), world_size=64)
+    assert proxy.batch == proxy_of(SUPER, world_size=64).batch
 
 
 def test_dropout_by_default_is_said() -> None:
-    twin = twin_of(SUPER.replace("--attention-dropout 0.0 --hidden-dropout 0.0", "--hidden-dropout 0.3"))
-    assert option(twin.words(None), "--hidden-dropout") == option(twin.words(None), "--attention-dropout")
-    remark = next(r for r in twin.remarks if r.what.startswith("random numbers"))
+    proxy = proxy_of(SUPER.replace("--attention-dropout 0.0 --hidden-dropout 0.0", "--hidden-dropout 0.3"))
+    assert option(proxy.arguments(None), "--hidden-dropout") == option(
+        proxy.arguments(None), "--attention-dropout"
+    )
+    remark = next(r for r in proxy.remarks if r.what.startswith("random numbers"))
     assert remark.untested
     assert remark.options == ("--hidden-dropout 0.3", "--attention-dropout 0.1, Megatron's default")
 
 
 def test_packed_documents_fill_the_row() -> None:
-    twin = twin_of(f"{SUPER} --sft --context-parallel-size 2")
-    assert twin.batch.masked and twin.batch.documents and sum(twin.batch.documents) == twin.batch.seq_length
-    assert all(length % 4 == 0 for length in twin.batch.documents) and not twin.batch.cut_whole
-    assert twin_of(f"{SUPER} --dataloader-inter-document-masking --context-parallel-size 2").batch.cut_whole
+    proxy = proxy_of(f"{SUPER} --sft --context-parallel-size 2")
+    assert (
+        proxy.batch.masked and proxy.batch.documents and sum(proxy.batch.documents) == proxy.batch.seq_length
+    )
+    assert all(length % 4 == 0 for length in proxy.batch.documents) and not proxy.batch.cut_whole
+    assert proxy_of(f"{SUPER} --dataloader-inter-document-masking --context-parallel-size 2").batch.cut_whole
 
 
 def test_experts_that_differ_by_layer() -> None:
-    """Puzzle: every E layer of the twin has a row, and not all are alike."""
+    """Puzzle: every E layer of the proxy has a row, and not all are alike."""
     launch = flags_of(Launch.of("puzzle", ParallelLayout(tp=2, dp=4, ep=4), precision="bf16"))
-    twin = make(launch, 8)
-    rows = twin.config.moe_layers
-    assert rows and len(rows) == twin.config.pattern.count("E") and len(set(rows)) > 1
-    words = twin.words(None)
-    assert stored_experts({"spec": words[words.index("--spec") + 1 :][:2]}) == experts_text(twin.config)
+    proxy = make(request(launch), 8)
+    rows = proxy.config.moe_layers
+    assert rows and len(rows) == proxy.config.pattern.count("E") and len(set(rows)) > 1
+    words = proxy.arguments(None)
+    assert stored_experts({"spec": words[words.index("--spec") + 1 :][:2]}) == experts_text(proxy.config)
 
 
 @pytest.mark.parametrize(
@@ -255,26 +266,26 @@ def test_adapters(text: str, expected: str | None, tmp_path: Path) -> None:
     lora = command_line.adapters(text)
     assert lora == expected
     flags = command_line.read_launch(text).flags
-    bench = Bench(twin=make(flags, 8, lora=lora), flags=tuple(flags), folder=tmp_path)
+    bench = Bench(proxy=make(request(flags, lora=lora), 8), flags=tuple(flags), folder=tmp_path)
     assert bench.case(None).lora == expected
 
 
 def test_adapters_that_are_none() -> None:
     with pytest.raises(ValueError, match="rank"):
-        make(command_line.read_launch(SUPER).flags, 8, lora="rank=x")
+        make(request(command_line.read_launch(SUPER).flags, lora="rank=x"), 8)
 
 
 def test_heads_alone(tmp_path: Path) -> None:
-    """The twin trains what the launch trains, and the certificate is not one of an ordinary training."""
+    """The proxy trains what the launch trains, and the certificate is not one of an ordinary training."""
     text = f'export NEMOTRON3_BOOST="loss=tv,mix=1"\n{SUPER}'
     heads = command_line.heads(text)
     assert heads == "loss=tv,mix=1" and command_line.heads(SUPER) is None
     flags = tuple(command_line.read_launch(text).flags)
-    bench = Bench(twin=make(flags, 8, boost=heads), flags=flags, folder=tmp_path)
+    bench = Bench(proxy=make(request(flags, boost=heads), 8), flags=flags, folder=tmp_path)
     assert bench.case(None).boost == heads
     (finding,) = definition(bench)
     assert finding.state is PropertyState.UNTESTED and "heads alone" in finding.detail
-    assert normalised(flags, heads=heads) != normalised(flags)
+    assert normalised(request(flags, boost=heads)) != normalised(request(flags))
 
 
 @pytest.mark.parametrize(
@@ -283,25 +294,26 @@ def test_heads_alone(tmp_path: Path) -> None:
 )
 def test_heads_that_are_none(heads: str, more: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        make(command_line.read_launch(f"{SUPER} {more}").flags, 8, boost=heads)
+        make(request(command_line.read_launch(f"{SUPER} {more}").flags, boost=heads), 8)
 
 
 def test_padded_vocabulary() -> None:
-    assert twin_of(f"{SUPER} --vocab-size 131072").config.vocab_size == 128
-    twin = twin_of(f"{SUPER} --vocab-size 131000")
+    assert proxy_of(f"{SUPER} --vocab-size 131072").config.vocab_size == 128
+    proxy = proxy_of(f"{SUPER} --vocab-size 131000")
     assert (
-        twin.config.vocab_size == 120 and option(twin.words(None), "--make-vocab-size-divisible-by") == "64"
+        proxy.config.vocab_size == 120
+        and option(proxy.arguments(None), "--make-vocab-size-divisible-by") == "64"
     )
 
 
 def test_router_groups() -> None:
-    twin = twin_of(f"{SUPER} --moe-router-num-groups 8 --moe-router-group-topk 4")
-    words = twin.words(None)
+    proxy = proxy_of(f"{SUPER} --moe-router-num-groups 8 --moe-router-group-topk 4")
+    words = proxy.arguments(None)
     groups, best = (
         int(option(words, "--moe-router-num-groups")),
         int(option(words, "--moe-router-group-topk")),
     )
-    experts, topk = twin.config.num_moe_experts or 0, twin.config.moe_router_topk or 0
+    experts, topk = proxy.config.num_moe_experts or 0, proxy.config.moe_router_topk or 0
     assert groups > best == 1 and experts % groups == 0 and topk <= experts // groups
 
 
@@ -321,13 +333,13 @@ def test_router_groups() -> None:
 )
 def test_refused_in_one_line(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
-        twin_of(text)
+        proxy_of(text)
     assert "\n" not in str(caught.value)
 
 
 def test_ranks_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="60 ranks are no multiple of TP2 x CP1 x PP4"):
-        twin_of(SUPER, world_size=60)
+        proxy_of(SUPER, world_size=60)
 
 
 @pytest.mark.parametrize(
@@ -389,10 +401,10 @@ def test_small_layouts_fit_the_small_model(layout: ParallelLayout, experts: int)
         f for f in command_line.read_launch(SUPER).flags if f.name not in (*words, "--sequence-parallel")
     ]
     flags += [Flag(name, (str(value),)) for name, value in words.items()]
-    twin = make(flags, 8, world_size=layout.world_size)
-    config, batch = twin.config, twin.batch
+    proxy = make(request(flags, world_size=layout.world_size), 8)
+    config, batch = proxy.config, proxy.batch
     assert config.num_moe_experts and config.moe_router_topk
-    for small in (sizes.layout for sizes in twin.sizes):
+    for small in (sizes.layout for sizes in proxy.sizes):
         assert len(patterns.parse(stages_of(config, small)).stages) == small.stages
         assert config.num_attention_heads % small.tp == config.mamba_num_groups % small.tp == 0
         assert config.num_query_groups % small.tp == 0 or small.tp % config.num_query_groups == 0

@@ -1,7 +1,7 @@
-"""The twin of a launch: the smallest model and layouts that keep its structure. Standard library only.
+"""The proxy of a launch: the smallest model and layouts that keep its structure.
 
-From the words of a command line follow a small model, the words that train it in each of a few small layouts,
-and the words that train it in one process. What is not the same as in the launch is said (`Twin.remarks`).
+From the arguments of a command line follow a small model, the arguments that train it in each of a few small
+layouts, and those that train it in one process. `ProxyLaunch.remarks` has what is not as in the launch.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from megatron_nemotron3.proof.certify import options as table
 from megatron_nemotron3.proof.certify import small
 from megatron_nemotron3.proof.certify import stages as cuts
 from megatron_nemotron3.proof.certify.batch_shape import BatchShape, batch_of
-from megatron_nemotron3.proof.certify.large import Large, large_of
+from megatron_nemotron3.proof.certify.large import FullLaunch, LaunchRequest, full_launch
 from megatron_nemotron3.proof.certify.layouts import Sizes, cover
 from megatron_nemotron3.proof.certify.options import Treatment
 
-#: Elements of a bucket of gradients, so that the twin has several.
+#: Elements of a bucket of gradients, so that the proxy has several.
 _BUCKET = 16384
 #: Option -> the parallel dimension without which Megatron refuses it.
 _NEEDS = {
@@ -40,16 +40,16 @@ _NEEDS = {
 #: `--recompute-modules` that need Transformer Engine or its grouped matrix products.
 _MODULES = frozenset(("layernorm", "moe_act"))
 
-_SCRIPT = "they are compared where the twin is trained without the script, which trains all weights"
+_SCRIPT = "they are compared where the proxy is trained without the script, which trains all weights"
 
 
 @dataclass(frozen=True)
 class Remark:
-    """What of a launch the twin has in another form, or cannot have."""
+    """What of a launch the proxy has in another form, or cannot have."""
 
     #: Options or property of the launch.
     what: str
-    #: What the twin has instead, or why it can have nothing.
+    #: What the proxy has instead, or why it can have nothing.
     instead: str
     treatment: Treatment = Treatment.REPLACED
     #: The options, as they are in the launch.
@@ -62,8 +62,8 @@ class Remark:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Twin:
-    """A small model, and the words that train it in small layouts and in one process."""
+class ProxyLaunch:
+    """A small model, and the arguments that train it in small layouts and in one process."""
 
     #: The model of the launch, and its small form.
     model: Nemotron3Config
@@ -83,7 +83,7 @@ class Twin:
     treatments: Mapping[str, Treatment]
     remarks: tuple[Remark, ...]
 
-    def words(self, sizes: Sizes | None) -> list[str]:
+    def arguments(self, sizes: Sizes | None) -> list[str]:
         """Return Megatron's command line in a layout or in one process (None), without batch and schedule."""
         layout = sizes.layout if sizes else ParallelLayout()
         pattern = stages_of(self.config, layout)
@@ -119,7 +119,7 @@ class Twin:
         return [*to_argv(head), *self.meaning, *dropout, *mechanism, *backend_arguments("torch")]
 
     def _mechanism(self, layout: ParallelLayout) -> list[str]:
-        """Return the words of the mechanisms that a layout can have."""
+        """Return the arguments of the mechanisms that a layout can have."""
         kept = []
         for flag in self.mechanism:
             size = _NEEDS.get(flag.name)
@@ -136,29 +136,25 @@ class Twin:
 
 
 def stages_of(config: Nemotron3Config, layout: ParallelLayout) -> str:
-    """Return `--hybrid-layer-pattern` of a twin: its stages, joined to as many as the layout has."""
+    """Return `--hybrid-layer-pattern` of a proxy: its stages, joined to as many as the layout has."""
     stages = (config.source or config.pattern).split(patterns.PIPE)
     joined = cuts.joined(stages, layout.stages)
     return patterns.join_stages(joined, (config.mtp_pattern or "",) * config.mtp_num_layers)
 
 
-def make(
-    flags: Sequence[Flag],
-    ranks: int,
-    *,
-    world_size: int | None = None,
-    vocab_size: int | None = None,
-    lora: str | None = None,
-    boost: str | None = None,
-    version: str | None = None,
-) -> Twin:
-    """Return the twin of a command line."""
+def make(request: LaunchRequest, ranks: int, version: str | None = None) -> ProxyLaunch:
+    """Return the proxy of a launch, in worlds of up to `ranks` ranks.
+
+    Raises:
+        ValueError: the options describe no model of the family, or an option is wrong.
+    """
+    lora, boost = request.lora, request.boost
     if lora is not None:
         LoRASettings.parse(lora)
     if boost is not None:
-        settings.require_trainable(Boost.parse(boost), to_argv(flags))
-    merged = merged_options(flags)
-    launch = large_of(merged, world_size, vocab_size)
+        settings.require_trainable(Boost.parse(boost), to_argv(request.flags))
+    merged = merged_options(request.flags)
+    launch = full_launch(merged, request.world_size, request.vocab_size)
     remarks = [Remark(what, instead) for what, instead in launch.assumed]
     sizes, missing = cover(launch.sizes, ranks)
     remarks += [
@@ -195,7 +191,7 @@ def make(
     remarks += [
         Remark(group.what, group.instead, group.treatment, tuple(names)) for group, names in grouped.items()
     ]
-    return Twin(
+    return ProxyLaunch(
         model=launch.model,
         config=config,
         large=launch.sizes,
@@ -227,9 +223,9 @@ def _on_a_cpu(flag: Flag, remarks: list[Remark]) -> Flag:
 
 
 def _small(
-    launch: Large, sizes: Sequence[Sizes], remarks: list[Remark]
+    launch: FullLaunch, sizes: Sequence[Sizes], remarks: list[Remark]
 ) -> tuple[Nemotron3Config, tuple[str, ...]]:
-    """Return the small model, and words for what its configuration does not say."""
+    """Return the small model, and arguments for what its configuration does not say."""
     layout, model = launch.sizes.layout, launch.model
     count = max(s.layout.stages for s in sizes)
     chosen = cuts.chosen(launch.stages, count)

@@ -1,6 +1,11 @@
-"""The schedule of a command of several steps, and the model that its files name."""
+"""Commands of several steps: each step is a command of its own, with one schedule and one model."""
 
 from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+from collections.abc import Callable, Iterator
 
 from megatron_nemotron3.models import Nemotron3Config
 
@@ -19,6 +24,27 @@ def require_schedule(options: object, config: Nemotron3Config) -> None:
         raise ValueError(f"{config.title} has no default schedule: give {' and '.join(missing)}")
 
 
-def own(config: Nemotron3Config) -> Nemotron3Config:
+def with_own_name(config: Nemotron3Config) -> Nemotron3Config:
     """Return the model for a file, with a name of its own; that of a tiny one keeps its default schedule."""
     return config.but(name="own-tiny" if "-tiny" in config.name else "own")
+
+
+def step(main: Callable[[list[str]], int], *arguments: object, prefix: str = "") -> int:
+    """Run a command of the package by its entry point, after printing it as a shell takes it."""
+    line = [str(word) for word in arguments]
+    print(f"\n$ {prefix}nemotron3 {shlex.join(line)}", flush=True)
+    return main(line)
+
+
+@contextlib.contextmanager
+def environment(name: str, value: str) -> Iterator[None]:
+    """Set a variable inside the block; "" takes it away."""
+    before = os.environ.pop(name, None)
+    if value:
+        os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_nemotron3.layers.context_parallel import zigzag
 from megatron_nemotron3.post_training.distill.across import AcrossTokenizers
 from megatron_nemotron3.post_training.xtoken.align import Aligner
-from megatron_nemotron3.post_training.xtoken.loss import span_losses
+from megatron_nemotron3.post_training.xtoken.loss import SpanLoss, span_losses
 from megatron_nemotron3.proof.certify.ranks import run_distributed
 from megatron_nemotron3.train.teacher.projection import Projection
 from megatron_nemotron3.train.teacher.settings import Distillation
@@ -39,7 +39,7 @@ class _Table:
         self._part = table.chunk(size, -1)[rank]
         self.given: list[tuple[int, int]] = []
 
-    def told(self, make: Callable[[], list[Tensor]]) -> list[Tensor]:
+    def from_first_stage(self, make: Callable[[], list[Tensor]]) -> list[Tensor]:
         return make()
 
     def length(self, longest: int) -> int:
@@ -57,7 +57,7 @@ class _Table:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    folder = tmp_path_factory.mktemp("lesson")
+    folder = tmp_path_factory.mktemp("signal")
     student = train(folder / "s", 380, digits=3)
     teacher = train(folder / "t", 340, digits=1, special=("<eos>",))
     Projection.build(ByteVocabulary(student), ByteVocabulary(teacher)).save(folder / "p")
@@ -103,12 +103,12 @@ def _step(folders: Folders, packed: bool, tp: int = 1, cp: int = 1) -> tuple[Ten
         given["packed_seq_params"] = PackedSeqParams(qkv_format="thd", cu_seqlens_q=borders)
     table = _Table(groups.tp.rank(), tp, cp)
     how = Distillation("teacher", "p-kl", 2.0, projection=str(folders[2]))
-    lesson = AcrossTokenizers(table, groups, how, folders[0], folders[1])  # type: ignore[arg-type]
+    signal = AcrossTokenizers(table, groups, how, folders[0], folders[1])  # type: ignore[arg-type]
     rows = len(given["labels"])
-    lesson.prepare(given, len(here), rows)
+    signal.prepare(given, len(here), rows)
     logits = torch.randn(length, rows, WIDTH, generator=torch.Generator().manual_seed(5))[here]
     mine = logits.chunk(tp, -1)[groups.tp.rank()].clone().requires_grad_()
-    found = lesson.divergence(mine)
+    found = signal.divergence(mine)
     found.sum().backward()
     assert mine.grad is not None
     return found.detach(), mine.grad, table.given
@@ -124,7 +124,7 @@ def test_a_span_is_spread_over_its_tokens(folders: Folders) -> None:
     assert not found[-1].any()  # what follows the last token, the first stage does not know
     found = found[:-1]
     target = _Table().logits(batch)
-    expected = span_losses(logits, target, alignment, Projection.load(folders[2]), temperature=2.0)
+    expected = span_losses(logits, target, alignment, Projection.load(folders[2]), SpanLoss(temperature=2.0))
     inside = alignment.student >= 0
     sums = torch.zeros(alignment.spans).index_add(0, alignment.student[inside], found.T[inside])
     torch.testing.assert_close(sums, expected)
@@ -145,7 +145,7 @@ def test_documents_of_a_pack_are_texts_of_their_own(folders: Folders) -> None:
         batch, alignment = aligner.batch([ids])
         ours = logits[start : start + len(ids) - 1].transpose(0, 1)
         losses = span_losses(
-            ours, _Table().logits(batch), alignment, Projection.load(folders[2]), temperature=2.0
+            ours, _Table().logits(batch), alignment, Projection.load(folders[2]), SpanLoss(temperature=2.0)
         )
         for place, span in enumerate(alignment.student[0].tolist()):
             if span >= 0:
