@@ -24,13 +24,15 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import MultiModuleProcessGroupCollection
 from torch import Tensor
 
-from megatron_nemotron3.boundary.feed import RowFeed, describe_ids, tokens
-from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.multimodule import BoundaryCommunicator
-from megatron_nemotron3.boundary.partition import sample_shares
-from megatron_nemotron3.train.omni import checkpoint
-from megatron_nemotron3.train.omni.build import LANGUAGE, SOUND, VISION, build
-from megatron_nemotron3.train.omni.model import prepare
+from megatron_nemotron3.boundary import (
+    BoundaryCommunicator,
+    Layout,
+    RowFeed,
+    describe_ids,
+    sample_shares,
+    tokens,
+)
+from megatron_nemotron3.train.omni import LANGUAGE, SOUND, VISION, build, load, prepare, save
 
 PEAK_RATE = 2e-3
 SPECIAL = {VISION: task.model().image_token_id, SOUND: task.model().sound_token_id}
@@ -98,9 +100,9 @@ def train(job: Job, samples: str, start: str, result: str | None) -> Curve:
     model, groups = build(config, job.layouts, ep=language_layout.tp, feed=feed)
     model.config.variable_seq_lengths = job.disjoint  # the stock schedule asks for it there
     if Path(start).exists():
-        checkpoint.load(model, Path(start))
+        load(model, Path(start))
     else:
-        checkpoint.save(model, config, Path(start), groups)
+        save(model, config, Path(start), groups)
     with redirect_stdout(io.StringIO()):  # Megatron counts parameters aloud
         prepare(model, groups, DistributedDataParallelConfig(use_distributed_optimizer=True))
     forward_backward = _schedule(model, job, groups, feed)
@@ -147,7 +149,7 @@ def train(job: Job, samples: str, start: str, result: str | None) -> Curve:
     if job.scored and not job.blind:
         curve.without_media = score(model, parts["held_out"], blind=True)
     if result is not None:
-        checkpoint.save(model, config, Path(result), groups)
+        save(model, config, Path(result), groups)
     return curve
 
 

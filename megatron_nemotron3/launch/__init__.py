@@ -3,6 +3,7 @@
 Standard library only. `flags` is the function; its module is `megatron_nemotron3.launch.flags`.
 """
 
+from megatron_nemotron3.launch.boosting import Boost
 from megatron_nemotron3.launch.flag import Flag, render, to_argv
 from megatron_nemotron3.launch.flags import flags
 from megatron_nemotron3.launch.launch import BACKENDS, PRECISIONS, Launch, TrainingData, mock_data
@@ -15,6 +16,7 @@ __all__ = [
     "BACKENDS",
     "PRECISIONS",
     "RULES",
+    "Boost",
     "Flag",
     "Launch",
     "ParallelLayout",

@@ -28,3 +28,18 @@ Precision logging (docs/nvfp4.md):
 statistics, observe      what is measured; in which steps, and reduced over ranks
 report                   file, summary and plot
 """
+
+from typing import TYPE_CHECKING
+
+from megatron_nemotron3.common import lazy
+
+if TYPE_CHECKING:
+    from megatron_nemotron3.precision.settings import emulating as emulating
+    from megatron_nemotron3.precision.settings import parse as parse
+    from megatron_nemotron3.precision.table import bf16_tail as bf16_tail
+    from megatron_nemotron3.precision.yaml_file import write_precision_file as write_precision_file
+else:
+    __getattr__, __dir__, __all__ = lazy(
+        __name__,
+        {"settings": ["emulating", "parse"], "table": ["bf16_tail"], "yaml_file": ["write_precision_file"]},
+    )

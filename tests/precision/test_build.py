@@ -53,7 +53,7 @@ def take(file: str) -> dict[str, Any]:
 def test_a_model_built_in_python(tmp_path: Path) -> None:
     """The argument counts before the setting around it, which is afterwards what it was."""
     file = str(tmp_path / "precision.yaml")
-    yaml_file.write(TINY, file)
+    yaml_file.write_precision_file(TINY, file)
     found = run_distributed(take, 1, file)[0]
     wanted = {name: fmt for name, fmt in expected(TINY, "nvfp4").items() if fmt != "bf16"}
     assert found["both"][:2] == (wanted, {True}) and found["text"][:2] == (wanted, {False})

@@ -188,6 +188,6 @@ def test_a_launch_needs_neither_a_precision_file_nor_bf16_layers(tmp_path: Path)
     names = {flag.name for flag in flags(launch)}
     assert "--bf16" in names and not names & {"--first-last-layers-bf16", "--te-precision-config-file"}
     file = tmp_path / "precision.yaml"
-    yaml_file.write(launch.config, file)
+    yaml_file.write_precision_file(launch.config, file)
     with pytest.raises(ValueError, match="drop the file"):
         precision_file.check(dataclasses.replace(launch, te_precision_config_file=str(file)))

@@ -21,8 +21,8 @@ from torch.nn.functional import cross_entropy
 
 from megatron_nemotron3.common import plots
 from megatron_nemotron3.inference.generate.engine import CHUNK, Engine
-from megatron_nemotron3.inference.generate.generate import GenerationOptions, Speculation, generate
 from megatron_nemotron3.inference.generate.mtp import MTP
+from megatron_nemotron3.inference.generate.prompts import GenerationOptions, Speculation, generate
 
 #: Rows of logits that exist at once, and those of two distributions that are compared.
 LOGIT_ROWS, COMPARED_ROWS = 1024, 256

@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron_nemotron3.common.options import resolve_device
 from megatron_nemotron3.inference.generate.checkpoint_folder import find_checkpoint
 from megatron_nemotron3.inference.generate.command import load_engine, open_for_tokenizer
-from megatron_nemotron3.inference.generate.generate import GenerationOptions, generate
+from megatron_nemotron3.inference.generate.prompts import GenerationOptions, generate
 from megatron_nemotron3.inference.generate.sampling import Sampling
 
 #: As in `make demo`.

@@ -4,3 +4,24 @@
 `plan` of it, `execute` moves the bytes (`moving`) and proves the result, `held` finds the
 tensors in a model, and `quantized` and `packer` say and make what servers with packed weights get.
 """
+
+from typing import TYPE_CHECKING
+
+from megatron_nemotron3.common import lazy
+
+if TYPE_CHECKING:
+    from megatron_nemotron3.inference.refit.execute import Refit as Refit
+    from megatron_nemotron3.inference.refit.held import training_tensors as training_tensors
+    from megatron_nemotron3.inference.refit.layouts import EngineLayout as EngineLayout
+    from megatron_nemotron3.inference.refit.layouts import Training as Training
+    from megatron_nemotron3.inference.refit.planner import make_plan as make_plan
+else:
+    __getattr__, __dir__, __all__ = lazy(
+        __name__,
+        {
+            "execute": ["Refit"],
+            "held": ["training_tensors"],
+            "layouts": ["EngineLayout", "Training"],
+            "planner": ["make_plan"],
+        },
+    )

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_nemotron3 import cpu, specs
 from megatron_nemotron3.common.switches import megatron_options
 from megatron_nemotron3.launch import Launch, ParallelLayout
-from megatron_nemotron3.models.lora import training as with_lora
+from megatron_nemotron3.models.lora import adding_lora
 from megatron_nemotron3.models.stack_specs import ARGUMENT
 from megatron_nemotron3.post_training.distill.line import Line
 from megatron_nemotron3.post_training.distill.rows import all_gathered
@@ -189,7 +189,7 @@ def _unnoticed() -> Iterator[None]:
         stack.enter_context(emulation.emulating(None))
         stack.enter_context(emulation.logging_precision(None))
         stack.enter_context(monitoring(0))
-        stack.enter_context(with_lora(None))
+        stack.enter_context(adding_lora(None))
         try:
             yield
         finally:

@@ -18,7 +18,7 @@ from megatron.training.models.dist_utils import prepare_existing_model_chunks_fo
 
 from megatron_nemotron3.boundary.mimo import BoundaryMimoModel
 from megatron_nemotron3.boundary.training import finalize_model_grads
-from megatron_nemotron3.train.omni.build import LANGUAGE
+from megatron_nemotron3.train.omni.modules import LANGUAGE
 
 
 class AbsentLanguageModel(HybridModel):
@@ -87,7 +87,7 @@ def prepare(
     """Wrap each module of this rank for training, and set how gradients are finalized.
 
     Args:
-        groups: this rank's groups by module, as `build.build` returns them.
+        groups: this rank's groups by module, as `build` returns them.
         ddp_config: of the language model. Encoders do not overlap: a rank without media runs no backward.
     """
     wrapped = partial(

@@ -22,7 +22,7 @@ from megatron_nemotron3.proof.certify.finding import Finding, PropertyState, fai
 @pytest.fixture
 def launch(tmp_path: Path) -> list[Flag]:
     file = tmp_path / "precision.yaml"
-    yaml_file.write(models.get("super"), file)
+    yaml_file.write_precision_file(models.get("super"), file)
     return flags(
         Launch.of(
             "super",
