@@ -29,7 +29,7 @@ import torch
 from common import do_not_clamp_time_steps, machine, model, parser, print_table, rounds, set_threads
 
 from megatron_nemotron3.inference.generate.engine import Engine
-from megatron_nemotron3.inference.generate.generate import Decoder, GenerationOptions, generate
+from megatron_nemotron3.inference.generate.prompts import Decoder, GenerationOptions, generate
 from megatron_nemotron3.inference.generate.weights import read_weights
 from megatron_nemotron3.models import Nemotron3Config
 from tests.support.checkpoint_pair import InMemory

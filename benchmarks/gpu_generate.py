@@ -21,7 +21,7 @@ from gpu_model import cut, stack
 from gpu_setting import Setting
 
 from megatron_nemotron3.inference.generate.engine import Engine
-from megatron_nemotron3.inference.generate.generate import Generation, GenerationOptions, generate
+from megatron_nemotron3.inference.generate.prompts import Generation, GenerationOptions, generate
 from megatron_nemotron3.inference.generate.state import KVCache
 from megatron_nemotron3.inference.generate.weights import assemble
 from megatron_nemotron3.models import Nemotron3Config, get

@@ -98,10 +98,10 @@ class Switched:
     def _build(self, text: str, *, initialized: bool) -> Any:
         from gpu_weights import fill, megatron_pieces
 
-        from megatron_nemotron3.precision.settings import emulating, parse
+        from megatron_nemotron3.precision.settings import emulating, parse_emulation
         from tests.support.model_mapping import megatron_model, randomize
 
-        with emulating(parse(text)):
+        with emulating(parse_emulation(text)):
             module = megatron_model(
                 self._config,
                 bf16=self._dtype.itemsize == 2,

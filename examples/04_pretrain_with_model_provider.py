@@ -25,7 +25,7 @@ from megatron.training.arguments import parse_and_validate_args
 from megatron_nemotron3 import get, model_provider
 from megatron_nemotron3.launch import Launch, TrainingSchedule, adjusted, flags, mock_data, to_argv
 from megatron_nemotron3.models import tiny
-from megatron_nemotron3.train.pretrain_script import datasets_provider, forward_step
+from megatron_nemotron3.train import datasets_provider, forward_step
 
 config = tiny(get("nano"))
 schedule = adjusted(

@@ -25,10 +25,9 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]  # this checkout, if the package is
 from tiny_runs import VALIDATION, Text, build, evaluate, on_teacher, on_text, token_losses, train
 
 import megatron_nemotron3 as n3
-from megatron_nemotron3.common.output import interval, paired
+from megatron_nemotron3.common import interval, paired
 from megatron_nemotron3.models import count, get, tiny
-from megatron_nemotron3.post_training.compress import memory
-from megatron_nemotron3.post_training.compress.importance import measure
+from megatron_nemotron3.post_training import compress
 
 #: Share of every dimension that is kept; dimensions that a model lacks are skipped.
 KEPT = {
@@ -74,11 +73,13 @@ def study(options: argparse.Namespace) -> None:
     train(teacher, text.batches("train", options.teacher_steps, seed=0), options.lr, on_text)
     best = evaluate(teacher, validation)  # the teacher stays in evaluation mode
     calibration = text.batches("train", CALIBRATION, seed=2**32 - 1)
-    scores = measure(teacher, config, lambda: [token_losses(teacher, batch) for batch in calibration])
+    scores = compress.measure(
+        teacher, config, lambda: [token_losses(teacher, batch) for batch in calibration]
+    )
     sizes = {name: round(share * n) for name, share in KEPT.items() if (n := getattr(config, name))}
     if options.layers:
         sizes["num_layers"] = options.layers
-    pruned, weights = memory.prune(teacher, scores, sizes)
+    pruned, weights = compress.prune(teacher, scores, sizes)
 
     losses: dict[str, list[float]] = {name: [] for name in ("pruned", *STUDENTS)}
     for seed in range(1, options.seeds + 1):
@@ -86,7 +87,7 @@ def study(options: argparse.Namespace) -> None:
         for name in losses:
             student = build(pruned, seed)
             if name != "from scratch":
-                memory.load(student, weights)
+                compress.load(student, weights)
             if name in STUDENTS:
                 lr = options.lr if name == "from scratch" else options.student_lr
                 train(student, batches, lr, on_teacher(teacher) if name == "distilled" else on_text)
@@ -94,7 +95,7 @@ def study(options: argparse.Namespace) -> None:
             if name == "distilled":
                 distilled = student
     if options.save is not None:
-        memory.save(distilled, pruned, options.save)
+        compress.save(distilled, pruned, options.save)
 
     changes = ", ".join(f"{name} {getattr(config, name)} -> {new}" for name, new in sizes.items())
     print(f"\n{config.name}: {changes}\npattern {config.pattern} -> {pruned.pattern}")

@@ -25,7 +25,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]  # this checkout, if the package is
 from tiny_runs import VALIDATION, Text, build, evaluate, kept, on_text, train
 
 import megatron_nemotron3 as n3
-from megatron_nemotron3.common.output import Interval, interval, paired
+from megatron_nemotron3.common import Interval, interval, paired
 from megatron_nemotron3.models import Nemotron3Config, count, get, tiny
 
 ALPHA = 4

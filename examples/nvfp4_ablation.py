@@ -24,9 +24,9 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]  # this checkout, if the package is
 from tiny_runs import VALIDATION, Text, build, evaluate, kept, on_text, train
 
 import megatron_nemotron3 as n3
-from megatron_nemotron3.common.output import Interval, interval
+from megatron_nemotron3.common import Interval, interval
 from megatron_nemotron3.models import get, tiny
-from megatron_nemotron3.precision import bf16_tail, emulating, parse_emulation, yaml_file
+from megatron_nemotron3.precision import bf16_tail, emulating, parse_emulation, write_precision_file
 
 MODEL = tiny(get("super")).but(name="super-tiny", mtp_pattern=None, mtp_num_layers=0, seq_length=128)
 RATE = 4e-3
@@ -101,7 +101,7 @@ def main() -> None:
     chosen = [name for name in VARIANTS if name == BASELINE or name in (options.only or VARIANTS)]
 
     text, file = Text(options.output / "data", MODEL), options.output / "precision.yaml"
-    yaml_file.write(MODEL, file)
+    write_precision_file(MODEL, file)
     with n3.cpu_mode():
         losses = kept(options, chosen, lambda name, seed: loss_of(name, seed, options.steps, text, file))
     print(f"\n{options.steps} steps, seeds 1..{options.seeds}, validation loss in nats per token\n")

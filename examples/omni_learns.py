@@ -41,9 +41,9 @@ import omni_task as task
 import torch
 from omni_rank import Curve, Job, said, train
 
-from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.common import plots
-from megatron_nemotron3.proof.certify.ranks import run_distributed
+from megatron_nemotron3.boundary import Layout
+from megatron_nemotron3.common import picture, step_axis
+from megatron_nemotron3.proof.certify import run_distributed
 
 NAMES = {"image": "words in pictures", "audio": "spoken digits"}
 
@@ -91,7 +91,7 @@ def differences(curve: Curve, other: Curve) -> dict[str, float]:
 
 def plot(seeing: Curve, blind: Curve, compared: Mapping[str, Curve], path: Path) -> None:
     """Losses, scores, and differences between layouts."""
-    with plots.picture(path, 1, 3, size=(13, 3.8), title="A tiny Nano Omni learns") as (_, grid):
+    with picture(path, 1, 3, size=(13, 3.8), title="A tiny Nano Omni learns") as (_, grid):
         left, middle, right = grid[0]
         for name, curve in {"with encoders": seeing, "without": blind}.items():
             width = max(1, len(curve.losses) // 50)
@@ -118,7 +118,7 @@ def plot(seeing: Curve, blind: Curve, compared: Mapping[str, Curve], path: Path)
                 right.plot(range(1, len(gaps) + 1), so_far, marker=".", label=name)
         right.set(title="Loss: largest relative difference to one process so far", yscale="log")
         for axes in grid[0]:
-            plots.step_axis(axes)
+            step_axis(axes)
             if axes.lines:
                 axes.legend()
 

@@ -24,12 +24,15 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import MultiModuleProcessGroupCollection
 from torch import Tensor
 
-from megatron_nemotron3.boundary.feed import RowFeed, describe_ids, tokens
-from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.multimodule import BoundaryCommunicator
-from megatron_nemotron3.boundary.partition import sample_shares
-from megatron_nemotron3.train.omni.build import LANGUAGE, SOUND, VISION, build
-from megatron_nemotron3.train.omni.model import load, prepare, save
+from megatron_nemotron3.boundary import (
+    BoundaryCommunicator,
+    Layout,
+    RowFeed,
+    describe_ids,
+    sample_shares,
+    tokens,
+)
+from megatron_nemotron3.train.omni import LANGUAGE, SOUND, VISION, build, load, prepare, save
 
 PEAK_RATE = 2e-3
 SPECIAL = {VISION: task.model().image_token_id, SOUND: task.model().sound_token_id}

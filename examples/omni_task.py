@@ -20,10 +20,9 @@ import omni_media
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.models.omni import OmniConfig, get_omni
-from megatron_nemotron3.train.data.conversations import Conversation
-from megatron_nemotron3.train.omni.conversation import OmniEncoder, join
-from megatron_nemotron3.train.omni.processor import make_processor, omni_tokenizer
+from megatron_nemotron3.models import OmniConfig, get_omni
+from megatron_nemotron3.train.data import Conversation
+from megatron_nemotron3.train.omni import OmniEncoder, join, make_processor, omni_tokenizer
 
 CONSONANTS, VOWELS = "BDFGKLMNPRST", "AEIOU"
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")

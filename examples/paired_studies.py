@@ -55,20 +55,15 @@ from tiny_runs import (
 )
 
 import megatron_nemotron3 as n3
-from megatron_nemotron3.common.output import interval, paired
-from megatron_nemotron3.inference.generate.engine import Engine
-from megatron_nemotron3.inference.generate.evaluate import acceptance, losses, windows
-from megatron_nemotron3.inference.generate.weights import load
-from megatron_nemotron3.launch.boosting import Boost
+from megatron_nemotron3.common import interval, paired
+from megatron_nemotron3.inference.generate import Engine, acceptance, load, losses, windows
+from megatron_nemotron3.launch import Boost
 from megatron_nemotron3.models import Nemotron3Config, get, tiny
-from megatron_nemotron3.post_training.boost.heads import train_heads
-from megatron_nemotron3.post_training.compress import memory
-from megatron_nemotron3.post_training.compress.importance import measure
-from megatron_nemotron3.post_training.xtoken.align import Aligner
-from megatron_nemotron3.post_training.xtoken.loss import Kind, SpanLoss, span_losses
+from megatron_nemotron3.post_training import compress
+from megatron_nemotron3.post_training.boost import train_heads
+from megatron_nemotron3.post_training.xtoken import Aligner, Kind, SpanLoss, span_losses
 from megatron_nemotron3.precision import emulating, parse_emulation
-from megatron_nemotron3.train.teacher.projection import Projection
-from megatron_nemotron3.train.teacher.tokens import ByteVocabulary
+from megatron_nemotron3.train.teacher import ByteVocabulary, Projection
 
 TEACHER = tiny(get("nano")).but(
     name="teacher", pattern="MEM*E", seq_length=128, num_moe_experts=8, moe_router_topk=2
@@ -211,8 +206,10 @@ def prune(lab: Lab, seed: int) -> Results:
     """Students of the same size and tokens, cut from the teacher or from random weights."""
     teacher = lab.teacher(seed)
     calibration = lab.text.batches("train", VALIDATION, seed + 20_000)
-    scores = measure(teacher, TEACHER, lambda: [token_losses(teacher, batch) for batch in calibration])
-    cut, weights = memory.prune(teacher, scores, KEPT)
+    scores = compress.measure(
+        teacher, TEACHER, lambda: [token_losses(teacher, batch) for batch in calibration]
+    )
+    cut, weights = compress.prune(teacher, scores, KEPT)
     runs: dict[str, tuple[bool, float, Loss | None]] = {
         "from random weights, on the text": (False, RATE, on_text),
         "from random weights, on the teacher": (False, RATE, on_teacher(teacher)),
@@ -224,7 +221,7 @@ def prune(lab: Lab, seed: int) -> Results:
     for name, (pruned, rate, loss) in runs.items():
         model = build(cut, seed)
         if pruned:
-            memory.load(model, weights)
+            compress.load(model, weights)
         if loss is not None:
             lab.trained(model, seed, rate, loss)
         found[name] = lab.loss(model)
@@ -259,7 +256,7 @@ def drafts(lab: Lab, model: torch.nn.Module, config: Nemotron3Config) -> Measure
     number, prompt, new = PROMPTS
     prompts = [held_out[at : at + prompt] for at in range(0, len(held_out), len(held_out) // number)][:number]
     with tempfile.TemporaryDirectory() as folder:
-        memory.save(model, config, Path(folder) / "model")
+        compress.save(model, config, Path(folder) / "model")
         engine = Engine(load(Path(folder) / "model", config))
     found = losses(engine, windows(held_out, config.seq_length, MEASURED), DRAFTS)
     (continued,) = acceptance(engine, prompts, new, [DRAFTS])
@@ -284,7 +281,7 @@ def heads(lab: Lab, seed: int, arms: dict[str, Boost]) -> Results:
     for name, settings in arms.items():
         MTPLossLoggingHelper.tracker.clear()  # it has as many depths as the model before
         copy = build(config, seed)
-        memory.load(copy, model.state_dict())
+        compress.load(copy, model.state_dict())
         train_heads(copy, settings)
         found[name] = drafts(lab, lab.trained(copy, seed, HEADS_RATE, on_text), config)
     return found

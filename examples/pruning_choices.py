@@ -17,15 +17,10 @@ import numpy as np
 import torch
 from tiny_runs import VALIDATION, build, on_teacher, token_losses
 
-from megatron_nemotron3.launch.plan.hardware import GPUS
-from megatron_nemotron3.launch.plan.serving import ServingUse
+from megatron_nemotron3.launch.plan import GPUS, ServingUse
 from megatron_nemotron3.models import Nemotron3Config, count, get, tiny
-from megatron_nemotron3.post_training.compress import memory
-from megatron_nemotron3.post_training.compress.importance import measure
-from megatron_nemotron3.post_training.compress.losses import ScoredLosses as Losses
-from megatron_nemotron3.post_training.compress.scores import Scores
-from megatron_nemotron3.post_training.compress.search import search
-from megatron_nemotron3.post_training.compress.sizes import Sizes, candidate_config
+from megatron_nemotron3.post_training import compress
+from megatron_nemotron3.post_training.compress import ScoredLosses, Scores, Sizes, candidate_config, search
 
 if TYPE_CHECKING:
     from paired_studies import Lab, Measured, Results
@@ -42,17 +37,17 @@ RATE = 2e-3
 def scores_of(lab: Lab, teacher: torch.nn.Module, config: Nemotron3Config, seed: int) -> Scores:
     """Importance on text that no student is trained on first."""
     calibration = lab.text.batches("train", VALIDATION, seed + 20_000)
-    return measure(teacher, config, lambda: [token_losses(teacher, batch) for batch in calibration])
+    return compress.measure(teacher, config, lambda: [token_losses(teacher, batch) for batch in calibration])
 
 
 def cut_and_distilled(
     lab: Lab, seed: int, teacher: torch.nn.Module, scores: Scores, sizes: Sizes, stored: int
 ) -> Measured:
     """Validation loss of a cut model with at most so many parameters, before and after a distillation."""
-    pruned, weights = memory.prune(teacher, scores, sizes)
+    pruned, weights = compress.prune(teacher, scores, sizes)
     assert count(pruned).stored <= stored
     model = build(pruned, seed)
-    memory.load(model, weights)
+    compress.load(model, weights)
     before = lab.loss(model)["loss"]
     lab.trained(model, seed, RATE, on_teacher(teacher))
     return {"loss, cut": before, "loss, distilled": lab.loss(model)["loss"]}
@@ -78,7 +73,9 @@ def layers(lab: Lab, seed: int) -> Results:
     teacher = lab.teacher(seed, LAYERED)
     scores, number = scores_of(lab, teacher, LAYERED, seed), LAYERED.pattern.count("E")
     stored = count(candidate_config(LAYERED, {EXPERTS: HALF})).stored
-    found = search(LAYERED, {EXPERTS: WIDTHS}, {"params": stored}, ServingUse(GPUS["h100"]), Losses(scores))
+    found = search(
+        LAYERED, {EXPERTS: WIDTHS}, {"params": stored}, ServingUse(GPUS["h100"]), ScoredLosses(scores)
+    )
     chosen = np.array([width for width, _ in found.candidates[0].config.expert_sizes])
     drawn = np.random.default_rng(seed)
     while (random := drawn.choice(WIDTHS, number)).sum() != HALF * number:

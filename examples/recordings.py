@@ -17,14 +17,9 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # this checkout, if the package is not installed
 
 import megatron_nemotron3 as n3
-from megatron_nemotron3.checkpoints.convert.into_model import load_base
-from megatron_nemotron3.inference.generate.checkpoint_folder import find_checkpoint
-from megatron_nemotron3.inference.generate.engine import Engine
-from megatron_nemotron3.inference.generate.moe import MixtureOfExperts
-from megatron_nemotron3.inference.generate.weights import load
-from megatron_nemotron3.proof.bisect.engine import sequence
-from megatron_nemotron3.proof.bisect.record import Recorder
-from megatron_nemotron3.proof.bisect.recording import Recording, write
+from megatron_nemotron3.checkpoints import load_base
+from megatron_nemotron3.inference.generate import Engine, MixtureOfExperts, find_checkpoint, load
+from megatron_nemotron3.proof.bisect import Recorder, Recording, sequence, write
 
 TOKENS = 128
 

@@ -14,7 +14,7 @@ import torch
 
 import megatron_nemotron3 as n3
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.post_training.distill.divergence import divergence
+from megatron_nemotron3.post_training.distill import divergence
 from megatron_nemotron3.train.data import prepare
 
 BATCH = 4  # sequences

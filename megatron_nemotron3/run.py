@@ -305,7 +305,9 @@ def _launch(given: RunArguments) -> None:
     if emulate == "":
         fail(f"{emulation.OPTION}: give a value of {EMULATE}: nvfp4 or nvfp4,sr=0, or 0 for off")
     with failing(ValueError, OSError):
-        emulated = emulation.emulation_in_environment() if emulate is None else emulation.parse(emulate)
+        emulated = (
+            emulation.emulation_in_environment() if emulate is None else emulation.parse_emulation(emulate)
+        )
         measured = emulation.logging_in_environment()
         distilled = check_distillation(teachers, arguments, int(os.environ.get("WORLD_SIZE", 1)))
         teacher = record_of(distilled)

@@ -49,10 +49,11 @@ MANY_PARAMETERS = 0
 REPEATED_CLASSES: frozenset[str] = frozenset()
 #: Modules whose import costs neither torch nor megatron, numpy, yaml, transformers.
 LIGHT = (
+    "boundary",
     "boundary.bounds",
     "boundary.command",
-    "boundary.explain",
     "boundary.layout",
+    "boundary.plan_text",
     "boundary.planner",
     "checkpoints",
     "checkpoints.check",
@@ -63,34 +64,46 @@ LIGHT = (
     "cli.doctor.command",
     "cli.recipes",
     "cli.report",
+    "common",
     "common.lock",
     "common.processes",
     "common.ranks",
     "common.spawned",
     "cpu",
+    "inference.generate",
     "inference.generate.command",
+    "inference.refit",
     "inference.refit.command",
     "inference.refit.layouts",
     "inference.refit.shares",
     "launch",
     "launch.boosting",
+    "launch.plan",
     "launch.plan.command",
     "launch.plan.flops",
     "launch.plan.memory",
     "launch.plan.state",
+    "layers",
     "models",
     "models.command",
+    "post_training.boost",
     "post_training.boost.command",
+    "post_training.compress",
     "post_training.compress.command",
     "post_training.compress.search_command",
     "post_training.compress.sizes",
+    "post_training.distill",
     "post_training.distill.logits_command",
     "post_training.finetune.command",
+    "post_training.xtoken",
     "post_training.xtoken.command",
+    "precision",
     "precision.census",
     "precision.command",
     "precision.settings",
     "precision.table",
+    "proof.bisect",
+    "proof.certify",
     "proof.certify.batch_shape",
     "proof.certify.finding",
     "proof.certify.large",
@@ -101,10 +114,13 @@ LIGHT = (
     "proof.certify.proxy",
     "proof.certify.proxy_text",
     "run",
+    "train",
     "train.command",
     "train.data",
     "train.monitor.settings",
     "train.monitor.watch",
+    "train.omni",
+    "train.teacher",
     "train.teacher.check",
     "train.teacher.settings",
 )
@@ -277,12 +293,61 @@ def sources() -> Iterator[tuple[str, str]]:
             yield file.name, block
 
 
+def bound(module: str) -> set[str]:
+    """Names that a module defines or imports when it is imported."""
+    found = set()
+    for node in tree(files()[module]).body if module in files() else ():
+        if isinstance(node, (ast.ImportFrom, ast.Import)):
+            found |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            found |= {
+                n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+            }
+    return found
+
+
 def test_docs_and_examples_import_from_rooms_only() -> None:
-    """`from megatron_nemotron3 import …` or a room's: deeper modules may move."""
+    """`from megatron_nemotron3 import …` or a room's: deeper modules may move, and so may those of a room."""
     public = {name for name, file in files().items() if file.name == "__init__.py" or "." not in name}
     deep = set()
     for where, text in sources():
         for found in re.finditer(rf"(?:from|import) {NAME}\.([\w.]+)", text):
             if found[1] not in public:
                 deep.add(f"{where}: {found[0]}")
+        for found in re.finditer(rf"from {NAME}\.([\w.]+) import (\([^)]*\)|[^\n]*)", text):
+            for name in re.findall(r"\w+", found[2]):
+                module = f"{found[1]}.{name}"
+                if module in files() and module not in public and name not in bound(found[1]):
+                    deep.add(f"{where}: import of {module}")
     assert not deep, "\n".join(sorted(deep))
+
+
+def lazy_rooms() -> Iterator[tuple[str, dict[str, list[str]], set[tuple[str, str]]]]:
+    """Package, its names by module, and (module, name) of what it shows to type checkers."""
+    for file in sorted(PACKAGE.rglob("__init__.py")):
+        package = ".".join(file.relative_to(ROOT).parent.parts)
+        for node in ast.walk(tree(file)):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "lazy":
+                shown = {
+                    ((one.module or "")[len(package) + 1 :], alias.asname or "")
+                    for below in tree(file).body
+                    if isinstance(below, ast.If)
+                    for one in below.body
+                    if isinstance(one, ast.ImportFrom)
+                    for alias in one.names
+                }
+                yield package, ast.literal_eval(node.args[1]), shown
+
+
+def test_names_of_rooms() -> None:
+    """A name is defined where the table says, type checkers see it, and no submodule hides it."""
+    for package, names, shown in lazy_rooms():
+        below = package[len(NAME) + 1 :]
+        assert shown == {(module, name) for module, group in names.items() for name in group}, package
+        for module, group in names.items():
+            assert not set(group) - bound(f"{below}.{module}".lstrip(".")), package
+            hidden = {name for name in group if f"{below}.{name}".lstrip(".") in files()}
+            assert not hidden, f"{package}: also names of submodules"
+    assert len(list(lazy_rooms())) > 15

@@ -125,7 +125,7 @@ def test_emulated_nvfp4(script: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     from megatron_nemotron3.precision import yaml_file
     from megatron_nemotron3.precision.table import bf16_tail
 
-    yaml_file.write(CONFIG, tmp_path / "precision.yaml")
+    yaml_file.write_precision_file(CONFIG, tmp_path / "precision.yaml")
     tail = ("--first-last-layers-bf16", "--num-layers-at-start-in-bf16", "0")
     tail += ("--num-layers-at-end-in-bf16", str(bf16_tail(CONFIG)))
     words = _argv(ParallelLayout(), (*tail, "--te-precision-config-file", str(tmp_path / "precision.yaml")))

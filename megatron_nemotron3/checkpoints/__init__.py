@@ -16,3 +16,24 @@ check.py      describe a checkpoint and verify its files
 
 Only the standard library is imported.
 """
+
+from typing import TYPE_CHECKING
+
+from megatron_nemotron3.common import lazy
+
+if TYPE_CHECKING:
+    from megatron_nemotron3.checkpoints.convert.into_model import load_base as load_base
+    from megatron_nemotron3.checkpoints.convert.omni_config import omni_json as omni_json
+    from megatron_nemotron3.checkpoints.convert.quantized_config import hf_quant_config as hf_quant_config
+    from megatron_nemotron3.checkpoints.convert.quantized_config import read_scales as read_scales
+    from megatron_nemotron3.checkpoints.convert.quantized_recipes import quantization as quantization
+else:
+    __getattr__, __dir__, __all__ = lazy(
+        __name__,
+        {
+            "convert.into_model": ["load_base"],
+            "convert.omni_config": ["omni_json"],
+            "convert.quantized_config": ["hf_quant_config", "read_scales"],
+            "convert.quantized_recipes": ["quantization"],
+        },
+    )

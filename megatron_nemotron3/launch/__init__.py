@@ -1,5 +1,6 @@
 """What to tell Megatron: a `Launch`, its flags, and the rules that it must obey."""
 
+from megatron_nemotron3.launch.boosting import Boost
 from megatron_nemotron3.launch.flag import Flag, render, to_argv
 from megatron_nemotron3.launch.flags import flags
 from megatron_nemotron3.launch.launch import BACKENDS, PRECISIONS, Launch, TrainingData, mock_data
@@ -12,6 +13,7 @@ __all__ = [
     "BACKENDS",
     "PRECISIONS",
     "RULES",
+    "Boost",
     "Flag",
     "Launch",
     "ParallelLayout",

@@ -17,8 +17,7 @@ from megatron_nemotron3.launch import yaml_launch
 from megatron_nemotron3.launch.flag import Flag
 from megatron_nemotron3.launch.layout import ParallelLayout
 from megatron_nemotron3.launch.script import follow, is_known
-from megatron_nemotron3.precision.settings import OPTION, Emulation
-from megatron_nemotron3.precision.settings import parse as parse_emulation
+from megatron_nemotron3.precision.settings import OPTION, Emulation, parse_emulation
 
 #: Variable of this package -> where a text sets it; emulation has an option of our launcher, too.
 _SETTINGS = {

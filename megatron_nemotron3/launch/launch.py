@@ -23,8 +23,7 @@ from megatron_nemotron3.launch.versions import chosen
 from megatron_nemotron3.models import Nemotron3Config, get
 from megatron_nemotron3.models import tiny as make_tiny
 from megatron_nemotron3.precision.formats import EMULATED, FORMATS, NVFP4
-from megatron_nemotron3.precision.settings import Emulation
-from megatron_nemotron3.precision.settings import parse as parse_emulation
+from megatron_nemotron3.precision.settings import Emulation, parse_emulation
 from megatron_nemotron3.precision.table import bf16_layers
 
 PRECISIONS = ("bf16", "fp32", *FORMATS)

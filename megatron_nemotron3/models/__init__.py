@@ -19,6 +19,8 @@ from megatron_nemotron3.models.catalog import (
     names,
 )
 from megatron_nemotron3.models.config import Nemotron3Config
+from megatron_nemotron3.models.lora import LoRASettings, adding_lora
+from megatron_nemotron3.models.omni import OmniConfig, get_omni
 from megatron_nemotron3.models.parameters import ParameterCount, count, stored_tensors
 from megatron_nemotron3.models.tiny import tiny
 
@@ -35,10 +37,14 @@ __all__ = [
     "PUZZLE",
     "SUPER",
     "ULTRA",
+    "LoRASettings",
     "Nemotron3Config",
+    "OmniConfig",
     "ParameterCount",
+    "adding_lora",
     "count",
     "get",
+    "get_omni",
     "identify",
     "named",
     "names",

@@ -104,7 +104,7 @@ def _parse(text: str) -> LoRASettings | None:
 _LORA = EnvironmentSetting(LORA, _parse, once=False)
 #: Settings in NEMOTRON3_LORA; None: no LoRA. Raises ValueError if it is malformed.
 in_environment = _LORA.read
-#: Settings for models that are built now: of `training`, else of the environment.
+#: Settings for models that are built now: of `adding_lora`, else of the environment.
 current = _LORA.current
 #: Context manager: adds adapters to the models that are built inside; None: to none of them.
-training = _LORA.using
+adding_lora = _LORA.using

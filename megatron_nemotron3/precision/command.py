@@ -133,7 +133,7 @@ def run(config: Nemotron3Config, precision: str = NVFP4, path: str | Path | None
         raise ValueError(
             f"--precision {precision} needs no file: every linear follows its layer; drop --output"
         )
-    yaml_file.write(config, path)
+    yaml_file.write_precision_file(config, path)
     return f"{path}: written; nemotron3 flags {config.name} --precision nvfp4 {yaml_file.FLAG} {path}"
 
 

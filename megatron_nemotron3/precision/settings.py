@@ -105,7 +105,7 @@ class Emulation:
         return ",".join((self.format, *changed))
 
 
-def parse(text: str) -> Emulation | None:
+def parse_emulation(text: str) -> Emulation | None:
     """Parse a value of NEMOTRON3_EMULATE; None for off.
 
     Raises:
@@ -152,12 +152,12 @@ def split_option(arguments: Sequence[str]) -> tuple[list[str], str | None]:
     return others, value
 
 
-_EMULATION = EnvironmentSetting(EMULATE, parse)
+_EMULATION = EnvironmentSetting(EMULATE, parse_emulation)
 #: Context manager: linears built inside it emulate this `Emulation`; None for plain linears.
 emulating = _EMULATION.using
 #: `Emulation` of linears that are built now, or None: from `emulating`, else NEMOTRON3_EMULATE.
 current = _EMULATION.current
-#: Value of NEMOTRON3_EMULATE as it is now, for entry points. Raises ValueError as `parse` does.
+#: Value of NEMOTRON3_EMULATE as it is now, for entry points. Raises ValueError as `parse_emulation` does.
 emulation_in_environment = _EMULATION.read
 
 

@@ -132,7 +132,7 @@ def render(config: Nemotron3Config) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write(config: Nemotron3Config, path: str | Path) -> None:
+def write_precision_file(config: Nemotron3Config, path: str | Path) -> None:
     """Write `render(config)`.
 
     Raises:

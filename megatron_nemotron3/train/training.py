@@ -173,7 +173,7 @@ def _train_alone(request: TrainRequest, launch: Launch, key: str, started: float
     data, baseline = _prepared_data(request)
     identity.require(replace(launch, data=data), "tokenizer", "data")
     for path in to_write:
-        yaml_file.write(launch.config, path)
+        yaml_file.write_precision_file(launch.config, path)
 
     log_file = request.output / "train.log"
     if begun is None:

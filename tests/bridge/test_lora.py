@@ -31,10 +31,10 @@ def logits_and_gradients(tp: int, kind: str) -> tuple[Any, dict[str, Any]]:
     """(logits, norms of the adapters' gradients) with weights that only their keys and places decide."""
     import megatron_nemotron3.bridge as ours  # isort: skip
     import torch
-    from megatron.bridge.peft.lora import LoRASettings as BridgeLoRA
+    from megatron.bridge.peft.lora import LoRA as BridgeLoRA
     from megatron.core import parallel_state
 
-    from megatron_nemotron3.models.lora import LoRASettings, training
+    from megatron_nemotron3.models.lora import LoRASettings, adding_lora
     from megatron_nemotron3.proof.certify.ranks import initialize
     from megatron_nemotron3.proof.certify.tensors import sharded
     from megatron_nemotron3.train.build import build_model
@@ -43,7 +43,7 @@ def logits_and_gradients(tp: int, kind: str) -> tuple[Any, dict[str, Any]]:
     targets = DENSE if "dense" in kind else EVERY
     own = LoRASettings(tuple(targets), dim=4, alpha=8) if kind.startswith("own") else None
     layout = {"tp": tp, "etp": 1} if tp > 1 else {}
-    with training(own):
+    with adding_lora(own):
         model = build_model("super", tiny=True, precision="fp32", backend="torch", **layout)
     if own is None:
         peft = (BridgeLoRA if kind == "bridge dense" else ours.LoRA)(target_modules=targets, dim=4, alpha=8)

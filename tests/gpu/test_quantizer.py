@@ -17,7 +17,7 @@ from benchmarks.gpu_world import host_waits, world
 from megatron_nemotron3.models import get
 from megatron_nemotron3.precision.recipe import Spec
 from megatron_nemotron3.precision.scales import hadamard_matrix
-from megatron_nemotron3.precision.settings import emulating, parse
+from megatron_nemotron3.precision.settings import emulating, parse_emulation
 from tests.precision import test_quantizer_draws as draws
 from tests.precision import test_triton_quantize as checks
 from tests.support.emulation import quant_recipe
@@ -147,7 +147,7 @@ def kernels_of(device: str) -> Any:
 
 
 def build(device: str, emulation: str) -> Any:
-    with emulating(parse(emulation)):
+    with emulating(parse_emulation(emulation)):
         model = megatron_model(
             get("super-tiny"),
             use_cpu_initialization=device == "cpu",

@@ -35,7 +35,7 @@ def _written(folder: Path, parts: manifest.Parts) -> manifest.RunManifest:
 
 def _emulated(tmp_path: Path) -> manifest.Parts:
     path = tmp_path / "precision.yaml"
-    yaml_file.write(tiny(get("super")), path)
+    yaml_file.write_precision_file(tiny(get("super")), path)
     return _parts(precision="nvfp4", emulate=True, backend="torch", te_precision_config_file=str(path))
 
 

@@ -20,7 +20,7 @@ from megatron_nemotron3.layers.lora import add_adapters
 from megatron_nemotron3.models import get
 from megatron_nemotron3.models.lora import LoRASettings
 from megatron_nemotron3.precision import scales, triton_quantize  # noqa: F401
-from megatron_nemotron3.precision.settings import emulating, gpu_kernels, parse
+from megatron_nemotron3.precision.settings import emulating, gpu_kernels, parse_emulation
 from tests.support.fake_cuda import DEVICE, HostWait, backward, fake_cuda, first_of_two_ranks
 from tests.support.model_mapping import megatron_model
 
@@ -191,7 +191,7 @@ WAITING: dict[str, tuple[str, str | None, bool | None, dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", WAITING)
 def test_what_waits_is_known(case: str) -> None:
     pattern, how, kernels, changes, where = WAITING[case]
-    emulated = parse(changes.get("emulated", ""))
+    emulated = parse_emulation(changes.get("emulated", ""))
     changes = {name: value for name, value in changes.items() if name != "emulated"}
     with emulating(emulated), pytest.raises(HostWait, match=where):
         step(pattern, how, kernels=kernels, **changes)
@@ -212,7 +212,7 @@ def test_grouped_products_where_torch_has_a_kernel(
 def test_emulated(pattern: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In Triton, experts' products too. The rotation's matrix is uploaded once a process, before."""
     monkeypatch.setattr(scales, "hadamard_matrix", lambda device, dtype: torch.empty(16, 16, device=device))
-    with emulating(parse(how)):
+    with emulating(parse_emulation(how)):
         launched = step(pattern, kernels=True)
     assert ("rotate" in launched) == (how == "nvfp4,every_layer=1")
     assert launched & {"finish_rows", "finish_columns"}

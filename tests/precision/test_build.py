@@ -13,7 +13,7 @@ from megatron_nemotron3.launch import Launch
 from megatron_nemotron3.launch.rules import RuleError
 from megatron_nemotron3.models import tiny
 from megatron_nemotron3.precision import install, yaml_file
-from megatron_nemotron3.precision.settings import current, emulating, parse
+from megatron_nemotron3.precision.settings import current, emulating, parse_emulation
 from megatron_nemotron3.precision.table import expected
 from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
 from megatron_nemotron3.train.build import model_config
@@ -27,7 +27,7 @@ def built(
 ) -> tuple[dict[str, str], set[Any], torch.Tensor]:
     """Formats by name, recipes' switches for stochastic rounding, and the loss of a forward."""
     seed(7)
-    outside = parse(environment or "")
+    outside = parse_emulation(environment or "")
     with emulating(outside):
         model = n3.build_model(
             "super", tiny=True, backend="torch", te_precision_config_file=file, **arguments
@@ -53,7 +53,7 @@ def take(file: str) -> dict[str, Any]:
 def test_a_model_built_in_python(tmp_path: Path) -> None:
     """The argument counts before the setting around it, which is afterwards what it was."""
     file = str(tmp_path / "precision.yaml")
-    yaml_file.write(TINY, file)
+    yaml_file.write_precision_file(TINY, file)
     found = run_distributed(take, 1, file)[0]
     wanted = {name: fmt for name, fmt in expected(TINY, "nvfp4").items() if fmt != "bf16"}
     assert found["both"][:2] == (wanted, {True}) and found["text"][:2] == (wanted, {False})

@@ -10,7 +10,7 @@ from megatron_nemotron3.precision.numerics import e2m1, e4m3
 from megatron_nemotron3.precision.products import dequantized, operand, product
 from megatron_nemotron3.precision.quantizer import fake_quantize, quantize
 from megatron_nemotron3.precision.recipe import Spec, recipe
-from megatron_nemotron3.precision.settings import Emulation, parse
+from megatron_nemotron3.precision.settings import Emulation, parse_emulation
 
 F = numpy.float32
 #: E4M3 and E2M1 magnitudes, in the order of their codes.
@@ -140,7 +140,7 @@ def test_operands_multiply_to_dequantized_values() -> None:
 
 
 def test_the_switch_is_for_weights_alone() -> None:
-    chosen = parse("nvfp4,4over6=1")
+    chosen = parse_emulation("nvfp4,4over6=1")
     assert chosen == Emulation(four_over_six=True) and chosen.text() == "nvfp4,4over6=1"
     how, plain = recipe("nvfp4", chosen), recipe("nvfp4", Emulation())
     assert how is not None and plain is not None and how.fprop is not None and how.dgrad is not None
@@ -153,4 +153,4 @@ def test_the_switch_is_for_weights_alone() -> None:
     with pytest.raises(ValueError, match="MXFP8 has no four_over_six"):
         Spec("mxfp8", four_over_six=True)
     with pytest.raises(ValueError, match="'4over6' is no switch of mxfp8"):
-        parse("mxfp8,4over6=1")
+        parse_emulation("mxfp8,4over6=1")

@@ -16,7 +16,13 @@ from megatron_nemotron3 import cli, models, run
 from megatron_nemotron3.common.switches import EMULATE
 from megatron_nemotron3.precision import deviations, yaml_file
 from megatron_nemotron3.precision.census import Ambient, CensusError, ambient_of_linear
-from megatron_nemotron3.precision.settings import OPTION, Emulation, Logging, logging_precision, parse
+from megatron_nemotron3.precision.settings import (
+    OPTION,
+    Emulation,
+    Logging,
+    logging_precision,
+    parse_emulation,
+)
 from megatron_nemotron3.precision.table import Structure, expected
 from megatron_nemotron3.precision.yaml_file import NO_FILE, PrecisionFile, PrecisionFileError
 from megatron_nemotron3.train import processes
@@ -128,7 +134,7 @@ def test_the_launcher_refuses_before_it_starts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     file = tmp_path / "precision.yaml"
-    yaml_file.write(TINY, file)
+    yaml_file.write_precision_file(TINY, file)
     words = [word.replace("FILE", str(file)) for word in arguments]
     if message is None:
         run.verify_formats(words, *run.requested_spec(words), emulate=emulate, measured=False)
@@ -145,7 +151,7 @@ def test_train_refuses_a_file_without_emulation(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    yaml_file.write(TINY, tmp_path / "precision.yaml")
+    yaml_file.write_precision_file(TINY, tmp_path / "precision.yaml")
     words = [word.replace("FILE", "precision.yaml") for word in words]
     assert cli.main(["train", "super", "--tiny", "--device", "cpu", "--backend", "torch", *words]) == 2
     assert "no effect" in capsys.readouterr().err
@@ -201,7 +207,7 @@ def test_the_emitted_command_emulates_by_itself(keep: bool, tmp_path: Path) -> N
     """Copied from stdout alone, the command emulates; without the option, it is refused."""
     import shlex
 
-    yaml_file.write(TINY, tmp_path / "precision.yaml")
+    yaml_file.write_precision_file(TINY, tmp_path / "precision.yaml")
     out = emitted(
         *(
             "--precision",
@@ -341,12 +347,12 @@ def test_all_matmuls_off_is_refused(
 ) -> None:
     text = "nvfp4,fprop=0,dgrad=0,wgrad=0"
     with pytest.raises(ValueError, match=f"{EMULATE}='{text}': fprop=0, dgrad=0 and wgrad=0 leave no matmul"):
-        parse(text)
+        parse_emulation(text)
     with pytest.raises(ValueError, match="leave no matmul to quantize"):
         Emulation(fprop=False, dgrad=False, wgrad=False)
     for one in ("fprop", "dgrad", "wgrad"):
         kept = ",".join(f"{name}=0" for name in ("fprop", "dgrad", "wgrad") if name != one)
-        assert parse(f"nvfp4,{kept}") is not None
+        assert parse_emulation(f"nvfp4,{kept}") is not None
     monkeypatch.setenv(EMULATE, text)
     words = ["super", "--tiny", "--precision", "nvfp4", "--emulate", "--backend", "torch"]
     assert cli.main(["flags", *words, "--te-precision-config-file", "f.yaml"]) == 2
@@ -356,7 +362,7 @@ def test_all_matmuls_off_is_refused(
 def test_an_empty_result_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A file that takes all linears: `test_bad_files`. Here: BF16 layers everywhere."""
     file = tmp_path / "precision.yaml"
-    yaml_file.write(models.SUPER, file)
+    yaml_file.write_precision_file(models.SUPER, file)
     words = ["super", "--precision", "nvfp4", "--backend", "te", "--te-precision-config-file", str(file)]
     assert cli.main(["flags", *words, "--", "--num-layers-at-end-in-bf16", "88"]) == 2
     assert "none of the model's 345 linears is nvfp4" in capsys.readouterr().err

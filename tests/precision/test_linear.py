@@ -68,7 +68,7 @@ def test_settings(text: str, meaning: Emulation | None, monkeypatch: pytest.Monk
     monkeypatch.setenv(EMULATE, text)
     assert settings.emulation_in_environment() == meaning
     if meaning is not None:
-        assert settings.parse(meaning.text()) == meaning
+        assert settings.parse_emulation(meaning.text()) == meaning
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_settings(text: str, meaning: Emulation | None, monkeypatch: pytest.Monk
 )
 def test_bad_settings(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        settings.parse(text)
+        settings.parse_emulation(text)
 
 
 def test_recipes() -> None:

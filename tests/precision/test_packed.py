@@ -22,7 +22,7 @@ from megatron_nemotron3.precision.settings import (
     Emulation,
     emulating,
     logging_precision,
-    parse,
+    parse_emulation,
     parse_logging,
 )
 from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
@@ -114,7 +114,7 @@ def test_nano_spares_the_mamba_layer_before_attention() -> None:
 
 @pytest.mark.usefixtures("world")
 def test_what_cannot_be_packed_is_refused() -> None:
-    assert parse("super-nvfp4") == SUPER and parse(SUPER.text()) == SUPER
+    assert parse_emulation("super-nvfp4") == SUPER and parse_emulation(SUPER.text()) == SUPER
     assert set(PACKED_KINDS) == {"super-nvfp4", "ultra-nvfp4", "nano-nvfp4"}
     for text, message in (
         ("lightning-nvfp4", "output head"),
@@ -123,7 +123,7 @@ def test_what_cannot_be_packed_is_refused() -> None:
         ("super-int4", "a recipe of packed weights"),
     ):
         with pytest.raises(ValueError, match=message):
-            parse(text)
+            parse_emulation(text)
     with pytest.raises(ValueError, match="no switches"):
         Emulation(packed="super-nvfp4", tile=False)
     with pytest.raises(ValueError, match="drop --te-precision-config-file"):
@@ -188,6 +188,6 @@ def test_a_launch_needs_neither_a_precision_file_nor_bf16_layers(tmp_path: Path)
     names = {flag.name for flag in flags(launch)}
     assert "--bf16" in names and not names & {"--first-last-layers-bf16", "--te-precision-config-file"}
     file = tmp_path / "precision.yaml"
-    yaml_file.write(launch.config, file)
+    yaml_file.write_precision_file(launch.config, file)
     with pytest.raises(ValueError, match="drop the file"):
         precision_file.check(dataclasses.replace(launch, te_precision_config_file=str(file)))

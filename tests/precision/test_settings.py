@@ -7,15 +7,20 @@ from pathlib import Path
 import pytest
 
 from megatron_nemotron3.common.switches import EMULATE
-from megatron_nemotron3.precision.settings import SWITCHES, Emulation, emulation_in_environment, parse
+from megatron_nemotron3.precision.settings import (
+    SWITCHES,
+    Emulation,
+    emulation_in_environment,
+    parse_emulation,
+)
 from megatron_nemotron3.run import main
 
 
 def test_text_and_back() -> None:
     for field in SWITCHES.values():
         changed = Emulation(**{field: not getattr(Emulation(), field)})
-        assert parse(changed.text()) == changed != Emulation()
-    assert parse("0") is None and parse("nvfp4") == Emulation()
+        assert parse_emulation(changed.text()) == changed != Emulation()
+    assert parse_emulation("0") is None and parse_emulation("nvfp4") == Emulation()
 
 
 @pytest.mark.parametrize("text", ["nvfp5", "nvfp4,rht", "nvfp4,rht=2", "nvfp4,what=0", "1"])

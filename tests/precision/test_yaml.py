@@ -88,12 +88,12 @@ def upstream(path: Path) -> Any:
 def test_good_is_good(tmp_path: Path) -> None:
     """The texts below fail for what is done to them, and for nothing else."""
     path = tmp_path / "file.yaml"
-    yaml_file.write(models.SUPER, path)
+    yaml_file.write_precision_file(models.SUPER, path)
     assert path.read_text() == GOOD
-    yaml_file.write(models.SUPER, path)  # again: the same
+    yaml_file.write_precision_file(models.SUPER, path)  # again: the same
     assert len(yaml_file.read(path, models.SUPER).matchers) == 5
     with pytest.raises(FileExistsError, match="remove it first"):
-        yaml_file.write(models.NANO, path)
+        yaml_file.write_precision_file(models.NANO, path)
     assert path.read_text() == GOOD
 
 
@@ -226,7 +226,7 @@ def test_upstreams_loader_resolves_the_same(config: models.Nemotron3Config, tmp_
     from megatron.core.quantization.utils import get_quant_config_or_none
 
     path = tmp_path / "file.yaml"
-    yaml_file.write(config, path)
+    yaml_file.write_precision_file(config, path)
     ours, theirs = yaml_file.read(path, config), upstream(path)
     table = expected(config, "nvfp4", kept=(0, 0))
     for prefix in ("", "language_model.", "module.language_model."):

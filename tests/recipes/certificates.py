@@ -52,7 +52,7 @@ def started(case: Case) -> Iterator[Path]:
         if _PRECISION in command:
             file = Path(command[command.index(_PRECISION) + 1])
             file.parent.mkdir(parents=True)
-            yaml_file.write(models.get(case.model), str(file))
+            yaml_file.write_precision_file(models.get(case.model), str(file))
         yield Path(folder)
 
 

@@ -32,7 +32,7 @@ def parsed(printed: dict[str, list[str]], tmp_path_factory: pytest.TempPathFacto
         if case.recipe == "nvfp4":  # a launch writes it; Megatron reads it
             place = argv.index("--te-precision-config-file") + 1
             argv[place] = str(folder / f"{case.model}.yaml")
-            yaml_file.write(models.get(case.model), argv[place])
+            yaml_file.write_precision_file(models.get(case.model), argv[place])
         jobs.append({"argv": argv, "world_size": case.world_size, "patched": case.recipe != "debug_cpu"})
     return dict(zip(BY_NAME, ask(jobs), strict=True))
 

@@ -10,7 +10,7 @@ from megatron.core.quantization.quant_config import GlobMatcher, RecipeConfig
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
-from megatron_nemotron3.precision.settings import current_logging, emulating, parse
+from megatron_nemotron3.precision.settings import current_logging, emulating, parse_emulation
 from megatron_nemotron3.specs import nemotron3_torch_stack_spec
 from tests.support.models import VOCABULARY, build_hybrid
 
@@ -48,7 +48,7 @@ def seed(number: int) -> None:
 def built(text: str | None, pattern: str = PATTERN, **changes: Any) -> Any:
     """A model that emulates as `text` says, always with the same weights and the same draws after it."""
     seed(11)
-    chosen = parse(text or "")
+    chosen = parse_emulation(text or "")
     with emulating(chosen):
         # A plain model that is not measured either would ignore a precision file, which is refused.
         file = quant_recipe() if chosen or current_logging() else None

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.inference.generate.engine import Engine
-from megatron_nemotron3.inference.generate.generate import (
+from megatron_nemotron3.inference.generate.prompts import (
     ConversationState,
     Generation,
     GenerationOptions,

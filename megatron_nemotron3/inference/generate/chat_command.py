@@ -52,7 +52,7 @@ def _open_chat(options: argparse.Namespace) -> Chat:
     from megatron_nemotron3.common.options import resolve_device
     from megatron_nemotron3.inference.generate.chat import Chat, Template
     from megatron_nemotron3.inference.generate.checkpoint_folder import find_checkpoint
-    from megatron_nemotron3.inference.generate.generate import GenerationOptions
+    from megatron_nemotron3.inference.generate.prompts import GenerationOptions
     from megatron_nemotron3.inference.generate.sampling import Sampling
 
     options.device = resolve_device(options.device)

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from megatron_nemotron3.inference.generate.checkpoint_folder import CheckpointFolder
     from megatron_nemotron3.inference.generate.encoders import Encoders
     from megatron_nemotron3.inference.generate.engine import EncoderRows, Engine
-    from megatron_nemotron3.inference.generate.generate import Generation, Speculation
+    from megatron_nemotron3.inference.generate.prompts import Generation, Speculation
     from megatron_nemotron3.inference.generate.text import OutputText, Tokenizer
 
 NEW_TOKENS = 64
@@ -175,7 +175,7 @@ def _generate(options: argparse.Namespace) -> int:
     with no_garbage_collection():
         from megatron_nemotron3.common.options import resolve_device
         from megatron_nemotron3.inference.generate.checkpoint_folder import find_checkpoint
-        from megatron_nemotron3.inference.generate.generate import GenerationOptions, generate
+        from megatron_nemotron3.inference.generate.prompts import GenerationOptions, generate
         from megatron_nemotron3.inference.generate.sampling import Sampling
         from megatron_nemotron3.inference.generate.text import OutputStream
 
@@ -316,7 +316,7 @@ def sample(folder: Path, prompt: str, new_tokens: int, tokenizer: Path | None = 
     """Continue a prompt by at most `new_tokens`, always with the same random numbers, for reports."""
     from megatron_nemotron3.common.options import resolve_device
     from megatron_nemotron3.inference.generate.checkpoint_folder import find_checkpoint
-    from megatron_nemotron3.inference.generate.generate import GenerationOptions, generate
+    from megatron_nemotron3.inference.generate.prompts import GenerationOptions, generate
     from megatron_nemotron3.inference.generate.sampling import Sampling
 
     found = find_checkpoint(folder)

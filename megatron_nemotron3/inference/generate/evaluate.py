@@ -22,8 +22,8 @@ from torch.nn.functional import cross_entropy
 
 from megatron_nemotron3.common import plots
 from megatron_nemotron3.inference.generate.engine import CHUNK, Engine
-from megatron_nemotron3.inference.generate.generate import GenerationOptions, Speculation, generate
 from megatron_nemotron3.inference.generate.mtp import MTP
+from megatron_nemotron3.inference.generate.prompts import GenerationOptions, Speculation, generate
 
 if TYPE_CHECKING:
     from megatron_nemotron3.train.data.conversations import Encoded

@@ -35,7 +35,7 @@ from megatron_nemotron3.layers.context_parallel import document_borders
 from megatron_nemotron3.layers.registration import completing, keep_argument
 from megatron_nemotron3.layers.ssd import seq_idx_from_cu_seqlens
 from megatron_nemotron3.post_training.boost.trunk import Trunk, freeze
-from megatron_nemotron3.post_training.distill.divergence import divergence
+from megatron_nemotron3.post_training.distill.divergences import divergence
 
 #: Inputs of the model that belong to the micro-batch; those of a kept one take the place of the drawn ones.
 _INPUTS = ("input_ids", "position_ids", "labels", "loss_mask")

@@ -15,7 +15,7 @@ from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import ModelOptions, chosen_model
 from megatron_nemotron3.models.show import describe
 from megatron_nemotron3.post_training.compress.budget import MEASURES, amount, costs, parse_budget
-from megatron_nemotron3.post_training.compress.search import (
+from megatron_nemotron3.post_training.compress.candidates import (
     CandidateLosses,
     SearchResult,
     SmallerModel,

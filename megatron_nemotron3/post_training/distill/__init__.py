@@ -1,1 +1,11 @@
 """Distillation of a student from a teacher of the family (docs/distill.md)."""
+
+from typing import TYPE_CHECKING
+
+from megatron_nemotron3.common import lazy
+
+if TYPE_CHECKING:
+    from megatron_nemotron3.post_training.distill.attach import distilling as distilling
+    from megatron_nemotron3.post_training.distill.divergences import divergence as divergence
+else:
+    __getattr__, __dir__, __all__ = lazy(__name__, {"attach": ["distilling"], "divergences": ["divergence"]})

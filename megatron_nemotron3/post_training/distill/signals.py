@@ -9,7 +9,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor
 
 from megatron_nemotron3.layers.context_parallel import zigzag
-from megatron_nemotron3.post_training.distill.divergence import divergence
+from megatron_nemotron3.post_training.distill.divergences import divergence
 from megatron_nemotron3.post_training.distill.rows import borders_of, gathered
 from megatron_nemotron3.post_training.distill.stored import Reader
 from megatron_nemotron3.post_training.distill.teacher import Teacher

@@ -22,7 +22,7 @@ from megatron_nemotron3.checkpoints.convert.into_model import load_base, load_we
 from megatron_nemotron3.checkpoints.folders import is_hugging_face
 from megatron_nemotron3.common.switches import megatron_options
 from megatron_nemotron3.launch import Launch, ParallelLayout
-from megatron_nemotron3.models.lora import training as with_lora
+from megatron_nemotron3.models.lora import adding_lora
 from megatron_nemotron3.models.stack_specs import ARGUMENT
 from megatron_nemotron3.post_training.distill.rows import all_gathered
 from megatron_nemotron3.precision import settings as emulation
@@ -262,7 +262,7 @@ def _isolated() -> Iterator[None]:
         stack.enter_context(emulation.emulating(None))
         stack.enter_context(emulation.logging_precision(None))
         stack.enter_context(monitoring(0))
-        stack.enter_context(with_lora(None))
+        stack.enter_context(adding_lora(None))
         try:
             yield
         finally:

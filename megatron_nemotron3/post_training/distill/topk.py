@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_nemotron3.post_training.distill.divergence import (
+from megatron_nemotron3.post_training.distill.divergences import (
     Computed,
     OnePass,
     chunks,

@@ -14,7 +14,7 @@ from megatron_nemotron3.common.output import Bar
 from megatron_nemotron3.inference.generate.checkpoint_folder import find_checkpoint
 from megatron_nemotron3.inference.generate.command import load_engine
 from megatron_nemotron3.inference.generate.evaluate import ConversationLosses, conversation_losses
-from megatron_nemotron3.inference.generate.generate import GenerationOptions, generate
+from megatron_nemotron3.inference.generate.prompts import GenerationOptions, generate
 from megatron_nemotron3.inference.generate.text import Tokenizer
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.train.data.conversations import Encoded

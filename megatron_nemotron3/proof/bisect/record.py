@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megatron_nemotron3.common.hooks import first_forward, unwrapped
 from megatron_nemotron3.layers.context_parallel import zigzag
-from megatron_nemotron3.post_training.distill.divergence import normalizer, real_entries
+from megatron_nemotron3.post_training.distill.divergences import normalizer, real_entries
 from megatron_nemotron3.post_training.distill.rows import all_gathered, borders_of, gathered
 from megatron_nemotron3.proof.bisect.recording import Recording, Sequence, write
 

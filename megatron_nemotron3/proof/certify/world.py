@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.launch.boosting import Boost
-from megatron_nemotron3.models.lora import LoRASettings, training
+from megatron_nemotron3.models.lora import LoRASettings, adding_lora
 from megatron_nemotron3.proof.certify.batch import Batch, batches
 from megatron_nemotron3.proof.certify.case import TrainingCase
 from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
@@ -138,7 +138,7 @@ def wrapped(case: TrainingCase, args: Any, weights: Tensors | None = None) -> li
     if case.sabotage is not None:
         model_config.pre_wrap_hooks.append(case.sabotage)
     heads = training_heads(Boost.parse(case.boost)) if case.boost is not None else nullcontext()
-    with training(LoRASettings.parse(case.lora) if case.lora is not None else None), heads:
+    with adding_lora(LoRASettings.parse(case.lora) if case.lora is not None else None), heads:
         chunks = model_config.get_builder_cls()(model_config).build_distributed_models(
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
             ddp_config=get_megatron_ddp_config(args),

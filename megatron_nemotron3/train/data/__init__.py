@@ -7,6 +7,7 @@
 Importing this package costs neither torch nor megatron; writing a data set imports both.
 """
 
+from megatron_nemotron3.train.data.conversations import Conversation
 from megatron_nemotron3.train.data.indexed import DatasetInfo, write_dataset
 from megatron_nemotron3.train.data.prepare import PreparedData, prepare
 from megatron_nemotron3.train.data.splits import default_split, split_documents
@@ -15,6 +16,7 @@ from megatron_nemotron3.train.data.tokenizer import TokenizerInfo, byte_tokenize
 from megatron_nemotron3.train.data.unigram import UnigramBaseline, unigram_baseline
 
 __all__ = [
+    "Conversation",
     "DatasetInfo",
     "PreparedData",
     "Texts",

@@ -23,7 +23,7 @@ from megatron_nemotron3.boundary.training import finalize_model_grads
 from megatron_nemotron3.checkpoints.convert.megatron_args import args_of, common_state
 from megatron_nemotron3.checkpoints.folders import RELEASE, write_tracker
 from megatron_nemotron3.models.omni import OmniConfig
-from megatron_nemotron3.train.omni.build import LANGUAGE
+from megatron_nemotron3.train.omni.modules import LANGUAGE
 
 
 class AbsentLanguageModel(HybridModel):
@@ -82,7 +82,7 @@ def prepare(
 ) -> None:
     """Wrap each module of this rank for training, and set how gradients are finalized.
 
-    groups: as of `build.build`. ddp_config: of the language model; encoders do not overlap communication,
+    groups: as of `build`. ddp_config: of the language model; encoders do not overlap communication,
     because a rank without media runs no backward.
     """
     wrapped = partial(

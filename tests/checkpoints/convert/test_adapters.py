@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_nemotron3.cli import main
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.models.lora import LoRASettings, training
+from megatron_nemotron3.models.lora import LoRASettings, adding_lora
 from tests.support.checkpoint_writer import write
 from tests.support.hf_folders import write_hf
 from tests.support.peft_model import FOLDER, MODEL, base_values, transformers_model
@@ -102,7 +102,7 @@ def trained(config: Nemotron3Config, lora: LoRASettings) -> tuple[dict[str, Tens
     from megatron_nemotron3.train.build import build_model
 
     made = torch.Generator().manual_seed(11)
-    with world_of_one(), training(lora):
+    with world_of_one(), adding_lora(lora):
         model = build_model(config, precision="fp32", backend="torch").eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():

@@ -13,7 +13,7 @@ from megatron_nemotron3.inference.generate import chat_command
 from megatron_nemotron3.inference.generate.chat import Chat, Template
 from megatron_nemotron3.inference.generate.checkpoint_folder import find_checkpoint
 from megatron_nemotron3.inference.generate.engine import Engine
-from megatron_nemotron3.inference.generate.generate import GenerationOptions, generate
+from megatron_nemotron3.inference.generate.prompts import GenerationOptions, generate
 from megatron_nemotron3.inference.generate.text import OutputText, Tokenizer
 from megatron_nemotron3.inference.generate.weights import read_weights
 from tests.support.engines import agreeing_tensors

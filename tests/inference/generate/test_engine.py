@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_nemotron3.inference.generate import moe
 from megatron_nemotron3.inference.generate.batch import ForwardBatch
 from megatron_nemotron3.inference.generate.engine import EncoderRows, Engine
-from megatron_nemotron3.inference.generate.generate import GenerationOptions, generate
 from megatron_nemotron3.inference.generate.mamba import decay_table, short_scan
 from megatron_nemotron3.inference.generate.moe import MixtureOfExperts
 from megatron_nemotron3.inference.generate.mtp import MTP
+from megatron_nemotron3.inference.generate.prompts import GenerationOptions, generate
 from megatron_nemotron3.inference.generate.state import DecodeState, KVCache, MambaPass, MambaState
 from megatron_nemotron3.layers.ssd import ssd_reference
 from tests.support.engines import NAMES, TOKENS, assert_states_equal, close, repeatable, tiny

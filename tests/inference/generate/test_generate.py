@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_nemotron3.inference.generate.engine import Engine
-from megatron_nemotron3.inference.generate.generate import GenerationOptions, generate
+from megatron_nemotron3.inference.generate.prompts import GenerationOptions, generate
 from megatron_nemotron3.inference.generate.sampling import Sampling
 from megatron_nemotron3.inference.generate.state import MambaState
 from megatron_nemotron3.inference.generate.weights import load

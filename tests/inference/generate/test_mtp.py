@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_nemotron3.inference.generate.engine import Engine
-from megatron_nemotron3.inference.generate.generate import Decoder, GenerationOptions
 from megatron_nemotron3.inference.generate.moe import MixtureOfExperts
 from megatron_nemotron3.inference.generate.mtp import MTP
+from megatron_nemotron3.inference.generate.prompts import Decoder, GenerationOptions
 from megatron_nemotron3.inference.generate.weights import MTPBlock
 from megatron_nemotron3.models import get
 from tests.support.engines import (

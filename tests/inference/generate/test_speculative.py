@@ -12,16 +12,16 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_nemotron3.inference.generate import generate as generate_module
+from megatron_nemotron3.inference.generate import prompts as generate_module
 from megatron_nemotron3.inference.generate.engine import Engine
-from megatron_nemotron3.inference.generate.generate import (
+from megatron_nemotron3.inference.generate.mtp import MTP
+from megatron_nemotron3.inference.generate.prompts import (
     Continuation,
     Decoder,
     GenerationOptions,
     Speculation,
     generate,
 )
-from megatron_nemotron3.inference.generate.mtp import MTP
 from megatron_nemotron3.inference.generate.sampling import Sampling, accept, draw, probabilities
 from megatron_nemotron3.models import get
 from tests.support.engines import (

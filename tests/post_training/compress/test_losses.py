@@ -12,9 +12,9 @@ from megatron_nemotron3.checkpoints.convert.keys import prefixes
 from megatron_nemotron3.launch.plan.hardware import GPUS
 from megatron_nemotron3.launch.plan.serving import ServingUse
 from megatron_nemotron3.models import get
+from megatron_nemotron3.post_training.compress.candidates import search
 from megatron_nemotron3.post_training.compress.losses import ScoredLosses
 from megatron_nemotron3.post_training.compress.scores import Scores, statistics
-from megatron_nemotron3.post_training.compress.search import search
 from megatron_nemotron3.post_training.compress.sizes import candidate_config
 
 SUPER = get("super-tiny")

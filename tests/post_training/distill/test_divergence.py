@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from megatron_nemotron3.post_training.distill import divergence as module
-from megatron_nemotron3.post_training.distill.divergence import KINDS, divergence, reference
+from megatron_nemotron3.post_training.distill import divergences as module
+from megatron_nemotron3.post_training.distill.divergences import KINDS, divergence, reference
 from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
 
 

@@ -66,4 +66,4 @@ def write_file(folder: Path, model: str) -> None:
     """Write the published precision file."""
     from megatron_nemotron3.models import get
 
-    yaml_file.write(get(model), folder / FILE)
+    yaml_file.write_precision_file(get(model), folder / FILE)

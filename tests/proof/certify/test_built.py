@@ -28,7 +28,7 @@ def bench_of(folder: Path, file: Path, name: str = "super") -> Bench:
 
 def test_the_published_file_and_one_without_enabled(tmp_path: Path) -> None:
     file = tmp_path / "p.yaml"
-    yaml_file.write(models.get("super"), file)
+    yaml_file.write_precision_file(models.get("super"), file)
     bench = bench_of(tmp_path, file)
     whole, small = built.census(bench)
     assert (whole.name, whole.state) == (built.WHOLE, PropertyState.PASS), whole.detail
@@ -49,5 +49,5 @@ def test_a_file_that_is_elsewhere(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["nano", "ultra"])
 def test_other_models(name: str, tmp_path: Path) -> None:
     file = tmp_path / "p.yaml"
-    yaml_file.write(models.get(name), file)
+    yaml_file.write_precision_file(models.get(name), file)
     assert {one.state for one in built.census(bench_of(tmp_path, file, name))} == {PropertyState.PASS}

@@ -24,7 +24,7 @@ from megatron_nemotron3.proof.certify.large import LaunchRequest
 @pytest.fixture
 def launch(tmp_path: Path) -> list[Flag]:
     file = tmp_path / "precision.yaml"
-    yaml_file.write(models.get("super"), file)
+    yaml_file.write_precision_file(models.get("super"), file)
     return flags(
         Launch.of(
             "super",

@@ -131,7 +131,7 @@ def test_dropped_enabled_in_the_precision_file(script: Path, capsys: pytest.Capt
     from megatron_nemotron3 import models
     from megatron_nemotron3.precision import yaml_file
 
-    yaml_file.write(models.get("super"), "p.yaml")
+    yaml_file.write_precision_file(models.get("super"), "p.yaml")
     layout = ["--tp", "2", "--ep", "4", "--dp", "4", "--backend", "te", "--precision", "nvfp4"]
     words = ["certify", "super", *layout, "--te-precision-config-file", "p.yaml"]
     assert cli.main(words) == 0, capsys.readouterr()
