@@ -113,7 +113,8 @@ class Random(TensorSource):
 def make(folder: Path, config: Nemotron3Config) -> None:
     """Write the checkpoint as a Hugging Face folder."""
     source = Random(config)
-    run(Job(folder, source, to_hf.files(source.tensors), to_hf.small_files(config, source.tensors)))
+    files = to_hf.files(source.tensors)
+    run(Job(folder, source, files, to_hf.small_files(config, files)))
 
 
 def save_pretrained(source: Path, target: Path) -> None:

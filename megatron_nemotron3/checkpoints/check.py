@@ -32,10 +32,7 @@ from megatron_nemotron3.common.output import BYTES, Bar, say
 
 #: Largest number of problems printed.
 _SHOWN = 20
-_FORMATS = {
-    "complete": "torch_dist",
-    "foreign": "a format that is not checked here",
-}
+_FORMATS = {"complete": " (torch_dist)", "foreign": " (a format that is not checked here)"}
 _LAYOUT = {
     "TP": "tensor_model_parallel_size",
     "PP": "pipeline_model_parallel_size",
@@ -50,14 +47,8 @@ _LAYOUT = {
 def check(folder: Path, *, full: bool = False, workers: int = 4) -> int:
     """Print what `folder` contains and verify it. Returns the exit status: 0 if it is sound, else 2.
 
-    Args:
-        folder: one checkpoint (iter_0000300), the folder with the tracker, or a run. If there are several
-            checkpoints, all get the structural check, and `full` reads the one that the tracker names.
-        full: read everything and compare CRC32s.
-        workers: threads of the full check.
-
-    Raises:
-        ValueError: there is no Megatron checkpoint at `folder`.
+    If there are several checkpoints, all get the structural check, and `full` reads the one that the tracker
+    names.
     """
     found = locate(folder)
     if found.kind == "hugging face":
@@ -68,7 +59,6 @@ def check(folder: Path, *, full: bool = False, workers: int = 4) -> int:
 
 
 def _check_all(folder: Path, found: list[int], full: bool, workers: int) -> list[str]:
-    """Check every checkpoint of a folder. Returns the problems."""
     problems: list[str] = []
     named: int | str | None = None
     writer = holder(folder)
@@ -81,23 +71,15 @@ def _check_all(folder: Path, found: list[int], full: bool, workers: int) -> list
             continue
         verdict = check_structure(checkpoint_path(folder, iteration))
         newer = not isinstance(named, int) or iteration > named
-        if writer is not None and newer and verdict.state in ("unfinished", "damaged"):
-            say(
-                f"iter_{iteration:07d} is being written by {writer}",
-                others=[{"iteration": iteration, "state": "being written", "problems": []}],
-            )
-            continue
+        state, found_here = str(verdict.state), [shown(problem) for problem in verdict.problems]
+        text = state + "".join(f": {problem}" for problem in found_here[:1])
+        if writer is not None and newer and state in ("unfinished", "damaged"):
+            state, found_here, text = "being written", [], f"is being written by {writer}"
         say(
-            f"iter_{iteration:07d} {verdict.state}" + "".join(f": {shown(p)}" for p in verdict.problems[:1]),
-            others=[
-                {
-                    "iteration": iteration,
-                    "state": verdict.state,
-                    "problems": [shown(problem) for problem in verdict.problems],
-                }
-            ],
+            f"iter_{iteration:07d} {text}",
+            others=[{"iteration": iteration, "state": state, "problems": found_here}],
         )
-        if verdict.state == "damaged":
+        if state == "damaged":
             problems += verdict.problems
     if named is None:
         if not problems and found and writer is None:
@@ -129,11 +111,9 @@ def _tracker_cure(folder: Path) -> str:
 
 
 def _check_one(path: Path, full: bool, workers: int) -> list[str]:
-    """Describe and check one checkpoint. Returns the problems."""
     verdict = check_structure(path)
-    form = f" ({_FORMATS[verdict.state]})" if verdict.state in _FORMATS else ""
     say(
-        f"{shown(path)} {verdict.state}{form}",
+        f"{shown(path)} {verdict.state}{_FORMATS.get(verdict.state, '')}",
         checkpoint=shown(path),
         kind="megatron",
         state=verdict.state,

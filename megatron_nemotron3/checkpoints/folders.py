@@ -148,7 +148,6 @@ def _readings(folder: Path) -> dict[str, str]:
 
 
 def _checkpoints_below(folder: Path) -> str:
-    """Name the checkpoints one level below, as the end of a message."""
     found = []
     for path in sorted(folder.iterdir()):
         with contextlib.suppress(OSError):

@@ -27,7 +27,6 @@ from megatron_nemotron3.checkpoints.metadata import (
 )
 from megatron_nemotron3.checkpoints.read import chunk_layout, opened
 from megatron_nemotron3.checkpoints.unpickle import Refused
-from megatron_nemotron3.common.files import open_outside
 
 #: Written by Megatron with --verify-integrity: SHA-256 of every file.
 MANIFEST = "integrity.json"
@@ -38,7 +37,7 @@ _Item = tuple[str, str, StoredObject]
 
 
 @dataclass
-class Read:
+class IntegrityResult:
     """Result of a full check."""
 
     records: int = 0
@@ -53,7 +52,7 @@ def check_integrity(
     index: CheckpointIndex | None,
     workers: int = 1,
     report: Callable[[int], None] = lambda read: None,
-) -> Read:
+) -> IntegrityResult:
     """Check the CRC32 of every record, and that every chunk holds the tensor the index describes.
 
     Every byte is read once, or twice if there is an integrity.json (SHA-256 of whole files). Memory: one
@@ -64,7 +63,7 @@ def check_integrity(
         for part in pool.map(lambda task: task(), _check_tasks(folder, index)):
             parts.append(part)
             report(part.bytes)
-    return Read(
+    return IntegrityResult(
         sum(part.records for part in parts),
         sum(part.bytes for part in parts),
         sum(part.unprotected for part in parts),
@@ -72,9 +71,8 @@ def check_integrity(
     )
 
 
-def _check_archives(path: Path, items: list[_Item]) -> Read:
-    """Check neighboring archives of one file."""
-    result, problems = Read(), []
+def _check_archives(path: Path, items: list[_Item]) -> IntegrityResult:
+    result, problems = IntegrityResult(), []
     try:
         with opened(path) as descriptor:
             for name, dtype, place in items:
@@ -88,7 +86,7 @@ def _check_archives(path: Path, items: list[_Item]) -> Read:
     return result
 
 
-def _check_archive(descriptor: int, dtype: str, place: StoredObject, result: Read) -> None:
+def _check_archive(descriptor: int, dtype: str, place: StoredObject, result: IntegrityResult) -> None:
     found = records(descriptor, place.offset, place.length)
     if all(record.crc == 0 for record in found):  # torch.serialization.set_crc32_options(False)
         result.unprotected += 1
@@ -102,24 +100,21 @@ def _check_archive(descriptor: int, dtype: str, place: StoredObject, result: Rea
         chunk_layout(descriptor, place, dtype)
 
 
-def _check_digest(path: Path, expected: str) -> Read:
-    """Check one file against integrity.json."""
+def _check_digest(path: Path, expected: str) -> IntegrityResult:
     digest = hashlib.sha256()
     try:
-        with open_outside(path) as file:
-            while block := file.read(BLOCK):
+        with opened(path) as descriptor:
+            while block := os.read(descriptor, BLOCK):
                 digest.update(block)
-    except OSError as problem:
-        return Read(problems=(f"{path}: {problem.strerror}",))
-    except ValueError as problem:
-        return Read(problems=(str(problem),))
+    except CheckpointError as problem:
+        return IntegrityResult(problems=(str(problem),))
     if digest.hexdigest() == expected:
-        return Read()
+        return IntegrityResult()
     found = f"SHA-256 {digest.hexdigest()[:16]}…, {MANIFEST} says {expected[:16]}…"
-    return Read(problems=(f"{path}: {found}",))
+    return IntegrityResult(problems=(f"{path}: {found}",))
 
 
-def _check_tasks(folder: Path, index: CheckpointIndex | None) -> Iterator[Callable[[], Read]]:
+def _check_tasks(folder: Path, index: CheckpointIndex | None) -> Iterator[Callable[[], IntegrityResult]]:
     items: list[_Item] = []
     if index is not None:
         for name, tensor in index.tensors.items():
@@ -142,7 +137,6 @@ def _check_tasks(folder: Path, index: CheckpointIndex | None) -> Iterator[Callab
 
 
 def _sha256_manifest(folder: Path) -> dict[str, str]:
-    """Read file -> SHA-256 from integrity.json; empty if the file does not exist."""
     path = folder / MANIFEST
     if not os.path.lexists(path):
         return {}

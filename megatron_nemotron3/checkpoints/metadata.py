@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_nemotron3.checkpoints.unpickle import Inert, Refused, arguments, inert, loads
 from megatron_nemotron3.common.files import read_outside
@@ -104,27 +104,12 @@ class DistTensor:
     chunks: tuple[TensorChunk, ...]
 
     @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
     def nbytes(self) -> int:
-        """Size of the elements in bytes."""
-        return self.numel * ITEM_SIZE[self.dtype]
+        return math.prod(self.shape) * ITEM_SIZE[self.dtype]
 
 
-class Sized(Protocol):
-    """A tensor with the name of its dtype and the size of its elements in bytes."""
-
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def nbytes(self) -> int: ...
-
-
-def count_elements(tensors: Iterable[Sized]) -> dict[str, int]:
-    """Return the number of elements of each dtype, the most frequent first."""
+def count_elements(tensors: Iterable[Any]) -> dict[str, int]:
+    """Return the number of elements of each dtype, most frequent first; tensors have `dtype` and `nbytes`."""
     elements: Counter[str] = Counter()
     for tensor in tensors:
         elements[tensor.dtype] += tensor.nbytes // ITEM_SIZE[tensor.dtype]
@@ -148,23 +133,19 @@ class CheckpointIndex:
     def files(self) -> dict[str, int]:
         """File name -> smallest size in bytes that holds everything the index places in the file."""
         ends: dict[str, int] = {}
-        for item in self.items():
+        for _, item in self.items():
             ends[item.file] = max(ends.get(item.file, 0), item.offset + item.length)
         return dict(sorted(ends.items()))
 
-    def items(self) -> list[StoredObject]:
-        """All chunks and objects."""
-        return [*(c for t in self.tensors.values() for c in t.chunks), *self.objects.values()]
+    def items(self) -> list[tuple[str, StoredObject]]:
+        """All chunks and objects, by the names of their tensors and their own."""
+        chunks = ((name, chunk) for name, tensor in self.tensors.items() for chunk in tensor.chunks)
+        return [*chunks, *self.objects.items()]
 
     @property
     def common_state(self) -> StoredObject | None:
         """The object that holds arguments and iteration since megatron-core 0.19; None: see common.pt."""
-        found = (v for k, v in self.objects.items() if k.startswith("common_state/"))
-        return next(found, None)
-
-
-def _torch_size(values: Any = ()) -> tuple[Any, ...]:
-    return tuple(values)
+        return next((v for k, v in self.objects.items() if k.startswith("common_state/")), None)
 
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -179,7 +160,7 @@ _INDEX_TABLE: dict[tuple[str, str], Any] = {
         )
     },
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): inert("_StorageInfo"),
-    ("torch", "Size"): _torch_size,
+    ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): arguments,
     # Python 3.11 pickles members of enumerations as calls of getattr; nothing is looked up.
     ("builtins", "getattr"): arguments,

@@ -39,19 +39,12 @@ class TensorLayout:
     record: ArchiveRecord
 
     @property
-    def whole(self) -> tuple[int, int]:
-        """(first byte, number of bytes) of the range that holds the tensor."""
-        return self.span(range(self.shape[0] if self.shape else 1))
-
-    def span(self, rows: range) -> tuple[int, int]:
-        """Return (first byte, number of bytes) of the range that holds `rows` of the first axis."""
-        item = ITEM_SIZE[self.dtype]
-        shape = (len(rows), *self.shape[1:]) if self.shape else ()
-        if 0 in shape:
-            return self.offset, 0
-        first = rows.start * self.stride[0] if self.shape else 0
-        last = first + sum((n - 1) * step for n, step in zip(shape, self.stride))
-        return self.offset + first * item, (last + 1 - first) * item
+    def end(self) -> int:
+        """The byte after the last element."""
+        if 0 in self.shape:
+            return self.offset
+        last = sum((n - 1) * step for n, step in zip(self.shape, self.stride))
+        return self.offset + (last + 1) * ITEM_SIZE[self.dtype]
 
 
 @contextmanager
@@ -68,7 +61,7 @@ def opened(path: Path) -> Iterator[int]:
         raise CheckpointError(f"{path}: {problem}") from None
 
 
-def read_pickle(descriptor: int, place: StoredObject) -> tuple[bytes, dict[str, ArchiveRecord]]:
+def _read_pickle(descriptor: int, place: StoredObject) -> tuple[bytes, dict[str, ArchiveRecord]]:
     """Read the pickle of the archive at `place`. Returns the pickle and all records by name."""
     found = {record.name: record for record in records(descriptor, place.offset, place.length)}
     pickled = found.get("data.pkl")
@@ -84,31 +77,25 @@ def read_pickle(descriptor: int, place: StoredObject) -> tuple[bytes, dict[str, 
     return bytes(read_at(descriptor, pickled.offset, pickled.size)), found
 
 
-def locate_tensor(what: str, tensor: PickledTensor, found: dict[str, ArchiveRecord]) -> TensorLayout:
-    """Locate the elements of a tensor in the records of its archive."""
+def chunk_layout(descriptor: int, chunk: TensorChunk, dtype: str) -> TensorLayout:
+    """Locate the elements of a chunk of a torch_dist tensor; only headers are read."""
+    data, found = _read_pickle(descriptor, chunk)
+    if "version" not in found:
+        raise ArchiveError(f"the archive at {chunk.offset:,} has no record 'version'")
+    tensor = loads(data, _TENSOR_TABLE, persistent=_storage_of)
+    if not isinstance(tensor, _PickledTensor):
+        raise Refused(f"the archive at {chunk.offset:,} holds a {type(tensor).__name__}, not a tensor")
+    what = f"the tensor at {chunk.offset:,}"
     record = found.get(f"data/{tensor.storage}")
     if record is None:
         raise ArchiveError(f"{what} is in record 'data/{tensor.storage}', which is missing")
     begin = record.offset + tensor.begin * ITEM_SIZE[tensor.dtype]
     layout = TensorLayout(tensor.dtype, tensor.shape, tensor.stride, begin, record)
-    first, length = layout.whole
-    if first + length > record.offset + record.size:
+    if layout.end > record.offset + record.size:
         raise ArchiveError(
-            f"{what} needs {first + length - record.offset:,} bytes of storage, record {record.name!r} has "
+            f"{what} needs {layout.end - record.offset:,} bytes of storage, record {record.name!r} has "
             f"{record.size:,}"
         )
-    return layout
-
-
-def chunk_layout(descriptor: int, chunk: TensorChunk, dtype: str) -> TensorLayout:
-    """Locate the elements of a chunk of a torch_dist tensor; only headers are read."""
-    data, found = read_pickle(descriptor, chunk)
-    if "version" not in found:
-        raise ArchiveError(f"the archive at {chunk.offset:,} has no record 'version'")
-    tensor = loads(data, TENSOR_TABLE, persistent=storage_of)
-    if not isinstance(tensor, PickledTensor):
-        raise Refused(f"the archive at {chunk.offset:,} holds a {type(tensor).__name__}, not a tensor")
-    layout = locate_tensor(f"the tensor at {chunk.offset:,}", tensor, found)
     if (layout.dtype, layout.shape) != (dtype, chunk.sizes):
         raise ArchiveError(
             f"the chunk at {chunk.offset:,} holds {layout.dtype} of shape {list(layout.shape)}, "
@@ -124,7 +111,7 @@ class _Storage:
 
 
 @dataclass(frozen=True)
-class PickledTensor:
+class _PickledTensor:
     """A tensor as its pickle describes it; `begin` counts elements of the storage."""
 
     dtype: str
@@ -134,14 +121,14 @@ class PickledTensor:
     stride: tuple[int, ...]
 
 
-def storage_of(pid: Any) -> _Storage:
+def _storage_of(pid: Any) -> _Storage:
     """Map the persistent id of a storage to its type and key."""
     if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage" or not isinstance(pid[2], str):
         raise Refused(f"it refers to a {type(pid).__name__} that is not a storage")
     return _Storage(pid[1] if isinstance(pid[1], str) else None, pid[2])
 
 
-def _rebuilt_tensor(storage: Any, begin: Any, shape: Any, stride: Any, *rest: Any) -> PickledTensor:
+def _rebuilt_tensor(storage: Any, begin: Any, shape: Any, stride: Any, *rest: Any) -> _PickledTensor:
     """Take the arguments of torch._utils._rebuild_tensor_v2, or of v3, which ends with the dtype."""
     dtype = storage.dtype if isinstance(storage, _Storage) else None
     if dtype is None and len(rest) >= 3:
@@ -151,18 +138,10 @@ def _rebuilt_tensor(storage: Any, begin: Any, shape: Any, stride: Any, *rest: An
     if not all(type(n) is int and 0 <= n < 1 << 62 for n in (begin, *shape, *stride)):
         raise Refused("its offset, shape or stride holds a value that is not a whole number from 0 to 2^62")
     if not isinstance(dtype, str) or dtype not in ITEM_SIZE:
-        raise Refused(
-            f"its tensor has the unknown type {dtype!r:.40}"
-            if isinstance(dtype, str)
-            else "its tensor has no type"
-        )
+        raise Refused(f"its tensor has the unknown type {dtype!r:.40}" if dtype else "its tensor has no type")
     if len(shape) != len(stride) or math.prod(shape) >= 1 << 62:
         raise Refused(f"its tensor has shape {shape!r:.60} and stride {stride!r:.60}")
-    return PickledTensor(dtype, storage.key, begin, tuple(shape), tuple(stride))
-
-
-def _parameter_data(data: Any, *rest: Any) -> Any:
-    return data
+    return _PickledTensor(dtype, storage.key, begin, tuple(shape), tuple(stride))
 
 
 STORAGES = {
@@ -171,13 +150,13 @@ STORAGES = {
     **{"ComplexDouble": "complex128", "ComplexFloat": "complex64"},
 }
 #: Names in the pickle of one tensor.
-TENSOR_TABLE: dict[tuple[str, str], Any] = {
+_TENSOR_TABLE: dict[tuple[str, str], Any] = {
     **{("torch", dtype): dtype for dtype in ITEM_SIZE},
     **{("torch", f"{name}Storage"): dtype for name, dtype in STORAGES.items()},
     ("torch.storage", "UntypedStorage"): None,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuilt_tensor,
     ("torch._utils", "_rebuild_tensor_v3"): _rebuilt_tensor,
-    ("torch._utils", "_rebuild_parameter"): _parameter_data,
+    ("torch._utils", "_rebuild_parameter"): lambda data, *rest: data,
     ("collections", "OrderedDict"): dict,
 }
 
@@ -205,16 +184,12 @@ def common_state(index: CheckpointIndex) -> dict[str, Any]:
 def stored_object(folder: Path, place: StoredObject) -> Any:
     """Read a pickled object of plain data without importing what it names; tensors in it become None."""
     with opened(folder / place.file) as descriptor:
-        data, _ = read_pickle(descriptor, place)
-        return loads(data, DATA_TABLE, stubs=DATA_STUBS, persistent=_skip_tensor)
-
-
-def _skip_tensor(pid: Any) -> None:
-    """Tensors in the common state (random number states) are not read."""
+        data, _ = _read_pickle(descriptor, place)
+        return loads(data, _DATA_TABLE, stubs=_DATA_STUBS, persistent=lambda pid: None)
 
 
 #: Names in stored arguments: Megatron's enumerations, dtypes and a few standard classes.
-DATA_TABLE: dict[tuple[str, str], Any] = {
+_DATA_TABLE: dict[tuple[str, str], Any] = {
     ("argparse", "Namespace"): inert("Namespace"),
     ("types", "SimpleNamespace"): inert("SimpleNamespace"),
     ("collections", "OrderedDict"): dict,
@@ -224,4 +199,4 @@ DATA_TABLE: dict[tuple[str, str], Any] = {
     **{(module, name): arguments for module in ("builtins", "__builtin__") for name in ("getattr", "set")},
     ("datetime", "timedelta"): arguments,
 }
-DATA_STUBS = ("megatron.", "nvidia_resiliency_ext.", "torch.", "numpy.", "transformer_engine.")
+_DATA_STUBS = ("megatron.", "nvidia_resiliency_ext.", "torch.", "numpy.", "transformer_engine.")

@@ -141,7 +141,6 @@ class _Mirror:
         self.url, self.made, self.iteration, self.every = url, made, iteration, every
 
     def folder(self, remote: str, folder: Path) -> None:
-        """Make a folder and what is needed below it."""
         try:
             entries = filesystem(self.url).ls(remote, detail=True)
         except (FileNotFoundError, NotADirectoryError):
@@ -176,18 +175,10 @@ class _Mirror:
         if type(size) is not int:
             raise ValueError(f"{path}: {entry.get('size')!r} is not its size")
         if path.name.endswith(_TENSORS) and path.name not in _COPIED or size > _LIMIT:
-            reader = _Reader(self.url, remote, path, size)
             with open(path, "wb") as file:
                 os.truncate(file.fileno(), size)
-                if path.name.endswith(".safetensors") and size > 8:
-                    head = bytearray(8)
-                    reader(memoryview(head), 0)
-                    length = min(int.from_bytes(head, "little"), size - 8, 64 << 20)
-                    head = bytearray(8 + length)
-                    reader(memoryview(head), 0)
-                    os.pwrite(file.fileno(), head, 0)
                 found = os.fstat(file.fileno())
-            archive.REMOTE[found.st_dev, found.st_ino] = reader
+            archive.REMOTE[found.st_dev, found.st_ino] = _Reader(self.url, remote, path, size)
             self.made.append((found.st_dev, found.st_ino))
         else:
             path.write_bytes(_fetch(self.url, remote, 0, size, path))
@@ -286,7 +277,6 @@ def _snapshot(name: str) -> Path:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether every file with weights is there."""
     if not (folder / HF_INDEX).exists():
         return any(folder.glob("*.safetensors"))
     return all((folder / str(name)).exists() for name in read_json(folder / HF_INDEX)["weight_map"].values())

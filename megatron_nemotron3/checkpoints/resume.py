@@ -91,7 +91,6 @@ class LoadFolder:
 
     @property
     def tracker(self) -> Path:
-        """The file that names the checkpoint to load."""
         return self.folder / TRACKER
 
 
@@ -108,21 +107,23 @@ def before_start(argv: Sequence[str], rank: int, key: str = "") -> list[str]:
 
     Rank 0 checks the checkpoints and repairs the trackers. Other ranks wait until the trackers are usable.
     """
-    given = load_options(argv)
+    options = load_options(argv)
 
     def prepare(source: LoadFolder) -> list[str]:
         return wait_for_repair(source) if rank else repair_tracker(source, key)
 
     lines: list[str] = []
     newer = None
-    if given.non_persistent is not None:
+    if options.non_persistent is not None:
         cure = "leave --non-persistent-ckpt-type out to load from --load alone"
-        lines += prepare(LoadFolder(given.non_persistent, manifest=given.manifest, cure=cure))
-        newer = latest_iteration(given.non_persistent)
-    if given.load is not None:
-        lines += prepare(LoadFolder(given.load, given.step, given.manifest, newer))
-    if given.pretrained is not None and not (given.load and (given.load / TRACKER).is_file()):
-        source = LoadFolder(given.pretrained, given.step, given.manifest, option="--pretrained-checkpoint")
+        lines += prepare(LoadFolder(options.non_persistent, manifest=options.manifest, cure=cure))
+        newer = latest_iteration(options.non_persistent)
+    if options.load is not None:
+        lines += prepare(LoadFolder(options.load, options.step, options.manifest, newer))
+    if options.pretrained is not None and not (options.load and (options.load / TRACKER).is_file()):
+        source = LoadFolder(
+            options.pretrained, options.step, options.manifest, option="--pretrained-checkpoint"
+        )
         lines += prepare(source)
         if not source.tracker.is_file():
             raise ValueError(

@@ -48,9 +48,9 @@ def stored_arguments(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def loaded_state(argv: Sequence[str]) -> tuple[int, StoredState] | None:
     """Return the iteration that a Megatron command line goes on from, and its state; None if it has none."""
-    given = load_options(argv)
-    if given.load is None:
+    options = load_options(argv)
+    if options.load is None:
         return None
-    step = given.step or latest_iteration(given.load)
-    state = step and stored_state(checkpoint_path(given.load, step))
+    step = options.step or latest_iteration(options.load)
+    state = step and stored_state(checkpoint_path(options.load, step))
     return (step, state) if step and state else None

@@ -98,7 +98,6 @@ def check_structure(folder: Path) -> Verdict:
 
 
 def _sharded_backend(path: Path) -> str:
-    """Read `sharded_backend` from metadata.json."""
     data = read_file(path, _CONFIG_LIMIT)
     try:
         return str(json.loads(data)["sharded_backend"])
@@ -124,32 +123,21 @@ def _file_problems(index: CheckpointIndex) -> Iterator[str]:
 
 def _place_problems(index: CheckpointIndex) -> Iterator[str]:
     """Find archives that share bytes: each of them was written once, behind the others."""
-    last: StoredObject | None = None
-    for item in sorted(index.items(), key=lambda item: (item.file, item.offset)):
-        if last is not None and item.file == last.file and item.offset < last.offset + last.length:
-            names = " and ".join(_name_of(index, one) for one in (last, item))
+    before, last = "", StoredObject("", 0, 0)
+    for name, item in sorted(index.items(), key=lambda one: (one[1].file, one[1].offset)):
+        if item.file == last.file and item.offset < last.offset + last.length:
             yield (
-                f"{index.folder / INDEX}: {names} are in the same bytes of {item.file}, from {item.offset:,}"
+                f"{index.folder / INDEX}: {before} and {name} are in the same bytes of {item.file}, from "
+                f"{item.offset:,}"
             )
         elif item.length:
-            last = item
-
-
-def _name_of(index: CheckpointIndex, item: StoredObject) -> str:
-    for name, tensor in index.tensors.items():
-        if any(chunk is item for chunk in tensor.chunks):
-            return name
-    return next(name for name, place in index.objects.items() if place is item)
+            before, last = name, item
 
 
 def _contents_beyond(index: CheckpointIndex, file: str, size: int) -> str:
     """Name the tensors and objects of `file` that reach beyond `size`."""
-    tensors = [
-        name
-        for name, tensor in index.tensors.items()
-        if any(c.file == file and c.offset + c.length > size for c in tensor.chunks)
-    ]
-    names = tensors + [k for k, o in index.objects.items() if o.file == file and o.offset + o.length > size]
+    beyond = (name for name, item in index.items() if item.file == file and item.offset + item.length > size)
+    names = list(dict.fromkeys(beyond))
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 

@@ -230,7 +230,6 @@ class _Opcodes:
         self._known: dict[Hashable, bytes] = {}
 
     def code(self, *opcodes: bytes) -> None:
-        """Append opcodes."""
         for opcode in opcodes:
             self.data += opcode
 
@@ -250,7 +249,6 @@ class _Opcodes:
                 self._remember(value)
 
     def name(self, module: str, name: str) -> None:
-        """Append the name of a class, function or type."""
         if not self._recall((module, name)):
             self.code(pickle.GLOBAL, f"{module}\n{name}\n".encode())
             self._remember((module, name))

@@ -63,7 +63,7 @@ def read_hf(folder: Path, sample: str) -> None:
     view = Converted(opened.weights, mappings(opened.config, padded_vocab_size=rows), to_hf=False)
     files, _ = from_hf.plan(view, opened.config, padded_vocab_size=rows, dtype="bfloat16")
     read_all(files, view)
-    to_hf.small_files(opened.config, opened.weights.tensors, reference=folder)
+    to_hf.small_files(opened.config, to_hf.files(opened.weights.tensors), reference=folder)
 
 
 def read_packed(folder: Path, sample: str) -> None:
@@ -77,8 +77,9 @@ def read_megatron(folder: Path, sample: str) -> None:
     # Released versions' archives have no whole arguments; megatron-core 0.16 knows no MTP in hybrid models.
     opened = open_megatron(folder, model=None if sample == "ours" else golden(not sample.startswith("0.16")))
     view = opened.hf_view()
-    to_hf.small_files(opened.config, view.tensors)
-    read_all(to_hf.files(view.tensors), view)
+    plans = to_hf.files(view.tensors)
+    to_hf.small_files(opened.config, plans)
+    read_all(plans, view)
 
 
 def read_index(folder: Path, sample: str) -> None:

@@ -63,9 +63,10 @@ def read_whole(source: TensorSource, name: str) -> torch.Tensor:
 
 def written(folder: Path, source: TensorSource) -> Path:
     folder.mkdir()
-    for plan in to_hf.files(source.tensors, 1 << 20):
+    plans = to_hf.files(source.tensors, 1 << 20)
+    for plan in plans:
         write(plan, source, folder / plan.name, lambda n: None)
-    index = to_hf.index(source.tensors, 1 << 20)
+    index = to_hf.index(plans)
     if index:
         (folder / "model.safetensors.index.json").write_bytes(index)
     return folder

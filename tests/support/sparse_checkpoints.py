@@ -31,14 +31,15 @@ from megatron_nemotron3.models.omni import OmniConfig
 def write_hf(folder: Path, config: Nemotron3Config, limit: int = to_hf.SHARD_BYTES) -> None:
     """The Hugging Face folder of a model."""
     tensors = {t.name: SourceTensor(t.dtype, t.shape) for t in inventory.hf_tensors(config)}
-    _write(folder, to_hf.files(tensors, limit), to_hf.small_files(config, tensors, limit=limit))
+    files = to_hf.files(tensors, limit)
+    _write(folder, files, to_hf.small_files(config, files))
 
 
 def write_omni(folder: Path, config: OmniConfig) -> None:
     """The Hugging Face folder of a model with encoders, as released."""
     tensors = {t.name: SourceTensor(t.dtype, t.shape) for t in omni_inventory.hf_tensors(config)}
-    small = to_hf.small_files(config.language, tensors, omni=config)
-    _write(folder, to_hf.files(tensors), small)
+    files = to_hf.files(tensors)
+    _write(folder, files, to_hf.small_files(config, files))
 
 
 def write_megatron(folder: Path, hf: Path, divisible_by: int = 128) -> None:

@@ -34,15 +34,14 @@ def with_adapter(opened: Checkpoint, options: ToHfOptions | FromHfOptions) -> Ch
         )
         check_fits(adapter, {t.name: t.shape for mapping in opened.mappings for t in mapping.hf})
         opened = replace(opened, adapter=adapter)
-    asked = next((name for name, on in (("merge", options.merge_adapter), ("only", only)) if on), None)
+    requested = "--merge-adapter" if options.merge_adapter else "--adapter-only" if only else None
     if opened.adapter is None:
-        if asked is not None:
-            name = "--merge-adapter" if asked == "merge" else "--adapter-only"
-            raise ValueError(f"{name}: {opened.folder} has no LoRA adapter")
+        if requested is not None:
+            raise ValueError(f"{requested}: {opened.folder} has no LoRA adapter")
         return opened
     if only and options.merge_adapter:
         raise ValueError("--adapter-only and --merge-adapter: give one of them")
-    if opened.kind != "hugging face" and asked is None:
+    if opened.kind != "hugging face" and requested is None:
         raise ValueError(
             f"{opened.folder}: it has a LoRA adapter: --merge-adapter adds it to the weights, --adapter-only "
             "writes it alone"
@@ -82,8 +81,7 @@ def _note(text: str) -> None:
 def megatron_adapter(
     adapter: StoredAdapter, mappings: Sequence[TensorMapping]
 ) -> tuple[str, list[TensorMapping]]:
-    """Return the settings to train on with (`LoRASettings.text`), and the mappings of the adapter's
-    tensors."""
+    """Return the settings to train on with (`LoRASettings.text`), and the mappings of its tensors."""
     found = to_megatron(adapter, mappings)
     if not found:
         raise ValueError("--adapter: it has no tensors")

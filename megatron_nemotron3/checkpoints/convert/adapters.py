@@ -14,16 +14,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 from megatron_nemotron3.checkpoints.convert.inventory import Tensor, TensorMapping
-from megatron_nemotron3.checkpoints.convert.plan import Slices, whole
+from megatron_nemotron3.checkpoints.convert.plan import Bits, Slices, whole
 from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource
 from megatron_nemotron3.checkpoints.convert.views import Converted, as_bits, as_tensor
 from megatron_nemotron3.models.tensors import TORCH_DIST, Spelling
-
-if TYPE_CHECKING:
-    import numpy
 
 A, B = ".lora_A.weight", ".lora_B.weight"
 _WEIGHT = ".weight"
@@ -46,7 +42,6 @@ class StoredAdapter:
         return [name.removesuffix(A) for name in self.tensors.tensors if name.endswith(A)]
 
     def rank(self, stem: str) -> int:
-        """Return the rank of one matrix."""
         return self.tensors.tensors[stem + A].shape[0]
 
     def scale(self, stem: str) -> float:
@@ -98,7 +93,11 @@ def mappings_of_adapter(mapping: TensorMapping, rank: int) -> list[TensorMapping
         mapping.prefix,
         mapping.spelling,
         tuple(
-            Tensor(_of_adapter(t.name, module), (*stacked, t.shape[-2], rank), dtype)
+            Tensor(
+                f"{module}.adapter.linear_out{t.name.removeprefix(module)}",
+                (*stacked, t.shape[-2], rank),
+                dtype,
+            )
             for t in mapping.megatron
         ),
         tuple(Tensor(stem + B, (t.shape[0], rank), dtype) for stem, t in zip(stems, mapping.hf)),
@@ -110,10 +109,6 @@ def mappings_of_adapter(mapping: TensorMapping, rank: int) -> list[TensorMapping
 def _module(mapping: TensorMapping) -> str:
     """Return Megatron's linear: "decoder.layers.0.mixer.in_proj" of "….in_proj.weight.z"."""
     return mapping.megatron[0].name.rpartition(_WEIGHT)[0]
-
-
-def _of_adapter(name: str, module: str) -> str:
-    return f"{module}.adapter.linear_out{name.removeprefix(module)}"
 
 
 def from_megatron(tensors: TensorSource, mappings: Iterable[TensorMapping], alpha: float) -> StoredAdapter:
@@ -167,16 +162,12 @@ class Merged(TensorSource):
     """
 
     def __init__(self, weights: TensorSource, adapter: StoredAdapter) -> None:
-        """
-        Raises:
-            ValueError: an adapter belongs to no weight, or has another shape than the weight.
-        """
         self.folder, self.files, self.reads = weights.folder, weights.files, weights.reads
         self.tensors, self._weights, self._adapter = weights.tensors, weights, adapter
         check_fits(adapter, {name: tensor.shape for name, tensor in weights.tensors.items()})
         self._adapted = {stem + _WEIGHT: stem for stem in adapter.stems}
 
-    def read(self, name: str, slices: Slices) -> numpy.ndarray[Any, Any]:
+    def read(self, name: str, slices: Slices) -> Bits:
         array = self._weights.read(name, slices)
         stem = self._adapted.get(name)
         if stem is None:

@@ -144,10 +144,10 @@ def _set_layers(
     """Put the layers outside as a pattern, in place of what is there, which must say the same."""
     pattern = "".join(BLOCKS[block[_TYPE]] for block in blocks)
     for other in (keys[0], *keys[1]):
-        stated = said = result.pop(other, None)
+        stated = text = result.pop(other, None)
         if isinstance(stated, list):
-            said = "".join(BLOCKS.get(one, "?") if isinstance(one, str) else "?" for one in stated)
-        if stated and said != pattern:
+            text = "".join(BLOCKS.get(one, "?") if isinstance(one, str) else "?" for one in stated)
+        if stated and text != pattern:
             raise ValueError(f"{name}: {other}={stated!r:.100} and {key} {pattern!r} contradict each other")
     result[keys[0]] = pattern
 
@@ -185,8 +185,10 @@ def _experts(name: str, outside: Mapping[str, Any], at: str, block: Mapping[str,
     for key in (WIDTH, TOPK):
         value = block.get(key, outside.get(key))
         if type(value) is not int or value <= 0:
-            said = f"has no {key}" if value is None else f"{key}={value!r:.40} is not a whole number above 0"
-            raise ValueError(f"{name}: {at}: {said}")
+            problem = (
+                f"has no {key}" if value is None else f"{key}={value!r:.40} is not a whole number above 0"
+            )
+            raise ValueError(f"{name}: {at}: {problem}")
         found.append(value)
     width, topk = found
     return width, topk

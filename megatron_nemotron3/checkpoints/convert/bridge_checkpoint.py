@@ -17,7 +17,7 @@ from megatron_nemotron3.checkpoints.metadata import COMMON, read_metadata
 from megatron_nemotron3.common.files import atomic, read_outside
 
 _LIMIT = 1 << 24  # bytes of run_config.yaml
-#: Fields of a provider that Megatron-LM's arguments have under the same name, beside those of the model.
+#: Fields of a provider that Megatron-LM's arguments have under the same name, besides those of the model.
 _LAYOUT = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
     *("expert_model_parallel_size", "expert_tensor_parallel_size"),
@@ -46,7 +46,9 @@ def add_arguments(folder: Path | str) -> Path:
         raise ValueError(f"{folder}: it has arguments already")
     model = {**sections, **(sections.get("transformer") or {})}
     rows = read_metadata(folder).tensors["embedding.word_embeddings.weight"].shape[0]
-    args = args_of(_config(folder, model), padded_vocab_size=rows, dtype=_dtype(model))
+    described = Namespace(**{"max_position_embeddings": model.get("seq_length"), **model})
+    config = config_of(described, name=str(folder), vocab_size=model["vocab_size"])
+    args = args_of(config, padded_vocab_size=rows, dtype=_dtype(model))
     vars(args).update({name: model.get(name) or 1 for name in _LAYOUT})
     vars(args).update(
         no_save_optim=not run["checkpoint"].get("save_optim", True),
@@ -62,11 +64,6 @@ def add_arguments(folder: Path | str) -> Path:
     with atomic(folder / COMMON) as partial:
         torch.save({**state, "args": args}, partial)
     return folder / COMMON
-
-
-def _config(folder: Path, model: dict[str, Any]) -> Any:
-    values = {"max_position_embeddings": model.get("seq_length"), **model}
-    return config_of(Namespace(**values), name=str(folder), vocab_size=model["vocab_size"])
 
 
 def _dtype(model: dict[str, Any]) -> str:

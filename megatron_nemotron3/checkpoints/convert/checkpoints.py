@@ -9,6 +9,7 @@ import re
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -49,33 +50,42 @@ from megatron_nemotron3.models.omni import OmniConfig
 from megatron_nemotron3.models.pattern import HybridPattern
 
 QUANTIZATION = "quantization_config"
-#: What a training writes beside its checkpoints, and the names of models that are taken from it.
+#: What a training writes next to its checkpoints, and the names of models that are taken from it.
 _RUN, _NAME = "run.json", re.compile(r"[\w.-]{1,100}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class OpenOptions:
+    """How a checkpoint is opened. What concerns only the other kind of checkpoint is ignored."""
+
+    #: Default: the model is read from the checkpoint.
+    model: Nemotron3Config | OmniConfig | None = None
+    #: Patterns of tensors that may be left out.
+    allow_unused: Sequence[str] = ()
+    #: Whether a model with encoders is opened, not refused.
+    omni: bool = False
+    #: Of Megatron's checkpoints; default: the iteration that the tracker names, and what is stored.
+    iteration: int | None = None
+    vocab_size: int | None = None
+    from_masters: bool = False
+    alpha: float | None = None
+    #: Of Hugging Face's.
+    dequantize: bool = False
+    mtp_num_layers: int | None = None
+
+
 def open_checkpoint(folder: Path, **options: Any) -> Checkpoint:
-    """Open a checkpoint of any kind. Options and errors are those of the two functions below."""
-    if locate(folder).kind == "hugging face":
-        options = {k: v for k, v in options.items() if k in ("model", "allow_unused", "dequantize", "omni")}
-        return open_hugging_face(folder, **options)
-    options.pop("dequantize", None)
-    return open_megatron(folder, **options)
+    """Open a checkpoint of any kind, with the fields of `OpenOptions`."""
+    hugging_face = locate(folder).kind == "hugging face"
+    return (open_hugging_face if hugging_face else open_megatron)(folder, **options)
 
 
-def open_megatron(
-    folder: Path,
-    *,
-    model: Nemotron3Config | OmniConfig | None = None,
-    iteration: int | None = None,
-    vocab_size: int | None = None,
-    from_masters: bool = False,
-    allow_unused: Sequence[str] = (),
-    alpha: float | None = None,
-    omni: bool = False,
-) -> Checkpoint:
+def open_megatron(folder: Path, **options: Any) -> Checkpoint:
     """Open a Megatron checkpoint: that of a run, of the folder with the tracker, or of one iteration."""
-    given, model = (model, model.language) if isinstance(model, OmniConfig) else (None, model)
-    located = locate_one(folder, iteration)
+    settings = OpenOptions(**options)
+    stated = settings.model if isinstance(settings.model, OmniConfig) else None
+    model = settings.model.language if isinstance(settings.model, OmniConfig) else settings.model
+    located = locate_one(folder, settings.iteration)
     if located.kind == "hugging face":
         raise ValueError(f"{folder}: it is a Hugging Face folder, not Megatron's")
     place = located.folder
@@ -87,20 +97,20 @@ def open_megatron(
     except CheckpointError:
         if model is None:
             raise
-    config, guessed = _megatron_config(place, state, model, vocab_size)
+    config, guessed = _megatron_config(place, state, model, settings.vocab_size)
     if fsdp:
         _refuse_groups(place, state)
         source = reorder_mamba(source, config, state)
     elif pattern := _grouped_pattern(place, state):
         names = numbered_by_layer(source.tensors, pattern)
         source = FileSource(place, {names[k]: t for k, t in source.tensors.items()}, source.files)
-    keys, left_out = _weight_keys(source.tensors, allow_unused)
-    encoders = stored_omni(place, config, stored_arguments(state), keys, given)
-    if encoders is not None and not omni:
+    keys, left_out = _weight_keys(source.tensors, settings.allow_unused)
+    encoders = stored_omni(place, config, stored_arguments(state), keys, stated)
+    if encoders is not None and not settings.omni:
         raise CheckpointError(f"{place}: it is a model with encoders: {TAKEN_OUT}")
     if encoders is not None and kind != "torch_dist":
         raise CheckpointError(f"{place}: it is a model with encoders in {kind}: only torch_dist is read")
-    if from_masters:
+    if settings.from_masters:
         # Frozen encoders have no masters, and statistics of norms never have.
         masters = master_keys(source.tensors, optional=ENCODERS)
         # The expert bias is not a parameter: it has no master, and is stored in FP32.
@@ -113,13 +123,12 @@ def open_megatron(
     else:
         mappings = tuple(inventory.mappings_of(config, keys, padded_vocab_size=padded))
         inventory.check_types(place, {name: tensor.dtype for name, tensor in weights.tensors.items()})
-    iteration = state.get("iteration") if type(state.get("iteration")) is int else None
-    adapter = None
+    adapter, iteration = None, state.get("iteration")
     if left_out.pop(ADAPTER, 0):
         if encoders is not None:
             raise ValueError(f"{place}: it has LoRA adapters and encoders: not supported together")
         found = {plain_name(key): key for key in source.tensors if non_weight_kind(key) == ADAPTER}
-        alpha = _stored_alpha(place, state) if alpha is None else alpha
+        alpha = _stored_alpha(place, state) if settings.alpha is None else settings.alpha
         adapter = adapters.from_megatron(Selected(source, found), mappings, alpha)
         adapters.check_fits(adapter, {t.name: t.shape for mapping in mappings for t in mapping.hf})
     return Checkpoint(
@@ -129,7 +138,7 @@ def open_megatron(
         weights,
         mappings,
         +left_out,
-        iteration,
+        iteration if type(iteration) is int else None,
         mtp_source="" if not config.has_mtp else f"--model {model.name}" if model else "the stored arguments",
         vocabulary_guessed=guessed,
         adapter=adapter,
@@ -137,26 +146,20 @@ def open_megatron(
     )
 
 
-def open_hugging_face(
-    folder: Path,
-    *,
-    model: Nemotron3Config | OmniConfig | None = None,
-    allow_unused: Sequence[str] = (),
-    dequantize: bool = False,
-    mtp_num_layers: int | None = None,
-    omni: bool = False,
-) -> Checkpoint:
+def open_hugging_face(folder: Path, **options: Any) -> Checkpoint:
     """Open a Hugging Face checkpoint."""
+    settings = OpenOptions(**options)
+    model = settings.model
     if locate(folder).kind != "hugging face":
         raise ValueError(f"{folder}: it is a Megatron checkpoint, not a Hugging Face folder")
     source: TensorSource = open_hf(folder)
-    data = read_config(folder, omni=omni)
+    data = read_config(folder, omni=settings.omni)
     if is_omni(data):
-        if dequantize:
+        if settings.dequantize:
             raise ValueError(
                 f"{folder}: --dequantize: quantized weights of a model with encoders are not read"
             )
-        unused = [name for name in source.tensors if _matches_any(name, allow_unused)]
+        unused = [name for name in source.tensors if _matches_any(name, settings.allow_unused)]
         return omni_checkpoint.open_omni(folder, source, data, model, unused)
     if isinstance(model, OmniConfig):
         raise ValueError(f"{folder}: it is a language model, and --model {model.name} has encoders")
@@ -164,17 +167,17 @@ def open_hugging_face(
     if QUANTIZATION in data:
         packed = Dequantized(source)
         packed.check(data[QUANTIZATION])
-        if not dequantize:
+        if not settings.dequantize:
             raise ValueError(f"{folder}: its weights are quantized: --dequantize reads them as BF16")
         source = packed
         data = {key: value for key, value in data.items() if key != QUANTIZATION}
-        left_out["activation scale"] = len(packed.left_behind)
-    elif dequantize:
+        left_out["activation scale"] = len(packed.activation_scales)
+    elif settings.dequantize:
         raise ValueError(
             f"{folder}: --dequantize: config.json has no {QUANTIZATION}: its weights are not quantized"
         )
-    config, mtp_source = hf_model(folder, data, model, mtp_num_layers)
-    kept = {name: name for name in source.tensors if not _matches_any(name, allow_unused)}
+    config, mtp_source = hf_model(folder, data, model, settings.mtp_num_layers)
+    kept = {name: name for name in source.tensors if not _matches_any(name, settings.allow_unused)}
     inventory.check_hf(config, {name: source.tensors[name].shape for name in kept})
     inventory.check_types(folder, {name: source.tensors[name].dtype for name in kept})
     left_out["unused"] = len(source.tensors) - len(kept)
@@ -215,7 +218,6 @@ def hf_model(
 
 
 def _stored_alpha(folder: Path, state: dict[str, Any]) -> float:
-    """Return the alpha that LoRA was trained with."""
     text = stored_arguments(state).get(ARGUMENT)
     if not isinstance(text, str):
         raise ValueError(
@@ -284,7 +286,6 @@ def _refuse_groups(folder: Path, state: dict[str, Any]) -> None:
 
 
 def _name_in_run(folder: Path) -> str | None:
-    """Return the model's name in the manifest of the run that wrote a checkpoint; None if it says none."""
     saves = folder.absolute().parent
     with contextlib.suppress(CheckpointError, KeyError, TypeError):
         name = read_json((saves.parent if saves.name == CHECKPOINTS else saves) / _RUN)["parts"]["model"][

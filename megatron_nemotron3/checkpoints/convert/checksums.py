@@ -15,14 +15,12 @@ import zlib
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_nemotron3.checkpoints.archive import BLOCK, ArchiveRecord, crc_mismatch, read_at
+from megatron_nemotron3.checkpoints.convert.plan import Bits
 from megatron_nemotron3.checkpoints.metadata import CheckpointError
 from megatron_nemotron3.checkpoints.read import opened
-
-if TYPE_CHECKING:
-    import numpy
 
 #: A record of a file below the folder of the source.
 _Key = tuple[str, ArchiveRecord]
@@ -38,9 +36,9 @@ class Reads:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._pieces: dict[_Key, _Pieces] = {}
-        self._last: tuple[numpy.ndarray[Any, Any], int] | None = None
+        self._last: tuple[Bits, int] | None = None
 
-    def add(self, path: Path, record: ArchiveRecord, offset: int, data: numpy.ndarray[Any, Any]) -> None:
+    def add(self, path: Path, record: ArchiveRecord, offset: int, data: Bits) -> None:
         """Note that contiguous `data` was read from `offset` of the file; `record` contains it."""
         if not record.crc or not data.nbytes:  # written without CRC32s
             return
@@ -51,12 +49,12 @@ class Reads:
         # While the array is kept, no other array can be at its address.
         self._last = (data, crc)
 
-    def crc32(self, array: numpy.ndarray[Any, Any]) -> int:
+    def crc32(self, array: Bits) -> int:
         """Return the CRC32 of a contiguous array. It is known if the array is what was read last."""
         known = self.known(array)
         return zlib.crc32(array.reshape(-1).view("u1")) if known is None else known
 
-    def known(self, array: numpy.ndarray[Any, Any]) -> int | None:
+    def known(self, array: Bits) -> int | None:
         """Return the CRC32 of an array if it is what was read last."""
         if self._last is None:
             return None
@@ -123,32 +121,14 @@ class JoinedReads(Reads):
         super().__init__(first.folder)
         self._parts = (first, second)
 
-    def crc32(self, array: numpy.ndarray[Any, Any]) -> int:
-        first, second = self._parts
-        known = second.known(array)
-        return first.crc32(array) if known is None else known
-
-    def known(self, array: numpy.ndarray[Any, Any]) -> int | None:
-        first, second = self._parts
-        known = first.known(array)
-        return second.known(array) if known is None else known
+    def known(self, array: Bits) -> int | None:
+        return next((crc for part in self._parts if (crc := part.known(array)) is not None), None)
 
     def take(self) -> Unfinished:
         first, second = self._parts
-        rest = [[os.path.join(second.folder.absolute(), name), *one] for name, *one in second.take()]
-        return first.take() + rest
-
-    def merge(self, rest: Unfinished, files: Sequence[str] | None = None) -> None:
-        first, second = self._parts
-        start = os.path.join(second.folder.absolute(), "")
-        beside = [one for one in rest if isinstance(one[0], str) and one[0].startswith(start)]
-        first.merge([one for one in rest if one not in beside], files)
-        within = None if files is None else [os.path.relpath(name, start) for name in files]
-        second.merge([[os.path.relpath(name, start), *one] for name, *one in beside], within)
-
-    def finish(self) -> None:
-        for one in self._parts:
-            one.finish()
+        home = second.folder.absolute()
+        rest = [[os.path.join(home, name), *one] for name, *one in second.take()]
+        return super().take() + first.take() + rest
 
 
 def _chain(pieces: _Pieces, size: int) -> Iterator[tuple[int, int, int | None]]:

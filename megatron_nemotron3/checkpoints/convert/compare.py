@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
+import numpy
+
 from megatron_nemotron3.checkpoints.convert.checksums import Unfinished, combine_crc32
 from megatron_nemotron3.checkpoints.convert.plan import bands, whole
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
@@ -42,8 +44,7 @@ def compare(
     workers: int = 1,
     report: Callable[[int], None] = lambda done: None,
 ) -> Iterator[Difference | Same]:
-    """Compare all tensors. Yields tensors that exist on one side only first, then the results of the
-    others."""
+    """Compare all tensors; those that exist on one side only come first."""
     for name in a.tensors:
         if name not in b.tensors:
             yield Difference(name, "only the first has it")
@@ -73,8 +74,6 @@ def compare(
 def _compare_tensor(
     a: TensorSource, b: TensorSource, name: str, count: Callable[[int], None]
 ) -> Difference | Same:
-    import numpy
-
     one, other = a.tensors[name], b.tensors[name]
     for what, x, y in (("shape", list(one.shape), list(other.shape)), ("type", one.dtype, other.dtype)):
         if x != y:

@@ -59,18 +59,9 @@ from megatron_nemotron3.models.config import BUILT, unbuilt_fields
 
 
 def read(data: Mapping[str, Any], *, name: str = "", base: Nemotron3Config | None = None) -> Nemotron3Config:
-    """Return the model that a config.json describes.
+    """Return the model that a config.json describes, with the training fields of `base`, the same model.
 
-    Args:
-        data: content of the file.
-        name: name of the result, also for messages; default: that of `base`, or "model".
-        base: the same model with its training fields (MTP depths, sequence length, loss factors, …), which
-            the result gets. Without it, `OWN` says how MTP is trained. If that is missing, too, the number of
-            MTP depths is taken to be the number of MTP blocks.
-
-    Raises:
-        ValueError: a key is missing, unknown, or given twice with different values; a value cannot be built
-            by Megatron; or the model differs from `base`. The message contains the numbers.
+    Without `base`, `OWN` says how MTP is trained; without both, there are as many MTP depths as MTP blocks.
     """
     name = name or (base.name if base else "model")
     data, rows = flattened(name, data)
@@ -116,14 +107,8 @@ def write(
 ) -> dict[str, Any]:
     """Return the config.json of a model, to be written with `json.dump(…, allow_nan=False)`.
 
-    Args:
-        reference: config.json of the released model. Keys that do not describe the model (token ids,
-            `auto_map`, longest position, …) are copied from it. Without a reference, token ids are left out,
-            and readers use their defaults.
-        dtype: type of the weights.
-
-    Raises:
-        ValueError: the reference describes another model, or Megatron cannot build this model.
+    Keys that do not describe the model (token ids, `auto_map`, longest position, …) are copied from
+    `reference`, the config.json of the released model, or left out.
     """
     config.require_built()
     tables = _fields_of(config.full_pattern)
@@ -138,7 +123,7 @@ def write(
         **{keys[0]: getattr(config, field) for field, keys in tables.items()},
     }
     if config.is_moe:
-        result[NORMALIZED] = _is_normalized(config.moe_router_topk)
+        result[NORMALIZED] = config.moe_router_topk != 1
     if "M" in config.full_pattern:
         result[CLAMPS[-1]] = NO_CLAMP
     if config.has_mtp:
@@ -177,7 +162,6 @@ def _layer_keys(
 
 
 def _fields_of(kinds: str) -> dict[str, tuple[str, ...]]:
-    """Return the fields of a model with these layer kinds, with their names in config.json."""
     return {**FIELDS, **(DENSE if "-" in kinds else {}), **(MOE if "E" in kinds else {})}
 
 
@@ -228,18 +212,14 @@ def _check_built(name: str, kinds: str, values: Mapping[str, Any]) -> None:
             )
 
 
-def _is_normalized(topk: int | None) -> bool:
-    return topk != 1
-
-
 def _check_normalized(name: str, stated: Any, topk: int) -> None:
-    if (True if stated is None else stated) != _is_normalized(topk):
-        said = f"{name}: {NORMALIZED}={True if stated is None else stated!r}"
-        if _is_normalized(topk):
-            raise ValueError(f"{said} cannot be built by Megatron, which has True")
+    stated = True if stated is None else stated
+    if stated != (topk != 1):
+        if topk != 1:
+            raise ValueError(f"{name}: {NORMALIZED}={stated!r} cannot be built by Megatron, which has True")
         raise ValueError(
-            f"{said} divides the weight of the only expert by itself, which makes it 1; Megatron keeps the "
-            f"score: with num_experts_per_tok=1 only {NORMALIZED}=False can be built"
+            f"{name}: {NORMALIZED}={stated!r} divides the weight of the only expert by itself, which makes "
+            f"it 1; Megatron keeps the score: with num_experts_per_tok=1 only {NORMALIZED}=False can be built"
         )
 
 
@@ -266,11 +246,7 @@ def _positive_number(name: str, data: Mapping[str, Any], field: str, keys: tuple
             raise ValueError(
                 f"{name}: {key}={value!r} is not a {'' if field in FLOATS else 'whole '}number above 0"
             )
-    if len(set(found.values())) > 1:
-        raise ValueError(
-            f"{name}: " + ", ".join(f"{k}={v}" for k, v in found.items()) + " contradict each other"
-        )
-    return next(iter(found.values()), None)
+    return _only_value(name, found)
 
 
 def _layer_pattern(name: str, data: Mapping[str, Any], keys: tuple[str, tuple[str, ...]]) -> str | None:
@@ -291,10 +267,13 @@ def _layer_pattern(name: str, data: Mapping[str, Any], keys: tuple[str, tuple[st
         if not isinstance(value, str):
             raise ValueError(f"{name}: {key} is a {type(value).__name__}, expected a string")
         found[key] = value
+    return _only_value(name, found)
+
+
+def _only_value(name: str, found: Mapping[str, Any]) -> Any:
     if len(set(found.values())) > 1:
-        raise ValueError(
-            f"{name}: " + ", ".join(f"{k}={v!r}" for k, v in found.items()) + " contradict each other"
-        )
+        stated = ", ".join(f"{key}={value!r}" for key, value in found.items())
+        raise ValueError(f"{name}: {stated} contradict each other")
     return next(iter(found.values()), None)
 
 

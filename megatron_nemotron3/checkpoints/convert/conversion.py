@@ -6,9 +6,10 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from megatron_nemotron3.checkpoints.convert import config_json, from_hf, inventory, omni_parts, to_hf
 from megatron_nemotron3.checkpoints.convert.adapter_options import (
@@ -19,28 +20,31 @@ from megatron_nemotron3.checkpoints.convert.adapter_options import (
 )
 from megatron_nemotron3.checkpoints.convert.checkpoints import open_hugging_face, open_megatron
 from megatron_nemotron3.checkpoints.convert.hf_folder import CONFIG, read_config
-from megatron_nemotron3.checkpoints.convert.job import MANIFEST, Job, JobProgress, check_target, run
-from megatron_nemotron3.checkpoints.convert.job_options import ConvertOptions, FromHfOptions, ToHfOptions
-from megatron_nemotron3.checkpoints.convert.omni_config import TEXT, is_omni, part
-from megatron_nemotron3.checkpoints.convert.opened import Checkpoint, checkpoint_facts
-from megatron_nemotron3.checkpoints.convert.peft import PackedAdapter
-from megatron_nemotron3.checkpoints.convert.plan_lines import (
-    config_lines,
-    into_lines,
-    plan_lines,
-    quantized_lines,
+from megatron_nemotron3.checkpoints.convert.job import (
+    MANIFEST,
+    Job,
+    JobProgress,
+    check_target,
+    partial_of,
+    run,
 )
+from megatron_nemotron3.checkpoints.convert.job_options import ConvertOptions, FromHfOptions, ToHfOptions
+from megatron_nemotron3.checkpoints.convert.omni_config import TEXT, is_omni, part, pruning_note
+from megatron_nemotron3.checkpoints.convert.opened import Checkpoint, checkpoint_facts, checkpoint_line
+from megatron_nemotron3.checkpoints.convert.peft import PackedAdapter
 from megatron_nemotron3.checkpoints.convert.quantized_config import read_scales
-from megatron_nemotron3.checkpoints.convert.quantized_recipes import quantization
+from megatron_nemotron3.checkpoints.convert.quantized_recipes import Quantization, quantization
 from megatron_nemotron3.checkpoints.convert.quantized_views import Quantized
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.checkpoints.convert.streams import FilePlan
 from megatron_nemotron3.checkpoints.convert.upload import check_url, upload
-from megatron_nemotron3.checkpoints.convert.views import Cast, Converted, Together
-from megatron_nemotron3.checkpoints.folders import TOKENIZER, locate
-from megatron_nemotron3.checkpoints.metadata import count_elements
+from megatron_nemotron3.checkpoints.convert.views import Cast, Converted, Joined
+from megatron_nemotron3.checkpoints.folders import TOKENIZER, free_bytes, locate
+from megatron_nemotron3.checkpoints.metadata import count_elements, elements_text
 from megatron_nemotron3.checkpoints.remote import shown
 from megatron_nemotron3.common.output import BYTES, Bar, say, size_text
+from megatron_nemotron3.models.lora import ARGUMENT as LORA_ARGUMENT
+from megatron_nemotron3.models.omni import ARGUMENT as ENCODERS
 
 #: Options that do not change what is written.
 _NO_EFFECT = ("workers", "dry_run", "compare_logits", "url")
@@ -88,20 +92,18 @@ def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
     elif options.input_scales is not None:
         raise ValueError("--input-scales: it needs --quantize")
     view, lines = omni_parts.with_other_tensors(view, opened, reference, options.dtype or dtype)
-    view, written, _ = omni_parts.in_place(view, opened, base)
+    view, written = omni_parts.in_place(view, opened, base)
+    files = to_hf.files(view.tensors, options.shard_bytes)
     small = to_hf.small_files(
-        opened.config,
-        view.tensors,
-        limit=options.shard_bytes,
+        written or opened.config,
+        files,
         reference=reference,
         tokenizer=stored if (stored := opened.folder / TOKENIZER).is_dir() else None,
         dtype=options.dtype or dtype,
         quantization=plan,
-        omni=written,
     )
-    files = to_hf.files(view.tensors, options.shard_bytes)
-    lines += [*into_lines(base), *config_lines(opened, json.loads(small[CONFIG]))]
-    notes = [*quantized_lines(plan), *lines]
+    lines += _note_lines(opened, base, json.loads(small[CONFIG]))
+    notes = [*_quantized_lines(plan), *lines]
     job = _job(opened, target, view, (files, small), options, scales)
     if not _run_job(opened, target, job, options, notes) or options.compare_logits is None:
         return 0
@@ -145,28 +147,25 @@ def convert_from_hf(source: Path, target: Path, options: FromHfOptions) -> int:
     weights = _cast(
         opened.hf_view() if options.merge_adapter else opened.weights, options.dtype, opened, hf=True
     )
-    made_of, found = weights, opened.to_megatron(rows)
-    lora = None
+    found = opened.to_megatron(rows)
+    arguments: dict[str, str] = {}
     if opened.adapter is not None and not options.merge_adapter:
-        lora, beside = megatron_adapter(opened.adapter, found)
-        made_of, found = (
-            Together(weights, _cast(opened.adapter.tensors, options.dtype, opened, hf=True)),
-            found + beside,
-        )
-    converted = Converted(made_of, found, to_hf=False)
-    view, written, table = omni_parts.in_place(converted, opened, base)
+        arguments[LORA_ARGUMENT], of_adapter = megatron_adapter(opened.adapter, found)
+        found += of_adapter
+        weights = Joined(weights, _cast(opened.adapter.tensors, options.dtype, opened, hf=True))
+    view, written = omni_parts.in_place(Converted(weights, found, to_hf=False), opened, base)
+    if written is not None:
+        arguments[ENCODERS] = written.encoders_json()
     plan = from_hf.plan(
         view,
         opened.config,
         padded_vocab_size=rows,
         dtype=dtype,
         limit=options.shard_bytes,
-        lora=lora,
-        rows=table,
-        omni=written,
+        arguments=arguments,
     )
     job = _job(opened, target, view, plan, options)
-    notes = [*into_lines(base), *config_lines(opened, read_config(opened.folder, omni=True))]
+    notes = _note_lines(opened, base, read_config(opened.folder, omni=True))
     if not _run_job(opened, target, job, options, notes) or options.compare_logits is None:
         return 0
     made = _language(open_megatron(target, model=opened.omni or opened.config, omni=True))
@@ -207,13 +206,70 @@ def _check_target(target: Path, options: ConvertOptions) -> None:
         check_url(options.url)
 
 
+def _note_lines(opened: Checkpoint, base: Checkpoint | None, data: Mapping[str, Any]) -> list[str]:
+    """Say what a part is put into, and where a config.json makes others compute differently than Megatron."""
+    text = part(data, TEXT) if is_omni(data) else None
+    clamp = config_json.clamp_note(text or data) if "M" in opened.config.full_pattern else None
+    pruning = pruning_note(data) if opened.omni else None
+    notes = {"time steps   ": clamp, "video        ": pruning}
+    into = [] if base is None else [f"into         {checkpoint_line(base)}"]
+    return into + [start + note for start, note in notes.items() if note]
+
+
+def _quantized_lines(plan: Quantization | None) -> Iterator[str]:
+    """Say what is quantized, and what is not."""
+    if plan is None:
+        return
+    kinds = Counter(weight.algorithm for weight in plan.weights if weight.algorithm)
+    yield f"quantized    by {plan.recipe}: " + ", ".join(f"{n:,} weights {kind}" for kind, n in kinds.items())
+    if plan.kept:
+        yield (
+            f"kept         {len(plan.kept):,} weights stay as they are: FP8 in the recipe, but no "
+            f"--input-scales were given; first {plan.kept[0]}"
+        )
+    if plan.unused:
+        yield f"unused       {len(plan.unused):,} of the given scales, first {plan.unused[0]}"
+
+
+def _plan_lines(opened: Checkpoint, target: Path, job: Job) -> list[str]:
+    """Say what is read, left out and written."""
+    kinds = elements_text(count_elements(job.source.tensors.values()))
+    lines = [
+        f"source       {checkpoint_line(opened)}",
+        f"weights      {len(job.source.tensors):,} tensors; elements {kinds}",
+    ]
+    if opened.config.has_mtp:
+        depths, blocks = opened.config.mtp_num_layers, opened.config.mtp_num_blocks
+        lines.append(f"mtp          depths: {depths}, stored blocks: {blocks}; by {opened.mtp_source}")
+    padding = (opened.padded_vocab_size or 0) - opened.config.vocab_size
+    if opened.vocabulary_guessed:
+        lines.append(
+            f"vocabulary   {opened.config.vocab_size:,} rows, all of them kept: how many are padding is not "
+            "stored (--vocab-size N)"
+        )
+    elif padding > 0:
+        lines.append(
+            f"vocabulary   {padding:,} padded rows behind {opened.config.vocab_size:,} tokens are left out"
+        )
+    if opened.left_out:
+        lines.append(
+            "left out     " + ", ".join(f"{n:,} {what} tensors" for what, n in opened.left_out.items())
+        )
+    free = "" if shown(target) != str(target) else f"; {size_text(free_bytes(target))} are free"
+    files = len(job.files) + len(job.small)
+    lines.append(f"target       {shown(target)}: {files:,} files, {size_text(job.length)}{free}")
+    if partial_of(target).exists():
+        lines.append(f"continues    {partial_of(target)}")
+    return lines
+
+
 def _run_job(
     opened: Checkpoint, target: Path, job: Job, options: ConvertOptions, notes: Iterable[str]
 ) -> bool:
     """Print the notes and the plan, and write the folder. Returns whether it was written."""
     for line in notes:
         say(line, notes=[" ".join(line.split())])
-    for line in plan_lines(opened, target, job):
+    for line in _plan_lines(opened, target, job):
         say(line)
     say(
         source=checkpoint_facts(opened),
@@ -262,7 +318,6 @@ def _require_torch(arithmetic: object) -> None:
 
 
 def _main_dtype(view: TensorSource) -> str:
-    """Return the type of most elements."""
     found: Counter[str] = Counter()
     for tensor in view.tensors.values():
         found[tensor.dtype] += tensor.nbytes
@@ -295,7 +350,6 @@ def _job(
     options: ConvertOptions,
     scales: Mapping[str, float] | None = None,
 ) -> Job:
-    """Return what to write, where it comes from, and all that may change it."""
     files, small = plan
     origin: dict[str, object] = {
         "source": shown(opened.folder.absolute()),

@@ -26,7 +26,6 @@ from megatron_nemotron3.checkpoints.convert.omni_inventory import LANGUAGE
 from megatron_nemotron3.checkpoints.convert.plan import Slices, band, extent, whole
 from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource
 from megatron_nemotron3.checkpoints.convert.streams import FilePlan, Part
-from megatron_nemotron3.checkpoints.convert.views import Converted
 from megatron_nemotron3.checkpoints.folders import RELEASE, TRACKER
 from megatron_nemotron3.checkpoints.metadata import COMMON, INDEX, DistTensor, StoredObject, TensorChunk
 from megatron_nemotron3.checkpoints.structure import CONFIG
@@ -38,9 +37,7 @@ from megatron_nemotron3.checkpoints.write import (
     tensor_archive,
 )
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.models.lora import ARGUMENT
 from megatron_nemotron3.models.omni import ARGUMENT as ENCODERS
-from megatron_nemotron3.models.omni import OmniConfig
 from megatron_nemotron3.models.tensors import Row
 
 #: Largest size of a file in bytes, unless a single chunk is larger.
@@ -52,7 +49,7 @@ _LARGE = 16 << 20
 
 
 @dataclass
-class FolderPlan:
+class _FolderPlan:
     """The plan of a torch_dist folder."""
 
     limit: int
@@ -63,7 +60,6 @@ class FolderPlan:
     _length: int = 0
 
     def add(self, name: str, tensor: SourceTensor, slices: list[Slices]) -> None:
-        """Add a tensor in chunks."""
         chunks = []
         for one in slices:
             archive = tensor_archive(tensor.dtype, extent(one))
@@ -81,11 +77,9 @@ class FolderPlan:
         self.tensors[name] = DistTensor(tensor.dtype, tensor.shape, tuple(chunks))
 
     def add_object(self, key: str, archive: bytes) -> None:
-        """Add a pickled object."""
         self.objects[key] = self._append(Part(head=archive))
 
     def close(self) -> None:
-        """Close the current file."""
         if self._parts:
             self.files.append(FilePlan(f"{RELEASE}/{self._file_name()}", self._parts))
             self._parts, self._length = [], 0
@@ -109,24 +103,20 @@ def plan(
     padded_vocab_size: int,
     dtype: str,
     limit: int = FILE_BYTES,
-    lora: str | None = None,
-    rows: Mapping[str, Row] | None = None,
-    omni: OmniConfig | None = None,
+    arguments: Mapping[str, str] | None = None,
 ) -> tuple[list[FilePlan], dict[str, bytes]]:
-    """Plan a folder with these weights. Returns the data files, and the small files in the order of
-    writing."""
-    folder = FolderPlan(limit)
-    if rows is None:
-        rows = view.rows if isinstance(view, Converted) else {}
+    """Plan a folder with these weights and more `arguments` in its state.
+
+    Returns the data files, and the small files in the order of writing.
+    """
+    folder = _FolderPlan(limit)
     for name, tensor in view.tensors.items():
-        folder.add(name, tensor, list(_chunk_slices(rows.get(name), tensor)))
+        folder.add(name, tensor, list(_chunk_slices(view.rows.get(name), tensor)))
+    root = LANGUAGE if ENCODERS in (arguments or {}) else ""
     for key in extra_state_keys(config):
-        folder.add_object(LANGUAGE + key if omni else key, EXTRA_STATE)
+        folder.add_object(root + key, EXTRA_STATE)
     args = args_of(config, padded_vocab_size=padded_vocab_size, dtype=dtype)
-    if lora is not None:
-        setattr(args, ARGUMENT, lora)
-    if omni is not None:
-        setattr(args, ENCODERS, omni.encoders_json())
+    vars(args).update(arguments or {})
     state = common_state(args)
     folder.add_object(COMMON_OBJECT, object_archive([state]))
     folder.close()

@@ -60,7 +60,7 @@ def load_base(model: Any, folder: Path, *, option: str = f"{LORA}: base=", dp_cp
     metadata = dist_checkpointing.load_content_metadata(place) or {}
     metadata["dp_cp_group"] = dp_cp or parallel_state.get_data_parallel_group(with_context_parallel=True)
     state = model.sharded_state_dict(metadata=metadata)
-    wanted = set(state)  # beside them Megatron returns arguments and counters
+    wanted = set(state)  # Megatron also returns arguments and counters
     loaded = dist_checkpointing.load(state, place, validate_access_integrity=False)
     differ = model.load_state_dict({k: v for k, v in loaded.items() if k in wanted}, strict=False)
     keys = [

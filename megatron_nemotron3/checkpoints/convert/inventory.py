@@ -45,7 +45,6 @@ class Tensor(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Number of elements."""
         return prod(self.shape)
 
 
@@ -95,7 +94,6 @@ def mappings_of(
     spellings: dict[str, Spelling] = {}  # by the first HF name, which is unique for each mapping
     for key in keys:
         match, name = lookup.key(key), plain_name(key)
-        assert match.spelling is not None
         other = spellings.setdefault(match.prefix.hf + match.row.hf[0].name, match.spelling)
         if other is not match.spelling or name in found:
             raise ValueError(

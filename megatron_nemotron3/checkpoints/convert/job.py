@@ -71,13 +71,11 @@ class Job:
 
     @property
     def length(self) -> int:
-        """Size of all files in bytes."""
         return sum(plan.length for plan in self.files) + sum(map(len, self.small.values()))
 
     def fingerprint(self) -> str:
-        """Return a hash of the source, the plan and the options."""
-        said = [self.origin, self.options, self.source_state()]
-        digest = hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode())
+        parts = [self.origin, self.options, self.source_state()]
+        digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode())
         for plan in self.files:
             digest.update(f"{plan.name} {plan.length}".encode())
             for part in plan.parts:
@@ -135,18 +133,7 @@ def partial_of(target: Path) -> Path:
 def run(
     job: Job, *, workers: int = 1, report: Callable[[JobProgress], None] = lambda progress: None
 ) -> dict[str, Any]:
-    """Write the folder. Returns its manifest.
-
-    Args:
-        workers: processes.
-        report: called about once a second.
-
-    Raises:
-        ValueError: the target exists, the disk is too small, the source changes, or OUT.partial belongs to
-            another conversion or is in use.
-        CheckpointError: a source is damaged.
-        OSError: a file cannot be written.
-    """
+    """Write the folder in `workers` processes. Returns its manifest."""
     check_target(job.target)
     partial = partial_of(job.target)
     if partial.is_symlink():
@@ -196,15 +183,7 @@ def _run_locked(
             journal.write(_journal_line({"file": name, **entry}))
             journal.flush()
             os.fsync(journal.fileno())
-    for entry in done.values():
-        job.source.reads.merge(entry.pop("read", []))
-    job.source.reads.finish()
-    if job.source_state() != state:
-        raise ValueError(
-            f"{job.source.folder}: its files changed while they were converted: remove {partial} and repeat "
-            "the command when nothing writes there"
-        )
-    manifest = manifest_of(job, fingerprint, done)
+    manifest = checked_manifest(job, state, fingerprint, done, partial)
     for name, data in job.small.items():
         (partial / name).parent.mkdir(parents=True, exist_ok=True)
         write_bytes(partial / name, data)
@@ -219,8 +198,18 @@ def _run_locked(
     return manifest
 
 
-def manifest_of(job: Job, fingerprint: str, done: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what the manifest says: origin of the folder, length and CRC32 of each file."""
+def checked_manifest(
+    job: Job, state: dict[str, Any], fingerprint: str, done: Mapping[str, dict[str, Any]], partial: Path | str
+) -> dict[str, Any]:
+    """Compare the rest of the source's CRC32s and its `state`; return what the manifest says of each file."""
+    for entry in done.values():
+        job.source.reads.merge(entry.pop("read", []))
+    job.source.reads.finish()
+    if job.source_state() != state:
+        raise ValueError(
+            f"{job.source.folder}: its files changed while they were converted: remove {partial} and repeat "
+            "the command when nothing writes there"
+        )
     return {
         "format": 1,
         "made_by": "megatron-nemotron3",
@@ -288,14 +277,15 @@ def _write_files(
         rest = job.source.reads.take()
         return plan.name, {**entry, "read": rest} if rest else entry
 
-    def tell(done: int) -> None:
-        report(JobProgress(before + done, total, before))
-
-    yield from parallel_map(write_one, range(len(todo)), workers=workers, report=tell)
+    yield from parallel_map(
+        write_one,
+        range(len(todo)),
+        workers=workers,
+        report=lambda written: report(JobProgress(before + written, total, before)),
+    )
 
 
 def _remove_leftovers(partial: Path, keep: set[str]) -> None:
-    """Remove what an interrupted job left, except finished files."""
     for path in sorted(partial.rglob("*"), reverse=True):
         name = path.relative_to(partial).as_posix()
         if path.is_dir() and not path.is_symlink():

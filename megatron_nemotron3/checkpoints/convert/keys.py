@@ -37,10 +37,8 @@ from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.pattern import HybridPattern
 from megatron_nemotron3.models.tensors import ROWS, NamedShape, Row, Spelling, hf_root, rows_of
 
-#: The layer prefix of a name, on either side.
-_PREFIX = re.compile(
-    r"(?:decoder|backbone|model|mtp)\.layers\.[0-9]+\.(?:mtp_model_layer\.layers\.[0-9]+\.)?"
-)
+#: The layer prefix of a Megatron name.
+_PREFIX = re.compile(r"(?:decoder|mtp)\.layers\.[0-9]+\.(?:mtp_model_layer\.layers\.[0-9]+\.)?")
 _EXPERT = re.compile(r"(?:(?<=experts\.)|(?<=weight))(?:0|[1-9][0-9]*)(?=\.|\Z)")
 #: Limits for damaged or hostile configurations. Ultra has 110 layers and 25,600 experts.
 _MOST_LAYERS, _MOST_EXPERTS = 10_000, 1_000_000
@@ -63,15 +61,12 @@ class Match:
 
     row: Row
     prefix: Prefix
-    #: None for a Hugging Face name.
-    spelling: Spelling | None
+    spelling: Spelling
     tensor: NamedShape
     expert: int | None
 
 
-_RowEntry = tuple[Row, Spelling | None, NamedShape]
-_RowsByName = dict[str, list[_RowEntry]]
-_Names = tuple[dict[str, list[Prefix]], dict[str, _RowsByName]]
+_RowEntry = tuple[Row, Spelling, NamedShape]
 
 
 def prefixes(config: Nemotron3Config) -> Iterator[Prefix]:
@@ -99,7 +94,7 @@ def prefixes(config: Nemotron3Config) -> Iterator[Prefix]:
 
 #: Prefixes that wrappers add to a key (fsdp_dtensor checkpoints, DDP, Float16Module).
 _WRAPPERS = re.compile(r"^(?:(?:model|module)\.)+")
-#: The same within the names of a MIMO model, each of whose modules is wrapped by itself.
+#: The same within the names of a MIMO model, each of whose modules has wrappers of its own.
 _MIMO_WRAPPERS = re.compile(r"^(language_model\.|modality_submodules\.\w+\.)(?:module\.)+")
 #: Older name of the layer stack in an MTP block.
 _OLD_MTP = re.compile(r"^(mtp\.layers\.\d+\.)transformer_layer\.(?=layers\.)")
@@ -163,40 +158,26 @@ def numbered_by_layer(keys: Iterable[str], pattern: HybridPattern) -> dict[str, 
 
 
 class NameLookup:
-    """Look up names of one model in the table of tensors."""
+    """Look up Megatron's names of one model in the table of tensors."""
 
     def __init__(self, config: Nemotron3Config) -> None:
         self.config = config
-        #: Prefix of a name -> prefixes of the model; part -> name without prefix -> rows.
-        self._megatron: _Names = ({}, {})
-        self._hf: _Names = ({}, {})
+        self._prefixes: dict[str, list[Prefix]] = {}
+        #: Part of the table -> name without prefix -> its rows.
+        self._rows: dict[str, dict[str, list[_RowEntry]]] = {}
         for prefix in prefixes(config):
-            self._megatron[0].setdefault(prefix.megatron, []).append(prefix)
-            self._hf[0].setdefault(prefix.hf, []).append(prefix)
-            if prefix.part in self._hf[1]:
+            self._prefixes.setdefault(prefix.megatron, []).append(prefix)
+            if prefix.part in self._rows:
                 continue
-            table = rows_of(config, prefix.part)
-            self._megatron[1][prefix.part] = _rows_by_name(
-                (r, s, t) for r in table for s in r.spellings for t in s.tensors
-            )
-            self._hf[1][prefix.part] = _rows_by_name((r, None, t) for r in table for t in r.hf)
+            by_name = self._rows[prefix.part] = {}
+            for row in rows_of(config, prefix.part):
+                for spelling in row.spellings:
+                    for tensor in spelling.tensors:
+                        by_name.setdefault(tensor.name, []).append((row, spelling, tensor))
 
     def key(self, name: str) -> Match:
         """Find the row of a Megatron key or parameter name, in any dialect of the table."""
-        return self._find("Megatron key", plain_name(name), self._megatron)
-
-    def layer(self, name: str) -> Nemotron3Config:
-        """Return the config of the layer that a Megatron key names; the model's own outside the decoder."""
-        match = _PREFIX.match(plain_name(name))
-        found = self._megatron[0].get(match[0] if match else "", [])
-        return found[0].config if found else self.config
-
-    def hf(self, name: str) -> Match:
-        """Find the row of a Hugging Face name."""
-        return self._find("Hugging Face tensor", name, self._hf)
-
-    def _find(self, what: str, name: str, names: _Names) -> Match:
-        where, table = names
+        name = plain_name(name)
         start = match[0] if (match := _PREFIX.match(name)) else ""
         rest = name[len(start) :]
         number = _EXPERT.search(rest)
@@ -205,27 +186,20 @@ class NameLookup:
         form = rest if number is None else f"{rest[: number.start()]}{{e}}{rest[number.end() :]}"
         found = [
             Match(row, prefix, spelling, tensor, expert)
-            for prefix in where.get(start, ())
-            for row, spelling, tensor in table[prefix.part].get(form, ())
+            for prefix in self._prefixes.get(start, ())
+            for row, spelling, tensor in self._rows[prefix.part].get(form, ())
             if ("{e}" in tensor.name) == (number is not None)
         ]
         if len(found) != 1:
             layers = f"{self.config.full_pattern!r} of {self.config.name}"
             raise ValueError(
-                f"{what} {name!r}: {len(found)} rows of the name table fit a model with the layers {layers}, "
-                "expected one: is it another model, or a name this version does not know?"
+                f"Megatron key {name!r}: {len(found)} rows of the name table fit a model with the layers "
+                f"{layers}, expected one: is it another model, or a name this version does not know?"
             )
         experts = self.config.num_moe_experts or 0
-        if found[0].expert is not None and found[0].expert >= experts:
-            raise ValueError(f"{what} {name!r}: expert {found[0].expert} of a model with {experts}")
+        if expert is not None and expert >= experts:
+            raise ValueError(f"Megatron key {name!r}: expert {expert} of a model with {experts}")
         return found[0]
-
-
-def _rows_by_name(entries: Iterable[_RowEntry]) -> _RowsByName:
-    table: _RowsByName = {}
-    for entry in entries:
-        table.setdefault(entry[2].name, []).append(entry)
-    return table
 
 
 _BUCKET = re.compile(rf"{_OWNER}optimizer\.distributed\..*\.(?:param|fp32_param|param_state)(?:/.*)?")

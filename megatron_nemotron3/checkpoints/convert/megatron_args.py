@@ -214,10 +214,10 @@ def require_experts(name: str, values: dict[str, Any], model: Nemotron3Config) -
     """Check that a model has the experts per layer that stored arguments state, if they do."""
     stored = stored_experts(values)
     if stored is not None and stored != experts_text(model):
-        said = [text or "are those of all layers alike" for text in (experts_text(model), stored)]
+        texts = [text or "are those of all layers alike" for text in (experts_text(model), stored)]
         raise ValueError(
-            f"{name}: --model {model.name}: its experts of each layer (width:per token) {said[0]:.200}; "
-            f"those that the checkpoint states {said[1]:.200}"
+            f"{name}: --model {model.name}: its experts of each layer (width:per token) {texts[0]:.200}; "
+            f"those that the checkpoint states {texts[1]:.200}"
         )
 
 

@@ -162,15 +162,13 @@ def omni_config(
             f"{name}: its language model has MTP, with which transformers normalizes the rows of pictures: "
             "not supported"
         )
-    seen = _vision(name, data, vision)
-    heard = None if sound is None else _sound(name, sound)
     return named_omni(
         OmniConfig(
             name=name,
             title=name,
             language=base or named(language, identify(language)),
-            vision=seen,
-            sound=heard,
+            vision=_vision(name, data, vision),
+            sound=None if sound is None else _sound(name, sound),
             vision_projector_size=_size(name, data, (_PROJECTOR,)),
             sound_projector_size=0
             if sound is None
@@ -186,13 +184,8 @@ def omni_json(
 ) -> dict[str, Any]:
     """Return the config.json of a model with encoders, which transformers 5.23 reads.
 
-    Args:
-        reference: config.json of the same model, in either dialect. All of it is kept except for what
-            `config_json.write` writes of the language model.
-        dtype: type of the weights.
-
-    Raises:
-        ValueError: the reference describes another model, or Megatron cannot build this one.
+    All of `reference`, that of the same model in either dialect, is kept except for what `config_json.write`
+    writes of the language model.
     """
     if reference is not None:
         require_same(config, omni_config(reference, name=f"{config.name}, reference"))
@@ -306,7 +299,6 @@ def _check(
     fixed: Mapping[str, Any],
     ignored: frozenset[str],
 ) -> None:
-    """Refuse keys that are unknown, and values that our model does not have."""
     if unknown := sorted(set(data) - {*sizes, *fixed, *ignored}):
         keys = ", ".join(prefix + printable(key) for key in unknown)
         raise ValueError(

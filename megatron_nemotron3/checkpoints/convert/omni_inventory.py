@@ -19,22 +19,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 from megatron_nemotron3.checkpoints.convert import inventory
 from megatron_nemotron3.checkpoints.convert.inventory import Tensor, TensorMapping
 from megatron_nemotron3.checkpoints.convert.keys import Prefix
-from megatron_nemotron3.checkpoints.convert.plan import Shape, whole
+from megatron_nemotron3.checkpoints.convert.plan import Bits, Shape, whole
 from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource, bits
-from megatron_nemotron3.checkpoints.convert.views import Arrays
 from megatron_nemotron3.models.omni import OmniConfig
 from megatron_nemotron3.models.omni_tensors import CONSTANTS, MODULES, PARTS, rows, symbol_sizes
 from megatron_nemotron3.models.tensors import NamedShape, Row, Spelling
-
-if TYPE_CHECKING:
-    import numpy
-
-    Bits = numpy.ndarray[Any, Any]
 
 #: What the names of the language model's tensors begin with, on both sides; and Megatron's of all others.
 LANGUAGE, ENCODERS = "language_model.", "modality_submodules."
@@ -132,11 +125,7 @@ def mappings_of(
 
 
 def check(config: OmniConfig, expected: Mapping[str, Shape], shapes: Mapping[str, Shape]) -> None:
-    """Check that a checkpoint contains exactly the expected tensors.
-
-    Raises:
-        ValueError: tensors are missing, unknown or of another shape; the message counts and names them.
-    """
+    """Check that a checkpoint contains exactly the expected tensors."""
     hint = ""
     missing = [name for name in expected if name not in shapes]
     if missing and len(missing) == sum(not name.startswith(LANGUAGE) for name in expected):
@@ -154,11 +143,6 @@ def made(config: OmniConfig, dtype: str) -> dict[str, tuple[str, Bits]]:
     return {**dict.fromkeys(scales, (dtype, ones)), _SUMMARY: (_INTEGER, numpy.array(_SUMMARY_VALUES, "u8"))}
 
 
-def made_source(config: OmniConfig, dtype: str, like: TensorSource) -> Arrays:
-    """Return the tensors of `made` as a source, in the folder of another."""
-    return Arrays(like.folder, made(config, dtype))
-
-
 def without_made(config: OmniConfig, source: TensorSource) -> list[str]:
     """Return the names of a Hugging Face folder's tensors without those that can be made again."""
     for name in (names := made(config, inventory.BF16)):
@@ -169,9 +153,9 @@ def without_made(config: OmniConfig, source: TensorSource) -> list[str]:
         if (stored.dtype, stored.shape) != (expected[0], expected[1].shape) or (
             source.read(name, whole(stored.shape)) != expected[1]
         ).any():
-            said = list(_SUMMARY_VALUES) if name == _SUMMARY else "1 everywhere"
+            values = list(_SUMMARY_VALUES) if name == _SUMMARY else "1 everywhere"
             raise ValueError(
-                f"{source.folder}: {name} is not {said}, and Megatron's model has no such tensor: "
+                f"{source.folder}: {name} is not {values}, and Megatron's model has no such tensor: "
                 "--allow-unused leaves it out"
             )
     return [name for name in source.tensors if name not in names]

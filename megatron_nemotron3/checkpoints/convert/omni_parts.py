@@ -11,9 +11,8 @@ from megatron_nemotron3.checkpoints.convert.hf_folder import INDEX, SINGLE, open
 from megatron_nemotron3.checkpoints.convert.omni_inventory import LANGUAGE, constants_of
 from megatron_nemotron3.checkpoints.convert.opened import Checkpoint
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
-from megatron_nemotron3.checkpoints.convert.views import Converted, Selected, Together
+from megatron_nemotron3.checkpoints.convert.views import Arrays, Joined, Selected
 from megatron_nemotron3.models.omni import OmniConfig
-from megatron_nemotron3.models.tensors import Row
 
 
 def check_options(opened: Checkpoint, options: Any) -> Checkpoint:
@@ -47,11 +46,10 @@ def open_into(folder: Path | None, *, megatron: bool) -> Checkpoint | None:
 
 def in_place(
     view: TensorSource, opened: Checkpoint, base: Checkpoint | None
-) -> tuple[TensorSource, OmniConfig | None, dict[str, Row]]:
-    """Return what is written of a view, the model with encoders that it is, if any, and its tensors' rows."""
-    rows = view.rows if isinstance(view, Converted) else {}
+) -> tuple[TensorSource, OmniConfig | None]:
+    """Return what is written of a view, and the model with encoders that it is, if any."""
     if base is None:
-        return view, opened.omni, rows
+        return view, opened.omni
     assert base.omni is not None
     stored: TensorSource = open_hf(base.folder) if base.kind == "hugging face" else base.weights
     for name, tensor in view.tensors.items():
@@ -63,12 +61,7 @@ def in_place(
             )
     renamed = Selected(view, {LANGUAGE + name: name for name in view.tensors})
     rest = {name: name for name in stored.tensors if not name.startswith(LANGUAGE)}
-    model = base.omni.but(language=opened.config)
-    return (
-        Together(renamed, Selected(stored, rest)),
-        model,
-        {LANGUAGE + name: row for name, row in rows.items()},
-    )
+    return Joined(renamed, Selected(stored, rest)), base.omni.but(language=opened.config)
 
 
 def with_other_tensors(
@@ -84,10 +77,10 @@ def with_other_tensors(
     if reference is not None and any((reference / name).exists() for name in (INDEX, SINGLE)):
         source = open_hf(reference)
         if found := constants_of(source.tensors):
-            return Together(view, Selected(source, {name: name for name in found})), []
-    made = omni_inventory.made_source(opened.omni, dtype, view)
+            return Joined(view, Selected(source, {name: name for name in found})), []
+    made = Arrays(view.folder, omni_inventory.made(opened.omni, dtype))
     line = (
         "constants    the release's tensors of preprocessing are not in the checkpoint; --reference with a "
         "folder that has them copies them (transformers needs none)"
     )
-    return Together(view, made), [line]
+    return Joined(view, made), [line]

@@ -46,7 +46,6 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        """Name of the model."""
         return self.omni.name if self.omni else self.config.name
 
     @property
@@ -123,8 +122,6 @@ def checkpoint_facts(opened: Checkpoint) -> dict[str, Any]:
 
 
 def _encoders(config: OmniConfig) -> str:
-    seen, heard = config.vision, config.sound
-    said = f"radio {seen.num_layers} x {seen.hidden_size}"
-    return (
-        f"{said}, no sound" if heard is None else f"{said}, parakeet {heard.num_layers} x {heard.hidden_size}"
-    )
+    vision, sound = config.vision, config.sound
+    second = "no sound" if sound is None else f"parakeet {sound.num_layers} x {sound.hidden_size}"
+    return f"radio {vision.num_layers} x {vision.hidden_size}, {second}"

@@ -19,9 +19,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy
 
 from megatron_nemotron3.checkpoints.convert.adapters import A, B, StoredAdapter
 from megatron_nemotron3.checkpoints.convert.hf_folder import (
@@ -30,13 +31,10 @@ from megatron_nemotron3.checkpoints.convert.hf_folder import (
     regular_file_size,
     safetensors_header,
 )
-from megatron_nemotron3.checkpoints.convert.plan import Slices, whole
+from megatron_nemotron3.checkpoints.convert.plan import Bits, Slices, whole
 from megatron_nemotron3.checkpoints.convert.sources import FileSource, SourceTensor, TensorSource
 from megatron_nemotron3.checkpoints.convert.streams import FilePlan, Part
 from megatron_nemotron3.checkpoints.metadata import CheckpointError, read_json
-
-if TYPE_CHECKING:
-    import numpy
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _ROOT = "base_model.model."
@@ -52,15 +50,6 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 REFUSED = "out_proj"
 
 
-@dataclass
-class _Packing:
-    """The experts of one layer and projection, in the order of their numbers."""
-
-    parent: str
-    projection: str
-    stems: list[str] = field(default_factory=list)
-
-
 class PackedAdapter(TensorSource):
     """An adapter's tensors under peft's names, experts packed."""
 
@@ -69,7 +58,8 @@ class PackedAdapter(TensorSource):
         self.folder, self.files, self.reads, self._source = source.folder, source.files, source.reads, source
         self._parts: dict[str, list[str]] = {}
         tensors: dict[str, SourceTensor] = {}
-        packings: dict[tuple[str, str], _Packing] = {}
+        #: (layer's experts, projection) -> their stems, in the order of their numbers.
+        packings: dict[tuple[str, str], list[str]] = {}
         for stem in adapter.stems:
             match = _EXPERT.fullmatch(stem)
             if match is None:
@@ -77,23 +67,20 @@ class PackedAdapter(TensorSource):
                     tensors[_peft_name(stem) + kind] = source.tensors[stem + kind]
                     self._parts[_peft_name(stem) + kind] = [stem + kind]
                 continue
-            key = (match[1], match[3])
-            packings.setdefault(key, _Packing(*key)).stems.append(stem)
-        for packing in packings.values():
-            inner = packing.projection == "up_proj" and (packing.parent, "down_proj") in packings
-            name = _peft_name(packing.parent) + (".base_layer" if inner else "")
-            experts = len(packing.stems)
+            packings.setdefault((match[1], match[3]), []).append(stem)
+        for (parent, projection), stems in packings.items():
+            inner = projection == "up_proj" and (parent, "down_proj") in packings
+            name = _peft_name(parent) + (".base_layer" if inner else "")
+            experts = len(stems)
             for kind in (A, B):
-                one = source.tensors[packing.stems[0] + kind]
+                one = source.tensors[stems[0] + kind]
                 rows, columns = one.shape
                 shape = (experts * rows, columns) if kind == A else (rows, columns * experts)
                 tensors[name + kind] = SourceTensor(one.dtype, shape)
-                self._parts[name + kind] = [stem + kind for stem in packing.stems]
+                self._parts[name + kind] = [stem + kind for stem in stems]
         self.tensors = tensors
 
-    def read(self, name: str, slices: Slices) -> numpy.ndarray[Any, Any]:
-        import numpy
-
+    def read(self, name: str, slices: Slices) -> Bits:
         parts = self._parts[name]
         if len(parts) == 1:
             return self._source.read(parts[0], slices)
@@ -116,15 +103,6 @@ class Unpacked(TensorSource):
     """The tensors of a peft file in the common form (`adapters`)."""
 
     def __init__(self, source: FileSource, experts: int, parameters: Iterable[str], root: str) -> None:
-        """
-        Args:
-            experts: routed experts of a layer.
-            root: what Hugging Face's names of the model's decoder begin with.
-            parameters: `target_parameters` of the folder.
-
-        Raises:
-            CheckpointError: a name or a shape is not peft's.
-        """
         self.folder, self.files, self.reads, self._source = source.folder, source.files, source.reads, source
         #: Name -> (name in the file, expert or None).
         self._places: dict[str, tuple[str, int | None]] = {}
@@ -157,9 +135,7 @@ class Unpacked(TensorSource):
                 self._places[common] = (name, e)
         self.tensors = tensors
 
-    def read(self, name: str, slices: Slices) -> numpy.ndarray[Any, Any]:
-        import numpy
-
+    def read(self, name: str, slices: Slices) -> Bits:
         place, expert = self._places[name]
         if expert is None:
             return self._source.read(place, slices)

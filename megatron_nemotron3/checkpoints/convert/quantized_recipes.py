@@ -70,7 +70,6 @@ class Weight:
 
     @property
     def outputs(self) -> tuple[Tensor, ...]:
-        """The stored tensors, in file order."""
         name, shape, dtype = self.tensor
         if self.algorithm is None:
             made = [self.tensor]

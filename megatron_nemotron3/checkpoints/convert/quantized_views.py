@@ -12,7 +12,7 @@ that are read, with value = element * (block scale *) scale:
     compressed-tensors FP8    as ModelOpt's, with scales [out, 1]
 
 Products are rounded once to BF16. The result is not the model before quantization, but the weights that
-engines compute with. Scales of activations and of the KV cache are not read; `left_behind` lists them.
+engines compute with. Scales of activations and of the KV cache are not read; `activation_scales` lists them.
 """
 
 from __future__ import annotations
@@ -20,17 +20,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from megatron_nemotron3.checkpoints.convert.plan import Slices, bands, whole
+from megatron_nemotron3.checkpoints.convert.plan import Bits, Slices, bands, whole
 from megatron_nemotron3.checkpoints.convert.quantized_config import scalar
 from megatron_nemotron3.checkpoints.convert.quantized_recipes import BLOCK, FP8, NVFP4, Quantization, Weight
 from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource
 from megatron_nemotron3.checkpoints.convert.views import as_bits, as_tensor
 from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, CheckpointError
-
-if TYPE_CHECKING:
-    import numpy
 
 #: Suffixes after "X." of tensors that do not concern weights.
 _ACTIVATION_SCALES = ("input_scale", "input_global_scale", "k_scale", "v_scale", "q_scale")
@@ -62,17 +59,12 @@ class Dequantized(TensorSource):
     """The tensors of a checkpoint, quantized weights as bfloat16 [out, in]."""
 
     def __init__(self, source: TensorSource) -> None:
-        """
-        Raises:
-            CheckpointError: a weight has no scales, scales have no weight or the wrong shape or type, or the
-                layout is not read. The message names the tensor.
-        """
         self.folder, self.files, self._source = source.folder, source.files, source
         self.reads = source.reads
         #: Module -> "nvfp4" or "fp8".
         self.formats: dict[str, str] = {}
         #: Scales of activations and of the KV cache.
-        self.left_behind: tuple[str, ...] = ()
+        self.activation_scales: tuple[str, ...] = ()
         self._packed: dict[str, _PackedWeight] = {}
         self._scales: dict[str, float] = {}
         by_elements: dict[str, str] = {}  # tensor of the elements -> name of the weight
@@ -90,7 +82,7 @@ class Dequantized(TensorSource):
                 self._packed[by_elements[name]], self.formats[module] = packed, packed.format
                 used |= {packed.scale, packed.scale_2}
         tensors: dict[str, SourceTensor] = {}
-        left_behind = []
+        activation_scales = []
         for name, tensor in source.tensors.items():
             part = name.rpartition(".")[2]
             if name in by_elements:
@@ -105,14 +97,13 @@ class Dequantized(TensorSource):
             elif part in ("weight_scale", "weight_scale_2", "weight_global_scale"):
                 raise CheckpointError(f"{self.folder}: {name} is a scale, but its weight is not quantized")
             elif part in _ACTIVATION_SCALES:
-                left_behind.append(name)
+                activation_scales.append(name)
             else:
                 tensors[name] = tensor
-        self.left_behind = tuple(left_behind)
+        self.activation_scales = tuple(activation_scales)
         self.tensors = tensors
 
-    def read(self, name: str, slices: Slices) -> numpy.ndarray[Any, Any]:
-        """Read a slice as raw bits."""
+    def read(self, name: str, slices: Slices) -> Bits:
         if name not in self._packed:
             return self._source.read(name, slices)
         packed = self._packed[name]
@@ -208,7 +199,7 @@ class Dequantized(TensorSource):
             self._scales[name] = scalar(self._source, name)
         return self._scales[name]
 
-    def _unpack_nvfp4(self, packed: _PackedWeight, slices: Slices) -> numpy.ndarray[Any, Any]:
+    def _unpack_nvfp4(self, packed: _PackedWeight, slices: Slices) -> Bits:
         import torch
 
         from megatron_nemotron3.precision.numerics import nvfp4
@@ -226,7 +217,7 @@ class Dequantized(TensorSource):
         values = nvfp4.dequantize(torch.from_numpy(codes), torch.from_numpy(bits), scale)
         return as_bits(values[:, shift : shift + right - left])
 
-    def _unpack_fp8(self, packed: _PackedWeight, slices: Slices) -> numpy.ndarray[Any, Any]:
+    def _unpack_fp8(self, packed: _PackedWeight, slices: Slices) -> Bits:
         import torch
 
         from megatron_nemotron3.precision.numerics import fp8
@@ -269,13 +260,6 @@ class Quantized(TensorSource):
     """The tensors of a quantized checkpoint, made from an unquantized source."""
 
     def __init__(self, source: TensorSource, plan: Quantization) -> None:
-        """
-        Args:
-            source: contains the tensors of the plan, in bfloat16, float16 or float32.
-
-        Raises:
-            CheckpointError: a tensor is missing, or has another shape or type.
-        """
         self.folder, self.files, self.plan, self._source = source.folder, source.files, plan, source
         self.reads = source.reads
         self._origins: dict[str, tuple[Weight, str]] = {}
@@ -296,7 +280,7 @@ class Quantized(TensorSource):
         self._amax: dict[str, Any] = {}
         self._cached: tuple[str, Any] = ("", None)
 
-    def read(self, name: str, slices: Slices) -> numpy.ndarray[Any, Any]:
+    def read(self, name: str, slices: Slices) -> Bits:
         weight, part = self._origins[name]
         if part in weight.given:
             import numpy
@@ -325,7 +309,7 @@ class Quantized(TensorSource):
         except ValueError as problem:
             raise CheckpointError(f"{self.folder}: {name}: {problem}") from None
 
-    def _pack(self, weight: Weight, part: str, slices: Slices, scale: Any) -> numpy.ndarray[Any, Any]:
+    def _pack(self, weight: Weight, part: str, slices: Slices, scale: Any) -> Bits:
         """Return the codes or block scales of a slice; whole blocks of columns are quantized."""
         import torch
 

@@ -17,16 +17,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
 
 from megatron_nemotron3.checkpoints.archive import ArchiveError, ArchiveRecord, read_into
 from megatron_nemotron3.checkpoints.convert.checksums import Reads
-from megatron_nemotron3.checkpoints.convert.plan import Shape, Slices, extent
+from megatron_nemotron3.checkpoints.convert.plan import Bits, Shape, Slices, extent
 from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, CheckpointError
-from megatron_nemotron3.common.files import Unreadable, open_outside
-
-if TYPE_CHECKING:
-    import numpy
+from megatron_nemotron3.checkpoints.read import opened
+from megatron_nemotron3.models.tensors import Row
 
 #: Largest number of open files.
 _OPEN = 64
@@ -55,7 +53,6 @@ class Block:
     location: Location | Callable[[], Location]
 
     def locate(self) -> Location:
-        """Return the location of the block."""
         return self.location if isinstance(self.location, Location) else self.location()
 
 
@@ -69,7 +66,6 @@ class SourceTensor:
 
     @property
     def nbytes(self) -> int:
-        """Size of the elements in bytes."""
         return prod(self.shape) * ITEM_SIZE[self.dtype]
 
 
@@ -80,10 +76,12 @@ class TensorSource:
     tensors: Mapping[str, SourceTensor]
     #: Path below `folder` -> size in bytes, of every file that holds tensors.
     files: Mapping[str, int]
+    #: The table's row of each tensor that a conversion makes.
+    rows: Mapping[str, Row] = MappingProxyType({})
     #: What was read of the files; empty for a source that is no file.
     reads = Reads(Path())
 
-    def read(self, name: str, slices: Slices) -> numpy.ndarray[Any, Any]:
+    def read(self, name: str, slices: Slices) -> Bits:
         """Read a slice as raw bits, into a new C-contiguous array of its shape."""
         raise NotImplementedError
 
@@ -98,7 +96,7 @@ class FileSource(TensorSource):
         weakref.finalize(self, _close, self._open).atexit = False
         self._sorted: dict[str, tuple[list[int], int, list[Block]]] = {}
 
-    def read(self, name: str, slices: Slices) -> numpy.ndarray[Any, Any]:
+    def read(self, name: str, slices: Slices) -> Bits:
         import numpy
 
         tensor = self.tensors[name]
@@ -139,7 +137,7 @@ class FileSource(TensorSource):
         first, last = slices[0]
         return ordered[bisect_left(starts, first - longest + 1) : bisect_left(starts, last)]
 
-    def _read_block(self, target: numpy.ndarray[Any, Any], block: Block, inside: Slices) -> None:
+    def _read_block(self, target: Bits, block: Block, inside: Slices) -> None:
         """Read [inside], a slice in the indices of the block, into `target`."""
         import numpy
 
@@ -168,10 +166,7 @@ class FileSource(TensorSource):
             strides = tuple(stride * item for stride in location.stride)
             target[start : start + count] = numpy.lib.stride_tricks.as_strided(flat, some, strides)
 
-    def _pread(
-        self, descriptor: int, target: numpy.ndarray[Any, Any], offset: int, location: Location
-    ) -> None:
-        """Fill a contiguous array with the bytes from `offset`."""
+    def _pread(self, descriptor: int, target: Bits, offset: int, location: Location) -> None:
         try:
             read_into(descriptor, memoryview(target.reshape(-1).view("u1")), offset)
         except OSError as problem:
@@ -185,13 +180,8 @@ class FileSource(TensorSource):
         if path in self._open:
             self._open.move_to_end(path)
             return self._open[path]
-        try:
-            with open_outside(path) as file:
-                descriptor = os.dup(file.fileno())
-        except OSError as problem:
-            raise CheckpointError(f"{path}: {problem.strerror}") from None
-        except Unreadable as problem:
-            raise CheckpointError(str(problem)) from None
+        with opened(path) as found:
+            descriptor = os.dup(found)
         if len(self._open) >= _OPEN:
             os.close(self._open.popitem(last=False)[1])
         self._open[path] = descriptor

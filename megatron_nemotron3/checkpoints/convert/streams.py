@@ -17,16 +17,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from megatron_nemotron3.checkpoints.convert.checksums import combine_crc32
-from megatron_nemotron3.checkpoints.convert.plan import Slices, bands, extent
+from megatron_nemotron3.checkpoints.convert.plan import Bits, Slices, bands, extent
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, CheckpointError
 from megatron_nemotron3.common.files import atomic
-
-if TYPE_CHECKING:
-    import numpy
 
 _T = TypeVar("_T")
 Block = bytes | memoryview
@@ -54,12 +51,10 @@ class Part:
 
     @property
     def data_length(self) -> int:
-        """Size of the elements in bytes."""
         return prod(extent(self.slices)) * ITEM_SIZE[self.dtype] if self.tensor else 0
 
     @property
     def length(self) -> int:
-        """Size of the part in bytes."""
         return len(self.head) + self.data_length + self.tail_length
 
 
@@ -72,7 +67,6 @@ class FilePlan:
 
     @property
     def length(self) -> int:
-        """Size of the file in bytes."""
         return sum(part.length for part in self.parts)
 
 
@@ -102,7 +96,7 @@ _INFINITE = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000, "floa
 _FINITE_STEP = 1 << 16
 
 
-def _check_finite(array: numpy.ndarray[Any, Any], part: Part, source: TensorSource) -> None:
+def _check_finite(array: Bits, part: Part, source: TensorSource) -> None:
     limit = _INFINITE[part.dtype]
     signless = (1 << (8 * array.itemsize - 1)) - 1
     for start in range(0, array.size, _FINITE_STEP):
@@ -116,19 +110,7 @@ def _check_finite(array: numpy.ndarray[Any, Any], part: Part, source: TensorSour
 def write(
     plan: FilePlan, source: TensorSource, path: Path, written: Callable[[int], None], *, finite: bool = True
 ) -> int:
-    """Write a file atomically.
-
-    Args:
-        written: called with the number of bytes of each block.
-        finite: refuse NaN and infinities.
-
-    Returns:
-        The CRC32 of the file.
-
-    Raises:
-        CheckpointError: a source cannot be read, or with `finite`, a value is NaN or infinite.
-        OSError: the file cannot be written.
-    """
+    """Write a file atomically, and return its CRC32. `written` is called with the bytes of each block."""
     crc = length = begun = 0
     with atomic(path) as temporary, open(temporary, "wb", buffering=0) as file:
         for block, one in prefetched(blocks(plan, source, finite=finite)):

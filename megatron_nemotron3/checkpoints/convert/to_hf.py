@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_nemotron3.checkpoints.convert import config_json
@@ -43,7 +43,7 @@ _COPIED_LIMIT = 256 << 20
 _COPIED_ENDINGS = (".py", ".jinja", ".tiktoken")
 
 
-def shards(tensors: Mapping[str, SourceTensor], limit: int = SHARD_BYTES) -> dict[str, list[str]]:
+def _shards(tensors: Mapping[str, SourceTensor], limit: int) -> dict[str, list[str]]:
     """Map each file name to its tensors: in order, as many as fit into `limit` bytes, but at least one."""
     groups: list[list[str]] = []
     size = limit
@@ -61,7 +61,7 @@ def shards(tensors: Mapping[str, SourceTensor], limit: int = SHARD_BYTES) -> dic
 def files(tensors: Mapping[str, SourceTensor], limit: int = SHARD_BYTES) -> list[FilePlan]:
     """Plan the safetensors files with these tensors."""
     result = []
-    for file, names in shards(tensors, limit).items():
+    for file, names in _shards(tensors, limit).items():
         head = safetensors_header(
             ((name, tensors[name].dtype, tensors[name].shape) for name in names), _METADATA
         )
@@ -71,43 +71,38 @@ def files(tensors: Mapping[str, SourceTensor], limit: int = SHARD_BYTES) -> list
     return result
 
 
-def index(tensors: Mapping[str, SourceTensor], limit: int = SHARD_BYTES) -> bytes | None:
+def index(plans: Sequence[FilePlan]) -> bytes | None:
     """Return the content of model.safetensors.index.json; None if there is only one file."""
-    by_file = shards(tensors, limit)
-    if len(by_file) == 1:
+    if len(plans) == 1:
         return None
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    where = {name: file for file, names in by_file.items() for name in names}
+    total = sum(part.data_length for plan in plans for part in plan.parts)
+    where = {part.tensor: plan.name for plan in plans for part in plan.parts if part.tensor}
     data = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
     return (json.dumps(data, indent=2) + "\n").encode()
 
 
 def small_files(
-    config: Nemotron3Config,
-    tensors: Mapping[str, SourceTensor],
+    config: Nemotron3Config | OmniConfig,
+    plans: Sequence[FilePlan],
     *,
-    limit: int = SHARD_BYTES,
     reference: Path | None = None,
     tokenizer: Path | None = None,
     dtype: str = "bfloat16",
     quantization: Quantization | None = None,
-    omni: OmniConfig | None = None,
 ) -> dict[str, bytes]:
     """Return the other files of an HF folder: the index, config.json, and copied files."""
     result = {}
-    if (text := index(tensors, limit)) is not None:
+    if (text := index(plans)) is not None:
         result[INDEX] = text
+    for folder in filter(None, (tokenizer, reference)):
+        result.update(copied_files(folder))
     base = None
-    if tokenizer is not None:
-        result.update(copied_files(tokenizer))
-    if reference is not None:
-        result.update(copied_files(reference))
-        there = (reference / CONFIG).exists()
-        base = read_config(reference, omni=omni is not None) if there else None
-    if omni is None:
-        data = config_json.write(config, reference=base, dtype=dtype)
+    if reference is not None and (reference / CONFIG).exists():
+        base = read_config(reference, omni=isinstance(config, OmniConfig))
+    if isinstance(config, OmniConfig):
+        data = omni_json(config, reference=base, dtype=dtype)
     else:
-        data = omni_json(omni, reference=base, dtype=dtype)
+        data = config_json.write(config, reference=base, dtype=dtype)
     if quantization is not None:
         stated = hf_quant_config(quantization, "megatron-nemotron3")
         data["quantization_config"] = quantization_config(stated)

@@ -33,8 +33,7 @@ _STATE_OBJECTS = ("args", "iteration", "checkpoint_version")
 
 
 def open_torch_dist(folder: Path) -> tuple[FileSource, CheckpointIndex]:
-    """Open every tensor of a torch_dist folder, including optimizer state. Returns the source and the
-    index."""
+    """Open every tensor of a torch_dist folder, including optimizer state; also return its index."""
     verdict = check_structure(folder)
     if verdict.state != "complete" or verdict.index is None:
         problem = verdict.problems[0] if verdict.problems else f"{folder}: not a torch_dist checkpoint"

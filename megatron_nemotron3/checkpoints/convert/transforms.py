@@ -77,8 +77,7 @@ def stack(megatron: Shapes, hf: Shapes, head_dim: int = 0) -> CopyPlan:
 
 
 def qkv(megatron: Shapes, hf: Shapes, head_dim: int = 0) -> CopyPlan:
-    """Split the rows [q … q, k, v] of each KV group into q, k and v of all groups; a head is `head_dim`
-    rows."""
+    """Split the rows [q … q, k, v] of each KV group into q, k, v of all groups, `head_dim` rows a head."""
     ((name, shape),) = megatron.items()
     (q, q_shape), (k, k_shape), (v, v_shape) = hf.items()
     groups, odd = divmod(k_shape[0], head_dim) if head_dim > 0 else (0, 1)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron_nemotron3.checkpoints.convert.checksums import combine_crc32
-from megatron_nemotron3.checkpoints.convert.job import JOURNAL, MANIFEST, Job, JobProgress, manifest_of
+from megatron_nemotron3.checkpoints.convert.job import JOURNAL, MANIFEST, Job, JobProgress, checked_manifest
 from megatron_nemotron3.checkpoints.convert.streams import blocks, prefetched
 from megatron_nemotron3.checkpoints.remote import filesystem, root
 
@@ -55,12 +55,7 @@ def upload(job: Job, url: str, report: Callable[[JobProgress], None]) -> dict[st
                 raise ValueError(f"{url}/{plan.name}: {size:,} bytes arrived of {plan.length:,}")
         done[plan.name] = {"bytes": plan.length, "crc32": f"{crc:08x}", "read": job.source.reads.take()}
     _put_journal(store, place, url, fingerprint, done)
-    for entry in done.values():
-        job.source.reads.merge(entry.pop("read", []))
-    job.source.reads.finish()
-    if job.source_state() != state:
-        raise ValueError(f"{job.source.folder}: its files changed while they were converted: remove {url}")
-    manifest = manifest_of(job, fingerprint, done)
+    manifest = checked_manifest(job, state, fingerprint, done, url)
     with _explained(url):
         for name, data in job.small.items():
             store.pipe_file(f"{place}/{name}", data)

@@ -17,8 +17,8 @@ from megatron_nemotron3.checkpoints.convert.job_options import ConvertOptions
 from megatron_nemotron3.checkpoints.convert.opened import checkpoint_facts, checkpoint_line
 from megatron_nemotron3.checkpoints.convert.streams import BAND
 from megatron_nemotron3.checkpoints.metadata import CheckpointError, read_json
+from megatron_nemotron3.checkpoints.read import opened
 from megatron_nemotron3.checkpoints.remote import shown
-from megatron_nemotron3.common.files import open_outside
 from megatron_nemotron3.common.output import BYTES, Bar, say, size_text
 from megatron_nemotron3.common.processes import parallel_map
 
@@ -34,11 +34,7 @@ def verify(
     dequantize: bool = False,
     vocab_size: int | None = None,
 ) -> int:
-    """Compare two checkpoints of any kind, or one with its manifest. Returns the exit status: 0 equal, 1 not.
-
-    Raises:
-        ValueError: one is not a valid checkpoint.
-    """
+    """Compare two checkpoints, or one with its manifest. Returns the exit status: 0 equal, 1 not."""
     if b is None:
         return verify_manifest(a, options.workers)
     wanted = {
@@ -96,17 +92,15 @@ def verify_manifest(folder: Path, workers: int) -> int:
             return f"{folder / MANIFEST}: {name!r:.100} is not an entry of a file below the folder"
         crc = length = 0
         try:
-            with open_outside(path) as file:
-                length = os.fstat(file.fileno()).st_size
+            with opened(path) as descriptor:
+                length = os.fstat(descriptor).st_size
                 if length != entry.get("bytes"):  # before a file of any length is read
                     return f"{path}: {length:,} bytes, {entry.get('bytes')!r:.30} were written"
                 block, whole, length = memoryview(bytearray(min(BAND, length))), length, 0
-                while length < whole and (got := preadv(file.fileno(), block, length)):
+                while length < whole and (got := preadv(descriptor, block, length)):
                     crc, length = zlib.crc32(block[:got], crc), length + got
                     count(got)
-        except OSError as problem:
-            return f"{path}: {problem.strerror}"
-        except ValueError as problem:
+        except CheckpointError as problem:
             return str(problem)
         if length != entry.get("bytes"):
             return f"{path}: {length:,} bytes, {entry.get('bytes')!r:.30} were written"

@@ -11,31 +11,19 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_nemotron3.checkpoints.convert.checksums import JoinedReads, Reads
 from megatron_nemotron3.checkpoints.convert.inventory import TensorMapping
-from megatron_nemotron3.checkpoints.convert.plan import CopyPiece, Slices, extent
+from megatron_nemotron3.checkpoints.convert.plan import Bits, CopyPiece, Slices, extent
 from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource, bits
 from megatron_nemotron3.checkpoints.metadata import CheckpointError
-from megatron_nemotron3.models.tensors import Row
-
-if TYPE_CHECKING:
-    import numpy
 
 
 class Converted(TensorSource):
     """The tensors of one side of `mappings`, made from those of the other side."""
 
     def __init__(self, source: TensorSource, mappings: Iterable[TensorMapping], *, to_hf: bool) -> None:
-        """
-        Args:
-            source: contains every tensor of the other side under its name in the mappings.
-
-        Raises:
-            CheckpointError: a tensor does not have the shape of the model's, or the tensors that make up one
-                tensor have different types.
-        """
         self.folder, self.files, self.to_hf = source.folder, source.files, to_hf
         self.reads = source.reads
         self._source = source
@@ -59,14 +47,10 @@ class Converted(TensorSource):
                 tensors[tensor.name] = SourceTensor(min(kinds), tensor.shape)
                 self._mappings[tensor.name] = mapping
         self.tensors = tensors
+        self.rows = {name: mapping.row for name, mapping in self._mappings.items()}
         self._cached: tuple[TensorMapping | None, dict[str, list[CopyPiece]]] = (None, {})
 
-    @property
-    def rows(self) -> dict[str, Row]:
-        """The row of each tensor."""
-        return {name: mapping.row for name, mapping in self._mappings.items()}
-
-    def read(self, name: str, slices: Slices) -> numpy.ndarray[Any, Any]:
+    def read(self, name: str, slices: Slices) -> Bits:
         import numpy
 
         pieces = self._pieces_of(name)
@@ -109,11 +93,6 @@ class Cast(TensorSource):
     """The tensors of a source in another type, rounded to nearest even; some keep their type."""
 
     def __init__(self, source: TensorSource, dtype: str, *, keep: Callable[[str], bool]) -> None:
-        """
-        Args:
-            dtype: "bfloat16", "float16" or "float32".
-            keep: whether the tensor of a name keeps its type.
-        """
         self.folder, self.files, self.reads = source.folder, source.files, source.reads
         self._source = source
         self.tensors = {
@@ -121,7 +100,7 @@ class Cast(TensorSource):
             for name, tensor in source.tensors.items()
         }
 
-    def read(self, name: str, slices: Slices) -> numpy.ndarray[Any, Any]:
+    def read(self, name: str, slices: Slices) -> Bits:
         array = self._source.read(name, slices)
         before, after = self._source.tensors[name].dtype, self.tensors[name].dtype
         return array if before == after else cast(array, before, after)
@@ -131,19 +110,16 @@ class Selected(TensorSource):
     """Some tensors of a source, under other names."""
 
     def __init__(self, source: TensorSource, names: dict[str, str]) -> None:
-        """
-        Args:
-            names: new name -> name in the source.
-        """
         self.folder, self.files, self._source, self._names = source.folder, source.files, source, names
         self.reads = source.reads
         self.tensors = {new: source.tensors[old] for new, old in names.items()}
+        self.rows = {new: source.rows[old] for new, old in names.items() if old in source.rows}
 
-    def read(self, name: str, slices: Slices) -> numpy.ndarray[Any, Any]:
+    def read(self, name: str, slices: Slices) -> Bits:
         return self._source.read(self._names[name], slices)
 
 
-class Together(TensorSource):
+class Joined(TensorSource):
     """The tensors of two sources with different names.
 
     Files of the second are named by their absolute paths, so that a job watches and verifies them, too.
@@ -151,13 +127,14 @@ class Together(TensorSource):
 
     def __init__(self, first: TensorSource, second: TensorSource) -> None:
         self.folder = first.folder
-        beside = {os.path.join(second.folder.absolute(), name): size for name, size in second.files.items()}
-        self.files = {**first.files, **beside}
+        others = {os.path.join(second.folder.absolute(), name): size for name, size in second.files.items()}
+        self.files = {**first.files, **others}
         self.reads = JoinedReads(first.reads, second.reads)
         self._parts = (first, second)
         self.tensors = {**first.tensors, **second.tensors}
+        self.rows = {**first.rows, **second.rows}
 
-    def read(self, name: str, slices: Slices) -> numpy.ndarray[Any, Any]:
+    def read(self, name: str, slices: Slices) -> Bits:
         first, second = self._parts
         return (first if name in first.tensors else second).read(name, slices)
 
@@ -165,37 +142,35 @@ class Together(TensorSource):
 class Arrays(TensorSource):
     """Small tensors in memory."""
 
-    def __init__(self, folder: Path, arrays: Mapping[str, tuple[str, numpy.ndarray[Any, Any]]]) -> None:
-        """
-        Args:
-            folder: for messages.
-            arrays: type and raw bits by name.
-        """
+    def __init__(self, folder: Path, arrays: Mapping[str, tuple[str, Bits]]) -> None:
         self.folder, self.files, self.reads = folder, {}, Reads(folder)
         self.tensors = {name: SourceTensor(dtype, array.shape) for name, (dtype, array) in arrays.items()}
         self._arrays = {name: array for name, (_, array) in arrays.items()}
 
-    def read(self, name: str, slices: Slices) -> numpy.ndarray[Any, Any]:
+    def read(self, name: str, slices: Slices) -> Bits:
         return self._arrays[name][tuple(slice(*s) for s in slices)].copy()
 
 
-def cast(array: numpy.ndarray[Any, Any], before: str, after: str) -> numpy.ndarray[Any, Any]:
+def cast(array: Bits, before: str, after: str) -> Bits:
     """Cast raw bits from one floating-point type to another."""
-    result = as_tensor(array, before).to(getattr(_torch(), after))
-    return as_bits(result)
+    import torch
+
+    return as_bits(as_tensor(array, before).to(getattr(torch, after)))
 
 
-def as_tensor(array: numpy.ndarray[Any, Any], dtype: str) -> Any:
+def as_tensor(array: Bits, dtype: str) -> Any:
     """Return a torch tensor that shares the memory of raw bits."""
-    torch = _torch()
+    import torch
+
     # torch has few unsigned types; signed types of the same size have the same bits.
     signed = array.view(f"i{array.itemsize}") if array.itemsize > 1 else array
     return torch.from_numpy(signed.reshape(-1)).view(getattr(torch, dtype)).view(array.shape)
 
 
-def as_bits(tensor: Any) -> numpy.ndarray[Any, Any]:
+def as_bits(tensor: Any) -> Bits:
     """Return the raw bits of a torch tensor; they share its memory."""
-    torch = _torch()
+    import torch
+
     size = tensor.element_size()
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
     return tensor.detach().contiguous().view(kind).numpy().view(f"u{size}")
@@ -218,9 +193,3 @@ def _source_slices(piece: CopyPiece, destination: Slices) -> Slices:
             result.append((start + shift, start + shift + b - a))
             at += 1
     return tuple(result)
-
-
-def _torch() -> Any:
-    import torch
-
-    return torch

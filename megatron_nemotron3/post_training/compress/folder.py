@@ -38,10 +38,11 @@ def cut_job(
     about = {"source": shown(opened.folder.absolute()), "source_kind": opened.kind, "model": pruned.name}
     options = {"model": pruned.to_json(), "layers": list(layers), "scores": scores.digest()}
     if opened.kind == "hugging face":
-        small = to_hf.small_files(pruned, cut.tensors, tokenizer=opened.folder, dtype=dtype)
+        files = to_hf.files(cut.tensors)
+        small = to_hf.small_files(pruned, files, tokenizer=opened.folder, dtype=dtype)
         data = config_json.write(pruned, reference=_reference(opened.folder, pruned, dtype), dtype=dtype)
         small[CONFIG] = (json.dumps(data, indent=2, allow_nan=False) + "\n").encode()
-        return Job(target, cut, to_hf.files(cut.tensors), stored | small, about, options)
+        return Job(target, cut, files, stored | small, about, options)
     rows = opened.padded_vocab_size or pruned.vocab_size
     view = Converted(cut, inventory.mappings(pruned, padded_vocab_size=rows), to_hf=False)
     files, small = from_hf.plan(view, pruned, padded_vocab_size=rows, dtype=dtype)

@@ -258,7 +258,7 @@ def test_written_and_read_back(tmp_path: Path, name: str, with_scales: bool) -> 
         assert stored[scale] == value
     # The values are those of the numerics, and close to the model.
     source = Dequantized(open_hf(folder))
-    assert set(source.left_behind) == set(scales)
+    assert set(source.activation_scales) == set(scales)
     for about in (stated, quantization_config(stated)):
         source.check(about)
     inventory.check_hf(config, {n: t.shape for n, t in source.tensors.items()})

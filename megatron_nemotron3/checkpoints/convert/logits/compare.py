@@ -154,13 +154,13 @@ class _Comparison:
         step = self.theirs.layer(prefix, y)
         agreements = []
 
-        def settle(selection: Selection) -> Tensor:
+        def select(selection: Selection) -> Tensor:
             assert step.selection is not None
             experts, agreement = agree(selection, step.selection)
             agreements.append(agreement)
             return experts
 
-        update, _ = self.ours.layer(prefix, rows, settle)
+        update, _ = self.ours.layer(prefix, rows, select)
         rows += update
         self.perturb(rows, update[THEIRS] - step.update[0])
         name = f"{prefix.megatron.rstrip('.')} and {prefix.hf.rstrip('.')} ({prefix.part})"

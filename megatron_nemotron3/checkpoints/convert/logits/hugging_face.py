@@ -68,12 +68,7 @@ def transformers_model() -> tuple[Any, Any]:
 
 
 class HuggingFace:
-    """A Hugging Face checkpoint, run one layer at a time.
-
-    Args:
-        source: its folder contains config.json, which is checked, too.
-        config: the expected model.
-    """
+    """A Hugging Face checkpoint, run one layer at a time; its config.json must describe `config`."""
 
     def __init__(self, source: TensorSource, config: Nemotron3Config) -> None:
         self.modeling, config_class = transformers_model()
@@ -84,7 +79,7 @@ class HuggingFace:
         if is_omni(data):
             data = part(data, TEXT, str(path)) or {}
         config_json.read(data, name=str(path), base=config)
-        #: What this side leaves out of transformers' computation, in words; None if nothing.
+        #: What this side leaves out of transformers' computation, for a message; None if nothing.
         self.note = config_json.clamp_note(data) if "M" in config.full_pattern else None
         #: Of each layer: what config.json states for it alone.
         self._stated = {"": data.get(KEY) or [], "mtp.": data.get(MTP_KEY) or []}
@@ -133,7 +128,6 @@ class HuggingFace:
         return result
 
     def final_norm(self, x: Tensor) -> Tensor:
-        """Apply the norm after the last layer."""
         return self.norm(x, f"{self._root}.norm_f.weight")
 
     def logits(self, x: Tensor) -> Iterator[tuple[int, int, Tensor]]:
@@ -182,8 +176,7 @@ class HuggingFace:
 
 @contextmanager
 def _torch_kernels(modeling: Any) -> Iterator[None]:
-    """Make transformers use its torch functions instead of mamba-ssm's and causal-conv1d's, which need a
-    GPU."""
+    """Make transformers use its torch functions; mamba-ssm's and causal-conv1d's need a GPU."""
     names = ("causal_conv1d_fn", "mamba2_chunk_scan")
     chosen = {name: getattr(modeling, name) for name in names if hasattr(modeling, name)}
     try:
@@ -196,7 +189,7 @@ def _torch_kernels(modeling: Any) -> Iterator[None]:
 
 
 class OneExpertAtATime(torch.nn.Module):
-    """Replaces transformers' experts: runs its module with one expert for each selected expert in turn."""
+    """Replaces transformers' experts: runs its module with one expert, once for each selected expert."""
 
     def __init__(self, expert: Any, weights: TensorReader, prefix: str) -> None:
         super().__init__()

@@ -17,12 +17,7 @@ PLAIN_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 class TensorReader:
-    """The tensors of one checkpoint.
-
-    Args:
-        side: name of the checkpoint in error messages.
-        names: requested name -> name in the source; default: the source's own names.
-    """
+    """The tensors of one checkpoint, which messages call `side`; `names`: requested -> name in the source."""
 
     def __init__(self, side: str, source: TensorSource, names: Mapping[str, str] | None = None) -> None:
         self.side, self.source = side, source

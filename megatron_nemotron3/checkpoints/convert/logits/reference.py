@@ -33,7 +33,7 @@ NORMS = {
     "E": ("pre_mlp_layernorm.weight",),
 }
 #: Experts to use [s, topk] instead of those that a router selected.
-Settle = Callable[[Selection], Tensor]
+SelectExperts = Callable[[Selection], Tensor]
 #: Queries whose attention scores are in memory at a time.
 _QUERIES = 512
 FINAL_NORMS = ("decoder.final_norm.weight", "decoder.final_layernorm.weight")
@@ -55,12 +55,14 @@ class ReferenceModel:
         name = "embedding.word_embeddings.weight"
         return self.weights.rows(name, self.table(name), ids.tolist())
 
-    def layer(self, layer: Prefix, x: Tensor, settle: Settle | None = None) -> tuple[Tensor, list[Selection]]:
+    def layer(
+        self, layer: Prefix, x: Tensor, select: SelectExperts | None = None
+    ) -> tuple[Tensor, list[Selection]]:
         """Return the update of a layer to the residual stream."""
         kind, prefix = layer.part, layer.megatron
         normed = self.norm(x, *(prefix + name for name in NORMS[kind]))
         if kind == "E":
-            return self.moe(prefix + "mlp.", layer.config, normed, settle)
+            return self.moe(prefix + "mlp.", layer.config, normed, select)
         return {"M": self.mamba, "*": self.attention, "-": self.mlp}[kind](prefix, normed), []
 
     def norm(self, x: Tensor, *names: str) -> Tensor:
@@ -186,7 +188,7 @@ class ReferenceModel:
         return squared_relu(x)
 
     def moe(
-        self, prefix: str, c: Nemotron3Config, x: Tensor, settle: Settle | None
+        self, prefix: str, c: Nemotron3Config, x: Tensor, select: SelectExperts | None
     ) -> tuple[Tensor, list[Selection]]:
         """Return the output [rows, s, d] and the selection of each row; arguments as for `layer`."""
         experts, ffn = c.num_moe_experts, c.moe_ffn_hidden_size
@@ -194,8 +196,8 @@ class ReferenceModel:
         scores = self.scores(self.linear(x, prefix + "router.weight", experts))
         ranked = self.ranking(scores, self.weights.tensor(prefix + "router.expert_bias", (experts,)))
         selections = [Selection(row, row.topk(c.moe_router_topk, dim=-1).indices) for row in ranked]
-        if settle is not None:
-            selections = [replace(selection, experts=settle(selection)) for selection in selections]
+        if select is not None:
+            selections = [replace(selection, experts=select(selection)) for selection in selections]
         topk = torch.cat([selection.experts for selection in selections])  # [rows * s, topk]
         probabilities = self.probabilities(scores.flatten(0, 1).gather(1, topk), c)
 

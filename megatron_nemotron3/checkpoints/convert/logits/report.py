@@ -104,22 +104,14 @@ class LogitsReport:
 
     @property
     def problems(self) -> list[str]:
-        """All failures, the first layer first."""
         found = (*(layer.problem for layer in self.layers), *(logits.problem for logits in self.logits))
         return [problem for problem in found if problem]
 
     @property
     def passed(self) -> bool:
-        """Whether both sides compute the same."""
         return bool(self.logits) and not self.problems
 
-    @property
-    def exit_status(self) -> int:
-        """0: they compute the same; 1: they do not."""
-        return 0 if self.passed else 1
-
     def lines(self) -> list[str]:
-        """Summary lines of the report."""
         worst = max(self.layers, key=lambda layer: layer.difference)
         result = [f"largest difference of a layer's output from the same input: {worst.difference:.1e}"]
         result[0] += f", {worst.name}"

@@ -41,8 +41,7 @@ class SelectionDifference:
 
 
 def agree(ours: Selection, theirs: Selection) -> tuple[Tensor, SelectionDifference]:
-    """Return the experts to use [s, topk]: ours, but theirs for tokens with a near tie; and the
-    difference."""
+    """Return the experts to use [s, topk], ours but theirs at a near tie, and the difference."""
     for what, shape, other in (
         ("experts", ours.scores.shape, theirs.scores.shape),
         ("experts per token", ours.experts.shape, theirs.experts.shape),
