@@ -195,7 +195,7 @@ class Commands:
         command = COMMANDS[name]
         purpose = command.purpose[0].upper() + command.purpose[1:] + "."
         settings = {"description": purpose, **settings, "help": command.purpose}
-        return self._action.add_parser(name, **settings)  # type: ignore[no-any-return]
+        return self._action.add_parser(name, **settings)
 
     def add_name(self, name: str) -> None:
         """Add the name of a command that is not used, for the help."""
