@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import megatron_nemotron3
 from megatron_nemotron3.cli.table import COMMANDS, CommandParser, Commands
-from megatron_nemotron3.common.output import table
+from megatron_nemotron3.common import output
 
 #: Distributions that decide what this package can do, next to its own version.
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "triton", "transformers")
@@ -54,7 +54,7 @@ def versions() -> str:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             found[package] = "not installed"
-    return "\n".join([*table(list(found.items())), ""])
+    return "\n".join([*output.table(list(found.items())), ""])
 
 
 def _drop_output() -> None:
