@@ -5,7 +5,7 @@ Data, without torch:
     intervals, layout     sets of rows; the parallel layout of a module
     partition             samples of a data lane, positions of a rank
     plan, planner         who sends which rows to whom; made from layouts and row counts
-    bounds, explain       lower bounds and traffic of a plan; a plan as text and JSON
+    bounds, plan_text     lower bounds and traffic of a plan; a plan as text and JSON
     command               `nemotron3 boundary`
 
 Communication:

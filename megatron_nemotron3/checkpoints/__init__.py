@@ -1,6 +1,5 @@
 """Read, verify, write and resume Megatron checkpoint folders, without Megatron.
 
-lock.py       who writes to a folder
 folders.py    DIR/latest_checkpointed_iteration.txt and DIR/iter_*
 unpickle.py   pickles, without importing what they name
 metadata.py   the index of a torch_dist folder: tensors, their chunks, objects
@@ -9,10 +8,11 @@ read.py       tensors and objects inside an archive
 write.py      archives and the index of a torch_dist folder
 structure.py  structural check: names, sizes, chunks that tile their tensors
 integrity.py  full check: every CRC32
-argv.py       options out of a Megatron command line
 resume.py     repair the tracker before a run starts
 state.py      what a checkpoint says about the run that saved it
 check.py      describe a checkpoint and verify its files
+remote.py     folders behind URLs and Hugging Face ids
+convert/      to Hugging Face and back
 
 Only the standard library is imported.
 """

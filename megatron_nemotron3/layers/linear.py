@@ -41,7 +41,7 @@ from megatron_nemotron3.layers.norm import (
 class ReplaceableProducts(torch.nn.Module):
     """A linear layer whose matrix products can be replaced, and that may have a LoRA `adapter`."""
 
-    #: A `precision.linear.Emulated` or `precision.packed.Packed`; None for Megatron's own products.
+    #: A `precision.linear.Emulated` or `precision.packed.PackedProducts`; None for Megatron's own products.
     products: Any = None
 
     def replaced(self) -> Any:

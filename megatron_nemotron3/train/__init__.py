@@ -4,8 +4,12 @@ command.py           the command and its options
 training.py          the steps of a run, in the calling process
 processes.py         start and follow the training processes
 pretrain_script.py   what they run: a short form of the stock `pretrain_hybrid.py`
-log.py, train/report.py    read Megatron's log; print and plot the losses
+log.py, report/      read Megatron's log; print and plot the losses
 data/                text -> tokenizer and data set
+build.py             `build_model` and `model_provider`: a model inside a Python program
+monitor/             stability of a run
+omni/                Nano Omni's model, data and entry
+teacher/             settings of a teacher, and what is checked of it
 """
 
 from typing import TYPE_CHECKING

@@ -7,7 +7,7 @@
     engine             `Engine`: chunked prefill, forward passes
     mtp                `MTP`: the multi-token-prediction block, depth by depth
     sampling           logits to probabilities to a token; acceptance of drafted tokens
-    generate           `generate`: prompts to continuations, plain or speculative with MTP as the drafter
+    prompts            `generate`: prompts to continuations, plain or speculative with MTP as the drafter
     evaluate           held-out loss by MTP depth, acceptance length by number of drafts
     checkpoint_folder  checkpoint, tokenizer and data of a folder
     text               tokenizer, and text that appears while tokens arrive

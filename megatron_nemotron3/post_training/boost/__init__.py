@@ -1,8 +1,10 @@
 """Train only the MTP heads of a finished model, so that more of their drafts are accepted (docs/boost.md).
 
-settings    what is trained for, as NEMOTRON3_BOOST says it; standard library only
 trunk       the frozen model: no gradient, and its hidden states from a cache
 heads       the loss of the heads, and the mixing of their hidden states
+command, inputs, measure   `nemotron3 boost`
+
+What is trained for, as NEMOTRON3_BOOST says it, is in `launch/boosting.py`.
 """
 
 from typing import TYPE_CHECKING

@@ -6,7 +6,7 @@ scores      the measurements of a model, in a file; and which parts stay
 cut         the tensors that remain, as a view of a checkpoint: slices, in bounded memory
 memory      prune, load and save a model that is whole in memory
 calibrate, folder, command   `nemotron3 prune`
-search, choose, budget       candidates under a budget (docs/search.md)
+candidates, choose, budget   candidates under a budget (docs/search.md)
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""What a folder of stored logits (stored.py) is of. Standard library only."""
+"""What a folder of stored logits (`post_training/distill/stored.py`) is of. Standard library only."""
 
 from __future__ import annotations
 
