@@ -164,7 +164,7 @@ class PrecisionObserver:
 
 
 def _report_columns(record: LinearSums, tensor: str, sums: Tensor, amax: Tensor) -> tuple[Any, ...]:
-    """Columns of `report.ReportRow` from `elements` on: over all experts, then the worst expert and its share."""
+    """Columns of a `ReportRow` from `elements` on: over all experts, then the worst expert and its share."""
     whole = statistics.numbers(sums.sum(0).tolist(), float(amax.max()))
     if tensor == report.GRADIENT:  # is not quantized
         whole = whole._replace(flushed=float("nan"))
