@@ -1,4 +1,14 @@
-"""The teacher of a launch: its settings, and what is checked of it before a run. Needs no torch."""
+"""The teacher of a launch: its settings, and what is checked of it before a run. Needs no torch.
+
+settings    what NEMOTRON3_DISTILL and the options of a teacher say
+check       the teacher's checkpoint, vocabulary and stored logits against the student's options
+manifest    what a folder of stored logits is of
+data        the rows that a teacher was trained on, or that its logits were stored for
+vocabulary  whether two models mean the same tokens by the same ids
+tokens      a tokenizer's vocabulary as bytes
+rules       which tokens of the teacher a token of the student stands for
+projection  the sparse matrix of these weights, and its file
+"""
 
 from typing import TYPE_CHECKING
 

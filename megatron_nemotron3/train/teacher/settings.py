@@ -23,7 +23,7 @@ from megatron_nemotron3.common.switches import DISTILL, EnvironmentSetting
 
 #: Options of `nemotron3 run`; they may stand among the script's own.
 TEACHER, HOW = "--nemotron3-teacher", "--nemotron3-distill"
-#: Divergences of teacher and student (divergences.py).
+#: Divergences of teacher and student (`post_training/distill/divergences.py`).
 KINDS = ("kl", "reverse-kl", "tv", "js")
 #: Losses of a teacher with another tokenizer (post_training/xtoken/loss.py), the default first.
 ACROSS = ("p-kl", "h-kl")
