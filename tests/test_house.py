@@ -23,28 +23,29 @@ PACKAGE = ROOT / NAME
 
 #: Room -> lines that it may have, in the order of imports.
 ROOMS = {
-    "common": 0,
-    "models": 0,
-    "cpu": 0,
-    "precision": 0,
-    "layers": 0,
-    "checkpoints": 0,
-    "launch": 0,
-    "boundary": 0,
-    "train": 0,
-    "specs": 0,
-    "inference": 0,
-    "post_training": 0,
-    "run": 0,
-    "proof": 0,
-    "bridge": 0,
-    "cli": 0,
+    "common": 2380,
+    "models": 3190,
+    "cpu": 1020,
+    "precision": 5120,
+    "layers": 4270,
+    "checkpoints": 10950,
+    "launch": 10160,
+    "boundary": 4860,
+    "train": 8470,
+    "specs": 250,
+    "inference": 6230,
+    "post_training": 5410,
+    "run": 380,
+    "proof": 7860,
+    "bridge": 340,
+    "cli": 1200,
 }
 #: A room may be this much smaller than its budget before the budget must fall, as a share.
 SLACK = 0.03
 LINES_OF_A_FILE = 400
-#: Functions with more than six parameters, Triton kernels left out.
-MANY_PARAMETERS = 0
+#: Functions with more than six parameters, Triton kernels left out: constructors and methods of upstream, and the scan,
+#: the convolution and their references, which have the signature of the papers' libraries.
+MANY_PARAMETERS = 19
 #: Class names that stand for more than one class.
 REPEATED_CLASSES: frozenset[str] = frozenset()
 #: Modules whose import costs neither torch nor megatron, numpy, yaml, transformers.
