@@ -43,8 +43,8 @@ ROOMS = {
 #: A room may be this much smaller than its budget before the budget must fall, as a share.
 SLACK = 0.03
 LINES_OF_A_FILE = 400
-#: Functions with more than six parameters, Triton kernels left out: constructors and methods of upstream, and the scan,
-#: the convolution and their references, which have the signature of the papers' libraries.
+#: Functions with more than six parameters, without Triton kernels: constructors and methods of upstream, and
+#: the scan, the convolution and their references, with the signature of mamba-ssm and causal-conv1d.
 MANY_PARAMETERS = 19
 #: Class names that stand for more than one class.
 REPEATED_CLASSES: frozenset[str] = frozenset()
