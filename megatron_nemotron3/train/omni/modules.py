@@ -37,7 +37,7 @@ with warnings.catch_warnings():  # MIMO calls itself experimental, at import
     from megatron.core.models.mimo.submodules.vision import VisionModalitySubmodules
 
 #: Seed of the initial weights that `build` draws.
-_SEED = 1
+SEED = 1
 #: What can be frozen. "vision" and "sound" are the encoders without their projectors.
 PARTS = (LANGUAGE, VISION, "vision-projector", SOUND, "sound-projector")
 
@@ -137,9 +137,9 @@ def build(
     at = mine.get(LANGUAGE) or next(iter(mine.values()))
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:  # sequence parallelism gathers into it
         parallel_state._set_global_memory_buffer()
-    torch.manual_seed(_SEED)
+    torch.manual_seed(SEED)
     model_parallel_cuda_manual_seed(
-        _SEED, tp_rank=at.tp.rank(), ep_rank=at.ep.rank(), etp_rank=at.expt_tp.rank(), force_reset_rng=True
+        SEED, tp_rank=at.tp.rank(), ep_rank=at.ep.rank(), etp_rank=at.expt_tp.rank(), force_reset_rng=True
     )
     launch = Launch.of(
         config.language,
@@ -152,7 +152,7 @@ def build(
         model = BoundaryMimoModel(
             MimoModelConfig(
                 language_model_spec=language_spec(launch, mine.get(LANGUAGE)),
-                modality_submodules_spec=encoder_specs(config, mine, _SEED),
+                modality_submodules_spec=encoder_specs(config, mine, SEED),
                 special_token_ids=config.special_ids(),
                 module_to_grid_map=grids,
             ),
