@@ -140,7 +140,7 @@ def run(config: Nemotron3Config, precision: str = NVFP4, path: str | Path | None
 def compare(config: Nemotron3Config, path: str | Path) -> str:
     """Say in which formats a precision file puts a model's linears, and what is not the published recipe."""
     file, structure = yaml_file.read(path, config), Structure.of(config)
-    ambient = Ambient(NVFP4, config.num_layers, at_end=tail(config).layers)
+    ambient = Ambient(NVFP4, config.num_layers, at_end=tail(config).end)
     try:
         require_some(structure, file, ambient)
     except CensusError as problem:

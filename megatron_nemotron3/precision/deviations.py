@@ -71,7 +71,7 @@ def deviations(structure: Structure, file: PrecisionFile, ambient: Ambient) -> l
         )
         for (kind, has, wanted, matcher), number in found.items()
     ]
-    published = tail_of_depth(ambient.num_layers).layers
+    published = tail_of_depth(ambient.num_layers).end
     if (ambient.at_start, ambient.at_end) != (0, published):
         result.append(
             Deviation(

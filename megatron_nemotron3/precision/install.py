@@ -26,7 +26,7 @@ from megatron.core.tensor_parallel.random import (
     get_expert_parallel_rng_tracker_name,
 )
 
-from megatron_nemotron3.common.hooks import agree_on_interval, until_first_forward
+from megatron_nemotron3.common.hooks import agree_on_interval, find_model
 from megatron_nemotron3.common.switches import EMULATE, LOG_PRECISION
 from megatron_nemotron3.models.series import decoder_layers, decoder_row, mtp_row
 from megatron_nemotron3.precision import settings, yaml_file
@@ -95,7 +95,7 @@ class _LinearsPlan:
             return None
         ambient = ambient_of(config, Emulation())
         if not config.first_last_layers_bf16:
-            ambient = dataclasses.replace(ambient, at_end=tail_of_depth(config.num_layers).layers)
+            ambient = dataclasses.replace(ambient, at_end=tail_of_depth(config.num_layers).end)
         return cls(ambient, Emulation(), False, observer, config.quant_recipe is None)
 
 
@@ -283,19 +283,17 @@ def emulated(model: torch.nn.Module) -> Iterator[tuple[str, Emulated]]:
 
 def _check_at_first_forward(stack: Any, ambient: Ambient | None, chosen: Emulation | None) -> None:
     """At the model's first forward print the recipe in force; raise if no linear computes in its format."""
-    reference = weakref.ref(stack)
 
-    def look(module: torch.nn.Module) -> None:
-        if getattr(module, "decoder", None) is reference():
-            if chosen is not None and chosen.packed:
-                _restrict_packed(module, chosen.packed)
-                return
-            around = Ambient.of(module.config) if ambient is None else ambient
-            if around.format in FORMATS and not (chosen and chosen.every_layer):
-                require_format(module, around.format, around)
-            _print_on_rank_0(_announcement(module, around, chosen))
+    def check(model: Any) -> None:
+        if chosen is not None and chosen.packed:
+            _restrict_packed(model, chosen.packed)
+            return
+        around = Ambient.of(model.config) if ambient is None else ambient
+        if around.format in FORMATS and not (chosen and chosen.every_layer):
+            require_format(model, around.format, around)
+        _print_on_rank_0(_announcement(model, around, chosen))
 
-    until_first_forward(stack, look)
+    find_model(stack, check)
 
 
 def _announcement(model: Any, ambient: Ambient, chosen: Emulation | None) -> Iterator[str]:

@@ -136,21 +136,6 @@ _BY_NAME = {kind.name: kind for kind in KINDS}
 
 
 @dataclass(frozen=True)
-class Tail:
-    """The number of last decoder layers that stay BF16, and the source of that number."""
-
-    layers: int
-    source: str
-
-
-# (model, number of layers) -> tail; a shortened Super has no published tail.
-_PUBLISHED_TAIL = {
-    ("super", 88): Tail(14, f"{_SUPER}: the final 15 %; 14 in two public configurations, 16 in a third"),
-    ("ultra", 108): Tail(16, "Ultra report (arXiv 2606.15007), section 2.2: the last 16 of 108"),
-}
-
-
-@dataclass(frozen=True)
 class BF16Layers:
     """The numbers of first and last decoder layers that stay BF16, and the source of these numbers."""
 
@@ -159,6 +144,13 @@ class BF16Layers:
     source: str
 
 
+# (model, number of layers) -> tail; a shortened Super has no published tail.
+_PUBLISHED_TAIL = {
+    ("super", 88): BF16Layers(
+        0, 14, f"{_SUPER}: the final 15 %; 14 in two public configurations, 16 in a third"
+    ),
+    ("ultra", 108): BF16Layers(0, 16, "Ultra report (arXiv 2606.15007), section 2.2: the last 16 of 108"),
+}
 #: Recipe -> source of its 2 first and 2 last layers, which hold four matrix products at each end.
 _TWO_AND_TWO = {
     TENSORWISE: "Nemotron-H report (arXiv 2504.03624): the first and last four products",
@@ -175,30 +167,29 @@ def bf16_layers(config: Nemotron3Config, precision: str) -> BF16Layers:
         count = min(2, config.num_layers // 2)
         return BF16Layers(count, count, _TWO_AND_TWO[precision])
     if precision in FORMATS and FORMATS[precision].bf16_layers:
-        last = tail(config)
-        return BF16Layers(0, last.layers, last.source)
+        return tail(config)
     return BF16Layers(0, 0, "none are possible with delayed scaling" if precision in FORMATS else "")
 
 
-def tail(config: Nemotron3Config) -> Tail:
+def tail(config: Nemotron3Config) -> BF16Layers:
     """14 layers for Super, 16 for Ultra, else 15 % of the layers, rounded up. No first layers stay BF16."""
     published = _PUBLISHED_TAIL.get((config.name, config.num_layers))
     return published or _share_of_layers(config.num_layers)
 
 
-def tail_of_depth(num_layers: int) -> Tail:
+def tail_of_depth(num_layers: int) -> BF16Layers:
     """The tail of the catalog's model with this number of layers, else 15 % as for `tail`."""
     published = next((found for (_, layers), found in _PUBLISHED_TAIL.items() if layers == num_layers), None)
     return published or _share_of_layers(num_layers)
 
 
-def _share_of_layers(num_layers: int) -> Tail:
-    return Tail(-(-15 * num_layers // 100), "none published: 15 % as for Super")
+def _share_of_layers(num_layers: int) -> BF16Layers:
+    return BF16Layers(0, -(-15 * num_layers // 100), "none published: 15 % as for Super")
 
 
 def bf16_tail(config: Nemotron3Config) -> int:
-    """`tail(config).layers`, the value of `--num-layers-at-end-in-bf16`."""
-    return tail(config).layers
+    """`tail(config).end`, the value of `--num-layers-at-end-in-bf16`."""
+    return tail(config).end
 
 
 def is_published(config: Nemotron3Config) -> bool:

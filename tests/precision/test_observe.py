@@ -212,7 +212,7 @@ def test_depths_that_share_a_block_are_one_row() -> None:
 
 
 def test_the_tail_of_a_plain_run_is_the_published_one() -> None:
-    assert [tail_of_depth(layers).layers for layers in (88, 108, 52, 10)] == [14, 16, 8, 2]
+    assert [tail_of_depth(layers).end for layers in (88, 108, 52, 10)] == [14, 16, 8, 2]
     run = once(None, microbatches=1, quant_recipe=None, first_last_layers_bf16=False)
     found = {(row.layer, row.module, row.format) for row in run.rows}
     assert {layer for layer, _, _ in found} == {"layer_001", "layer_002", "layer_003"}  # 1 of 5 stays BF16

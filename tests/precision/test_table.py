@@ -143,7 +143,7 @@ def test_flags_come_from_it() -> None:
             "--fp4-recipe": ("nvfp4",),
             "--first-last-layers-bf16": (),
             "--num-layers-at-start-in-bf16": ("0",),
-            "--num-layers-at-end-in-bf16": (str(tail(config).layers),),
+            "--num-layers-at-end-in-bf16": (str(tail(config).end),),
             "--moe-router-padding-for-quantization": (),
             "--te-precision-config-file": ("file.yaml",),
             "--moe-router-dtype": ("fp32",),
