@@ -48,7 +48,7 @@ def completed(line: str, folder: Path) -> list[str]:
         ". ./script\n"
         f'COMP_LINE="{line}" COMP_POINT={len(line)} COMP_TYPE=9\n'
         "_python_argcomplete nemotron3\n"
-        "printf '%s\\n' \"${COMPREPLY[]}\"",
+        "printf '%s\\n' \"${COMPREPLY[@]}\"",
         folder,
     ).split()
 
