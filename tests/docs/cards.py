@@ -100,9 +100,9 @@ def title(page: str) -> str:
 
 
 def _lines(command: str, width: int = 110) -> list[str]:
-    """A command in lines of about `width` columns that a shell joins again; they begin with an option."""
+    """A command in lines of about `width` columns that a shell joins again, from options and paths on."""
     lines = [""]
-    for part in re.split(r" (?=--?\w)", command):
+    for part in re.split(r" (?=--?\w|tests/)", command):
         if lines[-1] and len(lines[-1]) + 1 + len(part) > width:
             lines[-1] += " \\"
             lines.append(f"    {part}")
