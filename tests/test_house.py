@@ -26,7 +26,7 @@ ROOMS = {
     "common": 2380,
     "models": 3190,
     "cpu": 1020,
-    "precision": 5120,
+    "precision": 5110,
     "layers": 4270,
     "checkpoints": 10950,
     "launch": 10160,
