@@ -88,7 +88,7 @@ class Case:
 ONE_LENGTH = ("--lengths", "64", "--repetitions", "1")
 SMALL = {
     "converter": Case(
-        "checkpoints/convert.py",
+        "convert.py",
         ("--quick", "--gigabytes", "0.06", "--workers", "1", "--without-transformers"),
         ("side", "cp hf", "cp megatron", "from-hf, 1 worker", "to-hf, 1 worker"),
         "warm MB/s",
@@ -103,7 +103,7 @@ LARGER = {
     ),
     "memory": Case("memory.py", ("--quick",), ("kind", "M", "*", "E", "-"), "2048 MiB"),
     "convert": Case(
-        "checkpoints/convert.py",
+        "convert.py",
         ("--quick", "--gigabytes", "0.06", "--workers", "2"),
         (
             *("side", "cp hf", "cp megatron", "from-hf, 1 worker", "to-hf, 1 worker"),

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-import numpy
-
 from megatron_nemotron3.checkpoints.convert.checksums import Unfinished, combine_crc32
 from megatron_nemotron3.checkpoints.convert.plan import bands, whole
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
@@ -86,6 +84,8 @@ def _compare_tensor(
         count(mine.nbytes)
         if unequal.any():
             if first is None:
+                import numpy
+
                 at = numpy.argwhere(unequal)[0].tolist()
                 first = [start + i for (start, _), i in zip(band, at)]
             differ += int(unequal.sum())

@@ -22,8 +22,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy
-
 from megatron_nemotron3.checkpoints.convert.adapters import A, B, StoredAdapter
 from megatron_nemotron3.checkpoints.convert.hf_folder import (
     header_tensor,
@@ -81,6 +79,8 @@ class PackedAdapter(TensorSource):
         self.tensors = tensors
 
     def read(self, name: str, slices: Slices) -> Bits:
+        import numpy
+
         parts = self._parts[name]
         if len(parts) == 1:
             return self._source.read(parts[0], slices)
@@ -136,6 +136,8 @@ class Unpacked(TensorSource):
         self.tensors = tensors
 
     def read(self, name: str, slices: Slices) -> Bits:
+        import numpy
+
         place, expert = self._places[name]
         if expert is None:
             return self._source.read(place, slices)

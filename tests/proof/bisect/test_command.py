@@ -78,7 +78,7 @@ def test_the_wrong_side_is_named_on_either_side(
     assert found["engine"]["cause"] is not None and found["engine"]["layer"] == 2
     assert any(line.startswith("engine (vllm, float32) deviates") for line in found["findings"])
     few = [cause for cause in cause_table() if cause.name.startswith("a routed scaling")]
-    monkeypatch.setattr(diagnose, "table", lambda: few)  # the whole search was run above
+    monkeypatch.setattr(diagnose, "cause_table", lambda: few)  # the whole search was run above
     assert run(place, "engine.pt", "--first", "1", trainer="wrong.pt") == 1
     said = capsys.readouterr().out
     assert "trainer (vllm, float32) deviates" in said and "sequences 1, tokens 48" in said
