@@ -154,19 +154,21 @@ def _is_block_of(child: Any, layer: MTPLayer) -> bool:
 
 def _install_loss_hooks(parent: torch.nn.Module) -> None:
     if isinstance(parent, HybridModel):
-        LossHooks(parent)
+        LossHooks().install(parent)
 
 
 class LossHooks:
-    """Forward hooks of a model that give Megatron's MTP loss the right borders, mask and weights."""
+    """Forward hooks that give Megatron's MTP loss the right borders, mask and weights."""
 
-    def __init__(self, model: HybridModel) -> None:
+    def __init__(self) -> None:
         self._inner = False
         self._call = 0
         #: Of each depth: what the gradient and the logged loss of this micro-batch are multiplied by.
         self._gradient: Tensor | None = None
         self._logged: Tensor | None = None
         self._before: Tensor | None = None
+
+    def install(self, model: HybridModel) -> None:
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end)
 

@@ -143,7 +143,7 @@ def test_rows(tmp_path: Path, multiple: int) -> None:
     path = write_lines(tmp_path / "c.jsonl", [{"messages": chat} for chat in [*chats, *extra]])
     folder = str(write_tokenizer(tmp_path / "t"))
     packed = PackedConversations(str(path), folder, 256, multiple)
-    assert (packed.conversations, packed.too_long, packed.untaught) == (40, 1, 1)
+    assert (packed.conversations, packed.too_long, packed.untrained) == (40, 1, 1)
     encoder = Encoder(folder)
     expected = {}
     for chat in list(read_conversations(path))[:40]:
