@@ -35,15 +35,8 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 from megatron_nemotron3.common import processes, spawned
-from megatron_nemotron3.common.options import (
-    OptionParser,
-    add_option,
-    device_option,
-    fail,
-    option_value,
-    option_values,
-    resolve_device,
-)
+from megatron_nemotron3.common.options import add_option, device_option
+from megatron_nemotron3.common.parser import OptionParser, fail, option_value, option_values, resolve_device
 from megatron_nemotron3.common.switches import BOOST, EMULATE, LOG_PRECISION, MONITOR
 from megatron_nemotron3.launch import boosting, manifest
 from megatron_nemotron3.launch.stored_model import loaded

@@ -40,7 +40,7 @@ def nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (
         "launch.plan.command.search",
         "train.monitor.events.read",
-        "common.options.resolve_device",
+        "common.parser.resolve_device",
         "boundary.command._forward_plan",
     ):
         monkeypatch.setattr(f"megatron_nemotron3.{name}", work)

@@ -23,7 +23,7 @@ PACKAGE = ROOT / NAME
 
 #: Room -> lines that it may have, in the order of imports.
 ROOMS = {
-    "common": 2380,
+    "common": 2390,
     "models": 3190,
     "cpu": 1020,
     "precision": 5110,
@@ -34,11 +34,11 @@ ROOMS = {
     "train": 8470,
     "specs": 250,
     "inference": 6230,
-    "post_training": 5410,
-    "run": 380,
+    "post_training": 5400,
+    "run": 370,
     "proof": 7860,
     "bridge": 340,
-    "cli": 1200,
+    "cli": 1210,
 }
 #: A room may be this much smaller than its budget before the budget must fall, as a share.
 SLACK = 0.03

@@ -28,7 +28,7 @@ from megatron_nemotron3.checkpoints.folders import (
 from megatron_nemotron3.checkpoints.integrity import MANIFEST
 from megatron_nemotron3.checkpoints.structure import CONFIG, Verdict, check_structure
 from megatron_nemotron3.common.lock import Holder, holder
-from megatron_nemotron3.common.options import option_value
+from megatron_nemotron3.common.parser import option_value
 
 #: Seconds that other ranks wait until rank 0 has repaired the tracker.
 PATIENCE = 300.0

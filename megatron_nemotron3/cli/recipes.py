@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.common.files import write_bytes
-from megatron_nemotron3.common.options import add_command, argument, hint, json_flag, option
+from megatron_nemotron3.common.options import add_command, argument, json_flag, option
 from megatron_nemotron3.common.output import print_json, table
+from megatron_nemotron3.common.parser import hint
 
 
 def _folder() -> Path:

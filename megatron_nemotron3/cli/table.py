@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from megatron_nemotron3.common.options import OptionParser
+from megatron_nemotron3.common.parser import OptionParser
 
 
 class Command(NamedTuple):

@@ -1,4 +1,4 @@
-"""Command lines: fuzzy matching of user input, the parser, and dataclasses of options.
+"""A dataclass becomes the options of a command.
 
 @dataclass(frozen=True, kw_only=True)
 class CopyOptions:
@@ -12,119 +12,12 @@ add_command(parser, CopyOptions, run_copy)     # run_copy(options: CopyOptions) 
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
-import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import MISSING, Field, field, fields, is_dataclass
-from itertools import takewhile
-from typing import Any, Literal, NoReturn, TypeVar
-
-from megatron_nemotron3.common.processes import exit_at_interrupt
-
-#: Short names of types, accepted where the long ones are choices.
-SYNONYMS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-#: With more options than this, the usage names only the required ones.
-MANY = 10
-
-
-def nearest(word: str, known: Iterable[str], count: int = 1) -> list[str]:
-    """Return at most `count` of the known words that `word` may stand for, the likeliest first.
-
-    A word that begins with it comes before those that only look alike, and the shorter before the longer.
-    """
-    folded = {_folded(other): other for other in reversed(list(known))}
-    word = _folded(word)
-    if word in folded:
-        return [folded[word]]
-    begin = sorted((other for other in folded if len(word) > 1 and other.startswith(word)), key=len)
-    close = difflib.get_close_matches(word, folded, n=count)
-    return [folded[other] for other in dict.fromkeys([*begin, *close])][:count]
-
-
-def hint(word: str, known: Iterable[str]) -> str:
-    """Return "; did you mean 'X'?" for a message about an unknown word, or ""."""
-    for near in nearest(word, known):
-        return f"; did you mean {(known[near] if isinstance(known, Mapping) else near)!r}?"
-    return ""
-
-
-def _folded(word: str) -> str:
-    return word.lower().replace("_", "-")
-
-
-class OptionParser(argparse.ArgumentParser):
-    """A parser that answers bad input with one line, which says what is wrong and what to give."""
-
-    #: Printed below the help; "" for none.
-    example = ""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
-        raise AssertionError  # `exit` does not return
-
-    def format_help(self) -> str:
-        if len([action for action in self._actions if action.option_strings]) > MANY:
-            self.usage = self._short_usage()
-        text = super().format_help()
-        return f"{text}\nexample:\n  {self.example}\n" if self.example else text
-
-    def _short_usage(self) -> str:
-        """The usage with the required options; the help below it has the others in groups."""
-        parts = [self.prog.replace("%", "%%")]
-        for action in self._actions:
-            if action.required and action.option_strings:
-                parts.append(f"{action.option_strings[0]} {action.metavar or action.dest.upper()}")
-        parts.append("[OPTION ...]")
-        for action in self._actions:
-            if not action.option_strings:
-                parts.append(f"[{action.metavar}]" if action.nargs == "?" else str(action.metavar))
-        return " ".join([*parts, *["[-- OPTION OF MEGATRON ...]"] * ("extra" in self._defaults)])
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        # Unknown arguments are an error here, where it is known which command they are for.
-        arguments = list(sys.argv[1:] if args is None else args)
-        if self._subparsers is None:  # else some of the options are a command's
-            self._refuse_unknown(arguments)
-        found, rest = super().parse_known_args(arguments, namespace)
-        if rest:
-            self._refuse_unknown(rest)
-            self.error(f"unexpected argument {rest[0]}")
-        return found, rest
-
-    def _refuse_unknown(self, arguments: Sequence[str]) -> None:
-        """Report an unknown option before what else is missing because of it."""
-        for argument in arguments:
-            name = argument.partition("=")[0]
-            if not name.startswith("--") or " " in name or name == "--":
-                continue
-            known = [option for option in self._option_string_actions if option.startswith("--")]
-            if not any(option.startswith(name) for option in known):
-                self.error(f"unknown option {name}{hint(name, known)}")
-
-    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        """Return a value; choices are accepted in any case, and with _ for -."""
-        choices = None if isinstance(action, argparse._SubParsersAction) else action.choices
-        if choices is not None and arg_string not in choices:
-            spellings = _folded(arg_string), SYNONYMS.get(_folded(arg_string))
-            for choice in choices:
-                if isinstance(choice, str) and _folded(choice) in spellings:
-                    return choice
-        return super()._get_value(action, arg_string)
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is None or value in action.choices:
-            return
-        choices = list(map(str, action.choices))
-        if isinstance(action, argparse._SubParsersAction):
-            self.error(f"unknown command {value}{hint(value, choices)} ({self.prog} --help lists them all)")
-        raise argparse.ArgumentError(
-            action,
-            f"invalid choice: {value!r} (choose from {', '.join(choices)}){hint(str(value), choices)}",
-        )
-
+from typing import Any, Literal, TypeVar
 
 #: The default of a required option or argument.
 NEEDED = MISSING
@@ -313,42 +206,3 @@ def _check_bounds(one: Field[Any], value: Any) -> None:
         return
     name = _names(one)[0]
     raise ValueError(f"{name} {value}: give {least} {'or more' if most is None else f'to {most}'}")
-
-
-def option_values(argv: Sequence[str], name: str) -> tuple[str, ...] | None:
-    """Return the values of an option in a Megatron command line; None without the option.
-
-    As for Megatron's own parser, the last of several occurrences counts.
-    """
-    found = None
-    for at, argument in enumerate(argv):
-        if argument == name:
-            found = tuple(takewhile(lambda following: not following.startswith("--"), argv[at + 1 :]))
-        elif argument.startswith(f"{name}="):
-            found = (argument.partition("=")[2],)
-    return found
-
-
-def option_value(argv: Sequence[str], name: str) -> str | None:
-    """Return the first of `option_values`, or None."""
-    values = option_values(argv, name)
-    return values[0] if values else None
-
-
-def fail(message: str) -> NoReturn:
-    """Print one line and leave with exit code 2."""
-    print(f"megatron_nemotron3.run: {message}", file=sys.stderr)
-    raise SystemExit(2)
-
-
-def resolve_device(device: str) -> str:
-    """auto -> cuda where torch sees a GPU, else cpu."""
-    try:
-        with exit_at_interrupt("megatron_nemotron3"):
-            import torch
-    except ModuleNotFoundError:
-        fail("package torch is not installed: pip install 'megatron-nemotron3[train]'")
-    available = torch.cuda.is_available()
-    if device == "cuda" and not available:
-        fail("--device cuda, but torch sees no GPU: use --device cpu")
-    return ("cuda" if available else "cpu") if device == "auto" else device

@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from megatron_nemotron3.common.options import option_value
+from megatron_nemotron3.common.parser import option_value
 from megatron_nemotron3.common.switches import BOOST, DISTILL, LORA, EnvironmentSetting
 
 #: Where a checkpoint's stored arguments keep `Boost.text()`.

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_nemotron3.common import options as command_lines
+from megatron_nemotron3.common import parser as command_lines
 from megatron_nemotron3.launch import versions
 from megatron_nemotron3.launch.flag import Flag
 

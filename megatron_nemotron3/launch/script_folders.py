@@ -11,7 +11,7 @@ from megatron_nemotron3.checkpoints.folders import checkpoint_path, latest_itera
 from megatron_nemotron3.checkpoints.resume import before_start
 from megatron_nemotron3.checkpoints.state import stored_state
 from megatron_nemotron3.common import lock
-from megatron_nemotron3.common.options import option_value
+from megatron_nemotron3.common.parser import option_value
 from megatron_nemotron3.common.switches import EMULATE, LOCK
 from megatron_nemotron3.launch import continued, manifest
 from megatron_nemotron3.precision import settings as emulation

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron_nemotron3.checkpoints.folders import checkpoint_path, read_tracker
 from megatron_nemotron3.checkpoints.resume import load_options
 from megatron_nemotron3.checkpoints.state import StoredState, stored_state
-from megatron_nemotron3.common.options import option_value
+from megatron_nemotron3.common.parser import option_value
 from megatron_nemotron3.launch.fields import option_of, options_of
 from megatron_nemotron3.launch.flag import Flag, to_argv
 from megatron_nemotron3.launch.script import is_known

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import fields
 
-from megatron_nemotron3.common.options import hint
+from megatron_nemotron3.common.parser import hint
 from megatron_nemotron3.models.config import Nemotron3Config, unbuilt_fields
 from megatron_nemotron3.models.tiny import TINY_SUFFIX, tiny
 

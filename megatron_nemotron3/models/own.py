@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.common.files import first_repeated, read_outside
-from megatron_nemotron3.common.options import hint
+from megatron_nemotron3.common.parser import hint
 from megatron_nemotron3.models import catalog
 from megatron_nemotron3.models.config import Nemotron3Config
 

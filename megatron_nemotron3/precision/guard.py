@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_nemotron3.common.options import option_value, option_values
+from megatron_nemotron3.common.parser import option_value, option_values
 from megatron_nemotron3.common.switches import EMULATE, megatron_options
 from megatron_nemotron3.precision import yaml_file
 from megatron_nemotron3.precision.census import CensusError

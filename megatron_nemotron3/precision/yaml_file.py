@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.common.files import read_outside, write_text
-from megatron_nemotron3.common.options import hint
+from megatron_nemotron3.common.parser import hint
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.precision.formats import BF16, MXFP8, NVFP4, name_of
 from megatron_nemotron3.precision.table import LINEARS, Structure

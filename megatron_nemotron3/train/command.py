@@ -110,7 +110,7 @@ def register(commands: Any) -> None:
 def train_command(options: argparse.Namespace) -> int:
     """Train; returns the exit status of `training.train`."""
     with exit_at_interrupt("nemotron3 train"):
-        from megatron_nemotron3.common.options import resolve_device
+        from megatron_nemotron3.common.parser import resolve_device
         from megatron_nemotron3.train.machine import shortages
         from megatron_nemotron3.train.training import TrainRequest, train_interruptibly
 

@@ -11,7 +11,6 @@ import pytest
 
 from megatron_nemotron3.common.options import (
     NEEDED,
-    OptionParser,
     add_command,
     add_option,
     add_options,
@@ -25,6 +24,7 @@ from megatron_nemotron3.common.options import (
     repeated,
     text_option,
 )
+from megatron_nemotron3.common.parser import OptionParser
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,7 +49,7 @@ def chat_command(options: argparse.Namespace) -> int:
 
 
 def _open_chat(options: argparse.Namespace) -> Chat:
-    from megatron_nemotron3.common.options import resolve_device
+    from megatron_nemotron3.common.parser import resolve_device
     from megatron_nemotron3.inference.generate.chat import Chat, Template
     from megatron_nemotron3.inference.generate.checkpoint_folder import find_checkpoint
     from megatron_nemotron3.inference.generate.prompts import GenerationOptions

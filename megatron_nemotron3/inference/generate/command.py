@@ -173,7 +173,7 @@ def generate_command(options: argparse.Namespace) -> int:
 
 def _generate(options: argparse.Namespace) -> int:
     with no_garbage_collection():
-        from megatron_nemotron3.common.options import resolve_device
+        from megatron_nemotron3.common.parser import resolve_device
         from megatron_nemotron3.inference.generate.checkpoint_folder import find_checkpoint
         from megatron_nemotron3.inference.generate.prompts import GenerationOptions, generate
         from megatron_nemotron3.inference.generate.sampling import Sampling
@@ -314,7 +314,7 @@ def _generation_as_json(
 
 def sample(folder: Path, prompt: str, new_tokens: int, tokenizer: Path | None = None) -> str:
     """Continue a prompt by at most `new_tokens`, always with the same random numbers, for reports."""
-    from megatron_nemotron3.common.options import resolve_device
+    from megatron_nemotron3.common.parser import resolve_device
     from megatron_nemotron3.inference.generate.checkpoint_folder import find_checkpoint
     from megatron_nemotron3.inference.generate.prompts import GenerationOptions, generate
     from megatron_nemotron3.inference.generate.sampling import Sampling

@@ -78,7 +78,7 @@ def evaluate_command(options: argparse.Namespace) -> int:
 
 
 def _evaluate(options: argparse.Namespace) -> int:
-    from megatron_nemotron3.common.options import resolve_device
+    from megatron_nemotron3.common.parser import resolve_device
     from megatron_nemotron3.inference.generate.checkpoint_folder import find_checkpoint
     from megatron_nemotron3.inference.generate.evaluate import acceptance, losses, plot, windows
 

@@ -19,10 +19,10 @@ from megatron_nemotron3.common.options import (
     data_path_option,
     device_option,
     option,
-    resolve_device,
     text_option,
     tokenizer_option,
 )
+from megatron_nemotron3.common.parser import resolve_device
 from megatron_nemotron3.common.switches import BOOST
 from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.launch.boosting import LOSSES, Boost

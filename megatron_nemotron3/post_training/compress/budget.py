@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from megatron_nemotron3.common.options import hint
+from megatron_nemotron3.common.parser import hint
 from megatron_nemotron3.launch.plan.serving import ServingUse, serving_bytes, step_seconds
 from megatron_nemotron3.models import Nemotron3Config, count
 from megatron_nemotron3.post_training.compress.choose import SLACK

@@ -19,12 +19,12 @@ from megatron_nemotron3.common.options import (
     json_flag,
     option,
     repeated,
-    resolve_device,
     text_option,
     tokenizer_option,
     workers_option,
 )
 from megatron_nemotron3.common.output import BYTES, Bar, result, say, size_text
+from megatron_nemotron3.common.parser import resolve_device
 from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.launch.command import LAYOUT
 from megatron_nemotron3.launch.layout import ParallelLayout

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_nemotron3.common.options import hint
+from megatron_nemotron3.common.parser import hint
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.tiny import TINY_SUFFIX
 

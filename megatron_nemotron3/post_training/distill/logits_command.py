@@ -12,15 +12,9 @@ from typing import Any
 from megatron_nemotron3.checkpoints.folders import free_bytes
 from megatron_nemotron3.common import lock, record
 from megatron_nemotron3.common.files import temporary_prefix
-from megatron_nemotron3.common.options import (
-    NEEDED,
-    add_command,
-    argument,
-    device_option,
-    option,
-    resolve_device,
-)
+from megatron_nemotron3.common.options import NEEDED, add_command, argument, device_option, option
 from megatron_nemotron3.common.output import Bar
+from megatron_nemotron3.common.parser import resolve_device
 from megatron_nemotron3.common.switches import LOGITS_FOLDER, LOGITS_TEACHER
 from megatron_nemotron3.launch import Launch, TrainingData, TrainingSchedule, flags, to_argv
 from megatron_nemotron3.launch.command import LAYOUT, chosen_layout

@@ -17,9 +17,9 @@ from megatron_nemotron3.common.options import (
     device_option,
     flag,
     option,
-    resolve_device,
     tokenizer_option,
 )
+from megatron_nemotron3.common.parser import resolve_device
 from megatron_nemotron3.common.switches import LORA
 from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.models.lora import LoRASettings

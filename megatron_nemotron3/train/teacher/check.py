@@ -16,7 +16,7 @@ from megatron_nemotron3.checkpoints.convert.megatron_args import config_of
 from megatron_nemotron3.checkpoints.convert.opened import Checkpoint
 from megatron_nemotron3.checkpoints.folders import locate_one
 from megatron_nemotron3.checkpoints.state import stored_state
-from megatron_nemotron3.common.options import option_value, option_values
+from megatron_nemotron3.common.parser import option_value, option_values
 from megatron_nemotron3.launch import Launch, ParallelLayout
 from megatron_nemotron3.launch import check as violations
 from megatron_nemotron3.launch.command_line import layout_of as of_options

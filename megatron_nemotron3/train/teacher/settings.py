@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_nemotron3.common.options import hint
+from megatron_nemotron3.common.parser import hint
 from megatron_nemotron3.common.switches import DISTILL, EnvironmentSetting
 
 #: Options of `nemotron3 run`; they may stand among the script's own.
