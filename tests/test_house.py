@@ -28,7 +28,7 @@ ROOMS = {
     "cpu": 1020,
     "precision": 5110,
     "layers": 4270,
-    "checkpoints": 10950,
+    "checkpoints": 10970,
     "launch": 10160,
     "boundary": 4860,
     "train": 8470,
