@@ -45,7 +45,7 @@ def parser(used: str | None = None) -> argparse.ArgumentParser:
 
 def versions() -> str:
     """Return the versions of this package, of Python and of `PACKAGES`, as installed."""
-    # Half of the time of `nemotron3 --help`, which needs neither.
+    # `nemotron3 --help` is parsed by this module, too, and needs neither.
     from importlib import metadata
 
     from megatron_nemotron3.common.output import table

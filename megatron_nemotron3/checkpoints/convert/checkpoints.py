@@ -56,7 +56,7 @@ _RUN, _NAME = "run.json", re.compile(r"[\w.-]{1,100}")
 
 @dataclass(frozen=True, kw_only=True)
 class OpenOptions:
-    """How a checkpoint is opened. What concerns only the other kind of checkpoint is ignored."""
+    """How a checkpoint of any kind is opened."""
 
     #: Default: the model is read from the checkpoint.
     model: Nemotron3Config | OmniConfig | None = None
@@ -64,25 +64,43 @@ class OpenOptions:
     allow_unused: Sequence[str] = ()
     #: Whether a model with encoders is opened, not refused.
     omni: bool = False
-    #: Of Megatron's checkpoints; default: the iteration that the tracker names, and what is stored.
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenMegatron(OpenOptions):
+    """How a Megatron checkpoint is opened."""
+
+    #: Default: that which the tracker names.
     iteration: int | None = None
+    #: Default: of the model or the stored arguments.
     vocab_size: int | None = None
+    #: Read the optimizer's FP32 masters instead of the weights.
     from_masters: bool = False
+    #: Of LoRA adapters in it; default: from the stored arguments.
     alpha: float | None = None
-    #: Of Hugging Face's.
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenHuggingFace(OpenOptions):
+    """How a Hugging Face folder is opened."""
+
     dequantize: bool = False
+    #: Default: as config.json says.
     mtp_num_layers: int | None = None
 
 
 def open_checkpoint(folder: Path, **options: Any) -> Checkpoint:
-    """Open a checkpoint of any kind, with the fields of `OpenOptions`."""
+    """Open a checkpoint of any kind, with options of both; those of the other kind have no effect."""
     hugging_face = locate(folder).kind == "hugging face"
+    kinds = (OpenHuggingFace, OpenMegatron) if hugging_face else (OpenMegatron, OpenHuggingFace)
+    own, other = ({field.name for field in dataclasses.fields(kind)} for kind in kinds)
+    options = {name: value for name, value in options.items() if name in own or name not in other}
     return (open_hugging_face if hugging_face else open_megatron)(folder, **options)
 
 
 def open_megatron(folder: Path, **options: Any) -> Checkpoint:
     """Open a Megatron checkpoint: that of a run, of the folder with the tracker, or of one iteration."""
-    settings = OpenOptions(**options)
+    settings = OpenMegatron(**options)
     stated = settings.model if isinstance(settings.model, OmniConfig) else None
     model = settings.model.language if isinstance(settings.model, OmniConfig) else settings.model
     located = locate_one(folder, settings.iteration)
@@ -148,7 +166,7 @@ def open_megatron(folder: Path, **options: Any) -> Checkpoint:
 
 def open_hugging_face(folder: Path, **options: Any) -> Checkpoint:
     """Open a Hugging Face checkpoint."""
-    settings = OpenOptions(**options)
+    settings = OpenHuggingFace(**options)
     model = settings.model
     if locate(folder).kind != "hugging face":
         raise ValueError(f"{folder}: it is a Megatron checkpoint, not a Hugging Face folder")

@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 
 from megatron_nemotron3 import cli
-from megatron_nemotron3.checkpoints.convert.checkpoints import open_checkpoint
+from megatron_nemotron3.checkpoints.convert.checkpoints import (
+    open_checkpoint,
+    open_hugging_face,
+    open_megatron,
+)
 from megatron_nemotron3.checkpoints.folders import locate, locate_one
 from megatron_nemotron3.models import get, identify, names, tiny
 from tests.support.generation_folders import Folders, make
@@ -142,6 +146,18 @@ def test_models_are_called_by_their_name(name: str, tmp_path: Path, capsys: Capt
     assert cli.main(["verify", str(tmp_path / "x"), str(tmp_path / "llama"), "--workers=1"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if ", layers " in line]
     assert len(lines) == 3 and all(f"{name}-tiny" in line.partition("): ")[2] for line in lines)
+
+
+def test_options_of_the_other_kind(forms: dict[str, Path]) -> None:
+    """An option that the named kind lacks is an error; one that neither kind has always is."""
+    with pytest.raises(TypeError, match="dequantize"):
+        open_megatron(forms["run"], dequantize=True)
+    with pytest.raises(TypeError, match="from_masters"):
+        open_hugging_face(forms["hf"], from_masters=True)
+    for form in ("run", "hf"):
+        with pytest.raises(TypeError, match="dequantise"):
+            open_checkpoint(forms[form], dequantise=True)
+    assert open_checkpoint(forms["hf"], iteration=None, from_masters=True).kind == "hugging face"
 
 
 def test_a_model_of_ones_own_is_called_as_its_run_says(forms: dict[str, Path], tmp_path: Path) -> None:
