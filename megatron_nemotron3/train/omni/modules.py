@@ -103,6 +103,7 @@ def build(
     ep: int = 1,
     frozen: Collection[str] = (),
     feed: RowFeed | None = None,
+    seed: int = SEED,
 ) -> tuple[BoundaryMimoModel, dict[str, ProcessGroupCollection]]:
     """Return this rank's part of the model on the torch backend, and its groups by module.
 
@@ -114,6 +115,7 @@ def build(
         precision: of all parts, as of `Launch`.
         ep: expert parallelism of the language model.
         frozen: parts (of `PARTS`) whose parameters do not train.
+        seed: of the initial weights.
 
     Raises:
         ValueError: a module has no layout, a layout is of no module, layouts do not fit each other or the
@@ -137,9 +139,9 @@ def build(
     at = mine.get(LANGUAGE) or next(iter(mine.values()))
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:  # sequence parallelism gathers into it
         parallel_state._set_global_memory_buffer()
-    torch.manual_seed(SEED)
+    torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(
-        SEED, tp_rank=at.tp.rank(), ep_rank=at.ep.rank(), etp_rank=at.expt_tp.rank(), force_reset_rng=True
+        seed, tp_rank=at.tp.rank(), ep_rank=at.ep.rank(), etp_rank=at.expt_tp.rank(), force_reset_rng=True
     )
     launch = Launch.of(
         config.language,
@@ -152,7 +154,7 @@ def build(
         model = BoundaryMimoModel(
             MimoModelConfig(
                 language_model_spec=language_spec(launch, mine.get(LANGUAGE)),
-                modality_submodules_spec=encoder_specs(config, mine, SEED),
+                modality_submodules_spec=encoder_specs(config, mine, seed),
                 special_token_ids=config.special_ids(),
                 module_to_grid_map=grids,
             ),

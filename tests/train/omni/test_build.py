@@ -11,7 +11,7 @@ import torch
 from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.models.omni import get_omni
 from megatron_nemotron3.train.omni.encoders import Projector, SoundEncoder, VisionEncoder
-from megatron_nemotron3.train.omni.modules import LANGUAGE, PARTS, SEED, SOUND, VISION, build
+from megatron_nemotron3.train.omni.modules import LANGUAGE, PARTS, SOUND, VISION, build
 from tests.support.omni_oracle import pair
 from tests.support.world import world_of_one
 from tests.train.omni.test_parity import media_of
@@ -117,15 +117,15 @@ def test_each_part_can_be_frozen(part: str) -> None:
 def test_initial_encoders_do_not_depend_on_other_modules() -> None:
     """Ranks without vision draw the same weights for sound."""
     assert MODEL is not None and MODEL.sound is not None
-    model, _ = build(MODEL, ONE)
+    model, _ = build(MODEL, ONE, seed=5)
     vision, sound = model.modality_submodules[VISION], model.modality_submodules[SOUND]
     torch.manual_seed(99)
     alone: dict[str, tuple[Any, Any]] = {
-        "sound": (SoundEncoder(MODEL.sound, seed=SEED), sound.encoders["parakeet"]),
-        "vision": (VisionEncoder(MODEL.vision, seed=SEED), vision.encoders["radio"]),
+        "sound": (SoundEncoder(MODEL.sound, seed=5), sound.encoders["parakeet"]),
+        "vision": (VisionEncoder(MODEL.vision, seed=5), vision.encoders["radio"]),
     }
     size = MODEL.sound.hidden_size, MODEL.sound_projector_size, MODEL.language.hidden_size
-    alone["projector"] = Projector(*size, seed=SEED), sound.input_projections[0]
+    alone["projector"] = Projector(*size, seed=5), sound.input_projections[0]
     for found, expected in alone.values():
         for (name, a), (_, b) in zip(found.named_parameters(), expected.named_parameters(), strict=True):
             assert torch.equal(a, b), name
