@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from megatron_nemotron3.checkpoints.convert.keys import prefixes
 from megatron_nemotron3.checkpoints.convert.megatron_args import args_of, common_state
 from megatron_nemotron3.checkpoints.convert.omni_inventory import LANGUAGE
 from megatron_nemotron3.checkpoints.convert.plan import Slices, band, extent, whole
@@ -38,6 +37,7 @@ from megatron_nemotron3.checkpoints.write import (
 )
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.omni import ARGUMENT as ENCODERS
+from megatron_nemotron3.models.prefixes import prefixes
 from megatron_nemotron3.models.tensors import Row
 
 #: Largest size of a file in bytes, unless a single chunk is larger.

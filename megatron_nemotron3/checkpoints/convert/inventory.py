@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_nemotron3.checkpoints.convert import transforms
-from megatron_nemotron3.checkpoints.convert.keys import NameLookup, Prefix, plain_name, prefixes
+from megatron_nemotron3.checkpoints.convert.keys import NameLookup, plain_name
 from megatron_nemotron3.checkpoints.convert.plan import CopyPlan, Shape
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.prefixes import Prefix, prefixes
 from megatron_nemotron3.models.tensors import (
     DIALECTS,
     TORCH_DIST,

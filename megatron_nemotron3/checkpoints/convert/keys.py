@@ -1,16 +1,8 @@
-"""Keys of a checkpoint: the layer prefixes of a model, the row of the table a key belongs to, and masters.
-
-Megatron numbers MTP blocks and the layers in each block; Hugging Face numbers all MTP layers consecutively:
-
-    mtp.layers.o.mtp_model_layer.layers.i.…   <->   mtp.layers.{o * P + i}.…     P layers per block
-    mtp.layers.o.enorm.weight                 <->   mtp.layers.{o * P}.enorm.weight
-    mtp.layers.o.final_layernorm.weight       <->   mtp.layers.{o * P + P - 1}.final_layernorm.weight
+"""Keys of a checkpoint: the row of the table a key belongs to, and masters.
 
 With groups in the pattern (`M[*E]`, Megatron-LM #4798) the layers of a group share a number:
 
     decoder.layers.1.self_attention.…, decoder.layers.1.mlp.…   <->   backbone.layers.1.…, backbone.layers.2.…
-
-Where experts differ by layer, Hugging Face's names begin with `model.` instead of `backbone.`.
 
 How a torch_dist folder names the optimizer's FP32 master weights depends on the options of the run:
 
@@ -28,31 +20,19 @@ expert bias) have no master.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from megatron_nemotron3.checkpoints.convert.sources import SourceTensor
 from megatron_nemotron3.checkpoints.metadata import DistTensor
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.pattern import HybridPattern
-from megatron_nemotron3.models.tensors import ROWS, NamedShape, Row, Spelling, hf_root, rows_of
+from megatron_nemotron3.models.prefixes import Prefix, prefixes
+from megatron_nemotron3.models.tensors import ROWS, NamedShape, Row, Spelling, rows_of
 
 #: The layer prefix of a Megatron name.
 _PREFIX = re.compile(r"(?:decoder|mtp)\.layers\.[0-9]+\.(?:mtp_model_layer\.layers\.[0-9]+\.)?")
 _EXPERT = re.compile(r"(?:(?<=experts\.)|(?<=weight))(?:0|[1-9][0-9]*)(?=\.|\Z)")
-#: Limits for damaged or hostile configurations. Ultra has 110 layers and 25,600 experts.
-_MOST_LAYERS, _MOST_EXPERTS = 10_000, 1_000_000
-
-
-@dataclass(frozen=True)
-class Prefix:
-    """A layer, or the model itself: its part of the table, and the prefix of its names on both sides."""
-
-    part: str
-    megatron: str
-    hf: str
-    #: Of the layer (`Nemotron3Config.at`); the model's own outside the decoder.
-    config: Nemotron3Config = field(repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -67,29 +47,6 @@ class Match:
 
 
 _RowEntry = tuple[Row, Spelling, NamedShape]
-
-
-def prefixes(config: Nemotron3Config) -> Iterator[Prefix]:
-    """Yield the prefixes of a model in the order of its layers: model, decoder, MTP blocks."""
-    layers = len(config.pattern) + config.mtp_num_blocks * len(config.mtp_pattern or "")
-    experts = layers * (config.num_moe_experts or 1)
-    if layers > _MOST_LAYERS or experts > _MOST_EXPERTS:
-        raise ValueError(
-            f"{config.name}: {layers:,} layers with {config.num_moe_experts or 0:,} experts each exceed the "
-            f"limits of {_MOST_LAYERS:,} layers and {_MOST_EXPERTS:,} experts in all"
-        )
-    yield Prefix("model", "", "", config)
-    root = hf_root(config)
-    for layer, kind in enumerate(config.pattern):
-        yield Prefix(kind, f"decoder.layers.{layer}.", f"{root}.layers.{layer}.", config.at(layer))
-    inner = config.mtp_pattern or ""
-    for block in range(config.mtp_num_blocks):
-        prefix, first = f"mtp.layers.{block}.", block * len(inner)
-        yield Prefix("mtp_in", prefix, f"mtp.layers.{first}.", config)
-        for layer, kind in enumerate(inner):
-            below = f"{prefix}mtp_model_layer.layers.{layer}."
-            yield Prefix(kind, below, f"mtp.layers.{first + layer}.", config)
-        yield Prefix("mtp_out", prefix, f"mtp.layers.{first + len(inner) - 1}.", config)
 
 
 #: Prefixes that wrappers add to a key (fsdp_dtensor checkpoints, DDP, Float16Module).

@@ -22,11 +22,11 @@ from dataclasses import replace
 
 from megatron_nemotron3.checkpoints.convert import inventory
 from megatron_nemotron3.checkpoints.convert.inventory import Tensor, TensorMapping
-from megatron_nemotron3.checkpoints.convert.keys import Prefix
 from megatron_nemotron3.checkpoints.convert.plan import Bits, Shape, whole
 from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource, bits
 from megatron_nemotron3.models.omni import OmniConfig
 from megatron_nemotron3.models.omni_tensors import CONSTANTS, MODULES, PARTS, rows, symbol_sizes
+from megatron_nemotron3.models.prefixes import Prefix
 from megatron_nemotron3.models.tensors import NamedShape, Row, Spelling
 
 #: What the names of the language model's tensors begin with, on both sides; and Megatron's of all others.

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.checkpoints.convert.checkpoints import open_checkpoint
-from megatron_nemotron3.checkpoints.convert.keys import prefixes
 from megatron_nemotron3.checkpoints.convert.logits.reader import TensorReader
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.inference.generate.layers import (
@@ -30,6 +29,7 @@ from megatron_nemotron3.inference.generate.linear import DecodeLinear
 from megatron_nemotron3.inference.generate.mamba import Mamba
 from megatron_nemotron3.inference.generate.moe import MixtureOfExperts
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.prefixes import prefixes
 from megatron_nemotron3.models.tensors import hf_root
 
 LAYER_KINDS: dict[str, Callable[[ReadTensor, Nemotron3Config], DecodeLayer]] = {

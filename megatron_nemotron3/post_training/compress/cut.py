@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy
 
-from megatron_nemotron3.checkpoints.convert.keys import Prefix, prefixes
 from megatron_nemotron3.checkpoints.convert.plan import Slices, bands, extent
 from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource, bits
 from megatron_nemotron3.checkpoints.convert.streams import BAND
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.prefixes import Prefix, prefixes
 from megatron_nemotron3.models.tensors import rows_of, symbol_sizes
 from megatron_nemotron3.post_training.compress.scores import Array, Axes, Scores
 

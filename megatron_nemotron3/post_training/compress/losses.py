@@ -13,8 +13,8 @@ from functools import cache
 
 import numpy
 
-from megatron_nemotron3.checkpoints.convert.keys import Prefix, prefixes
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.prefixes import Prefix, prefixes
 from megatron_nemotron3.post_training.compress.scores import MEANS, Array, Scores
 
 #: Kind of layer -> (entry of the scores, axis of `Scores.axes`) of what is cut; `experts` has the widths.

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.checkpoints.convert import inventory
-from megatron_nemotron3.checkpoints.convert.keys import Prefix, prefixes
 from megatron_nemotron3.checkpoints.convert.logits.reader import TensorReader
 from megatron_nemotron3.checkpoints.convert.logits.reference import ReferenceModel
 from megatron_nemotron3.checkpoints.convert.logits.routing import Selection
@@ -33,6 +32,7 @@ from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.checkpoints.convert.views import Converted
 from megatron_nemotron3.inference.generate.checkpoint_folder import find_checkpoint
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.prefixes import Prefix, prefixes
 from megatron_nemotron3.proof.bisect.noise import Noise
 
 #: Tokens that run through a layer at a time, if a sequence is not longer.

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.checkpoints.convert import inventory
-from megatron_nemotron3.checkpoints.convert.keys import Prefix, prefixes
 from megatron_nemotron3.checkpoints.convert.plan import apply
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.config import GATED_NORM_EPSILON
+from megatron_nemotron3.models.prefixes import Prefix, prefixes
 from megatron_nemotron3.proof.certify.tensors import Tensors
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"

@@ -9,8 +9,8 @@ import numpy
 import torch
 
 from megatron_nemotron3 import build_model
-from megatron_nemotron3.checkpoints.convert.keys import prefixes
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.prefixes import prefixes
 from megatron_nemotron3.post_training.compress.scores import Axes, Scores, statistics
 
 

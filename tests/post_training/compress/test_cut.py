@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from megatron_nemotron3.checkpoints.convert import inventory
-from megatron_nemotron3.checkpoints.convert.keys import prefixes
 from megatron_nemotron3.checkpoints.convert.plan import Slices, extent, whole
 from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource, row_major
 from megatron_nemotron3.checkpoints.convert.streams import BAND
 from megatron_nemotron3.models import Nemotron3Config, get, tiny
+from megatron_nemotron3.models.prefixes import prefixes
 from megatron_nemotron3.post_training.compress import memory
 from megatron_nemotron3.post_training.compress.cut import CutTensors
 from megatron_nemotron3.post_training.compress.scores import Scores

@@ -8,10 +8,10 @@ import numpy
 import pytest
 
 from megatron_nemotron3 import cli
-from megatron_nemotron3.checkpoints.convert.keys import prefixes
 from megatron_nemotron3.launch.plan.hardware import GPUS
 from megatron_nemotron3.launch.plan.serving import ServingUse
 from megatron_nemotron3.models import get
+from megatron_nemotron3.models.prefixes import prefixes
 from megatron_nemotron3.post_training.compress.candidates import search
 from megatron_nemotron3.post_training.compress.losses import ScoredLosses
 from megatron_nemotron3.post_training.compress.scores import Scores, statistics

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.checkpoints.convert.keys import Prefix, prefixes
 from megatron_nemotron3.checkpoints.convert.logits.hugging_face import HuggingFace
 from megatron_nemotron3.checkpoints.convert.logits.reference import ReferenceModel
 from megatron_nemotron3.checkpoints.convert.logits.report import LayerComparison, Logits, LogitsReport
 from megatron_nemotron3.checkpoints.convert.logits.routing import Selection, agree
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.prefixes import Prefix, prefixes
 
 #: Indices of the streams in [3, s, d].
 OWN, PERTURBED, THEIRS = range(3)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_nemotron3.checkpoints.convert.keys import Prefix, non_weight_kind, plain_name
+from megatron_nemotron3.checkpoints.convert.keys import non_weight_kind, plain_name
 from megatron_nemotron3.checkpoints.convert.logits.reader import TensorReader
 from megatron_nemotron3.checkpoints.convert.logits.routing import Selection
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
@@ -24,6 +24,7 @@ from megatron_nemotron3.layers.functional import gated_group_rms_norm, rms_norm,
 from megatron_nemotron3.layers.ssd import ssd_chunked
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.config import GATED_NORM_EPSILON
+from megatron_nemotron3.models.prefixes import Prefix
 
 #: Names of the norm before a mixer, by layer kind: fused into the first linear layer, or separate.
 NORMS = {
