@@ -246,7 +246,7 @@ class Definition:
         return self.rms((y * F.silu(z)).unflatten(-1, (groups, -1)), GATED_NORM_EPSILON).flatten(-2) * gain
 
     def moe(self, name: str, prefix: Prefix, u: Tensor, run: Forward) -> Tensor:
-        """Router, routed experts (in the latent space, if there is one), shared expert: [b, s, d] to the same."""
+        """Router, routed experts (in the latent space, if there is one) and shared expert, of u [b, s, d]."""
         c = prefix.config
         assert c.moe_router_topk is not None
         logits = self.router(u, name + "gate.weight")
