@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megatron_nemotron3.checkpoints.archive import BLOCK, ArchiveError, crc_problem, records
+from megatron_nemotron3.checkpoints.mapped import ArchiveError, MappedFile, explained
 from megatron_nemotron3.checkpoints.metadata import (
     COMMON,
     JSON_LIMIT,
@@ -25,12 +25,13 @@ from megatron_nemotron3.checkpoints.metadata import (
     TensorChunk,
     read_file,
 )
-from megatron_nemotron3.checkpoints.read import chunk_layout, opened
+from megatron_nemotron3.checkpoints.read import chunk_layout, records
 from megatron_nemotron3.checkpoints.unpickle import Refused
 
 #: Written by Megatron with --verify-integrity: SHA-256 of every file.
 MANIFEST = "integrity.json"
-#: Bytes read by one task.
+#: Bytes that are hashed at a time, and that one task reads.
+_BLOCK = 64 << 20
 _TASK_BYTES = 256 << 20
 #: (name, dtype or "" for an object, position) of an archive.
 _Item = tuple[str, str, StoredObject]
@@ -74,10 +75,11 @@ def check_integrity(
 def _check_archives(path: Path, items: list[_Item]) -> IntegrityResult:
     result, problems = IntegrityResult(), []
     try:
-        with opened(path) as descriptor:
+        with explained(path):
+            file = MappedFile(path)
             for name, dtype, place in items:
                 try:
-                    _check_archive(descriptor, dtype, place, result)
+                    _check_archive(file, dtype, place, result)
                 except (ArchiveError, Refused) as problem:
                     problems.append(f"{path}: {name} at byte {place.offset:,}: {problem}")
     except CheckpointError as problem:
@@ -86,26 +88,26 @@ def _check_archives(path: Path, items: list[_Item]) -> IntegrityResult:
     return result
 
 
-def _check_archive(descriptor: int, dtype: str, place: StoredObject, result: IntegrityResult) -> None:
-    found = records(descriptor, place.offset, place.length)
+def _check_archive(file: MappedFile, dtype: str, place: StoredObject, result: IntegrityResult) -> None:
+    found = records(file, place)
     if all(record.crc == 0 for record in found):  # torch.serialization.set_crc32_options(False)
         result.unprotected += 1
     else:
         for record in found:
-            if problem := crc_problem(descriptor, record):
-                raise ArchiveError(problem)
+            record.check(file)
     result.records += len(found)
     result.bytes += place.length
     if isinstance(place, TensorChunk):
-        chunk_layout(descriptor, place, dtype)
+        chunk_layout(file, place, dtype)
 
 
 def _check_digest(path: Path, expected: str) -> IntegrityResult:
     digest = hashlib.sha256()
     try:
-        with opened(path) as descriptor:
-            while block := os.read(descriptor, BLOCK):
-                digest.update(block)
+        with explained(path):
+            file = MappedFile(path)
+            for start in range(0, file.size, _BLOCK):
+                digest.update(file(start, min(_BLOCK, file.size - start)))
     except CheckpointError as problem:
         return IntegrityResult(problems=(str(problem),))
     if digest.hexdigest() == expected:

@@ -1,15 +1,24 @@
-"""Tensors and objects in archives: where the elements of a tensor are, and the data an object holds."""
+"""Archives of torch.save in checkpoint files: their records, the elements of a tensor, and stored objects.
+
+A torch_dist chunk is such an archive inside a .distcp file; common.pt is a single one. An archive is a zip
+file whose records are not compressed, so the elements of a tensor are a plain range of the file. torch.load
+does not check the CRC32 of a record: a flipped bit loads as another number. Here it is compared before
+elements are used.
+"""
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+import struct
+import zipfile
+import zlib
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoints.archive import ArchiveError, ArchiveRecord, crc_problem, read_at, records
+from megatron_nemotron3.checkpoints.mapped import ArchiveError, MappedFile, explained
 from megatron_nemotron3.checkpoints.metadata import (
     COMMON,
     INDEX,
@@ -21,10 +30,119 @@ from megatron_nemotron3.checkpoints.metadata import (
     TensorChunk,
 )
 from megatron_nemotron3.checkpoints.unpickle import Refused, arguments, inert, loads
-from megatron_nemotron3.common.files import Unreadable, open_outside
 
 #: Largest pickle that is read, in bytes.
 _LIMIT = 64 << 20
+#: Bytes of a record whose CRC32 is computed at a time.
+_BLOCK = 64 << 20
+#: MS-DOS attribute of a folder, of which torch.load would return uninitialized memory.
+_DIRECTORY = 0x10
+#: Bytes in a local header before the name, and the two lengths at their end.
+_HEADER, _LENGTHS = 30, struct.Struct("<HH")
+
+
+@dataclass(frozen=True, slots=True)
+class ArchiveRecord:
+    """One record: name without the archive's folder, CRC32, bytes [offset, offset + size) of the file."""
+
+    name: str
+    crc: int
+    offset: int
+    size: int
+
+    def check(self, file: MappedFile) -> None:
+        """Compare the CRC32, block by block.
+
+        Raises:
+            ArchiveError: it is another than stored.
+        """
+        crc = 0
+        for start in range(0, self.size, _BLOCK):
+            crc = zlib.crc32(file(self.offset + start, min(_BLOCK, self.size - start)), crc)
+        if crc != self.crc:
+            raise ArchiveError(
+                f"record {self.name!r} (bytes {self.offset:,} to {self.offset + self.size:,}) has CRC32 "
+                f"{crc:08x}, {self.crc:08x} was written: the file has changed since, so its contents are "
+                "wrong: take them from another copy or checkpoint"
+            )
+
+
+class _Range(io.RawIOBase):
+    """A range of a file as a file of its own."""
+
+    def __init__(self, file: MappedFile, place: StoredObject) -> None:
+        self._file, self._start, self._length, self._at = file, place.offset, place.length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, self._length)[whence]
+        if self._at < 0:
+            raise ArchiveError(f"the archive points to {self._at} bytes before its beginning")
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:
+        rest = max(0, self._length - self._at)
+        size = rest if size is None or size < 0 else min(size, rest)
+        data = bytes(self._file(self._start + self._at, size))
+        self._at += size
+        return data
+
+
+def records(file: MappedFile, place: StoredObject) -> list[ArchiveRecord]:
+    """List the records of the archive at `place`, in file order."""
+    try:
+        with zipfile.ZipFile(_Range(file, place)) as archive:
+            entries = sorted(archive.infolist(), key=lambda one: one.header_offset)
+            comment, directory = archive.comment, archive.start_dir
+    except (zipfile.BadZipFile, NotImplementedError, struct.error, ValueError, OverflowError) as problem:
+        raise ArchiveError(f"it is not an archive of torch.save ({problem})") from None
+    if comment or not entries or entries[0].header_offset:
+        raise ArchiveError("it does not begin or end like an archive of torch.save")
+    found, reached = [], 0
+    folder = entries[0].filename.partition("/")[0]
+    for entry in entries:
+        name = entry.filename
+        if entry.compress_type or entry.compress_size != entry.file_size or entry.flag_bits & ~0x808:
+            raise ArchiveError(f"record {name!r} is compressed or encrypted")
+        if entry.external_attr & _DIRECTORY or name.partition("/")[0] != folder:
+            raise ArchiveError(f"record {name!r} is a folder, or not in the folder {folder!r}")
+        head = bytes(file(place.offset + entry.header_offset, _HEADER))
+        named, extra = _LENGTHS.unpack(head[-_LENGTHS.size :])
+        stored = bytes(file(place.offset + entry.header_offset + _HEADER, named))
+        begin = entry.header_offset + _HEADER + named + extra
+        if head[:4] != b"PK\3\4" or stored != entry.orig_filename.encode():
+            raise ArchiveError(f"the header of record {name!r} is damaged")
+        if entry.header_offset < reached or begin + entry.file_size > directory:
+            raise ArchiveError(f"record {name!r} overlaps its neighbors")
+        reached = begin + entry.file_size
+        found.append(ArchiveRecord(name.partition("/")[2], entry.CRC, place.offset + begin, entry.file_size))
+    if len({record.name for record in found}) != len(found):
+        raise ArchiveError("two records have the same name")
+    return found
+
+
+def _read_pickle(file: MappedFile, place: StoredObject) -> tuple[bytes, list[ArchiveRecord]]:
+    """Read the pickle of the archive at `place`. Returns the pickle and all records."""
+    found = records(file, place)
+    by_name = {record.name: record for record in found}
+    pickled, byteorder = by_name.get("data.pkl"), by_name.get("byteorder")
+    if pickled is None or pickled.size > _LIMIT:
+        raise ArchiveError(
+            f"the archive at {place.offset:,} has no record 'data.pkl', or one of more than 64 MiB"
+        )
+    if pickled.crc:
+        pickled.check(file)
+    if byteorder and file(byteorder.offset, byteorder.size) != b"little":
+        raise Refused(f"the archive at {place.offset:,} is not little-endian")
+    return bytes(file(pickled.offset, pickled.size)), found
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +153,9 @@ class TensorLayout:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    #: Contains the elements.
+    #: Contains the elements; its CRC32 is to be compared unless the archive has none.
     record: ArchiveRecord
+    protected: bool = True
 
     @property
     def end(self) -> int:
@@ -47,50 +166,19 @@ class TensorLayout:
         return self.offset + (last + 1) * ITEM_SIZE[self.dtype]
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[int]:
-    """Open a file and yield its descriptor; errors raised inside the block get the file's path."""
-    try:
-        with open_outside(path) as file:
-            yield file.fileno()
-    except OSError as problem:
-        raise CheckpointError(f"{path}: {problem.strerror}") from None
-    except Unreadable as problem:
-        raise CheckpointError(str(problem)) from None
-    except (ArchiveError, Refused) as problem:
-        raise CheckpointError(f"{path}: {problem}") from None
-
-
-def _read_pickle(descriptor: int, place: StoredObject) -> tuple[bytes, dict[str, ArchiveRecord]]:
-    """Read the pickle of the archive at `place`. Returns the pickle and all records by name."""
-    found = {record.name: record for record in records(descriptor, place.offset, place.length)}
-    pickled = found.get("data.pkl")
-    if pickled is None or pickled.size > _LIMIT:
-        raise ArchiveError(
-            f"the archive at {place.offset:,} has no record 'data.pkl', or one of more than 64 MiB"
-        )
-    if pickled.crc and (problem := crc_problem(descriptor, pickled)):
-        raise ArchiveError(problem)
-    byteorder = found.get("byteorder")
-    if byteorder and bytes(read_at(descriptor, byteorder.offset, byteorder.size)) != b"little":
-        raise Refused(f"the archive at {place.offset:,} is not little-endian")
-    return bytes(read_at(descriptor, pickled.offset, pickled.size)), found
-
-
-def chunk_layout(descriptor: int, chunk: TensorChunk, dtype: str) -> TensorLayout:
+def chunk_layout(file: MappedFile, chunk: TensorChunk, dtype: str) -> TensorLayout:
     """Locate the elements of a chunk of a torch_dist tensor; only headers are read."""
-    data, found = _read_pickle(descriptor, chunk)
-    if "version" not in found:
+    data, found = _read_pickle(file, chunk)
+    by_name = {record.name: record for record in found}
+    if "version" not in by_name:
         raise ArchiveError(f"the archive at {chunk.offset:,} has no record 'version'")
-    tensor = loads(data, _TENSOR_TABLE, persistent=_storage_of)
-    if not isinstance(tensor, _PickledTensor):
-        raise Refused(f"the archive at {chunk.offset:,} holds a {type(tensor).__name__}, not a tensor")
-    what = f"the tensor at {chunk.offset:,}"
-    record = found.get(f"data/{tensor.storage}")
+    tensor, what = _pickled_tensor(data), f"the tensor at {chunk.offset:,}"
+    record = by_name.get(f"data/{tensor.storage}")
     if record is None:
         raise ArchiveError(f"{what} is in record 'data/{tensor.storage}', which is missing")
     begin = record.offset + tensor.begin * ITEM_SIZE[tensor.dtype]
-    layout = TensorLayout(tensor.dtype, tensor.shape, tensor.stride, begin, record)
+    protected = any(one.crc for one in found)
+    layout = TensorLayout(tensor.dtype, tensor.shape, tensor.stride, begin, record, protected)
     if layout.end > record.offset + record.size:
         raise ArchiveError(
             f"{what} needs {layout.end - record.offset:,} bytes of storage, record {record.name!r} has "
@@ -161,6 +249,15 @@ _TENSOR_TABLE: dict[tuple[str, str], Any] = {
 }
 
 
+@lru_cache(maxsize=1024)
+def _pickled_tensor(data: bytes) -> _PickledTensor:
+    """Read the pickle of a chunk. The chunks of a checkpoint have few different ones."""
+    tensor = loads(data, _TENSOR_TABLE, persistent=_storage_of)
+    if not isinstance(tensor, _PickledTensor):
+        raise Refused(f"it holds a {type(tensor).__name__}, not a tensor")
+    return tensor
+
+
 def common_state(index: CheckpointIndex) -> dict[str, Any]:
     """Read the state stored in addition to the tensors ("iteration", "args", …), with classes as `Inert`.
 
@@ -183,8 +280,9 @@ def common_state(index: CheckpointIndex) -> dict[str, Any]:
 
 def stored_object(folder: Path, place: StoredObject) -> Any:
     """Read a pickled object of plain data without importing what it names; tensors in it become None."""
-    with opened(folder / place.file) as descriptor:
-        data, _ = _read_pickle(descriptor, place)
+    path = folder / place.file
+    with explained(path):
+        data, _ = _read_pickle(MappedFile(path), place)
         return loads(data, _DATA_TABLE, stubs=_DATA_STUBS, persistent=lambda pid: None)
 
 

@@ -5,7 +5,7 @@
 
 A remote folder is read through a local one with the same names. Small files (JSON, `.metadata`, tokenizers)
 are copied. Files with tensors are placeholders: sparse files of the right size, which need no room on disk.
-Where elements are read (`archive.preadv`), the range is fetched instead. Everything that judges names, sizes
+Where elements are read (`mapped`), the range is fetched instead. Everything that judges names, sizes
 and links therefore works unchanged, and memory is bounded as for local files. A reader that passed by would
 find zeros, which are no valid header of any format.
 
@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from megatron_nemotron3.checkpoints import archive
 from megatron_nemotron3.checkpoints.folders import (
     CHECKPOINTS,
     HF_INDEX,
@@ -36,6 +35,7 @@ from megatron_nemotron3.checkpoints.folders import (
     TRACKER,
     iteration_of,
 )
+from megatron_nemotron3.checkpoints.mapped import REMOTE
 from megatron_nemotron3.checkpoints.metadata import CheckpointError, read_json
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*(::[^/]*)?://")
@@ -106,7 +106,7 @@ def local(where: Path | str, *, iteration: int | None = None, every: bool = Fals
         raise ValueError(shown(str(problem))) from None
     finally:
         for key in made:
-            archive.REMOTE.pop(key, None)
+            REMOTE.pop(key, None)
         del _shown[os.fspath(folder)]
         shutil.rmtree(home, ignore_errors=True)
 
@@ -178,7 +178,7 @@ class _Mirror:
             with open(path, "wb") as file:
                 os.truncate(file.fileno(), size)
                 found = os.fstat(file.fileno())
-            archive.REMOTE[found.st_dev, found.st_ino] = _Reader(self.url, remote, path, size)
+            REMOTE[found.st_dev, found.st_ino] = _Reader(self.url, remote, path, size)
             self.made.append((found.st_dev, found.st_ino))
         else:
             path.write_bytes(_fetch(self.url, remote, 0, size, path))
@@ -203,14 +203,10 @@ class _Reader:
         self.url, self.remote, self.path, self.size = url, remote, path, size
         self._blocks: OrderedDict[int, bytes] = OrderedDict()
 
-    def __call__(self, view: memoryview, offset: int) -> int:
-        """Fill the beginning of `view`; returns how much, 0 at the end of the file."""
-        length = min(len(view), self.size - offset)
-        if length <= 0:
-            return 0
-        if length >= _BLOCK:
-            view[:length] = _fetch(self.url, self.remote, offset, length, self.path)
-            return length
+    def __call__(self, offset: int, length: int) -> bytes:
+        """The bytes [offset, offset + length), which are in the file."""
+        if length >= _BLOCK or offset // _BLOCK != (offset + length - 1) // _BLOCK:
+            return _fetch(self.url, self.remote, offset, length, self.path)
         number = offset // _BLOCK
         block = self._blocks.get(number)
         if block is None:
@@ -220,9 +216,7 @@ class _Reader:
             if len(self._blocks) > _KEPT:
                 with contextlib.suppress(KeyError):  # another thread
                     self._blocks.popitem(last=False)
-        part = block[offset - number * _BLOCK :][:length]
-        view[: len(part)] = part
-        return len(part)
+        return block[offset - number * _BLOCK :][:length]
 
 
 def _fetch(url: str, remote: str, offset: int, length: int, path: Path) -> bytes:

@@ -242,6 +242,8 @@ def _pool_map(
 def _begin_worker(parent: int) -> None:
     gc.freeze()  # garbage of the parent is not collected here: a process group among it would hang
     end_with_parent(parent)
+    if (torch := sys.modules.get("torch")) is not None:  # its threads do not survive a fork
+        torch.set_num_threads(1)
 
 
 def _run_item(item: Any) -> Any:

@@ -51,8 +51,6 @@ def with_adapter(opened: Checkpoint, options: ToHfOptions | FromHfOptions) -> Ch
         raise ValueError(f"--adapter-only: it does not go with --{option}")
     if options.compare_logits is not None:
         raise ValueError("--check-logits: it compares weights without adapters: leave it out")
-    if options.merge_adapter:
-        import torch  # noqa: F401  # now, before anything is written: sums need it
     return opened
 
 

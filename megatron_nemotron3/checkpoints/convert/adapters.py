@@ -15,10 +15,13 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor as Values
+
 from megatron_nemotron3.checkpoints.convert.inventory import Tensor, TensorMapping
-from megatron_nemotron3.checkpoints.convert.plan import Bits, Slices, whole
-from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource
-from megatron_nemotron3.checkpoints.convert.views import Converted, as_bits, as_tensor
+from megatron_nemotron3.checkpoints.convert.plan import Slices, whole
+from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource, raw
+from megatron_nemotron3.checkpoints.convert.views import Converted
 from megatron_nemotron3.models.tensors import TORCH_DIST, Spelling
 
 A, B = ".lora_A.weight", ".lora_B.weight"
@@ -146,9 +149,9 @@ def to_megatron(adapter: StoredAdapter, mappings: Iterable[TensorMapping]) -> li
 
 
 def _check_one_a(adapter: StoredAdapter, stems: list[str]) -> None:
-    parts = [adapter.tensors.read(s + A, whole(adapter.tensors.tensors[s + A].shape)) for s in stems]
+    parts = [raw(adapter.tensors.read(stem + A)) for stem in stems]
     for stem, part in zip(stems[1:], parts[1:]):
-        if (part != parts[0]).any():
+        if not part.equal(parts[0]):
             raise ValueError(
                 f"lora_A of {stems[0]} and {stem} differ, and in Megatron they are one matrix with one A: "
                 "merge the adapter (--merge-adapter), or train q, k and v with one A"
@@ -162,30 +165,22 @@ class Merged(TensorSource):
     """
 
     def __init__(self, weights: TensorSource, adapter: StoredAdapter) -> None:
-        self.folder, self.files, self.reads = weights.folder, weights.files, weights.reads
+        self.folder, self.files = weights.folder, weights.files
         self.tensors, self._weights, self._adapter = weights.tensors, weights, adapter
         check_fits(adapter, {name: tensor.shape for name, tensor in weights.tensors.items()})
         self._adapted = {stem + _WEIGHT: stem for stem in adapter.stems}
 
-    def read(self, name: str, slices: Slices) -> Bits:
-        array = self._weights.read(name, slices)
+    def read(self, name: str, slices: Slices | None = None) -> Values:
+        weight = self._weights.read(name, slices)
         stem = self._adapted.get(name)
         if stem is None:
-            return array
-        import torch
-
-        dtype = self.tensors[name].dtype
-        wide = torch.float64 if dtype == "float64" else torch.float32
-        (rows, columns), rank = slices, self._adapter.rank(stem)
-        a, b = (
-            as_tensor(self._adapter.tensors.read(stem + kind, part), self._dtype(stem + kind)).to(wide)
-            for kind, part in ((A, ((0, rank), columns)), (B, (rows, (0, rank))))
-        )
-        weight = as_tensor(array, dtype)
-        return as_bits((weight.to(wide) + b @ a * self._adapter.scale(stem)).to(weight.dtype))
-
-    def _dtype(self, name: str) -> str:
-        return self._adapter.tensors.tensors[name].dtype
+            return weight
+        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        rows, columns = whole(self.tensors[name].shape) if slices is None else slices
+        rank = (0, self._adapter.rank(stem))
+        a = self._adapter.tensors.read(stem + A, (rank, columns)).to(wide)
+        b = self._adapter.tensors.read(stem + B, (rows, rank)).to(wide)
+        return (weight.to(wide) + b @ a * self._adapter.scale(stem)).to(weight.dtype)
 
 
 def check_fits(adapter: StoredAdapter, shapes: Mapping[str, tuple[int, ...]]) -> None:

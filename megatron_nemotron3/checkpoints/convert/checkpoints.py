@@ -121,7 +121,9 @@ def open_megatron(folder: Path, **options: Any) -> Checkpoint:
         source = reorder_mamba(source, config, state)
     elif pattern := _grouped_pattern(place, state):
         names = numbered_by_layer(source.tensors, pattern)
-        source = FileSource(place, {names[k]: t for k, t in source.tensors.items()}, source.files)
+        source = FileSource(
+            place, {names[k]: t for k, t in source.tensors.items()}, source.files, source.opened
+        )
     keys, left_out = _weight_keys(source.tensors, settings.allow_unused)
     encoders = stored_omni(place, config, stored_arguments(state), keys, stated)
     if encoders is not None and not settings.omni:

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from megatron_nemotron3.checkpoints.convert.job import (
     MANIFEST,
     Job,
     JobProgress,
+    Places,
     check_target,
     partial_of,
     run,
@@ -53,7 +54,6 @@ _NO_EFFECT = ("workers", "dry_run", "compare_logits", "url")
 def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
     """Convert a Megatron checkpoint to a Hugging Face folder. Returns the exit status."""
     _check_target(target, options)
-    _require_torch(options.dtype or options.quantize)
     base = omni_parts.open_into(options.into, megatron=False)
     vocab_size, reference = options.vocab_size, options.reference or options.into
     if locate(source).kind == "hugging face":
@@ -116,7 +116,6 @@ def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
 def convert_from_hf(source: Path, target: Path, options: FromHfOptions) -> int:
     """Convert a Hugging Face folder to a Megatron checkpoint. Returns the exit status."""
     _check_target(target, options)
-    _require_torch(options.dtype or options.dequantize)
     divisor = options.make_vocab_size_divisible_by
     if divisor < 1:
         raise ValueError(f"--make-vocab-size-divisible-by {divisor}: use 1 or more")
@@ -156,7 +155,7 @@ def convert_from_hf(source: Path, target: Path, options: FromHfOptions) -> int:
     view, written = omni_parts.in_place(Converted(weights, found, to_hf=False), opened, base)
     if written is not None:
         arguments[ENCODERS] = written.encoders_json()
-    plan = from_hf.plan(
+    folder = from_hf.plan(
         view,
         opened.config,
         padded_vocab_size=rows,
@@ -164,7 +163,7 @@ def convert_from_hf(source: Path, target: Path, options: FromHfOptions) -> int:
         limit=options.shard_bytes,
         arguments=arguments,
     )
-    job = _job(opened, target, view, plan, options)
+    job = _job(opened, target, view, (folder.files, folder.small), options, index=folder.index)
     notes = _note_lines(opened, base, read_config(opened.folder, omni=True))
     if not _run_job(opened, target, job, options, notes) or options.compare_logits is None:
         return 0
@@ -311,12 +310,6 @@ def _run_job(
     return True
 
 
-def _require_torch(arithmetic: object) -> None:
-    """Import torch now if it will be needed. Copying needs only numpy; casts and quantization need torch."""
-    if arithmetic:
-        import torch  # noqa: F401
-
-
 def _main_dtype(view: TensorSource) -> str:
     found: Counter[str] = Counter()
     for tensor in view.tensors.values():
@@ -349,6 +342,7 @@ def _job(
     plan: tuple[Sequence[FilePlan], Mapping[str, bytes]],
     options: ConvertOptions,
     scales: Mapping[str, float] | None = None,
+    index: Callable[[Mapping[str, Places]], Mapping[str, bytes]] | None = None,
 ) -> Job:
     files, small = plan
     origin: dict[str, object] = {
@@ -366,6 +360,7 @@ def _job(
         view,
         files,
         small,
+        index,
         origin,
         _job_options(options, scales),
         finite=not options.allow_nonfinite,

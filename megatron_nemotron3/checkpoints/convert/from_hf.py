@@ -18,13 +18,14 @@ convolution and its gated norm.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from megatron_nemotron3.checkpoints.convert.job import Places
 from megatron_nemotron3.checkpoints.convert.megatron_args import args_of, common_state
 from megatron_nemotron3.checkpoints.convert.omni_inventory import LANGUAGE
 from megatron_nemotron3.checkpoints.convert.plan import Slices, band, extent, whole
 from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource
-from megatron_nemotron3.checkpoints.convert.streams import FilePlan, Part
+from megatron_nemotron3.checkpoints.convert.streams import FilePlan, Part, grouped
 from megatron_nemotron3.checkpoints.folders import RELEASE, TRACKER
 from megatron_nemotron3.checkpoints.metadata import COMMON, INDEX, DistTensor, StoredObject, TensorChunk
 from megatron_nemotron3.checkpoints.structure import CONFIG
@@ -33,7 +34,6 @@ from megatron_nemotron3.checkpoints.write import (
     CONFIG_TEXT,
     index_bytes,
     object_archive,
-    tensor_archive,
 )
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.omni import ARGUMENT as ENCODERS
@@ -49,51 +49,35 @@ _LARGE = 16 << 20
 
 
 @dataclass
-class _FolderPlan:
-    """The plan of a torch_dist folder."""
+class FolderPlan:
+    """The plan of a torch_dist folder: its data files, and the small files in the order of writing."""
 
-    limit: int
-    files: list[FilePlan] = field(default_factory=list)
-    tensors: dict[str, DistTensor] = field(default_factory=dict)
-    objects: dict[str, StoredObject] = field(default_factory=dict)
-    _parts: list[Part] = field(default_factory=list)
-    _length: int = 0
+    tensors: Mapping[str, SourceTensor]
+    files: list[FilePlan]
+    #: Of each file, the key of each part: a tensor, or an object.
+    keys: dict[str, list[str]]
+    small: dict[str, bytes]
 
-    def add(self, name: str, tensor: SourceTensor, slices: list[Slices]) -> None:
-        chunks = []
-        for one in slices:
-            archive = tensor_archive(tensor.dtype, extent(one))
-            part = Part(
-                archive.head,
-                name,
-                one,
-                tensor.dtype,
-                archive.tail,
-                archive.length - len(archive.head) - archive.data_length,
-            )
-            place = self._append(part)
-            starts = tuple(start for start, _ in one)
-            chunks.append(TensorChunk(place.file, place.offset, place.length, starts, extent(one)))
-        self.tensors[name] = DistTensor(tensor.dtype, tensor.shape, tuple(chunks))
-
-    def add_object(self, key: str, archive: bytes) -> None:
-        self.objects[key] = self._append(Part(head=archive))
-
-    def close(self) -> None:
-        if self._parts:
-            self.files.append(FilePlan(f"{RELEASE}/{self._file_name()}", self._parts))
-            self._parts, self._length = [], 0
-
-    def _append(self, part: Part) -> StoredObject:
-        if self._parts and self._length + part.length > self.limit:
-            self.close()
-        place = StoredObject(self._file_name(), self._length, part.length)
-        self._parts.append(part)
-        self._length += part.length
-        return place
-
-    def _file_name(self) -> str:
-        return f"__0_{len(self.files)}.distcp"
+    def index(self, places: Mapping[str, Places]) -> dict[str, bytes]:
+        """Return the index of a folder whose parts are at `places`."""
+        tensors: dict[str, list[TensorChunk]] = {}
+        objects: dict[str, StoredObject] = {}
+        for plan in self.files:
+            file = plan.name.rpartition("/")[2]
+            for key, part, (offset, length) in zip(
+                self.keys[plan.name], plan.parts, places[plan.name], strict=True
+            ):
+                if not part.tensor:
+                    objects[key] = StoredObject(file, offset, length)
+                    continue
+                starts = tuple(start for start, _ in part.slices)
+                chunk = TensorChunk(file, offset, length, starts, extent(part.slices))
+                tensors.setdefault(key, []).append(chunk)
+        described = {
+            key: DistTensor(self.tensors[key].dtype, self.tensors[key].shape, tuple(chunks))
+            for key, chunks in tensors.items()
+        }
+        return {f"{RELEASE}/{INDEX}": index_bytes(described, objects)}
 
 
 def plan(
@@ -104,29 +88,32 @@ def plan(
     dtype: str,
     limit: int = FILE_BYTES,
     arguments: Mapping[str, str] | None = None,
-) -> tuple[list[FilePlan], dict[str, bytes]]:
-    """Plan a folder with these weights and more `arguments` in its state.
-
-    Returns the data files, and the small files in the order of writing.
-    """
-    folder = _FolderPlan(limit)
-    for name, tensor in view.tensors.items():
-        folder.add(name, tensor, list(_chunk_slices(view.rows.get(name), tensor)))
+) -> FolderPlan:
+    """Plan a folder with these weights and more `arguments` in its state."""
+    parts = [
+        (name, Part(tensor=name, slices=one, dtype=tensor.dtype))
+        for name, tensor in view.tensors.items()
+        for one in _chunk_slices(view.rows.get(name), tensor)
+    ]
     root = LANGUAGE if ENCODERS in (arguments or {}) else ""
-    for key in extra_state_keys(config):
-        folder.add_object(root + key, EXTRA_STATE)
+    nothing = Part(EXTRA_STATE)
+    parts += [(root + key, nothing) for key in extra_state_keys(config)]
     args = args_of(config, padded_vocab_size=padded_vocab_size, dtype=dtype)
     vars(args).update(arguments or {})
     state = common_state(args)
-    folder.add_object(COMMON_OBJECT, object_archive([state]))
-    folder.close()
+    parts.append((COMMON_OBJECT, Part(object_archive([state]))))
+    files: list[FilePlan] = []
+    keys: dict[str, list[str]] = {}
+    for group in grouped(parts, limit, lambda one: one[1].length):
+        name = f"{RELEASE}/__0_{len(files)}.distcp"
+        files.append(FilePlan(name, [part for _, part in group], archives=True))
+        keys[name] = [key for key, _ in group]
     small = {
         f"{RELEASE}/{COMMON}": object_archive(state),
-        f"{RELEASE}/{INDEX}": index_bytes(folder.tensors, folder.objects),
         f"{RELEASE}/{CONFIG}": CONFIG_TEXT.encode(),
         TRACKER: RELEASE.encode(),
     }
-    return folder.files, small
+    return FolderPlan(view.tensors, files, keys, small)
 
 
 def _chunk_slices(row: Row | None, tensor: SourceTensor) -> Iterator[Slices]:

@@ -22,7 +22,6 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_nemotron3.checkpoints.archive import read_at
 from megatron_nemotron3.checkpoints.convert.omni_config import is_omni
 from megatron_nemotron3.checkpoints.convert.sources import (
     Block,
@@ -34,8 +33,8 @@ from megatron_nemotron3.checkpoints.convert.sources import (
 from megatron_nemotron3.checkpoints.folders import HF_CONFIG as CONFIG
 from megatron_nemotron3.checkpoints.folders import HF_INDEX as INDEX
 from megatron_nemotron3.checkpoints.folders import HF_SINGLE as SINGLE
+from megatron_nemotron3.checkpoints.mapped import MappedFile, explained
 from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, CheckpointError, read_json
-from megatron_nemotron3.checkpoints.read import opened
 from megatron_nemotron3.common.files import first_repeated
 
 _MULTIMODAL = "model of text and other inputs, of which only the language model is of this family"
@@ -170,17 +169,18 @@ class HeaderEntry(NamedTuple):
 
 def read_safetensors_header(path: Path) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
     """Read the tensors of a file by name, in file order, and its `__metadata__`."""
-    with opened(path) as descriptor:
-        size = os.fstat(descriptor).st_size
+    with explained(path):
+        file = MappedFile(path)
+        size = file.size
         if size < _HEADER_LENGTH.size:
             raise CheckpointError(f"{path}: {size} bytes are too few for a safetensors file")
-        (length,) = _HEADER_LENGTH.unpack(read_at(descriptor, 0, _HEADER_LENGTH.size))
+        (length,) = _HEADER_LENGTH.unpack(file(0, _HEADER_LENGTH.size))
         if length > min(HEADER_LIMIT, size - _HEADER_LENGTH.size):
             raise CheckpointError(
                 f"{path}: its header has {length:,} bytes, the file {size:,}: at most {HEADER_LIMIT:,} "
                 "are read"
             )
-        text = bytes(read_at(descriptor, _HEADER_LENGTH.size, length))
+        text = bytes(file(_HEADER_LENGTH.size, length))
     try:
         return _parse_header(text, _HEADER_LENGTH.size + length, size)
     except ValueError as problem:

@@ -9,7 +9,7 @@ import torch
 
 from megatron_nemotron3.checkpoints.convert.opened import EMBEDDING, Checkpoint
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
-from megatron_nemotron3.checkpoints.convert.views import Converted, as_tensor
+from megatron_nemotron3.checkpoints.convert.views import Converted
 from megatron_nemotron3.checkpoints.folders import locate_one
 from megatron_nemotron3.checkpoints.structure import CONFIG as METADATA
 from megatron_nemotron3.common.switches import LORA
@@ -37,8 +37,7 @@ def load_weights(model: Any, opened: Checkpoint, dp_cp: Any = None) -> None:
         for t in parts:
             shape = (1,) * t.prepend_axis_num + tuple(t.data.shape)
             slices = tuple((start, start + n) for start, n in zip(t.global_offset, shape))
-            part = as_tensor(source.read(t.key, slices), source.tensors[t.key].dtype)
-            t.data.copy_(part.reshape(t.data.shape))
+            t.data.copy_(source.read(t.key, slices).reshape(t.data.shape))
 
 
 def load_base(model: Any, folder: Path, *, option: str = f"{LORA}: base=", dp_cp: Any = None) -> None:

@@ -6,8 +6,7 @@
 
 A killed job leaves OUT.partial. The same command continues it: files in the journal stay, the others are
 written again. Files depend only on the plan, so the result is the same as without the interruption. The
-fingerprint covers the options and the source: its metadata, and size and time of its files. It is also in the
-manifest, which replaces the journal before the folder is renamed.
+fingerprint covers the options and the source: its metadata, and size and time of its files.
 """
 
 from __future__ import annotations
@@ -23,12 +22,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoints.convert.checksums import Reads
 from megatron_nemotron3.checkpoints.convert.hf_folder import CONFIG, INDEX
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.checkpoints.convert.streams import FilePlan, write
 from megatron_nemotron3.checkpoints.folders import free_bytes
-from megatron_nemotron3.checkpoints.metadata import COMMON, CheckpointError, read_json
+from megatron_nemotron3.checkpoints.metadata import COMMON, CheckpointError
 from megatron_nemotron3.checkpoints.metadata import INDEX as MEGATRON_INDEX
 from megatron_nemotron3.checkpoints.structure import CONFIG as MEGATRON_CONFIG
 from megatron_nemotron3.common import lock
@@ -53,6 +51,10 @@ _RESERVE = 64 << 20
 _METADATA_LIMIT = 1 << 30
 
 
+#: (offset, length) of each part of a file.
+Places = Sequence[tuple[int, int]]
+
+
 @dataclass(frozen=True)
 class Job:
     """A folder to write."""
@@ -62,6 +64,8 @@ class Job:
     files: Sequence[FilePlan]
     #: Small files, written in this order after all others; the last ones make the folder valid.
     small: Mapping[str, bytes] = field(default_factory=dict)
+    #: Makes more small files, which come first, from the places of the parts in each file.
+    index: Callable[[Mapping[str, Places]], Mapping[str, bytes]] | None = None
     #: Origin of the folder, for the manifest; part of the fingerprint.
     origin: Mapping[str, Any] = field(default_factory=dict)
     #: Every option that may change the result; part of the fingerprint.
@@ -79,8 +83,7 @@ class Job:
         for plan in self.files:
             digest.update(f"{plan.name} {plan.length}".encode())
             for part in plan.parts:
-                digest.update(part.head)
-                digest.update(f"{part.tensor} {part.slices} {part.dtype}".encode())
+                digest.update(part.data + f"{part.tensor} {part.slices} {part.dtype}".encode())
         for name, data in self.small.items():
             digest.update(name.encode() + data)
         return digest.hexdigest()
@@ -183,40 +186,40 @@ def _run_locked(
             journal.write(_journal_line({"file": name, **entry}))
             journal.flush()
             os.fsync(journal.fileno())
-    manifest = checked_manifest(job, state, fingerprint, done, partial)
-    for name, data in job.small.items():
+    manifest, small = checked_manifest(job, state, fingerprint, done, partial)
+    for name, data in small.items():
         (partial / name).parent.mkdir(parents=True, exist_ok=True)
         write_bytes(partial / name, data)
     write_json(partial / MANIFEST, manifest)
-    (partial / JOURNAL).unlink()
     sync_folder(partial)
     if job.target.is_dir():
         job.target.rmdir()
     os.replace(partial, job.target)
-    (job.target / lock.NAME).unlink(missing_ok=True)
+    for name in (JOURNAL, lock.NAME):
+        (job.target / name).unlink(missing_ok=True)
     sync_folder(job.target.absolute().parent)
     return manifest
 
 
 def checked_manifest(
     job: Job, state: dict[str, Any], fingerprint: str, done: Mapping[str, dict[str, Any]], partial: Path | str
-) -> dict[str, Any]:
-    """Compare the rest of the source's CRC32s and its `state`; return what the manifest says of each file."""
-    for entry in done.values():
-        job.source.reads.merge(entry.pop("read", []))
-    job.source.reads.finish()
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Compare the source with its `state` before the work. Returns the manifest and the small files."""
     if job.source_state() != state:
         raise ValueError(
             f"{job.source.folder}: its files changed while they were converted: remove {partial} and repeat "
             "the command when nothing writes there"
         )
-    return {
+    places = {name: [tuple(place) for place in entry.pop("places", ())] for name, entry in done.items()}
+    small = {**(job.index(places) if job.index is not None else {}), **job.small}
+    manifest = {
         "format": 1,
         "made_by": "megatron-nemotron3",
         **job.origin,
         "plan": fingerprint,
         "files": {plan.name: done[plan.name] for plan in job.files},
     }
+    return manifest, small
 
 
 def _finished_files(partial: Path, fingerprint: str, job: Job) -> dict[str, dict[str, Any]]:
@@ -227,22 +230,37 @@ def _finished_files(partial: Path, fingerprint: str, job: Job) -> dict[str, dict
             f"{partial}: it belongs to an interrupted conversion with other options or another source, or "
             "the source has changed since: repeat that command, or remove the folder"
         )
-    lengths, home = {plan.name: plan.length for plan in job.files}, os.path.realpath(partial)
+    plans, home = {plan.name: plan for plan in job.files}, os.path.realpath(partial)
     done: dict[str, dict[str, Any]] = {}
     for line in lines[1:]:
-        name = line.pop("file", None)
-        if not isinstance(name, str) or lengths.get(name) != line.get("bytes") or "crc32" not in line:
+        plan = plans.get(name) if isinstance(name := line.pop("file", None), str) else None
+        if plan is None or not usable(plan, line):
             continue
-        path = partial / name
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            Reads(job.source.folder).merge(line.get("read", []), list(job.source.files))  # whether it can be
-            if path.stat().st_size == lengths[name] and os.path.realpath(path) == os.path.join(home, name):
-                done[name] = {key: line[key] for key in ("bytes", "crc32", "read") if key in line}
+        with contextlib.suppress(OSError):
+            path = partial / name
+            if path.stat().st_size == line["bytes"] and os.path.realpath(path) == os.path.join(home, name):
+                done[name] = line
     return done
 
 
+def usable(plan: FilePlan, entry: Any) -> bool:
+    """Whether a line of a journal describes a finished file of a plan."""
+    if not isinstance(entry, dict) or type(entry.get("bytes")) is not int or "crc32" not in entry:
+        return False
+    places, at = entry.get("places", []), 0
+    if not isinstance(places, list) or len(places) != (len(plan.parts) if plan.archives else 0):
+        return False
+    for part, place in zip(plan.parts, places):
+        if not isinstance(place, list) or len(place) != 2 or place[0] != at or type(place[1]) is not int:
+            return False
+        if place[1] < part.length:
+            return False
+        at += place[1]
+    return not plan.archives or at == entry["bytes"]
+
+
 def _journal_lines(partial: Path) -> list[dict[str, Any]]:
-    """Return the lines of the journal, or of the manifest if the job was killed just before the rename."""
+    """Return the lines of the journal."""
     lines = []
     if os.path.lexists(partial / JOURNAL):
         for line in read_outside(partial / JOURNAL, limit=_METADATA_LIMIT).splitlines():
@@ -250,10 +268,6 @@ def _journal_lines(partial: Path) -> list[dict[str, Any]]:
                 if isinstance(found := json.loads(line), dict):
                     lines.append(found)
         return lines
-    with contextlib.suppress(CheckpointError, KeyError, AttributeError, TypeError):
-        manifest = read_json(partial / MANIFEST)
-        files = manifest["files"].items()
-        return [{"plan": manifest["plan"]}, *({"file": name, **entry} for name, entry in files)]
     # Killed before the journal was renamed.
     own = (temporary_prefix(JOURNAL), lock.NAME)
     if any(not path.name.startswith(own) for path in partial.iterdir()):
@@ -272,10 +286,7 @@ def _write_files(
 
     def write_one(number: int, count: Callable[[int], None]) -> tuple[str, dict[str, Any]]:
         plan = todo[number]
-        crc = write(plan, job.source, partial / plan.name, count, finite=job.finite)
-        entry = {"bytes": plan.length, "crc32": f"{crc:08x}"}
-        rest = job.source.reads.take()
-        return plan.name, {**entry, "read": rest} if rest else entry
+        return plan.name, write(plan, job.source, partial / plan.name, count, finite=job.finite)
 
     yield from parallel_map(
         write_one,

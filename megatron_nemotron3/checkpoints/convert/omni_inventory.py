@@ -20,10 +20,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
+import torch
+from torch import Tensor as Values
+
 from megatron_nemotron3.checkpoints.convert import inventory
 from megatron_nemotron3.checkpoints.convert.inventory import Tensor, TensorMapping
-from megatron_nemotron3.checkpoints.convert.plan import Bits, Shape, whole
-from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource, bits
+from megatron_nemotron3.checkpoints.convert.plan import Shape
+from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource
 from megatron_nemotron3.models.omni import OmniConfig
 from megatron_nemotron3.models.omni_tensors import CONSTANTS, MODULES, PARTS, rows, symbol_sizes
 from megatron_nemotron3.models.prefixes import Prefix
@@ -47,8 +50,6 @@ _CONSTANTS = {
 #: The only tensor of integers.
 _COUNTED, _INTEGER = ".num_batches_tracked", "int64"
 _SUMMARY, _SUMMARY_VALUES = "vision_model.radio_model.summary_idxs", (0, 1)
-#: Raw bits of 1.
-_ONE = {"bfloat16": 0x3F80, "float16": 0x3C00, "float32": 0x3F800000, "float64": 0x3FF << 52}
 
 
 def in_omni(mappings: Iterable[TensorMapping]) -> Iterator[TensorMapping]:
@@ -133,14 +134,12 @@ def check(config: OmniConfig, expected: Mapping[str, Shape], shapes: Mapping[str
     inventory.check_shapes(config.name, expected, shapes, hint)
 
 
-def made(config: OmniConfig, dtype: str) -> dict[str, tuple[str, Bits]]:
-    """Return name, type and raw bits of the tensors that transformers saves and the release has not."""
-    import numpy
-
-    ones = numpy.full(config.vision.hidden_size, _ONE[dtype], bits(dtype))
+def made(config: OmniConfig, dtype: str) -> dict[str, Values]:
+    """Return the tensors that transformers saves and the release has not, by name."""
+    ones = torch.ones(config.vision.hidden_size, dtype=getattr(torch, dtype))
     block = "vision_model.radio_model.model.blocks"
     scales = [f"{block}.{n}.layer_scale{i}.lambda1" for n in range(config.vision.num_layers) for i in (1, 2)]
-    return {**dict.fromkeys(scales, (dtype, ones)), _SUMMARY: (_INTEGER, numpy.array(_SUMMARY_VALUES, "u8"))}
+    return {**dict.fromkeys(scales, ones), _SUMMARY: torch.tensor(_SUMMARY_VALUES)}
 
 
 def without_made(config: OmniConfig, source: TensorSource) -> list[str]:
@@ -149,10 +148,9 @@ def without_made(config: OmniConfig, source: TensorSource) -> list[str]:
         if name not in source.tensors:
             continue
         stored = source.tensors[name]
-        expected = made(config, stored.dtype if stored.dtype in _ONE else inventory.BF16)[name]
-        if (stored.dtype, stored.shape) != (expected[0], expected[1].shape) or (
-            source.read(name, whole(stored.shape)) != expected[1]
-        ).any():
+        known = stored.dtype if stored.dtype in inventory.WEIGHT_TYPES else inventory.BF16
+        expected, found = made(config, known)[name], source.read(name)
+        if found.dtype != expected.dtype or not found.equal(expected):
             values = list(_SUMMARY_VALUES) if name == _SUMMARY else "1 everywhere"
             raise ValueError(
                 f"{source.folder}: {name} is not {values}, and Megatron's model has no such tensor: "

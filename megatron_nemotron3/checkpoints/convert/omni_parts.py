@@ -11,7 +11,7 @@ from megatron_nemotron3.checkpoints.convert.hf_folder import INDEX, SINGLE, open
 from megatron_nemotron3.checkpoints.convert.omni_inventory import LANGUAGE, constants_of
 from megatron_nemotron3.checkpoints.convert.opened import Checkpoint
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
-from megatron_nemotron3.checkpoints.convert.views import Arrays, Joined, Selected
+from megatron_nemotron3.checkpoints.convert.views import InMemory, Joined, Selected
 from megatron_nemotron3.models.omni import OmniConfig
 
 
@@ -78,7 +78,7 @@ def with_other_tensors(
         source = open_hf(reference)
         if found := constants_of(source.tensors):
             return Joined(view, Selected(source, {name: name for name in found})), []
-    made = Arrays(view.folder, omni_inventory.made(opened.omni, dtype))
+    made = InMemory(view.folder, omni_inventory.made(opened.omni, dtype))
     line = (
         "constants    the release's tensors of preprocessing are not in the checkpoint; --reference with a "
         "folder that has them copies them (transformers needs none)"

@@ -22,16 +22,19 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from megatron_nemotron3.checkpoints.convert.adapters import A, B, StoredAdapter
 from megatron_nemotron3.checkpoints.convert.hf_folder import (
     header_tensor,
     read_safetensors_header,
     regular_file_size,
-    safetensors_header,
 )
-from megatron_nemotron3.checkpoints.convert.plan import Bits, Slices, whole
+from megatron_nemotron3.checkpoints.convert.plan import Slices, whole
 from megatron_nemotron3.checkpoints.convert.sources import FileSource, SourceTensor, TensorSource
-from megatron_nemotron3.checkpoints.convert.streams import FilePlan, Part
+from megatron_nemotron3.checkpoints.convert.streams import FilePlan
+from megatron_nemotron3.checkpoints.convert.to_hf import safetensors_plan
 from megatron_nemotron3.checkpoints.metadata import CheckpointError, read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -53,7 +56,7 @@ class PackedAdapter(TensorSource):
 
     def __init__(self, adapter: StoredAdapter) -> None:
         source = adapter.tensors
-        self.folder, self.files, self.reads, self._source = source.folder, source.files, source.reads, source
+        self.folder, self.files, self._source = source.folder, source.files, source
         self._parts: dict[str, list[str]] = {}
         tensors: dict[str, SourceTensor] = {}
         #: (layer's experts, projection) -> their stems, in the order of their numbers.
@@ -78,35 +81,28 @@ class PackedAdapter(TensorSource):
                 self._parts[name + kind] = [stem + kind for stem in stems]
         self.tensors = tensors
 
-    def read(self, name: str, slices: Slices) -> Bits:
-        import numpy
-
+    def read(self, name: str, slices: Slices | None = None) -> Tensor:
         parts = self._parts[name]
         if len(parts) == 1:
             return self._source.read(parts[0], slices)
-        rows, columns = slices
-        one = self._source.tensors[parts[0]].shape
+        rows, columns = whole(self.tensors[name].shape) if slices is None else slices
+        height, width = self._source.tensors[parts[0]].shape
         if name.endswith(A):
-            return numpy.concatenate(
-                [
-                    self._source.read(part, ((max(rows[0] - at, 0), min(rows[1] - at, one[0])), columns))
-                    for at, part in zip(range(0, len(parts) * one[0], one[0]), parts)
-                    if rows[0] < at + one[0] and at < rows[1]
-                ]
-            )
-        stack = numpy.stack([self._source.read(part, (rows, (0, one[1]))) for part in parts], axis=-1)
-        flat = stack.reshape(stack.shape[0], -1)[:, columns[0] : columns[1]]
-        return numpy.ascontiguousarray(flat)
+            some = range(rows[0] // height, -(-rows[1] // height))
+            joined = torch.cat([self._source.read(parts[i], ((0, height), columns)) for i in some])
+            first = some.start * height
+            return joined[rows[0] - first : rows[1] - first]
+        stack = torch.stack([self._source.read(part, (rows, (0, width))) for part in parts], -1)
+        return stack.flatten(1)[:, columns[0] : columns[1]]
 
 
 class Unpacked(TensorSource):
     """The tensors of a peft file in the common form (`adapters`)."""
 
     def __init__(self, source: FileSource, experts: int, parameters: Iterable[str], root: str) -> None:
-        self.folder, self.files, self.reads, self._source = source.folder, source.files, source.reads, source
+        self.folder, self.files, self._source = source.folder, source.files, source
         #: Name -> (name in the file, expert or None).
         self._places: dict[str, tuple[str, int | None]] = {}
-        self._cached: tuple[str, Any] = ("", None)
         self._experts = experts
         last = {name.rpartition(".")[2] for name in parameters}
         tensors: dict[str, SourceTensor] = {}
@@ -135,20 +131,16 @@ class Unpacked(TensorSource):
                 self._places[common] = (name, e)
         self.tensors = tensors
 
-    def read(self, name: str, slices: Slices) -> Bits:
-        import numpy
-
+    def read(self, name: str, slices: Slices | None = None) -> Tensor:
         place, expert = self._places[name]
         if expert is None:
             return self._source.read(place, slices)
-        rows, columns = slices
+        packed, rows = self._source.read(place), self.tensors[name].shape[0]
         if name.endswith(A):
-            first = expert * self.tensors[name].shape[0]
-            return self._source.read(place, ((rows[0] + first, rows[1] + first), columns))
-        if self._cached[0] != place:  # all experts are read one after another
-            self._cached = (place, self._source.read(place, whole(self._source.tensors[place].shape)))
-        mine = self._cached[1][rows[0] : rows[1], expert :: self._experts]
-        return numpy.ascontiguousarray(mine[:, columns[0] : columns[1]])
+            mine = packed[expert * rows : (expert + 1) * rows]
+        else:
+            mine = packed[:, expert :: self._experts]
+        return mine if slices is None else mine[tuple(slice(*one) for one in slices)]
 
 
 def open_peft(folder: Path, *, experts: int, root: str) -> StoredAdapter:
@@ -184,12 +176,9 @@ def folder_plan(
 ) -> tuple[TensorSource, list[FilePlan], dict[str, bytes]]:
     """Plan an adapter folder: the view to write from, the file of tensors, and the configuration."""
     view = PackedAdapter(adapter)
-    ordered = sorted(view.tensors.items())
-    head = safetensors_header(((name, t.dtype, t.shape) for name, t in ordered), {"format": "pt"})
-    parts = [Part(head=head)]
-    parts += [Part(tensor=name, slices=whole(t.shape), dtype=t.dtype) for name, t in ordered]
+    file = safetensors_plan(WEIGHTS, dict(sorted(view.tensors.items())), {"format": "pt"})
     text = json.dumps(config(adapter, names, base), indent=2) + "\n"
-    return view, [FilePlan(WEIGHTS, parts)], {CONFIG: text.encode()}
+    return view, [file], {CONFIG: text.encode()}
 
 
 def config(adapter: StoredAdapter, names: Iterable[str], base: str | None) -> dict[str, Any]:

@@ -83,11 +83,8 @@ def read_scales(path: Path) -> dict[str, float]:
                 )
         return {name: float(value) for name, value in data.items()}
     source = open_hf(path) if path.is_dir() else _open_file(path)
-    try:
-        names = [name for name in source.tensors if name.rpartition(".")[2] in SCALES]
-        result = {name: scalar(source, name) for name in names}
-    finally:
-        source.close()
+    names = [name for name in source.tensors if name.rpartition(".")[2] in SCALES]
+    result = {name: scalar(source, name) for name in names}
     if not result:
         raise CheckpointError(f"{path}: no tensor has a name that ends in {', '.join(SCALES)}")
     return result
@@ -100,8 +97,7 @@ def scalar(source: TensorSource, name: str) -> float:
         raise CheckpointError(
             f"{source.folder}: {name} is {tensor.dtype} {list(tensor.shape)}, expected one float32"
         )
-    bits = source.read(name, tuple((0, n) for n in tensor.shape)).reshape(1)
-    value = float((bits.astype("u4") << (16 if tensor.dtype == "bfloat16" else 0)).view("f4")[0])
+    value = float(source.read(name))
     if not 0 < value < math.inf:
         raise CheckpointError(f"{source.folder}: {name} is {value}, expected a number above 0")
     return value

@@ -22,12 +22,15 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Any, NamedTuple
 
-from megatron_nemotron3.checkpoints.convert.plan import Bits, Slices, bands, whole
+import torch
+from torch import Tensor
+
+from megatron_nemotron3.checkpoints.convert.plan import Slices, bands, whole
 from megatron_nemotron3.checkpoints.convert.quantized_config import scalar
 from megatron_nemotron3.checkpoints.convert.quantized_recipes import BLOCK, FP8, NVFP4, Quantization, Weight
 from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource
-from megatron_nemotron3.checkpoints.convert.views import as_bits, as_tensor
-from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, CheckpointError
+from megatron_nemotron3.checkpoints.metadata import CheckpointError
+from megatron_nemotron3.precision.numerics import fp8, nvfp4
 
 #: Suffixes after "X." of tensors that do not concern weights.
 _ACTIVATION_SCALES = ("input_scale", "input_global_scale", "k_scale", "v_scale", "q_scale")
@@ -60,7 +63,6 @@ class Dequantized(TensorSource):
 
     def __init__(self, source: TensorSource) -> None:
         self.folder, self.files, self._source = source.folder, source.files, source
-        self.reads = source.reads
         #: Module -> "nvfp4" or "fp8".
         self.formats: dict[str, str] = {}
         #: Scales of activations and of the KV cache.
@@ -103,9 +105,10 @@ class Dequantized(TensorSource):
         self.activation_scales = tuple(activation_scales)
         self.tensors = tensors
 
-    def read(self, name: str, slices: Slices) -> Bits:
+    def read(self, name: str, slices: Slices | None = None) -> Tensor:
         if name not in self._packed:
             return self._source.read(name, slices)
+        slices = whole(self.tensors[name].shape) if slices is None else slices
         packed = self._packed[name]
         return (self._unpack_fp8 if packed.format == FP8 else self._unpack_nvfp4)(packed, slices)
 
@@ -199,30 +202,21 @@ class Dequantized(TensorSource):
             self._scales[name] = scalar(self._source, name)
         return self._scales[name]
 
-    def _unpack_nvfp4(self, packed: _PackedWeight, slices: Slices) -> Bits:
-        import torch
-
-        from megatron_nemotron3.precision.numerics import nvfp4
-
+    def _unpack_nvfp4(self, packed: _PackedWeight, slices: Slices) -> Tensor:
         rows, (left, right) = slices
         first, last = left // BLOCK, -(-right // BLOCK)  # blocks
         codes = self._source.read(packed.elements, (rows, (first * BLOCK // 2, last * BLOCK // 2)))
-        bits = self._source.read(packed.scale, (rows, (first, last)))
+        bits = self._source.read(packed.scale, (rows, (first, last))).view(torch.uint8)
         if (bits >= 0x7F).any():  # NaN or negative
             raise CheckpointError(f"{self.folder}: {packed.scale} holds NaN or a negative scale")
         scale = torch.tensor(self._tensor_scale(packed.scale_2))
         if packed.reciprocal:
             scale = torch.ones(()) / scale
         shift = left - first * BLOCK
-        values = nvfp4.dequantize(torch.from_numpy(codes), torch.from_numpy(bits), scale)
-        return as_bits(values[:, shift : shift + right - left])
+        return nvfp4.dequantize(codes, bits, scale)[:, shift : shift + right - left]
 
-    def _unpack_fp8(self, packed: _PackedWeight, slices: Slices) -> Bits:
-        import torch
-
-        from megatron_nemotron3.precision.numerics import fp8
-
-        bits = self._source.read(packed.elements, slices)
+    def _unpack_fp8(self, packed: _PackedWeight, slices: Slices) -> Tensor:
+        bits = self._source.read(packed.elements, slices).view(torch.uint8)
         if ((bits & 0x7F) == 0x7F).any():
             raise CheckpointError(f"{self.folder}: {packed.elements} holds NaN")
         found = self._source.tensors[packed.scale]
@@ -230,10 +224,10 @@ class Dequantized(TensorSource):
             scale = torch.tensor(self._tensor_scale(packed.scale))
         else:
             some = (slices[0], *((0, n) for n in found.shape[1:]))
-            scale = as_tensor(self._source.read(packed.scale, some), found.dtype).float().reshape(-1, 1)
+            scale = self._source.read(packed.scale, some).float().reshape(-1, 1)
             if not bool(((scale > 0) & torch.isfinite(scale)).all()):
                 raise CheckpointError(f"{self.folder}: {packed.scale} holds a scale not above 0")
-        return as_bits(fp8.dequantize(torch.from_numpy(bits), scale))
+        return fp8.dequantize(bits, scale)
 
 
 def _stated_formats(details: Mapping[str, Any]) -> set[str]:
@@ -261,7 +255,6 @@ class Quantized(TensorSource):
 
     def __init__(self, source: TensorSource, plan: Quantization) -> None:
         self.folder, self.files, self.plan, self._source = source.folder, source.files, plan, source
-        self.reads = source.reads
         self._origins: dict[str, tuple[Weight, str]] = {}
         tensors: dict[str, SourceTensor] = {}
         for weight in plan.weights:
@@ -280,23 +273,20 @@ class Quantized(TensorSource):
         self._amax: dict[str, Any] = {}
         self._cached: tuple[str, Any] = ("", None)
 
-    def read(self, name: str, slices: Slices) -> Bits:
+    def read(self, name: str, slices: Slices | None = None) -> Tensor:
         weight, part = self._origins[name]
         if part in weight.given:
-            import numpy
-
-            return numpy.array(weight.given[part], "f4").view("u4")
+            return torch.tensor(weight.given[part])
         if weight.algorithm is None:
             return self._source.read(name, slices)
         scale = self._weight_scale(weight)
         if part == ("weight_scale" if weight.algorithm == "FP8" else "weight_scale_2"):
-            return as_bits(scale)
-        return self._pack(weight, part, slices, scale)
+            return scale
+        slices = whole(self.tensors[name].shape) if slices is None else slices
+        return self._pack(weight, part, slices, scale).view(self.tensors[name].torch_dtype)
 
-    def _weight_scale(self, weight: Weight) -> Any:
+    def _weight_scale(self, weight: Weight) -> Tensor:
         """Return the scale of a whole tensor; the first call reads all its elements."""
-        from megatron_nemotron3.precision.numerics import fp8, nvfp4
-
         name, shape, _ = weight.tensor
         make = fp8.tensor_scale if weight.algorithm == "FP8" else nvfp4.tensor_scale
         try:
@@ -309,12 +299,8 @@ class Quantized(TensorSource):
         except ValueError as problem:
             raise CheckpointError(f"{self.folder}: {name}: {problem}") from None
 
-    def _pack(self, weight: Weight, part: str, slices: Slices, scale: Any) -> Bits:
+    def _pack(self, weight: Weight, part: str, slices: Slices, scale: Tensor) -> Tensor:
         """Return the codes or block scales of a slice; whole blocks of columns are quantized."""
-        import torch
-
-        from megatron_nemotron3.precision.numerics import fp8, nvfp4
-
         name, shape, _ = weight.tensor
         (top, bottom), (left, right) = slices
         # Source columns per element of the result, rounded to whole blocks.
@@ -333,13 +319,12 @@ class Quantized(TensorSource):
                 made = nvfp4.block_scales(x, scale)
             skip = left - first // each
             result[start - top : stop - top] = made[:, skip : skip + right - left]
-        return result.numpy()
+        return result
 
-    def _elements(self, name: str, slices: Slices) -> Any:
-        """Read a slice of the source as a torch tensor; a small weight is read whole, and cached."""
-        tensor = self._source.tensors[name]
-        if prod(tensor.shape) * ITEM_SIZE[tensor.dtype] > _CACHE_BYTES:
-            return as_tensor(self._source.read(name, slices), tensor.dtype)
+    def _elements(self, name: str, slices: Slices) -> Tensor:
+        """Read a slice of the source; a small weight is read whole, and cached."""
+        if self._source.tensors[name].nbytes > _CACHE_BYTES:
+            return self._source.read(name, slices)
         if self._cached[0] != name:
-            self._cached = (name, as_tensor(self._source.read(name, whole(tensor.shape)), tensor.dtype))
+            self._cached = (name, self._source.read(name))
         return self._cached[1][tuple(slice(a, b) for a, b in slices)]

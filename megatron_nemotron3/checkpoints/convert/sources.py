@@ -1,35 +1,32 @@
-"""Lazy access to tensor slices in files.
+"""Tensors by name, of which slices are read on demand.
 
-Every reader (safetensors, torch_dist) lists the blocks of files that hold the parts of each tensor.
-`FileSource.read` assembles a slice from these blocks, with one `pread` per contiguous run and no memory
-beyond the slice. Files are not memory-mapped, so the resident memory of the process does not grow with them.
-
-Elements are not interpreted: a slice of a bfloat16 tensor is an array of unsigned 16-bit integers.
+Every reader (safetensors, torch_dist) lists the blocks of files that hold the parts of each tensor. A slice
+inside one block is a view of the mapped file, anything else is put together in new memory. A tensor must not
+be written to; the CRC32 of a block is compared when it is used for the first time.
 """
 
 from __future__ import annotations
 
-import os
-import weakref
+import warnings
 from bisect import bisect_left
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
 
-from megatron_nemotron3.checkpoints.archive import ArchiveError, ArchiveRecord, read_into
-from megatron_nemotron3.checkpoints.convert.checksums import Reads
-from megatron_nemotron3.checkpoints.convert.plan import Bits, Shape, Slices, extent
+import torch
+from torch import Tensor
+
+from megatron_nemotron3.checkpoints.convert.plan import Shape, Slices, extent, whole
+from megatron_nemotron3.checkpoints.mapped import MappedFiles, explained
 from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, CheckpointError
-from megatron_nemotron3.checkpoints.read import opened
+from megatron_nemotron3.checkpoints.read import ArchiveRecord
 from megatron_nemotron3.models.tensors import Row
 
-#: Largest number of open files.
-_OPEN = 64
-#: Bytes read per call from a block whose rows are not contiguous in the slice.
-_SPAN = 8 << 20
+with warnings.catch_warnings():  # torch says once in a process that a buffer cannot be written to
+    warnings.simplefilter("ignore")
+    torch.frombuffer(bytes(1), dtype=torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +65,11 @@ class SourceTensor:
     def nbytes(self) -> int:
         return prod(self.shape) * ITEM_SIZE[self.dtype]
 
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
 
 class TensorSource:
     """Tensors by name, of which slices are read on demand."""
@@ -78,48 +80,52 @@ class TensorSource:
     files: Mapping[str, int]
     #: The table's row of each tensor that a conversion makes.
     rows: Mapping[str, Row] = MappingProxyType({})
-    #: What was read of the files; empty for a source that is no file.
-    reads = Reads(Path())
 
-    def read(self, name: str, slices: Slices) -> Bits:
-        """Read a slice as raw bits, into a new C-contiguous array of its shape."""
+    def read(self, name: str, slices: Slices | None = None) -> Tensor:
+        """Read a tensor, or a slice of it. The result may be a view of a file: it must not be written to."""
         raise NotImplementedError
 
 
 class FileSource(TensorSource):
     """Tensors in files."""
 
-    def __init__(self, folder: Path, tensors: Mapping[str, SourceTensor], files: Mapping[str, int]) -> None:
-        self.folder, self.tensors, self.files, self.reads = folder, tensors, files, Reads(folder)
-        self._open: OrderedDict[Path, int] = OrderedDict()
-        # A process that opens one checkpoint after another must not keep all files open.
-        weakref.finalize(self, _close, self._open).atexit = False
+    def __init__(
+        self,
+        folder: Path,
+        tensors: Mapping[str, SourceTensor],
+        files: Mapping[str, int],
+        opened: MappedFiles | None = None,
+    ) -> None:
+        self.folder, self.tensors, self.files = folder, tensors, files
+        self.opened = MappedFiles() if opened is None else opened
         self._sorted: dict[str, tuple[list[int], int, list[Block]]] = {}
+        self._checked: set[tuple[Path, int]] = set()
 
-    def read(self, name: str, slices: Slices) -> Bits:
-        import numpy
-
+    def read(self, name: str, slices: Slices | None = None) -> Tensor:
         tensor = self.tensors[name]
-        result = numpy.empty(extent(slices), bits(tensor.dtype))
-        filled = 0
+        slices = whole(tensor.shape) if slices is None else slices
+        result, filled = None, 0
         for block in self._overlapping_blocks(name, slices):
-            starts = [max(a, o) for (a, _), o in zip(slices, block.offsets)]
-            stops = [min(b, o + n) for (_, b), o, n in zip(slices, block.offsets, block.sizes)]
-            if any(a >= b for a, b in zip(starts, stops)):
-                continue
-            window = tuple(slice(a - s, b - s) for a, b, (s, _) in zip(starts, stops, slices))
-            inside = tuple((a - o, b - o) for a, b, o in zip(starts, stops, block.offsets))
-            self._read_block(result[window] if window else result, block, inside)
-            filled += prod(b - a for a, b in zip(starts, stops))
-        if filled != result.size:
-            raise CheckpointError(
-                f"{self.folder}: the parts of {name} at {slices} hold {filled:,} of {result.size:,} elements"
+            common = tuple(
+                (max(a, o), min(b, o + n))
+                for (a, b), o, n in zip(slices, block.offsets, block.sizes, strict=True)
             )
-        return result
-
-    def close(self) -> None:
-        """Close the files. A later read opens them again."""
-        _close(self._open)
+            if any(a >= b for a, b in common):
+                continue
+            inside = tuple((a - o, b - o) for (a, b), o in zip(common, block.offsets))
+            part = self._read_block(tensor, block, inside)
+            if common == slices:
+                return part
+            if result is None:
+                result = torch.empty(extent(slices), dtype=tensor.torch_dtype)
+            result[tuple(slice(a - s, b - s) for (a, b), (s, _) in zip(common, slices))] = part
+            filled += part.numel()
+        if filled != prod(extent(slices)):
+            raise CheckpointError(
+                f"{self.folder}: the parts of {name} at {slices} hold {filled:,} of {prod(extent(slices)):,} "
+                "elements"
+            )
+        return torch.empty(extent(slices), dtype=tensor.torch_dtype) if result is None else result
 
     def _overlapping_blocks(self, name: str, slices: Slices) -> list[Block]:
         """List the blocks that may hold a part of the slice. A stack of experts has hundreds of blocks."""
@@ -128,74 +134,24 @@ class FileSource(TensorSource):
             return list(blocks)
         if name not in self._sorted:
             ordered = sorted(blocks, key=lambda b: b.offsets)
-            self._sorted[name] = (
-                [b.offsets[0] for b in ordered],
-                max(b.sizes[0] for b in ordered),
-                ordered,
-            )
+            longest = max(b.sizes[0] for b in ordered)
+            self._sorted[name] = ([b.offsets[0] for b in ordered], longest, ordered)
         starts, longest, ordered = self._sorted[name]
         first, last = slices[0]
         return ordered[bisect_left(starts, first - longest + 1) : bisect_left(starts, last)]
 
-    def _read_block(self, target: Bits, block: Block, inside: Slices) -> None:
-        """Read [inside], a slice in the indices of the block, into `target`."""
-        import numpy
-
-        location, item = block.locate(), target.itemsize
-        first = location.offset + item * sum(a * step for (a, _), step in zip(inside, location.stride))
-        shape = extent(inside)
-        span = 1 + sum((n - 1) * step for n, step in zip(shape, location.stride))
-        descriptor = self._descriptor(location.path)
-        if span == target.size and _is_row_major(shape, location.stride):
-            if target.flags.c_contiguous:
-                self._pread(descriptor, target, first, location)
-            else:
-                run = numpy.empty(shape, target.dtype)
-                self._pread(descriptor, run, first, location)
-                target[...] = run
-            return
-        # Rows of a wider matrix, or a transposed matrix: read as many rows per call as _SPAN allows.
-        step = location.stride[0]
-        one = span - (shape[0] - 1) * step  # elements that a single row spans
-        rows = max(1, 1 + (_SPAN // item - one) // step) if step else shape[0]
-        for start in range(0, shape[0], rows):
-            count = min(rows, shape[0] - start)
-            some = (count, *shape[1:])
-            flat = numpy.empty(one + (count - 1) * step, target.dtype)
-            self._pread(descriptor, flat, first + start * step * item, location)
-            strides = tuple(stride * item for stride in location.stride)
-            target[start : start + count] = numpy.lib.stride_tricks.as_strided(flat, some, strides)
-
-    def _pread(self, descriptor: int, target: Bits, offset: int, location: Location) -> None:
-        try:
-            read_into(descriptor, memoryview(target.reshape(-1).view("u1")), offset)
-        except OSError as problem:
-            raise CheckpointError(f"{location.path}: {problem.strerror} at byte {offset:,}") from None
-        except ArchiveError as problem:
-            raise CheckpointError(f"{location.path}: {problem}") from None
-        if location.record is not None:
-            self.reads.add(location.path, location.record, offset, target)
-
-    def _descriptor(self, path: Path) -> int:
-        if path in self._open:
-            self._open.move_to_end(path)
-            return self._open[path]
-        with opened(path) as found:
-            descriptor = os.dup(found)
-        if len(self._open) >= _OPEN:
-            os.close(self._open.popitem(last=False)[1])
-        self._open[path] = descriptor
-        return descriptor
-
-
-def _close(opened: OrderedDict[Path, int]) -> None:
-    while opened:
-        os.close(opened.popitem()[1])
-
-
-def bits(dtype: str) -> str:
-    """Numpy's unsigned integer type of the size of torch's `dtype`."""
-    return f"u{ITEM_SIZE[dtype]}"
+    def _read_block(self, tensor: SourceTensor, block: Block, inside: Slices) -> Tensor:
+        """Return [inside], a slice in the indices of the block, as a view of its file."""
+        at, shape, item = block.locate(), extent(inside), ITEM_SIZE[tensor.dtype]
+        first = at.offset + item * sum(a * step for (a, _), step in zip(inside, at.stride))
+        span = item * (1 + sum((n - 1) * step for n, step in zip(shape, at.stride)))
+        with explained(at.path):
+            file = self.opened[at.path]
+            if at.record is not None and (key := (at.path, at.record.offset)) not in self._checked:
+                at.record.check(file)
+                self._checked.add(key)
+            data = torch.frombuffer(file(first, span), dtype=torch.uint8)
+        return data.view(tensor.torch_dtype).as_strided(shape, at.stride)
 
 
 def row_major(shape: Shape) -> tuple[int, ...]:
@@ -203,10 +159,7 @@ def row_major(shape: Shape) -> tuple[int, ...]:
     return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
-def _is_row_major(shape: Shape, stride: tuple[int, ...]) -> bool:
-    expected = 1
-    for n, step in zip(reversed(shape), reversed(stride)):
-        if n != 1 and step != expected:
-            return False
-        expected *= n
-    return True
+def raw(tensor: Tensor) -> Tensor:
+    """The bits of a tensor, as integers of its size: equal bits are equal numbers, NaN or not."""
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.view(kind)

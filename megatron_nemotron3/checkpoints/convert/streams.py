@@ -1,9 +1,8 @@
-"""Plan destination files to the byte, and write them as streams.
+"""Plan destination files, and write them as streams of bounded memory.
 
-A file is a list of parts. Each part has literal bytes, elements of one tensor, and literal bytes that may
-depend on the CRC32 of the elements. All sizes are known before anything is written, so an index can be made,
-disk space can be checked, and files can be distributed to processes. A file is written in order, so its
-checksum needs no second read.
+A file is a list of parts, each of literal bytes or of elements of one tensor: a safetensors file is its
+header and then elements, a .distcp file a row of archives. A file is the unit of a restart and of the work of
+a process.
 """
 
 from __future__ import annotations
@@ -11,137 +10,194 @@ from __future__ import annotations
 import contextlib
 import os
 import zlib
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TypeVar
 
-from megatron_nemotron3.checkpoints.convert.checksums import combine_crc32
-from megatron_nemotron3.checkpoints.convert.plan import Bits, Slices, bands, extent
+import torch
+from torch import Tensor
+
+from megatron_nemotron3.checkpoints.convert.plan import Slices, bands, extent
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, CheckpointError
+from megatron_nemotron3.checkpoints.write import Writable, overhead, write_tensor
 from megatron_nemotron3.common.files import atomic
-
-_T = TypeVar("_T")
-Block = bytes | memoryview
 
 #: Size in bytes of a band, the unit that is read, converted and written.
 BAND = 8 << 20
 #: Bytes per write. For larger writes Linux uses larger pages in its cache, and a virtual machine must often
 #: get their memory from its host first: writes of 8 MiB took up to twice as long.
 _WRITE = 256 << 10
-#: Number of blocks prepared ahead: elements are followed by a tail, the next head, and elements again.
-_AHEAD = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Literal bytes, then a slice of a tensor in row-major order, then literal bytes."""
+    """A slice of a tensor in row-major order, or literal bytes."""
 
-    head: bytes = b""
+    data: bytes = b""
     tensor: str = ""
     slices: Slices = ()
     dtype: str = ""
-    #: Makes the bytes after the elements from their CRC32.
-    tail: Callable[[int], bytes] | None = None
-    tail_length: int = 0
-
-    @property
-    def data_length(self) -> int:
-        return prod(extent(self.slices)) * ITEM_SIZE[self.dtype] if self.tensor else 0
 
     @property
     def length(self) -> int:
-        return len(self.head) + self.data_length + self.tail_length
+        return prod(extent(self.slices)) * ITEM_SIZE[self.dtype] if self.tensor else len(self.data)
 
 
 @dataclass(frozen=True)
 class FilePlan:
-    """A file to write: its path below the folder, and its parts in order."""
+    """A file to write: its path below the folder, and its parts in order.
+
+    archives: the elements of each part are in an archive of torch.save.
+    """
 
     name: str
     parts: Sequence[Part]
+    archives: bool = False
 
     @property
     def length(self) -> int:
-        return sum(part.length for part in self.parts)
+        around = (overhead(p.dtype, extent(p.slices)) for p in self.parts if self.archives and p.tensor)
+        return sum(part.length for part in self.parts) + sum(around)
 
 
-def blocks(plan: FilePlan, source: TensorSource, *, finite: bool = True) -> Iterator[tuple[Block, int]]:
-    """Yield the bytes of a file in order, in blocks of about `BAND` bytes, each with its CRC32."""
+_T = TypeVar("_T")
+
+
+def grouped(items: Iterable[_T], limit: int, size: Callable[[_T], int]) -> Iterator[list[_T]]:
+    """Cut items into groups, in order: as many as fit into `limit` bytes, but at least one."""
+    group: list[_T] = []
+    length = 0
+    for item in items:
+        if group and length + size(item) > limit:
+            yield group
+            group, length = [], 0
+        group.append(item)
+        length += size(item)
+    if group:
+        yield group
+
+
+class Output:
+    """A file that is written in order: its length, and its CRC32, which a thread computes meanwhile."""
+
+    def __init__(self, file: Writable, written: Callable[[int], None] = lambda length: None) -> None:
+        self.length = 0
+        self._file, self._written, self._crc = file, written, 0
+        self._small = bytearray()
+        self._thread, self._checked = ThreadPoolExecutor(1), Future[None]()
+        self._checked.set_result(None)
+
+    def write(self, data: Any) -> int:
+        """Append bytes; short ones are collected."""
+        view = memoryview(data).cast("B")
+        self.length += len(view)
+        if len(view) < _WRITE:
+            self._small += view
+            if len(self._small) < _WRITE:
+                return len(view)
+        self._flush()
+        if len(view) >= _WRITE:
+            self._put(view)
+        return len(view)
+
+    @property
+    def crc32(self) -> int:
+        """Of all bytes, which are then written."""
+        self._flush()
+        self._checked.result()
+        return self._crc
+
+    def _flush(self) -> None:
+        if self._small:
+            small, self._small = self._small, bytearray()
+            self._put(memoryview(small))
+
+    def _put(self, view: memoryview) -> None:
+        self._checked.result()
+        self._checked = self._thread.submit(self._update, view)
+        for start in range(0, len(view), _WRITE):
+            piece = view[start : start + _WRITE]
+            while piece:
+                piece = piece[self._file.write(piece) or len(piece) :]
+        self._written(len(view))
+
+    def _update(self, view: memoryview) -> None:
+        self._crc = zlib.crc32(view, self._crc)
+
+    def __enter__(self) -> Output:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._thread.shutdown()
+
+
+def write_parts(plan: FilePlan, source: TensorSource, out: Output, *, finite: bool = True) -> dict[str, Any]:
+    """Write the parts of a file. Returns "bytes", "crc32", and of archives the "places" (offset, length)."""
+    places = []
     for part in plan.parts:
-        if part.head:
-            yield part.head, zlib.crc32(part.head)
-        crc = 0
-        if part.tensor:
-            for band in bands(part.slices, BAND // ITEM_SIZE[part.dtype]):
-                array = source.read(part.tensor, band).reshape(-1)
-                if finite and part.dtype in _INFINITE:
-                    _check_finite(array, part, source)
-                data = memoryview(array.view("u1"))
-                one = source.reads.crc32(array)
-                crc = combine_crc32(crc, one, len(data))
-                yield data, one
-        if part.tail is not None:
-            tail = part.tail(crc)
-            yield tail, zlib.crc32(tail)
-
-
-#: Bits of the smallest value that is not finite, without the sign.
-_INFINITE = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000, "float64": 0x7FF << 52}
-#: Elements checked per step: few enough to stay in the cache of a core.
-_FINITE_STEP = 1 << 16
-
-
-def _check_finite(array: Bits, part: Part, source: TensorSource) -> None:
-    limit = _INFINITE[part.dtype]
-    signless = (1 << (8 * array.itemsize - 1)) - 1
-    for start in range(0, array.size, _FINITE_STEP):
-        if int((array[start : start + _FINITE_STEP] & signless).max()) >= limit:
-            raise CheckpointError(
-                f"{source.folder}: {part.tensor} has values that are NaN or infinite: "
-                "--allow-nonfinite copies them"
-            )
+        begin = out.length
+        if not part.tensor:
+            out.write(part.data)
+        elif plan.archives:
+            write_tensor(out, part.dtype, extent(part.slices), _bands(part, source, finite))
+        else:
+            for band in _bands(part, source, finite):
+                out.write(band)
+        places.append((begin, out.length - begin))
+    entry = {"bytes": out.length, "crc32": f"{out.crc32:08x}"}
+    return {**entry, "places": places} if plan.archives else entry
 
 
 def write(
     plan: FilePlan, source: TensorSource, path: Path, written: Callable[[int], None], *, finite: bool = True
-) -> int:
-    """Write a file atomically, and return its CRC32. `written` is called with the bytes of each block."""
-    crc = length = begun = 0
+) -> dict[str, Any]:
+    """Write a file atomically; `written` is called with numbers of bytes. Returns what `write_parts` does."""
     with atomic(path) as temporary, open(temporary, "wb", buffering=0) as file:
-        for block, one in prefetched(blocks(plan, source, finite=finite)):
-            crc, length = combine_crc32(crc, one, len(block)), length + len(block)
-            _write_all(file.fileno(), block)
-            if length - begun > BAND // 2:
-                _start_writing(file.fileno(), begun, length - begun)
-                begun = length
-            written(len(block))
-        if length != plan.length:
-            raise RuntimeError(f"{path}: {length:,} bytes were written, {plan.length:,} planned")
-    return crc
+        begun = 0
+
+        def count(length: int) -> None:
+            nonlocal begun
+            if out.length - begun > BAND // 2:
+                _start_writing(file.fileno(), begun, out.length - begun)
+                begun = out.length
+            written(length)
+
+        with Output(file, count) as out:
+            return write_parts(plan, source, out, finite=finite)
 
 
-def prefetched(items: Iterator[_T]) -> Iterator[_T]:
-    """Yield the items while a thread prepares the next ones.
-
-    Reading, checksums and writing release Python's global lock, so they overlap.
-    """
-    end = object()
-    with ThreadPoolExecutor(1) as thread:
-        coming: deque[Future[Any]] = deque(thread.submit(next, items, end) for _ in range(_AHEAD))
-        while (item := coming.popleft().result()) is not end:
-            coming.append(thread.submit(next, items, end))
-            yield item
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor in row-major order."""
+    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
-def _write_all(descriptor: int, data: Block) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view[:_WRITE]) :]
+def _bands(part: Part, source: TensorSource, finite: bool) -> Iterator[memoryview]:
+    for band in bands(part.slices, BAND // ITEM_SIZE[part.dtype]):
+        tensor = source.read(part.tensor, band)
+        if finite and part.dtype in _FLOATS:
+            _check_finite(tensor, part, source)
+        yield as_bytes(tensor)
+
+
+#: Types of weights, which should have no NaN; in quantized ones such a code is refused elsewhere.
+_FLOATS = ("bfloat16", "float16", "float32", "float64")
+
+
+def _check_finite(tensor: Tensor, part: Part, source: TensorSource) -> None:
+    # A sum with a value that is not finite is not finite, and is quicker than a comparison of each.
+    wide = torch.float64 if part.dtype == "float64" else torch.float32
+    if not torch.isfinite(tensor.sum(dtype=wide)) and not torch.isfinite(tensor).all():
+        raise CheckpointError(
+            f"{source.folder}: {part.tensor} has values that are NaN or infinite: "
+            "--allow-nonfinite copies them"
+        )
 
 
 def _start_writing(descriptor: int, offset: int, length: int) -> None:

@@ -24,7 +24,7 @@ from megatron_nemotron3.checkpoints.convert.quantized_config import (
 )
 from megatron_nemotron3.checkpoints.convert.quantized_recipes import Quantization
 from megatron_nemotron3.checkpoints.convert.sources import SourceTensor
-from megatron_nemotron3.checkpoints.convert.streams import FilePlan, Part
+from megatron_nemotron3.checkpoints.convert.streams import FilePlan, Part, grouped
 from megatron_nemotron3.checkpoints.metadata import read_file
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.omni import OmniConfig
@@ -43,39 +43,28 @@ _COPIED_LIMIT = 256 << 20
 _COPIED_ENDINGS = (".py", ".jinja", ".tiktoken")
 
 
-def _shards(tensors: Mapping[str, SourceTensor], limit: int) -> dict[str, list[str]]:
-    """Map each file name to its tensors: in order, as many as fit into `limit` bytes, but at least one."""
-    groups: list[list[str]] = []
-    size = limit
-    for name, tensor in tensors.items():
-        if size + tensor.nbytes > limit:
-            groups.append([])
-            size = 0
-        groups[-1].append(name)
-        size += tensor.nbytes
-    if len(groups) == 1:
-        return {SINGLE: groups[0]}
-    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
-
-
 def files(tensors: Mapping[str, SourceTensor], limit: int = SHARD_BYTES) -> list[FilePlan]:
     """Plan the safetensors files with these tensors."""
+    groups = list(grouped(tensors, limit, lambda name: tensors[name].nbytes))
     result = []
-    for file, names in _shards(tensors, limit).items():
-        head = safetensors_header(
-            ((name, tensors[name].dtype, tensors[name].shape) for name in names), _METADATA
-        )
-        parts = [Part(head=head)]
-        parts += [Part(tensor=n, slices=whole(tensors[n].shape), dtype=tensors[n].dtype) for n in names]
-        result.append(FilePlan(file, parts))
+    for number, names in enumerate(groups, 1):
+        file = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        result.append(safetensors_plan(file, {name: tensors[name] for name in names}, _METADATA))
     return result
+
+
+def safetensors_plan(file: str, tensors: Mapping[str, SourceTensor], metadata: Mapping[str, str]) -> FilePlan:
+    """Plan a safetensors file."""
+    head = safetensors_header(((name, t.dtype, t.shape) for name, t in tensors.items()), metadata)
+    parts = [Part(tensor=name, slices=whole(t.shape), dtype=t.dtype) for name, t in tensors.items()]
+    return FilePlan(file, [Part(head), *parts])
 
 
 def index(plans: Sequence[FilePlan]) -> bytes | None:
     """Return the content of model.safetensors.index.json; None if there is only one file."""
     if len(plans) == 1:
         return None
-    total = sum(part.data_length for plan in plans for part in plan.parts)
+    total = sum(part.length for plan in plans for part in plan.parts if part.tensor)
     where = {part.tensor: plan.name for plan in plans for part in plan.parts if part.tensor}
     data = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
     return (json.dumps(data, indent=2) + "\n").encode()

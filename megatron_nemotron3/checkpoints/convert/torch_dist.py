@@ -21,8 +21,9 @@ from megatron_nemotron3.checkpoints.convert.hf_folder import regular_file_size
 from megatron_nemotron3.checkpoints.convert.keys import NameLookup, non_weight_kind
 from megatron_nemotron3.checkpoints.convert.plan import CopyPlan
 from megatron_nemotron3.checkpoints.convert.sources import Block, FileSource, Location, SourceTensor
+from megatron_nemotron3.checkpoints.mapped import MappedFiles, explained
 from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, CheckpointError, CheckpointIndex, TensorChunk
-from megatron_nemotron3.checkpoints.read import chunk_layout, opened, stored_object
+from megatron_nemotron3.checkpoints.read import chunk_layout, stored_object
 from megatron_nemotron3.checkpoints.structure import check_structure
 from megatron_nemotron3.checkpoints.unpickle import Inert
 from megatron_nemotron3.models import Nemotron3Config
@@ -42,14 +43,19 @@ def open_torch_dist(folder: Path) -> tuple[FileSource, CheckpointIndex]:
         raise CheckpointError(f"{problem} ({verdict.state}; `nemotron3 check {folder}` says more)")
     index = verdict.index
     files = {name: regular_file_size(folder / name, folder) for name in index.files}
-    return FileSource(folder, index_tensors(index), files), index
+    opened = MappedFiles()
+    return FileSource(folder, index_tensors(index, opened), files, opened), index
 
 
-def index_tensors(index: CheckpointIndex) -> dict[str, SourceTensor]:
+def index_tensors(index: CheckpointIndex, opened: MappedFiles) -> dict[str, SourceTensor]:
     """Return every tensor of an index; the elements of a chunk are located when they are read."""
 
     def block(chunk: TensorChunk, dtype: str) -> Block:
-        return Block(chunk.offsets, chunk.sizes, partial(_locate_chunk, index.folder, chunk, dtype))
+        return Block(
+            chunk.offsets,
+            chunk.sizes,
+            partial(_locate_chunk, opened, index.folder / chunk.file, chunk, dtype),
+        )
 
     return {
         name: SourceTensor(tensor.dtype, tensor.shape, tuple(block(c, tensor.dtype) for c in tensor.chunks))
@@ -57,12 +63,11 @@ def index_tensors(index: CheckpointIndex) -> dict[str, SourceTensor]:
     }
 
 
-def _locate_chunk(folder: Path, chunk: TensorChunk, dtype: str) -> Location:
+def _locate_chunk(opened: MappedFiles, path: Path, chunk: TensorChunk, dtype: str) -> Location:
     """Locate the elements of a chunk; only the headers of its archive are read."""
-    path = folder / chunk.file
-    with opened(path) as descriptor:
-        found = chunk_layout(descriptor, chunk, dtype)
-    return Location(path, found.offset, found.stride, found.record)
+    with explained(path):
+        found = chunk_layout(opened[path], chunk, dtype)
+    return Location(path, found.offset, found.stride, found.record if found.protected else None)
 
 
 def read_dcp_state(index: CheckpointIndex) -> dict[str, Any]:
@@ -100,7 +105,7 @@ def reorder_mamba(source: FileSource, config: Nemotron3Config, state: dict[str, 
             raise CheckpointError(f"{source.folder}: written at TP={tp}, but {problem}") from None
         assert plan is not None
         changed[key] = SourceTensor(tensor.dtype, tensor.shape, _reordered(tensor, plan))
-    return FileSource(source.folder, {**source.tensors, **changed}, source.files) if changed else source
+    return FileSource(source.folder, {**source.tensors, **changed}, source.files, source.opened)
 
 
 def _written_tp(source: FileSource, state: dict[str, Any]) -> int:

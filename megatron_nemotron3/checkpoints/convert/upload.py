@@ -13,9 +13,15 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatron_nemotron3.checkpoints.convert.checksums import combine_crc32
-from megatron_nemotron3.checkpoints.convert.job import JOURNAL, MANIFEST, Job, JobProgress, checked_manifest
-from megatron_nemotron3.checkpoints.convert.streams import blocks, prefetched
+from megatron_nemotron3.checkpoints.convert.job import (
+    JOURNAL,
+    MANIFEST,
+    Job,
+    JobProgress,
+    checked_manifest,
+    usable,
+)
+from megatron_nemotron3.checkpoints.convert.streams import Output, write_parts
 from megatron_nemotron3.checkpoints.remote import filesystem, root
 
 
@@ -38,26 +44,27 @@ def upload(job: Job, url: str, report: Callable[[JobProgress], None]) -> dict[st
     done = _uploaded(store, place, url, fingerprint, job)
     total, before = sum(plan.length for plan in job.files), sum(entry["bytes"] for entry in done.values())
     written, last = 0, time.monotonic()
+
+    def count(length: int) -> None:
+        nonlocal written, last
+        written += length
+        if (now := time.monotonic()) - last > 1:
+            last = now
+            report(JobProgress(before + written, total, before))
+
     for plan in job.files:
         if plan.name in done:
             continue
         _put_journal(store, place, url, fingerprint, done)
-        crc = 0
-        with _explained(url), _created(store, f"{place}/{plan.name}") as file:
-            for block, one in prefetched(blocks(plan, job.source, finite=job.finite)):
-                file.write(block)
-                crc, written = combine_crc32(crc, one, len(block)), written + len(block)
-                if (now := time.monotonic()) - last > 1:
-                    last = now
-                    report(JobProgress(before + written, total, before))
+        with _explained(url), _created(store, f"{place}/{plan.name}") as file, Output(file, count) as out:
+            done[plan.name] = write_parts(plan, job.source, out, finite=job.finite)
         with _explained(url):
-            if (size := store.info(f"{place}/{plan.name}")["size"]) != plan.length:
-                raise ValueError(f"{url}/{plan.name}: {size:,} bytes arrived of {plan.length:,}")
-        done[plan.name] = {"bytes": plan.length, "crc32": f"{crc:08x}", "read": job.source.reads.take()}
+            if (size := store.info(f"{place}/{plan.name}")["size"]) != done[plan.name]["bytes"]:
+                raise ValueError(f"{url}/{plan.name}: {size:,} bytes arrived of {done[plan.name]['bytes']:,}")
     _put_journal(store, place, url, fingerprint, done)
-    manifest = checked_manifest(job, state, fingerprint, done, url)
+    manifest, small = checked_manifest(job, state, fingerprint, done, url)
     with _explained(url):
-        for name, data in job.small.items():
+        for name, data in small.items():
             store.pipe_file(f"{place}/{name}", data)
         store.pipe_file(f"{place}/{MANIFEST}", (json.dumps(manifest, indent=1) + "\n").encode())
         store.rm_file(f"{place}/{JOURNAL}")
@@ -68,15 +75,15 @@ def _uploaded(store: Any, place: str, url: str, fingerprint: str, job: Job) -> d
     """Return the files of the journal that are there in full length."""
     if not store.exists(f"{place}/{JOURNAL}"):
         return {}
-    lengths, done = {plan.name: plan.length for plan in job.files}, {}
+    plans, done = {plan.name: plan for plan in job.files}, {}
     try:
         found = json.loads(store.cat_file(f"{place}/{JOURNAL}"))
         if found["plan"] != fingerprint:
             raise ValueError("its source or its options were others")
         for name, entry in found["files"].items():
-            if lengths.get(name) != entry["bytes"] or not store.exists(f"{place}/{name}"):
+            if name not in plans or not usable(plans[name], entry) or not store.exists(f"{place}/{name}"):
                 continue
-            if store.info(f"{place}/{name}")["size"] == lengths[name]:
+            if store.info(f"{place}/{name}")["size"] == entry["bytes"]:
                 done[name] = entry
     except (ValueError, KeyError, TypeError, AttributeError) as problem:
         raise ValueError(

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import time
 import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
-from megatron_nemotron3.checkpoints.archive import preadv
 from megatron_nemotron3.checkpoints.convert.checkpoints import open_checkpoint
 from megatron_nemotron3.checkpoints.convert.compare import Difference, compare
 from megatron_nemotron3.checkpoints.convert.job import MANIFEST
 from megatron_nemotron3.checkpoints.convert.job_options import ConvertOptions
 from megatron_nemotron3.checkpoints.convert.opened import checkpoint_facts, checkpoint_line
 from megatron_nemotron3.checkpoints.convert.streams import BAND
+from megatron_nemotron3.checkpoints.mapped import MappedFile, explained
 from megatron_nemotron3.checkpoints.metadata import CheckpointError, read_json
-from megatron_nemotron3.checkpoints.read import opened
 from megatron_nemotron3.checkpoints.remote import shown
 from megatron_nemotron3.common.output import BYTES, Bar, say, size_text
 from megatron_nemotron3.common.processes import parallel_map
@@ -90,20 +88,18 @@ def verify_manifest(folder: Path, workers: int) -> int:
         entry, path = entries[name], folder / name
         if not isinstance(entry, dict) or Path(name).is_absolute() or ".." in Path(name).parts:
             return f"{folder / MANIFEST}: {name!r:.100} is not an entry of a file below the folder"
-        crc = length = 0
+        crc = 0
         try:
-            with opened(path) as descriptor:
-                length = os.fstat(descriptor).st_size
-                if length != entry.get("bytes"):  # before a file of any length is read
-                    return f"{path}: {length:,} bytes, {entry.get('bytes')!r:.30} were written"
-                block, whole, length = memoryview(bytearray(min(BAND, length))), length, 0
-                while length < whole and (got := preadv(descriptor, block, length)):
-                    crc, length = zlib.crc32(block[:got], crc), length + got
-                    count(got)
+            with explained(path):
+                file = MappedFile(path)
+                if file.size != entry.get("bytes"):  # before a file of any length is read
+                    return f"{path}: {file.size:,} bytes, {entry.get('bytes')!r:.30} were written"
+                for start in range(0, file.size, BAND):
+                    block = file(start, min(BAND, file.size - start))
+                    crc = zlib.crc32(block, crc)
+                    count(len(block))
         except CheckpointError as problem:
             return str(problem)
-        if length != entry.get("bytes"):
-            return f"{path}: {length:,} bytes, {entry.get('bytes')!r:.30} were written"
         if f"{crc:08x}" != entry.get("crc32"):
             return f"{path}: CRC32 {crc:08x}, {entry.get('crc32')!r:.30} was written"
         return None

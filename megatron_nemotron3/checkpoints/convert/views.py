@@ -1,7 +1,7 @@
-"""Lazy views of tensor sources: converted between Megatron and Hugging Face, cast, or renamed.
+"""Views of tensor sources: converted between Megatron and Hugging Face, cast, or renamed.
 
 A view reads from its source only when a slice is read, so a chain of views needs no more memory than the
-slice. A conversion writes `Converted(Cast(FileSource))` in bands of rows.
+slice.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
 
-from megatron_nemotron3.checkpoints.convert.checksums import JoinedReads, Reads
+import torch
+from torch import Tensor
+
 from megatron_nemotron3.checkpoints.convert.inventory import TensorMapping
-from megatron_nemotron3.checkpoints.convert.plan import Bits, CopyPiece, Slices, extent
-from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource, bits
+from megatron_nemotron3.checkpoints.convert.plan import CopyPiece, Slices, extent, whole
+from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource
 from megatron_nemotron3.checkpoints.metadata import CheckpointError
 
 
@@ -25,7 +26,6 @@ class Converted(TensorSource):
 
     def __init__(self, source: TensorSource, mappings: Iterable[TensorMapping], *, to_hf: bool) -> None:
         self.folder, self.files, self.to_hf = source.folder, source.files, to_hf
-        self.reads = source.reads
         self._source = source
         self._mappings: dict[str, TensorMapping] = {}
         tensors: dict[str, SourceTensor] = {}
@@ -50,15 +50,12 @@ class Converted(TensorSource):
         self.rows = {name: mapping.row for name, mapping in self._mappings.items()}
         self._cached: tuple[TensorMapping | None, dict[str, list[CopyPiece]]] = (None, {})
 
-    def read(self, name: str, slices: Slices) -> Bits:
-        import numpy
-
-        pieces = self._pieces_of(name)
-        if len(pieces) == 1 and extent(pieces[0].destination_slices) == self.tensors[name].shape:
-            return self._source.read(pieces[0].source, _source_slices(pieces[0], slices)).reshape(
-                extent(slices)
-            )
+    def read(self, name: str, slices: Slices | None = None) -> Tensor:
+        pieces, tensor = self._pieces_of(name), self.tensors[name]
+        slices = whole(tensor.shape) if slices is None else slices
         shape = extent(slices)
+        if len(pieces) == 1 and extent(pieces[0].destination_slices) == tensor.shape:
+            return self._source.read(pieces[0].source, _source_slices(pieces[0], slices)).reshape(shape)
         first, last = slices[0]  # pieces are sorted bands of rows
         begin = max(0, bisect_right(pieces, first, key=_first_row) - 1)
         parts = []
@@ -69,8 +66,8 @@ class Converted(TensorSource):
             if all(a < b for a, b in common):
                 parts.append((piece, common))
         covered = sum(prod(extent(common)) for _, common in parts) == prod(shape)
-        make = numpy.empty if covered else numpy.zeros  # zeros: padded rows
-        result = make(shape, bits(self.tensors[name].dtype))
+        make = torch.empty if covered else torch.zeros  # zeros: padded rows
+        result = make(shape, dtype=tensor.torch_dtype)
         for piece, common in parts:
             part = self._source.read(piece.source, _source_slices(piece, common))
             window = tuple(slice(a - s, b - s) for (a, b), (s, _) in zip(common, slices))
@@ -93,87 +90,60 @@ class Cast(TensorSource):
     """The tensors of a source in another type, rounded to nearest even; some keep their type."""
 
     def __init__(self, source: TensorSource, dtype: str, *, keep: Callable[[str], bool]) -> None:
-        self.folder, self.files, self.reads = source.folder, source.files, source.reads
-        self._source = source
+        self.folder, self.files, self._source = source.folder, source.files, source
         self.tensors = {
             name: tensor if keep(name) else SourceTensor(dtype, tensor.shape)
             for name, tensor in source.tensors.items()
         }
 
-    def read(self, name: str, slices: Slices) -> Bits:
-        array = self._source.read(name, slices)
-        before, after = self._source.tensors[name].dtype, self.tensors[name].dtype
-        return array if before == after else cast(array, before, after)
+    def read(self, name: str, slices: Slices | None = None) -> Tensor:
+        return self._source.read(name, slices).to(self.tensors[name].torch_dtype)
 
 
 class Selected(TensorSource):
     """Some tensors of a source, under other names."""
 
-    def __init__(self, source: TensorSource, names: dict[str, str]) -> None:
+    def __init__(self, source: TensorSource, names: Mapping[str, str]) -> None:
         self.folder, self.files, self._source, self._names = source.folder, source.files, source, names
-        self.reads = source.reads
         self.tensors = {new: source.tensors[old] for new, old in names.items()}
         self.rows = {new: source.rows[old] for new, old in names.items() if old in source.rows}
 
-    def read(self, name: str, slices: Slices) -> Bits:
+    def read(self, name: str, slices: Slices | None = None) -> Tensor:
         return self._source.read(self._names[name], slices)
 
 
 class Joined(TensorSource):
     """The tensors of two sources with different names.
 
-    Files of the second are named by their absolute paths, so that a job watches and verifies them, too.
+    Files of the second are named by their absolute paths, so that a job watches them, too.
     """
 
     def __init__(self, first: TensorSource, second: TensorSource) -> None:
         self.folder = first.folder
         others = {os.path.join(second.folder.absolute(), name): size for name, size in second.files.items()}
         self.files = {**first.files, **others}
-        self.reads = JoinedReads(first.reads, second.reads)
         self._parts = (first, second)
         self.tensors = {**first.tensors, **second.tensors}
         self.rows = {**first.rows, **second.rows}
 
-    def read(self, name: str, slices: Slices) -> Bits:
+    def read(self, name: str, slices: Slices | None = None) -> Tensor:
         first, second = self._parts
         return (first if name in first.tensors else second).read(name, slices)
 
 
-class Arrays(TensorSource):
-    """Small tensors in memory."""
+class InMemory(TensorSource):
+    """Tensors in memory."""
 
-    def __init__(self, folder: Path, arrays: Mapping[str, tuple[str, Bits]]) -> None:
-        self.folder, self.files, self.reads = folder, {}, Reads(folder)
-        self.tensors = {name: SourceTensor(dtype, array.shape) for name, (dtype, array) in arrays.items()}
-        self._arrays = {name: array for name, (_, array) in arrays.items()}
+    def __init__(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        self.folder, self.files, self._tensors = folder, {}, tensors
+        self.tensors = {
+            name: SourceTensor(str(one.dtype).removeprefix("torch."), tuple(one.shape))
+            for name, one in tensors.items()
+        }
 
-    def read(self, name: str, slices: Slices) -> Bits:
-        return self._arrays[name][tuple(slice(*s) for s in slices)].copy()
-
-
-def cast(array: Bits, before: str, after: str) -> Bits:
-    """Cast raw bits from one floating-point type to another."""
-    import torch
-
-    return as_bits(as_tensor(array, before).to(getattr(torch, after)))
-
-
-def as_tensor(array: Bits, dtype: str) -> Any:
-    """Return a torch tensor that shares the memory of raw bits."""
-    import torch
-
-    # torch has few unsigned types; signed types of the same size have the same bits.
-    signed = array.view(f"i{array.itemsize}") if array.itemsize > 1 else array
-    return torch.from_numpy(signed.reshape(-1)).view(getattr(torch, dtype)).view(array.shape)
-
-
-def as_bits(tensor: Any) -> Bits:
-    """Return the raw bits of a torch tensor; they share its memory."""
-    import torch
-
-    size = tensor.element_size()
-    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
-    return tensor.detach().contiguous().view(kind).numpy().view(f"u{size}")
+    def read(self, name: str, slices: Slices | None = None) -> Tensor:
+        tensor = self._tensors[name]
+        return tensor if slices is None else tensor[tuple(slice(*s) for s in slices)]
 
 
 def _first_row(piece: CopyPiece) -> int:

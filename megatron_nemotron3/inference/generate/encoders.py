@@ -51,7 +51,6 @@ class Encoders:
             token = config.image_token_id if name == "vision" else config.sound_token_id
             assert token is not None
             self._parts[name] = encoder, projector, token
-        source.reads.finish()
 
     @torch.inference_mode()
     def rows(

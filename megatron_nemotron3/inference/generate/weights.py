@@ -135,7 +135,6 @@ def read_weights(
         return read
 
     found = assemble(below, config, mtp=mtp)
-    source.reads.finish()
     return found
 
 

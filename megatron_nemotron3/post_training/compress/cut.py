@@ -12,9 +12,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy
+import torch
+from torch import Tensor
 
-from megatron_nemotron3.checkpoints.convert.plan import Slices, bands, extent
-from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource, bits
+from megatron_nemotron3.checkpoints.convert.plan import Slices, bands, extent, whole
+from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource
 from megatron_nemotron3.checkpoints.convert.streams import BAND
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.prefixes import Prefix, prefixes
@@ -33,7 +35,7 @@ class CutTensors(TensorSource):
     def __init__(
         self, source: TensorSource, scores: Scores, pruned: Nemotron3Config, layers: Sequence[int]
     ) -> None:
-        self.folder, self.files, self.reads = source.folder, source.files, source.reads
+        self.folder, self.files = source.folder, source.files
         self._source = source
         #: Name -> name in the source, and what stays of each axis.
         self._parts: dict[str, tuple[str, tuple[Array | None, ...]]] = {}
@@ -60,20 +62,20 @@ class CutTensors(TensorSource):
                     shape = tuple(sizes[axis] for axis in new.shape)
                     self.tensors[name] = SourceTensor(self._source.tensors[from_name].dtype, shape)
 
-    def read(self, name: str, slices: Slices) -> Array:
+    def read(self, name: str, slices: Slices | None = None) -> Tensor:
         there, axes = self._parts[name]
+        slices = whole(self.tensors[name].shape) if slices is None else slices
         wanted = [None if index is None else index[start:stop] for index, (start, stop) in zip(axes, slices)]
         if all(index is None for index in wanted):
             return self._source.read(there, slices)
-        dtype = self.tensors[name].dtype
-        result = numpy.empty(extent(slices), bits(dtype))
-        if not result.size:
+        result = torch.empty(extent(slices), dtype=self.tensors[name].torch_dtype)
+        if not result.numel():
             return result
         span = tuple(
             one if index is None else (int(index[0]), int(index[-1]) + 1)
             for index, one in zip(wanted, slices)
         )
-        for band in bands(span, BAND // result.itemsize):
+        for band in bands(span, BAND // result.element_size()):
             part, places = self._source.read(there, band), []
             for axis, (index, (start, stop)) in enumerate(zip(wanted, band)):
                 if index is None:
@@ -81,7 +83,7 @@ class CutTensors(TensorSource):
                     places.append(slice(start - at, stop - at))
                     continue
                 low, high = (int(i) for i in numpy.searchsorted(index, (start, stop)))
-                part = part.take(index[low:high] - start, axis=axis)
+                part = part.index_select(axis, torch.from_numpy(index[low:high] - start))
                 places.append(slice(low, high))
             result[tuple(places)] = part
         return result

@@ -42,14 +42,14 @@ def cut_job(
         small = to_hf.small_files(pruned, files, tokenizer=opened.folder, dtype=dtype)
         data = config_json.write(pruned, reference=_reference(opened.folder, pruned, dtype), dtype=dtype)
         small[CONFIG] = (json.dumps(data, indent=2, allow_nan=False) + "\n").encode()
-        return Job(target, cut, files, stored | small, about, options)
+        return Job(target, cut, files, stored | small, origin=about, options=options)
     rows = opened.padded_vocab_size or pruned.vocab_size
     view = Converted(cut, inventory.mappings(pruned, padded_vocab_size=rows), to_hf=False)
-    files, small = from_hf.plan(view, pruned, padded_vocab_size=rows, dtype=dtype)
+    plan = from_hf.plan(view, pruned, padded_vocab_size=rows, dtype=dtype)
     if tokenizer is not None:
         copied = to_hf.copied_files(tokenizer)
         stored |= {f"{from_hf.RELEASE}/{TOKENIZER}/{name}": data for name, data in copied.items()}
-    return Job(target, view, files, stored | small, about, options)
+    return Job(target, view, plan.files, stored | plan.small, plan.index, about, options)
 
 
 def _reference(folder: Path, pruned: Nemotron3Config, dtype: str) -> dict[str, object]:

@@ -11,9 +11,8 @@ import torch
 
 from megatron_nemotron3.checkpoints.convert import from_hf, inventory
 from megatron_nemotron3.checkpoints.convert.job import Job, run
-from megatron_nemotron3.checkpoints.convert.plan import whole
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
-from megatron_nemotron3.checkpoints.convert.views import Arrays, Converted, as_bits, as_tensor
+from megatron_nemotron3.checkpoints.convert.views import Converted, InMemory
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.tensors import PARAMETER
 from megatron_nemotron3.post_training.compress.cut import CutTensors
@@ -36,10 +35,7 @@ def prune(
     cut = CutTensors(_hf_view(weights, scores.config), scores, pruned, layers)
     mappings = inventory.mappings(pruned, dialect=PARAMETER, padded_vocab_size=rows)
     view = Converted(cut, mappings, to_hf=False)
-    return pruned, {
-        name: as_tensor(view.read(name, whole(tensor.shape)), tensor.dtype)
-        for name, tensor in view.tensors.items()
-    }
+    return pruned, {name: view.read(name).clone() for name in view.tensors}
 
 
 def load(model: torch.nn.Module, weights: Mapping[str, Any]) -> None:
@@ -62,16 +58,16 @@ def save(model: torch.nn.Module, config: Nemotron3Config, folder: Path) -> None:
     rows, dtype = embedding.shape[0], str(embedding.dtype).removeprefix("torch.")
     mappings = inventory.mappings(config, padded_vocab_size=rows)
     view = Converted(_hf_view(weights, config), mappings, to_hf=False)
-    files, small = from_hf.plan(view, config, padded_vocab_size=rows, dtype=dtype)
-    run(Job(folder, view, files, small, {"model": config.name}))
+    plan = from_hf.plan(view, config, padded_vocab_size=rows, dtype=dtype)
+    run(Job(folder, view, plan.files, plan.small, plan.index, {"model": config.name}))
 
 
 def _hf_view(weights: Mapping[str, Any], config: Nemotron3Config) -> TensorSource:
-    arrays = {
-        name: (str(t.dtype).removeprefix("torch."), as_bits(t.cpu()))
+    tensors = {
+        name: t.detach().cpu()
         for name, t in weights.items()
         if isinstance(t, torch.Tensor) and not name.endswith("_extra_state")
     }
     rows = weights[_EMBEDDING].shape[0]
     mappings = inventory.mappings(config, dialect=PARAMETER, padded_vocab_size=rows)
-    return Converted(Arrays(Path(os.devnull), arrays), mappings, to_hf=True)
+    return Converted(InMemory(Path(os.devnull), tensors), mappings, to_hf=True)

@@ -34,7 +34,6 @@ from megatron_nemotron3.checkpoints.convert.hf_folder import (
     read_safetensors_header,
     safetensors_header,
 )
-from megatron_nemotron3.checkpoints.convert.plan import whole
 from megatron_nemotron3.checkpoints.convert.sources import FileSource
 from megatron_nemotron3.common.files import atomic
 from megatron_nemotron3.models import Nemotron3Config
@@ -115,8 +114,7 @@ class Scores:
                     f"{wanted.get(key)}: measure again with --text"
                 )
         source = FileSource(path.parent, {k: header_tensor(path, e) for k, e in entries.items()}, {})
-        values = {key: source.read(key, whole(shape)).view("<f4") for key, shape in wanted.items()}
-        source.close()
+        values = {key: source.read(key).numpy() for key in wanted}
         for key, value in values.items():
             if not numpy.isfinite(value).all():
                 raise ValueError(f"{path}: {key!r} has values that are no finite numbers: measure again")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing, redirect_stdout
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from megatron_nemotron3.checkpoints.convert.checkpoints import open_checkpoint
@@ -15,7 +15,6 @@ from megatron_nemotron3.checkpoints.convert.conversion import (
 )
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.checkpoints.convert.torch_dist import open_torch_dist
-from megatron_nemotron3.checkpoints.convert.views import as_tensor
 from megatron_nemotron3.proof.certify.finding import Finding, PropertyState, failed
 from megatron_nemotron3.proof.certify.tensors import Tensors, unmatched
 
@@ -26,16 +25,11 @@ _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 def read(folder: Path) -> Tensors:
     """Read all tensors of a torch_dist checkpoint, by checkpoint key, the optimizer's among them."""
-    source, _ = open_torch_dist(folder)
-    with closing(source):
-        return _tensors(source)
+    return _tensors(open_torch_dist(folder)[0])
 
 
 def _tensors(source: TensorSource) -> Tensors:
-    return {
-        name: as_tensor(source.read(name, tuple((0, n) for n in tensor.shape)), tensor.dtype)
-        for name, tensor in source.tensors.items()
-    }
+    return {name: source.read(name).clone() for name in source.tensors}
 
 
 def round_trip(

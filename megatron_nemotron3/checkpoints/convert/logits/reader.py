@@ -81,5 +81,4 @@ class TensorReader:
 
     def _read_fp32(self, name: str, slices: tuple[tuple[int, int], ...]) -> Tensor:
         stored = self.names[name]
-        bits = torch.from_numpy(self.source.read(stored, slices))
-        return bits.view(getattr(torch, self.source.tensors[stored].dtype)).float()
+        return self.source.read(stored, slices).float()

@@ -1,0 +1,75 @@
+"""The bytes of checkpoint files: mapped to memory, or fetched where a file stands for a remote one.
+
+torch_dist and safetensors files hold tensors as they are in memory, so a mapped file is read without a copy,
+and the pages belong to the system's cache, not to this process.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron_nemotron3.checkpoints.metadata import CheckpointError
+from megatron_nemotron3.checkpoints.unpickle import Refused
+from megatron_nemotron3.common.files import Unreadable, open_outside
+
+#: (device, inode) of a placeholder of a remote file (`remote`) -> what fetches a range: offset, length.
+REMOTE: dict[tuple[int, int], Callable[[int, int], bytes]] = {}
+
+
+class ArchiveError(ValueError):
+    """The bytes are not what they should be. The message does not name the file."""
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Errors that are raised inside the block get the file's path."""
+    try:
+        yield
+    except OSError as problem:
+        raise CheckpointError(f"{path}: {problem.strerror}") from None
+    except Unreadable as problem:
+        raise CheckpointError(str(problem)) from None
+    except (ArchiveError, Refused) as problem:
+        raise CheckpointError(f"{path}: {problem}") from None
+
+
+class MappedFile:
+    """The bytes of one regular file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with explained(path), open_outside(path) as file:
+            found = os.fstat(file.fileno())
+            self.size = found.st_size
+            self._fetch = REMOTE.get((found.st_dev, found.st_ino))
+            self._kept = (0, b"")
+            self._view = memoryview(b"")
+            if self.size and self._fetch is None:
+                self._view = memoryview(mmap.mmap(file.fileno(), self.size, access=mmap.ACCESS_READ))
+
+    def __call__(self, offset: int, length: int) -> memoryview:
+        """The bytes [offset, offset + length), not to be written to.
+
+        Raises:
+            ArchiveError: the file is shorter.
+        """
+        if not 0 <= offset <= offset + length <= self.size:
+            raise ArchiveError(f"the file ends at byte {self.size:,}, inside the {length:,} from {offset:,}")
+        if self._fetch is None:
+            return self._view[offset : offset + length]
+        begin, kept = self._kept
+        if not begin <= offset <= offset + length <= begin + len(kept):
+            begin, kept = self._kept = offset, self._fetch(offset, length)
+        return memoryview(kept)[offset - begin : offset - begin + length]
+
+
+class MappedFiles(dict[Path, MappedFile]):
+    """Files by path, opened when they are first asked for."""
+
+    def __missing__(self, path: Path) -> MappedFile:
+        self[path] = found = MappedFile(path)
+        return found
