@@ -15,6 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -243,14 +244,19 @@ def _take_place(places: dict[tuple[str, Any], StoredObject], name: str, offset: 
 def _parse_place(name: str, info: Any) -> StoredObject:
     file = _typed_field(info, "relative_path", str)
     offset, length = _typed_field(info, "offset", int), _typed_field(info, "length", int)
-    path = PurePosixPath(file)
-    if path.is_absolute() or ".." in path.parts or not file.isprintable() or not path.name:
+    if not _is_below(file):
         raise Refused(f"it places {name} outside the folder, in {file!r:.120}")
     if min(offset, length) < 0 or max(offset, length) >= 1 << 63:
         raise Refused(f"it places {name} at offset {offset} with length {length}")
     if extra := info.field("transform_descriptors"):
         raise Refused(f"{name} is stored through {extra!r:.60}; only plain storage can be read")
     return StoredObject(file, offset, length)
+
+
+@lru_cache(maxsize=1 << 16)
+def _is_below(file: str) -> bool:
+    path = PurePosixPath(file)
+    return not path.is_absolute() and ".." not in path.parts and file.isprintable() and bool(path.name)
 
 
 def _require_dict(value: Any, what: str) -> dict[Any, Any]:

@@ -13,7 +13,7 @@ import math
 import struct
 import zipfile
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,8 @@ _BLOCK = 64 << 20
 _DIRECTORY = 0x10
 #: Bytes in a local header before the name, and the two lengths at their end.
 _HEADER, _LENGTHS = 30, struct.Struct("<HH")
+#: The same of an entry of the directory.
+_ENTRY, _ENTRY_LENGTHS = 46, struct.Struct("<HHH")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +98,8 @@ class _Range(io.RawIOBase):
         return data
 
 
-def records(file: MappedFile, place: StoredObject) -> list[ArchiveRecord]:
-    """List the records of the archive at `place`, in file order."""
+def records(file: MappedFile, place: StoredObject) -> tuple[list[ArchiveRecord], int]:
+    """List the records of the archive at `place`, in file order, and where its directory begins in it."""
     try:
         with zipfile.ZipFile(_Range(file, place)) as archive:
             entries = sorted(archive.infolist(), key=lambda one: one.header_offset)
@@ -126,12 +128,12 @@ def records(file: MappedFile, place: StoredObject) -> list[ArchiveRecord]:
         found.append(ArchiveRecord(name.partition("/")[2], entry.CRC, place.offset + begin, entry.file_size))
     if len({record.name for record in found}) != len(found):
         raise ArchiveError("two records have the same name")
-    return found
+    return found, directory
 
 
-def _read_pickle(file: MappedFile, place: StoredObject) -> tuple[bytes, list[ArchiveRecord]]:
-    """Read the pickle of the archive at `place`. Returns the pickle and all records."""
-    found = records(file, place)
+def _read_pickle(file: MappedFile, place: StoredObject) -> tuple[bytes, list[ArchiveRecord], int]:
+    """Read the pickle of the archive at `place`. Returns the pickle and what `records` does."""
+    found, directory = records(file, place)
     by_name = {record.name: record for record in found}
     pickled, byteorder = by_name.get("data.pkl"), by_name.get("byteorder")
     if pickled is None or pickled.size > _LIMIT:
@@ -142,7 +144,7 @@ def _read_pickle(file: MappedFile, place: StoredObject) -> tuple[bytes, list[Arc
         pickled.check(file)
     if byteorder and file(byteorder.offset, byteorder.size) != b"little":
         raise Refused(f"the archive at {place.offset:,} is not little-endian")
-    return bytes(file(pickled.offset, pickled.size)), found
+    return bytes(file(pickled.offset, pickled.size)), found, directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +168,65 @@ class TensorLayout:
         return self.offset + (last + 1) * ITEM_SIZE[self.dtype]
 
 
-def chunk_layout(file: MappedFile, chunk: TensorChunk, dtype: str) -> TensorLayout:
-    """Locate the elements of a chunk of a torch_dist tensor; only headers are read."""
-    data, found = _read_pickle(file, chunk)
+class ChunkLayouts:
+    """Finds the elements of chunks; only headers are read.
+
+    Archives of equal tensors differ in their elements and CRC32s only. The first of them is parsed, the
+    others are compared with it.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, str, tuple[int, ...]], _Parsed] = {}
+
+    def __call__(self, file: MappedFile, chunk: TensorChunk, dtype: str) -> TensorLayout:
+        """Locate the elements of a chunk of a torch_dist tensor."""
+        key = (chunk.length, dtype, chunk.sizes)
+        if (first := self._known.get(key)) is not None and (found := first.alike(file, chunk)) is not None:
+            return found
+        layout, directory = chunk_layout(file, chunk, dtype)
+        if first is None:
+            self._known[key] = _Parsed(file, chunk, layout, directory)
+        return layout
+
+
+class _Parsed:
+    """An archive that was parsed: all but its elements and CRC32s."""
+
+    def __init__(self, file: MappedFile, chunk: TensorChunk, layout: TensorLayout, directory: int) -> None:
+        self.layout, self.start, self.directory = layout, chunk.offset, directory
+        self.head = bytes(file(chunk.offset, layout.record.offset - chunk.offset))
+        tail = bytes(file(chunk.offset + directory, chunk.length - directory))
+        self.crcs, at = [], 0
+        while tail[at : at + 4] == b"PK\1\2":
+            named, *rest = _ENTRY_LENGTHS.unpack_from(tail, at + 28)
+            name = tail[at + _ENTRY : at + _ENTRY + named].decode("utf-8", "replace")
+            self.crcs.append(at + 16)
+            if name.partition("/")[2] == layout.record.name:
+                self.crc = at + 16
+            at += _ENTRY + named + sum(rest)
+        self.tail = self._without_crcs(tail)
+
+    def _without_crcs(self, tail: bytes) -> bytearray:
+        blank = bytearray(tail)
+        for at in self.crcs:
+            blank[at : at + 4] = bytes(4)
+        return blank
+
+    def alike(self, file: MappedFile, chunk: TensorChunk) -> TensorLayout | None:
+        """The layout of a chunk whose archive differs from this one in its elements only."""
+        tail = bytes(file(chunk.offset + self.directory, chunk.length - self.directory))
+        if file(chunk.offset, len(self.head)) != self.head or self._without_crcs(tail) != self.tail:
+            return None
+        by, record = chunk.offset - self.start, self.layout.record
+        crc = int.from_bytes(tail[self.crc : self.crc + 4], "little")
+        moved = ArchiveRecord(record.name, crc, record.offset + by, record.size)
+        protected = any(tail[at : at + 4] != bytes(4) for at in self.crcs)
+        return replace(self.layout, offset=self.layout.offset + by, record=moved, protected=protected)
+
+
+def chunk_layout(file: MappedFile, chunk: TensorChunk, dtype: str) -> tuple[TensorLayout, int]:
+    """Locate the elements of a chunk of a torch_dist tensor, and the directory of its archive."""
+    data, found, directory = _read_pickle(file, chunk)
     by_name = {record.name: record for record in found}
     if "version" not in by_name:
         raise ArchiveError(f"the archive at {chunk.offset:,} has no record 'version'")
@@ -189,7 +247,7 @@ def chunk_layout(file: MappedFile, chunk: TensorChunk, dtype: str) -> TensorLayo
             f"the chunk at {chunk.offset:,} holds {layout.dtype} of shape {list(layout.shape)}, "
             f"{INDEX} says {dtype} of shape {list(chunk.sizes)}"
         )
-    return layout
+    return layout, directory
 
 
 @dataclass(frozen=True)
@@ -282,7 +340,7 @@ def stored_object(folder: Path, place: StoredObject) -> Any:
     """Read a pickled object of plain data without importing what it names; tensors in it become None."""
     path = folder / place.file
     with explained(path):
-        data, _ = _read_pickle(MappedFile(path), place)
+        data, *_ = _read_pickle(MappedFile(path), place)
         return loads(data, _DATA_TABLE, stubs=_DATA_STUBS, persistent=lambda pid: None)
 
 

@@ -19,17 +19,19 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import struct
 import zipfile
+import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, DistTensor, StoredObject
+from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, StoredObject
 from megatron_nemotron3.checkpoints.read import STORAGES
 
 #: Key of the object that holds the common state, a list of one dict.
@@ -38,6 +40,10 @@ COMMON_OBJECT = "common_state/shard_0_1"
 CONFIG_TEXT = '{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'
 #: Types that have a storage class; newer types are stored as bytes, with the type named in the pickle.
 _CLASSES = {dtype: getattr(torch, f"{name}Storage") for name, dtype in STORAGES.items()}
+#: Largest tensor, in bytes, whose archive is a copy of that of another with its own elements: quicker.
+_SMALL = 1 << 20
+#: Of the name and the extra field, in a local header.
+_LENGTHS = struct.Struct("<HH")
 
 
 class Writable(Protocol):
@@ -74,6 +80,39 @@ def write_tensor(out: Writable, dtype: str, shape: tuple[int, ...], bands: Itera
     Args:
         bands: its elements in order, as bytes.
     """
+    if math.prod(shape) * ITEM_SIZE[dtype] > _SMALL:
+        _write_archive(out, dtype, shape, bands)
+        return
+    head, tail = _around(dtype, shape)
+    data = b"".join(bands)
+    out.write(b"".join((head, data, _crc32(data).join(tail))))
+
+
+def overhead(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor's archive without its elements; for 4 GiB and more, up to 100 bytes too few."""
+    head, tail = _around(dtype, shape)
+    return len(head) + len(_crc32(b"").join(tail))
+
+
+def _crc32(data: bytes) -> bytes:
+    return zlib.crc32(data).to_bytes(4, "little")
+
+
+@lru_cache(maxsize=4096)
+def _around(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, tuple[bytes, ...]]:
+    """What stands before the elements of a small tensor, and behind them, cut where their CRC32 is."""
+    length = min(math.prod(shape) * ITEM_SIZE[dtype], _SMALL)
+    stream, data = io.BytesIO(), b"\x5a" * length
+    _write_archive(stream, dtype, shape, [memoryview(data)])
+    whole = stream.getvalue()
+    begin = whole.index(b"PK\3\4", whole.index(b"little"))  # of the third record
+    begin += 30 + sum(_LENGTHS.unpack_from(whole, begin + 26))
+    tail = tuple(whole[begin + length :].split(_crc32(data))) if length else (whole[begin:],)
+    assert whole[begin : begin + length] == data and len(tail) == (3 if length else 1)
+    return whole[:begin], tail
+
+
+def _write_archive(out: Writable, dtype: str, shape: tuple[int, ...], bands: Iterable[memoryview]) -> None:
     with zipfile.ZipFile(_Sequential(out), "w") as archive:
         archive.writestr(_record("data.pkl"), _tensor_pickle(dtype, shape))
         archive.writestr(_record("byteorder"), b"little")
@@ -83,14 +122,6 @@ def write_tensor(out: Writable, dtype: str, shape: tuple[int, ...], bands: Itera
             for band in bands:
                 file.write(band)
         archive.writestr(_record("version"), b"3\n")
-
-
-@lru_cache(maxsize=1024)
-def overhead(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor's archive without its elements; for 4 GiB and more, up to 100 bytes too few."""
-    stream = io.BytesIO()
-    write_tensor(stream, dtype, shape, ())
-    return len(stream.getvalue())
 
 
 def _record(name: str) -> zipfile.ZipInfo:
@@ -132,24 +163,36 @@ def _tensor_pickle(dtype: str, shape: tuple[int, ...]) -> bytes:
     return stream.getvalue()
 
 
-def index_bytes(tensors: Mapping[str, DistTensor], objects: Mapping[str, StoredObject]) -> bytes:
-    """Return the content of `.metadata`: a pickled torch.distributed.checkpoint Metadata."""
-    if both := tensors.keys() & objects.keys():
-        raise ValueError(f"{min(both)!r} is both a tensor and an object")
+class StoredPart(NamedTuple):
+    """A chunk of a tensor (from `starts` on, of shape `sizes`) or an object, and where it is."""
+
+    key: str
+    place: StoredObject
+    starts: tuple[int, ...] | None = None
+    sizes: tuple[int, ...] = ()
+
+
+def index_bytes(parts: Iterable[StoredPart], tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
+    """Return the content of `.metadata`: a pickled torch.distributed.checkpoint Metadata.
+
+    Args:
+        tensors: key -> dtype and global shape, of the tensors among the parts.
+    """
     entries: dict[str, Any] = {}
     places: dict[dcp.MetadataIndex, _StorageInfo] = {}
-    for name, tensor in tensors.items():
-        chunks = []
-        for chunk in tensor.chunks:
-            at = dcp.MetadataIndex(name, torch.Size(chunk.offsets))
-            if at in places:
-                raise ValueError(f"{name!r} has two chunks at the same offset")
-            places[at] = _StorageInfo(chunk.file, chunk.offset, chunk.length)
-            chunks.append(dcp.ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
-        properties = dcp.TensorProperties(getattr(torch, tensor.dtype))
-        entries[name] = dcp.TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
-    for name, place in objects.items():
-        entries[name] = dcp.BytesStorageMetadata()
-        places[dcp.MetadataIndex(name)] = _StorageInfo(place.file, place.offset, place.length)
+    size = lru_cache(maxsize=4096)(torch.Size)
+    for key, place, starts, sizes in parts:
+        at = dcp.MetadataIndex(key) if starts is None else dcp.MetadataIndex(key, size(starts))
+        if at in places:
+            raise ValueError(f"{key!r} has two parts at {starts}")
+        places[at] = _StorageInfo(place.file, place.offset, place.length)
+        if starts is None:
+            entries[key] = dcp.BytesStorageMetadata()
+            continue
+        if key not in entries:
+            dtype, shape = tensors[key]
+            properties = dcp.TensorProperties(getattr(torch, dtype))
+            entries[key] = dcp.TensorStorageMetadata(properties, size(shape), [])
+        entries[key].chunks.append(dcp.ChunkStorageMetadata(size(starts), size(sizes)))
     # The path of every key in the dict that was saved; here the key itself.
     return pickle.dumps(dcp.Metadata(entries, {name: (name,) for name in entries}, places))

@@ -175,6 +175,18 @@ def no_garbage_collection() -> Iterator[None]:
         atexit.register(gc.freeze)
 
 
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Keep the garbage collector off: it walks again and again through objects that are many and stay."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
+
+
 def parallel_map(
     work: Callable[[Any, Callable[[int], None]], Any],
     items: Sequence[Any],

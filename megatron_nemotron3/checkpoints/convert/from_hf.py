@@ -27,11 +27,12 @@ from megatron_nemotron3.checkpoints.convert.plan import Slices, band, extent, wh
 from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource
 from megatron_nemotron3.checkpoints.convert.streams import FilePlan, Part, grouped
 from megatron_nemotron3.checkpoints.folders import RELEASE, TRACKER
-from megatron_nemotron3.checkpoints.metadata import COMMON, INDEX, DistTensor, StoredObject, TensorChunk
+from megatron_nemotron3.checkpoints.metadata import COMMON, INDEX, StoredObject
 from megatron_nemotron3.checkpoints.structure import CONFIG
 from megatron_nemotron3.checkpoints.write import (
     COMMON_OBJECT,
     CONFIG_TEXT,
+    StoredPart,
     index_bytes,
     object_archive,
 )
@@ -60,24 +61,16 @@ class FolderPlan:
 
     def index(self, places: Mapping[str, Places]) -> dict[str, bytes]:
         """Return the index of a folder whose parts are at `places`."""
-        tensors: dict[str, list[TensorChunk]] = {}
-        objects: dict[str, StoredObject] = {}
+        stored = []
         for plan in self.files:
             file = plan.name.rpartition("/")[2]
-            for key, part, (offset, length) in zip(
-                self.keys[plan.name], plan.parts, places[plan.name], strict=True
-            ):
-                if not part.tensor:
-                    objects[key] = StoredObject(file, offset, length)
-                    continue
-                starts = tuple(start for start, _ in part.slices)
-                chunk = TensorChunk(file, offset, length, starts, extent(part.slices))
-                tensors.setdefault(key, []).append(chunk)
-        described = {
-            key: DistTensor(self.tensors[key].dtype, self.tensors[key].shape, tuple(chunks))
-            for key, chunks in tensors.items()
-        }
-        return {f"{RELEASE}/{INDEX}": index_bytes(described, objects)}
+            keyed = zip(self.keys[plan.name], plan.parts, places[plan.name], strict=True)
+            for key, part, (offset, length) in keyed:
+                starts = tuple(start for start, _ in part.slices) if part.tensor else None
+                place = StoredObject(file, offset, length)
+                stored.append(StoredPart(key, place, starts, extent(part.slices)))
+        described = {key: (tensor.dtype, tensor.shape) for key, tensor in self.tensors.items()}
+        return {f"{RELEASE}/{INDEX}": index_bytes(stored, described)}
 
 
 def plan(

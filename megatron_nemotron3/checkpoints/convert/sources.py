@@ -156,7 +156,11 @@ class FileSource(TensorSource):
 
 def row_major(shape: Shape) -> tuple[int, ...]:
     """Strides, in elements, of a contiguous array."""
-    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))
 
 
 def raw(tensor: Tensor) -> Tensor:

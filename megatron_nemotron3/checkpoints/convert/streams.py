@@ -13,7 +13,8 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from math import prod
+from functools import cached_property
+from math import isfinite, prod
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -59,7 +60,7 @@ class FilePlan:
     parts: Sequence[Part]
     archives: bool = False
 
-    @property
+    @cached_property
     def length(self) -> int:
         around = (overhead(p.dtype, extent(p.slices)) for p in self.parts if self.archives and p.tensor)
         return sum(part.length for part in self.parts) + sum(around)
@@ -193,7 +194,7 @@ _FLOATS = ("bfloat16", "float16", "float32", "float64")
 def _check_finite(tensor: Tensor, part: Part, source: TensorSource) -> None:
     # A sum with a value that is not finite is not finite, and is quicker than a comparison of each.
     wide = torch.float64 if part.dtype == "float64" else torch.float32
-    if not torch.isfinite(tensor.sum(dtype=wide)) and not torch.isfinite(tensor).all():
+    if not isfinite(tensor.sum(dtype=wide).item()) and not torch.isfinite(tensor).all():
         raise CheckpointError(
             f"{source.folder}: {part.tensor} has values that are NaN or infinite: "
             "--allow-nonfinite copies them"

@@ -23,7 +23,7 @@ from megatron_nemotron3.checkpoints.convert.plan import CopyPlan
 from megatron_nemotron3.checkpoints.convert.sources import Block, FileSource, Location, SourceTensor
 from megatron_nemotron3.checkpoints.mapped import MappedFiles, explained
 from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, CheckpointError, CheckpointIndex, TensorChunk
-from megatron_nemotron3.checkpoints.read import chunk_layout, stored_object
+from megatron_nemotron3.checkpoints.read import ChunkLayouts, stored_object
 from megatron_nemotron3.checkpoints.structure import check_structure
 from megatron_nemotron3.checkpoints.unpickle import Inert
 from megatron_nemotron3.models import Nemotron3Config
@@ -50,11 +50,13 @@ def open_torch_dist(folder: Path) -> tuple[FileSource, CheckpointIndex]:
 def index_tensors(index: CheckpointIndex, opened: MappedFiles) -> dict[str, SourceTensor]:
     """Return every tensor of an index; the elements of a chunk are located when they are read."""
 
+    layouts = ChunkLayouts()
+
     def block(chunk: TensorChunk, dtype: str) -> Block:
         return Block(
             chunk.offsets,
             chunk.sizes,
-            partial(_locate_chunk, opened, index.folder / chunk.file, chunk, dtype),
+            partial(_locate_chunk, layouts, opened, index.folder / chunk.file, chunk, dtype),
         )
 
     return {
@@ -63,10 +65,12 @@ def index_tensors(index: CheckpointIndex, opened: MappedFiles) -> dict[str, Sour
     }
 
 
-def _locate_chunk(opened: MappedFiles, path: Path, chunk: TensorChunk, dtype: str) -> Location:
+def _locate_chunk(
+    layouts: ChunkLayouts, opened: MappedFiles, path: Path, chunk: TensorChunk, dtype: str
+) -> Location:
     """Locate the elements of a chunk; only the headers of its archive are read."""
     with explained(path):
-        found = chunk_layout(opened[path], chunk, dtype)
+        found = layouts(opened[path], chunk, dtype)
     return Location(path, found.offset, found.stride, found.record if found.protected else None)
 
 

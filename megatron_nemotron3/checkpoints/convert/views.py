@@ -48,7 +48,7 @@ class Converted(TensorSource):
                 self._mappings[tensor.name] = mapping
         self.tensors = tensors
         self.rows = {name: mapping.row for name, mapping in self._mappings.items()}
-        self._cached: tuple[TensorMapping | None, dict[str, list[CopyPiece]]] = (None, {})
+        self._pieces: dict[str, list[CopyPiece]] = {}
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
         pieces, tensor = self._pieces_of(name), self.tensors[name]
@@ -75,15 +75,13 @@ class Converted(TensorSource):
         return result
 
     def _pieces_of(self, name: str) -> list[CopyPiece]:
-        """Return the pieces of a tensor; those of the last mapping are cached."""
-        mapping = self._mappings[name]
-        if self._cached[0] is not mapping:
+        """Return the pieces of a tensor, in order of their rows."""
+        if name not in self._pieces:
+            mapping = self._mappings[name]
             plan = mapping.to_hf() if self.to_hf else mapping.to_hf().inverse()
-            pieces: dict[str, list[CopyPiece]] = {}
             for piece in sorted(plan.pieces, key=lambda p: p.destination_slices):
-                pieces.setdefault(piece.destination, []).append(piece)
-            self._cached = (mapping, pieces)
-        return self._cached[1][name]
+                self._pieces.setdefault(piece.destination, []).append(piece)
+        return self._pieces[name]
 
 
 class Cast(TensorSource):
