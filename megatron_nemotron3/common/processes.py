@@ -176,14 +176,23 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """Keep the garbage collector off: it walks again and again through objects that are many and stay."""
-    before = gc.isenabled()
+def bulk_work() -> Iterator[None]:
+    """Work through many tensors in a stream: without the garbage collector, and in one thread of torch.
+
+    The collector would walk again and again through objects that are many and stay. Threads wait for each
+    other after every short operation, which costs more than they save.
+    """
+    collected, torch = gc.isenabled(), sys.modules.get("torch")
+    threads = torch.get_num_threads() if torch is not None else 0
     gc.disable()
+    if torch is not None:
+        torch.set_num_threads(1)
     try:
         yield
     finally:
-        if before:
+        if torch is not None:
+            torch.set_num_threads(threads)
+        if collected:
             gc.enable()
 
 

@@ -44,7 +44,7 @@ from megatron_nemotron3.checkpoints.folders import TOKENIZER, free_bytes, locate
 from megatron_nemotron3.checkpoints.metadata import count_elements, elements_text
 from megatron_nemotron3.checkpoints.remote import shown
 from megatron_nemotron3.common.output import BYTES, Bar, say, size_text
-from megatron_nemotron3.common.processes import uncollected
+from megatron_nemotron3.common.processes import bulk_work
 from megatron_nemotron3.models.lora import ARGUMENT as LORA_ARGUMENT
 from megatron_nemotron3.models.omni import ARGUMENT as ENCODERS
 
@@ -52,7 +52,7 @@ from megatron_nemotron3.models.omni import ARGUMENT as ENCODERS
 _NO_EFFECT = ("workers", "dry_run", "compare_logits", "url")
 
 
-@uncollected()
+@bulk_work()
 def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
     """Convert a Megatron checkpoint to a Hugging Face folder. Returns the exit status."""
     _check_target(target, options)
@@ -115,7 +115,7 @@ def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
     return options.compare_logits(megatron, hf, opened.config)
 
 
-@uncollected()
+@bulk_work()
 def convert_from_hf(source: Path, target: Path, options: FromHfOptions) -> int:
     """Convert a Hugging Face folder to a Megatron checkpoint. Returns the exit status."""
     _check_target(target, options)

@@ -18,13 +18,13 @@ from megatron_nemotron3.checkpoints.mapped import MappedFile, explained
 from megatron_nemotron3.checkpoints.metadata import CheckpointError, read_json
 from megatron_nemotron3.checkpoints.remote import shown
 from megatron_nemotron3.common.output import BYTES, Bar, say, size_text
-from megatron_nemotron3.common.processes import parallel_map, uncollected
+from megatron_nemotron3.common.processes import bulk_work, parallel_map
 
 #: Largest number of differences printed.
 _SHOWN = 20
 
 
-@uncollected()
+@bulk_work()
 def verify(
     a: Path,
     b: Path | None,
