@@ -28,8 +28,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, StoredObject
 from megatron_nemotron3.checkpoints.read import STORAGES
@@ -178,6 +176,9 @@ def index_bytes(parts: Iterable[StoredPart], tensors: Mapping[str, tuple[str, tu
     Args:
         tensors: key -> dtype and global shape, of the tensors among the parts.
     """
+    from torch.distributed.checkpoint import metadata as dcp  # an import of seconds
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
     entries: dict[str, Any] = {}
     places: dict[dcp.MetadataIndex, _StorageInfo] = {}
     size = lru_cache(maxsize=4096)(torch.Size)
