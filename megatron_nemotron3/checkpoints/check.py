@@ -22,11 +22,11 @@ from megatron_nemotron3.checkpoints.metadata import (
     count_elements,
     elements_text,
 )
+from megatron_nemotron3.checkpoints.pickles import Inert
 from megatron_nemotron3.checkpoints.read import common_state
 from megatron_nemotron3.checkpoints.remote import shown
 from megatron_nemotron3.checkpoints.resume import LoadFolder, tracker_fix
 from megatron_nemotron3.checkpoints.structure import Verdict, check_structure
-from megatron_nemotron3.checkpoints.unpickle import Inert
 from megatron_nemotron3.common.lock import holder
 from megatron_nemotron3.common.output import BYTES, Bar, say
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megatron_nemotron3.checkpoints.unpickle import Inert, Refused, arguments, inert, loads
+from megatron_nemotron3.checkpoints.pickles import Inert, Refused, arguments, inert, loads
 from megatron_nemotron3.common.files import read_outside
 
 INDEX = ".metadata"

@@ -20,7 +20,7 @@ from megatron_nemotron3.checkpoints.metadata import (
     StoredObject,
     TensorChunk,
 )
-from megatron_nemotron3.checkpoints.unpickle import Refused, arguments, inert, loads
+from megatron_nemotron3.checkpoints.pickles import Pickle, Refused, arguments, inert, loads
 from megatron_nemotron3.common.files import Unreadable, open_outside
 
 #: Largest pickle that is read, in bytes.
@@ -82,7 +82,7 @@ def chunk_layout(descriptor: int, chunk: TensorChunk, dtype: str) -> TensorLayou
     data, found = _read_pickle(descriptor, chunk)
     if "version" not in found:
         raise ArchiveError(f"the archive at {chunk.offset:,} has no record 'version'")
-    tensor = loads(data, _TENSOR_TABLE, persistent=_storage_of)
+    tensor = Pickle(data, _TENSOR_TABLE, persistent=_storage_of).load()
     if not isinstance(tensor, _PickledTensor):
         raise Refused(f"the archive at {chunk.offset:,} holds a {type(tensor).__name__}, not a tensor")
     what = f"the tensor at {chunk.offset:,}"
