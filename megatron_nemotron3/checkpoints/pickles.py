@@ -16,7 +16,7 @@ import mmap
 import pickle
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from megatron_nemotron3.common.processes import in_child
 _SHARED = 16
 #: Largest nesting depth.
 _DEEPEST = 200
-#: Memory in bytes, beyond a multiple of the largest pickle's size, and seconds that the child may take.
+#: Memory and time that the child may take: bytes and seconds, and more by the size of the pickles.
 _MEMORY, _MEMORY_PER_BYTE = 256 << 20, 64
 _SECONDS, _BYTES_PER_SECOND = 3, 1 << 20
 #: Room for messages of the child, in bytes.
@@ -65,6 +65,7 @@ class Inert(metaclass=_Frozen):
         return self.state.get(name) if isinstance(self.state, dict) else None
 
 
+@lru_cache(1024)
 def inert(name: str) -> type[Inert]:
     """Make a stand-in for the class `name`."""
     return _Frozen(name, (Inert,), {"__slots__": ()})  # type: ignore[return-value]
@@ -75,33 +76,29 @@ def arguments(*args: Any) -> tuple[Any, ...]:
     return args
 
 
+@lru_cache(1024)
+def frozen(function: Callable[..., Any]) -> type:
+    """Make a stand-in for a function, whose attributes a pickle could set: a class whose calls return its."""
+    return _Frozen(function.__name__, (), {"__slots__": (), "__new__": lambda _, *args: function(*args)})
+
+
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, given: Pickle) -> None:
-        super().__init__(io.BytesIO(given.data), encoding="utf-8")
-        self._table, self._stubs, self._persistent = given.table, given.stubs, given.persistent
-        self._found: dict[tuple[str, str], Any] = {}
+    def __init__(self, given: Pickle, stream: io.BytesIO) -> None:
+        super().__init__(stream, encoding="utf-8")
+        self._given = given
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in self._found:
-            if (module, name) in self._table:
-                found = self._table[module, name]
-            elif f"{module}.".startswith(self._stubs or "\0"):
-                found = inert(name)
-            else:
-                raise Refused(f"it names {module:.100}.{name:.100}, which no checkpoint needs")
-            if isinstance(found, FunctionType):  # a pickle could set attributes of a function
-                found = _Frozen(name, (), {"__slots__": (), "__new__": partial(_call, found)})
-            self._found[module, name] = found
-        return self._found[module, name]
+        if (module, name) in self._given.table:
+            found = self._given.table[module, name]
+            return frozen(found) if isinstance(found, FunctionType) else found
+        if f"{module}.".startswith(self._given.stubs or "\0"):
+            return inert(name)
+        raise Refused(f"it names {module:.100}.{name:.100}, which no checkpoint needs")
 
     def persistent_load(self, pid: Any) -> Any:
-        if self._persistent is None:
+        if self._given.persistent is None:
             raise Refused("it refers to data outside itself")
-        return self._persistent(pid)
-
-
-def _call(function: Callable[..., Any], cls: type, *args: Any) -> Any:
-    return function(*args)
+        return self._given.persistent(pid)
 
 
 class Pickle(NamedTuple):
@@ -117,15 +114,28 @@ class Pickle(NamedTuple):
     stubs: tuple[str, ...] = ()
     persistent: Callable[[Any], Any] | None = None
 
-    def load(self) -> Any:
-        """Read it in this process; for one that `try_all` has read."""
+    def load(self, stream: io.BytesIO | None = None) -> Any:
+        """Read it in this process, after `try_all` has read it; `stream`: its data, and where it begins."""
         try:
-            return _Unpickler(self).load()
+            return _Unpickler(self, stream or io.BytesIO(self.data)).load()
         except (Refused, MemoryError):
             raise
         except Exception as problem:  # a damaged pickle can fail in any way
             reason = f"{type(problem).__name__}: {problem!s:.200}"
             raise Refused(f"it is not a readable pickle ({reason})") from None
+
+    def checked(self, most: int = 1) -> Any:
+        """Read it in the child of `try_all`: what it returns can be walked and hashed in bounded time.
+
+        Args:
+            most: pickles to read, one after another; the last one is returned.
+        """
+        stream, found = io.BytesIO(self.data), None
+        for number in range(most):
+            if number == 0 or stream.tell() < len(self.data):
+                found = self.load(stream)
+                _check_expanded_size(found, _SHARED * len(self.data) + (1 << 16))
+        return found
 
 
 def loads(
@@ -137,36 +147,39 @@ def loads(
 ) -> Any:
     """Load a pickle as plain data and `Inert` instances: first in a child, then in this process."""
     given = Pickle(data, table, stubs, persistent)
-    for problem in try_all([given]).values():
+    for problem in try_all([given.checked], len(data)).values():
         raise Refused(problem)
     return given.load()
 
 
-def try_all(pickles: Sequence[Pickle]) -> dict[int, str]:
-    """Read pickles in one forked child with limits. Returns position -> why it cannot be read.
+def try_all(reads: Sequence[Callable[[], object]], size: int) -> dict[int, str]:
+    """Call functions that read pickles in one forked child with limits. Returns position -> why it fails.
 
-    One that ends the child, by its memory, its time or a crash, is the last one that is read.
+    A function fails by a ValueError. One that ends the child, by its memory, its time or a crash, is the last
+    one that is called.
+
+    Args:
+        size: bytes of all the pickles, about, by which memory and time are limited.
     """
-    board = mmap.mmap(-1, _BOARD)  # shared: the position that is read, then the messages
+    board = mmap.mmap(-1, _BOARD)  # shared: the position of the current function, then the messages
 
-    def read_each() -> None:
+    def call_each() -> None:
         board.seek(8)
-        for position, one in enumerate(pickles):
+        for position, read in enumerate(reads):
             board[:8] = struct.pack("<q", position)
             try:
-                _check_expanded_size(one.load(), _SHARED * len(one.data) + (1 << 16))
-            except Refused as problem:
-                line = f"{position} {problem}".replace("\n", " ").encode(errors="replace")
+                read()
+            except ValueError as problem:
+                line = f"{position} {problem!s:.1000}".replace("\n", " ").encode(errors="replace")
                 if board.tell() + len(line) + 1 < _BOARD:
                     board.write(line + b"\n")
 
-    sizes = [len(one.data) for one in pickles]
     ended = in_child(
-        read_each,
-        memory=_MEMORY + _MEMORY_PER_BYTE * max(sizes, default=0),
-        seconds=_SECONDS + sum(sizes) // _BYTES_PER_SECOND,
+        call_each,
+        memory=_MEMORY + _MEMORY_PER_BYTE * size,
+        seconds=_SECONDS + size // _BYTES_PER_SECOND,
     )
-    lines = board[8:].rstrip(b"\0").decode().splitlines()
+    lines = board[8:].rstrip(b"\0").decode().split("\n")[:-1]
     problems = {int(position): problem for position, _, problem in (line.partition(" ") for line in lines)}
     if ended:
         problems[struct.unpack("<q", board[:8])[0]] = f"it is not a pickle of a checkpoint: it {ended}"

@@ -139,11 +139,11 @@ def test_many_pickles_are_tried_in_one_child(monkeypatch: pytest.MonkeyPatch) ->
         pickle.dumps(_Call(os.system, "touch HIT")),
         HUNGRY["a set of 2^60 steps"][0],
     )
-    given = [Pickle(data, {}) for data in (*[sound] * 1000, foreign, sound, deadly, foreign)]
-    problems = try_all(given)
+    given = [Pickle(data, {}).checked for data in (*[sound] * 1000, foreign, sound, deadly, foreign)]
+    problems = try_all(given, 10_000)
     assert sorted(problems) == [1000, 1002] and len(forks) == 1
     assert "system" in problems[1000] and "takes more than 3 s" in problems[1002]
-    assert try_all([]) == {}
+    assert try_all([], 0) == {}
 
 
 @settings(max_examples=60)

@@ -23,12 +23,12 @@ from megatron_nemotron3.common.options import (
     tokenizer_option,
 )
 from megatron_nemotron3.common.parser import resolve_device
-from megatron_nemotron3.common.switches import BOOST
+from megatron_nemotron3.common.switches import BOOST, environment
 from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.launch.boosting import LOSSES, Boost
 from megatron_nemotron3.launch.command import LAYOUT, SCHEDULE, add_launch
 from megatron_nemotron3.models.command import StoredModelOptions
-from megatron_nemotron3.post_training.steps import environment, step
+from megatron_nemotron3.post_training.steps import step
 
 if TYPE_CHECKING:
     from megatron_nemotron3.post_training.boost.inputs import BoostInputs
