@@ -8,6 +8,7 @@ allow-list of its own.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from megatron_nemotron3.checkpoints.metadata import (
 from megatron_nemotron3.checkpoints.pickles import Inert, Pickle, Refused, inert, try_all
 from megatron_nemotron3.checkpoints.read import opened
 from megatron_nemotron3.common.options import flag
-from megatron_nemotron3.common.switches import TRUST_CHECKPOINT
+from megatron_nemotron3.common.switches import TRUST_CHECKPOINT, environment
 
 OPTION = "--trust-checkpoint"
 #: Part of the names of states of modules, whose tensors of bytes are pickles themselves.
@@ -41,8 +42,13 @@ _Storage = inert("Storage")
 
 
 def trust_option(**details: Any) -> Any:
-    """--trust-checkpoint, for `common.switches.environment`."""
+    """--trust-checkpoint, for `trusting`."""
     return flag("start although a checkpoint names what no checkpoint needs: it runs code", **details)
+
+
+def trusting(trusted: bool) -> contextlib.AbstractContextManager[None]:
+    """Inside the block `require_trusted` refuses nothing, here and in processes that are started."""
+    return environment(TRUST_CHECKPOINT, "1") if trusted else contextlib.nullcontext()
 
 
 def require_trusted(folder: Path) -> None:
