@@ -72,7 +72,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
     distillation.add_options(parser)
     manifest.add_change(parser)
-    add_option(parser, "trust_checkpoint", trust_option())
+    add_option(parser, "trust_checkpoint", trust_option(), bool)
     parser.add_argument("script", metavar="SCRIPT", help="a training script of Megatron")
     own = parser.add_argument("arguments", metavar="ARGS…", nargs=argparse.REMAINDER, help="the script's own")
     own.required = False  # argparse would name it next to a missing SCRIPT

@@ -58,6 +58,8 @@ _FUNCTIONS = {
 }
 
 
+#: Types, which a pickle may call or name as a factory.
+_BUILTINS = "dict list tuple set frozenset int float bool complex str bytearray slice"
 #: Functions of torch._utils that make a tensor; their stand-ins hold (storage, offset, shape, stride, …).
 TENSORS = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3")
 
@@ -96,7 +98,7 @@ def names(nested: Callable[[Any], Any]) -> Mapping[tuple[str, str], Any]:
             nested(state[0] if isinstance(state, tuple) and state else state)
 
     listed = [(module, name) for module, text in (_CLASSES | _FUNCTIONS).items() for name in text.split()]
-    builtins: dict[str, Any] = dict.fromkeys(("set", "frozenset", "complex", "bytearray", "slice"), arguments)
+    builtins: dict[str, Any] = dict.fromkeys(_BUILTINS.split(), arguments)
     builtins |= {"getattr": member, "bytes": lambda *args: args or b""}
     return {
         **{(module, name): inert(name) for module, name in listed},
@@ -113,4 +115,5 @@ def names(nested: Callable[[Any], Any]) -> Mapping[tuple[str, str], Any]:
         ("megatron.core.safe_globals", "safe_load_from_bytes"): nested,
         ("torch._tensor", "_rebuild_from_type_v2"): _rebuilt,
         ("io", "BytesIO"): BytesIO,
+        ("_io", "BytesIO"): BytesIO,
     }

@@ -156,13 +156,13 @@ def _read_nested(data: Any) -> None:
     """Read bytes that are loaded as a pickle or as a file of torch.save."""
     if not isinstance(data, bytes):
         raise Refused(f"it has a {type(data).__name__} where bytes of a pickle belong")
-    if data[:4] != b"PK\3\4":
+    if data[:4] == b"PK\3\4":
+        with tempfile.TemporaryFile() as file:
+            file.write(data)
+            file.flush()
+            _reader(file.fileno(), 0, len(data), False)()
+    elif data:
         Pickle(data, _ALLOWED, persistent=_storage).checked(_LEGACY)
-        return
-    with tempfile.TemporaryFile() as file:
-        file.write(data)
-        file.flush()
-        _reader(file.fileno(), 0, len(data), False)()
 
 
 def _storage(pid: Any) -> Any:
