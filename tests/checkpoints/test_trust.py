@@ -25,6 +25,7 @@ from megatron_nemotron3 import cli
 from megatron_nemotron3.checkpoints import resume
 from megatron_nemotron3.checkpoints.convert.bridge_checkpoint import add_arguments
 from megatron_nemotron3.checkpoints.convert.into_model import load_base
+from megatron_nemotron3.checkpoints.metadata import read_metadata
 from megatron_nemotron3.checkpoints.trust import hostile_objects
 from megatron_nemotron3.common.switches import LORA, TRUST_CHECKPOINT, environment
 from megatron_nemotron3.launch import ParallelLayout
@@ -263,6 +264,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_training_of_megatron_passes(trained: Path) -> None:
     path = trained / "iter_0000006"
+    torch.save({"step": torch.tensor(6, dtype=torch.int32)}, path / "train_state.pt")  # as Bridge does
     assert hostile_objects(path) == [] and any("rng_state" in name for name in read_metadata(path).objects)
 
 
