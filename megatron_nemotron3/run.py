@@ -22,7 +22,7 @@ The script runs as `__main__` with ARGS as its command line and its own folder f
   `--exit-signal-handler` Ctrl-C saves and leaves, as SIGTERM does (`common/processes.py`).
 
 Exit code 2: the command line is wrong, the version of megatron-core is not supported, another run writes to
---save, the checkpoint to load is damaged, or Megatron built another model than requested.
+--save, the checkpoint to load is damaged or hostile, or Megatron built another model than requested.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
+from megatron_nemotron3.checkpoints.trust import OPTION, trust_option, trusting
 from megatron_nemotron3.common import processes, spawned
 from megatron_nemotron3.common.options import add_option, device_option
 from megatron_nemotron3.common.parser import OptionParser, fail, option_value, option_values, resolve_device
@@ -71,6 +72,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
     distillation.add_options(parser)
     manifest.add_change(parser)
+    add_option(parser, "trust_checkpoint", trust_option(), bool)
     parser.add_argument("script", metavar="SCRIPT", help="a training script of Megatron")
     own = parser.add_argument("arguments", metavar="ARGS…", nargs=argparse.REMAINDER, help="the script's own")
     own.required = False  # argparse would name it next to a missing SCRIPT
@@ -90,6 +92,7 @@ class RunArguments(NamedTuple):
     changes: tuple[str, ...] = ()
     #: Values of --nemotron3-teacher and --nemotron3-distill.
     teachers: distillation.OptionValues = ((), ())
+    trust_checkpoint: bool = False
 
 
 #: Reads the arguments up to SCRIPT.
@@ -101,7 +104,7 @@ def split_arguments(argv: list[str], read: Reader | None = None) -> RunArguments
     count = 0
     while count < len(argv) and argv[count].startswith("-"):
         word = argv[count]
-        count += 1 if "=" in word or word in ("-h", "--help", "--") else 2
+        count += 1 if "=" in word or word in ("-h", "--help", "--", OPTION) else 2
         if word == "--":
             break
     if read is None:
@@ -115,7 +118,7 @@ def split_arguments(argv: list[str], read: Reader | None = None) -> RunArguments
     emulate = options.nemotron3_emulate if emulate is None else emulate
     arguments, teachers = distillation.split_options(arguments, options)
     given = (options.device, options.monitor, options.script)
-    return RunArguments(*given, arguments, emulate, tuple(options.change), teachers)
+    return RunArguments(*given, arguments, emulate, tuple(options.change), teachers, options.trust_checkpoint)
 
 
 def requested_spec(argv: list[str]) -> tuple[str, Any]:
@@ -288,11 +291,13 @@ def prepare_folders(arguments: list[str], *given: Any) -> ExitStack:
 def main(argv: list[str] | None = None, read: Reader | None = None) -> None:
     """Entry point; `argv` without the program name, `read` as for `split_arguments`."""
     with processes.as_rank():
-        _launch(split_arguments(sys.argv[1:] if argv is None else argv, read))
+        given = split_arguments(sys.argv[1:] if argv is None else argv, read)
+        with trusting(given.trust_checkpoint):
+            _launch(given)
 
 
 def _launch(given: RunArguments) -> None:
-    device, monitor, script, arguments, emulate, changes, teachers = given
+    device, monitor, script, arguments, emulate, changes, teachers, _ = given
     if not os.path.isfile(script):
         fail(f"script {script} does not exist")
     if emulate == "":

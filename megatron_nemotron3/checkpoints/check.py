@@ -22,11 +22,12 @@ from megatron_nemotron3.checkpoints.metadata import (
     count_elements,
     elements_text,
 )
+from megatron_nemotron3.checkpoints.pickles import Inert
 from megatron_nemotron3.checkpoints.read import common_state
 from megatron_nemotron3.checkpoints.remote import shown
 from megatron_nemotron3.checkpoints.resume import LoadFolder, tracker_fix
 from megatron_nemotron3.checkpoints.structure import Verdict, check_structure
-from megatron_nemotron3.checkpoints.unpickle import Inert
+from megatron_nemotron3.checkpoints.trust import hostile_objects
 from megatron_nemotron3.common.lock import holder
 from megatron_nemotron3.common.output import BYTES, Bar, say
 
@@ -127,10 +128,11 @@ def _check_one(path: Path, full: bool, workers: int) -> list[str]:
         return [f"{path}: it is being written by {writer}: check it when it is complete"]
     if verdict.state in ("unfinished", "damaged") or verdict.problems:
         return list(verdict.problems)
+    hostile = hostile_objects(path, verdict.index)
     if not full:
         say("  checked      names, sizes and tiling; --full reads everything", checked="names and sizes")
-        return []
-    return _check_full(path, verdict, workers)
+        return hostile
+    return hostile + _check_full(path, verdict, workers)
 
 
 def _check_full(path: Path, verdict: Verdict, workers: int) -> list[str]:

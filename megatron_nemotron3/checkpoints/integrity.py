@@ -25,8 +25,8 @@ from megatron_nemotron3.checkpoints.metadata import (
     TensorChunk,
     read_file,
 )
+from megatron_nemotron3.checkpoints.pickles import Refused
 from megatron_nemotron3.checkpoints.read import chunk_layout, records
-from megatron_nemotron3.checkpoints.unpickle import Refused
 
 #: Written by Megatron with --verify-integrity: SHA-256 of every file.
 MANIFEST = "integrity.json"

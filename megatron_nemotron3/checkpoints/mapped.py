@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_nemotron3.checkpoints.metadata import CheckpointError
-from megatron_nemotron3.checkpoints.unpickle import Refused
+from megatron_nemotron3.checkpoints.pickles import Refused
 from megatron_nemotron3.common.files import Unreadable, open_outside
 
 #: (device, inode) of a placeholder of a remote file (`remote`) -> what fetches a range: offset, length.
@@ -65,6 +65,13 @@ class MappedFile:
         if not begin <= offset <= offset + length <= begin + len(kept):
             begin, kept = self._kept = offset, self._fetch(offset, length)
         return memoryview(kept)[offset - begin : offset - begin + length]
+
+
+class HeldBytes(MappedFile):
+    """Bytes in memory, read as a file."""
+
+    def __init__(self, data: bytes) -> None:
+        self.path, self.size, self._fetch, self._view = Path("bytes"), len(data), None, memoryview(data)
 
 
 class MappedFiles(dict[Path, MappedFile]):

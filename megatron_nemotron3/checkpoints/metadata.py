@@ -19,7 +19,8 @@ from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megatron_nemotron3.checkpoints.unpickle import Inert, Refused, arguments, inert, loads
+from megatron_nemotron3.checkpoints.allowed import member
+from megatron_nemotron3.checkpoints.pickles import Inert, Refused, arguments, inert, loads
 from megatron_nemotron3.common.files import read_outside
 
 INDEX = ".metadata"
@@ -149,30 +150,27 @@ class CheckpointIndex:
         return next((v for k, v in self.objects.items() if k.startswith("common_state/")), None)
 
 
-_METADATA = "torch.distributed.checkpoint.metadata"
-#: Names in an index. Instances become `Inert`, also those in cached save plans.
+#: Module -> classes in an index, also those of the save plans that Megatron up to 0.15 cached in it.
+_INDEX_CLASSES = {
+    "torch.distributed.checkpoint.metadata": "Metadata TensorStorageMetadata BytesStorageMetadata "
+    "ChunkStorageMetadata TensorProperties MetadataIndex StorageMeta _MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix SerializationFormat",
+    "torch.distributed.checkpoint.planner": "SavePlan WriteItem WriteItemType TensorWriteData "
+    "BytesIOWriteData",
+    "megatron.core.dist_checkpointing.strategies.torch": "MCoreMetadata MCoreSavePlan",
+    "io": "BytesIO",
+}
 _INDEX_TABLE: dict[tuple[str, str], Any] = {
     **{("torch", dtype): dtype for dtype in ITEM_SIZE},
-    **{
-        (_METADATA, name): inert(name)
-        for name in (
-            *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
-            *("TensorProperties", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
-        )
-    },
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): inert("_StorageInfo"),
+    **{(module, name): inert(name) for module, names in _INDEX_CLASSES.items() for name in names.split()},
     ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): arguments,
-    # Python 3.11 pickles members of enumerations as calls of getattr; nothing is looked up.
-    ("builtins", "getattr"): arguments,
-    ("__builtin__", "getattr"): arguments,  # protocol 2
+    ("builtins", "getattr"): member,
+    ("__builtin__", "getattr"): member,  # protocol 2
     ("collections", "OrderedDict"): dict,
     ("pathlib", "PosixPath"): arguments,
     ("pathlib", "PurePosixPath"): arguments,
-    ("io", "BytesIO"): inert("BytesIO"),
 }
-#: Packages of the classes in a save plan that is cached in the index.
-_STUBS = ("megatron.", "nvidia_resiliency_ext.", "torch.distributed.")
 
 
 def read_metadata(folder: Path | str) -> CheckpointIndex:
@@ -183,7 +181,7 @@ def read_metadata(folder: Path | str) -> CheckpointIndex:
     if not data:
         raise CheckpointError(f"{path}: the file is empty (0 bytes)")
     try:
-        root = loads(data, _INDEX_TABLE, stubs=_STUBS)
+        root = loads(data, _INDEX_TABLE)
         if type(root).__name__ not in ("Metadata", "MCoreMetadata"):
             raise Refused(f"it holds a {type(root).__name__}, not a Metadata")
         return _parse_index(folder, root)

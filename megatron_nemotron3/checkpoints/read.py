@@ -29,7 +29,7 @@ from megatron_nemotron3.checkpoints.metadata import (
     StoredObject,
     TensorChunk,
 )
-from megatron_nemotron3.checkpoints.unpickle import Refused, arguments, inert, loads
+from megatron_nemotron3.checkpoints.pickles import Refused, arguments, inert, loads
 
 #: Largest pickle that is read, in bytes.
 _LIMIT = 64 << 20

@@ -27,6 +27,7 @@ from megatron_nemotron3.checkpoints.folders import (
 )
 from megatron_nemotron3.checkpoints.integrity import MANIFEST
 from megatron_nemotron3.checkpoints.structure import CONFIG, Verdict, check_structure
+from megatron_nemotron3.checkpoints.trust import require_trusted
 from megatron_nemotron3.common.lock import Holder, holder
 from megatron_nemotron3.common.parser import option_value
 
@@ -36,6 +37,8 @@ PATIENCE = 300.0
 _SAVING = 2.0
 #: States that the named checkpoint may have; Megatron itself checks the formats that are not checked here.
 _TRUSTED = ("complete", "foreign")
+#: Option of Megatron that names a teacher's checkpoints.
+_TEACHER = "--export-kd-teacher-load"
 #: Where Megatron keeps non-persistent checkpoints below --load.
 NON_PERSISTENT = "non_persistent"
 
@@ -130,6 +133,20 @@ def before_start(argv: Sequence[str], rank: int, key: str = "") -> list[str]:
                 f"{source.tracker} does not exist: give --pretrained-checkpoint a folder with this file"
             )
     return lines
+
+
+def require_trusted_start(argv: Sequence[str]) -> None:
+    """Raise ValueError if a checkpoint that a Megatron command line loads has a hostile object (`trust`)."""
+    options = load_options(argv)
+    teacher = _local_path(option_value(argv, _TEACHER))
+    for folder in filter(None, (options.load, options.non_persistent, options.pretrained, teacher)):
+        try:
+            named = read_tracker(folder)
+        except ValueError:
+            named = None
+        if named is not None:
+            which = options.step if options.step and named != RELEASE else named
+            require_trusted(checkpoint_path(folder, which))
 
 
 def repair_tracker(source: LoadFolder, key: str = "") -> list[str]:

@@ -10,10 +10,10 @@ from typing import Any
 
 from megatron_nemotron3.checkpoints.folders import checkpoint_path, latest_iteration
 from megatron_nemotron3.checkpoints.metadata import CheckpointError
+from megatron_nemotron3.checkpoints.pickles import Inert
 from megatron_nemotron3.checkpoints.read import common_state
 from megatron_nemotron3.checkpoints.resume import load_options
 from megatron_nemotron3.checkpoints.structure import check_structure
-from megatron_nemotron3.checkpoints.unpickle import Inert
 
 
 @dataclass(frozen=True)

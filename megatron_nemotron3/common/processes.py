@@ -1,4 +1,4 @@
-"""Processes that end with their parent, the process tree, and a pool of forked workers.
+"""Processes that end with their parent, the process tree, forked workers and children with limits.
 
 A rank starts processes of its own: Megatron's checkpoint writer, the server of the writer's result queue,
 data loaders. Two things go wrong with them by default. A signal of the terminal or of torchrun reaches the
@@ -20,7 +20,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import gc
+import mmap
 import os
 import select
 import signal
@@ -275,6 +277,60 @@ def _run_item(item: Any) -> Any:
             counter.value += length
 
     return work(item, count)
+
+
+def in_child(work: Callable[[], object], *, memory: int, seconds: int) -> str:
+    """Run `work` in a forked child with limits; "" if it returned, else why not, as the end of "it …".
+
+    Results reach this process only through shared memory (`mmap`).
+
+    Args:
+        memory: bytes that the child may take beyond what this process has.
+        seconds: time of computation.
+    """
+    import resource
+
+    import psutil
+
+    memory = min(memory, max(psutil.virtual_memory().available // 2, 64 << 20))
+    limits = {
+        resource.RLIMIT_AS: psutil.Process().memory_info().vms + memory,
+        resource.RLIMIT_CPU: seconds,
+        resource.RLIMIT_CORE: 0,
+    }
+    end = mmap.mmap(-1, 1)
+    if (child := os.fork()) == 0:
+        try:
+            gc.disable()  # garbage of the parent is not collected here
+            faulthandler.disable()
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the interpreter reports its own failures there
+            for kind, limit in limits.items():
+                hard = resource.getrlimit(kind)[1]
+                with contextlib.suppress(ValueError, OSError):  # macOS does not limit RLIMIT_AS
+                    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+                    resource.setrlimit(kind, (limit, limit))
+            work()
+            end[0] = 1
+        except MemoryError:
+            end[0] = 2
+        finally:
+            os._exit(0)
+    status, used = 0, None
+    try:
+        with contextlib.suppress(ChildProcessError):  # SIGCHLD is ignored
+            _, status, used = os.wait4(child, 0)
+    except BaseException:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        raise
+    if end[0] == 1:
+        return ""
+    if end[0] == 2:
+        return f"needs more than {memory >> 20:,} MiB of memory"
+    if used is not None and used.ru_utime + used.ru_stime > seconds - 0.5:
+        return f"takes more than {seconds:,} s to read"
+    ending = signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else "an error"
+    return f"ends the process that reads it with {ending}"
 
 
 def _end_after(lives: Callable[[], bool], wait: Callable[[], None]) -> None:

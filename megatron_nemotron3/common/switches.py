@@ -27,6 +27,7 @@ SCRIPT = "NEMOTRON3_SCRIPT"
 CONTROL = "NEMOTRON3_CONTROL"
 PARENT = "NEMOTRON3_PARENT"
 LOCK = "NEMOTRON3_LOCK"
+TRUST_CHECKPOINT = "NEMOTRON3_TRUST_CHECKPOINT"
 
 
 class Switch(NamedTuple):
@@ -101,6 +102,13 @@ SWITCHES = {
         "`--mean` of `train`",
         "sft.md",
     ),
+    TRUST_CHECKPOINT: Switch(
+        "checkpoints that name what no checkpoint needs are loaded, and may run code",
+        "1: loaded; 0: refused",
+        "refused",
+        "`--trust-checkpoint` of `train`, `run`, `logits` and `boost`",
+        "conversion.md",
+    ),
     LOGITS_FOLDER: Switch("folder that the teacher's logits are stored in", "a path", "", "`logits`"),
     LOGITS_TEACHER: Switch("checkpoint of the teacher", "a path", "", "`logits`"),
     SCRIPT: Switch("script that a spawned process belongs to", "a path", "", "`run`"),
@@ -152,6 +160,20 @@ class EnvironmentSetting(Generic[T]):
             yield
         finally:
             self._overrides.pop()
+
+
+@contextmanager
+def environment(name: str, value: str) -> Iterator[None]:
+    """Set a variable inside the block; "" takes it away."""
+    before = os.environ.pop(name, None)
+    if value:
+        os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
 
 
 def megatron_options() -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_nemotron3.checkpoints.folders import checkpoint_path, latest_iteration
-from megatron_nemotron3.checkpoints.resume import before_start
+from megatron_nemotron3.checkpoints.resume import before_start, require_trusted_start
 from megatron_nemotron3.checkpoints.state import stored_state
 from megatron_nemotron3.common import lock
 from megatron_nemotron3.common.parser import option_value
@@ -38,6 +38,7 @@ def prepared(
             stack.enter_context(lock.held(save, key=key))
         for line in before_start(words, rank, key):
             print(f"megatron_nemotron3: {line}", flush=True)
+        require_trusted_start(words)
         if rank == 0 and (problem := continued.refused(words)) is not None:
             raise ValueError(problem)
         # `nemotron3 train` has done it for its ranks.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from megatron_nemotron3.models import Nemotron3Config
 
@@ -34,17 +32,3 @@ def step(main: Callable[[list[str]], int], *arguments: object, prefix: str = "")
     line = [str(word) for word in arguments]
     print(f"\n$ {prefix}nemotron3 {shlex.join(line)}", flush=True)
     return main(line)
-
-
-@contextlib.contextmanager
-def environment(name: str, value: str) -> Iterator[None]:
-    """Set a variable inside the block; "" takes it away."""
-    before = os.environ.pop(name, None)
-    if value:
-        os.environ[name] = value
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
-        if before is not None:
-            os.environ[name] = before

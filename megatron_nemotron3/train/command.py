@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.checkpoints import folders
+from megatron_nemotron3.checkpoints.trust import require_trusted, trust_option, trusting
 from megatron_nemotron3.common.options import (
     add_option,
     add_options,
@@ -74,6 +75,7 @@ class TrainOptions:
     pretrained: Path | None = option(
         "a run or checkpoints to start from if the output has none", "DIR", group=_START
     )
+    trust_checkpoint: bool = trust_option(group=_START)
     monitor: int | None = option("iterations between measurements; 0: off", "N", group=_LOG)
     log_precision: str | None = option(
         f"measure quantized operands every N steps (default {emulation.LOG_DEFAULT})",
@@ -109,6 +111,11 @@ def register(commands: Any) -> None:
 
 def train_command(options: argparse.Namespace) -> int:
     """Train; returns the exit status of `training.train`."""
+    with trusting(options.trust_checkpoint):
+        return _train(options)
+
+
+def _train(options: argparse.Namespace) -> int:
     with exit_at_interrupt("nemotron3 train"):
         from megatron_nemotron3.common.parser import resolve_device
         from megatron_nemotron3.train.machine import shortages
@@ -116,7 +123,7 @@ def train_command(options: argparse.Namespace) -> int:
 
     config = chosen_model(options)
     if (lora := in_environment()) is not None and lora.base is not None:
-        folders.locate_one(Path(lora.base))
+        require_trusted(folders.locate_one(Path(lora.base)).folder)
     _require_own_options(options.extra)
     teachers = _distillation(options)
     split = _teachers_data(options, teachers)

@@ -160,6 +160,7 @@ def _train_alone(request: TrainRequest, launch: Launch, key: str, started: float
     given = request.launch
     for line in resume.before_start(["--load", str(request.checkpoints), *given.extra], rank=0, key=key):
         print(line)
+    resume.require_trusted_start(["--load", str(request.checkpoints), *_own_options(request), *given.extra])
     for leftover in resume.remove_incomplete(request.checkpoints):
         print(f"removed {leftover}: its save was interrupted")
     begun = folders.latest_iteration(request.checkpoints)
@@ -200,6 +201,7 @@ def _train_alone(request: TrainRequest, launch: Launch, key: str, started: float
     words = processes.command(argv, launch.layout.world_size, request.device)
     env = processes.environment(launch.layout.world_size, request.device, given.config.hidden_size)
     env[switches.LOCK] = key
+    env[switches.TRUST_CHECKPOINT] = "1"  # what is loaded has been looked at, or is trusted
     status, progress = _run(request, launch, words, env, log_file, begun or 0)
     saved = folders.latest_iteration(request.checkpoints)
     state = progress.on_disk(saved, status == 0)

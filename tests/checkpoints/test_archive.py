@@ -11,8 +11,8 @@ import torch
 
 from megatron_nemotron3.checkpoints.archive import ArchiveError, crc_problem, records
 from megatron_nemotron3.checkpoints.metadata import TensorChunk
+from megatron_nemotron3.checkpoints.pickles import Refused
 from megatron_nemotron3.checkpoints.read import chunk_layout
-from megatron_nemotron3.checkpoints.unpickle import Refused
 from tests.support import checkpoint_writer as writer
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_nemotron3.checkpoints.metadata import CheckpointError, read_metadata
-from megatron_nemotron3.checkpoints.unpickle import Refused, loads
+from megatron_nemotron3.checkpoints.pickles import Pickle, Refused, arguments, loads, try_all
 from tests.support import checkpoint_writer as writer
 
 
@@ -88,21 +88,62 @@ def test_hostile_pickles_are_refused_by_name(
     assert sorted(os.listdir(tmp_path)) == [".metadata"]
 
 
-def test_a_pickle_cannot_change_the_stand_ins(folder: Path, tmp_path: Path) -> None:
-    """BUILD applied to a class sets attributes of the class."""
-    named = b"cmegatron.x\nA\n"
-    for attack in (
-        b"\x80\x02" + named + b"}N\x86b.",  # BUILD on the class itself
-        b"\x80\x02" + named + b"N}X\x01\x00\x00\x00aK\x01s\x86b.",  # with slots
-        b"\x80\x02}r\xff\xff\xff\x7f.",  # an index that makes a table of 16 GB
-        b"\x80\x05\x96\xff\xff\xff\xff\x0f\x00\x00\x00.",  # a bytearray of 64 GB
-        b"\x82\x01.",  # the registry of extensions
-        b"P1\n.",
-        b"",
-    ):
-        with pytest.raises(Refused):
-            loads(attack, {}, stubs=("megatron.",))
-    assert read_metadata(folder).tensors
+@pytest.mark.parametrize("named", [b"cmegatron.x\nA\n", b"cio\nfunction\n"])
+@pytest.mark.parametrize("build", [b"}X\x01\x00\x00\x00aK\x01sb.", b"N}X\x01\x00\x00\x00aK\x01s\x86b."])
+def test_a_pickle_cannot_change_the_stand_ins(named: bytes, build: bytes) -> None:
+    """BUILD applied to a class or a function sets its attributes; the second form, with slots."""
+    table = {("io", "function"): arguments}
+    with pytest.raises(Refused):
+        loads(b"\x80\x02" + named + build, table, stubs=("megatron.",))
+    assert vars(arguments) == {}
+
+
+#: A tuple that contains a tuple twice, 60 levels deep.
+_TWICE = b")" + b"".join(b"q%ch%c\x86" % (n, n) for n in range(60))
+_LISTS = b"]q\x00" + b"".join(b"]q%ch%cah%ca" % (n + 1, n, n) for n in range(60))
+#: Case -> (pickle, part of the message).
+HUNGRY = {
+    "a memo of 16 GB": (b"\x80\x02}r\xff\xff\xff\x7f.", "MiB of memory"),
+    "a memo of 64 GB, in text": (b"}p4294967295\n.", "MiB of memory"),
+    "a bytearray of 64 GB": (b"\x80\x05\x96\xff\xff\xff\xff\x0f\x00\x00\x00.", "MiB of memory"),
+    "a key of 2^60 steps": (b"\x80\x02}" + _TWICE + b"K\x01s.", "more than 3 s"),
+    "a set of 2^60 steps": (b"\x80\x04(" + _TWICE + b"\x91.", "more than 3 s"),
+    "a tuple of 2^60": (b"\x80\x02" + _TWICE + b".", "shared objects"),
+    "a list of 2^60": (b"\x80\x02" + _LISTS + b".", "shared objects"),
+    "a list in itself": (b"\x80\x02]q\x00h\x00a.", "deep"),
+    "a deep list": (b"\x80\x02" + b"]" * 10**5 + b"a" * (10**5 - 1) + b".", "deep"),
+    "a deep tuple": (b"\x80\x02)" + b"\x85" * 10**6 + b".", "deep"),
+    "a deep key": (b"\x80\x02})" + b"\x85" * 10**7 + b"Ns.", "SIGSEGV"),
+    "the registry of extensions": (b"\x82\x01.", "unregistered"),
+    "data outside": (b"P1\n.", "outside itself"),
+    "nothing": (b"", "EOFError"),
+}
+
+
+@pytest.mark.parametrize("case", HUNGRY)
+def test_pickles_that_hang_crash_or_fill_the_memory(case: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """They end a child at most: this process reads none of them."""
+    data, message = HUNGRY[case]
+    with pytest.raises(Refused) as refused:
+        loads(data, {})
+    assert message in str(refused.value) and str(refused.value).isprintable()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_many_pickles_are_tried_in_one_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    forks = []
+    real = os.fork
+    monkeypatch.setattr(os, "fork", lambda: forks.append(1) or real())
+    sound, foreign, deadly = (
+        pickle.dumps([1]),
+        pickle.dumps(_Call(os.system, "touch HIT")),
+        HUNGRY["a set of 2^60 steps"][0],
+    )
+    given = [Pickle(data, {}).checked for data in (*[sound] * 1000, foreign, sound, deadly, foreign)]
+    problems = try_all(given, 10_000)
+    assert sorted(problems) == [1000, 1002] and len(forks) == 1
+    assert "system" in problems[1000] and "takes more than 3 s" in problems[1002]
+    assert try_all([], 0) == {}
 
 
 @settings(max_examples=60)

@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_nemotron3.checkpoints.convert.megatron_args import args_of, config_of
 from megatron_nemotron3.checkpoints.metadata import COMMON, read_metadata
+from megatron_nemotron3.checkpoints.trust import require_trusted
 from megatron_nemotron3.common.files import atomic, read_outside
 
 _LIMIT = 1 << 24  # bytes of run_config.yaml
@@ -28,7 +29,8 @@ def add_arguments(folder: Path | str) -> Path:
     """Write the arguments of a Bridge checkpoint (`…/iter_0001000`) into its common.pt, and return that file.
 
     Raises:
-        ValueError: the folder is no Bridge checkpoint, or Megatron-LM cannot build its model.
+        ValueError: the folder is no Bridge checkpoint, has a hostile object, or Megatron-LM cannot build its
+            model.
     """
     import torch
     import yaml
@@ -41,6 +43,7 @@ def add_arguments(folder: Path | str) -> Path:
         sections, training = run["model"], run["train"]
     except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
         raise ValueError(f"{folder}: it is not a checkpoint of Megatron-Bridge: {error}") from error
+    require_trusted(folder)
     state = load_common_state_dict(folder)  # whole; our own reader leaves out tensors
     if "args" in state:
         raise ValueError(f"{folder}: it has arguments already")

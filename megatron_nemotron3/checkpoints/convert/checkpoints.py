@@ -40,10 +40,10 @@ from megatron_nemotron3.checkpoints.convert.torch_dist import open_torch_dist, r
 from megatron_nemotron3.checkpoints.convert.views import Selected
 from megatron_nemotron3.checkpoints.folders import CHECKPOINTS, locate, locate_one
 from megatron_nemotron3.checkpoints.metadata import CheckpointError, read_json
+from megatron_nemotron3.checkpoints.pickles import Inert
 from megatron_nemotron3.checkpoints.read import common_state
 from megatron_nemotron3.checkpoints.state import stored_arguments
 from megatron_nemotron3.checkpoints.structure import CONFIG as METADATA
-from megatron_nemotron3.checkpoints.unpickle import Inert
 from megatron_nemotron3.models import Nemotron3Config, identify, named
 from megatron_nemotron3.models.lora import ARGUMENT, LoRASettings
 from megatron_nemotron3.models.omni import OmniConfig

@@ -12,6 +12,7 @@ from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.checkpoints.convert.views import Converted
 from megatron_nemotron3.checkpoints.folders import locate_one
 from megatron_nemotron3.checkpoints.structure import CONFIG as METADATA
+from megatron_nemotron3.checkpoints.trust import require_trusted
 from megatron_nemotron3.common.switches import LORA
 
 
@@ -48,13 +49,15 @@ def load_base(model: Any, folder: Path, *, option: str = f"{LORA}: base=", dp_cp
         dp_cp: the model's data- and context-parallel group; None: Megatron's.
 
     Raises:
-        ValueError: there is no torch_dist checkpoint in the folder, or its tensors do not fit.
+        ValueError: there is no torch_dist checkpoint in the folder, it would run code, or its tensors do not
+            fit.
     """
     from megatron.core import dist_checkpointing, parallel_state
 
     found = locate_one(folder)
     if not (found.folder / METADATA).exists():
         raise ValueError(f"{option}{folder}: it is not a torch_dist checkpoint of Megatron")
+    require_trusted(found.folder)
     place = str(found.folder)
     metadata = dist_checkpointing.load_content_metadata(place) or {}
     metadata["dp_cp_group"] = dp_cp or parallel_state.get_data_parallel_group(with_context_parallel=True)

@@ -12,7 +12,7 @@ import math
 from argparse import Namespace
 from typing import Any
 
-from megatron_nemotron3.checkpoints.unpickle import Inert
+from megatron_nemotron3.checkpoints.pickles import Inert
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models import pattern as patterns
 from megatron_nemotron3.models.stack_specs import ARGUMENT, experts_text, read_experts, stored_experts

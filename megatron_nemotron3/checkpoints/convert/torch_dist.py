@@ -23,9 +23,9 @@ from megatron_nemotron3.checkpoints.convert.plan import CopyPlan
 from megatron_nemotron3.checkpoints.convert.sources import Block, FileSource, Location, SourceTensor
 from megatron_nemotron3.checkpoints.mapped import MappedFiles, explained
 from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, CheckpointError, CheckpointIndex, TensorChunk
+from megatron_nemotron3.checkpoints.pickles import Inert
 from megatron_nemotron3.checkpoints.read import ChunkLayouts, stored_object
 from megatron_nemotron3.checkpoints.structure import check_structure
-from megatron_nemotron3.checkpoints.unpickle import Inert
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.tensors import symbol_sizes
 

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_nemotron3.checkpoints.trust import trust_option, trusting
 from megatron_nemotron3.common import lock
 from megatron_nemotron3.common.files import require_plot
 from megatron_nemotron3.common.options import (
@@ -23,12 +24,12 @@ from megatron_nemotron3.common.options import (
     tokenizer_option,
 )
 from megatron_nemotron3.common.parser import resolve_device
-from megatron_nemotron3.common.switches import BOOST
+from megatron_nemotron3.common.switches import BOOST, environment
 from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.launch.boosting import LOSSES, Boost
 from megatron_nemotron3.launch.command import LAYOUT, SCHEDULE, add_launch
 from megatron_nemotron3.models.command import StoredModelOptions
-from megatron_nemotron3.post_training.steps import environment, step
+from megatron_nemotron3.post_training.steps import step
 
 if TYPE_CHECKING:
     from megatron_nemotron3.post_training.boost.inputs import BoostInputs
@@ -72,6 +73,7 @@ class BoostOptions:
     text: str | None = text_option("default: the run's data", group="data")
     data_path: str | None = data_path_option("here one", group="data")
     tokenizer: Path | None = tokenizer_option("the run's", group="data")
+    trust_checkpoint: bool = trust_option()
     plot: Path | None = option("write acceptance before and after as a picture", "PNG", group="data")
 
 
@@ -95,7 +97,8 @@ def boost_command(options: argparse.Namespace) -> int:
     options.device, options.dtype = resolve_device(options.device), None
     if options.device == "cpu":
         quiet_on_cpu()
-    given = boost_inputs.check(options, boost, STEPS, LR)
+    with trusting(options.trust_checkpoint):
+        given = boost_inputs.check(options, boost, STEPS, LR)
     boost_inputs.prepare(given, options.output)
     with lock.held(options.output):
         if status := _boost(options, boost, given):
@@ -117,7 +120,7 @@ def _boost(options: argparse.Namespace, boost: Boost, given: BoostInputs) -> int
         if status:
             return status
     arguments = _training_arguments(options, given, out)
-    with environment(BOOST, boost.text()):
+    with environment(BOOST, boost.text()), trusting(options.trust_checkpoint):
         if status := step(options.main, "train", *arguments, prefix=f"{BOOST}={boost.text()} "):
             return status
     after = boost_measure.measure(out / "run", given, options, out / "after.json")

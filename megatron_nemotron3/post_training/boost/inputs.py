@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron_nemotron3.checkpoints.convert.from_hf import pad_vocab_size
 from megatron_nemotron3.checkpoints.folders import checkpoint_path, read_tracker
+from megatron_nemotron3.checkpoints.trust import require_trusted
 from megatron_nemotron3.common import record
 from megatron_nemotron3.common.files import write_json
 from megatron_nemotron3.inference.generate.checkpoint_folder import CheckpointFolder, find_checkpoint
@@ -74,6 +75,7 @@ def check(options: argparse.Namespace, boost: Boost, steps: int, lr: float) -> B
     hugging_face = opened.kind == "hugging face"
     if not hugging_face:
         _require_tracked(found, opened.kind)
+        require_trusted(found.checkpoint)
     config = with_own_name(_with_heads(opened.config, options, found))
     pattern = ["--hybrid-layer-pattern", config.full_pattern]
     settings.require_trainable(

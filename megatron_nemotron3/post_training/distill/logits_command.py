@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.checkpoints.folders import free_bytes
+from megatron_nemotron3.checkpoints.trust import trust_option, trusting
 from megatron_nemotron3.common import lock, record
 from megatron_nemotron3.common.files import temporary_prefix
 from megatron_nemotron3.common.options import NEEDED, add_command, argument, device_option, option
 from megatron_nemotron3.common.output import Bar
 from megatron_nemotron3.common.parser import resolve_device
-from megatron_nemotron3.common.switches import LOGITS_FOLDER, LOGITS_TEACHER
+from megatron_nemotron3.common.switches import LOGITS_FOLDER, LOGITS_TEACHER, TRUST_CHECKPOINT
 from megatron_nemotron3.launch import Launch, TrainingData, TrainingSchedule, flags, to_argv
 from megatron_nemotron3.launch.command import LAYOUT, chosen_layout
 from megatron_nemotron3.train.inputs import require_tokenizer
@@ -72,6 +73,7 @@ class LogitsOptions:
         "sequences per rank and microbatch (1)", "N", default=1, group="layout", least=1
     )
     device: str = device_option()
+    trust_checkpoint: bool = trust_option()
 
 
 def register(commands: Any) -> None:
@@ -83,7 +85,8 @@ def logits_command(options: LogitsOptions) -> int:
     """Store the logits, or what is missing of them. Exit status 0; 130 after an interrupt."""
     if not 0 < options.logit_temperature < float("inf"):
         raise ValueError(f"--logit-temperature {options.logit_temperature:g}: give a positive number")
-    teacher = find(options.teacher)
+    with trusting(options.trust_checkpoint):
+        teacher = find(options.teacher)
     data = _data(options, teacher)
     length = options.seq_length or teacher.config.seq_length
     manifest = _manifest(options, teacher, data, length)
@@ -223,7 +226,11 @@ def _run(options: LogitsOptions, launch: Launch, argv: list[str], manifest: Logi
     command = processes.command(argv, launch.layout.world_size, device)
     command[command.index(str(processes.ENTRY))] = str(SCRIPT)
     env = processes.environment(launch.layout.world_size, device, launch.config.hidden_size)
-    env |= {LOGITS_FOLDER: str(options.output.resolve()), LOGITS_TEACHER: manifest.teacher}
+    env |= {
+        LOGITS_FOLDER: str(options.output.resolve()),
+        LOGITS_TEACHER: manifest.teacher,
+        TRUST_CHECKPOINT: "1",
+    }
     log = options.output / "logits.log"
     with Bar("logits", "parts") as bar:
         watch = _ProcessWatch(bar)

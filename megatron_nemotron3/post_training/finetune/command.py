@@ -20,10 +20,10 @@ from megatron_nemotron3.common.options import (
     tokenizer_option,
 )
 from megatron_nemotron3.common.parser import resolve_device
-from megatron_nemotron3.common.switches import LORA
+from megatron_nemotron3.common.switches import LORA, environment
 from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.models.lora import LoRASettings
-from megatron_nemotron3.post_training.steps import environment, require_positive, require_schedule, step
+from megatron_nemotron3.post_training.steps import require_positive, require_schedule, step
 
 if TYPE_CHECKING:
     from megatron_nemotron3.post_training.finetune.inputs import FineTuneInputs

@@ -22,6 +22,7 @@ from megatron_nemotron3.boundary.mimo import BoundaryMimoModel
 from megatron_nemotron3.boundary.training import finalize_model_grads
 from megatron_nemotron3.checkpoints.convert.megatron_args import args_of, common_state
 from megatron_nemotron3.checkpoints.folders import RELEASE, write_tracker
+from megatron_nemotron3.checkpoints.trust import require_trusted
 from megatron_nemotron3.models.omni import OmniConfig
 from megatron_nemotron3.train.omni.modules import LANGUAGE
 
@@ -134,6 +135,7 @@ def save(
 def load(model: BoundaryMimoModel, folder: Path) -> None:
     """Load the weights of a checkpoint of `save` into a model of any layout."""
     state = {"model": without_wrappers(model.sharded_state_dict(), model)}
+    require_trusted(folder / RELEASE)
     # Integrity is of saving: the replicas of an encoder with tensor parallelism call themselves the main one.
     loaded = dist_checkpointing.load(state, str(folder / RELEASE), validate_access_integrity=False)
     model.load_state_dict(loaded["model"], strict=False)

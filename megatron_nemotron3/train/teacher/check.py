@@ -16,6 +16,7 @@ from megatron_nemotron3.checkpoints.convert.megatron_args import config_of
 from megatron_nemotron3.checkpoints.convert.opened import Checkpoint
 from megatron_nemotron3.checkpoints.folders import locate_one
 from megatron_nemotron3.checkpoints.state import stored_state
+from megatron_nemotron3.checkpoints.trust import require_trusted
 from megatron_nemotron3.common.parser import option_value, option_values
 from megatron_nemotron3.launch import Launch, ParallelLayout
 from megatron_nemotron3.launch import check as violations
@@ -72,6 +73,7 @@ def find(folder: str) -> TeacherCheckpoint:
         known = of_tokenizer(found.folder)
         vocabulary = known or Vocabulary(config.vocab_size)
         return TeacherCheckpoint(found.folder, config, vocabulary, tokenizer=found.folder if known else None)
+    require_trusted(found.folder)
     state = stored_state(found.folder)
     if state is None or not state.args:
         raise ValueError(

@@ -1,0 +1,206 @@
+"""Read a pickle without importing anything it names.
+
+A pickle can name any function of any module and call it. Here every name is looked up in a table: names in
+the table become plain data, other names are refused. Functions that a pickle calls only store their
+arguments.
+
+A pickle that runs nothing can still take all memory (one opcode asks for 64 GB) or hang: hashing a tuple
+that contains another tuple twice, 30 levels deep, takes 2^30 steps that cannot be interrupted. So every
+pickle is read first in a forked child with limits, and in this process only if the child has read it.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import pickle
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from types import FunctionType
+from typing import Any, NamedTuple
+
+from megatron_nemotron3.common.processes import in_child
+
+#: Largest number of objects per byte of a pickle, where shared objects count each time.
+_SHARED = 16
+#: Largest nesting depth.
+_DEEPEST = 200
+#: Memory and time that the child may take: bytes and seconds, and more by the size of the pickles.
+_MEMORY, _MEMORY_PER_BYTE = 256 << 20, 64
+_SECONDS, _BYTES_PER_SECOND = 3, 1 << 20
+#: Room for messages of the child, in bytes.
+_BOARD = 1 << 20
+
+
+class Refused(ValueError):
+    """The pickle names something that the table does not list, or is not a pickle of plain data."""
+
+
+class _Frozen(type):
+    def __setattr__(cls, name: str, value: object) -> None:
+        raise Refused(f"it sets {cls.__name__}.{name:.60}")
+
+
+class Inert(metaclass=_Frozen):
+    """Stand-in for an instance of a class: constructor arguments and state, nothing else."""
+
+    __slots__ = ("args", "state")
+    args: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Inert:
+        self = object.__new__(cls)
+        self.args, self.state = args, kwargs
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def field(self, name: str) -> Any:
+        """An attribute of the pickled instance; None if it does not exist."""
+        return self.state.get(name) if isinstance(self.state, dict) else None
+
+
+@lru_cache(1024)
+def inert(name: str) -> type[Inert]:
+    """Make a stand-in for the class `name`."""
+    return _Frozen(name, (Inert,), {"__slots__": ()})  # type: ignore[return-value]
+
+
+def arguments(*args: Any) -> tuple[Any, ...]:
+    """Stand-in for a function: return its arguments."""
+    return args
+
+
+@lru_cache(1024)
+def frozen(function: Callable[..., Any]) -> type:
+    """Make a stand-in for a function, whose attributes a pickle could set: a class whose calls return its."""
+    return _Frozen(function.__name__, (), {"__slots__": (), "__new__": lambda _, *args: function(*args)})
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, given: Pickle, stream: io.BytesIO) -> None:
+        super().__init__(stream, encoding="utf-8")
+        self._given = given
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in self._given.table:
+            found = self._given.table[module, name]
+            return frozen(found) if isinstance(found, FunctionType) else found
+        if f"{module}.".startswith(self._given.stubs or "\0"):
+            return inert(name)
+        raise Refused(f"it names {module:.100}.{name:.100}, which no checkpoint needs")
+
+    def persistent_load(self, pid: Any) -> Any:
+        if self._given.persistent is None:
+            raise Refused("it refers to data outside itself")
+        return self._given.persistent(pid)
+
+
+class Pickle(NamedTuple):
+    """A pickle and how to read it.
+
+    table: (module, name) -> stand-in: a class, a function of plain data, or a value.
+    stubs: prefixes of modules whose other names become `Inert`.
+    persistent: makes data of a persistent id; None: there are none.
+    """
+
+    data: bytes
+    table: Mapping[tuple[str, str], Any]
+    stubs: tuple[str, ...] = ()
+    persistent: Callable[[Any], Any] | None = None
+
+    def load(self, stream: io.BytesIO | None = None) -> Any:
+        """Read it in this process, after `try_all` has read it; `stream`: its data, and where it begins."""
+        try:
+            return _Unpickler(self, stream or io.BytesIO(self.data)).load()
+        except (Refused, MemoryError):
+            raise
+        except Exception as problem:  # a damaged pickle can fail in any way
+            reason = f"{type(problem).__name__}: {problem!s:.200}"
+            raise Refused(f"it is not a readable pickle ({reason})") from None
+
+    def checked(self, most: int = 1) -> Any:
+        """Read it in the child of `try_all`: what it returns can be walked and hashed in bounded time.
+
+        Args:
+            most: pickles to read, one after another; the last one is returned.
+        """
+        stream, found = io.BytesIO(self.data), None
+        for number in range(most):
+            if number == 0 or stream.tell() < len(self.data):
+                found = self.load(stream)
+                _check_expanded_size(found, _SHARED * len(self.data) + (1 << 16))
+        return found
+
+
+def loads(
+    data: bytes,
+    table: Mapping[tuple[str, str], Any],
+    *,
+    stubs: tuple[str, ...] = (),
+    persistent: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Load a pickle as plain data and `Inert` instances: first in a child, then in this process."""
+    given = Pickle(data, table, stubs, persistent)
+    for problem in try_all([given.checked], len(data)).values():
+        raise Refused(problem)
+    return given.load()
+
+
+def try_all(reads: Sequence[Callable[[], object]], size: int) -> dict[int, str]:
+    """Call functions that read pickles in one forked child with limits. Returns position -> why it fails.
+
+    A function fails by a ValueError. One that ends the child, by its memory, its time or a crash, is the last
+    one that is called.
+
+    Args:
+        size: bytes of all the pickles, about, by which memory and time are limited.
+    """
+    board = mmap.mmap(-1, _BOARD)  # shared: the position of the current function, then the messages
+
+    def call_each() -> None:
+        board.seek(8)
+        for position, read in enumerate(reads):
+            board[:8] = struct.pack("<q", position)
+            try:
+                read()
+            except ValueError as problem:
+                line = f"{position} {problem!s:.1000}".replace("\n", " ").encode(errors="replace")
+                if board.tell() + len(line) + 1 < _BOARD:
+                    board.write(line + b"\n")
+
+    ended = in_child(
+        call_each,
+        memory=_MEMORY + _MEMORY_PER_BYTE * size,
+        seconds=_SECONDS + size // _BYTES_PER_SECOND,
+    )
+    lines = board[8:].rstrip(b"\0").decode().split("\n")[:-1]
+    problems = {int(position): problem for position, _, problem in (line.partition(" ") for line in lines)}
+    if ended:
+        problems[struct.unpack("<q", board[:8])[0]] = f"it is not a pickle of a checkpoint: it {ended}"
+    return problems
+
+
+def _check_expanded_size(root: Any, most: int) -> None:
+    """Refuse an object of more than `most` parts, where shared parts count each time, or a very deep one."""
+    level, depth = [root], 0
+    while level:
+        below: list[Any] = []
+        for one in level:
+            if isinstance(one, (list, tuple, set, frozenset)):
+                below.extend(one)
+            elif isinstance(one, dict):
+                below.extend(one)
+                below.extend(one.values())
+            elif isinstance(one, Inert):
+                below += (one.args, one.state)
+            if len(below) > most:
+                raise Refused("it contains itself, or repeats shared objects too often")
+        level, depth, most = below, depth + 1, most - len(below)
+        if depth > _DEEPEST:
+            raise Refused(f"it nests objects more than {_DEEPEST} levels deep")

@@ -1,0 +1,165 @@
+"""Objects of a checkpoint that run code when Megatron reads them.
+
+Megatron's loader unpickles what it finds: the index, every object of a torch_dist folder (`common_state`,
+`rng_state`, `…/_extra_state`), and with them whatever function they name. So a checkpoint is read here first,
+by names (`allowed`), before anything of Megatron reads it. Tensors are not read: torch loads them by an
+allow-list of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_nemotron3.checkpoints.allowed import TENSORS, names
+from megatron_nemotron3.checkpoints.mapped import ArchiveError, HeldBytes, MappedFile, explained
+from megatron_nemotron3.checkpoints.metadata import (
+    INDEX,
+    CheckpointError,
+    CheckpointIndex,
+    StoredObject,
+    TensorChunk,
+    read_metadata,
+)
+from megatron_nemotron3.checkpoints.pickles import Inert, Pickle, Refused, inert, try_all
+from megatron_nemotron3.checkpoints.read import ArchiveRecord, records
+from megatron_nemotron3.common.options import flag
+from megatron_nemotron3.common.switches import TRUST_CHECKPOINT, environment
+
+OPTION = "--trust-checkpoint"
+#: Part of the names of states of modules, whose tensors of bytes are pickles themselves.
+_EXTRA = "_extra_state"
+#: Longest pickle that is read, in bytes, and how many of an object's count for limits of memory and time.
+_LIMIT, _COUNTED = 64 << 20, 4 << 20
+#: Longest object, in bytes, that is compared with others.
+_SMALL = 1 << 16
+#: Pickles at the begin of a file of torch.save without zip.
+_LEGACY = 5
+_Storage = inert("Storage")
+
+
+def trust_option(**details: Any) -> Any:
+    """--trust-checkpoint, for `trusting`."""
+    return flag("start although a checkpoint names what no checkpoint needs: it runs code", **details)
+
+
+def trusting(trusted: bool) -> contextlib.AbstractContextManager[None]:
+    """Inside the block `require_trusted` refuses nothing, here and in processes that are started."""
+    return environment(TRUST_CHECKPOINT, "1") if trusted else contextlib.nullcontext()
+
+
+def require_trusted(folder: Path) -> None:
+    """Raise ValueError if a checkpoint folder has a hostile object, unless the user trusts it."""
+    if os.environ.get(TRUST_CHECKPOINT, "0") in ("", "0") and (found := hostile_objects(folder)):
+        more = f" and {len(found) - 1:,} more" if len(found) > 1 else ""
+        raise ValueError(
+            f"{found[0]}{more}; Megatron would run it: take another checkpoint, or give {OPTION} "
+            f"({TRUST_CHECKPOINT}=1) if you know who wrote this one"
+        )
+
+
+def hostile_objects(folder: Path, index: CheckpointIndex | None = None) -> list[str]:
+    """Return a message for each pickle of a Megatron checkpoint that names what no checkpoint needs.
+
+    Args:
+        folder: one checkpoint, not the folder of several.
+        index: the folder's, if it has been read.
+    """
+    if index is None and os.path.lexists(folder / INDEX):
+        try:
+            index = read_metadata(folder)
+        except CheckpointError as problem:
+            return [str(problem)]
+    places: dict[Path, list[tuple[str, int, int]]] = {}
+    for name, item in index.items() if index is not None else ():
+        if not isinstance(item, TensorChunk) or _EXTRA in name:
+            places.setdefault(folder / item.file, []).append((name, item.offset, item.length))
+    for path in (*folder.glob("*.pt"), *folder.glob("mp_rank_*/*.pt")):
+        places[path] = [("the file", 0, path.stat().st_size)]
+    problems: list[str] = []
+    found: list[tuple[str, Callable[[], None]]] = []
+    seen = set()  # most states of modules are empty, and the same to the byte
+    for path, items in sorted(places.items()):
+        try:
+            with explained(path):
+                file = MappedFile(path)
+                for name, offset, length in items:
+                    extra = _EXTRA in name
+                    try:
+                        if length <= _SMALL:
+                            content = (extra, bytes(file(offset, length)))
+                            if content in seen:
+                                continue
+                            seen.add(content)
+                        found.append((f"{path}: {name}", _reader(file, offset, length, extra)))
+                    except (ArchiveError, Refused) as problem:
+                        problems.append(f"{path}: {name} holds names that are unknown: {problem}")
+        except CheckpointError as problem:
+            problems.append(str(problem))
+    size = sum(min(length, _COUNTED) for items in places.values() for *_, length in items)
+    tried = try_all([read for _, read in found], size)
+    return [*(f"{found[n][0]} {tried[n].removeprefix('it ')}" for n in sorted(tried)), *problems]
+
+
+def _reader(file: MappedFile, offset: int, length: int, extra: bool) -> Callable[[], None]:
+    """Find the pickle of a torch.save archive, and what reads it and those in its tensors of bytes."""
+    places = {record.name: record for record in records(file, StoredObject("", offset, length))[0]}
+    if "constants.pkl" in places:
+        raise Refused("it is a program of TorchScript")
+    data = _record(file, places.get("data.pkl"))
+    # Read before the fork: what reads remote files does not outlive it.
+    states = {name: _record(file, places[name]) for name in places if extra and name.startswith("data/")}
+
+    def read() -> None:
+        for key in _keys_of_states(Pickle(data, _ALLOWED, persistent=_storage).checked(), extra):
+            if (name := f"data/{key}") not in states:
+                states[name] = _record(file, places.get(name))
+            _read_nested(states.get(name))
+
+    return read
+
+
+def _record(file: MappedFile, place: ArchiveRecord | None) -> bytes:
+    if place is None or place.size > _LIMIT:
+        raise Refused(f"its pickle is missing, or longer than {_LIMIT >> 20} MiB")
+    return bytes(file(place.offset, place.size))
+
+
+def _keys_of_states(one: Any, extra: bool) -> Iterator[str]:
+    """Yield the keys of storages whose bytes are loaded as a pickle: of tensors that are a module's state."""
+    if isinstance(one, dict):
+        for key, value in one.items():
+            yield from _keys_of_states(value, isinstance(key, str) and _EXTRA in key)
+    elif isinstance(one, (list, set, frozenset)):
+        for value in one:
+            yield from _keys_of_states(value, False)
+    elif isinstance(one, tuple):  # also of a parameter, or a tensor with its class
+        for value in one:
+            yield from _keys_of_states(value, extra)
+    elif isinstance(one, Inert) and type(one).__name__ in TENSORS:
+        if extra and isinstance(one.args[0], _Storage) and one.args[2] != (0,):
+            if one.args[1] != 0 or len(one.args[2]) != 1 or one.args[3] != (1,):
+                raise Refused(f"it has a state that is a view of shape {one.args[2]!r:.60}")
+            yield str(one.args[0].args[2])
+    elif isinstance(one, Inert):
+        yield from _keys_of_states((one.args, one.state), extra)
+
+
+def _read_nested(data: Any) -> None:
+    """Read bytes that are loaded as a pickle or as a file of torch.save."""
+    if not isinstance(data, bytes):
+        raise Refused(f"it has a {type(data).__name__} where bytes of a pickle belong")
+    if data[:4] == b"PK\3\4":
+        _reader(HeldBytes(data), 0, len(data), False)()
+    elif data:
+        Pickle(data, _ALLOWED, persistent=_storage).checked(_LEGACY)
+
+
+def _storage(pid: Any) -> Any:
+    return _Storage(*pid)
+
+
+_ALLOWED = names(_read_nested)
