@@ -87,7 +87,7 @@ def write_tensor(out: Writable, dtype: str, shape: tuple[int, ...], bands: Itera
 
 @lru_cache(maxsize=1024)
 def overhead(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor's archive without its elements; for 4 GiB and more, up to 100 bytes too few."""
+    """Bytes of a tensor's archive without its elements; from 2 GiB on, up to 200 bytes too few."""
     stream = io.BytesIO()
     write_tensor(stream, dtype, shape, ())
     return len(stream.getvalue())
