@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 
 from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, DistTensor, StoredObject
 from megatron_nemotron3.checkpoints.read import STORAGES
@@ -152,4 +152,5 @@ def index_bytes(tensors: Mapping[str, DistTensor], objects: Mapping[str, StoredO
         entries[name] = dcp.BytesStorageMetadata()
         places[dcp.MetadataIndex(name)] = _StorageInfo(place.file, place.offset, place.length)
     # The path of every key in the dict that was saved; here the key itself.
-    return pickle.dumps(dcp.Metadata(entries, {name: (name,) for name in entries}, places))
+    planned = {name: (name,) for name in entries}
+    return pickle.dumps(dcp.Metadata(entries, planned, places, version=CURRENT_DCP_VERSION))
