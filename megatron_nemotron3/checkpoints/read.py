@@ -33,6 +33,8 @@ from megatron_nemotron3.checkpoints.pickles import Refused, arguments, inert, lo
 
 #: Largest pickle that is read, in bytes.
 _LIMIT = 64 << 20
+#: Longest directory of an archive that is read, in bytes: 90,000 records.
+_DIRECTORY_LIMIT = 4 << 20
 #: Bytes of a record whose CRC32 is computed at a time.
 _BLOCK = 64 << 20
 #: MS-DOS attribute of a folder, of which torch.load would return uninitialized memory.
@@ -93,6 +95,8 @@ class _Range(io.RawIOBase):
     def read(self, size: int | None = -1) -> bytes:
         rest = max(0, self._length - self._at)
         size = rest if size is None or size < 0 else min(size, rest)
+        if size > _DIRECTORY_LIMIT:
+            raise ArchiveError(f"its directory has {size:,} bytes, at most {_DIRECTORY_LIMIT:,} are read")
         data = bytes(self._file(self._start + self._at, size))
         self._at += size
         return data

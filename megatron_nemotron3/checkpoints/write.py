@@ -87,7 +87,7 @@ def write_tensor(out: Writable, dtype: str, shape: tuple[int, ...], bands: Itera
 
 
 def overhead(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor's archive without its elements; for 4 GiB and more, up to 100 bytes too few."""
+    """Bytes of a tensor's archive without its elements; from 2 GiB on, up to 200 bytes too few."""
     head, tail = _around(dtype, shape)
     return len(head) + len(_crc32(b"").join(tail))
 
@@ -177,7 +177,7 @@ def index_bytes(parts: Iterable[StoredPart], tensors: Mapping[str, tuple[str, tu
         tensors: key -> dtype and global shape, of the tensors among the parts.
     """
     from torch.distributed.checkpoint import metadata as dcp  # an import of seconds
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 
     entries: dict[str, Any] = {}
     places: dict[dcp.MetadataIndex, _StorageInfo] = {}
@@ -196,4 +196,5 @@ def index_bytes(parts: Iterable[StoredPart], tensors: Mapping[str, tuple[str, tu
             entries[key] = dcp.TensorStorageMetadata(properties, size(shape), [])
         entries[key].chunks.append(dcp.ChunkStorageMetadata(size(starts), size(sizes)))
     # The path of every key in the dict that was saved; here the key itself.
-    return pickle.dumps(dcp.Metadata(entries, {name: (name,) for name in entries}, places))
+    planned = {name: (name,) for name in entries}
+    return pickle.dumps(dcp.Metadata(entries, planned, places, version=CURRENT_DCP_VERSION))
