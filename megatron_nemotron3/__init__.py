@@ -27,6 +27,7 @@ _load, __dir__, _PUBLIC = lazy(
         "launch.schedule": ["TrainingSchedule"],
         "models.catalog": ["get", "names"],
         "models.config": ["Nemotron3Config"],
+        "models.definition": ["Definition"],
         "models.parameters": ["count"],
         "specs": ["nemotron3_stack_spec", "nemotron3_te_stack_spec", "nemotron3_torch_stack_spec"],
         "train.build": ["build_model", "model_provider"],
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from megatron_nemotron3.models.catalog import get as get
     from megatron_nemotron3.models.catalog import names as names
     from megatron_nemotron3.models.config import Nemotron3Config as Nemotron3Config
+    from megatron_nemotron3.models.definition import Definition as Definition
     from megatron_nemotron3.models.parameters import count as count
     from megatron_nemotron3.specs import nemotron3_stack_spec as nemotron3_stack_spec
     from megatron_nemotron3.specs import nemotron3_te_stack_spec as nemotron3_te_stack_spec

@@ -1,5 +1,8 @@
-"""The models: numbers and layer patterns. Cheap to import: no libraries."""
+"""The models: numbers and layer patterns. Cheap to import: no libraries; `Definition` loads torch on use."""
 
+from typing import TYPE_CHECKING
+
+from megatron_nemotron3.common import lazy
 from megatron_nemotron3.models.catalog import (
     LIGHTNING,
     NANO,
@@ -24,6 +27,11 @@ from megatron_nemotron3.models.omni import OmniConfig, get_omni
 from megatron_nemotron3.models.parameters import ParameterCount, count, stored_tensors
 from megatron_nemotron3.models.tiny import tiny
 
+if TYPE_CHECKING:
+    from megatron_nemotron3.models.definition import Definition as Definition
+else:
+    __getattr__, *_ = lazy(__name__, {"definition": ["Definition"]})
+
 __all__ = [
     "LIGHTNING",
     "NANO",
@@ -37,6 +45,7 @@ __all__ = [
     "PUZZLE",
     "SUPER",
     "ULTRA",
+    "Definition",
     "LoRASettings",
     "Nemotron3Config",
     "OmniConfig",

@@ -18,8 +18,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from functools import partialmethod
+from types import MethodType
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -29,15 +30,16 @@ from megatron_nemotron3.models.config import GATED_NORM_EPSILON, Nemotron3Config
 from megatron_nemotron3.models.prefixes import Prefix, prefixes
 from megatron_nemotron3.models.tensors import hf_root
 
+Model = TypeVar("Model", bound="Definition")
+
 
 @dataclass
 class Routing:
-    """One call of a router: logits and ranking of the experts [b, s, e], and the chosen ones [b, s, k]."""
+    """A router call: logits and ranks (score plus bias) of the experts [b, s, e], the chosen [b, s, k]."""
 
     #: Megatron's prefix of the layer: "decoder.layers.1.".
     layer: str
     logits: Tensor
-    #: Score plus expert bias.
     ranked: Tensor
     chosen: Tensor
 
@@ -77,10 +79,9 @@ class Definition:
         self, config: Nemotron3Config, read: Callable[[str], Tensor], dtype: torch.dtype = torch.float32
     ) -> None:
         self.config, self.read, self.dtype, self.root = config, read, dtype, hf_root(config)
-        self.layers: list[Prefix] = []
+        stack = self.layers = list[Prefix]()
         #: Of each MTP block: the prefix of its input, its layers, and the prefix of its final norm.
         self.blocks: list[tuple[str, list[Prefix], str]] = []
-        stack = self.layers
         for prefix in prefixes(config):
             if prefix.part == "mtp_in":
                 first, stack = prefix.hf, []
@@ -89,11 +90,17 @@ class Definition:
             elif prefix.part != "model":
                 stack.append(prefix)
 
-    def but(self, **steps: Callable[..., Any]) -> Definition:
-        """A copy in which `step(original, *arguments)` computes the named steps."""
-        other = copy.copy(self)
+    def but(self: Model, **steps: Callable[..., Any]) -> Model:
+        """A copy in which `step(original, *arguments)` computes the named steps, wherever they are called."""
+        kind, made = type(self), dict[str, Any]()
         for name, step in steps.items():
-            setattr(other, name, partial(step, getattr(self, name)))
+            if not callable(original := getattr(kind, name, None)):
+                raise ValueError(f"{kind.__name__} has no step {name!r}")
+            made[name] = partialmethod(
+                lambda m, f, old, *given: f(MethodType(old, m), *given), step, original
+            )
+        other = copy.copy(self)
+        other.__class__ = type(kind.__name__, (kind,), made)
         return other
 
     def weight(self, name: str) -> Tensor:
@@ -253,8 +260,7 @@ class Definition:
         scores = self.scores(logits)
         ranked = self.ranking(scores, self.weight(name + "gate.e_score_correction_bias"))
         routing = Routing(prefix.megatron, logits, ranked, ranked.topk(c.moe_router_topk, -1).indices)
-        if run.choose is not None:
-            routing.chosen = run.choose(routing)
+        routing.chosen = routing.chosen if run.choose is None else run.choose(routing)
         run.routings.append(routing)
         weights = self.probabilities(scores.gather(-1, routing.chosen), c)
         z = self.linear(u, name + "fc1_latent_proj.weight") if c.moe_latent_size else u

@@ -8,7 +8,6 @@ if TYPE_CHECKING:
     from megatron_nemotron3.proof.bisect.engine import of_sglang as of_sglang
     from megatron_nemotron3.proof.bisect.engine import of_vllm as of_vllm
     from megatron_nemotron3.proof.bisect.engine import sequence as sequence
-    from megatron_nemotron3.proof.bisect.recompute import Change as Change
     from megatron_nemotron3.proof.bisect.recompute import Recomputation as Recomputation
     from megatron_nemotron3.proof.bisect.record import Recorder as Recorder
     from megatron_nemotron3.proof.bisect.recording import Recording as Recording
@@ -19,7 +18,7 @@ else:
         __name__,
         {
             "engine": ["of_sglang", "of_vllm", "sequence"],
-            "recompute": ["Change", "Recomputation"],
+            "recompute": ["Recomputation"],
             "record": ["Recorder"],
             "recording": ["Recording", "read", "write"],
         },

@@ -14,11 +14,13 @@ from functools import partial
 from typing import Any, Concatenate, ParamSpec
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_nemotron3.layers.functional import rms_norm
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.proof.bisect.recompute import Change, Recomputation
+from megatron_nemotron3.models.definition import Forward
+from megatron_nemotron3.models.prefixes import Prefix
+from megatron_nemotron3.proof.bisect.recompute import Recomputation, Steps
 
 P = ParamSpec("P")
 #: Kinds of a cause: those of a layer, every layer of the model, its ends, the tokens.
@@ -38,8 +40,8 @@ class Context:
     before: int = 0
 
 
-#: The change at a place, or None where the cause cannot occur.
-Make = Callable[[Context], Change | None]
+#: Other steps at a place, or None where the cause cannot occur.
+Make = Callable[[Context], Steps | None]
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,8 @@ class Cause:
     Attributes:
         name: what the deviating system does, to follow "it computes with": "no shared expert".
         kind: letter of the layers that it concerns, or `LAYERS`, `MODEL` or `TOKENS`.
-        layer: the change of a layer.
-        last: the change of the final norm and the output layer.
+        layer: other steps of a layer.
+        last: other steps of the final norm and the output layer.
         ids: ids [s] to the ids that are embedded.
         embed: ids [s] to their embeddings [s, d].
         token: stands before the first one.
@@ -84,13 +86,9 @@ class Cause:
         return model.embed(ids[None]) if self.embed is None else self.embed(ids)[None]
 
 
-#: Method of `Reference` -> the function instead of it (`Change.steps`).
-Steps = dict[str, Callable[..., Any]]
-
-
 def step(**steps: Callable[..., Any]) -> Make:
-    """A change of functions that is the same everywhere."""
-    return lambda context: Change(steps=steps)
+    """Other steps that are the same everywhere."""
+    return lambda context: steps
 
 
 def instead(**steps: Callable[..., Any]) -> Make:
@@ -103,16 +101,19 @@ def _without(function: Callable[..., Any], plain: Any, *given: Any) -> Any:
 
 
 def where(steps: Callable[Concatenate[Context, P], Steps | None]) -> Callable[P, Make]:
-    """Decorate what gives the changed functions for a place, or None where the cause cannot occur."""
+    """Decorate what gives the steps for a place, or None where the cause cannot occur."""
+    return lambda *args, **options: lambda context: steps(context, *args, **options)
 
-    def with_arguments(*args: P.args, **options: P.kwargs) -> Make:
-        def make(context: Context) -> Change | None:
-            found = steps(context, *args, **options)
-            return None if found is None else Change(steps=found)
 
-        return make
+def windowless(conv: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A step `conv` from one of x [b, s, channels], without the window of tokens before it."""
 
-    return with_arguments
+    def step(plain: Any, x: Tensor, taps: Tensor, bias: Tensor) -> Tensor:
+        window = taps.shape[-1] - 1
+        padded = lambda x, taps, bias: plain(F.pad(x, (0, 0, window, 0)), taps, bias)  # noqa: E731
+        return conv(padded, x[:, window:], taps, bias)
+
+    return step
 
 
 def of_kind(
@@ -143,15 +144,15 @@ SHARDS = [(2, "reversed"), *((n, o) for n in (4, 8) for o in ("reversed", "rotat
 def shards_of_rows(words: str, name: str) -> dict[str, Make]:
     """A row-parallel linear whose shards lie in another order or are missing. `name`: end of the tensor's."""
 
-    def linear(ranks: int, order: str, plain: Any, x: Tensor, tensor: str, rows: int) -> Any:
+    def linear(ranks: int, order: str, plain: Any, x: Tensor, tensor: str) -> Any:
         places = shard_order(x.shape[-1], ranks, order) if tensor.endswith(name) else None
-        return plain(x if places is None else x[..., torch.argsort(places)], tensor, rows)
+        return plain(x if places is None else x[..., torch.argsort(places)], tensor)
 
-    def without(ranks: int, rank: int, plain: Any, x: Tensor, tensor: str, rows: int) -> Any:
+    def without(ranks: int, rank: int, plain: Any, x: Tensor, tensor: str) -> Any:
         if tensor.endswith(name) and not x.shape[-1] % ranks:
             kept = torch.arange(ranks).repeat_interleave(x.shape[-1] // ranks) != rank
             x = x * kept
-        return plain(x, tensor, rows)
+        return plain(x, tensor)
 
     return {
         f"the shards of {ranks} ranks of {words} {order}": step(linear=partial(linear, ranks, order))
@@ -172,31 +173,22 @@ _EPSILONS = 1e-6, 1e-8, 1e-12, 1e-4, 1e-3, 1e-2
 def _rounded(dtype: torch.dtype) -> Callable[..., Any]:
     """The residual stream after a layer in another type."""
 
-    def layer(plain: Any, prefix: Any, x: Tensor, *rest: Any) -> Any:
-        update, routing = plain(prefix, x, *rest)
-        return (x + update).to(dtype).float() - x, routing
-
-    return layer
+    return lambda plain, prefix, x, run: (x + plain(prefix, x, run)).to(dtype).float() - x
 
 
 def _norm(gain: Callable[[Tensor], Tensor] | None = None, eps: float | None = None) -> Callable[..., Any]:
-    def norm(plain: Any, x: Tensor, *names: str) -> Tensor:
-        reference = plain.__self__
-        weight = reference.weights.tensor(reference.weights.find(*names), (x.shape[-1],))
-        old: float = reference.config.layernorm_epsilon
-        return rms_norm(x, weight if gain is None else gain(weight), old if eps is None else eps)
+    def norm(plain: Any, x: Tensor, name: str) -> Any:
+        model = plain.__self__
+        weight = model.weight(name)
+        normed = model.rms(x, model.config.layernorm_epsilon if eps is None else eps)
+        return normed * (weight if gain is None else gain(weight))
 
     return norm
 
 
 def _banded(change: Callable[..., Tensor], *more: float) -> Make:
     """Other logits, band by band, from them and more arguments."""
-
-    def logits(plain: Any, x: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-        for start, stop, band in plain(x):
-            yield start, stop, change(band, *more)
-
-    return step(logits=logits)
+    return step(vocabulary=lambda plain, h: (change(band, *more) for band in plain(h)))
 
 
 def _capped(logits: Tensor, cap: float) -> Tensor:
@@ -207,11 +199,11 @@ def _capped(logits: Tensor, cap: float) -> Tensor:
 def _whole(context: Context, places: Callable[[Tensor, Context], Tensor]) -> Steps:
     """Logits whose order along the vocabulary is another one."""
 
-    def logits(plain: Any, x: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-        whole = torch.cat([band for _, _, band in plain(x)], -1)
-        yield 0, whole.shape[-1], whole[..., places(torch.arange(whole.shape[-1]), context)]
+    def vocabulary(plain: Any, h: Tensor) -> Iterator[Tensor]:
+        whole = torch.cat(list(plain(h)), -1)
+        yield whole[..., places(torch.arange(whole.shape[-1]), context)]
 
-    return {"logits": logits}
+    return {"vocabulary": vocabulary}
 
 
 def _misplaced(ranks: int, padded_to: int, direction: int) -> Callable[[Tensor, Context], Tensor]:
@@ -233,19 +225,16 @@ def _padded(context: Context, multiple: int) -> Steps | None:
     rows = context.config.vocab_size
     count = -rows % multiple
 
-    def logits(plain: Any, x: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-        yield from plain(x)
-        yield rows, rows + count, x.new_zeros(*x.shape[:-1], count)
+    def vocabulary(plain: Any, h: Tensor) -> Iterator[Tensor]:
+        yield from plain(h)
+        yield h.new_zeros(*h.shape[:-1], count)
 
-    return {"logits": logits} if count else None
+    return {"vocabulary": vocabulary} if count else None
 
 
-def _tied(plain: Any, x: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+def _tied(plain: Any, h: Tensor) -> Any:
     """Logits by the table of the embedding."""
-    reference = plain.__self__
-    name, rows = "embedding.word_embeddings.weight", reference.config.vocab_size
-    for start, stop, band in reference.weights.bands(name, reference.table(name), stop=rows):
-        yield start, stop, x @ band.t()
+    return plain.__self__.products(h, f"{plain.__self__.root}.embeddings.weight")
 
 
 @where
@@ -255,7 +244,7 @@ def _convolved_alone(context: Context) -> Steps:
     def conv(plain: Any, x: Tensor, taps: Tensor, bias: Tensor) -> Tensor:
         return torch.cat([plain(part, taps, bias) for part in x.tensor_split([context.before], 1)], 1)
 
-    return {"conv": conv}
+    return {"conv": windowless(conv)}
 
 
 def _halves_swapped(tokens: Tensor, context: Context) -> Tensor:
@@ -279,10 +268,10 @@ def model_causes() -> Iterator[Cause]:
     rounded = _banded(lambda logits: logits.bfloat16().float())
     yield Cause("logits rounded to BF16", MODEL, last=rounded, rounds=True)
     last = {
-        "no final norm": instead(final_norm=lambda x: x),
+        "no final norm": instead(norm=lambda x, name: x),
         "no gain in the final norm": ones,
         "the two halves of the output layer swapped": _whole(_halves_swapped),
-        "the embedding as the output layer": step(logits=_tied),
+        "the embedding as the output layer": step(vocabulary=_tied),
         **{f"epsilon {eps:.0e} in the final norm": step(norm=_norm(eps=eps)) for eps in _EPSILONS},
         **{f"padding to a multiple of {n} in the vocabulary": _padded(n) for n in (8, 16, 64, 128, 256, 512)},
         **{f"logits capped at {cap:.0f} by tanh": _banded(_capped, cap) for cap in (15.0, 30.0, 50.0)},
@@ -321,53 +310,78 @@ def model_causes() -> Iterator[Cause]:
 
 def stale_causes(previous: Recomputation) -> Iterator[Cause]:
     """Weights of an older checkpoint that were not updated."""
-    old = previous.reference
+    old = previous.definition
 
-    def layer(plain: Any, prefix: Any, x: Tensor, *rest: Any) -> Any:
-        return old.layer(prefix, x, *rest)
+    def layer(plain: Any, prefix: Prefix, x: Tensor, run: Forward) -> Tensor:
+        return old.layer(prefix, x, run)
 
-    last = step(final_norm=lambda plain, x: old.final_norm(x), logits=lambda plain, x: old.logits(x))
+    last = step(norm=lambda plain, *given: old.norm(*given), vocabulary=lambda plain, h: old.vocabulary(h))
     words = "of the previous checkpoint"
     yield Cause(f"weights {words}", LAYERS, layer=step(layer=layer))
     yield Cause(f"every weight {words}", MODEL, layer=step(layer=layer), last=last, embed=old.embed)
     yield Cause(f"the final norm and the output layer {words}", MODEL, last=last)
     yield Cause(f"the embedding {words}", MODEL, embed=old.embed)
 
-    def router(plain: Any, x: Tensor, name: str, rows: int) -> Tensor:
-        return (old.linear if ".router." in name else plain)(x, name, rows)
-
     yield Cause(f"MTP {words}", "mtp", mtp=previous)
-    yield Cause(f"routers {words}", "E", layer=step(linear=router))
+    yield Cause(f"routers {words}", "E", layer=step(router=lambda plain, *given: old.router(*given)))
     yield Cause(f"routed experts {words}", "E", layer=step(routed=lambda plain, *given: old.routed(*given)))
     yield from _stale_tensors(previous, words)
     yield Cause(f"shared experts {words}", "E", layer=step(shared=lambda plain, *given: old.shared(*given)))
 
 
 def _stale_tensors(previous: Recomputation, words: str) -> Iterator[Cause]:
-    """Single tensors of a layer, and the halves of a matrix, that were not updated."""
-    old = previous.reference.weights
-    found = {
-        (prefix.part, name.removeprefix(prefix.megatron)): old.source.tensors[stored].shape
-        for prefix in previous.layers[: previous.depth]
-        for name, stored in old.names.items()
-        if name.startswith(prefix.megatron) and ".experts." not in name
-    }
-    for (kind, name), shape in found.items():
-        for what, (dim, half) in {"": (0, None), **(_HALVES if len(shape) == 2 else {})}.items():
-
-            def make(context: Context, name: str = name, dim: int = dim, half: int | None = half) -> Change:
-                whole = previous.layers[context.layer].megatron + name
-
-                def stale(new: Tensor) -> Tensor:
-                    before = old.tensor(whole, tuple(new.shape))
-                    if half is None:
-                        return before
-                    pairs = zip(new.chunk(2, dim), before.chunk(2, dim), strict=True)
-                    return torch.cat([b if n == half else a for n, (a, b) in enumerate(pairs)], dim)
-
-                return Change(weights={name: stale})
-
+    """Single tensors of a layer, parts of them, and halves of matrices, that were not updated."""
+    old, c = previous.definition, previous.config
+    found: dict[tuple[str, str], tuple[tuple[str, ...], slice, int]] = {}  # names, rows, axes
+    for prefix in previous.layers[: previous.depth]:
+        for name, stored in old.weights.source.tensors.items():
+            if name.startswith(prefix.hf) and ".experts." not in name:
+                below = name.removeprefix(prefix.hf)
+                found[prefix.part, below] = (below,), slice(None), len(stored.shape)
+    bc = c.mamba_num_groups * c.mamba_state_dim
+    conv = {"x": c.mamba_inner_size, "B": bc, "C": bc}
+    parts = {"in_proj": {"z": c.mamba_inner_size, **conv, "dt": c.mamba_num_heads}, "conv1d": conv}
+    for (kind, name), (names, _, axes) in list(found.items()):
+        start = 0
+        for part, count in parts.get(name.split(".")[-2], {}).items():
+            found[kind, f"{name}.{part}"] = names, slice(start, start + count), axes
+            start += count
+    found["*", "mixer.q_proj, k_proj and v_proj"] = (
+        tuple(f"mixer.{part}_proj.weight" for part in "qkv"),
+        slice(None),
+        2,
+    )
+    for (kind, name), (names, rows, axes) in found.items():
+        for what, half in {"": None, **(_HALVES if axes == 2 else {})}.items():
+            make = _stale(previous, names, rows, half)
             yield Cause(f"{what}{name} {words}", kind, layer=make, located=True)
+
+
+@where
+def _stale(
+    context: Context,
+    previous: Recomputation,
+    names: tuple[str, ...],
+    rows: slice,
+    half: tuple[int, int] | None,
+) -> Steps:
+    """Rows of tensors of a layer, or half of them along an axis, that were not updated."""
+    whole = [previous.layers[context.layer].hf + name for name in names]
+
+    def weight(plain: Any, name: str) -> Any:
+        new = plain(name)
+        if name in whole:
+            new = new.clone()
+            old = previous.definition.weight(name)[rows]
+            axis, number = half or (0, 0)
+            parts = 1 if half is None else 2
+            new[rows].chunk(parts, axis)[number].copy_(old.chunk(parts, axis)[number])
+        return new
+
+    def linear(plain: Any, x: Tensor, name: str) -> Any:
+        return x @ plain.__self__.weight(name).T if name in whole else plain(x, name)
+
+    return {"weight": weight, "linear": linear}
 
 
 _HALVES = {

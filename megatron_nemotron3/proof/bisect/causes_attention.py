@@ -35,20 +35,21 @@ def _rotary(base: float, pairs: bool, share: float = 1.0) -> Make:
         new = a * cos - b * sin, b * cos + a * sin
         return torch.cat([torch.stack(new, -1).flatten(-2) if pairs else torch.cat(new, -1), rest], -1)
 
-    return step(positions=lambda plain, q, k: (rotated(q), rotated(k)))
+    return step(attend=lambda plain, q, k, v: plain(rotated(q), rotated(k), v))
 
 
 @where
 def _scaled(context: Context, factor: Callable[[Nemotron3Config], float]) -> Steps | None:
     by = factor(context.config)
-    return None if by == 1 else {"positions": lambda plain, q, k: (q * by, k)}
+    return None if by == 1 else {"attend": lambda plain, q, k, v: plain(q * by, k, v)}
 
 
-def _interleaved_heads(plain: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
-    """Query head i has the keys of head i modulo the groups: [rows, groups, heads, s, c]."""
-    groups, heads = q.shape[1:3]
-    taken = (torch.arange(groups * heads) % groups).view(groups, heads)
-    return plain(q, k[:, taken, 0], v[:, taken, 0])
+@where
+def _interleaved_heads(context: Context) -> Steps:
+    """Query head i has the keys of head i modulo the groups; both are given for each query head."""
+    heads, groups = context.config.num_attention_heads, context.config.num_query_groups
+    taken = torch.arange(heads) % groups * (heads // groups)
+    return {"attend": lambda plain, q, k, v: plain(q, k[:, taken], v[:, taken])}
 
 
 @where
@@ -75,11 +76,18 @@ def _window(tokens: int) -> Make:
 
 @where
 def _qkv(context: Context, places: Callable[[Nemotron3Config], Tensor | None]) -> Steps | None:
-    rows = places(context.config)
+    """Other rows of linear_qkv, which has the queries, the key and the value of each group."""
+    c, rows = context.config, places(context.config)
+    queries = c.num_attention_heads // c.num_query_groups * c.kv_channels
 
-    def linear(plain: Any, x: Tensor, name: str, count: int) -> Any:
-        y = plain(x, name, count)
-        return y[..., rows] if name.endswith("linear_qkv.weight") else y
+    def linear(plain: Any, x: Tensor, name: str) -> Any:
+        if rows is None or not name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+            return plain(x, name)
+        head, part = name[: -len("q_proj.weight")], name[-len("q_proj.weight")]
+        qkv = (plain(x, f"{head}{one}_proj.weight").unflatten(-1, (c.num_query_groups, -1)) for one in "qkv")
+        taken = torch.cat(list(qkv), -1).flatten(-2)[..., rows].unflatten(-1, (c.num_query_groups, -1))
+        split = taken.split([queries, c.kv_channels, c.kv_channels], -1)
+        return split["qkv".index(part)].flatten(-2)
 
     return None if rows is None else {"linear": linear}
 
@@ -110,14 +118,14 @@ def _other_shards(ranks: int) -> Make:
 
 def attention_causes() -> Iterator[Cause]:
     """Causes in * layers."""
-    found = shards_of_rows("the output projection", "self_attention.linear_proj.weight") | {
+    found = shards_of_rows("the output projection", "mixer.o_proj.weight") | {
         "rotary positions of base 1e+04 on half of the channels": _rotary(1e4, False, 0.5),
         "scores divided by the head dimension, not by its root": _scaled(lambda c: c.kv_channels**-0.5),
         "scores that are not divided": _scaled(lambda c: c.kv_channels**0.5),
         "scores divided by the root of hidden size over heads": _scaled(
             lambda c: (c.kv_channels * c.num_attention_heads / c.hidden_size) ** 0.5
         ),
-        "key heads taken in turn by the query heads": step(attend=_interleaved_heads),
+        "key heads taken in turn by the query heads": _interleaved_heads(),
         "keys and values swapped": step(attend=lambda plain, q, k, v: plain(q, v, k)),
         "a grouped linear_qkv read as q, k, v": _misread(inverse=False),
         "q, k, v read as a grouped linear_qkv": _misread(inverse=True),

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_nemotron3.checkpoints.convert.logits.reference import ReferenceModel
+from megatron_nemotron3.checkpoints.convert.logits.reader import StoredDefinition
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.definition import Forward
+from megatron_nemotron3.models.prefixes import Prefix
 from megatron_nemotron3.proof.bisect.causes import (
     SHARDS,
     Cause,
     Context,
     Make,
-    Steps,
     instead,
     of_kind,
     shard_order,
     step,
     where,
 )
-from megatron_nemotron3.proof.bisect.recompute import Change
+from megatron_nemotron3.proof.bisect.recompute import Steps
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "ReLU": F.relu,
@@ -35,14 +36,20 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _experts(order: Callable[[int], Tensor | None]) -> Make:
+def _remapped(order: Mapping[int, int]) -> Steps:
+    """Expert e has the weights of expert order[e]; others keep theirs."""
+
+    def mlp(plain: Any, name: str, u: Tensor) -> Any:
+        return plain(re.sub(r"(?<=\.experts\.)\d+", lambda m: str(order.get(int(m[0]), m[0])), name), u)
+
+    return {"mlp": mlp}
+
+
+@where
+def _experts(context: Context, order: Callable[[int], Tensor | None]) -> Steps | None:
     """Expert e has the weights of expert order[e]."""
-
-    def make(context: Context) -> Change | None:
-        places = order(context.config.num_moe_experts or 0)
-        return None if places is None else Change(experts=dict(enumerate(places.tolist())))
-
-    return make
+    places = order(context.config.num_moe_experts or 0)
+    return None if places is None else _remapped(dict(enumerate(places.tolist())))
 
 
 def _in_order(ranks: int, order: str) -> Make:
@@ -61,15 +68,17 @@ def _placed(ranks: int, inverse: bool) -> Make:
     return _experts(order)
 
 
-def _replaced(chosen: Callable[[Tensor], Tensor], other: ReferenceModel | None = None) -> Steps:
+def _replaced(chosen: Callable[[Tensor], Tensor], other: StoredDefinition | None = None) -> Steps:
     """Some of the experts give zeros, or what those of another checkpoint do. `chosen`: which of them do."""
 
-    def routed(plain: Any, prefix: str, x: Tensor, ffn: int, topk: Tensor, probabilities: Tensor) -> Any:
-        gone = chosen(topk)
-        found = plain(prefix, x, ffn, topk, probabilities.masked_fill(gone, 0.0))
-        if other is None:
-            return found
-        return found + other.routed(prefix, x, ffn, topk, probabilities.masked_fill(~gone, 0.0))
+    def routed(plain: Any, name: str, z: Tensor, experts: Tensor, weights: Tensor) -> Any:
+        gone = chosen(experts)
+        found = plain(name, z, experts, weights.masked_fill(gone, 0.0))
+        return (
+            found
+            if other is None
+            else found + other.routed(name, z, experts, weights.masked_fill(~gone, 0.0))
+        )
 
     return {"routed": routed}
 
@@ -80,7 +89,7 @@ def _absent(context: Context, ranks: int, rank: int) -> Steps | None:
     return None if uneven else _replaced(lambda topk: topk // size == rank)
 
 
-def of_experts(chosen: tuple[int, ...], previous: ReferenceModel | None) -> Iterator[Cause]:
+def of_experts(chosen: tuple[int, ...], previous: StoredDefinition | None) -> Iterator[Cause]:
     """Causes in some experts, which a recording shows."""
     words = f"expert{'s' * (len(chosen) > 1)} {' and '.join(map(str, chosen))}"
     inside = lambda topk: torch.isin(topk, torch.tensor(chosen))  # noqa: E731
@@ -89,7 +98,7 @@ def of_experts(chosen: tuple[int, ...], previous: ReferenceModel | None) -> Iter
         made[f"routed {words} of the previous checkpoint"] = step(**_replaced(inside, previous))
     if len(chosen) == 2:
         swapped = dict(zip(chosen, chosen[::-1], strict=True))
-        made[f"{words} swapped"] = lambda context: Change(experts=swapped)
+        made[f"{words} swapped"] = step(**_remapped(swapped))
     return of_kind("E", made)
 
 
@@ -111,24 +120,23 @@ def _softmax(scores: Tensor, c: Nemotron3Config) -> Tensor:
 @where
 def _bias_kept(context: Context) -> Steps:
     """The expert bias is in the probabilities, too."""
-    seen: list[Tensor] = []
+    seen: list[Forward] = []
 
-    def moe(plain: Any, prefix: str, c: Any, x: Tensor, select: Any = None) -> Any:
-        def noted(selection: Any) -> Tensor:
-            taken: Tensor = selection.experts if select is None else select(selection)
-            seen.append(selection.scores.gather(1, taken))
-            return taken
+    def moe(plain: Any, name: str, prefix: Prefix, u: Tensor, run: Forward) -> Any:
+        seen[:] = [run]
+        return plain(name, prefix, u, run)
 
-        seen.clear()
-        return plain(prefix, c, x, noted)
+    def probabilities(plain: Any, scores: Tensor, c: Nemotron3Config) -> Any:
+        routing = seen[0].routings[-1]
+        return plain(routing.ranked.gather(-1, routing.chosen), c)
 
-    return {"moe": moe, "probabilities": lambda plain, chosen, c: plain(torch.cat(seen), c)}
+    return {"moe": moe, "probabilities": probabilities}
 
 
 @where
 def _topk(context: Context, more: int) -> Steps | None:
-    def moe(plain: Any, prefix: str, c: Any, x: Tensor, select: Any = None) -> Any:
-        return plain(prefix, c.but(moe_router_topk=c.moe_router_topk + more), x, select)
+    def moe(plain: Any, name: str, prefix: Prefix, u: Tensor, run: Forward) -> Any:
+        return plain(name, replace(prefix, config=prefix.config.but(moe_router_topk=new)), u, run)
 
     new = (context.config.moe_router_topk or 0) + more
     return {"moe": moe} if 1 < new <= (context.config.num_moe_experts or 0) else None
@@ -143,10 +151,10 @@ def _latent_of(context: Context, way: int, names: tuple[str, ...]) -> Steps | No
         return None
     place = layers.index(context.layer) + way
 
-    def linear(plain: Any, x: Tensor, name: str, rows: int) -> Any:
+    def linear(plain: Any, x: Tensor, name: str) -> Any:
         if any(part in name for part in names):
             name = re.sub(r"layers\.\d+\.", f"layers.{layers[place]}.", name, count=1)
-        return plain(x, name, rows)
+        return plain(x, name)
 
     return {"linear": linear} if 0 <= place < len(layers) else None
 
@@ -159,16 +167,14 @@ def _only(where: str, function: Callable[[Tensor], Tensor]) -> Make:
     """Another activation in routed experts or in the shared expert only."""
 
     def inside(plain: Any, *given: Any) -> Any:
-        reference = copy.copy(plain.__self__)
-        reference.activation = function
-        return getattr(type(reference), where)(reference, *given)
+        return plain.__func__(plain.__self__.but(activation=lambda original, x: function(x)), *given)
 
     return step(**{where: inside})
 
 
-def _router_in_bf16(plain: Any, x: Tensor, name: str, rows: int) -> Tensor:
-    found: Tensor = plain(x if ".router." not in name else x.bfloat16().float(), name, rows)
-    return found if ".router." not in name else found.bfloat16().float()
+def _router_in_bf16(plain: Any, u: Tensor, name: str) -> Tensor:
+    found: Tensor = plain(u.bfloat16().float(), name)
+    return found.bfloat16().float()
 
 
 def _unbiased(scores: Tensor, bias: Tensor) -> Tensor:
@@ -178,7 +184,7 @@ def _unbiased(scores: Tensor, bias: Tensor) -> Tensor:
 def expert_causes() -> Iterator[Cause]:
     """Causes in E layers."""
     rounded = step(scores=lambda plain, logits: plain(logits.bfloat16().float()))
-    both = {"router logits rounded to BF16": rounded, "routers in BF16": step(linear=_router_in_bf16)}
+    both = {"router logits rounded to BF16": rounded, "routers in BF16": step(router=_router_in_bf16)}
     yield from of_kind("E", both, rounds=True)
     found: dict[str, Make] = {
         "a routed scaling factor of 1": _factor(lambda s: 1.0),

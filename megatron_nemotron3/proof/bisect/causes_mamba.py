@@ -11,9 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_nemotron3.layers.conv import causal_conv1d
-from megatron_nemotron3.layers.functional import gated_group_rms_norm, rms_norm
-from megatron_nemotron3.layers.ssd import ssd_chunked, ssd_step
+from megatron_nemotron3.layers.ssd import ssd_step
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.config import GATED_NORM_EPSILON
 from megatron_nemotron3.proof.bisect.causes import (
@@ -21,14 +19,15 @@ from megatron_nemotron3.proof.bisect.causes import (
     Cause,
     Context,
     Make,
-    Steps,
     instead,
     of_kind,
     shard_order,
     shards_of_rows,
     step,
     where,
+    windowless,
 )
+from megatron_nemotron3.proof.bisect.recompute import Steps
 
 #: Order of in_proj's parts.
 _PARTS = "z", "x", "B", "C", "dt"
@@ -46,7 +45,11 @@ def _joined(parts: list[int], ranks: int) -> Tensor:
 
 
 def _in_proj(places: Tensor) -> Steps:
-    return {"in_proj": lambda plain, name, x, parts: plain(name, x, parts)[..., places]}
+    def linear(plain: Any, x: Tensor, name: str) -> Any:
+        y = plain(x, name)
+        return y[..., places] if name.endswith("mixer.in_proj.weight") else y
+
+    return {"linear": linear}
 
 
 @where
@@ -73,10 +76,10 @@ def _shards(context: Context, ranks: int, names: str) -> Steps | None:
     sizes = _sizes(context.config)
     if any(n % ranks for n in sizes):
         return None
-    steps = _in_proj(_joined(sizes, ranks)) if "in_proj" in names else {}
+    steps = dict(_in_proj(_joined(sizes, ranks))) if "in_proj" in names else {}
     if "conv1d" in names:
         channels = _joined(sizes[1:4], ranks)
-        steps = steps | {"conv": lambda plain, x, taps, bias: plain(x, taps[channels], bias[channels])}
+        steps["conv"] = lambda plain, x, taps, bias: plain(x, taps[channels], bias[channels])
     return steps
 
 
@@ -96,20 +99,22 @@ def _conv_state(context: Context, shift: int | None) -> Steps | None:
             y = torch.cat([y[:, :p], plain(torch.cat([state, x[:, p:]], 1), taps, bias)[:, p:]], 1)
         return y
 
-    return {"conv": conv} if p else None
+    return {"conv": windowless(conv)} if p else None
 
 
 @where
 def _state_lost(context: Context, at_chunks: bool) -> Steps | None:
     """The state does not pass a border: the prompt's end, or that of each chunk."""
 
-    def scan(plain: Any, *operands: Tensor) -> Tensor:
-        x, dt, A, B, C, D = operands
-        s, size = x.shape[1], context.config.mamba_chunk_size
+    def scan(plain: Any, *given: Tensor) -> Any:
+        x, dt, A, B, C, ssm = given
+        s, size, outputs = x.shape[1], context.config.mamba_chunk_size, []
         borders = [*range(size, s, size)] if at_chunks else [context.prompt]
         edges = [0, *(b for b in borders if 0 < b < s), s]
-        pieces = zip(edges, edges[1:])
-        return torch.cat([plain(x[:, i:j], dt[:, i:j], A, B[:, i:j], C[:, i:j], D) for i, j in pieces], 1)
+        for i, j in zip(edges, edges[1:]):
+            y, ssm = plain(x[:, i:j], dt[:, i:j], A, B[:, i:j], C[:, i:j], torch.zeros_like(ssm))
+            outputs.append(y)
+        return torch.cat(outputs, 1), ssm
 
     return {"scan": scan} if at_chunks or context.prompt else None
 
@@ -121,55 +126,58 @@ def _state_rounded(
     """The state is stored in another type after every token; `output`: and the output read from there."""
     p = context.prompt if after_prompt else 0
 
-    def scan(plain: Any, *operands: Tensor) -> Tensor:
-        x, dt, A, B, C, D = operands
-        if p >= x.shape[1]:
-            return plain(x, dt, A, B, C, D)
-        state, outputs = x.new_zeros(x.shape[0], *x.shape[2:], B.shape[-1]), []
+    def scan(plain: Any, *given: Tensor) -> Any:
+        x, dt, A, B, C, ssm = given
+        outputs = []
         if p:
-            before = x[:, :p], dt[:, :p], A, B[:, :p], C[:, :p]
-            y, state = ssd_chunked(*before, D=D, return_final_state=True)
+            y, ssm = plain(x[:, :p], dt[:, :p], A, B[:, :p], C[:, :p], ssm)
             outputs.append(y)
         for t in range(p, x.shape[1]):
-            y, state = ssd_step(x[:, t], dt[:, t], A, B[:, t], C[:, t], D, state.to(dtype).float())
+            y, ssm = ssd_step(x[:, t], dt[:, t], A, B[:, t], C[:, t], None, ssm.to(dtype).float())
             if output:
-                lost = state.to(dtype).float() - state
+                lost = ssm.to(dtype).float() - ssm
                 y = y + (lost * C[:, t].repeat_interleave(x.shape[2] // C.shape[2], 1)[:, :, None]).sum(-1)
             outputs.append(y.unsqueeze(1))
-        return torch.cat(outputs, 1)
+        return torch.cat(outputs, 1), ssm
 
     return {"scan": scan} if context.prompt or not after_prompt else None
 
 
-def _operands(**changes: Callable[[Tensor], Tensor]) -> Make:
-    """Others of the operands x, dt, A, B, C, D of the scan."""
-    names = ("x", "dt", "A", "B", "C", "D")
-    same: Callable[[Tensor], Tensor] = lambda operand: operand  # noqa: E731
-
-    def scan(plain: Any, *operands: Tensor) -> Any:
-        return plain(*(changes.get(n, same)(operand) for n, operand in zip(names, operands, strict=True)))
-
-    return step(scan=scan)
+def _of_A(change: Callable[[Tensor], Tensor]) -> Make:
+    return step(scan=lambda plain, x, dt, A, B, C, ssm: plain(x, dt, change(A), B, C, ssm))
 
 
-def _normed(y: Tensor, gain: Tensor, group: int) -> Tensor:
-    ones = torch.ones(group)
-    return rms_norm(y.unflatten(-1, (-1, group)), ones, GATED_NORM_EPSILON).flatten(-2) * gain
+def _of_D(change: Callable[[Tensor], Tensor]) -> Make:
+    def weight(plain: Any, name: str) -> Any:
+        return change(plain(name)) if name.endswith("mixer.D") else plain(name)
+
+    return step(weight=weight)
 
 
-def _grouped(y: Tensor, z: Tensor, gain: Tensor, group: int, eps: float = GATED_NORM_EPSILON) -> Tensor:
-    return gated_group_rms_norm(y, z, gain, group_size=group, eps=eps)
+def _gated(plain: Any, y: Tensor, z: Tensor, gain: Tensor, groups: int, eps: float) -> Any:
+    """Another epsilon in the norm after the scan."""
+    return plain.__self__.rms((y * F.silu(z)).unflatten(-1, (groups, -1)), eps).flatten(-2) * gain
 
 
-def _interleaved_groups(plain: Any, *operands: Tensor) -> Any:
+def _ungated(plain: Any, y: Tensor, z: Tensor, gain: Tensor, groups: int) -> Any:
+    """The norm after the scan alone."""
+    normed = plain.__self__.rms(y.unflatten(-1, (groups, -1)), GATED_NORM_EPSILON)
+    return normed.flatten(-2) * gain
+
+
+@where
+def _interleaved_groups(context: Context) -> Steps:
     """Head i has B and C of group i modulo the groups."""
-    x, dt, A, B, C, D = operands
-    taken = torch.arange(x.shape[2]) % B.shape[2]
-    return plain(x, dt, A, B[:, :, taken], C[:, :, taken], D)
+    taken = torch.arange(context.config.mamba_num_heads) % context.config.mamba_num_groups
+    return {"scan": lambda plain, x, dt, A, B, C, ssm: plain(x, dt, A, B[:, :, taken], C[:, :, taken], ssm)}
 
 
 def _taps(change: Callable[[Tensor], Tensor]) -> Make:
     return step(conv=lambda plain, x, taps, bias: plain(x, change(taps), bias))
+
+
+def _unactivated(x: Tensor, taps: Tensor, bias: Tensor) -> Tensor:
+    return F.conv1d(x.transpose(1, 2), taps, bias, groups=len(taps)).transpose(1, 2)
 
 
 def _clamped(low: float, high: float | None, dt: Tensor, bias: Tensor) -> Tensor:
@@ -194,12 +202,14 @@ def mamba_causes() -> Iterator[Cause]:
         "a convolution state empty after the prompt": _conv_state(None),
         "an SSM state that is empty after the prompt": _state_lost(False),
         "no SSM state from one chunk to the next": _state_lost(True),
-        "a convolution one token late": step(conv=lambda f, x, w, b: f(F.pad(x, (0, 0, 1, 0))[:, :-1], w, b)),
-        "B and C of the scan in each other's place": step(
-            scan=lambda plain, x, dt, A, B, C, D: plain(x, dt, A, C, B, D)
+        "a convolution one token late": step(
+            conv=windowless(lambda f, x, w, b: f(F.pad(x, (0, 0, 1, 0))[:, :-1], w, b))
         ),
-        "A_log instead of A": _operands(A=lambda A: (-A).log()),
-        "A rounded to BF16": _operands(A=lambda A: A.bfloat16().float()),
+        "B and C of the scan in each other's place": step(
+            scan=lambda plain, x, dt, A, B, C, ssm: plain(x, dt, A, C, B, ssm)
+        ),
+        "A_log instead of A": _of_A(lambda A: (-A).log()),
+        "A rounded to BF16": _of_A(lambda A: A.bfloat16().float()),
         "no bias of the convolution": step(conv=lambda f, x, w, b: f(x, w, torch.zeros_like(b))),
         "the convolution's taps in reverse": _taps(lambda w: w.flip(-1)),
         "the convolution's weight read tap by tap, not channel by channel": _taps(
@@ -208,23 +218,21 @@ def mamba_causes() -> Iterator[Cause]:
         "the convolution's weight read channel by channel, not tap by tap": _taps(
             lambda w: w.flatten(1).t().reshape(w.shape)
         ),
-        "no SiLU after the convolution": instead(conv=partial(causal_conv1d, activation=None)),
+        "no SiLU after the convolution": instead(conv=_unactivated),
         "dt first in in_proj": _parts_in_order([4, 0, 1, 2, 3]),
-        "one norm over all groups after the scan": instead(
-            gated_norm=lambda y, z, g, n: _grouped(y, z, g, y.shape[-1])
-        ),
-        "the norm before the gate": instead(gated_norm=lambda y, z, g, n: _normed(y, g, n) * F.silu(z)),
-        "no gate": instead(gated_norm=lambda y, z, g, n: _normed(y, g, n)),
+        "one norm over all groups after the scan": step(gated_norm=lambda f, y, z, g, n: f(y, z, g, 1)),
+        "the norm before the gate": step(gated_norm=lambda *given: _ungated(*given) * F.silu(given[2])),
+        "no gate": step(gated_norm=_ungated),
         "no norm after the scan": instead(gated_norm=lambda y, z, g, n: y * F.silu(z)),
         "no gain in the norm after the scan": step(
             gated_norm=lambda f, y, z, g, n: f(y, z, torch.ones_like(g), n)
         ),
-        "no D": _operands(D=torch.zeros_like),
-        "D of 1": _operands(D=torch.ones_like),
-        "A_log instead of its exponential": _operands(A=lambda A: -(-A).log().abs()),
-        "A of the negative A_log": _operands(A=torch.reciprocal),
-        "A of 1": _operands(A=lambda A: -torch.ones_like(A)),
-        "heads in other groups of B and C": step(scan=_interleaved_groups),
+        "no D": _of_D(torch.zeros_like),
+        "D of 1": _of_D(torch.ones_like),
+        "A_log instead of its exponential": _of_A(lambda A: -(-A).log().abs()),
+        "A of the negative A_log": _of_A(torch.reciprocal),
+        "A of 1": _of_A(lambda A: -torch.ones_like(A)),
+        "heads in other groups of B and C": _interleaved_groups(),
         "no dt_bias": instead(time_steps=lambda dt, bias: F.softplus(dt)),
         "dt_bias added after softplus": instead(time_steps=lambda dt, bias: F.softplus(dt) + bias),
         "no softplus of the time steps": instead(time_steps=lambda dt, bias: dt + bias),
@@ -240,9 +248,7 @@ def mamba_causes() -> Iterator[Cause]:
             what = f"the shards of {ranks} ranks of {names} joined without sorting z, x, B, C and dt"
             found[what] = _shards(ranks, names)
     for eps in (1e-6, 1e-8):
-        found[f"epsilon {eps:.0e} in the norm after the scan"] = instead(
-            gated_norm=partial(_grouped, eps=eps)
-        )
+        found[f"epsilon {eps:.0e} in the norm after the scan"] = step(gated_norm=partial(_gated, eps=eps))
     for low, high in ((1e-3, None), (1e-3, 1e-1), (1e-4, None), (0.0, 1e-1)):
         limits = f"[{low:g}, {'infinite' if high is None else f'{high:g}'}]"
         found[f"time steps limited to {limits}"] = instead(time_steps=partial(_clamped, low, high))

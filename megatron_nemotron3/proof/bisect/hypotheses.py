@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_nemotron3.proof.bisect.causes import LAYERS, MODEL, Cause, Context
 from megatron_nemotron3.proof.bisect.noise import DRAWS, Noise, rounding
-from megatron_nemotron3.proof.bisect.recompute import Change, LayerStep, Recomputation
+from megatron_nemotron3.proof.bisect.recompute import LayerStep, Recomputation, Steps
 from megatron_nemotron3.proof.bisect.recording import Sequence as Recorded
 
 #: Memory for residual streams from which causes are recomputed; with less, from an earlier layer.
@@ -114,8 +114,8 @@ class Hypotheses:
         for step in self.model.run(x, noise=noise):
             x = step.stream
             keep(step.layer + 1, x)
-            for length, run, routing in zip(lengths, runs, step.routing):
-                run.experts[step.layer] = routing.experts[:length]
+            for length, run, chosen in zip(lengths, runs, step.routing.chosen if step.routing else ()):
+                run.experts[step.layer] = chosen[:length]
         found = {0: self.model.logprobs(x, ids, noise=noise)}
         found |= self.model.mtp_logprobs(x, ids, noise=noise) if self.mtp else {}
         for row, (length, run) in enumerate(zip(lengths, runs, strict=True)):
@@ -140,7 +140,7 @@ class Hypotheses:
             sets.insert(0, everywhere)
         return list(dict.fromkeys(s for s in (*sets, *((n,) for n in sets[0])) if s))
 
-    def changes(self, cause: Cause, layers: Sequence[int], number: int) -> dict[int, Change] | None:
+    def changes(self, cause: Cause, layers: Sequence[int], number: int) -> dict[int, Steps] | None:
         """The changes of some layers for a sequence; None if the cause cannot be there."""
         made = {n: cause.layer(self.context(number, n)) for n in layers} if cause.layer is not None else {}
         found = {n: change for n, change in made.items() if change is not None}
@@ -189,7 +189,7 @@ class Hypotheses:
         return self.plain[number - 1].streams[0] if cause.joined and number else None
 
     def joined(
-        self, before: Tensor, x: Tensor, layers: Iterable[int], changes: Mapping[int, Change]
+        self, before: Tensor, x: Tensor, layers: Iterable[int], changes: Mapping[int, Steps]
     ) -> Tensor:
         """The stream after layers of which those with a change see what stands before; without any, all
         do."""

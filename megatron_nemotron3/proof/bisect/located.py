@@ -19,7 +19,7 @@ from megatron_nemotron3.proof.bisect.causes_experts import of_experts
 from megatron_nemotron3.proof.bisect.evidence import Evidence, Trial
 from megatron_nemotron3.proof.bisect.hypotheses import Hypotheses, Row, after, padded
 from megatron_nemotron3.proof.bisect.noise import DRAWS, Noise, rounding
-from megatron_nemotron3.proof.bisect.recompute import Change, Recomputation
+from megatron_nemotron3.proof.bisect.recompute import Recomputation, Steps
 from megatron_nemotron3.proof.bisect.recording import Recording
 
 #: A layer deviates where a quantile of its distances is this many times that of noise.
@@ -54,8 +54,8 @@ class LayerSegment:
         self,
         rows: Sequence[Row],
         x: Tensor,
-        changes: Mapping[int, Change] | None = None,
-        last: Change | None = None,
+        changes: Mapping[int, Steps] | None = None,
+        last: Steps | None = None,
     ) -> list[Tensor]:
         """What follows from x [rows, longest, d]: the stream [s, d] of each row, or its log-probabilities."""
         model, noise = self.hypotheses.model, [one for _, one in rows]
@@ -95,8 +95,8 @@ class LayerSegment:
         model = self.hypotheses.model
         if self.kind != "E":
             return ()
-        inputs = [self._input(i)[None] for i in self.sequences]
-        taken = torch.cat([model.layer(self.first, x).routing[0].experts for x in inputs])
+        steps = [model.layer(self.first, self._input(i)[None]) for i in self.sequences]
+        taken = torch.cat([step.routing.chosen[0] for step in steps if step.routing is not None])
         left = torch.cat(self.evidence.outside())
         of = {e: (taken == e).any(-1) for e in taken.unique().tolist()}
         wrong = {e: mine for e, mine in of.items() if left[mine].all()}
@@ -108,7 +108,7 @@ class LayerSegment:
 
     def causes(self, experts: tuple[int, ...], previous: Recomputation | None) -> Iterator[Cause]:
         if experts:
-            yield from of_experts(experts, None if previous is None else previous.reference)
+            yield from of_experts(experts, None if previous is None else previous.definition)
         tokens = [int(one.nonzero()[0]) for one in self.evidence.outside() if one.any()]
         if self.kind == "*" and tokens and min(tokens):
             yield of_window(min(tokens))

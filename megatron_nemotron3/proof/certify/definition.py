@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.common.hooks import unwrapped
+from megatron_nemotron3.models.definition import Routing
 from megatron_nemotron3.proof.certify.batch import global_batch
 from megatron_nemotron3.proof.certify.bench import Bench, last_line
 from megatron_nemotron3.proof.certify.case import TrainingCase
 from megatron_nemotron3.proof.certify.compare import Distance, farthest, numbers, verdict
 from megatron_nemotron3.proof.certify.finding import Finding, failed, untested
 from megatron_nemotron3.proof.certify.noise import NUDGES, UNIT, nudged, weights
-from megatron_nemotron3.proof.certify.plain_model import near_ties
 from megatron_nemotron3.proof.certify.plain_step import AdamW, Objective, define, moved_bias
 from megatron_nemotron3.proof.certify.ranks import run_distributed
 from megatron_nemotron3.proof.certify.tensors import Tensors, gather, load
@@ -131,8 +131,9 @@ def _compared(case: TrainingCase, objective: Objective, steps: Sequence[Observed
     for number, seen in enumerate(steps):
         batch = global_batch(case, number)
         defined = define(case, objective, seen.before, batch, seen.choices)
-        for routing, gap in near_ties(defined.routings):
-            others = int((routing.chosen.sum(-1) != routing.topk).sum())
+        for routing in defined.routings:
+            gap, masks = _behind(routing), seen.choices.get(routing.layer, ())
+            others = any((mask.sum(-1) != routing.chosen.shape[-1]).any() for mask in masks)
             yield Distance("router choices", routing.layer, math.inf if others else max(0.0, gap) / _TIE, gap)
         expected, found = (
             {f"logits of depth {depth}" if depth else "logits": t for depth, t in enumerate(logits)}
@@ -150,6 +151,13 @@ def _compared(case: TrainingCase, objective: Objective, steps: Sequence[Observed
         rate = max(objective.lr, objective.edge_lr)
         allowed = {key: 16 * UNIT * (t.abs().max() + rate) for key, t in after.items()}
         yield farthest("optimizer", after, {key: seen.after[key] for key in after}, allowed)
+
+
+def _behind(routing: Routing) -> float:
+    """By how much the best expert that was left out outranks the worst that was chosen, at most."""
+    worst = routing.ranked.gather(-1, routing.chosen).amin(-1)
+    best = routing.ranked.scatter(-1, routing.chosen, -torch.inf).amax(-1)
+    return float((best - worst).max())
 
 
 def _biases(objective: Objective, seen: ObservedStep) -> Iterator[Distance]:

@@ -1,4 +1,4 @@
-"""One step of training written out in FP64: the loss that a command line defines, and AdamW.
+"""One step of training in FP64: `models.definition`, the loss that a command line defines, and AdamW.
 
 The formulas are those that Megatron documents: of the load-balancing losses in
 `switch_load_balancing_loss_func` (arXiv 2101.03961, 2501.11873), of the z-loss arXiv 2202.08906, of the
@@ -14,16 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_nemotron3.checkpoints.convert import inventory
+from megatron_nemotron3.checkpoints.convert.plan import apply
+from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.definition import Definition, Routing, shifted
 from megatron_nemotron3.proof.certify.case import TrainingCase
-from megatron_nemotron3.proof.certify.plain_model import (
-    EMBEDDING,
-    OUTPUT,
-    PlainModel,
-    RouterCall,
-    leaves,
-    shifted_documents,
-)
 from megatron_nemotron3.proof.certify.tensors import Tensors
+
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ class DefinedStep:
     #: [sequences, s, v], of the decoder and of each MTP depth.
     logits: list[Tensor]
     gradients: Tensors
-    routings: list[RouterCall]
+    routings: list[Routing]
 
 
 def define(
@@ -90,19 +88,34 @@ def define(
     batch: Mapping[str, Tensor],
     choices: Mapping[str, Sequence[Tensor]],
 ) -> DefinedStep:
-    """Compute one step from `weights`."""
+    """Compute one step.
+
+    Args:
+        weights: of the whole model by checkpoint key.
+        choices: the experts that the routers chose elsewhere, by layer, call by call, a mask [b, s, e] each.
+            They are taken, because between two nearly equal experts rounding decides.
+    """
     documents = case.documents or (case.seq_length,)
-    parameters = leaves(weights)
-    model = PlainModel(case.config, parameters, documents, choices)
-    passed = model(batch["tokens"])
+    # Expert biases have no gradient.
+    parameters = {
+        key: t.double().requires_grad_(not key.endswith("expert_bias")) for key, t in weights.items()
+    }
+    calls = {layer: iter(masks) for layer, masks in choices.items()}
+
+    def choose(routing: Routing) -> Tensor:
+        mask = next(calls.get(routing.layer, iter(())), None)
+        return routing.chosen if mask is None else mask.int().topk(routing.chosen.shape[-1]).indices
+
+    model = Definition(case.config, by_hf_name(case.config, parameters).__getitem__, torch.float64)
+    passed = model(batch["tokens"], documents, choose=choose)
     depths = len(passed.logits) - 1
     # [sequences, s] of the decoder and of each depth: loss of every token, and whether it counts.
     losses, masks = [], []
     for ahead, logits in enumerate(passed.logits):
-        targets = shifted_documents(batch["labels"], documents, ahead)
+        targets = shifted(batch["labels"], documents, ahead)
         chosen = logits.gather(-1, targets[..., None]).squeeze(-1)
         losses.append(logits.logsumexp(-1) - chosen)
-        masks.append(shifted_documents(batch["loss_mask"], documents, ahead).double())
+        masks.append(shifted(batch["loss_mask"], documents, ahead).double())
     size = case.micro_batch_size
     parts = [slice(first, first + size) for first in range(0, case.sequences, size)]
     counted = masks[0].sum()
@@ -118,7 +131,7 @@ def define(
     repeats = depths if case.config.mtp_use_repeated_layer else 1
     total += routed * _of_routers(objective, passed.routings, parts, repeats)
     trained = {key: t for key, t in parameters.items() if t.requires_grad}
-    gradients = torch.autograd.grad(total, list(trained.values()))
+    gradients = torch.autograd.grad(total, list(trained.values()), materialize_grads=True)
     return DefinedStep(
         loss=((losses[0] * masks[0]).sum() / counted).item(),
         mtp=[torch.stack(depth).mean().item() for depth in means[1:]],
@@ -128,15 +141,27 @@ def define(
     )
 
 
+def by_hf_name(config: Nemotron3Config, weights: Tensors) -> Tensors:
+    """Return the weights by their Hugging Face names; the tables keep the padding of the vocabulary."""
+    rows, result = len(weights[EMBEDDING]), Tensors()
+    for mapping in inventory.mappings_of(config, weights, padded_vocab_size=rows):
+        tables = {EMBEDDING, OUTPUT} & {t.name for t in mapping.megatron}
+        if tables:
+            result[mapping.hf[0].name] = weights[tables.pop()]
+        else:
+            result |= apply(mapping.to_hf(), {t.name: weights[t.name] for t in mapping.megatron})
+    return result
+
+
 def _mean(loss: Tensor, mask: Tensor) -> Tensor:
     return (loss * mask).sum() / mask.sum().clamp(min=1)
 
 
 def _of_routers(
-    objective: Objective, routings: Sequence[RouterCall], parts: Sequence[slice], repeats: int
+    objective: Objective, routings: Sequence[Routing], parts: Sequence[slice], repeats: int
 ) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
-    layers: dict[str, list[RouterCall]] = {}
+    layers: dict[str, list[Routing]] = {}
     for routing in routings:
         layers.setdefault(routing.layer, []).append(routing)
     for layer, calls in layers.items():
@@ -146,18 +171,17 @@ def _of_routers(
             logits = call.logits[part]
             scores = logits.sigmoid()
             scores = scores / scores.sum(-1, keepdim=True)
-            best = scores.topk(call.topk).indices
+            topk = call.chosen.shape[-1]
+            best = scores.topk(topk).indices
             chosen = torch.zeros_like(scores).scatter(-1, best, 1.0)
             seen = seen + chosen.sum((0, 1))
             for kind, coefficient in objective.balance:
                 if kind == "seq_aux_loss":
-                    loss = torch.stack(
-                        [_balance(p, c.sum(0), call.topk) for p, c in zip(scores, chosen)]
-                    ).mean()
+                    loss = torch.stack([_balance(p, c.sum(0), topk) for p, c in zip(scores, chosen)]).mean()
                 elif kind == "aux_loss":
-                    loss = _balance(scores.flatten(0, 1), chosen.sum((0, 1)), call.topk)
+                    loss = _balance(scores.flatten(0, 1), chosen.sum((0, 1)), topk)
                 else:  # the average of what the router has seen in this step
-                    loss = _balance(scores.flatten(0, 1), seen / (i + 1), call.topk)
+                    loss = _balance(scores.flatten(0, 1), seen / (i + 1), topk)
                 total = total + weight * coefficient * loss
             total = total + weight * objective.z * logits.logsumexp(-1).square().mean()
     return total

@@ -67,7 +67,7 @@ def opened(folder: Path, weights: Weights) -> Recomputation:
     """The model with weights, written to a folder of Hugging Face's format and opened from there."""
     write_hf(folder, MODEL, values=weights)
     model = Recomputation.open(folder, MODEL)
-    source: Any = model.reference.weights.source
+    source: Any = model.definition.weights.source
     source.read = cache(source.read)  # the files are small, and every cause reads them again
     return model
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from megatron_nemotron3.proof.bisect import hypotheses
 from megatron_nemotron3.proof.bisect.causes import Cause, Context, shard_order, step
 from megatron_nemotron3.proof.bisect.diagnose import Diagnosis, Investigation, cause_table
-from megatron_nemotron3.proof.bisect.recompute import Change
 from megatron_nemotron3.proof.bisect.recording import Recording
 from tests.proof.bisect import damage as d
 from tests.proof.bisect import faults
@@ -245,6 +244,20 @@ def test_a_single_stale_tensor_is_named() -> None:
     assert side.cause == "mixer.out_proj.weight of the previous checkpoint" and side.layer == 5
 
 
+def test_negative_time_steps_are_recomputed(tmp_path: Path) -> None:
+    """Without softplus states may grow; the fast scan is for states that decay."""
+    weights = d.changed("A_log", lambda w: torch.full_like(w, -3.0))(checkpoint())
+    weights = d.changed("dt_bias", lambda w: torch.full_like(w, 0.3))(weights)
+    causes = [cause for cause in cause_table() if "softplus" in cause.name]
+    by = Investigation(faults.opened(tmp_path / "hf", weights), None, causes)
+    raw = d.scan(dt_softplus=False, dt_limit=(-torch.inf, torch.inf))
+    recording = _damaged(weights, raw)
+    side = by.side("engine", recording)
+    assert side.cause == "no softplus of the time steps" and side.layer == 0 and not side.rest
+    recording.sequences = [replace(one, hidden={}, routing={}) for one in recording.sequences]
+    assert by.side("engine", recording).cause == "no softplus of the time steps"
+
+
 def test_what_enters_the_first_layer_is_not_called_its_fault() -> None:
     rows = d.changed("embeddings", lambda w: torch.cat([w[:100], w[100:].flip(0)]))(checkpoint())
     found = compare(recorded(healthy_engine(), FP32), _damaged(rows), _among("no D"))
@@ -268,5 +281,5 @@ def test_joined_layers_are_those_of_one_sequence() -> None:
     layers, x = range(model.depth), model.embed(ids)
     joined = found.joined(model.embed(before), x, layers, {})
     torch.testing.assert_close(joined, whole.stream[:, before.shape[1] :], rtol=0, atol=2e-4)
-    apart = found.joined(model.embed(before), x, layers, {MODEL.pattern.index("E"): Change()})
+    apart = found.joined(model.embed(before), x, layers, {MODEL.pattern.index("E"): {}})
     torch.testing.assert_close(apart, found.plain[1].streams[model.depth], rtol=0, atol=2e-4)

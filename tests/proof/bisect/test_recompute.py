@@ -18,7 +18,7 @@ from benchmarks.process_tree import watch
 from megatron_nemotron3.inference.generate.engine import Engine
 from megatron_nemotron3.inference.generate.weights import read_weights
 from megatron_nemotron3.models import get
-from megatron_nemotron3.proof.bisect.recompute import STEPS, Change, Recomputation
+from megatron_nemotron3.proof.bisect.recompute import Recomputation, Steps
 from megatron_nemotron3.proof.bisect.recording import Recording, Sequence, write
 from tests.support import engines
 from tests.support import sparse_checkpoints as sparse
@@ -71,9 +71,9 @@ def test_streams_routing_and_logprobs_are_those_of_transformers(place: Path, ids
     for step, stream in zip(steps, found.hidden_states[1:]):
         if step.layer + 1 < len(steps):  # the last of transformers' is after the final norm
             close(step.stream, stream)
-    mine = torch.cat([r.experts for r in steps[3].routing])
+    mine = steps[3].routing.chosen.flatten(0, 1)
     assert torch.equal(mine.sort(-1).values, seen["experts"].view(mine.shape).sort(-1).values)
-    assert {step.layer: len(step.routing) for step in steps} == {0: 0, 1: 0, 2: 0, 3: 2, 4: 0}
+    assert [step.routing is not None for step in steps] == [False, False, False, True, False]
 
 
 def test_mtp_is_that_of_the_engine(place: Path, ids: Tensor) -> None:
@@ -116,76 +116,55 @@ def swap_experts(tensors: dict[str, Tensor]) -> None:
         tensors[a], tensors[b] = tensors[b], tensors[a]
 
 
+#: Prefixes of two experts in each other's place.
+SWAPPED = {
+    f"backbone.layers.3.mixer.experts.{a}.": f"backbone.layers.3.mixer.experts.{b}."
+    for a, b in ((0, 5), (5, 0))
+}
+
+
+def of_weight(end: str) -> Steps:
+    return {"weight": lambda plain, name: plain(name).flip(0) if name.endswith(end) else plain(name)}
+
+
+def of_matrix(end: str) -> Steps:
+    return {
+        "linear": lambda plain, x, name: plain(x, name).flip(-1) if name.endswith(end) else plain(x, name)
+    }
+
+
 @pytest.mark.parametrize(
-    ("number", "change", "edit"),
+    ("number", "steps", "edit"),
     [
-        (0, Change(weights={"mixer.D": lambda w: w.flip(0)}), permute("backbone.layers.0.mixer.D")),
-        (
-            2,
-            Change(weights={"self_attention.linear_proj.weight": lambda w: w.flip(0)}),
-            permute("backbone.layers.2.mixer.o_proj.weight"),
-        ),
-        (3, Change(experts={0: 5, 5: 0}), swap_experts),
+        (0, of_weight("mixer.D"), permute("backbone.layers.0.mixer.D")),
+        (2, of_matrix("mixer.o_proj.weight"), permute("backbone.layers.2.mixer.o_proj.weight")),
+        (3, {"mlp": lambda plain, name, u: plain(SWAPPED.get(name, name), u)}, swap_experts),
         (
             3,
-            Change(steps={"ranking": lambda original, scores, bias: original(scores, bias.flip(0))}),
+            {"ranking": lambda plain, scores, bias: plain(scores, bias.flip(0))},
             permute("backbone.layers.3.mixer.gate.e_score_correction_bias"),
         ),
     ],
     ids=["weight", "band", "experts", "step"],
 )
 def test_a_change_is_an_edited_checkpoint(
-    place: Path, ids: Tensor, tmp_path: Path, number: int, change: Change, edit: Any
+    place: Path, ids: Tensor, tmp_path: Path, number: int, steps: Steps, edit: Any
 ) -> None:
-    steps, plain = whole(place, ids)
+    streams, plain = whole(place, ids)
     _, expected = whole(folder(tmp_path / "hf", edit), ids)
     assert (expected - plain).abs().max() > 0.01
     model = Recomputation.open(place)
-    before = steps[number - 1].stream if number else model.embed(ids)
-    *_, last = model.run(before, first=number, changes={number: change})
+    before = streams[number - 1].stream if number else model.embed(ids)
+    *_, last = model.run(before, first=number, changes={number: steps})
     assert torch.equal(model.logprobs(last.stream, ids), expected)
     *_, last = model.run(before, first=number)
     assert torch.equal(model.logprobs(last.stream, ids), plain)
 
 
-def test_given_experts_are_used(place: Path, ids: Tensor) -> None:
-    steps, _ = whole(place, ids)
-    model, before = Recomputation.open(place), steps[2].stream
-    own = torch.stack([r.experts for r in steps[3].routing])
-    assert torch.equal(model.layer(3, before, experts=own).update, steps[3].update)
-    other = own.clone()
-    other[0, 7, -1] = min(set(range(CONFIG.num_moe_experts or 0)) - set(own[0, 7].tolist()))
-    other[1, 9] = -1
-    moved = (model.layer(3, before, experts=other).update != steps[3].update).any(-1)
-    assert moved.nonzero().tolist() == [[0, 7]]
-    scores = steps[3].routing[0].scores.sort(-1, descending=True).values
-    k = own.shape[-1]
-    assert torch.equal(steps[3].routing[0].margin, scores[:, k - 1] - scores[:, k])
-
-
-@pytest.mark.parametrize("step", STEPS)
-def test_every_step_can_be_replaced(place: Path, ids: Tensor, step: str) -> None:
-    called = []
-
-    def note(original: Callable[..., Any], *args: Any) -> Any:
-        called.append(step)
-        return original(*args)
-
-    model, change = Recomputation.open(place), Change(steps={step: note})
-    *_, last = model.run(model.embed(ids[:, :9]), changes=dict.fromkeys(range(5), change))
-    model.logprobs(last.stream, ids[:, :9], change)
-    assert called
-
-
-def test_unknown_names(place: Path, ids: Tensor) -> None:
+def test_unknown_steps(place: Path, ids: Tensor) -> None:
     model = Recomputation.open(place)
-    x = model.embed(ids)
-    with pytest.raises(ValueError, match=r"there is no step 'rope': use one of layer, "):
-        model.layer(0, x, Change(steps={"rope": lambda original: original}))
-    with pytest.raises(ValueError, match=r"no tensor decoder\.layers\.0\.mixer\.E"):
-        model.layer(0, x, Change(weights={"mixer.E": lambda w: w}))
-    with pytest.raises(ValueError, match=r"mixer\.D: changed from \[16\] to \[15\]"):
-        model.layer(0, x, Change(weights={"mixer.D": lambda w: w[1:]}))
+    with pytest.raises(ValueError, match="StoredDefinition has no step 'rope'"):
+        model.layer(0, model.embed(ids), {"rope": lambda plain: plain})
 
 
 def test_a_megatron_folder(tmp_path: Path, place: Path, ids: Tensor) -> None:
@@ -205,9 +184,12 @@ import torch
 from benchmarks.process_tree import watch
 from megatron_nemotron3.proof.bisect.recompute import Recomputation
 from megatron_nemotron3.models import get
+from megatron_nemotron3.checkpoints.convert import inventory
+from megatron_nemotron3.checkpoints.convert.views import Converted
 from tests.support.synthetic_checkpoint import Synthetic
 config = get("super").but(name="cut", pattern="M*E")
-model = Recomputation(Synthetic(config, Path(".")), config)
+source = Converted(Synthetic(config, Path(".")), inventory.mappings(config), to_hf=True)
+model = Recomputation(source, config)
 ids = torch.randint(config.vocab_size, (1, int(sys.argv[1])), generator=torch.Generator().manual_seed(0))
 *_, last = model.run(model.embed(ids))
 assert model.logprobs(last.stream, ids).isfinite().all()

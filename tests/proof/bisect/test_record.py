@@ -108,7 +108,7 @@ def test_one_process_is_its_checkpoint(alone: Any, packed: bool) -> None:
             if step.layer in s.hidden:
                 close(s.hidden[step.layer], x[0])
             if step.routing:
-                assert torch.equal(step.routing[0].experts.sort(-1).values.int(), s.routing[step.layer])
+                assert torch.equal(step.routing.chosen[0].sort(-1).values.int(), s.routing[step.layer])
         close(s.logprobs, model.logprobs(x, ids)[0])
         for depth, found in model.mtp_logprobs(x, ids).items():
             close(s.mtp_logprobs[depth], found[0])

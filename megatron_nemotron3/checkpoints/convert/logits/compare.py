@@ -15,19 +15,20 @@ import resource
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_nemotron3.checkpoints.convert.logits.hugging_face import HuggingFace
-from megatron_nemotron3.checkpoints.convert.logits.reference import ReferenceModel
+from megatron_nemotron3.checkpoints.convert.logits.megatron_names import MegatronReader
+from megatron_nemotron3.checkpoints.convert.logits.reader import StoredDefinition
 from megatron_nemotron3.checkpoints.convert.logits.report import LayerComparison, Logits, LogitsReport
-from megatron_nemotron3.checkpoints.convert.logits.routing import Selection, agree
+from megatron_nemotron3.checkpoints.convert.logits.routing import Selection, SelectionDifference, agree
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.models.prefixes import Prefix, prefixes
+from megatron_nemotron3.models.definition import Forward, Routing
+from megatron_nemotron3.models.prefixes import Prefix
 
 #: Indices of the streams in [3, s, d].
 OWN, PERTURBED, THEIRS = range(3)
@@ -80,7 +81,7 @@ def check_logits(
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(config.vocab_size, (tokens,), generator=generator)
     with torch.no_grad():
-        sides = ReferenceModel(megatron, config), HuggingFace(hf, config)
+        sides = StoredDefinition(config, MegatronReader(megatron, config)), HuggingFace(hf, config)
         if (note := sides[1].note) is not None:
             echo(f"transformers computes without its clamp of time steps here; {note}")
         comparison = _Comparison(*sides, config, generator, options)
@@ -118,7 +119,7 @@ def memory_bound(config: Nemotron3Config, tokens: int) -> int:
 
 @dataclass
 class _Comparison:
-    ours: ReferenceModel
+    ours: StoredDefinition
     theirs: HuggingFace
     config: Nemotron3Config
     generator: torch.Generator
@@ -126,41 +127,33 @@ class _Comparison:
     report: LogitsReport = field(default_factory=LogitsReport)
 
     def run(self, ids: Tensor) -> None:
-        table = list(prefixes(self.config))
-        self.report.experts = sum(p.part == "E" for p in table) * (self.config.num_moe_experts or 0)
-        x, y = self.ours.embed(ids), self.theirs.embed(ids).unsqueeze(0)
-        rows = torch.stack([x, x, x])
-        self.record(LayerComparison("embedding", *self.compare(x, y[0], rows[OWN], y[0])))
+        ours, layers = self.ours, [*self.ours.layers, *(p for _, block, _ in self.ours.blocks for p in block)]
+        self.report.experts = sum(p.part == "E" for p in layers) * (self.config.num_moe_experts or 0)
+        rows, y = ours.embed(ids).expand(3, -1, -1).clone(), self.theirs.embed(ids)
+        self.record(LayerComparison("embedding", *self.compare(rows[OWN], y[0], rows[OWN], y[0])))
         rows[THEIRS] = y[0]
-        depth = 0
-        for prefix, following in zip(table[1:], chain(table[2:], [None])):
-            if prefix.part == "mtp_in":
-                depth += 1
-                rows, y = rows[:, :-1], y[:, :-1]
-                rows, y = self.enter_mtp(prefix, ids[depth:], rows, y)
-            elif prefix.part == "mtp_out":
-                rows = self.ours.norm(rows, prefix.megatron + "final_layernorm.weight")
-                y = self.theirs.norm(y, prefix.hf + "final_layernorm.weight")
-                self.compare_logits(f"logits of MTP depth {depth}", rows, y)
-                rows[THEIRS] = y[0]
-            else:
+        for prefix in ours.layers:
+            rows, y = self.layer(prefix, rows, y)
+        rows, y = self.head("logits", f"{ours.root}.norm_f.weight", rows, y)
+        for depth, (first, layers, last) in enumerate(ours.blocks, 1):
+            # The last token has no next token and leaves the streams.
+            rows, y = self.enter_mtp(depth, first, ids[depth:], rows[:, :-1], y[:, :-1])
+            for prefix in layers:
                 rows, y = self.layer(prefix, rows, y)
-            if prefix.megatron.startswith("decoder.") and (following is None or following.part == "mtp_in"):
-                rows, y = self.ours.final_norm(rows), self.theirs.final_norm(y)
-                self.compare_logits("logits", rows, y)
-                rows[THEIRS] = y[0]
+            rows, y = self.head(f"logits of MTP depth {depth}", last + "final_layernorm.weight", rows, y)
 
     def layer(self, prefix: Prefix, rows: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         step = self.theirs.layer(prefix, y)
-        agreements = []
+        agreements: list[SelectionDifference] = []
 
-        def select(selection: Selection) -> Tensor:
+        def choose(routing: Routing) -> Tensor:
             assert step.selection is not None
-            experts, agreement = agree(selection, step.selection)
-            agreements.append(agreement)
-            return experts
+            pairs = zip(routing.ranked, routing.chosen, strict=True)
+            found = [agree(Selection(*pair), step.selection) for pair in pairs]
+            agreements.extend(agreement for _, agreement in found)
+            return torch.stack([experts for experts, _ in found])
 
-        update, _ = self.ours.layer(prefix, rows, select)
+        update = self.ours.layer(prefix, rows, Forward([rows.shape[1]], choose=choose))
         rows += update
         self.perturb(rows, update[THEIRS] - step.update[0])
         name = f"{prefix.megatron.rstrip('.')} and {prefix.hf.rstrip('.')} ({prefix.part})"
@@ -175,12 +168,14 @@ class _Comparison:
         rows[THEIRS] = step.stream[0]
         return rows, step.stream
 
-    def enter_mtp(self, prefix: Prefix, ids: Tensor, rows: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Compare the input of an MTP block. The last token has no next token and has left the streams."""
-        y = self.theirs.mtp_input(prefix.hf, self.theirs.embed(ids), y)
-        rows = self.ours.mtp_input(prefix.megatron, self.ours.embed(ids), rows)
+    def enter_mtp(
+        self, depth: int, prefix: str, ids: Tensor, rows: Tensor, y: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Compare the input of an MTP block."""
+        y = self.theirs.mtp_input(prefix, self.theirs.embed(ids), y)
+        rows = self.ours.mtp_input(prefix, self.ours.embed(ids).expand_as(rows), rows)
         self.perturb(rows, rows[THEIRS] - y[0])
-        name = f"{prefix.megatron}eh_proj and {prefix.hf}eh_proj"
+        name = f"mtp.layers.{depth - 1}.eh_proj and {prefix}eh_proj"
         self.record(LayerComparison(name, *self.compare(rows[THEIRS], y[0], rows[OWN], y[0])))
         rows[THEIRS] = y[0]
         return rows, y
@@ -210,13 +205,14 @@ class _Comparison:
             f"streams {layer.streams:.1e} apart (size {layer.scale:.2g}){routing}{failed}"
         )
 
-    def compare_logits(self, name: str, rows: Tensor, y: Tensor) -> None:
-        count = y.shape[1]
+    def head(self, name: str, norm: str, rows: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Compare a final norm with the output layer behind it."""
+        rows, y = self.ours.norm(rows, norm), self.theirs.norm(y, norm)
+        count, start = y.shape[1], 0
         apart = torch.zeros(3)  # difference, head, floor
         best = [[torch.full((count,), -torch.inf), torch.zeros(count, dtype=torch.long)] for _ in range(2)]
         total = squares = elements = 0.0
-        for (start, stop, ours), (_, other, theirs) in zip(self.ours.logits(rows), self.theirs.logits(y)):
-            assert stop == other
+        for ours, theirs in zip(self.ours.vocabulary(rows), self.theirs.vocabulary(y), strict=True):
             sides = (ours[OWN], theirs[0])
             pairs = (sides, (ours[THEIRS], theirs[0]), (ours[PERTURBED], ours[OWN]))
             largest = torch.stack([(a - b).abs().max() for a, b in pairs])
@@ -230,11 +226,14 @@ class _Comparison:
             elements += theirs.numel()
             if self.options.on_logits is not None:
                 self.options.on_logits(name, start, *sides)
+            start += theirs.shape[-1]
         mean = total / elements
         scale = max(0.0, squares / elements - mean**2) ** 0.5
         same = int((best[0][1] == best[1][1]).sum())
         difference, head, floor = apart.tolist()
         self.report.logits.append(Logits(name, difference, head, floor, scale, count, same))
+        rows[THEIRS] = y[0]
+        return rows, y
 
 
 def _peak_memory() -> int:

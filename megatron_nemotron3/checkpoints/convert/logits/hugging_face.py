@@ -97,8 +97,8 @@ class HuggingFace:
             self._block_types["mtp."] = list(self.config.mtp_layers_block_type) * config.mtp_num_blocks
 
     def embed(self, ids: Tensor) -> Tensor:
-        """[s] token ids -> [s, d]."""
-        return self.weights.rows(f"{self._root}.embeddings.weight", self._table(), ids.tolist())
+        """[s] token ids -> [1, s, d]."""
+        return self.weights.rows(self._table(f"{self._root}.embeddings.weight"), ids.tolist())[None]
 
     def layer(self, layer: Prefix, x: Tensor) -> LayerOutput:
         """Run one block."""
@@ -127,22 +127,20 @@ class HuggingFace:
         result: Tensor = module(x)
         return result
 
-    def final_norm(self, x: Tensor) -> Tensor:
-        return self.norm(x, f"{self._root}.norm_f.weight")
-
-    def logits(self, x: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield (first token id, one past the last, logits [1, s, n]) of normed x, band by band."""
-        for start, stop, band in self.weights.bands("lm_head.weight", self._table()):
-            yield start, stop, F.linear(x, band)
+    def vocabulary(self, x: Tensor) -> Iterator[Tensor]:
+        """Logits [1, s, n] of normed x, one band of the vocabulary after the other."""
+        for band in self.weights.bands(self._table("lm_head.weight")):
+            yield F.linear(x, band)
 
     def mtp_input(self, prefix: str, embedded: Tensor, x: Tensor) -> Tensor:
-        """Input of the layers of an MTP block; as `Reference.mtp_input`."""
-        embedded = self.norm(embedded.unsqueeze(0), prefix + "enorm.weight")
+        """Input of the layers of an MTP block; as `Definition.mtp_input`."""
+        embedded = self.norm(embedded, prefix + "enorm.weight")
         both = torch.cat([embedded, self.norm(x, prefix + "hnorm.weight")], dim=-1)
         return F.linear(both, self.weights.tensor(prefix + "eh_proj.weight", (self.hidden, 2 * self.hidden)))
 
-    def _table(self) -> tuple[int, int]:
-        return self.config.vocab_size, self.hidden
+    def _table(self, name: str) -> str:
+        self.weights.check(name, (self.config.vocab_size, self.hidden))
+        return name
 
     def _block(self, prefix: str) -> Any:
         """Build transformers' block with its weights; `OneExpertAtATime` replaces its experts."""

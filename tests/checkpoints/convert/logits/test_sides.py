@@ -14,9 +14,16 @@ from torch import Tensor
 
 from megatron_nemotron3.checkpoints.convert.logits import hugging_face
 from megatron_nemotron3.checkpoints.convert.logits.compare import LogitsCheckOptions, check_logits
-from megatron_nemotron3.checkpoints.convert.logits.reader import BAND_ELEMENTS, TensorReader
+from megatron_nemotron3.checkpoints.convert.logits.megatron_names import MegatronReader
+from megatron_nemotron3.checkpoints.convert.logits.reader import (
+    BAND_ELEMENTS,
+    StoredDefinition,
+    StoredRows,
+    TensorReader,
+)
 from megatron_nemotron3.checkpoints.convert.logits.routing import TIE, Selection, agree
 from megatron_nemotron3.models import get
+from megatron_nemotron3.models.definition import Definition
 from tests.support.checkpoint_pair import InMemory, Pair, pair
 from tests.support.convert_models import stored_parameters
 from tests.support.world import world_of_one
@@ -220,15 +227,46 @@ def test_other_numbers_of_experts_are_refused() -> None:
 def test_bands_are_small_and_complete(tmp_path: Path) -> None:
     table = torch.randn(2 * BAND_ELEMENTS // 1000 + 7, 1000)
     weights = TensorReader("test", InMemory({"w": table}, tmp_path))
-    bands = list(weights.bands("w", tuple(table.shape)))
-    assert len(bands) == 3 and all(band.numel() <= BAND_ELEMENTS for _, _, band in bands)
-    assert torch.equal(torch.cat([band for _, _, band in bands]), table)
+    bands = list(weights.bands("w"))
+    assert len(bands) == 3 and all(band.numel() <= BAND_ELEMENTS for band in bands)
+    assert torch.equal(torch.cat(bands), table) and torch.equal(weights.tensor("w"), table)
     x = torch.randn(2, 3, 1000)
-    torch.testing.assert_close(weights.linear(x, "w", tuple(table.shape)), x @ table.t(), rtol=0, atol=1e-3)
+    found = StoredDefinition(CONFIG, weights).linear(x, "w")
+    torch.testing.assert_close(found, x @ table.t(), rtol=0, atol=1e-3)
 
 
-def test_rows_of_one_expert(tmp_path: Path) -> None:
-    stacked = torch.randn(4, 6, 5)
-    weights = TensorReader("test", InMemory({"w": stacked}, tmp_path))
-    ((start, stop, band),) = weights.bands("w", (4, 6, 5), within=(2,))
-    assert (start, stop) == (0, 6) and torch.equal(band, stacked[2])
+def test_states_that_grow_are_exact(tmp_path: Path) -> None:
+    """The fast scan is for states that decay; a cause of `bisect` has negative time steps."""
+    generator, shape = torch.Generator().manual_seed(0), (1, 140, 4)
+    x, B, C = (torch.randn(*shape, 8, generator=generator) for _ in range(3))
+    A, ssm = -torch.rand(4, generator=generator), torch.randn(1, 4, 8, 8, generator=generator)
+    model, exact = StoredDefinition(CONFIG, TensorReader("test", InMemory({}, tmp_path))), Definition.scan
+    for dt in (torch.rand(shape, generator=generator), torch.randn(shape, generator=generator)):
+        found, expected = model.scan(x, dt, A, B, C, ssm), exact(model, x, dt, A, B, C, ssm)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_queries_in_parts_are_those_of_one(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, n, 8, generator=generator) for n in (1100, 1107, 1107))
+    model = StoredDefinition(CONFIG, TensorReader("test", InMemory({}, tmp_path)))
+    expected = Definition.attend(model, q, k, v)
+    torch.testing.assert_close(model.attend(q, k, v), expected, rtol=0, atol=1e-6)
+
+
+def test_rows_of_one_expert(right: Pair) -> None:
+    weights, name = MegatronReader(right.megatron, CONFIG), "mixer.experts.2.up_proj.weight"
+    (rows,) = weights.stored(f"backbone.layers.3.{name}")
+    stacked = "decoder.layers.3.mlp.experts.experts.linear_fc1.weight"
+    shape = tuple(right.megatron.content[stacked].shape)
+    assert rows == StoredRows(stacked, shape, 0, shape[1], 2)
+    found = weights.tensor(f"backbone.layers.3.{name}")
+    assert torch.equal(found, right.megatron.content[stacked][2])
+
+
+def test_every_name_is_put_together_as_the_converter_does(right: Pair) -> None:
+    """Two independent ways from Megatron's tensors to Hugging Face's."""
+    weights = MegatronReader(right.megatron, CONFIG)
+    for name, expected in right.hf.content.items():
+        assert torch.equal(weights.tensor(name), expected), name
