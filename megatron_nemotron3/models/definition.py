@@ -183,9 +183,7 @@ class Definition:
     def attention(self, name: str, c: Nemotron3Config, u: Tensor, run: Forward) -> Tensor:
         """Grouped-query attention without positions: [b, s, d] -> [b, s, d]."""
         qkv = (self.linear(u, f"{name}{part}_proj.weight") for part in "qkv")
-        q, k, v = (
-            part.unflatten(-1, (-1, c.kv_channels)).transpose(1, 2) for part in qkv
-        )  # [b, heads, s, …]
+        q, k, v = (part.unflatten(-1, (-1, c.kv_channels)).transpose(1, 2) for part in qkv)
         if run.state is not None:
             if name in run.state:
                 k, v = (torch.cat(pair, 2) for pair in zip(run.state[name], (k, v), strict=True))

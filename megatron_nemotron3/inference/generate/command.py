@@ -141,8 +141,8 @@ def load_engine(opened: Checkpoint, options: argparse.Namespace, mtp: bool) -> E
     """Load the model onto `options.device`, "cpu" or "cuda"."""
     import torch
 
+    from megatron_nemotron3.inference.generate.decode import read_weights
     from megatron_nemotron3.inference.generate.engine import Engine
-    from megatron_nemotron3.inference.generate.weights import read_weights
 
     if options.device == "cpu" and opened.config.hidden_size <= NARROW and THREADS not in os.environ:
         torch.set_num_threads(1)  # as in training: threads of a narrow model wait for each other

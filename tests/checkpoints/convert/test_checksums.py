@@ -143,7 +143,7 @@ def test_a_flipped_bit_is_found(
 
 def test_generate_compares(sound: Path, tmp_path: Path) -> None:
     from megatron_nemotron3.checkpoints.convert.checkpoints import open_megatron
-    from megatron_nemotron3.inference.generate.weights import read_weights
+    from megatron_nemotron3.inference.generate.decode import read_weights
 
     folder = tmp_path / "megatron"
     shutil.copytree(sound / "megatron", folder)

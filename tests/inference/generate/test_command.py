@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from megatron_nemotron3 import cli
 from megatron_nemotron3.inference.generate.checkpoint_folder import CheckpointFolder
+from megatron_nemotron3.inference.generate.decode import load
 from megatron_nemotron3.inference.generate.engine import Engine
 from megatron_nemotron3.inference.generate.prompts import GenerationOptions, generate
 from megatron_nemotron3.inference.generate.text import Detokenizer, OutputStream, OutputText, Tokenizer
-from megatron_nemotron3.inference.generate.weights import load
 from megatron_nemotron3.train.data import train_tokenizer
 from tests.support.engines import agreeing_tensors, repeatable
 from tests.support.generation_folders import TEXT, TOKENS, Folders, small_config
