@@ -128,7 +128,7 @@ def test_a_pipe(
         (["--max-new-tokens", "0"], "give 1 or more"),
         (["--system", "x", "--tokenizer", "{plain}"], "no chat template"),
         (["--tokenizer", "{missing}"], "missing"),
-        (["--draft", "99"], "give 1 to"),
+        (["--draft", "99"], "give 0 to"),
     ],
 )
 def test_wrong_words(

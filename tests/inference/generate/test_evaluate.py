@@ -236,7 +236,7 @@ def test_the_loss_is_over_the_padded_vocabulary(capsys: Capture, tmp_path: Path)
         (["--tokens", 0], "--tokens 0"),
         (["--plot", "/nowhere/e.png"], "/nowhere is not a folder"),
         (["--seq-length", 257], "--seq-length 257: give 1 to 256"),
-        (["--draft", 40], "--draft 40: give 1 to 32"),
+        (["--draft", 40], "--draft 40: give 0 to 32"),
         (["--seq-length", 5, "--draft", 5], "no label at MTP depth 5"),
         (["--data-path", "/nowhere/x"], "/nowhere/x: there is no /nowhere/x.bin and .idx"),
         (["--text", "/nowhere/x"], "/nowhere/x does not exist"),
