@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from common import do_not_clamp_time_steps, machine, model, parser, print_table, rounds, set_threads
 
+from megatron_nemotron3.inference.generate.decode import read_weights
 from megatron_nemotron3.inference.generate.engine import Engine
 from megatron_nemotron3.inference.generate.prompts import Decoder, GenerationOptions, generate
-from megatron_nemotron3.inference.generate.weights import read_weights
 from megatron_nemotron3.models import Nemotron3Config
 from tests.support.checkpoint_pair import InMemory
 from tests.support.engines import agreeing_tensors, engine_of, tensors

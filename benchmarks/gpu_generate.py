@@ -20,10 +20,11 @@ import torch
 from gpu_model import cut, stack
 from gpu_setting import Setting
 
+from megatron_nemotron3.checkpoints.convert.inventory import hf_tensors
+from megatron_nemotron3.inference.generate.attention import KVCache
+from megatron_nemotron3.inference.generate.decode import Decode
 from megatron_nemotron3.inference.generate.engine import Engine
 from megatron_nemotron3.inference.generate.prompts import Generation, GenerationOptions, generate
-from megatron_nemotron3.inference.generate.state import KVCache
-from megatron_nemotron3.inference.generate.weights import assemble
 from megatron_nemotron3.models import Nemotron3Config, get
 from megatron_nemotron3.models.parameters import count
 
@@ -50,23 +51,19 @@ def random_engine(config: Nemotron3Config, device: str, agreeing: bool = False) 
     """
     from gpu_weights import spread
 
-    def below(prefix: str) -> Any:
-        def read(name: str, *shape: int, float32: bool = False) -> torch.Tensor:
-            whole = prefix + name
-            generator = torch.Generator(device).manual_seed(zlib.crc32(whole.encode()))
-            tensor = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
-            if whole.endswith("e_score_correction_bias"):
-                tensor.zero_()
-            else:
-                mean, std = spread(whole, shape[-1])
-                tensor = tensor.mul_(std).add_(mean)
-            if agreeing:
-                tensor = agree(whole, tensor)
-            return tensor.float() if float32 else tensor
+    shapes = {tensor.name: tensor.shape for tensor in hf_tensors(config)}
 
-        return read
+    def read(name: str) -> torch.Tensor:
+        generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+        tensor = torch.randn(shapes[name], generator=generator, device=device, dtype=torch.bfloat16)
+        if name.endswith("e_score_correction_bias"):
+            tensor.zero_()
+        else:
+            mean, std = spread(name, shapes[name][-1])
+            tensor = tensor.mul_(std).add_(mean)
+        return agree(name, tensor) if agreeing else tensor
 
-    return Engine(assemble(below, config, mtp=config.has_mtp), max_context=LONG)
+    return Engine(Decode(config, read, torch.bfloat16, device), max_context=LONG)
 
 
 def agree(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -171,7 +168,7 @@ def prefill(setting: Setting) -> None:
     ids = torch.tensor([prompt(config, length)], device=setting.device)
     setting.emit("one pass", **one_pass(engine, ids[:, : SMALL_WHOLE if setting.small else WHOLE], chunk))
     state = engine.new_state(capacity=length)
-    room = sum(layer.cache.nbytes for layer in state.layers if isinstance(layer, KVCache))
+    room = sum(layer.cache.nbytes for layer in state.layers.values() if isinstance(layer, KVCache))
     cuda = setting.device == "cuda"
     before = torch.cuda.memory_allocated() if cuda else 0
     began = time.perf_counter()

@@ -18,8 +18,9 @@ import torch
 from common import MIB, machine, parser, proc_bytes, reset_peak
 
 from megatron_nemotron3.common import plots
+from megatron_nemotron3.inference.generate.attention import KVCache
 from megatron_nemotron3.inference.generate.engine import Engine
-from megatron_nemotron3.inference.generate.state import DecodeState, KVCache
+from megatron_nemotron3.inference.generate.state import DecodeState
 from megatron_nemotron3.models import get
 from tests.support.engines import engine_of
 
@@ -57,7 +58,7 @@ def peak() -> int:
 
 def kv_cache_bytes(state: DecodeState) -> int:
     """Bytes of the KV caches."""
-    return sum(layer.cache.nbytes for layer in state.layers if isinstance(layer, KVCache))
+    return sum(layer.cache.nbytes for layer in state.layers.values() if isinstance(layer, KVCache))
 
 
 def check(engine: Engine, ids: torch.Tensor) -> float:

@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # this checkout, if t
 
 import megatron_nemotron3 as n3
 from megatron_nemotron3.checkpoints import load_base
-from megatron_nemotron3.inference.generate import Engine, MixtureOfExperts, find_checkpoint, load
+from megatron_nemotron3.inference.generate import Engine, find_checkpoint, load
 from megatron_nemotron3.proof.bisect import Recorder, Recording, sequence, write
 
 TOKENS = 128
@@ -52,12 +52,11 @@ def main(run: Path) -> None:
     encoded = found.tokenizer().encode(text)[: 2 * TOKENS]
     ids = torch.tensor(encoded).view(2, TOKENS)
     trained(found.checkpoint, config, ids)
-    engine = Engine(load(found.checkpoint, dtype=torch.bfloat16))
-    write("engine.pt", served(engine, ids))
-    for layer in engine.weights.layers:
-        if isinstance(layer, MixtureOfExperts):
-            layer.scale = torch.ones_like(layer.scale)
-    write("wrong.pt", served(engine, ids))
+    model = load(found.checkpoint, dtype=torch.bfloat16)
+    write("engine.pt", served(Engine(model), ids))
+    scale = config.moe_router_topk_scaling_factor or 1.0
+    wrong = model.but(probabilities=lambda original, *arguments: original(*arguments) / scale)
+    write("wrong.pt", served(Engine(wrong), ids))
     print(f"trainer.pt, engine.pt, wrong.pt: 2 sequences of {TOKENS} tokens, the first 8 not scored")
 
 

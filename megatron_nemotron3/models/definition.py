@@ -124,15 +124,22 @@ class Definition:
             state: {} at first; the same dictionary continues a sequence. MTP does not run with one.
         """
         run = Forward([n for n in documents if n] or [ids.shape[1]], state, choose)
-        x = self.stack(self.layers, self.embed(ids), run)
-        h = self.norm(x, f"{self.root}.norm_f.weight")
+        h = self.decoder(self.embed(ids), run)
         run.logits.append(self.logits(h))
         for depth in range(1, (self.config.mtp_num_layers or 0) + 1) if mtp and state is None else ():
-            first, layers, last = self.blocks[min(depth, len(self.blocks)) - 1]
-            x = self.mtp_input(first, self.embed(shifted(ids, run.documents, depth)), h)
-            h = self.norm(self.stack(layers, x, run), last + "final_layernorm.weight")
+            h = self.mtp(depth, self.embed(shifted(ids, run.documents, depth)), h, run)
             run.logits.append(self.logits(h))
         return run
+
+    def decoder(self, x: Tensor, run: Forward) -> Tensor:
+        """Hidden states of embeddings after the final norm, both [b, s, d]."""
+        return self.norm(self.stack(self.layers, x, run), f"{self.root}.norm_f.weight")
+
+    def mtp(self, depth: int, embedded: Tensor, h: Tensor, run: Forward) -> Tensor:
+        """Hidden states of an MTP depth: of embeddings of tokens further on and the hidden states so far."""
+        first, layers, last = self.blocks[min(depth, len(self.blocks)) - 1]
+        x = self.stack(layers, self.mtp_input(first, embedded, h), run)
+        return self.norm(x, last + "final_layernorm.weight")
 
     def stack(self, layers: Sequence[Prefix], x: Tensor, run: Forward) -> Tensor:
         """The residual stream [b, s, d] after layers."""
@@ -143,12 +150,12 @@ class Definition:
     def layer(self, prefix: Prefix, x: Tensor, run: Forward) -> Tensor:
         """The update of one layer to the residual stream x [b, s, d]."""
         u, name = self.norm(x, prefix.hf + "norm.weight"), prefix.hf + "mixer."
-        if prefix.part == "E":
-            return self.moe(name, prefix, u, run)
-        if prefix.part == "-":
-            return self.mlp(name, u)
+        if prefix.part in "E-":
+            return self.moe(name, prefix, u, run) if prefix.part == "E" else self.mlp(name, u)
         mix = self.mamba if prefix.part == "M" else self.attention
-        return torch.cat([mix(name, prefix.config, part, run.state) for part in u.split(run.documents, 1)], 1)
+        if len(run.documents) == 1:
+            return mix(name, prefix.config, u, run)
+        return torch.cat([mix(name, prefix.config, part, run) for part in u.split(run.documents, 1)], 1)
 
     def embed(self, ids: Tensor) -> Tensor:
         """[b, s] -> [b, s, d]."""
@@ -180,16 +187,14 @@ class Definition:
             self.activation(self.linear(u, name + "up_proj.weight")), name + "down_proj.weight"
         )
 
-    def attention(self, name: str, c: Nemotron3Config, u: Tensor, state: dict[str, Any] | None) -> Tensor:
+    def attention(self, name: str, c: Nemotron3Config, u: Tensor, run: Forward) -> Tensor:
         """Grouped-query attention without positions: [b, s, d] -> [b, s, d]."""
-        q, k, v = (
-            self.linear(u, f"{name}{part}_proj.weight").unflatten(-1, (-1, c.kv_channels)).transpose(1, 2)
-            for part in "qkv"
-        )  # [b, heads, s, channels]
-        if state is not None:
-            if name in state:
-                k, v = (torch.cat(pair, 2) for pair in zip(state[name], (k, v), strict=True))
-            state[name] = k, v
+        qkv = (self.linear(u, f"{name}{part}_proj.weight") for part in "qkv")
+        q, k, v = (part.unflatten(-1, (-1, c.kv_channels)).transpose(1, 2) for part in qkv)
+        if run.state is not None:
+            if name in run.state:
+                k, v = (torch.cat(pair, 2) for pair in zip(run.state[name], (k, v), strict=True))
+            run.state[name] = k, v
         y = self.attend(q, *(t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v)))
         return self.linear(y.transpose(1, 2).flatten(2), name + "o_proj.weight")
 
@@ -199,33 +204,33 @@ class Definition:
         scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
         return scores.masked_fill(later.triu(1 + k.shape[2] - q.shape[2]), -torch.inf).softmax(-1) @ v
 
-    def mamba(self, name: str, c: Nemotron3Config, u: Tensor, state: dict[str, Any] | None) -> Tensor:
+    def mamba(self, name: str, c: Nemotron3Config, u: Tensor, run: Forward) -> Tensor:
         """Mamba-2 mixer: [b, s, d] -> [b, s, d]."""
-        heads, groups, inner = c.mamba_num_heads, c.mamba_num_groups, c.mamba_inner_size
-        bc = groups * c.mamba_state_dim
-        z, xbc, dt = self.linear(u, name + "in_proj.weight").split([inner, inner + 2 * bc, heads], -1)
+        inner, groups = c.mamba_inner_size, c.mamba_num_groups
+        parts = [inner, inner + 2 * groups * c.mamba_state_dim, c.mamba_num_heads]
+        z, xbc, dt = self.linear(u, name + "in_proj.weight").split(parts, -1)
+        y = self.recurrence(name, c, xbc, dt, run)
+        y = self.gated_norm(y, z, self.weight(name + "norm.weight"), groups)
+        return self.linear(y, name + "out_proj.weight")
+
+    def recurrence(self, name: str, c: Nemotron3Config, xbc: Tensor, dt: Tensor, run: Forward) -> Tensor:
+        """Convolution and scan over their state: xbc [b, s, channels], dt [b, s, h] -> [b, s, inner]."""
+        heads, groups, bc = c.mamba_num_heads, c.mamba_num_groups, c.mamba_num_groups * c.mamba_state_dim
         taps = self.weight(name + "conv1d.weight")  # [channels, 1, kernel]
-        if state is not None and name in state:
-            window, ssm = state[name]
+        if run.state is not None and name in run.state:
+            window, ssm = run.state[name]
         else:
             window = xbc.new_zeros(len(xbc), taps.shape[-1] - 1, xbc.shape[-1])
             ssm = xbc.new_zeros(len(xbc), heads, c.mamba_head_dim, c.mamba_state_dim)
         xbc = torch.cat((window, xbc), 1)
         window = xbc[:, xbc.shape[1] - window.shape[1] :]
-        x, B, C = self.conv(xbc, taps, self.weight(name + "conv1d.bias")).split([inner, bc, bc], -1)
-        y, ssm = self.scan(
-            x.unflatten(-1, (heads, -1)),
-            self.time_steps(dt, self.weight(name + "dt_bias")),
-            -self.weight(name + "A_log").exp(),
-            B.unflatten(-1, (groups, -1)),
-            C.unflatten(-1, (groups, -1)),
-            ssm,
-        )
-        y = y + self.weight(name + "D")[:, None] * x.unflatten(-1, (heads, -1))
-        if state is not None:
-            state[name] = window, ssm
-        y = self.gated_norm(y.flatten(2), z, self.weight(name + "norm.weight"), groups)
-        return self.linear(y, name + "out_proj.weight")
+        u = self.conv(xbc, taps, self.weight(name + "conv1d.bias")).split([c.mamba_inner_size, bc, bc], -1)
+        x, B, C = (part.unflatten(-1, (n, -1)) for part, n in zip(u, (heads, groups, groups), strict=True))
+        dt = self.time_steps(dt, self.weight(name + "dt_bias"))
+        y, ssm = self.scan(x, dt, -self.weight(name + "A_log").exp(), B, C, ssm)
+        if run.state is not None:
+            run.state[name] = window, ssm
+        return (y + self.weight(name + "D")[:, None] * x).flatten(2)
 
     def conv(self, x: Tensor, taps: Tensor, bias: Tensor) -> Tensor:
         """Convolution and SiLU: x [b, kernel - 1 + s, channels] -> [b, s, channels]."""

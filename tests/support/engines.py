@@ -13,12 +13,12 @@ from hypothesis import HealthCheck, settings
 from torch import Tensor
 
 from megatron_nemotron3.checkpoints.convert import inventory
-from megatron_nemotron3.inference.generate.batch import ForwardBatch
+from megatron_nemotron3.inference.generate.attention import KVCache
+from megatron_nemotron3.inference.generate.decode import read_weights
 from megatron_nemotron3.inference.generate.engine import Engine
-from megatron_nemotron3.inference.generate.moe import MixtureOfExperts
 from megatron_nemotron3.inference.generate.mtp import MTP
-from megatron_nemotron3.inference.generate.state import DecodeState, KVCache, MambaState
-from megatron_nemotron3.inference.generate.weights import read_weights
+from megatron_nemotron3.inference.generate.scan import MambaState
+from megatron_nemotron3.inference.generate.state import DecodeState
 from megatron_nemotron3.models import Nemotron3Config, get
 from tests.support.checkpoint_pair import InMemory
 
@@ -77,15 +77,12 @@ def text(engine: Engine, rows: int, tokens: int) -> Tensor:
 @torch.inference_mode()
 def routing_margin(engine: Engine, ids: Tensor) -> float:
     """Smallest gap between the last selected and the best rejected expert over ids [b, s]."""
-    state = engine.new_state(len(ids))
-    batch = ForwardBatch(state.lengths, ids.shape[1], None, engine.device)
-    x, margin = engine.weights.embedding[ids.flatten()], math.inf
-    for layer, kept in zip(engine.weights.layers, state.layers, strict=True):
-        if isinstance(layer, MixtureOfExperts):
-            scores = (layer.norm(x) @ layer.router).sigmoid() + layer.bias
-            best = scores.topk(layer.topk + 1, dim=-1).values
-            margin = min(margin, (best[:, -2] - best[:, -1]).min().item())
-        x, _ = layer(x, kept, batch)
+    run = engine.new_run(ids, engine.new_state(len(ids)), None, False)
+    engine.model.decoder(engine.model.embed(ids).flatten(0, 1), run)
+    margin = math.inf
+    for routing in run.routings:
+        best = routing.ranked.topk(routing.chosen.shape[-1] + 1, dim=-1).values
+        margin = min(margin, (best[:, -2] - best[:, -1]).min().item())
     return margin
 
 
@@ -114,7 +111,9 @@ def assert_mtp_equal(found: MTP, expected: MTP) -> None:
 def assert_states_equal(found: DecodeState, expected: DecodeState) -> None:
     """Every tensor of every layer, as far as rows have tokens."""
     assert found.lengths == expected.lengths
-    for mine, other in zip(found.layers, expected.layers, strict=True):
+    assert found.layers.keys() == expected.layers.keys()
+    for name, mine in found.layers.items():
+        other = expected.layers[name]
         assert type(mine) is type(other)
         if isinstance(mine, MambaState):
             assert isinstance(other, MambaState)

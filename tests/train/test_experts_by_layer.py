@@ -10,9 +10,9 @@ import torch
 
 from megatron_nemotron3 import cli
 from megatron_nemotron3.checkpoints.state import loaded_state
+from megatron_nemotron3.inference.generate.decode import load
 from megatron_nemotron3.inference.generate.engine import Engine
 from megatron_nemotron3.inference.generate.prompts import GenerationOptions, generate
-from megatron_nemotron3.inference.generate.weights import load
 from megatron_nemotron3.launch import Launch, ParallelLayout, flags, to_argv
 from megatron_nemotron3.launch.script_folders import update_manifest
 from megatron_nemotron3.models import get

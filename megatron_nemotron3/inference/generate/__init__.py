@@ -9,16 +9,16 @@ from megatron_nemotron3.common import lazy
 
 if TYPE_CHECKING:
     from megatron_nemotron3.inference.generate.checkpoint_folder import find_checkpoint as find_checkpoint
+    from megatron_nemotron3.inference.generate.decode import Decode as Decode
+    from megatron_nemotron3.inference.generate.decode import load as load
     from megatron_nemotron3.inference.generate.engine import Engine as Engine
     from megatron_nemotron3.inference.generate.evaluate import acceptance as acceptance
     from megatron_nemotron3.inference.generate.evaluate import losses as losses
     from megatron_nemotron3.inference.generate.evaluate import windows as windows
-    from megatron_nemotron3.inference.generate.moe import MixtureOfExperts as MixtureOfExperts
     from megatron_nemotron3.inference.generate.mtp import MTP as MTP
     from megatron_nemotron3.inference.generate.prompts import GenerationOptions as GenerationOptions
     from megatron_nemotron3.inference.generate.prompts import generate as generate
     from megatron_nemotron3.inference.generate.sampling import Sampling as Sampling
-    from megatron_nemotron3.inference.generate.weights import load as load
 else:
     __getattr__, __dir__, __all__ = lazy(
         __name__,
@@ -26,10 +26,9 @@ else:
             "checkpoint_folder": ["find_checkpoint"],
             "engine": ["Engine"],
             "evaluate": ["acceptance", "losses", "windows"],
-            "moe": ["MixtureOfExperts"],
+            "decode": ["Decode", "load"],
             "mtp": ["MTP"],
             "prompts": ["GenerationOptions", "generate"],
             "sampling": ["Sampling"],
-            "weights": ["load"],
         },
     )

@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Tokens of the longest pass that can be rolled back. The work of `mamba.decay_table` grows with their cube.
+from megatron_nemotron3.models.definition import Forward
+
+#: Tokens of the longest pass that can be rolled back. The work of `scan.decay_table` grows with their cube.
 MAX_ROLLBACK = 128
 #: Elements of the largest attention mask that is built. Beyond it a CPU processes one row at a time with its
 #: `ForwardBatch.reversed_mask`; a GPU, whose kernels need aligned mask rows, processes tiles of queries.
@@ -32,12 +34,15 @@ def on_device(values: Sequence[Any], device: torch.device) -> Tensor:
     return torch.tensor(values).to(device, non_blocking=True)
 
 
-class ForwardBatch:
-    """n positions in each of b rows.
+class ForwardBatch(Forward):
+    """A forward pass over n positions in each of b rows.
 
     lengths: tokens each row has seen before.
     counts: tokens of each row; default: n.
     rollback: whether the states after each token must stay reachable (`state.Rollback`).
+    layers: states by layer, which the pass continues.
+    scans: of a pass that can be rolled back, by layer.
+    last: layers after the last one with a state run on each row's last token only, as does what follows.
     start: the length before, where all rows have the same; otherwise None.
     positions, row_index: [b, n] and [b, 1], to index a KV cache where lengths differ; otherwise None.
     valid: [b, n], False for padding; None without padding.
@@ -51,7 +56,9 @@ class ForwardBatch:
         counts: Sequence[int] | None,
         device: torch.device,
         rollback: bool = False,
+        layers: dict[str, Any] | None = None,
     ) -> None:
+        super().__init__([n], layers)
         if counts is not None and (len(counts) != len(lengths) or not all(0 <= c <= n for c in counts)):
             raise ValueError(
                 f"counts {list(counts)} for {len(lengths)} rows: give one per row, from 0 to {n} tokens"
@@ -61,6 +68,7 @@ class ForwardBatch:
                 f"rollback=True with {n} tokens: a pass that can be rolled back has at most {MAX_ROLLBACK}"
             )
         self.b, self.n, self.rollback, self.device = len(lengths), n, rollback, device
+        self.last, self.scans = False, dict[str, Any]()
         self.lengths = tuple(lengths)
         self.counts = [n] * self.b if counts is None else list(counts)
         #: Cache positions that the longest row fills, padding included.
@@ -78,6 +86,10 @@ class ForwardBatch:
             self.valid = torch.arange(n, device=device) < used
         self._mask: tuple[tuple[int, int], Tensor] | None = None
         self._reversed: Tensor | None = None
+
+    def newest(self, x: Tensor) -> Tensor:
+        """x [b * n, d] -> [b, d] at each row's last token."""
+        return last_of_rows(x.view(self.b, self.n, -1), self.counts)
 
     def mask_fits(self, queries: int) -> bool:
         """Whether the mask of all n positions stays below `MASK_ELEMENTS`; `queries` heads share a key."""
@@ -124,6 +136,14 @@ class ForwardBatch:
             return _last_positions_mask(stop - first, end, self.device)
         hidden = torch.arange(end, device=self.device) > self.positions[:, first:stop].unsqueeze(-1)
         return torch.zeros(hidden.shape, device=self.device).masked_fill_(hidden, -torch.inf).unsqueeze(1)
+
+
+def last_of_rows(hidden: Tensor, counts: Sequence[int]) -> Tensor:
+    """hidden [b, n, d] -> [b, d] at each row's last token; at the first position for a row without tokens."""
+    if len(set(counts)) == 1:
+        return hidden[:, max(counts[0] - 1, 0)]
+    index = on_device([max(c - 1, 0) for c in counts], hidden.device)
+    return hidden[torch.arange(len(hidden), device=hidden.device), index]
 
 
 def _last_positions_mask(count: int, end: int, device: torch.device) -> Tensor:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,7 @@ from megatron_nemotron3.checkpoints.remote import local, place, shown
 from megatron_nemotron3.common.files import read_outside
 from megatron_nemotron3.common.options import (
     NEEDED,
-    add_option,
-    add_options,
-    argument,
+    add_command,
     device_option,
     flag,
     json_flag,
@@ -27,7 +25,6 @@ from megatron_nemotron3.common.options import (
 from megatron_nemotron3.common.output import print_json
 from megatron_nemotron3.common.processes import no_garbage_collection
 from megatron_nemotron3.inference.generate.media import (
-    InOrder,
     Prompt,
     PromptReader,
     ReadPrompt,
@@ -45,68 +42,86 @@ if TYPE_CHECKING:
     from megatron_nemotron3.inference.generate.encoders import Encoders
     from megatron_nemotron3.inference.generate.engine import EncoderRows, Engine
     from megatron_nemotron3.inference.generate.prompts import Generation, Speculation
+    from megatron_nemotron3.inference.generate.sampling import Sampling
     from megatron_nemotron3.inference.generate.text import OutputText, Tokenizer
 
-NEW_TOKENS = 64
 #: Longest prompt that is read, in bytes.
 _PROMPT_LIMIT = 64 << 20
 #: Most drafts per verification, because every depth has a KV cache of its own.
 MAX_DRAFT = 32
+#: What --checkpoint names.
+CHECKPOINT = "a run, Megatron's or Hugging Face's folder, a URL, or the id of a repository"
+_MODEL, _NEW = "model", "new tokens"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointOptions:
+    """A checkpoint, and how its model is loaded."""
+
+    checkpoint: Path = option(CHECKPOINT, "DIR", default=NEEDED, parse=place, group=_MODEL)
+    tokenizer: Path | None = tokenizer_option("the checkpoint's or the run's", group=_MODEL)
+    device: str = device_option(group=_MODEL)
+    dtype: str | None = option(
+        "type of the numbers (of the weights; default: as stored)", choices=DTYPES, group=_MODEL
+    )
+    which: StoredModelOptions
+
+
+def new_tokens_option(default: int, each: str) -> Any:
+    """--max-new-tokens."""
+    what = f"tokens to generate (at most, for each {each}; default {default})"
+    return option(what, "N", default=default, least=1, group=_NEW)
+
+
+def temperature_option(default: float) -> Any:
+    """--temperature."""
+    what = f"of sampling (default {default:g}; 0: the most likely token)"
+    return option(what, "T", default=default, group=_NEW)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions(CheckpointOptions):
+    """How new tokens are chosen."""
+
+    draft: int = option(
+        "tokens that MTP drafts per step (default 0: off)", "K", default=0, least=0, most=MAX_DRAFT
+    )
+    max_new_tokens: int = new_tokens_option(64, "prompt")
+    temperature: float = temperature_option(0.0)
+    top_p: float | None = option("sample from the most likely tokens that add up to P", "P", group=_NEW)
+    top_k: int | None = option("sample from the K most likely tokens", "K", group=_NEW)
+    seed: int = option("of sampling (default 0; prompt i has N + i)", "N", default=0, group=_NEW)
+
+    def sampling(self) -> Sampling:
+        """Raises ValueError for options that have no effect."""
+        from megatron_nemotron3.inference.generate.sampling import Sampling
+
+        if self.temperature == 0 and (self.top_k or self.top_p):
+            raise ValueError(
+                "--top-k and --top-p restrict sampling, but temperature 0 does not sample: give "
+                "--temperature T"
+            )
+        return Sampling(self.temperature, self.top_k, self.top_p, self.seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(SamplingOptions):
+    """Options of `nemotron3 generate`."""
+
+    prompt_file: Path | None = option("one prompt: the text of a file; - reads stdin", "FILE")
+    stop: list[str] = repeated("ends a text, like the end token", "TEXT", group=_NEW)
+    chat: bool = flag("make each prompt a user's message with the tokenizer's chat template")
+    json: bool = json_flag()
+    no_stream: bool = flag("print the texts when all are complete")
+    #: --prompt and the options of media with their values, in order.
+    ordered: list[tuple[str, str]] = field(default_factory=list)
 
 
 def register(commands: Any) -> None:
     """Add `nemotron3 generate`."""
     command = commands.add_parser("generate")
-    command.set_defaults(run=generate_command)
-    add_checkpoint(command)
-    command.add_argument("--prompt", action=InOrder, metavar="TEXT", help="text to continue; may be repeated")
-    prompt_file = option("one prompt: the text of a file; - reads stdin", "FILE")
-    add_option(command, "prompt_file", prompt_file, Path)
     add_media(command)
-    sampling = add_sampling(command, "prompt", seed="; prompt i has N + i")
-    add_option(sampling, "stop", repeated("ends a text, like the end token", "TEXT"), list[str])
-    add_option(command, "json", json_flag(), bool)
-    add_option(command, "no_stream", flag("print the texts when all are complete"), bool)
-
-
-def add_sampling(
-    command: argparse.ArgumentParser,
-    each: str,
-    *,
-    tokens: int = NEW_TOKENS,
-    temperature: float = 0.0,
-    top_p: float | None = None,
-    seed: str = "",
-) -> argparse._ArgumentGroup:
-    """Add --draft, and the group of options that say how new tokens are chosen; return the group."""
-    group = command.add_argument_group("new tokens")
-    what = f"tokens to generate (at most, for each {each}; default {tokens})"
-    add_option(group, "max_new_tokens", option(what, "N", default=tokens), int)
-    what = f"of sampling (default {temperature:g}; 0: the most likely token)"
-    add_option(group, "temperature", option(what, "T", default=temperature), float)
-    default = "" if top_p is None else f" (default {top_p})"
-    what = f"sample from the most likely tokens that add up to P{default}"
-    add_option(group, "top_p", option(what, "P"), float)
-    add_option(group, "top_k", option("sample from the K most likely tokens", "K"), int)
-    add_option(group, "seed", option(f"of sampling (default 0{seed})", "N", default=0), int)
-    what = "tokens that MTP drafts per step (default 0: off)"
-    add_option(command, "draft", option(what, "K", default=0), int)
-    return group
-
-
-def add_checkpoint(command: argparse.ArgumentParser, *, positional: bool = False) -> None:
-    """Add the checkpoint, as --checkpoint or as the first word, and the options of loading it."""
-    model = command.add_argument_group("model")
-    what = "a run, Megatron's or Hugging Face's folder, a URL, or the id of a repository"
-    if positional:
-        add_option(command, "checkpoint", argument(what, "RUN", parse=place), Path)
-    else:
-        add_option(model, "checkpoint", option(what, "DIR", default=NEEDED, parse=place), Path)
-    add_option(model, "tokenizer", tokenizer_option("the checkpoint's or the run's"), Path)
-    add_option(model, "device", device_option())
-    what = "type of the numbers (of the weights; default: as stored)"
-    add_option(model, "dtype", option(what, choices=DTYPES))
-    add_options(model, StoredModelOptions)
+    add_command(command, GenerateOptions, generate_command)
 
 
 def open_for_tokenizer(
@@ -123,11 +138,20 @@ def open_for_tokenizer(
     return found.open(model, tokenizer.vocab_size) if opened.vocabulary_guessed else opened
 
 
+def open_text_model(folder: Path, options: SamplingOptions) -> tuple[Tokenizer, Checkpoint]:
+    """Open the tokenizer and the checkpoint of a folder, and check that it can make the drafts."""
+    from megatron_nemotron3.inference.generate.checkpoint_folder import find_checkpoint
+
+    found = find_checkpoint(folder)
+    tokenizer = found.tokenizer(options.tokenizer)
+    opened = open_for_tokenizer(found, tokenizer, stored_model(options.which))
+    check_draft(opened, options.draft)
+    return tokenizer, opened
+
+
 def check_draft(opened: Checkpoint, draft: int) -> None:
     """Refuse drafts that the checkpoint cannot make."""
     config = opened.config
-    if not 0 <= draft <= MAX_DRAFT:
-        raise ValueError(f"--draft {draft}: give 1 to {MAX_DRAFT}, or leave it out")
     if draft and not config.has_mtp:
         raise ValueError(f"--draft {draft}: {opened.folder} has no MTP block to draft with: leave it out")
     if draft > config.mtp_num_layers and draft and not config.mtp_use_repeated_layer:
@@ -137,74 +161,65 @@ def check_draft(opened: Checkpoint, draft: int) -> None:
         )
 
 
-def load_engine(opened: Checkpoint, options: argparse.Namespace, mtp: bool) -> Engine:
-    """Load the model onto `options.device`, "cpu" or "cuda"."""
+def load_engine(opened: Checkpoint, device: str, dtype: str | None = None, *, mtp: bool = False) -> Engine:
+    """Load the model onto "auto", "cpu" or "cuda"."""
     import torch
 
+    from megatron_nemotron3.common.parser import resolve_device
+    from megatron_nemotron3.inference.generate.decode import read_weights
     from megatron_nemotron3.inference.generate.engine import Engine
-    from megatron_nemotron3.inference.generate.weights import read_weights
 
-    if options.device == "cpu" and opened.config.hidden_size <= NARROW and THREADS not in os.environ:
+    device = resolve_device(device)
+    if device == "cpu" and opened.config.hidden_size <= NARROW and THREADS not in os.environ:
         torch.set_num_threads(1)  # as in training: threads of a narrow model wait for each other
-    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    kind = None if dtype is None else getattr(torch, dtype)
     language = opened.language_part() if opened.omni else opened
-    weights = read_weights(language.hf_view(), opened.config, device=options.device, dtype=dtype, mtp=mtp)
-    return Engine(weights, media=tuple(opened.omni.special_ids().values()) if opened.omni else ())
+    model = read_weights(language.hf_view(), opened.config, device=device, dtype=kind, mtp=mtp)
+    return Engine(model, media=tuple(opened.omni.special_ids().values()) if opened.omni else ())
 
 
-def load_encoders(opened: Checkpoint, options: argparse.Namespace) -> Encoders:
+def load_encoders(opened: Checkpoint, options: CheckpointOptions) -> Encoders:
     """Load the encoders of a model that has some onto `options.device`."""
     import torch
 
+    from megatron_nemotron3.common.parser import resolve_device
     from megatron_nemotron3.inference.generate.encoders import Encoders
 
     assert opened.omni is not None
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
-    return Encoders(opened.hf_view(), opened.omni, device=options.device, dtype=dtype)
+    return Encoders(opened.hf_view(), opened.omni, device=resolve_device(options.device), dtype=dtype)
 
 
-def generate_command(options: argparse.Namespace) -> int:
+def generate_command(options: GenerateOptions) -> int:
     """Continue the prompts and print the texts. Exit status 0."""
     if options.tokenizer is not None:
         require_tokenizer(options.tokenizer)
-    with local(options.checkpoint) as options.checkpoint:
-        return _generate(options)
+    with local(options.checkpoint) as folder:
+        return _generate(folder, options)
 
 
-def _generate(options: argparse.Namespace) -> int:
+def _generate(folder: Path, options: GenerateOptions) -> int:
     with no_garbage_collection():
-        from megatron_nemotron3.common.parser import resolve_device
-        from megatron_nemotron3.inference.generate.checkpoint_folder import find_checkpoint
         from megatron_nemotron3.inference.generate.prompts import GenerationOptions, generate
-        from megatron_nemotron3.inference.generate.sampling import Sampling
         from megatron_nemotron3.inference.generate.text import OutputStream
 
-    options.device = resolve_device(options.device)
-    prompts = _read_prompts(options)
-    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
-    if options.temperature == 0 and (options.top_k or options.top_p):
-        raise ValueError(
-            "--top-k and --top-p restrict sampling, but temperature 0 does not sample: give --temperature T"
-        )
+    prompts, sampling = _read_prompts(options), options.sampling()
     if "" in options.stop:
         raise ValueError("--stop '': give a text")
-    found = find_checkpoint(options.checkpoint)
-    tokenizer = found.tokenizer(options.tokenizer)
-    opened = open_for_tokenizer(found, tokenizer, stored_model(options))
-    check_draft(opened, options.draft)
-    reader = PromptReader(tokenizer, opened.omni, f"{opened.name}, {shown(found.checkpoint)},", options.chat)
+    tokenizer, opened = open_text_model(folder, options)
+    reader = PromptReader(tokenizer, opened.omni, f"{opened.name}, {shown(opened.folder)},", options.chat)
     read = [reader.read(prompt) for prompt in prompts]
     ids = [one.ids for one in read]
     _check_lengths(read, options.max_new_tokens, opened.config)
     rows = _encode_media(opened, options, reader, prompts, read)
-    engine = load_engine(opened, options, mtp=options.draft > 0)
+    engine = load_engine(opened, options.device, options.dtype, mtp=options.draft > 0)
     texts = [prompt.text for prompt in prompts]
     stream = OutputStream(texts, tokenizer, options.stop, live=not (options.no_stream or options.json))
     generation = GenerationOptions(options.max_new_tokens, sampling, options.draft, tokenizer.stop)
     result = generate(engine, ids, generation, stream.push, rows=rows)
     stream.end()
     if options.json:
-        about: dict[str, Any] = {"checkpoint": shown(found.checkpoint), "model": opened.name}
+        about: dict[str, Any] = {"checkpoint": shown(opened.folder), "model": opened.name}
         about |= {"mtp_num_layers": opened.config.mtp_num_layers, "mtp_source": opened.mtp_source}
         print_json({**about, **_generation_as_json(result, stream.outputs, ids)})
     else:
@@ -215,7 +230,7 @@ def _generate(options: argparse.Namespace) -> int:
 
 def _encode_media(
     opened: Checkpoint,
-    options: argparse.Namespace,
+    options: GenerateOptions,
     reader: PromptReader,
     prompts: Sequence[Prompt],
     read: Sequence[ReadPrompt],
@@ -230,19 +245,16 @@ def _encode_media(
     return [encoders.rows(one.ids, media) if media else None for one, media in zip(read, inputs)]
 
 
-def _read_prompts(options: argparse.Namespace) -> list[Prompt]:
-    last = None
-    if options.prompt_file is not None:
-        from_stdin = str(options.prompt_file) == "-"
-        data = (
-            sys.stdin.buffer.read() if from_stdin else read_outside(options.prompt_file, limit=_PROMPT_LIMIT)
-        )
+def _read_prompts(options: GenerateOptions) -> list[Prompt]:
+    ordered = list(options.ordered)
+    if (file := options.prompt_file) is not None:
+        data = sys.stdin.buffer.read() if str(file) == "-" else read_outside(file, limit=_PROMPT_LIMIT)
         try:
             # Editors add a newline at the end of a file.
-            last = data.decode("utf-8").removesuffix("\n")
+            ordered.append(("prompt", data.decode("utf-8").removesuffix("\n")))
         except UnicodeDecodeError as problem:
-            raise ValueError(f"--prompt-file {options.prompt_file}: not UTF-8: {problem}") from None
-    prompts = prompts_of(options.ordered, last)
+            raise ValueError(f"--prompt-file {file}: not UTF-8: {problem}") from None
+    prompts = prompts_of(ordered)
     for number, prompt in enumerate(prompts, 1):
         if not prompt.text:
             raise ValueError(f"prompt {number} is empty: give at least one character")
@@ -250,8 +262,6 @@ def _read_prompts(options: argparse.Namespace) -> list[Prompt]:
             prompt.text.encode("utf-8")
         except UnicodeEncodeError:
             raise ValueError(f"prompt {number} is not UTF-8") from None
-    if options.max_new_tokens < 1:
-        raise ValueError(f"--max-new-tokens {options.max_new_tokens}: give 1 or more")
     return prompts
 
 
@@ -314,20 +324,20 @@ def _generation_as_json(
 
 def sample(folder: Path, prompt: str, new_tokens: int, tokenizer: Path | None = None) -> str:
     """Continue a prompt by at most `new_tokens`, always with the same random numbers, for reports."""
-    from megatron_nemotron3.common.parser import resolve_device
-    from megatron_nemotron3.inference.generate.checkpoint_folder import find_checkpoint
     from megatron_nemotron3.inference.generate.prompts import GenerationOptions, generate
-    from megatron_nemotron3.inference.generate.sampling import Sampling
 
-    found = find_checkpoint(folder)
-    encoder = found.tokenizer(tokenizer)
-    opened = open_for_tokenizer(found, encoder, None)
+    options = SamplingOptions(
+        checkpoint=folder,
+        tokenizer=tokenizer,
+        temperature=0.7,  # as in `make demo`
+        top_p=0.9,
+        which=StoredModelOptions(),
+    )
+    encoder, opened = open_text_model(folder, options)
     ids = encoder.encode(prompt)
     room = opened.config.max_position_embeddings - len(ids)
     if not ids or room < 1:
         raise ValueError(f"a prompt of {len(ids):,} tokens: give 1 to {room + len(ids) - 1:,}")
-    options = argparse.Namespace(device=resolve_device("auto"), dtype=None)
-    sampling = Sampling(temperature=0.7, top_p=0.9, seed=0)  # as in `make demo`
-    generation = GenerationOptions(min(new_tokens, room), sampling, stop=encoder.stop)
-    (row,) = generate(load_engine(opened, options, mtp=False), [ids], generation).rows
+    generation = GenerationOptions(min(new_tokens, room), options.sampling(), stop=encoder.stop)
+    (row,) = generate(load_engine(opened, options.device), [ids], generation).rows
     return encoder.decode(row.tokens)

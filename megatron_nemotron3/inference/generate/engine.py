@@ -9,10 +9,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.inference.generate.batch import ForwardBatch, on_device
-from megatron_nemotron3.inference.generate.layers import DecodeLayer, GroupNorm
+from megatron_nemotron3.inference.generate.batch import ForwardBatch, last_of_rows, on_device
+from megatron_nemotron3.inference.generate.decode import Decode
 from megatron_nemotron3.inference.generate.state import DecodeState, Rollback
-from megatron_nemotron3.inference.generate.weights import Weights
 
 #: Tokens per prefill pass. Activation memory grows with it, KV caches with the sequence.
 CHUNK = 512
@@ -52,31 +51,24 @@ class Engine:
     """A model on one device.
 
     Args:
-        weights: from `load`.
+        model: from `load`.
         max_context: tokens a sequence may have; default: the model's `max_position_embeddings`. No layer
             encodes positions, so longer contexts compute; their quality depends on the training.
         media: ids that stand for rows of encoders; a prompt without the rows is refused.
     """
 
-    def __init__(
-        self, weights: Weights, *, max_context: int | None = None, media: Collection[int] = ()
-    ) -> None:
-        self.weights, self.config = weights, weights.config
-        self.device, self.dtype = weights.device, weights.dtype
-        self.max_context = weights.config.max_position_embeddings if max_context is None else max_context
+    def __init__(self, model: Decode, *, max_context: int | None = None, media: Collection[int] = ()) -> None:
+        self.model, self.config, self.device, self.dtype = model, model.config, model.device, model.dtype
+        self.max_context = model.config.max_position_embeddings if max_context is None else max_context
         self.media = frozenset(media)
 
-    def new_state(
-        self, batch: int = 1, capacity: int = CAPACITY, layers: Sequence[DecodeLayer] | None = None
-    ) -> DecodeState:
+    def new_state(self, batch: int = 1, capacity: int = CAPACITY) -> DecodeState:
         """Return the state of `batch` empty sequences.
 
         Args:
             capacity: tokens per row that KV caches have room for at first; it doubles when needed.
-            layers: default: the model's, without MTP.
         """
-        layers = self.weights.layers if layers is None else layers
-        return DecodeState([0] * batch, [layer.new_state(batch, capacity) for layer in layers])
+        return self.model.new_state(self.model.layers, batch, capacity)
 
     @torch.inference_mode()
     def forward(
@@ -101,9 +93,9 @@ class Engine:
             ValueError: tokens that are not [b, n] with the state's b and n > 0, counts that do not fit, or
                 a context beyond `max_context`.
         """
-        batch = self.new_batch(tokens, state, counts, rollback)
-        x = self.embed(tokens) if embeddings is None else embeddings.flatten(0, 1)
-        return self.run_layers(self.weights.layers, self.weights.final_norm, x, state, batch)
+        run = self.new_run(tokens, state, counts, rollback)
+        x = self.model.embed(tokens) if embeddings is None else embeddings
+        return self.finish(self.model.decoder(x.flatten(0, 1), run), state, run)
 
     @torch.inference_mode()
     def prefill(
@@ -138,12 +130,12 @@ class Engine:
             raise ValueError(f"chunk={chunk} tokens: use 1 or more")
         longest = max(map(len, texts))
         padded = on_device([text + [0] * (longest - len(text)) for text in texts], self.device)
-        encoded = _PromptRows(rows, longest, self.weights.embedding) if any(rows) else None
-        last = self.weights.embedding.new_zeros(len(texts), self.config.hidden_size)
+        encoded = _PromptRows(rows, longest, self.model) if any(rows) else None
+        last = torch.zeros(len(texts), self.config.hidden_size, dtype=self.dtype, device=self.device)
         for start in range(0, longest, chunk):
             tokens = padded[:, start : start + chunk]
             counts = [min(max(len(text) - start, 0), tokens.shape[1]) for text in texts]
-            embeddings = None if encoded is None else encoded.put(self.embed(tokens), start)
+            embeddings = None if encoded is None else encoded.put(self.model.embed(tokens), start)
             hidden = self.forward(tokens, state, counts=counts, embeddings=embeddings).hidden
             if on_chunk is not None:
                 on_chunk(tokens, hidden, counts)
@@ -151,55 +143,35 @@ class Engine:
             last = torch.where(some, last_of_rows(hidden, counts), last)
         return Output(self, last)
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Ids [b, n] to their embeddings [b * n, d]."""
-        return self.weights.embedding.index_select(0, tokens.reshape(-1))
-
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [..., d] after a final norm -> [..., vocabulary], as `Weights.logits`."""
-        return self.weights.logits(hidden)
+        """hidden [..., d] after a final norm -> [..., vocabulary], as `Decode.logits`."""
+        return self.model.logits(hidden)
 
-    def run_layers(
+    def new_run(
         self,
-        layers: Sequence[DecodeLayer],
-        final_norm: GroupNorm,
-        x: Tensor,
+        tokens: Tensor,
         state: DecodeState,
-        batch: ForwardBatch,
+        counts: Sequence[int] | None,
+        rollback: bool,
         last: bool = False,
-    ) -> Output:
-        """Run x [b * n, d] through a stack of layers and its final norm, and advance `state`.
-
-        Args:
-            last: the output is only that of each row's last token, [b, 1, d]. Layers after the last one
-                with a state run on nothing else.
-        """
-        records = []
-        stateless = 1 + max((i for i, one in enumerate(state.layers) if one is not None), default=-1)
-        for number, (layer, layer_state) in enumerate(zip(layers, state.layers)):
-            if last and number == stateless:
-                x = last_of_rows(x.view(batch.b, batch.n, -1), batch.counts)
-            x, record = layer(x, layer_state, batch)
-            records.append(record)
-        if last and len(x) > batch.b:
-            x = last_of_rows(x.view(batch.b, batch.n, -1), batch.counts)
-        rollback = Rollback(state.lengths, batch.counts, records) if batch.rollback else None
-        state.lengths = [a + c for a, c in zip(state.lengths, batch.counts)]
-        return Output(self, final_norm(x).view(batch.b, 1 if last else batch.n, -1), rollback)
-
-    def new_batch(
-        self, tokens: Tensor, state: DecodeState, counts: Sequence[int] | None, rollback: bool
     ) -> ForwardBatch:
         """Describe a pass over tokens [b, n]. Arguments and errors as for `forward`."""
         if tokens.dim() != 2 or tokens.shape[0] != state.batch or tokens.shape[1] == 0:
             raise ValueError(
                 f"tokens {tuple(tokens.shape)} must be [b, n] with n > 0 and b={state.batch} as in the state"
             )
-        batch = ForwardBatch(state.lengths, tokens.shape[1], counts, self.device, rollback)
-        if batch.end > self.max_context:
-            for row, (length, count) in enumerate(zip(state.lengths, batch.counts)):
+        run = ForwardBatch(state.lengths, tokens.shape[1], counts, self.device, rollback, state.layers)
+        run.last = last
+        if run.end > self.max_context:
+            for row, (length, count) in enumerate(zip(state.lengths, run.counts)):
                 self._check_context(row, length + count)
-        return batch
+        return run
+
+    def finish(self, hidden: Tensor, state: DecodeState, run: ForwardBatch) -> Output:
+        """Advance the state by a pass that gave hidden [b * n, d]."""
+        rollback = Rollback(state.lengths, run.counts, run.scans) if run.rollback else None
+        state.lengths = [a + c for a, c in zip(state.lengths, run.counts)]
+        return Output(self, hidden.view(run.b, -1, hidden.shape[-1]), rollback)
 
     def check_prompts(
         self,
@@ -250,10 +222,10 @@ class Engine:
 
 
 class _PromptRows:
-    """Rows of several prompts, found by position; `like` says their device and type."""
+    """Rows of several prompts, found by position."""
 
-    def __init__(self, rows: Sequence[EncoderRows | None], longest: int, like: Tensor) -> None:
-        self.values = torch.cat([one.values for one in rows if one is not None]).to(like)
+    def __init__(self, rows: Sequence[EncoderRows | None], longest: int, model: Decode) -> None:
+        self.values = torch.cat([one.values for one in rows if one is not None]).to(model.device, model.dtype)
         #: [b, longest]: number of the row in `values`, or -1.
         where = torch.full((len(rows), longest), -1)
         taken = 0
@@ -262,18 +234,9 @@ class _PromptRows:
                 end = taken + len(one.positions)
                 where[number, list(one.positions)] = torch.arange(taken, end)
                 taken = end
-        self.where = where.to(like.device, non_blocking=True)
+        self.where = where.to(model.device, non_blocking=True)
 
     def put(self, embedded: Tensor, start: int) -> Tensor:
-        """Embeddings [b * n, d] of the tokens from `start` on, with the rows: [b, n, d]."""
-        where = self.where[:, start : start + len(embedded) // len(self.where)]
-        plain = embedded.view(*where.shape, -1)
-        return torch.where((where < 0).unsqueeze(-1), plain, self.values[where.clamp_min(0)])
-
-
-def last_of_rows(hidden: Tensor, counts: Sequence[int]) -> Tensor:
-    """hidden [b, n, d] -> [b, d] at each row's last token; at the first position for a row without tokens."""
-    if len(set(counts)) == 1:
-        return hidden[:, max(counts[0] - 1, 0)]
-    index = on_device([max(c - 1, 0) for c in counts], hidden.device)
-    return hidden[torch.arange(len(hidden), device=hidden.device), index]
+        """Embeddings [b, n, d] of the tokens from `start` on, with the rows."""
+        where = self.where[:, start : start + embedded.shape[1]]
+        return torch.where((where < 0).unsqueeze(-1), embedded, self.values[where.clamp_min(0)])

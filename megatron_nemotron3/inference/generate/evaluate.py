@@ -153,7 +153,7 @@ def _measure(
     state = engine.new_state(b, capacity=s)
     mtp = MTP(engine, b, depths, capacity=s) if depths else None
     sums, compared = [0.0] * (depths + 1), []
-    trunk = hidden = engine.weights.embedding.new_empty(0)  # of the depth before, at all positions
+    trunk = hidden = torch.empty(0)  # of the depth before, at all positions
     accepted = torch.ones(b, s, 2, device=rows.device)  # probability that all drafts so far are
     expected = torch.ones(b, 2, device=rows.device, dtype=torch.float64)
     for depth in range(depths + 1):

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_nemotron3.checkpoints.remote import local, shown
 from megatron_nemotron3.common.files import require_plot
-from megatron_nemotron3.common.options import (
-    add_option,
-    data_path_option,
-    json_flag,
-    option,
-    text_option,
-)
-from megatron_nemotron3.common.output import Bar, print_json
+from megatron_nemotron3.common.options import add_command, data_path_option, json_flag, option, text_option
+from megatron_nemotron3.common.output import Bar, interval, result, say
 from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.inference.generate.command import (
-    add_checkpoint,
+    MAX_DRAFT,
+    CheckpointOptions,
     check_draft,
     load_engine,
     speculation_as_json,
@@ -28,8 +22,8 @@ from megatron_nemotron3.models.command import stored_model
 from megatron_nemotron3.train.inputs import require_tokenizer
 
 if TYPE_CHECKING:
+    from megatron_nemotron3.checkpoints.convert.opened import Checkpoint
     from megatron_nemotron3.inference.generate.checkpoint_folder import CheckpointFolder
-    from megatron_nemotron3.inference.generate.engine import Engine
     from megatron_nemotron3.inference.generate.evaluate import Acceptance, MeanLosses
     from megatron_nemotron3.models import Nemotron3Config
 
@@ -39,32 +33,43 @@ DRAFT = 7
 SPREAD = 16
 #: Number of prompts for acceptance, tokens per prompt, and new tokens per prompt.
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 64, 128
+_MEASURED = "what is measured"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions(CheckpointOptions):
+    """Options of `nemotron3 evaluate`."""
+
+    text: str | None = text_option("default: the run's held-out data", group=_MEASURED)
+    data_path: str | None = data_path_option(group=_MEASURED)
+    conversations: str | None = option(
+        ".jsonl conversations (the loss of the assistant's tokens; needs --tokenizer)",
+        "FILE",
+        one_of="text",
+        group=_MEASURED,
+    )
+    tokens: int = option(
+        f"of the loss, at most (default {TOKENS})", "N", default=TOKENS, least=1, group=_MEASURED
+    )
+    seq_length: int | None = option("tokens per sequence (default: the model's)", "N", group=_MEASURED)
+    draft: int | None = option(
+        f"tokens that MTP drafts per step (1 to K are measured; default {DRAFT}, 0: none)",
+        "K",
+        least=0,
+        most=MAX_DRAFT,
+        group=_MEASURED,
+    )
+    plot: Path | None = option("write losses and acceptance as a picture", "PNG")
+    json: bool = json_flag()
 
 
 def register(commands: Any) -> None:
     """Add `nemotron3 evaluate`."""
-    command = commands.add_parser("evaluate")
-    command.set_defaults(run=evaluate_command)
-    add_checkpoint(command)
-    measured = command.add_argument_group("what is measured")
-    add_option(measured, "text", text_option("default: the run's held-out data"))
-    add_option(measured, "data_path", data_path_option())
-    chats = ".jsonl conversations (the loss of the assistant's tokens; needs --tokenizer)"
-    add_option(measured, "conversations", option(chats, "FILE", one_of="text"))
-    what = f"of the loss, at most (default {TOKENS})"
-    add_option(measured, "tokens", option(what, "N", default=TOKENS), int)
-    what = "tokens per sequence (default: the model's)"
-    add_option(measured, "seq_length", option(what, "N"), int)
-    what = f"tokens that MTP drafts per step (1 to K are measured; default {DRAFT}, 0: none)"
-    add_option(measured, "draft", option(what, "K"), int)
-    add_option(command, "plot", option("write losses and acceptance as a picture", "PNG"), Path)
-    add_option(command, "json", json_flag(), bool)
+    add_command(commands.add_parser("evaluate"), EvaluateOptions, evaluate_command)
 
 
-def evaluate_command(options: argparse.Namespace) -> int:
+def evaluate_command(options: EvaluateOptions) -> int:
     """Measure and print. Exit status 0."""
-    if options.tokens < 1:
-        raise ValueError(f"--tokens {options.tokens}: give 1 or more")
     if options.plot is not None:
         require_plot(options.plot, "--plot")
     if options.tokenizer is not None:
@@ -73,38 +78,40 @@ def evaluate_command(options: argparse.Namespace) -> int:
         raise ValueError("--conversations needs --tokenizer DIR (a tokenizer with a chat template)")
     if options.conversations is not None and (options.plot is not None or options.draft is not None):
         raise ValueError("--plot and --draft measure texts, not --conversations: drop them")
-    with local(options.checkpoint) as options.checkpoint:
-        return _evaluate(options)
+    with local(options.checkpoint) as folder:
+        measure = _evaluate if options.conversations is None else _evaluate_conversations
+        with result(options.json):
+            measure(*_opened(folder, options), options)
+    return 0
 
 
-def _evaluate(options: argparse.Namespace) -> int:
+def _opened(folder: Path, options: EvaluateOptions) -> tuple[CheckpointFolder, Checkpoint]:
     from megatron_nemotron3.common.parser import resolve_device
     from megatron_nemotron3.inference.generate.checkpoint_folder import find_checkpoint
+
+    if resolve_device(options.device) == "cpu":
+        quiet_on_cpu()
+    found = find_checkpoint(folder)
+    opened = found.open(stored_model(options.which))
+    padded = opened.padded_vocab_size not in (None, opened.config.vocab_size)
+    if opened.vocabulary_guessed is False and padded:
+        # Megatron's loss is over the padded vocabulary.
+        opened = found.open(stored_model(options.which), opened.padded_vocab_size)
+    return found, opened
+
+
+def _evaluate(found: CheckpointFolder, opened: Checkpoint, options: EvaluateOptions) -> None:
     from megatron_nemotron3.inference.generate.evaluate import acceptance, losses, plot, windows
 
-    options.device = resolve_device(options.device)
-    if options.device == "cpu":
-        quiet_on_cpu()
-    found = find_checkpoint(options.checkpoint)
-    opened = found.open(stored_model(options))
-    if opened.vocabulary_guessed is False and opened.padded_vocab_size not in (
-        None,
-        opened.config.vocab_size,
-    ):
-        # Megatron's loss is over the padded vocabulary.
-        opened = found.open(stored_model(options), opened.padded_vocab_size)
     config = opened.config
-    title = f"{shown(found.checkpoint)}: {config.name}"
-    if options.conversations is not None:
-        return _evaluate_conversations(load_engine(opened, options, mtp=False), options, title)
     draft = _chosen_draft(options.draft, config)
     check_draft(opened, draft)
     seq_length = chosen_seq_length(options.seq_length, config)
     most = SPREAD * max(options.tokens + 1, PROMPTS * PROMPT_TOKENS)
     ids, source = evaluation_tokens(found, most, options.text, options.data_path, options.tokenizer)
     text = windows(ids, seq_length, options.tokens)
-    depths = max(draft, config.mtp_num_layers)
-    engine = load_engine(opened, options, mtp=depths > 0)
+    depths, stated = max(draft, config.mtp_num_layers), config.mtp_num_layers
+    engine = load_engine(opened, options.device, options.dtype, mtp=depths > 0)
     with Bar("loss", "tokens", text.shape[0] * (text.shape[1] - 1), lines=False) as bar:
         measured = losses(engine, text, depths, report=bar.add)
     accepted: list[Acceptance] = []
@@ -113,50 +120,36 @@ def _evaluate(options: argparse.Namespace) -> int:
     if draft:
         with Bar("drafts", "tokens", len(prompts) * new * (draft + 1), lines=False) as bar:
             accepted = acceptance(engine, prompts, new, range(draft + 1), bar.add)
+    name = shown(found.checkpoint)
+    title = f"{name}: {config.name}"
     if options.plot is not None:
-        plot(measured, accepted, config.mtp_num_layers, options.plot, title)
-    if options.json:
-        about = {"checkpoint": shown(found.checkpoint), "model": config.name, "text": source}
-        about["mtp_source"] = opened.mtp_source
-        print_json({**about, **_evaluation_as_json(config, measured, accepted)})
-        return 0
-    print(f"checkpoint   {title}")
-    print(
-        f"text         {source}: {measured.tokens:,} tokens in {len(text):,} windows of {text.shape[1] - 1:,}"
-    )
-    if config.has_mtp:
-        print(f"mtp          depths: {config.mtp_num_layers}; by {opened.mtp_source}")
-    for line in (*_loss_lines(measured, config.mtp_num_layers), *_agreement_lines(measured)):
-        print(line)
-    if accepted:
-        print(
-            f"greedy continuation of {len(prompts)} prompts of {len(prompts[0])} tokens by {new} tokens each"
-        )
-        for line in _acceptance_lines(accepted):
-            print(line)
+        plot(measured, accepted, stated, options.plot, title)
+    say(f"checkpoint   {title}", checkpoint=name, model=config.name)
+    of_windows = f"{measured.tokens:,} tokens in {len(text):,} windows of {text.shape[1] - 1:,}"
+    say(f"text         {source}: {of_windows}", text=source, tokens=measured.tokens)
+    mtp = f"mtp          depths: {stated}; by {opened.mtp_source}" if config.has_mtp else None
+    say(mtp, mtp_source=opened.mtp_source, mtp_num_layers=stated)
+    _say_losses(measured, stated)
+    _say_agreement(measured)
+    _say_acceptance(accepted, f"{len(prompts)} prompts of {len(prompts[0])} tokens by {new} tokens each")
     if options.plot is not None:
-        print(f"plot         {options.plot}")
-    return 0
+        say(f"plot         {options.plot}")
 
 
-def _evaluate_conversations(engine: Engine, options: argparse.Namespace, title: str) -> int:
+def _evaluate_conversations(found: CheckpointFolder, opened: Checkpoint, options: EvaluateOptions) -> None:
     from megatron_nemotron3.inference.generate.evaluate import conversation_losses
     from megatron_nemotron3.train.data.conversations import Encoder, read_conversations
 
-    encoder = Encoder(options.tokenizer)
+    assert options.tokenizer is not None and options.conversations is not None
+    engine, encoder = load_engine(opened, options.device, options.dtype), Encoder(options.tokenizer)
     encoded = [encoder.encode(one) for one in read_conversations(options.conversations)]
     with Bar("loss", "tokens", sum(len(one.ids) for one in encoded), lines=False) as bar:
         measured = conversation_losses(engine, encoded, bar.add)
-    if options.json:
-        print_json({"checkpoint": title, "text": options.conversations, **asdict(measured)})
-        return 0
+    title = f"{shown(found.checkpoint)}: {opened.config.name}"
+    say(f"checkpoint   {title}", checkpoint=title, text=options.conversations, **asdict(measured))
     counted = f"{measured.tokens:,} tokens of the assistant in {measured.conversations:,} conversations"
-    print(f"checkpoint   {title}")
-    print(f"text         {options.conversations}: {counted}")
-    print(
-        f"loss         {measured.per_token:.4f} per token, {measured.per_conversation:.4f} per conversation"
-    )
-    return 0
+    say(f"text         {options.conversations}: {counted}")
+    say(f"loss         {measured.per_token:.4f} per token, {measured.per_conversation:.4f} per conversation")
 
 
 def evaluation_tokens(
@@ -230,54 +223,40 @@ def spread_prompts(ids: list[int], length: int) -> list[list[int]]:
     return [ids[i * step : i * step + length] for i in range(count)]
 
 
-def _loss_lines(measured: MeanLosses, stated: int) -> list[str]:
-    lines = ["", "loss                nats per token", f"  next token        {measured.next_token:14.4f}"]
+def _say_losses(measured: MeanLosses, stated: int) -> None:
+    say("\nloss                nats per token")
+    say(f"  next token        {measured.next_token:14.4f}", loss=measured.next_token)
+    say(mtp_loss=list(measured.depths))
     for depth, loss in enumerate(measured.depths, 1):
         note = "" if depth <= stated else f"   (beyond mtp_num_layers={stated})"
-        lines.append(f"  MTP depth {depth:<8}{loss:14.4f}{note}")
-    return [*lines, ""]
+        say(f"  MTP depth {depth:<8}{loss:14.4f}{note}")
+    say("")
 
 
-def _agreement_lines(measured: MeanLosses) -> list[str]:
-    """MTP against the model's own distribution; nothing without MTP."""
+def _say_agreement(measured: MeanLosses) -> None:
+    """MTP against the model's own distribution; no text without MTP."""
+    say(mtp_agreement=[asdict(one) for one in measured.agreement])
     if not measured.agreement:
-        return []
-    from megatron_nemotron3.common.output import interval
-
-    lines = [
-        "drafts against the model's own next-token distribution, along the text",
-        "  MTP depth        KL   overlap   top-1   expected tokens per verification, greedy and sampled",
-    ]
+        return
+    say("drafts against the model's own next-token distribution, along the text")
+    say("  MTP depth        KL   overlap   top-1   expected tokens per verification, greedy and sampled")
     for depth, one in enumerate(measured.agreement, 1):
         expected = "   ".join(f"{interval(values):.3f}" for values in (one.greedy, one.sampled))
-        lines.append(f"  {depth:>9}{one.kl:>10.4f}{one.overlap:>10.4f}{one.top1:>8.4f}   {expected}")
-    note = "KL(model || MTP) in nats; overlap is 1 - total variation"
-    if len(measured.agreement[0].greedy) > 1:
-        note += "; ±: 95 % interval by Student's t over the windows"
-    return [*lines, note, ""]
+        say(f"  {depth:>9}{one.kl:>10.4f}{one.overlap:>10.4f}{one.top1:>8.4f}   {expected}")
+    several = len(measured.agreement[0].greedy) > 1
+    note = "; ±: 95 % interval by Student's t over the windows" if several else ""
+    say(f"KL(model || MTP) in nats; overlap is 1 - total variation{note}\n")
 
 
-def _acceptance_lines(accepted: list[Acceptance]) -> list[str]:
-    lines = ["  drafts   acceptance length   tokens/s   accepted at each position"]
+def _say_acceptance(accepted: list[Acceptance], prompts: str) -> None:
+    say(acceptance=[])
+    if not accepted:
+        return
+    say(f"greedy continuation of {prompts}")
+    say("  drafts   acceptance length   tokens/s   accepted at each position")
     for one in accepted:
-        s = one.speculation
+        s, rate = one.speculation, one.tokens_per_second
         shares = " ".join("   -" if share is None else f"{share:.2f}" for share in s.by_position)
-        length, rate = s.acceptance_length, one.tokens_per_second
-        lines.append(f"  {s.draft:>6}   {length:>17.2f}   {rate:>8,.1f}   {shares}".rstrip())
-    return [*lines, "acceptance length: tokens per verification, including the model's own token"]
-
-
-def _evaluation_as_json(
-    config: Nemotron3Config, measured: MeanLosses, accepted: list[Acceptance]
-) -> dict[str, Any]:
-    return {
-        "tokens": measured.tokens,
-        "loss": measured.next_token,
-        "mtp_loss": list(measured.depths),
-        "mtp_agreement": [asdict(one) for one in measured.agreement],
-        "mtp_num_layers": config.mtp_num_layers,
-        "acceptance": [
-            {**speculation_as_json(one.speculation), "tokens_per_second": one.tokens_per_second}
-            for one in accepted
-        ],
-    }
+        line = f"  {s.draft:>6}   {s.acceptance_length:>17.2f}   {rate:>8,.1f}   {shares}".rstrip()
+        say(line, acceptance=[{**speculation_as_json(s), "tokens_per_second": rate}])
+    say("acceptance length: tokens per verification, including the model's own token")

@@ -34,14 +34,9 @@ class DecodeLinear:
             # A product with one row is twice as fast on a CPU as with [out, in].
             self.layout, self.matrix = "transposed", weight.t().contiguous()
 
-    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
-        """x [rows, in] -> [rows, out], plus `add` [rows, out]."""
-        if self.packed is not None:
-            if add is None:
-                return _packed_product(x, self.packed)
-            result: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, add, self.packed, None, "add")
-            return result
-        return torch.mm(x, self.matrix) if add is None else torch.addmm(add, x, self.matrix)
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [rows, in] -> [rows, out]."""
+        return torch.mm(x, self.matrix) if self.packed is None else _packed_product(x, self.packed)
 
 
 @cache

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megatron_nemotron3.common.options import add_option, flag
-
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -64,18 +62,16 @@ class InOrder(argparse.Action):
 
 
 def add_media(command: argparse.ArgumentParser) -> None:
-    """Add the options of media, and --chat."""
+    """Add --prompt and the options of media, which go into `options.ordered`."""
+    command.add_argument("--prompt", action=InOrder, metavar="TEXT", help="text to continue; may be repeated")
     group = command.add_argument_group("media, for a model with encoders")
     for name, what in OPTIONS.items():
         group.add_argument(f"--{name}", action=InOrder, dest=name, metavar="FILE", help=what)
-    what = "make each prompt a user's message with the tokenizer's chat template"
-    add_option(command, "chat", flag(what), bool)
     command.set_defaults(ordered=[])
 
 
-def prompts_of(ordered: Sequence[tuple[str, str]], last: str | None) -> list[Prompt]:
+def prompts_of(ordered: Sequence[tuple[str, str]]) -> list[Prompt]:
     """Return the prompts in order, each with its media."""
-    ordered = [*ordered, *([] if last is None else [("prompt", last)])]
     texts = [value for name, value in ordered if name == "prompt"]
     if not texts:
         raise ValueError("no prompt: give --prompt TEXT or --prompt-file F")

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from megatron_nemotron3.inference.generate.batch import MAX_ROLLBACK, on_device
-from megatron_nemotron3.inference.generate.engine import CAPACITY, Engine, Output, last_of_rows
+from megatron_nemotron3.inference.generate.batch import MAX_ROLLBACK, last_of_rows, on_device
+from megatron_nemotron3.inference.generate.engine import CAPACITY, Engine, Output
 from megatron_nemotron3.inference.generate.state import DecodeState, Rollback
-from megatron_nemotron3.inference.generate.weights import MTPBlock
 
 #: Most tokens of a row that `MTP.append` leaves to the next draft.
 KEPT_TOKENS = 8
@@ -39,7 +38,6 @@ class MTP:
         capacity: as for `Engine.new_state`.
 
     Attributes:
-        blocks: the block of each depth; with `mtp_use_repeated_layer` the same one.
         lengths: s, the tokens that each row has seen.
 
     Raises:
@@ -49,10 +47,11 @@ class MTP:
     def __init__(
         self, engine: Engine, batch: int = 1, depths: int | None = None, capacity: int = CAPACITY
     ) -> None:
-        self.engine, self.blocks = engine, _blocks_by_depth(engine, depths)
-        self._depths = [engine.new_state(batch, capacity, block.layers) for block in self.blocks]
-        hidden_size = engine.config.hidden_size
-        self._pending = [engine.weights.embedding.new_zeros(batch, hidden_size) for _ in self.blocks]
+        self.engine, model, blocks = engine, engine.model, engine.model.blocks
+        stacks = [blocks[min(depth, len(blocks) - 1)][1] for depth in range(_checked_depths(engine, depths))]
+        self._depths = [model.new_state(stack, batch, capacity) for stack in stacks]
+        empty = torch.zeros(batch, engine.config.hidden_size, dtype=model.dtype, device=model.device)
+        self._pending = [empty for _ in stacks]
         self.lengths = [0] * batch
         self._kept: _Tokens | None = None
         self._drafted: _Draft | None = None
@@ -185,11 +184,10 @@ class MTP:
         rollback: bool = False,
         last: bool = False,
     ) -> Output:
-        block, state = self.blocks[depth - 1], self._depths[depth - 1]
-        batch = self.engine.new_batch(tokens, state, counts, rollback)
-        embedded = self.engine.weights.embedding.index_select(0, tokens.reshape(-1))
-        x = block.project(embedded, hidden.flatten(0, 1))
-        return self.engine.run_layers(block.layers, block.final_norm, x, state, batch, last)
+        engine, state = self.engine, self._depths[depth - 1]
+        run = engine.new_run(tokens, state, counts, rollback, last)
+        embedded = engine.model.embed(tokens).flatten(0, 1)
+        return engine.finish(engine.model.mtp(depth, embedded, hidden.flatten(0, 1), run), state, run)
 
     @torch.inference_mode()
     def _finish(self) -> None:
@@ -238,9 +236,8 @@ class MTP:
 
     def _no_tokens(self) -> _Tokens:
         b = len(self.lengths)
-        like = self.engine.weights.embedding
-        hidden = like.new_empty(b, 0, like.shape[1])
-        return _Tokens(torch.empty(b, 0, dtype=torch.long, device=like.device), hidden, [0] * b)
+        hidden = self._pending[0][:, None][:, :0]
+        return _Tokens(torch.empty(b, 0, dtype=torch.long, device=hidden.device), hidden, [0] * b)
 
     def _prepend_pending(
         self, depth: int, hidden: Tensor, sizes: Sequence[int], seen: Sequence[int]
@@ -306,18 +303,16 @@ class _RowTokens:
         return _last_tokens(self._tokens, [count + number for count in self._counts], sizes)
 
 
-def _blocks_by_depth(engine: Engine, depths: int | None) -> list[MTPBlock]:
-    config, blocks = engine.config, engine.weights.mtp
+def _checked_depths(engine: Engine, depths: int | None) -> int:
+    config, blocks = engine.config, engine.model.blocks
     if not blocks:
         raise ValueError(f"{config.name} has no MTP block loaded: its checkpoint lacks one, or mtp=False")
     depths = config.mtp_num_layers if depths is None else depths
     if depths < 1:
         raise ValueError(f"depths={depths}: use 1 or more")
-    if config.mtp_use_repeated_layer:
-        return blocks[:1] * depths
-    if depths > len(blocks):
+    if depths > len(blocks) and not config.mtp_use_repeated_layer:
         raise ValueError(f"depths={depths}, but {config.name} has {len(blocks)} MTP blocks")
-    return blocks[:depths]
+    return depths
 
 
 def _last_tokens(tokens: Tensor, counts: Sequence[int], sizes: Sequence[int]) -> Tensor:

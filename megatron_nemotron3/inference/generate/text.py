@@ -166,13 +166,17 @@ class OutputStream:
             if not self._at_line_start:
                 self._write("\n")
             self._row, self._row_begun = self._row + 1, False
-        sys.stdout.flush()
 
     def _write(self, text: str) -> None:
         if text:
-            encoding = sys.stdout.encoding or "utf-8"
-            sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+            write(text)
             self._at_line_start = text.endswith("\n")
+
+
+def write(text: str) -> None:
+    """Write to stdout at once; what its encoding lacks becomes question marks."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "replace").decode(encoding), end="", flush=True)
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

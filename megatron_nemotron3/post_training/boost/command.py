@@ -94,7 +94,7 @@ def boost_command(options: argparse.Namespace) -> int:
         require_plot(options.plot, "--plot")
     from megatron_nemotron3.post_training.boost import inputs as boost_inputs
 
-    options.device, options.dtype = resolve_device(options.device), None
+    options.device = resolve_device(options.device)
     if options.device == "cpu":
         quiet_on_cpu()
     with trusting(options.trust_checkpoint):

@@ -52,7 +52,7 @@ def measure(checkpoint: Path, given: BoostInputs, options: argparse.Namespace, k
         if read["checkpoint"] == found.checkpoint.name:  # a run may have been trained further
             return DraftResult(found.checkpoint.name, agreement, tuple(read["accepted"]))
     opened = found.open(given.config)
-    engine = load_engine(found.open(given.config, opened.padded_vocab_size), options, mtp=True)
+    engine = load_engine(found.open(given.config, opened.padded_vocab_size), options.device, mtp=True)
     config, depths = given.config, given.config.mtp_num_layers
     ids = given.held_out(options.output, SPREAD * max(TOKENS + 1, PROMPTS * PROMPT_TOKENS))
     text = windows(ids, chosen_seq_length(options.seq_length, config), TOKENS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -45,9 +44,8 @@ def measure(
     with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
         return HeldOutResult(**record.read(kept))
     encoding = Tokenizer(tokenizer)
-    options = argparse.Namespace(device=device, dtype=None)
     opened = find_checkpoint(checkpoint).open(config, config.vocab_size)
-    engine = load_engine(opened, options, mtp=False)
+    engine = load_engine(opened, device)
     # No layer encodes positions: what was trained on may be longer than the folder's number says.
     engine.max_context = max(engine.max_context, max(len(one.ids) for one in held_out) + NEW_TOKENS)
     with Bar("held-out loss", "tokens", sum(len(one.ids) for one in held_out), lines=False) as bar:

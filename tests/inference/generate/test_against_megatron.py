@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_nemotron3.inference.generate.attention import KVCache
+from megatron_nemotron3.inference.generate.decode import read_weights
 from megatron_nemotron3.inference.generate.engine import Engine
 from megatron_nemotron3.inference.generate.mtp import MTP
-from megatron_nemotron3.inference.generate.state import KVCache, MambaState
-from megatron_nemotron3.inference.generate.weights import read_weights
+from megatron_nemotron3.inference.generate.scan import MambaState
 from megatron_nemotron3.layers.conv import causal_conv1d_reference
 from megatron_nemotron3.layers.ssd import ssd_reference
 from megatron_nemotron3.models import get
@@ -82,7 +83,8 @@ def test_states_of_a_text(models: Any, at: int, single: bool) -> None:
     for start in range(at) if single else (0,):
         m.engine.forward(m.ids[:, start : start + 1 if single else at], state)
     kinds = []
-    for i, layer in enumerate(state.layers):
+    for name, layer in state.layers.items():
+        i = int(name.split(".")[2])
         if isinstance(layer, MambaState):
             inner, bc = c.mamba_inner_size, c.mamba_num_groups * c.mamba_state_dim
             mixer, projected = m.model.decoder.layers[i].mixer, m.projected[i].transpose(0, 1)[:, :at]

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_nemotron3.inference.generate.decode import read_weights
 from megatron_nemotron3.inference.generate.engine import Engine
 from megatron_nemotron3.inference.generate.prompts import GenerationOptions, generate
-from megatron_nemotron3.inference.generate.weights import read_weights
 from megatron_nemotron3.models import get
 from tests.support.checkpoint_pair import InMemory
 from tests.support.engines import CONTEXT, MARGIN, routing_margin, tensors

@@ -9,19 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_nemotron3.inference.generate import batch as batch_module
+from megatron_nemotron3.inference.generate.attention import by_causal_kernel, by_row, by_tile
 from megatron_nemotron3.inference.generate.batch import ForwardBatch
-from megatron_nemotron3.inference.generate.layers import Attention
 from megatron_nemotron3.models import get
 
 CPU = torch.device("cpu")
-
-
-def attention() -> Attention:
-    """An attention layer with four heads in two groups and head dimension 8."""
-    config = get("super-tiny").but(
-        hidden_size=32, num_attention_heads=4, num_query_groups=2, kv_channels=8, pattern="M*"
-    )
-    return Attention(lambda name, *shape: torch.zeros(shape), config)
 
 
 def one_by_one(q: Tensor, cache: Tensor, lengths: list[int]) -> Tensor:
@@ -44,20 +36,20 @@ def one_by_one(q: Tensor, cache: Tensor, lengths: list[int]) -> Tensor:
 )
 def test_masked_forms_equal_single_queries(lengths: list[int], same: bool, n: int, seed: int) -> None:
     lengths = lengths[:1] * len(lengths) if same else lengths
-    layer, draw = attention(), torch.Generator().manual_seed(seed)
+    draw = torch.Generator().manual_seed(seed)
     q = torch.randn(len(lengths), 2, 2, n, 8, generator=draw)
     cache = torch.randn(len(lengths), 2, 2, max(lengths) + n + 3, 8, generator=draw)
     expected = one_by_one(q, cache, lengths)
-    torch.testing.assert_close(layer._by_tile(q, cache, ForwardBatch(lengths, n, None, CPU)), expected)
-    torch.testing.assert_close(layer._by_row(q, cache, ForwardBatch(lengths, n, None, CPU)), expected)
+    torch.testing.assert_close(by_tile(q, cache, ForwardBatch(lengths, n, None, CPU)), expected)
+    torch.testing.assert_close(by_row(q, cache, ForwardBatch(lengths, n, None, CPU)), expected)
     if len(set(lengths)) == 1:
         whole = ForwardBatch(lengths, n, None, CPU)
-        torch.testing.assert_close(layer._by_causal_kernel(q, cache, whole), expected)
+        torch.testing.assert_close(by_causal_kernel(q, cache, whole), expected)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batch_module, "MASK_ELEMENTS", 1)
         tiled = ForwardBatch(lengths, n, None, CPU)
         assert len(tiled.query_tiles(2)) == -(-n // 8)
-        torch.testing.assert_close(layer._by_tile(q, cache, tiled), expected)
+        torch.testing.assert_close(by_tile(q, cache, tiled), expected)
 
 
 @pytest.mark.gpu
@@ -65,13 +57,12 @@ def test_masked_forms_equal_single_queries(lengths: list[int], same: bool, n: in
 @pytest.mark.parametrize("lengths", [[0], [300], [300, 300]])
 def test_the_causal_kernel_on_a_gpu(lengths: list[int]) -> None:
     """BF16, heads of 128 in groups of 16, as in Nano; against FP32 of the same numbers."""
-    config = get("nano").but(pattern="M*E")
-    layer = object.__new__(Attention)
-    layer.heads, layer.groups, layer.head_dim = config.num_attention_heads, config.num_query_groups, 128
-    b, n, per_group = len(lengths), 200, layer.heads // layer.groups
-    q = torch.randn(b, layer.groups, per_group, n, 128, device="cuda").bfloat16()
-    cache = torch.randn(b, 2, layer.groups, lengths[0] + n + 3, 128, device="cuda").bfloat16()
-    found = layer._by_causal_kernel(q, cache, ForwardBatch(lengths, n, None, q.device))
+    config = get("nano")
+    b, n, groups = len(lengths), 200, config.num_query_groups
+    per_group = config.num_attention_heads // groups
+    q = torch.randn(b, groups, per_group, n, 128, device="cuda").bfloat16()
+    cache = torch.randn(b, 2, groups, lengths[0] + n + 3, 128, device="cuda").bfloat16()
+    found = by_causal_kernel(q, cache, ForwardBatch(lengths, n, None, q.device))
     expected = one_by_one(q.float(), cache.float(), lengths)
     # The result and the weights are rounded to BF16 (eps 2^-7).
     assert (found.float() - expected).norm() <= 2.0**-7 * expected.norm()

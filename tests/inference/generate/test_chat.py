@@ -12,10 +12,10 @@ from megatron_nemotron3 import cli
 from megatron_nemotron3.inference.generate import chat_command
 from megatron_nemotron3.inference.generate.chat import Chat, Template
 from megatron_nemotron3.inference.generate.checkpoint_folder import find_checkpoint
+from megatron_nemotron3.inference.generate.decode import read_weights
 from megatron_nemotron3.inference.generate.engine import Engine
 from megatron_nemotron3.inference.generate.prompts import GenerationOptions, generate
 from megatron_nemotron3.inference.generate.text import OutputText, Tokenizer
-from megatron_nemotron3.inference.generate.weights import read_weights
 from tests.support.engines import agreeing_tensors
 from tests.support.generation_folders import small_config
 from tests.support.hf_folders import write_hf
@@ -128,7 +128,7 @@ def test_a_pipe(
         (["--max-new-tokens", "0"], "give 1 or more"),
         (["--system", "x", "--tokenizer", "{plain}"], "no chat template"),
         (["--tokenizer", "{missing}"], "missing"),
-        (["--draft", "99"], "give 1 to"),
+        (["--draft", "99"], "give 0 to"),
     ],
 )
 def test_wrong_words(

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from megatron_nemotron3 import cli
 from megatron_nemotron3.inference.generate.checkpoint_folder import CheckpointFolder
+from megatron_nemotron3.inference.generate.decode import load
 from megatron_nemotron3.inference.generate.engine import Engine
 from megatron_nemotron3.inference.generate.prompts import GenerationOptions, generate
 from megatron_nemotron3.inference.generate.text import Detokenizer, OutputStream, OutputText, Tokenizer
-from megatron_nemotron3.inference.generate.weights import load
 from megatron_nemotron3.train.data import train_tokenizer
 from tests.support.engines import agreeing_tensors, repeatable
 from tests.support.generation_folders import TEXT, TOKENS, Folders, small_config
@@ -191,8 +191,8 @@ def refused(capsys: Capture, *words: object) -> str:
         (["--prompt", "a", "--max-new-tokens", 0], "--max-new-tokens 0: give 1 or more"),
         (["--prompt", "a", "--max-new-tokens", 256], "use --max-new-tokens 255 or less"),
         (["--prompt", "good " * 300, "--max-new-tokens", 1], "more than the 256 of the model"),
-        (["--prompt", "a", "--draft", -1], "--draft -1: give 1 to 32"),
-        (["--prompt", "a", "--draft", 33], "--draft 33: give 1 to 32"),
+        (["--prompt", "a", "--draft", -1], "--draft -1: give 0 to 32"),
+        (["--prompt", "a", "--draft", 33], "--draft 33: give 0 to 32"),
         (["--prompt", "a", "--temperature", -0.5], "temperature=-0.5"),
         (["--prompt", "a", "--temperature", 1, "--top-p", 0], "top_p=0.0"),
         (["--prompt", "a", "--top-k", 3], "give --temperature T"),

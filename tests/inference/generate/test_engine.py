@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_nemotron3.inference.generate import moe
+from megatron_nemotron3.inference.generate import experts
+from megatron_nemotron3.inference.generate.attention import KVCache
 from megatron_nemotron3.inference.generate.batch import ForwardBatch
 from megatron_nemotron3.inference.generate.engine import EncoderRows, Engine
-from megatron_nemotron3.inference.generate.mamba import decay_table, short_scan
-from megatron_nemotron3.inference.generate.moe import MixtureOfExperts
+from megatron_nemotron3.inference.generate.experts import Experts
 from megatron_nemotron3.inference.generate.mtp import MTP
 from megatron_nemotron3.inference.generate.prompts import GenerationOptions, generate
-from megatron_nemotron3.inference.generate.state import DecodeState, KVCache, MambaPass, MambaState
+from megatron_nemotron3.inference.generate.scan import MambaPass, MambaState, decay_table, short_scan
+from megatron_nemotron3.inference.generate.state import DecodeState
 from megatron_nemotron3.layers.ssd import ssd_reference
 from tests.support.engines import NAMES, TOKENS, assert_states_equal, close, repeatable, tiny
 
@@ -94,7 +95,7 @@ def test_rows_replace_embeddings(chunk: int, positions: list[int]) -> None:
     # Of three rows the second has only tokens, and the third is a shorter text.
     texts = [ids[0].tolist(), ids[1].tolist(), ids[1, : max(positions) + 1].tolist()]
     others = [(7 * at + 3) % engine.config.vocab_size for at in positions]
-    rows = EncoderRows(positions, engine.weights.embedding[others])
+    rows = EncoderRows(positions, engine.model.embed(torch.tensor(others)))
     meant = [list(text) for text in texts]
     for at, other in zip(positions, others, strict=True):
         meant[0][at] = meant[2][at] = other
@@ -120,7 +121,7 @@ def test_padding_has_no_effect() -> None:
         results.append((torch.cat((out.logits[0], out.logits[1, :25])), state.select([1])))
     (first, one), (second, two) = results
     assert torch.equal(first, second)
-    for mine, other in zip(one.layers, two.layers, strict=True):
+    for mine, other in zip(one.layers.values(), two.layers.values(), strict=True):
         if isinstance(mine, MambaState) and isinstance(other, MambaState):
             assert torch.equal(mine.ssm, other.ssm) and torch.equal(mine.window, other.window)
         elif isinstance(mine, KVCache) and isinstance(other, KVCache):
@@ -167,7 +168,7 @@ def test_the_whole_pass_kept_is_the_pass_bit_for_bit() -> None:
     out = engine.forward(ids[:, :9], second, rollback=True)
     assert out.rollback is not None
     second.truncate(9, out.rollback)
-    for mine, other in zip(first.layers, second.layers, strict=True):
+    for mine, other in zip(first.layers.values(), second.layers.values(), strict=True):
         if isinstance(mine, MambaState) and isinstance(other, MambaState):
             assert torch.equal(mine.ssm, other.ssm) and torch.equal(mine.window, other.window)
 
@@ -205,6 +206,12 @@ def test_the_short_scan_is_the_recurrence(n: int, seed: int) -> None:
     torch.testing.assert_close(after.double(), expected[1], rtol=1e-4, atol=1e-4)
 
 
+def experts_of(name: str) -> tuple[Experts, int]:
+    """The experts of the first layer that has some, and how many a token gets."""
+    model = tiny(name)[0].model
+    return next(iter(model.experts.values())), model.config.moe_router_topk or 0
+
+
 WAYS = ("_in_place", "_gathered", "_sorted")
 
 
@@ -212,15 +219,15 @@ WAYS = ("_in_place", "_gathered", "_sorted")
 def test_implementations_of_experts_agree(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, ids = tiny("super")
     expected = engine.forward(ids, engine.new_state(2)).hidden
-    monkeypatch.setattr(MixtureOfExperts, "_implementation", lambda self, tokens, device: getattr(self, way))
+    monkeypatch.setattr(Experts, "_implementation", lambda self, *args: getattr(self, way))
     close(engine.forward(ids, engine.new_state(2)).hidden, expected)
 
 
 def test_the_implementation_depends_on_the_tokens() -> None:
     """Tokens of plain decoding, of a verification, and of a prefill."""
-    layer = next(x for x in tiny("super")[0].weights.layers if isinstance(x, MixtureOfExperts))
+    layer, topk = experts_of("super")
     found = {
-        device: [layer._implementation(n, device).__name__ for n in (1, 4, 2**17)]
+        device: [layer._implementation(n, topk, device).__name__ for n in (1, 4, 2**17)]
         for device in ("cpu", "cuda")
     }
     assert found == {
@@ -257,8 +264,8 @@ def test_few_tokens_copy_no_weights_and_build_no_mask(n: int) -> None:
             out = engine.forward(ids[:1, 30 : 30 + n], state, rollback=True)
             assert out.logits.shape == (1, n, engine.config.vocab_size) and out.rollback is not None
         state.truncate(n - 1, out.rollback)
-    layer = next(x for x in engine.weights.layers if isinstance(x, MixtureOfExperts))
-    matrices = n * layer.topk * layer.inner * layer.width
+    layer, topk = experts_of("super")
+    matrices = n * topk * layer.inner * layer.width
     assert made.largest == out.logits.numel() < matrices
     assert not made.names & {"full", "triu_", "repeat", "where", "masked_fill_"}
 
@@ -273,13 +280,13 @@ def test_kept_masks_are_those_that_are_built(n: int, before: int, queries: int) 
 
 
 def test_many_tokens_in_place_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = next(x for x in tiny("super")[0].weights.layers if isinstance(x, MixtureOfExperts))
+    layer, topk = experts_of("super")
     made = torch.Generator().manual_seed(0)
-    z, weight = torch.randn(37, layer.inner, generator=made), torch.rand(37, layer.topk, generator=made)
-    chosen = torch.rand(37, layer.experts, generator=made).topk(layer.topk).indices
+    z, weight = torch.randn(37, layer.inner, generator=made), torch.rand(37, topk, generator=made)
+    chosen = torch.rand(37, layer.count, generator=made).topk(topk).indices
     whole = layer._in_place(z, chosen, weight)
     close(whole, layer._sorted(z, chosen, weight))
-    monkeypatch.setattr(moe, "INDEX_ELEMENTS", 5 * layer.topk * layer.width)
+    monkeypatch.setattr(experts, "INDEX_ELEMENTS", 5 * topk * layer.width)
     assert torch.equal(layer._in_place(z, chosen, weight), whole)
 
 
@@ -313,10 +320,10 @@ ERRORS: dict[str, Callable[[Engine], Any]] = {
     r"token id -1": lambda e: e.prefill([[1], [3, -1]], _empty(e)),
     r"1 prompts for a state of 2 rows: give one per row": lambda e: e.prefill([[1]], _empty(e)),
     r"chunk=0 tokens": lambda e: e.prefill([[1], [1]], _empty(e), chunk=0),
-    r"row 1 would have 257 tokens, more than max_context=256": lambda e: Engine(e.weights).prefill(
+    r"row 1 would have 257 tokens, more than max_context=256": lambda e: Engine(e.model).prefill(
         [[1], [1] * 257], _empty(e)
     ),
-    r"row 0 would have 257 tokens": lambda e: Engine(e.weights).forward(
+    r"row 0 would have 257 tokens": lambda e: Engine(e.model).forward(
         torch.zeros(2, 257, dtype=torch.long), _empty(e)
     ),
     r"tokens \(1, 3\) must be \[b, n\] with n > 0 and b=2": lambda e: e.forward(
@@ -346,7 +353,7 @@ ERRORS: dict[str, Callable[[Engine], Any]] = {
         [[1], [1]], _empty(e), rows=[EncoderRows([1], torch.zeros(1, 128)), None]
     ),
     r"prompt 1 has token id 5, which stands for a row of an encoder, without the row": lambda e: Engine(
-        e.weights, media=[5]
+        e.model, media=[5]
     ).prefill([[5], [1, 5]], _empty(e), rows=[EncoderRows([0], torch.zeros(1, 128)), None]),
     r"draft=1: MTP does not see the rows of encoders": lambda e: generate(
         e, [[1]], GenerationOptions(1, draft=1), rows=[EncoderRows([0], torch.zeros(1, 128))]
@@ -363,7 +370,7 @@ def test_what_is_refused(message: str) -> None:
 
 def test_the_limit_is_not_reached_by_padding() -> None:
     """Only tokens count towards the context, not the padding of a chunk."""
-    engine = Engine(tiny("super")[0].weights, max_context=10)
+    engine = Engine(tiny("super")[0].model, max_context=10)
     state = engine.new_state(2)
     engine.prefill([[1] * 10, [1] * 3], state, chunk=4)
     assert state.lengths == [10, 3]
@@ -372,4 +379,4 @@ def test_the_limit_is_not_reached_by_padding() -> None:
 def test_a_model_without_mtp_says_so() -> None:
     with pytest.raises(ValueError, match="nano-tiny has no MTP block"):
         MTP(tiny("nano")[0])
-    assert tiny("nano")[0].weights.mtp == []
+    assert tiny("nano")[0].model.blocks == []

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3 import cli
+from megatron_nemotron3.inference.generate.decode import load, read_weights
 from megatron_nemotron3.inference.generate.engine import Engine
 from megatron_nemotron3.inference.generate.evaluate import acceptance, losses, windows
 from megatron_nemotron3.inference.generate.evaluate_command import data_tokens
 from megatron_nemotron3.inference.generate.mtp import MTP
 from megatron_nemotron3.inference.generate.text import Tokenizer
-from megatron_nemotron3.inference.generate.weights import load, read_weights
 from megatron_nemotron3.models import get
 from megatron_nemotron3.train.data import split_documents
 from tests.support.checkpoint_pair import pair
@@ -104,7 +104,7 @@ def test_windows() -> None:
 
 
 def test_what_is_refused() -> None:
-    engine = Engine(agreeing(0.0).weights, max_context=8)
+    engine = Engine(agreeing(0.0).model, max_context=8)
     with pytest.raises(ValueError, match="windows of 3 tokens have no label at MTP depth 3"):
         losses(engine, torch.ones(1, 4, dtype=torch.long), 3)
     with pytest.raises(ValueError, match="token id 2048"):
@@ -236,7 +236,7 @@ def test_the_loss_is_over_the_padded_vocabulary(capsys: Capture, tmp_path: Path)
         (["--tokens", 0], "--tokens 0"),
         (["--plot", "/nowhere/e.png"], "/nowhere is not a folder"),
         (["--seq-length", 257], "--seq-length 257: give 1 to 256"),
-        (["--draft", 40], "--draft 40: give 1 to 32"),
+        (["--draft", 40], "--draft 40: give 0 to 32"),
         (["--seq-length", 5, "--draft", 5], "no label at MTP depth 5"),
         (["--data-path", "/nowhere/x"], "/nowhere/x: there is no /nowhere/x.bin and .idx"),
         (["--text", "/nowhere/x"], "/nowhere/x does not exist"),

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_nemotron3.inference.generate.decode import load
 from megatron_nemotron3.inference.generate.engine import Engine
 from megatron_nemotron3.inference.generate.prompts import GenerationOptions, generate
 from megatron_nemotron3.inference.generate.sampling import Sampling
-from megatron_nemotron3.inference.generate.state import MambaState
-from megatron_nemotron3.inference.generate.weights import load
+from megatron_nemotron3.inference.generate.scan import MambaState
 from megatron_nemotron3.models import get
 from tests.support.engines import CONTEXT, tensors, tiny
 from tests.support.hf_folders import write_hf
@@ -97,12 +97,12 @@ def test_every_row_may_stop_at_once() -> None:
 )
 def test_what_is_refused(ids: list[list[int]], new: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        generate(Engine(tiny("super")[0].weights), ids, GenerationOptions(new))
+        generate(Engine(tiny("super")[0].model), ids, GenerationOptions(new))
 
 
 def test_the_context_may_be_full() -> None:
     """The limit applies to prompt and new tokens together."""
-    found = generate(Engine(tiny("super")[0].weights), [[1] * 250], GenerationOptions(6))
+    found = generate(Engine(tiny("super")[0].model), [[1] * 250], GenerationOptions(6))
     assert len(found.rows[0].tokens) == 6
 
 
@@ -130,8 +130,8 @@ def test_checkpoints_of_both_kinds(folders: tuple[Path, Path]) -> None:
         assert loaded.dtype == torch.float32
         found = loaded.forward(ids, loaded.new_state(2)).logits
         assert torch.equal(found, expected)
-        assert len(loaded.weights.mtp) == 1
-    assert load(folders[0], mtp=False).mtp == []
+        assert len(loaded.model.blocks) == 1
+    assert load(folders[0], mtp=False).blocks == []
 
 
 def test_bfloat16(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_bfloat16(tmp_path: Path) -> None:
     together = torch.cat(steps, 1)
     for one, other in ((whole, expected), (together, whole)):
         assert (one.float() - other.float()).square().mean().sqrt() < 0.05 * expected.std()
-    ssm = [layer.ssm for layer in state.layers if isinstance(layer, MambaState)]
+    ssm = [layer.ssm for layer in state.layers.values() if isinstance(layer, MambaState)]
     assert ssm and all(s.dtype == torch.float32 for s in ssm)
 
 

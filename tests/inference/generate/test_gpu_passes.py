@@ -11,13 +11,12 @@ import pytest
 import torch
 import triton  # noqa: F401  (imports of Triton's modules make tensors)
 
-from megatron_nemotron3.inference.generate import batch, linear, moe
+from megatron_nemotron3.inference.generate import batch, experts, linear
+from megatron_nemotron3.inference.generate.decode import read_weights
 from megatron_nemotron3.inference.generate.engine import Engine
-from megatron_nemotron3.inference.generate.mamba import _token_ranges
-from megatron_nemotron3.inference.generate.moe import MixtureOfExperts
 from megatron_nemotron3.inference.generate.mtp import MTP
 from megatron_nemotron3.inference.generate.sampling import Sampling, accept, draw, probabilities
-from megatron_nemotron3.inference.generate.weights import read_weights
+from megatron_nemotron3.inference.generate.scan import _token_ranges
 from megatron_nemotron3.layers.grouped import squared_relu_experts
 from megatron_nemotron3.models import get
 from tests.support.checkpoint_pair import InMemory
@@ -29,15 +28,14 @@ def test_grouped_products_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU computes with counts that stay there, against the product of each expert."""
     config = get("super-tiny")
     made = {name: t.bfloat16() for name, t in tensors(config).items()}
-    weights = read_weights(InMemory(made, Path()), config)
-    layer = next(x for x in weights.layers if isinstance(x, MixtureOfExperts))
+    layer = next(iter(read_weights(InMemory(made, Path()), config).experts.values()))
     generator = torch.Generator().manual_seed(0)
-    expert = torch.randint(layer.experts, (60,), generator=generator)
+    expert = torch.randint(layer.count, (60,), generator=generator)
     expert[expert == 1] = 0  # one expert without tokens
     rows = torch.randn(60, layer.inner, generator=generator).bfloat16()
     weight = torch.rand(60, generator=generator)
     found = layer._grouped_products(rows, weight, expert)
-    counts = torch.bincount(expert, minlength=layer.experts).tolist()
+    counts = torch.bincount(expert, minlength=layer.count).tolist()
     wanted = squared_relu_experts(rows, weight, *layer.each, counts)
     torch.testing.assert_close(found, wanted, rtol=2**-7, atol=2**-7 * wanted.abs().max().item())
 
@@ -45,7 +43,7 @@ def test_grouped_products_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("gathered", [True, False])
 def test_the_host_waits_for_no_pass(gathered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CUDA device that is not there, with rows of different lengths: prefill, drafts, rollback."""
-    monkeypatch.setattr(moe, "GATHERED_ELEMENTS", 2**28 if gathered else 0)
+    monkeypatch.setattr(experts, "GATHERED_ELEMENTS", 2**28 if gathered else 0)
     sampling = Sampling(1.0, top_k=50, top_p=0.95)
     with on_fake_device() as (engine, device):
         with device.unwatched():
@@ -94,6 +92,10 @@ def on_device(value: Any, device: Device) -> Any:
         return device.like(value)
     if isinstance(value, (list, tuple)):
         return type(value)(on_device(x, device) for x in value)
+    if isinstance(value, torch.device):
+        return torch.device(DEVICE)
+    if isinstance(value, dict):
+        return {name: on_device(x, device) for name, x in value.items()}
     if type(value).__module__.startswith("megatron_nemotron3.inference.generate"):
         for name, held in vars(value).items():
             object.__setattr__(value, name, on_device(held, device))

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_nemotron3.inference.generate import linear
+from megatron_nemotron3.inference.generate.decode import read_weights
 from megatron_nemotron3.inference.generate.linear import DecodeLinear
-from megatron_nemotron3.inference.generate.weights import read_weights
 from megatron_nemotron3.models import get
 from tests.support.checkpoint_pair import InMemory
 from tests.support.engines import tensors
@@ -33,13 +33,10 @@ def test_products(dtype: torch.dtype, packed: bool, monkeypatch: pytest.MonkeyPa
     rtol = 1e-5 if dtype == torch.float32 else 2**-7
     for rows in (1, 2, 3, 7, 8, 9, 40, 600):
         x = torch.randn(rows, 100, generator=made).to(dtype)[:, 20:90]
-        add = torch.randn(rows, 90, generator=made).to(dtype)
-        kept = add.clone()
+        found = product(x)
+        assert found.dtype == dtype
         expected = x.double() @ weight.double().t()
-        for found, wanted in ((product(x), expected), (product(x, add=add), expected + add.double())):
-            assert found.dtype == dtype
-            torch.testing.assert_close(found.double(), wanted, rtol=rtol, atol=rtol * 30)
-        assert torch.equal(add, kept)
+        torch.testing.assert_close(found.double(), expected, rtol=rtol, atol=rtol * 30)
 
 
 def test_the_layout_of_a_weight(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_nemotron3.inference.generate.attention import KVCache
 from megatron_nemotron3.inference.generate.batch import MASK_ELEMENTS, ForwardBatch
 from megatron_nemotron3.inference.generate.engine import Engine
-from megatron_nemotron3.inference.generate.state import KVCache
 from megatron_nemotron3.models import get
 from tests.support.engines import close, engine_of
 
@@ -75,7 +75,7 @@ def prefill(engine: Engine, tokens: int) -> tuple[int, int, int]:
     state = engine.new_state(capacity=tokens)
     with Largest() as largest:
         engine.prefill(ids(tokens), state, chunk=CHUNK)
-    kv = sum(k.cache.nbytes for k in state.layers if isinstance(k, KVCache))
+    kv = sum(k.cache.nbytes for k in state.layers.values() if isinstance(k, KVCache))
     assert state.lengths == [tokens]
     return largest.elements, kv, state.nbytes - kv
 

@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megatron_nemotron3.inference.generate.decode import Decode
 from megatron_nemotron3.inference.generate.engine import Engine
-from megatron_nemotron3.inference.generate.moe import MixtureOfExperts
 from megatron_nemotron3.inference.generate.mtp import MTP
 from megatron_nemotron3.inference.generate.prompts import Decoder, GenerationOptions
-from megatron_nemotron3.inference.generate.weights import MTPBlock
 from megatron_nemotron3.models import get
 from tests.support.engines import (
     ROWS,
@@ -188,19 +187,19 @@ def test_a_step_passes_each_depth_once(draft: int, monkeypatch: pytest.MonkeyPat
     """
     rows: list[int] = []
     routed: list[int] = []
-    project, route, engine = MTPBlock.project, MixtureOfExperts.__call__, agreeing(0.0)
+    project, route, engine = Decode.mtp_input, Decode.routed, agreeing(0.0)
 
-    def counted(self: MTPBlock, embedded: Tensor, hidden: Tensor) -> Tensor:
+    def counted(self: Decode, name: str, embedded: Tensor, hidden: Tensor) -> Tensor:
         rows.append(len(embedded))
-        return project(self, embedded, hidden)
+        return project(self, name, embedded, hidden)
 
-    def counted_experts(self: MixtureOfExperts, x: Tensor, *rest: Any) -> tuple[Tensor, None]:
-        if self in engine.weights.mtp[0].layers:
-            routed.append(len(x))
-        return route(self, x, *rest)
+    def counted_experts(self: Decode, name: str, z: Tensor, *rest: Any) -> Tensor:
+        if name.startswith("mtp."):
+            routed.append(len(z))
+        return route(self, name, z, *rest)
 
-    monkeypatch.setattr(MTPBlock, "project", counted)
-    monkeypatch.setattr(MixtureOfExperts, "__call__", counted_experts)
+    monkeypatch.setattr(Decode, "mtp_input", counted)
+    monkeypatch.setattr(Decode, "routed", counted_experts)
     decoder = Decoder(engine, [[1, 2, 3, 4, 5]], GenerationOptions(40, draft=draft))
     for _ in range(2):
         decoder.step([draft])
@@ -226,8 +225,8 @@ def test_drafting_needs_a_text_and_depths() -> None:
 def test_one_block_per_depth() -> None:
     config = get("super-tiny").but(mtp_use_repeated_layer=False)
     engine = engine_of(config, seed=2)
-    assert len(engine.weights.mtp) == 2
-    state = MTP(engine, 1)
-    assert state.blocks[0] is not state.blocks[1]
+    assert len(engine.model.blocks) == 2
+    first, second = MTP(engine, 1).depths
+    assert first.layers.keys().isdisjoint(second.layers)
     with pytest.raises(ValueError, match="depths=3, but super-tiny has 2 MTP blocks"):
         MTP(engine, depths=3)

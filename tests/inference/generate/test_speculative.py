@@ -100,7 +100,7 @@ def test_greedy_texts_are_those_of_naive_decoding(
 def test_the_context_may_be_full(draft: int) -> None:
     """The last tokens reach the limit, and no draft exceeds it."""
     whole = agreeing(0.0)
-    engine = Engine(whole.weights, max_context=32)
+    engine = Engine(whole.model, max_context=32)
     found = generate(engine, [[1] * 20, [2] * 12], GenerationOptions(12, draft=draft))
     assert found.rows == generate(whole, [[1] * 20, [2] * 12], GenerationOptions(12)).rows
     with pytest.raises(ValueError, match="row 0 would have 33 tokens"):

@@ -23,8 +23,8 @@ H100 = GPUS["h100"]
 def test_memory_is_that_of_a_generating_engine() -> None:
     """Puzzle, tiny, in BF16: what layers keep of each sequence, beside the bytes of a release."""
 
+    from megatron_nemotron3.inference.generate.decode import read_weights
     from megatron_nemotron3.inference.generate.engine import Engine
-    from megatron_nemotron3.inference.generate.weights import read_weights
     from tests.support.checkpoint_pair import InMemory
     from tests.support.engines import tensors
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.common.switches import BOOST
+from megatron_nemotron3.inference.generate.decode import read_weights
 from megatron_nemotron3.inference.generate.engine import Engine
 from megatron_nemotron3.inference.generate.mtp import MTP
-from megatron_nemotron3.inference.generate.weights import read_weights
 from megatron_nemotron3.launch import manifest
 from megatron_nemotron3.launch.boosting import Boost, in_environment, requested
 from megatron_nemotron3.models import get

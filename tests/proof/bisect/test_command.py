@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from megatron_nemotron3.cli import main
+from megatron_nemotron3.inference.generate.decode import load
 from megatron_nemotron3.inference.generate.engine import Engine
-from megatron_nemotron3.inference.generate.weights import load
 from megatron_nemotron3.models import get
 from megatron_nemotron3.proof.bisect import diagnose
 from megatron_nemotron3.proof.bisect.diagnose import cause_table
@@ -38,8 +38,8 @@ def recorded(folder: Path, name: str, change: Callable[[Engine], Any] = lambda e
 
 
 def without_scaling(engine: Engine) -> None:
-    layer: Any = engine.weights.layers[2]
-    layer.scale = torch.ones_like(layer.scale)
+    scale = CONFIG.moe_router_topk_scaling_factor or 1.0
+    engine.model = engine.model.but(probabilities=lambda original, *args: original(*args) / scale)
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.process_tree import watch
+from megatron_nemotron3.inference.generate.decode import read_weights
 from megatron_nemotron3.inference.generate.engine import Engine
-from megatron_nemotron3.inference.generate.weights import read_weights
+from megatron_nemotron3.inference.generate.mtp import MTP
 from megatron_nemotron3.models import get
 from megatron_nemotron3.proof.bisect.recompute import Recomputation, Steps
 from megatron_nemotron3.proof.bisect.recording import Recording, Sequence, write
@@ -84,13 +85,10 @@ def test_mtp_is_that_of_the_engine(place: Path, ids: Tensor) -> None:
     *_, last = model.run(model.embed(ids))
     found = model.mtp_logprobs(last.stream, ids)
     assert found.keys() == {1, 2}
-    hidden, (block,) = engine.forward(ids, engine.new_state(2)).hidden, engine.weights.mtp
+    hidden, mtp = engine.forward(ids, engine.new_state(2)).hidden, MTP(engine, 2)
     for depth in found:
         tokens, n = ids[:, depth:], TOKENS - depth
-        x = block.project(engine.embed(tokens), hidden[:, :n].flatten(0, 1))
-        state = engine.new_state(2, layers=block.layers)
-        batch = engine.new_batch(tokens, state, None, False)
-        hidden = engine.run_layers(block.layers, block.final_norm, x, state, batch).hidden
+        hidden = mtp.forward(depth, hidden[:, :n], tokens).hidden
         expected = engine.logits(hidden[:, :-1]).log_softmax(-1)
         close(found[depth], expected.gather(-1, ids[:, depth + 1 :, None]).squeeze(-1))
 
