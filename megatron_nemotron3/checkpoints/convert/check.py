@@ -41,15 +41,17 @@ def check_command(options: CheckOptions) -> int:
 
 def check_hugging_face(folder: Path, *, full: bool = False, workers: int = 4) -> int:
     """Print what a Hugging Face folder contains and verify it: headers, the index, and config.json."""
-    from megatron_nemotron3.checkpoints.convert.checkpoints import QUANTIZATION, open_hugging_face
+    from megatron_nemotron3.checkpoints.convert.checkpoints import open_hugging_face
+    from megatron_nemotron3.checkpoints.convert.config_keys import QUANTIZATION
     from megatron_nemotron3.checkpoints.convert.hf_folder import open_hf, read_config
     from megatron_nemotron3.checkpoints.convert.job import MANIFEST
+    from megatron_nemotron3.checkpoints.convert.notes import config_notes
     from megatron_nemotron3.checkpoints.convert.opened import checkpoint_facts, checkpoint_line
     from megatron_nemotron3.checkpoints.convert.verify import verify_manifest
 
     stored = open_hf(folder)
-    packed = QUANTIZATION in read_config(folder, omni=True)
-    opened = open_hugging_face(folder, dequantize=packed, omni=True)
+    data = read_config(folder, omni=True)
+    opened = open_hugging_face(folder, dequantize=QUANTIZATION in data, omni=True)
     say(checkpoint_line(opened), **checkpoint_facts(opened))
     elements = count_elements(stored.tensors.values())
     say(
@@ -63,6 +65,8 @@ def check_hugging_face(folder: Path, *, full: bool = False, workers: int = 4) ->
         bytes=sum(stored.files.values()),
         problems=[],
     )
+    for note in config_notes(opened, data):
+        say(f"  {note}", notes=[" ".join(note.split())])
     manifest = (folder / MANIFEST).exists()
     if full and manifest:
         say("  checked      every byte, with the CRC32s of the manifest", checked="bytes")

@@ -20,7 +20,7 @@ from megatron_nemotron3.checkpoints.convert import (
     inventory,
     omni_checkpoint,
 )
-from megatron_nemotron3.checkpoints.convert.config_keys import OWN
+from megatron_nemotron3.checkpoints.convert.config_keys import OWN, QUANTIZATION
 from megatron_nemotron3.checkpoints.convert.hf_folder import TAKEN_OUT, open_hf, read_config
 from megatron_nemotron3.checkpoints.convert.keys import (
     ADAPTER,
@@ -49,7 +49,6 @@ from megatron_nemotron3.models.lora import ARGUMENT, LoRASettings
 from megatron_nemotron3.models.omni import OmniConfig
 from megatron_nemotron3.models.pattern import HybridPattern
 
-QUANTIZATION = "quantization_config"
 #: What a training writes next to its checkpoints, and the names of models that are taken from it.
 _RUN, _NAME = "run.json", re.compile(r"[\w.-]{1,100}")
 

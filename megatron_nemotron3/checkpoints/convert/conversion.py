@@ -29,7 +29,8 @@ from megatron_nemotron3.checkpoints.convert.job import (
     run,
 )
 from megatron_nemotron3.checkpoints.convert.job_options import ConvertOptions, FromHfOptions, ToHfOptions
-from megatron_nemotron3.checkpoints.convert.omni_config import TEXT, is_omni, part, pruning_note
+from megatron_nemotron3.checkpoints.convert.notes import config_notes
+from megatron_nemotron3.checkpoints.convert.omni_config import TEXT, is_omni, part
 from megatron_nemotron3.checkpoints.convert.opened import Checkpoint, checkpoint_facts, checkpoint_line
 from megatron_nemotron3.checkpoints.convert.peft import PackedAdapter
 from megatron_nemotron3.checkpoints.convert.quantized_config import read_scales
@@ -207,13 +208,9 @@ def _check_target(target: Path, options: ConvertOptions) -> None:
 
 
 def _note_lines(opened: Checkpoint, base: Checkpoint | None, data: Mapping[str, Any]) -> list[str]:
-    """Say what a part is put into, and where a config.json makes others compute differently than Megatron."""
-    text = part(data, TEXT) if is_omni(data) else None
-    clamp = config_json.clamp_note(text or data) if "M" in opened.config.full_pattern else None
-    pruning = pruning_note(data) if opened.omni else None
-    notes = {"time steps   ": clamp, "video        ": pruning}
+    """Say what a part is put into, and what a config.json says that matters."""
     into = [] if base is None else [f"into         {checkpoint_line(base)}"]
-    return into + [start + note for start, note in notes.items() if note]
+    return into + config_notes(opened, data)
 
 
 def _quantized_lines(plan: Quantization | None) -> Iterator[str]:

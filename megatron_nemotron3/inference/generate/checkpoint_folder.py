@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoints.convert.checkpoints import QUANTIZATION, open_checkpoint
+from megatron_nemotron3.checkpoints.convert.checkpoints import open_checkpoint
+from megatron_nemotron3.checkpoints.convert.config_keys import QUANTIZATION
 from megatron_nemotron3.checkpoints.convert.hf_folder import read_config
 from megatron_nemotron3.checkpoints.convert.opened import Checkpoint
 from megatron_nemotron3.checkpoints.convert.torch_dist import open_torch_dist, read_dcp_state
