@@ -21,7 +21,12 @@ from megatron_nemotron3.checkpoints.convert import (
     omni_checkpoint,
 )
 from megatron_nemotron3.checkpoints.convert.config_keys import OWN, QUANTIZATION
-from megatron_nemotron3.checkpoints.convert.hf_folder import TAKEN_OUT, open_hf, read_config
+from megatron_nemotron3.checkpoints.convert.hf_folder import (
+    HF_QUANT_CONFIG,
+    TAKEN_OUT,
+    open_hf,
+    read_config,
+)
 from megatron_nemotron3.checkpoints.convert.keys import (
     ADAPTER,
     master_keys,
@@ -191,7 +196,8 @@ def open_hugging_face(folder: Path, **options: Any) -> Checkpoint:
         left_out["activation scale"] = len(packed.activation_scales)
     elif settings.dequantize:
         raise ValueError(
-            f"{folder}: --dequantize: config.json has no {QUANTIZATION}: its weights are not quantized"
+            f"{folder}: --dequantize: its weights are not quantized: config.json has no {QUANTIZATION}, and "
+            f"there is no {HF_QUANT_CONFIG}"
         )
     config, mtp_source = hf_model(folder, data, model, settings.mtp_num_layers)
     kept = {name: name for name in source.tensors if not _matches_any(name, settings.allow_unused)}

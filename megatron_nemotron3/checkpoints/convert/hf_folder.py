@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_nemotron3.checkpoints.archive import read_at
+from megatron_nemotron3.checkpoints.convert.config_keys import QUANTIZATION
 from megatron_nemotron3.checkpoints.convert.omni_config import is_omni
 from megatron_nemotron3.checkpoints.convert.sources import (
     Block,
@@ -38,6 +39,8 @@ from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, CheckpointError, 
 from megatron_nemotron3.checkpoints.read import opened
 from megatron_nemotron3.common.files import first_repeated
 
+#: The file that ModelOpt's exporter writes next to config.json.
+HF_QUANT_CONFIG = "hf_quant_config.json"
 _MULTIMODAL = "model of text and other inputs, of which only the language model is of this family"
 #: What to do where only a language model will do.
 TAKEN_OUT = "not supported here (`nemotron3 convert … --only language` takes the language model out)"
@@ -55,8 +58,13 @@ _PARTS = (
 
 
 def read_config(folder: Path, *, omni: bool = False) -> dict[str, Any]:
-    """Read config.json."""
+    """Read config.json, with the quantization that hf_quant_config.json states if config.json states none.
+
+    ModelOpt before 0.31 wrote it there only.
+    """
     data = read_json(folder / CONFIG)
+    if QUANTIZATION not in data and os.path.lexists(folder / HF_QUANT_CONFIG):
+        data[QUANTIZATION] = read_json(folder / HF_QUANT_CONFIG)
     if omni and is_omni(data):
         return data
     if kind := _other_kind(data):

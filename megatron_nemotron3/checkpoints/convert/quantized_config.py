@@ -20,8 +20,6 @@ from megatron_nemotron3.checkpoints.convert.sources import FileSource, TensorSou
 from megatron_nemotron3.checkpoints.metadata import CheckpointError, read_json
 from megatron_nemotron3.precision.serving import RECIPES
 
-#: The file that ModelOpt's exporter writes next to config.json.
-HF_QUANT_CONFIG = "hf_quant_config.json"
 #: The ModelOpt release that defines this layout.
 LAYOUT = "0.47.0"
 #: Modules that engines build as quantizable layers; `exclude_modules` must list those that are not quantized.

@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_nemotron3.checkpoints.convert import config_json
+from megatron_nemotron3.checkpoints.convert.config_keys import QUANTIZATION
 from megatron_nemotron3.checkpoints.convert.hf_folder import (
     CONFIG,
+    HF_QUANT_CONFIG,
     INDEX,
     SINGLE,
     read_config,
@@ -17,11 +19,7 @@ from megatron_nemotron3.checkpoints.convert.hf_folder import (
 )
 from megatron_nemotron3.checkpoints.convert.omni_config import omni_json
 from megatron_nemotron3.checkpoints.convert.plan import whole
-from megatron_nemotron3.checkpoints.convert.quantized_config import (
-    HF_QUANT_CONFIG,
-    hf_quant_config,
-    quantization_config,
-)
+from megatron_nemotron3.checkpoints.convert.quantized_config import hf_quant_config, quantization_config
 from megatron_nemotron3.checkpoints.convert.quantized_recipes import Quantization
 from megatron_nemotron3.checkpoints.convert.sources import SourceTensor
 from megatron_nemotron3.checkpoints.convert.streams import FilePlan, Part
@@ -99,13 +97,14 @@ def small_files(
     base = None
     if reference is not None and (reference / CONFIG).exists():
         base = read_config(reference, omni=isinstance(config, OmniConfig))
+        base.pop(QUANTIZATION, None)  # of its weights, not of these
     if isinstance(config, OmniConfig):
         data = omni_json(config, reference=base, dtype=dtype)
     else:
         data = config_json.write(config, reference=base, dtype=dtype)
     if quantization is not None:
         stated = hf_quant_config(quantization, "megatron-nemotron3")
-        data["quantization_config"] = quantization_config(stated)
+        data[QUANTIZATION] = quantization_config(stated)
         result[HF_QUANT_CONFIG] = (json.dumps(stated, indent=2) + "\n").encode()
     result[CONFIG] = (json.dumps(data, indent=2, allow_nan=False) + "\n").encode()
     return result
