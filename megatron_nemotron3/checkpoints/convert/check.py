@@ -45,7 +45,7 @@ def check_hugging_face(folder: Path, *, full: bool = False, workers: int = 4) ->
     from megatron_nemotron3.checkpoints.convert.config_keys import QUANTIZATION
     from megatron_nemotron3.checkpoints.convert.hf_folder import open_hf, read_config
     from megatron_nemotron3.checkpoints.convert.job import MANIFEST
-    from megatron_nemotron3.checkpoints.convert.notes import config_notes
+    from megatron_nemotron3.checkpoints.convert.notes import config_notes, file_notes
     from megatron_nemotron3.checkpoints.convert.opened import checkpoint_facts, checkpoint_line
     from megatron_nemotron3.checkpoints.convert.verify import verify_manifest
 
@@ -65,7 +65,7 @@ def check_hugging_face(folder: Path, *, full: bool = False, workers: int = 4) ->
         bytes=sum(stored.files.values()),
         problems=[],
     )
-    for note in config_notes(opened, data):
+    for note in (*file_notes(opened), *config_notes(opened, data)):
         say(f"  {note}", notes=[" ".join(note.split())])
     manifest = (folder / MANIFEST).exists()
     if full and manifest:

@@ -25,7 +25,9 @@ from megatron_nemotron3.checkpoints.convert.hf_folder import (
     HF_QUANT_CONFIG,
     TAKEN_OUT,
     open_hf,
+    other_files,
     read_config,
+    table_names,
 )
 from megatron_nemotron3.checkpoints.convert.keys import (
     ADAPTER,
@@ -53,6 +55,7 @@ from megatron_nemotron3.models import Nemotron3Config, identify, named
 from megatron_nemotron3.models.lora import ARGUMENT, LoRASettings
 from megatron_nemotron3.models.omni import OmniConfig
 from megatron_nemotron3.models.pattern import HybridPattern
+from megatron_nemotron3.models.tensors import hf_root
 
 #: What a training writes next to its checkpoints, and the names of models that are taken from it.
 _RUN, _NAME = "run.json", re.compile(r"[\w.-]{1,100}")
@@ -200,9 +203,13 @@ def open_hugging_face(folder: Path, **options: Any) -> Checkpoint:
             f"there is no {HF_QUANT_CONFIG}"
         )
     config, mtp_source = hf_model(folder, data, model, settings.mtp_num_layers)
-    kept = {name: name for name in source.tensors if not _matches_any(name, settings.allow_unused)}
-    inventory.check_hf(config, {name: source.tensors[name].shape for name in kept})
-    inventory.check_types(folder, {name: source.tensors[name].dtype for name in kept})
+    used = [name for name in source.tensors if not _matches_any(name, settings.allow_unused)]
+    kept = table_names(folder, used, hf_root(config))
+    lost = config.has_mtp and not any(name.startswith("mtp.") for name in kept)
+    others = other_files(folder, source.files) if lost else {}
+    mtp = next((os.fspath(folder / name) for name, number in others.items() if number), "")
+    inventory.check_hf(config, {new: source.tensors[old].shape for new, old in kept.items()}, mtp)
+    inventory.check_types(folder, {name: source.tensors[name].dtype for name in used})
     left_out["unused"] = len(source.tensors) - len(kept)
     mappings = tuple(inventory.mappings(config))
     return Checkpoint(

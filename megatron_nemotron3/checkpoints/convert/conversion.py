@@ -29,7 +29,7 @@ from megatron_nemotron3.checkpoints.convert.job import (
     run,
 )
 from megatron_nemotron3.checkpoints.convert.job_options import ConvertOptions, FromHfOptions, ToHfOptions
-from megatron_nemotron3.checkpoints.convert.notes import config_notes
+from megatron_nemotron3.checkpoints.convert.notes import config_notes, file_notes
 from megatron_nemotron3.checkpoints.convert.omni_config import TEXT, is_omni, part
 from megatron_nemotron3.checkpoints.convert.opened import Checkpoint, checkpoint_facts, checkpoint_line
 from megatron_nemotron3.checkpoints.convert.peft import PackedAdapter
@@ -210,7 +210,7 @@ def _check_target(target: Path, options: ConvertOptions) -> None:
 def _note_lines(opened: Checkpoint, base: Checkpoint | None, data: Mapping[str, Any]) -> list[str]:
     """Say what a part is put into, and what a config.json says that matters."""
     into = [] if base is None else [f"into         {checkpoint_line(base)}"]
-    return into + config_notes(opened, data)
+    return into + file_notes(opened) + config_notes(opened, data)
 
 
 def _quantized_lines(plan: Quantization | None) -> Iterator[str]:

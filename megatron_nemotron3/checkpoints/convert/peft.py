@@ -23,12 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.checkpoints.convert.adapters import A, B, StoredAdapter
-from megatron_nemotron3.checkpoints.convert.hf_folder import (
-    header_tensor,
-    read_safetensors_header,
-    regular_file_size,
-    safetensors_header,
-)
+from megatron_nemotron3.checkpoints.convert.hf_folder import open_files, safetensors_header
 from megatron_nemotron3.checkpoints.convert.plan import Bits, Slices, whole
 from megatron_nemotron3.checkpoints.convert.sources import FileSource, SourceTensor, TensorSource
 from megatron_nemotron3.checkpoints.convert.streams import FilePlan, Part
@@ -171,11 +166,7 @@ def open_peft(folder: Path, *, experts: int, root: str) -> StoredAdapter:
         )
     if not (folder / WEIGHTS).exists():
         raise CheckpointError(f"{folder}: it has no {WEIGHTS}: save the adapter as safetensors")
-    size = regular_file_size(folder / WEIGHTS, folder)
-    header = read_safetensors_header(folder / WEIGHTS)[0]
-    tensors = {name: header_tensor(folder / WEIGHTS, entry) for name, entry in header.items()}
-    source = FileSource(folder, tensors, {WEIGHTS: size})
-    unpacked = Unpacked(source, experts, map(str, parameters), root)
+    unpacked = Unpacked(open_files(folder, [WEIGHTS]), experts, map(str, parameters), root)
     return StoredAdapter(unpacked, alpha, bool(data.get("use_rslora")))
 
 

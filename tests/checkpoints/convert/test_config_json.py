@@ -363,6 +363,7 @@ def test_keys_that_no_reader_uses_are_kept_and_named() -> None:
     assert all(key in note for key in UNREAD)
     many = unread_note(dict.fromkeys(map(str, range(1000, 1040))))
     assert many is not None and many.endswith("1011 and 28 more")
+    assert "\\x1b[2J\\n" in str(unread_note({"\x1b[2J\n": 1}))
     # The form of other models, with the values of this one.
     read(plain | {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "use_qk_norm": False})
 
