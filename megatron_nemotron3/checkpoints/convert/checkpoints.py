@@ -168,7 +168,7 @@ def open_megatron(folder: Path, **options: Any) -> Checkpoint:
         vocabulary_guessed=guessed,
         adapter=adapter,
         omni=encoders,
-    )
+    ).with_float32()
 
 
 def open_hugging_face(folder: Path, **options: Any) -> Checkpoint:
@@ -214,7 +214,7 @@ def open_hugging_face(folder: Path, **options: Any) -> Checkpoint:
     mappings = tuple(inventory.mappings(config))
     return Checkpoint(
         "hugging face", folder, config, Selected(source, kept), mappings, +left_out, mtp_source=mtp_source
-    )
+    ).with_float32()
 
 
 def hf_model(

@@ -29,7 +29,7 @@ from megatron_nemotron3.checkpoints.convert.job import (
     run,
 )
 from megatron_nemotron3.checkpoints.convert.job_options import ConvertOptions, FromHfOptions, ToHfOptions
-from megatron_nemotron3.checkpoints.convert.notes import config_notes, file_notes
+from megatron_nemotron3.checkpoints.convert.notes import bias_notes, config_notes, file_notes
 from megatron_nemotron3.checkpoints.convert.omni_config import TEXT, is_omni, part
 from megatron_nemotron3.checkpoints.convert.opened import Checkpoint, checkpoint_facts, checkpoint_line
 from megatron_nemotron3.checkpoints.convert.peft import PackedAdapter
@@ -73,6 +73,7 @@ def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
     )
     opened = omni_parts.check_options(opened, options)
     _check_alike(opened, options)
+    _require_torch(opened.narrow)
     opened = with_adapter(opened, options)
     if options.adapter_only:
         view, files, small = adapter_folder(opened, options)
@@ -139,6 +140,7 @@ def convert_from_hf(source: Path, target: Path, options: FromHfOptions) -> int:
     )
     opened = omni_parts.check_options(opened, options)
     _check_alike(opened, options)
+    _require_torch(opened.narrow)
     rows = from_hf.pad_vocab_size(opened.config.vocab_size, divisor)
     if base is not None:
         config_json.check_same_model(opened.config, base.config)
@@ -210,7 +212,7 @@ def _check_target(target: Path, options: ConvertOptions) -> None:
 def _note_lines(opened: Checkpoint, base: Checkpoint | None, data: Mapping[str, Any]) -> list[str]:
     """Say what a part is put into, and what a config.json says that matters."""
     into = [] if base is None else [f"into         {checkpoint_line(base)}"]
-    return into + file_notes(opened) + config_notes(opened, data)
+    return into + file_notes(opened) + bias_notes(opened) + config_notes(opened, data)
 
 
 def _quantized_lines(plan: Quantization | None) -> Iterator[str]:

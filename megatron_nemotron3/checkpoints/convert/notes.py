@@ -9,7 +9,57 @@ from megatron_nemotron3.checkpoints.convert import config_json
 from megatron_nemotron3.checkpoints.convert.hf_folder import other_files
 from megatron_nemotron3.checkpoints.convert.omni_config import TEXT, is_omni, part, pruning_note
 from megatron_nemotron3.checkpoints.convert.opened import Checkpoint
+from megatron_nemotron3.checkpoints.convert.plan import whole
+from megatron_nemotron3.checkpoints.convert.sources import TensorSource
+from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE
 from megatron_nemotron3.checkpoints.remote import shown
+
+
+def bias_notes(opened: Checkpoint) -> list[str]:
+    """Say what was lost of the expert bias, which is FP32: its last bits, or all of it. It is read."""
+    distinct, zeros = {}, []
+    for name in opened.float32:
+        bits = opened.weights.read(name, whole(opened.weights.tensors[name].shape))
+        if not (bits << 1).any():  # without the sign
+            zeros.append(name)
+        elif name in opened.narrow:
+            distinct[name] = (len(set(bits.tolist())), bits.size)
+    notes = []
+    if distinct:
+        least = min(distinct, key=lambda name: distinct[name])
+        (number, size), dtype = distinct[least], opened.narrow[least]
+        notes.append(
+            f"expert bias  {dtype} instead of float32 in {len(distinct):,} of {len(opened.float32):,} "
+            f"tensors: {number:,} distinct of {size:,} values in {least}; what was rounded away is lost"
+        )
+    if zeros:
+        notes.append(
+            f"expert bias  all zeros in {len(zeros):,} of {len(opened.float32):,} tensors, first {zeros[0]}: "
+            "never updated, or lost"
+        )
+    return notes
+
+
+def narrower_notes(a: TensorSource, b: TensorSource) -> list[str]:
+    """Say which side of a comparison has tensors in fewer bits, with the distinct values of the smallest."""
+    notes = []
+    for side, one, other in (("a", a, b), ("b", b, a)):
+        found = [
+            name
+            for name, tensor in one.tensors.items()
+            if name in other.tensors and ITEM_SIZE[tensor.dtype] < ITEM_SIZE[other.tensors[name].dtype]
+        ]
+        if not found:
+            continue
+        name = min(found, key=lambda name: one.tensors[name].nbytes)
+        shape = one.tensors[name].shape
+        mine, theirs = (len(set(x.read(name, whole(shape)).reshape(-1).tolist())) for x in (one, other))
+        notes.append(
+            f"narrower     {side} has {len(found):,} tensors in fewer bits: {name} is "
+            f"{one.tensors[name].dtype} for {other.tensors[name].dtype}, with {mine:,} distinct values for "
+            f"{theirs:,}"
+        )
+    return notes
 
 
 def file_notes(opened: Checkpoint) -> list[str]:

@@ -46,7 +46,8 @@ def open_omni(
     omni_inventory.check(config, expected, {name: t.shape for name, t in weights.tensors.items()})
     check_types(folder, weights, (tensor for mapping in found for tensor in mapping.hf))
     left_out = Counter(unused=len(left), derived=len(given.tensors) - len(kept))
-    return Checkpoint("hugging face", folder, config.language, weights, found, +left_out, omni=config)
+    opened = Checkpoint("hugging face", folder, config.language, weights, found, +left_out, omni=config)
+    return opened.with_float32()
 
 
 def stored_omni(

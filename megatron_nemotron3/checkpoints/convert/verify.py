@@ -14,6 +14,7 @@ from megatron_nemotron3.checkpoints.convert.checkpoints import open_checkpoint
 from megatron_nemotron3.checkpoints.convert.compare import Difference, compare
 from megatron_nemotron3.checkpoints.convert.job import MANIFEST
 from megatron_nemotron3.checkpoints.convert.job_options import ConvertOptions
+from megatron_nemotron3.checkpoints.convert.notes import bias_notes, narrower_notes
 from megatron_nemotron3.checkpoints.convert.opened import checkpoint_facts, checkpoint_line
 from megatron_nemotron3.checkpoints.convert.streams import BAND
 from megatron_nemotron3.checkpoints.metadata import CheckpointError, read_json
@@ -49,6 +50,8 @@ def verify(
     for name, side in zip("ab", sides):
         say(f"{name}            {checkpoint_line(side)}", **{name: checkpoint_facts(side)})
     views = [side.hf_view() for side in sides]
+    for note in (*(n for side in sides for n in bias_notes(side)), *narrower_notes(*views)):
+        say(note, notes=[" ".join(note.split())])
     total = sum(t.nbytes for name, t in views[0].tensors.items() if name in views[1].tensors)
     started = time.monotonic()
     problems, equal, elements = 0, 0, 0
