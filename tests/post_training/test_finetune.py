@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from megatron_nemotron3 import cli
 from megatron_nemotron3.common import lock
@@ -81,6 +82,27 @@ def test_the_steps_and_a_start_after_an_interrupt(
     # Another request in the same folder.
     assert cli.main([*words, "--lr", "1e-3"]) == 2
     assert "holds a fine-tuning with another lr" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("way", ["--mtp-from", "--mtp-num-layers"])
+def test_a_model_that_has_lost_mtp(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another fine-tune's folder: MTP of the original is put back, or left out."""
+    words, original = inputs(tmp_path), tmp_path / "original"
+    (tmp_path / "hf").rename(original)
+    values = load_file(original / "model.safetensors")
+    heads = {name for name in values if name.startswith("mtp.")}
+    shutil.copytree(original, tmp_path / "hf")
+    lost = {name: value for name, value in values.items() if name not in heads}
+    save_file(lost, tmp_path / "hf/model.safetensors")
+    monkeypatch.setattr(command, "step", untrained([]))
+    assert heads and cli.main(words) == 2
+    assert "--mtp-from DIR takes them from there" in capsys.readouterr().err
+    assert cli.main([*words, way, str(original) if way == "--mtp-from" else "0"]) == 0
+    found = load_file(tmp_path / "tuned/hf/model.safetensors")
+    expected = values if way == "--mtp-from" else lost
+    assert found.keys() == expected.keys() and all(found[name].equal(expected[name]) for name in found)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ from megatron_nemotron3.checkpoints.convert.keys import (
     plain_name,
 )
 from megatron_nemotron3.checkpoints.convert.megatron_args import config_of, require_experts, stored_pattern
+from megatron_nemotron3.checkpoints.convert.mtp_from import PREFIX, with_mtp_from, without_mtp
 from megatron_nemotron3.checkpoints.convert.omni_checkpoint import stored_omni
 from megatron_nemotron3.checkpoints.convert.omni_config import is_omni
 from megatron_nemotron3.checkpoints.convert.omni_inventory import ENCODERS, LANGUAGE
@@ -92,8 +93,10 @@ class OpenHuggingFace(OpenOptions):
     """How a Hugging Face folder is opened."""
 
     dequantize: bool = False
-    #: Default: as config.json says.
+    #: Default: as config.json says; 0: without MTP.
     mtp_num_layers: int | None = None
+    #: Take MTP from there: a folder or file (`mtp_from`).
+    mtp_from: Path | None = None
 
 
 def open_checkpoint(folder: Path, **options: Any) -> Checkpoint:
@@ -184,6 +187,8 @@ def open_hugging_face(folder: Path, **options: Any) -> Checkpoint:
             raise ValueError(
                 f"{folder}: --dequantize: quantized weights of a model with encoders are not read"
             )
+        if settings.mtp_from is not None:
+            raise ValueError("--mtp-from: it is for language models, and this one has encoders")
         unused = [name for name in source.tensors if _matches_any(name, settings.allow_unused)]
         return omni_checkpoint.open_omni(folder, source, data, model, unused)
     if isinstance(model, OmniConfig):
@@ -202,18 +207,35 @@ def open_hugging_face(folder: Path, **options: Any) -> Checkpoint:
             f"{folder}: --dequantize: its weights are not quantized: config.json has no {QUANTIZATION}, and "
             f"there is no {HF_QUANT_CONFIG}"
         )
-    config, mtp_source = hf_model(folder, data, model, settings.mtp_num_layers)
     used = [name for name in source.tensors if not _matches_any(name, settings.allow_unused)]
+    left_out["unused"] = len(source.tensors) - len(used)
+    if settings.mtp_num_layers == 0:
+        if settings.mtp_from is not None:
+            raise ValueError("--mtp-from and --mtp-num-layers 0: give one of them")
+        data, model = without_mtp(data), model and model.but(mtp_pattern=None, mtp_num_layers=0)
+        left_out["MTP"] = sum(name.startswith(PREFIX) for name in used)
+        used = [name for name in used if not name.startswith(PREFIX)]
+    elif settings.mtp_from is not None:
+        source, data = with_mtp_from(folder, Selected(source, {n: n for n in used}), data, settings.mtp_from)
+        used = list(source.tensors)
+    config, mtp_source = hf_model(folder, data, model, settings.mtp_num_layers)
     kept = table_names(folder, used, hf_root(config))
-    lost = config.has_mtp and not any(name.startswith("mtp.") for name in kept)
+    lost = config.has_mtp and not any(name.startswith(PREFIX) for name in kept)
     others = other_files(folder, source.files) if lost else {}
     mtp = next((os.fspath(folder / name) for name, number in others.items() if number), "")
     inventory.check_hf(config, {new: source.tensors[old].shape for new, old in kept.items()}, mtp)
     inventory.check_types(folder, {name: source.tensors[name].dtype for name in used})
-    left_out["unused"] = len(source.tensors) - len(kept)
     mappings = tuple(inventory.mappings(config))
     return Checkpoint(
-        "hugging face", folder, config, Selected(source, kept), mappings, +left_out, mtp_source=mtp_source
+        "hugging face",
+        folder,
+        config,
+        Selected(source, kept),
+        mappings,
+        +left_out,
+        mtp_source=mtp_source,
+        stated=data,
+        mtp_from=settings.mtp_from,
     ).with_float32()
 
 
@@ -225,7 +247,7 @@ def hf_model(
     found = (model,) if model else identify(config)
     blocks, own = config.mtp_num_blocks, data.get(OWN)
     config = named(config, found)
-    if depths is not None:
+    if depths:
         if not config.has_mtp or depths < 1 or (blocks > 1 and depths != blocks):
             raise ValueError(f"--mtp-num-layers {depths}: {folder} has {blocks} MTP block(s)")
         return config.but(mtp_num_layers=depths, mtp_use_repeated_layer=blocks == 1), "--mtp-num-layers"

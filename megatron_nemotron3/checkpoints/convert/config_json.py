@@ -45,6 +45,7 @@ from megatron_nemotron3.checkpoints.convert.config_keys import (
     LIMITS,
     MOE,
     MTP_BLOCKS,
+    MTP_KEYS,
     MTP_LAYERS,
     NO_CLAMP,
     NORMALIZED,
@@ -156,6 +157,14 @@ def write(
         }
         result = merged | {key: value for key, value in result.items() if key not in merged}
     return result
+
+
+def with_mtp(data: Mapping[str, Any], config: Nemotron3Config) -> dict[str, Any]:
+    """Return a config.json with the MTP of `config` where it states another number of blocks."""
+    if (data.get(MTP_BLOCKS) or len(data.get(MTP_KEY) or ()) and 1) == config.mtp_num_blocks:
+        return dict(data)
+    result = {key: value for key, value in data.items() if key not in MTP_KEYS}
+    return result | {key: value for key, value in write(config).items() if key in MTP_KEYS}
 
 
 def _layer_keys(

@@ -162,6 +162,8 @@ IGNORED = frozenset(
         *("num_hidden_layers", "hidden_act", "intermediate_size", "expand", "mamba_expand"),
     )
 )
+#: Keys that describe MTP.
+MTP_KEYS = {MTP_BLOCKS, MTP_LAYERS[0], *MTP_LAYERS[1], "mtp_block_configs", OWN}
 #: Keys that describe a layer, and all that are read or known to change nothing.
 OF_LAYERS = {key for table in (FIELDS, DENSE, MOE) for keys in table.values() for key in keys}
 OF_LAYERS |= {*FIXED, NORMALIZED}

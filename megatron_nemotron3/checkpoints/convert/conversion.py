@@ -136,6 +136,7 @@ def convert_from_hf(source: Path, target: Path, options: FromHfOptions) -> int:
         allow_unused=options.allow_unused,
         dequantize=options.dequantize,
         mtp_num_layers=options.mtp_num_layers,
+        mtp_from=options.mtp_from,
         omni=True,
     )
     opened = omni_parts.check_options(opened, options)
@@ -168,7 +169,7 @@ def convert_from_hf(source: Path, target: Path, options: FromHfOptions) -> int:
         arguments=arguments,
     )
     job = _job(opened, target, view, plan, options)
-    notes = _note_lines(opened, base, read_config(opened.folder, omni=True))
+    notes = _note_lines(opened, base, opened.stated or {})
     if not _run_job(opened, target, job, options, notes) or options.compare_logits is None:
         return 0
     made = _language(open_megatron(target, model=opened.omni or opened.config, omni=True))
@@ -240,6 +241,8 @@ def _plan_lines(opened: Checkpoint, target: Path, job: Job) -> list[str]:
     if opened.config.has_mtp:
         depths, blocks = opened.config.mtp_num_layers, opened.config.mtp_num_blocks
         lines.append(f"mtp          depths: {depths}, stored blocks: {blocks}; by {opened.mtp_source}")
+    if opened.mtp_from is not None:
+        lines.append(f"mtp          its tensors are those of {shown(opened.mtp_from)}")
     padding = (opened.padded_vocab_size or 0) - opened.config.vocab_size
     if opened.vocabulary_guessed:
         lines.append(
@@ -306,7 +309,9 @@ def _run_job(
     )
     same = options.only is None and not isinstance(job.source, (Quantized, PackedAdapter))
     if options.compare_logits is None and same:
-        say(f"next         nemotron3 verify {shown(opened.folder)} {shown(target)}")
+        mtp = getattr(options, "mtp_from", None), getattr(options, "mtp_num_layers", None)
+        words = f" --mtp-from {shown(mtp[0])}" if mtp[0] else " --mtp-num-layers 0" if mtp[1] == 0 else ""
+        say(f"next         nemotron3 verify {shown(opened.folder)} {shown(target)}{words}")
     return True
 
 
@@ -358,6 +363,8 @@ def _job(
     }
     if options.into is not None:
         origin["into"] = shown(options.into.absolute())
+    if opened.mtp_from is not None:
+        origin["mtp_from"] = shown(opened.mtp_from.absolute())
     if options.adapter is not None:
         origin["adapter"] = adapter_state(options.adapter)
     return Job(

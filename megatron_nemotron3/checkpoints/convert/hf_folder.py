@@ -141,7 +141,7 @@ def other_files(folder: Path, files: Iterable[str]) -> dict[str, int]:
     """Return the readable safetensors files of a folder besides `files`: name -> its MTP tensors."""
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
-        if path.name not in files:
+        if path.name not in files and os.path.realpath(path) not in files:
             with contextlib.suppress(CheckpointError):
                 found[path.name] = sum(
                     name.startswith("mtp.") for name in open_files(folder, [path.name]).tensors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from megatron_nemotron3.checkpoints.convert import inventory, omni_inventory
 from megatron_nemotron3.checkpoints.convert.adapters import Merged, StoredAdapter
 from megatron_nemotron3.checkpoints.convert.inventory import TensorMapping
+from megatron_nemotron3.checkpoints.convert.omni_config import TEXT, part
 from megatron_nemotron3.checkpoints.convert.omni_inventory import LANGUAGE
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.checkpoints.convert.views import Cast, Converted, Selected
@@ -44,6 +46,10 @@ class Checkpoint:
     adapter: StoredAdapter | None = None
     #: The model with encoders, of which `config` is the language model; None without encoders.
     omni: OmniConfig | None = None
+    #: What its config.json says, for the tensors and the MTP that it is opened with; None for Megatron's.
+    stated: Mapping[str, Any] | None = None
+    #: The checkpoint that MTP was taken from, if another.
+    mtp_from: Path | None = None
     #: Tensors of FP32 that were stored in fewer bits, and are read as FP32 -> their stored type.
     narrow: dict[str, str] = field(default_factory=dict)
 
@@ -85,6 +91,7 @@ class Checkpoint:
         return replace(
             self,
             weights=Selected(self.weights, names),
+            stated=part(self.stated, TEXT) if self.stated else None,
             narrow={new: self.narrow[old] for new, old in names.items() if old in self.narrow},
             mappings=tuple(mappings),
             left_out=self.left_out + Counter(encoder=len(self.weights.tensors) - len(names)),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 from megatron_nemotron3.checkpoints.archive import preadv
 from megatron_nemotron3.checkpoints.convert.checkpoints import open_checkpoint
@@ -31,22 +32,23 @@ def verify(
     a: Path,
     b: Path | None,
     options: ConvertOptions,
-    *,
-    dequantize: bool = False,
-    vocab_size: int | None = None,
+    both: Mapping[str, Any],
+    first: Mapping[str, Any],
 ) -> int:
-    """Compare two checkpoints, or one with its manifest. Returns the exit status: 0 equal, 1 not."""
+    """Compare two checkpoints, or one with its manifest. Returns the exit status: 0 equal, 1 not.
+
+    `both` and `first` are more options of `open_checkpoint`, for both sides and for `a` alone.
+    """
     if b is None:
         return verify_manifest(a, options.workers)
     wanted = {
         "model": options.model,
         "allow_unused": options.allow_unused,
-        "dequantize": dequantize,
-        "vocab_size": vocab_size,
         "alpha": options.lora_alpha,
         "omni": True,
+        **both,
     }
-    sides = [open_checkpoint(p, **wanted) for p in (a, b)]
+    sides = [open_checkpoint(a, **wanted, **first), open_checkpoint(b, **wanted)]
     for name, side in zip("ab", sides):
         say(f"{name}            {checkpoint_line(side)}", **{name: checkpoint_facts(side)})
     views = [side.hf_view() for side in sides]
