@@ -42,6 +42,7 @@ from megatron_nemotron3.checkpoints.convert.omni_checkpoint import stored_omni
 from megatron_nemotron3.checkpoints.convert.omni_config import is_omni
 from megatron_nemotron3.checkpoints.convert.omni_inventory import ENCODERS, LANGUAGE
 from megatron_nemotron3.checkpoints.convert.opened import EMBEDDING, Checkpoint
+from megatron_nemotron3.checkpoints.convert.origin import find_origin, tokenizer_folders, with_context
 from megatron_nemotron3.checkpoints.convert.quantized_views import Dequantized
 from megatron_nemotron3.checkpoints.convert.sources import FileSource, TensorSource
 from megatron_nemotron3.checkpoints.convert.torch_dist import open_torch_dist, read_dcp_state, reorder_mamba
@@ -126,6 +127,9 @@ def open_megatron(folder: Path, **options: Any) -> Checkpoint:
         if model is None:
             raise
     config, guessed = _megatron_config(place, state, model, settings.vocab_size)
+    arguments = stored_arguments(state)
+    origin = find_origin(place, located.run, arguments)
+    config = with_context(config, origin) if model is None else config
     if fsdp:
         _refuse_groups(place, state)
         source = reorder_mamba(source, config, state)
@@ -133,7 +137,7 @@ def open_megatron(folder: Path, **options: Any) -> Checkpoint:
         names = numbered_by_layer(source.tensors, pattern)
         source = FileSource(place, {names[k]: t for k, t in source.tensors.items()}, source.files)
     keys, left_out = _weight_keys(source.tensors, settings.allow_unused)
-    encoders = stored_omni(place, config, stored_arguments(state), keys, stated)
+    encoders = stored_omni(place, config, arguments, keys, stated)
     if encoders is not None and not settings.omni:
         raise CheckpointError(f"{place}: it is a model with encoders: {TAKEN_OUT}")
     if encoders is not None and kind != "torch_dist":
@@ -171,6 +175,8 @@ def open_megatron(folder: Path, **options: Any) -> Checkpoint:
         vocabulary_guessed=guessed,
         adapter=adapter,
         omni=encoders,
+        origin=origin,
+        tokenizers=tuple(tokenizer_folders(place, located.run, arguments)),
     ).with_float32()
 
 
@@ -315,6 +321,9 @@ def _megatron_config(
     guess = vocab_size is None and values.get("vocab_size") is None and type(padded) is int
     config = config_of(arguments, name=os.fspath(folder), vocab_size=padded if guess else vocab_size)
     found = identify(config)
+    # Megatron's is the length of its sequences.
+    lengths = [one.max_position_embeddings for one in (config, *found)]
+    config = config.but(max_position_embeddings=max(lengths))
     stated = None if len(found) == 1 else _name_in_run(folder)
     if stated is not None and (not found or stated in {one.name for one in found}):
         return config.but(name=stated, title=stated), guess

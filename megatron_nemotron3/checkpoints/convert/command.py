@@ -124,8 +124,8 @@ class ToHf:
     iteration: int | None = option("default: the iteration that the tracker names", "N")
     vocab_size: int | None = option("tokens in the vocabulary (default: as stored)", "N")
     reference: Path | None = option(
-        "HF folder whose tokenizer and generation files are copied (default: the tokenizer in the "
-        "checkpoint, which Megatron's main saves)",
+        "HF folder whose tokenizer, generation files and other keys of config.json are kept (default: "
+        "those of the folder that the model comes from, and the tokenizer of the run)",
         "DIR",
     )
     from_optimizer_master: bool = flag("convert the FP32 masters of the optimizer, not the weights")

@@ -32,6 +32,7 @@ from megatron_nemotron3.checkpoints.convert.job_options import ConvertOptions, F
 from megatron_nemotron3.checkpoints.convert.notes import bias_notes, config_notes, file_notes
 from megatron_nemotron3.checkpoints.convert.omni_config import TEXT, is_omni, part
 from megatron_nemotron3.checkpoints.convert.opened import Checkpoint, checkpoint_facts, checkpoint_line
+from megatron_nemotron3.checkpoints.convert.origin import base_config, to_copy, to_keep
 from megatron_nemotron3.checkpoints.convert.peft import PackedAdapter
 from megatron_nemotron3.checkpoints.convert.quantized_config import read_scales
 from megatron_nemotron3.checkpoints.convert.quantized_recipes import Quantization, quantization
@@ -40,7 +41,7 @@ from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.checkpoints.convert.streams import FilePlan
 from megatron_nemotron3.checkpoints.convert.upload import check_url, upload
 from megatron_nemotron3.checkpoints.convert.views import Cast, Converted, Joined
-from megatron_nemotron3.checkpoints.folders import TOKENIZER, free_bytes, locate
+from megatron_nemotron3.checkpoints.folders import free_bytes, locate
 from megatron_nemotron3.checkpoints.metadata import count_elements, elements_text
 from megatron_nemotron3.checkpoints.remote import shown
 from megatron_nemotron3.common.output import BYTES, Bar, say, size_text
@@ -96,15 +97,17 @@ def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
     view, lines = omni_parts.with_other_tensors(view, opened, reference, options.dtype or dtype)
     view, written = omni_parts.in_place(view, opened, base)
     files = to_hf.files(view.tensors, options.shard_bytes)
+    stated, line = base_config(written or opened.config, reference, opened.origin)
+    copied, line_of_files = to_copy(reference, opened)
     small = to_hf.small_files(
         written or opened.config,
         files,
-        reference=reference,
-        tokenizer=stored if (stored := opened.folder / TOKENIZER).is_dir() else None,
+        copied=copied,
+        base=stated,
         dtype=options.dtype or dtype,
         quantization=plan,
     )
-    lines += _note_lines(opened, base, json.loads(small[CONFIG]))
+    lines += [*filter(None, (line, line_of_files)), *_note_lines(opened, base, json.loads(small[CONFIG]))]
     notes = [*_quantized_lines(plan), *lines]
     job = _job(opened, target, view, (files, small), options, scales)
     if not _run_job(opened, target, job, options, notes) or options.compare_logits is None:
@@ -168,8 +171,9 @@ def convert_from_hf(source: Path, target: Path, options: FromHfOptions) -> int:
         limit=options.shard_bytes,
         arguments=arguments,
     )
-    job = _job(opened, target, view, plan, options)
-    notes = _note_lines(opened, base, opened.stated or {})
+    kept, lines = to_keep(opened, base)
+    job = _job(opened, target, view, (plan[0], kept | plan[1]), options)
+    notes = lines + _note_lines(opened, base, opened.stated or {})
     if not _run_job(opened, target, job, options, notes) or options.compare_logits is None:
         return 0
     made = _language(open_megatron(target, model=opened.omni or opened.config, omni=True))

@@ -48,6 +48,10 @@ class Checkpoint:
     omni: OmniConfig | None = None
     #: What its config.json says, for the tensors and the MTP that it is opened with; None for Megatron's.
     stated: Mapping[str, Any] | None = None
+    #: What is kept of the Hugging Face folder that a Megatron checkpoint comes from.
+    origin: Path | None = None
+    #: Where its tokenizer may be.
+    tokenizers: tuple[Path, ...] = ()
     #: The checkpoint that MTP was taken from, if another.
     mtp_from: Path | None = None
     #: Tensors of FP32 that were stored in fewer bits, and are read as FP32 -> their stored type.
