@@ -26,6 +26,8 @@ TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 #: Folder inside a checkpoint in which Megatron's main, and Megatron-Bridge, save the tokenizer's files.
 TOKENIZER = "tokenizer"
+#: Folder inside a release checkpoint, or a run, with what is kept of the Hugging Face folder it comes from.
+HUGGING_FACE = "hugging_face"
 #: Folder of the checkpoints in the output folder of `nemotron3 train`.
 CHECKPOINTS = "checkpoints"
 #: Files of a Hugging Face folder.

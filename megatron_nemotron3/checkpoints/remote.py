@@ -30,6 +30,7 @@ from urllib.parse import unquote, urlsplit
 from megatron_nemotron3.checkpoints.folders import (
     CHECKPOINTS,
     HF_INDEX,
+    HUGGING_FACE,
     RELEASE,
     TOKENIZER,
     TRACKER,
@@ -165,7 +166,7 @@ class _Mirror:
                 if not self._needed(folder, number if number is not None else name):
                     (folder / name).mkdir()
                     continue
-            elif name not in (CHECKPOINTS, TOKENIZER) and not name.startswith("mp_rank_"):
+            elif name not in (CHECKPOINTS, TOKENIZER, HUGGING_FACE) and not name.startswith("mp_rank_"):
                 continue
             self.folder(below, folder / name)
 

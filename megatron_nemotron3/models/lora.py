@@ -19,6 +19,8 @@ LINEARS = (
 )
 #: Bridge's default and `in_proj`. `out_proj` is left out because peft refuses it for this family.
 DEFAULT_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "in_proj")
+#: Largest rank: no matrix of the family has a larger one.
+MAX_RANK = 1 << 16
 #: Where a checkpoint's stored arguments keep `LoRASettings.text()`.
 ARGUMENT = "nemotron3_lora"
 
@@ -44,8 +46,11 @@ class LoRASettings:
     base: str | None = None
 
     def __post_init__(self) -> None:
-        if self.dim < 1 or not 0 < self.alpha < float("inf"):
-            raise ValueError(f"LoRA with dim={self.dim}, alpha={self.alpha}: both must be greater than 0")
+        if not 0 < self.dim <= MAX_RANK or not 0 < self.alpha < float("inf"):
+            raise ValueError(
+                f"LoRA with dim={self.dim}, alpha={self.alpha}: both must be greater than 0, and dim at most "
+                f"{MAX_RANK:,}"
+            )
         if not self.targets:
             raise ValueError(f"LoRA without targets: give some of {', '.join(LINEARS)}")
         for target in self.targets:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.checkpoints import folders, resume
+from megatron_nemotron3.checkpoints.convert.origin import keep_origin
 from megatron_nemotron3.checkpoints.state import stored_state
 from megatron_nemotron3.common import lock, switches
 from megatron_nemotron3.launch import (
@@ -25,6 +26,7 @@ from megatron_nemotron3.launch import (
     to_argv,
 )
 from megatron_nemotron3.models import Nemotron3Config, count
+from megatron_nemotron3.models.lora import in_environment
 from megatron_nemotron3.precision import command as precision
 from megatron_nemotron3.precision import report as precision_report
 from megatron_nemotron3.precision import settings as emulation
@@ -180,6 +182,9 @@ def _train_alone(request: TrainRequest, launch: Launch, key: str, started: float
     if begun is None:
         log_file.unlink(missing_ok=True)  # of a run that never saved
         precision_report.remove(request.output)
+        lora = in_environment()
+        if (base := request.pretrained or (Path(lora.base) if lora and lora.base else None)) is not None:
+            keep_origin(base, request.output)
     elif (last := resuming.last_step(launch)) and begun >= last:
         beyond = "" if begun == last else f", beyond the {last} steps asked for"
         print(

@@ -163,7 +163,8 @@ def _config_section() -> list[str]:
         f"(`{config_keys.LAYERS[1][0]}`, `{config_keys.MTP_LAYERS[1][0]}`); either is "
         "read, and the string written, or the list where a reference has only that. Block types: "
         + ", ".join(f"`{block}` {kind}" for block, kind in config_keys.BLOCKS.items())
-        + ". Values that contradict each other, that Megatron cannot build, and unknown keys are refused.",
+        + ". Values that contradict each other or that Megatron cannot build are refused; keys that no "
+        "reader of the family uses are kept and named.",
         "",
         "| `Nemotron3Config` | config.json | also read |",
         "|-|-|-|",

@@ -19,6 +19,7 @@ from megatron_nemotron3.checkpoints.convert.checkpoints import open_hugging_face
 from megatron_nemotron3.checkpoints.convert.hf_folder import read_safetensors_header, safetensors_header
 from megatron_nemotron3.checkpoints.convert.inventory import mappings
 from megatron_nemotron3.checkpoints.convert.job import JOURNAL, MANIFEST, run
+from megatron_nemotron3.checkpoints.convert.origin import copied_files
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.checkpoints.convert.streams import FilePlan, blocks
 from megatron_nemotron3.checkpoints.convert.views import Converted
@@ -63,7 +64,8 @@ def read_hf(folder: Path, sample: str) -> None:
     view = Converted(opened.weights, mappings(opened.config, padded_vocab_size=rows), to_hf=False)
     files, _ = from_hf.plan(view, opened.config, padded_vocab_size=rows, dtype="bfloat16")
     read_all(files, view)
-    to_hf.small_files(opened.config, to_hf.files(opened.weights.tensors), reference=folder)
+    copied = copied_files(folder)
+    to_hf.small_files(opened.config, to_hf.files(opened.weights.tensors), copied=copied, base=opened.stated)
 
 
 def read_packed(folder: Path, sample: str) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from megatron_nemotron3 import cli
 from megatron_nemotron3.common import lock
@@ -21,6 +22,17 @@ from tests.support.hf_folders import write_hf
 from tests.support.programs import follow_forked
 from tests.train.data.test_conversations import CHAT, THINKING, say, write_lines, write_tokenizer
 
+#: Keys of a release that a training has no place for, and the length of the model, not of the rows.
+SAID = {
+    "auto_map": {"AutoConfig": "configuration_nemotron_h.NemotronHConfig"},
+    "bos_token_id": 1,
+    "eos_token_id": [2, 11],
+    "pad_token_id": 0,
+    "mamba_ssm_cache_dtype": "float32",
+    "max_position_embeddings": 262144,
+    "time_step_max": 0.1,
+    "tokenizer_class": "PreTrainedTokenizerFast",
+}
 LINES = [{"messages": [say("user", f"{i} apples?"), say("assistant", f"yes, {i} pears")]} for i in range(40)]
 
 
@@ -28,6 +40,10 @@ def inputs(folder: Path, vocabulary: int = 384) -> list[str]:
     """Words of the command with everything that it reads."""
     config = get("super-tiny").but(pattern="M*E", hidden_size=64, vocab_size=vocabulary, num_moe_experts=8)
     write_hf(folder / "hf", config, values=agreeing_tensors(config, 0.05, seed=4), dtype="float32")
+    path = folder / "hf/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | SAID))
+    (folder / "hf/generation_config.json").write_text('{"temperature": 0.5}')
+    (folder / "hf/configuration_nemotron_h.py").write_text("# code\n")
     write_tokenizer(folder / "chat")
     write_lines(folder / "chats.jsonl", LINES)
     return [
@@ -35,6 +51,14 @@ def inputs(folder: Path, vocabulary: int = 384) -> list[str]:
         *("--tokenizer", str(folder / "chat"), "--output", str(folder / "tuned")),
         *("--steps", "2", "--lr", "1e-2", "--seq-length", "128", "--device", "cpu"),
     ]
+
+
+def require_all_of_the_source(source: Path, tuned: Path) -> None:
+    """Every key of config.json, generation_config.json and code are the source's."""
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (source, tuned))
+    assert SAID.items() <= before.items() and before.items() <= after.items()
+    for name in ("generation_config.json", "configuration_nemotron_h.py"):
+        assert (tuned / name).read_bytes() == (source / name).read_bytes()
 
 
 def untrained(stopped: list[int]) -> Callable[..., int]:
@@ -77,10 +101,32 @@ def test_the_steps_and_a_start_after_an_interrupt(
     held = [json.loads(line) for line in (tuned / "held_out.jsonl").read_text().splitlines()]
     assert kept and held and sorted(map(str, kept + held)) == sorted(map(str, LINES))
     assert cli.main(["verify", str(tmp_path / "hf"), str(tuned / "hf")]) == 0
+    require_all_of_the_source(tmp_path / "hf", tuned / "hf")
     assert "apples" in str(json.loads((tuned / "hf" / "tokenizer.json").read_text())["model"]["vocab"])
     # Another request in the same folder.
     assert cli.main([*words, "--lr", "1e-3"]) == 2
     assert "holds a fine-tuning with another lr" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("way", ["--mtp-from", "--mtp-num-layers"])
+def test_a_model_that_has_lost_mtp(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another fine-tune's folder: MTP of the original is put back, or left out."""
+    words, original = inputs(tmp_path), tmp_path / "original"
+    (tmp_path / "hf").rename(original)
+    values = load_file(original / "model.safetensors")
+    heads = {name for name in values if name.startswith("mtp.")}
+    shutil.copytree(original, tmp_path / "hf")
+    lost = {name: value for name, value in values.items() if name not in heads}
+    save_file(lost, tmp_path / "hf/model.safetensors")
+    monkeypatch.setattr(command, "step", untrained([]))
+    assert heads and cli.main(words) == 2
+    assert "--mtp-from DIR takes them from there" in capsys.readouterr().err
+    assert cli.main([*words, way, str(original) if way == "--mtp-from" else "0"]) == 0
+    found = load_file(tmp_path / "tuned/hf/model.safetensors")
+    expected = values if way == "--mtp-from" else lost
+    assert found.keys() == expected.keys() and all(found[name].equal(expected[name]) for name in found)
 
 
 @pytest.mark.parametrize(
@@ -152,5 +198,6 @@ def test_trained(
         assert (tuned / "hf" / "adapter_model.safetensors").exists()
     else:
         assert cli.main(["verify", str(tuned / "run"), str(tuned / "hf")]) == 0
+        require_all_of_the_source(tmp_path / "hf", tuned / "hf")
         assert cli.main(["verify", str(tmp_path / "hf"), str(tuned / "hf")]) == 1
     assert LORA not in os.environ

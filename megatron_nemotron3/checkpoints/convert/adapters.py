@@ -194,6 +194,8 @@ def check_fits(adapter: StoredAdapter, shapes: Mapping[str, tuple[int, ...]]) ->
         a, b = tensors.get(stem + A), tensors.get(stem + B)
         if a is None or b is None:
             raise ValueError(f"{adapter.tensors.folder}: {stem} has only one of lora_A and lora_B")
+        if 0 in a.shape[:1]:
+            raise ValueError(f"{adapter.tensors.folder}: lora_A {list(a.shape)} of {stem} has rank 0")
         weight = shapes[stem + _WEIGHT]
         if (
             len(a.shape) != 2

@@ -24,13 +24,12 @@ from megatron_nemotron3.checkpoints.convert.config_keys import (
     BLOCK_OF,
     BLOCKS,
     DENSE,
-    FIELDS,
     FIXED,
     LAYERS,
     MOE,
     MTP_BLOCKS,
     MTP_LAYERS,
-    NORMALIZED,
+    OF_LAYERS,
 )
 from megatron_nemotron3.checkpoints.metadata import printable
 from megatron_nemotron3.models import Nemotron3Config
@@ -38,7 +37,7 @@ from megatron_nemotron3.models import Nemotron3Config
 MODEL_TYPE, ARCHITECTURE = "nemotron_h_puzzle", "NemotronHPuzzleForCausalLM"
 KEY, MTP_KEY, _TYPE = "block_configs", "mtp_block_configs", "block_type"
 #: What transformers adds when it saves such a configuration: the keys that some block has.
-_DERIVED = "blockwise_members"
+DERIVED = "blockwise_members"
 WIDTH, TOPK = MOE["moe_ffn_hidden_size"][0], MOE["moe_router_topk"][0]
 #: Keys of a block with experts -> field.
 _WRITTEN = {
@@ -48,8 +47,6 @@ _WRITTEN = {
     "moe_shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
     "moe_latent_size": "moe_latent_size",
 }
-_KNOWN = {key for table in (FIELDS, DENSE, MOE) for keys in table.values() for key in keys}
-_KNOWN |= {*FIXED, NORMALIZED}
 
 Rows = tuple[tuple[int, int], ...]
 
@@ -73,7 +70,7 @@ def flattened(name: str, data: Mapping[str, Any]) -> tuple[dict[str, Any], Rows 
     decoder, mtp = _blocks(name, data, KEY), _blocks(name, data, MTP_KEY)
     if not decoder:
         raise ValueError(f"{name}: model_type {MODEL_TYPE!r} without {KEY}: the layers' experts are unknown")
-    result = {key: value for key, value in data.items() if key not in (KEY, MTP_KEY, _DERIVED)}
+    result = {key: value for key, value in data.items() if key not in (KEY, MTP_KEY, DERIVED)}
     result["model_type"] = FIXED["model_type"]
     _set_layers(name, result, LAYERS, KEY, decoder)
     if mtp:
@@ -126,7 +123,7 @@ def _blocks(name: str, data: Mapping[str, Any], key: str) -> list[dict[str, Any]
             raise ValueError(
                 f"{name}: {key}[{number}] has {_TYPE} {kind!r:.40}: layers are one of {', '.join(BLOCKS)}"
             )
-        if unknown := sorted(set(block) - _KNOWN - {_TYPE}):
+        if unknown := sorted(set(block) - OF_LAYERS - {_TYPE}):
             raise ValueError(
                 f"{name}: {key}[{number}] has unknown keys: {', '.join(map(printable, unknown))}: Megatron "
                 "builds no such layer"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,20 +37,33 @@ def check_command(options: CheckOptions) -> int:
     with local(options.folder, every=True) as folder, result(options.json):
         if locate(folder).kind == "hugging face":
             return check_hugging_face(folder, full=options.full, workers=options.workers)
+        _say_notes(folder)
         return megatron.check(folder, full=options.full, workers=options.workers)
+
+
+def _say_notes(folder: Path) -> None:
+    """Say what was lost in a Megatron checkpoint before; nothing of one that cannot be opened."""
+    from megatron_nemotron3.checkpoints.convert.checkpoints import open_megatron
+    from megatron_nemotron3.checkpoints.convert.notes import bias_notes
+
+    with contextlib.suppress(ValueError, OSError):
+        for note in bias_notes(open_megatron(folder, omni=True)):
+            say(note, notes=[" ".join(note.split())])
 
 
 def check_hugging_face(folder: Path, *, full: bool = False, workers: int = 4) -> int:
     """Print what a Hugging Face folder contains and verify it: headers, the index, and config.json."""
-    from megatron_nemotron3.checkpoints.convert.checkpoints import QUANTIZATION, open_hugging_face
+    from megatron_nemotron3.checkpoints.convert.checkpoints import open_hugging_face
+    from megatron_nemotron3.checkpoints.convert.config_keys import QUANTIZATION
     from megatron_nemotron3.checkpoints.convert.hf_folder import open_hf, read_config
     from megatron_nemotron3.checkpoints.convert.job import MANIFEST
+    from megatron_nemotron3.checkpoints.convert.notes import bias_notes, config_notes, file_notes
     from megatron_nemotron3.checkpoints.convert.opened import checkpoint_facts, checkpoint_line
     from megatron_nemotron3.checkpoints.convert.verify import verify_manifest
 
     stored = open_hf(folder)
-    packed = QUANTIZATION in read_config(folder, omni=True)
-    opened = open_hugging_face(folder, dequantize=packed, omni=True)
+    data = read_config(folder, omni=True)
+    opened = open_hugging_face(folder, dequantize=QUANTIZATION in data, omni=True)
     say(checkpoint_line(opened), **checkpoint_facts(opened))
     elements = count_elements(stored.tensors.values())
     say(
@@ -63,6 +77,8 @@ def check_hugging_face(folder: Path, *, full: bool = False, workers: int = 4) ->
         bytes=sum(stored.files.values()),
         problems=[],
     )
+    for note in (*file_notes(opened), *bias_notes(opened), *config_notes(opened, data)):
+        say(f"  {note}", notes=[" ".join(note.split())])
     manifest = (folder / MANIFEST).exists()
     if full and manifest:
         say("  checked      every byte, with the CRC32s of the manifest", checked="bytes")

@@ -20,8 +20,15 @@ from megatron_nemotron3.checkpoints.convert import (
     inventory,
     omni_checkpoint,
 )
-from megatron_nemotron3.checkpoints.convert.config_keys import OWN
-from megatron_nemotron3.checkpoints.convert.hf_folder import TAKEN_OUT, open_hf, read_config
+from megatron_nemotron3.checkpoints.convert.config_keys import OWN, QUANTIZATION
+from megatron_nemotron3.checkpoints.convert.hf_folder import (
+    HF_QUANT_CONFIG,
+    TAKEN_OUT,
+    open_hf,
+    other_files,
+    read_config,
+    table_names,
+)
 from megatron_nemotron3.checkpoints.convert.keys import (
     ADAPTER,
     master_keys,
@@ -30,10 +37,12 @@ from megatron_nemotron3.checkpoints.convert.keys import (
     plain_name,
 )
 from megatron_nemotron3.checkpoints.convert.megatron_args import config_of, require_experts, stored_pattern
+from megatron_nemotron3.checkpoints.convert.mtp_from import PREFIX, with_mtp_from, without_mtp
 from megatron_nemotron3.checkpoints.convert.omni_checkpoint import stored_omni
 from megatron_nemotron3.checkpoints.convert.omni_config import is_omni
 from megatron_nemotron3.checkpoints.convert.omni_inventory import ENCODERS, LANGUAGE
 from megatron_nemotron3.checkpoints.convert.opened import EMBEDDING, Checkpoint
+from megatron_nemotron3.checkpoints.convert.origin import find_origin, tokenizer_folders, with_context
 from megatron_nemotron3.checkpoints.convert.quantized_views import Dequantized
 from megatron_nemotron3.checkpoints.convert.sources import FileSource, TensorSource
 from megatron_nemotron3.checkpoints.convert.torch_dist import open_torch_dist, read_dcp_state, reorder_mamba
@@ -48,8 +57,8 @@ from megatron_nemotron3.models import Nemotron3Config, identify, named
 from megatron_nemotron3.models.lora import ARGUMENT, LoRASettings
 from megatron_nemotron3.models.omni import OmniConfig
 from megatron_nemotron3.models.pattern import HybridPattern
+from megatron_nemotron3.models.tensors import hf_root
 
-QUANTIZATION = "quantization_config"
 #: What a training writes next to its checkpoints, and the names of models that are taken from it.
 _RUN, _NAME = "run.json", re.compile(r"[\w.-]{1,100}")
 
@@ -85,8 +94,10 @@ class OpenHuggingFace(OpenOptions):
     """How a Hugging Face folder is opened."""
 
     dequantize: bool = False
-    #: Default: as config.json says.
+    #: Default: as config.json says; 0: without MTP.
     mtp_num_layers: int | None = None
+    #: Take MTP from there: a folder or file (`mtp_from`).
+    mtp_from: Path | None = None
 
 
 def open_checkpoint(folder: Path, **options: Any) -> Checkpoint:
@@ -116,6 +127,9 @@ def open_megatron(folder: Path, **options: Any) -> Checkpoint:
         if model is None:
             raise
     config, guessed = _megatron_config(place, state, model, settings.vocab_size)
+    arguments = stored_arguments(state)
+    origin = find_origin(place, located.run, arguments)
+    config = with_context(config, origin) if model is None else config
     if fsdp:
         _refuse_groups(place, state)
         source = reorder_mamba(source, config, state)
@@ -125,7 +139,7 @@ def open_megatron(folder: Path, **options: Any) -> Checkpoint:
             place, {names[k]: t for k, t in source.tensors.items()}, source.files, source.opened
         )
     keys, left_out = _weight_keys(source.tensors, settings.allow_unused)
-    encoders = stored_omni(place, config, stored_arguments(state), keys, stated)
+    encoders = stored_omni(place, config, arguments, keys, stated)
     if encoders is not None and not settings.omni:
         raise CheckpointError(f"{place}: it is a model with encoders: {TAKEN_OUT}")
     if encoders is not None and kind != "torch_dist":
@@ -163,7 +177,9 @@ def open_megatron(folder: Path, **options: Any) -> Checkpoint:
         vocabulary_guessed=guessed,
         adapter=adapter,
         omni=encoders,
-    )
+        origin=origin,
+        tokenizers=tuple(tokenizer_folders(place, located.run, arguments)),
+    ).with_float32()
 
 
 def open_hugging_face(folder: Path, **options: Any) -> Checkpoint:
@@ -179,6 +195,8 @@ def open_hugging_face(folder: Path, **options: Any) -> Checkpoint:
             raise ValueError(
                 f"{folder}: --dequantize: quantized weights of a model with encoders are not read"
             )
+        if settings.mtp_from is not None:
+            raise ValueError("--mtp-from: it is for language models, and this one has encoders")
         unused = [name for name in source.tensors if _matches_any(name, settings.allow_unused)]
         return omni_checkpoint.open_omni(folder, source, data, model, unused)
     if isinstance(model, OmniConfig):
@@ -194,17 +212,39 @@ def open_hugging_face(folder: Path, **options: Any) -> Checkpoint:
         left_out["activation scale"] = len(packed.activation_scales)
     elif settings.dequantize:
         raise ValueError(
-            f"{folder}: --dequantize: config.json has no {QUANTIZATION}: its weights are not quantized"
+            f"{folder}: --dequantize: its weights are not quantized: config.json has no {QUANTIZATION}, and "
+            f"there is no {HF_QUANT_CONFIG}"
         )
+    used = [name for name in source.tensors if not _matches_any(name, settings.allow_unused)]
+    left_out["unused"] = len(source.tensors) - len(used)
+    if settings.mtp_num_layers == 0:
+        if settings.mtp_from is not None:
+            raise ValueError("--mtp-from and --mtp-num-layers 0: give one of them")
+        data, model = without_mtp(data), model and model.but(mtp_pattern=None, mtp_num_layers=0)
+        left_out["MTP"] = sum(name.startswith(PREFIX) for name in used)
+        used = [name for name in used if not name.startswith(PREFIX)]
+    elif settings.mtp_from is not None:
+        source, data = with_mtp_from(folder, Selected(source, {n: n for n in used}), data, settings.mtp_from)
+        used = list(source.tensors)
     config, mtp_source = hf_model(folder, data, model, settings.mtp_num_layers)
-    kept = {name: name for name in source.tensors if not _matches_any(name, settings.allow_unused)}
-    inventory.check_hf(config, {name: source.tensors[name].shape for name in kept})
-    inventory.check_types(folder, {name: source.tensors[name].dtype for name in kept})
-    left_out["unused"] = len(source.tensors) - len(kept)
+    kept = table_names(folder, used, hf_root(config))
+    lost = config.has_mtp and not any(name.startswith(PREFIX) for name in kept)
+    others = other_files(folder, source.files) if lost else {}
+    mtp = next((os.fspath(folder / name) for name, number in others.items() if number), "")
+    inventory.check_hf(config, {new: source.tensors[old].shape for new, old in kept.items()}, mtp)
+    inventory.check_types(folder, {name: source.tensors[name].dtype for name in used})
     mappings = tuple(inventory.mappings(config))
     return Checkpoint(
-        "hugging face", folder, config, Selected(source, kept), mappings, +left_out, mtp_source=mtp_source
-    )
+        "hugging face",
+        folder,
+        config,
+        Selected(source, kept),
+        mappings,
+        +left_out,
+        mtp_source=mtp_source,
+        stated=data,
+        mtp_from=settings.mtp_from,
+    ).with_float32()
 
 
 def hf_model(
@@ -215,7 +255,7 @@ def hf_model(
     found = (model,) if model else identify(config)
     blocks, own = config.mtp_num_blocks, data.get(OWN)
     config = named(config, found)
-    if depths is not None:
+    if depths:
         if not config.has_mtp or depths < 1 or (blocks > 1 and depths != blocks):
             raise ValueError(f"--mtp-num-layers {depths}: {folder} has {blocks} MTP block(s)")
         return config.but(mtp_num_layers=depths, mtp_use_repeated_layer=blocks == 1), "--mtp-num-layers"
@@ -283,6 +323,9 @@ def _megatron_config(
     guess = vocab_size is None and values.get("vocab_size") is None and type(padded) is int
     config = config_of(arguments, name=os.fspath(folder), vocab_size=padded if guess else vocab_size)
     found = identify(config)
+    # Megatron's is the length of its sequences.
+    lengths = [one.max_position_embeddings for one in (config, *found)]
+    config = config.but(max_position_embeddings=max(lengths))
     stated = None if len(found) == 1 else _name_in_run(folder)
     if stated is not None and (not found or stated in {one.name for one in found}):
         return config.but(name=stated, title=stated), guess

@@ -40,6 +40,20 @@ class StoredOptions:
     allow_unused: list[str] = repeated("tensors that may be left out", "GLOB")
 
 
+@dataclass(frozen=True, kw_only=True)
+class MTPOptions:
+    """Which MTP a Hugging Face folder is read with."""
+
+    mtp_num_layers: int | None = option(
+        "depths of MTP (default: as --model, config.json or the catalog says, else the stored blocks); "
+        "0: without MTP",
+        "N",
+    )
+    mtp_from: Path | None = option(
+        "take MTP, which a fine-tune has lost, from this Hugging Face folder or safetensors file", "PATH"
+    )
+
+
 _LORA, _ENCODERS = "LoRA adapters", "models with encoders"
 
 
@@ -110,8 +124,8 @@ class ToHf:
     iteration: int | None = option("default: the iteration that the tracker names", "N")
     vocab_size: int | None = option("tokens in the vocabulary (default: as stored)", "N")
     reference: Path | None = option(
-        "HF folder whose tokenizer and generation files are copied (default: the tokenizer in the "
-        "checkpoint, which Megatron's main saves)",
+        "HF folder whose tokenizer, generation files and other keys of config.json are kept (default: "
+        "those of the folder that the model comes from, and the tokenizer of the run)",
         "DIR",
     )
     from_optimizer_master: bool = flag("convert the FP32 masters of the optimizer, not the weights")
@@ -139,9 +153,7 @@ class FromHf:
     make_vocab_size_divisible_by: int = option(
         "pad the vocabulary to a multiple of N: Megatron's option times TP (default 128)", "N", default=128
     )
-    mtp_num_layers: int | None = option(
-        "depths of MTP (default: as --model, config.json or the catalog says, else the stored blocks)", "N"
-    )
+    mtp: MTPOptions
     dequantize: bool = flag(_DEQUANTIZE)
     shared: SharedOptions
 
@@ -153,6 +165,7 @@ class VerifyOptions:
     a: Path | str = argument("Megatron or Hugging Face checkpoint, or a URL", "A", parse=place)
     b: Path | str | None = argument("default: the manifest of A", "B", default=None, parse=place)
     vocab_size: int | None = option("tokens in the vocabulary (default: as stored)", "N")
+    mtp: MTPOptions
     dequantize: bool = flag(_DEQUANTIZE)
     stored: StoredOptions
     workers: int = workers_option()
@@ -208,7 +221,8 @@ def convert_from_hf(options: FromHf) -> int:
             **options.shared.common(),
             make_vocab_size_divisible_by=options.make_vocab_size_divisible_by,
             dequantize=options.dequantize,
-            mtp_num_layers=options.mtp_num_layers,
+            mtp_num_layers=options.mtp.mtp_num_layers,
+            mtp_from=options.mtp.mtp_from,
         )
         with local(options.source) as source, target(options.target) as (path, url):
             return conversion.convert_from_hf(source, path, replace(from_hf, url=url))
@@ -250,7 +264,8 @@ def verify(options: VerifyOptions) -> int:
         stack.enter_context(result(options.json))
         a = stack.enter_context(local(options.a))
         b = None if options.b is None else stack.enter_context(local(options.b))
-        return comparison.verify(a, b, common, dequantize=options.dequantize, vocab_size=options.vocab_size)
+        read = {"dequantize": options.dequantize, "vocab_size": options.vocab_size}
+        return comparison.verify(a, b, common, read, asdict(options.mtp))
 
 
 def size(text: str) -> int:

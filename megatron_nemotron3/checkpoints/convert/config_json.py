@@ -6,9 +6,9 @@ linear_attention, attention -> full_attention). Both forms are read. The string 
 has only the list; transformers 5.15 refuses a file with both. Where experts differ by layer, every layer has
 an entry in `block_configs` (module of that name).
 
-Values that Megatron cannot build, and unknown keys, are refused (`config_keys`). config.json contains nothing
-about training (MTP depths, loss factors, sequence length): those fields come from `base`, or keep their
-defaults.
+Values that Megatron cannot build are refused (`config_keys`); keys that no reader of the family uses are kept
+and named (`unread_note`). config.json contains nothing about training (MTP depths, loss factors, sequence
+length): those fields come from `base`, or keep their defaults.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 from megatron_nemotron3.checkpoints.convert.block_configs import (
     ARCHITECTURE,
+    DERIVED,
     KEY,
     MODEL_TYPE,
     MTP_KEY,
@@ -38,24 +39,29 @@ from megatron_nemotron3.checkpoints.convert.config_keys import (
     FIXED,
     FLOATS,
     FREE,
-    IGNORED,
     INFINITE,
+    KNOWN,
     LAYERS,
     LIMITS,
     MOE,
     MTP_BLOCKS,
+    MTP_KEYS,
     MTP_LAYERS,
     NO_CLAMP,
     NORMALIZED,
     OPTIONAL,
     OWN,
     OWN_FIELDS,
+    QUANTIZATION,
     WRITTEN,
     WRITTEN_MOE,
 )
 from megatron_nemotron3.checkpoints.metadata import printable
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.config import BUILT, unbuilt_fields
+
+#: Largest number of keys that a note names.
+_SHOWN = 12
 
 
 def read(data: Mapping[str, Any], *, name: str = "", base: Nemotron3Config | None = None) -> Nemotron3Config:
@@ -153,6 +159,14 @@ def write(
     return result
 
 
+def with_mtp(data: Mapping[str, Any], config: Nemotron3Config) -> dict[str, Any]:
+    """Return a config.json with the MTP of `config` where it states another number of blocks."""
+    if (data.get(MTP_BLOCKS) or len(data.get(MTP_KEY) or ()) and 1) == config.mtp_num_blocks:
+        return dict(data)
+    result = {key: value for key, value in data.items() if key not in MTP_KEYS}
+    return result | {key: value for key, value in write(config).items() if key in MTP_KEYS}
+
+
 def _layer_keys(
     keys: tuple[str, tuple[str, ...]], pattern: str, reference: Mapping[str, Any] | None
 ) -> dict[str, Any]:
@@ -166,27 +180,8 @@ def _fields_of(kinds: str) -> dict[str, tuple[str, ...]]:
 
 
 def _check_config_keys(name: str, data: Mapping[str, Any]) -> None:
-    known = {key for table in (FIELDS, DENSE, MOE) for keys in table.values() for key in keys}
-    known |= {
-        OWN,
-        NORMALIZED,
-        MTP_BLOCKS,
-        LAYERS[0],
-        *LAYERS[1],
-        MTP_LAYERS[0],
-        *MTP_LAYERS[1],
-        *FIXED,
-    } | IGNORED
-    if "quantization_config" in data:
-        raise ValueError(
-            f"{name}: config.json has a quantization_config: --dequantize reads its weights as BF16"
-        )
-    if unknown := sorted(set(data) - known):
-        keys = ", ".join(map(printable, unknown))
-        raise ValueError(
-            f"{name}: config.json has {len(unknown)} unknown keys: {keys}: remove those that change neither "
-            "a tensor nor a result"
-        )
+    if QUANTIZATION in data:
+        raise ValueError(f"{name}: config.json has a {QUANTIZATION}: --dequantize reads its weights as BF16")
     for key, fixed in FIXED.items():
         if data.get(key) is not None and _normalized(data[key]) != fixed:
             raise ValueError(f"{name}: {key}={data[key]!r} cannot be built by Megatron, which has {fixed!r}")
@@ -221,6 +216,16 @@ def _check_normalized(name: str, stated: Any, topk: int) -> None:
             f"{name}: {NORMALIZED}={stated!r} divides the weight of the only expert by itself, which makes "
             f"it 1; Megatron keeps the score: with num_experts_per_tok=1 only {NORMALIZED}=False can be built"
         )
+
+
+def unread_note(data: Mapping[str, Any]) -> str | None:
+    """Return what to say of keys that no reader of the family uses, and that are kept as they are."""
+    unread = sorted(set(data) - KNOWN - {KEY, MTP_KEY, DERIVED, QUANTIZATION})
+    if not unread:
+        return None
+    more = f" and {len(unread) - _SHOWN:,} more" if len(unread) > _SHOWN else ""
+    keys = ", ".join(map(printable, unread[:_SHOWN])) + more
+    return f"config.json has {len(unread):,} keys that no reader of the family uses: {keys}"
 
 
 def clamp_note(data: Mapping[str, Any]) -> str | None:

@@ -1,6 +1,7 @@
 """The keys of a Nemotron-H config.json: which field each is, and which values can be built.
 
-Values that Megatron cannot build are refused (`FIXED`), keys that change no result are ignored (`IGNORED`).
+Values that Megatron cannot build are refused (`FIXED`), keys that change no result are ignored (`IGNORED`),
+and so are all others: no reader of the family uses them.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ BLOCK_OF = {kind: block for block, kind in reversed(BLOCKS.items())}
 LAYERS = ("hybrid_override_pattern", ("layers_block_type", "layer_types"))
 MTP_LAYERS = ("mtp_hybrid_override_pattern", ("mtp_layers_block_type",))
 MTP_BLOCKS = "num_nextn_predict_layers"
+#: What packed weights are, in the form of ModelOpt or compressed-tensors.
+QUANTIZATION = "quantization_config"
 #: Key of our own: how MTP is trained, which Hugging Face has no key for. transformers keeps it and does not
 #: use it.
 OWN = "megatron_nemotron3"
@@ -87,6 +90,37 @@ FIXED: dict[str, Any] = {
     "topk_group": 1,
     "use_bias": False,
     "use_conv_bias": True,
+    # Not of the family: what such keys say of other models, whose parts or results are others.
+    "attention_output_gate": False,
+    "attn_logit_softcapping": None,
+    "attn_output_gate": False,
+    "embedding_multiplier": 1.0,
+    "enable_expert_bias": True,
+    "final_logit_softcapping": None,
+    "first_k_dense_replace": 0,
+    "layernorm_zero_centered_gamma": False,
+    "lm_head_bias": False,
+    "logits_scaling": 1.0,
+    "moe_gate_bias": False,
+    "moe_latent_up_projection_rmsnorm": False,
+    "moe_layer_freq": 1,
+    "moe_router_enable_expert_bias": True,
+    "moe_router_pre_softmax": False,
+    "moe_router_score_function": "sigmoid",
+    "moe_use_norm_before_up_proj": False,
+    "norm_before_gate": False,
+    "normalization": "RMSNorm",
+    "num_shared_experts": 1,
+    "position_embedding_type": "none",
+    "qk_layernorm": False,
+    "qk_norm": False,
+    "residual_multiplier": 1.0,
+    "rms_norm": True,
+    "score_func": "sigmoid",
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "use_qk_norm": False,
+    "use_sliding_window": False,
 }
 INFINITE = 1e30
 #: Keys of the limits of time steps, of which the upper one is infinite.
@@ -128,3 +162,9 @@ IGNORED = frozenset(
         *("num_hidden_layers", "hidden_act", "intermediate_size", "expand", "mamba_expand"),
     )
 )
+#: Keys that describe MTP.
+MTP_KEYS = {MTP_BLOCKS, MTP_LAYERS[0], *MTP_LAYERS[1], "mtp_block_configs", OWN}
+#: Keys that describe a layer, and all that are read or known to change nothing.
+OF_LAYERS = {key for table in (FIELDS, DENSE, MOE) for keys in table.values() for key in keys}
+OF_LAYERS |= {*FIXED, NORMALIZED}
+KNOWN = OF_LAYERS | IGNORED | {OWN, MTP_BLOCKS, LAYERS[0], *LAYERS[1], MTP_LAYERS[0], *MTP_LAYERS[1]}

@@ -30,8 +30,10 @@ from megatron_nemotron3.checkpoints.convert.job import (
     run,
 )
 from megatron_nemotron3.checkpoints.convert.job_options import ConvertOptions, FromHfOptions, ToHfOptions
-from megatron_nemotron3.checkpoints.convert.omni_config import TEXT, is_omni, part, pruning_note
+from megatron_nemotron3.checkpoints.convert.notes import bias_notes, config_notes, file_notes
+from megatron_nemotron3.checkpoints.convert.omni_config import TEXT, is_omni, part
 from megatron_nemotron3.checkpoints.convert.opened import Checkpoint, checkpoint_facts, checkpoint_line
+from megatron_nemotron3.checkpoints.convert.origin import base_config, to_copy, to_keep
 from megatron_nemotron3.checkpoints.convert.peft import PackedAdapter
 from megatron_nemotron3.checkpoints.convert.quantized_config import read_scales
 from megatron_nemotron3.checkpoints.convert.quantized_recipes import Quantization, quantization
@@ -40,7 +42,7 @@ from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.checkpoints.convert.streams import FilePlan
 from megatron_nemotron3.checkpoints.convert.upload import check_url, upload
 from megatron_nemotron3.checkpoints.convert.views import Cast, Converted, Joined
-from megatron_nemotron3.checkpoints.folders import TOKENIZER, free_bytes, locate
+from megatron_nemotron3.checkpoints.folders import free_bytes, locate
 from megatron_nemotron3.checkpoints.metadata import count_elements, elements_text
 from megatron_nemotron3.checkpoints.remote import shown
 from megatron_nemotron3.common.output import BYTES, Bar, say, size_text
@@ -96,15 +98,17 @@ def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
     view, lines = omni_parts.with_other_tensors(view, opened, reference, options.dtype or dtype)
     view, written = omni_parts.in_place(view, opened, base)
     files = to_hf.files(view.tensors, options.shard_bytes)
+    stated, line = base_config(written or opened.config, reference, opened.origin)
+    copied, line_of_files = to_copy(reference, opened)
     small = to_hf.small_files(
         written or opened.config,
         files,
-        reference=reference,
-        tokenizer=stored if (stored := opened.folder / TOKENIZER).is_dir() else None,
+        copied=copied,
+        base=stated,
         dtype=options.dtype or dtype,
         quantization=plan,
     )
-    lines += _note_lines(opened, base, json.loads(small[CONFIG]))
+    lines += [*filter(None, (line, line_of_files)), *_note_lines(opened, base, json.loads(small[CONFIG]))]
     notes = [*_quantized_lines(plan), *lines]
     job = _job(opened, target, view, (files, small), options, scales)
     if not _run_job(opened, target, job, options, notes) or options.compare_logits is None:
@@ -136,6 +140,7 @@ def convert_from_hf(source: Path, target: Path, options: FromHfOptions) -> int:
         allow_unused=options.allow_unused,
         dequantize=options.dequantize,
         mtp_num_layers=options.mtp_num_layers,
+        mtp_from=options.mtp_from,
         omni=True,
     )
     opened = omni_parts.check_options(opened, options)
@@ -166,8 +171,9 @@ def convert_from_hf(source: Path, target: Path, options: FromHfOptions) -> int:
         limit=options.shard_bytes,
         arguments=arguments,
     )
-    job = _job(opened, target, view, (folder.files, folder.small), options, index=folder.index)
-    notes = _note_lines(opened, base, read_config(opened.folder, omni=True))
+    kept, lines = to_keep(opened, base)
+    job = _job(opened, target, view, (folder.files, kept | folder.small), options, index=folder.index)
+    notes = lines + _note_lines(opened, base, opened.stated or {})
     if not _run_job(opened, target, job, options, notes) or options.compare_logits is None:
         return 0
     made = _language(open_megatron(target, model=opened.omni or opened.config, omni=True))
@@ -209,13 +215,9 @@ def _check_target(target: Path, options: ConvertOptions) -> None:
 
 
 def _note_lines(opened: Checkpoint, base: Checkpoint | None, data: Mapping[str, Any]) -> list[str]:
-    """Say what a part is put into, and where a config.json makes others compute differently than Megatron."""
-    text = part(data, TEXT) if is_omni(data) else None
-    clamp = config_json.clamp_note(text or data) if "M" in opened.config.full_pattern else None
-    pruning = pruning_note(data) if opened.omni else None
-    notes = {"time steps   ": clamp, "video        ": pruning}
+    """Say what a part is put into, and what a config.json says that matters."""
     into = [] if base is None else [f"into         {checkpoint_line(base)}"]
-    return into + [start + note for start, note in notes.items() if note]
+    return into + file_notes(opened) + bias_notes(opened) + config_notes(opened, data)
 
 
 def _quantized_lines(plan: Quantization | None) -> Iterator[str]:
@@ -243,6 +245,8 @@ def _plan_lines(opened: Checkpoint, target: Path, job: Job) -> list[str]:
     if opened.config.has_mtp:
         depths, blocks = opened.config.mtp_num_layers, opened.config.mtp_num_blocks
         lines.append(f"mtp          depths: {depths}, stored blocks: {blocks}; by {opened.mtp_source}")
+    if opened.mtp_from is not None:
+        lines.append(f"mtp          its tensors are those of {shown(opened.mtp_from)}")
     padding = (opened.padded_vocab_size or 0) - opened.config.vocab_size
     if opened.vocabulary_guessed:
         lines.append(
@@ -309,7 +313,9 @@ def _run_job(
     )
     same = options.only is None and not isinstance(job.source, (Quantized, PackedAdapter))
     if options.compare_logits is None and same:
-        say(f"next         nemotron3 verify {shown(opened.folder)} {shown(target)}")
+        mtp = getattr(options, "mtp_from", None), getattr(options, "mtp_num_layers", None)
+        words = f" --mtp-from {shown(mtp[0])}" if mtp[0] else " --mtp-num-layers 0" if mtp[1] == 0 else ""
+        say(f"next         nemotron3 verify {shown(opened.folder)} {shown(target)}{words}")
     return True
 
 
@@ -356,6 +362,8 @@ def _job(
     }
     if options.into is not None:
         origin["into"] = shown(options.into.absolute())
+    if opened.mtp_from is not None:
+        origin["mtp_from"] = shown(opened.mtp_from.absolute())
     if options.adapter is not None:
         origin["adapter"] = adapter_state(options.adapter)
     return Job(

@@ -12,16 +12,18 @@ directions with the package.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import stat
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_nemotron3.checkpoints.convert.config_keys import QUANTIZATION
 from megatron_nemotron3.checkpoints.convert.omni_config import is_omni
 from megatron_nemotron3.checkpoints.convert.sources import (
     Block,
@@ -37,6 +39,11 @@ from megatron_nemotron3.checkpoints.mapped import MappedFile, explained
 from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, CheckpointError, read_json
 from megatron_nemotron3.common.files import first_repeated
 
+#: The file that ModelOpt's exporter writes next to config.json.
+HF_QUANT_CONFIG = "hf_quant_config.json"
+#: What follows the root of the decoder's tensors, in all spellings -> in the table.
+_ROOTS = {"layers": "layers", "norm_f": "norm_f", "embeddings": "embeddings", "embedding": "embeddings"}
+_ROOTED = re.compile(rf"^(?:backbone|model)\.({'|'.join(_ROOTS)})\.")
 _MULTIMODAL = "model of text and other inputs, of which only the language model is of this family"
 #: What to do where only a language model will do.
 TAKEN_OUT = "not supported here (`nemotron3 convert … --only language` takes the language model out)"
@@ -54,8 +61,13 @@ _PARTS = (
 
 
 def read_config(folder: Path, *, omni: bool = False) -> dict[str, Any]:
-    """Read config.json."""
+    """Read config.json, with the quantization that hf_quant_config.json states if config.json states none.
+
+    ModelOpt before 0.31 wrote it there only.
+    """
     data = read_json(folder / CONFIG)
+    if QUANTIZATION not in data and os.path.lexists(folder / HF_QUANT_CONFIG):
+        data[QUANTIZATION] = read_json(folder / HF_QUANT_CONFIG)
     if omni and is_omni(data):
         return data
     if kind := _other_kind(data):
@@ -79,32 +91,76 @@ def _other_kind(data: Mapping[str, Any]) -> str | None:
 
 def open_hf(folder: Path) -> FileSource:
     """Open every tensor of the folder; only the headers of its files are read."""
-    listed: Mapping[str, str] | None = None
-    if os.path.lexists(folder / INDEX):
-        listed = _weight_map(folder)
-        names = sorted(set(listed.values()))
-    elif os.path.lexists(folder / SINGLE):
-        names = [SINGLE]
-    else:
-        raise CheckpointError(f"{folder}: it has neither {SINGLE} nor {INDEX}: is it a Megatron checkpoint?")
-    tensors: dict[str, SourceTensor] = {}
-    sizes = {name: regular_file_size(folder / name, folder) for name in names}
-    for name in names:
-        path = folder / name
-        for tensor, entry in read_safetensors_header(path)[0].items():
-            if tensor in tensors:
-                raise CheckpointError(f"{path}: {tensor!r:.100} is in another file of the folder as well")
-            if listed is not None and listed.get(tensor) != name:
-                raise CheckpointError(
-                    f"{path}: it holds {tensor!r:.100}, which {INDEX} has in {listed.get(tensor)!r:.100}"
-                )
-            tensors[tensor] = header_tensor(path, entry)
-    missing = [tensor for tensor in listed or () if tensor not in tensors]
-    if missing:
+    if not os.path.lexists(folder / INDEX):
+        if not os.path.lexists(folder / SINGLE):
+            raise CheckpointError(
+                f"{folder}: it has neither {SINGLE} nor {INDEX}: is it a Megatron checkpoint?"
+            )
+        return open_files(folder, [SINGLE])
+    listed = _weight_map(folder)
+    if os.path.lexists(folder / SINGLE) and SINGLE not in listed.values():
+        raise CheckpointError(
+            f"{folder}: it has {SINGLE}, which transformers reads, and {INDEX} with "
+            f"{len(set(listed.values())):,} other files: remove the one that is not the model"
+        )
+    source = open_files(folder, sorted(set(listed.values())), listed)
+    if missing := [tensor for tensor in listed if tensor not in source.tensors]:
         raise CheckpointError(
             f"{folder / INDEX}: {len(missing)} tensors are in no file, first {missing[0]!r:.100}"
         )
+    return source
+
+
+def open_files(folder: Path, names: Sequence[str], listed: Mapping[str, str] | None = None) -> FileSource:
+    """Open every tensor of some safetensors files of a folder; `listed` says which file holds which."""
+    tensors: dict[str, SourceTensor] = {}
+    sizes = {name: regular_file_size(folder / name, folder) for name in names}
+    for name in names:
+        for tensor, entry in read_safetensors_header(folder / name)[0].items():
+            if tensor in tensors:
+                raise CheckpointError(
+                    f"{folder / name}: {tensor!r:.100} is in another file of the folder as well"
+                )
+            if listed is not None and listed.get(tensor) != name:
+                raise CheckpointError(
+                    f"{folder / name}: it holds {tensor!r:.100}, which {INDEX} has in "
+                    f"{listed.get(tensor)!r:.100}"
+                )
+            tensors[tensor] = header_tensor(folder / name, entry)
     return FileSource(folder, tensors, sizes)
+
+
+def open_file(path: Path) -> FileSource:
+    """Open every tensor of one safetensors file, which may be a link."""
+    real = Path(os.path.realpath(path))
+    return open_files(real.parent, [real.name])
+
+
+def other_files(folder: Path, files: Iterable[str]) -> dict[str, int]:
+    """Return the readable safetensors files of a folder besides `files`: name -> its MTP tensors."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        if path.name not in files and os.path.realpath(path) not in files:
+            with contextlib.suppress(CheckpointError):
+                found[path.name] = sum(
+                    name.startswith("mtp.") for name in open_files(folder, [path.name]).tensors
+                )
+    return found
+
+
+def table_names(folder: Path, names: Iterable[str], root: str) -> dict[str, str]:
+    """Map the table's name of each tensor to its name in the folder.
+
+    transformers calls `root` "model" in memory, and writes `backbone.embedding.weight` (5.15.1, for a model
+    that was made from a configuration).
+    """
+    result: dict[str, str] = {}
+    for name in names:
+        table = _ROOTED.sub(lambda match: f"{root}.{_ROOTS[match[1]]}.", name)
+        if table in result:
+            raise CheckpointError(f"{folder}: {result[table]!r:.100} and {name!r:.100} are the same tensor")
+        result[table] = name
+    return result
 
 
 def regular_file_size(path: Path, folder: Path) -> int:

@@ -158,11 +158,14 @@ def check_types(folder: Path, types: Mapping[str, str], *, alike: bool = False) 
             )
 
 
-def check_hf(config: Nemotron3Config, shapes: Mapping[str, Shape]) -> None:
-    """Check that a Hugging Face checkpoint contains exactly the tensors of its config.json."""
+def check_hf(config: Nemotron3Config, shapes: Mapping[str, Shape], mtp_file: str = "") -> None:
+    """Check that a Hugging Face checkpoint contains exactly the tensors of its config.json.
+
+    `mtp_file` is a file of the folder that holds MTP and that no index lists, if there is one.
+    """
     expected = {tensor.name: tensor.shape for tensor in hf_tensors(config)}
     missing = [name for name in expected if name not in shapes]
-    check_shapes(config.name, expected, shapes, _mtp_hint(config, missing) if missing else "")
+    check_shapes(config.name, expected, shapes, _mtp_hint(config, missing, mtp_file) if missing else "")
 
 
 def check_shapes(
@@ -187,13 +190,14 @@ def check_shapes(
         raise ValueError(f"{name}: " + "; ".join(problems))
 
 
-def _mtp_hint(config: Nemotron3Config, missing: list[str]) -> str:
+def _mtp_hint(config: Nemotron3Config, missing: list[str], file: str = "") -> str:
     if not all(name.startswith("mtp.") for name in missing):
         return ""
+    where = f"{file}, which no index lists, has MTP: " if file else "the original checkpoint has them: "
     return (
         f": the configuration has {config.mtp_num_blocks} MTP block(s) {config.mtp_pattern!r} whose weights "
-        "are missing. Some tools drop them (transformers' save_pretrained does): take the weights from the "
-        "original checkpoint, or give a configuration without MTP"
+        f"are missing. Some tools drop them (transformers' save_pretrained does); {where}"
+        f"--mtp-from {file or 'DIR'} takes them from there, --mtp-num-layers 0 converts without MTP"
     )
 
 

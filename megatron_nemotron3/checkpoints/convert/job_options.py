@@ -64,4 +64,7 @@ class FromHfOptions(ConvertOptions):
 
     make_vocab_size_divisible_by: int = 128
     dequantize: bool = False
+    #: Default: as config.json says; 0: without MTP.
     mtp_num_layers: int | None = None
+    #: A Hugging Face folder, or a file, with the MTP that the source has lost.
+    mtp_from: Path | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,8 @@ def open_omni(
     omni_inventory.check(config, expected, {name: t.shape for name, t in weights.tensors.items()})
     check_types(folder, weights, (tensor for mapping in found for tensor in mapping.hf))
     left_out = Counter(unused=len(left), derived=len(given.tensors) - len(kept))
-    return Checkpoint("hugging face", folder, config.language, weights, found, +left_out, omni=config)
+    opened = Checkpoint("hugging face", folder, config.language, weights, found, +left_out, omni=config)
+    return replace(opened, stated=data).with_float32()
 
 
 def stored_omni(

@@ -7,7 +7,7 @@ some keys, and describes RADIO by the arguments it was trained with:
     released             img_context_token_id  sound_context_token_id  llm_config   sound_config
 
 A size that RADIO's part does not state is transformers' default, as transformers takes it. Values that our
-encoders do not have, and unknown keys, are refused like those of the language model (`config_json`).
+encoders do not have are refused like those of the language model (`config_json`), and so are unknown keys.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ from typing import Any
 from megatron_nemotron3.checkpoints.convert import inventory, omni_inventory
 from megatron_nemotron3.checkpoints.convert.adapters import Merged, StoredAdapter
 from megatron_nemotron3.checkpoints.convert.inventory import TensorMapping
+from megatron_nemotron3.checkpoints.convert.omni_config import TEXT, part
 from megatron_nemotron3.checkpoints.convert.omni_inventory import LANGUAGE
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
-from megatron_nemotron3.checkpoints.convert.views import Converted, Selected
+from megatron_nemotron3.checkpoints.convert.views import Cast, Converted, Selected
+from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE
 from megatron_nemotron3.checkpoints.remote import shown
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.omni import OmniConfig
@@ -43,6 +46,16 @@ class Checkpoint:
     adapter: StoredAdapter | None = None
     #: The model with encoders, of which `config` is the language model; None without encoders.
     omni: OmniConfig | None = None
+    #: What its config.json says, for the tensors and the MTP that it is opened with; None for Megatron's.
+    stated: Mapping[str, Any] | None = None
+    #: What is kept of the Hugging Face folder that a Megatron checkpoint comes from.
+    origin: Path | None = None
+    #: Where its tokenizer may be.
+    tokenizers: tuple[Path, ...] = ()
+    #: The checkpoint that MTP was taken from, if another.
+    mtp_from: Path | None = None
+    #: Tensors of FP32 that were stored in fewer bits, and are read as FP32 -> their stored type.
+    narrow: dict[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -53,6 +66,21 @@ class Checkpoint:
         """Rows of Megatron's embedding; None for a Hugging Face checkpoint."""
         name = LANGUAGE + EMBEDDING if self.omni else EMBEDDING
         return self.weights.tensors[name].shape[0] if self.kind != "hugging face" else None
+
+    @property
+    def float32(self) -> list[str]:
+        """Names of the tensors that are FP32 whatever the model's type: the expert bias."""
+        rows = [one for one in self.mappings if one.row.float32 and one.row.part == "E"]
+        return [t.name for one in rows for t in (one.hf if self.kind == "hugging face" else one.megatron)]
+
+    def with_float32(self) -> Checkpoint:
+        """Return the checkpoint with the tensors of `float32` in this type, if they are in a narrower one."""
+        types = {name: self.weights.tensors[name].dtype for name in self.float32}
+        narrow = {name: dtype for name, dtype in types.items() if ITEM_SIZE[dtype] < ITEM_SIZE["float32"]}
+        if not narrow:
+            return self
+        wide = Cast(self.weights, "float32", keep=lambda name: name not in narrow)
+        return replace(self, weights=wide, narrow=narrow)
 
     def language_part(self) -> Checkpoint:
         """Return the language model of a model with encoders as a checkpoint of its own."""
@@ -67,6 +95,8 @@ class Checkpoint:
         return replace(
             self,
             weights=Selected(self.weights, names),
+            stated=part(self.stated, TEXT) if self.stated else None,
+            narrow={new: self.narrow[old] for new, old in names.items() if old in self.narrow},
             mappings=tuple(mappings),
             left_out=self.left_out + Counter(encoder=len(self.weights.tensors) - len(names)),
             omni=None,

@@ -26,16 +26,13 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.checkpoints.convert.adapters import A, B, StoredAdapter
-from megatron_nemotron3.checkpoints.convert.hf_folder import (
-    header_tensor,
-    read_safetensors_header,
-    regular_file_size,
-)
+from megatron_nemotron3.checkpoints.convert.hf_folder import open_files
 from megatron_nemotron3.checkpoints.convert.plan import Slices, whole
 from megatron_nemotron3.checkpoints.convert.sources import FileSource, SourceTensor, TensorSource
 from megatron_nemotron3.checkpoints.convert.streams import FilePlan
 from megatron_nemotron3.checkpoints.convert.to_hf import safetensors_plan
 from megatron_nemotron3.checkpoints.metadata import CheckpointError, read_json
+from megatron_nemotron3.models.lora import MAX_RANK
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _ROOT = "base_model.model."
@@ -161,13 +158,22 @@ def open_peft(folder: Path, *, experts: int, root: str) -> StoredAdapter:
         raise CheckpointError(
             f"{folder / CONFIG}: lora_alpha {alpha!r:.40} or target_parameters is not valid"
         )
+    pattern = data.get("rank_pattern") or {}
+    ranks = [data.get("r"), *(pattern.values() if isinstance(pattern, dict) else [pattern])]
+    if wrong := [rank for rank in ranks if type(rank) is not int or not 0 < rank <= MAX_RANK]:
+        raise CheckpointError(
+            f"{folder / CONFIG}: the rank {wrong[0]!r:.40} (r or rank_pattern) is not a whole number from 1 "
+            f"to {MAX_RANK:,}"
+        )
     if not (folder / WEIGHTS).exists():
         raise CheckpointError(f"{folder}: it has no {WEIGHTS}: save the adapter as safetensors")
-    size = regular_file_size(folder / WEIGHTS, folder)
-    header = read_safetensors_header(folder / WEIGHTS)[0]
-    tensors = {name: header_tensor(folder / WEIGHTS, entry) for name, entry in header.items()}
-    source = FileSource(folder, tensors, {WEIGHTS: size})
-    unpacked = Unpacked(source, experts, map(str, parameters), root)
+    unpacked = Unpacked(open_files(folder, [WEIGHTS]), experts, map(str, parameters), root)
+    for name, tensor in unpacked.tensors.items():
+        if name.endswith(A) and tensor.shape[:1] not in {(rank,) for rank in ranks}:
+            raise CheckpointError(
+                f"{folder / WEIGHTS}: {name} {list(tensor.shape)} has another rank than {CONFIG} says: "
+                + ", ".join(map(str, sorted(set(ranks))))
+            )
     return StoredAdapter(unpacked, alpha, bool(data.get("use_rslora")))
 
 

@@ -14,14 +14,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoints.convert.hf_folder import header_tensor, open_hf, read_safetensors_header
+from megatron_nemotron3.checkpoints.convert.hf_folder import open_file, open_hf
 from megatron_nemotron3.checkpoints.convert.quantized_recipes import BLOCK, SCALES, Quantization
-from megatron_nemotron3.checkpoints.convert.sources import FileSource, TensorSource
+from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.checkpoints.metadata import CheckpointError, read_json
 from megatron_nemotron3.precision.serving import RECIPES
 
-#: The file that ModelOpt's exporter writes next to config.json.
-HF_QUANT_CONFIG = "hf_quant_config.json"
 #: The ModelOpt release that defines this layout.
 LAYOUT = "0.47.0"
 #: Modules that engines build as quantizable layers; `exclude_modules` must list those that are not quantized.
@@ -82,7 +80,7 @@ def read_scales(path: Path) -> dict[str, float]:
                     + ", ".join(SCALES)
                 )
         return {name: float(value) for name, value in data.items()}
-    source = open_hf(path) if path.is_dir() else _open_file(path)
+    source = open_hf(path) if path.is_dir() else open_file(path)
     names = [name for name in source.tensors if name.rpartition(".")[2] in SCALES]
     result = {name: scalar(source, name) for name in names}
     if not result:
@@ -101,11 +99,6 @@ def scalar(source: TensorSource, name: str) -> float:
     if not 0 < value < math.inf:
         raise CheckpointError(f"{source.folder}: {name} is {value}, expected a number above 0")
     return value
-
-
-def _open_file(path: Path) -> FileSource:
-    tensors = {name: header_tensor(path, entry) for name, entry in read_safetensors_header(path)[0].items()}
-    return FileSource(path.parent, tensors, {path.name: path.stat().st_size})
 
 
 def _layer_entry(algorithm: str) -> dict[str, Any]:

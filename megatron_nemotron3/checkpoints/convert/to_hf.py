@@ -4,43 +4,29 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from typing import Any
 
 from megatron_nemotron3.checkpoints.convert import config_json
+from megatron_nemotron3.checkpoints.convert.config_keys import QUANTIZATION
 from megatron_nemotron3.checkpoints.convert.hf_folder import (
     CONFIG,
+    HF_QUANT_CONFIG,
     INDEX,
     SINGLE,
-    read_config,
-    regular_file_size,
     safetensors_header,
 )
 from megatron_nemotron3.checkpoints.convert.omni_config import omni_json
 from megatron_nemotron3.checkpoints.convert.plan import whole
-from megatron_nemotron3.checkpoints.convert.quantized_config import (
-    HF_QUANT_CONFIG,
-    hf_quant_config,
-    quantization_config,
-)
+from megatron_nemotron3.checkpoints.convert.quantized_config import hf_quant_config, quantization_config
 from megatron_nemotron3.checkpoints.convert.quantized_recipes import Quantization
 from megatron_nemotron3.checkpoints.convert.sources import SourceTensor
 from megatron_nemotron3.checkpoints.convert.streams import FilePlan, Part, grouped
-from megatron_nemotron3.checkpoints.metadata import read_file
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.omni import OmniConfig
 
 #: 5GB as Hugging Face counts it.
 SHARD_BYTES = 5 * 10**9
 _METADATA = {"format": "pt"}
-#: Files that are copied from a reference, besides those with _COPIED_ENDINGS.
-_COPIED = (
-    *("generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
-    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.json"),
-    *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
-)
-#: Longest file that is copied, in bytes; the tokenizer has 17 MB.
-_COPIED_LIMIT = 256 << 20
-_COPIED_ENDINGS = (".py", ".jinja", ".tiktoken")
 
 
 def files(tensors: Mapping[str, SourceTensor], limit: int = SHARD_BYTES) -> list[FilePlan]:
@@ -74,39 +60,22 @@ def small_files(
     config: Nemotron3Config | OmniConfig,
     plans: Sequence[FilePlan],
     *,
-    reference: Path | None = None,
-    tokenizer: Path | None = None,
+    copied: Mapping[str, bytes] | None = None,
+    base: Mapping[str, Any] | None = None,
     dtype: str = "bfloat16",
     quantization: Quantization | None = None,
 ) -> dict[str, bytes]:
-    """Return the other files of an HF folder: the index, config.json, and copied files."""
-    result = {}
+    """Return the other files of an HF folder: the index, config.json with other keys of `base`, `copied`."""
+    result = dict(copied or {})
     if (text := index(plans)) is not None:
         result[INDEX] = text
-    for folder in filter(None, (tokenizer, reference)):
-        result.update(copied_files(folder))
-    base = None
-    if reference is not None and (reference / CONFIG).exists():
-        base = read_config(reference, omni=isinstance(config, OmniConfig))
     if isinstance(config, OmniConfig):
         data = omni_json(config, reference=base, dtype=dtype)
     else:
         data = config_json.write(config, reference=base, dtype=dtype)
     if quantization is not None:
         stated = hf_quant_config(quantization, "megatron-nemotron3")
-        data["quantization_config"] = quantization_config(stated)
+        data[QUANTIZATION] = quantization_config(stated)
         result[HF_QUANT_CONFIG] = (json.dumps(stated, indent=2) + "\n").encode()
     result[CONFIG] = (json.dumps(data, indent=2, allow_nan=False) + "\n").encode()
-    return result
-
-
-def copied_files(reference: Path) -> dict[str, bytes]:
-    """Return the tokenizer, generation and code files of a folder, by name."""
-    if not reference.is_dir():
-        raise ValueError(f"{reference}: --reference must be a folder")
-    result = {}
-    for path in sorted(reference.iterdir()):
-        if path.name in _COPIED or path.name.endswith(_COPIED_ENDINGS):
-            regular_file_size(path, reference)
-            result[path.name] = read_file(path, _COPIED_LIMIT)
     return result

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 from megatron_nemotron3.checkpoints.convert.checkpoints import open_checkpoint
 from megatron_nemotron3.checkpoints.convert.compare import Difference, compare
 from megatron_nemotron3.checkpoints.convert.job import MANIFEST
 from megatron_nemotron3.checkpoints.convert.job_options import ConvertOptions
+from megatron_nemotron3.checkpoints.convert.notes import bias_notes, narrower_notes
 from megatron_nemotron3.checkpoints.convert.opened import checkpoint_facts, checkpoint_line
 from megatron_nemotron3.checkpoints.convert.streams import BAND
 from megatron_nemotron3.checkpoints.mapped import MappedFile, explained
@@ -29,25 +31,28 @@ def verify(
     a: Path,
     b: Path | None,
     options: ConvertOptions,
-    *,
-    dequantize: bool = False,
-    vocab_size: int | None = None,
+    both: Mapping[str, Any],
+    first: Mapping[str, Any],
 ) -> int:
-    """Compare two checkpoints, or one with its manifest. Returns the exit status: 0 equal, 1 not."""
+    """Compare two checkpoints, or one with its manifest. Returns the exit status: 0 equal, 1 not.
+
+    `both` and `first` are more options of `open_checkpoint`, for both sides and for `a` alone.
+    """
     if b is None:
         return verify_manifest(a, options.workers)
     wanted = {
         "model": options.model,
         "allow_unused": options.allow_unused,
-        "dequantize": dequantize,
-        "vocab_size": vocab_size,
         "alpha": options.lora_alpha,
         "omni": True,
+        **both,
     }
-    sides = [open_checkpoint(p, **wanted) for p in (a, b)]
+    sides = [open_checkpoint(a, **wanted, **first), open_checkpoint(b, **wanted)]
     for name, side in zip("ab", sides):
         say(f"{name}            {checkpoint_line(side)}", **{name: checkpoint_facts(side)})
     views = [side.hf_view() for side in sides]
+    for note in (*(n for side in sides for n in bias_notes(side)), *narrower_notes(*views)):
+        say(note, notes=[" ".join(note.split())])
     total = sum(t.nbytes for name, t in views[0].tensors.items() if name in views[1].tensors)
     started = time.monotonic()
     problems, equal, elements = 0, 0, 0

@@ -12,21 +12,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoints.convert.checkpoints import QUANTIZATION, open_checkpoint
+from megatron_nemotron3.checkpoints.convert.checkpoints import open_checkpoint
+from megatron_nemotron3.checkpoints.convert.config_keys import QUANTIZATION
 from megatron_nemotron3.checkpoints.convert.hf_folder import read_config
 from megatron_nemotron3.checkpoints.convert.opened import Checkpoint
-from megatron_nemotron3.checkpoints.convert.torch_dist import open_torch_dist, read_dcp_state
-from megatron_nemotron3.checkpoints.folders import TOKENIZER as TOKENIZER_FOLDER
+from megatron_nemotron3.checkpoints.convert.origin import (
+    CORPUS,
+    find_origin,
+    prepared_data,
+    read_arguments,
+    tokenizer_folders,
+)
 from megatron_nemotron3.checkpoints.folders import is_hugging_face, locate_one
-from megatron_nemotron3.checkpoints.metadata import CheckpointError
-from megatron_nemotron3.checkpoints.read import common_state
-from megatron_nemotron3.checkpoints.state import stored_arguments
-from megatron_nemotron3.checkpoints.structure import CONFIG as METADATA
 from megatron_nemotron3.inference.generate.text import TOKENIZER, Tokenizer, read_json_object
 from megatron_nemotron3.models import Nemotron3Config
-
-DATA = "data"
-CORPUS = "corpus"
 
 
 @dataclass(frozen=True)
@@ -43,13 +42,7 @@ class CheckpointFolder:
 
     def prepared(self) -> Path | None:
         """The prepared data the run was trained on, also if the run was moved."""
-        if self.run is None:
-            return None
-        stored = self.arguments.get("data_path")
-        name = Path(stored[0]).parent.name if isinstance(stored, list) and len(stored) == 1 else ""
-        found = sorted(path.parent for path in (self.run / DATA).glob(f"*/{CORPUS}.idx"))
-        named = [path for path in found if path.name == name]
-        return (named or found)[0] if len(named or found) == 1 else None
+        return prepared_data(self.run, self.arguments)
 
     def tokenizer(self, given: Path | None = None) -> Tokenizer:
         """The given tokenizer; otherwise that in the checkpoint, of the run, or of the stored arguments."""
@@ -64,11 +57,9 @@ class CheckpointFolder:
         )
 
     def _tokenizer_folders(self) -> list[Path]:
-        places = [self.checkpoint, self.checkpoint / TOKENIZER_FOLDER]
-        if (prepared := self.prepared()) is not None:
-            places.append(prepared / "tokenizer")
-        stored = self.arguments.get("tokenizer_model")
-        return [*places, Path(stored)] if isinstance(stored, str) and stored else places
+        where = (self.checkpoint, self.run, self.arguments)
+        origin = find_origin(*where)
+        return [self.checkpoint, *tokenizer_folders(*where), *([] if origin is None else [origin])]
 
     def data(self) -> tuple[str, str]:
         """Prefix and --split of the data the checkpoint was trained on."""
@@ -101,13 +92,3 @@ def find_checkpoint(folder: Path) -> CheckpointFolder:
     if found.kind == "hugging face":
         return CheckpointFolder(found.folder)
     return CheckpointFolder(found.folder, found.run, read_arguments(found.folder))
-
-
-def read_arguments(place: Path) -> dict[str, Any]:
-    """Megatron's arguments stored in a checkpoint; {} if it has none."""
-    _, index = open_torch_dist(place)
-    try:
-        state = common_state(index) if (place / METADATA).exists() else read_dcp_state(index)
-    except CheckpointError:
-        return {}
-    return stored_arguments(state)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_nemotron3.checkpoints.convert import config_json, from_hf, inventory, to_hf
 from megatron_nemotron3.checkpoints.convert.block_configs import KEY, MTP_KEY
 from megatron_nemotron3.checkpoints.convert.config_keys import DENSE, FIELDS, LAYERS, MOE, MTP_LAYERS
-from megatron_nemotron3.checkpoints.convert.hf_folder import CONFIG, read_config
+from megatron_nemotron3.checkpoints.convert.hf_folder import read_config
 from megatron_nemotron3.checkpoints.convert.job import Job
 from megatron_nemotron3.checkpoints.convert.opened import Checkpoint
+from megatron_nemotron3.checkpoints.convert.origin import copied_files
 from megatron_nemotron3.checkpoints.convert.views import Converted
 from megatron_nemotron3.checkpoints.folders import TOKENIZER
 from megatron_nemotron3.checkpoints.remote import shown
@@ -39,15 +39,15 @@ def cut_job(
     options = {"model": pruned.to_json(), "layers": list(layers), "scores": scores.digest()}
     if opened.kind == "hugging face":
         files = to_hf.files(cut.tensors)
-        small = to_hf.small_files(pruned, files, tokenizer=opened.folder, dtype=dtype)
-        data = config_json.write(pruned, reference=_reference(opened.folder, pruned, dtype), dtype=dtype)
-        small[CONFIG] = (json.dumps(data, indent=2, allow_nan=False) + "\n").encode()
+        base = _reference(opened.folder, pruned, dtype)
+        copied = copied_files(opened.folder)
+        small = to_hf.small_files(pruned, files, copied=copied, base=base, dtype=dtype)
         return Job(target, cut, files, stored | small, origin=about, options=options)
     rows = opened.padded_vocab_size or pruned.vocab_size
     view = Converted(cut, inventory.mappings(pruned, padded_vocab_size=rows), to_hf=False)
     plan = from_hf.plan(view, pruned, padded_vocab_size=rows, dtype=dtype)
     if tokenizer is not None:
-        copied = to_hf.copied_files(tokenizer)
+        copied = copied_files(tokenizer)
         stored |= {f"{from_hf.RELEASE}/{TOKENIZER}/{name}": data for name, data in copied.items()}
     return Job(target, view, plan.files, stored | plan.small, plan.index, about, options)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_nemotron3.checkpoints.convert.command import MTPOptions
 from megatron_nemotron3.common import lock
 from megatron_nemotron3.common.options import (
     NEEDED,
@@ -44,6 +45,7 @@ class FinetuneOptions:
     chat_template: Path | None = option("Jinja; takes the place of the tokenizer's", "FILE")
     lora: str | None = option("train adapters: dim=N, alpha=N, targets=A+B", "WORDS", nargs="?", const="")
     adapter_only: bool = flag("write the LoRA adapter alone, as a folder of peft")
+    mtp: MTPOptions
     steps: int | None = option(
         f"training iterations (default {STEPS} for a tiny model)", "N", group="training"
     )
@@ -82,6 +84,8 @@ def finetune_command(options: FinetuneOptions) -> int:
         options.chat_template,
         lora=lora.text() if lora is not None else "",
         adapter_only=options.adapter_only,
+        mtp_from=str(options.mtp.mtp_from.resolve()) if options.mtp.mtp_from else "",
+        mtp_num_layers=options.mtp.mtp_num_layers,
         steps=options.steps or STEPS,
         lr=options.lr or LR,
         seq_length=options.seq_length,
@@ -105,7 +109,10 @@ def _finetune(
 
     source, out = options.source, options.output
     base, run, tuned, chat = out / "base", out / "run", out / "hf", out / "tokenizer"
-    if not base.exists() and (status := step(options.main, "convert", "from-hf", source, base)):
+    words = ["--mtp-from", checked.request.mtp_from] if checked.request.mtp_from else []
+    if (depths := checked.request.mtp_num_layers) is not None:
+        words += ["--mtp-num-layers", str(depths)]
+    if not base.exists() and (status := step(options.main, "convert", "from-hf", source, base, *words)):
         return status
     before = measure(base, checked.config, held_out, chat, device, out / "before.json")
     print(f"held-out loss before: {before.per_token:.4f} nats per token", flush=True)

@@ -42,6 +42,10 @@ class FineTuneRequest:
     #: `LoRA.text()`; "" for all weights.
     lora: str
     adapter_only: bool
+    #: The folder or file that MTP is taken from; "": the model's own.
+    mtp_from: str
+    #: As of `nemotron3 convert from-hf`.
+    mtp_num_layers: int | None
     steps: int
     lr: float
     seq_length: int
@@ -77,7 +81,8 @@ def check(
         raise ValueError(
             f"{source}: it is a Megatron checkpoint: nemotron3 convert to-hf makes a folder of it"
         )
-    opened = open_hugging_face(source)
+    heads = Path(str(how["mtp_from"])) if how["mtp_from"] else None
+    opened = open_hugging_face(source, mtp_num_layers=how["mtp_num_layers"], mtp_from=heads)
     require_tokenizer(tokenizer)
     lines = _lines(conversations)
     if held_out is not None:

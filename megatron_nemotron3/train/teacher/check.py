@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoints.convert.checkpoints import QUANTIZATION, open_hugging_face
+from megatron_nemotron3.checkpoints.convert.checkpoints import open_hugging_face
+from megatron_nemotron3.checkpoints.convert.config_keys import QUANTIZATION
 from megatron_nemotron3.checkpoints.convert.hf_folder import read_config
 from megatron_nemotron3.checkpoints.convert.megatron_args import config_of
 from megatron_nemotron3.checkpoints.convert.opened import Checkpoint

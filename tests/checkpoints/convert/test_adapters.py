@@ -8,18 +8,22 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
+import numpy
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatron_nemotron3.checkpoints.convert.adapters import A, B, StoredAdapter, check_fits
+from megatron_nemotron3.checkpoints.convert.views import Arrays
 from megatron_nemotron3.cli import main
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.lora import LoRASettings, adding_lora
 from tests.support.checkpoint_writer import write
 from tests.support.hf_folders import write_hf
-from tests.support.peft_model import FOLDER, MODEL, base_values, transformers_model
+from tests.support.peft_model import FOLDER, MODEL, RANK, base_values, transformers_model
 from tests.support.world import world_of_one
 
 #: One A for q, k and v, as Megatron's linear_qkv has.
@@ -197,8 +201,15 @@ def test_refused(base: Path, shared: Path, tmp_path: Path, capsys: pytest.Captur
         ("alpha_pattern", {"q_proj": 2}, "only plain LoRA"),
         ("lora_alpha", "ten", "not valid"),
         ("target_parameters", [], "does not hold"),
+        ("r", 0, "the rank 0 (r or rank_pattern) is not a whole number from 1 to 65,536"),
+        ("r", 10**12, "the rank 1000000000000 (r"),
+        ("r", 2.5, "the rank 2.5 (r"),
+        ("r", True, "the rank True (r"),
+        ("r", RANK + 1, "has another rank than adapter_config.json says: 4"),
+        ("rank_pattern", {"q_proj": "8"}, "the rank '8' (r"),
+        ("rank_pattern", 8.5, "the rank 8.5 (r"),
     ):
-        broken = shutil.copytree(shared, tmp_path / f"broken {key}")
+        broken = shutil.copytree(shared, tmp_path / f"broken {key} {value}")
         data = json.loads((broken / "adapter_config.json").read_text())
         (broken / "adapter_config.json").write_text(json.dumps({**data, key: value}))
         if key == "target_parameters":  # down_proj alone: nothing but the list says which of both it is
@@ -207,3 +218,21 @@ def test_refused(base: Path, shared: Path, tmp_path: Path, capsys: pytest.Captur
             save_file(kept, broken / "adapter_model.safetensors")
         assert words in message(capsys, "from-hf", base, out, "--adapter", broken), key
     assert not out.exists()
+
+
+def test_an_adapter_of_rank_0(base: Path, shared: Path, tmp_path: Path, capsys: Any) -> None:
+    """Its scale would be alpha / 0: in a file of peft, and in Megatron's checkpoint."""
+    with pytest.raises(ValueError, match="dim=65537, .* dim at most 65,536"):
+        LoRASettings(dim=65537)
+    tensors = load_file(shared / "adapter_model.safetensors")
+    empty = {n: t[:0] if "lora_A" in n else t[:, :0].contiguous() for n, t in tensors.items()}
+    broken = shutil.copytree(shared, tmp_path / "broken")
+    save_file(empty, broken / "adapter_model.safetensors")
+    assert "another rank" in message(capsys, "from-hf", base, tmp_path / "out", "--adapter", broken)
+    stem = "backbone.layers.0.mixer.in_proj"
+    arrays = {
+        stem + A: ("float32", numpy.zeros((0, 4), "u4")),
+        stem + B: ("float32", numpy.zeros((8, 0), "u4")),
+    }
+    with pytest.raises(ValueError, match=r"lora_A \[0, 4\] of backbone.layers.0.mixer.in_proj has rank 0"):
+        check_fits(StoredAdapter(Arrays(tmp_path, arrays), 8.0), {f"{stem}.weight": (8, 4)})

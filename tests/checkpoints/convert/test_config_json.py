@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_nemotron3.checkpoints.convert import inventory
-from megatron_nemotron3.checkpoints.convert.config_json import read, write
+from megatron_nemotron3.checkpoints.convert.config_json import read, unread_note, write
 from megatron_nemotron3.checkpoints.convert.config_keys import BLOCKS, FIXED, IGNORED, OWN
 from megatron_nemotron3.models import Nemotron3Config, get, identify, names
 from tests.support.convert_models import DISTINCT, random_config
@@ -277,7 +277,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "mamba2"}, "model_type='mamba2'"),
     ({"quantization_config": {}}, "quantization_config"),
     ({"block_configs": [{"block_type": "moe"}]}, "model_type 'nemotron_h': .* of 'nemotron_h_puzzle'"),
-    ({"moe_gate_bias": 1, "depth": 2}, "2 unknown keys: depth, moe_gate_bias"),
+    ({"moe_gate_bias": True}, "moe_gate_bias=True cannot be built"),
+    ({"scoring_func": "softmax"}, "scoring_func='softmax' cannot be built by Megatron, which has 'sigmoid'"),
+    ({"topk_method": "greedy"}, "topk_method='greedy'"),
+    ({"use_qk_norm": True}, "use_qk_norm=True"),
+    ({"first_k_dense_replace": 1}, "first_k_dense_replace=1"),
+    ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+    ({"norm_before_gate": True}, "norm_before_gate=True"),
     ({"num_hidden_layers": 11}, "num_hidden_layers=11, but the pattern .* has 12 layers"),
     (
         {"layers_block_type": ["mamba", "moe", "mamba"]},
@@ -324,6 +330,42 @@ def test_a_file_that_is_not_the_model_it_is_said_to_be() -> None:
 def test_a_model_megatron_cannot_build_is_not_written() -> None:
     with pytest.raises(ValueError, match="conv_kernel=3"):
         write(get("nano").but(mamba_conv_kernel=3))
+
+
+#: In files of the family (time_step_rank: Nemotron-H-56B-Base-8K) and of tools that saved them again.
+UNREAD = {
+    "time_step_rank": 256,
+    "unsloth_version": "2025.11.3",
+    "_attn_implementation_autoset": True,
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "pretraining_tp": 1,
+    "router_aux_loss_coef": 0.001,
+    "experts_implementation": "grouped_mm",
+    "key_of_a_tool": {"a": [1]},
+}
+
+
+def test_keys_that_no_reader_uses_are_kept_and_named() -> None:
+    """transformers computes the same with them; what is written with such a reference has them all."""
+    short = get("super-tiny").but(pattern="M*E")
+    plain = through_json(write(short))
+    outputs = []
+    for data in (plain, plain | UNREAD):
+        torch.manual_seed(0)
+        model = transformers_from({k: v for k, v in data.items() if k != "experts_implementation"})
+        with torch.no_grad():
+            outputs.append(model.eval()(torch.arange(16)[None]).logits)
+    assert outputs[0].equal(outputs[1])
+    assert read(plain | UNREAD) == read(plain) and unread_note(plain) is None
+    assert UNREAD.items() <= write(short, reference=plain | UNREAD).items()
+    (note,) = filter(None, [unread_note(plain | UNREAD)])
+    assert note.startswith("config.json has 8 keys that no reader of the family uses: _attn_implementation")
+    assert all(key in note for key in UNREAD)
+    many = unread_note(dict.fromkeys(map(str, range(1000, 1040))))
+    assert many is not None and many.endswith("1011 and 28 more")
+    assert "\\x1b[2J\\n" in str(unread_note({"\x1b[2J\n": 1}))
+    # The form of other models, with the values of this one.
+    read(plain | {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "use_qk_norm": False})
 
 
 def test_every_key_has_one_meaning() -> None:

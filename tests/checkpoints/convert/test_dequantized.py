@@ -13,13 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_nemotron3 import cli
 from megatron_nemotron3.checkpoints.convert import config_json
 from megatron_nemotron3.checkpoints.convert.quantized_config import hf_quant_config, quantization_config
 from megatron_nemotron3.checkpoints.convert.quantized_recipes import quantization
 from megatron_nemotron3.checkpoints.convert.quantized_views import Dequantized, Quantized
 from megatron_nemotron3.checkpoints.metadata import CheckpointError
 from megatron_nemotron3.models import get
-from tests.support.quantized_models import TINY, Memory, all_scales, random_model, read_whole
+from tests.support.quantized_models import TINY, Memory, all_scales, random_model, read_whole, written
 
 SCALES = all_scales(get("super-tiny"), "nvfp4")
 
@@ -233,3 +234,51 @@ def test_importing_costs_the_standard_library() -> None:
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == "[]"
+
+
+def test_a_release_that_states_its_quantization_in_hf_quant_config_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the public Nano NVFP4: ModelOpt 0.29 wrote nothing into config.json. Values by the table of E2M1."""
+    config = get("nano-tiny")
+    plan = quantization(config, "nvfp4", all_scales(config, "nvfp4"))
+    folder = written(tmp_path / "hf", Quantized(Memory(random_model(config)), plan))
+    (folder / "config.json").write_text(json.dumps(config_json.write(config)))
+    excluded = hf_quant_config(plan, "test")["quantization"]["exclude_modules"]
+    stated = {
+        "producer": {"name": "modelopt", "version": "0.29.0"},
+        "quantization": {
+            "quant_algo": "NVFP4",
+            "kv_cache_quant_algo": "FP8",
+            "group_size": 16,
+            "exclude_modules": excluded,
+        },
+    }
+    (folder / "hf_quant_config.json").write_text(json.dumps(stated))
+    assert cli.main(["convert", "from-hf", str(folder), str(tmp_path / "no")]) == 2
+    assert "its weights are quantized: --dequantize reads them as BF16" in capsys.readouterr().err
+    assert cli.main(["check", str(folder)]) == 0
+    assert cli.main(["convert", "from-hf", str(folder), str(tmp_path / "m"), "--dequantize"]) == 0
+    # Quantized weights of a reference say nothing of those that are written.
+    words = ["convert", "to-hf", str(tmp_path / "m"), str(tmp_path / "back"), "--reference", str(folder)]
+    assert cli.main(words) == 0
+    assert "quantization_config" not in json.loads((tmp_path / "back/config.json").read_text())
+    stored = {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+    found = {k: v for file in (tmp_path / "back").glob("*.safetensors") for k, v in load_file(file).items()}
+    module = "backbone.layers.1.mixer.experts.3.up_proj"
+    codes = stored[f"{module}.weight"].long()
+    codes = torch.stack([codes & 15, codes >> 4], -1).flatten(1)
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = torch.where(codes < 8, 1, -1) * table[codes % 8]
+    scales = stored[f"{module}.weight_scale"].float() * stored[f"{module}.weight_scale_2"]
+    assert found[f"{module}.weight"].equal((values * scales.repeat_interleave(16, 1)).bfloat16())
+    # What it excludes and is packed, or what is packed and not stated at all, is an error of its own.
+    stated["quantization"]["exclude_modules"].append(module)
+    (folder / "hf_quant_config.json").write_text(json.dumps(stated))
+    capsys.readouterr()
+    assert cli.main(["check", str(folder)]) == 2
+    assert f"the configuration excludes '{module}' from quantization" in capsys.readouterr().err
+    (folder / "hf_quant_config.json").unlink()
+    words = ["convert", "from-hf", str(folder), str(tmp_path / "no"), "--dequantize"]
+    assert cli.main(words) == 2
+    assert "and there is no hf_quant_config.json" in capsys.readouterr().err

@@ -292,7 +292,7 @@ CONTENT: dict[str, tuple[Callable[[Path], None], str]] = {
     "audio": (_config(sound_config={}), "model of text and other inputs"),
     "finite time steps": (_config(time_step_limit=[0.0, 0.1]), "time_step_limit"),
     "time steps without sense": (_config(time_step_limit={"__float__": []}), "time_step_limit"),
-    "keys that write to the terminal": (_config(**{"\x1b[2J\x1b[H": 1, "a\nb": 2}), r"\x1b[2J\x1b[H, a\nb"),
+    "values that write to the terminal": (_config(scoring_func="\x1b[2J\x1b[H"), r"scoring_func='\x1b[2J"),
     "a model type that writes to the terminal": (_config(model_type="\x1b]0;x\x07"), "model_type"),
     "tensors that write to the terminal": (_weight_map(**{"\x1b[31m\r\n": FIRST}), r"\x1b[31m\r\n"),
     "tensors that turn the text around": (_weight_map(**{"\u202etxt": FIRST}), r"\u202e"),

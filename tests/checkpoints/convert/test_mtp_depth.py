@@ -14,7 +14,7 @@ from megatron_nemotron3 import cli
 from megatron_nemotron3.checkpoints.convert.checkpoints import open_hugging_face
 from megatron_nemotron3.checkpoints.convert.config_json import write
 from megatron_nemotron3.checkpoints.convert.config_keys import OWN
-from megatron_nemotron3.inference.generate.checkpoint_folder import read_arguments
+from megatron_nemotron3.checkpoints.convert.origin import read_arguments
 from megatron_nemotron3.models import Nemotron3Config, get, tiny
 from tests.support.counted_job import digest
 from tests.support.generation_folders import Folders, make
@@ -116,8 +116,8 @@ def test_contradictions(tmp_path: Path) -> None:
     assert open_hugging_face(tmp_path / "hf").config.mtp_num_layers == 7
     opened = open_hugging_face(tmp_path / "hf", model=OTHER)
     assert opened.mtp_source == "--model other; config.json says 7" and opened.config.mtp_num_layers == 3
-    with pytest.raises(ValueError, match=r"--mtp-num-layers 0: .* has 1 MTP block"):
-        open_hugging_face(tmp_path / "hf", mtp_num_layers=0)
+    with pytest.raises(ValueError, match=r"--mtp-num-layers -1: .* has 1 MTP block"):
+        open_hugging_face(tmp_path / "hf", mtp_num_layers=-1)
 
 
 def test_generate_and_evaluate(folders_with_text: Folders, tmp_path: Path, capsys: Capture) -> None:

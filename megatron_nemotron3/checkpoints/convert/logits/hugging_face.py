@@ -78,6 +78,7 @@ class HuggingFace:
         data = read_json(path)
         if is_omni(data):
             data = part(data, TEXT, str(path)) or {}
+        data = config_json.with_mtp(data, config)  # which may be another's, or left out
         config_json.read(data, name=str(path), base=config)
         #: What this side leaves out of transformers' computation, for a message; None if nothing.
         self.note = config_json.clamp_note(data) if "M" in config.full_pattern else None

@@ -1,0 +1,227 @@
+"""What a Megatron checkpoint keeps of the Hugging Face folder that it comes from, and where a run finds it.
+
+    DIR/release/hugging_face/   config.json, tokenizer, chat template, generation_config.json, code
+    RUN/hugging_face/           the same, copied when `nemotron3 train` starts from DIR
+
+Megatron itself keeps nothing of it, but stores the folder that it loaded among its arguments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_nemotron3.checkpoints.convert.config_json import check_same_model, read, with_mtp
+from megatron_nemotron3.checkpoints.convert.config_keys import QUANTIZATION
+from megatron_nemotron3.checkpoints.convert.hf_folder import CONFIG, read_config, regular_file_size
+from megatron_nemotron3.checkpoints.convert.omni_config import TEXT, is_omni, omni_config, part, require_same
+from megatron_nemotron3.checkpoints.convert.opened import Checkpoint
+from megatron_nemotron3.checkpoints.convert.torch_dist import open_torch_dist, read_dcp_state
+from megatron_nemotron3.checkpoints.folders import HUGGING_FACE, RELEASE, TOKENIZER, locate_one
+from megatron_nemotron3.checkpoints.metadata import CheckpointError, read_file, read_json
+from megatron_nemotron3.checkpoints.read import common_state
+from megatron_nemotron3.checkpoints.state import stored_arguments
+from megatron_nemotron3.checkpoints.structure import CONFIG as METADATA
+from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.omni import OmniConfig
+
+#: Files of a tokenizer, which belong together, and others that are copied.
+_TOKENIZER = (
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.json"),
+)
+_COPIED = (
+    *("generation_config.json", "processor_config.json", "preprocessor_config.json"),
+    "video_preprocessor_config.json",
+)
+_TOKENIZER_ENDINGS, _COPIED_ENDINGS = (".jinja", ".tiktoken"), (".py",)
+#: Files of which a tokenizer has one.
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+#: Longest file that is copied, in bytes; the tokenizer has 17 MB.
+_COPIED_LIMIT = 256 << 20
+#: Prepared data of a run of `nemotron3 train`.
+DATA, CORPUS = "data", "corpus"
+
+
+def copied_files(folder: Path) -> dict[str, bytes]:
+    """Return the tokenizer, generation and code files of a folder, by name."""
+    result = {}
+    for path in sorted(folder.iterdir()):
+        if _of_tokenizer(path.name) or path.name in _COPIED or path.name.endswith(_COPIED_ENDINGS):
+            regular_file_size(path, folder)
+            result[path.name] = read_file(path, _COPIED_LIMIT)
+    return result
+
+
+def _of_tokenizer(name: str) -> bool:
+    return name in _TOKENIZER or name.endswith(_TOKENIZER_ENDINGS)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder has a tokenizer of Hugging Face."""
+    return any(os.path.isfile(folder / name) for name in _VOCABULARIES)
+
+
+def joined_files(parts: list[dict[str, bytes]]) -> dict[str, bytes]:
+    """Join the files of folders, the first of which wins; a tokenizer is that of one folder."""
+    result: dict[str, bytes] = {}
+    for files in reversed(parts):
+        if any(name in files for name in _VOCABULARIES):
+            result = {name: data for name, data in result.items() if not _of_tokenizer(name)}
+        result |= files
+    return result
+
+
+def to_keep(opened: Checkpoint, base: Checkpoint | None) -> tuple[dict[str, bytes], list[str]]:
+    """Return what a release checkpoint keeps of `opened`, a Hugging Face folder, and what cannot be kept.
+
+    If it is put into `base`, that is what `base` has kept.
+    """
+    folder, stated = opened.folder, opened.stated
+    if base is not None:
+        if base.origin is None:
+            return {}, []
+        folder, stated = base.origin, read_json(base.origin / CONFIG)
+    files, lines = {}, []
+    try:
+        files = copied_files(folder)
+    except CheckpointError as problem:
+        lines.append(f"not kept     {problem}")
+    if stated is not None:
+        files[CONFIG] = (json.dumps(dict(stated), indent=2) + "\n").encode()
+    return {f"{RELEASE}/{HUGGING_FACE}/{name}": data for name, data in files.items()}, lines
+
+
+def to_copy(reference: Path | None, opened: Checkpoint) -> tuple[dict[str, bytes], str]:
+    """Return the files that a Hugging Face folder gets besides the model, and whose tokenizer it is.
+
+    They are those of the reference, of the checkpoint's tokenizer, and of its origin; the first that has a
+    tokenizer, or another file, wins.
+    """
+    if reference is not None and not reference.is_dir():
+        raise ValueError(f"{reference}: --reference must be a folder")
+    places = filter(None, (reference, *opened.tokenizers, opened.origin))
+    whose = next(filter(has_tokenizer, places), None)
+    folders = dict.fromkeys(filter(None, (reference, whose, opened.origin)))
+    line = "" if whose in (None, reference) else f"tokenizer    as in {whose}"
+    return joined_files([copied_files(folder) for folder in folders]), line
+
+
+def read_arguments(place: Path) -> dict[str, Any]:
+    """Megatron's arguments stored in a checkpoint; {} if it has none."""
+    _, index = open_torch_dist(place)
+    try:
+        state = common_state(index) if (place / METADATA).exists() else read_dcp_state(index)
+    except CheckpointError:
+        return {}
+    return stored_arguments(state)
+
+
+def find_origin(checkpoint: Path, run: Path | None, arguments: Mapping[str, Any]) -> Path | None:
+    """Return the folder with what is kept of the Hugging Face folder that a checkpoint comes from.
+
+    It lies in the checkpoint, next to it, in its run, or in what the run was started from, in turn.
+    """
+    seen: set[Path] = set()
+    todo = [(checkpoint, run, arguments)]
+    while todo:
+        checkpoint, run, arguments = todo.pop(0)
+        places = [checkpoint / HUGGING_FACE, checkpoint.parent / RELEASE / HUGGING_FACE]
+        for place in (*places, *([run / HUGGING_FACE] if run else ())):
+            if os.path.isfile(place / CONFIG):
+                return place
+        seen.add(checkpoint.resolve())
+        for name in ("pretrained_checkpoint", "load"):
+            text = arguments.get(name)
+            if isinstance(text, str) and text:
+                with contextlib.suppress(ValueError, OSError):
+                    found = locate_one(Path(text))
+                    if found.kind == "checkpoint" and found.folder.resolve() not in seen:
+                        todo.append((found.folder, found.run, read_arguments(found.folder)))
+    return None
+
+
+def keep_origin(source: Path, run: Path) -> None:
+    """Copy what is kept of the Hugging Face folder that `source`, a checkpoint, comes from into a run."""
+    shutil.rmtree(run / HUGGING_FACE, ignore_errors=True)
+    with contextlib.suppress(ValueError, OSError):
+        found = locate_one(source)
+        origin = find_origin(found.folder, found.run, read_arguments(found.folder))
+        if origin is not None:
+            partial = run / f".{HUGGING_FACE}.part"
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            files = copied_files(origin) | {CONFIG: read_file(origin / CONFIG, _COPIED_LIMIT)}
+            for name, data in files.items():
+                (partial / name).write_bytes(data)
+            partial.rename(run / HUGGING_FACE)
+
+
+def prepared_data(run: Path | None, arguments: Mapping[str, Any]) -> Path | None:
+    """Return the prepared data that a run was trained on, also if the run was moved."""
+    if run is None:
+        return None
+    stored = arguments.get("data_path")
+    name = Path(str(stored[0])).parent.name if isinstance(stored, list) and len(stored) == 1 else ""
+    found = sorted(path.parent for path in (run / DATA).glob(f"*/{CORPUS}.idx"))
+    named = [path for path in found if path.name == name]
+    return (named or found)[0] if len(named or found) == 1 else None
+
+
+def tokenizer_folders(checkpoint: Path, run: Path | None, arguments: Mapping[str, Any]) -> list[Path]:
+    """Return where a checkpoint's own tokenizer may be: in it, in its run, where its arguments say."""
+    prepared, stored = prepared_data(run, arguments), arguments.get("tokenizer_model")
+    places = [checkpoint / TOKENIZER, *([] if prepared is None else [prepared / "tokenizer"])]
+    return [*places, Path(stored)] if isinstance(stored, str) and stored else places
+
+
+def with_context(config: Nemotron3Config, origin: Path | None) -> Nemotron3Config:
+    """Return a model with the longest position that its origin states: Megatron's is that of the launch."""
+    if origin is None:
+        return config
+    stated = None
+    with contextlib.suppress(ValueError, OSError):
+        data = read_config(origin, omni=True)
+        stated = ((part(data, TEXT) if is_omni(data) else None) or data).get("max_position_embeddings")
+    return config.but(max_position_embeddings=stated) if type(stated) is int and stated > 0 else config
+
+
+def base_config(
+    config: Nemotron3Config | OmniConfig, reference: Path | None, origin: Path | None
+) -> tuple[dict[str, Any] | None, str]:
+    """Return the config.json whose other keys are kept, and a line that says where it is from.
+
+    That of the reference must be of the model; that of the origin is not used if it is not.
+    """
+    omni = isinstance(config, OmniConfig)
+    if reference is not None and (reference / CONFIG).exists():
+        data = read_config(reference, omni=omni)
+        data.pop(QUANTIZATION, None)  # of its weights, not of these
+        return data, ""
+    if origin is None:
+        return None, (
+            "config.json  the model's source is not known: without token ids, auto_map and the like, which "
+            "--reference DIR gives"
+        )
+    try:
+        return _of_origin(config, origin), f"config.json  as in {origin}, where the model comes from"
+    except ValueError as problem:
+        return None, f"config.json  {origin / CONFIG} is not used: {problem}"
+
+
+def _of_origin(config: Nemotron3Config | OmniConfig, origin: Path) -> dict[str, Any]:
+    data = read_config(origin, omni=True)
+    data.pop(QUANTIZATION, None)
+    if isinstance(config, OmniConfig):
+        require_same(config, omni_config(data, name=str(origin)))
+        return data
+    # MTP may have been added, and rows of the vocabulary.
+    text = dict((part(data, TEXT) if is_omni(data) else None) or data)
+    result = with_mtp(text, config) | {"vocab_size": config.vocab_size}
+    check_same_model(read(result, name=str(origin)), config)
+    return result

@@ -1,0 +1,225 @@
+"""What config.json and the other files of a Hugging Face folder say survives Megatron and a training."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_nemotron3 import cli
+from megatron_nemotron3.checkpoints.convert import config_json, from_hf
+from megatron_nemotron3.checkpoints.convert.checkpoints import open_megatron
+from megatron_nemotron3.checkpoints.convert.origin import keep_origin
+from megatron_nemotron3.models import get
+from tests.support.hf_folders import read_hf, write_hf
+
+Capture = pytest.CaptureFixture[str]
+CONFIG = get("super-tiny").but(pattern="M*E", hidden_size=64, vocab_size=256, num_moe_experts=8)
+#: Keys of a release that Megatron has no place for.
+SAID: dict[str, Any] = {
+    "architectures": ["NemotronHForCausalLM"],
+    "auto_map": {"AutoConfig": "configuration_nemotron_h.NemotronHConfig"},
+    "bos_token_id": 1,
+    "eos_token_id": [2, 11],
+    "pad_token_id": 0,
+    "mamba_ssm_cache_dtype": "float32",
+    "max_position_embeddings": 262144,
+    "initializer_range": 0.0133,
+    "partial_rotary_factor": 1.0,
+    "rescale_prenorm_residual": True,
+    "time_step_floor": 1e-4,
+    "time_step_max": 0.1,
+    "time_step_min": 0.001,
+    "unsloth_version": "2025.11.3",
+    "use_cache": True,
+}
+FILES = {
+    "tokenizer.json": b'{"a": 1}',
+    "tokenizer_config.json": b'{"eos_token": "x"}',
+    "chat_template.jinja": b"{{ messages }}",
+    "generation_config.json": b'{"temperature": 1.0}',
+    "configuration_nemotron_h.py": b"# code\n",
+}
+
+
+def release(folder: Path) -> dict[str, Any]:
+    """A released folder; returns its config.json."""
+    write_hf(folder, CONFIG)
+    data = config_json.write(CONFIG) | SAID
+    # As released: nothing of ours.
+    data = {key: data[key] for key in data if key != "megatron_nemotron3"}
+    (folder / "config.json").write_text(json.dumps(data))
+    for name, content in FILES.items():
+        (folder / name).write_bytes(content)
+    return data
+
+
+def run(capsys: Capture, *words: object) -> str:
+    assert cli.main([str(word) for word in words]) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def said(folder: Path) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return result
+
+
+def trained(base: Path, target: Path, monkeypatch: pytest.MonkeyPatch, **arguments: object) -> Path:
+    """Checkpoint of a run that started from `base`: its arguments are a launch's, and it keeps no files."""
+    plain = from_hf.common_state
+
+    def as_trained(args: Namespace) -> dict[str, Any]:
+        launched = {"seq_length": 128, "max_position_embeddings": 128, "vocab_size": None}
+        vars(args).update(launched | arguments)
+        return plain(args) | {"iteration": 7}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(from_hf, "common_state", as_trained)
+        assert cli.main(["convert", "from-hf", str(base), str(target)]) == 0
+    shutil.rmtree(target / "release/hugging_face")
+    (target / "release").rename(target / "iter_0000007")
+    (target / "latest_checkpointed_iteration.txt").write_text("7")
+    return target
+
+
+def test_there_and_back(tmp_path: Path, capsys: Capture) -> None:
+    """Every key with its value, and every file to the byte."""
+    data = release(tmp_path / "hf")
+    run(capsys, "convert", "from-hf", tmp_path / "hf", tmp_path / "m")
+    out = run(capsys, "convert", "to-hf", tmp_path / "m", tmp_path / "back")
+    origin = tmp_path / "m/release/hugging_face"
+    assert f"config.json  as in {origin}" in out and f"tokenizer    as in {origin}" in out
+    found = said(tmp_path / "back")
+    assert data.items() <= found.items() and set(found) - set(data) == {"megatron_nemotron3"}
+    assert {name: (tmp_path / "back" / name).read_bytes() for name in FILES} == FILES
+    assert open_megatron(tmp_path / "m").config.max_position_embeddings == 262144
+    # transformers reads the same.
+    transformers = pytest.importorskip("transformers")
+    one, other = (transformers.AutoConfig.from_pretrained(tmp_path / name) for name in ("hf", "back"))
+    assert {**one.to_dict(), "megatron_nemotron3": other.megatron_nemotron3} == {
+        **other.to_dict(),
+        "_name_or_path": one.to_dict().get("_name_or_path"),
+    }
+
+
+@pytest.mark.parametrize("argument", ["pretrained_checkpoint", "load"])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_run_finds_it_in_what_it_started_from(
+    argument: str, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """Also where the run started from another run, and where it then went on from itself."""
+    data = release(tmp_path / "hf")
+    run(capsys, "convert", "from-hf", tmp_path / "hf", tmp_path / "m")
+    source = tmp_path / "m"
+    for step in range(steps):
+        target = tmp_path / f"run{step}"
+        given = {argument: str(source), "save": str(target)}
+        source = trained(tmp_path / "hf", target, monkeypatch, **given)
+    assert not list(source.rglob("config.json"))
+    run(capsys, "convert", "to-hf", source, tmp_path / "back")
+    found = said(tmp_path / "back")
+    assert data.items() <= found.items() and found["max_position_embeddings"] == 262144
+    assert {name: (tmp_path / "back" / name).read_bytes() for name in FILES} == FILES
+    # The base is gone.
+    shutil.rmtree(tmp_path / "m")
+    out = run(capsys, "convert", "to-hf", source, tmp_path / "later")
+    assert "the model's source is not known: without token ids" in out
+    assert "eos_token_id" not in said(tmp_path / "later")
+
+
+def test_a_folder_that_loads_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    release(tmp_path / "hf")
+    source = trained(tmp_path / "hf", tmp_path / "run", monkeypatch, load=str(tmp_path / "run"))
+    assert "source is not known" in run(capsys, "convert", "to-hf", source, tmp_path / "back")
+    # A run that saves next to the release that it was converted to.
+    run(capsys, "convert", "from-hf", tmp_path / "hf", tmp_path / "m")
+    shutil.copytree(tmp_path / "m/release", source / "release")
+    run(capsys, "convert", "to-hf", source, tmp_path / "there")
+    assert said(tmp_path / "there")["eos_token_id"] == [2, 11]
+
+
+def test_a_run_of_train_keeps_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    data = release(tmp_path / "hf")
+    run(capsys, "convert", "from-hf", tmp_path / "hf", tmp_path / "m")
+    trained(tmp_path / "hf", tmp_path / "run/checkpoints", monkeypatch)
+    keep_origin(tmp_path / "m", tmp_path / "run")
+    shutil.rmtree(tmp_path / "m")
+    run(capsys, "convert", "to-hf", tmp_path / "run", tmp_path / "back")
+    assert data.items() <= said(tmp_path / "back").items()
+    assert {name: (tmp_path / "back" / name).read_bytes() for name in FILES} == FILES
+
+
+def test_the_length_of_a_released_model_without_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """The catalog knows it; the launch had sequences of 128."""
+    nano = get("nano-tiny")
+    write_hf(tmp_path / "hf", nano)
+    source = trained(tmp_path / "hf", tmp_path / "run", monkeypatch)
+    run(capsys, "convert", "to-hf", source, tmp_path / "back")
+    assert said(tmp_path / "back")["max_position_embeddings"] == nano.max_position_embeddings == 256
+
+
+def test_the_tokenizer_of_the_run_goes_before_that_of_its_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """It comes whole: the template in its configuration is not covered by the source's file."""
+    release(tmp_path / "hf")
+    run(capsys, "convert", "from-hf", tmp_path / "hf", tmp_path / "m")
+    own = {"tokenizer.json": b'{"b": 2}', "tokenizer_config.json": b'{"chat_template": "own"}'}
+    (tmp_path / "chat").mkdir()
+    for name, content in own.items():
+        (tmp_path / "chat" / name).write_bytes(content)
+    given = {"load": str(tmp_path / "m"), "tokenizer_model": str(tmp_path / "chat")}
+    source = trained(tmp_path / "hf", tmp_path / "run", monkeypatch, **given)
+    out = run(capsys, "convert", "to-hf", source, tmp_path / "back")
+    assert f"tokenizer    as in {tmp_path / 'chat'}" in out
+    found = {path.name: path.read_bytes() for path in (tmp_path / "back").iterdir()}
+    assert own.items() <= found.items() and "chat_template.jinja" not in found
+    assert found["generation_config.json"] == FILES["generation_config.json"]
+    assert said(tmp_path / "back")["eos_token_id"] == [2, 11]
+    # In the checkpoint itself, as Megatron's main saves it; and a reference before all of them.
+    place = source / "iter_0000007/tokenizer"
+    place.mkdir()
+    (place / "tokenizer.json").write_bytes(b"{}")
+    run(capsys, "convert", "to-hf", source, tmp_path / "saved")
+    assert (tmp_path / "saved/tokenizer.json").read_bytes() == b"{}"
+    run(capsys, "convert", "to-hf", source, tmp_path / "given", "--reference", tmp_path / "chat")
+    assert (tmp_path / "given/tokenizer.json").read_bytes() == own["tokenizer.json"]
+    assert said(tmp_path / "given")["eos_token_id"] == [2, 11]
+
+
+def test_a_source_of_another_model_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    release(tmp_path / "other")
+    run(capsys, "convert", "from-hf", tmp_path / "other", tmp_path / "m")
+    pruned = CONFIG.but(moe_ffn_hidden_size=32)
+    write_hf(tmp_path / "hf", pruned)
+    source = trained(tmp_path / "hf", tmp_path / "run", monkeypatch, load=str(tmp_path / "m"))
+    out = run(capsys, "convert", "to-hf", source, tmp_path / "back")
+    origin = tmp_path / "m/release/hugging_face/config.json"
+    assert f"config.json  {origin} is not used: " in out and "moe_ffn_hidden_size=96 (expected 32)" in out
+    assert "eos_token_id" not in said(tmp_path / "back")
+
+
+def test_without_mtp_and_with_more_tokens(tmp_path: Path, capsys: Capture) -> None:
+    """What the source says of its MTP and its vocabulary is not what is written."""
+    release(tmp_path / "hf")
+    run(capsys, "convert", "from-hf", tmp_path / "hf", tmp_path / "m", "--mtp-num-layers", 0)
+    run(capsys, "convert", "to-hf", tmp_path / "m", tmp_path / "back")
+    found = said(tmp_path / "back")
+    assert found["eos_token_id"] == [2, 11] and not [key for key in found if "mtp" in key or "nextn" in key]
+    assert not [name for name in read_hf(tmp_path / "back") if name.startswith("mtp.")]
+    run(capsys, "check", tmp_path / "back")
+    words = (tmp_path / "m", tmp_path / "fewer", "--vocab-size", 250)
+    run(capsys, "convert", "to-hf", *words)
+    found = said(tmp_path / "fewer")
+    assert found["vocab_size"] == 250 and found["eos_token_id"] == [2, 11]
+    assert read_hf(tmp_path / "fewer")["lm_head.weight"].shape[0] == 250
