@@ -12,12 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-<<<<<<< HEAD
-from megatron_nemotron3.checkpoints.archive import ArchiveError, crc_problem, records
-from megatron_nemotron3.checkpoints.metadata import TensorChunk
-from megatron_nemotron3.checkpoints.pickles import Refused
-from megatron_nemotron3.checkpoints.read import chunk_layout
-=======
 from megatron_nemotron3.checkpoints.mapped import ArchiveError, MappedFile
 from megatron_nemotron3.checkpoints.metadata import (
     CheckpointError,
@@ -26,10 +20,9 @@ from megatron_nemotron3.checkpoints.metadata import (
     StoredObject,
     TensorChunk,
 )
+from megatron_nemotron3.checkpoints.pickles import Refused
 from megatron_nemotron3.checkpoints.read import chunk_layout, records, stored_object
-from megatron_nemotron3.checkpoints.unpickle import Refused
 from megatron_nemotron3.checkpoints.write import write_tensor
->>>>>>> coretests
 from tests.support import checkpoint_writer as writer
 from tests.support.checkpoint_reading import read_rows
 
@@ -69,9 +62,7 @@ def read(path: Path, begin: int = 0, length: int | None = None) -> torch.Tensor:
 
 @pytest.mark.parametrize("make", [saved, own])
 @pytest.mark.parametrize("step", [17, pytest.param(1, marks=pytest.mark.full)])
-def test_each_flipped_bit_is_found_or_harmless(
-    make: Callable[[], bytes], step: int, tmp_path: Path
-) -> None:
+def test_each_flipped_bit_is_found_or_harmless(make: Callable[[], bytes], step: int, tmp_path: Path) -> None:
     raw, path = bytearray(make()), tmp_path / "archive"
     path.write_bytes(raw)
     file = MappedFile(path)

@@ -20,11 +20,7 @@ from megatron_nemotron3.checkpoints.convert.quantized_recipes import quantizatio
 from megatron_nemotron3.checkpoints.convert.quantized_views import Dequantized, Quantized
 from megatron_nemotron3.checkpoints.metadata import CheckpointError
 from megatron_nemotron3.models import get
-<<<<<<< HEAD
-from tests.support.quantized_models import TINY, Memory, all_scales, random_model, read_whole, written
-=======
-from tests.support.quantized_models import TINY, Memory, all_scales, random_model
->>>>>>> coretests
+from tests.support.quantized_models import TINY, Memory, all_scales, random_model, written
 
 SCALES = all_scales(get("super-tiny"), "nvfp4")
 
@@ -128,8 +124,7 @@ def test_compressed_tensors_own_reader_agrees(tmp_path: Path) -> None:
     quantized = Quantized(Memory(random_model(config)), quantization(config, "nvfp4"))
     module = "backbone.layers.1.mixer.experts.0.up_proj"
     tensors = {
-        f"{module}.{p}": quantized.read(f"{module}.{p}")
-        for p in ("weight", "weight_scale", "weight_scale_2")
+        f"{module}.{p}": quantized.read(f"{module}.{p}") for p in ("weight", "weight_scale", "weight_scale_2")
     }
     packed = _compressed(tensors)
     save_file({n.removeprefix(module + "."): t for n, t in packed.items()}, tmp_path / "in.safetensors")
@@ -228,17 +223,6 @@ def test_configurations_that_say_something_else_are_refused() -> None:
             source.check(stated)
     source.check({"quantized_layers": {X: {"quant_algo": "FP8"}}})
     source.check({"quant_algo": "FP8", "ignore": ["lm_head", 3]})
-<<<<<<< HEAD
-
-
-def test_importing_costs_the_standard_library() -> None:
-    code = (
-        "import sys; from megatron_nemotron3.checkpoints.convert import quantized_config, quantized_recipes, "
-        "quantized_views; "
-        "print([m for m in ('torch', 'numpy', 'safetensors') if m in sys.modules])"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.strip() == "[]"
 
 
 def test_a_release_that_states_its_quantization_in_hf_quant_config_alone(
@@ -287,5 +271,3 @@ def test_a_release_that_states_its_quantization_in_hf_quant_config_alone(
     words = ["convert", "from-hf", str(folder), str(tmp_path / "no"), "--dequantize"]
     assert cli.main(words) == 2
     assert "and there is no hf_quant_config.json" in capsys.readouterr().err
-=======
->>>>>>> coretests
