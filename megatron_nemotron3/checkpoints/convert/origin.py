@@ -25,6 +25,7 @@ from megatron_nemotron3.checkpoints.convert.torch_dist import open_torch_dist, r
 from megatron_nemotron3.checkpoints.folders import HUGGING_FACE, RELEASE, TOKENIZER, locate_one
 from megatron_nemotron3.checkpoints.metadata import CheckpointError, read_file, read_json
 from megatron_nemotron3.checkpoints.read import common_state
+from megatron_nemotron3.checkpoints.remote import shown
 from megatron_nemotron3.checkpoints.state import stored_arguments
 from megatron_nemotron3.checkpoints.structure import CONFIG as METADATA
 from megatron_nemotron3.models import Nemotron3Config
@@ -91,7 +92,7 @@ def to_keep(opened: Checkpoint, base: Checkpoint | None) -> tuple[dict[str, byte
     try:
         files = copied_files(folder)
     except CheckpointError as problem:
-        lines.append(f"not kept     {problem}")
+        lines.append(shown(f"not kept     {problem}"))
     if stated is not None:
         files[CONFIG] = (json.dumps(dict(stated), indent=2) + "\n").encode()
     return {f"{RELEASE}/{HUGGING_FACE}/{name}": data for name, data in files.items()}, lines
@@ -108,7 +109,7 @@ def to_copy(reference: Path | None, opened: Checkpoint) -> tuple[dict[str, bytes
     places = filter(None, (reference, *opened.tokenizers, opened.origin))
     whose = next(filter(has_tokenizer, places), None)
     folders = dict.fromkeys(filter(None, (reference, whose, opened.origin)))
-    line = "" if whose in (None, reference) else f"tokenizer    as in {whose}"
+    line = "" if whose in (None, reference) else f"tokenizer    as in {shown(whose or '')}"
     return joined_files([copied_files(folder) for folder in folders]), line
 
 
@@ -209,9 +210,9 @@ def base_config(
             "--reference DIR gives"
         )
     try:
-        return _of_origin(config, origin), f"config.json  as in {origin}, where the model comes from"
+        return _of_origin(config, origin), f"config.json  as in {shown(origin)}, where the model comes from"
     except ValueError as problem:
-        return None, f"config.json  {origin / CONFIG} is not used: {problem}"
+        return None, shown(f"config.json  {origin / CONFIG} is not used: {problem}")
 
 
 def _of_origin(config: Nemotron3Config | OmniConfig, origin: Path) -> dict[str, Any]:
