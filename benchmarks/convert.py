@@ -32,13 +32,14 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
 from common import MIB, ROOT, machine, print_table, timed
 from process_tree import Usage, idle, watch
 
 from megatron_nemotron3.checkpoints.convert import inventory, to_hf
 from megatron_nemotron3.checkpoints.convert.job import MANIFEST, Job, run
-from megatron_nemotron3.checkpoints.convert.plan import Slices, extent
-from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource, bits
+from megatron_nemotron3.checkpoints.convert.plan import Slices, extent, whole
+from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource
 from megatron_nemotron3.models import Nemotron3Config, get
 
 PATTERN = "MEMEME*"
@@ -92,22 +93,18 @@ class Random(TensorSource):
     """The tensors of a model, filled with random normal numbers."""
 
     def __init__(self, config: Nemotron3Config) -> None:
-        import numpy
-
         self.folder, self.files = Path("/"), {}
         self.tensors = {t.name: SourceTensor(t.dtype, t.shape) for t in inventory.hf_tensors(config)}
-        numbers = numpy.random.default_rng(0).standard_normal(BLOCK // 4, numpy.float32) * 0.02
-        self._float32 = numbers.view("u4")
-        self._bfloat16 = numpy.concatenate([(self._float32 >> 16).astype("u2")] * 2)
+        made = torch.Generator().manual_seed(0)
+        self._pool = torch.randn(BLOCK // 4, generator=made) * 0.02
 
-    def read(self, name: str, slices: Slices) -> Any:
-        import numpy
-
-        kind = bits(self.tensors[name].dtype)
-        pool = self._float32 if kind == "u4" else self._bfloat16
-        start = zlib.crc32(f"{name} {slices}".encode()) % (len(pool) // 2)
+    def read(self, name: str, slices: Slices | None = None) -> torch.Tensor:
+        tensor = self.tensors[name]
+        slices = whole(tensor.shape) if slices is None else slices
+        start = zlib.crc32(f"{name} {slices}".encode()) % (len(self._pool) // 2)
         shape = extent(slices)
-        return numpy.resize(pool[start : start + prod(shape)], shape)
+        some = self._pool[start : start + prod(shape)].to(tensor.torch_dtype)
+        return some.repeat(-(-prod(shape) // max(1, len(some))))[: prod(shape)].reshape(shape)
 
 
 def make(folder: Path, config: Nemotron3Config) -> None:

@@ -62,8 +62,6 @@ LIGHT = (
     "checkpoints.convert",
     "checkpoints.convert.check",
     "checkpoints.convert.command",
-    "checkpoints.convert.conversion",
-    "checkpoints.convert.verify",
     "cli",
     "cli.doctor.command",
     "cli.recipes",

@@ -1,4 +1,4 @@
-"""torch, Megatron and our own reader read an index written without torch as they read torch's."""
+"""torch, Megatron and our own reader read our index as they read the one that torch writes."""
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ def test_bytes_and_memory_for_each_chunk(tmp_path: Path) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     chunks = sum(len(tensor.chunks) for tensor in stored.values()) + len(objects)
-    # Names come once; all of Ultra is 5 MB, made in 11 MB.
-    assert len(data) < 130 * chunks and peak < 300 * chunks
+    # All of Ultra, about 100,000 chunks and objects, is 15 MB.
+    assert len(data) < 160 * chunks and peak < 2000 * chunks, (len(data) / chunks, peak / chunks)
     roundtrip(tmp_path, stored, objects)
 
 

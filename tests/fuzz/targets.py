@@ -20,10 +20,11 @@ from megatron_nemotron3.checkpoints.convert.hf_folder import read_safetensors_he
 from megatron_nemotron3.checkpoints.convert.inventory import mappings
 from megatron_nemotron3.checkpoints.convert.job import JOURNAL, MANIFEST, run
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
-from megatron_nemotron3.checkpoints.convert.streams import FilePlan, blocks
+from megatron_nemotron3.checkpoints.convert.streams import FilePlan, Output, write_parts
 from megatron_nemotron3.checkpoints.convert.views import Converted
+from megatron_nemotron3.checkpoints.mapped import MappedFile, explained
 from megatron_nemotron3.checkpoints.metadata import read_metadata
-from megatron_nemotron3.checkpoints.read import chunk_layout, opened
+from megatron_nemotron3.checkpoints.read import chunk_layout
 from megatron_nemotron3.models import get, tiny
 from tests.checkpoints.convert.test_dialects import config as golden
 from tests.support import sparse_checkpoints as sparse
@@ -53,7 +54,8 @@ class Target:
 def read_all(files: list[FilePlan], source: TensorSource) -> None:
     """What a conversion would write."""
     for plan in files:
-        assert sum(len(block) for block, _ in blocks(plan, source, finite=False)) == plan.length
+        with Output(io.BytesIO()) as out:
+            assert write_parts(plan, source, out, finite=False)["bytes"] == plan.length
 
 
 def read_hf(folder: Path, sample: str) -> None:
@@ -61,8 +63,7 @@ def read_hf(folder: Path, sample: str) -> None:
     opened = open_hugging_face(folder)
     rows = from_hf.pad_vocab_size(opened.config.vocab_size, 128)
     view = Converted(opened.weights, mappings(opened.config, padded_vocab_size=rows), to_hf=False)
-    files, _ = from_hf.plan(view, opened.config, padded_vocab_size=rows, dtype="bfloat16")
-    read_all(files, view)
+    read_all(from_hf.plan(view, opened.config, padded_vocab_size=rows, dtype="bfloat16").files, view)
     to_hf.small_files(opened.config, to_hf.files(opened.weights.tensors), reference=folder)
 
 
@@ -88,8 +89,8 @@ def read_index(folder: Path, sample: str) -> None:
     describe(index)
     for tensor in index.tensors.values():
         for chunk in tensor.chunks:
-            with opened(folder / chunk.file) as descriptor:
-                chunk_layout(descriptor, chunk, tensor.dtype)
+            with explained(folder / chunk.file):
+                chunk_layout(MappedFile(folder / chunk.file), chunk, tensor.dtype)
 
 
 def go_on(folder: Path, sample: str) -> None:

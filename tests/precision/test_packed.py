@@ -29,7 +29,7 @@ from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
 from megatron_nemotron3.specs import nemotron3_torch_stack_spec
 from tests.support.emulation import FIELDS, quant_recipe, seed, step
 from tests.support.models import build_hybrid, hybrid_config
-from tests.support.quantized_models import Memory, random_model, read_whole
+from tests.support.quantized_models import Memory, random_model
 
 SUPER = Emulation(packed="super-nvfp4")
 
@@ -59,8 +59,8 @@ def test_values_are_those_of_the_packed_checkpoint() -> None:
     names = [name for name in source.tensors if ".experts." in name and "mtp" not in name]
     assert len(names) == 8
     for name in names:
-        used = packed_values(read_whole(source, name)[None], None)[0]
-        assert torch.equal(used.bfloat16(), read_whole(read_back, name))
+        used = packed_values(source.read(name)[None], None)[0]
+        assert torch.equal(used.bfloat16()(read_back, name))
 
 
 def test_a_nan_is_not_hidden() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,37 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.checkpoints.convert import config_json, inventory
-from megatron_nemotron3.checkpoints.convert.checksums import Reads
-from megatron_nemotron3.checkpoints.convert.plan import apply
+from megatron_nemotron3.checkpoints.convert import config_json, inventory, views
+from megatron_nemotron3.checkpoints.convert.plan import Slices, apply
 from megatron_nemotron3.models import Nemotron3Config
 from tests.support.convert_models import assemble, chunks
 from tests.support.model_mapping import megatron_model, randomize
 
 
-@dataclass(frozen=True)
-class Entry:
-    dtype: str
-    shape: tuple[int, ...]
+class InMemory(views.InMemory):
+    """Tensors in memory; notes which names are read."""
 
+    def __init__(self, tensors: Mapping[str, Tensor], folder: Path) -> None:
+        super().__init__(folder, tensors)
+        self.content, self.read_names = tensors, set[str]()
 
-class InMemory:
-    """A tensor source in memory, with the interface of those that read files; notes which names are read."""
-
-    def __init__(self, tensors: dict[str, Tensor], folder: Path) -> None:
-        self.content, self.folder, self.read_names = tensors, folder, set[str]()
-        self.reads = Reads(folder)
-
-    @property
-    def tensors(self) -> dict[str, Entry]:
-        return {
-            n: Entry(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in self.content.items()
-        }
-
-    def read(self, name: str, slices: tuple[tuple[int, int], ...]) -> Any:
+    def read(self, name: str, slices: Slices | None = None) -> Tensor:
         self.read_names.add(name)
-        part = self.content[name][tuple(slice(*s) for s in slices)].contiguous()
-        return part.view({2: torch.uint16, 4: torch.uint32}[part.element_size()]).numpy().copy()
+        return super().read(name, slices)
 
 
 @dataclass

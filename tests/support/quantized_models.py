@@ -4,33 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import numpy
 import torch
 
 from megatron_nemotron3.checkpoints.convert import inventory, to_hf
-from megatron_nemotron3.checkpoints.convert.plan import whole
+from megatron_nemotron3.checkpoints.convert.plan import Slices
 from megatron_nemotron3.checkpoints.convert.quantized_recipes import formats
-from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource
+from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.checkpoints.convert.streams import write
-from megatron_nemotron3.checkpoints.convert.views import as_bits, as_tensor
+from megatron_nemotron3.checkpoints.convert.views import InMemory
 from megatron_nemotron3.models import Nemotron3Config
 
 TINY = ("super-tiny", "ultra-tiny", "nano-tiny", "lightning-tiny")
 
 
-class Memory(TensorSource):
+class Memory(InMemory):
     """Tensors in memory; counts what is read of them."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.folder, self.files = Path("memory"), {}
-        self._data = {n: (str(t.dtype).removeprefix("torch."), as_bits(t)) for n, t in tensors.items()}
-        self.tensors = {n: SourceTensor(kind, tuple(a.shape)) for n, (kind, a) in self._data.items()}
+        super().__init__(Path("memory"), tensors)
         self.calls: list[tuple[str, int]] = []
 
-    def read(self, name: str, slices: Any) -> numpy.ndarray:
-        result = self._data[name][1][tuple(slice(*s) for s in slices)].copy()
+    def read(self, name: str, slices: Slices | None = None) -> torch.Tensor:
+        result = super().read(name, slices)
         self.calls.append((name, result.nbytes))
         return result
 
@@ -54,11 +50,6 @@ def all_scales(config: Nemotron3Config, recipe: str) -> dict[str, float]:
         if kind == "*":
             names += [f"backbone.layers.{layer}.mixer.{x}_proj.{x}_scale" for x in "kv"]
     return {name: (i + 1) / 1024 for i, name in enumerate(names)}
-
-
-def read_whole(source: TensorSource, name: str) -> torch.Tensor:
-    tensor = source.tensors[name]
-    return as_tensor(source.read(name, whole(tensor.shape)), tensor.dtype)
 
 
 def written(folder: Path, source: TensorSource) -> Path:

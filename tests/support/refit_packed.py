@@ -15,7 +15,7 @@ from megatron_nemotron3.inference.refit.layouts import EngineLayout, Training
 from megatron_nemotron3.inference.refit.plan import RefitPlan
 from megatron_nemotron3.inference.refit.planner import make_plan
 from megatron_nemotron3.models import Nemotron3Config, get
-from tests.support.quantized_models import Memory, all_scales, random_model, read_whole
+from tests.support.quantized_models import Memory, all_scales, random_model
 from tests.support.refit_reference import trained
 
 #: (model, trainer, recipe, whether scales of activations are given, settings of `make_plan`)
@@ -69,7 +69,7 @@ def converted(config: Nemotron3Config, case: Packing, hf: dict[str, Tensor]) -> 
     if not recipe.endswith("-blockwise"):
         plan = quantization(config, recipe, all_scales(config, recipe) if scaled else None)
         source = Quantized(Memory(hf), plan)
-        return {name: read_whole(source, name) for name in source.tensors}
+        return {name: source.read(name) for name in source.tensors}
     kinds, found = formats(config, recipe.removesuffix("-blockwise")), {}
     for name, tensor in hf.items():
         found[name] = tensor

@@ -91,4 +91,4 @@ def test_number_for_the_largest_model() -> None:
 def test_what_is_stored_is_what_megatron_loads() -> None:
     stored = EXTRA_STATE
     assert torch.load(io.BytesIO(stored), weights_only=True) == [None]
-    assert EXTRA_STATE is stored and len(stored) < 1024
+    assert len(stored) < 1300  # Ultra has 50,000 of them

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_nemotron3 import cli
 from megatron_nemotron3.checkpoints.convert.hf_folder import safetensors_header
@@ -45,6 +46,7 @@ class Result:
 def run(words: list[str], where: Path) -> Result:
     """Run a command in a forked process. A hang ends with a signal."""
     if (child := os.fork()) == 0:
+        torch.set_num_threads(1)  # its threads do not survive a fork
         for number, name in ((1, "stdout"), (2, "stderr")):
             os.dup2(os.open(where / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")

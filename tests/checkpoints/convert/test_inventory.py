@@ -15,8 +15,7 @@ from megatron_nemotron3.models.tensors import DIALECTS
 from tests.support.convert_models import DISTINCT, random_config
 
 LIGHT = (
-    "import sys; from megatron_nemotron3.checkpoints.convert import config_json, inventory, keys, plan; "
-    "from megatron_nemotron3.checkpoints.convert import transforms; "
+    "import sys; from megatron_nemotron3.checkpoints.convert import config_json, omni_config, transforms; "
     "print([m for m in ('torch', 'megatron.core', 'numpy', 'transformers') if m in sys.modules])"
 )
 

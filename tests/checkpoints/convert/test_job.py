@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
 import zlib
 from collections.abc import Callable
@@ -15,22 +15,19 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
+import torch
 
 from megatron_nemotron3 import cli
-from megatron_nemotron3.checkpoints.convert import conversion, streams
+from megatron_nemotron3.checkpoints.convert import conversion
 from megatron_nemotron3.checkpoints.convert import job as job_module
 from megatron_nemotron3.checkpoints.convert.job import JOURNAL, MANIFEST, JobProgress, partial_of, run
 from megatron_nemotron3.checkpoints.convert.plan import Slices
 from megatron_nemotron3.checkpoints.convert.streams import FilePlan
 from megatron_nemotron3.checkpoints.metadata import CheckpointError
 from megatron_nemotron3.models import get, tiny
-from tests.support.counted_job import Numbers, counted, digest
+from tests.support.counted_job import Numbers, counted, digest, forked, slow
 from tests.support.hf_folders import write_hf
-
-#: Runs a job in a process of its own: tests kill it.
-_COMMAND = "from tests.support.counted_job import main; main({target!r}, {workers}, {delay})"
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -41,14 +38,21 @@ def test_every_file_and_its_checksum(tmp_path: Path, workers: int) -> None:
     found = digest(tmp_path / "new" / "out")
     assert set(found) == {"sub/file0", "sub/file2", "sub/file4", "index", "sub/last", MANIFEST}
     assert json.loads(found.pop(MANIFEST)) == manifest
+    places = json.loads(found["index"])
     for plan in job.files:
-        expected = b"head%d" % int(plan.name[-1])
-        for part in plan.parts[1:]:
-            data = job.source.read(part.tensor, part.slices).tobytes()
-            expected += b"<" + data + zlib.crc32(data).to_bytes(4, "big")
-        assert found[plan.name] == expected
-        entry = manifest["files"][plan.name]
-        assert entry == {"bytes": len(expected), "crc32": f"{zlib.crc32(expected):08x}"}
+        data, expected = found[plan.name], []
+        for part in plan.parts:
+            expected.append(part.data or job.source.read(part.tensor).numpy().tobytes())
+        if plan.archives:
+            for (begin, length), part, plain in zip(places, plan.parts, expected, strict=True):
+                stored = data[begin : begin + length]
+                if part.tensor:
+                    stored = torch.load(io.BytesIO(stored), weights_only=True).numpy().tobytes()
+                assert stored == plain
+            assert sum(length for _, length in places) == len(data) > len(b"".join(expected))
+        else:
+            assert data == b"".join(expected)
+        assert manifest["files"][plan.name] == {"bytes": len(data), "crc32": f"{zlib.crc32(data):08x}"}
     assert seen[-1].done == seen[-1].total == sum(plan.length for plan in job.files)
     assert os.listdir(tmp_path / "new") == ["out"]
 
@@ -58,19 +62,18 @@ def test_killed_at_any_moment(tmp_path: Path, workers: int) -> None:
     """Kill the job (SIGKILL), each time a little later, and repeat the command until it ends."""
     run(counted(tmp_path / "whole"))
     expected = digest(tmp_path / "whole")
-    command = _COMMAND.format(target=str(tmp_path / "out"), workers=workers, delay=0.004)
     kills = 0
     for attempt in range(200):
-        process = subprocess.Popen([sys.executable, "-c", command], cwd=Path(__file__).parents[3])
-        try:
-            assert process.wait(0.25 + 0.03 * attempt) == 0
+        child = forked(lambda: slow(tmp_path / "out", workers, 0.004))
+        time.sleep(0.05 + 0.03 * attempt)
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        if not os.WIFSIGNALED(status):
+            assert status == 0
             break
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            kills += 1
-            if (tmp_path / "out").exists():  # it has its name: it is complete
-                break
+        kills += 1
+        if (tmp_path / "out").exists():  # it has its name: it is complete
+            break
     assert digest(tmp_path / "out") == expected
     assert kills >= 2 and not partial_of(tmp_path / "out").exists()
 
@@ -78,7 +81,7 @@ def test_killed_at_any_moment(tmp_path: Path, workers: int) -> None:
 def test_finished_files_are_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = counted(tmp_path / "out")
     written: list[str] = []
-    write = streams.write
+    write = job_module.write
 
     def fail_at_the_last(plan: FilePlan, *args: object, **options: object) -> int:
         if plan.name == "sub/file4" and not written.count("sub/file4"):
@@ -121,7 +124,7 @@ def test_killed_before_the_folder_has_its_name(tmp_path: Path, monkeypatch: pyte
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(job_module.os, "replace", lambda a, b: killed() if b == target else os.rename(a, b))
         run(counted(target))
-    assert not (partial_of(target) / JOURNAL).exists()
+    assert (partial_of(target) / JOURNAL).exists()  # says what is finished until the folder has its name
     written: list[str] = []
     monkeypatch.setattr(job_module, "write", lambda plan, *args, **kwargs: written.append(plan.name))
     run(counted(target))
@@ -163,21 +166,20 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_two_at_once(tmp_path: Path) -> None:
     """The second says who writes there; it changes nothing, and the first one ends as if alone."""
     partial = partial_of(tmp_path / "out")
-    command = _COMMAND.format(target=str(tmp_path / "out"), workers=2, delay=0.02)
-    process = subprocess.Popen([sys.executable, "-c", command], cwd=Path(__file__).parents[3])
+    child = forked(lambda: slow(tmp_path / "out", 2, 0.02))
     while not (partial / JOURNAL).exists():
-        assert process.poll() is None
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)
         time.sleep(0.01)
-    with pytest.raises(ValueError, match=f"{partial} is in use by {process.pid} on .* since"):
+    with pytest.raises(ValueError, match=f"{partial} is in use by {child} on .* since"):
         run(counted(tmp_path / "out"))
-    assert process.wait() == 0
+    assert os.waitpid(child, 0) == (child, 0)
     run(counted(tmp_path / "whole"))
     assert digest(tmp_path / "out") == digest(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_damaged_source_ends_the_job(tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def damaged(self: Numbers, name: str, slices: Slices) -> numpy.ndarray:
+    def damaged(self: Numbers, name: str, slices: Slices) -> torch.Tensor:
         raise CheckpointError(f"{name} is damaged")
 
     monkeypatch.setattr(Numbers, "read", damaged)
@@ -205,6 +207,7 @@ def _killed_at(step: int, words: list[str]) -> int | None:
     Returns the number of calls if it ended before, else None.
     """
     if (child := os.fork()) == 0:
+        torch.set_num_threads(1)  # its threads do not survive a fork
         calls = 0
         for name in _STEPS:
             real = getattr(os, name)
@@ -320,18 +323,18 @@ def test_a_source_that_changes_meanwhile(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_full_disk_says_that_the_command_continues(tmp_path: Path, workers: int) -> None:
     """RLIMIT_FSIZE ends a write as a full disk does, with another number."""
     run(counted(tmp_path / "whole", rows=4000))
-    command = (
-        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))\n"
-        "from tests.support.counted_job import counted, run\n"
-        "from pathlib import Path\n"
-        f"try: run(counted(Path({str(tmp_path / 'out')!r}), rows=4000), workers={workers})\n"
-        "except OSError as problem: print(problem)"
-    )
-    where = Path(__file__).parents[3]
-    done = subprocess.run([sys.executable, "-c", command], cwd=where, capture_output=True, text=True)
-    assert done.stderr == "" and len(done.stdout.splitlines()) == 1
-    assert "repeat the command, which continues" in done.stdout
-    assert str(partial_of(tmp_path / "out")) in done.stdout
+
+    def on_a_full_disk() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
+        try:
+            run(counted(tmp_path / "out", rows=4000), workers=workers)
+        except OSError as problem:
+            (tmp_path / "error").write_text(str(problem))
+
+    child = forked(on_a_full_disk)
+    assert os.waitpid(child, 0) == (child, 0)
+    (line,) = (tmp_path / "error").read_text().splitlines()
+    assert "repeat the command, which continues" in line and str(partial_of(tmp_path / "out")) in line
     run(counted(tmp_path / "out", rows=4000))
     assert digest(tmp_path / "out") == digest(tmp_path / "whole")
 

@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 from megatron_nemotron3.checkpoints.convert import omni_inventory
 from megatron_nemotron3.checkpoints.convert.checkpoints import open_checkpoint
 from megatron_nemotron3.checkpoints.convert.omni_config import omni_json
-from megatron_nemotron3.checkpoints.convert.views import as_tensor
 from megatron_nemotron3.models.omni import NANO_OMNI, tiny
 from tests.support import omni_checkpoints as folders
 from tests.support.hf_folders import write_hf
@@ -35,8 +34,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         t.name: torch.randn(t.shape, generator=made).to(getattr(torch, t.dtype))
         for t in omni_inventory.hf_tensors(MODEL, dtype="float32")
     }
-    for name, (dtype, bits) in omni_inventory.made(MODEL, "float32").items():
-        values[name] = as_tensor(bits, dtype).clone()
+    values |= {name: value.clone() for name, value in omni_inventory.made(MODEL, "float32").items()}
     save_file(values, folder / "hf/model.safetensors", {"format": "pt"})
     (folder / "hf/config.json").write_text(json.dumps(omni_json(MODEL, dtype="float32")))
     write_hf(folder / "text", MODEL.language, dtype="float32")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections import Counter
 from collections.abc import Mapping
@@ -9,7 +10,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_nemotron3.checkpoints.convert import inventory, to_hf
 from megatron_nemotron3.checkpoints.convert.hf_folder import open_hf
-from megatron_nemotron3.checkpoints.convert.plan import whole
+from megatron_nemotron3.checkpoints.convert.plan import Slices, whole
 from megatron_nemotron3.checkpoints.convert.quantized_config import (
     hf_quant_config,
     quantization_config,
@@ -26,12 +26,13 @@ from megatron_nemotron3.checkpoints.convert.quantized_config import (
 )
 from megatron_nemotron3.checkpoints.convert.quantized_recipes import Quantization, formats, quantization
 from megatron_nemotron3.checkpoints.convert.quantized_views import Dequantized, Quantized
-from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource
+from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource, raw
+from megatron_nemotron3.checkpoints.convert.streams import Output, write_parts
 from megatron_nemotron3.checkpoints.metadata import CheckpointError
 from megatron_nemotron3.models import get
 from megatron_nemotron3.precision.numerics import fp8, nvfp4
 from megatron_nemotron3.precision.serving import RECIPES
-from tests.support.quantized_models import TINY, Memory, all_scales, random_model, read_whole, written
+from tests.support.quantized_models import TINY, Memory, all_scales, random_model, written
 
 # -- which weights -----------------------------------------------------------------------------------
 
@@ -263,7 +264,7 @@ def test_written_and_read_back(tmp_path: Path, name: str, with_scales: bool) -> 
         source.check(about)
     inventory.check_hf(config, {n: t.shape for n, t in source.tensors.items()})
     for weight in plan.weights:
-        values, original = read_whole(source, weight.tensor.name), model[weight.tensor.name]
+        values, original = source.read(weight.tensor.name), model[weight.tensor.name]
         if weight.algorithm is None:
             assert torch.equal(values, original) and values.dtype == original.dtype
         else:
@@ -289,12 +290,12 @@ def test_any_slice_is_the_slice_of_the_whole(data: st.DataObject) -> None:
     for source in (quantized, back):
         if name not in source.tensors:
             continue
-        full = source.read(name, whole(source.tensors[name].shape))
+        full = source.read(name)
         bounds = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in full.shape]
         slices = tuple((a, b) for a, b in bounds)
         some = source.read(name, slices)
         assert some.dtype == full.dtype
-        assert numpy.array_equal(some, full[tuple(slice(*s) for s in slices)])
+        assert torch.equal(raw(some), raw(full)[tuple(slice(*s) for s in slices)])
 
 
 _SCALES = all_scales(get("super-tiny"), "nvfp4")
@@ -311,7 +312,7 @@ def test_float32_masters_can_be_quantized_directly() -> None:
     quantized = Quantized(Memory(model), quantization(config, "nvfp4"))
     name = "backbone.layers.1.mixer.experts.0.up_proj.weight"
     s = nvfp4.tensor_scale(nvfp4.amax(model[name]))
-    assert torch.equal(read_whole(quantized, name), nvfp4.quantize(model[name], s)[0])
+    assert torch.equal(quantized.read(name), nvfp4.quantize(model[name], s)[0])
     assert quantized.tensors["lm_head.weight"].dtype == "float32"
 
 
@@ -322,10 +323,10 @@ class Made(TensorSource):
         self.folder, self.files, self.largest, self.total = Path("made"), {}, 0, 0
         self.tensors = {name: SourceTensor("bfloat16", shape)}
 
-    def read(self, name: str, slices: Any) -> numpy.ndarray:
-        (top, bottom), (left, right) = slices
-        rows, columns = numpy.ogrid[top:bottom, left:right]
-        result = ((rows * 31 + columns * 7) % 977 + 0x3A00).astype("u2")
+    def read(self, name: str, slices: Slices | None = None) -> torch.Tensor:
+        (top, bottom), (left, right) = slices or whole(self.tensors[name].shape)
+        rows, columns = torch.arange(top, bottom)[:, None], torch.arange(left, right)
+        result = ((rows * 31 + columns * 7) % 977 + 0x3A00).to(torch.int16).view(torch.bfloat16)
         self.largest, self.total = max(self.largest, result.nbytes), self.total + result.nbytes
         return result
 
@@ -344,10 +345,8 @@ def test_weights_are_read_in_bands_small_ones_once(shape, algorithm, largest, pa
     quantized = Quantized(source, Quantization("super-nvfp4", (weight,), False))
     made = 0
     for plan in to_hf.files(quantized.tensors):
-        from megatron_nemotron3.checkpoints.convert.streams import blocks
-
-        made += sum(len(block) for block, _ in blocks(plan, quantized))
-        made -= len(plan.parts[0].head)
+        with Output(io.BytesIO()) as out:
+            made += write_parts(plan, quantized, out)["bytes"] - len(plan.parts[0].data)
     assert made == sum(t.nbytes for t in quantized.tensors.values())
     assert source.largest <= largest and source.total == passes * prod(shape) * 2
 
@@ -359,7 +358,7 @@ def test_a_weight_with_nan_is_named() -> None:
     model[name][3, 4] = float("nan")
     quantized = Quantized(Memory(model), quantization(config, "nvfp4"))
     with pytest.raises(CheckpointError, match=f"memory: {name}: the tensor holds infinity or NaN"):
-        quantized.read(name, whole(quantized.tensors[name].shape))
+        quantized.read(name)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_nemotron3 import cli
-from megatron_nemotron3.checkpoints import archive, remote
+from megatron_nemotron3.checkpoints import mapped, remote
 from megatron_nemotron3.models import get, tiny
 from tests.support.counted_job import digest
 from tests.support.hf_folders import write_hf
@@ -42,7 +42,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     yield
-    assert not archive.REMOTE and not remote._shown
+    assert not mapped.REMOTE and not remote._shown
 
 
 def urls(folders: Path, kind: str) -> str:
@@ -170,24 +170,23 @@ def test_an_interrupted_upload(
 
     url = f"memory://half/{files}"
     some = ("convert", "to-hf", folders / "run", url, "--shard-size", "300kB", *ONE)
-    blocks, made = upload.blocks, []
+    write_parts, made = upload.write_parts, []
 
-    def failing(plan: object, source: object, **options: object) -> Iterator[object]:
+    def failing(plan: object, *rest: object, **options: object) -> object:
         made.append(plan)
-        for block in blocks(plan, source, **options):  # type: ignore[arg-type]
-            yield block
-            if len(made) == files + 1:
-                raise ValueError("the connection is lost")
+        if len(made) == files + 1:
+            raise ValueError("the connection is lost")
+        return write_parts(plan, *rest, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(upload, "blocks", failing)
+    monkeypatch.setattr(upload, "write_parts", failing)
     assert command(*some) == 2
     assert "the connection is lost" in capsys.readouterr().err
     assert command("check", url) == 2
-    monkeypatch.setattr(upload, "blocks", blocks)
+    monkeypatch.setattr(upload, "write_parts", write_parts)
     assert command(*some[:4], "--shard-size", "200kB") == 2
     assert "an interrupted conversion is there" in capsys.readouterr().err
     before = len(made)
-    monkeypatch.setattr(upload, "blocks", lambda *a, **k: (made.append(a), blocks(*a, **k))[1])
+    monkeypatch.setattr(upload, "write_parts", lambda *a, **k: (made.append(a), write_parts(*a, **k))[1])
     assert command(*some) == 0
     assert command("verify", url, folders / "run", *ONE) == 0 and command("verify", url, *ONE) == 0
     total = len([n for n in fsspec.filesystem("memory").ls(f"/half/{files}", detail=False) if "model-" in n])

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-import gc
+import faulthandler
+import itertools
 import os
+import signal
+from math import prod
 from pathlib import Path
 
-import numpy
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_nemotron3.checkpoints.convert import sources
-from megatron_nemotron3.checkpoints.convert.plan import whole
+from megatron_nemotron3.checkpoints.convert.plan import extent
 from megatron_nemotron3.checkpoints.convert.sources import (
     Block,
     FileSource,
     Location,
     SourceTensor,
+    raw,
     row_major,
 )
-from megatron_nemotron3.checkpoints.metadata import CheckpointError
+from megatron_nemotron3.checkpoints.convert.torch_dist import index_tensors
+from megatron_nemotron3.checkpoints.mapped import MappedFiles
+from megatron_nemotron3.checkpoints.metadata import CheckpointError, read_metadata
+from megatron_nemotron3.checkpoints.read import ArchiveRecord
+from tests.support import checkpoint_writer as writer
+from tests.support.counted_job import forked
 
 
 def _cuts(data: st.DataObject, length: int) -> list[tuple[int, int]]:
@@ -32,26 +40,24 @@ def _cuts(data: st.DataObject, length: int) -> list[tuple[int, int]]:
 @given(st.data())
 def test_every_slice_of_every_layout(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """Blocks on a grid, each row-major or transposed in the file, with bytes between them."""
-    shape = tuple(data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
+    shape = tuple(data.draw(st.lists(st.integers(0, 7), max_size=3)))
     dtype = data.draw(st.sampled_from(["uint8", "bfloat16", "float32", "int64"]))
-    array = numpy.arange(numpy.prod(shape), dtype=sources.bits(dtype)).reshape(shape)
-    grid = [_cuts(data, n) for n in shape]
+    tensor = torch.arange(prod(shape)).to(getattr(torch, dtype)).reshape(shape)
     path = tmp_path_factory.getbasetemp() / "blocks.bin"
     blocks, content = [], b""
-    for index in numpy.ndindex(*(len(cuts) for cuts in grid)):
-        box = [cuts[i] for cuts, i in zip(grid, index)]
-        part = array[tuple(slice(*b) for b in box)]
+    for box in itertools.product(*(_cuts(data, n) for n in shape)):
+        part = tensor[tuple(slice(*b) for b in box)]
         content += b"\xff" * data.draw(st.integers(0, 3))
         order = data.draw(st.permutations(range(len(shape))))
-        lie = numpy.ascontiguousarray(part.transpose(order))
+        lie = part.permute(order).contiguous()
         stride = [0] * len(shape)
-        for axis, step in zip(order, row_major(lie.shape)):
+        for axis, step in zip(order, row_major(tuple(lie.shape))):
             stride[axis] = step
         where = Location(path, len(content), tuple(stride))
         lazily = data.draw(st.booleans())
-        sizes = tuple(part.shape)
-        blocks.append(Block(tuple(a for a, _ in box), sizes, (lambda w=where: w) if lazily else where))
-        content += lie.tobytes()
+        begin = tuple(a for a, _ in box)
+        blocks.append(Block(begin, tuple(part.shape), (lambda w=where: w) if lazily else where))
+        content += raw(lie).numpy().tobytes()
     path.write_bytes(content)
     source = FileSource(path.parent, {"t": SourceTensor(dtype, shape, tuple(blocks))}, {})
     slices = []
@@ -59,52 +65,9 @@ def test_every_slice_of_every_layout(tmp_path_factory: pytest.TempPathFactory, d
         start = data.draw(st.integers(0, n))
         slices.append((start, data.draw(st.integers(start, n))))
     found = source.read("t", tuple(slices))
-    source.close()
-    assert found.flags.c_contiguous
-    numpy.testing.assert_array_equal(found, array[tuple(slice(*s) for s in slices)])
-
-
-def test_a_band_of_columns_is_read_in_bounded_spans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    array = numpy.arange(64 * 100, dtype="u2").reshape(64, 100)
-    array.tofile(tmp_path / "a")
-    lengths: list[int] = []
-    read_into = sources.read_into
-    monkeypatch.setattr(sources, "_SPAN", 1000)
-    monkeypatch.setattr(sources, "read_into", lambda d, v, o: (lengths.append(len(v)), read_into(d, v, o)))
-    tensor = SourceTensor(
-        "bfloat16", (64, 100), (Block((0, 0), (64, 100), Location(tmp_path / "a", 0, (100, 1))),)
-    )
-    source = FileSource(tmp_path, {"t": tensor}, {})
-    numpy.testing.assert_array_equal(source.read("t", ((3, 60), (10, 30))), array[3:60, 10:30])
-    source.close()
-    assert max(lengths) <= 1000 and len(lengths) > 10
-
-
-def test_more_files_than_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "_OPEN", 2)
-    tensors = {}
-    for i in range(5):
-        (tmp_path / str(i)).write_bytes(bytes([i]))
-        tensors[str(i)] = SourceTensor(
-            "uint8", (1,), (Block((0,), (1,), Location(tmp_path / str(i), 0, (1,))),)
-        )
-    source = FileSource(tmp_path, tensors, {})
-    assert [int(source.read(str(i), ((0, 1),))[0]) for i in (0, 1, 2, 3, 4, 0, 4)] == [0, 1, 2, 3, 4, 0, 4]
-    assert len(source._open) == 2
-    source.close()
-
-
-def test_a_source_that_nobody_closes_closes_its_files_when_it_goes(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"1")
-    tensor = SourceTensor("uint8", (1,), (Block((0,), (1,), Location(tmp_path / "a", 0, (1,))),))
-    source = FileSource(tmp_path, {"a": tensor}, {})
-    source.read("a", ((0, 1),))
-    (descriptor,) = source._open.values()
-    os.fstat(descriptor)
-    del source
-    gc.collect()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(descriptor)
+    assert found.dtype == tensor.dtype and tuple(found.shape) == extent(tuple(slices))
+    assert raw(found).equal(raw(tensor[tuple(slice(*s) for s in slices)]))
+    assert raw(source.read("t")).equal(raw(tensor))
 
 
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
@@ -122,5 +85,55 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
         ("gone", "No such file"),
     ):
         with pytest.raises(CheckpointError, match=message):
-            source.read(name, whole(tensors[name].shape))
-    source.close()
+            source.read(name)
+
+
+def test_a_read_tensor_cannot_change_the_file(tmp_path: Path) -> None:
+    """It is a view of a mapping that cannot be written to: a process that tries ends."""
+    (tmp_path / "a").write_bytes(bytes(range(100)))
+    block = Block((0,), (100,), Location(tmp_path / "a", 0, (1,)))
+    tensor = FileSource(tmp_path, {"t": SourceTensor("uint8", (100,), (block,))}, {}).read("t")
+
+    def write() -> None:
+        faulthandler.disable()
+        tensor[3] = 7
+
+    assert os.WTERMSIG(os.waitpid(forked(write), 0)[1]) in (signal.SIGSEGV, signal.SIGBUS)
+    assert (tmp_path / "a").read_bytes() == bytes(tensor.tolist()) == bytes(range(100))
+
+
+def test_each_record_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it is used for the first time, however many slices are read; a damaged one each time."""
+    index = read_metadata(writer.write(tmp_path / "iter_0000001", writer.tensors(), 3))
+    checked: list[tuple[Path, int]] = []
+    check = ArchiveRecord.check
+
+    def counting(self: ArchiveRecord, file: object) -> None:
+        if self.name.startswith("data/"):
+            checked.append((file.path, self.offset))  # type: ignore[attr-defined]
+        check(self, file)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ArchiveRecord, "check", counting)
+    opened = MappedFiles()
+    source = FileSource(index.folder, index_tensors(index, opened), {}, opened)
+    name, tensor = next((n, t) for n, t in source.tensors.items() if t.shape and t.shape[0] > 3)
+    source.read(name, tuple((0, 1) for _ in tensor.shape))
+    assert len(checked) == 1
+    for _ in range(2):
+        for other in source.tensors:
+            source.read(other)
+    assert len(set(checked)) == len(checked) == len({(c.file, c.offset) for c in _chunks(index)})
+    path, offset = checked[0]
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+    source = FileSource(index.folder, index_tensors(index, MappedFiles()), {})
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=f"{path}: record 'data/.*CRC32"):
+            source.read(name)
+
+
+def _chunks(index: object) -> list:
+    return [chunk for tensor in index.tensors.values() for chunk in tensor.chunks if 0 not in chunk.sizes]  # type: ignore[attr-defined]

@@ -67,8 +67,8 @@ def convert(config: Nemotron3Config, place: Path, dtype: str) -> Path:
     """Convert PLACE/hf to PLACE/megatron in files of 0.2 MB."""
     source, rows = open_hf(place / "hf"), from_hf.pad_vocab_size(config.vocab_size, 128)
     view = Converted(source, mappings(config, dtype=dtype, padded_vocab_size=rows), to_hf=False)
-    files, small = from_hf.plan(view, config, padded_vocab_size=rows, dtype=dtype, limit=200_000)
-    run(Job(place / "megatron", view, files, small))
+    plan = from_hf.plan(view, config, padded_vocab_size=rows, dtype=dtype, limit=200_000)
+    run(Job(place / "megatron", view, plan.files, plan.small, plan.index))
     return place / "megatron"
 
 
