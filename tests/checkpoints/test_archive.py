@@ -62,9 +62,7 @@ def read(path: Path, begin: int = 0, length: int | None = None) -> torch.Tensor:
 
 @pytest.mark.parametrize("make", [saved, own])
 @pytest.mark.parametrize("step", [17, pytest.param(1, marks=pytest.mark.full)])
-def test_each_flipped_bit_is_found_or_harmless(
-    make: Callable[[], bytes], step: int, tmp_path: Path
-) -> None:
+def test_each_flipped_bit_is_found_or_harmless(make: Callable[[], bytes], step: int, tmp_path: Path) -> None:
     raw, path = bytearray(make()), tmp_path / "archive"
     path.write_bytes(raw)
     file = MappedFile(path)

@@ -123,8 +123,7 @@ def test_compressed_tensors_own_reader_agrees(tmp_path: Path) -> None:
     quantized = Quantized(Memory(random_model(config)), quantization(config, "nvfp4"))
     module = "backbone.layers.1.mixer.experts.0.up_proj"
     tensors = {
-        f"{module}.{p}": quantized.read(f"{module}.{p}")
-        for p in ("weight", "weight_scale", "weight_scale_2")
+        f"{module}.{p}": quantized.read(f"{module}.{p}") for p in ("weight", "weight_scale", "weight_scale_2")
     }
     packed = _compressed(tensors)
     save_file({n.removeprefix(module + "."): t for n, t in packed.items()}, tmp_path / "in.safetensors")
