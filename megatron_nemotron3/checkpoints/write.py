@@ -126,7 +126,7 @@ def _record(name: str) -> zipfile.ZipInfo:
     return zipfile.ZipInfo(f"archive/{name}")
 
 
-class _Storage:
+class _StorageName:
     """Stands for the storage of a tensor in its pickle."""
 
     def __init__(self, kind: Any, count: int) -> None:
@@ -144,14 +144,14 @@ class _Tensor:
         stride = tuple(math.prod(max(n, 1) for n in shape[i + 1 :]) for i in range(len(shape)))
         rest: tuple[Any, ...] = (0, shape, stride, False, OrderedDict())
         if (kind := _CLASSES.get(self.dtype)) is not None:
-            return torch._utils._rebuild_tensor_v2, (_Storage(kind, count), *rest)
-        storage = _Storage(torch.UntypedStorage, count * ITEM_SIZE[self.dtype])
+            return torch._utils._rebuild_tensor_v2, (_StorageName(kind, count), *rest)
+        storage = _StorageName(torch.UntypedStorage, count * ITEM_SIZE[self.dtype])
         return torch._utils._rebuild_tensor_v3, (storage, *rest, getattr(torch, self.dtype))
 
 
 class _Pickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> Any:
-        return value.pid if isinstance(value, _Storage) else None
+        return value.pid if isinstance(value, _StorageName) else None
 
 
 @lru_cache(maxsize=1024)

@@ -21,7 +21,7 @@ from megatron_nemotron3.checkpoints.convert.inventory import mappings
 from megatron_nemotron3.checkpoints.convert.job import JOURNAL, MANIFEST, run
 from megatron_nemotron3.checkpoints.convert.origin import copied_files
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
-from megatron_nemotron3.checkpoints.convert.streams import FilePlan, Output, write_parts
+from megatron_nemotron3.checkpoints.convert.streams import FilePlan, OutputFile, write_parts
 from megatron_nemotron3.checkpoints.convert.views import Converted
 from megatron_nemotron3.checkpoints.mapped import MappedFile, explained
 from megatron_nemotron3.checkpoints.metadata import read_metadata
@@ -55,7 +55,7 @@ class Target:
 def read_all(files: list[FilePlan], source: TensorSource) -> None:
     """What a conversion would write."""
     for plan in files:
-        with Output(io.BytesIO()) as out:
+        with OutputFile(io.BytesIO()) as out:
             assert write_parts(plan, source, out, finite=False)["bytes"] == plan.length
 
 

@@ -60,7 +60,7 @@ def test_values_are_those_of_the_packed_checkpoint() -> None:
     assert len(names) == 8
     for name in names:
         used = packed_values(source.read(name)[None], None)[0]
-        assert torch.equal(used.bfloat16()(read_back, name))
+        assert torch.equal(used.bfloat16(), read_back.read(name))
 
 
 def test_a_nan_is_not_hidden() -> None:

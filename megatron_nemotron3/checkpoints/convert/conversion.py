@@ -6,8 +6,8 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from megatron_nemotron3.checkpoints.convert.job import (
     MANIFEST,
     Job,
     JobProgress,
-    Places,
     check_target,
     partial_of,
     run,
@@ -172,7 +171,9 @@ def convert_from_hf(source: Path, target: Path, options: FromHfOptions) -> int:
         arguments=arguments,
     )
     kept, lines = to_keep(opened, base)
-    job = _job(opened, target, view, (folder.files, kept | folder.small), options, index=folder.index)
+    job = replace(
+        _job(opened, target, view, (folder.files, kept | folder.small), options), index=folder.index
+    )
     notes = lines + _note_lines(opened, base, opened.stated or {})
     if not _run_job(opened, target, job, options, notes) or options.compare_logits is None:
         return 0
@@ -351,7 +352,6 @@ def _job(
     plan: tuple[Sequence[FilePlan], Mapping[str, bytes]],
     options: ConvertOptions,
     scales: Mapping[str, float] | None = None,
-    index: Callable[[Mapping[str, Places]], Mapping[str, bytes]] | None = None,
 ) -> Job:
     files, small = plan
     origin: dict[str, object] = {
@@ -371,8 +371,7 @@ def _job(
         view,
         files,
         small,
-        index,
-        origin,
-        _job_options(options, scales),
+        origin=origin,
+        options=_job_options(options, scales),
         finite=not options.allow_nonfinite,
     )

@@ -12,14 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeAlias
-
-if TYPE_CHECKING:
-    import numpy
+from typing import Any
 
 Shape = tuple[int, ...]
-#: Elements as unsigned integers of their size.
-Bits: TypeAlias = "numpy.ndarray[Any, Any]"
 #: One (start, stop) per axis.
 Slices = tuple[tuple[int, int], ...]
 

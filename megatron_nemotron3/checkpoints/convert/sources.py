@@ -11,12 +11,11 @@ import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from megatron_nemotron3.checkpoints.convert.plan import Shape, Slices, extent, whole
 from megatron_nemotron3.checkpoints.mapped import MappedFiles, explained
@@ -24,9 +23,9 @@ from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, CheckpointError
 from megatron_nemotron3.checkpoints.read import ArchiveRecord
 from megatron_nemotron3.models.tensors import Row
 
-with warnings.catch_warnings():  # torch says once in a process that a buffer cannot be written to
-    warnings.simplefilter("ignore")
-    torch.frombuffer(bytes(1), dtype=torch.uint8)
+if TYPE_CHECKING:  # much that only names tensors starts without torch
+    import torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +66,8 @@ class SourceTensor:
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        import torch
+
         found: torch.dtype = getattr(torch, self.dtype)
         return found
 
@@ -102,6 +103,8 @@ class FileSource(TensorSource):
         self._checked: set[tuple[Path, int]] = set()
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
+        import torch
+
         tensor = self.tensors[name]
         slices = whole(tensor.shape) if slices is None else slices
         result, filled = None, 0
@@ -150,8 +153,25 @@ class FileSource(TensorSource):
             if at.record is not None and (key := (at.path, at.record.offset)) not in self._checked:
                 at.record.check(file)
                 self._checked.add(key)
-            data = torch.frombuffer(file(first, span), dtype=torch.uint8)
+            data = _bytes_of(file(first, span))
         return data.view(tensor.torch_dtype).as_strided(shape, at.stride)
+
+
+def _bytes_of(view: memoryview) -> Tensor:
+    import torch
+
+    _silence()
+    return torch.frombuffer(view, dtype=torch.uint8)
+
+
+@cache
+def _silence() -> None:
+    """Have torch say now, unheard, what it says once in a process: that a buffer cannot be written to."""
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.frombuffer(bytes(1), dtype=torch.uint8)
 
 
 def row_major(shape: Shape) -> tuple[int, ...]:
@@ -165,5 +185,7 @@ def row_major(shape: Shape) -> tuple[int, ...]:
 
 def raw(tensor: Tensor) -> Tensor:
     """The bits of a tensor, as integers of its size: equal bits are equal numbers, NaN or not."""
+    import torch
+
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     return tensor.view(kind)

@@ -83,7 +83,7 @@ def grouped(items: Iterable[_T], limit: int, size: Callable[[_T], int]) -> Itera
         yield group
 
 
-class Output:
+class OutputFile:
     """A file that is written in order: its length, and its CRC32, which a thread computes meanwhile."""
 
     def __init__(self, file: Writable, written: Callable[[int], None] = lambda length: None) -> None:
@@ -130,7 +130,7 @@ class Output:
     def _update(self, view: memoryview) -> None:
         self._crc = zlib.crc32(view, self._crc)
 
-    def __enter__(self) -> Output:
+    def __enter__(self) -> OutputFile:
         return self
 
     def __exit__(
@@ -139,7 +139,9 @@ class Output:
         self._thread.shutdown()
 
 
-def write_parts(plan: FilePlan, source: TensorSource, out: Output, *, finite: bool = True) -> dict[str, Any]:
+def write_parts(
+    plan: FilePlan, source: TensorSource, out: OutputFile, *, finite: bool = True
+) -> dict[str, Any]:
     """Write the parts of a file. Returns "bytes", "crc32", and of archives the "places" (offset, length)."""
     places = []
     for part in plan.parts:
@@ -170,7 +172,7 @@ def write(
                 begun = out.length
             written(length)
 
-        with Output(file, count) as out:
+        with OutputFile(file, count) as out:
             return write_parts(plan, source, out, finite=finite)
 
 

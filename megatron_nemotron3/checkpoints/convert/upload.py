@@ -21,7 +21,7 @@ from megatron_nemotron3.checkpoints.convert.job import (
     checked_manifest,
     usable,
 )
-from megatron_nemotron3.checkpoints.convert.streams import Output, write_parts
+from megatron_nemotron3.checkpoints.convert.streams import OutputFile, write_parts
 from megatron_nemotron3.checkpoints.remote import filesystem, root
 
 
@@ -56,7 +56,7 @@ def upload(job: Job, url: str, report: Callable[[JobProgress], None]) -> dict[st
         if plan.name in done:
             continue
         _put_journal(store, place, url, fingerprint, done)
-        with _explained(url), _created(store, f"{place}/{plan.name}") as file, Output(file, count) as out:
+        with _explained(url), _created(store, f"{place}/{plan.name}") as file, OutputFile(file, count) as out:
             done[plan.name] = write_parts(plan, job.source, out, finite=job.finite)
         with _explained(url):
             if (size := store.info(f"{place}/{plan.name}")["size"]) != done[plan.name]["bytes"]:

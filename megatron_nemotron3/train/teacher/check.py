@@ -8,13 +8,11 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron_nemotron3.checkpoints.convert.checkpoints import open_hugging_face
 from megatron_nemotron3.checkpoints.convert.config_keys import QUANTIZATION
 from megatron_nemotron3.checkpoints.convert.hf_folder import read_config
 from megatron_nemotron3.checkpoints.convert.megatron_args import config_of
-from megatron_nemotron3.checkpoints.convert.opened import Checkpoint
 from megatron_nemotron3.checkpoints.folders import locate_one
 from megatron_nemotron3.checkpoints.state import stored_state
 from megatron_nemotron3.checkpoints.trust import require_trusted
@@ -39,6 +37,9 @@ from megatron_nemotron3.train.teacher.settings import (
     read,
 )
 from megatron_nemotron3.train.teacher.vocabulary import Vocabulary, of_tokenizer
+
+if TYPE_CHECKING:
+    from megatron_nemotron3.checkpoints.convert.opened import Checkpoint
 
 #: Options whose batches, parameters or forward pass the hooks of distillation do not see, and why.
 _REFUSED = {
@@ -98,6 +99,8 @@ def find(folder: str) -> TeacherCheckpoint:
 
 def open_hf_teacher(folder: Path) -> Checkpoint:
     """Open a Hugging Face folder: packed weights as BF16, of a model with encoders its language part."""
+    from megatron_nemotron3.checkpoints.convert.checkpoints import open_hugging_face
+
     packed = QUANTIZATION in read_config(folder, omni=True)
     opened = open_hugging_face(folder, dequantize=packed, omni=True)
     return opened if opened.omni is None else opened.language_part()

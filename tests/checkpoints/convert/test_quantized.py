@@ -27,7 +27,7 @@ from megatron_nemotron3.checkpoints.convert.quantized_config import (
 from megatron_nemotron3.checkpoints.convert.quantized_recipes import Quantization, formats, quantization
 from megatron_nemotron3.checkpoints.convert.quantized_views import Dequantized, Quantized
 from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource, raw
-from megatron_nemotron3.checkpoints.convert.streams import Output, write_parts
+from megatron_nemotron3.checkpoints.convert.streams import OutputFile, write_parts
 from megatron_nemotron3.checkpoints.metadata import CheckpointError
 from megatron_nemotron3.models import get
 from megatron_nemotron3.precision.numerics import fp8, nvfp4
@@ -345,7 +345,7 @@ def test_weights_are_read_in_bands_small_ones_once(shape, algorithm, largest, pa
     quantized = Quantized(source, Quantization("super-nvfp4", (weight,), False))
     made = 0
     for plan in to_hf.files(quantized.tensors):
-        with Output(io.BytesIO()) as out:
+        with OutputFile(io.BytesIO()) as out:
             made += write_parts(plan, quantized, out)["bytes"] - len(plan.parts[0].data)
     assert made == sum(t.nbytes for t in quantized.tensors.values())
     assert source.largest <= largest and source.total == passes * prod(shape) * 2

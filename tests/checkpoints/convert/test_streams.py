@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megatron_nemotron3.checkpoints.convert import streams
 from megatron_nemotron3.checkpoints.convert.plan import Slices, whole
-from megatron_nemotron3.checkpoints.convert.streams import FilePlan, Output, Part, as_bytes, write
+from megatron_nemotron3.checkpoints.convert.streams import FilePlan, OutputFile, Part, as_bytes, write
 from megatron_nemotron3.checkpoints.convert.views import InMemory
 from megatron_nemotron3.checkpoints.metadata import CheckpointError
 from tests.support.counted_job import Numbers
@@ -32,7 +32,7 @@ def test_length_and_checksum_of_what_is_written(data: list[bytes], size: int) ->
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streams, "_WRITE", size)
         file, counted, reached = Short(), [], 0
-        with Output(file, counted.append) as out:
+        with OutputFile(file, counted.append) as out:
             for one in data:
                 assert out.write(memoryview(one)) == len(one)
                 reached += len(one)
