@@ -10,14 +10,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_nemotron3.checkpoints.convert.adapters import A, B, StoredAdapter, check_fits
-from megatron_nemotron3.checkpoints.convert.views import Arrays
+from megatron_nemotron3.checkpoints.convert.views import InMemory
 from megatron_nemotron3.cli import main
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.lora import LoRASettings, adding_lora
@@ -231,8 +230,8 @@ def test_an_adapter_of_rank_0(base: Path, shared: Path, tmp_path: Path, capsys: 
     assert "another rank" in message(capsys, "from-hf", base, tmp_path / "out", "--adapter", broken)
     stem = "backbone.layers.0.mixer.in_proj"
     arrays = {
-        stem + A: ("float32", numpy.zeros((0, 4), "u4")),
-        stem + B: ("float32", numpy.zeros((8, 0), "u4")),
+        stem + A: torch.zeros(0, 4),
+        stem + B: torch.zeros(8, 0),
     }
     with pytest.raises(ValueError, match=r"lora_A \[0, 4\] of backbone.layers.0.mixer.in_proj has rank 0"):
-        check_fits(StoredAdapter(Arrays(tmp_path, arrays), 8.0), {f"{stem}.weight": (8, 4)})
+        check_fits(StoredAdapter(InMemory(tmp_path, arrays), 8.0), {f"{stem}.weight": (8, 4)})
