@@ -8,7 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.checkpoints.convert.sources import TensorSource
+from megatron_nemotron3.checkpoints.convert.sources import TensorSource, owned
 
 #: Elements read at once: 8 MiB of BF16, which become 16 MiB of FP32.
 BAND_ELEMENTS = 4 << 20
@@ -81,4 +81,4 @@ class TensorReader:
 
     def _read_fp32(self, name: str, slices: tuple[tuple[int, int], ...]) -> Tensor:
         stored = self.names[name]
-        return self.source.read(stored, slices).float()
+        return owned(self.source.read(stored, slices), torch.float32)
