@@ -20,7 +20,7 @@ from torch import Tensor as Values
 
 from megatron_nemotron3.checkpoints.convert.inventory import Tensor, TensorMapping
 from megatron_nemotron3.checkpoints.convert.plan import Slices, whole
-from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource, raw
+from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource, owned, raw
 from megatron_nemotron3.checkpoints.convert.views import Converted
 from megatron_nemotron3.models.tensors import TORCH_DIST, Spelling
 
@@ -178,8 +178,8 @@ class Merged(TensorSource):
         wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
         rows, columns = whole(self.tensors[name].shape) if slices is None else slices
         rank = (0, self._adapter.rank(stem))
-        a = self._adapter.tensors.read(stem + A, (rank, columns)).to(wide)
-        b = self._adapter.tensors.read(stem + B, (rows, rank)).to(wide)
+        a = owned(self._adapter.tensors.read(stem + A, (rank, columns)), wide)
+        b = owned(self._adapter.tensors.read(stem + B, (rows, rank)), wide)
         return (weight.to(wide) + b @ a * self._adapter.scale(stem)).to(weight.dtype)
 
 

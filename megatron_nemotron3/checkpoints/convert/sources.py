@@ -183,6 +183,13 @@ def row_major(shape: Shape) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def owned(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A contiguous copy: products of a view have other bits where it lies at another place of its file."""
+    import torch
+
+    return tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+
 def raw(tensor: Tensor) -> Tensor:
     """The bits of a tensor, as integers of its size: equal bits are equal numbers, NaN or not."""
     import torch

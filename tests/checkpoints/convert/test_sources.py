@@ -20,6 +20,7 @@ from megatron_nemotron3.checkpoints.convert.sources import (
     FileSource,
     Location,
     SourceTensor,
+    owned,
     raw,
     row_major,
 )
@@ -68,6 +69,19 @@ def test_every_slice_of_every_layout(tmp_path_factory: pytest.TempPathFactory, d
     assert found.dtype == tensor.dtype and tuple(found.shape) == extent(tuple(slices))
     assert raw(found).equal(raw(tensor[tuple(slice(*s) for s in slices)]))
     assert raw(source.read("t")).equal(raw(tensor))
+
+
+def test_products_do_not_depend_on_the_place_in_the_file(tmp_path: Path) -> None:
+    weight, x = torch.randn(33, 70), torch.randn(70, 5)
+    places = []
+    for shift in (0, 1, 13):
+        path = tmp_path / str(shift)
+        path.write_bytes(bytes(shift) + weight.numpy().tobytes())
+        places.append(Block((0, 0), (33, 70), Location(path, shift, (70, 1))))
+    tensors = {str(i): SourceTensor("float32", (33, 70), (block,)) for i, block in enumerate(places)}
+    source = FileSource(tmp_path, tensors, {})
+    for name in tensors:
+        assert (owned(source.read(name), torch.float32) @ x).equal(weight @ x)
 
 
 def test_what_is_missing_is_said(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.checkpoints.convert.sources import TensorSource
+from megatron_nemotron3.checkpoints.convert.sources import TensorSource, owned
 from megatron_nemotron3.layers.ssd import ssd_chunked
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.definition import Definition
@@ -110,7 +110,8 @@ class TensorReader:
     def _read(self, part: StoredRows, start: int, stop: int) -> Tensor:
         expert = () if part.expert is None else ((part.expert, part.expert + 1),)
         slices = (*expert, (start, stop), *((0, n) for n in self._row(part)))
-        return self.source.read(part.name, slices).float().reshape(stop - start, *self._row(part))
+        values = owned(self.source.read(part.name, slices), torch.float32)
+        return values.reshape(stop - start, *self._row(part))
 
 
 def _joined(bands: Iterator[Tensor], whole: Tensor, axis: int) -> Tensor:
