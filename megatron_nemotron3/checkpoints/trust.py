@@ -78,8 +78,9 @@ def hostile_objects(folder: Path, index: CheckpointIndex | None = None) -> list[
         if not isinstance(item, TensorChunk) or _EXTRA in name:
             places.setdefault(folder / item.file, []).append((name, item.offset, item.length))
     for path in (*folder.glob("*.pt"), *folder.glob("mp_rank_*/*.pt")):
-        places[path] = [("the file", 0, path.stat().st_size)]
+        places[path] = [("the file", 0, -1)]
     problems: list[str] = []
+    size = 0
     found: list[tuple[str, Callable[[], None]]] = []
     seen = set()  # most states of modules are empty, and the same to the byte
     for path, items in sorted(places.items()):
@@ -88,6 +89,8 @@ def hostile_objects(folder: Path, index: CheckpointIndex | None = None) -> list[
                 file = MappedFile(path)
                 for name, offset, length in items:
                     extra = _EXTRA in name
+                    length = os.fstat(descriptor).st_size if length < 0 else length
+                    size += min(length, _COUNTED)
                     try:
                         if length <= _SMALL:
                             content = (extra, bytes(file(offset, length)))
@@ -99,7 +102,6 @@ def hostile_objects(folder: Path, index: CheckpointIndex | None = None) -> list[
                         problems.append(f"{path}: {name} holds names that are unknown: {problem}")
         except CheckpointError as problem:
             problems.append(str(problem))
-    size = sum(min(length, _COUNTED) for items in places.values() for *_, length in items)
     tried = try_all([read for _, read in found], size)
     return [*(f"{found[n][0]} {tried[n].removeprefix('it ')}" for n in sorted(tried)), *problems]
 

@@ -282,22 +282,16 @@ def _run_item(item: Any) -> Any:
 def in_child(work: Callable[[], object], *, memory: int, seconds: int) -> str:
     """Run `work` in a forked child with limits; "" if it returned, else why not, as the end of "it …".
 
-    Results reach this process only through shared memory (`mmap`).
-
-    Args:
-        memory: bytes that the child may take beyond what this process has.
-        seconds: time of computation.
+    Results reach this process only through shared memory (`mmap`). The child may take `memory` bytes beyond
+    what this process has, and compute for `seconds`; so it ends soon after an interrupt of this process, too.
     """
     import resource
 
     import psutil
 
     memory = min(memory, max(psutil.virtual_memory().available // 2, 64 << 20))
-    limits = {
-        resource.RLIMIT_AS: psutil.Process().memory_info().vms + memory,
-        resource.RLIMIT_CPU: seconds,
-        resource.RLIMIT_CORE: 0,
-    }
+    most = psutil.Process().memory_info().vms + memory
+    limits = {resource.RLIMIT_AS: most, resource.RLIMIT_CPU: seconds, resource.RLIMIT_CORE: 0}
     end = mmap.mmap(-1, 1)
     if (child := os.fork()) == 0:
         try:
@@ -306,8 +300,8 @@ def in_child(work: Callable[[], object], *, memory: int, seconds: int) -> str:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the interpreter reports its own failures there
             for kind, limit in limits.items():
                 hard = resource.getrlimit(kind)[1]
+                limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
                 with contextlib.suppress(ValueError, OSError):  # macOS does not limit RLIMIT_AS
-                    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
                     resource.setrlimit(kind, (limit, limit))
             work()
             end[0] = 1
@@ -315,22 +309,15 @@ def in_child(work: Callable[[], object], *, memory: int, seconds: int) -> str:
             end[0] = 2
         finally:
             os._exit(0)
-    status, used = 0, None
-    try:
-        with contextlib.suppress(ChildProcessError):  # SIGCHLD is ignored
-            _, status, used = os.wait4(child, 0)
-    except BaseException:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        raise
-    if end[0] == 1:
-        return ""
-    if end[0] == 2:
-        return f"needs more than {memory >> 20:,} MiB of memory"
-    if used is not None and used.ru_utime + used.ru_stime > seconds - 0.5:
+    status, time_used = 0, 0.0
+    with contextlib.suppress(ChildProcessError):  # SIGCHLD is ignored
+        _, status, used = os.wait4(child, 0)
+        time_used = used.ru_utime + used.ru_stime
+    if end[0]:
+        return f"needs more than {memory >> 20:,} MiB of memory" if end[0] == 2 else ""
+    if time_used > seconds - 0.5:
         return f"takes more than {seconds:,} s to read"
-    ending = signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else "an error"
-    return f"ends the process that reads it with {ending}"
+    return "ends the process that reads it" + (f" (signal {os.WTERMSIG(status)})" if status else "")
 
 
 def _end_after(lives: Callable[[], bool], wait: Callable[[], None]) -> None:
