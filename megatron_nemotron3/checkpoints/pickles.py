@@ -20,7 +20,7 @@ from functools import lru_cache
 from types import FunctionType
 from typing import Any, NamedTuple
 
-from megatron_nemotron3.common.processes import in_child
+from megatron_nemotron3.common.limits import in_child
 
 #: Largest number of objects per byte of a pickle, where shared objects count each time.
 _SHARED = 16

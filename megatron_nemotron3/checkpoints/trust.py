@@ -89,7 +89,7 @@ def hostile_objects(folder: Path, index: CheckpointIndex | None = None) -> list[
                 file = MappedFile(path)
                 for name, offset, length in items:
                     extra = _EXTRA in name
-                    length = os.fstat(descriptor).st_size if length < 0 else length
+                    length = file.size if length < 0 else length
                     size += min(length, _COUNTED)
                     try:
                         if length <= _SMALL:

@@ -20,9 +20,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import faulthandler
 import gc
-import mmap
 import os
 import select
 import signal
@@ -277,47 +275,6 @@ def _run_item(item: Any) -> Any:
             counter.value += length
 
     return work(item, count)
-
-
-def in_child(work: Callable[[], object], *, memory: int, seconds: int) -> str:
-    """Run `work` in a forked child with limits; "" if it returned, else why not, as the end of "it …".
-
-    Results reach this process only through shared memory (`mmap`). The child may take `memory` bytes beyond
-    what this process has, and compute for `seconds`; so it ends soon after an interrupt of this process, too.
-    """
-    import resource
-
-    import psutil
-
-    memory = min(memory, max(psutil.virtual_memory().available // 2, 64 << 20))
-    most = psutil.Process().memory_info().vms + memory
-    limits = {resource.RLIMIT_AS: most, resource.RLIMIT_CPU: seconds, resource.RLIMIT_CORE: 0}
-    end = mmap.mmap(-1, 1)
-    if (child := os.fork()) == 0:
-        try:
-            gc.disable()  # garbage of the parent is not collected here
-            faulthandler.disable()
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the interpreter reports its own failures there
-            for kind, limit in limits.items():
-                hard = resource.getrlimit(kind)[1]
-                limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-                with contextlib.suppress(ValueError, OSError):  # macOS does not limit RLIMIT_AS
-                    resource.setrlimit(kind, (limit, limit))
-            work()
-            end[0] = 1
-        except MemoryError:
-            end[0] = 2
-        finally:
-            os._exit(0)
-    status, time_used = 0, 0.0
-    with contextlib.suppress(ChildProcessError):  # SIGCHLD is ignored
-        _, status, used = os.wait4(child, 0)
-        time_used = used.ru_utime + used.ru_stime
-    if end[0]:
-        return f"needs more than {memory >> 20:,} MiB of memory" if end[0] == 2 else ""
-    if time_used > seconds - 0.5:
-        return f"takes more than {seconds:,} s to read"
-    return "ends the process that reads it" + (f" (signal {os.WTERMSIG(status)})" if status else "")
 
 
 def _end_after(lives: Callable[[], bool], wait: Callable[[], None]) -> None:
