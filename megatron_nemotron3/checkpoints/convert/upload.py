@@ -65,6 +65,7 @@ def upload(job: Job, url: str, report: Callable[[JobProgress], None]) -> dict[st
     manifest, small = checked_manifest(job, state, fingerprint, done, url)
     with _explained(url):
         for name, data in small.items():
+            store.makedirs(f"{place}/{name}".rpartition("/")[0], exist_ok=True)
             store.pipe_file(f"{place}/{name}", data)
         store.pipe_file(f"{place}/{MANIFEST}", (json.dumps(manifest, indent=1) + "\n").encode())
         store.rm_file(f"{place}/{JOURNAL}")
