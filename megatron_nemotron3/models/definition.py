@@ -208,7 +208,7 @@ class Definition:
         """Mamba-2 mixer: [b, s, d] -> [b, s, d]."""
         inner, groups = c.mamba_inner_size, c.mamba_num_groups
         parts = [inner, inner + 2 * groups * c.mamba_state_dim, c.mamba_num_heads]
-        z, xbc, dt = self.linear(u, name + "in_proj.weight").split(parts, -1)
+        z, xbc, dt = self.linear(u, name + "in_proj.weight").split_with_sizes(parts, -1)
         y = self.recurrence(name, c, xbc, dt, run)
         y = self.gated_norm(y, z, self.weight(name + "norm.weight"), groups)
         return self.linear(y, name + "out_proj.weight")
@@ -268,10 +268,15 @@ class Definition:
         routing.chosen = routing.chosen if run.choose is None else run.choose(routing)
         run.routings.append(routing)
         weights = self.probabilities(scores.gather(-1, routing.chosen), c)
-        z = self.linear(u, name + "fc1_latent_proj.weight") if c.moe_latent_size else u
+        z, shared = self.beside(name, c, u)
         y = self.routed(name, z, routing.chosen, weights)
         y = self.linear(y, name + "fc2_latent_proj.weight") if c.moe_latent_size else y
-        return y + self.shared(name, u) if c.moe_shared_expert_intermediate_size else y
+        return y if shared is None else y + shared
+
+    def beside(self, name: str, c: Nemotron3Config, u: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What u [b, s, d] is to the routed experts, and the shared expert's output."""
+        z = self.linear(u, name + "fc1_latent_proj.weight") if c.moe_latent_size else u
+        return z, self.shared(name, u) if c.moe_shared_expert_intermediate_size else None
 
     def router(self, u: Tensor, name: str) -> Tensor:
         """The router's logits [b, s, e]."""

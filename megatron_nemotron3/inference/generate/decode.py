@@ -34,6 +34,8 @@ from megatron_nemotron3.models.tensors import Row, hf_root, rows_of
 
 #: Tensors of `Recurrence`, below the layer.
 _SCAN = ("conv1d.weight", "conv1d.bias", "A_log", "D", "dt_bias")
+#: Weights of one product (`Decode.beside`), below the layer.
+_LATENT, _SHARED = "fc1_latent_proj.weight", "shared_experts.up_proj.weight"
 #: Ends of the names of tensors that are FP32, whatever the dtype of the others.
 _FLOAT32 = (*_SCAN, "mixer.norm.weight", "gate.weight", "gate.e_score_correction_bias")
 
@@ -80,8 +82,11 @@ class Decode(Definition):
     def _prepare(self, prefix: Prefix) -> None:
         layer, rows = prefix.hf + "mixer.", rows_of(prefix.config, prefix.part)
         for row in rows:
-            if not row.routed:
-                self._keep(prefix.hf + row.hf[0].name, row, [self._read(prefix.hf + t.name) for t in row.hf])
+            names = [prefix.hf + t.name for t in row.hf]
+            if names[0] == layer + _LATENT and prefix.config.moe_shared_expert_intermediate_size:
+                names.append(layer + _SHARED)
+            if not row.routed and (names[0] != layer + _SHARED or not prefix.config.moe_latent_size):
+                self._keep(names[0], row, [self._read(name) for name in names])
         if prefix.part == "M":
             self.recurrences[layer] = Recurrence(
                 prefix.config, *(self.kept.pop(layer + end) for end in _SCAN)
@@ -189,6 +194,14 @@ class Decode(Definition):
         if run.rollback:
             run.scans[name] = scan
         return y
+
+    def beside(self, name: str, c: Nemotron3Config, u: Tensor) -> tuple[Tensor, Tensor | None]:
+        """With the latent projection and the shared expert's first in one product: both see the same u."""
+        latent, shared = c.moe_latent_size, c.moe_shared_expert_intermediate_size
+        if not latent or not shared:
+            return super().beside(name, c, u)
+        z, hidden = self.linear(u, name + _LATENT).split_with_sizes([latent, shared], 1)
+        return z, self.linear(self.activation(hidden), name + "shared_experts.down_proj.weight")
 
     def router(self, u: Tensor, name: str) -> Tensor:
         """FP32."""

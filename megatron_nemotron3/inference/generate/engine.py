@@ -130,12 +130,11 @@ class Engine:
             raise ValueError(f"chunk={chunk} tokens: use 1 or more")
         longest = max(map(len, texts))
         padded = on_device([text + [0] * (longest - len(text)) for text in texts], self.device)
-        encoded = _PromptRows(rows, longest, self.model) if any(rows) else None
         last = torch.zeros(len(texts), self.config.hidden_size, dtype=self.dtype, device=self.device)
         for start in range(0, longest, chunk):
             tokens = padded[:, start : start + chunk]
             counts = [min(max(len(text) - start, 0), tokens.shape[1]) for text in texts]
-            embeddings = None if encoded is None else encoded.put(self.model.embed(tokens), start)
+            embeddings = _put_rows(self.model.embed(tokens), rows, start)
             hidden = self.forward(tokens, state, counts=counts, embeddings=embeddings).hidden
             if on_chunk is not None:
                 on_chunk(tokens, hidden, counts)
@@ -221,22 +220,12 @@ class Engine:
             )
 
 
-class _PromptRows:
-    """Rows of several prompts, found by position."""
-
-    def __init__(self, rows: Sequence[EncoderRows | None], longest: int, model: Decode) -> None:
-        self.values = torch.cat([one.values for one in rows if one is not None]).to(model.device, model.dtype)
-        #: [b, longest]: number of the row in `values`, or -1.
-        where = torch.full((len(rows), longest), -1)
-        taken = 0
-        for number, one in enumerate(rows):
-            if one is not None:
-                end = taken + len(one.positions)
-                where[number, list(one.positions)] = torch.arange(taken, end)
-                taken = end
-        self.where = where.to(model.device, non_blocking=True)
-
-    def put(self, embedded: Tensor, start: int) -> Tensor:
-        """Embeddings [b, n, d] of the tokens from `start` on, with the rows."""
-        where = self.where[:, start : start + embedded.shape[1]]
-        return torch.where((where < 0).unsqueeze(-1), embedded, self.values[where.clamp_min(0)])
+def _put_rows(embedded: Tensor, rows: Sequence[EncoderRows | None], start: int) -> Tensor:
+    """Put rows of encoders into the embeddings [b, n, d] of the tokens from `start` on."""
+    for text, one in zip(embedded, rows):
+        places = enumerate(() if one is None else one.positions)
+        here = [(i, at - start) for i, at in places if start <= at < start + len(text)]
+        if one is not None and here:
+            numbers, positions = map(list, zip(*here))
+            text[positions] = one.values[numbers].to(text)
+    return embedded
