@@ -24,7 +24,7 @@ PACKAGE = ROOT / NAME
 #: Room -> lines that it may have, in the order of imports.
 ROOMS = {
     "common": 2490,
-    "models": 3570,
+    "models": 3580,
     "cpu": 1020,
     "precision": 5110,
     "layers": 4270,
