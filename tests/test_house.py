@@ -23,12 +23,12 @@ PACKAGE = ROOT / NAME
 
 #: Room -> lines that it may have, in the order of imports.
 ROOMS = {
-    "common": 2490,
+    "common": 2500,
     "models": 3580,
     "cpu": 1020,
     "precision": 5110,
     "layers": 4270,
-    "checkpoints": 11370,
+    "checkpoints": 11420,
     "launch": 10160,
     "boundary": 4860,
     "train": 8490,

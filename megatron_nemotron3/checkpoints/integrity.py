@@ -89,7 +89,7 @@ def _check_archives(path: Path, items: list[_Item]) -> IntegrityResult:
 
 
 def _check_archive(file: MappedFile, dtype: str, place: StoredObject, result: IntegrityResult) -> None:
-    found, _ = records(file, place)
+    found = records(file, place)
     if all(record.crc == 0 for record in found):  # torch.serialization.set_crc32_options(False)
         result.unprotected += 1
     else:

@@ -102,8 +102,13 @@ class _Range(io.RawIOBase):
         return data
 
 
-def records(file: MappedFile, place: StoredObject) -> tuple[list[ArchiveRecord], int]:
-    """List the records of the archive at `place`, in file order, and where its directory begins in it."""
+def records(file: MappedFile, place: StoredObject) -> list[ArchiveRecord]:
+    """List the records of the archive at `place`, in file order."""
+    return _records(file, place)[0]
+
+
+def _records(file: MappedFile, place: StoredObject) -> tuple[list[ArchiveRecord], int]:
+    """The same, and where the directory of the archive begins in it."""
     try:
         with zipfile.ZipFile(_Range(file, place)) as archive:
             entries = sorted(archive.infolist(), key=lambda one: one.header_offset)
@@ -136,8 +141,8 @@ def records(file: MappedFile, place: StoredObject) -> tuple[list[ArchiveRecord],
 
 
 def _read_pickle(file: MappedFile, place: StoredObject) -> tuple[bytes, list[ArchiveRecord], int]:
-    """Read the pickle of the archive at `place`. Returns the pickle and what `records` does."""
-    found, directory = records(file, place)
+    """Read the pickle of the archive at `place`. Returns the pickle and what `_records` does."""
+    found, directory = _records(file, place)
     by_name = {record.name: record for record in found}
     pickled, byteorder = by_name.get("data.pkl"), by_name.get("byteorder")
     if pickled is None or pickled.size > _LIMIT:
@@ -187,7 +192,7 @@ class ChunkLayouts:
         key = (chunk.length, dtype, chunk.sizes)
         if (first := self._known.get(key)) is not None and (found := first.alike(file, chunk)) is not None:
             return found
-        layout, directory = chunk_layout(file, chunk, dtype)
+        layout, directory = _chunk_layout(file, chunk, dtype)
         if first is None:
             self._known[key] = _Parsed(file, chunk, layout, directory)
         return layout
@@ -228,8 +233,13 @@ class _Parsed:
         return replace(self.layout, offset=self.layout.offset + by, record=moved, protected=protected)
 
 
-def chunk_layout(file: MappedFile, chunk: TensorChunk, dtype: str) -> tuple[TensorLayout, int]:
-    """Locate the elements of a chunk of a torch_dist tensor, and the directory of its archive."""
+def chunk_layout(file: MappedFile, chunk: TensorChunk, dtype: str) -> TensorLayout:
+    """Locate the elements of a chunk of a torch_dist tensor; only headers are read."""
+    return _chunk_layout(file, chunk, dtype)[0]
+
+
+def _chunk_layout(file: MappedFile, chunk: TensorChunk, dtype: str) -> tuple[TensorLayout, int]:
+    """The same, and where the directory of its archive begins in it."""
     data, found, directory = _read_pickle(file, chunk)
     by_name = {record.name: record for record in found}
     if "version" not in by_name:

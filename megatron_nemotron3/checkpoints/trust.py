@@ -108,7 +108,7 @@ def hostile_objects(folder: Path, index: CheckpointIndex | None = None) -> list[
 
 def _reader(file: MappedFile, offset: int, length: int, extra: bool) -> Callable[[], None]:
     """Find the pickle of a torch.save archive, and what reads it and those in its tensors of bytes."""
-    places = {record.name: record for record in records(file, StoredObject("", offset, length))[0]}
+    places = {record.name: record for record in records(file, StoredObject("", offset, length))}
     if "constants.pkl" in places:
         raise Refused("it is a program of TorchScript")
     data = _record(file, places.get("data.pkl"))

@@ -8,6 +8,7 @@ import gc
 import mmap
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 
@@ -26,10 +27,11 @@ def in_child(work: Callable[[], object], *, memory: int, seconds: int) -> str:
     most = psutil.Process().memory_info().vms + memory
     limits = {resource.RLIMIT_AS: most, resource.RLIMIT_CPU: seconds, resource.RLIMIT_CORE: 0}
     end = mmap.mmap(-1, 1)
-    if (child := os.fork()) == 0:
+    if (child := _fork()) == 0:
         try:
             gc.disable()  # garbage of the parent is not collected here
             faulthandler.disable()
+            sys.unraisablehook = lambda _: None
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the interpreter reports its own failures there
             for kind, limit in limits.items():
                 hard = resource.getrlimit(kind)[1]
@@ -55,3 +57,12 @@ def in_child(work: Callable[[], object], *, memory: int, seconds: int) -> str:
     if time_used > seconds - 0.5:
         return f"takes more than {seconds:,} s to read"
     return "ends the process that reads it" + (f" (signal {os.WTERMSIG(status)})" if status else "")
+
+
+def _fork() -> int:
+    """Fork; again where a library refuses for a moment, as filelock does while a thread takes a lock."""
+    for _ in range(200):
+        with contextlib.suppress(RuntimeError):
+            return os.fork()
+        time.sleep(0.01)
+    return os.fork()

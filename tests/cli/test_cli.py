@@ -41,19 +41,23 @@ COMMANDS = {
     }
     | RUN,
     "run": {
+        "--trust-checkpoint",
         "--device", "--monitor", "--nemotron3-emulate", "--change", "--nemotron3-teacher",
         "--nemotron3-distill",
     },
     "logits": {
+        "--trust-checkpoint",
         "--output", "--samples", "--topk", "--logit-temperature", "--data-path", "--split", "--conversations",
         "--tokenizer", "--seq-length", "--data-seed", "--tp", "--pp", "--cp", "--ep", "--etp", "--dp",
         "--micro-batch-size", "--device",
     },
     "finetune": {
+        "--mtp-from", "--mtp-num-layers",
         "--conversations", "--held-out", "--output", "--tokenizer", "--chat-template", "--lora",
         "--adapter-only", "--steps", "--lr", "--seq-length", "--device",
     },
     "boost": {
+        "--trust-checkpoint",
         "--output", "--model", "--tiny", "--depths", "--loss", "--loss-temperature", "--mix", "--decay",
         "--cache", "--grow", "--text", "--data-path", "--tokenizer", "--plot", "--device", "--emulate",
         "--te-precision-config-file",
@@ -95,7 +99,7 @@ COMMANDS = {
     "convert": set(),
     "verify": {
         "--vocab-size", "--dequantize", "--model", "--tiny", "--allow-unused", "--workers", "--lora-alpha",
-        "--json",
+        "--json", "--mtp-num-layers", "--mtp-from",
     },
     "prune": {
         "--model", "--tiny", "--text", "--data-path", "--scores", "--tokenizer", "--sample-tokens",
@@ -115,6 +119,7 @@ COMMANDS = {
         "--output", "--projection", "--width", "--pieces", "--no-joined", "--token", "--text", "--json",
     },
     "train": {
+        "--trust-checkpoint",
         "--model", "--tiny", "--device",
         "--output", "--text", "--max-bytes", "--data-path", "--tokenizer", "--monitor",
         "--verbose", "--emulate", "--te-precision-config-file", "--log-precision",

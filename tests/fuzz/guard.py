@@ -38,7 +38,6 @@ _CODE = (
     "pickle.find_class",
 )
 _CODE += (
-    "os.fork",
     "code.__new__",
     "webbrowser.open",
     "ctypes.dlopen",

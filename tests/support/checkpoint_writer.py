@@ -6,6 +6,7 @@ import io
 import json
 import pickle
 from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+
+from megatron_nemotron3.checkpoints.metadata import DistTensor, StoredObject
+from megatron_nemotron3.checkpoints.write import StoredPart
+from megatron_nemotron3.checkpoints.write import index_bytes as made_index
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -99,3 +104,14 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     return one.contiguous().flatten().view(torch.uint8).equal(other.contiguous().flatten().view(torch.uint8))
+
+
+def index_bytes(stored: Mapping[str, DistTensor], objects: Mapping[str, StoredObject]) -> bytes:
+    """The content of `.metadata` for tensors and objects at known places."""
+    parts = [
+        StoredPart(name, StoredObject(one.file, one.offset, one.length), one.offsets, one.sizes)
+        for name, tensor in stored.items()
+        for one in tensor.chunks
+    ]
+    parts += [StoredPart(name, place) for name, place in objects.items()]
+    return made_index(parts, {name: (tensor.dtype, tensor.shape) for name, tensor in stored.items()})

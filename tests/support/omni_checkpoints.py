@@ -65,7 +65,7 @@ def renamed(source: Path, folder: Path, names: Callable[[str], str]) -> Path:
     from dataclasses import replace
 
     from megatron_nemotron3.checkpoints.metadata import read_metadata
-    from megatron_nemotron3.checkpoints.write import index_bytes
+    from tests.support.checkpoint_writer import index_bytes
 
     shutil.copytree(source, folder)
     index = read_metadata(source)

@@ -40,6 +40,9 @@ class StoredOptions:
     allow_unused: list[str] = repeated("tensors that may be left out", "GLOB")
 
 
+_MTP = "multi-token prediction"
+
+
 @dataclass(frozen=True, kw_only=True)
 class MTPOptions:
     """Which MTP a Hugging Face folder is read with."""
@@ -48,9 +51,12 @@ class MTPOptions:
         "depths of MTP (default: as --model, config.json or the catalog says, else the stored blocks); "
         "0: without MTP",
         "N",
+        group=_MTP,
     )
     mtp_from: Path | None = option(
-        "take MTP, which a fine-tune has lost, from this Hugging Face folder or safetensors file", "PATH"
+        "take MTP, which a fine-tune has lost, from this Hugging Face folder or safetensors file",
+        "PATH",
+        group=_MTP,
     )
 
 

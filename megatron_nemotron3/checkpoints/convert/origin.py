@@ -14,14 +14,12 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_nemotron3.checkpoints.convert.config_json import check_same_model, read, with_mtp
 from megatron_nemotron3.checkpoints.convert.config_keys import QUANTIZATION
 from megatron_nemotron3.checkpoints.convert.hf_folder import CONFIG, read_config, regular_file_size
 from megatron_nemotron3.checkpoints.convert.omni_config import TEXT, is_omni, omni_config, part, require_same
-from megatron_nemotron3.checkpoints.convert.opened import Checkpoint
-from megatron_nemotron3.checkpoints.convert.torch_dist import open_torch_dist, read_dcp_state
 from megatron_nemotron3.checkpoints.folders import HUGGING_FACE, RELEASE, TOKENIZER, locate_one
 from megatron_nemotron3.checkpoints.metadata import CheckpointError, read_file, read_json
 from megatron_nemotron3.checkpoints.read import common_state
@@ -30,6 +28,9 @@ from megatron_nemotron3.checkpoints.state import stored_arguments
 from megatron_nemotron3.checkpoints.structure import CONFIG as METADATA
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.omni import OmniConfig
+
+if TYPE_CHECKING:
+    from megatron_nemotron3.checkpoints.convert.opened import Checkpoint
 
 #: Files of a tokenizer, which belong together, and others that are copied.
 _TOKENIZER = (
@@ -115,6 +116,8 @@ def to_copy(reference: Path | None, opened: Checkpoint) -> tuple[dict[str, bytes
 
 def read_arguments(place: Path) -> dict[str, Any]:
     """Megatron's arguments stored in a checkpoint; {} if it has none."""
+    from megatron_nemotron3.checkpoints.convert.torch_dist import open_torch_dist, read_dcp_state
+
     _, index = open_torch_dist(place)
     try:
         state = common_state(index) if (place / METADATA).exists() else read_dcp_state(index)

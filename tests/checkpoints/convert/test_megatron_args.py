@@ -20,11 +20,12 @@ from megatron_nemotron3.checkpoints.convert.megatron_args import (
 )
 from megatron_nemotron3.checkpoints.metadata import CheckpointIndex, StoredObject
 from megatron_nemotron3.checkpoints.read import common_state as stored_state
-from megatron_nemotron3.checkpoints.write import COMMON_OBJECT, CONFIG_TEXT, index_bytes, object_archive
+from megatron_nemotron3.checkpoints.write import COMMON_OBJECT, CONFIG_TEXT, object_archive
 from megatron_nemotron3.launch import Flag, Launch, flags, smoke, to_argv
 from megatron_nemotron3.models import Nemotron3Config, get, tiny
 from megatron_nemotron3.models.stack_specs import ARGUMENT
 from megatron_nemotron3.proof.certify.ranks import run_fresh
+from tests.support.checkpoint_writer import index_bytes
 from tests.support.convert_models import DISTINCT, GOLDEN, random_config
 
 CATALOG = [get(name) for name in models.names()]

@@ -74,7 +74,7 @@ def test_a_narrow_bias_in_megatrons_checkpoint(tmp_path: Path, capsys: Capture) 
     write_hf(tmp_path / "cast", CONFIG, values=values | {n: values[n].bfloat16() for n in BIASES})
     view = Converted(open_hf(tmp_path / "cast"), inventory.mappings(CONFIG), to_hf=False)
     plan = from_hf.plan(view, CONFIG, padded_vocab_size=CONFIG.vocab_size, dtype="float32")
-    job.run(job.Job(tmp_path / "m", view, *plan, {}, {}))
+    job.run(job.Job(tmp_path / "m", view, plan.files, plan.small, plan.index))
     line = "expert bias  bfloat16 instead of float32 in 2 of 2 tensors: 1 distinct of 32 values in decoder"
     assert line in run(capsys, "check", tmp_path / "m")
     assert line in run(capsys, "convert", "to-hf", tmp_path / "m", tmp_path / "back", "--dtype", "bfloat16")
