@@ -149,7 +149,9 @@ def loads(
 ) -> Any:
     """Load a pickle as plain data and `Inert` instances: first in a child, then in this process."""
     given = Pickle(data, table, stubs, persistent)
-    if not _is_harmless(data) and (digest := hashlib.sha256(data).digest()) not in _tried:
+    if _is_harmless(data):
+        return given.checked()
+    if (digest := hashlib.sha256(data).digest()) not in _tried:
         for problem in try_all([given.checked], len(data)).values():
             raise Refused(problem)
         _tried.add(digest)
