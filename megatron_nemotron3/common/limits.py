@@ -31,7 +31,8 @@ def in_child(work: Callable[[], object], *, memory: int, seconds: int) -> str:
         try:
             gc.disable()  # garbage of the parent is not collected here
             faulthandler.disable()
-            sys.excepthook = sys.unraisablehook = lambda *_: None
+            sys.excepthook = lambda *_: None
+            sys.unraisablehook = lambda _: None
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the interpreter reports its own failures there
             for kind, limit in limits.items():
                 hard = resource.getrlimit(kind)[1]
