@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 #: Elements from which an FP32 weight is packed. A call of oneDNN takes 10 microseconds more than one of MKL.
-PACKED_ELEMENTS = 2**19
+PACKED_ELEMENTS = 2**18
 #: Rows that the packed layout is made for. It then serves any number; one for few rows is slower with many.
 ROWS_HINT = 512
 
