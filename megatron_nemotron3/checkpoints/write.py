@@ -19,7 +19,6 @@ from __future__ import annotations
 import io
 import math
 import pickle
-import struct
 import zipfile
 import zlib
 from collections import OrderedDict
@@ -29,8 +28,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from megatron_nemotron3.checkpoints.mapped import HeldBytes
 from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, StoredObject
-from megatron_nemotron3.checkpoints.read import STORAGES
+from megatron_nemotron3.checkpoints.read import STORAGES, records
 
 #: Key of the object that holds the common state, a list of one dict.
 COMMON_OBJECT = "common_state/shard_0_1"
@@ -40,8 +40,6 @@ CONFIG_TEXT = '{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'
 _CLASSES = {dtype: getattr(torch, f"{name}Storage") for name, dtype in STORAGES.items()}
 #: Largest tensor, in bytes, whose archive is a copy of that of another with its own elements: quicker.
 _SMALL = 1 << 20
-#: Of the name and the extra field, in a local header.
-_LENGTHS = struct.Struct("<HH")
 
 
 class Writable(Protocol):
@@ -103,8 +101,8 @@ def _around(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, tuple[bytes, ...
     stream, data = io.BytesIO(), b"\x5a" * length
     _write_archive(stream, dtype, shape, [memoryview(data)])
     whole = stream.getvalue()
-    begin = whole.index(b"PK\3\4", whole.index(b"little"))  # of the third record
-    begin += 30 + sum(_LENGTHS.unpack_from(whole, begin + 26))
+    place = StoredObject("", 0, len(whole))
+    begin = next(one.offset for one in records(HeldBytes(whole), place) if one.name == "data/0")
     tail = tuple(whole[begin + length :].split(_crc32(data))) if length else (whole[begin:],)
     assert whole[begin : begin + length] == data and len(tail) == (3 if length else 1)
     return whole[:begin], tail

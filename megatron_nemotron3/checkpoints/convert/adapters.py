@@ -16,7 +16,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor as Values
 
 from megatron_nemotron3.checkpoints.convert.inventory import Tensor, TensorMapping
 from megatron_nemotron3.checkpoints.convert.plan import Slices, whole
@@ -170,7 +169,7 @@ class Merged(TensorSource):
         check_fits(adapter, {name: tensor.shape for name, tensor in weights.tensors.items()})
         self._adapted = {stem + _WEIGHT: stem for stem in adapter.stems}
 
-    def read(self, name: str, slices: Slices | None = None) -> Values:
+    def read(self, name: str, slices: Slices | None = None) -> torch.Tensor:
         weight = self._weights.read(name, slices)
         stem = self._adapted.get(name)
         if stem is None:

@@ -45,12 +45,11 @@ from megatron_nemotron3.checkpoints.convert.opened import EMBEDDING, Checkpoint
 from megatron_nemotron3.checkpoints.convert.origin import find_origin, tokenizer_folders, with_context
 from megatron_nemotron3.checkpoints.convert.quantized_views import Dequantized
 from megatron_nemotron3.checkpoints.convert.sources import FileSource, TensorSource
-from megatron_nemotron3.checkpoints.convert.torch_dist import open_torch_dist, read_dcp_state, reorder_mamba
+from megatron_nemotron3.checkpoints.convert.torch_dist import open_torch_dist, read_state, reorder_mamba
 from megatron_nemotron3.checkpoints.convert.views import Selected
 from megatron_nemotron3.checkpoints.folders import CHECKPOINTS, locate, locate_one
 from megatron_nemotron3.checkpoints.metadata import CheckpointError, read_json
 from megatron_nemotron3.checkpoints.pickles import Inert
-from megatron_nemotron3.checkpoints.read import common_state
 from megatron_nemotron3.checkpoints.state import stored_arguments
 from megatron_nemotron3.checkpoints.structure import CONFIG as METADATA
 from megatron_nemotron3.models import Nemotron3Config, identify, named
@@ -122,7 +121,7 @@ def open_megatron(folder: Path, **options: Any) -> Checkpoint:
     fsdp = not (place / METADATA).exists()
     kind, state = "fsdp_dtensor" if fsdp else "torch_dist", {}
     try:
-        state = read_dcp_state(index) if fsdp else common_state(index)
+        state = read_state(index)
     except CheckpointError:
         if model is None:
             raise

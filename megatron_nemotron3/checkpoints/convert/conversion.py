@@ -30,7 +30,7 @@ from megatron_nemotron3.checkpoints.convert.job import (
 )
 from megatron_nemotron3.checkpoints.convert.job_options import ConvertOptions, FromHfOptions, ToHfOptions
 from megatron_nemotron3.checkpoints.convert.notes import bias_notes, config_notes, file_notes
-from megatron_nemotron3.checkpoints.convert.omni_config import TEXT, is_omni, part
+from megatron_nemotron3.checkpoints.convert.omni_config import text_part
 from megatron_nemotron3.checkpoints.convert.opened import Checkpoint, checkpoint_facts, checkpoint_line
 from megatron_nemotron3.checkpoints.convert.origin import base_config, to_copy, to_keep
 from megatron_nemotron3.checkpoints.convert.peft import PackedAdapter
@@ -193,7 +193,7 @@ def _stated_vocabulary(reference: Path) -> int | None:
     if not (reference / CONFIG).exists():
         return None
     data = read_config(reference, omni=True)
-    stated = ((part(data, TEXT) if is_omni(data) else None) or data).get("vocab_size")
+    stated = text_part(data).get("vocab_size")
     return stated if type(stated) is int else None
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_nemotron3.checkpoints.convert import config_json
 from megatron_nemotron3.checkpoints.convert.hf_folder import other_files
-from megatron_nemotron3.checkpoints.convert.omni_config import TEXT, is_omni, part, pruning_note
+from megatron_nemotron3.checkpoints.convert.omni_config import pruning_note, text_part
 from megatron_nemotron3.checkpoints.convert.opened import Checkpoint
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE
@@ -71,7 +71,7 @@ def file_notes(opened: Checkpoint) -> list[str]:
 
 def config_notes(opened: Checkpoint, data: Mapping[str, Any]) -> list[str]:
     """Return where a config.json makes others compute differently than Megatron, and its unread keys."""
-    text = (part(data, TEXT) if is_omni(data) else None) or data
+    text = text_part(data)
     notes = {
         "config.json  ": config_json.unread_note(text),
         "time steps   ": config_json.clamp_note(text) if "M" in opened.config.full_pattern else None,

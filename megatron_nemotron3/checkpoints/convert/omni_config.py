@@ -142,6 +142,11 @@ def part(data: Mapping[str, Any], names: tuple[str, ...], name: str = "model") -
     return value
 
 
+def text_part(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the keys of the language model in a config.json, also in that of a model with encoders."""
+    return (part(data, TEXT) if is_omni(data) else None) or data
+
+
 def omni_config(
     data: Mapping[str, Any], *, name: str = "model", base: Nemotron3Config | None = None
 ) -> OmniConfig:

@@ -21,7 +21,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
-from torch import Tensor as Values
 
 from megatron_nemotron3.checkpoints.convert import inventory
 from megatron_nemotron3.checkpoints.convert.inventory import Tensor, TensorMapping
@@ -134,7 +133,7 @@ def check(config: OmniConfig, expected: Mapping[str, Shape], shapes: Mapping[str
     inventory.check_shapes(config.name, expected, shapes, hint)
 
 
-def made(config: OmniConfig, dtype: str) -> dict[str, Values]:
+def made(config: OmniConfig, dtype: str) -> dict[str, torch.Tensor]:
     """Return the tensors that transformers saves and the release has not, by name."""
     ones = torch.ones(config.vision.hidden_size, dtype=getattr(torch, dtype))
     block = "vision_model.radio_model.model.blocks"

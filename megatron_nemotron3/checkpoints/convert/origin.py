@@ -19,13 +19,11 @@ from typing import TYPE_CHECKING, Any
 from megatron_nemotron3.checkpoints.convert.config_json import check_same_model, read, with_mtp
 from megatron_nemotron3.checkpoints.convert.config_keys import QUANTIZATION
 from megatron_nemotron3.checkpoints.convert.hf_folder import CONFIG, read_config, regular_file_size
-from megatron_nemotron3.checkpoints.convert.omni_config import TEXT, is_omni, omni_config, part, require_same
+from megatron_nemotron3.checkpoints.convert.omni_config import omni_config, require_same, text_part
 from megatron_nemotron3.checkpoints.folders import HUGGING_FACE, RELEASE, TOKENIZER, locate_one
 from megatron_nemotron3.checkpoints.metadata import CheckpointError, read_file, read_json
-from megatron_nemotron3.checkpoints.read import common_state
 from megatron_nemotron3.checkpoints.remote import shown
 from megatron_nemotron3.checkpoints.state import stored_arguments
-from megatron_nemotron3.checkpoints.structure import CONFIG as METADATA
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.omni import OmniConfig
 
@@ -116,11 +114,11 @@ def to_copy(reference: Path | None, opened: Checkpoint) -> tuple[dict[str, bytes
 
 def read_arguments(place: Path) -> dict[str, Any]:
     """Megatron's arguments stored in a checkpoint; {} if it has none."""
-    from megatron_nemotron3.checkpoints.convert.torch_dist import open_torch_dist, read_dcp_state
+    from megatron_nemotron3.checkpoints.convert.torch_dist import open_torch_dist, read_state
 
     _, index = open_torch_dist(place)
     try:
-        state = common_state(index) if (place / METADATA).exists() else read_dcp_state(index)
+        state = read_state(index)
     except CheckpointError:
         return {}
     return stored_arguments(state)
@@ -191,7 +189,7 @@ def with_context(config: Nemotron3Config, origin: Path | None) -> Nemotron3Confi
     stated = None
     with contextlib.suppress(ValueError, OSError):
         data = read_config(origin, omni=True)
-        stated = ((part(data, TEXT) if is_omni(data) else None) or data).get("max_position_embeddings")
+        stated = text_part(data).get("max_position_embeddings")
     return config.but(max_position_embeddings=stated) if type(stated) is int and stated > 0 else config
 
 
@@ -225,7 +223,7 @@ def _of_origin(config: Nemotron3Config | OmniConfig, origin: Path) -> dict[str, 
         require_same(config, omni_config(data, name=str(origin)))
         return data
     # MTP may have been added, and rows of the vocabulary.
-    text = dict((part(data, TEXT) if is_omni(data) else None) or data)
+    text = dict(text_part(data))
     result = with_mtp(text, config) | {"vocab_size": config.vocab_size}
     check_same_model(read(result, name=str(origin)), config)
     return result

@@ -24,8 +24,8 @@ from megatron_nemotron3.checkpoints.convert.sources import Block, FileSource, Lo
 from megatron_nemotron3.checkpoints.mapped import MappedFiles, explained
 from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, CheckpointError, CheckpointIndex, TensorChunk
 from megatron_nemotron3.checkpoints.pickles import Inert
-from megatron_nemotron3.checkpoints.read import ChunkLayouts, stored_object
-from megatron_nemotron3.checkpoints.structure import check_structure
+from megatron_nemotron3.checkpoints.read import ChunkLayouts, common_state, stored_object
+from megatron_nemotron3.checkpoints.structure import CONFIG, check_structure
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.tensors import symbol_sizes
 
@@ -72,6 +72,11 @@ def _locate_chunk(
     with explained(path):
         found = layouts(opened[path], chunk, dtype)
     return Location(path, found.offset, found.stride, found.record if found.protected else None)
+
+
+def read_state(index: CheckpointIndex) -> dict[str, Any]:
+    """Read the state of a folder in either format; torch's own has no metadata.json."""
+    return common_state(index) if (index.folder / CONFIG).exists() else read_dcp_state(index)
 
 
 def read_dcp_state(index: CheckpointIndex) -> dict[str, Any]:

@@ -253,5 +253,4 @@ def read_weights(
     tensors, shapes = TensorReader("checkpoint", source), {t.name: t.shape for t in hf_tensors(config)}
     if dtype is None:
         dtype = getattr(torch, source.tensors[tensors.find(f"{hf_root(config)}.embeddings.weight")].dtype)
-    model = Decode(config, lambda name: tensors.tensor(name, shapes[name]), dtype, device, mtp)
-    return model
+    return Decode(config, lambda name: tensors.tensor(name, shapes[name]), dtype, device, mtp)

@@ -237,7 +237,7 @@ def test_groups_in_other_formats_are_refused(tmp_path: Path, monkeypatch: pytest
         state["args"].state["hybrid_layer_pattern"] = "[ME]*-/*E"
         return state
 
-    monkeypatch.setattr(checkpoints, "read_dcp_state", grouped)
+    monkeypatch.setattr(checkpoints, "read_state", grouped)
     with pytest.raises(ValueError, match=r"grouped \(\[ME\]\*-/\*E\).*save it with --ckpt-format torch_dist"):
         open_megatron(folder, model=config(mtp=True))
 
