@@ -31,6 +31,20 @@ def _about_cpu_rng(record: logging.LogRecord) -> bool:
 
 
 @contextmanager
+def _no_compiler() -> Iterator[None]:
+    """Without a GPU, import without `torch.compile`: loading its compiler is a third of Megatron's import."""
+    import torch
+
+    original = torch.compile
+    if not torch.cuda.is_available():
+        torch.compile = torch_names.uncompiled
+    try:
+        yield
+    finally:
+        torch.compile = original
+
+
+@contextmanager
 def cpu_mode(announce: Callable[[str], None] = lambda message: None) -> Iterator[None]:
     """Make CUDA names mean the CPU inside the block. Re-entrant.
 
@@ -47,7 +61,10 @@ def cpu_mode(announce: Callable[[str], None] = lambda message: None) -> Iterator
 
     with ExitStack() as stack:
         # Imported first, so that Megatron binds the originals at import: its bindings outlive the block.
-        importlib.import_module("megatron.core")
+        with _no_compiler():
+            importlib.import_module("megatron.core")
+        # Optimizers import it, and it looks up functions of torch by identity, which are replaced below.
+        importlib.import_module("torch._dynamo")
         # torch caches the functions that `with torch.device(…)` concerns, in its first use.
         with torch.device("cpu"):
             torch.empty(0)
@@ -59,7 +76,7 @@ def cpu_mode(announce: Callable[[str], None] = lambda message: None) -> Iterator
         if free:
             os.environ[megatron.CONNECTIONS] = "1"
             stack.callback(os.environ.pop, megatron.CONNECTIONS, None)
-        # jit_fuser is torch.compile, which needs a device to compile for.
+        # What was compiled before the block needs a device, too.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         # Here the "device" generator is the CPU's, so Megatron warns for no reason; its state is restored.
         tracker_log = logging.getLogger("megatron.core.tensor_parallel.random")

@@ -6,9 +6,9 @@ was run on each.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import re
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -49,27 +49,34 @@ def chosen(version: str | None = None) -> str:
 def require_supported() -> None:
     """Check the version of the megatron-core that Python imports; without one there is nothing to check.
 
+    It is not imported for that: in CPU mode the import comes later, and without torch's compiler.
+
     Raises:
         ValueError: it is not supported.
     """
-    try:
-        version = importlib.import_module("megatron.core").__version__
-    except ModuleNotFoundError:
-        return
-    minor(version)
+    if loaded := sys.modules.get("megatron.core"):
+        minor(loaded.__version__)
+    elif core := _importable():
+        minor(version_in(core))
 
 
 def require_imported(checkout: Path) -> None:
     """Check that Python would import a megatron-core of the version of a Megatron-LM checkout."""
-    found = importlib.util.find_spec("megatron.core") if importlib.util.find_spec("megatron") else None
-    if found is None or found.origin is None:
+    core = _importable()
+    if core is None:
         return
-    theirs, ours = (version_in(core, 2) for core in (checkout / "megatron/core", Path(found.origin).parent))
+    theirs, ours = (version_in(folder, 2) for folder in (checkout / "megatron/core", core))
     if theirs != ours:
         raise ValueError(
             f"{checkout} is megatron-core {theirs or '?'}, and Python would import {ours or '?'}: put the "
             f"checkout in front, PYTHONPATH={checkout}"
         )
+
+
+def _importable() -> Path | None:
+    """The folder of the megatron-core that Python would import."""
+    found = importlib.util.find_spec("megatron.core") if importlib.util.find_spec("megatron") else None
+    return Path(found.origin).parent if found and found.origin else None
 
 
 def version_in(core: Path, parts: int = 3) -> str:
