@@ -283,7 +283,7 @@ def _planned(saved: Saved, wanted: Schedule, left: int) -> Schedule:
     if warmup * per_unit != old.warmup and warmup * per_unit > saved.clock:
         # A line through the present rate, extended to 0 samples, where Megatron lets a warm-up start.
         span = warmup * per_unit
-        init = (now * span - old.lr * saved.clock) / (span - saved.clock)
+        init = min(old.lr, (now * span - old.lr * saved.clock) / (span - saved.clock))
     return replace(
         wanted,
         init=init,
@@ -294,15 +294,15 @@ def _planned(saved: Saved, wanted: Schedule, left: int) -> Schedule:
 
 
 def _words(saved: Saved, plan: Schedule) -> list[str]:
-    lengths = {"warmup": plan.warmup, "decay": plan.decay_end, "wsd-decay": plan.wsd_decay}
-    words = [
-        word
-        for name, samples in lengths.items()
-        if samples is not None
-        for word in (f"--lr-{name}-{plan.unit}", str(math.ceil(samples / plan.per_unit)))
-    ]
+    per_unit = plan.per_unit
+    warmup, decay = math.ceil(plan.warmup / per_unit), math.ceil(plan.decay_end / per_unit)
+    words = [f"--lr-warmup-{plan.unit}", str(warmup), f"--lr-decay-{plan.unit}", str(decay)]
+    if plan.wsd_decay is not None:
+        words += [f"--lr-wsd-decay-{plan.unit}", str(math.ceil(plan.wsd_decay / per_unit))]
     words += ["--lr-decay-style", plan.style]
     words += ["--lr-wsd-decay-style", plan.wsd_style] if plan.style == "WSD" else []
     if plan.init:  # argparse takes -0.04 for a number, but -4e-2 for an option
         words += ["--lr-warmup-init", f"{plan.init:.20f}" if plan.init < 0 else text(plan.init)]
-    return [*words, OVERRIDE] if differences(saved, plan) else words
+    # Megatron compares samples, of which an iteration of another batch has another number.
+    read = replace(plan, warmup=warmup * per_unit, decay_end=decay * per_unit)
+    return [*words, OVERRIDE] if differences(saved, read) else words

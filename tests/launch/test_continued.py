@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_nemotron3.launch.continued import (
@@ -101,6 +101,8 @@ def _rate(scheduler: Any) -> float:
 
 
 @settings(max_examples=80)
+@example(24, 15, 16, "iters", "WSD", True, 6)  # the warm-up of 8 samples becomes 2 iterations of 6
+@example(40, 4, 104, "iters", "inverse-square-root", False, 6)  # at the peak, within a rounding error
 @given(
     st.integers(1, 60),
     st.integers(1, 60),
