@@ -1,10 +1,12 @@
-"""Describe Megatron checkpoints and verify their files, for `nemotron3 check`."""
+"""`nemotron3 check`: is a checkpoint of any kind complete and undamaged?"""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,6 @@ from megatron_nemotron3.checkpoints.folders import (
     locate,
     read_tracker,
 )
-from megatron_nemotron3.checkpoints.integrity import check_integrity
 from megatron_nemotron3.checkpoints.metadata import (
     CheckpointError,
     CheckpointIndex,
@@ -23,13 +24,14 @@ from megatron_nemotron3.checkpoints.metadata import (
     elements_text,
 )
 from megatron_nemotron3.checkpoints.pickles import Inert
-from megatron_nemotron3.checkpoints.read import common_state
-from megatron_nemotron3.checkpoints.remote import shown
+from megatron_nemotron3.checkpoints.remote import local, place, shown
 from megatron_nemotron3.checkpoints.resume import LoadFolder, tracker_fix
-from megatron_nemotron3.checkpoints.structure import Verdict, check_structure
+from megatron_nemotron3.checkpoints.state import common_state
+from megatron_nemotron3.checkpoints.structure import Verdict, check_integrity, check_structure
 from megatron_nemotron3.checkpoints.trust import hostile_objects
 from megatron_nemotron3.common.lock import holder
-from megatron_nemotron3.common.output import BYTES, Bar, say
+from megatron_nemotron3.common.options import add_command, argument, flag, json_flag, option
+from megatron_nemotron3.common.output import BYTES, Bar, part, result, say
 
 #: Largest number of problems printed.
 _SHOWN = 20
@@ -45,18 +47,104 @@ _LAYOUT = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions:
+    """Options of `nemotron3 check`."""
+
+    folder: Path | str = argument(
+        "a run, its checkpoints or one of them, or a Hugging Face folder", "DIR", parse=place
+    )
+    full: bool = flag("everything: read all bytes and compare CRC32s")
+    workers: int = option("processes or threads (default 4)", "N", default=4, least=1)
+    json: bool = json_flag()
+
+
+def register(commands: Any) -> None:
+    """Add `nemotron3 check`."""
+    add_command(commands.add_parser("check"), CheckOptions, check_command)
+
+
+def check_command(options: CheckOptions) -> int:
+    """Run `nemotron3 check`. Returns the exit status: 0 if the checkpoint is sound, else 2."""
+    with local(options.folder, every=True) as folder, result(options.json):
+        if locate(folder).kind == "hugging face":
+            return _check_hugging_face(folder, options.full, options.workers)
+        _say_notes(folder)
+        return check(folder, full=options.full, workers=options.workers)
+
+
 def check(folder: Path, *, full: bool = False, workers: int = 4) -> int:
-    """Print what `folder` contains and verify it. Returns the exit status: 0 if it is sound, else 2.
+    """Print what a folder of Megatron contains and verify it. Returns the exit status.
 
     If there are several checkpoints, all get the structural check, and `full` reads the one that the tracker
     names.
     """
     found = locate(folder)
-    if found.kind == "hugging face":
-        raise ValueError(f"{folder}: it is a Hugging Face folder, not Megatron's")
     if found.kind == "checkpoints":
         return _print_problems(_check_all(found.folder, iterations(found.folder), full, workers))
     return _print_problems(_check_one(found.folder, full, workers))
+
+
+def _say_notes(folder: Path) -> None:
+    """Say what was lost in a Megatron checkpoint before; nothing of one that cannot be opened."""
+    from megatron_nemotron3.checkpoints.convert.checkpoints import open_megatron
+    from megatron_nemotron3.checkpoints.convert.opened import bias_notes, say_notes
+
+    with contextlib.suppress(ValueError, OSError):
+        say_notes(bias_notes(open_megatron(folder, omni=True)))
+
+
+def _check_hugging_face(folder: Path, full: bool, workers: int) -> int:
+    """Print what a Hugging Face folder contains and verify it: headers, the index, and config.json."""
+    from megatron_nemotron3.checkpoints.convert.checkpoints import open_hugging_face
+    from megatron_nemotron3.checkpoints.convert.config_keys import QUANTIZATION
+    from megatron_nemotron3.checkpoints.convert.hf_folder import open_hf, read_config
+    from megatron_nemotron3.checkpoints.convert.job import MANIFEST
+    from megatron_nemotron3.checkpoints.convert.opened import (
+        checkpoint_facts,
+        checkpoint_line,
+        notes_of,
+        say_notes,
+    )
+    from megatron_nemotron3.checkpoints.convert.verify import verify_manifest
+
+    stored = open_hf(folder)
+    data = read_config(folder, omni=True)
+    opened = open_hugging_face(folder, dequantize=QUANTIZATION in data, omni=True)
+    say(checkpoint_line(opened), **checkpoint_facts(opened))
+    elements = count_elements(stored.tensors.values())
+    say(
+        f"  tensors      {len(stored.tensors):,}; elements {elements_text(elements)}",
+        tensors=len(stored.tensors),
+        elements=elements,
+    )
+    say(
+        f"  files        {len(stored.files):,} with {sum(stored.files.values()):,} bytes",
+        files=len(stored.files),
+        bytes=sum(stored.files.values()),
+        problems=[],
+    )
+    say_notes(notes_of(opened, data), "  ")
+    if full and (folder / MANIFEST).exists():
+        say("  checked      every byte, with the CRC32s of the manifest", checked="bytes")
+        with part() as compared:
+            status = verify_manifest(folder, workers)
+        say(problems=compared.get("problems", []))
+        if status:
+            say(sound=False)
+            return 2
+    elif full:
+        say(
+            f"  unprotected  {shown(folder)} has no {MANIFEST} with CRC32s: only names and sizes count",
+            checked="names and sizes",
+        )
+    else:
+        say(
+            "  checked      names, shapes and sizes; --full compares the manifest's CRC32s, if there is one",
+            checked="names and sizes",
+        )
+    say("sound", sound=True)
+    return 0
 
 
 def _check_all(folder: Path, found: list[int], full: bool, workers: int) -> list[str]:

@@ -66,6 +66,11 @@ class MappedFile:
             begin, kept = self._kept = offset, self._fetch(offset, length)
         return memoryview(kept)[offset - begin : offset - begin + length]
 
+    def blocks(self, offset: int, length: int, size: int = 64 << 20) -> Iterator[memoryview]:
+        """The same bytes, of at most `size` at a time."""
+        for start in range(offset, offset + length, size):
+            yield self(start, min(size, offset + length - start))
+
 
 class HeldBytes(MappedFile):
     """Bytes in memory, read as a file."""

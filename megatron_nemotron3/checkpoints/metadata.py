@@ -19,8 +19,7 @@ from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megatron_nemotron3.checkpoints.allowed import member
-from megatron_nemotron3.checkpoints.pickles import Inert, Refused, arguments, inert, loads
+from megatron_nemotron3.checkpoints.pickles import Inert, Refused, arguments, loads, member, stand_ins
 from megatron_nemotron3.common.files import read_outside
 
 INDEX = ".metadata"
@@ -162,7 +161,7 @@ _INDEX_CLASSES = {
 }
 _INDEX_TABLE: dict[tuple[str, str], Any] = {
     **{("torch", dtype): dtype for dtype in ITEM_SIZE},
-    **{(module, name): inert(name) for module, names in _INDEX_CLASSES.items() for name in names.split()},
+    **stand_ins(_INDEX_CLASSES),
     ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): arguments,
     ("builtins", "getattr"): member,

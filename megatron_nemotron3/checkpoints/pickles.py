@@ -73,9 +73,22 @@ def inert(name: str) -> type[Inert]:
     return _Frozen(name, (Inert,), {"__slots__": ()})  # type: ignore[return-value]
 
 
+def stand_ins(names: Mapping[str, str]) -> dict[tuple[str, str], Any]:
+    """Return a table of `inert` for the classes that are named for each module."""
+    return {(module, name): inert(name) for module, text in names.items() for name in text.split()}
+
+
 def arguments(*args: Any) -> tuple[Any, ...]:
     """Stand-in for a function: return its arguments."""
     return args
+
+
+def member(cls: Any, name: Any) -> tuple[Any, ...]:
+    """Stand-in for getattr: a member of an enumeration, as Python 3.11 pickles it."""
+    known = isinstance(cls, type) and issubclass(cls, Inert) and isinstance(name, str)
+    if not known or not name.isidentifier() or name.startswith("_"):
+        raise Refused("it calls getattr for something else than a member of an enumeration")
+    return cls, name
 
 
 @lru_cache(1024)

@@ -15,28 +15,22 @@ import zipfile
 import zlib
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoints.mapped import ArchiveError, MappedFile, explained
+from megatron_nemotron3.checkpoints.mapped import ArchiveError, MappedFile
 from megatron_nemotron3.checkpoints.metadata import (
-    COMMON,
     INDEX,
     ITEM_SIZE,
     MOST_AXES,
-    CheckpointError,
-    CheckpointIndex,
     StoredObject,
     TensorChunk,
 )
-from megatron_nemotron3.checkpoints.pickles import Refused, arguments, inert, loads
+from megatron_nemotron3.checkpoints.pickles import Refused, loads
 
 #: Largest pickle that is read, in bytes.
 _LIMIT = 64 << 20
 #: Longest directory of an archive that is read, in bytes: 90,000 records.
 _DIRECTORY_LIMIT = 4 << 20
-#: Bytes of a record whose CRC32 is computed at a time.
-_BLOCK = 64 << 20
 #: MS-DOS attribute of a folder, of which torch.load would return uninitialized memory.
 _DIRECTORY = 0x10
 #: Bytes in a local header before the name, and the two lengths at their end.
@@ -55,14 +49,14 @@ class ArchiveRecord:
     size: int
 
     def check(self, file: MappedFile) -> None:
-        """Compare the CRC32, block by block.
+        """Compare the CRC32.
 
         Raises:
             ArchiveError: it is another than stored.
         """
         crc = 0
-        for start in range(0, self.size, _BLOCK):
-            crc = zlib.crc32(file(self.offset + start, min(_BLOCK, self.size - start)), crc)
+        for block in file.blocks(self.offset, self.size):
+            crc = zlib.crc32(block, crc)
         if crc != self.crc:
             raise ArchiveError(
                 f"record {self.name!r} (bytes {self.offset:,} to {self.offset + self.size:,}) has CRC32 "
@@ -140,7 +134,7 @@ def _records(file: MappedFile, place: StoredObject) -> tuple[list[ArchiveRecord]
     return found, directory
 
 
-def _read_pickle(file: MappedFile, place: StoredObject) -> tuple[bytes, list[ArchiveRecord], int]:
+def read_pickle(file: MappedFile, place: StoredObject) -> tuple[bytes, list[ArchiveRecord], int]:
     """Read the pickle of the archive at `place`. Returns the pickle and what `_records` does."""
     found, directory = _records(file, place)
     by_name = {record.name: record for record in found}
@@ -240,7 +234,7 @@ def chunk_layout(file: MappedFile, chunk: TensorChunk, dtype: str) -> TensorLayo
 
 def _chunk_layout(file: MappedFile, chunk: TensorChunk, dtype: str) -> tuple[TensorLayout, int]:
     """The same, and where the directory of its archive begins in it."""
-    data, found, directory = _read_pickle(file, chunk)
+    data, found, directory = read_pickle(file, chunk)
     by_name = {record.name: record for record in found}
     if "version" not in by_name:
         raise ArchiveError(f"the archive at {chunk.offset:,} has no record 'version'")
@@ -328,45 +322,3 @@ def _pickled_tensor(data: bytes) -> _PickledTensor:
     if not isinstance(tensor, _PickledTensor):
         raise Refused(f"it holds a {type(tensor).__name__}, not a tensor")
     return tensor
-
-
-def common_state(index: CheckpointIndex) -> dict[str, Any]:
-    """Read the state stored in addition to the tensors ("iteration", "args", …), with classes as `Inert`.
-
-    As in Megatron, common.pt counts where a checkpoint has both forms.
-    """
-    place = index.common_state
-    path = index.folder / COMMON
-    if place is None or path.exists():
-        try:
-            place = StoredObject(COMMON, 0, path.stat().st_size)
-        except OSError as problem:
-            raise CheckpointError(f"{path}: {problem.strerror}") from None
-    state = stored_object(index.folder, place)
-    if isinstance(state, list) and state:  # the object form: a list of one
-        state = state[0]
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{index.folder / place.file}: the common state is a {type(state).__name__}")
-    return state
-
-
-def stored_object(folder: Path, place: StoredObject) -> Any:
-    """Read a pickled object of plain data without importing what it names; tensors in it become None."""
-    path = folder / place.file
-    with explained(path):
-        data, *_ = _read_pickle(MappedFile(path), place)
-        return loads(data, _DATA_TABLE, stubs=_DATA_STUBS, persistent=lambda pid: None)
-
-
-#: Names in stored arguments: Megatron's enumerations, dtypes and a few standard classes.
-_DATA_TABLE: dict[tuple[str, str], Any] = {
-    ("argparse", "Namespace"): inert("Namespace"),
-    ("types", "SimpleNamespace"): inert("SimpleNamespace"),
-    ("collections", "OrderedDict"): dict,
-    ("signal", "Signals"): arguments,
-    ("pathlib", "PosixPath"): arguments,
-    ("_codecs", "encode"): arguments,
-    **{(module, name): arguments for module in ("builtins", "__builtin__") for name in ("getattr", "set")},
-    ("datetime", "timedelta"): arguments,
-}
-_DATA_STUBS = ("megatron.", "nvidia_resiliency_ext.", "torch.", "numpy.", "transformer_engine.")

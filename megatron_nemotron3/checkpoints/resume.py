@@ -25,8 +25,7 @@ from megatron_nemotron3.checkpoints.folders import (
     read_tracker,
     write_tracker,
 )
-from megatron_nemotron3.checkpoints.integrity import MANIFEST
-from megatron_nemotron3.checkpoints.structure import CONFIG, Verdict, check_structure
+from megatron_nemotron3.checkpoints.structure import CONFIG, MANIFEST, Verdict, check_structure
 from megatron_nemotron3.checkpoints.trust import require_trusted
 from megatron_nemotron3.common.lock import Holder, holder
 from megatron_nemotron3.common.parser import option_value

@@ -1,32 +1,50 @@
-"""Structural check of a checkpoint folder: names and sizes only, so it is fast at any size."""
+"""Check a checkpoint folder: its structure by names and sizes, or everything by the CRC32 of every record.
+
+torch.save writes a CRC32 with every record, but torch.load does not check it: a flipped bit in a weight
+loads as another weight.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import stat
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, product
 from pathlib import Path
 from typing import Literal
 
+from megatron_nemotron3.checkpoints.mapped import ArchiveError, MappedFile, explained
 from megatron_nemotron3.checkpoints.metadata import (
     COMMON,
     INDEX,
     ITEM_SIZE,
+    JSON_LIMIT,
     CheckpointError,
     CheckpointIndex,
     StoredObject,
+    TensorChunk,
     read_file,
     read_metadata,
 )
+from megatron_nemotron3.checkpoints.pickles import Refused
+from megatron_nemotron3.checkpoints.read import chunk_layout, records
 
 CONFIG = "metadata.json"
 #: Longest metadata.json that is read, in bytes.
 _CONFIG_LIMIT = 1 << 20
+#: Written by Megatron with --verify-integrity: SHA-256 of every file.
+MANIFEST = "integrity.json"
+#: Bytes that one task of a full check reads.
+_TASK_BYTES = 256 << 20
+#: (name, dtype or "" for an object, position) of an archive.
+_Item = tuple[str, str, StoredObject]
 #: Largest number of problems reported per kind.
 _LIMIT = 50
 #: Why mp_rank_… folders are refused, and the cure.
@@ -95,6 +113,16 @@ def check_structure(folder: Path) -> Verdict:
         path = folder / COMMON
         problems += (f"{path}: the file is missing, and {INDEX} has no common_state in its place",)
     return Verdict("damaged" if problems else "complete", problems, index)
+
+
+def complete_index(folder: Path) -> CheckpointIndex:
+    """Return the index of a checkpoint that is complete; CheckpointError says why it is not."""
+    verdict = check_structure(folder)
+    if verdict.state == "complete" and verdict.index is not None:
+        return verdict.index
+    problem = verdict.problems[0] if verdict.problems else f"{folder}: not a torch_dist checkpoint"
+    more = "" if verdict.state == "foreign" else f" ({verdict.state}; `nemotron3 check {folder}` says more)"
+    raise CheckpointError(problem + more)
 
 
 def _sharded_backend(path: Path) -> str:
@@ -192,3 +220,119 @@ def _add_corners(
     for ends in product((0, 1), repeat=len(sizes)):
         point = tuple(o + s * e for o, s, e in zip(offsets, sizes, ends))
         corners[point] += times * (-1) ** sum(ends)
+
+
+@dataclass
+class IntegrityResult:
+    """Result of a full check."""
+
+    records: int = 0
+    bytes: int = 0
+    #: Archives that were written without CRC32s.
+    unprotected: int = 0
+    problems: tuple[str, ...] = ()
+
+
+def check_integrity(
+    folder: Path,
+    index: CheckpointIndex | None,
+    workers: int = 1,
+    report: Callable[[int], None] = lambda read: None,
+) -> IntegrityResult:
+    """Check the CRC32 of every record, and that every chunk holds the tensor the index describes.
+
+    Every byte is read once, or twice if there is an integrity.json (SHA-256 of whole files). Memory: one
+    block per worker. The folder must have passed the structural check.
+    """
+    parts = []
+    with ThreadPoolExecutor(max_workers=max(1, workers)) as pool:
+        for part in pool.map(lambda task: task(), _check_tasks(folder, index)):
+            parts.append(part)
+            report(part.bytes)
+    return IntegrityResult(
+        sum(part.records for part in parts),
+        sum(part.bytes for part in parts),
+        sum(part.unprotected for part in parts),
+        tuple(problem for part in parts for problem in part.problems),
+    )
+
+
+def _check_archives(path: Path, items: list[_Item]) -> IntegrityResult:
+    result, problems = IntegrityResult(), []
+    try:
+        with explained(path):
+            file = MappedFile(path)
+            for name, dtype, place in items:
+                try:
+                    _check_archive(file, dtype, place, result)
+                except (ArchiveError, Refused) as problem:
+                    problems.append(f"{path}: {name} at byte {place.offset:,}: {problem}")
+    except CheckpointError as problem:
+        problems.append(str(problem))
+    result.problems = tuple(problems)
+    return result
+
+
+def _check_archive(file: MappedFile, dtype: str, place: StoredObject, result: IntegrityResult) -> None:
+    found = records(file, place)
+    if all(record.crc == 0 for record in found):  # torch.serialization.set_crc32_options(False)
+        result.unprotected += 1
+    else:
+        for record in found:
+            record.check(file)
+    result.records += len(found)
+    result.bytes += place.length
+    if isinstance(place, TensorChunk):
+        chunk_layout(file, place, dtype)
+
+
+def _check_digest(path: Path, expected: str) -> IntegrityResult:
+    digest = hashlib.sha256()
+    try:
+        with explained(path):
+            file = MappedFile(path)
+            for block in file.blocks(0, file.size):
+                digest.update(block)
+    except CheckpointError as problem:
+        return IntegrityResult(problems=(str(problem),))
+    if digest.hexdigest() == expected:
+        return IntegrityResult()
+    found = f"SHA-256 {digest.hexdigest()[:16]}…, {MANIFEST} says {expected[:16]}…"
+    return IntegrityResult(problems=(f"{path}: {found}",))
+
+
+def _check_tasks(folder: Path, index: CheckpointIndex | None) -> Iterator[Callable[[], IntegrityResult]]:
+    items: list[_Item] = []
+    if index is not None:
+        types = {name: tensor.dtype for name, tensor in index.tensors.items()}
+        items += [(name, types.get(name, ""), place) for name, place in index.items()]
+    if (folder / COMMON).is_file():
+        items.append(("the whole file", "", StoredObject(COMMON, 0, (folder / COMMON).stat().st_size)))
+    group: list[_Item] = []
+    size = 0
+    for item in sorted(items, key=lambda item: (item[2].file, item[2].offset)):
+        if group and (item[2].file != group[0][2].file or size > _TASK_BYTES):
+            yield partial(_check_archives, folder / group[0][2].file, group)
+            group, size = [], 0
+        group.append(item)
+        size += item[2].length
+    if group:
+        yield partial(_check_archives, folder / group[0][2].file, group)
+    for name, expected in _sha256_manifest(folder).items():
+        yield partial(_check_digest, folder / name, expected)
+
+
+def _sha256_manifest(folder: Path) -> dict[str, str]:
+    path = folder / MANIFEST
+    if not os.path.lexists(path):
+        return {}
+    data = read_file(path, JSON_LIMIT)
+    try:
+        found = json.loads(data)
+        algorithm = found.get("algorithm", "sha256")
+        digests = {os.path.basename(str(name)): str(digest) for name, digest in found["files"].items()}
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        raise CheckpointError(f"{path}: it is not an integrity manifest") from None
+    if algorithm != "sha256":
+        raise CheckpointError(f"{path}: algorithm {algorithm!r:.40} is not sha256")
+    return digests

@@ -135,7 +135,7 @@ def packed_folders() -> dict[str, Folder]:
         sparse.write_megatron(megatron, hf)
         with contextlib.redirect_stdout(io.StringIO()):
             conversion.convert_to_hf(
-                megatron, Path(name) / "packed", conversion.ToHfOptions(quantize="super-nvfp4")
+                megatron, Path(name) / "packed", conversion.ToHfOptions(quantize="super-nvfp4", workers=1)
             )
         return {"packed": digest(Path(name) / "packed")}
 

@@ -49,7 +49,7 @@ def with_adapter(opened: Checkpoint, options: ToHfOptions | FromHfOptions) -> Ch
     if only and (given := [name for name in ("quantize", "dtype", "from_masters") if getattr(options, name)]):
         option = {"from_masters": "from-optimizer-master"}.get(given[0], given[0])
         raise ValueError(f"--adapter-only: it does not go with --{option}")
-    if options.compare_logits is not None:
+    if options.check_logits is not None:
         raise ValueError("--check-logits: it compares weights without adapters: leave it out")
     return opened
 

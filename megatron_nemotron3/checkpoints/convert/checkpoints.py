@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import os
 import re
-from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -45,12 +44,12 @@ from megatron_nemotron3.checkpoints.convert.opened import EMBEDDING, Checkpoint
 from megatron_nemotron3.checkpoints.convert.origin import find_origin, tokenizer_folders, with_context
 from megatron_nemotron3.checkpoints.convert.quantized_views import Dequantized
 from megatron_nemotron3.checkpoints.convert.sources import FileSource, TensorSource
-from megatron_nemotron3.checkpoints.convert.torch_dist import open_torch_dist, read_state, reorder_mamba
+from megatron_nemotron3.checkpoints.convert.torch_dist import open_torch_dist, reorder_mamba
 from megatron_nemotron3.checkpoints.convert.views import Selected
 from megatron_nemotron3.checkpoints.folders import CHECKPOINTS, locate, locate_one
 from megatron_nemotron3.checkpoints.metadata import CheckpointError, read_json
 from megatron_nemotron3.checkpoints.pickles import Inert
-from megatron_nemotron3.checkpoints.state import stored_arguments
+from megatron_nemotron3.checkpoints.state import read_state, stored_arguments
 from megatron_nemotron3.checkpoints.structure import CONFIG as METADATA
 from megatron_nemotron3.models import Nemotron3Config, identify, named
 from megatron_nemotron3.models.lora import ARGUMENT, LoRASettings
@@ -64,7 +63,7 @@ _RUN, _NAME = "run.json", re.compile(r"[\w.-]{1,100}")
 
 @dataclass(frozen=True, kw_only=True)
 class OpenOptions:
-    """How a checkpoint of any kind is opened."""
+    """How a checkpoint is opened; options of the other kind of folder have no effect."""
 
     #: Default: the model is read from the checkpoint.
     model: Nemotron3Config | OmniConfig | None = None
@@ -72,45 +71,30 @@ class OpenOptions:
     allow_unused: Sequence[str] = ()
     #: Whether a model with encoders is opened, not refused.
     omni: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class OpenMegatron(OpenOptions):
-    """How a Megatron checkpoint is opened."""
-
-    #: Default: that which the tracker names.
+    #: Megatron: default: that which the tracker names.
     iteration: int | None = None
-    #: Default: of the model or the stored arguments.
+    #: Megatron: default: of the model or the stored arguments.
     vocab_size: int | None = None
-    #: Read the optimizer's FP32 masters instead of the weights.
+    #: Megatron: read the optimizer's FP32 masters instead of the weights.
     from_masters: bool = False
-    #: Of LoRA adapters in it; default: from the stored arguments.
+    #: Megatron: of LoRA adapters in it; default: from the stored arguments.
     alpha: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class OpenHuggingFace(OpenOptions):
-    """How a Hugging Face folder is opened."""
-
+    #: Hugging Face: read packed weights as BF16.
     dequantize: bool = False
-    #: Default: as config.json says; 0: without MTP.
+    #: Hugging Face: default: as config.json says; 0: without MTP.
     mtp_num_layers: int | None = None
-    #: Take MTP from there: a folder or file (`mtp_from`).
+    #: Hugging Face: take MTP from there: a folder or file (`mtp_from`).
     mtp_from: Path | None = None
 
 
 def open_checkpoint(folder: Path, **options: Any) -> Checkpoint:
-    """Open a checkpoint of any kind, with options of both; those of the other kind have no effect."""
-    hugging_face = locate(folder).kind == "hugging face"
-    kinds = (OpenHuggingFace, OpenMegatron) if hugging_face else (OpenMegatron, OpenHuggingFace)
-    own, other = ({field.name for field in dataclasses.fields(kind)} for kind in kinds)
-    options = {name: value for name, value in options.items() if name in own or name not in other}
-    return (open_hugging_face if hugging_face else open_megatron)(folder, **options)
+    """Open a checkpoint of any kind by `OpenOptions`."""
+    return (open_hugging_face if locate(folder).kind == "hugging face" else open_megatron)(folder, **options)
 
 
 def open_megatron(folder: Path, **options: Any) -> Checkpoint:
     """Open a Megatron checkpoint: that of a run, of the folder with the tracker, or of one iteration."""
-    settings = OpenMegatron(**options)
+    settings = OpenOptions(**options)
     stated = settings.model if isinstance(settings.model, OmniConfig) else None
     model = settings.model.language if isinstance(settings.model, OmniConfig) else settings.model
     located = locate_one(folder, settings.iteration)
@@ -183,7 +167,7 @@ def open_megatron(folder: Path, **options: Any) -> Checkpoint:
 
 def open_hugging_face(folder: Path, **options: Any) -> Checkpoint:
     """Open a Hugging Face checkpoint."""
-    settings = OpenHuggingFace(**options)
+    settings = OpenOptions(**options)
     model = settings.model
     if locate(folder).kind != "hugging face":
         raise ValueError(f"{folder}: it is a Megatron checkpoint, not a Hugging Face folder")
@@ -313,7 +297,7 @@ def _megatron_config(
         require_experts(os.fspath(folder), stored_arguments(state), model)
         return dataclasses.replace(model, vocab_size=vocab_size) if vocab_size else model, False
     arguments = state.get("args")
-    if not isinstance(arguments, (Inert, Namespace)):
+    if not isinstance(arguments, Inert):
         raise ValueError(
             f"{folder}: the checkpoint stores no arguments, so its model is unknown: give --model"
         )

@@ -7,7 +7,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,14 @@ from megatron_nemotron3.checkpoints.convert.job import (
     run,
 )
 from megatron_nemotron3.checkpoints.convert.job_options import ConvertOptions, FromHfOptions, ToHfOptions
-from megatron_nemotron3.checkpoints.convert.notes import bias_notes, config_notes, file_notes
 from megatron_nemotron3.checkpoints.convert.omni_config import text_part
-from megatron_nemotron3.checkpoints.convert.opened import Checkpoint, checkpoint_facts, checkpoint_line
+from megatron_nemotron3.checkpoints.convert.opened import (
+    Checkpoint,
+    checkpoint_facts,
+    checkpoint_line,
+    notes_of,
+    say_notes,
+)
 from megatron_nemotron3.checkpoints.convert.origin import base_config, to_copy, to_keep
 from megatron_nemotron3.checkpoints.convert.peft import PackedAdapter
 from megatron_nemotron3.checkpoints.convert.quantized_config import read_scales
@@ -46,11 +51,12 @@ from megatron_nemotron3.checkpoints.metadata import count_elements, elements_tex
 from megatron_nemotron3.checkpoints.remote import shown
 from megatron_nemotron3.common.output import BYTES, Bar, say, size_text
 from megatron_nemotron3.common.processes import bulk_work
+from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.lora import ARGUMENT as LORA_ARGUMENT
 from megatron_nemotron3.models.omni import ARGUMENT as ENCODERS
 
 #: Options that do not change what is written.
-_NO_EFFECT = ("workers", "dry_run", "compare_logits", "url")
+_NO_EFFECT = ("workers", "dry_run", "json", "check_logits", "url")
 
 
 @bulk_work()
@@ -65,7 +71,7 @@ def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
         vocab_size = _stated_vocabulary(reference)
     opened = open_megatron(
         source,
-        model=options.model,
+        model=options.config,
         iteration=options.iteration,
         vocab_size=vocab_size,
         from_masters=options.from_masters,
@@ -85,7 +91,7 @@ def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
     view = _cast(view, options.dtype, opened, hf=True)
     plan = scales = None
     if options.quantize is not None:
-        if options.compare_logits is not None:
+        if options.check_logits is not None:
             raise ValueError(
                 "--check-logits: quantized weights give other logits: leave out --quantize or --check-logits"
             )
@@ -110,12 +116,12 @@ def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
     lines += [*filter(None, (line, line_of_files)), *_note_lines(opened, base, json.loads(small[CONFIG]))]
     notes = [*_quantized_lines(plan), *lines]
     job = _job(opened, target, view, (files, small), options, scales)
-    if not _run_job(opened, target, job, options, notes) or options.compare_logits is None:
+    if not _run_job(opened, target, job, options, notes) or options.check_logits is None:
         return 0
     opened = _language(opened)
     megatron = _cast(opened.weights, options.dtype, opened, hf=False)
     hf = _language(open_hugging_face(target, model=opened.config, omni=True)).weights
-    return options.compare_logits(megatron, hf, opened.config)
+    return _compare_logits(options.check_logits, megatron, hf, opened.config)
 
 
 @bulk_work()
@@ -125,7 +131,7 @@ def convert_from_hf(source: Path, target: Path, options: FromHfOptions) -> int:
     divisor = options.make_vocab_size_divisible_by
     if divisor < 1:
         raise ValueError(f"--make-vocab-size-divisible-by {divisor}: use 1 or more")
-    if options.dequantize and options.compare_logits is not None:
+    if options.dequantize and options.check_logits is not None:
         raise ValueError(
             "--check-logits: transformers does not compute with quantized weights: leave out --dequantize or "
             "--check-logits"
@@ -135,11 +141,11 @@ def convert_from_hf(source: Path, target: Path, options: FromHfOptions) -> int:
     base = omni_parts.open_into(options.into, megatron=True)
     opened = open_hugging_face(
         source,
-        model=options.model,
+        model=options.config,
         allow_unused=options.allow_unused,
         dequantize=options.dequantize,
-        mtp_num_layers=options.mtp_num_layers,
-        mtp_from=options.mtp_from,
+        mtp_num_layers=options.mtp.mtp_num_layers,
+        mtp_from=options.mtp.mtp_from,
         omni=True,
     )
     opened = omni_parts.check_options(opened, options)
@@ -175,12 +181,22 @@ def convert_from_hf(source: Path, target: Path, options: FromHfOptions) -> int:
         _job(opened, target, view, (folder.files, kept | folder.small), options), index=folder.index
     )
     notes = lines + _note_lines(opened, base, opened.stated or {})
-    if not _run_job(opened, target, job, options, notes) or options.compare_logits is None:
+    if not _run_job(opened, target, job, options, notes) or options.check_logits is None:
         return 0
     made = _language(open_megatron(target, model=opened.omni or opened.config, omni=True))
     opened = _language(opened)
     weights = _cast(opened.weights, options.dtype, opened, hf=True)
-    return options.compare_logits(made.weights, weights, opened.config)
+    return _compare_logits(options.check_logits, made.weights, weights, opened.config)
+
+
+def _compare_logits(tokens: int, megatron: TensorSource, hf: TensorSource, config: Nemotron3Config) -> int:
+    """Compare the logits of both sides. Returns the exit status."""
+    from megatron_nemotron3.checkpoints.convert.logits.compare import LogitsCheckOptions, check_logits
+
+    report = check_logits(megatron, hf, config, LogitsCheckOptions(tokens))
+    heads = [{**asdict(one), "tolerance": one.tolerance} for one in report.logits]
+    say(logits={"equal": report.passed, "problems": report.problems, "heads": heads})
+    return 0 if report.passed else 1
 
 
 def _language(opened: Checkpoint) -> Checkpoint:
@@ -210,7 +226,7 @@ def _check_alike(opened: Checkpoint, options: ConvertOptions) -> None:
 def _check_target(target: Path, options: ConvertOptions) -> None:
     check_target(target)
     if options.url is not None:
-        if options.compare_logits is not None:
+        if options.check_logits is not None:
             raise ValueError("--check-logits: convert to a local folder, or leave it out")
         check_url(options.url)
 
@@ -218,7 +234,7 @@ def _check_target(target: Path, options: ConvertOptions) -> None:
 def _note_lines(opened: Checkpoint, base: Checkpoint | None, data: Mapping[str, Any]) -> list[str]:
     """Say what a part is put into, and what a config.json says that matters."""
     into = [] if base is None else [f"into         {checkpoint_line(base)}"]
-    return into + file_notes(opened) + bias_notes(opened) + config_notes(opened, data)
+    return into + notes_of(opened, data)
 
 
 def _quantized_lines(plan: Quantization | None) -> Iterator[str]:
@@ -274,8 +290,7 @@ def _run_job(
     opened: Checkpoint, target: Path, job: Job, options: ConvertOptions, notes: Iterable[str]
 ) -> bool:
     """Print the notes and the plan, and write the folder. Returns whether it was written."""
-    for line in notes:
-        say(line, notes=[" ".join(line.split())])
+    say_notes(notes)
     for line in _plan_lines(opened, target, job):
         say(line)
     say(
@@ -313,9 +328,12 @@ def _run_job(
         manifest=shown(target / MANIFEST),
     )
     same = options.only is None and not isinstance(job.source, (Quantized, PackedAdapter))
-    if options.compare_logits is None and same:
-        mtp = getattr(options, "mtp_from", None), getattr(options, "mtp_num_layers", None)
-        words = f" --mtp-from {shown(mtp[0])}" if mtp[0] else " --mtp-num-layers 0" if mtp[1] == 0 else ""
+    if options.check_logits is None and same:
+        words = ""
+        if opened.mtp_from is not None:
+            words = f" --mtp-from {shown(opened.mtp_from)}"
+        elif isinstance(options, FromHfOptions) and options.mtp.mtp_num_layers == 0:
+            words = " --mtp-num-layers 0"
         say(f"next         nemotron3 verify {shown(opened.folder)} {shown(target)}{words}")
     return True
 

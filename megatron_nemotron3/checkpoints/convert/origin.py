@@ -23,7 +23,7 @@ from megatron_nemotron3.checkpoints.convert.omni_config import omni_config, requ
 from megatron_nemotron3.checkpoints.folders import HUGGING_FACE, RELEASE, TOKENIZER, locate_one
 from megatron_nemotron3.checkpoints.metadata import CheckpointError, read_file, read_json
 from megatron_nemotron3.checkpoints.remote import shown
-from megatron_nemotron3.checkpoints.state import stored_arguments
+from megatron_nemotron3.checkpoints.state import read_arguments
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.omni import OmniConfig
 
@@ -110,18 +110,6 @@ def to_copy(reference: Path | None, opened: Checkpoint) -> tuple[dict[str, bytes
     folders = dict.fromkeys(filter(None, (reference, whose, opened.origin)))
     line = "" if whose in (None, reference) else f"tokenizer    as in {shown(whose or '')}"
     return joined_files([copied_files(folder) for folder in folders]), line
-
-
-def read_arguments(place: Path) -> dict[str, Any]:
-    """Megatron's arguments stored in a checkpoint; {} if it has none."""
-    from megatron_nemotron3.checkpoints.convert.torch_dist import open_torch_dist, read_state
-
-    _, index = open_torch_dist(place)
-    try:
-        state = read_state(index)
-    except CheckpointError:
-        return {}
-    return stored_arguments(state)
 
 
 def find_origin(checkpoint: Path, run: Path | None, arguments: Mapping[str, Any]) -> Path | None:

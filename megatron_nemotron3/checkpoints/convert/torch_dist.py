@@ -24,24 +24,15 @@ from megatron_nemotron3.checkpoints.convert.sources import Block, FileSource, Lo
 from megatron_nemotron3.checkpoints.mapped import MappedFiles, explained
 from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, CheckpointError, CheckpointIndex, TensorChunk
 from megatron_nemotron3.checkpoints.pickles import Inert
-from megatron_nemotron3.checkpoints.read import ChunkLayouts, common_state, stored_object
-from megatron_nemotron3.checkpoints.structure import CONFIG, check_structure
+from megatron_nemotron3.checkpoints.read import ChunkLayouts
+from megatron_nemotron3.checkpoints.structure import complete_index
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.tensors import symbol_sizes
-
-#: Objects of the state in torch's own format.
-_STATE_OBJECTS = ("args", "iteration", "checkpoint_version")
 
 
 def open_torch_dist(folder: Path) -> tuple[FileSource, CheckpointIndex]:
     """Open every tensor of a torch_dist folder, including optimizer state; also return its index."""
-    verdict = check_structure(folder)
-    if verdict.state != "complete" or verdict.index is None:
-        problem = verdict.problems[0] if verdict.problems else f"{folder}: not a torch_dist checkpoint"
-        if verdict.state == "foreign":
-            raise CheckpointError(problem)
-        raise CheckpointError(f"{problem} ({verdict.state}; `nemotron3 check {folder}` says more)")
-    index = verdict.index
+    index = complete_index(folder)
     files = {name: regular_file_size(folder / name, folder) for name in index.files}
     opened = MappedFiles()
     return FileSource(folder, index_tensors(index, opened), files, opened), index
@@ -72,20 +63,6 @@ def _locate_chunk(
     with explained(path):
         found = layouts(opened[path], chunk, dtype)
     return Location(path, found.offset, found.stride, found.record if found.protected else None)
-
-
-def read_state(index: CheckpointIndex) -> dict[str, Any]:
-    """Read the state of a folder in either format; torch's own has no metadata.json."""
-    return common_state(index) if (index.folder / CONFIG).exists() else read_dcp_state(index)
-
-
-def read_dcp_state(index: CheckpointIndex) -> dict[str, Any]:
-    """Read the state of a folder in torch's own format, like `read.common_state`; entries may be missing."""
-    return {
-        name: stored_object(index.folder, index.objects[name])
-        for name in _STATE_OBJECTS
-        if name in index.objects
-    }
 
 
 def reorder_mamba(source: FileSource, config: Nemotron3Config, state: dict[str, Any]) -> FileSource:
