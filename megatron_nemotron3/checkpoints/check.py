@@ -35,6 +35,8 @@ from megatron_nemotron3.common.output import BYTES, Bar, part, result, say
 
 #: Largest number of problems printed.
 _SHOWN = 20
+#: Seconds in which a run that is saving may leave the tracker empty.
+_SAVING = 2.0
 _FORMATS = {"complete": " (torch_dist)", "foreign": " (a format that is not checked here)"}
 _LAYOUT = {
     "TP": "tensor_model_parallel_size",
@@ -152,7 +154,7 @@ def _check_all(folder: Path, found: list[int], full: bool, workers: int) -> list
     named: int | str | None = None
     writer = holder(folder)
     try:
-        named = read_tracker(folder) if writer is None else _tracker_of_writer(folder)
+        named = read_tracker(folder, 0.0 if writer is None else _SAVING)
     except ValueError as problem:
         problems.append(f"{folder / TRACKER}: it {problem}{_tracker_cure(folder)}")
     for iteration in reversed(found):
@@ -178,16 +180,6 @@ def _check_all(folder: Path, found: list[int], full: bool, workers: int) -> list
     return problems + _check_one(checkpoint_path(folder, named), full, workers)
 
 
-def _tracker_of_writer(folder: Path) -> int | str | None:
-    """Read the tracker of a running training, which writes it in two steps: empty, then the iteration."""
-    for _ in range(40):
-        try:
-            return read_tracker(folder)
-        except ValueError:
-            time.sleep(0.05)
-    return read_tracker(folder)
-
-
 def _tracker_cure(folder: Path) -> str:
     """Return the fix of the tracker that a start would make, as the end of a message."""
     try:
@@ -208,10 +200,7 @@ def _check_one(path: Path, full: bool, workers: int) -> list[str]:
         state=verdict.state,
     )
     if verdict.index is not None:
-        facts, lines = describe(verdict.index)
-        for line in lines:
-            say("  " + line)
-        say(**facts)
+        describe(verdict.index)
     if verdict.state == "unfinished" and (writer := holder(path.parent)) is not None:
         return [f"{path}: it is being written by {writer}: check it when it is complete"]
     if verdict.state in ("unfinished", "damaged") or verdict.problems:
@@ -259,44 +248,40 @@ def _print_problems(problems: list[str]) -> int:
     return 2 if problems else 0
 
 
-def describe(index: CheckpointIndex) -> tuple[dict[str, Any], list[str]]:
-    """Describe a checkpoint as facts and in lines; if its arguments cannot be read, a line says why."""
-    lines: list[str] = []
-    facts: dict[str, Any] = {}
+def describe(index: CheckpointIndex) -> None:
+    """Print what a checkpoint holds; if its arguments cannot be read, a line says why."""
     try:
         state = common_state(index)
     except CheckpointError as problem:
-        lines.append(f"arguments    not shown: {shown(str(problem))}")
+        say(f"  arguments    not shown: {shown(str(problem))}")
     else:
-        iteration = state.get("iteration")
-        facts["iteration"] = iteration if type(iteration) is int else None
-        lines.append(f"iteration    {iteration if type(iteration) is int else 'not stored'}")
+        iteration = state.get("iteration") if type(state.get("iteration")) is int else None
+        say(f"  iteration    {'not stored' if iteration is None else iteration}", iteration=iteration)
         if (written := layout_of(state)) is not None:
-            facts["written_with"] = written
-            lines.append(f"written with {written}; the weights load into any other layout")
-    elements = count_elements(index.tensors.values())
-    facts |= {
-        "tensors": len(index.tensors),
-        "chunks": sum(len(tensor.chunks) for tensor in index.tensors.values()),
-        "elements": elements,
-        "tensor_bytes": sum(tensor.nbytes for tensor in index.tensors.values()),
-        "model_elements": sum(
-            math.prod(tensor.shape)
-            for name, tensor in index.tensors.items()
-            if "optimizer" not in name.split(".")
-        ),
-        "objects": len(index.objects),
-        "files": len(index.files),
-        "bytes": sum(index.files.values()),
-    }
-    lines += [
-        f"tensors      {facts['tensors']:,} in {facts['chunks']:,} chunks; "
-        f"elements {elements_text(elements)}: {facts['tensor_bytes']:,} bytes",
-        f"of these     {facts['model_elements']:,} elements are the model's, the rest is optimizer state",
-        f"objects      {facts['objects']:,}",
-        f"files        {facts['files']:,} with {facts['bytes']:,} bytes",
-    ]
-    return facts, lines
+            say(f"  written with {written}; the weights load into any other layout", written_with=written)
+    tensors = index.tensors.values()
+    chunks, length = sum(len(tensor.chunks) for tensor in tensors), sum(tensor.nbytes for tensor in tensors)
+    elements = count_elements(tensors)
+    say(
+        f"  tensors      {len(tensors):,} in {chunks:,} chunks; elements {elements_text(elements)}: "
+        f"{length:,} bytes",
+        tensors=len(tensors),
+        chunks=chunks,
+        elements=elements,
+        tensor_bytes=length,
+    )
+    model = sum(
+        math.prod(tensor.shape)
+        for name, tensor in index.tensors.items()
+        if "optimizer" not in name.split(".")
+    )
+    say(
+        f"  of these     {model:,} elements are the model's, the rest is optimizer state",
+        model_elements=model,
+    )
+    say(f"  objects      {len(index.objects):,}", objects=len(index.objects))
+    files, size = len(index.files), sum(index.files.values())
+    say(f"  files        {files:,} with {size:,} bytes", files=files, bytes=size)
 
 
 def layout_of(state: dict[str, Any]) -> str | None:

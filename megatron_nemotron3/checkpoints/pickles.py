@@ -1,12 +1,9 @@
 """Read a pickle without importing anything it names.
 
-A pickle can name any function of any module and call it. Here every name is looked up in a table: names in
-the table become plain data, other names are refused. Functions that a pickle calls only store their
-arguments.
-
-A pickle that runs nothing can still take all memory (one opcode asks for 64 GB) or hang: hashing a tuple
-that contains another tuple twice, 30 levels deep, takes 2^30 steps that cannot be interrupted. So every
-pickle is read first in a forked child with limits, and in this process only if the child has read it.
+Names in a table become plain data, others are refused. A pickle that runs nothing can still take all memory
+(one opcode asks for 64 GB) or hang: hashing a tuple that contains another tuple twice, 30 levels deep, takes
+2^30 steps that cannot be interrupted. So every pickle is read in a forked child with limits before it is read
+here.
 """
 
 from __future__ import annotations
@@ -140,10 +137,9 @@ class Pickle(NamedTuple):
             raise Refused(f"it is not a readable pickle ({reason})") from None
 
     def checked(self, most: int = 1) -> Any:
-        """Read it in the child of `try_all`: what it returns can be walked and hashed in bounded time.
+        """Read it, or the last of `most` pickles in it, in the child of `try_all`.
 
-        Args:
-            most: pickles to read, one after another; the last one is returned.
+        What it returns can be walked and hashed in bounded time.
         """
         stream, found = io.BytesIO(self.data), None
         for number in range(most):
@@ -196,13 +192,10 @@ def _is_harmless(data: bytes) -> bool:
 
 
 def try_all(reads: Sequence[Callable[[], object]], size: int) -> dict[int, str]:
-    """Call functions that read pickles in one forked child with limits. Returns position -> why it fails.
+    """Call functions that read pickles in one forked child. Returns position -> why it fails.
 
     A function fails by a ValueError. One that ends the child, by its memory, its time or a crash, is the last
-    one that is called.
-
-    Args:
-        size: bytes of all the pickles, about, by which memory and time are limited.
+    one that is called. Limits depend on `size`, the bytes of all the pickles.
     """
     board = mmap.mmap(-1, _BOARD)  # shared: the position of the current function, then the messages
 

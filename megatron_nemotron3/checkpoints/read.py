@@ -1,9 +1,7 @@
-"""Archives of torch.save in checkpoint files: their records, the elements of a tensor, and stored objects.
+"""Archives of torch.save in checkpoint files: their records, pickles, and the elements of tensors.
 
-A torch_dist chunk is such an archive inside a .distcp file; common.pt is a single one. An archive is a zip
-file whose records are not compressed, so the elements of a tensor are a plain range of the file. torch.load
-does not check the CRC32 of a record: a flipped bit loads as another number. Here it is compared before
-elements are used.
+A torch_dist chunk is such an archive inside a .distcp file; common.pt is a single one. It is a zip file whose
+records are not compressed, so the elements of a tensor are a plain range of the file.
 """
 
 from __future__ import annotations
@@ -17,11 +15,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from megatron_nemotron3.checkpoints.mapped import ArchiveError, MappedFile
+from megatron_nemotron3.checkpoints.mapped import MappedFile
 from megatron_nemotron3.checkpoints.metadata import (
     INDEX,
     ITEM_SIZE,
     MOST_AXES,
+    ArchiveError,
     StoredObject,
     TensorChunk,
 )
@@ -35,8 +34,8 @@ _DIRECTORY_LIMIT = 4 << 20
 _DIRECTORY = 0x10
 #: Bytes in a local header before the name, and the two lengths at their end.
 _HEADER, _LENGTHS = 30, struct.Struct("<HH")
-#: The same of an entry of the directory.
-_ENTRY, _ENTRY_LENGTHS = 46, struct.Struct("<HHH")
+#: Bytes in an entry of the directory before the name, and before the CRC32.
+_ENTRY, _CRC32 = 46, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +97,6 @@ class _Range(io.RawIOBase):
 
 def records(file: MappedFile, place: StoredObject) -> list[ArchiveRecord]:
     """List the records of the archive at `place`, in file order."""
-    return _records(file, place)[0]
-
-
-def _records(file: MappedFile, place: StoredObject) -> tuple[list[ArchiveRecord], int]:
-    """The same, and where the directory of the archive begins in it."""
     try:
         with zipfile.ZipFile(_Range(file, place)) as archive:
             entries = sorted(archive.infolist(), key=lambda one: one.header_offset)
@@ -131,13 +125,12 @@ def _records(file: MappedFile, place: StoredObject) -> tuple[list[ArchiveRecord]
         found.append(ArchiveRecord(name.partition("/")[2], entry.CRC, place.offset + begin, entry.file_size))
     if len({record.name for record in found}) != len(found):
         raise ArchiveError("two records have the same name")
-    return found, directory
+    return found
 
 
-def read_pickle(file: MappedFile, place: StoredObject) -> tuple[bytes, list[ArchiveRecord], int]:
-    """Read the pickle of the archive at `place`. Returns the pickle and what `_records` does."""
-    found, directory = _records(file, place)
-    by_name = {record.name: record for record in found}
+def read_pickle(file: MappedFile, place: StoredObject) -> tuple[bytes, dict[str, ArchiveRecord]]:
+    """Read the pickle of the archive at `place`. Also returns the records by name."""
+    by_name = {record.name: record for record in records(file, place)}
     pickled, byteorder = by_name.get("data.pkl"), by_name.get("byteorder")
     if pickled is None or pickled.size > _LIMIT:
         raise ArchiveError(
@@ -147,7 +140,7 @@ def read_pickle(file: MappedFile, place: StoredObject) -> tuple[bytes, list[Arch
         pickled.check(file)
     if byteorder and file(byteorder.offset, byteorder.size) != b"little":
         raise Refused(f"the archive at {place.offset:,} is not little-endian")
-    return bytes(file(pickled.offset, pickled.size)), found, directory
+    return bytes(file(pickled.offset, pickled.size)), by_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,28 +179,30 @@ class ChunkLayouts:
         key = (chunk.length, dtype, chunk.sizes)
         if (first := self._known.get(key)) is not None and (found := first.alike(file, chunk)) is not None:
             return found
-        layout, directory = _chunk_layout(file, chunk, dtype)
+        layout = chunk_layout(file, chunk, dtype)
         if first is None:
-            self._known[key] = _Parsed(file, chunk, layout, directory)
+            self._known[key] = _Parsed(file, chunk, layout)
         return layout
 
 
 class _Parsed:
     """An archive that was parsed: all but its elements and CRC32s."""
 
-    def __init__(self, file: MappedFile, chunk: TensorChunk, layout: TensorLayout, directory: int) -> None:
-        self.layout, self.start, self.directory = layout, chunk.offset, directory
+    def __init__(self, file: MappedFile, chunk: TensorChunk, layout: TensorLayout) -> None:
+        self.layout, self.start = layout, chunk.offset
         self.head = bytes(file(chunk.offset, layout.record.offset - chunk.offset))
-        tail = bytes(file(chunk.offset + directory, chunk.length - directory))
+        with zipfile.ZipFile(_Range(file, chunk)) as archive:
+            self.directory, entries = archive.start_dir, archive.infolist()
         self.crcs, at = [], 0
-        while tail[at : at + 4] == b"PK\1\2":
-            named, *rest = _ENTRY_LENGTHS.unpack_from(tail, at + 28)
-            name = tail[at + _ENTRY : at + _ENTRY + named].decode("utf-8", "replace")
-            self.crcs.append(at + 16)
-            if name.partition("/")[2] == layout.record.name:
-                self.crc = at + 16
-            at += _ENTRY + named + sum(rest)
-        self.tail = self._without_crcs(tail)
+        for entry in entries:
+            self.crcs.append(at + _CRC32)
+            if entry.filename.partition("/")[2] == layout.record.name:
+                self.crc = at + _CRC32
+            at += _ENTRY + len(entry.orig_filename.encode()) + len(entry.extra) + len(entry.comment)
+        self.tail = self._without_crcs(self._tail_of(file, chunk))
+
+    def _tail_of(self, file: MappedFile, chunk: TensorChunk) -> bytes:
+        return bytes(file(chunk.offset + self.directory, chunk.length - self.directory))
 
     def _without_crcs(self, tail: bytes) -> bytearray:
         blank = bytearray(tail)
@@ -217,7 +212,7 @@ class _Parsed:
 
     def alike(self, file: MappedFile, chunk: TensorChunk) -> TensorLayout | None:
         """The layout of a chunk whose archive differs from this one in its elements only."""
-        tail = bytes(file(chunk.offset + self.directory, chunk.length - self.directory))
+        tail = self._tail_of(file, chunk)
         if file(chunk.offset, len(self.head)) != self.head or self._without_crcs(tail) != self.tail:
             return None
         by, record = chunk.offset - self.start, self.layout.record
@@ -229,13 +224,7 @@ class _Parsed:
 
 def chunk_layout(file: MappedFile, chunk: TensorChunk, dtype: str) -> TensorLayout:
     """Locate the elements of a chunk of a torch_dist tensor; only headers are read."""
-    return _chunk_layout(file, chunk, dtype)[0]
-
-
-def _chunk_layout(file: MappedFile, chunk: TensorChunk, dtype: str) -> tuple[TensorLayout, int]:
-    """The same, and where the directory of its archive begins in it."""
-    data, found, directory = read_pickle(file, chunk)
-    by_name = {record.name: record for record in found}
+    data, by_name = read_pickle(file, chunk)
     if "version" not in by_name:
         raise ArchiveError(f"the archive at {chunk.offset:,} has no record 'version'")
     tensor, what = _pickled_tensor(data), f"the tensor at {chunk.offset:,}"
@@ -243,7 +232,7 @@ def _chunk_layout(file: MappedFile, chunk: TensorChunk, dtype: str) -> tuple[Ten
     if record is None:
         raise ArchiveError(f"{what} is in record 'data/{tensor.storage}', which is missing")
     begin = record.offset + tensor.begin * ITEM_SIZE[tensor.dtype]
-    protected = any(one.crc for one in found)
+    protected = any(one.crc for one in by_name.values())
     layout = TensorLayout(tensor.dtype, tensor.shape, tensor.stride, begin, record, protected)
     if layout.end > record.offset + record.size:
         raise ArchiveError(
@@ -255,7 +244,7 @@ def _chunk_layout(file: MappedFile, chunk: TensorChunk, dtype: str) -> tuple[Ten
             f"the chunk at {chunk.offset:,} holds {layout.dtype} of shape {list(layout.shape)}, "
             f"{INDEX} says {dtype} of shape {list(chunk.sizes)}"
         )
-    return layout, directory
+    return layout
 
 
 @dataclass(frozen=True)

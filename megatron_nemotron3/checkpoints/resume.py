@@ -1,18 +1,16 @@
 """Before a run starts: make the tracker name the last complete checkpoint.
 
-Megatron loads the checkpoint that `latest_checkpointed_iteration.txt` (the tracker) names. It writes this
-file after the checkpoint, but not atomically. If it is killed while it writes, the file is empty, and the
-next run ends at once with status 0. If it is killed earlier, the file names the previous checkpoint. After a
-power failure the file may name a folder that never reached the disk. `repair_tracker` corrects the tracker in
-these cases and says so in one line. It stops the run if the named checkpoint is damaged. Only
-`remove_incomplete` deletes anything.
+Megatron writes the tracker, `latest_checkpointed_iteration.txt`, after the checkpoint, but not atomically.
+Killed meanwhile, it leaves an empty file, and the next run ends at once with status 0; killed earlier, a file
+that names the checkpoint before. After a power failure the file may name a folder that never reached the
+disk.
 """
 
 from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,7 +105,7 @@ class TrackerFix:
 def before_start(argv: Sequence[str], rank: int, key: str = "") -> list[str]:
     """Prepare the folders that a Megatron command line loads from. Returns lines to print.
 
-    Rank 0 checks the checkpoints and repairs the trackers. Other ranks wait until the trackers are usable.
+    Rank 0 repairs the trackers, other ranks wait until they are usable.
     """
     options = load_options(argv)
 
@@ -123,14 +121,11 @@ def before_start(argv: Sequence[str], rank: int, key: str = "") -> list[str]:
     if options.load is not None:
         lines += prepare(LoadFolder(options.load, options.step, options.manifest, newer))
     if options.pretrained is not None and not (options.load and (options.load / TRACKER).is_file()):
-        source = LoadFolder(
-            options.pretrained, options.step, options.manifest, option="--pretrained-checkpoint"
-        )
+        option = "--pretrained-checkpoint"
+        source = LoadFolder(options.pretrained, options.step, options.manifest, option=option)
         lines += prepare(source)
         if not source.tracker.is_file():
-            raise ValueError(
-                f"{source.tracker} does not exist: give --pretrained-checkpoint a folder with this file"
-            )
+            raise ValueError(f"{source.tracker} does not exist: give {option} a folder with this file")
     return lines
 
 
@@ -280,13 +275,17 @@ def _finished_later(source: LoadFolder, named: int | str) -> int | None:
     return None
 
 
+def _verdicts(folder: Path) -> Iterator[tuple[int, Verdict]]:
+    for iteration in iterations(folder):
+        yield iteration, check_structure(checkpoint_path(folder, iteration))
+
+
 def _last_complete(source: LoadFolder) -> tuple[int | None, dict[int, Verdict]]:
     """Find the newest complete checkpoint, and the verdicts on all newer ones."""
     others: dict[int, Verdict] = {}
-    for iteration in iterations(source.folder):
-        path = checkpoint_path(source.folder, iteration)
-        verdict = check_structure(path)
-        if verdict.state == "complete" and (not source.manifest or (path / MANIFEST).exists()):
+    for iteration, verdict in _verdicts(source.folder):
+        last = checkpoint_path(source.folder, iteration) / MANIFEST
+        if verdict.state == "complete" and (not source.manifest or last.exists()):
             return iteration, others
         others[iteration] = verdict
     return None, others
@@ -301,10 +300,8 @@ def _require_loadable(folder: Path, step: int) -> None:
 
 
 def _other_complete(folder: Path, than: int | str) -> int | None:
-    for iteration in iterations(folder):
-        if iteration != than and check_structure(checkpoint_path(folder, iteration)).state == "complete":
-            return iteration
-    return None
+    complete = (number for number, verdict in _verdicts(folder) if verdict.state == "complete")
+    return next((number for number in complete if number != than), None)
 
 
 def _damaged_message(source: LoadFolder, named: int | str, verdict: Verdict) -> str:

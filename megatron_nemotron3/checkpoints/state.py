@@ -11,8 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.checkpoints.folders import checkpoint_path, latest_iteration
-from megatron_nemotron3.checkpoints.mapped import MappedFile, explained
-from megatron_nemotron3.checkpoints.metadata import COMMON, CheckpointError, CheckpointIndex, StoredObject
+from megatron_nemotron3.checkpoints.mapped import MappedFile
+from megatron_nemotron3.checkpoints.metadata import (
+    COMMON,
+    CheckpointError,
+    CheckpointIndex,
+    StoredObject,
+    explained,
+)
 from megatron_nemotron3.checkpoints.pickles import Inert, arguments, inert, loads
 from megatron_nemotron3.checkpoints.read import read_pickle
 from megatron_nemotron3.checkpoints.resume import load_options
@@ -38,7 +44,7 @@ def stored_object(folder: Path, place: StoredObject) -> Any:
     """Read a pickled object of plain data; tensors in it become None."""
     path = folder / place.file
     with explained(path):
-        data, *_ = read_pickle(MappedFile(path), place)
+        data, _ = read_pickle(MappedFile(path), place)
         return loads(data, _DATA_TABLE, stubs=_DATA_STUBS, persistent=lambda pid: None)
 
 

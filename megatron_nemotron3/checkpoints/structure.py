@@ -20,16 +20,18 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Literal
 
-from megatron_nemotron3.checkpoints.mapped import ArchiveError, MappedFile, explained
+from megatron_nemotron3.checkpoints.mapped import MappedFile
 from megatron_nemotron3.checkpoints.metadata import (
     COMMON,
     INDEX,
     ITEM_SIZE,
     JSON_LIMIT,
+    ArchiveError,
     CheckpointError,
     CheckpointIndex,
     StoredObject,
     TensorChunk,
+    explained,
     read_file,
     read_metadata,
 )
@@ -74,12 +76,7 @@ class Verdict:
 
 
 def check_structure(folder: Path) -> Verdict:
-    """Check the structure of one checkpoint folder. No data file is opened.
-
-    The check covers metadata.json, the index, the size of every file in the index, and common.pt if the
-    index has no common state. Chunks must tile their tensor without gap or overlap and must be long enough
-    for their elements.
-    """
+    """Check the names and sizes of the files of one checkpoint, and that chunks tile their tensors."""
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "does not exist"
         return Verdict("unfinished", (f"{folder}: {what}",))
@@ -190,11 +187,9 @@ def tiling_problem(
 ) -> str | None:
     """Return None if `boxes` of (offsets, sizes) fill a tensor of `shape` exactly once, else a message.
 
-    The number of boxes that cover a point is a function on the grid. Its mixed differences, which are +1 or
-    -1 at the corners of a box and 0 elsewhere, determine it. The boxes therefore cover every point once if
-    and only if the summed differences equal those of the whole tensor. At the first point (in lexicographic
-    order) where the sums differ, the difference is the number of surplus boxes (negative: missing) at that
-    point. Works in any number of dimensions, in time linear in the number of boxes.
+    The number of boxes that cover a point is determined by its mixed differences, which are +1 or -1 at the
+    corners of a box and 0 elsewhere. Boxes cover every point once if and only if the summed differences equal
+    those of the whole tensor; the first point where they differ has too many boxes, or too few.
     """
     shape = tuple(shape)
     corners: defaultdict[tuple[int, ...], int] = defaultdict(int)
@@ -241,8 +236,7 @@ def check_integrity(
 ) -> IntegrityResult:
     """Check the CRC32 of every record, and that every chunk holds the tensor the index describes.
 
-    Every byte is read once, or twice if there is an integrity.json (SHA-256 of whole files). Memory: one
-    block per worker. The folder must have passed the structural check.
+    The folder must have passed the structural check. Memory: a block of 64 MiB per worker.
     """
     parts = []
     with ThreadPoolExecutor(max_workers=max(1, workers)) as pool:

@@ -13,14 +13,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoints.mapped import ArchiveError, HeldBytes, MappedFile, explained
+from megatron_nemotron3.checkpoints.mapped import HeldBytes, MappedFile
 from megatron_nemotron3.checkpoints.metadata import (
     INDEX,
     ITEM_SIZE,
+    ArchiveError,
     CheckpointError,
     CheckpointIndex,
     StoredObject,
     TensorChunk,
+    explained,
     read_metadata,
 )
 from megatron_nemotron3.checkpoints.pickles import (

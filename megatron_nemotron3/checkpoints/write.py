@@ -1,17 +1,8 @@
 """Write the files of a torch_dist folder: archives as torch.save writes them, the index, and the state.
 
-A .distcp file is a row of archives, one per chunk of a tensor and one per object. What is not a tensor
-("args", "iteration", "checkpoint_version") is stored twice. megatron-core 0.16 to 0.18 read only the file
-common.pt. 0.19 reads common.pt if it exists, warns that this will end, and otherwise reads the object
-`common_state/shard_0_1` of the index. A strict load of 0.19 ignores that object, as does the default
-strictness of every version. A folder for all versions therefore has both, with the same content:
-
-    common.pt                        object_archive(state)
-    object common_state/shard_0_1    object_archive([state])
-    .metadata                        index_bytes(tensors, objects)
-    metadata.json                    CONFIG_TEXT, written last
-
-(With `--dist-ckpt-strictness raise_all`, 0.16 to 0.18 refuse the object as unexpected.)
+What is not a tensor is stored twice. megatron-core 0.16 to 0.18 read only common.pt; 0.19 reads it if it
+exists, warns that this will end, and otherwise reads the object `COMMON_OBJECT`, which older versions ignore
+unless `--dist-ckpt-strictness raise_all` is given.
 """
 
 from __future__ import annotations
@@ -71,11 +62,7 @@ def object_archive(value: Any) -> bytes:
 
 
 def write_tensor(out: Writable, dtype: str, shape: tuple[int, ...], bands: Iterable[memoryview]) -> None:
-    """Write the archive of a contiguous tensor as torch.save does (file format 3).
-
-    Args:
-        bands: its elements in order, as bytes.
-    """
+    """Write the archive of a contiguous tensor, whose elements are `bands`, as torch.save does (format 3)."""
     if math.prod(shape) * ITEM_SIZE[dtype] > _SMALL:
         _write_archive(out, dtype, shape, bands)
         return
@@ -169,11 +156,7 @@ class StoredPart(NamedTuple):
 
 
 def index_bytes(parts: Iterable[StoredPart], tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
-    """Return the content of `.metadata`: a pickled torch.distributed.checkpoint Metadata.
-
-    Args:
-        tensors: key -> dtype and global shape, of the tensors among the parts.
-    """
+    """Return the content of `.metadata`; `tensors`: dtype and global shape of those among the parts."""
     from torch.distributed.checkpoint import metadata as dcp  # an import of seconds
     from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 

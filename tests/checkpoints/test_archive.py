@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_nemotron3.checkpoints.mapped import ArchiveError, MappedFile
+from megatron_nemotron3.checkpoints.mapped import MappedFile
 from megatron_nemotron3.checkpoints.metadata import (
+    ArchiveError,
     CheckpointError,
     CheckpointIndex,
     DistTensor,

@@ -19,7 +19,7 @@ from megatron_nemotron3.checkpoints.convert.adapter_options import (
     with_adapter,
 )
 from megatron_nemotron3.checkpoints.convert.checkpoints import open_hugging_face, open_megatron
-from megatron_nemotron3.checkpoints.convert.hf_folder import CONFIG, read_config
+from megatron_nemotron3.checkpoints.convert.hf_folder import CONFIG
 from megatron_nemotron3.checkpoints.convert.job import (
     MANIFEST,
     Job,
@@ -29,7 +29,6 @@ from megatron_nemotron3.checkpoints.convert.job import (
     run,
 )
 from megatron_nemotron3.checkpoints.convert.job_options import ConvertOptions, FromHfOptions, ToHfOptions
-from megatron_nemotron3.checkpoints.convert.omni_config import text_part
 from megatron_nemotron3.checkpoints.convert.opened import (
     Checkpoint,
     checkpoint_facts,
@@ -37,7 +36,7 @@ from megatron_nemotron3.checkpoints.convert.opened import (
     notes_of,
     say_notes,
 )
-from megatron_nemotron3.checkpoints.convert.origin import base_config, to_copy, to_keep
+from megatron_nemotron3.checkpoints.convert.origin import base_config, stated_number, to_copy, to_keep
 from megatron_nemotron3.checkpoints.convert.peft import PackedAdapter
 from megatron_nemotron3.checkpoints.convert.quantized_config import read_scales
 from megatron_nemotron3.checkpoints.convert.quantized_recipes import Quantization, quantization
@@ -51,7 +50,6 @@ from megatron_nemotron3.checkpoints.metadata import count_elements, elements_tex
 from megatron_nemotron3.checkpoints.remote import shown
 from megatron_nemotron3.common.output import BYTES, Bar, say, size_text
 from megatron_nemotron3.common.processes import bulk_work
-from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.lora import ARGUMENT as LORA_ARGUMENT
 from megatron_nemotron3.models.omni import ARGUMENT as ENCODERS
 
@@ -67,8 +65,8 @@ def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
     vocab_size, reference = options.vocab_size, options.reference or options.into
     if locate(source).kind == "hugging face":
         raise ValueError(f"{source}: it is a Hugging Face folder: use `nemotron3 convert from-hf`")
-    if vocab_size is None and reference is not None:
-        vocab_size = _stated_vocabulary(reference)
+    if vocab_size is None and reference is not None and (reference / CONFIG).exists():
+        vocab_size = stated_number(reference, "vocab_size")
     opened = open_megatron(
         source,
         model=options.config,
@@ -118,10 +116,8 @@ def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
     job = _job(opened, target, view, (files, small), options, scales)
     if not _run_job(opened, target, job, options, notes) or options.check_logits is None:
         return 0
-    opened = _language(opened)
-    megatron = _cast(opened.weights, options.dtype, opened, hf=False)
-    hf = _language(open_hugging_face(target, model=opened.config, omni=True)).weights
-    return _compare_logits(options.check_logits, megatron, hf, opened.config)
+    made = open_hugging_face(target, model=opened.config, omni=True)
+    return _compare_logits(options.check_logits, opened, made, options.dtype)
 
 
 @bulk_work()
@@ -183,34 +179,22 @@ def convert_from_hf(source: Path, target: Path, options: FromHfOptions) -> int:
     notes = lines + _note_lines(opened, base, opened.stated or {})
     if not _run_job(opened, target, job, options, notes) or options.check_logits is None:
         return 0
-    made = _language(open_megatron(target, model=opened.omni or opened.config, omni=True))
-    opened = _language(opened)
-    weights = _cast(opened.weights, options.dtype, opened, hf=True)
-    return _compare_logits(options.check_logits, made.weights, weights, opened.config)
+    made = open_megatron(target, model=opened.omni or opened.config, omni=True)
+    return _compare_logits(options.check_logits, opened, made, options.dtype)
 
 
-def _compare_logits(tokens: int, megatron: TensorSource, hf: TensorSource, config: Nemotron3Config) -> int:
-    """Compare the logits of both sides. Returns the exit status."""
+def _compare_logits(tokens: int, opened: Checkpoint, made: Checkpoint, dtype: str | None) -> int:
+    """Compare the logits of the language models of both sides. Returns the exit status."""
     from megatron_nemotron3.checkpoints.convert.logits.compare import LogitsCheckOptions, check_logits
 
-    report = check_logits(megatron, hf, config, LogitsCheckOptions(tokens))
+    opened, made = (one if one.omni is None else one.language_part() for one in (opened, made))
+    hf = opened.kind == "hugging face"
+    sides = [_cast(opened.weights, dtype, opened, hf=hf), made.weights]
+    megatron, hugging_face = reversed(sides) if hf else sides
+    report = check_logits(megatron, hugging_face, opened.config, LogitsCheckOptions(tokens))
     heads = [{**asdict(one), "tolerance": one.tolerance} for one in report.logits]
     say(logits={"equal": report.passed, "problems": report.problems, "heads": heads})
     return 0 if report.passed else 1
-
-
-def _language(opened: Checkpoint) -> Checkpoint:
-    """Return the language model of a checkpoint, which --check-logits compares."""
-    return opened.language_part() if opened.omni is not None else opened
-
-
-def _stated_vocabulary(reference: Path) -> int | None:
-    """Return the vocabulary size of a folder's config.json, if it has one."""
-    if not (reference / CONFIG).exists():
-        return None
-    data = read_config(reference, omni=True)
-    stated = text_part(data).get("vocab_size")
-    return stated if type(stated) is int else None
 
 
 def _check_alike(opened: Checkpoint, options: ConvertOptions) -> None:

@@ -1,9 +1,8 @@
 """What a Megatron checkpoint keeps of the Hugging Face folder that it comes from, and where a run finds it.
 
-    DIR/release/hugging_face/   config.json, tokenizer, chat template, generation_config.json, code
-    RUN/hugging_face/           the same, copied when `nemotron3 train` starts from DIR
-
-Megatron itself keeps nothing of it, but stores the folder that it loaded among its arguments.
+DIR/release/hugging_face/ has its config.json, tokenizer, code and generation settings; RUN/hugging_face/ has
+the same when `nemotron3 train` starts from DIR. Megatron itself keeps only the name of the folder that it
+loaded.
 """
 
 from __future__ import annotations
@@ -176,9 +175,14 @@ def with_context(config: Nemotron3Config, origin: Path | None) -> Nemotron3Confi
         return config
     stated = None
     with contextlib.suppress(ValueError, OSError):
-        data = read_config(origin, omni=True)
-        stated = text_part(data).get("max_position_embeddings")
-    return config.but(max_position_embeddings=stated) if type(stated) is int and stated > 0 else config
+        stated = stated_number(origin, "max_position_embeddings")
+    return config.but(max_position_embeddings=stated) if stated is not None and stated > 0 else config
+
+
+def stated_number(folder: Path, key: str) -> int | None:
+    """Return a number that the config.json of a folder has of the language model."""
+    found = text_part(read_config(folder, omni=True)).get(key)
+    return found if type(found) is int else None
 
 
 def base_config(

@@ -1,13 +1,8 @@
 """Tensor sources for folders in torch's distributed format: torch_dist, and torch_dcp or fsdp_dtensor.
 
-torch_dist folders of any layout and version are read; a chunk's file is opened only when the chunk is read.
-
-Folders in torch's own format (torch_dcp, fsdp_dtensor) have neither common.pt nor `common_state`. Each entry
-of the state is a separate object in the index: `args`, `iteration`, `checkpoint_version`, …. Their tensors
-are whole parameters, which torch_dist splits into parts. This matters for Mamba under tensor parallelism: a
-rank holds [z_r | x_r | B_r | C_r | dt_r] of in_proj, and the stored tensor concatenates the ranks:
-[z_0 | x_0 | … | z_1 | x_1 | …]. Megatron-FSDP does not reorder them, so such a checkpoint loads only at the
-TP that wrote it. `reorder_mamba` puts the rows in order.
+Tensors in torch's own format (torch_dcp, fsdp_dtensor) are whole parameters, rank after rank: of Mamba's
+in_proj under tensor parallelism [z_0 | x_0 | … | z_1 | x_1 | …]. Megatron-FSDP does not reorder them, so such
+a checkpoint loads only at the TP that wrote it. `reorder_mamba` puts the rows in order.
 """
 
 from __future__ import annotations
@@ -21,8 +16,14 @@ from megatron_nemotron3.checkpoints.convert.hf_folder import regular_file_size
 from megatron_nemotron3.checkpoints.convert.keys import NameLookup, non_weight_kind
 from megatron_nemotron3.checkpoints.convert.plan import CopyPlan
 from megatron_nemotron3.checkpoints.convert.sources import Block, FileSource, Location, SourceTensor
-from megatron_nemotron3.checkpoints.mapped import MappedFiles, explained
-from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, CheckpointError, CheckpointIndex, TensorChunk
+from megatron_nemotron3.checkpoints.mapped import MappedFiles
+from megatron_nemotron3.checkpoints.metadata import (
+    ITEM_SIZE,
+    CheckpointError,
+    CheckpointIndex,
+    TensorChunk,
+    explained,
+)
 from megatron_nemotron3.checkpoints.pickles import Inert
 from megatron_nemotron3.checkpoints.read import ChunkLayouts
 from megatron_nemotron3.checkpoints.structure import complete_index
@@ -40,15 +41,11 @@ def open_torch_dist(folder: Path) -> tuple[FileSource, CheckpointIndex]:
 
 def index_tensors(index: CheckpointIndex, opened: MappedFiles) -> dict[str, SourceTensor]:
     """Return every tensor of an index; the elements of a chunk are located when they are read."""
-
     layouts = ChunkLayouts()
 
     def block(chunk: TensorChunk, dtype: str) -> Block:
-        return Block(
-            chunk.offsets,
-            chunk.sizes,
-            partial(_locate_chunk, layouts, opened, index.folder / chunk.file, chunk, dtype),
-        )
+        locate = partial(_locate_chunk, layouts, opened, index.folder / chunk.file, chunk, dtype)
+        return Block(chunk.offsets, chunk.sizes, locate)
 
     return {
         name: SourceTensor(tensor.dtype, tensor.shape, tuple(block(c, tensor.dtype) for c in tensor.chunks))
@@ -66,10 +63,7 @@ def _locate_chunk(
 
 
 def reorder_mamba(source: FileSource, config: Nemotron3Config, state: dict[str, Any]) -> FileSource:
-    """Return the source with Mamba's tensors in the table's order: [z | x | B | C | dt], [x | B | C].
-
-    Tensors that are stored in parts (torch_dist), or were written with TP=1, do not change.
-    """
+    """Return the source with Mamba's tensors in the table's order: [z | x | B | C | dt], [x | B | C]."""
     lookup, table = NameLookup(config), symbol_sizes(config)
     changed: dict[str, SourceTensor] = {}
     tp: int | None = None
