@@ -10,13 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoints.folders import (
-    TRACKER,
-    checkpoint_path,
-    iterations,
-    locate,
-    read_tracker,
-)
+from megatron_nemotron3.checkpoints.folders import TRACKER, checkpoint_path, iterations, locate, read_tracker
 from megatron_nemotron3.checkpoints.metadata import (
     CheckpointError,
     CheckpointIndex,
@@ -120,12 +114,8 @@ def _check_hugging_face(folder: Path, full: bool, workers: int) -> int:
         tensors=len(stored.tensors),
         elements=elements,
     )
-    say(
-        f"  files        {len(stored.files):,} with {sum(stored.files.values()):,} bytes",
-        files=len(stored.files),
-        bytes=sum(stored.files.values()),
-        problems=[],
-    )
+    files, size = len(stored.files), sum(stored.files.values())
+    say(f"  files        {files:,} with {size:,} bytes", files=files, bytes=size, problems=[])
     say_notes(notes_of(opened, data), "  ")
     if full and (folder / MANIFEST).exists():
         say("  checked      every byte, with the CRC32s of the manifest", checked="bytes")
@@ -135,24 +125,18 @@ def _check_hugging_face(folder: Path, full: bool, workers: int) -> int:
         if status:
             say(sound=False)
             return 2
-    elif full:
-        say(
-            f"  unprotected  {shown(folder)} has no {MANIFEST} with CRC32s: only names and sizes count",
-            checked="names and sizes",
-        )
     else:
-        say(
-            "  checked      names, shapes and sizes; --full compares the manifest's CRC32s, if there is one",
-            checked="names and sizes",
-        )
+        line = "checked      names, shapes and sizes; --full compares the manifest's CRC32s, if there is one"
+        if full:
+            line = f"unprotected  {shown(folder)} has no {MANIFEST} with CRC32s: only names and sizes count"
+        say(f"  {line}", checked="names and sizes")
     say("sound", sound=True)
     return 0
 
 
 def _check_all(folder: Path, found: list[int], full: bool, workers: int) -> list[str]:
     problems: list[str] = []
-    named: int | str | None = None
-    writer = holder(folder)
+    named, writer = None, holder(folder)
     try:
         named = read_tracker(folder, 0.0 if writer is None else _SAVING)
     except ValueError as problem:

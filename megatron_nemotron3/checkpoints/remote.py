@@ -26,8 +26,8 @@ from megatron_nemotron3.checkpoints.folders import (
     HUGGING_FACE,
     RELEASE,
     TOKENIZER,
-    TRACKER,
     iteration_of,
+    read_tracker,
 )
 from megatron_nemotron3.checkpoints.mapped import REMOTE
 from megatron_nemotron3.checkpoints.metadata import CheckpointError, read_json
@@ -185,11 +185,9 @@ class _Mirror:
             return True
         if self.iteration is not None:
             return which == self.iteration
-        try:
-            named = (folder / TRACKER).read_bytes().decode(errors="replace").strip()
-        except OSError:
-            return False
-        return named == str(which) or (named.isdecimal() and int(named) == which)
+        with contextlib.suppress(ValueError):
+            return read_tracker(folder) == which
+        return False
 
 
 def _reader(fetch: Callable[[int, int], bytes], size: int) -> Callable[[int, int], bytes]:

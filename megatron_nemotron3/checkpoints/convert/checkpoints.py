@@ -13,12 +13,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoints.convert import (
-    adapters,
-    config_json,
-    inventory,
-    omni_checkpoint,
-)
+from megatron_nemotron3.checkpoints.convert import adapters, config_json, inventory, omni_checkpoint
 from megatron_nemotron3.checkpoints.convert.config_keys import OWN, QUANTIZATION
 from megatron_nemotron3.checkpoints.convert.hf_folder import (
     HF_QUANT_CONFIG,

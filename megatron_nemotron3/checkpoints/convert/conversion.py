@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,7 @@ from megatron_nemotron3.checkpoints.convert.adapter_options import (
 )
 from megatron_nemotron3.checkpoints.convert.checkpoints import open_hugging_face, open_megatron
 from megatron_nemotron3.checkpoints.convert.hf_folder import CONFIG
-from megatron_nemotron3.checkpoints.convert.job import (
-    MANIFEST,
-    Job,
-    JobProgress,
-    check_target,
-    partial_of,
-    run,
-)
+from megatron_nemotron3.checkpoints.convert.job import MANIFEST, Job, check_target, partial_of, run
 from megatron_nemotron3.checkpoints.convert.job_options import ConvertOptions, FromHfOptions, ToHfOptions
 from megatron_nemotron3.checkpoints.convert.opened import (
     Checkpoint,
@@ -236,38 +230,43 @@ def _quantized_lines(plan: Quantization | None) -> Iterator[str]:
         yield f"unused       {len(plan.unused):,} of the given scales, first {plan.unused[0]}"
 
 
-def _plan_lines(opened: Checkpoint, target: Path, job: Job) -> list[str]:
+def _say_plan(opened: Checkpoint, target: Path, job: Job, options: ConvertOptions) -> None:
     """Say what is read, left out and written."""
-    kinds = elements_text(count_elements(job.source.tensors.values()))
-    lines = [
+    tensors, elements = len(job.source.tensors), count_elements(job.source.tensors.values())
+    say(
         f"source       {checkpoint_line(opened)}",
-        f"weights      {len(job.source.tensors):,} tensors; elements {kinds}",
-    ]
+        source=checkpoint_facts(opened),
+        target=options.url or str(target),
+    )
+    say(
+        f"weights      {tensors:,} tensors; elements {elements_text(elements)}",
+        tensors=tensors,
+        elements=elements,
+    )
     if opened.config.has_mtp:
         depths, blocks = opened.config.mtp_num_layers, opened.config.mtp_num_blocks
-        lines.append(f"mtp          depths: {depths}, stored blocks: {blocks}; by {opened.mtp_source}")
+        say(f"mtp          depths: {depths}, stored blocks: {blocks}; by {opened.mtp_source}")
     if opened.mtp_from is not None:
-        lines.append(f"mtp          its tensors are those of {shown(opened.mtp_from)}")
-    padding = (opened.padded_vocab_size or 0) - opened.config.vocab_size
+        say(f"mtp          its tensors are those of {shown(opened.mtp_from)}")
+    tokens, rows = opened.config.vocab_size, opened.padded_vocab_size
+    line = None
     if opened.vocabulary_guessed:
-        lines.append(
-            f"vocabulary   {opened.config.vocab_size:,} rows, all of them kept: how many are padding is not "
-            "stored (--vocab-size N)"
-        )
-    elif padding > 0:
-        lines.append(
-            f"vocabulary   {padding:,} padded rows behind {opened.config.vocab_size:,} tokens are left out"
-        )
-    if opened.left_out:
-        lines.append(
-            "left out     " + ", ".join(f"{n:,} {what} tensors" for what, n in opened.left_out.items())
-        )
+        line = f"{tokens:,} rows, all of them kept: how many are padding is not stored (--vocab-size N)"
+    elif rows is not None and rows > tokens:
+        line = f"{rows - tokens:,} padded rows behind {tokens:,} tokens are left out"
+    say(line and f"vocabulary   {line}", vocabulary_guessed=opened.vocabulary_guessed, padded_vocab_size=rows)
+    line = ", ".join(f"{n:,} {what} tensors" for what, n in opened.left_out.items())
+    say(f"left out     {line}" if line else None, left_out=dict(opened.left_out))
     free = "" if shown(target) != str(target) else f"; {size_text(free_bytes(target))} are free"
     files = len(job.files) + len(job.small)
-    lines.append(f"target       {shown(target)}: {files:,} files, {size_text(job.length)}{free}")
+    say(
+        f"target       {shown(target)}: {files:,} files, {size_text(job.length)}{free}",
+        files=files,
+        bytes=job.length,
+        written=False,
+    )
     if partial_of(target).exists():
-        lines.append(f"continues    {partial_of(target)}")
-    return lines
+        say(f"continues    {partial_of(target)}")
 
 
 def _run_job(
@@ -275,34 +274,17 @@ def _run_job(
 ) -> bool:
     """Print the notes and the plan, and write the folder. Returns whether it was written."""
     say_notes(notes)
-    for line in _plan_lines(opened, target, job):
-        say(line)
-    say(
-        source=checkpoint_facts(opened),
-        target=options.url or str(target),
-        tensors=len(job.source.tensors),
-        elements=count_elements(job.source.tensors.values()),
-        vocabulary_guessed=opened.vocabulary_guessed,
-        padded_vocab_size=opened.padded_vocab_size,
-        left_out=dict(opened.left_out),
-        files=len(job.files) + len(job.small),
-        bytes=job.length,
-        written=False,
-    )
+    _say_plan(opened, target, job, options)
     if options.dry_run:
         say("dry run      nothing was written")
         return False
     sys.stdout.flush()
     started = time.monotonic()
+    write = partial(run, job, workers=options.workers)
+    if options.url is not None:
+        write = partial(upload, job, options.url)
     with Bar("convert", BYTES) as bar:
-
-        def show(at: JobProgress) -> None:
-            bar.to(at.done, at.total, begun=at.begun)
-
-        if options.url is not None:
-            upload(job, options.url, show)
-        else:
-            run(job, workers=options.workers, report=show)
+        write(report=lambda at: bar.to(at.done, at.total, begun=at.begun))
     seconds = time.monotonic() - started
     say(
         f"written      {size_text(job.length)} in {seconds:.1f} s; {shown(target / MANIFEST)} has the CRC32 "

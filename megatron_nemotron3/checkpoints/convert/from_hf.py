@@ -17,15 +17,9 @@ from megatron_nemotron3.checkpoints.convert.plan import Slices, band, extent, wh
 from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource
 from megatron_nemotron3.checkpoints.convert.streams import FilePlan, Part, grouped
 from megatron_nemotron3.checkpoints.folders import RELEASE, TRACKER
-from megatron_nemotron3.checkpoints.metadata import COMMON, INDEX, StoredObject
+from megatron_nemotron3.checkpoints.metadata import COMMON, INDEX, StoredObject, TensorChunk
 from megatron_nemotron3.checkpoints.structure import CONFIG
-from megatron_nemotron3.checkpoints.write import (
-    COMMON_OBJECT,
-    CONFIG_TEXT,
-    StoredPart,
-    index_bytes,
-    object_archive,
-)
+from megatron_nemotron3.checkpoints.write import COMMON_OBJECT, CONFIG_TEXT, index_bytes, object_archive
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.omni import ARGUMENT as ENCODERS
 from megatron_nemotron3.models.prefixes import prefixes
@@ -49,13 +43,16 @@ class FolderPlan:
 
     def index(self, places: Mapping[str, Places]) -> dict[str, bytes]:
         """Return the index of a folder whose parts are at `places`."""
-        stored = []
+        stored: list[tuple[str, StoredObject]] = []
         for plan in self.files:
             file = plan.name.rpartition("/")[2]
             for part, (offset, length) in zip(plan.parts, places[plan.name], strict=True):
-                starts = tuple(start for start, _ in part.slices) if part.tensor else None
-                place = StoredObject(file, offset, length)
-                stored.append(StoredPart(part.tensor or part.key, place, starts, extent(part.slices)))
+                if part.tensor:
+                    starts = tuple(start for start, _ in part.slices)
+                    chunk = TensorChunk(file, offset, length, starts, extent(part.slices))
+                    stored.append((part.tensor, chunk))
+                else:
+                    stored.append((part.key, StoredObject(file, offset, length)))
         described = {key: (tensor.dtype, tensor.shape) for key, tensor in self.tensors.items()}
         return {f"{RELEASE}/{INDEX}": index_bytes(stored, described)}
 

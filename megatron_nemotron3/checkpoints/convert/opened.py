@@ -127,7 +127,11 @@ def checkpoint_line(opened: Checkpoint) -> str:
     at = "" if opened.iteration is None else f", iteration {opened.iteration}"
     depths = f", {c.mtp_num_layers} depths" if c.mtp_num_layers != c.mtp_num_blocks else ""
     mtp = f" / MTP {c.mtp_pattern} x {c.mtp_num_blocks}{depths}" if c.has_mtp else ""
-    encoders = f" behind encoders {_encoders(opened.omni)}" if opened.omni else ""
+    encoders = ""
+    if opened.omni is not None:
+        vision, sound = opened.omni.vision, opened.omni.sound
+        second = "no sound" if sound is None else f"parakeet {sound.num_layers} x {sound.hidden_size}"
+        encoders = f" behind encoders radio {vision.num_layers} x {vision.hidden_size}, {second}"
     lora = f", with a LoRA adapter of {len(opened.adapter.stems):,} matrices" if opened.adapter else ""
     return (
         f"{shown(opened.folder)} ({opened.kind}{at}): {opened.name}, layers {c.pattern}{mtp}{encoders}, "
@@ -151,12 +155,6 @@ def checkpoint_facts(opened: Checkpoint) -> dict[str, Any]:
         "adapter_matrices": len(opened.adapter.stems) if opened.adapter else 0,
         **({"encoders": json.loads(opened.omni.encoders_json())} if opened.omni else {}),
     }
-
-
-def _encoders(config: OmniConfig) -> str:
-    vision, sound = config.vision, config.sound
-    second = "no sound" if sound is None else f"parakeet {sound.num_layers} x {sound.hidden_size}"
-    return f"radio {vision.num_layers} x {vision.hidden_size}, {second}"
 
 
 def say_notes(notes: Iterable[str], begin: str = "") -> None:

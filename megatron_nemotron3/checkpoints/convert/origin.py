@@ -61,21 +61,6 @@ def _of_tokenizer(name: str) -> bool:
     return name in _TOKENIZER or name.endswith(_TOKENIZER_ENDINGS)
 
 
-def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder has a tokenizer of Hugging Face."""
-    return any(os.path.isfile(folder / name) for name in _VOCABULARIES)
-
-
-def joined_files(parts: list[dict[str, bytes]]) -> dict[str, bytes]:
-    """Join the files of folders, the first of which wins; a tokenizer is that of one folder."""
-    result: dict[str, bytes] = {}
-    for files in reversed(parts):
-        if any(name in files for name in _VOCABULARIES):
-            result = {name: data for name, data in result.items() if not _of_tokenizer(name)}
-        result |= files
-    return result
-
-
 def to_keep(opened: Checkpoint, base: Checkpoint | None) -> tuple[dict[str, bytes], list[str]]:
     """Return what a release checkpoint keeps of `opened`, a Hugging Face folder, and what cannot be kept.
 
@@ -99,16 +84,21 @@ def to_keep(opened: Checkpoint, base: Checkpoint | None) -> tuple[dict[str, byte
 def to_copy(reference: Path | None, opened: Checkpoint) -> tuple[dict[str, bytes], str]:
     """Return the files that a Hugging Face folder gets besides the model, and whose tokenizer it is.
 
-    They are those of the reference, of the checkpoint's tokenizer, and of its origin; the first that has a
-    tokenizer, or another file, wins.
+    They are those of the reference, of the checkpoint's tokenizer, and of its origin. The first that has a
+    file wins; a tokenizer is that of one folder.
     """
     if reference is not None and not reference.is_dir():
         raise ValueError(f"{reference}: --reference must be a folder")
     places = filter(None, (reference, *opened.tokenizers, opened.origin))
-    whose = next(filter(has_tokenizer, places), None)
+    has_one = (place for place in places if any(os.path.isfile(place / name) for name in _VOCABULARIES))
+    whose = next(has_one, None)
+    files: dict[str, bytes] = {}
     folders = dict.fromkeys(filter(None, (reference, whose, opened.origin)))
-    line = "" if whose in (None, reference) else f"tokenizer    as in {shown(whose or '')}"
-    return joined_files([copied_files(folder) for folder in folders]), line
+    for copied in reversed([copied_files(folder) for folder in folders]):
+        if any(name in copied for name in _VOCABULARIES):
+            files = {name: data for name, data in files.items() if not _of_tokenizer(name)}
+        files |= copied
+    return files, "" if whose in (None, reference) else f"tokenizer    as in {shown(whose or '')}"
 
 
 def find_origin(checkpoint: Path, run: Path | None, arguments: Mapping[str, Any]) -> Path | None:
