@@ -188,12 +188,16 @@ def read_tracker(folder: Path, patience: float = 0.0) -> int | str | None:
     raise ValueError(f"holds {text[:40]!r}, which is not an iteration")
 
 
+def named_checkpoint(folder: Path) -> int | str | None:
+    """Return what the tracker names; None if it names nothing, or cannot be read."""
+    with contextlib.suppress(ValueError):
+        return read_tracker(folder)
+    return None
+
+
 def latest_iteration(folder: Path) -> int | None:
     """Return the iteration that the tracker names; None if it names none."""
-    try:
-        found = read_tracker(folder)
-    except ValueError:
-        return None
+    found = named_checkpoint(folder)
     return found if isinstance(found, int) else None
 
 

@@ -27,7 +27,7 @@ from megatron_nemotron3.checkpoints.folders import (
     RELEASE,
     TOKENIZER,
     iteration_of,
-    read_tracker,
+    named_checkpoint,
 )
 from megatron_nemotron3.checkpoints.mapped import REMOTE
 from megatron_nemotron3.checkpoints.metadata import CheckpointError, read_json
@@ -185,9 +185,7 @@ class _Mirror:
             return True
         if self.iteration is not None:
             return which == self.iteration
-        with contextlib.suppress(ValueError):
-            return read_tracker(folder) == which
-        return False
+        return named_checkpoint(folder) == which
 
 
 def _reader(fetch: Callable[[int, int], bytes], size: int) -> Callable[[int, int], bytes]:

@@ -20,6 +20,7 @@ from megatron_nemotron3.checkpoints.folders import (
     checkpoint_path,
     iterations,
     latest_iteration,
+    named_checkpoint,
     read_tracker,
     write_tracker,
 )
@@ -134,11 +135,7 @@ def require_trusted_start(argv: Sequence[str]) -> None:
     options = load_options(argv)
     teacher = _local_path(option_value(argv, _TEACHER))
     for folder in filter(None, (options.load, options.non_persistent, options.pretrained, teacher)):
-        try:
-            named = read_tracker(folder)
-        except ValueError:
-            named = None
-        if named is not None:
+        if (named := named_checkpoint(folder)) is not None:
             which = options.step if options.step and named != RELEASE else named
             require_trusted(checkpoint_path(folder, which))
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megatron_nemotron3.checkpoints.convert.job import Places
+from megatron_nemotron3.checkpoints.convert.job_options import SHARD_BYTES
 from megatron_nemotron3.checkpoints.convert.megatron_args import args_of, common_state
 from megatron_nemotron3.checkpoints.convert.omni_inventory import LANGUAGE
 from megatron_nemotron3.checkpoints.convert.plan import Slices, band, extent, whole
@@ -25,8 +26,6 @@ from megatron_nemotron3.models.omni import ARGUMENT as ENCODERS
 from megatron_nemotron3.models.prefixes import prefixes
 from megatron_nemotron3.models.tensors import Row
 
-#: Largest size of a file in bytes, unless a single chunk is larger.
-FILE_BYTES = 5 * 10**9
 #: Large column-parallel tensors are stored in several chunks, so that a rank reads little beyond its shard.
 _PARTS = 8
 #: Size in bytes from which a tensor is large.
@@ -63,7 +62,7 @@ def plan(
     *,
     padded_vocab_size: int,
     dtype: str,
-    limit: int = FILE_BYTES,
+    limit: int = SHARD_BYTES,
     arguments: Mapping[str, str] | None = None,
 ) -> FolderPlan:
     """Plan a folder with these weights and more `arguments` in its state."""

@@ -14,6 +14,8 @@ from megatron_nemotron3.models.omni import OmniConfig
 from megatron_nemotron3.precision.serving import RECIPES
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+#: Default of --shard-size: 5GB as Hugging Face counts it.
+SHARD_BYTES = 5 * 10**9
 DTYPES = ("bfloat16", "float16", "float32")
 DEQUANTIZE = "read packed NVFP4 and FP8 weights as BF16"
 _MTP, _QUANTIZED = "multi-token prediction", "quantized weights"
@@ -74,7 +76,7 @@ class ConvertOptions(StoredOptions):
     #: Of --model; default: the model is read from the checkpoint.
     config: Nemotron3Config | OmniConfig | None = None
     #: Of --shard-size.
-    shard_bytes: int = 5 * 10**9
+    shard_bytes: int = SHARD_BYTES
     #: Write there; the target is then only a name.
     url: str | None = None
 
