@@ -19,7 +19,7 @@ from megatron_nemotron3.checkpoints.metadata import (
 )
 from megatron_nemotron3.checkpoints.pickles import Inert
 from megatron_nemotron3.checkpoints.remote import local, place, shown
-from megatron_nemotron3.checkpoints.resume import LoadFolder, tracker_fix
+from megatron_nemotron3.checkpoints.resume import SAVING, LoadFolder, tracker_fix
 from megatron_nemotron3.checkpoints.state import common_state
 from megatron_nemotron3.checkpoints.structure import Verdict, check_integrity, check_structure
 from megatron_nemotron3.checkpoints.trust import hostile_objects
@@ -29,8 +29,6 @@ from megatron_nemotron3.common.output import BYTES, Bar, part, result, say
 
 #: Largest number of problems printed.
 _SHOWN = 20
-#: Seconds in which a run that is saving may leave the tracker empty.
-_SAVING = 2.0
 _FORMATS = {"complete": " (torch_dist)", "foreign": " (a format that is not checked here)"}
 _LAYOUT = {
     "TP": "tensor_model_parallel_size",
@@ -138,7 +136,7 @@ def _check_all(folder: Path, found: list[int], full: bool, workers: int) -> list
     problems: list[str] = []
     named, writer = None, holder(folder)
     try:
-        named = read_tracker(folder, 0.0 if writer is None else _SAVING)
+        named = read_tracker(folder, 0.0 if writer is None else SAVING)
     except ValueError as problem:
         problems.append(f"{folder / TRACKER}: it {problem}{_tracker_cure(folder)}")
     for iteration in reversed(found):

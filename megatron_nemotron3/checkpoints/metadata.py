@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megatron_nemotron3.checkpoints.pickles import Inert, Refused, arguments, loads, member, stand_ins
+from megatron_nemotron3.checkpoints.pickles import Inert, Pickle, Refused, arguments, member, stand_ins
 from megatron_nemotron3.common.files import Unreadable, read_outside
 
 INDEX = ".metadata"
@@ -190,7 +190,7 @@ def read_metadata(folder: Path | str) -> CheckpointIndex:
     if not data:
         raise CheckpointError(f"{path}: the file is empty (0 bytes)")
     with explained(path):
-        root = loads(data, _INDEX_TABLE)
+        root = Pickle(data, _INDEX_TABLE).loaded()
         if type(root).__name__ not in ("Metadata", "MCoreMetadata"):
             raise Refused(f"it holds a {type(root).__name__}, not a Metadata")
         return _parse_index(folder, root)

@@ -114,16 +114,14 @@ class _Unpickler(pickle.Unpickler):
 
 
 class Pickle(NamedTuple):
-    """A pickle and how to read it.
-
-    table: (module, name) -> stand-in: a class, a function of plain data, or a value.
-    stubs: prefixes of modules whose other names become `Inert`.
-    persistent: makes data of a persistent id; None: there are none.
-    """
+    """A pickle and how to read it."""
 
     data: bytes
+    #: (module, name) -> stand-in: a class, a function of plain data, or a value.
     table: Mapping[tuple[str, str], Any]
+    #: Prefixes of modules whose other names become `Inert`.
     stubs: tuple[str, ...] = ()
+    #: Makes data of a persistent id; None: there are none.
     persistent: Callable[[Any], Any] | None = None
 
     def load(self, stream: io.BytesIO | None = None) -> Any:
@@ -148,23 +146,15 @@ class Pickle(NamedTuple):
                 _check_expanded_size(found, _SHARED * len(self.data) + (1 << 16))
         return found
 
-
-def loads(
-    data: bytes,
-    table: Mapping[tuple[str, str], Any],
-    *,
-    stubs: tuple[str, ...] = (),
-    persistent: Callable[[Any], Any] | None = None,
-) -> Any:
-    """Load a pickle as plain data and `Inert` instances: first in a child, then in this process."""
-    given = Pickle(data, table, stubs, persistent)
-    if _is_harmless(data):
-        return given.checked()
-    if (digest := hashlib.sha256(data).digest()) not in _tried:
-        for problem in try_all([given.checked], len(data)).values():
-            raise Refused(problem)
-        _tried.add(digest)
-    return given.load()
+    def loaded(self) -> Any:
+        """Read it as plain data and `Inert` instances: first in a child, then in this process."""
+        if _is_harmless(self.data):
+            return self.checked()
+        if (digest := hashlib.sha256(self.data).digest()) not in _tried:
+            for problem in try_all([self.checked], len(self.data)).values():
+                raise Refused(problem)
+            _tried.add(digest)
+        return self.load()
 
 
 #: Digests of pickles that a child has read.

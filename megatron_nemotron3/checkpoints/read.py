@@ -24,7 +24,7 @@ from megatron_nemotron3.checkpoints.metadata import (
     StoredObject,
     TensorChunk,
 )
-from megatron_nemotron3.checkpoints.pickles import Refused, loads
+from megatron_nemotron3.checkpoints.pickles import Pickle, Refused
 
 #: Largest pickle that is read, in bytes.
 _LIMIT = 64 << 20
@@ -307,7 +307,7 @@ _TENSOR_TABLE: dict[tuple[str, str], Any] = {
 @lru_cache(maxsize=1024)
 def _pickled_tensor(data: bytes) -> _PickledTensor:
     """Read the pickle of a chunk. The chunks of a checkpoint have few different ones."""
-    tensor = loads(data, _TENSOR_TABLE, persistent=_storage_of)
+    tensor = Pickle(data, _TENSOR_TABLE, persistent=_storage_of).loaded()
     if not isinstance(tensor, _PickledTensor):
         raise Refused(f"it holds a {type(tensor).__name__}, not a tensor")
     return tensor

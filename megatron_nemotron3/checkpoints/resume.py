@@ -32,7 +32,7 @@ from megatron_nemotron3.common.parser import option_value
 #: Seconds that other ranks wait until rank 0 has repaired the tracker.
 PATIENCE = 300.0
 #: Seconds in which another run, which is saving, may leave the tracker empty.
-_SAVING = 2.0
+SAVING = 2.0
 #: States that the named checkpoint may have; Megatron itself checks the formats that are not checked here.
 _TRUSTED = ("complete", "foreign")
 #: Option of Megatron that names a teacher's checkpoints.
@@ -160,7 +160,7 @@ def repair_tracker(source: LoadFolder, key: str = "") -> list[str]:
 
 def _wait_for_writer(source: LoadFolder, fix: TrackerFix, other: Holder) -> None:
     """Return when the tracker is usable. A run that is saving writes it in two steps."""
-    deadline = time.monotonic() + _SAVING
+    deadline = time.monotonic() + SAVING
     while not _tracker_usable(source.folder):
         if time.monotonic() > deadline:
             raise ValueError(f"{source.tracker}: it {fix.why}, and the folder is being written by {other}")

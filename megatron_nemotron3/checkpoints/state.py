@@ -19,7 +19,7 @@ from megatron_nemotron3.checkpoints.metadata import (
     StoredObject,
     explained,
 )
-from megatron_nemotron3.checkpoints.pickles import Inert, arguments, inert, loads
+from megatron_nemotron3.checkpoints.pickles import Inert, Pickle, arguments, inert
 from megatron_nemotron3.checkpoints.read import read_pickle
 from megatron_nemotron3.checkpoints.resume import load_options
 from megatron_nemotron3.checkpoints.structure import CONFIG, check_structure, complete_index
@@ -45,7 +45,7 @@ def stored_object(folder: Path, place: StoredObject) -> Any:
     path = folder / place.file
     with explained(path):
         data, _ = read_pickle(MappedFile(path), place)
-        return loads(data, _DATA_TABLE, stubs=_DATA_STUBS, persistent=lambda pid: None)
+        return Pickle(data, _DATA_TABLE, _DATA_STUBS, lambda pid: None).loaded()
 
 
 def common_state(index: CheckpointIndex) -> dict[str, Any]:

@@ -323,10 +323,10 @@ def _sha256_manifest(folder: Path) -> dict[str, str]:
     data = read_file(path, JSON_LIMIT)
     try:
         found = json.loads(data)
-        algorithm = found.get("algorithm", "sha256")
-        digests = {os.path.basename(str(name)): str(digest) for name, digest in found["files"].items()}
+        if found.get("algorithm", "sha256") != "sha256":
+            raise CheckpointError(f"{path}: algorithm {found['algorithm']!r:.40} is not sha256")
+        return {os.path.basename(str(name)): str(digest) for name, digest in found["files"].items()}
+    except CheckpointError:
+        raise
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise CheckpointError(f"{path}: it is not an integrity manifest") from None
-    if algorithm != "sha256":
-        raise CheckpointError(f"{path}: algorithm {algorithm!r:.40} is not sha256")
-    return digests
