@@ -57,7 +57,7 @@ _RUN, _NAME = "run.json", re.compile(r"[\w.-]{1,100}")
 
 @dataclass(frozen=True, kw_only=True)
 class OpenOptions:
-    """How a checkpoint is opened; options of the other kind of folder have no effect."""
+    """How a checkpoint of any kind is opened."""
 
     #: Default: the model is read from the checkpoint.
     model: Nemotron3Config | OmniConfig | None = None
@@ -65,30 +65,45 @@ class OpenOptions:
     allow_unused: Sequence[str] = ()
     #: Whether a model with encoders is opened, not refused.
     omni: bool = False
-    #: Megatron: default: that which the tracker names.
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenMegatron(OpenOptions):
+    """How a Megatron checkpoint is opened."""
+
+    #: Default: that which the tracker names.
     iteration: int | None = None
-    #: Megatron: default: of the model or the stored arguments.
+    #: Default: of the model or the stored arguments.
     vocab_size: int | None = None
-    #: Megatron: read the optimizer's FP32 masters instead of the weights.
+    #: Read the optimizer's FP32 masters instead of the weights.
     from_masters: bool = False
-    #: Megatron: of LoRA adapters in it; default: from the stored arguments.
+    #: Of LoRA adapters in it; default: from the stored arguments.
     alpha: float | None = None
-    #: Hugging Face: read packed weights as BF16.
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenHuggingFace(OpenOptions):
+    """How a Hugging Face folder is opened."""
+
     dequantize: bool = False
-    #: Hugging Face: default: as config.json says; 0: without MTP.
+    #: Default: as config.json says; 0: without MTP.
     mtp_num_layers: int | None = None
-    #: Hugging Face: take MTP from there: a folder or file (`mtp_from`).
+    #: Take MTP from there: a folder or file (`mtp_from`).
     mtp_from: Path | None = None
 
 
 def open_checkpoint(folder: Path, **options: Any) -> Checkpoint:
-    """Open a checkpoint of any kind by `OpenOptions`."""
-    return (open_hugging_face if locate(folder).kind == "hugging face" else open_megatron)(folder, **options)
+    """Open a checkpoint of any kind, with options of both; those of the other kind have no effect."""
+    hugging_face = locate(folder).kind == "hugging face"
+    kinds = (OpenHuggingFace, OpenMegatron) if hugging_face else (OpenMegatron, OpenHuggingFace)
+    own, other = ({field.name for field in dataclasses.fields(kind)} for kind in kinds)
+    options = {name: value for name, value in options.items() if name in own or name not in other}
+    return (open_hugging_face if hugging_face else open_megatron)(folder, **options)
 
 
 def open_megatron(folder: Path, **options: Any) -> Checkpoint:
     """Open a Megatron checkpoint: that of a run, of the folder with the tracker, or of one iteration."""
-    settings = OpenOptions(**options)
+    settings = OpenMegatron(**options)
     stated = settings.model if isinstance(settings.model, OmniConfig) else None
     model = settings.model.language if isinstance(settings.model, OmniConfig) else settings.model
     located = locate_one(folder, settings.iteration)
@@ -167,7 +182,7 @@ def open_megatron(folder: Path, **options: Any) -> Checkpoint:
 
 def open_hugging_face(folder: Path, **options: Any) -> Checkpoint:
     """Open a Hugging Face checkpoint."""
-    settings = OpenOptions(**options)
+    settings = OpenHuggingFace(**options)
     model = settings.model
     if locate(folder).kind != "hugging face":
         raise ValueError(f"{folder}: it is a Megatron checkpoint, not a Hugging Face folder")

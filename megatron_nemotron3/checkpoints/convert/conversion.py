@@ -66,7 +66,7 @@ def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
         model=options.config,
         iteration=options.iteration,
         vocab_size=vocab_size,
-        from_masters=options.from_masters,
+        from_masters=options.from_optimizer_master,
         allow_unused=options.allow_unused,
         alpha=options.lora_alpha,
         omni=True,

@@ -90,9 +90,7 @@ class _OfMegatron:
         "those of the folder that the model comes from, and the tokenizer of the run)",
         "DIR",
     )
-    from_masters: bool = flag(
-        "convert the FP32 masters of the optimizer, not the weights", spelling="--from-optimizer-master"
-    )
+    from_optimizer_master: bool = flag("convert the FP32 masters of the optimizer, not the weights")
     quantize: str | None = option(
         f"pack the weights for inference engines: nvfp4, fp8, or one of {', '.join(RECIPES)}",
         "RECIPE",
