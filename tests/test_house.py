@@ -60,7 +60,6 @@ LIGHT = (
     "checkpoints",
     "checkpoints.check",
     "checkpoints.convert",
-    "checkpoints.convert.check",
     "checkpoints.convert.command",
     "cli",
     "cli.doctor.command",

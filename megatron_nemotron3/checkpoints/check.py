@@ -1,21 +1,16 @@
-"""Describe Megatron checkpoints and verify their files, for `nemotron3 check`."""
+"""`nemotron3 check`: is a checkpoint of any kind complete and undamaged?"""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoints.folders import (
-    TRACKER,
-    checkpoint_path,
-    iterations,
-    locate,
-    read_tracker,
-)
-from megatron_nemotron3.checkpoints.integrity import check_integrity
+from megatron_nemotron3.checkpoints.folders import TRACKER, checkpoint_path, iterations, locate, read_tracker
 from megatron_nemotron3.checkpoints.metadata import (
     CheckpointError,
     CheckpointIndex,
@@ -23,13 +18,14 @@ from megatron_nemotron3.checkpoints.metadata import (
     elements_text,
 )
 from megatron_nemotron3.checkpoints.pickles import Inert
-from megatron_nemotron3.checkpoints.read import common_state
-from megatron_nemotron3.checkpoints.remote import shown
-from megatron_nemotron3.checkpoints.resume import LoadFolder, tracker_fix
-from megatron_nemotron3.checkpoints.structure import Verdict, check_structure
+from megatron_nemotron3.checkpoints.remote import local, place, shown
+from megatron_nemotron3.checkpoints.resume import SAVING, LoadFolder, tracker_fix
+from megatron_nemotron3.checkpoints.state import common_state
+from megatron_nemotron3.checkpoints.structure import Verdict, check_integrity, check_structure
 from megatron_nemotron3.checkpoints.trust import hostile_objects
 from megatron_nemotron3.common.lock import holder
-from megatron_nemotron3.common.output import BYTES, Bar, say
+from megatron_nemotron3.common.options import add_command, argument, flag, json_flag, option
+from megatron_nemotron3.common.output import BYTES, Bar, part, result, say
 
 #: Largest number of problems printed.
 _SHOWN = 20
@@ -45,26 +41,102 @@ _LAYOUT = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions:
+    """Options of `nemotron3 check`."""
+
+    folder: Path | str = argument(
+        "a run, its checkpoints or one of them, or a Hugging Face folder", "DIR", parse=place
+    )
+    full: bool = flag("everything: read all bytes and compare CRC32s")
+    workers: int = option("processes or threads (default 4)", "N", default=4, least=1)
+    json: bool = json_flag()
+
+
+def register(commands: Any) -> None:
+    """Add `nemotron3 check`."""
+    add_command(commands.add_parser("check"), CheckOptions, check_command)
+
+
+def check_command(options: CheckOptions) -> int:
+    """Run `nemotron3 check`. Returns the exit status: 0 if the checkpoint is sound, else 2."""
+    with local(options.folder, every=True) as folder, result(options.json):
+        if locate(folder).kind == "hugging face":
+            return _check_hugging_face(folder, options.full, options.workers)
+        _say_notes(folder)
+        return check(folder, full=options.full, workers=options.workers)
+
+
 def check(folder: Path, *, full: bool = False, workers: int = 4) -> int:
-    """Print what `folder` contains and verify it. Returns the exit status: 0 if it is sound, else 2.
+    """Print what a folder of Megatron contains and verify it. Returns the exit status.
 
     If there are several checkpoints, all get the structural check, and `full` reads the one that the tracker
     names.
     """
     found = locate(folder)
-    if found.kind == "hugging face":
-        raise ValueError(f"{folder}: it is a Hugging Face folder, not Megatron's")
     if found.kind == "checkpoints":
         return _print_problems(_check_all(found.folder, iterations(found.folder), full, workers))
     return _print_problems(_check_one(found.folder, full, workers))
 
 
+def _say_notes(folder: Path) -> None:
+    """Say what was lost in a Megatron checkpoint before; nothing of one that cannot be opened."""
+    from megatron_nemotron3.checkpoints.convert.checkpoints import open_megatron
+    from megatron_nemotron3.checkpoints.convert.opened import bias_notes, say_notes
+
+    with contextlib.suppress(ValueError, OSError):
+        say_notes(bias_notes(open_megatron(folder, omni=True)))
+
+
+def _check_hugging_face(folder: Path, full: bool, workers: int) -> int:
+    """Print what a Hugging Face folder contains and verify it: headers, the index, and config.json."""
+    from megatron_nemotron3.checkpoints.convert.checkpoints import open_hugging_face
+    from megatron_nemotron3.checkpoints.convert.config_keys import QUANTIZATION
+    from megatron_nemotron3.checkpoints.convert.hf_folder import open_hf, read_config
+    from megatron_nemotron3.checkpoints.convert.job import MANIFEST
+    from megatron_nemotron3.checkpoints.convert.opened import (
+        checkpoint_facts,
+        checkpoint_line,
+        notes_of,
+        say_notes,
+    )
+    from megatron_nemotron3.checkpoints.convert.verify import verify_manifest
+
+    stored = open_hf(folder)
+    data = read_config(folder, omni=True)
+    opened = open_hugging_face(folder, dequantize=QUANTIZATION in data, omni=True)
+    say(checkpoint_line(opened), **checkpoint_facts(opened))
+    elements = count_elements(stored.tensors.values())
+    say(
+        f"  tensors      {len(stored.tensors):,}; elements {elements_text(elements)}",
+        tensors=len(stored.tensors),
+        elements=elements,
+    )
+    files, size = len(stored.files), sum(stored.files.values())
+    say(f"  files        {files:,} with {size:,} bytes", files=files, bytes=size, problems=[])
+    say_notes(notes_of(opened, data), "  ")
+    if full and (folder / MANIFEST).exists():
+        say("  checked      every byte, with the CRC32s of the manifest", checked="bytes")
+        with part() as compared:
+            status = verify_manifest(folder, workers)
+        say(problems=compared.get("problems", []))
+        if status:
+            say(sound=False)
+            return 2
+    else:
+        line = "checked      names, shapes and sizes; --full compares the manifest's CRC32s, if there is one"
+        if full:
+            line = f"unprotected  {shown(folder)} has no {MANIFEST} with CRC32s: only names and sizes count"
+        say(f"  {line}", checked="names and sizes")
+    say("sound", sound=True)
+    return 0
+
+
 def _check_all(folder: Path, found: list[int], full: bool, workers: int) -> list[str]:
     problems: list[str] = []
-    named: int | str | None = None
-    writer = holder(folder)
+    named, writer = None, holder(folder)
     try:
-        named = read_tracker(folder) if writer is None else _tracker_of_writer(folder)
+        named = read_tracker(folder, 0.0 if writer is None else SAVING)
     except ValueError as problem:
         problems.append(f"{folder / TRACKER}: it {problem}{_tracker_cure(folder)}")
     for iteration in reversed(found):
@@ -90,16 +162,6 @@ def _check_all(folder: Path, found: list[int], full: bool, workers: int) -> list
     return problems + _check_one(checkpoint_path(folder, named), full, workers)
 
 
-def _tracker_of_writer(folder: Path) -> int | str | None:
-    """Read the tracker of a running training, which writes it in two steps: empty, then the iteration."""
-    for _ in range(40):
-        try:
-            return read_tracker(folder)
-        except ValueError:
-            time.sleep(0.05)
-    return read_tracker(folder)
-
-
 def _tracker_cure(folder: Path) -> str:
     """Return the fix of the tracker that a start would make, as the end of a message."""
     try:
@@ -120,10 +182,7 @@ def _check_one(path: Path, full: bool, workers: int) -> list[str]:
         state=verdict.state,
     )
     if verdict.index is not None:
-        facts, lines = describe(verdict.index)
-        for line in lines:
-            say("  " + line)
-        say(**facts)
+        describe(verdict.index)
     if verdict.state == "unfinished" and (writer := holder(path.parent)) is not None:
         return [f"{path}: it is being written by {writer}: check it when it is complete"]
     if verdict.state in ("unfinished", "damaged") or verdict.problems:
@@ -171,44 +230,40 @@ def _print_problems(problems: list[str]) -> int:
     return 2 if problems else 0
 
 
-def describe(index: CheckpointIndex) -> tuple[dict[str, Any], list[str]]:
-    """Describe a checkpoint as facts and in lines; if its arguments cannot be read, a line says why."""
-    lines: list[str] = []
-    facts: dict[str, Any] = {}
+def describe(index: CheckpointIndex) -> None:
+    """Print what a checkpoint holds; if its arguments cannot be read, a line says why."""
     try:
         state = common_state(index)
     except CheckpointError as problem:
-        lines.append(f"arguments    not shown: {shown(str(problem))}")
+        say(f"  arguments    not shown: {shown(str(problem))}")
     else:
-        iteration = state.get("iteration")
-        facts["iteration"] = iteration if type(iteration) is int else None
-        lines.append(f"iteration    {iteration if type(iteration) is int else 'not stored'}")
+        iteration = state.get("iteration") if type(state.get("iteration")) is int else None
+        say(f"  iteration    {'not stored' if iteration is None else iteration}", iteration=iteration)
         if (written := layout_of(state)) is not None:
-            facts["written_with"] = written
-            lines.append(f"written with {written}; the weights load into any other layout")
-    elements = count_elements(index.tensors.values())
-    facts |= {
-        "tensors": len(index.tensors),
-        "chunks": sum(len(tensor.chunks) for tensor in index.tensors.values()),
-        "elements": elements,
-        "tensor_bytes": sum(tensor.nbytes for tensor in index.tensors.values()),
-        "model_elements": sum(
-            math.prod(tensor.shape)
-            for name, tensor in index.tensors.items()
-            if "optimizer" not in name.split(".")
-        ),
-        "objects": len(index.objects),
-        "files": len(index.files),
-        "bytes": sum(index.files.values()),
-    }
-    lines += [
-        f"tensors      {facts['tensors']:,} in {facts['chunks']:,} chunks; "
-        f"elements {elements_text(elements)}: {facts['tensor_bytes']:,} bytes",
-        f"of these     {facts['model_elements']:,} elements are the model's, the rest is optimizer state",
-        f"objects      {facts['objects']:,}",
-        f"files        {facts['files']:,} with {facts['bytes']:,} bytes",
-    ]
-    return facts, lines
+            say(f"  written with {written}; the weights load into any other layout", written_with=written)
+    tensors = index.tensors.values()
+    chunks, length = sum(len(tensor.chunks) for tensor in tensors), sum(tensor.nbytes for tensor in tensors)
+    elements = count_elements(tensors)
+    say(
+        f"  tensors      {len(tensors):,} in {chunks:,} chunks; elements {elements_text(elements)}: "
+        f"{length:,} bytes",
+        tensors=len(tensors),
+        chunks=chunks,
+        elements=elements,
+        tensor_bytes=length,
+    )
+    model = sum(
+        math.prod(tensor.shape)
+        for name, tensor in index.tensors.items()
+        if "optimizer" not in name.split(".")
+    )
+    say(
+        f"  of these     {model:,} elements are the model's, the rest is optimizer state",
+        model_elements=model,
+    )
+    say(f"  objects      {len(index.objects):,}", objects=len(index.objects))
+    files, size = len(index.files), sum(index.files.values())
+    say(f"  files        {files:,} with {size:,} bytes", files=files, bytes=size)
 
 
 def layout_of(state: dict[str, Any]) -> str | None:

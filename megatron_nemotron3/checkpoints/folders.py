@@ -2,11 +2,8 @@
 
 RUN/checkpoints/                         DIR, in what `nemotron3 train --output RUN` wrote
 DIR/latest_checkpointed_iteration.txt    the tracker: "300" or "release"; written last, but not atomically
-DIR/iter_0000300/  __0_0.distcp …  .metadata  metadata.json
-DIR/release/       the same files; weights to start from
-HF/                config.json  model.safetensors, or an index and several files
-
-Every command that reads a checkpoint takes RUN, DIR, one of its checkpoints, or HF: `locate` says which.
+DIR/iter_0000300/  DIR/release/          __0_0.distcp …  .metadata  metadata.json
+HF/                                      config.json  model.safetensors, or an index and several files
 """
 
 from __future__ import annotations
@@ -16,6 +13,7 @@ import errno
 import os
 import re
 import shutil
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -159,8 +157,16 @@ def _checkpoints_below(folder: Path) -> str:
     return f"; below it are {', '.join(found[:_NAMED])}{more}" if found else ""
 
 
-def read_tracker(folder: Path) -> int | str | None:
-    """Read the tracker: an iteration, "release", or None if there is no tracker."""
+def read_tracker(folder: Path, patience: float = 0.0) -> int | str | None:
+    """Read the tracker: an iteration, "release", or None if there is no tracker.
+
+    A training writes it in two steps, empty and then the iteration: `patience` seconds may lie between them.
+    """
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        with contextlib.suppress(ValueError):
+            return read_tracker(folder)
+        time.sleep(0.05)
     try:
         with open_outside(folder / TRACKER) as file:
             data = file.read(4096)
@@ -182,12 +188,16 @@ def read_tracker(folder: Path) -> int | str | None:
     raise ValueError(f"holds {text[:40]!r}, which is not an iteration")
 
 
+def named_checkpoint(folder: Path) -> int | str | None:
+    """Return what the tracker names; None if it names nothing, or cannot be read."""
+    with contextlib.suppress(ValueError):
+        return read_tracker(folder)
+    return None
+
+
 def latest_iteration(folder: Path) -> int | None:
     """Return the iteration that the tracker names; None if it names none."""
-    try:
-        found = read_tracker(folder)
-    except ValueError:
-        return None
+    found = named_checkpoint(folder)
     return found if isinstance(found, int) else None
 
 

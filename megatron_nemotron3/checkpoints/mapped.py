@@ -9,32 +9,13 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_nemotron3.checkpoints.metadata import CheckpointError
-from megatron_nemotron3.checkpoints.pickles import Refused
-from megatron_nemotron3.common.files import Unreadable, open_outside
+from megatron_nemotron3.checkpoints.metadata import ArchiveError, explained
+from megatron_nemotron3.common.files import open_outside
 
 #: (device, inode) of a placeholder of a remote file (`remote`) -> what fetches a range: offset, length.
 REMOTE: dict[tuple[int, int], Callable[[int, int], bytes]] = {}
-
-
-class ArchiveError(ValueError):
-    """The bytes are not what they should be. The message does not name the file."""
-
-
-@contextmanager
-def explained(path: Path) -> Iterator[None]:
-    """Errors that are raised inside the block get the file's path."""
-    try:
-        yield
-    except OSError as problem:
-        raise CheckpointError(f"{path}: {problem.strerror}") from None
-    except Unreadable as problem:
-        raise CheckpointError(str(problem)) from None
-    except (ArchiveError, Refused) as problem:
-        raise CheckpointError(f"{path}: {problem}") from None
 
 
 class MappedFile:
@@ -65,6 +46,11 @@ class MappedFile:
         if not begin <= offset <= offset + length <= begin + len(kept):
             begin, kept = self._kept = offset, self._fetch(offset, length)
         return memoryview(kept)[offset - begin : offset - begin + length]
+
+    def blocks(self, offset: int, length: int, size: int = 64 << 20) -> Iterator[memoryview]:
+        """The same bytes, of at most `size` at a time."""
+        for start in range(offset, offset + length, size):
+            yield self(start, min(size, offset + length - start))
 
 
 class HeldBytes(MappedFile):

@@ -1,11 +1,7 @@
-"""The index of a torch_dist checkpoint folder, read without Megatron and without torch.
+"""The index of a torch_dist folder, a pickle of torch.distributed.checkpoint's Metadata, read without torch.
 
-FOLDER/.metadata       the index: a pickle of torch.distributed.checkpoint's Metadata
-FOLDER/__0_0.distcp    chunks, one torch.save archive after another
-FOLDER/metadata.json   {"sharded_backend": "torch_dist", …}, written last
-FOLDER/common.pt       what is not a tensor, up to megatron-core 0.18; later the object `common_state/…`
-
-Tensors are stored with global shapes, so the index does not depend on the layout that wrote it.
+The .distcp files have chunks, one torch.save archive after another; metadata.json is written last. What is
+not a tensor is in common.pt, or since megatron-core 0.19 in the object `common_state/…`.
 """
 
 from __future__ import annotations
@@ -13,15 +9,15 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megatron_nemotron3.checkpoints.allowed import member
-from megatron_nemotron3.checkpoints.pickles import Inert, Refused, arguments, inert, loads
-from megatron_nemotron3.common.files import read_outside
+from megatron_nemotron3.checkpoints.pickles import Inert, Pickle, Refused, arguments, member, stand_ins
+from megatron_nemotron3.common.files import Unreadable, read_outside
 
 INDEX = ".metadata"
 COMMON = "common.pt"
@@ -50,6 +46,23 @@ class CheckpointError(ValueError):
         super().__init__(printable(message))
 
 
+class ArchiveError(ValueError):
+    """The bytes are not what they should be. The message does not name the file."""
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Errors that are raised inside the block get the file's path."""
+    try:
+        yield
+    except OSError as problem:
+        raise CheckpointError(f"{path}: {problem.strerror}") from None
+    except Unreadable as problem:
+        raise CheckpointError(str(problem)) from None
+    except (ArchiveError, Refused) as problem:
+        raise CheckpointError(f"{path}: {problem}") from None
+
+
 def printable(text: str, but: str = "") -> str:
     """Escape control characters, which could move the cursor or rewrite a terminal; keep those of `but`."""
     if text.isprintable():
@@ -59,12 +72,8 @@ def printable(text: str, but: str = "") -> str:
 
 def read_file(path: Path, limit: int) -> bytes:
     """Read a file of a checkpoint."""
-    try:
+    with explained(path):
         return read_outside(path, limit=limit)
-    except OSError as problem:
-        raise CheckpointError(f"{path}: {problem.strerror}") from None
-    except ValueError as problem:
-        raise CheckpointError(str(problem)) from None
 
 
 def read_json(path: Path, limit: int = JSON_LIMIT) -> dict[str, Any]:
@@ -111,7 +120,7 @@ class DistTensor:
 
 
 def count_elements(tensors: Iterable[Any]) -> dict[str, int]:
-    """Return the number of elements of each dtype, most frequent first; tensors have `dtype` and `nbytes`."""
+    """Count the elements of each dtype, most frequent first; tensors have `dtype` and `nbytes`."""
     elements: Counter[str] = Counter()
     for tensor in tensors:
         elements[tensor.dtype] += tensor.nbytes // ITEM_SIZE[tensor.dtype]
@@ -162,7 +171,7 @@ _INDEX_CLASSES = {
 }
 _INDEX_TABLE: dict[tuple[str, str], Any] = {
     **{("torch", dtype): dtype for dtype in ITEM_SIZE},
-    **{(module, name): inert(name) for module, names in _INDEX_CLASSES.items() for name in names.split()},
+    **stand_ins(_INDEX_CLASSES),
     ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): arguments,
     ("builtins", "getattr"): member,
@@ -180,18 +189,16 @@ def read_metadata(folder: Path | str) -> CheckpointIndex:
     data = read_file(path, _INDEX_LIMIT)
     if not data:
         raise CheckpointError(f"{path}: the file is empty (0 bytes)")
-    try:
-        root = loads(data, _INDEX_TABLE)
+    with explained(path):
+        root = Pickle(data, _INDEX_TABLE).loaded()
         if type(root).__name__ not in ("Metadata", "MCoreMetadata"):
             raise Refused(f"it holds a {type(root).__name__}, not a Metadata")
         return _parse_index(folder, root)
-    except Refused as problem:
-        raise CheckpointError(f"{path}: {problem}") from None
 
 
 def _parse_index(folder: Path, root: Inert) -> CheckpointIndex:
     places: dict[tuple[str, Any], StoredObject] = {}
-    for where, info in _require_dict(root.field("storage_data"), "storage_data").items():
+    for where, info in _dict_of(root, "storage_data").items():
         offset = _typed_field(where, "offset", (tuple, type(None)))
         key = (_typed_field(where, "fqn", str), offset)
         if key in places:
@@ -199,7 +206,7 @@ def _parse_index(folder: Path, root: Inert) -> CheckpointIndex:
         places[key] = _parse_place(key[0], info)
     tensors: dict[str, DistTensor] = {}
     objects: dict[str, StoredObject] = {}
-    for name, entry in _require_dict(root.field("state_dict_metadata"), "state_dict_metadata").items():
+    for name, entry in _dict_of(root, "state_dict_metadata").items():
         if not isinstance(name, str):
             raise Refused(f"the name of a tensor is the {type(name).__name__} {name!r:.60}")
         kind = type(entry).__name__
@@ -257,9 +264,10 @@ def _is_below(file: str) -> bool:
     return not path.is_absolute() and ".." not in path.parts and file.isprintable() and bool(path.name)
 
 
-def _require_dict(value: Any, what: str) -> dict[Any, Any]:
+def _dict_of(root: Inert, name: str) -> dict[Any, Any]:
+    value = root.field(name)
     if not isinstance(value, dict):
-        raise Refused(f"its {what} is not a dict")
+        raise Refused(f"its {name} is not a dict")
     return value
 
 

@@ -1,12 +1,9 @@
 """Read a pickle without importing anything it names.
 
-A pickle can name any function of any module and call it. Here every name is looked up in a table: names in
-the table become plain data, other names are refused. Functions that a pickle calls only store their
-arguments.
-
-A pickle that runs nothing can still take all memory (one opcode asks for 64 GB) or hang: hashing a tuple
-that contains another tuple twice, 30 levels deep, takes 2^30 steps that cannot be interrupted. So every
-pickle is read first in a forked child with limits, and in this process only if the child has read it.
+Names in a table become plain data, others are refused. A pickle that runs nothing can still take all memory
+(one opcode asks for 64 GB) or hang: hashing a tuple that contains another tuple twice, 30 levels deep, takes
+2^30 steps that cannot be interrupted. So every pickle is read in a forked child with limits before it is read
+here.
 """
 
 from __future__ import annotations
@@ -73,9 +70,22 @@ def inert(name: str) -> type[Inert]:
     return _Frozen(name, (Inert,), {"__slots__": ()})  # type: ignore[return-value]
 
 
+def stand_ins(names: Mapping[str, str]) -> dict[tuple[str, str], Any]:
+    """Return a table of `inert` for the classes that are named for each module."""
+    return {(module, name): inert(name) for module, text in names.items() for name in text.split()}
+
+
 def arguments(*args: Any) -> tuple[Any, ...]:
     """Stand-in for a function: return its arguments."""
     return args
+
+
+def member(cls: Any, name: Any) -> tuple[Any, ...]:
+    """Stand-in for getattr: a member of an enumeration, as Python 3.11 pickles it."""
+    known = isinstance(cls, type) and issubclass(cls, Inert) and isinstance(name, str)
+    if not known or not name.isidentifier() or name.startswith("_"):
+        raise Refused("it calls getattr for something else than a member of an enumeration")
+    return cls, name
 
 
 @lru_cache(1024)
@@ -104,16 +114,14 @@ class _Unpickler(pickle.Unpickler):
 
 
 class Pickle(NamedTuple):
-    """A pickle and how to read it.
-
-    table: (module, name) -> stand-in: a class, a function of plain data, or a value.
-    stubs: prefixes of modules whose other names become `Inert`.
-    persistent: makes data of a persistent id; None: there are none.
-    """
+    """A pickle and how to read it."""
 
     data: bytes
+    #: (module, name) -> stand-in: a class, a function of plain data, or a value.
     table: Mapping[tuple[str, str], Any]
+    #: Prefixes of modules whose other names become `Inert`.
     stubs: tuple[str, ...] = ()
+    #: Makes data of a persistent id; None: there are none.
     persistent: Callable[[Any], Any] | None = None
 
     def load(self, stream: io.BytesIO | None = None) -> Any:
@@ -127,10 +135,9 @@ class Pickle(NamedTuple):
             raise Refused(f"it is not a readable pickle ({reason})") from None
 
     def checked(self, most: int = 1) -> Any:
-        """Read it in the child of `try_all`: what it returns can be walked and hashed in bounded time.
+        """Read it, or the last of `most` pickles in it, in the child of `try_all`.
 
-        Args:
-            most: pickles to read, one after another; the last one is returned.
+        What it returns can be walked and hashed in bounded time.
         """
         stream, found = io.BytesIO(self.data), None
         for number in range(most):
@@ -139,23 +146,15 @@ class Pickle(NamedTuple):
                 _check_expanded_size(found, _SHARED * len(self.data) + (1 << 16))
         return found
 
-
-def loads(
-    data: bytes,
-    table: Mapping[tuple[str, str], Any],
-    *,
-    stubs: tuple[str, ...] = (),
-    persistent: Callable[[Any], Any] | None = None,
-) -> Any:
-    """Load a pickle as plain data and `Inert` instances: first in a child, then in this process."""
-    given = Pickle(data, table, stubs, persistent)
-    if _is_harmless(data):
-        return given.checked()
-    if (digest := hashlib.sha256(data).digest()) not in _tried:
-        for problem in try_all([given.checked], len(data)).values():
-            raise Refused(problem)
-        _tried.add(digest)
-    return given.load()
+    def loaded(self) -> Any:
+        """Read it as plain data and `Inert` instances: first in a child, then in this process."""
+        if _is_harmless(self.data):
+            return self.checked()
+        if (digest := hashlib.sha256(self.data).digest()) not in _tried:
+            for problem in try_all([self.checked], len(self.data)).values():
+                raise Refused(problem)
+            _tried.add(digest)
+        return self.load()
 
 
 #: Digests of pickles that a child has read.
@@ -183,13 +182,10 @@ def _is_harmless(data: bytes) -> bool:
 
 
 def try_all(reads: Sequence[Callable[[], object]], size: int) -> dict[int, str]:
-    """Call functions that read pickles in one forked child with limits. Returns position -> why it fails.
+    """Call functions that read pickles in one forked child. Returns position -> why it fails.
 
     A function fails by a ValueError. One that ends the child, by its memory, its time or a crash, is the last
-    one that is called.
-
-    Args:
-        size: bytes of all the pickles, about, by which memory and time are limited.
+    one that is called. Limits depend on `size`, the bytes of all the pickles.
     """
     board = mmap.mmap(-1, _BOARD)  # shared: the position of the current function, then the messages
 

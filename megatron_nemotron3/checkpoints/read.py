@@ -1,9 +1,7 @@
-"""Archives of torch.save in checkpoint files: their records, the elements of a tensor, and stored objects.
+"""Archives of torch.save in checkpoint files: their records, pickles, and the elements of tensors.
 
-A torch_dist chunk is such an archive inside a .distcp file; common.pt is a single one. An archive is a zip
-file whose records are not compressed, so the elements of a tensor are a plain range of the file. torch.load
-does not check the CRC32 of a record: a flipped bit loads as another number. Here it is compared before
-elements are used.
+A torch_dist chunk is such an archive inside a .distcp file; common.pt is a single one. It is a zip file whose
+records are not compressed, so the elements of a tensor are a plain range of the file.
 """
 
 from __future__ import annotations
@@ -15,34 +13,29 @@ import zipfile
 import zlib
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoints.mapped import ArchiveError, MappedFile, explained
+from megatron_nemotron3.checkpoints.mapped import MappedFile
 from megatron_nemotron3.checkpoints.metadata import (
-    COMMON,
     INDEX,
     ITEM_SIZE,
     MOST_AXES,
-    CheckpointError,
-    CheckpointIndex,
+    ArchiveError,
     StoredObject,
     TensorChunk,
 )
-from megatron_nemotron3.checkpoints.pickles import Refused, arguments, inert, loads
+from megatron_nemotron3.checkpoints.pickles import Pickle, Refused
 
 #: Largest pickle that is read, in bytes.
 _LIMIT = 64 << 20
 #: Longest directory of an archive that is read, in bytes: 90,000 records.
 _DIRECTORY_LIMIT = 4 << 20
-#: Bytes of a record whose CRC32 is computed at a time.
-_BLOCK = 64 << 20
 #: MS-DOS attribute of a folder, of which torch.load would return uninitialized memory.
 _DIRECTORY = 0x10
 #: Bytes in a local header before the name, and the two lengths at their end.
 _HEADER, _LENGTHS = 30, struct.Struct("<HH")
-#: The same of an entry of the directory.
-_ENTRY, _ENTRY_LENGTHS = 46, struct.Struct("<HHH")
+#: Bytes in an entry of the directory before the name, and before the CRC32.
+_ENTRY, _CRC32 = 46, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +48,14 @@ class ArchiveRecord:
     size: int
 
     def check(self, file: MappedFile) -> None:
-        """Compare the CRC32, block by block.
+        """Compare the CRC32.
 
         Raises:
             ArchiveError: it is another than stored.
         """
         crc = 0
-        for start in range(0, self.size, _BLOCK):
-            crc = zlib.crc32(file(self.offset + start, min(_BLOCK, self.size - start)), crc)
+        for block in file.blocks(self.offset, self.size):
+            crc = zlib.crc32(block, crc)
         if crc != self.crc:
             raise ArchiveError(
                 f"record {self.name!r} (bytes {self.offset:,} to {self.offset + self.size:,}) has CRC32 "
@@ -104,11 +97,6 @@ class _Range(io.RawIOBase):
 
 def records(file: MappedFile, place: StoredObject) -> list[ArchiveRecord]:
     """List the records of the archive at `place`, in file order."""
-    return _records(file, place)[0]
-
-
-def _records(file: MappedFile, place: StoredObject) -> tuple[list[ArchiveRecord], int]:
-    """The same, and where the directory of the archive begins in it."""
     try:
         with zipfile.ZipFile(_Range(file, place)) as archive:
             entries = sorted(archive.infolist(), key=lambda one: one.header_offset)
@@ -137,13 +125,12 @@ def _records(file: MappedFile, place: StoredObject) -> tuple[list[ArchiveRecord]
         found.append(ArchiveRecord(name.partition("/")[2], entry.CRC, place.offset + begin, entry.file_size))
     if len({record.name for record in found}) != len(found):
         raise ArchiveError("two records have the same name")
-    return found, directory
+    return found
 
 
-def _read_pickle(file: MappedFile, place: StoredObject) -> tuple[bytes, list[ArchiveRecord], int]:
-    """Read the pickle of the archive at `place`. Returns the pickle and what `_records` does."""
-    found, directory = _records(file, place)
-    by_name = {record.name: record for record in found}
+def read_pickle(file: MappedFile, place: StoredObject) -> tuple[bytes, dict[str, ArchiveRecord]]:
+    """Read the pickle of the archive at `place`. Also returns the records by name."""
+    by_name = {record.name: record for record in records(file, place)}
     pickled, byteorder = by_name.get("data.pkl"), by_name.get("byteorder")
     if pickled is None or pickled.size > _LIMIT:
         raise ArchiveError(
@@ -153,7 +140,7 @@ def _read_pickle(file: MappedFile, place: StoredObject) -> tuple[bytes, list[Arc
         pickled.check(file)
     if byteorder and file(byteorder.offset, byteorder.size) != b"little":
         raise Refused(f"the archive at {place.offset:,} is not little-endian")
-    return bytes(file(pickled.offset, pickled.size)), found, directory
+    return bytes(file(pickled.offset, pickled.size)), by_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,28 +179,30 @@ class ChunkLayouts:
         key = (chunk.length, dtype, chunk.sizes)
         if (first := self._known.get(key)) is not None and (found := first.alike(file, chunk)) is not None:
             return found
-        layout, directory = _chunk_layout(file, chunk, dtype)
+        layout = chunk_layout(file, chunk, dtype)
         if first is None:
-            self._known[key] = _Parsed(file, chunk, layout, directory)
+            self._known[key] = _Parsed(file, chunk, layout)
         return layout
 
 
 class _Parsed:
     """An archive that was parsed: all but its elements and CRC32s."""
 
-    def __init__(self, file: MappedFile, chunk: TensorChunk, layout: TensorLayout, directory: int) -> None:
-        self.layout, self.start, self.directory = layout, chunk.offset, directory
+    def __init__(self, file: MappedFile, chunk: TensorChunk, layout: TensorLayout) -> None:
+        self.layout, self.start = layout, chunk.offset
         self.head = bytes(file(chunk.offset, layout.record.offset - chunk.offset))
-        tail = bytes(file(chunk.offset + directory, chunk.length - directory))
+        with zipfile.ZipFile(_Range(file, chunk)) as archive:
+            self.directory, entries = archive.start_dir, archive.infolist()
         self.crcs, at = [], 0
-        while tail[at : at + 4] == b"PK\1\2":
-            named, *rest = _ENTRY_LENGTHS.unpack_from(tail, at + 28)
-            name = tail[at + _ENTRY : at + _ENTRY + named].decode("utf-8", "replace")
-            self.crcs.append(at + 16)
-            if name.partition("/")[2] == layout.record.name:
-                self.crc = at + 16
-            at += _ENTRY + named + sum(rest)
-        self.tail = self._without_crcs(tail)
+        for entry in entries:
+            self.crcs.append(at + _CRC32)
+            if entry.filename.partition("/")[2] == layout.record.name:
+                self.crc = at + _CRC32
+            at += _ENTRY + len(entry.orig_filename.encode()) + len(entry.extra) + len(entry.comment)
+        self.tail = self._without_crcs(self._tail_of(file, chunk))
+
+    def _tail_of(self, file: MappedFile, chunk: TensorChunk) -> bytes:
+        return bytes(file(chunk.offset + self.directory, chunk.length - self.directory))
 
     def _without_crcs(self, tail: bytes) -> bytearray:
         blank = bytearray(tail)
@@ -223,7 +212,7 @@ class _Parsed:
 
     def alike(self, file: MappedFile, chunk: TensorChunk) -> TensorLayout | None:
         """The layout of a chunk whose archive differs from this one in its elements only."""
-        tail = bytes(file(chunk.offset + self.directory, chunk.length - self.directory))
+        tail = self._tail_of(file, chunk)
         if file(chunk.offset, len(self.head)) != self.head or self._without_crcs(tail) != self.tail:
             return None
         by, record = chunk.offset - self.start, self.layout.record
@@ -235,13 +224,7 @@ class _Parsed:
 
 def chunk_layout(file: MappedFile, chunk: TensorChunk, dtype: str) -> TensorLayout:
     """Locate the elements of a chunk of a torch_dist tensor; only headers are read."""
-    return _chunk_layout(file, chunk, dtype)[0]
-
-
-def _chunk_layout(file: MappedFile, chunk: TensorChunk, dtype: str) -> tuple[TensorLayout, int]:
-    """The same, and where the directory of its archive begins in it."""
-    data, found, directory = _read_pickle(file, chunk)
-    by_name = {record.name: record for record in found}
+    data, by_name = read_pickle(file, chunk)
     if "version" not in by_name:
         raise ArchiveError(f"the archive at {chunk.offset:,} has no record 'version'")
     tensor, what = _pickled_tensor(data), f"the tensor at {chunk.offset:,}"
@@ -249,7 +232,7 @@ def _chunk_layout(file: MappedFile, chunk: TensorChunk, dtype: str) -> tuple[Ten
     if record is None:
         raise ArchiveError(f"{what} is in record 'data/{tensor.storage}', which is missing")
     begin = record.offset + tensor.begin * ITEM_SIZE[tensor.dtype]
-    protected = any(one.crc for one in found)
+    protected = any(one.crc for one in by_name.values())
     layout = TensorLayout(tensor.dtype, tensor.shape, tensor.stride, begin, record, protected)
     if layout.end > record.offset + record.size:
         raise ArchiveError(
@@ -261,7 +244,7 @@ def _chunk_layout(file: MappedFile, chunk: TensorChunk, dtype: str) -> tuple[Ten
             f"the chunk at {chunk.offset:,} holds {layout.dtype} of shape {list(layout.shape)}, "
             f"{INDEX} says {dtype} of shape {list(chunk.sizes)}"
         )
-    return layout, directory
+    return layout
 
 
 @dataclass(frozen=True)
@@ -324,49 +307,7 @@ _TENSOR_TABLE: dict[tuple[str, str], Any] = {
 @lru_cache(maxsize=1024)
 def _pickled_tensor(data: bytes) -> _PickledTensor:
     """Read the pickle of a chunk. The chunks of a checkpoint have few different ones."""
-    tensor = loads(data, _TENSOR_TABLE, persistent=_storage_of)
+    tensor = Pickle(data, _TENSOR_TABLE, persistent=_storage_of).loaded()
     if not isinstance(tensor, _PickledTensor):
         raise Refused(f"it holds a {type(tensor).__name__}, not a tensor")
     return tensor
-
-
-def common_state(index: CheckpointIndex) -> dict[str, Any]:
-    """Read the state stored in addition to the tensors ("iteration", "args", …), with classes as `Inert`.
-
-    As in Megatron, common.pt counts where a checkpoint has both forms.
-    """
-    place = index.common_state
-    path = index.folder / COMMON
-    if place is None or path.exists():
-        try:
-            place = StoredObject(COMMON, 0, path.stat().st_size)
-        except OSError as problem:
-            raise CheckpointError(f"{path}: {problem.strerror}") from None
-    state = stored_object(index.folder, place)
-    if isinstance(state, list) and state:  # the object form: a list of one
-        state = state[0]
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{index.folder / place.file}: the common state is a {type(state).__name__}")
-    return state
-
-
-def stored_object(folder: Path, place: StoredObject) -> Any:
-    """Read a pickled object of plain data without importing what it names; tensors in it become None."""
-    path = folder / place.file
-    with explained(path):
-        data, *_ = _read_pickle(MappedFile(path), place)
-        return loads(data, _DATA_TABLE, stubs=_DATA_STUBS, persistent=lambda pid: None)
-
-
-#: Names in stored arguments: Megatron's enumerations, dtypes and a few standard classes.
-_DATA_TABLE: dict[tuple[str, str], Any] = {
-    ("argparse", "Namespace"): inert("Namespace"),
-    ("types", "SimpleNamespace"): inert("SimpleNamespace"),
-    ("collections", "OrderedDict"): dict,
-    ("signal", "Signals"): arguments,
-    ("pathlib", "PosixPath"): arguments,
-    ("_codecs", "encode"): arguments,
-    **{(module, name): arguments for module in ("builtins", "__builtin__") for name in ("getattr", "set")},
-    ("datetime", "timedelta"): arguments,
-}
-_DATA_STUBS = ("megatron.", "nvidia_resiliency_ext.", "torch.", "numpy.", "transformer_engine.")

@@ -1,15 +1,8 @@
 """Checkpoints elsewhere: URLs through fsspec (s3://, gs://, hf://, memory://, …) and Hugging Face ids.
 
-    with local("s3://bucket/runs/demo") as folder:
-        ...                                  # read it like any folder
-
-A remote folder is read through a local one with the same names. Small files (JSON, `.metadata`, tokenizers)
-are copied. Files with tensors are placeholders: sparse files of the right size, which need no room on disk.
-Where elements are read (`mapped`), the range is fetched instead. Everything that judges names, sizes
-and links therefore works unchanged, and memory is bounded as for local files. A reader that passed by would
-find zeros, which are no valid header of any format.
-
-The packages fsspec and huggingface_hub are imported when a place needs them.
+A remote folder is read through a local one with the same names (`local`): small files are copied, files with
+tensors are sparse files of the right size, for which `mapped` fetches the range that is read. Zeros, which a
+reader that passed by would find, are no valid header of any format.
 """
 
 from __future__ import annotations
@@ -20,9 +13,9 @@ import re
 import shutil
 import sys
 import tempfile
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -33,8 +26,8 @@ from megatron_nemotron3.checkpoints.folders import (
     HUGGING_FACE,
     RELEASE,
     TOKENIZER,
-    TRACKER,
     iteration_of,
+    named_checkpoint,
 )
 from megatron_nemotron3.checkpoints.mapped import REMOTE
 from megatron_nemotron3.checkpoints.metadata import CheckpointError, read_json
@@ -99,14 +92,14 @@ def local(where: Path | str, *, iteration: int | None = None, every: bool = Fals
     home = Path(tempfile.mkdtemp(prefix="nemotron3-remote-"))
     folder = home / (where.rstrip("/").rpartition("/")[2] or "root")
     _shown[os.fspath(folder)] = where.rstrip("/")
-    made: list[tuple[int, int]] = []
+    mirror = _Mirror(where, iteration, every)
     try:
-        _Mirror(where, made, iteration, every).folder(root(where), folder)
+        mirror.folder(root(where), folder)
         yield folder
     except (ValueError, OSError) as problem:
         raise ValueError(shown(str(problem))) from None
     finally:
-        for key in made:
+        for key in mirror.made:
             REMOTE.pop(key, None)
         del _shown[os.fspath(folder)]
         shutil.rmtree(home, ignore_errors=True)
@@ -138,8 +131,10 @@ def root(url: str) -> str:
 class _Mirror:
     """Makes the local folder of a remote one."""
 
-    def __init__(self, url: str, made: list[tuple[int, int]], iteration: int | None, every: bool) -> None:
-        self.url, self.made, self.iteration, self.every = url, made, iteration, every
+    def __init__(self, url: str, iteration: int | None, every: bool) -> None:
+        self.url, self.iteration, self.every = url, iteration, every
+        #: Keys in `REMOTE`.
+        self.made: list[tuple[int, int]] = []
 
     def folder(self, remote: str, folder: Path) -> None:
         try:
@@ -179,10 +174,10 @@ class _Mirror:
             with open(path, "wb") as file:
                 os.truncate(file.fileno(), size)
                 found = os.fstat(file.fileno())
-            REMOTE[found.st_dev, found.st_ino] = _Reader(self.url, remote, path, size)
+            REMOTE[found.st_dev, found.st_ino] = _reader(partial(_fetch, self.url, remote, path), size)
             self.made.append((found.st_dev, found.st_ino))
         else:
-            path.write_bytes(_fetch(self.url, remote, 0, size, path))
+            path.write_bytes(_fetch(self.url, remote, path, 0, size))
         os.utime(path, ns=(0, _changed(entry)))
 
     def _needed(self, folder: Path, which: int | str) -> bool:
@@ -190,37 +185,26 @@ class _Mirror:
             return True
         if self.iteration is not None:
             return which == self.iteration
-        try:
-            named = (folder / TRACKER).read_bytes().decode(errors="replace").strip()
-        except OSError:
-            return False
-        return named == str(which) or (named.isdecimal() and int(named) == which)
+        return named_checkpoint(folder) == which
 
 
-class _Reader:
-    """Reads ranges of a remote file; short ones through a few blocks that are kept."""
+def _reader(fetch: Callable[[int, int], bytes], size: int) -> Callable[[int, int], bytes]:
+    """Return what reads ranges of a remote file of `size` bytes: short ones through blocks that are kept."""
 
-    def __init__(self, url: str, remote: str, path: Path, size: int) -> None:
-        self.url, self.remote, self.path, self.size = url, remote, path, size
-        self._blocks: OrderedDict[int, bytes] = OrderedDict()
+    @lru_cache(_KEPT)
+    def block(number: int) -> bytes:
+        return fetch(number * _BLOCK, min(_BLOCK, size - number * _BLOCK))
 
-    def __call__(self, offset: int, length: int) -> bytes:
-        """The bytes [offset, offset + length), which are in the file."""
-        if length >= _BLOCK or offset // _BLOCK != (offset + length - 1) // _BLOCK:
-            return _fetch(self.url, self.remote, offset, length, self.path)
+    def read(offset: int, length: int) -> bytes:
         number = offset // _BLOCK
-        block = self._blocks.get(number)
-        if block is None:
-            begin = number * _BLOCK
-            block = _fetch(self.url, self.remote, begin, min(_BLOCK, self.size - begin), self.path)
-            self._blocks[number] = block
-            if len(self._blocks) > _KEPT:
-                with contextlib.suppress(KeyError):  # another thread
-                    self._blocks.popitem(last=False)
-        return block[offset - number * _BLOCK :][:length]
+        if length >= _BLOCK or number != (offset + length - 1) // _BLOCK:
+            return fetch(offset, length)
+        return block(number)[offset - number * _BLOCK :][:length]
+
+    return read
 
 
-def _fetch(url: str, remote: str, offset: int, length: int, path: Path) -> bytes:
+def _fetch(url: str, remote: str, path: Path, offset: int, length: int) -> bytes:
     if not length:
         return b""
     try:

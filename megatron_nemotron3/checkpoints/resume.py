@@ -1,18 +1,16 @@
 """Before a run starts: make the tracker name the last complete checkpoint.
 
-Megatron loads the checkpoint that `latest_checkpointed_iteration.txt` (the tracker) names. It writes this
-file after the checkpoint, but not atomically. If it is killed while it writes, the file is empty, and the
-next run ends at once with status 0. If it is killed earlier, the file names the previous checkpoint. After a
-power failure the file may name a folder that never reached the disk. `repair_tracker` corrects the tracker in
-these cases and says so in one line. It stops the run if the named checkpoint is damaged. Only
-`remove_incomplete` deletes anything.
+Megatron writes the tracker, `latest_checkpointed_iteration.txt`, after the checkpoint, but not atomically.
+Killed meanwhile, it leaves an empty file, and the next run ends at once with status 0; killed earlier, a file
+that names the checkpoint before. After a power failure the file may name a folder that never reached the
+disk.
 """
 
 from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,11 +20,11 @@ from megatron_nemotron3.checkpoints.folders import (
     checkpoint_path,
     iterations,
     latest_iteration,
+    named_checkpoint,
     read_tracker,
     write_tracker,
 )
-from megatron_nemotron3.checkpoints.integrity import MANIFEST
-from megatron_nemotron3.checkpoints.structure import CONFIG, Verdict, check_structure
+from megatron_nemotron3.checkpoints.structure import CONFIG, MANIFEST, Verdict, check_structure
 from megatron_nemotron3.checkpoints.trust import require_trusted
 from megatron_nemotron3.common.lock import Holder, holder
 from megatron_nemotron3.common.parser import option_value
@@ -34,7 +32,7 @@ from megatron_nemotron3.common.parser import option_value
 #: Seconds that other ranks wait until rank 0 has repaired the tracker.
 PATIENCE = 300.0
 #: Seconds in which another run, which is saving, may leave the tracker empty.
-_SAVING = 2.0
+SAVING = 2.0
 #: States that the named checkpoint may have; Megatron itself checks the formats that are not checked here.
 _TRUSTED = ("complete", "foreign")
 #: Option of Megatron that names a teacher's checkpoints.
@@ -108,7 +106,7 @@ class TrackerFix:
 def before_start(argv: Sequence[str], rank: int, key: str = "") -> list[str]:
     """Prepare the folders that a Megatron command line loads from. Returns lines to print.
 
-    Rank 0 checks the checkpoints and repairs the trackers. Other ranks wait until the trackers are usable.
+    Rank 0 repairs the trackers, other ranks wait until they are usable.
     """
     options = load_options(argv)
 
@@ -124,14 +122,11 @@ def before_start(argv: Sequence[str], rank: int, key: str = "") -> list[str]:
     if options.load is not None:
         lines += prepare(LoadFolder(options.load, options.step, options.manifest, newer))
     if options.pretrained is not None and not (options.load and (options.load / TRACKER).is_file()):
-        source = LoadFolder(
-            options.pretrained, options.step, options.manifest, option="--pretrained-checkpoint"
-        )
+        option = "--pretrained-checkpoint"
+        source = LoadFolder(options.pretrained, options.step, options.manifest, option=option)
         lines += prepare(source)
         if not source.tracker.is_file():
-            raise ValueError(
-                f"{source.tracker} does not exist: give --pretrained-checkpoint a folder with this file"
-            )
+            raise ValueError(f"{source.tracker} does not exist: give {option} a folder with this file")
     return lines
 
 
@@ -140,11 +135,7 @@ def require_trusted_start(argv: Sequence[str]) -> None:
     options = load_options(argv)
     teacher = _local_path(option_value(argv, _TEACHER))
     for folder in filter(None, (options.load, options.non_persistent, options.pretrained, teacher)):
-        try:
-            named = read_tracker(folder)
-        except ValueError:
-            named = None
-        if named is not None:
+        if (named := named_checkpoint(folder)) is not None:
             which = options.step if options.step and named != RELEASE else named
             require_trusted(checkpoint_path(folder, which))
 
@@ -169,7 +160,7 @@ def repair_tracker(source: LoadFolder, key: str = "") -> list[str]:
 
 def _wait_for_writer(source: LoadFolder, fix: TrackerFix, other: Holder) -> None:
     """Return when the tracker is usable. A run that is saving writes it in two steps."""
-    deadline = time.monotonic() + _SAVING
+    deadline = time.monotonic() + SAVING
     while not _tracker_usable(source.folder):
         if time.monotonic() > deadline:
             raise ValueError(f"{source.tracker}: it {fix.why}, and the folder is being written by {other}")
@@ -281,13 +272,17 @@ def _finished_later(source: LoadFolder, named: int | str) -> int | None:
     return None
 
 
+def _verdicts(folder: Path) -> Iterator[tuple[int, Verdict]]:
+    for iteration in iterations(folder):
+        yield iteration, check_structure(checkpoint_path(folder, iteration))
+
+
 def _last_complete(source: LoadFolder) -> tuple[int | None, dict[int, Verdict]]:
     """Find the newest complete checkpoint, and the verdicts on all newer ones."""
     others: dict[int, Verdict] = {}
-    for iteration in iterations(source.folder):
-        path = checkpoint_path(source.folder, iteration)
-        verdict = check_structure(path)
-        if verdict.state == "complete" and (not source.manifest or (path / MANIFEST).exists()):
+    for iteration, verdict in _verdicts(source.folder):
+        last = checkpoint_path(source.folder, iteration) / MANIFEST
+        if verdict.state == "complete" and (not source.manifest or last.exists()):
             return iteration, others
         others[iteration] = verdict
     return None, others
@@ -302,10 +297,8 @@ def _require_loadable(folder: Path, step: int) -> None:
 
 
 def _other_complete(folder: Path, than: int | str) -> int | None:
-    for iteration in iterations(folder):
-        if iteration != than and check_structure(checkpoint_path(folder, iteration)).state == "complete":
-            return iteration
-    return None
+    complete = (number for number, verdict in _verdicts(folder) if verdict.state == "complete")
+    return next((number for number in complete if number != than), None)
 
 
 def _damaged_message(source: LoadFolder, named: int | str, verdict: Verdict) -> str:

@@ -1,19 +1,79 @@
-"""What a checkpoint says about the run that saved it: its arguments and its scheduler."""
+"""What a checkpoint stores besides tensors: arguments of the run that saved it, its iteration, its scheduler.
+
+Classes in it are not imported: their instances are `Inert`.
+"""
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.checkpoints.folders import checkpoint_path, latest_iteration
-from megatron_nemotron3.checkpoints.metadata import CheckpointError
-from megatron_nemotron3.checkpoints.pickles import Inert
-from megatron_nemotron3.checkpoints.read import common_state
+from megatron_nemotron3.checkpoints.mapped import MappedFile
+from megatron_nemotron3.checkpoints.metadata import (
+    COMMON,
+    CheckpointError,
+    CheckpointIndex,
+    StoredObject,
+    explained,
+)
+from megatron_nemotron3.checkpoints.pickles import Inert, Pickle, arguments, inert
+from megatron_nemotron3.checkpoints.read import read_pickle
 from megatron_nemotron3.checkpoints.resume import load_options
-from megatron_nemotron3.checkpoints.structure import check_structure
+from megatron_nemotron3.checkpoints.structure import CONFIG, check_structure, complete_index
+
+#: Objects of the state in torch's own format.
+_STATE_OBJECTS = ("args", "iteration", "checkpoint_version")
+#: Names in stored arguments: Megatron's enumerations, dtypes and a few standard classes.
+_DATA_TABLE: dict[tuple[str, str], Any] = {
+    ("argparse", "Namespace"): inert("Namespace"),
+    ("types", "SimpleNamespace"): inert("SimpleNamespace"),
+    ("collections", "OrderedDict"): dict,
+    ("signal", "Signals"): arguments,
+    ("pathlib", "PosixPath"): arguments,
+    ("_codecs", "encode"): arguments,
+    **{(module, name): arguments for module in ("builtins", "__builtin__") for name in ("getattr", "set")},
+    ("datetime", "timedelta"): arguments,
+}
+_DATA_STUBS = ("megatron.", "nvidia_resiliency_ext.", "torch.", "numpy.", "transformer_engine.")
+
+
+def stored_object(folder: Path, place: StoredObject) -> Any:
+    """Read a pickled object of plain data; tensors in it become None."""
+    path = folder / place.file
+    with explained(path):
+        data, _ = read_pickle(MappedFile(path), place)
+        return Pickle(data, _DATA_TABLE, _DATA_STUBS, lambda pid: None).loaded()
+
+
+def common_state(index: CheckpointIndex) -> dict[str, Any]:
+    """Read the state of a torch_dist folder. As in Megatron, common.pt counts where it has both forms."""
+    place = index.common_state
+    path = index.folder / COMMON
+    if place is None or path.exists():
+        try:
+            place = StoredObject(COMMON, 0, path.stat().st_size)
+        except OSError as problem:
+            raise CheckpointError(f"{path}: {problem.strerror}") from None
+    state = stored_object(index.folder, place)
+    if isinstance(state, list) and state:  # the object form: a list of one
+        state = state[0]
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{index.folder / place.file}: the common state is a {type(state).__name__}")
+    return state
+
+
+def read_dcp_state(index: CheckpointIndex) -> dict[str, Any]:
+    """Read the state in torch's own format, which has an object for each entry; entries may be missing."""
+    objects = ((name, index.objects.get(name)) for name in _STATE_OBJECTS)
+    return {name: stored_object(index.folder, place) for name, place in objects if place is not None}
+
+
+def read_state(index: CheckpointIndex) -> dict[str, Any]:
+    """Read the state of a folder in either format; torch's own has no metadata.json."""
+    return common_state(index) if (index.folder / CONFIG).exists() else read_dcp_state(index)
 
 
 @dataclass(frozen=True)
@@ -42,8 +102,16 @@ def stored_state(path: Path) -> StoredState | None:
 def stored_arguments(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the command line's arguments in a checkpoint's common state; empty if it has none."""
     args = state.get("args")
-    values = args.state if isinstance(args, Inert) else vars(args) if isinstance(args, Namespace) else {}
-    return values if isinstance(values, dict) else {}
+    return args.state if isinstance(args, Inert) and isinstance(args.state, dict) else {}
+
+
+def read_arguments(folder: Path) -> dict[str, Any]:
+    """Return the arguments in a complete checkpoint; {} if they cannot be read."""
+    index = complete_index(folder)
+    try:
+        return stored_arguments(read_state(index))
+    except CheckpointError:
+        return {}
 
 
 def loaded_state(argv: Sequence[str]) -> tuple[int, StoredState] | None:

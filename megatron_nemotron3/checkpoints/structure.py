@@ -1,32 +1,52 @@
-"""Structural check of a checkpoint folder: names and sizes only, so it is fast at any size."""
+"""Check a checkpoint folder: its structure by names and sizes, or everything by the CRC32 of every record.
+
+torch.save writes a CRC32 with every record, but torch.load does not check it: a flipped bit in a weight
+loads as another weight.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import stat
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, product
 from pathlib import Path
 from typing import Literal
 
+from megatron_nemotron3.checkpoints.mapped import MappedFile
 from megatron_nemotron3.checkpoints.metadata import (
     COMMON,
     INDEX,
     ITEM_SIZE,
+    JSON_LIMIT,
+    ArchiveError,
     CheckpointError,
     CheckpointIndex,
     StoredObject,
+    TensorChunk,
+    explained,
     read_file,
     read_metadata,
 )
+from megatron_nemotron3.checkpoints.pickles import Refused
+from megatron_nemotron3.checkpoints.read import chunk_layout, records
 
 CONFIG = "metadata.json"
 #: Longest metadata.json that is read, in bytes.
 _CONFIG_LIMIT = 1 << 20
+#: Written by Megatron with --verify-integrity: SHA-256 of every file.
+MANIFEST = "integrity.json"
+#: Bytes that one task of a full check reads.
+_TASK_BYTES = 256 << 20
+#: (name, dtype or "" for an object, position) of an archive.
+_Item = tuple[str, str, StoredObject]
 #: Largest number of problems reported per kind.
 _LIMIT = 50
 #: Why mp_rank_… folders are refused, and the cure.
@@ -56,12 +76,7 @@ class Verdict:
 
 
 def check_structure(folder: Path) -> Verdict:
-    """Check the structure of one checkpoint folder. No data file is opened.
-
-    The check covers metadata.json, the index, the size of every file in the index, and common.pt if the
-    index has no common state. Chunks must tile their tensor without gap or overlap and must be long enough
-    for their elements.
-    """
+    """Check the names and sizes of the files of one checkpoint, and that chunks tile their tensors."""
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "does not exist"
         return Verdict("unfinished", (f"{folder}: {what}",))
@@ -95,6 +110,16 @@ def check_structure(folder: Path) -> Verdict:
         path = folder / COMMON
         problems += (f"{path}: the file is missing, and {INDEX} has no common_state in its place",)
     return Verdict("damaged" if problems else "complete", problems, index)
+
+
+def complete_index(folder: Path) -> CheckpointIndex:
+    """Return the index of a checkpoint that is complete; CheckpointError says why it is not."""
+    verdict = check_structure(folder)
+    if verdict.state == "complete" and verdict.index is not None:
+        return verdict.index
+    problem = verdict.problems[0] if verdict.problems else f"{folder}: not a torch_dist checkpoint"
+    more = "" if verdict.state == "foreign" else f" ({verdict.state}; `nemotron3 check {folder}` says more)"
+    raise CheckpointError(problem + more)
 
 
 def _sharded_backend(path: Path) -> str:
@@ -162,11 +187,9 @@ def tiling_problem(
 ) -> str | None:
     """Return None if `boxes` of (offsets, sizes) fill a tensor of `shape` exactly once, else a message.
 
-    The number of boxes that cover a point is a function on the grid. Its mixed differences, which are +1 or
-    -1 at the corners of a box and 0 elsewhere, determine it. The boxes therefore cover every point once if
-    and only if the summed differences equal those of the whole tensor. At the first point (in lexicographic
-    order) where the sums differ, the difference is the number of surplus boxes (negative: missing) at that
-    point. Works in any number of dimensions, in time linear in the number of boxes.
+    The number of boxes that cover a point is determined by its mixed differences, which are +1 or -1 at the
+    corners of a box and 0 elsewhere. Boxes cover every point once if and only if the summed differences equal
+    those of the whole tensor; the first point where they differ has too many boxes, or too few.
     """
     shape = tuple(shape)
     corners: defaultdict[tuple[int, ...], int] = defaultdict(int)
@@ -192,3 +215,118 @@ def _add_corners(
     for ends in product((0, 1), repeat=len(sizes)):
         point = tuple(o + s * e for o, s, e in zip(offsets, sizes, ends))
         corners[point] += times * (-1) ** sum(ends)
+
+
+@dataclass
+class IntegrityResult:
+    """Result of a full check."""
+
+    records: int = 0
+    bytes: int = 0
+    #: Archives that were written without CRC32s.
+    unprotected: int = 0
+    problems: tuple[str, ...] = ()
+
+
+def check_integrity(
+    folder: Path,
+    index: CheckpointIndex | None,
+    workers: int = 1,
+    report: Callable[[int], None] = lambda read: None,
+) -> IntegrityResult:
+    """Check the CRC32 of every record, and that every chunk holds the tensor the index describes.
+
+    The folder must have passed the structural check. Memory: a block of 64 MiB per worker.
+    """
+    parts = []
+    with ThreadPoolExecutor(max_workers=max(1, workers)) as pool:
+        for part in pool.map(lambda task: task(), _check_tasks(folder, index)):
+            parts.append(part)
+            report(part.bytes)
+    return IntegrityResult(
+        sum(part.records for part in parts),
+        sum(part.bytes for part in parts),
+        sum(part.unprotected for part in parts),
+        tuple(problem for part in parts for problem in part.problems),
+    )
+
+
+def _check_archives(path: Path, items: list[_Item]) -> IntegrityResult:
+    result, problems = IntegrityResult(), []
+    try:
+        with explained(path):
+            file = MappedFile(path)
+            for name, dtype, place in items:
+                try:
+                    _check_archive(file, dtype, place, result)
+                except (ArchiveError, Refused) as problem:
+                    problems.append(f"{path}: {name} at byte {place.offset:,}: {problem}")
+    except CheckpointError as problem:
+        problems.append(str(problem))
+    result.problems = tuple(problems)
+    return result
+
+
+def _check_archive(file: MappedFile, dtype: str, place: StoredObject, result: IntegrityResult) -> None:
+    found = records(file, place)
+    if all(record.crc == 0 for record in found):  # torch.serialization.set_crc32_options(False)
+        result.unprotected += 1
+    else:
+        for record in found:
+            record.check(file)
+    result.records += len(found)
+    result.bytes += place.length
+    if isinstance(place, TensorChunk):
+        chunk_layout(file, place, dtype)
+
+
+def _check_digest(path: Path, expected: str) -> IntegrityResult:
+    digest = hashlib.sha256()
+    try:
+        with explained(path):
+            file = MappedFile(path)
+            for block in file.blocks(0, file.size):
+                digest.update(block)
+    except CheckpointError as problem:
+        return IntegrityResult(problems=(str(problem),))
+    if digest.hexdigest() == expected:
+        return IntegrityResult()
+    found = f"SHA-256 {digest.hexdigest()[:16]}…, {MANIFEST} says {expected[:16]}…"
+    return IntegrityResult(problems=(f"{path}: {found}",))
+
+
+def _check_tasks(folder: Path, index: CheckpointIndex | None) -> Iterator[Callable[[], IntegrityResult]]:
+    items: list[_Item] = []
+    if index is not None:
+        types = {name: tensor.dtype for name, tensor in index.tensors.items()}
+        items += [(name, types.get(name, ""), place) for name, place in index.items()]
+    if (folder / COMMON).is_file():
+        items.append(("the whole file", "", StoredObject(COMMON, 0, (folder / COMMON).stat().st_size)))
+    group: list[_Item] = []
+    size = 0
+    for item in sorted(items, key=lambda item: (item[2].file, item[2].offset)):
+        if group and (item[2].file != group[0][2].file or size > _TASK_BYTES):
+            yield partial(_check_archives, folder / group[0][2].file, group)
+            group, size = [], 0
+        group.append(item)
+        size += item[2].length
+    if group:
+        yield partial(_check_archives, folder / group[0][2].file, group)
+    for name, expected in _sha256_manifest(folder).items():
+        yield partial(_check_digest, folder / name, expected)
+
+
+def _sha256_manifest(folder: Path) -> dict[str, str]:
+    path = folder / MANIFEST
+    if not os.path.lexists(path):
+        return {}
+    data = read_file(path, JSON_LIMIT)
+    try:
+        found = json.loads(data)
+        if found.get("algorithm", "sha256") != "sha256":
+            raise CheckpointError(f"{path}: algorithm {found['algorithm']!r:.40} is not sha256")
+        return {os.path.basename(str(name)): str(digest) for name, digest in found["files"].items()}
+    except CheckpointError:
+        raise
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        raise CheckpointError(f"{path}: it is not an integrity manifest") from None

@@ -1,9 +1,8 @@
 """Objects of a checkpoint that run code when Megatron reads them.
 
-Megatron's loader unpickles what it finds: the index, every object of a torch_dist folder (`common_state`,
-`rng_state`, `…/_extra_state`), and with them whatever function they name. So a checkpoint is read here first,
-by names (`allowed`), before anything of Megatron reads it. Tensors are not read: torch loads them by an
-allow-list of its own.
+Megatron's loader unpickles what it finds: the index, every object (`common_state`, `rng_state`,
+`…/_extra_state`), and with them whatever function they name. So a checkpoint is read here first, by names.
+Tensors are not read: torch loads them by an allow-list of its own.
 """
 
 from __future__ import annotations
@@ -14,18 +13,29 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoints.allowed import TENSORS, names
-from megatron_nemotron3.checkpoints.mapped import ArchiveError, HeldBytes, MappedFile, explained
+from megatron_nemotron3.checkpoints.mapped import HeldBytes, MappedFile
 from megatron_nemotron3.checkpoints.metadata import (
     INDEX,
+    ITEM_SIZE,
+    ArchiveError,
     CheckpointError,
     CheckpointIndex,
     StoredObject,
     TensorChunk,
+    explained,
     read_metadata,
 )
-from megatron_nemotron3.checkpoints.pickles import Inert, Pickle, Refused, inert, try_all
-from megatron_nemotron3.checkpoints.read import ArchiveRecord, records
+from megatron_nemotron3.checkpoints.pickles import (
+    Inert,
+    Pickle,
+    Refused,
+    arguments,
+    inert,
+    member,
+    stand_ins,
+    try_all,
+)
+from megatron_nemotron3.checkpoints.read import STORAGES, ArchiveRecord, records
 from megatron_nemotron3.common.options import flag
 from megatron_nemotron3.common.switches import TRUST_CHECKPOINT, environment
 
@@ -39,6 +49,47 @@ _SMALL = 1 << 16
 #: Pickles at the begin of a file of torch.save without zip.
 _LEGACY = 5
 _Storage = inert("Storage")
+
+#: Names in pickles of a checkpoint: what Megatron (0.16 to main), Bridge, Transformer Engine and we write, by
+#: module: classes of plain data, enumerations among them, and functions that make tensors and arrays. Each is
+#: safe for a loader that imports it and calls it with any arguments. `getattr`, by which Python 3.11 pickles
+#: members of enumerations, is safe only on classes of this table.
+_NAMES = {
+    "argparse": "Namespace",
+    "types": "SimpleNamespace",
+    "signal": "Signals",
+    "pathlib": "PosixPath PurePosixPath Path",
+    "pathlib._local": "PosixPath PurePosixPath Path",  # Python 3.13
+    "datetime": "timedelta datetime timezone",
+    "torch": "device Size Tensor Generator",
+    "torch._C": "Generator",
+    "torch.nn.parameter": "Parameter",
+    "numpy": "ndarray dtype",
+    "numpy.dtypes": "UInt32DType",
+    "megatron.core.enums": "ModelType Fp8Recipe Fp4Recipe",
+    "megatron.core.transformer.enums": "ModelType LayerType AttnType AttnMaskType AttnBackend "
+    "CudaGraphModule CudaGraphScope InferenceCudaGraphScope",
+    "megatron.core.rerun_state_machine": "RerunDiagnostic RerunMode RerunState RerunValidationStatus Call "
+    "Caller",
+    "megatron.core.optimizer.optimizer_config": "OptimizerConfig AdamOptimizerConfig SGDOptimizerConfig",
+    "megatron.core.inference.config": "PrefixCachingEvictionPolicy PrefixCachingCoordinatorPolicy "
+    "KVCacheManagementMode CudaGraphSizingDistribution AsyncScheduleMode",
+    "megatron.core.inference.moe": "InferenceGroupedGemmBackend",
+    "megatron.core.extensions.transformer_engine": "TEDelayedScaling",
+    "transformer_engine.common.recipe": "DelayedScaling Float8CurrentScaling Float8BlockScaling "
+    "MXFP8BlockScaling NVFP4BlockScaling Format _FormatHelper MMParams QParams",
+    "numpy.core.multiarray": "_reconstruct scalar",
+    "numpy._core.multiarray": "_reconstruct scalar",
+    "numpy.core.numeric": "_frombuffer",
+    "numpy._core.numeric": "_frombuffer",
+    "torch._utils": "_rebuild_tensor _rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_parameter "
+    "_rebuild_parameter_with_state",
+}
+#: Types, which a pickle may call or name as a factory.
+_BUILTINS = "dict list tuple set frozenset int float bool complex str bytearray slice"
+#: Functions of torch._utils that make a tensor; their stand-ins hold (storage, offset, shape, stride, …).
+_TENSORS = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3")
+_FLOAT8 = ("Float8_e4m3fn", "Float8_e5m2")
 
 
 def trust_option(**details: Any) -> Any:
@@ -141,7 +192,7 @@ def _keys_of_states(one: Any, extra: bool) -> Iterator[str]:
     elif isinstance(one, tuple):  # also of a parameter, or a tensor with its class
         for value in one:
             yield from _keys_of_states(value, extra)
-    elif isinstance(one, Inert) and type(one).__name__ in TENSORS:
+    elif isinstance(one, Inert) and type(one).__name__ in _TENSORS:
         if extra and isinstance(one.args[0], _Storage) and one.args[2] != (0,):
             if one.args[1] != 0 or len(one.args[2]) != 1 or one.args[3] != (1,):
                 raise Refused(f"it has a state that is a view of shape {one.args[2]!r:.60}")
@@ -164,4 +215,47 @@ def _storage(pid: Any) -> Any:
     return _Storage(*pid)
 
 
-_ALLOWED = names(_read_nested)
+def _encoded(text: Any = "", encoding: Any = "") -> bytes:
+    if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
+        raise Refused(f"it encodes a {type(text).__name__} by {encoding!r:.40}, not bytes as protocol 2 does")
+    return text.encode("latin-1")
+
+
+def _rebuilt(function: Any, cls: Any, values: Any, *rest: Any) -> Any:
+    if not isinstance(function, type) or function.__name__ not in _TENSORS:
+        raise Refused("it rebuilds a tensor by something else than a function of torch")
+    return function(*values), cls, rest
+
+
+class _BytesIO(Inert):
+    """Transformer Engine 1 has its state in one."""
+
+    __slots__ = ()
+
+    def __init__(self, *args: Any) -> None:
+        for data in args:
+            _read_nested(data)
+
+    def __setstate__(self, state: Any) -> None:
+        _read_nested(state[0] if isinstance(state, tuple) and state else state)
+
+
+_ALLOWED: dict[tuple[str, str], Any] = {
+    **stand_ins(_NAMES),
+    **{("torch", name): name for name in ITEM_SIZE},
+    **{("torch", f"{name}Storage"): f"{name}Storage" for name in (*STORAGES, *_FLOAT8)},
+    ("_codecs", "encode"): _encoded,
+    ("collections", "OrderedDict"): dict,
+    ("collections", "Counter"): dict,
+    ("collections", "defaultdict"): lambda *args: {},
+    ("collections", "deque"): lambda *args: [*args],
+    ("torch.storage", "UntypedStorage"): "UntypedStorage",
+    ("torch.storage", "_load_from_bytes"): _read_nested,
+    ("megatron.core.safe_globals", "safe_load_from_bytes"): _read_nested,
+    ("torch._tensor", "_rebuild_from_type_v2"): _rebuilt,
+    ("io", "BytesIO"): _BytesIO,
+    ("_io", "BytesIO"): _BytesIO,
+}
+for _module in ("builtins", "__builtin__"):
+    _ALLOWED |= {(_module, name): arguments for name in _BUILTINS.split()}
+    _ALLOWED |= {(_module, "getattr"): member, (_module, "bytes"): lambda *args: args or b""}

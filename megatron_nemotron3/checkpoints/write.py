@@ -1,17 +1,8 @@
 """Write the files of a torch_dist folder: archives as torch.save writes them, the index, and the state.
 
-A .distcp file is a row of archives, one per chunk of a tensor and one per object. What is not a tensor
-("args", "iteration", "checkpoint_version") is stored twice. megatron-core 0.16 to 0.18 read only the file
-common.pt. 0.19 reads common.pt if it exists, warns that this will end, and otherwise reads the object
-`common_state/shard_0_1` of the index. A strict load of 0.19 ignores that object, as does the default
-strictness of every version. A folder for all versions therefore has both, with the same content:
-
-    common.pt                        object_archive(state)
-    object common_state/shard_0_1    object_archive([state])
-    .metadata                        index_bytes(tensors, objects)
-    metadata.json                    CONFIG_TEXT, written last
-
-(With `--dist-ckpt-strictness raise_all`, 0.16 to 0.18 refuse the object as unexpected.)
+What is not a tensor is stored twice. megatron-core 0.16 to 0.18 read only common.pt; 0.19 reads it if it
+exists, warns that this will end, and otherwise reads the object `COMMON_OBJECT`, which older versions ignore
+unless `--dist-ckpt-strictness raise_all` is given.
 """
 
 from __future__ import annotations
@@ -24,12 +15,13 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from types import SimpleNamespace
+from typing import Any, Protocol
 
 import torch
 
 from megatron_nemotron3.checkpoints.mapped import HeldBytes
-from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, StoredObject
+from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, StoredObject, TensorChunk
 from megatron_nemotron3.checkpoints.read import STORAGES, records
 
 #: Key of the object that holds the common state, a list of one dict.
@@ -48,21 +40,6 @@ class Writable(Protocol):
     def write(self, data: Any, /) -> int: ...
 
 
-class _Sequential:
-    """A file without a position, of which zipfile writes an archive as if it began there."""
-
-    def __init__(self, out: Writable) -> None:
-        self._out = out
-
-    def write(self, data: Any, /) -> int:
-        return self._out.write(data)
-
-    def flush(self) -> None:
-        pass
-
-    close = flush
-
-
 def object_archive(value: Any) -> bytes:
     """Plain data as torch.save writes it: None, bool, int, float, str; list, tuple, dict, Namespace."""
     stream = io.BytesIO()
@@ -71,11 +48,7 @@ def object_archive(value: Any) -> bytes:
 
 
 def write_tensor(out: Writable, dtype: str, shape: tuple[int, ...], bands: Iterable[memoryview]) -> None:
-    """Write the archive of a contiguous tensor as torch.save does (file format 3).
-
-    Args:
-        bands: its elements in order, as bytes.
-    """
+    """Write the archive of a contiguous tensor, whose elements are `bands`, as torch.save does (format 3)."""
     if math.prod(shape) * ITEM_SIZE[dtype] > _SMALL:
         _write_archive(out, dtype, shape, bands)
         return
@@ -109,14 +82,16 @@ def _around(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, tuple[bytes, ...
 
 
 def _write_archive(out: Writable, dtype: str, shape: tuple[int, ...], bands: Iterable[memoryview]) -> None:
-    with zipfile.ZipFile(_Sequential(out), "w") as archive:
+    # To a file that has no position zipfile writes an archive as if it began there.
+    file: Any = SimpleNamespace(write=out.write, flush=lambda: None)
+    with zipfile.ZipFile(file, "w") as archive:
         archive.writestr(_record("data.pkl"), _tensor_pickle(dtype, shape))
         archive.writestr(_record("byteorder"), b"little")
         data = _record("data/0")
         data.file_size = math.prod(shape) * ITEM_SIZE[dtype]  # decides between 32 and 64 bits
-        with archive.open(data, "w") as file:
+        with archive.open(data, "w") as record:
             for band in bands:
-                file.write(band)
+                record.write(band)
         archive.writestr(_record("version"), b"3\n")
 
 
@@ -159,20 +134,14 @@ def _tensor_pickle(dtype: str, shape: tuple[int, ...]) -> bytes:
     return stream.getvalue()
 
 
-class StoredPart(NamedTuple):
-    """A chunk of a tensor (from `starts` on, of shape `sizes`) or an object, and where it is."""
-
-    key: str
-    place: StoredObject
-    starts: tuple[int, ...] | None = None
-    sizes: tuple[int, ...] = ()
-
-
-def index_bytes(parts: Iterable[StoredPart], tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
-    """Return the content of `.metadata`: a pickled torch.distributed.checkpoint Metadata.
+def index_bytes(
+    parts: Iterable[tuple[str, StoredObject]], tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+) -> bytes:
+    """Return the content of `.metadata`.
 
     Args:
-        tensors: key -> dtype and global shape, of the tensors among the parts.
+        parts: (name, place) of each object and each chunk of a tensor.
+        tensors: dtype and global shape of each tensor.
     """
     from torch.distributed.checkpoint import metadata as dcp  # an import of seconds
     from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
@@ -180,19 +149,20 @@ def index_bytes(parts: Iterable[StoredPart], tensors: Mapping[str, tuple[str, tu
     entries: dict[str, Any] = {}
     places: dict[dcp.MetadataIndex, _StorageInfo] = {}
     size = lru_cache(maxsize=4096)(torch.Size)
-    for key, place, starts, sizes in parts:
-        at = dcp.MetadataIndex(key) if starts is None else dcp.MetadataIndex(key, size(starts))
+    for key, part in parts:
+        starts = part.offsets if isinstance(part, TensorChunk) else None
+        at = dcp.MetadataIndex(key, None if starts is None else size(starts))
         if at in places:
             raise ValueError(f"{key!r} has two parts at {starts}")
-        places[at] = _StorageInfo(place.file, place.offset, place.length)
-        if starts is None:
+        places[at] = _StorageInfo(part.file, part.offset, part.length)
+        if not isinstance(part, TensorChunk):
             entries[key] = dcp.BytesStorageMetadata()
             continue
         if key not in entries:
             dtype, shape = tensors[key]
             properties = dcp.TensorProperties(getattr(torch, dtype))
             entries[key] = dcp.TensorStorageMetadata(properties, size(shape), [])
-        entries[key].chunks.append(dcp.ChunkStorageMetadata(size(starts), size(sizes)))
+        entries[key].chunks.append(dcp.ChunkStorageMetadata(size(part.offsets), size(part.sizes)))
     # The path of every key in the dict that was saved; here the key itself.
     planned = {name: (name,) for name in entries}
     return pickle.dumps(dcp.Metadata(entries, planned, places, version=CURRENT_DCP_VERSION))

@@ -117,9 +117,7 @@ _COMMANDS = (
         "runs/demo --output demo-logits --samples 8 --topk 16",
     ),
     Command("watch", "train.monitor.watch", "plot the monitored series of a run", "runs/demo"),
-    Command(
-        "check", "checkpoints.convert.check", "check that a checkpoint is complete and undamaged", "runs/demo"
-    ),
+    Command("check", "checkpoints.check", "check that a checkpoint is complete and undamaged", "runs/demo"),
     Command(
         "convert",
         "checkpoints.convert.command",

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_nemotron3.checkpoints.mapped import ArchiveError, MappedFile
+from megatron_nemotron3.checkpoints.mapped import MappedFile
 from megatron_nemotron3.checkpoints.metadata import (
+    ArchiveError,
     CheckpointError,
     CheckpointIndex,
     DistTensor,
@@ -21,7 +22,8 @@ from megatron_nemotron3.checkpoints.metadata import (
     TensorChunk,
 )
 from megatron_nemotron3.checkpoints.pickles import Refused
-from megatron_nemotron3.checkpoints.read import chunk_layout, records, stored_object
+from megatron_nemotron3.checkpoints.read import chunk_layout, records
+from megatron_nemotron3.checkpoints.state import stored_object
 from megatron_nemotron3.checkpoints.write import write_tensor
 from tests.support import checkpoint_writer as writer
 from tests.support.checkpoint_reading import read_rows

@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 
 from megatron_nemotron3 import cli
 from megatron_nemotron3.checkpoints import folders
-from megatron_nemotron3.checkpoints.integrity import check_integrity
 from megatron_nemotron3.checkpoints.metadata import CheckpointError, read_metadata
-from megatron_nemotron3.checkpoints.structure import check_structure
+from megatron_nemotron3.checkpoints.structure import check_integrity, check_structure
 from megatron_nemotron3.common import lock
 from tests.support import checkpoint_writer as writer
 from tests.support.checkpoint_reading import read_rows

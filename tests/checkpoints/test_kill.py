@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_nemotron3.checkpoints import folders
-from megatron_nemotron3.checkpoints.integrity import check_integrity
-from megatron_nemotron3.checkpoints.structure import check_structure
+from megatron_nemotron3.checkpoints.structure import check_integrity, check_structure
 from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.train import log
 from tests.support import checkpoint_runs as runs

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_nemotron3.checkpoints.metadata import CheckpointError, read_metadata
-from megatron_nemotron3.checkpoints.pickles import Pickle, Refused, arguments, loads, try_all
+from megatron_nemotron3.checkpoints.pickles import Pickle, Refused, arguments, try_all
 from tests.support import checkpoint_writer as writer
 
 
@@ -94,7 +94,7 @@ def test_a_pickle_cannot_change_the_stand_ins(named: bytes, build: bytes) -> Non
     """BUILD applied to a class or a function sets its attributes; the second form, with slots."""
     table = {("io", "function"): arguments}
     with pytest.raises(Refused):
-        loads(b"\x80\x02" + named + build, table, stubs=("megatron.",))
+        Pickle(b"\x80\x02" + named + build, table, stubs=("megatron.",)).loaded()
     assert vars(arguments) == {}
 
 
@@ -125,7 +125,7 @@ def test_pickles_that_hang_crash_or_fill_the_memory(case: str, capfd: pytest.Cap
     """They end a child at most: this process reads none of them."""
     data, message = HUNGRY[case]
     with pytest.raises(Refused) as refused:
-        loads(data, {})
+        Pickle(data, {}).loaded()
     assert message in str(refused.value) and str(refused.value).isprintable()
     assert capfd.readouterr() == ("", "")
 

@@ -23,8 +23,8 @@ from megatron_nemotron3.checkpoints.convert.origin import copied_files
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.checkpoints.convert.streams import FilePlan, OutputFile, write_parts
 from megatron_nemotron3.checkpoints.convert.views import Converted
-from megatron_nemotron3.checkpoints.mapped import MappedFile, explained
-from megatron_nemotron3.checkpoints.metadata import read_metadata
+from megatron_nemotron3.checkpoints.mapped import MappedFile
+from megatron_nemotron3.checkpoints.metadata import explained, read_metadata
 from megatron_nemotron3.checkpoints.read import chunk_layout
 from megatron_nemotron3.models import get, tiny
 from tests.checkpoints.convert.test_dialects import config as golden
@@ -135,7 +135,7 @@ def packed_folders() -> dict[str, Folder]:
         sparse.write_megatron(megatron, hf)
         with contextlib.redirect_stdout(io.StringIO()):
             conversion.convert_to_hf(
-                megatron, Path(name) / "packed", conversion.ToHfOptions(quantize="super-nvfp4")
+                megatron, Path(name) / "packed", conversion.ToHfOptions(quantize="super-nvfp4", workers=1)
             )
         return {"packed": digest(Path(name) / "packed")}
 

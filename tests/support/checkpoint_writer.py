@@ -21,8 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_nemotron3.checkpoints.metadata import DistTensor, StoredObject
-from megatron_nemotron3.checkpoints.write import StoredPart
+from megatron_nemotron3.checkpoints.metadata import CheckpointIndex, DistTensor, StoredObject
 from megatron_nemotron3.checkpoints.write import index_bytes as made_index
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -108,10 +107,5 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def index_bytes(stored: Mapping[str, DistTensor], objects: Mapping[str, StoredObject]) -> bytes:
     """The content of `.metadata` for tensors and objects at known places."""
-    parts = [
-        StoredPart(name, StoredObject(one.file, one.offset, one.length), one.offsets, one.sizes)
-        for name, tensor in stored.items()
-        for one in tensor.chunks
-    ]
-    parts += [StoredPart(name, place) for name, place in objects.items()]
+    parts = CheckpointIndex(Path(), dict(stored), dict(objects)).items()
     return made_index(parts, {name: (tensor.dtype, tensor.shape) for name, tensor in stored.items()})

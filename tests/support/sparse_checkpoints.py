@@ -26,6 +26,7 @@ from megatron_nemotron3.checkpoints.convert import (
     to_hf,
 )
 from megatron_nemotron3.checkpoints.convert.checkpoints import open_hugging_face
+from megatron_nemotron3.checkpoints.convert.job_options import SHARD_BYTES
 from megatron_nemotron3.checkpoints.convert.plan import extent
 from megatron_nemotron3.checkpoints.convert.sources import SourceTensor
 from megatron_nemotron3.checkpoints.convert.streams import FilePlan, Part
@@ -36,7 +37,7 @@ from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.omni import OmniConfig
 
 
-def write_hf(folder: Path, config: Nemotron3Config, limit: int = to_hf.SHARD_BYTES) -> None:
+def write_hf(folder: Path, config: Nemotron3Config, limit: int = SHARD_BYTES) -> None:
     """The Hugging Face folder of a model."""
     tensors = {t.name: SourceTensor(t.dtype, t.shape) for t in inventory.hf_tensors(config)}
     files = to_hf.files(tensors, limit)

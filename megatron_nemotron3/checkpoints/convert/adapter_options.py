@@ -46,10 +46,10 @@ def with_adapter(opened: Checkpoint, options: ToHfOptions | FromHfOptions) -> Ch
             f"{opened.folder}: it has a LoRA adapter: --merge-adapter adds it to the weights, --adapter-only "
             "writes it alone"
         )
-    if only and (given := [name for name in ("quantize", "dtype", "from_masters") if getattr(options, name)]):
-        option = {"from_masters": "from-optimizer-master"}.get(given[0], given[0])
-        raise ValueError(f"--adapter-only: it does not go with --{option}")
-    if options.compare_logits is not None:
+    for name in ("quantize", "dtype", "from_optimizer_master"):
+        if only and getattr(options, name):
+            raise ValueError(f"--adapter-only: it does not go with --{name.replace('_', '-')}")
+    if options.check_logits is not None:
         raise ValueError("--check-logits: it compares weights without adapters: leave it out")
     return opened
 

@@ -6,20 +6,14 @@ import contextlib
 import dataclasses
 import os
 import re
-from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoints.convert import (
-    adapters,
-    config_json,
-    inventory,
-    omni_checkpoint,
-)
+from megatron_nemotron3.checkpoints.convert import adapters, config_json, inventory, omni_checkpoint
 from megatron_nemotron3.checkpoints.convert.config_keys import OWN, QUANTIZATION
 from megatron_nemotron3.checkpoints.convert.hf_folder import (
     HF_QUANT_CONFIG,
@@ -45,17 +39,16 @@ from megatron_nemotron3.checkpoints.convert.opened import EMBEDDING, Checkpoint
 from megatron_nemotron3.checkpoints.convert.origin import find_origin, tokenizer_folders, with_context
 from megatron_nemotron3.checkpoints.convert.quantized_views import Dequantized
 from megatron_nemotron3.checkpoints.convert.sources import FileSource, TensorSource
-from megatron_nemotron3.checkpoints.convert.torch_dist import open_torch_dist, read_state, reorder_mamba
+from megatron_nemotron3.checkpoints.convert.torch_dist import open_torch_dist, reorder_mamba
 from megatron_nemotron3.checkpoints.convert.views import Selected
 from megatron_nemotron3.checkpoints.folders import CHECKPOINTS, locate, locate_one
 from megatron_nemotron3.checkpoints.metadata import CheckpointError, read_json
 from megatron_nemotron3.checkpoints.pickles import Inert
-from megatron_nemotron3.checkpoints.state import stored_arguments
+from megatron_nemotron3.checkpoints.state import read_state, stored_arguments
 from megatron_nemotron3.checkpoints.structure import CONFIG as METADATA
 from megatron_nemotron3.models import Nemotron3Config, identify, named
 from megatron_nemotron3.models.lora import ARGUMENT, LoRASettings
 from megatron_nemotron3.models.omni import OmniConfig
-from megatron_nemotron3.models.pattern import HybridPattern
 from megatron_nemotron3.models.tensors import hf_root
 
 #: What a training writes next to its checkpoints, and the names of models that are taken from it.
@@ -125,18 +118,24 @@ def open_megatron(folder: Path, **options: Any) -> Checkpoint:
     except CheckpointError:
         if model is None:
             raise
-    config, guessed = _megatron_config(place, state, model, settings.vocab_size)
     arguments = stored_arguments(state)
+    config, guessed = _megatron_config(place, state, model, settings.vocab_size)
     origin = find_origin(place, located.run, arguments)
     config = with_context(config, origin) if model is None else config
-    if fsdp:
-        _refuse_groups(place, state)
-        source = reorder_mamba(source, config, state)
-    elif pattern := _grouped_pattern(place, state):
+    stored = arguments.get("hybrid_layer_pattern")
+    if isinstance(stored, str) and "[" in stored:
+        pattern = stored_pattern(os.fspath(place), arguments)
+        if fsdp:
+            raise ValueError(
+                f"{place}: its layers are grouped ({pattern}), which is read from torch_dist checkpoints "
+                "only: load it in Megatron and save it with --ckpt-format torch_dist"
+            )
         names = numbered_by_layer(source.tensors, pattern)
         source = FileSource(
             place, {names[k]: t for k, t in source.tensors.items()}, source.files, source.opened
         )
+    elif fsdp:
+        source = reorder_mamba(source, config, state)
     keys, left_out = _weight_keys(source.tensors, settings.allow_unused)
     encoders = stored_omni(place, config, arguments, keys, stated)
     if encoders is not None and not settings.omni:
@@ -161,7 +160,7 @@ def open_megatron(folder: Path, **options: Any) -> Checkpoint:
         if encoders is not None:
             raise ValueError(f"{place}: it has LoRA adapters and encoders: not supported together")
         found = {plain_name(key): key for key in source.tensors if non_weight_kind(key) == ADAPTER}
-        alpha = _stored_alpha(place, state) if settings.alpha is None else settings.alpha
+        alpha = _stored_alpha(place, arguments) if settings.alpha is None else settings.alpha
         adapter = adapters.from_megatron(Selected(source, found), mappings, alpha)
         adapters.check_fits(adapter, {t.name: t.shape for mapping in mappings for t in mapping.hf})
     return Checkpoint(
@@ -276,8 +275,8 @@ def hf_model(
     return config, "the stored blocks; config.json does not say (--mtp-num-layers N)"
 
 
-def _stored_alpha(folder: Path, state: dict[str, Any]) -> float:
-    text = stored_arguments(state).get(ARGUMENT)
+def _stored_alpha(folder: Path, arguments: Mapping[str, Any]) -> float:
+    text = arguments.get(ARGUMENT)
     if not isinstance(text, str):
         raise ValueError(
             f"{folder}: it has LoRA adapters and does not say their alpha (Megatron-Bridge's run_config.yaml "
@@ -309,15 +308,15 @@ def _megatron_config(
     folder: Path, state: dict[str, Any], model: Nemotron3Config | None, vocab_size: int | None
 ) -> tuple[Nemotron3Config, bool]:
     """Return the model, and whether its vocabulary size is a guess: a tokenizer's is not stored."""
+    values = stored_arguments(state)
     if model is not None:
-        require_experts(os.fspath(folder), stored_arguments(state), model)
+        require_experts(os.fspath(folder), values, model)
         return dataclasses.replace(model, vocab_size=vocab_size) if vocab_size else model, False
     arguments = state.get("args")
-    if not isinstance(arguments, (Inert, Namespace)):
+    if not isinstance(arguments, Inert):
         raise ValueError(
             f"{folder}: the checkpoint stores no arguments, so its model is unknown: give --model"
         )
-    values = stored_arguments(state)
     padded = values.get("padded_vocab_size")
     guess = vocab_size is None and values.get("vocab_size") is None and type(padded) is int
     config = config_of(arguments, name=os.fspath(folder), vocab_size=padded if guess else vocab_size)
@@ -331,28 +330,11 @@ def _megatron_config(
     return named(config, found), guess
 
 
-def _grouped_pattern(folder: Path, state: dict[str, Any]) -> HybridPattern | None:
-    """Return the stored pattern if it groups layers; None otherwise."""
-    values = stored_arguments(state)
-    text = values.get("hybrid_layer_pattern")
-    return stored_pattern(os.fspath(folder), values) if isinstance(text, str) and "[" in text else None
-
-
-def _refuse_groups(folder: Path, state: dict[str, Any]) -> None:
-    """Refuse layers in groups in a format that names them as a stack inside the stack."""
-    if (pattern := _grouped_pattern(folder, state)) is not None:
-        raise ValueError(
-            f"{folder}: its layers are grouped ({pattern}), which is read from torch_dist checkpoints only: "
-            "load it in Megatron and save it with --ckpt-format torch_dist"
-        )
-
-
 def _name_in_run(folder: Path) -> str | None:
     saves = folder.absolute().parent
     with contextlib.suppress(CheckpointError, KeyError, TypeError):
-        name = read_json((saves.parent if saves.name == CHECKPOINTS else saves) / _RUN)["parts"]["model"][
-            "name"
-        ]
+        run = read_json((saves.parent if saves.name == CHECKPOINTS else saves) / _RUN)
+        name = run["parts"]["model"]["name"]
         if isinstance(name, str) and _NAME.fullmatch(name):
             return name
     return None

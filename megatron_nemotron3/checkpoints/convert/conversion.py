@@ -7,7 +7,8 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +20,17 @@ from megatron_nemotron3.checkpoints.convert.adapter_options import (
     with_adapter,
 )
 from megatron_nemotron3.checkpoints.convert.checkpoints import open_hugging_face, open_megatron
-from megatron_nemotron3.checkpoints.convert.hf_folder import CONFIG, read_config
-from megatron_nemotron3.checkpoints.convert.job import (
-    MANIFEST,
-    Job,
-    JobProgress,
-    check_target,
-    partial_of,
-    run,
-)
+from megatron_nemotron3.checkpoints.convert.hf_folder import CONFIG
+from megatron_nemotron3.checkpoints.convert.job import MANIFEST, Job, check_target, partial_of, run
 from megatron_nemotron3.checkpoints.convert.job_options import ConvertOptions, FromHfOptions, ToHfOptions
-from megatron_nemotron3.checkpoints.convert.notes import bias_notes, config_notes, file_notes
-from megatron_nemotron3.checkpoints.convert.omni_config import text_part
-from megatron_nemotron3.checkpoints.convert.opened import Checkpoint, checkpoint_facts, checkpoint_line
-from megatron_nemotron3.checkpoints.convert.origin import base_config, to_copy, to_keep
+from megatron_nemotron3.checkpoints.convert.opened import (
+    Checkpoint,
+    checkpoint_facts,
+    checkpoint_line,
+    notes_of,
+    say_notes,
+)
+from megatron_nemotron3.checkpoints.convert.origin import base_config, stated_number, to_copy, to_keep
 from megatron_nemotron3.checkpoints.convert.peft import PackedAdapter
 from megatron_nemotron3.checkpoints.convert.quantized_config import read_scales
 from megatron_nemotron3.checkpoints.convert.quantized_recipes import Quantization, quantization
@@ -50,7 +48,7 @@ from megatron_nemotron3.models.lora import ARGUMENT as LORA_ARGUMENT
 from megatron_nemotron3.models.omni import ARGUMENT as ENCODERS
 
 #: Options that do not change what is written.
-_NO_EFFECT = ("workers", "dry_run", "compare_logits", "url")
+_NO_EFFECT = ("workers", "dry_run", "json", "check_logits", "url")
 
 
 @bulk_work()
@@ -61,14 +59,14 @@ def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
     vocab_size, reference = options.vocab_size, options.reference or options.into
     if locate(source).kind == "hugging face":
         raise ValueError(f"{source}: it is a Hugging Face folder: use `nemotron3 convert from-hf`")
-    if vocab_size is None and reference is not None:
-        vocab_size = _stated_vocabulary(reference)
+    if vocab_size is None and reference is not None and (reference / CONFIG).exists():
+        vocab_size = stated_number(reference, "vocab_size")
     opened = open_megatron(
         source,
-        model=options.model,
+        model=options.config,
         iteration=options.iteration,
         vocab_size=vocab_size,
-        from_masters=options.from_masters,
+        from_masters=options.from_optimizer_master,
         allow_unused=options.allow_unused,
         alpha=options.lora_alpha,
         omni=True,
@@ -85,7 +83,7 @@ def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
     view = _cast(view, options.dtype, opened, hf=True)
     plan = scales = None
     if options.quantize is not None:
-        if options.compare_logits is not None:
+        if options.check_logits is not None:
             raise ValueError(
                 "--check-logits: quantized weights give other logits: leave out --quantize or --check-logits"
             )
@@ -110,12 +108,10 @@ def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
     lines += [*filter(None, (line, line_of_files)), *_note_lines(opened, base, json.loads(small[CONFIG]))]
     notes = [*_quantized_lines(plan), *lines]
     job = _job(opened, target, view, (files, small), options, scales)
-    if not _run_job(opened, target, job, options, notes) or options.compare_logits is None:
+    if not _run_job(opened, target, job, options, notes) or options.check_logits is None:
         return 0
-    opened = _language(opened)
-    megatron = _cast(opened.weights, options.dtype, opened, hf=False)
-    hf = _language(open_hugging_face(target, model=opened.config, omni=True)).weights
-    return options.compare_logits(megatron, hf, opened.config)
+    made = open_hugging_face(target, model=opened.config, omni=True)
+    return _compare_logits(options.check_logits, opened, made, options.dtype)
 
 
 @bulk_work()
@@ -125,7 +121,7 @@ def convert_from_hf(source: Path, target: Path, options: FromHfOptions) -> int:
     divisor = options.make_vocab_size_divisible_by
     if divisor < 1:
         raise ValueError(f"--make-vocab-size-divisible-by {divisor}: use 1 or more")
-    if options.dequantize and options.compare_logits is not None:
+    if options.dequantize and options.check_logits is not None:
         raise ValueError(
             "--check-logits: transformers does not compute with quantized weights: leave out --dequantize or "
             "--check-logits"
@@ -135,11 +131,11 @@ def convert_from_hf(source: Path, target: Path, options: FromHfOptions) -> int:
     base = omni_parts.open_into(options.into, megatron=True)
     opened = open_hugging_face(
         source,
-        model=options.model,
+        model=options.config,
         allow_unused=options.allow_unused,
         dequantize=options.dequantize,
-        mtp_num_layers=options.mtp_num_layers,
-        mtp_from=options.mtp_from,
+        mtp_num_layers=options.mtp.mtp_num_layers,
+        mtp_from=options.mtp.mtp_from,
         omni=True,
     )
     opened = omni_parts.check_options(opened, options)
@@ -175,26 +171,24 @@ def convert_from_hf(source: Path, target: Path, options: FromHfOptions) -> int:
         _job(opened, target, view, (folder.files, kept | folder.small), options), index=folder.index
     )
     notes = lines + _note_lines(opened, base, opened.stated or {})
-    if not _run_job(opened, target, job, options, notes) or options.compare_logits is None:
+    if not _run_job(opened, target, job, options, notes) or options.check_logits is None:
         return 0
-    made = _language(open_megatron(target, model=opened.omni or opened.config, omni=True))
-    opened = _language(opened)
-    weights = _cast(opened.weights, options.dtype, opened, hf=True)
-    return options.compare_logits(made.weights, weights, opened.config)
+    made = open_megatron(target, model=opened.omni or opened.config, omni=True)
+    return _compare_logits(options.check_logits, opened, made, options.dtype)
 
 
-def _language(opened: Checkpoint) -> Checkpoint:
-    """Return the language model of a checkpoint, which --check-logits compares."""
-    return opened.language_part() if opened.omni is not None else opened
+def _compare_logits(tokens: int, opened: Checkpoint, made: Checkpoint, dtype: str | None) -> int:
+    """Compare the logits of the language models of both sides. Returns the exit status."""
+    from megatron_nemotron3.checkpoints.convert.logits.compare import LogitsCheckOptions, check_logits
 
-
-def _stated_vocabulary(reference: Path) -> int | None:
-    """Return the vocabulary size of a folder's config.json, if it has one."""
-    if not (reference / CONFIG).exists():
-        return None
-    data = read_config(reference, omni=True)
-    stated = text_part(data).get("vocab_size")
-    return stated if type(stated) is int else None
+    opened, made = (one if one.omni is None else one.language_part() for one in (opened, made))
+    hf = opened.kind == "hugging face"
+    sides = [_cast(opened.weights, dtype, opened, hf=hf), made.weights]
+    megatron, hugging_face = reversed(sides) if hf else sides
+    report = check_logits(megatron, hugging_face, opened.config, LogitsCheckOptions(tokens))
+    heads = [{**asdict(one), "tolerance": one.tolerance} for one in report.logits]
+    say(logits={"equal": report.passed, "problems": report.problems, "heads": heads})
+    return 0 if report.passed else 1
 
 
 def _check_alike(opened: Checkpoint, options: ConvertOptions) -> None:
@@ -210,7 +204,7 @@ def _check_alike(opened: Checkpoint, options: ConvertOptions) -> None:
 def _check_target(target: Path, options: ConvertOptions) -> None:
     check_target(target)
     if options.url is not None:
-        if options.compare_logits is not None:
+        if options.check_logits is not None:
             raise ValueError("--check-logits: convert to a local folder, or leave it out")
         check_url(options.url)
 
@@ -218,7 +212,7 @@ def _check_target(target: Path, options: ConvertOptions) -> None:
 def _note_lines(opened: Checkpoint, base: Checkpoint | None, data: Mapping[str, Any]) -> list[str]:
     """Say what a part is put into, and what a config.json says that matters."""
     into = [] if base is None else [f"into         {checkpoint_line(base)}"]
-    return into + file_notes(opened) + bias_notes(opened) + config_notes(opened, data)
+    return into + notes_of(opened, data)
 
 
 def _quantized_lines(plan: Quantization | None) -> Iterator[str]:
@@ -236,74 +230,61 @@ def _quantized_lines(plan: Quantization | None) -> Iterator[str]:
         yield f"unused       {len(plan.unused):,} of the given scales, first {plan.unused[0]}"
 
 
-def _plan_lines(opened: Checkpoint, target: Path, job: Job) -> list[str]:
+def _say_plan(opened: Checkpoint, target: Path, job: Job, options: ConvertOptions) -> None:
     """Say what is read, left out and written."""
-    kinds = elements_text(count_elements(job.source.tensors.values()))
-    lines = [
+    tensors, elements = len(job.source.tensors), count_elements(job.source.tensors.values())
+    say(
         f"source       {checkpoint_line(opened)}",
-        f"weights      {len(job.source.tensors):,} tensors; elements {kinds}",
-    ]
+        source=checkpoint_facts(opened),
+        target=options.url or str(target),
+    )
+    say(
+        f"weights      {tensors:,} tensors; elements {elements_text(elements)}",
+        tensors=tensors,
+        elements=elements,
+    )
     if opened.config.has_mtp:
         depths, blocks = opened.config.mtp_num_layers, opened.config.mtp_num_blocks
-        lines.append(f"mtp          depths: {depths}, stored blocks: {blocks}; by {opened.mtp_source}")
+        say(f"mtp          depths: {depths}, stored blocks: {blocks}; by {opened.mtp_source}")
     if opened.mtp_from is not None:
-        lines.append(f"mtp          its tensors are those of {shown(opened.mtp_from)}")
-    padding = (opened.padded_vocab_size or 0) - opened.config.vocab_size
+        say(f"mtp          its tensors are those of {shown(opened.mtp_from)}")
+    tokens, rows = opened.config.vocab_size, opened.padded_vocab_size
+    line = None
     if opened.vocabulary_guessed:
-        lines.append(
-            f"vocabulary   {opened.config.vocab_size:,} rows, all of them kept: how many are padding is not "
-            "stored (--vocab-size N)"
-        )
-    elif padding > 0:
-        lines.append(
-            f"vocabulary   {padding:,} padded rows behind {opened.config.vocab_size:,} tokens are left out"
-        )
-    if opened.left_out:
-        lines.append(
-            "left out     " + ", ".join(f"{n:,} {what} tensors" for what, n in opened.left_out.items())
-        )
+        line = f"{tokens:,} rows, all of them kept: how many are padding is not stored (--vocab-size N)"
+    elif rows is not None and rows > tokens:
+        line = f"{rows - tokens:,} padded rows behind {tokens:,} tokens are left out"
+    say(line and f"vocabulary   {line}", vocabulary_guessed=opened.vocabulary_guessed, padded_vocab_size=rows)
+    line = ", ".join(f"{n:,} {what} tensors" for what, n in opened.left_out.items())
+    say(f"left out     {line}" if line else None, left_out=dict(opened.left_out))
     free = "" if shown(target) != str(target) else f"; {size_text(free_bytes(target))} are free"
     files = len(job.files) + len(job.small)
-    lines.append(f"target       {shown(target)}: {files:,} files, {size_text(job.length)}{free}")
+    say(
+        f"target       {shown(target)}: {files:,} files, {size_text(job.length)}{free}",
+        files=files,
+        bytes=job.length,
+        written=False,
+    )
     if partial_of(target).exists():
-        lines.append(f"continues    {partial_of(target)}")
-    return lines
+        say(f"continues    {partial_of(target)}")
 
 
 def _run_job(
     opened: Checkpoint, target: Path, job: Job, options: ConvertOptions, notes: Iterable[str]
 ) -> bool:
     """Print the notes and the plan, and write the folder. Returns whether it was written."""
-    for line in notes:
-        say(line, notes=[" ".join(line.split())])
-    for line in _plan_lines(opened, target, job):
-        say(line)
-    say(
-        source=checkpoint_facts(opened),
-        target=options.url or str(target),
-        tensors=len(job.source.tensors),
-        elements=count_elements(job.source.tensors.values()),
-        vocabulary_guessed=opened.vocabulary_guessed,
-        padded_vocab_size=opened.padded_vocab_size,
-        left_out=dict(opened.left_out),
-        files=len(job.files) + len(job.small),
-        bytes=job.length,
-        written=False,
-    )
+    say_notes(notes)
+    _say_plan(opened, target, job, options)
     if options.dry_run:
         say("dry run      nothing was written")
         return False
     sys.stdout.flush()
     started = time.monotonic()
+    write = partial(run, job, workers=options.workers)
+    if options.url is not None:
+        write = partial(upload, job, options.url)
     with Bar("convert", BYTES) as bar:
-
-        def show(at: JobProgress) -> None:
-            bar.to(at.done, at.total, begun=at.begun)
-
-        if options.url is not None:
-            upload(job, options.url, show)
-        else:
-            run(job, workers=options.workers, report=show)
+        write(report=lambda at: bar.to(at.done, at.total, begun=at.begun))
     seconds = time.monotonic() - started
     say(
         f"written      {size_text(job.length)} in {seconds:.1f} s; {shown(target / MANIFEST)} has the CRC32 "
@@ -313,9 +294,12 @@ def _run_job(
         manifest=shown(target / MANIFEST),
     )
     same = options.only is None and not isinstance(job.source, (Quantized, PackedAdapter))
-    if options.compare_logits is None and same:
-        mtp = getattr(options, "mtp_from", None), getattr(options, "mtp_num_layers", None)
-        words = f" --mtp-from {shown(mtp[0])}" if mtp[0] else " --mtp-num-layers 0" if mtp[1] == 0 else ""
+    if options.check_logits is None and same:
+        words = ""
+        if opened.mtp_from is not None:
+            words = f" --mtp-from {shown(opened.mtp_from)}"
+        elif isinstance(options, FromHfOptions) and options.mtp.mtp_num_layers == 0:
+            words = " --mtp-num-layers 0"
         say(f"next         nemotron3 verify {shown(opened.folder)} {shown(target)}{words}")
     return True
 

@@ -1,18 +1,8 @@
 """Hugging Face -> Megatron: plan the files of a torch_dist folder.
 
-OUT/latest_checkpointed_iteration.txt    "release": Megatron starts at iteration 0 with a new optimizer
-OUT/release/__0_N.distcp                 one chunk after another; one chunk per expert
-OUT/release/common.pt, .metadata, metadata.json
-
-Megatron's hybrid spec on TransformerEngine (TE) loads one `_extra_state` object per TE module, which holds
-FP8 scaling state. Without these objects, a load fails at the default strictness. Each routed expert has one:
-
-    decoder.layers.0.mixer.in_proj._extra_state/shard_0_1
-    decoder.layers.1.mlp.experts.experts.linear_fc1._extra_state/shard_3_8         expert 3 of 8
-
-A converted checkpoint has no such state, so every object is None: TE and Megatron's own linears then keep
-their initial state. Modules that are not TE modules have no object: the embedding, the router, Mamba's
-convolution and its gated norm.
+It is a release: Megatron starts at iteration 0 with a new optimizer. Each module of TransformerEngine loads
+an `_extra_state` object, its FP8 scaling state, and without one a load fails at the default strictness. Here
+each is None: modules then keep their initial state.
 """
 
 from __future__ import annotations
@@ -21,28 +11,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megatron_nemotron3.checkpoints.convert.job import Places
+from megatron_nemotron3.checkpoints.convert.job_options import SHARD_BYTES
 from megatron_nemotron3.checkpoints.convert.megatron_args import args_of, common_state
 from megatron_nemotron3.checkpoints.convert.omni_inventory import LANGUAGE
 from megatron_nemotron3.checkpoints.convert.plan import Slices, band, extent, whole
 from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource
 from megatron_nemotron3.checkpoints.convert.streams import FilePlan, Part, grouped
 from megatron_nemotron3.checkpoints.folders import RELEASE, TRACKER
-from megatron_nemotron3.checkpoints.metadata import COMMON, INDEX, StoredObject
+from megatron_nemotron3.checkpoints.metadata import COMMON, INDEX, StoredObject, TensorChunk
 from megatron_nemotron3.checkpoints.structure import CONFIG
-from megatron_nemotron3.checkpoints.write import (
-    COMMON_OBJECT,
-    CONFIG_TEXT,
-    StoredPart,
-    index_bytes,
-    object_archive,
-)
+from megatron_nemotron3.checkpoints.write import COMMON_OBJECT, CONFIG_TEXT, index_bytes, object_archive
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.omni import ARGUMENT as ENCODERS
 from megatron_nemotron3.models.prefixes import prefixes
 from megatron_nemotron3.models.tensors import Row
 
-#: Largest size of a file in bytes, unless a single chunk is larger.
-FILE_BYTES = 5 * 10**9
 #: Large column-parallel tensors are stored in several chunks, so that a rank reads little beyond its shard.
 _PARTS = 8
 #: Size in bytes from which a tensor is large.
@@ -55,20 +38,20 @@ class FolderPlan:
 
     tensors: Mapping[str, SourceTensor]
     files: list[FilePlan]
-    #: Of each file, the key of each part: a tensor, or an object.
-    keys: dict[str, list[str]]
     small: dict[str, bytes]
 
     def index(self, places: Mapping[str, Places]) -> dict[str, bytes]:
         """Return the index of a folder whose parts are at `places`."""
-        stored = []
+        stored: list[tuple[str, StoredObject]] = []
         for plan in self.files:
             file = plan.name.rpartition("/")[2]
-            keyed = zip(self.keys[plan.name], plan.parts, places[plan.name], strict=True)
-            for key, part, (offset, length) in keyed:
-                starts = tuple(start for start, _ in part.slices) if part.tensor else None
-                place = StoredObject(file, offset, length)
-                stored.append(StoredPart(key, place, starts, extent(part.slices)))
+            for part, (offset, length) in zip(plan.parts, places[plan.name], strict=True):
+                if part.tensor:
+                    starts = tuple(start for start, _ in part.slices)
+                    chunk = TensorChunk(file, offset, length, starts, extent(part.slices))
+                    stored.append((part.tensor, chunk))
+                else:
+                    stored.append((part.key, StoredObject(file, offset, length)))
         described = {key: (tensor.dtype, tensor.shape) for key, tensor in self.tensors.items()}
         return {f"{RELEASE}/{INDEX}": index_bytes(stored, described)}
 
@@ -79,34 +62,31 @@ def plan(
     *,
     padded_vocab_size: int,
     dtype: str,
-    limit: int = FILE_BYTES,
+    limit: int = SHARD_BYTES,
     arguments: Mapping[str, str] | None = None,
 ) -> FolderPlan:
     """Plan a folder with these weights and more `arguments` in its state."""
     parts = [
-        (name, Part(tensor=name, slices=one, dtype=tensor.dtype))
+        Part(tensor=name, slices=one, dtype=tensor.dtype)
         for name, tensor in view.tensors.items()
         for one in _chunk_slices(view.rows.get(name), tensor)
     ]
     root = LANGUAGE if ENCODERS in (arguments or {}) else ""
-    nothing = Part(EXTRA_STATE)
-    parts += [(root + key, nothing) for key in extra_state_keys(config)]
+    parts += [Part(EXTRA_STATE, key=root + key) for key in extra_state_keys(config)]
     args = args_of(config, padded_vocab_size=padded_vocab_size, dtype=dtype)
     vars(args).update(arguments or {})
     state = common_state(args)
-    parts.append((COMMON_OBJECT, Part(object_archive([state]))))
-    files: list[FilePlan] = []
-    keys: dict[str, list[str]] = {}
-    for group in grouped(parts, limit, lambda one: one[1].length):
-        name = f"{RELEASE}/__0_{len(files)}.distcp"
-        files.append(FilePlan(name, [part for _, part in group], archives=True))
-        keys[name] = [key for key, _ in group]
+    parts.append(Part(object_archive([state]), key=COMMON_OBJECT))
+    files = [
+        FilePlan(f"{RELEASE}/__0_{number}.distcp", group, archives=True)
+        for number, group in enumerate(grouped(parts, limit, lambda part: part.length))
+    ]
     small = {
         f"{RELEASE}/{COMMON}": object_archive(state),
         f"{RELEASE}/{CONFIG}": CONFIG_TEXT.encode(),
         TRACKER: RELEASE.encode(),
     }
-    return FolderPlan(view.tensors, files, keys, small)
+    return FolderPlan(view.tensors, files, small)
 
 
 def _chunk_slices(row: Row | None, tensor: SourceTensor) -> Iterator[Slices]:
@@ -154,10 +134,7 @@ _LATENT = "_latent_proj"
 
 
 def extra_state_keys(config: Nemotron3Config) -> Iterator[str]:
-    """Yield the keys of the objects in the order of the layers; they do not depend on the layout that loads.
-
-    Experts must be stored as one stack (Megatron's metadata `singleton_local_shards` is false).
-    """
+    """Yield the keys of the objects, one for each expert, for experts that are stored as one stack."""
     for prefix in prefixes(config):
         for module in MODULES[prefix.part]:
             if _LATENT in module and not config.moe_latent_size:

@@ -35,8 +35,8 @@ from megatron_nemotron3.checkpoints.convert.sources import (
 from megatron_nemotron3.checkpoints.folders import HF_CONFIG as CONFIG
 from megatron_nemotron3.checkpoints.folders import HF_INDEX as INDEX
 from megatron_nemotron3.checkpoints.folders import HF_SINGLE as SINGLE
-from megatron_nemotron3.checkpoints.mapped import MappedFile, explained
-from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, CheckpointError, read_json
+from megatron_nemotron3.checkpoints.mapped import MappedFile
+from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, CheckpointError, explained, read_json
 from megatron_nemotron3.common.files import first_repeated
 
 #: The file that ModelOpt's exporter writes next to config.json.

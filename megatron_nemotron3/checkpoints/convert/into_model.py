@@ -17,7 +17,11 @@ from megatron_nemotron3.common.switches import LORA
 
 
 def sharded(model: Any, dp_cp: Any = None) -> list[Any]:
-    """The ShardedTensors of a model chunk, data as views of its parameters and buffers."""
+    """The ShardedTensors of a model chunk, data as views of its parameters and buffers.
+
+    Args:
+        dp_cp: the model's data- and context-parallel group; None: Megatron's.
+    """
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
@@ -46,11 +50,10 @@ def load_base(model: Any, folder: Path, *, option: str = f"{LORA}: base=", dp_cp
 
     Args:
         option: what named the folder, for messages.
-        dp_cp: the model's data- and context-parallel group; None: Megatron's.
+        dp_cp: as of `sharded`.
 
     Raises:
-        ValueError: there is no torch_dist checkpoint in the folder, it would run code, or its tensors do not
-            fit.
+        ValueError: it is no torch_dist checkpoint, it would run code, or its tensors do not fit.
     """
     from megatron.core import dist_checkpointing, parallel_state
 

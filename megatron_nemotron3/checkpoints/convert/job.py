@@ -1,12 +1,8 @@
 """Write a folder of planned files: in several processes, restartable, and atomically.
 
-    OUT.partial/            the folder while it is written; it is renamed to OUT at the end
-      journal.jsonl         the fingerprint of the plan, then one line per finished file
-      .nemotron3.lock       who writes it
-
-A killed job leaves OUT.partial. The same command continues it: files in the journal stay, the others are
-written again. Files depend only on the plan, so the result is the same as without the interruption. The
-fingerprint covers the options and the source: its metadata, and size and time of its files.
+OUT.partial/ is the folder while it is written. Its journal.jsonl has the fingerprint of the plan, which
+covers the options and the source, and a line for each finished file. A killed job leaves it, and the same
+command continues it: files in the journal stay, the others are written again.
 """
 
 from __future__ import annotations
@@ -180,8 +176,13 @@ def _run_locked(
     _remove_leftovers(partial, set(done))
     lines = [{"plan": fingerprint}, *({"file": name, **entry} for name, entry in done.items())]
     write_bytes(partial / JOURNAL, b"".join(map(_journal_line, lines)))
+
+    def write_one(plan: FilePlan, count: Callable[[int], None]) -> dict[str, Any]:
+        (partial / plan.name).parent.mkdir(parents=True, exist_ok=True)
+        return write(plan, job.source, partial / plan.name, count, finite=job.finite)
+
     with open(partial / JOURNAL, "ab") as journal:
-        for name, entry in _write_files(todo, job, partial, workers, report):
+        for name, entry in write_files(job, todo, write_one, workers, report):
             done[name] = entry
             journal.write(_journal_line({"file": name, **entry}))
             journal.flush()
@@ -275,21 +276,22 @@ def _journal_lines(partial: Path) -> list[dict[str, Any]]:
     return []
 
 
-def _write_files(
-    todo: Sequence[FilePlan], job: Job, partial: Path, workers: int, report: Callable[[JobProgress], None]
+def write_files(
+    job: Job,
+    todo: Sequence[FilePlan],
+    write_one: Callable[[FilePlan, Callable[[int], None]], dict[str, Any]],
+    workers: int,
+    report: Callable[[JobProgress], None],
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Write files in any order; yield (name, journal entry) of each finished file."""
+    """Write files by `write_one(plan, count)`; yield name and journal entry of each one that is finished."""
     total = sum(plan.length for plan in job.files)
     before = total - sum(plan.length for plan in todo)
-    for plan in todo:
-        (partial / plan.name).parent.mkdir(parents=True, exist_ok=True)
 
-    def write_one(number: int, count: Callable[[int], None]) -> tuple[str, dict[str, Any]]:
-        plan = todo[number]
-        return plan.name, write(plan, job.source, partial / plan.name, count, finite=job.finite)
+    def work(number: int, count: Callable[[int], None]) -> tuple[str, dict[str, Any]]:
+        return todo[number].name, write_one(todo[number], count)
 
     yield from parallel_map(
-        write_one,
+        work,
         range(len(todo)),
         workers=workers,
         report=lambda written: report(JobProgress(before + written, total, before)),

@@ -1,70 +1,133 @@
-"""Options of a conversion, as functions take them."""
+"""Options of `nemotron3 convert`, on the command line and of its functions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from megatron_nemotron3.checkpoints.convert import to_hf
-from megatron_nemotron3.checkpoints.convert.sources import TensorSource
+from megatron_nemotron3.common.options import flag, json_flag, option, repeated, workers_option
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.command import StoredModelOptions
 from megatron_nemotron3.models.omni import OmniConfig
+from megatron_nemotron3.precision.serving import RECIPES
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+#: Default of --shard-size: 5GB as Hugging Face counts it.
+SHARD_BYTES = 5 * 10**9
+DTYPES = ("bfloat16", "float16", "float32")
+DEQUANTIZE = "read packed NVFP4 and FP8 weights as BF16"
+_MTP, _QUANTIZED = "multi-token prediction", "quantized weights"
+_LORA, _ENCODERS = "LoRA adapters", "models with encoders"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConvertOptions:
-    """Options of both directions; names and meaning are those of the command line."""
+class StoredOptions:
+    """How a checkpoint is read: the same for both directions and `verify`."""
 
-    #: Default: the model is read from the checkpoint.
-    model: Nemotron3Config | OmniConfig | None = None
-    #: Default: types are kept.
-    dtype: str | None = None
-    allow_unused: Sequence[str] = ()
-    workers: int = 1
-    dry_run: bool = False
-    shard_bytes: int = to_hf.SHARD_BYTES
-    allow_nonfinite: bool = False
-    #: A folder that peft saved.
-    adapter: Path | None = None
-    #: Add the adapter to the weights: that of `adapter`, or the source's own.
-    merge_adapter: bool = False
-    #: Default: as the Megatron checkpoint says.
-    lora_alpha: float | None = None
-    #: "language": convert the language model of a model with encoders alone.
-    only: str | None = None
-    #: A checkpoint with encoders, of the kind that is written: put the language model into it.
-    into: Path | None = None
+    which: StoredModelOptions = StoredModelOptions()
+    lora_alpha: float | None = option("alpha of a Megatron LoRA adapter (default: as stored)", "N")
+    allow_unused: list[str] = repeated("tensors that may be left out", "GLOB")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MTPOptions:
+    """Which MTP a Hugging Face folder is read with."""
+
+    mtp_num_layers: int | None = option(
+        "depths of MTP (default: as --model, config.json or the catalog says, else the stored blocks); "
+        "0: without MTP",
+        "N",
+        group=_MTP,
+    )
+    mtp_from: Path | None = option(
+        "take MTP, which a fine-tune has lost, from this Hugging Face folder or safetensors file",
+        "PATH",
+        group=_MTP,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions(StoredOptions):
+    """Options of both directions."""
+
+    check_logits: int | None = option(
+        "afterwards, compare the logits of both sides on N tokens, layer by layer", "N"
+    )
+    adapter: Path | None = option("a LoRA adapter to put in: a folder that peft saved", "DIR", group=_LORA)
+    adapter_only: bool = False
+    merge_adapter: bool = flag("add the adapter, W + alpha / r * B A, to the weights", group=_LORA)
+    only: Literal["language"] | None = option(
+        "convert the language model alone, without the encoders", group=_ENCODERS
+    )
+    into: Path | None = option(
+        "with --only language: write DIR, a checkpoint with encoders of the kind that is written, "
+        "with this language model in the place of its own",
+        "DIR",
+        group=_ENCODERS,
+    )
+    dtype: str | None = option("type of the numbers (of the weights; default: as stored)", choices=DTYPES)
+    shard_size: str = option("largest size of a file (default 5GB)", "SIZE", default="5GB")
+    allow_nonfinite: bool = flag("copy NaN and infinities")
+    json: bool = json_flag()
+    dry_run: bool = flag("print the plan and its size, and stop")
+    workers: int = workers_option()
+    #: Of --model; default: the model is read from the checkpoint.
+    config: Nemotron3Config | OmniConfig | None = None
+    #: Of --shard-size.
+    shard_bytes: int = SHARD_BYTES
     #: Write there; the target is then only a name.
     url: str | None = None
-    #: Called with Megatron's weights, Hugging Face's and the model after the conversion; returns the exit
-    #: status (--check-logits).
-    compare_logits: Callable[[TensorSource, TensorSource, Nemotron3Config], int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class ToHfOptions(ConvertOptions):
+class _OfMegatron:
+    iteration: int | None = option("default: the iteration that the tracker names", "N")
+    vocab_size: int | None = option("tokens in the vocabulary (default: as stored)", "N")
+    reference: Path | None = option(
+        "HF folder whose tokenizer, generation files and other keys of config.json are kept (default: "
+        "those of the folder that the model comes from, and the tokenizer of the run)",
+        "DIR",
+    )
+    from_optimizer_master: bool = flag("convert the FP32 masters of the optimizer, not the weights")
+    quantize: str | None = option(
+        f"pack the weights for inference engines: nvfp4, fp8, or one of {', '.join(RECIPES)}",
+        "RECIPE",
+        group=_QUANTIZED,
+    )
+    input_scales: Path | None = option(
+        "scales of activations for --quantize: JSON, safetensors, or a quantized folder",
+        "PATH",
+        group=_QUANTIZED,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToHfOptions(ConvertOptions, _OfMegatron):
     """Options of `convert_to_hf`."""
 
-    #: Default: the iteration that the tracker names.
-    iteration: int | None = None
-    vocab_size: int | None = None
-    from_masters: bool = False
-    reference: Path | None = None
-    #: Recipe of `quantized_recipes`.
-    quantize: str | None = None
-    input_scales: Path | None = None
-    #: Write the adapter alone, as a folder of peft.
-    adapter_only: bool = False
+    adapter_only: bool = flag("write the LoRA adapter alone, as a folder of peft", group=_LORA)
 
 
 @dataclass(frozen=True, kw_only=True)
-class FromHfOptions(ConvertOptions):
+class _OfHuggingFace:
+    make_vocab_size_divisible_by: int = option(
+        "pad the vocabulary to a multiple of N: Megatron's option times TP (default 128)", "N", default=128
+    )
+    mtp: MTPOptions = MTPOptions()
+    dequantize: bool = flag(DEQUANTIZE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromHfOptions(ConvertOptions, _OfHuggingFace):
     """Options of `convert_from_hf`."""
 
-    make_vocab_size_divisible_by: int = 128
-    dequantize: bool = False
-    #: Default: as config.json says; 0: without MTP.
-    mtp_num_layers: int | None = None
-    #: A Hugging Face folder, or a file, with the MTP that the source has lost.
-    mtp_from: Path | None = None
+
+def size(text: str) -> int:
+    """Return the bytes of "5GB", "512MiB" or "1000000"."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None or (found := int(float(match[1]) * unit)) < 1:
+        raise ValueError(f"--shard-size {text}: give a size like 5GB or 512MiB")
+    return found

@@ -1,23 +1,25 @@
-"""An opened checkpoint of any kind, and what to say of it."""
+"""An opened checkpoint of any kind, and what to say of it: what it is, what was lost, what others do."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoints.convert import inventory, omni_inventory
+from megatron_nemotron3.checkpoints.convert import config_json, inventory, omni_inventory
 from megatron_nemotron3.checkpoints.convert.adapters import Merged, StoredAdapter
+from megatron_nemotron3.checkpoints.convert.hf_folder import other_files
 from megatron_nemotron3.checkpoints.convert.inventory import TensorMapping
-from megatron_nemotron3.checkpoints.convert.omni_config import TEXT, part
+from megatron_nemotron3.checkpoints.convert.omni_config import TEXT, part, pruning_note, text_part
 from megatron_nemotron3.checkpoints.convert.omni_inventory import LANGUAGE
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.checkpoints.convert.views import Cast, Converted, Selected
 from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE
 from megatron_nemotron3.checkpoints.remote import shown
+from megatron_nemotron3.common.output import say
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.omni import OmniConfig
 
@@ -125,7 +127,11 @@ def checkpoint_line(opened: Checkpoint) -> str:
     at = "" if opened.iteration is None else f", iteration {opened.iteration}"
     depths = f", {c.mtp_num_layers} depths" if c.mtp_num_layers != c.mtp_num_blocks else ""
     mtp = f" / MTP {c.mtp_pattern} x {c.mtp_num_blocks}{depths}" if c.has_mtp else ""
-    encoders = f" behind encoders {_encoders(opened.omni)}" if opened.omni else ""
+    encoders = ""
+    if opened.omni is not None:
+        vision, sound = opened.omni.vision, opened.omni.sound
+        second = "no sound" if sound is None else f"parakeet {sound.num_layers} x {sound.hidden_size}"
+        encoders = f" behind encoders radio {vision.num_layers} x {vision.hidden_size}, {second}"
     lora = f", with a LoRA adapter of {len(opened.adapter.stems):,} matrices" if opened.adapter else ""
     return (
         f"{shown(opened.folder)} ({opened.kind}{at}): {opened.name}, layers {c.pattern}{mtp}{encoders}, "
@@ -151,7 +157,78 @@ def checkpoint_facts(opened: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _encoders(config: OmniConfig) -> str:
-    vision, sound = config.vision, config.sound
-    second = "no sound" if sound is None else f"parakeet {sound.num_layers} x {sound.hidden_size}"
-    return f"radio {vision.num_layers} x {vision.hidden_size}, {second}"
+def say_notes(notes: Iterable[str], begin: str = "") -> None:
+    """Print notes, a line each; in the JSON document they are a list of texts."""
+    for note in notes:
+        say(begin + note, notes=[" ".join(note.split())])
+
+
+def notes_of(opened: Checkpoint, data: Mapping[str, Any]) -> list[str]:
+    """Return what is to be known of a checkpoint that is read, and of a config.json of its model."""
+    return _file_notes(opened) + bias_notes(opened) + _config_notes(opened, data)
+
+
+def bias_notes(opened: Checkpoint) -> list[str]:
+    """Say what was lost of the expert bias, which is FP32: its last bits, or all of it. It is read."""
+    distinct, zeros = {}, []
+    for name in opened.float32:
+        values = opened.weights.read(name)
+        if not values.any():
+            zeros.append(name)
+        elif name in opened.narrow:
+            distinct[name] = (values.unique().numel(), values.numel())
+    notes = []
+    if distinct:
+        least = min(distinct, key=lambda name: distinct[name])
+        (number, size), dtype = distinct[least], opened.narrow[least]
+        notes.append(
+            f"expert bias  {dtype} instead of float32 in {len(distinct):,} of {len(opened.float32):,} "
+            f"tensors: {number:,} distinct of {size:,} values in {least}; what was rounded away is lost"
+        )
+    if zeros:
+        notes.append(
+            f"expert bias  all zeros in {len(zeros):,} of {len(opened.float32):,} tensors, first {zeros[0]}: "
+            "never updated, or lost"
+        )
+    return notes
+
+
+def narrower_notes(a: TensorSource, b: TensorSource) -> list[str]:
+    """Say which side of a comparison has tensors in fewer bits, with the distinct values of the smallest."""
+    notes = []
+    for side, one, other in (("a", a, b), ("b", b, a)):
+        found = [
+            name
+            for name, tensor in one.tensors.items()
+            if name in other.tensors and ITEM_SIZE[tensor.dtype] < ITEM_SIZE[other.tensors[name].dtype]
+        ]
+        if not found:
+            continue
+        name = min(found, key=lambda name: one.tensors[name].nbytes)
+        mine, theirs = (x.read(name).unique().numel() for x in (one, other))
+        notes.append(
+            f"narrower     {side} has {len(found):,} tensors in fewer bits: {name} is "
+            f"{one.tensors[name].dtype} for {other.tensors[name].dtype}, with {mine:,} distinct values for "
+            f"{theirs:,}"
+        )
+    return notes
+
+
+def _file_notes(opened: Checkpoint) -> list[str]:
+    """Name the safetensors files that are not read."""
+    notes = []
+    for name, mtp in other_files(opened.folder, opened.weights.files).items():
+        cure = f" (its {mtp:,} tensors of MTP: --mtp-from {shown(opened.folder / name)})" if mtp else ""
+        notes.append(f"not read     {name}: no index lists it{cure}")
+    return notes if opened.kind == "hugging face" else []
+
+
+def _config_notes(opened: Checkpoint, data: Mapping[str, Any]) -> list[str]:
+    """Return where a config.json makes others compute differently than Megatron, and its unread keys."""
+    text = text_part(data)
+    notes = {
+        "config.json  ": config_json.unread_note(text),
+        "time steps   ": config_json.clamp_note(text) if "M" in opened.config.full_pattern else None,
+        "video        ": pruning_note(data) if opened.omni else None,
+    }
+    return [start + note for start, note in notes.items() if note]

@@ -1,9 +1,8 @@
 """What a Megatron checkpoint keeps of the Hugging Face folder that it comes from, and where a run finds it.
 
-    DIR/release/hugging_face/   config.json, tokenizer, chat template, generation_config.json, code
-    RUN/hugging_face/           the same, copied when `nemotron3 train` starts from DIR
-
-Megatron itself keeps nothing of it, but stores the folder that it loaded among its arguments.
+DIR/release/hugging_face/ has its config.json, tokenizer, code and generation settings; RUN/hugging_face/ has
+the same when `nemotron3 train` starts from DIR. Megatron itself keeps only the name of the folder that it
+loaded.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from megatron_nemotron3.checkpoints.convert.omni_config import omni_config, requ
 from megatron_nemotron3.checkpoints.folders import HUGGING_FACE, RELEASE, TOKENIZER, locate_one
 from megatron_nemotron3.checkpoints.metadata import CheckpointError, read_file, read_json
 from megatron_nemotron3.checkpoints.remote import shown
-from megatron_nemotron3.checkpoints.state import stored_arguments
+from megatron_nemotron3.checkpoints.state import read_arguments
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.omni import OmniConfig
 
@@ -62,21 +61,6 @@ def _of_tokenizer(name: str) -> bool:
     return name in _TOKENIZER or name.endswith(_TOKENIZER_ENDINGS)
 
 
-def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder has a tokenizer of Hugging Face."""
-    return any(os.path.isfile(folder / name) for name in _VOCABULARIES)
-
-
-def joined_files(parts: list[dict[str, bytes]]) -> dict[str, bytes]:
-    """Join the files of folders, the first of which wins; a tokenizer is that of one folder."""
-    result: dict[str, bytes] = {}
-    for files in reversed(parts):
-        if any(name in files for name in _VOCABULARIES):
-            result = {name: data for name, data in result.items() if not _of_tokenizer(name)}
-        result |= files
-    return result
-
-
 def to_keep(opened: Checkpoint, base: Checkpoint | None) -> tuple[dict[str, bytes], list[str]]:
     """Return what a release checkpoint keeps of `opened`, a Hugging Face folder, and what cannot be kept.
 
@@ -100,28 +84,21 @@ def to_keep(opened: Checkpoint, base: Checkpoint | None) -> tuple[dict[str, byte
 def to_copy(reference: Path | None, opened: Checkpoint) -> tuple[dict[str, bytes], str]:
     """Return the files that a Hugging Face folder gets besides the model, and whose tokenizer it is.
 
-    They are those of the reference, of the checkpoint's tokenizer, and of its origin; the first that has a
-    tokenizer, or another file, wins.
+    They are those of the reference, of the checkpoint's tokenizer, and of its origin. The first that has a
+    file wins; a tokenizer is that of one folder.
     """
     if reference is not None and not reference.is_dir():
         raise ValueError(f"{reference}: --reference must be a folder")
     places = filter(None, (reference, *opened.tokenizers, opened.origin))
-    whose = next(filter(has_tokenizer, places), None)
+    has_one = (place for place in places if any(os.path.isfile(place / name) for name in _VOCABULARIES))
+    whose = next(has_one, None)
+    files: dict[str, bytes] = {}
     folders = dict.fromkeys(filter(None, (reference, whose, opened.origin)))
-    line = "" if whose in (None, reference) else f"tokenizer    as in {shown(whose or '')}"
-    return joined_files([copied_files(folder) for folder in folders]), line
-
-
-def read_arguments(place: Path) -> dict[str, Any]:
-    """Megatron's arguments stored in a checkpoint; {} if it has none."""
-    from megatron_nemotron3.checkpoints.convert.torch_dist import open_torch_dist, read_state
-
-    _, index = open_torch_dist(place)
-    try:
-        state = read_state(index)
-    except CheckpointError:
-        return {}
-    return stored_arguments(state)
+    for copied in reversed([copied_files(folder) for folder in folders]):
+        if any(name in copied for name in _VOCABULARIES):
+            files = {name: data for name, data in files.items() if not _of_tokenizer(name)}
+        files |= copied
+    return files, "" if whose in (None, reference) else f"tokenizer    as in {shown(whose or '')}"
 
 
 def find_origin(checkpoint: Path, run: Path | None, arguments: Mapping[str, Any]) -> Path | None:
@@ -188,9 +165,14 @@ def with_context(config: Nemotron3Config, origin: Path | None) -> Nemotron3Confi
         return config
     stated = None
     with contextlib.suppress(ValueError, OSError):
-        data = read_config(origin, omni=True)
-        stated = text_part(data).get("max_position_embeddings")
-    return config.but(max_position_embeddings=stated) if type(stated) is int and stated > 0 else config
+        stated = stated_number(origin, "max_position_embeddings")
+    return config.but(max_position_embeddings=stated) if stated is not None and stated > 0 else config
+
+
+def stated_number(folder: Path, key: str) -> int | None:
+    """Return a number that the config.json of a folder has of the language model."""
+    found = text_part(read_config(folder, omni=True)).get(key)
+    return found if type(found) is int else None
 
 
 def base_config(

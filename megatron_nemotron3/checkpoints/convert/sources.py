@@ -1,8 +1,8 @@
 """Tensors by name, of which slices are read on demand.
 
-Every reader (safetensors, torch_dist) lists the blocks of files that hold the parts of each tensor. A slice
-inside one block is a view of the mapped file, anything else is put together in new memory. A tensor must not
-be written to; the CRC32 of a block is compared when it is used for the first time.
+Every reader lists the blocks of files that hold the parts of each tensor. A slice inside one block is a view
+of the mapped file, anything else is put together in new memory. Nobody writes to a tensor. The CRC32 of a
+block is compared when it is used for the first time.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from megatron_nemotron3.checkpoints.convert.plan import Shape, Slices, extent, whole
-from megatron_nemotron3.checkpoints.mapped import MappedFiles, explained
-from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, CheckpointError
+from megatron_nemotron3.checkpoints.mapped import MappedFiles
+from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, CheckpointError, explained
 from megatron_nemotron3.checkpoints.read import ArchiveRecord
 from megatron_nemotron3.models.tensors import Row
 
@@ -145,6 +145,8 @@ class FileSource(TensorSource):
 
     def _read_block(self, tensor: SourceTensor, block: Block, inside: Slices) -> Tensor:
         """Return [inside], a slice in the indices of the block, as a view of its file."""
+        import torch
+
         at, shape, item = block.locate(), extent(inside), ITEM_SIZE[tensor.dtype]
         first = at.offset + item * sum(a * step for (a, _), step in zip(inside, at.stride))
         span = item * (1 + sum((n - 1) * step for n, step in zip(shape, at.stride)))
@@ -153,15 +155,9 @@ class FileSource(TensorSource):
             if at.record is not None and (key := (at.path, at.record.offset)) not in self._checked:
                 at.record.check(file)
                 self._checked.add(key)
-            data = _bytes_of(file(first, span))
+            _silence()
+            data = torch.frombuffer(file(first, span), dtype=torch.uint8)
         return data.view(tensor.torch_dtype).as_strided(shape, at.stride)
-
-
-def _bytes_of(view: memoryview) -> Tensor:
-    import torch
-
-    _silence()
-    return torch.frombuffer(view, dtype=torch.uint8)
 
 
 @cache

@@ -1,8 +1,7 @@
 """Plan destination files, and write them as streams of bounded memory.
 
-A file is a list of parts, each of literal bytes or of elements of one tensor: a safetensors file is its
-header and then elements, a .distcp file a row of archives. A file is the unit of a restart and of the work of
-a process.
+A file is a list of parts: a safetensors file is its header and then elements, a .distcp file a row of
+archives. It is the unit of a restart and of the work of a process.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite, prod
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -43,6 +41,8 @@ class Part:
     tensor: str = ""
     slices: Slices = ()
     dtype: str = ""
+    #: Of an object in the index of a torch_dist folder.
+    key: str = ""
 
     @property
     def length(self) -> int:
@@ -51,13 +51,11 @@ class Part:
 
 @dataclass(frozen=True)
 class FilePlan:
-    """A file to write: its path below the folder, and its parts in order.
-
-    archives: the elements of each part are in an archive of torch.save.
-    """
+    """A file to write: its path below the folder, and its parts in order."""
 
     name: str
     parts: Sequence[Part]
+    #: The elements of each part are in an archive of torch.save.
     archives: bool = False
 
     @cached_property
@@ -133,9 +131,7 @@ class OutputFile:
     def __enter__(self) -> OutputFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._thread.shutdown()
 
 

@@ -15,6 +15,7 @@ from megatron_nemotron3.checkpoints.convert.hf_folder import (
     SINGLE,
     safetensors_header,
 )
+from megatron_nemotron3.checkpoints.convert.job_options import SHARD_BYTES
 from megatron_nemotron3.checkpoints.convert.omni_config import omni_json
 from megatron_nemotron3.checkpoints.convert.plan import whole
 from megatron_nemotron3.checkpoints.convert.quantized_config import hf_quant_config, quantization_config
@@ -24,8 +25,6 @@ from megatron_nemotron3.checkpoints.convert.streams import FilePlan, Part, group
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.omni import OmniConfig
 
-#: 5GB as Hugging Face counts it.
-SHARD_BYTES = 5 * 10**9
 _METADATA = {"format": "pt"}
 
 

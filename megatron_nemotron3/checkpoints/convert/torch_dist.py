@@ -1,13 +1,8 @@
 """Tensor sources for folders in torch's distributed format: torch_dist, and torch_dcp or fsdp_dtensor.
 
-torch_dist folders of any layout and version are read; a chunk's file is opened only when the chunk is read.
-
-Folders in torch's own format (torch_dcp, fsdp_dtensor) have neither common.pt nor `common_state`. Each entry
-of the state is a separate object in the index: `args`, `iteration`, `checkpoint_version`, …. Their tensors
-are whole parameters, which torch_dist splits into parts. This matters for Mamba under tensor parallelism: a
-rank holds [z_r | x_r | B_r | C_r | dt_r] of in_proj, and the stored tensor concatenates the ranks:
-[z_0 | x_0 | … | z_1 | x_1 | …]. Megatron-FSDP does not reorder them, so such a checkpoint loads only at the
-TP that wrote it. `reorder_mamba` puts the rows in order.
+Tensors in torch's own format (torch_dcp, fsdp_dtensor) are whole parameters, rank after rank: of Mamba's
+in_proj under tensor parallelism [z_0 | x_0 | … | z_1 | x_1 | …]. Megatron-FSDP does not reorder them, so such
+a checkpoint loads only at the TP that wrote it. `reorder_mamba` puts the rows in order.
 """
 
 from __future__ import annotations
@@ -21,27 +16,24 @@ from megatron_nemotron3.checkpoints.convert.hf_folder import regular_file_size
 from megatron_nemotron3.checkpoints.convert.keys import NameLookup, non_weight_kind
 from megatron_nemotron3.checkpoints.convert.plan import CopyPlan
 from megatron_nemotron3.checkpoints.convert.sources import Block, FileSource, Location, SourceTensor
-from megatron_nemotron3.checkpoints.mapped import MappedFiles, explained
-from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, CheckpointError, CheckpointIndex, TensorChunk
+from megatron_nemotron3.checkpoints.mapped import MappedFiles
+from megatron_nemotron3.checkpoints.metadata import (
+    ITEM_SIZE,
+    CheckpointError,
+    CheckpointIndex,
+    TensorChunk,
+    explained,
+)
 from megatron_nemotron3.checkpoints.pickles import Inert
-from megatron_nemotron3.checkpoints.read import ChunkLayouts, common_state, stored_object
-from megatron_nemotron3.checkpoints.structure import CONFIG, check_structure
+from megatron_nemotron3.checkpoints.read import ChunkLayouts
+from megatron_nemotron3.checkpoints.structure import complete_index
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.tensors import symbol_sizes
-
-#: Objects of the state in torch's own format.
-_STATE_OBJECTS = ("args", "iteration", "checkpoint_version")
 
 
 def open_torch_dist(folder: Path) -> tuple[FileSource, CheckpointIndex]:
     """Open every tensor of a torch_dist folder, including optimizer state; also return its index."""
-    verdict = check_structure(folder)
-    if verdict.state != "complete" or verdict.index is None:
-        problem = verdict.problems[0] if verdict.problems else f"{folder}: not a torch_dist checkpoint"
-        if verdict.state == "foreign":
-            raise CheckpointError(problem)
-        raise CheckpointError(f"{problem} ({verdict.state}; `nemotron3 check {folder}` says more)")
-    index = verdict.index
+    index = complete_index(folder)
     files = {name: regular_file_size(folder / name, folder) for name in index.files}
     opened = MappedFiles()
     return FileSource(folder, index_tensors(index, opened), files, opened), index
@@ -49,15 +41,11 @@ def open_torch_dist(folder: Path) -> tuple[FileSource, CheckpointIndex]:
 
 def index_tensors(index: CheckpointIndex, opened: MappedFiles) -> dict[str, SourceTensor]:
     """Return every tensor of an index; the elements of a chunk are located when they are read."""
-
     layouts = ChunkLayouts()
 
     def block(chunk: TensorChunk, dtype: str) -> Block:
-        return Block(
-            chunk.offsets,
-            chunk.sizes,
-            partial(_locate_chunk, layouts, opened, index.folder / chunk.file, chunk, dtype),
-        )
+        locate = partial(_locate_chunk, layouts, opened, index.folder / chunk.file, chunk, dtype)
+        return Block(chunk.offsets, chunk.sizes, locate)
 
     return {
         name: SourceTensor(tensor.dtype, tensor.shape, tuple(block(c, tensor.dtype) for c in tensor.chunks))
@@ -74,25 +62,8 @@ def _locate_chunk(
     return Location(path, found.offset, found.stride, found.record if found.protected else None)
 
 
-def read_state(index: CheckpointIndex) -> dict[str, Any]:
-    """Read the state of a folder in either format; torch's own has no metadata.json."""
-    return common_state(index) if (index.folder / CONFIG).exists() else read_dcp_state(index)
-
-
-def read_dcp_state(index: CheckpointIndex) -> dict[str, Any]:
-    """Read the state of a folder in torch's own format, like `read.common_state`; entries may be missing."""
-    return {
-        name: stored_object(index.folder, index.objects[name])
-        for name in _STATE_OBJECTS
-        if name in index.objects
-    }
-
-
 def reorder_mamba(source: FileSource, config: Nemotron3Config, state: dict[str, Any]) -> FileSource:
-    """Return the source with Mamba's tensors in the table's order: [z | x | B | C | dt], [x | B | C].
-
-    Tensors that are stored in parts (torch_dist), or were written with TP=1, do not change.
-    """
+    """Return the source with Mamba's tensors in the table's order: [z | x | B | C | dt], [x | B | C]."""
     lookup, table = NameLookup(config), symbol_sizes(config)
     changed: dict[str, SourceTensor] = {}
     tp: int | None = None

@@ -1,15 +1,13 @@
 """Write a folder of planned files to a URL through fsspec: restartable, without a local copy.
 
 Object stores cannot rename, so files get their final names at once. While `journal.jsonl` is there, the
-folder is incomplete; the files that make it a checkpoint (config.json and index, or Megatron's metadata and
-tracker) come last. The same command continues what was interrupted: files in the journal stay.
+folder is incomplete, and the same command continues it; the files that make it a checkpoint come last.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,8 +18,9 @@ from megatron_nemotron3.checkpoints.convert.job import (
     JobProgress,
     checked_manifest,
     usable,
+    write_files,
 )
-from megatron_nemotron3.checkpoints.convert.streams import OutputFile, write_parts
+from megatron_nemotron3.checkpoints.convert.streams import FilePlan, OutputFile, write_parts
 from megatron_nemotron3.checkpoints.remote import filesystem, root
 
 
@@ -42,26 +41,20 @@ def upload(job: Job, url: str, report: Callable[[JobProgress], None]) -> dict[st
     store, place = filesystem(url), root(url)
     state, fingerprint = job.source_state(), job.fingerprint()
     done = _uploaded(store, place, url, fingerprint, job)
-    total, before = sum(plan.length for plan in job.files), sum(entry["bytes"] for entry in done.values())
-    written, last = 0, time.monotonic()
 
-    def count(length: int) -> None:
-        nonlocal written, last
-        written += length
-        if (now := time.monotonic()) - last > 1:
-            last = now
-            report(JobProgress(before + written, total, before))
-
-    for plan in job.files:
-        if plan.name in done:
-            continue
-        _put_journal(store, place, url, fingerprint, done)
+    def write(plan: FilePlan, count: Callable[[int], None]) -> dict[str, Any]:
         with _explained(url), _created(store, f"{place}/{plan.name}") as file, OutputFile(file, count) as out:
-            done[plan.name] = write_parts(plan, job.source, out, finite=job.finite)
+            entry = write_parts(plan, job.source, out, finite=job.finite)
         with _explained(url):
-            if (size := store.info(f"{place}/{plan.name}")["size"]) != done[plan.name]["bytes"]:
-                raise ValueError(f"{url}/{plan.name}: {size:,} bytes arrived of {done[plan.name]['bytes']:,}")
+            if (size := store.info(f"{place}/{plan.name}")["size"]) != entry["bytes"]:
+                raise ValueError(f"{url}/{plan.name}: {size:,} bytes arrived of {entry['bytes']:,}")
+        return entry
+
+    todo = [plan for plan in job.files if plan.name not in done]
     _put_journal(store, place, url, fingerprint, done)
+    for name, entry in write_files(job, todo, write, 1, report):
+        done[name] = entry
+        _put_journal(store, place, url, fingerprint, done)
     manifest, small = checked_manifest(job, state, fingerprint, done, url)
     with _explained(url):
         for name, data in small.items():

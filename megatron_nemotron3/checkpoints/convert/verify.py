@@ -4,68 +4,63 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.checkpoints.convert.checkpoints import open_checkpoint
-from megatron_nemotron3.checkpoints.convert.compare import Difference, compare
 from megatron_nemotron3.checkpoints.convert.job import MANIFEST
-from megatron_nemotron3.checkpoints.convert.job_options import ConvertOptions
-from megatron_nemotron3.checkpoints.convert.notes import bias_notes, narrower_notes
-from megatron_nemotron3.checkpoints.convert.opened import checkpoint_facts, checkpoint_line
+from megatron_nemotron3.checkpoints.convert.opened import (
+    bias_notes,
+    checkpoint_facts,
+    checkpoint_line,
+    narrower_notes,
+    say_notes,
+)
+from megatron_nemotron3.checkpoints.convert.plan import bands, whole
+from megatron_nemotron3.checkpoints.convert.sources import TensorSource, raw
 from megatron_nemotron3.checkpoints.convert.streams import BAND
-from megatron_nemotron3.checkpoints.mapped import MappedFile, explained
-from megatron_nemotron3.checkpoints.metadata import CheckpointError, read_json
+from megatron_nemotron3.checkpoints.mapped import MappedFile
+from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, CheckpointError, explained, read_json
 from megatron_nemotron3.checkpoints.remote import shown
 from megatron_nemotron3.common.output import BYTES, Bar, say, size_text
 from megatron_nemotron3.common.processes import bulk_work, parallel_map
 
 #: Largest number of differences printed.
 _SHOWN = 20
+#: Tensors per work item.
+_BATCH = 64
 
 
 @bulk_work()
-def verify(
-    a: Path,
-    b: Path | None,
-    options: ConvertOptions,
-    both: Mapping[str, Any],
-    first: Mapping[str, Any],
-) -> int:
-    """Compare two checkpoints, or one with its manifest. Returns the exit status: 0 equal, 1 not.
+def verify(a: Path, b: Path, both: Mapping[str, Any], first: Mapping[str, Any], workers: int) -> int:
+    """Compare two checkpoints; returns the exit status: 0 equal bit by bit, 1 not.
 
-    `both` and `first` are more options of `open_checkpoint`, for both sides and for `a` alone.
+    Args:
+        both: options of `open_checkpoint` for both sides.
+        first: more options for `a`.
     """
-    if b is None:
-        return verify_manifest(a, options.workers)
-    wanted = {
-        "model": options.model,
-        "allow_unused": options.allow_unused,
-        "alpha": options.lora_alpha,
-        "omni": True,
-        **both,
-    }
-    sides = [open_checkpoint(a, **wanted, **first), open_checkpoint(b, **wanted)]
+    sides = [open_checkpoint(a, omni=True, **both, **first), open_checkpoint(b, omni=True, **both)]
     for name, side in zip("ab", sides):
         say(f"{name}            {checkpoint_line(side)}", **{name: checkpoint_facts(side)})
-    views = [side.hf_view() for side in sides]
-    for note in (*(n for side in sides for n in bias_notes(side)), *narrower_notes(*views)):
-        say(note, notes=[" ".join(note.split())])
-    total = sum(t.nbytes for name, t in views[0].tensors.items() if name in views[1].tensors)
+    mine, theirs = (side.hf_view() for side in sides)
+    say_notes(note for side in sides for note in bias_notes(side))
+    say_notes(narrower_notes(mine, theirs))
+    total = sum(t.nbytes for name, t in mine.tensors.items() if name in theirs.tensors)
     started = time.monotonic()
     problems, equal, elements = 0, 0, 0
     say(differences=[])
     with Bar("verify", BYTES, total) as bar:
-        for one in compare(*views, workers=options.workers, report=bar.to):
-            if isinstance(one, Difference):
-                problems += 1
-                line = f"differs      {one.name}: {one.what}" if problems <= _SHOWN else None
-                with bar.paused() if line else nullcontext():
-                    say(line, differences=[{"tensor": one.name, "what": one.what}])
-            else:
-                equal, elements = equal + 1, elements + one.elements
+        for name, what in _compared(mine, theirs, workers, bar.to):
+            if what is None:
+                equal, elements = equal + 1, elements + prod(mine.tensors[name].shape)
+                continue
+            problems += 1
+            line = f"differs      {name}: {what}" if problems <= _SHOWN else None
+            with bar.paused() if line else nullcontext():
+                say(line, differences=[{"tensor": name, "what": what}])
     if problems > _SHOWN:
         say(f"differs      and {problems - _SHOWN:,} more")
     seconds = time.monotonic() - started
@@ -80,6 +75,41 @@ def verify(
         seconds=seconds,
     )
     return 1 if problems else 0
+
+
+def _compared(
+    a: TensorSource, b: TensorSource, workers: int, report: Callable[[int], None]
+) -> Iterator[tuple[str, str | None]]:
+    """Yield tensors and how they differ, those of one side first; None: they are equal bit by bit."""
+    yield from ((name, "only the first has it") for name in a.tensors if name not in b.tensors)
+    yield from ((name, "only the second has it") for name in b.tensors if name not in a.tensors)
+    both = [name for name in a.tensors if name in b.tensors]
+    batches = [both[i : i + _BATCH] for i in range(0, len(both), _BATCH)]
+
+    def work(names: Sequence[str], count: Callable[[int], None]) -> list[tuple[str, str | None]]:
+        return [(name, _difference(a, b, name, count)) for name in names]
+
+    for found in parallel_map(work, batches, workers=workers, report=report):
+        yield from found
+
+
+def _difference(a: TensorSource, b: TensorSource, name: str, count: Callable[[int], None]) -> str | None:
+    """Describe how a tensor differs, in one line; None if it is equal bit by bit."""
+    one, other = a.tensors[name], b.tensors[name]
+    for what, x, y in (("shape", list(one.shape), list(other.shape)), ("type", one.dtype, other.dtype)):
+        if x != y:
+            return f"{what} {x} and {y}"
+    differ = 0
+    first: list[int] | None = None
+    for band in bands(whole(one.shape), BAND // ITEM_SIZE[one.dtype]):
+        mine, theirs = raw(a.read(name, band)), raw(b.read(name, band))
+        count(mine.nbytes)
+        if not mine.equal(theirs):
+            unequal = mine != theirs
+            if first is None:
+                first = [start + i for (start, _), i in zip(band, unequal.nonzero()[0].tolist())]
+            differ += int(unequal.sum())
+    return f"{differ:,} of {prod(one.shape):,} elements, first at {first}" if differ else None
 
 
 def verify_manifest(folder: Path, workers: int) -> int:
@@ -100,8 +130,7 @@ def verify_manifest(folder: Path, workers: int) -> int:
                 file = MappedFile(path)
                 if file.size != entry.get("bytes"):  # before a file of any length is read
                     return f"{path}: {file.size:,} bytes, {entry.get('bytes')!r:.30} were written"
-                for start in range(0, file.size, BAND):
-                    block = file(start, min(BAND, file.size - start))
+                for block in file.blocks(0, file.size, BAND):
                     crc = zlib.crc32(block, crc)
                     count(len(block))
         except CheckpointError as problem:

@@ -20,10 +20,10 @@ from megatron_nemotron3.checkpoints.convert.origin import (
     CORPUS,
     find_origin,
     prepared_data,
-    read_arguments,
     tokenizer_folders,
 )
 from megatron_nemotron3.checkpoints.folders import is_hugging_face, locate_one
+from megatron_nemotron3.checkpoints.state import read_arguments
 from megatron_nemotron3.inference.generate.text import TOKENIZER, Tokenizer, read_json_object
 from megatron_nemotron3.models import Nemotron3Config
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_nemotron3.checkpoints.convert.command import DTYPES
+from megatron_nemotron3.checkpoints.convert.job_options import DTYPES
 from megatron_nemotron3.checkpoints.remote import local, place, shown
 from megatron_nemotron3.common.files import read_outside
 from megatron_nemotron3.common.options import (

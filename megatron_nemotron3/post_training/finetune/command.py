@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_nemotron3.checkpoints.convert.command import MTPOptions
+from megatron_nemotron3.checkpoints.convert.job_options import MTPOptions
 from megatron_nemotron3.common import lock
 from megatron_nemotron3.common.options import (
     NEEDED,

@@ -43,8 +43,8 @@ def round_trip(
     folder.mkdir()
     try:
         with (folder / "log").open("w") as log, redirect_stdout(log):
-            convert_to_hf(checkpoint, exported, ToHfOptions())
-            options = FromHfOptions(make_vocab_size_divisible_by=padded_vocab_size)
+            convert_to_hf(checkpoint, exported, ToHfOptions(workers=1))
+            options = FromHfOptions(make_vocab_size_divisible_by=padded_vocab_size, workers=1)
             convert_from_hf(exported, back, options)
             before, after = (_tensors(open_checkpoint(one).weights) for one in (checkpoint, back))
     except (ValueError, OSError) as problem:

@@ -22,9 +22,9 @@ from megatron_nemotron3.checkpoints.convert.keys import (
     plain_name,
 )
 from megatron_nemotron3.checkpoints.convert.sources import FileSource, raw
-from megatron_nemotron3.checkpoints.convert.torch_dist import open_torch_dist, read_dcp_state, reorder_mamba
+from megatron_nemotron3.checkpoints.convert.torch_dist import open_torch_dist, reorder_mamba
 from megatron_nemotron3.checkpoints.metadata import CheckpointError, CheckpointIndex, read_metadata
-from megatron_nemotron3.checkpoints.read import common_state
+from megatron_nemotron3.checkpoints.state import common_state, read_dcp_state
 from megatron_nemotron3.checkpoints.structure import check_structure
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.pattern import parse

@@ -19,7 +19,7 @@ from megatron_nemotron3.checkpoints.convert.megatron_args import (
     require_experts,
 )
 from megatron_nemotron3.checkpoints.metadata import CheckpointIndex, StoredObject
-from megatron_nemotron3.checkpoints.read import common_state as stored_state
+from megatron_nemotron3.checkpoints.state import common_state as stored_state
 from megatron_nemotron3.checkpoints.write import COMMON_OBJECT, CONFIG_TEXT, object_archive
 from megatron_nemotron3.launch import Flag, Launch, flags, smoke, to_argv
 from megatron_nemotron3.models import Nemotron3Config, get, tiny

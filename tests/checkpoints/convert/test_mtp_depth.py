@@ -14,7 +14,7 @@ from megatron_nemotron3 import cli
 from megatron_nemotron3.checkpoints.convert.checkpoints import open_hugging_face
 from megatron_nemotron3.checkpoints.convert.config_json import write
 from megatron_nemotron3.checkpoints.convert.config_keys import OWN
-from megatron_nemotron3.checkpoints.convert.origin import read_arguments
+from megatron_nemotron3.checkpoints.state import read_arguments
 from megatron_nemotron3.models import Nemotron3Config, get, tiny
 from tests.support.counted_job import digest
 from tests.support.generation_folders import Folders, make

@@ -15,8 +15,7 @@ from megatron_nemotron3.checkpoints.convert import omni_inventory
 from megatron_nemotron3.checkpoints.convert.checkpoints import open_checkpoint
 from megatron_nemotron3.checkpoints.convert.omni_config import omni_config
 from megatron_nemotron3.checkpoints.metadata import read_metadata
-from megatron_nemotron3.checkpoints.read import common_state
-from megatron_nemotron3.checkpoints.state import stored_arguments
+from megatron_nemotron3.checkpoints.state import common_state, stored_arguments
 from megatron_nemotron3.models.omni import ARGUMENT, NANO_OMNI, tiny, with_encoders
 from megatron_nemotron3.models.omni_tensors import CONSTANTS, released_tensors
 from megatron_nemotron3.proof.certify.ranks import run_distributed

@@ -89,10 +89,10 @@ def test_only_ranges_are_fetched(folders: Path, monkeypatch: pytest.MonkeyPatch,
     asked: list[tuple[str, int]] = []
     fetch = remote._fetch
 
-    def counted(url: str, name: str, offset: int, length: int, path: Path) -> bytes:
+    def counted(url: str, name: str, path: Path, offset: int, length: int) -> bytes:
         asked.append((path.name, length))
         assert not path.exists() or path.stat().st_blocks * 512 < 64 << 10
-        return fetch(url, name, offset, length, path)
+        return fetch(url, name, path, offset, length)
 
     monkeypatch.setattr(remote, "_fetch", counted)
     monkeypatch.setattr(remote, "_BLOCK", 4096)

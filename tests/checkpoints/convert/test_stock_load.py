@@ -19,10 +19,9 @@ from megatron_nemotron3.checkpoints.convert.inventory import mappings
 from megatron_nemotron3.checkpoints.convert.job import Job, run
 from megatron_nemotron3.checkpoints.convert.megatron_args import config_of
 from megatron_nemotron3.checkpoints.convert.views import Converted
-from megatron_nemotron3.checkpoints.integrity import check_integrity
 from megatron_nemotron3.checkpoints.metadata import read_metadata
-from megatron_nemotron3.checkpoints.read import common_state
-from megatron_nemotron3.checkpoints.structure import check_structure
+from megatron_nemotron3.checkpoints.state import common_state
+from megatron_nemotron3.checkpoints.structure import check_integrity, check_structure
 from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.models import Nemotron3Config, get, tiny
 from megatron_nemotron3.proof.certify.ranks import run_distributed

@@ -168,7 +168,7 @@ def test_unknown_steps(place: Path, ids: Tensor) -> None:
 def test_a_megatron_folder(tmp_path: Path, place: Path, ids: Tensor) -> None:
     from megatron_nemotron3.checkpoints.convert.conversion import FromHfOptions, convert_from_hf
 
-    convert_from_hf(place, tmp_path / "megatron", FromHfOptions(model=CONFIG))
+    convert_from_hf(place, tmp_path / "megatron", FromHfOptions(config=CONFIG, workers=1))
     _, expected = whole(place, ids)
     _, found = whole(tmp_path / "megatron", ids)
     assert torch.equal(found, expected)

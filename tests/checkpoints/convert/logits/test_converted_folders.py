@@ -36,8 +36,8 @@ def test_conversions_there_and_back(tmp_path: Path) -> None:
     keep = ("expert_bias", "e_score_correction_bias")
     tensors = {n: t if n.endswith(keep) else t.bfloat16() for n, t in made.megatron.content.items()}
     folders = [write(tmp_path / "megatron", tensors, iteration=1), tmp_path / "hf", tmp_path / "back"]
-    convert_to_hf(folders[0], folders[1], ToHfOptions(model=CONFIG))
-    convert_from_hf(folders[1], folders[2], FromHfOptions(model=CONFIG))
+    convert_to_hf(folders[0], folders[1], ToHfOptions(config=CONFIG, workers=1))
+    convert_from_hf(folders[1], folders[2], FromHfOptions(config=CONFIG, workers=1))
     hf = open_hugging_face(folders[1], model=CONFIG)
     for folder in (folders[0], folders[2]):
         opened = open_megatron(folder, model=CONFIG)
