@@ -36,8 +36,14 @@ def letter(symbol: str) -> str:
 
 @lru_cache(maxsize=4096)
 def expert_configs(config: Nemotron3Config, pattern: str) -> tuple[Nemotron3Config, ...]:
-    """The config of each E layer among these symbols."""
-    return tuple(resolve(config, symbol)[0] for symbol in pattern if letter(symbol) == "E")
+    """The different configs of the E layers among these symbols."""
+    return tuple(dict.fromkeys(resolve(config, symbol)[0] for symbol in pattern if letter(symbol) == "E"))
+
+
+@lru_cache(maxsize=65536)
+def expert_layers(pattern: str) -> int:
+    """Number of E layers among these symbols."""
+    return sum(letter(symbol) == "E" for symbol in pattern)
 
 
 def resolve(config: Nemotron3Config, symbol: str) -> tuple[Nemotron3Config, str]:
