@@ -33,11 +33,11 @@ from megatron_nemotron3.precision import settings, yaml_file
 from megatron_nemotron3.precision.census import (
     Ambient,
     CensusError,
+    ModelFormats,
     recipe_of,
     require_format,
     structure_of,
 )
-from megatron_nemotron3.precision.deviations import recipe_in_force
 from megatron_nemotron3.precision.formats import BF16, FORMATS, MXFP8, NVFP4, counted
 from megatron_nemotron3.precision.guard import require_followed, require_well_formed_file
 from megatron_nemotron3.precision.linear import Emulated
@@ -301,7 +301,7 @@ def _announcement(model: Any, ambient: Ambient, chosen: Emulation | None) -> Ite
     if chosen is not None:
         found = Counter(products.formats[0] for _, products in emulated(model))
         yield f"emulating {chosen.text()}: linears of this rank: {counted(found)}"
-    yield from recipe_in_force(structure_of(model), recipe_of(model.config), ambient, chosen)
+    yield from ModelFormats(structure_of(model), recipe_of(model.config), ambient).in_force(chosen)
 
 
 def _print_on_rank_0(lines: Iterable[str]) -> None:

@@ -14,8 +14,8 @@ import yaml
 
 from megatron_nemotron3 import cli, models, run
 from megatron_nemotron3.common.switches import EMULATE
-from megatron_nemotron3.precision import deviations, yaml_file
-from megatron_nemotron3.precision.census import Ambient, CensusError, ambient_of_linear
+from megatron_nemotron3.precision import yaml_file
+from megatron_nemotron3.precision.census import Ambient, CensusError, ModelFormats
 from megatron_nemotron3.precision.settings import (
     OPTION,
     Emulation,
@@ -253,7 +253,7 @@ def found(text: str | None, name: str = "super", **ambient: int) -> list[str]:
     config = models.get(name)
     file = NO_FILE if text is None else yaml_file.parse(yaml.safe_load(text), config)
     around = Ambient("nvfp4", config.num_layers, **{"at_end": 14, **ambient})
-    return [str(d) for d in deviations.deviations(Structure.of(config), file, around)]
+    return [str(d) for d in ModelFormats(Structure.of(config), file, around).deviations()]
 
 
 def test_the_published_file_has_no_deviation() -> None:
@@ -290,8 +290,8 @@ def test_what_a_matcher_asks_for_is_no_warning() -> None:
         '  latent: {config: "nvfp4", type: "glob", pattern: "*decoder.*.fc[12]_latent_proj", enabled: true}\n'
     )
     file = yaml_file.parse(yaml.safe_load(text), models.SUPER)
-    listed = deviations.deviations(Structure.of(models.SUPER), file, Ambient("nvfp4", 88, at_end=14))
-    lines = {deviations.line(d) for d in listed}
+    listed = ModelFormats(Structure.of(models.SUPER), file, Ambient("nvfp4", 88, at_end=14)).deviations()
+    lines = {d.line() for d in listed}
     asked = [line for line in lines if "latent" in line]
     assert len(asked) == 1 and asked[0].startswith("not the published recipe: latent: ")
     assert asked[0].endswith("as matcher latent says")
@@ -306,8 +306,8 @@ def test_formats_agree_with_the_table() -> None:
         table = expected(config, "nvfp4")
         tail = {"nano": 8, "super": 14, "ultra": 16}[name]
         ambient = Ambient("nvfp4", config.num_layers, at_end=tail)
-        for linear in Structure.of(config).linears():
-            assert file.format(linear.name, ambient_of_linear(linear, ambient)) == table[linear.name]
+        for linear, _, has in ModelFormats(Structure.of(config), file, ambient).linears():
+            assert has == table[linear.name]
 
 
 @pytest.mark.usefixtures("world")

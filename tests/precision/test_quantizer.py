@@ -12,6 +12,7 @@ from megatron_nemotron3.precision import blocks, quantizer
 from megatron_nemotron3.precision.quantizer import fake_quantize, units
 from megatron_nemotron3.precision.recipe import BLOCK, PUBLISHED, Spec
 from megatron_nemotron3.precision.scales import nvfp4_steps, product_scale
+from tests.support.packed_operand import quantize
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 SPECS = {
@@ -64,7 +65,7 @@ def test_fake_quantization_is_packing_and_unpacking(
     x = (x * torch.exp2(-torch.randint(0, 12, x.shape, generator=_generator(seed)).float())).to(dtype)
     before = x.clone()
     fast = fake_quantize(x, SPECS[name], _generator(seed), dtype=torch.float32)
-    slow = quantizer.quantize(x, SPECS[name], _generator(seed)).dequantize()
+    slow = quantize(x, SPECS[name], _generator(seed)).dequantize()
     assert torch.equal(fast, slow)
     assert torch.equal(x, before)
     assert torch.equal(fake_quantize(x, SPECS[name], _generator(seed)), slow.to(dtype))
@@ -128,9 +129,9 @@ def test_a_tiled_weight_is_the_same_transposed(
     )
     tile = Spec(tile=True)
     assert torch.equal(fake_quantize(w, tile).t(), fake_quantize(w.t(), tile))
-    by_row, by_column = quantizer.quantize(w, tile), quantizer.quantize(w, Spec(tile=True, axis=-2))
+    by_row, by_column = quantize(w, tile), quantize(w, Spec(tile=True, axis=-2))
     assert torch.equal(by_row.dequantize(), by_column.dequantize())
-    again = quantizer.quantize(w.t(), tile)
+    again = quantize(w.t(), tile)
     assert torch.equal(by_column.codes, again.codes) and torch.equal(by_column.scales, again.scales)
 
 
@@ -237,7 +238,7 @@ def test_zeros_and_nothing(name: str) -> None:
     for shape in ((0, 64), (3, 0, 32)):
         nothing = torch.zeros(shape)
         assert fake_quantize(nothing, SPECS[name]).shape == shape
-        assert quantizer.quantize(nothing, SPECS[name]).dequantize().shape == shape
+        assert quantize(nothing, SPECS[name]).dequantize().shape == shape
 
 
 @EVERY_SPEC
@@ -285,7 +286,7 @@ def test_operands_that_nobody_has_are_refused(arguments: dict, message: str) -> 
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(x: torch.Tensor, operand: Spec, message: str) -> None:
-    for function in (fake_quantize, quantizer.quantize):
+    for function in (fake_quantize, quantize):
         with pytest.raises(ValueError, match=message):
             function(x, operand)
 
@@ -296,5 +297,5 @@ def test_mxfp8_has_no_scale_of_the_tensor() -> None:
         fake_quantize(x, Spec("mxfp8"), amax=torch.tensor(1.0))
     with pytest.raises(ValueError, match="mxfp8 has no scale for the whole tensor: use fake_quantize"):
         units(x, Spec("mxfp8"))
-    assert quantizer.quantize(x, Spec("mxfp8")).amax is None
+    assert quantize(x, Spec("mxfp8")).amax is None
     assert quantizer.units(x, Spec()).amax is not None
