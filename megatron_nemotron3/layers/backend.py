@@ -30,8 +30,8 @@ from megatron_nemotron3.layers.linear import (
 )
 from megatron_nemotron3.layers.mamba import Mamba2Mixer
 from megatron_nemotron3.layers.norm import NormBuilder
-from megatron_nemotron3.layers.scan_kernels import TORCH as TORCH_SCAN
-from megatron_nemotron3.layers.scan_kernels import cuda_scans
+from megatron_nemotron3.layers.ssd import TORCH as TORCH_SCAN
+from megatron_nemotron3.layers.ssd import cuda_scans
 from megatron_nemotron3.precision.settings import library_kernels_enabled
 
 

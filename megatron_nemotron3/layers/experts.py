@@ -28,11 +28,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_nemotron3.layers.functional import weighted_squared_relu
-from megatron_nemotron3.layers.grouped import grouped_linear, squared_relu_experts
-from megatron_nemotron3.layers.grouped_gpu import (
+from megatron_nemotron3.layers.grouped import (
+    grouped_linear,
     grouped_linear_cuda,
     grouped_mm_problem,
     one_allocation,
+    squared_relu_experts,
     squared_relu_experts_cuda,
 )
 from megatron_nemotron3.layers.linear import ReplaceableProducts

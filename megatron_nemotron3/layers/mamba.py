@@ -34,8 +34,7 @@ from megatron_nemotron3.layers.context_parallel import PackedContextParallel, cu
 from megatron_nemotron3.layers.conv import causal_conv1d
 from megatron_nemotron3.layers.functional import JoinedGradient, Place
 from megatron_nemotron3.layers.norm import GatedGroupRMSNorm, parameter_device
-from megatron_nemotron3.layers.scan_kernels import TORCH, select_scan
-from megatron_nemotron3.layers.ssd import seq_idx_from_cu_seqlens
+from megatron_nemotron3.layers.ssd import TORCH, select_scan, seq_idx_from_cu_seqlens
 from megatron_nemotron3.models.config import GATED_NORM_EPSILON
 from megatron_nemotron3.precision.settings import library_kernels_enabled
 
