@@ -1,8 +1,7 @@
 """Core attention through `torch.nn.functional.scaled_dot_product_attention`.
 
-Megatron's `SelfAttention` computes the projections and the head layout, and calls this module in between.
-Megatron's own `DotProductAttention` materializes [b, heads, s, s] and refuses packed sequences and context
-parallelism. torch's kernels (flash or memory-efficient, on CPU and GPU) do not materialize it.
+Megatron's `SelfAttention` calls this module. Megatron's own `DotProductAttention` materializes [b, heads, s,
+s] and refuses packed sequences and context parallelism.
 """
 
 from __future__ import annotations

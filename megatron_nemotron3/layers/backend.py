@@ -1,8 +1,7 @@
 """Backends: the implementation of each part of the stack, TransformerEngine (TE) or plain torch.
 
-A `Backend` is a table with one builder per part; `specs.py` composes them. A missing optional package must
-not make this import fail: Megatron-Core 0.19 silently builds its stock model if a `--spec` module raises
-ImportError.
+A missing optional package must not make this import fail: Megatron-Core 0.19 silently builds its stock model
+if a `--spec` module raises ImportError.
 """
 
 from __future__ import annotations

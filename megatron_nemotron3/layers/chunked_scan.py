@@ -1,7 +1,7 @@
 """The chunked form of the SSD scan (arXiv 2405.21060, section 6) with a hand-written backward.
 
-`ssd.ssd_chunked` is the public function and `ssd.ssd_reference` the specification; shapes are explained
-there. Forward saves the inputs and one state per block of chunks; backward recomputes the chunk matrices.
+Shapes are explained in `ssd`, which has the public function and the specification. Forward saves the inputs
+and one state per block of chunks; backward recomputes the chunk matrices.
 """
 
 from __future__ import annotations

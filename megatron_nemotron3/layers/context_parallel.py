@@ -1,8 +1,8 @@
 """Token positions of packed documents under context parallelism, and the exchange for the Mamba mixer.
 
 Megatron cuts every document into 2 * cp chunks of equal length and gives rank r chunks r and 2 * cp - 1 - r
-(zigzag), which balances causal attention. Attention works in any order, but convolution and scan need all
-tokens in sequence. Upstream gets these positions from TransformerEngine's CUDA library.
+(zigzag). Convolution and scan need all tokens in sequence. Upstream gets the positions from TE's CUDA
+library.
 """
 
 from __future__ import annotations

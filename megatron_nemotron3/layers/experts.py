@@ -1,8 +1,8 @@
 """Routed experts on plain torch: one grouped matrix product per projection, no loop over tokens.
 
-Parameters are named as in TE: `linear_fc1.weight0 … weight{E-1}` [f, e] and `linear_fc2.weight0 …` [e, f]. So
-a rank's state dict and the torch_dist checkpoint equal those of upstream's `TEGroupedMLP`. Tokens arrive
-sorted by expert; tensors are [routed tokens, width], never [tokens, experts, width].
+Parameters are named as in TE, `linear_fc1.weight0 … weight{E-1}` [f, e] and `linear_fc2.weight0 …` [e, f], so
+state dicts and checkpoints equal those of `TEGroupedMLP`. Tokens arrive sorted by expert, [routed tokens,
+width].
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
     rms_norm                y = x / rms(x) * weight
     gated_group_rms_norm    u = x * silu(z);  y = u / rms(u over each group of channels) * weight
-    squared_relu            y = relu(x)^2
     weighted_squared_relu   y = relu(x)^2 * w, one weight per row (a token's routing probability)
 
 Statistics and intermediate values are FP32 (FP64 inputs stay FP64), rounded once to the dtype of x.
@@ -159,19 +158,6 @@ def gated_group_rms_norm(
     """
     _check_norm_groups(x, weight, group_size)
     return _RMSNorm.apply(x, z, weight, group_size, eps, z_gradient)
-
-
-def squared_relu(x: Tensor) -> Tensor:
-    """relu(x)^2 (arXiv 2109.08668), any shape.
-
-    There is no hand-written backward: autograd saves one tensor, relu(x), and rounds once each way.
-    """
-    return F.relu(x).square()
-
-
-def squared_relu_reference(x: Tensor) -> Tensor:
-    """The definition of `squared_relu`."""
-    return F.relu(x.to(accumulation_dtype(x))).square().to(x.dtype)
 
 
 def weighted_squared_relu_reference(x: Tensor, w: Tensor) -> Tensor:

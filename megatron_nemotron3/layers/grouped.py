@@ -3,8 +3,8 @@
 grouped_linear         y = x W_e^T
 squared_relu_experts   y = (relu(x W1_e^T)^2 * probability) W2_e^T, a few experts at a time
 
-They launch a product for each expert and need its number of rows on the host. The forms `_cuda` launch one for
-all experts: torch's `grouped_mm`, whose CUTLASS kernel takes BF16 on SM 9 and 10. It takes the matrices as one
+They launch a product for each expert and need its number of rows on the host. The forms `_cuda` launch one
+for all experts: torch's `grouped_mm`, whose CUTLASS kernel takes BF16 on SM 9 and 10, and the matrices as one
 tensor [E, out, in]:
 
     a view    if they lie at equal distances in one allocation, as `one_allocation` arranges. In the buffer of
@@ -257,9 +257,9 @@ def squared_relu_experts_cuda(
     *,
     recompute: bool = False,
 ) -> Tensor:
-    """`squared_relu_experts` in one launch for each product, or itself; `counts` as for `grouped_linear_cuda`.
+    """`squared_relu_experts` in one launch for each product, or itself. Backward computes the activation again.
 
-    Backward computes the activation again.
+    `counts` as for `grouped_linear_cuda`.
     """
     for weights in (fc1, fc2):
         check_counts(x, weights, counts)

@@ -1,13 +1,7 @@
 """Linear layers on plain torch with parameter names, attributes and checkpoints of TransformerEngine (TE).
 
-Megatron-Core's own `ColumnParallelLinear` and `RowParallelLinear` support tensor and sequence parallelism
-without TE. This module adds three things:
-
-* `products`: a replacement for Megatron's matrix products, such as NVFP4 emulation (`precision.linear`);
-* `LayerNormColumnParallelLinear`: the norm fused in front, weights named `layer_norm_weight` and
-  `layer_norm_bias`, as TE's `TELayerNormColumnParallelLinear` stores them;
-* `DuplicatedLinear`: every tensor-parallel rank holds the whole weight (the latent projections of
-  LatentMoE), as TE's `TELinear(parallel_mode="duplicated")`.
+To Megatron-Core's own linears they add replaceable matrix products (emulation), a fused norm in front with
+TE's names, and a linear whose whole weight is on every tensor-parallel rank.
 """
 
 from __future__ import annotations

@@ -1,15 +1,10 @@
 """The multi-token-prediction (MTP) layer, and what its loss needs to be right for padded packs and CP.
 
-Megatron computes the loss of MTP in the model's `forward`, outside the layers that a `--spec` builds:
-
-- It shifts tokens, labels and loss mask at `cu_seqlens_q`. Where documents are padded inside a pack, they lie
-  at `cu_seqlens_q_padded`, so targets would come from a neighboring document (Megatron-LM #6205, #4495).
-- Each context-parallel (CP) rank divides by its own number of tokens, so tokens weigh more on a rank that
-  holds fewer of them: by 3 % at 64 tokens, by more where tokens are masked.
-
-`LossHooks` corrects both with forward hooks of the model. Under CP they cost one all-reduce of
-CP * (depths + 1) numbers for each micro-batch. The host waits for the device only to read the borders of a
-pack, once: Megatron cuts at them.
+Megatron computes the loss of MTP in the model's `forward`, outside the layers that a `--spec` builds. It
+shifts at `cu_seqlens_q`, so padded documents would get targets from their neighbors (Megatron-LM #6205,
+#4495), and each context-parallel (CP) rank divides by its own number of tokens. `LossHooks` corrects both
+with forward hooks of the model: under CP one all-reduce of CP * (depths + 1) numbers a micro-batch; the host
+waits once, for a pack's borders.
 """
 
 from __future__ import annotations

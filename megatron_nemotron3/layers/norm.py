@@ -1,7 +1,7 @@
 """RMSNorm and LayerNorm on plain torch that support sequence parallelism, and checkpoints like TE's.
 
-Megatron's `WrappedTorchNorm` refuses sequence parallelism because torch's parameters lack the
-`sequence_parallel` mark, which makes Megatron reduce their gradients. The modules here set it.
+Parameters have the mark `sequence_parallel`, which makes Megatron reduce their gradients; torch's norms lack
+it.
 """
 
 from __future__ import annotations

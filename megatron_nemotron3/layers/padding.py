@@ -1,10 +1,9 @@
-"""Which tokens of a batch are padding, for the routers of all layers.
+"""Which tokens of a batch are padding, for the routers of all layers: padding must not count in their
+balance.
 
-Padding must not count in the router's balance: it would move the expert bias and the load-balancing loss. A
-training script that knows the padding passes `padding_mask` to the model. For a pack whose padded borders
-(`cu_seqlens_q_padded`) differ from the real ones, the mask follows from the borders.
-
-Megatron 0.19 gives the mask to the decoder's layers alone, not to MTP, and does not cut it over TP ranks.
+The mask is the `padding_mask` of the caller, or follows from the padded borders of a pack
+(`cu_seqlens_q_padded`). Megatron 0.19 gives it to the decoder's layers alone, not to MTP, and does not cut it
+over TP ranks.
 """
 
 from __future__ import annotations

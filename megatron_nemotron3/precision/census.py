@@ -1,13 +1,9 @@
 """The format that Megatron gives each linear, of a whole model and of a built one, and the published one.
 
-The rules are those of megatron-core 0.19.2:
-
-* A layer of the hybrid stack runs in the format of `--fp4-format` or `--fp8-format`, unless its global number
-  lies in the BF16 layers at the start or end (`fp4_utils.get_fp4_context`). The stack inside an MTP block
-  numbers its layers from 0, and its `eh_proj` is in no FP4 layer.
-* A linear takes the format of its layer, or the one that the first matching glob of the precision file gives
-  it. `HybridModel.__init__` passes this to every module with `finish_init`: TE linears and emulated ones.
-* Any other linear computes in the model's dtype, whatever the flags say.
+By the rules of megatron-core 0.19.2 a linear with `finish_init` (TE's, and emulated ones) has the format of
+its layer, or the one that the first matching glob of the precision file gives it; any other computes in the
+model's dtype. A layer has the format of the flags, unless its global number lies in the BF16 layers at the
+start or end. The stack inside an MTP block numbers its layers from 0, and its `eh_proj` is in no FP4 layer.
 """
 
 from __future__ import annotations

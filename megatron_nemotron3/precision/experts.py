@@ -1,8 +1,7 @@
 """Emulated grouped linears: all tokens are quantized at once, with a scale and a matmul per expert.
 
-TransformerEngine splits the tokens by expert and quantizes each part separately, padded with zero rows. The
-result here is the same, in one pass over all experts: each expert has its own amax, and no block holds tokens
-of two experts.
+TransformerEngine splits the tokens by expert and quantizes each part, padded with zero rows. The result is
+the same: each expert has its own amax, and no block holds tokens of two experts.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""The reduced gradients in Megatron's buffers, each element visited on one rank.
+"""The reduced gradients in Megatron's buffers after an optimizer step, each element read on one rank.
 
-After an optimizer step Megatron's gradient buffers still hold the gradients of the global batch. With the
-distributed optimizer a rank reduces only its shard of each bucket, so each rank reads its own shard. With
-all-reduced gradients the same sharding divides the work. Parameters that tensor-parallel ranks replicate are
-read on the first of these ranks.
+With the distributed optimizer a rank reads its shard of each bucket; with all-reduced gradients the same
+sharding divides the work. What tensor-parallel ranks replicate is read on the first of them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Refuse runs whose options ask for formats that they would not compute in.
 
-`require_followed` and `require_well_formed_file` act where a stack is built, the first place of ours in a
-stock script that gets only our `--spec`. `require_usable` acts on a command line, before anything starts.
+`require_usable` acts on a command line; the others act where a stack is built, our first place in a stock
+script.
 """
 
 from __future__ import annotations

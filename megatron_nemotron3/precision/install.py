@@ -1,14 +1,9 @@
 """Install emulation or precision logging on a stack while it is built, as `settings` say.
 
-At the end of `HybridModel.__init__` Megatron passes the matching entry of `--te-precision-config-file` to
-every module that has `finish_init`. So each linear of the torch backend gets a `finish_init`, which chooses
-its format by the rules of `census`: the format of its layer (quantized outside the BF16 layers) unless the
-file says otherwise.
-
-With emulation (NEMOTRON3_EMULATE) the linear computes in this format, or with the packed weights of a recipe
-for inference, which needs neither file nor BF16 layers. With precision logging
-(NEMOTRON3_LOG_PRECISION) it is measured in this format. A plain run is measured in the formats of its
-precision file, or without a file in those of the published recipe.
+At the end of `HybridModel.__init__` Megatron passes the matching entry of the precision file to every module
+that has `finish_init`. So each linear of the torch backend gets one, which chooses its format by the rules of
+`census`. A plain run is measured in the formats of its precision file, or without a file in those of the
+published recipe.
 """
 
 from __future__ import annotations

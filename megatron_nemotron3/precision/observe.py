@@ -1,13 +1,9 @@
 """Precision logging: choose the steps to measure, measure linears, reduce over ranks and write the report.
 
-All ranks know beforehand which steps are measured. A step ends when a torch optimizer has stepped (torch has
-a hook for that): gradients are then reduced and still in Megatron's buffers. Sums are added up over all ranks
-of a pipeline stage, so the result does not depend on which rank held which microbatch, shard or expert.
-Tensors that several ranks replicate count once per rank, in numerator and denominator alike.
-
-Linears that emulate a format report their own operands. Other linears get an `Observed`, which computes the
-plain linear and also what quantization would do to its operands. Nothing here changes a tensor or draws from
-a random stream of the run.
+A step ends when a torch optimizer has stepped: gradients are then reduced and still in Megatron's buffers.
+Sums are added up over all ranks of a pipeline stage; tensors that several ranks replicate count once per
+rank, in numerator and denominator alike. Nothing here changes a tensor or draws from a random stream of the
+run.
 """
 
 from __future__ import annotations

@@ -1,22 +1,15 @@
 """What quantization does to a tensor, in numbers: definitions of every column of a precision report.
 
-x is an operand of a matmul as the quantizer receives it (gathered over sequence-parallel ranks; rotated in
-wgrad, where the recipe rotates), and q are the values that the matmul computes with:
+x is an operand of a matmul as the quantizer receives it, and q are the values that the matmul computes with:
 
     zeros     share of elements of x that are exactly 0
     flushed   flush-to-zero share: elements with x != 0 and q = 0, over elements with x != 0
     sqnr_db   signal to quantization noise, 10 log10(sum x^2 / sum (x - q)^2), in dB
     amax      max |x|
 
-A weight gradient has zeros and amax, as the optimizer sees it (summed over microbatches, reduced over ranks,
-clipped). Shares lie between 0 and 1.
-
-NVIDIA's reports name these quantities without defining them. UNKNOWN: whether their flush-to-zero divides by
-all elements or by nonzero ones, and over how many steps and with which threshold Super's "7 % of the
-parameters had zero weight gradients" was counted (arXiv 2604.12374, section 2.2). Here a share is that of one
-step, and zero means exactly 0.
-
-What is stored are sums, because sums of microbatches, ranks and experts can be added.
+A weight gradient has zeros and amax, as the optimizer sees it. NVIDIA's reports do not define these
+quantities; here a share is that of one step. Sums are stored, because those of microbatches, ranks and
+experts can be added.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """The published NVFP4 recipe, written once: which linear has which format, and which layers stay BF16.
 
-Megatron's flags, the file for `--te-precision-config-file`, the census of a built model and the tables of
-docs/reference/formats.md all come from this table. The modules and weights of each linear stand in
-`models.tensors`.
-
-A kind whose format in the recipe is NVFP4 needs no line in the file: NVFP4 is what `--fp4-format e2m1` makes
-of every Transformer Engine (TE) linear of a layer outside the BF16 tail. The file names the exceptions.
+A kind whose format in the recipe is NVFP4 needs no line in the precision file: NVFP4 is what `--fp4-format
+e2m1` makes of every Transformer Engine (TE) linear of a layer outside the BF16 tail. The file names the
+exceptions.
 """
 
 from __future__ import annotations

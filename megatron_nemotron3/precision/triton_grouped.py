@@ -1,10 +1,7 @@
 """Grouped products of emulated experts in Triton: accumulated in FP32, scaled, and rounded once.
 
-torch's grouped product rounds its result to BF16 before a scale could be applied, so emulation has its own.
-Which rows belong to which expert is a tensor of the device, and the host does not wait for it.
-
-Operands are BF16 on a GPU, which holds quantized values exactly. Tested in Triton's interpreter and compiled
-for SM 9.0 and 10.0; not run on a GPU yet.
+torch's grouped product would round to BF16 before the scale. The host does not wait for the rows of an
+expert. Tested in Triton's interpreter and compiled for SM 9.0 and 10.0; not run on a GPU yet.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """The file of `--te-precision-config-file`: written from the table, read strictly.
 
-Megatron reads the file leniently (0.19.2). It silently ignores a matcher without `enabled: true`, a misspelt
-`matchers` and a glob that matches nothing, and a recipe for a misspelt config fails only when the model is
-built. Here each of these is an error with a message before anything starts.
-
-The fields are those of `TEQuantizationParams` and `TEQuantizationRecipe` in megatron-core 0.19.2
-(megatron/core/extensions/transformer_engine.py), matchers are those of megatron/core/quantization.
+Megatron 0.19.2 silently ignores a matcher without `enabled: true`, a misspelt `matchers` and a glob that
+matches nothing, and a recipe for a misspelt config fails only when the model is built. Here each of these is
+an error.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Bytes of activations that one microbatch leaves on a rank until its backward.
 
-Routing is assumed to be balanced: a rank's experts receive as many rows as its own tokens send. `imbalance`
-is the number of rows on the busiest rank over that. Recomputation comes from `Launch.extra`.
-What is counted, and how it is measured: docs/plan.md and `activation_forms`.
+Routing is taken to be balanced, but for `imbalance`: the rows on the busiest rank over those that its tokens
+send.
 """
 
 from __future__ import annotations

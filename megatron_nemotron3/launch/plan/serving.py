@@ -1,9 +1,9 @@
-"""What it costs to generate with a model: memory, and the time of a step.
+"""What it costs to generate with a model: memory, and the time of a step that decodes a token of each
+sequence.
 
-A step decodes the next token of each sequence. A layer takes the longer of two times: what it reads and
-writes at the GPU's attained bandwidth, or its products at their attained rate (`timing.ASSUMED`). Kernel
-launches and collectives are left out, as with CUDA graphs on one GPU. So this compares sizes of a network; no
-measurement of a GPU stands behind it.
+A layer takes the longer of two times: what it reads and writes at the GPU's attained bandwidth, or its
+products at their attained rate. Launches and collectives are left out. It compares sizes of a network;
+nothing is measured.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
-"""Time of a training step: a model, with its assumptions in one place.
+"""Time of a training step: a model, with its assumptions in one place. docs/plan.md says what is added up.
 
-The time of a microbatch on a pipeline rank is a sum over its layers: matrix products at a share of the GPU's
-peak in their format; Mamba's scan at a share of the vector units' peak; saved activations read and written a
-number of times (norms, convolutions, permutations and quantization are bound by memory); weights read and
-gradients accumulated; kernel launches as far as the GPU waits for them, none where CUDA graphs replace them;
-a wait in each E layer; and collectives, none of them hidden, as in the stock schedule of a hybrid model. A
-step adds the pipeline bubble, the data-parallel traffic that computation does not cover, and the optimizer.
-The launch's options count (`options`). docs/measurements.md compares the model with published runs.
+No collective is hidden, as in the stock schedule of a hybrid model; kernel launches count as far as the GPU
+waits for them. docs/measurements.md compares the model with published runs.
 """
 
 from __future__ import annotations

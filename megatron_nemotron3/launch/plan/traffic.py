@@ -1,17 +1,9 @@
 """Bytes that cross links in a training step, by process group and cause, in closed form.
 
-These are the collectives of Megatron as the flags of this package set it up: sequence parallelism with tensor
-parallelism, the all-to-all dispatcher (which sends every copy of a token), the all-to-all of Mamba and
-gathered keys and values under context parallelism, one reduce-scatter of gradients and one all-gather of
-weights a step. Exchanges of sizes (tokens per expert, loss sums) are left out: they are kilobytes.
-
-`Collective.buffer` is tested against counted collectives (tests/launch/plan/test_traffic.py). How much of it
-one rank sends follows from the ring or the exchange (`sent`).
-
-Megatron's rank order is tp, cp, dp, pp (expert grid: etp, ep, edp, pp), fastest first, so the ranks of a
-group have a fixed stride. Ranks in one NVLink domain communicate over NVLink, others over the network
-(`split`). Collectives over several domains are counted as NCCL's two levels: first inside the domain, then
-between one rank of each domain, each with its share of the buffer.
+The collectives are those of Megatron with the flags of this package; exchanges of sizes are left out. The
+ranks of a group have a fixed stride (tp, cp, dp, pp; expert grid: etp, ep, edp, pp). Ranks in one NVLink
+domain communicate over NVLink, others over the network; collectives over several domains count as NCCL's two
+levels.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Round FP32 tensors to the values of a small floating-point format, in place and in few passes.
 
-`e2m1.encode` and `e4m3.encode` give codes. Emulation needs values, fast. So every operation here is one
-vectorized pass, without comparisons, tables or allocations.
-
-Between two powers of two the values of a format are equally spaced. Let p be the power of two at or below
-|x|, clamped to the format's normal range. The spacing there is p / 2^mantissa. Adding 1.5 * 2^23 spacings
-pushes all finer bits out of an FP32 mantissa, which rounds to nearest, ties to the even multiple. Subtracting
-them again leaves the rounded value. Stochastic rounding first adds a random fraction of a spacing.
+Let p be the power of two at or below |x|, clamped to the format's normal range; values around x are p /
+2^mantissa apart. Adding 1.5 * 2^23 spacings pushes all finer bits out of an FP32 mantissa, which rounds to
+nearest, ties to the even multiple; subtracting them leaves the rounded value. Stochastic rounding first adds
+a random fraction.
 """
 
 from __future__ import annotations
