@@ -257,9 +257,9 @@ def squared_relu_experts_cuda(
     *,
     recompute: bool = False,
 ) -> Tensor:
-    """`squared_relu_experts` in one launch for each product, or itself. Backward computes the activation again.
+    """`squared_relu_experts` in one launch for each product, or itself; `counts` as in `grouped_linear_cuda`.
 
-    `counts` as for `grouped_linear_cuda`.
+    Backward computes the activation again.
     """
     for weights in (fc1, fc2):
         check_counts(x, weights, counts)

@@ -67,22 +67,24 @@ def memory(
     launch: Launch,
     pp_rank: int = 0,
     *,
-    share: RankShare | None = None,
+    imbalance: float = 1.0,
     exact: tuple[int, int] | None = None,
+    share: RankShare | None = None,
 ) -> RankMemory:
     """What one rank holds at the worst moment of a step.
 
     Args:
         launch: recomputation and the type of gradients come from its `extra`.
-        share: `RankShare.of(launch)`, if it is known; another one for an imbalance of routing.
+        imbalance: as for `activations.layer_activations`.
         exact: data-parallel and expert-data-parallel rank whose weights, gradients and optimizer are counted
             to the byte, padding included (`state.state`, which is slow); None: a mean rank.
+        share: `RankShare.of(launch, imbalance)`, if it is known.
 
     Raises:
         ValueError: an unknown precision or backend, no such rank, or fewer layers than stages.
     """
     config, layout = launch.config, launch.layout
-    share = share or RankShare.of(launch)
+    share = share or RankShare.of(launch, imbalance)
     patterns = stage_patterns(config, layout.stages, launch.seq_length)
     experts = expert_configs(config, symbols(config) + (config.mtp_pattern or ""))
     work = max((moe_backward(own, share, layout.ep) for own in experts), default=0)
