@@ -63,29 +63,6 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class Operands:
-    """Operands of the three matmuls; dgrad takes the weight of fprop."""
-
-    x: Spec
-    weight: Spec
-    dgrad_dy: Spec
-    wgrad_dy: Spec
-    wgrad_x: Spec
-
-
-_ROW, _COLUMN = Spec(), Spec(axis=-2)
-
-#: The recipe of "Pretraining Large Language Models with NVFP4", arXiv 2509.25149, section 4.
-PUBLISHED = Operands(
-    x=_ROW,
-    weight=replace(_ROW, tile=True),
-    dgrad_dy=replace(_ROW, stochastic=True),
-    wgrad_dy=replace(_COLUMN, hadamard=True, stochastic=True),
-    wgrad_x=replace(_COLUMN, hadamard=True),
-)
-
-
-@dataclass(frozen=True)
 class MatmulRecipe:
     """The two operands of each matmul, x or the gradient first; None for a matmul that is not quantized."""
 
@@ -99,11 +76,6 @@ class MatmulRecipe:
         return bool(self.fprop and self.dgrad and self.fprop[1] == self.dgrad[1])
 
     @property
-    def block(self) -> int:
-        """Elements that share a scale."""
-        return next(pair[0].block for pair in (self.fprop, self.dgrad, self.wgrad) if pair)
-
-    @property
     def token_block(self) -> int:
         """wgrad's operands are padded to a multiple of this number of rows; 1 if wgrad is not quantized."""
         return self.wgrad[0].block if self.wgrad else 1
@@ -113,18 +85,18 @@ class MatmulRecipe:
 def recipe(fmt: str, chosen: Emulation) -> MatmulRecipe | None:
     """The recipe of an emulated format or of "bf16"; None if nothing is quantized.
 
-    MXFP8 has no rotation, stochastic rounding or tiles. Its dgrad quantizes the weight anew, with blocks
-    along the other axis. Switches of single matmuls apply to both formats.
+    NVFP4's is that of "Pretraining Large Language Models with NVFP4", arXiv 2509.25149, section 4. MXFP8 has
+    no rotation, stochastic rounding or tiles, and its dgrad quantizes the weight anew, along the other axis.
     """
     if fmt == BF16:
         return None
     if fmt == NVFP4:
-        weight = replace(PUBLISHED.weight, tile=chosen.tile, four_over_six=chosen.four_over_six)
+        weight = Spec(tile=chosen.tile, four_over_six=chosen.four_over_six)
         dgrad_weight = weight if chosen.tile else replace(weight, axis=-2)
-        dgrad_dy = replace(PUBLISHED.dgrad_dy, stochastic=chosen.stochastic)
-        wgrad_dy = replace(PUBLISHED.wgrad_dy, hadamard=chosen.hadamard, stochastic=chosen.stochastic)
-        wgrad_x = replace(PUBLISHED.wgrad_x, hadamard=chosen.hadamard)
-        result = MatmulRecipe((PUBLISHED.x, weight), (dgrad_dy, dgrad_weight), (wgrad_dy, wgrad_x))
+        dgrad_dy = Spec(stochastic=chosen.stochastic)
+        wgrad_x = Spec(axis=-2, hadamard=chosen.hadamard)
+        wgrad_dy = replace(wgrad_x, stochastic=chosen.stochastic)
+        result = MatmulRecipe((Spec(), weight), (dgrad_dy, dgrad_weight), (wgrad_dy, wgrad_x))
     elif fmt == MXFP8:
         row, column = Spec(MXFP8), Spec(MXFP8, axis=-2)
         result = MatmulRecipe((row, row), (row, column), (column, column))

@@ -9,8 +9,12 @@ import torch
 from megatron_nemotron3.precision.numerics import e2m1, e4m3
 from megatron_nemotron3.precision.numerics.grid import E2M1
 from megatron_nemotron3.precision.quantizer import Amax, _block_scales, _largest, prepare
-from megatron_nemotron3.precision.recipe import Spec
+from megatron_nemotron3.precision.recipe import MatmulRecipe, Spec, recipe
 from megatron_nemotron3.precision.scales import mxfp8_exponents, mxfp8_scales, nvfp4_steps
+from megatron_nemotron3.precision.settings import Emulation
+
+#: The published recipe of NVFP4.
+PUBLISHED: MatmulRecipe = recipe("nvfp4", Emulation())
 
 
 @dataclass(frozen=True)
