@@ -73,9 +73,8 @@ def causal_conv1d(
     """Causal depthwise convolution and activation; differentiable once. Saves only its inputs.
 
     Args:
-        x: [b, s, c], any strides.
+        x: [b, s, c], any strides.   bias: [c] or None.
         weight: [c, 1, k] or [c, k]; the last tap multiplies the current token.
-        bias: [c] or None.
         activation: "silu" (or "swish"), or None.
         seq_idx: [b, s] integer document index, non-decreasing.
         initial_state: [b, k - 1, c], inputs before the first token, of the same document. None: zeros.

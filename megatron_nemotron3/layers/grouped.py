@@ -43,15 +43,14 @@ def grouped_linear_reference(x: Tensor, weights: list[Tensor], counts: list[int]
 
 
 def grouped_linear(x: Tensor, weights: list[Any], counts: list[int]) -> Tensor:
-    """y[rows of expert e] = x[rows of expert e] @ weights[e].T
+    """y[rows of expert e] = x[rows of expert e] @ weights[e].T, [t, out].
+
+    Experts without rows get a gradient of zeros: Megatron's distributed optimizer needs one of every
+    parameter.
 
     Args:
         x: [t, in], rows sorted by expert.
         weights: E matrices [out, in].
-
-    Returns:
-        [t, out]. Backward writes into preallocated tensors. Experts without rows get a zero gradient,
-        since Megatron's distributed optimizer needs a gradient for every parameter.
     """
     check_counts(x, weights, counts)
     result: Tensor = _GroupedLinear.apply(x, counts, *weights)
@@ -132,7 +131,7 @@ def squared_relu_experts(
     *,
     recompute: bool = False,
 ) -> Tensor:
-    """FC1, `weighted_squared_relu`, FC2 of every expert.
+    """FC1, `weighted_squared_relu`, FC2 of every expert -> [t, out]; gradients as of `grouped_linear`.
 
     The activation is computed for a few experts at a time, so that it stays in cache, and recomputed in
     backward. It is FP32 (FP64 if x is FP64) and rounded to the dtype of x before each product.
@@ -140,11 +139,7 @@ def squared_relu_experts(
     Args:
         x: [t, in], rows sorted by expert.   probs: [t], weight of each row, applied before FC2.
         fc1: E matrices [f, in].   fc2: E matrices [out, f].
-        recompute: recompute FC1's output [t, f] in backward instead of saving it
-            (`--recompute-modules moe_act`).
-
-    Returns:
-        [t, out]. Experts without rows get a gradient of zeros, as from `grouped_linear`.
+        recompute: recompute FC1's output [t, f] in backward (`--recompute-modules moe_act`).
     """
     for weights in (fc1, fc2):
         check_counts(x, weights, counts)
@@ -309,8 +304,7 @@ def _compute_capability(device: torch.device) -> tuple[int, int]:
 def one_allocation(weights: Sequence[Tensor]) -> Tensor:
     """Move the data of equal matrices [out, in] into one new tensor [E, out, in], and return it.
 
-    The parameters keep their identity and become views of its slices, so optimizers, checkpoints and hooks
-    see no difference. Call it at construction: DDP replaces `.data` later and may choose another layout.
+    The parameters become views of it. Call it at construction: DDP replaces `.data` later.
     """
     together = torch.stack([w.detach() for w in weights])
     for weight, part in zip(weights, together, strict=True):

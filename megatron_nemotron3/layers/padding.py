@@ -37,7 +37,7 @@ def local_mask(
     sequence_parallel: bool,
     groups: ProcessGroupCollection,
 ) -> Tensor | None:
-    """Return this rank's padding mask [b, s_local], True for padding; None if all tokens are real or unknown.
+    """This rank's padding mask [b, s_local], True for padding; None if all tokens are real or unknown.
 
     Args:
         given: `padding_mask` of the model: [b, s / cp], or cut over tensor-parallel ranks already.
@@ -61,13 +61,9 @@ def local_mask(
 def padding_of_pack(
     packed: PackedSeqParams | None, tokens: int, cp: int, rank: int, device: torch.device
 ) -> Tensor | None:
-    """Return the mask [1, tokens] of packed documents with padding between them, or None if they have none.
+    """The mask [1, tokens] of packed documents with padding between them, or None if they have none.
 
-    Tokens after the last padded border are padding. Computed on the device: the host does not wait.
-
-    Args:
-        tokens: tokens of this context-parallel rank, which has chunks `rank` and 2 * cp - 1 - `rank` of every
-            padded document.
+    Tokens after the last padded border are padding. The host does not wait. `tokens` are this rank's.
     """
     if packed is None or packed.cu_seqlens_q is None:
         return None

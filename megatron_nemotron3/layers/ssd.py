@@ -78,14 +78,11 @@ def ssd_reference(
 def ssd_step(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One token of the recurrence, for decoding.
+    """One token of the recurrence: y [b, h, p] in the dtype of x, and the new state.
 
     Args:
         x: [b, h, p].   dt: [b, h], after softplus.   A: [h].   B, C: [b, g, n].   D: [h] or None.
         state: [b, h, p, n], FP32 (FP64 for FP64 inputs). Not modified.
-
-    Returns:
-        y [b, h, p] in the dtype of x, and the new state.
     """
     acc = accumulation_dtype(x)
     heads_per_group = x.shape[1] // B.shape[1]
@@ -116,14 +113,10 @@ def ssd_chunked(
     """The scan as matrix products over chunks; differentiable once.
 
     Args:
-        x: [b, s, h, p], any s >= 1.
-        dt: [b, s, h], time step after softplus, >= 0.
-        A: [h], negative.
-        B: [b, s, g, n], h divisible by g.
-        C: [b, s, g, n].
-        D: [h], skip connection, or None.
-        chunk_size: ignored; it is part of the kernels' signature. Chunks have `CHUNK` tokens, the fastest
-            length, and the result does not depend on it.
+        x: [b, s, h, p], any s >= 1.   D: [h], skip connection, or None.
+        dt: [b, s, h], time step after softplus, >= 0.   A: [h], negative.
+        B, C: [b, s, g, n], h divisible by g.
+        chunk_size: ignored; it is part of the kernels' signature. Chunks have `CHUNK` tokens.
         initial_state: [b, h, p, n], or None for zeros. It belongs to the document of the first token.
         seq_idx: [b, s] integer document index, non-decreasing. The state is zero where it changes.
         gradients: memory for the gradients of x, B and C; None: new memory.
@@ -155,7 +148,7 @@ TORCH = Scan("torch chunked SSD", ssd_chunked, HALF | {torch.float32, torch.floa
 
 
 def select_scan(x: Tensor) -> Scan:
-    """The fastest scan for the device and dtype of x [b, s, h, p]. Cheap enough for every step."""
+    """The fastest scan for the device and dtype of x. Cheap enough for every step."""
     if not x.is_cuda:
         return TORCH
     return next(scan for scan in cuda_scans() if x.dtype in scan.dtypes)
@@ -179,10 +172,8 @@ def _installed_mamba_ssm() -> Scan | None:
 def mamba_ssm_scan(module: ModuleType | Any) -> Scan:
     """`mamba_chunk_scan_combined` of `module` with our signature.
 
-    It differs in three points. Its `initial_states` belong to document 0 and are ignored if the first token
-    has another index, whereas ours belong to the first token's document; so documents are renumbered from 0.
-    B and C must have the dtype of x. States between chunks are rounded to the dtype of C where they enter the
-    output; initial and final states are FP32.
+    Its `initial_states` belong to document 0 and ours to the first token's, so documents are renumbered from
+    0. B and C must have the dtype of x, and states between chunks are rounded to it in the output.
     """
     kernel = module.mamba_chunk_scan_combined
 
