@@ -101,11 +101,7 @@ def table(config: Nemotron3Config, precision: str = NVFP4) -> dict[str, Any]:
 
 
 def render(config: Nemotron3Config, precision: str = NVFP4) -> str:
-    """Text of the table that the command prints.
-
-    Raises:
-        ValueError: an unknown format.
-    """
+    """Text of the table that the command prints."""
     if precision not in PRECISIONS:
         raise ValueError(f"unknown format {precision!r}: use one of {', '.join(PRECISIONS)}")
     head = f"{config.title} in {precision}"

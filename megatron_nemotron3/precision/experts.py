@@ -82,12 +82,9 @@ class ExpertRows:
 
 
 class DeviceRows(ExpertRows):
-    """Rows whose counts are on the device: room for as much padding as there can be.
+    """Rows whose counts [E] are on the device: room for as much padding as there can be.
 
     What lies behind the last expert's padding is zero and belongs to no expert: its owner is number E.
-
-    Args:
-        counts: [E], they add up to `total`.
     """
 
     def __init__(self, counts: Tensor, block: int, total: int) -> None:

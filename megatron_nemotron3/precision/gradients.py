@@ -16,10 +16,9 @@ GradientPlaces = dict[Any, tuple[Any, tuple[int, int], Any]]
 
 
 def gradient_places(ddp: Any) -> GradientPlaces | None:
-    """Find where Megatron's DistributedDataParallel keeps each parameter's gradient.
+    """Where Megatron's DistributedDataParallel keeps each parameter's gradient.
 
-    Returns None where gradients do not outlive the step: with FSDP, which has no such buffers, and where
-    MXFP8 parameters are gathered into these buffers (`--reuse-grad-buf-for-mxfp8-param-ag`).
+    None where gradients do not outlive the step: with FSDP, and with `--reuse-grad-buf-for-mxfp8-param-ag`.
     """
     if ddp is None or ddp.ddp_config.reuse_grad_buf_for_mxfp8_param_ag:
         return None

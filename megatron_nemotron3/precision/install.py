@@ -145,22 +145,10 @@ def emulate_mtp(mtp_layer: Any) -> None:
     _prepare_linears(mtp_layer.eh_proj, "MTP eh_proj", row, plan.ambient.of_mtp(None), plan, "mtp.")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Place:
-    """Where a linear is in the model."""
-
-    #: For messages: "decoder layer 3, mixer.in_proj".
-    text: str
-    #: Layer and module in the report: "layer_003", "mixer.in_proj".
-    row: str
-    module: str
-    #: Format of the layer.
-    ambient: str
-
-
 def _prepare_linears(
     tree: torch.nn.Module, where: str, row: str, ambient: str, plan: _LinearsPlan, prefix: str = "decoder."
 ) -> None:
+    """`where` is for messages ("decoder layer 3"), `row` for the report ("layer_003")."""
     for name, module in tree.named_modules():
         if hasattr(module, "products"):
             fmt, kind = ambient, kind_of(f"{prefix}layers.0.{name}")
@@ -169,30 +157,31 @@ def _prepare_linears(
                 fmt = NVFP4 if packs else BF16
             elif plan.by_table and kind is not None:
                 fmt = kind.format(ambient)
-            place = _Place(f"{where}, {name}" if name else where, row, name or "eh_proj", fmt)
-            module.finish_init = partial(_finish_linear, module, place, plan)
+            place, line = f"{where}, {name}" if name else where, (row, name or "eh_proj")
+            module.finish_init = partial(_finish_linear, module, plan, place, line, fmt)
 
 
-def _finish_linear(module: Any, place: _Place, plan: _LinearsPlan, quant_config: Any) -> None:
+def _finish_linear(
+    module: Any, plan: _LinearsPlan, where: str, line: tuple[str, str], ambient: str, quant_config: Any
+) -> None:
     """Choose the format of a linear; Megatron calls this as `finish_init`."""
     if plan.emulate:
-        assign_products(module, place.text, place.ambient, plan.chosen, quant_config)
-        if plan.observer is not None and module.products is not None and module.products.training is not None:
-            products = module.products
-            fmt, how = products.formats[0], products.training
-            products.record = plan.observer.add(module, place.row, place.module, fmt, how)
+        assign_products(module, where, ambient, plan.chosen, quant_config)
+        products = module.products
+        if plan.observer is not None and products is not None and products.training is not None:
+            products.record = plan.observer.add(module, *line, products.formats[0], products.training)
         return
     del module.finish_init
-    fmt = _chosen_formats(place.ambient, plan.chosen, quant_config)[0]
+    fmt = _chosen_formats(ambient, plan.chosen, quant_config)[0]
     how = recipe(fmt, plan.chosen)
     if how is None or plan.observer is None:
         return
     try:
-        _require_whole_blocks(module, place.text, fmt)
+        _require_whole_blocks(module, where, fmt)
     except ValueError as problem:
         plan.observer.print(f"not measured: {problem}")
         return
-    module.products = Observed(plan.observer.add(module, place.row, place.module, fmt, how), how)
+    module.products = Observed(plan.observer.add(module, *line, fmt, how), how)
 
 
 def assign_products(module: Any, where: str, ambient: str, chosen: Emulation, quant_config: Any) -> None:

@@ -30,9 +30,8 @@ class Emulated:
 
     Args:
         training, evaluation: recipes of the two modes; None for plain matmuls in that mode.
-        formats: names of the two recipes' formats, for reports.
-        stream: Megatron's random stream for stochastic rounding. Tensors that are equal on several ranks must
-            be rounded equally there.
+        formats: of the two recipes.
+        stream: Megatron's random stream for stochastic rounding, the same on ranks with equal tensors.
         reuse: Megatron's schedule tells this module which microbatch is the first of a step, so Q(W) can be
             kept for the others.
         record: receives statistics of the operands in measured steps; None if they are never measured.

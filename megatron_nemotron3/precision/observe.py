@@ -41,14 +41,10 @@ from megatron_nemotron3.precision.statistics import LinearSums
 
 
 class PrecisionObserver:
-    """Records of all linears of one stack and its MTP blocks, and the count of steps.
+    """Records of all linears of one HybridStack and its MTP blocks, and the count of steps.
 
-    The first step of a run is measured, then every iteration that is a multiple of the interval.
-
-    Args:
-        stack: HybridStack with `config` and `pg_collection`.
-        chosen: interval and folder.
-        used: whether the run computes with the quantized values.
+    The first step of a run is measured, then every iteration that is a multiple of the interval. `used`:
+    whether the run computes with the quantized values.
     """
 
     def __init__(self, stack: Any, chosen: Logging, used: bool) -> None:
@@ -73,7 +69,7 @@ class PrecisionObserver:
     def add(
         self, linear: torch.nn.Module, layer: str, module: str, fmt: str, how: MatmulRecipe
     ) -> LinearSums:
-        """Add the record of a linear and return it; arguments as `LinearSums`."""
+        """Add a `LinearSums` and return it."""
         self.records.append(LinearSums(self.switch, linear, layer, module, fmt, how))
         return self.records[-1]
 
@@ -200,12 +196,10 @@ _SEED = 20251201
 
 @dataclass
 class Observed:
-    """Computes a plain linear's matmul and measures what quantization would do to its operands.
+    """`products` of a linear that emulates nothing: computes it, and measures what quantization would do.
 
-    It is the attribute `products` of a torch linear that is measured and emulates no format. In measured
-    steps the linear calls it. The matmul is Megatron's own, so losses stay the same to the bit; stochastic
-    rounding draws from a generator of this object. Operands are those of the plain run. In an emulated run
-    they would also carry the errors of earlier layers.
+    The matmul is Megatron's own, so losses stay the same to the bit; stochastic rounding draws from a
+    generator of this object. Operands are those of the plain run, without the errors of earlier layers.
     """
 
     record: LinearSums

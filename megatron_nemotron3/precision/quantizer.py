@@ -71,17 +71,14 @@ def fake_quantize(
     *,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Quantize and dequantize.
+    """Quantize and dequantize: a new tensor of the shape of x, without gradient. Zeros are positive.
 
     Args:
         x: [..., m, k]; float32, bfloat16 or float16. FP16 and BF16 are converted to FP32 for the computation.
         generator: of the device of x, for stochastic rounding; None for torch's default. Elements draw in
-            their order, so a seed gives the same values on any number of threads. Triton draws other numbers
-            (`triton_quantize`).
+            their order, so a seed gives the same values on any number of threads.
         amax: see `Amax`; None for that of x, after rotation. MXFP8 takes none.
         dtype: of the result; None for that of x. NVFP4 values need FP32 to be exact.
-
-    Returns: a new tensor of the shape of x, without gradient. Zeros are positive.
     """
     dtype = dtype or x.dtype
     if spec.format == "mxfp8" and amax is None and (triton := _triton_module(x)) is not None:

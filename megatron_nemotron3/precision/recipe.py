@@ -1,8 +1,6 @@
 """How operands of a linear layer's three matmuls are quantized, by format and switches.
 
-    fprop   Y  = Q(X) Q(W)^T       dgrad   dX = Q(dY) Q(W)       wgrad   dW = Q(dY)^T Q(X)
-
-In each matmul both operands are divided into blocks along the contracted axis.
+fprop   Y  = Q(X) Q(W)^T       dgrad   dX = Q(dY) Q(W)       wgrad   dW = Q(dY)^T Q(X)
 """
 
 from __future__ import annotations
@@ -23,15 +21,12 @@ class Spec:
     """How one operand is quantized.
 
     Args:
-        format: "nvfp4" (E2M1 elements, an E4M3 scale for 16 of them, an FP32 scale for the tensor) or "mxfp8"
-            (E4M3 elements, a power of two as scale for 32 of them).
+        format: "nvfp4" or "mxfp8".
         axis: the contracted axis, along which blocks lie: -1, or -2 for both operands of wgrad.
-        tile: one scale for 16 x 16 elements instead of 1 x 16 (weights). Values are then the same for both
-            axes.
+        tile: one scale for 16 x 16 elements (weights). Values are then the same for both axes.
         hadamard: rotate every block by the random Hadamard transform first; the values stay rotated.
         stochastic: round stochastically instead of to nearest.
-        four_over_six: scale each block so that its largest magnitude becomes 6 or 4, whichever is closer
-            (`scales`).
+        four_over_six: scale each block so that its largest magnitude becomes 6 or 4, whichever is closer.
     """
 
     format: str = NVFP4
@@ -58,7 +53,6 @@ class Spec:
 
     @property
     def block(self) -> int:
-        """Elements along `axis` that share a scale."""
         return BLOCK[self.format]
 
 

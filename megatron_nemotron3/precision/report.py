@@ -85,13 +85,10 @@ def _csv_cell(value: object) -> str:
 
 
 def read(folder: str | Path) -> list[ReportRow]:
-    """Read all rows of a report, sorted by iteration.
+    """Read all rows of a report, sorted by iteration; raises ReportError.
 
     Where a resumed run repeats an iteration, the later rows count. An incomplete last line is skipped: the
     run is still writing, or was killed.
-
-    Raises:
-        ReportError: the file is missing, has no rows, or has a malformed line.
     """
     path = Path(folder) / FILE
     try:

@@ -56,13 +56,11 @@ class Emulation:
     """What emulation computes; the defaults are the published recipe.
 
     Args:
-        hadamard: rotate both operands of wgrad (NVFP4).
-        stochastic: round gradients stochastically (NVFP4).
+        hadamard, stochastic: rotate both operands of wgrad, round gradients stochastically (NVFP4).
         tile: scale weights by 16 x 16 tiles (NVFP4); otherwise by 1 x 16, and anew for dgrad.
         fprop, dgrad, wgrad: quantize the operands of this matmul.
         every_layer: the format in every linear of every layer, without precision file and BF16 layers.
         four_over_six: scale blocks of weights to 4 where that is closer than to 6 (NVFP4).
-        format: "nvfp4" or "mxfp8".
         packed: a recipe of `serving.PACKED_KINDS`, alone: products take the weights that the converter packs,
             everything else is as in a plain run.
     """

@@ -20,16 +20,11 @@ ROWS, COLUMNS, TERMS, WARPS = 128, 128, 64, 8
 def rows_product(
     x: Tensor, weights: Tensor, starts: Tensor, ends: Tensor, scale: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """y[rows of expert e] = x[rows of expert e] @ weights[e].T * scale.
+    """y[rows of expert e] = x[rows of expert e] @ weights[e].T * scale: [t, n] in `dtype`.
 
     Args:
-        x: [t, k], contiguous.
-        weights: [E, n, k], any strides.
+        x: [t, k], contiguous.   weights: [E, n, k], any strides.   scale: [t] FP32, or None for 1.
         starts, ends: [E], int32, the rows of each expert; together all of x.
-        scale: [t] FP32, or None for 1.
-
-    Returns:
-        [t, n] in `dtype`.
     """
     (t, k), (number, n, _) = x.shape, weights.shape
     y = torch.empty(t, n, dtype=dtype, device=x.device)
@@ -51,15 +46,11 @@ def rows_product(
 def weight_gradients(
     dy: Tensor, x: Tensor, starts: Tensor, ends: Tensor, scale: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """dw[e] = dy[rows of expert e].T @ x[rows of expert e] * scale[e]; 0 for experts without rows.
+    """dw[e] = dy[rows of expert e].T @ x[rows of expert e] * scale[e], [E, n, k] in `dtype`; 0 without rows.
 
     Args:
-        dy, x: [t, n] and [t, k], contiguous.
+        dy, x: [t, n] and [t, k], contiguous.   scale: [E] FP32, or None for 1.
         starts, ends: [E], int32, the rows of each expert.
-        scale: [E] FP32, or None for 1.
-
-    Returns:
-        [E, n, k] in `dtype`.
     """
     n, k = dy.shape[1], x.shape[1]
     dw = torch.empty(len(ends), n, k, dtype=dtype, device=x.device)

@@ -142,11 +142,7 @@ def write_precision_file(config: Nemotron3Config, path: str | Path) -> None:
 
 
 def read(path: str | Path, config: Nemotron3Config | Structure | None = None) -> PrecisionFile:
-    """Read a precision file, strictly.
-
-    Args:
-        path: the file.
-        config: a model that the globs must fit; None to check the file alone.
+    """Read a precision file, strictly; with `config`, a model that its globs must fit.
 
     Raises:
         ValueError: it is no regular file, or larger than 1 MiB.

@@ -23,11 +23,7 @@ def tensor_scale(amax: torch.Tensor) -> torch.Tensor:
 
 
 def quantize(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """E4M3 bits of `x / scale`, uint8 of the shape of `x`.
-
-    Args:
-        scale: float32 [], or of a shape that broadcasts ([rows, 1]: a scale for each output channel).
-    """
+    """E4M3 bits of `x / scale`, uint8 of the shape of `x`; `scale` is float32 and broadcasts."""
     return e4m3.encode(x.float() / scale)
 
 

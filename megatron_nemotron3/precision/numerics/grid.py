@@ -19,16 +19,13 @@ _ODD = 0x0001_0001_0001_0001
 
 @dataclass(frozen=True)
 class ValueGrid:
-    """The values of a format.
+    """The values of a format."""
 
-    mantissa: number of explicit mantissa bits.
-    smallest: the smallest normal value; below it the spacing stays the same.
-    largest: the power of two at or below `max`.
-    max: the largest value, to which larger magnitudes are clamped.
-    """
-
+    #: Explicit mantissa bits.
     mantissa: int
+    #: The smallest normal value; below it the spacing stays the same.
     smallest: float
+    #: The power of two at or below `max`, the largest value, to which larger magnitudes are clamped.
     largest: float
     max: float
 
@@ -56,9 +53,6 @@ class ValueGrid:
         """Replace x by one of its two neighbors, the upper one with probability (x - lower) / spacing.
 
         The expected value is x wherever |x| <= max. Probabilities have 15 bits. Values of the format stay.
-
-        Args:
-            generator: of the device of x; None for torch's default.
         """
         # One 64-bit draw serves four elements, because the generator is the expensive part on a CPU.
         bits = scratch.view(-1)[: x.numel() // 2].view(torch.int64)
