@@ -43,11 +43,9 @@ Form = dict[str, int]
 class RankShare:
     """The part of a microbatch that one rank computes, and how it computes it.
 
-    seq_length: tokens of a sequence before context parallelism cuts it.
-    element: bytes of an activation.
-    imbalance: routed tokens of this rank over their mean.
-    padded_vocab: rows of the embedding table over all tensor ranks.
-    sorts_received: whether tokens come from other ranks and go to several experts of this one.
+    seq_length: tokens of a sequence before context parallelism cuts it. element: bytes of an activation.
+    imbalance: routed tokens of this rank over their mean. padded_vocab: rows of the embedding table over all
+    tensor ranks. sorts_received: whether tokens come from other ranks and go to several experts of this one.
     """
 
     seq_length: int
@@ -207,9 +205,9 @@ def moe(c: Nemotron3Config, share: RankShare) -> Form:
 def moe_backward(c: Nemotron3Config, share: RankShare, ep: int) -> int:
     """Bytes that exist in addition to the saved tensors during the backward of an E layer's experts.
 
-    These are the gradients of the experts' inputs and outputs, and on a GPU, which computes all experts at
-    once, of the tensor between the two linears. Without gradient accumulation fusion (torch, auto) the
-    gradients of all their weights exist, too, before Megatron accumulates them.
+    These are gradients of their inputs and outputs; on a GPU, which computes all experts at once, of the
+    tensor between the two linears; and without gradient accumulation fusion (torch, auto) of all their
+    weights.
     """
     ffn = (c.moe_ffn_hidden_size or 0) // share.etp
     rows = share.routed_rows(c)

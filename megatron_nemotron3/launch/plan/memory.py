@@ -35,16 +35,12 @@ _GATHERED = 2
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one rank at the worst moment of a step.
+    """Bytes on one rank at the worst moment of a step. docs/plan.md says what is not included.
 
-    weights, gradients, optimizer: as `state.RankState`.
     activations: by layer kind, of all microbatches in flight.
     recompute_peak: what recomputing one module or run of layers adds to that. By then the backward of the
         loss and of the later layers is over, and what they held is free.
     buffers: the sum of `buffers`, and what the backward of routed experts adds (`activation_forms`).
-
-    Not included: the CUDA context, communicators, workspaces of kernels, other gradients of activations,
-    other gradients of weights before they are accumulated, fragmentation.
     """
 
     weights: int

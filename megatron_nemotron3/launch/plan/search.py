@@ -34,14 +34,10 @@ _MOST_STAGES = 32
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A launch whose layout is wanted: its model, batch, sequence length and precision are given.
-
-    The backend is Transformer Engine, whatever the launch has.
+    """A launch whose layout is wanted, on Transformer Engine; its schedule holds the global batch size.
 
     Args:
-        launch: its schedule holds the global batch size.
         gpus: GPUs of the whole job.
-        gpu: their type.
         dispatcher: one of `options.DISPATCHERS`; None: what the launch's options say.
     """
 
@@ -84,7 +80,6 @@ class PlanRequest:
 
     @property
     def machine(self) -> Machine:
-        """The GPU, with the time model's assumptions."""
         return Machine(self.gpu)
 
     @property
@@ -194,7 +189,7 @@ def legal(request: PlanRequest) -> list[ParallelLayout]:
 
 
 def recomputations(config: Nemotron3Config) -> tuple[Recompute, ...]:
-    """Choices from recomputing nothing to recomputing everything, the cheapest in time first."""
+    """As `PlanRequest.recomputations`, without that of a launch."""
     known = modules(config, "te")
     light = tuple(name for name in ("layernorm", "moe_act", "core_attn") if name in known)
     heavy = tuple(name for name in ("layernorm", "core_attn", "moe", "mlp") if name in known)
@@ -311,7 +306,7 @@ def _fits_somehow(request: PlanRequest, layout: ParallelLayout, recompute: Recom
 
 
 class _TimeBound:
-    """Lower bound of a step's seconds: all its layers, spread evenly over the pipeline, and nothing else."""
+    """Lower bound of a step's seconds: its layers alone, spread evenly over the pipeline."""
 
     def __init__(self, request: PlanRequest) -> None:
         self.request = request

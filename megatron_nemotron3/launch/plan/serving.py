@@ -23,16 +23,7 @@ _BF16, _FP32 = 2, 4
 
 @dataclass(frozen=True)
 class ServingUse:
-    """How a model is used.
-
-    Args:
-        gpu: whose bandwidth and rates count. The model need not fit on one.
-        sequences: decoded together.
-        context: tokens of each sequence before the step.
-
-    Raises:
-        ValueError: a number below 1.
-    """
+    """How a model is used: `sequences` of `context` tokens are decoded together. It need not fit on a GPU."""
 
     gpu: GPU
     sequences: int = 1

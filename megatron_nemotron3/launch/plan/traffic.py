@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from megatron_nemotron3.launch import Launch, ParallelLayout
 from megatron_nemotron3.launch.plan.hardware import GPU
@@ -119,10 +119,6 @@ def _experts_transfers(config: Nemotron3Config, layout: ParallelLayout, tokens: 
     yield Collective("etp", "probabilities", REDUCE_SCATTER, layout.etp, 1, gathered * SINGLE)
 
 
-def _dense_transfers(config: Nemotron3Config, layout: ParallelLayout, tokens: int) -> Iterator[Collective]:
-    yield from _linear_pair(config, layout, tokens, "mlp")
-
-
 def _embedding_transfers(
     config: Nemotron3Config, layout: ParallelLayout, tokens: int
 ) -> Iterator[Collective]:
@@ -154,7 +150,7 @@ _LAYER_TRANSFERS = {
     "M": _mamba_transfers,
     "*": _attention_transfers,
     "E": _experts_transfers,
-    "-": _dense_transfers,
+    "-": partial(_linear_pair, module="mlp"),
     "embedding": _embedding_transfers,
     "output": _output_transfers,
     "mtp": _mtp_transfers,
@@ -299,7 +295,7 @@ def deduplicated(whole: Split, topk: int, ranks: int, local: int) -> Split:
     domains = ranks / local
 
     def reached(places: float) -> float:
-        """Expected number of distinct places that topk draws reach."""
+        """Mean number of places that topk draws reach."""
         return places * (1 - (1 - 1 / places) ** topk)
 
     nvlink = reached(ranks) * (local - 1) / ranks / (topk * (local - 1) / ranks) if local > 1 else 1.0
