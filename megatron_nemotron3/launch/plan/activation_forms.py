@@ -16,7 +16,7 @@ Engine. Both are derived from what the functions are written to save, and are no
 | E | activation | FC2's input | FC2's input |
 | E | dispatch | | INT32 row maps instead of INT64 indices |
 
-What packing and offloading take away is in `savings`.
+What packing and offloading take away is in `activations`.
 """
 
 from __future__ import annotations

@@ -10,13 +10,12 @@ from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 
 from megatron_nemotron3.launch import Launch, ParallelLayout, TrainingSchedule
-from megatron_nemotron3.launch.plan.activations import layer_activations
+from megatron_nemotron3.launch.plan.activations import layer_activations, quantized_share
 from megatron_nemotron3.launch.plan.flops import BACKWARD, layer_operations, module_of
 from megatron_nemotron3.launch.plan.hardware import GPU
 from megatron_nemotron3.launch.plan.kinds import letter, resolve, symbols
 from megatron_nemotron3.launch.plan.options import GRAPHS, CostOptions
 from megatron_nemotron3.launch.plan.recompute import MODULES, Recompute
-from megatron_nemotron3.launch.plan.savings import quantized_share
 from megatron_nemotron3.launch.plan.state import bytes_of, grid_of, kind_elements, stage_elements
 from megatron_nemotron3.launch.plan.traffic import (
     ALL_TO_ALL,

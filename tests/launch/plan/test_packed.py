@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from megatron_nemotron3.launch import ParallelLayout
-from megatron_nemotron3.launch.plan.activations import layer_activations
+from megatron_nemotron3.launch.plan.activations import PACKED, bytes_by_linear, layer_activations
 from megatron_nemotron3.launch.plan.memory import memory, weight_copies
-from megatron_nemotron3.launch.plan.savings import PACKED, bytes_by_linear
 from megatron_nemotron3.models import get
 from megatron_nemotron3.precision.formats import MXFP8, NVFP4
 from megatron_nemotron3.precision.recipe import Spec
