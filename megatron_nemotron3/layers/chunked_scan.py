@@ -61,7 +61,6 @@ class ScanInputs(NamedTuple):
         return torch.zeros(b, h, p, self.B.shape[-1], dtype=self.acc, device=self.x.device)
 
     def check(self) -> None:
-        """Raise ValueError if shapes do not fit."""
         if self.x.dim() != 4 or self.B.dim() != 4 or self.x.shape[1] == 0:
             found = f"x {tuple(self.x.shape)}, B {tuple(self.B.shape)}"
             raise ValueError(f"{found}: they must be [b, s, h, p] and [b, s, g, n] with at least one token")

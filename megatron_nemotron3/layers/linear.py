@@ -78,7 +78,6 @@ class ReplaceableProducts(torch.nn.Module):
 
 class _WithAdapter(ReplaceableProducts):
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Upstream's forward, and the adapter of the same input."""
         output, bias = super().forward(input_, *args, **kwargs)
         return self.adapted(output, input_), bias
 

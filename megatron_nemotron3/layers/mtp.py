@@ -157,7 +157,6 @@ class LossHooks:
 
     @classmethod
     def install(cls, model: torch.nn.Module) -> None:
-        """Register the hooks, if the model is Megatron's hybrid one."""
         if isinstance(model, HybridModel):
             hooks = cls()
             model.register_forward_pre_hook(hooks._begin, with_kwargs=True)

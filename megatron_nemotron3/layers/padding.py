@@ -1,5 +1,4 @@
-"""Which tokens of a batch are padding, for the routers of all layers: padding must not count in their
-balance.
+"""Which tokens of a batch are padding, for the routers of all layers, in whose balance it must not count.
 
 The mask is the `padding_mask` of the caller, or follows from the padded borders of a pack
 (`cu_seqlens_q_padded`). Megatron 0.19 gives it to the decoder's layers alone, not to MTP, and does not cut it

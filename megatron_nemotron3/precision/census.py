@@ -61,7 +61,6 @@ class Ambient:
         return BF16 if number is None else self.of_layer(number)
 
     def of_linear(self, linear: LinearRow) -> str:
-        """Format of the layer that a linear is in."""
         return self.of_mtp(linear.in_mtp) if linear.layer is None else self.of_layer(linear.layer)
 
 
@@ -96,11 +95,9 @@ class ModelFormats:
             yield linear, around, self.file.format(linear.name, around)
 
     def count(self) -> Counter[str]:
-        """Number of linears by format."""
         return Counter(has for _, _, has in self.linears())
 
     def require_some(self) -> None:
-        """Raise CensusError if no linear has the format of the layers."""
         ambient, found = self.ambient, self.count()
         if not found[ambient.format]:
             raise CensusError(

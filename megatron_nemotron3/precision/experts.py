@@ -61,7 +61,6 @@ class ExpertRows:
 
     @property
     def owner(self) -> Tensor:
-        """Expert of each row."""
         return self.block_owner.repeat_interleave(self.block, output_size=self.total)
 
     def fill(self, x: Tensor) -> Tensor:
@@ -170,7 +169,6 @@ class EmulatedGroupedProduct(torch.autograd.Function):
 def _record_weights(
     record: LinearSums, name: str, weights: Sequence[Tensor], how: Spec, made: Operand
 ) -> None:
-    """Record E matrices, once a step."""
     if not record.has(name):
         record.add(name, torch.stack([w.detach() for w in weights]), how, dequantized(made))
 

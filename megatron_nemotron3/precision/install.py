@@ -209,7 +209,6 @@ def assign_products(module: Any, where: str, ambient: str, chosen: Emulation, qu
 
 
 def _chosen_formats(ambient: str, chosen: Emulation, quant_config: Any) -> tuple[str, str]:
-    """Formats in training and evaluation."""
     if quant_config is None or chosen.every_layer:
         return ambient, ambient
     problems: list[str] = []

@@ -69,7 +69,6 @@ class PrecisionObserver:
     def add(
         self, linear: torch.nn.Module, layer: str, module: str, fmt: str, how: MatmulRecipe
     ) -> LinearSums:
-        """Add a `LinearSums` and return it."""
         self.records.append(LinearSums(self.switch, linear, layer, module, fmt, how))
         return self.records[-1]
 

@@ -245,7 +245,6 @@ class Structure:
                 yield from self._linears_below(path, symbol, in_mtp=number)
 
     def kinds(self) -> set[str]:
-        """Names of the kinds that the model has."""
         return {linear.kind.name for linear in self.linears()}
 
     def _linears_below(

@@ -71,7 +71,6 @@ class FormatSetting:
     over_bf16: bool = False
 
     def applied(self, ambient: str) -> str:
-        """Format of a linear in a layer whose format is `ambient`."""
         return self.format if (self.over_bf16 if ambient == BF16 else self.over_quantized) else ambient
 
 

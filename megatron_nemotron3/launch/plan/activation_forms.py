@@ -100,7 +100,6 @@ class RankShare:
         return self.tokens // self.tp if self.sequence_parallel else self.tokens
 
     def routed_rows(self, config: Nemotron3Config) -> int:
-        """Rows that the rank's experts receive."""
         return round(self.shard * (config.moe_router_topk or 0) * self.etp * self.imbalance)
 
     def stream(self, width: int) -> int:

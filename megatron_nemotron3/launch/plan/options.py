@@ -1,6 +1,4 @@
-"""The performance options of a launch that change its time or its memory, as its command line starts
-Megatron.
-"""
+"""The performance options of a launch that change its time or its memory, read from its command line."""
 
 from __future__ import annotations
 

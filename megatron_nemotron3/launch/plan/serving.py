@@ -1,5 +1,4 @@
-"""What it costs to generate with a model: memory, and the time of a step that decodes a token of each
-sequence.
+"""What it costs to generate with a model: memory, and the time to decode a token of each sequence.
 
 A layer takes the longer of two times: what it reads and writes at the GPU's attained bandwidth, or its
 products at their attained rate. Launches and collectives are left out. It compares sizes of a network;
