@@ -75,7 +75,7 @@ def dispatcher_options(dispatcher: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class CostOptions:
-    """What the options say that costs time or memory.
+    """What the options say that cost time or memory.
 
     dispatcher: one of `DISPATCHERS`. graphs: modules captured in CUDA graphs. overlap: gradients and weights
     travel during computation. loss: `IN_PLACE`, `NATIVE`, or "" where it is not fused. offload: modules whose
