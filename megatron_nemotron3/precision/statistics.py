@@ -1,15 +1,17 @@
 """What quantization does to a tensor, in numbers: definitions of every column of a precision report.
 
-x is an operand of a matmul as the quantizer receives it, and q are the values that the matmul computes with:
+x is an operand of a matmul as the quantizer receives it (gathered over sequence-parallel ranks; rotated in
+wgrad, where the recipe rotates), and q are the values that the matmul computes with:
 
     zeros     share of elements of x that are exactly 0
     flushed   flush-to-zero share: elements with x != 0 and q = 0, over elements with x != 0
     sqnr_db   signal to quantization noise, 10 log10(sum x^2 / sum (x - q)^2), in dB
     amax      max |x|
 
-A weight gradient has zeros and amax, as the optimizer sees it. NVIDIA's reports do not define these
-quantities; here a share is that of one step. Sums are stored, because those of microbatches, ranks and
-experts can be added.
+A weight gradient has zeros and amax, as the optimizer sees it (summed over microbatches, reduced over ranks,
+clipped). Shares are of one step, from 0 to 1. Sums are stored, because those of microbatches, ranks and
+experts can be added. UNKNOWN: whether the flush-to-zero of NVIDIA's reports divides by all elements, and how
+Super's "7 % of the parameters had zero weight gradients" was counted (arXiv 2604.12374, section 2.2).
 """
 
 from __future__ import annotations
