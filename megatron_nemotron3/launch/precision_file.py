@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_nemotron3.launch.launch import Launch
-from megatron_nemotron3.precision import guard, yaml_file
-from megatron_nemotron3.precision.census import Ambient, CensusError, ModelFormats
+from megatron_nemotron3.precision import yaml_file
+from megatron_nemotron3.precision.census import Ambient, CensusError, ModelFormats, require_usable
 from megatron_nemotron3.precision.formats import NVFP4
 from megatron_nemotron3.precision.table import Structure
 
@@ -53,7 +53,7 @@ def require_usable_here(launch: Launch, *, measured: bool) -> None:
         )
     check(launch)
     try:
-        guard.require_usable(
+        require_usable(
             launch.extra,
             torch_spec=launch.backend == "torch",
             emulate=bool(launch.emulate),

@@ -1,4 +1,4 @@
-"""The format that Megatron gives each linear, of a whole model and of a built one, and the published one.
+"""The format that Megatron gives each linear, and checks that runs compute in the formats they ask for.
 
 By the rules of megatron-core 0.19.2 a linear with `finish_init` (TE's, and emulated ones) has the format of
 its layer, or the one that the first matching glob of the precision file gives it; any other computes in the
@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_nemotron3.common.switches import EMULATE
+from megatron_nemotron3.common.parser import option_value, option_values
+from megatron_nemotron3.common.switches import EMULATE, megatron_options
 from megatron_nemotron3.models.pattern import MTP_SEPARATOR, without_layout
 from megatron_nemotron3.precision.formats import BF16, FORMATS, NVFP4, counted, name_of
-from megatron_nemotron3.precision.settings import Emulation
+from megatron_nemotron3.precision.settings import OPTION, Emulation
 from megatron_nemotron3.precision.table import LinearRow, ModuleKind, Structure, kind_of, tail_of_depth
-from megatron_nemotron3.precision.yaml_file import NO_FILE, PrecisionFile, parse, require_fit
+from megatron_nemotron3.precision.yaml_file import FLAG, NO_FILE, PrecisionFile, parse, read, require_fit
 
+_TORCH_SPEC = "--spec megatron_nemotron3.specs nemotron3_torch_stack_spec"
 _LAYER = re.compile(r"(?:^|\.)layers\.\d+(?=\.|$)")
 _ROOT = re.compile(r"(?:^|\.)(?=(?:decoder|mtp|embedding|output_layer)\.|output_layer$)")
 
@@ -301,3 +303,53 @@ def _layer_format(name: str, modules: Mapping[str, Any], ambient: Ambient) -> tu
     if in_mtp:
         return number, ambient.of_mtp(None if len(found) == 1 else number)
     return number, ambient.of_layer(number)
+
+
+def _without_effect(options: Sequence[str]) -> str:
+    """The message on options that ask for formats in which linears of the torch backend do not compute."""
+    names = " and ".join(options)
+    return (
+        f"{names} would have no effect: linears of the torch backend compute in BF16 or FP32 "
+        f"unless they emulate. To emulate NVFP4, pass {OPTION} nvfp4 to nemotron3 run, or set "
+        f"{EMULATE}=nvfp4 in the training processes, and leave --fp4-format and --fp8-format out. On GPUs "
+        "with FP4 or FP8 use --spec megatron_nemotron3.specs nemotron3_te_stack_spec. For a plain run drop "
+        f"{names}"
+    )
+
+
+def _format_options(fp4: object, fp8: object, file: object) -> list[str]:
+    """Names of the options among these that are set."""
+    values = {"--fp4-format": fp4, "--fp8-format": fp8, FLAG: file}
+    return [name for name, value in values.items() if value]
+
+
+def require_followed(stack: Any, *, emulate: bool, measured: bool) -> None:
+    """Raise CensusError if a stack's linears would silently ignore the formats that are asked for."""
+    linears = [module for module in stack.modules() if hasattr(module, "products")]
+    if emulate and len(stack.layers) and not linears:
+        raise CensusError(
+            f"{EMULATE} emulates linears of the torch backend, and this stack has none: use {_TORCH_SPEC}, "
+            "or unset it"
+        )
+    if emulate or all(hasattr(module, "finish_init") for module in linears):
+        return
+    config = stack.config
+    options = _format_options(config.fp4, config.fp8, config.quant_recipe is not None and not measured)
+    if options:
+        raise CensusError(_without_effect(options))
+
+
+def require_well_formed_file(config: Any) -> None:
+    """Read the precision file of a Megatron script strictly: Megatron ignores most mistakes in it."""
+    file = getattr(megatron_options(), "te_precision_config_file", None)
+    if file and config.quant_recipe is not None:
+        read(file)
+
+
+def require_usable(arguments: Sequence[str], *, torch_spec: bool, emulate: bool, measured: bool) -> None:
+    """Check a Megatron script's options on number formats before the script starts."""
+    file = option_value(arguments, FLAG)
+    fp4, fp8 = (option_values(arguments, f"--{kind}-format") is not None for kind in ("fp4", "fp8"))
+    options = _format_options(fp4, fp8, file is not None and not measured)
+    if torch_spec and not emulate and options:
+        raise CensusError(_without_effect(options))

@@ -30,11 +30,12 @@ from megatron_nemotron3.precision.census import (
     CensusError,
     ModelFormats,
     recipe_of,
+    require_followed,
     require_format,
+    require_well_formed_file,
     structure_of,
 )
 from megatron_nemotron3.precision.formats import BF16, FORMATS, MXFP8, NVFP4, counted
-from megatron_nemotron3.precision.guard import require_followed, require_well_formed_file
 from megatron_nemotron3.precision.linear import Emulated
 from megatron_nemotron3.precision.observe import Observed, PrecisionObserver
 from megatron_nemotron3.precision.packed import PackedProducts

@@ -79,7 +79,7 @@ def test_emulation_of_a_stack_without_torch_linears_is_refused() -> None:
 
     import torch
 
-    from megatron_nemotron3.precision.guard import require_followed
+    from megatron_nemotron3.precision.census import require_followed
 
     linear = torch.nn.Linear(2, 2)
     foreign: Any = SimpleNamespace(modules=lambda: [linear], layers=[linear], config=None)
@@ -92,12 +92,12 @@ def test_a_script_reads_its_file_strictly(monkeypatch: pytest.MonkeyPatch, tmp_p
     """Megatron takes a matcher without `enabled` and ignores it; the stack reads the script's file again."""
     from types import SimpleNamespace
 
-    from megatron_nemotron3.precision import guard
+    from megatron_nemotron3.precision import census
 
     file = tmp_path / "precision.yaml"
     file.write_text(yaml_file.render(TINY).replace("    enabled: true\n", "", 1))
     options = SimpleNamespace(te_precision_config_file=str(file))
-    monkeypatch.setattr(guard, "megatron_options", lambda: options)
+    monkeypatch.setattr(census, "megatron_options", lambda: options)
     with pytest.raises(PrecisionFileError, match="no enabled: write enabled: true"):
         built("nvfp4", "M", mtp_use_repeated_layer=False)
 
