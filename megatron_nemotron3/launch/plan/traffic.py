@@ -8,7 +8,7 @@ levels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
@@ -146,7 +146,7 @@ def _mtp_transfers(config: Nemotron3Config, layout: ParallelLayout, tokens: int)
         yield Collective("tp", "eh_proj", ALL_REDUCE, layout.tp, 1, 2 * whole)
 
 
-_LAYER_TRANSFERS = {
+_LAYER_TRANSFERS: dict[str, Callable[[Nemotron3Config, ParallelLayout, int], Iterator[Collective]]] = {
     "M": _mamba_transfers,
     "*": _attention_transfers,
     "E": _experts_transfers,
