@@ -157,16 +157,19 @@ def linear_row(shape: tuple[int, int, int], device: str, dtype: Any, rounds: int
     import torch
 
     from megatron_nemotron3.precision.products import operand
-    from megatron_nemotron3.precision.recipe import PUBLISHED
+    from megatron_nemotron3.precision.recipe import recipe
+    from megatron_nemotron3.precision.settings import Emulation
 
     tokens, inner, outer = shape
     x, w, dy = (
         torch.randn(*size, device=device, dtype=dtype)
         for size in ((tokens, inner), (outer, inner), (tokens, outer))
     )
-    sources = {"x": x, "weight": w, "dgrad_dy": dy, "wgrad_dy": dy, "wgrad_x": x}
+    published = recipe("nvfp4", Emulation())
+    assert published and published.fprop and published.dgrad and published.wgrad
+    operands = (*published.fprop, published.dgrad[0], *published.wgrad)
     work: list[Callable[[], Any]] = [partial(three, x, w, dy)]
-    work += [partial(operand, t, getattr(PUBLISHED, role)) for role, t in sources.items()]
+    work += [partial(operand, t, how) for t, how in zip((x, w, dy, dy, x), operands, strict=True)]
     work.append(partial(three, x.bfloat16(), w.bfloat16(), dy.bfloat16()))
     with quantizing(triton):
         found = [[seconds(part, device) for part in work] for _ in range(rounds + 2)][2:]

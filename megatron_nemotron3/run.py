@@ -239,8 +239,7 @@ def require_well_formed_file(arguments: list[str]) -> None:
 
 def verify_formats(arguments: list[str], words: str, spec: Any, *, emulate: bool, measured: bool) -> None:
     """Stop unless linears will compute in the formats that options request."""
-    from megatron_nemotron3.precision.census import CensusError
-    from megatron_nemotron3.precision.guard import require_usable
+    from megatron_nemotron3.precision.census import CensusError, require_usable
     from megatron_nemotron3.specs import is_torch
 
     torch_spec = is_torch(spec)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_nemotron3.launch.launch import Launch
-from megatron_nemotron3.precision import deviations, guard, yaml_file
-from megatron_nemotron3.precision.census import Ambient, CensusError, require_some
+from megatron_nemotron3.precision import yaml_file
+from megatron_nemotron3.precision.census import Ambient, CensusError, ModelFormats, require_usable
 from megatron_nemotron3.precision.formats import NVFP4
 from megatron_nemotron3.precision.table import Structure
 
@@ -35,12 +35,12 @@ def check(launch: Launch) -> list[str]:
     if launch.precision != NVFP4 or (emulate is not None and (emulate.every_layer or emulate.packed)):
         return []
     ambient = Ambient(NVFP4, config.num_layers, launch.bf16_at_start, launch.bf16_at_end)
-    structure = Structure.of(config)
+    formats = ModelFormats(Structure.of(config), file, ambient)
     try:
-        require_some(structure, file, ambient)
+        formats.require_some()
     except CensusError as problem:
         raise ValueError(str(problem)) from None
-    return [deviations.line(found) for found in deviations.deviations(structure, file, ambient)]
+    return [found.line() for found in formats.deviations()]
 
 
 def require_usable_here(launch: Launch, *, measured: bool) -> None:
@@ -53,7 +53,7 @@ def require_usable_here(launch: Launch, *, measured: bool) -> None:
         )
     check(launch)
     try:
-        guard.require_usable(
+        require_usable(
             launch.extra,
             torch_spec=launch.backend == "torch",
             emulate=bool(launch.emulate),

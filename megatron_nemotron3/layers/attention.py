@@ -1,8 +1,7 @@
 """Core attention through `torch.nn.functional.scaled_dot_product_attention`.
 
-Megatron's `SelfAttention` computes the projections and the head layout, and calls this module in between.
-Megatron's own `DotProductAttention` materializes [b, heads, s, s] and refuses packed sequences and context
-parallelism. torch's kernels (flash or memory-efficient, on CPU and GPU) do not materialize it.
+Megatron's `SelfAttention` calls this module. Megatron's own `DotProductAttention` materializes [b, heads, s,
+s] and refuses packed sequences and context parallelism.
 """
 
 from __future__ import annotations
@@ -38,13 +37,7 @@ except ImportError:  # torch < 2.10
 
 
 class TorchCoreAttention(MegatronModule):
-    """Causal grouped-query attention without positional embedding.
-
-    Args:
-        config: `kv_channels`, `attention_dropout`, `softmax_type` and `window_size` are read.
-        attn_mask_type: causal or padding_causal.
-        softmax_scale: None for 1 / sqrt(kv_channels).
-    """
+    """Causal grouped-query attention without positional embedding. Scale: 1 / sqrt(kv_channels)."""
 
     def __init__(
         self,
@@ -83,14 +76,9 @@ class TorchCoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Attend.
+        """Queries [s, b, heads / tp, c], keys and values [s, b, kv heads / tp, c] -> [s, b, heads / tp * c].
 
-        Args:
-            query: [s, b, heads / tp, c], or [t, heads / tp, c] packed.
-            key, value: [s, b, kv heads / tp, c], or [t, kv heads / tp, c] packed.
-
-        Returns:
-            [s, b, heads / tp * c], or [t, 1, heads / tp * c] packed as Megatron expects it.
+        Packed: [t, heads / tp, c], [t, kv heads / tp, c] -> [t, 1, heads / tp * c], as Megatron expects it.
         """
         if attention_bias is not None:
             raise ValueError("attention_bias: models of this family have none, and it is not supported")

@@ -1,8 +1,7 @@
 """Backends: the implementation of each part of the stack, TransformerEngine (TE) or plain torch.
 
-A `Backend` is a table with one builder per part; `specs.py` composes them. A missing optional package must
-not make this import fail: Megatron-Core 0.19 silently builds its stock model if a `--spec` module raises
-ImportError.
+A missing optional package must not make this import fail: Megatron-Core 0.19 silently builds its stock model
+if a `--spec` module raises ImportError.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from megatron_nemotron3.layers.linear import (
 )
 from megatron_nemotron3.layers.mamba import Mamba2Mixer
 from megatron_nemotron3.layers.norm import NormBuilder
-from megatron_nemotron3.layers.scan_kernels import TORCH as TORCH_SCAN
-from megatron_nemotron3.layers.scan_kernels import cuda_scans
+from megatron_nemotron3.layers.ssd import TORCH as TORCH_SCAN
+from megatron_nemotron3.layers.ssd import cuda_scans
 from megatron_nemotron3.precision.settings import library_kernels_enabled
 
 

@@ -1,7 +1,7 @@
 """The chunked form of the SSD scan (arXiv 2405.21060, section 6) with a hand-written backward.
 
-`ssd.ssd_chunked` is the public function and `ssd.ssd_reference` the specification; shapes are explained
-there. Forward saves the inputs and one state per block of chunks; backward recomputes the chunk matrices.
+Shapes are explained in `ssd`, which has the public function and the specification. Forward saves the inputs
+and one state per block of chunks; backward recomputes the chunk matrices.
 """
 
 from __future__ import annotations
@@ -61,7 +61,6 @@ class ScanInputs(NamedTuple):
         return torch.zeros(b, h, p, self.B.shape[-1], dtype=self.acc, device=self.x.device)
 
     def check(self) -> None:
-        """Raise ValueError if shapes do not fit."""
         if self.x.dim() != 4 or self.B.dim() != 4 or self.x.shape[1] == 0:
             found = f"x {tuple(self.x.shape)}, B {tuple(self.B.shape)}"
             raise ValueError(f"{found}: they must be [b, s, h, p] and [b, s, g, n] with at least one token")

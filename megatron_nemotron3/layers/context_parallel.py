@@ -1,8 +1,8 @@
 """Token positions of packed documents under context parallelism, and the exchange for the Mamba mixer.
 
 Megatron cuts every document into 2 * cp chunks of equal length and gives rank r chunks r and 2 * cp - 1 - r
-(zigzag), which balances causal attention. Attention works in any order, but convolution and scan need all
-tokens in sequence. Upstream gets these positions from TransformerEngine's CUDA library.
+(zigzag). Convolution and scan need all tokens in sequence. Upstream gets the positions from TE's CUDA
+library.
 """
 
 from __future__ import annotations
@@ -64,9 +64,7 @@ def _kept(tensor: Tensor, name: str, make: Callable[[Tensor], Tensor]) -> Tensor
 def zigzag(borders: Tensor | Sequence[int], cp: int, rank: int, device: torch.device | None = None) -> Tensor:
     """Positions [total / cp] of the tokens that context-parallel rank `rank` of `cp` holds.
 
-    Args:
-        borders: `document_borders`, [documents + 1], on the host.
-        device: on which they are computed; None for the host.
+    `borders` are `document_borders`, on the host.
     """
     pieces = []
     ends: Sequence[int] = borders.tolist() if isinstance(borders, Tensor) else borders
@@ -115,11 +113,7 @@ class TokenPlaces:
     def of(
         cls, packed: PackedSeqParams | None, tokens: int, cp: int, rank: int, device: torch.device
     ) -> TokenPlaces:
-        """Locate the tokens of a rank; without `packed` a row is one document. The host does not wait.
-
-        Args:
-            tokens: s / cp.
-        """
+        """Locate the s / cp tokens of a rank; without `packed` a row is a document. No wait of the host."""
         if packed is None:
             padded = real = torch.arange(2, device=device) * (cp * tokens)
         else:
@@ -142,14 +136,7 @@ class TokenPlaces:
         return cls(cp, offset, chunk, offset < torch.cat([real.diff(), rest])[document])
 
     def owner(self, shift: Tensor) -> Tensor:
-        """Rank on which each token is after a shift to the left; -1 if it leaves its document.
-
-        Args:
-            shift: [n].
-
-        Returns:
-            [n, s / cp].
-        """
+        """Rank [n, s / cp] of each token after each shift [n] to the left; -1 outside its document."""
         place = self.offset - shift[:, None]
         index = place // self.chunk.clamp(min=1)
         # Rank r holds chunks r and 2 * cp - 1 - r.

@@ -4,7 +4,6 @@
 
     causal_conv1d_reference   one shifted multiply-add per tap: the specification
     causal_conv1d             the fast form: blocks of tokens that stay in cache, hand-written backward
-    causal_conv1d_step        one token of decoding
 
 x is [b, s, c], channels last as in the mixer. A token sees only its own document (`seq_idx`).
 States are the last k - 1 inputs, [b, k - 1, c], oldest first (the causal-conv1d package has [b, c, k - 1]).
@@ -60,26 +59,6 @@ def causal_conv1d_reference(
     return (y, _final_conv_state(x, k, seq_idx, initial_state)) if return_final_state else y
 
 
-def causal_conv1d_step(
-    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, *, activation: str | None = "silu"
-) -> tuple[Tensor, Tensor]:
-    """One token of decoding.
-
-    Args:
-        x: [b, c].   state: [b, k - 1, c], the inputs before it, oldest first. Not modified.
-        weight: [c, 1, k] or [c, k].   bias: [c] or None.
-
-    Returns:
-        y [b, c] in the dtype of x, and the new state.
-    """
-    window = torch.cat([state, x.to(state.dtype).unsqueeze(1)], dim=1)
-    taps = _checked_taps(x.unsqueeze(1), weight, bias, activation, None, state)
-    acc = accumulation_dtype(x)
-    y = (window.to(acc) * taps.t().to(acc)).sum(1)
-    y = y if bias is None else y + bias.to(acc)
-    return (F.silu(y) if ACTIVATIONS[activation] else y).to(x.dtype), window[:, 1:]
-
-
 def causal_conv1d(
     x: Tensor,
     weight: Tensor,
@@ -94,9 +73,8 @@ def causal_conv1d(
     """Causal depthwise convolution and activation; differentiable once. Saves only its inputs.
 
     Args:
-        x: [b, s, c], any strides.
+        x: [b, s, c], any strides.   bias: [c] or None.
         weight: [c, 1, k] or [c, k]; the last tap multiplies the current token.
-        bias: [c] or None.
         activation: "silu" (or "swish"), or None.
         seq_idx: [b, s] integer document index, non-decreasing.
         initial_state: [b, k - 1, c], inputs before the first token, of the same document. None: zeros.

@@ -1,8 +1,8 @@
 """Routed experts on plain torch: one grouped matrix product per projection, no loop over tokens.
 
-Parameters are named as in TE: `linear_fc1.weight0 … weight{E-1}` [f, e] and `linear_fc2.weight0 …` [e, f]. So
-a rank's state dict and the torch_dist checkpoint equal those of upstream's `TEGroupedMLP`. Tokens arrive
-sorted by expert; tensors are [routed tokens, width], never [tokens, experts, width].
+Parameters are named as in TE, `linear_fc1.weight0 … weight{E-1}` [f, e] and `linear_fc2.weight0 …` [e, f], so
+state dicts and checkpoints equal those of `TEGroupedMLP`. Tokens arrive sorted by expert, [routed tokens,
+width].
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_nemotron3.layers.functional import weighted_squared_relu
-from megatron_nemotron3.layers.grouped import grouped_linear, squared_relu_experts
-from megatron_nemotron3.layers.grouped_gpu import (
+from megatron_nemotron3.layers.grouped import (
+    grouped_linear,
     grouped_linear_cuda,
     grouped_mm_problem,
     one_allocation,
+    squared_relu_experts,
     squared_relu_experts_cuda,
 )
 from megatron_nemotron3.layers.linear import ReplaceableProducts
@@ -47,10 +48,10 @@ class GroupedLinear(ReplaceableProducts, EmptyExtraState):
 
     Args:
         num_gemms: local experts.
-        input_size, output_size: global widths; `split_axis` is divided by the expert-TP size.
-        split_axis: 0 splits the output (column parallel), 1 the input (row parallel).
+        input_size, output_size: global widths; that of `split_axis` is divided by the expert-TP size.
     """
 
+    #: 0 splits the output (column parallel), 1 the input (row parallel).
     split_axis: int
 
     def __init__(
@@ -227,15 +228,9 @@ class GroupedExperts(TEGroupedMLP):
         permuted_probs: Tensor,
         **unused: Any,
     ) -> tuple[Tensor, None]:
-        """Compute the routed experts.
+        """Tokens [t, e] sorted by local expert, counts [E_local] that add up to t -> [t, e], no bias.
 
-        Args:
-            permuted_local_hidden_states: [t, e] tokens sorted by local expert.
-            tokens_per_expert: [E_local] counts that add up to t.
-            permuted_probs: [t] routing weights, applied before FC2 (which is linear, so that is equivalent).
-
-        Returns:
-            [t, e] and no bias.
+        Routing weights [t] are applied before FC2, which is linear, so that is equivalent.
         """
         linears, on_device = (self.linear_fc1, self.linear_fc2), self.takes_device_counts()
         counts = tokens_per_expert if on_device else tokens_per_expert.tolist()
@@ -254,7 +249,7 @@ class GroupedExperts(TEGroupedMLP):
         return self.one_by_one(x, probs, counts), None
 
     def takes_device_counts(self) -> bool:
-        """Whether `forward` takes the counts on the device; it copies them to the host if not."""
+        """Whether `forward` takes the counts on the device."""
         linears: tuple[Any, ...] = (self.linear_fc1, self.linear_fc2)
         for linear in linears:
             if (products := linear.replaced()) is not None and not products.takes_device_counts(linear):
@@ -266,7 +261,6 @@ class GroupedExperts(TEGroupedMLP):
         )
 
     def one_by_one(self, x: Tensor, probs: Tensor, counts: list[int] | Tensor) -> Tensor:
-        """FC1, activation and FC2, each as one operation on all tokens."""
         hidden, _ = self.linear_fc1(x, counts)
         output: Tensor = self.linear_fc2(weighted_squared_relu(hidden, probs), counts)[0]
         return output

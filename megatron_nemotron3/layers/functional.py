@@ -2,7 +2,6 @@
 
     rms_norm                y = x / rms(x) * weight
     gated_group_rms_norm    u = x * silu(z);  y = u / rms(u over each group of channels) * weight
-    squared_relu            y = relu(x)^2
     weighted_squared_relu   y = relu(x)^2 * w, one weight per row (a token's routing probability)
 
 Statistics and intermediate values are FP32 (FP64 inputs stay FP64), rounded once to the dtype of x.
@@ -35,11 +34,8 @@ def accumulation_dtype(x: Tensor) -> torch.dtype:
 class JoinedGradient:
     """One tensor for the gradients of the parts of `split`, so that no copy has to join them.
 
-    A backward that takes its `place` writes there. Gradients that come in other memory are copied.
-
-    Args:
-        x: the tensor that is split along its last dimension; only shape, strides and dtype are kept.
-        widths: of the parts.
+    A backward that takes its `place` writes there. Gradients that come in other memory are copied. Of x only
+    shape, strides and dtype are kept.
     """
 
     def __init__(self, x: Tensor, widths: Sequence[int]) -> None:
@@ -49,7 +45,6 @@ class JoinedGradient:
         self._taken: set[int] = set()
 
     def split(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Views of the parts of x."""
         parts: tuple[Tensor, ...] = _Split.apply(x, self)
         return parts
 
@@ -105,28 +100,12 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
-    """RMS norm over the last dimension (arXiv 1910.07467).
-
-    Args:
-        x: [..., d].
-        weight: [d], any floating dtype.
-
-    Returns:
-        [..., d] in the dtype of x.
-    """
+    """RMS norm over the last dimension (arXiv 1910.07467): [..., d], weight [d] -> [..., d], dtype of x."""
     return _RMSNorm.apply(x, None, weight, x.shape[-1], eps, None)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
-    """Layer norm over the last dimension (arXiv 1607.06450), statistics in FP32 or the dtype of x if wider.
-
-    Args:
-        x: [..., d].
-        weight, bias: [d], any floating dtype.
-
-    Returns:
-        [..., d] in the dtype of x.
-    """
+    """Layer norm over the last dimension (arXiv 1607.06450): as `rms_norm`, with bias [d]."""
     wide = accumulation_dtype(x)
     return F.layer_norm(x.to(wide), weight.shape, weight.to(wide), bias.to(wide), eps).to(x.dtype)
 
@@ -147,31 +126,11 @@ def gated_group_rms_norm(
 ) -> Tensor:
     """Output norm of the Mamba-2 mixer: first the gate, then RMS norm per group of channels.
 
-    The same as mamba-ssm's gated norm with `norm_before_gate=False`.
-
-    Args:
-        x: [..., d].
-        z: [..., d], the gate before SiLU.
-        weight: [d].
-
-    Returns:
-        [..., d] in the dtype of x.
+    x and the gate before SiLU z [..., d], weight [d] -> [..., d] in the dtype of x. The same as mamba-ssm's
+    gated norm with `norm_before_gate=False`.
     """
     _check_norm_groups(x, weight, group_size)
     return _RMSNorm.apply(x, z, weight, group_size, eps, z_gradient)
-
-
-def squared_relu(x: Tensor) -> Tensor:
-    """relu(x)^2 (arXiv 2109.08668), any shape.
-
-    There is no hand-written backward: autograd saves one tensor, relu(x), and rounds once each way.
-    """
-    return F.relu(x).square()
-
-
-def squared_relu_reference(x: Tensor) -> Tensor:
-    """The definition of `squared_relu`."""
-    return F.relu(x.to(accumulation_dtype(x))).square().to(x.dtype)
 
 
 def weighted_squared_relu_reference(x: Tensor, w: Tensor) -> Tensor:
@@ -181,15 +140,7 @@ def weighted_squared_relu_reference(x: Tensor, w: Tensor) -> Tensor:
 
 
 def weighted_squared_relu(x: Tensor, w: Tensor) -> Tensor:
-    """relu(x)^2 * w[:, None].
-
-    Args:
-        x: [n, d], tokens sorted by expert, before the activation.
-        w: [n], routing probability of each row.
-
-    Returns:
-        [n, d] in the dtype of x.
-    """
+    """relu(x)^2 * w[:, None]: x [n, d], w [n] -> [n, d] in the dtype of x."""
     if w.shape != x.shape[:-1]:
         raise ValueError(f"w {tuple(w.shape)} must be {tuple(x.shape[:-1])}, one value per row of x")
     return _WeightedSquaredReLU.apply(x, w)

@@ -47,7 +47,6 @@ class CountingRouter(TopKRouter):
             counts.data = counts.data.float()
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Count the tokens of each expert, without padding."""
         if padding_mask is not None:
             routing_map = routing_map & ~padding_mask.reshape(-1, 1)
         super()._apply_expert_bias(routing_map)
@@ -68,10 +67,10 @@ class CountingRouter(TopKRouter):
         return chosen
 
     def attach_and_log_load_balancing_loss(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Attach the loss; with `--calculate-per-token-loss` it is weighed by the real tokens.
+        """Weigh the loss by the real tokens with `--calculate-per-token-loss`.
 
-        Upstream takes them from counts that it has already added up over the ranks of the sequence, in place,
-        and multiplies by the number of ranks once more: with padding under TP 2 the loss counts twice.
+        Upstream adds up their counts over the ranks of the sequence, in place, and multiplies by the number
+        of ranks once more: with padding under TP 2 the loss counts twice.
         """
         if self._real_tokens is not None:
             kwargs["valid_token_count"] = self._real_tokens
@@ -82,19 +81,12 @@ class CountingRouter(TopKRouter):
 class AlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
     """`--moe-token-dispatcher-type alltoall` with fewer waits of the host, and for CPU tensors, too.
 
-    Upstream copies all counts to the host and waits for them, then cuts the tokens into one piece for each
-    source rank and expert. Here
+    Upstream waits for all counts on the host and cuts the tokens into a piece for each source rank and
+    expert. Here one index of the device reorders them, and counts stay on the device if the experts take them
+    there: the host waits only for the split sizes of an exchange. Upstream's way remains for tokens that are
+    dropped or padded, for TE's fused permutation and for CUDA graphs of a part of the layer.
 
-    - pieces are reordered by one index, which is computed on the device; on a single rank tokens are sorted
-      already;
-    - counts stay on the device if the experts take them there. Then the host waits only for the split sizes
-      of the exchange between ranks, and on a single rank for nothing.
-
-    Upstream's way remains for tokens that are dropped or padded, for TE's fused permutation and for CUDA
-    graphs of a part of the layer.
-
-    On a CPU upstream leaves the split sizes tensors, and the exchange raises TypeError (megatron-core 0.19
-    and main). Here they become arrays.
+    On a CPU upstream leaves the split sizes tensors, and the exchange raises TypeError (0.19 and main).
     """
 
     num_local_experts: int
@@ -119,7 +111,7 @@ class AlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         )
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
-        """Count tokens: [t, N] -> [E_local], and keep what later steps need."""
+        """Count tokens: [t, N] -> [E_local]."""
         counts: Tensor = super().preprocess(routing_map)
         self._counts_stay = self._reorders and routing_map.is_cuda and self.experts_take_device_counts()
         self._pieces = None
@@ -180,10 +172,9 @@ class AlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
 
 
 def order_by_expert(pieces: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Return the index that sorts rows by expert, and its inverse, each [total]. The host does not wait.
+    """The index that sorts rows by expert, and its inverse, each [total]. The host does not wait.
 
-    Args:
-        pieces: [sources, experts] rows; the rows lie in this order, experts of one source together.
+    `pieces`, [sources, experts], are numbers of rows, which lie in this order.
     """
     sizes = pieces.t().reshape(-1)  # in the order of the result
     starts = (pieces.reshape(-1).cumsum(0) - pieces.reshape(-1)).view_as(pieces).t().reshape(-1)

@@ -1,13 +1,7 @@
 """Linear layers on plain torch with parameter names, attributes and checkpoints of TransformerEngine (TE).
 
-Megatron-Core's own `ColumnParallelLinear` and `RowParallelLinear` support tensor and sequence parallelism
-without TE. This module adds three things:
-
-* `products`: a replacement for Megatron's matrix products, such as NVFP4 emulation (`precision.linear`);
-* `LayerNormColumnParallelLinear`: the norm fused in front, weights named `layer_norm_weight` and
-  `layer_norm_bias`, as TE's `TELayerNormColumnParallelLinear` stores them;
-* `DuplicatedLinear`: every tensor-parallel rank holds the whole weight (the latent projections of
-  LatentMoE), as TE's `TELinear(parallel_mode="duplicated")`.
+To Megatron-Core's own linears they add replaceable matrix products (emulation), a fused norm in front with
+TE's names, and a linear whose whole weight is on every tensor-parallel rank.
 """
 
 from __future__ import annotations
@@ -50,14 +44,14 @@ class ReplaceableProducts(torch.nn.Module):
         return self.products if active else None
 
     def adapted(self, output: Tensor, *inputs: Any) -> Tensor:
-        """Return the output, with what the adapter (`layers.lora`) makes of the inputs added."""
+        """The output, with what the adapter (`layers.lora`) makes of the inputs added."""
         adapter: Any = self._modules.get("adapter")
         return output if adapter is None else output + adapter(*inputs)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """Return the layer's own tensors, and those of the adapter, which are split in another way."""
+        """The layer's own tensors, and those of the adapter, which are split in another way."""
         adapter: Any = self._modules.pop("adapter", None)
         try:
             result: dict[str, Any] = self.own_sharded_state_dict(prefix, sharded_offsets, metadata)
@@ -69,7 +63,6 @@ class ReplaceableProducts(torch.nn.Module):
         return result
 
     def own_sharded_state_dict(self, *arguments: Any) -> Any:
-        """Return what the layer saves without an adapter."""
         return super().sharded_state_dict(*arguments)  # type: ignore[misc]
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -85,7 +78,6 @@ class ReplaceableProducts(torch.nn.Module):
 
 class _WithAdapter(ReplaceableProducts):
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Upstream's forward, and the adapter of the same input."""
         output, bias = super().forward(input_, *args, **kwargs)
         return self.adapted(output, input_), bias
 
@@ -101,11 +93,8 @@ class RowParallelLinear(_WithAdapter, tensor_parallel.RowParallelLinear):
 class LayerNormColumnParallelLinear(ColumnParallelLinear):
     """Y = norm(X) W^T, with the rows of W split over tensor-parallel ranks.
 
-    Takes the arguments of Megatron's `ColumnParallelLinear`. Input [s, b, d] (or [s / tp, b, d] with
-    sequence parallelism), output [s, b, out / tp].
-
-    Parameters: `layer_norm_weight` [d], replicated, `weight` [out / tp, d]; with `--normalization LayerNorm`
-    also `layer_norm_bias` [d], replicated.
+    Input [s, b, d] (or [s / tp, b, d] with sequence parallelism), output [s, b, out / tp]. Parameters:
+    `layer_norm_weight` [d], replicated, `weight` [out / tp, d]; with LayerNorm also `layer_norm_bias` [d].
     """
 
     #: Return (output, bias, normalized input), as the adapter wrappers of Megatron-Bridge read it.
@@ -137,7 +126,6 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         return (*output, normed) if self.returns_normed else output  # type: ignore[return-value]
 
     def normed(self, x: Tensor) -> Tensor:
-        """The input of the product: [s, b, d] -> [s, b, d]."""
         gain = norm_gain(self.layer_norm_weight, self.zero_centered_gamma)
         if self.layer_norm_bias is None:
             return rms_norm(x, gain, self.eps)
@@ -155,15 +143,11 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
 
 
 class DuplicatedLinear(ReplaceableProducts, EmptyExtraState):
-    """Y = X W^T with the whole W on each tensor-parallel rank; no communication in forward.
+    """Y = X W^T with the whole W [output_size, input_size] on each tensor-parallel rank.
 
-    Under sequence parallelism each rank has its own tokens, so its gradient is a partial sum. The parameter
-    is marked `sequence_parallel`, which makes Megatron reduce it over the tensor-parallel group.
-
-    Args:
-        input_size, output_size: widths in elements.
-        config: `params_dtype`, `perform_initialization`, `sequence_parallel` are read.
-        init_method: called with the weight [output_size, input_size].
+    As TE's `TELinear(parallel_mode="duplicated")`, for the latent projections. Under sequence parallelism
+    each rank has its own tokens, so the parameter is marked `sequence_parallel`: Megatron reduces its
+    gradient.
     """
 
     def __init__(

@@ -53,12 +53,9 @@ class Matrix(torch.nn.Module):
 
 
 class Adapter(torch.nn.Module):
-    """A and B of a linear; forward takes what the linear multiplies and returns what is added to its output.
+    """A and B of a frozen linear; forward takes what it multiplies and returns what is added to its output.
 
-    Args:
-        linear: the frozen linear.
-        lora: rank, scale and seed.
-        name: the linear's name in the whole model; with the seed it decides A's first values.
+    `name` is the linear's in the whole model; with the seed it decides A's first values.
     """
 
     #: Axes of A and B that are split over tensor-parallel ranks; None: each rank has the whole matrix.
@@ -223,12 +220,8 @@ def adapter_class(linear: torch.nn.Module) -> type[Adapter] | None:
 def add_adapters(model: Any, lora: LoRASettings) -> list[str]:
     """Freeze a model and add adapters to the linears that `lora` names. Call it before DDP wraps the model.
 
-    The correction of the routers (`expert_bias`) is frozen, too: it belongs to the base, which an adapter is
-    used with. So is everything that is not an adapter: embedding, norms, convolutions, routers.
-
-    Returns:
-        Names of the linears with an adapter, with layers counted over all pipeline stages. A stage may have
-        none.
+    The correction of the routers (`expert_bias`) is frozen, too: it belongs to the base. Returns the names of
+    the linears with an adapter, with layers counted over all pipeline stages. A stage may have none.
     """
     found = []
     for name, module in model.named_modules():

@@ -34,8 +34,7 @@ from megatron_nemotron3.layers.context_parallel import PackedContextParallel, cu
 from megatron_nemotron3.layers.conv import causal_conv1d
 from megatron_nemotron3.layers.functional import JoinedGradient, Place
 from megatron_nemotron3.layers.norm import GatedGroupRMSNorm, parameter_device
-from megatron_nemotron3.layers.scan_kernels import TORCH, select_scan
-from megatron_nemotron3.layers.ssd import seq_idx_from_cu_seqlens
+from megatron_nemotron3.layers.ssd import TORCH, select_scan, seq_idx_from_cu_seqlens
 from megatron_nemotron3.models.config import GATED_NORM_EPSILON
 from megatron_nemotron3.precision.settings import library_kernels_enabled
 
@@ -76,12 +75,9 @@ class Mamba2Mixer(MambaMixer):
     Its parameters are upstream's: `in_proj conv1d_weight conv1d_bias dt_bias A_log D norm out_proj`.
 
     Args:
-        config: `mamba_num_heads`, `mamba_head_dim`, `mamba_state_dim`, `mamba_num_groups` are required.
         submodules: specs of `in_proj` (with the input norm fused) and `out_proj`.
-        d_model: hidden size.
-        d_conv: convolution kernel width.
+        d_model, d_conv: hidden size, width of the convolution's kernel.
         chunk_size: tokens per SSD chunk; the result does not depend on it.
-        pg_collection: its `tp` and `cp` groups are used.
     """
 
     def __init__(
@@ -256,15 +252,12 @@ class Mamba2Mixer(MambaMixer):
         return MixerSizes(self.cp.nheads_local_tpcp, self.headdim, self.cp.ngroups_local_tpcp, self.d_state)
 
     def scan(self, xbc: Tensor, dt: Tensor, seq_idx: Tensor | None, xbc_gradient: Place = None) -> Tensor:
-        """Convolution and state-space scan.
+        """Convolution and state-space scan -> [b, s, inner], before gate and norm. Decays and state are FP32.
 
         Args:
             xbc: [b, s, inner + 2 * groups * state], output of in_proj.
             dt: [b, s, heads] before bias and softplus.
             seq_idx: [1, s] document of each token, or None.
-
-        Returns:
-            [b, s, inner], before gate and norm. Decays, state and softplus are FP32.
         """
         b, s, _ = xbc.shape
         sizes = self._sizes_of_rank()

@@ -1,15 +1,10 @@
 """The multi-token-prediction (MTP) layer, and what its loss needs to be right for padded packs and CP.
 
-Megatron computes the loss of MTP in the model's `forward`, outside the layers that a `--spec` builds:
-
-- It shifts tokens, labels and loss mask at `cu_seqlens_q`. Where documents are padded inside a pack, they lie
-  at `cu_seqlens_q_padded`, so targets would come from a neighboring document (Megatron-LM #6205, #4495).
-- Each context-parallel (CP) rank divides by its own number of tokens, so tokens weigh more on a rank that
-  holds fewer of them: by 3 % at 64 tokens, by more where tokens are masked.
-
-`LossHooks` corrects both with forward hooks of the model. Under CP they cost one all-reduce of
-CP * (depths + 1) numbers for each micro-batch. The host waits for the device only to read the borders of a
-pack, once: Megatron cuts at them.
+Megatron computes the loss of MTP in the model's `forward`, outside the layers that a `--spec` builds. It
+shifts at `cu_seqlens_q`, so padded documents would get targets from their neighbors (Megatron-LM #6205,
+#4495), and each context-parallel (CP) rank divides by its own number of tokens. `LossHooks` corrects both
+with forward hooks of the model: under CP one all-reduce of CP * (depths + 1) numbers a micro-batch; the host
+waits once, for a pack's borders.
 """
 
 from __future__ import annotations
@@ -79,11 +74,9 @@ class MTPLayer(MultiTokenPredictionLayer):
                                    +--cat--> eh_proj --> pattern's layers ("*E") --> final_layernorm --> h_k
         emb(token t+k)    --enorm--+
 
-    With `--mtp-use-repeated-layer` one such block is applied at every depth, so its experts run once per
-    depth, and their load-balancing loss must be divided by the number of depths. Upstream divides if the
-    router's `is_mtp_layer` is set. In megatron-core 0.19 the hybrid stack does not set it: the loss would
-    count once per depth and be logged under a decoder layer. main sets it (Megatron-LM #6748), and only the
-    layer number is left to set here.
+    With `--mtp-use-repeated-layer` one block's experts run once per depth, and upstream divides their
+    load-balancing loss by the depths if `is_mtp_layer` is set. The hybrid stack of 0.19 does not set it: the
+    loss would count once per depth, under a decoder layer. main does (Megatron-LM #6748), but for the number.
 
     Args:
         when_built: called with the layer when it is built: emulation, monitors.
@@ -104,13 +97,12 @@ class MTPLayer(MultiTokenPredictionLayer):
         for attach in when_built:
             attach(self)
         if self.layer_number == 1:
-            when_taken(self, _is_block_of, _install_loss_hooks)
+            when_taken(self, _is_block_of, LossHooks.install)
 
     def forward(self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **kwargs: Any) -> Any:
         """Upstream's forward, with the shift at the documents' physical borders.
 
-        What the shift brings to the end of a document is token 0, as in a document without padding: the
-        routers count that position.
+        The shift brings token 0 to a document's end, as in one without padding: routers count that position.
         """
         if isinstance(packed_seq_params, PhysicalBorders):
             kwargs["input_ids"] = kwargs["input_ids"] * packed_seq_params.real
@@ -152,11 +144,6 @@ def _is_block_of(child: Any, layer: MTPLayer) -> bool:
     return isinstance(child, MultiTokenPredictionBlock) and layer in child.layers
 
 
-def _install_loss_hooks(parent: torch.nn.Module) -> None:
-    if isinstance(parent, HybridModel):
-        LossHooks().install(parent)
-
-
 class LossHooks:
     """Forward hooks that give Megatron's MTP loss the right borders, mask and weights."""
 
@@ -168,9 +155,12 @@ class LossHooks:
         self._logged: Tensor | None = None
         self._before: Tensor | None = None
 
-    def install(self, model: HybridModel) -> None:
-        model.register_forward_pre_hook(self._begin, with_kwargs=True)
-        model.register_forward_hook(self._end)
+    @classmethod
+    def install(cls, model: torch.nn.Module) -> None:
+        if isinstance(model, HybridModel):
+            hooks = cls()
+            model.register_forward_pre_hook(hooks._begin, with_kwargs=True)
+            model.register_forward_hook(hooks._end)
 
     def _begin(self, model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Before the model: hand over borders and mask, and count tokens."""

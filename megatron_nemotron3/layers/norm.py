@@ -1,7 +1,7 @@
 """RMSNorm and LayerNorm on plain torch that support sequence parallelism, and checkpoints like TE's.
 
-Megatron's `WrappedTorchNorm` refuses sequence parallelism because torch's parameters lack the
-`sequence_parallel` mark, which makes Megatron reduce their gradients. The modules here set it.
+Parameters have the mark `sequence_parallel`, which makes Megatron reduce their gradients; torch's norms lack
+it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class EmptyExtraState(torch.nn.Module):
     """
 
     def get_extra_state(self) -> None:
-        """Return None: there is no state to keep."""
+        """There is no state to keep."""
 
     def set_extra_state(self, state: Any) -> None:
         """Ignore the FP8 scaling state of a TE run."""
@@ -134,11 +134,7 @@ class NormBuilder:
 class GatedGroupRMSNorm(torch.nn.Module):
     """Output norm of Mamba-2: RMSNorm over each group of y * silu(z) (arXiv 2405.21060, section 7).
 
-    Each tensor-parallel rank holds whole groups, so statistics need no communication.
-
-    Args:
-        size: local width (inner size / tp); weight is [size], split along axis 0 over `tp_group`.
-        group_size: elements per group.
+    `size` is the local width, inner size / tp: each tensor-parallel rank holds whole groups.
     """
 
     def __init__(

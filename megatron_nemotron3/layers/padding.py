@@ -1,10 +1,8 @@
-"""Which tokens of a batch are padding, for the routers of all layers.
+"""Which tokens of a batch are padding, for the routers of all layers, in whose balance it must not count.
 
-Padding must not count in the router's balance: it would move the expert bias and the load-balancing loss. A
-training script that knows the padding passes `padding_mask` to the model. For a pack whose padded borders
-(`cu_seqlens_q_padded`) differ from the real ones, the mask follows from the borders.
-
-Megatron 0.19 gives the mask to the decoder's layers alone, not to MTP, and does not cut it over TP ranks.
+The mask is the `padding_mask` of the caller, or follows from the padded borders of a pack
+(`cu_seqlens_q_padded`). Megatron 0.19 gives it to the decoder's layers alone, not to MTP, and does not cut it
+over TP ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ def local_mask(
     sequence_parallel: bool,
     groups: ProcessGroupCollection,
 ) -> Tensor | None:
-    """Return this rank's padding mask [b, s_local], True for padding; None if all tokens are real or unknown.
+    """This rank's padding mask [b, s_local], True for padding; None if all tokens are real or unknown.
 
     Args:
         given: `padding_mask` of the model: [b, s / cp], or cut over tensor-parallel ranks already.
@@ -62,13 +60,9 @@ def local_mask(
 def padding_of_pack(
     packed: PackedSeqParams | None, tokens: int, cp: int, rank: int, device: torch.device
 ) -> Tensor | None:
-    """Return the mask [1, tokens] of packed documents with padding between them, or None if they have none.
+    """The mask [1, tokens] of packed documents with padding between them, or None if they have none.
 
-    Tokens after the last padded border are padding. Computed on the device: the host does not wait.
-
-    Args:
-        tokens: tokens of this context-parallel rank, which has chunks `rank` and 2 * cp - 1 - `rank` of every
-            padded document.
+    Tokens after the last padded border are padding. The host does not wait. `tokens` are this rank's.
     """
     if packed is None or packed.cu_seqlens_q is None:
         return None

@@ -6,6 +6,8 @@
     ssd_reference   the recurrence, one token at a time (section 2): the specification
     ssd_chunked     the fast form: matrix products (section 6), hand-written backward
     ssd_step        one token of decoding
+    select_scan     the form for a device and dtype: on CUDA in BF16 and FP16 mamba-ssm's kernel, if it is
+                    installed (in FP32 its products would round to TF32), else `ssd_chunked`
 
 Shapes are those of the mamba-ssm kernels, so that a kernel can replace either:
 
@@ -17,6 +19,11 @@ dtype of x, every gradient the dtype of its input.
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -71,14 +78,11 @@ def ssd_reference(
 def ssd_step(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One token of the recurrence, for decoding.
+    """One token of the recurrence: y [b, h, p] in the dtype of x, and the new state.
 
     Args:
         x: [b, h, p].   dt: [b, h], after softplus.   A: [h].   B, C: [b, g, n].   D: [h] or None.
         state: [b, h, p, n], FP32 (FP64 for FP64 inputs). Not modified.
-
-    Returns:
-        y [b, h, p] in the dtype of x, and the new state.
     """
     acc = accumulation_dtype(x)
     heads_per_group = x.shape[1] // B.shape[1]
@@ -109,14 +113,10 @@ def ssd_chunked(
     """The scan as matrix products over chunks; differentiable once.
 
     Args:
-        x: [b, s, h, p], any s >= 1.
-        dt: [b, s, h], time step after softplus, >= 0.
-        A: [h], negative.
-        B: [b, s, g, n], h divisible by g.
-        C: [b, s, g, n].
-        D: [h], skip connection, or None.
-        chunk_size: ignored; it is part of the kernels' signature. Chunks have `CHUNK` tokens, the fastest
-            length, and the result does not depend on it.
+        x: [b, s, h, p], any s >= 1.   D: [h], skip connection, or None.
+        dt: [b, s, h], time step after softplus, >= 0.   A: [h], negative.
+        B, C: [b, s, g, n], h divisible by g.
+        chunk_size: ignored; it is part of the kernels' signature. Chunks have `CHUNK` tokens.
         initial_state: [b, h, p, n], or None for zeros. It belongs to the document of the first token.
         seq_idx: [b, s] integer document index, non-decreasing. The state is zero where it changes.
         gradients: memory for the gradients of x, B and C; None: new memory.
@@ -129,3 +129,82 @@ def ssd_chunked(
     inputs.check()
     y, state = ChunkedScan.apply(*inputs, gradients)
     return (y, state) if return_final_state else y
+
+
+@dataclass(frozen=True)
+class Scan:
+    """A callable with the signature of `ssd.ssd_chunked`, and its name for the log line."""
+
+    name: str
+    function: Callable[..., Any]
+    dtypes: frozenset[torch.dtype]  # of x
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+HALF = frozenset({torch.bfloat16, torch.float16})
+TORCH = Scan("torch chunked SSD", ssd_chunked, HALF | {torch.float32, torch.float64})
+
+
+def select_scan(x: Tensor) -> Scan:
+    """The fastest scan for the device and dtype of x. Cheap enough for every step."""
+    if not x.is_cuda:
+        return TORCH
+    return next(scan for scan in cuda_scans() if x.dtype in scan.dtypes)
+
+
+@cache
+def cuda_scans() -> tuple[Scan, ...]:
+    """The scans that can run on CUDA here, fastest first; the last is plain torch."""
+    return tuple(scan for scan in (_installed_mamba_ssm(), TORCH) if scan is not None)
+
+
+def _installed_mamba_ssm() -> Scan | None:
+    try:
+        module = importlib.import_module("mamba_ssm.ops.triton.ssd_combined")
+    # A package built for another torch fails with any of these.
+    except (ImportError, OSError, RuntimeError):
+        return None
+    return mamba_ssm_scan(module)
+
+
+def mamba_ssm_scan(module: ModuleType | Any) -> Scan:
+    """`mamba_chunk_scan_combined` of `module` with our signature.
+
+    Its `initial_states` belong to document 0 and ours to the first token's, so documents are renumbered from
+    0. B and C must have the dtype of x, and states between chunks are rounded to it in the output.
+    """
+    kernel = module.mamba_chunk_scan_combined
+
+    def scan(
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        *,
+        D: Tensor | None = None,
+        chunk_size: int = 128,
+        initial_state: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        return_final_state: bool = False,
+    ) -> Any:
+        ScanInputs(x, dt, A, B, C, D, initial_state, seq_idx).check()
+        if seq_idx is not None:
+            seq_idx = document_starts(seq_idx).cumsum(1, dtype=torch.int32)
+        return kernel(
+            x,
+            dt.float(),  # after softplus
+            A.float(),
+            B.to(x.dtype),
+            C.to(x.dtype),
+            chunk_size,
+            D=None if D is None else D.float(),
+            initial_states=None if initial_state is None else initial_state.float(),
+            seq_idx=seq_idx,
+            dt_softplus=False,
+            return_final_states=return_final_state,
+        )
+
+    return Scan("mamba-ssm Triton SSD", scan, HALF)

@@ -40,14 +40,10 @@ class Nemotron3StackSubmodules(HybridStackSubmodules):
 
 
 class SizedMoELayer(MoETransformerLayer):
-    """Upstream's E layer with the expert width and the top-k of its number in the model.
+    """Upstream's E layer with the expert width and the top-k of its number (from 1) in the model.
 
-    Args:
-        config: of the layer. Megatron-Core 0.19 gives one object to all layers, so this layer gets a copy;
-            later versions give one to each, which is changed in place.
-        model: has a row of `moe_layers` for this layer.
-        shared: the stack's config.
-        layer_number: from 1, over all pipeline stages.
+    Megatron-Core 0.19 gives `shared`, the stack's config, to all layers, so this layer gets a copy; later
+    versions give a config to each, which is changed in place.
     """
 
     def __init__(
@@ -176,9 +172,9 @@ def _cure(model: Nemotron3Config) -> str:
 def size_moe_metrics(config: TransformerConfig) -> None:
     """Create the metrics that Megatron logs for the routers, with one slot per decoder layer and MTP depth.
 
-    Ranks of all pipeline stages add up these tensors. The routers of a stage create them with this size. For
-    a stage without E layers the training loop creates them, and in 0.19 it counts only the E layers. Stages
-    that add tensors of different sizes abort in gloo; in NCCL the result is undefined.
+    Ranks of all pipeline stages add up these tensors. For a stage without E layers the training loop of 0.19
+    would create them with one slot per E layer, and different sizes abort in gloo; in NCCL the result is
+    undefined.
     """
     if config.num_moe_experts is None:
         return

@@ -1,9 +1,7 @@
 """Quantization blocks of a tensor: views, largest magnitudes, and pieces that fit the cache.
 
-For every axis there is a view in which a block lies along axis 1:
-
-    axis -1         [blocks, block]             one scale per row of the view
-    axis -2, tile   [groups, block, k]          one scale per column; a tile repeats its scale in 16 columns
+In the view for axis -1, [blocks, block], a row has a scale; in that for axis -2 and tiles, [groups, block,
+k], a column has one, and a tile repeats its scale in 16 columns.
 """
 
 from __future__ import annotations

@@ -1,30 +1,29 @@
-"""List every linear of a built model with the format that Megatron gives it.
+"""The format that Megatron gives each linear, and checks that runs compute in the formats they ask for.
 
-The rules are those of megatron-core 0.19.2:
-
-* A layer of the hybrid stack runs in the format of `--fp4-format` or `--fp8-format`, unless its global number
-  lies in the BF16 layers at the start or end (`fp4_utils.get_fp4_context`). The stack inside an MTP block
-  numbers its layers from 0, and its `eh_proj` is in no FP4 layer.
-* A linear takes the format of its layer, or the one that the first matching glob of the precision file gives
-  it. `HybridModel.__init__` passes this to every module with `finish_init`: TE linears and emulated ones.
-* Any other linear computes in the model's dtype, whatever the flags say.
+By the rules of megatron-core 0.19.2 a linear with `finish_init` (TE's, and emulated ones) has the format of
+its layer, or the one that the first matching glob of the precision file gives it; any other computes in the
+model's dtype. A layer has the format of the flags, unless its global number lies in the BF16 layers at the
+start or end. The stack inside an MTP block numbers its layers from 0, and its `eh_proj` is in no FP4 layer.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_nemotron3.common.parser import option_value, option_values
+from megatron_nemotron3.common.switches import EMULATE, megatron_options
 from megatron_nemotron3.models.pattern import MTP_SEPARATOR, without_layout
-from megatron_nemotron3.precision.formats import BF16, FORMATS, counted, name_of
-from megatron_nemotron3.precision.table import LinearRow, ModuleKind, Structure, kind_of
-from megatron_nemotron3.precision.yaml_file import NO_FILE, PrecisionFile, parse, require_fit
+from megatron_nemotron3.precision.formats import BF16, FORMATS, NVFP4, counted, name_of
+from megatron_nemotron3.precision.settings import OPTION, Emulation
+from megatron_nemotron3.precision.table import LinearRow, ModuleKind, Structure, kind_of, tail_of_depth
+from megatron_nemotron3.precision.yaml_file import FLAG, NO_FILE, PrecisionFile, parse, read, require_fit
 
+_TORCH_SPEC = "--spec megatron_nemotron3.specs nemotron3_torch_stack_spec"
 _LAYER = re.compile(r"(?:^|\.)layers\.\d+(?=\.|$)")
-_INNER_LAYER = re.compile(r"\.mtp_model_layer\.layers\.(\d+)\.")
 _ROOT = re.compile(r"(?:^|\.)(?=(?:decoder|mtp|embedding|output_layer)\.|output_layer$)")
 
 
@@ -62,6 +61,101 @@ class Ambient:
         if self.whole_mtp:
             return self.format
         return BF16 if number is None else self.of_layer(number)
+
+    def of_linear(self, linear: LinearRow) -> str:
+        return self.of_mtp(linear.in_mtp) if linear.layer is None else self.of_layer(linear.layer)
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """A difference from the published recipe: what, and what asks for it."""
+
+    text: str
+    #: The matcher or switch that asks for it; "" if it is merely left out.
+    source: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.text}, as {self.source} says" if self.source else self.text
+
+    def line(self) -> str:
+        """A line for a log; a warning unless a matcher or switch asks for it."""
+        return f"{'' if self.source else 'warning: '}not the published recipe: {self}"
+
+
+@dataclass(frozen=True)
+class ModelFormats:
+    """The format of each linear of a whole model, by its precision file and the formats of its layers."""
+
+    structure: Structure
+    file: PrecisionFile
+    ambient: Ambient
+
+    def linears(self) -> Iterator[tuple[LinearRow, str, str]]:
+        """(linear, format of its layer, its format)."""
+        for linear in self.structure.linears():
+            around = self.ambient.of_linear(linear)
+            yield linear, around, self.file.format(linear.name, around)
+
+    def count(self) -> Counter[str]:
+        return Counter(has for _, _, has in self.linears())
+
+    def require_some(self) -> None:
+        ambient, found = self.ambient, self.count()
+        if not found[ambient.format]:
+            raise CensusError(
+                f"{ambient.format} was asked for, but none of the model's {sum(found.values())} linears is "
+                f"{ambient.format} ({counted(found)}): {ambient.at_start} layers at the start and "
+                f"{ambient.at_end} at the end of {ambient.num_layers} stay BF16 and "
+                f"{len(self.file.matchers)} matchers of the precision file take the rest"
+            )
+
+    def deviations(self) -> list[Deviation]:
+        """Differences of an NVFP4 run from the published recipe, by kind; empty for another format.
+
+        Megatron says nothing about a file that leaves a kind of linear out: its linears follow their layer,
+        which is NVFP4. A kind that a matcher names is taken to be meant, even in another format.
+        """
+        if self.ambient.format != NVFP4:
+            return []
+        totals: Counter[str] = Counter()
+        found: Counter[tuple[str, str, str, str]] = Counter()
+        for linear, around, has in self.linears():
+            totals[linear.kind.name] += 1
+            wanted = BF16 if around == BF16 else linear.kind.recipe
+            if has != wanted:
+                matcher = self.file.matcher(linear.name)
+                found[linear.kind.name, has, wanted, matcher.name if matcher else ""] += 1
+        result = [
+            Deviation(
+                f"{kind}: {number} of {totals[kind]} linears in {has}, published {wanted}"
+                + ("" if matcher else " (no matcher names them)"),
+                f"matcher {matcher}" if matcher else "",
+            )
+            for (kind, has, wanted, matcher), number in found.items()
+        ]
+        ambient, published = self.ambient, tail_of_depth(self.ambient.num_layers).end
+        if (ambient.at_start, ambient.at_end) != (0, published):
+            result.append(
+                Deviation(
+                    f"BF16 layers: {ambient.at_start} at the start and {ambient.at_end} at the end of "
+                    f"{ambient.num_layers}, published 0 and {published}"
+                )
+            )
+        return result
+
+    def in_force(self, chosen: Emulation | None = None) -> Iterator[str]:
+        """Lines: the linears by format, and what deviates from the published recipe.
+
+        `chosen` is None where TransformerEngine computes.
+        """
+        found: list[Deviation] = []
+        if chosen is None or not chosen.every_layer:
+            found = self.deviations()
+            as_published = ", as published" if self.ambient.format == NVFP4 and not found else ""
+            yield f"linears of the whole model: {counted(self.count())}{as_published}"
+        for word, deviation in () if chosen is None else chosen.switched().items():
+            found.append(Deviation(deviation, f"{EMULATE} {word}"))
+        yield from (deviation.line() for deviation in found)
 
 
 @dataclass(frozen=True)
@@ -115,11 +209,6 @@ def recipe_of(config: Any) -> PrecisionFile:
     return parse({"configs": recipe.configs, "matchers": matchers}, where="config.quant_recipe")
 
 
-def formats(entries: Iterable[Entry]) -> Counter[str]:
-    """Count quantizable linears by the format they compute in."""
-    return Counter(entry.effective for entry in entries if entry.kind.quantizable)
-
-
 def require_format(model: Any, wanted: str, ambient: Ambient | None = None) -> list[Entry]:
     """The census of a model; raise CensusError if its run asks for a format and would compute without it.
 
@@ -137,7 +226,7 @@ def require_format(model: Any, wanted: str, ambient: Ambient | None = None) -> l
         )
     if file is not NO_FILE:
         require_fit(file, structure, "config.quant_recipe")
-    require_some(structure, file, ambient)
+    ModelFormats(structure, file, ambient).require_some()
     entries = census(model, file, ambient)
     unfit = [entry for entry in entries if entry.format == wanted and entry.effective != wanted]
     if unfit:
@@ -148,33 +237,6 @@ def require_format(model: Any, wanted: str, ambient: Ambient | None = None) -> l
             f"capability {fmt.needs}" + (", or emulate" if fmt.emulated else "")
         )
     return entries
-
-
-def ambient_of_linear(linear: LinearRow, ambient: Ambient) -> str:
-    """Format of the layer that a linear is in; an MTP block numbers its layers from 0."""
-    if linear.layer is not None:
-        return ambient.of_layer(linear.layer)
-    inner = _INNER_LAYER.search(linear.name)
-    return ambient.of_mtp(int(inner[1]) if inner else None)
-
-
-def formats_of(structure: Structure, file: PrecisionFile, ambient: Ambient) -> Counter[str]:
-    """Count the linears of a whole model by format."""
-    return Counter(
-        file.format(linear.name, ambient_of_linear(linear, ambient)) for linear in structure.linears()
-    )
-
-
-def require_some(structure: Structure, file: PrecisionFile, ambient: Ambient) -> None:
-    """Raise CensusError if no linear of a whole model has the format of its layers."""
-    wanted, found = ambient.format, formats_of(structure, file, ambient)
-    if not found[wanted]:
-        raise CensusError(
-            f"{wanted} was asked for, but none of the model's {sum(found.values())} linears is {wanted} "
-            f"({counted(found)}): "
-            f"{ambient.at_start} layers at the start and {ambient.at_end} at the end of {ambient.num_layers} "
-            f"stay BF16 and {len(file.matchers)} matchers of the precision file take the rest"
-        )
 
 
 def structure_of(model: Any) -> Structure:
@@ -241,3 +303,53 @@ def _layer_format(name: str, modules: Mapping[str, Any], ambient: Ambient) -> tu
     if in_mtp:
         return number, ambient.of_mtp(None if len(found) == 1 else number)
     return number, ambient.of_layer(number)
+
+
+def _without_effect(options: Sequence[str]) -> str:
+    """The message on options that ask for formats in which linears of the torch backend do not compute."""
+    names = " and ".join(options)
+    return (
+        f"{names} would have no effect: linears of the torch backend compute in BF16 or FP32 "
+        f"unless they emulate. To emulate NVFP4, pass {OPTION} nvfp4 to nemotron3 run, or set "
+        f"{EMULATE}=nvfp4 in the training processes, and leave --fp4-format and --fp8-format out. On GPUs "
+        "with FP4 or FP8 use --spec megatron_nemotron3.specs nemotron3_te_stack_spec. For a plain run drop "
+        f"{names}"
+    )
+
+
+def _format_options(fp4: object, fp8: object, file: object) -> list[str]:
+    """Names of the options among these that are set."""
+    values = {"--fp4-format": fp4, "--fp8-format": fp8, FLAG: file}
+    return [name for name, value in values.items() if value]
+
+
+def require_followed(stack: Any, *, emulate: bool, measured: bool) -> None:
+    """Raise CensusError if a stack's linears would silently ignore the formats that are asked for."""
+    linears = [module for module in stack.modules() if hasattr(module, "products")]
+    if emulate and len(stack.layers) and not linears:
+        raise CensusError(
+            f"{EMULATE} emulates linears of the torch backend, and this stack has none: use {_TORCH_SPEC}, "
+            "or unset it"
+        )
+    if emulate or all(hasattr(module, "finish_init") for module in linears):
+        return
+    config = stack.config
+    options = _format_options(config.fp4, config.fp8, config.quant_recipe is not None and not measured)
+    if options:
+        raise CensusError(_without_effect(options))
+
+
+def require_well_formed_file(config: Any) -> None:
+    """Read the precision file of a Megatron script strictly: Megatron ignores most mistakes in it."""
+    file = getattr(megatron_options(), "te_precision_config_file", None)
+    if file and config.quant_recipe is not None:
+        read(file)
+
+
+def require_usable(arguments: Sequence[str], *, torch_spec: bool, emulate: bool, measured: bool) -> None:
+    """Check a Megatron script's options on number formats before the script starts."""
+    file = option_value(arguments, FLAG)
+    fp4, fp8 = (option_values(arguments, f"--{kind}-format") is not None for kind in ("fp4", "fp8"))
+    options = _format_options(fp4, fp8, file is not None and not measured)
+    if torch_spec and not emulate and options:
+        raise CensusError(_without_effect(options))

@@ -16,8 +16,7 @@ from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import ModelOptions, chosen_model, names_model
 from megatron_nemotron3.precision import report as report_file
 from megatron_nemotron3.precision import yaml_file
-from megatron_nemotron3.precision.census import Ambient, CensusError, require_some
-from megatron_nemotron3.precision.deviations import recipe_in_force
+from megatron_nemotron3.precision.census import Ambient, CensusError, ModelFormats
 from megatron_nemotron3.precision.formats import BF16, FORMATS, MXFP8, NVFP4, counted
 from megatron_nemotron3.precision.table import (
     LINEARS,
@@ -102,11 +101,7 @@ def table(config: Nemotron3Config, precision: str = NVFP4) -> dict[str, Any]:
 
 
 def render(config: Nemotron3Config, precision: str = NVFP4) -> str:
-    """Text of the table that the command prints.
-
-    Raises:
-        ValueError: an unknown format.
-    """
+    """Text of the table that the command prints."""
     if precision not in PRECISIONS:
         raise ValueError(f"unknown format {precision!r}: use one of {', '.join(PRECISIONS)}")
     head = f"{config.title} in {precision}"
@@ -139,13 +134,13 @@ def run(config: Nemotron3Config, precision: str = NVFP4, path: str | Path | None
 
 def compare(config: Nemotron3Config, path: str | Path) -> str:
     """Say in which formats a precision file puts a model's linears, and what is not the published recipe."""
-    file, structure = yaml_file.read(path, config), Structure.of(config)
     ambient = Ambient(NVFP4, config.num_layers, at_end=tail(config).end)
+    formats = ModelFormats(Structure.of(config), yaml_file.read(path, config), ambient)
     try:
-        require_some(structure, file, ambient)
+        formats.require_some()
     except CensusError as problem:
         raise ValueError(f"{yaml_file.FLAG} {path}: {problem}") from None
-    return "\n".join(recipe_in_force(structure, file, ambient))
+    return "\n".join(formats.in_force())
 
 
 def report(rows: Sequence[report_file.ReportRow], folder: str | Path, title: str = "") -> str:

@@ -1,8 +1,7 @@
 """Emulated grouped linears: all tokens are quantized at once, with a scale and a matmul per expert.
 
-TransformerEngine splits the tokens by expert and quantizes each part separately, padded with zero rows. The
-result here is the same, in one pass over all experts: each expert has its own amax, and no block holds tokens
-of two experts.
+TransformerEngine splits the tokens by expert and quantizes each part, padded with zero rows. The result is
+the same: each expert has its own amax, and no block holds tokens of two experts.
 """
 
 from __future__ import annotations
@@ -62,7 +61,6 @@ class ExpertRows:
 
     @property
     def owner(self) -> Tensor:
-        """Expert of each row."""
         return self.block_owner.repeat_interleave(self.block, output_size=self.total)
 
     def fill(self, x: Tensor) -> Tensor:
@@ -83,12 +81,9 @@ class ExpertRows:
 
 
 class DeviceRows(ExpertRows):
-    """Rows whose counts are on the device: room for as much padding as there can be.
+    """Rows whose counts [E] are on the device: room for as much padding as there can be.
 
     What lies behind the last expert's padding is zero and belongs to no expert: its owner is number E.
-
-    Args:
-        counts: [E], they add up to `total`.
     """
 
     def __init__(self, counts: Tensor, block: int, total: int) -> None:
@@ -174,7 +169,6 @@ class EmulatedGroupedProduct(torch.autograd.Function):
 def _record_weights(
     record: LinearSums, name: str, weights: Sequence[Tensor], how: Spec, made: Operand
 ) -> None:
-    """Record E matrices, once a step."""
     if not record.has(name):
         record.add(name, torch.stack([w.detach() for w in weights]), how, dequantized(made))
 
@@ -215,44 +209,34 @@ def _on_device(
     return triton_grouped.rows_product(x.contiguous(), weights, rows.starts, rows.ends, scale, dtype)
 
 
-def _gradients_on_device(
-    dy: Tensor, x: Tensor, dtype: torch.dtype, rows: DeviceRows, recipe: MatmulRecipe
-) -> tuple[Tensor, ...]:
-    """As `_expert_weight_gradients`, in one launch."""
-    from megatron_nemotron3.precision import triton_grouped
-
-    scale = None
-    if recipe.wgrad is not None:
-        p, q = (rows.operand(rows.fill(z), how) for z, how in zip((dy, x), recipe.wgrad, strict=True))
-        dy, x = p.values, q.values
-        if p.amax is not None and q.amax is not None:
-            # The first block of an expert; any if it has no rows.
-            first = (rows.starts // rows.block).clamp(max=len(p.amax) - 1)
-            scale = product_scale(p.amax, q.amax)[first, 0]
-    dy, x = dy.contiguous(), x.contiguous()
-    return triton_grouped.weight_gradients(dy, x, rows.starts, rows.ends, scale, dtype).unbind(0)
-
-
 def _expert_weight_gradients(dy: Tensor, x: Tensor, like: Tensor, job: GroupedJob) -> tuple[Tensor, ...]:
     """wgrad: E gradients shaped as `like` [out, in], slices of one tensor; 0 for experts without rows."""
-    counts, recipe, record = job.counts, job.recipe, job.record
-    rows = rows_of(counts, recipe.token_block if recipe.wgrad is not None else 1, x)
+    recipe, scale = job.recipe, None
+    rows = rows_of(job.counts, recipe.token_block, x)
+    if recipe.wgrad is not None:
+        p, q = (rows.operand(rows.fill(z), how) for z, how in zip((dy, x), recipe.wgrad, strict=True))
+        if job.record is not None:
+            names = ("wgrad.dy", "wgrad.x")
+            for name, z, how, made in zip(names, (dy, x), recipe.wgrad, (p, q), strict=True):
+                job.record.add(name, rows.fill(z), how, dequantized(made), rows.owner, rows.filler)
+        dy, x = p.values, q.values
+        if p.amax is not None and q.amax is not None:
+            scale = product_scale(p.amax, q.amax)  # [blocks of rows, 1]
     if isinstance(rows, DeviceRows):
-        return _gradients_on_device(dy, x, like.dtype, rows, recipe)
-    dw = like.new_empty(len(counts), *like.shape)
-    for e in {*range(len(counts))} - {e for e, _, _ in rows.ranges}:
+        from megatron_nemotron3.precision import triton_grouped
+
+        if scale is not None:
+            # The first block of an expert; any if it has no rows.
+            scale = scale[(rows.starts // rows.block).clamp(max=len(scale) - 1), 0]
+        dy, x = dy.contiguous(), x.contiguous()
+        return triton_grouped.weight_gradients(dy, x, rows.starts, rows.ends, scale, like.dtype).unbind(0)
+    dw = like.new_empty(rows.experts, *like.shape)
+    for e in {*range(rows.experts)} - {e for e, _, _ in rows.ranges}:
         dw[e].zero_()
-    if recipe.wgrad is None:
-        for e, a, b in rows.ranges:
-            torch.mm(dy[a:b].t(), x[a:b], out=dw[e])
-        return dw.unbind(0)
-    p, q = (rows.operand(rows.fill(z), how) for z, how in zip((dy, x), recipe.wgrad, strict=True))
-    if record is not None:
-        for name, z, how, made in zip(("wgrad.dy", "wgrad.x"), (dy, x), recipe.wgrad, (p, q), strict=True):
-            record.add(name, rows.fill(z), how, dequantized(made), rows.owner, rows.filler)
-    # [blocks of rows, 1]
-    scale = None if p.amax is None or q.amax is None else product_scale(p.amax, q.amax)
     for e, a, b in rows.ranges:
-        product = matmul(p.values[a:b].t(), q.values[a:b])
-        dw[e] = product if scale is None else product.mul_(scale[a // rows.block])
+        if recipe.wgrad is None:
+            torch.mm(dy[a:b].t(), x[a:b], out=dw[e])
+        else:
+            product = matmul(dy[a:b].t(), x[a:b])
+            dw[e] = product if scale is None else product.mul_(scale[a // rows.block])
     return dw.unbind(0)

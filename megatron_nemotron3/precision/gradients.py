@@ -1,9 +1,7 @@
-"""The reduced gradients in Megatron's buffers, each element visited on one rank.
+"""The reduced gradients in Megatron's buffers after an optimizer step, each element read on one rank.
 
-After an optimizer step Megatron's gradient buffers still hold the gradients of the global batch. With the
-distributed optimizer a rank reduces only its shard of each bucket, so each rank reads its own shard. With
-all-reduced gradients the same sharding divides the work. Parameters that tensor-parallel ranks replicate are
-read on the first of these ranks.
+With the distributed optimizer a rank reads its shard of each bucket; with all-reduced gradients the same
+sharding divides the work. What tensor-parallel ranks replicate is read on the first of them.
 """
 
 from __future__ import annotations
@@ -18,10 +16,9 @@ GradientPlaces = dict[Any, tuple[Any, tuple[int, int], Any]]
 
 
 def gradient_places(ddp: Any) -> GradientPlaces | None:
-    """Find where Megatron's DistributedDataParallel keeps each parameter's gradient.
+    """Where Megatron's DistributedDataParallel keeps each parameter's gradient.
 
-    Returns None where gradients do not outlive the step: with FSDP, which has no such buffers, and where
-    MXFP8 parameters are gathered into these buffers (`--reuse-grad-buf-for-mxfp8-param-ag`).
+    None where gradients do not outlive the step: with FSDP, and with `--reuse-grad-buf-for-mxfp8-param-ag`.
     """
     if ddp is None or ddp.ddp_config.reuse_grad_buf_for_mxfp8_param_ag:
         return None

@@ -1,14 +1,9 @@
 """Install emulation or precision logging on a stack while it is built, as `settings` say.
 
-At the end of `HybridModel.__init__` Megatron passes the matching entry of `--te-precision-config-file` to
-every module that has `finish_init`. So each linear of the torch backend gets a `finish_init`, which chooses
-its format by the rules of `census`: the format of its layer (quantized outside the BF16 layers) unless the
-file says otherwise.
-
-With emulation (NEMOTRON3_EMULATE) the linear computes in this format, or with the packed weights of a recipe
-for inference, which needs neither file nor BF16 layers. With precision logging
-(NEMOTRON3_LOG_PRECISION) it is measured in this format. A plain run is measured in the formats of its
-precision file, or without a file in those of the published recipe.
+At the end of `HybridModel.__init__` Megatron passes the matching entry of the precision file to every module
+that has `finish_init`. So each linear of the torch backend gets one, which chooses its format by the rules of
+`census`. A plain run is measured in the formats of its precision file, or without a file in those of the
+published recipe.
 """
 
 from __future__ import annotations
@@ -33,13 +28,14 @@ from megatron_nemotron3.precision import settings, yaml_file
 from megatron_nemotron3.precision.census import (
     Ambient,
     CensusError,
+    ModelFormats,
     recipe_of,
+    require_followed,
     require_format,
+    require_well_formed_file,
     structure_of,
 )
-from megatron_nemotron3.precision.deviations import recipe_in_force
 from megatron_nemotron3.precision.formats import BF16, FORMATS, MXFP8, NVFP4, counted
-from megatron_nemotron3.precision.guard import require_followed, require_well_formed_file
 from megatron_nemotron3.precision.linear import Emulated
 from megatron_nemotron3.precision.observe import Observed, PrecisionObserver
 from megatron_nemotron3.precision.packed import PackedProducts
@@ -150,22 +146,10 @@ def emulate_mtp(mtp_layer: Any) -> None:
     _prepare_linears(mtp_layer.eh_proj, "MTP eh_proj", row, plan.ambient.of_mtp(None), plan, "mtp.")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Place:
-    """Where a linear is in the model."""
-
-    #: For messages: "decoder layer 3, mixer.in_proj".
-    text: str
-    #: Layer and module in the report: "layer_003", "mixer.in_proj".
-    row: str
-    module: str
-    #: Format of the layer.
-    ambient: str
-
-
 def _prepare_linears(
     tree: torch.nn.Module, where: str, row: str, ambient: str, plan: _LinearsPlan, prefix: str = "decoder."
 ) -> None:
+    """`where` is for messages ("decoder layer 3"), `row` for the report ("layer_003")."""
     for name, module in tree.named_modules():
         if hasattr(module, "products"):
             fmt, kind = ambient, kind_of(f"{prefix}layers.0.{name}")
@@ -174,30 +158,31 @@ def _prepare_linears(
                 fmt = NVFP4 if packs else BF16
             elif plan.by_table and kind is not None:
                 fmt = kind.format(ambient)
-            place = _Place(f"{where}, {name}" if name else where, row, name or "eh_proj", fmt)
-            module.finish_init = partial(_finish_linear, module, place, plan)
+            place, line = f"{where}, {name}" if name else where, (row, name or "eh_proj")
+            module.finish_init = partial(_finish_linear, module, plan, place, line, fmt)
 
 
-def _finish_linear(module: Any, place: _Place, plan: _LinearsPlan, quant_config: Any) -> None:
+def _finish_linear(
+    module: Any, plan: _LinearsPlan, where: str, line: tuple[str, str], ambient: str, quant_config: Any
+) -> None:
     """Choose the format of a linear; Megatron calls this as `finish_init`."""
     if plan.emulate:
-        assign_products(module, place.text, place.ambient, plan.chosen, quant_config)
-        if plan.observer is not None and module.products is not None and module.products.training is not None:
-            products = module.products
-            fmt, how = products.formats[0], products.training
-            products.record = plan.observer.add(module, place.row, place.module, fmt, how)
+        assign_products(module, where, ambient, plan.chosen, quant_config)
+        products = module.products
+        if plan.observer is not None and products is not None and products.training is not None:
+            products.record = plan.observer.add(module, *line, products.formats[0], products.training)
         return
     del module.finish_init
-    fmt = _chosen_formats(place.ambient, plan.chosen, quant_config)[0]
+    fmt = _chosen_formats(ambient, plan.chosen, quant_config)[0]
     how = recipe(fmt, plan.chosen)
     if how is None or plan.observer is None:
         return
     try:
-        _require_whole_blocks(module, place.text, fmt)
+        _require_whole_blocks(module, where, fmt)
     except ValueError as problem:
         plan.observer.print(f"not measured: {problem}")
         return
-    module.products = Observed(plan.observer.add(module, place.row, place.module, fmt, how), how)
+    module.products = Observed(plan.observer.add(module, *line, fmt, how), how)
 
 
 def assign_products(module: Any, where: str, ambient: str, chosen: Emulation, quant_config: Any) -> None:
@@ -225,7 +210,6 @@ def assign_products(module: Any, where: str, ambient: str, chosen: Emulation, qu
 
 
 def _chosen_formats(ambient: str, chosen: Emulation, quant_config: Any) -> tuple[str, str]:
-    """Formats in training and evaluation."""
     if quant_config is None or chosen.every_layer:
         return ambient, ambient
     problems: list[str] = []
@@ -301,7 +285,7 @@ def _announcement(model: Any, ambient: Ambient, chosen: Emulation | None) -> Ite
     if chosen is not None:
         found = Counter(products.formats[0] for _, products in emulated(model))
         yield f"emulating {chosen.text()}: linears of this rank: {counted(found)}"
-    yield from recipe_in_force(structure_of(model), recipe_of(model.config), ambient, chosen)
+    yield from ModelFormats(structure_of(model), recipe_of(model.config), ambient).in_force(chosen)
 
 
 def _print_on_rank_0(lines: Iterable[str]) -> None:

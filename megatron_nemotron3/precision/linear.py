@@ -1,14 +1,9 @@
 """Linear layers whose matmuls emulate NVFP4 or MXFP8.
 
-A torch linear has an attribute `products`. If it is None, the linear computes its matmul itself; an
-`Emulated` computes it with quantized operands instead. Parameters, checkpoints and communication stay the
-same. With sequence parallelism the input is gathered before it is quantized, so that its amax is that of all
-ranks, as in TransformerEngine (TE), which reduces it. A weight that is split over ranks is scaled by the amax
-of each rank's shard, as in TE.
-
-Backward needs the input and the weight, as in the plain linear, and Q(W) if dgrad uses it, too (FP32 on a
-CPU, BF16 on a GPU). Q(X) is not saved, because wgrad quantizes a rotated copy, which backward makes from the
-input.
+An `Emulated` is the `products` of a torch linear; parameters, checkpoints and communication stay the same. As
+in TransformerEngine, the input is gathered over sequence-parallel ranks before it is quantized, and a weight
+is scaled by the amax of each rank's shard. Backward needs the input and the weight, as in the plain linear,
+and Q(W) if dgrad uses it; Q(X) is not saved, because wgrad quantizes a rotated copy.
 """
 
 from __future__ import annotations
@@ -35,9 +30,8 @@ class Emulated:
 
     Args:
         training, evaluation: recipes of the two modes; None for plain matmuls in that mode.
-        formats: names of the two recipes' formats, for reports.
-        stream: Megatron's random stream for stochastic rounding. Tensors that are equal on several ranks must
-            be rounded equally there.
+        formats: of the two recipes.
+        stream: Megatron's random stream for stochastic rounding, the same on ranks with equal tensors.
         reuse: Megatron's schedule tells this module which microbatch is the first of a step, so Q(W) can be
             kept for the others.
         record: receives statistics of the operands in measured steps; None if they are never measured.

@@ -1,13 +1,9 @@
 """Precision logging: choose the steps to measure, measure linears, reduce over ranks and write the report.
 
-All ranks know beforehand which steps are measured. A step ends when a torch optimizer has stepped (torch has
-a hook for that): gradients are then reduced and still in Megatron's buffers. Sums are added up over all ranks
-of a pipeline stage, so the result does not depend on which rank held which microbatch, shard or expert.
-Tensors that several ranks replicate count once per rank, in numerator and denominator alike.
-
-Linears that emulate a format report their own operands. Other linears get an `Observed`, which computes the
-plain linear and also what quantization would do to its operands. Nothing here changes a tensor or draws from
-a random stream of the run.
+A step ends when a torch optimizer has stepped: gradients are then reduced and still in Megatron's buffers.
+Sums are added up over all ranks of a pipeline stage; tensors that several ranks replicate count once per
+rank, in numerator and denominator alike. Nothing here changes a tensor or draws from a random stream of the
+run.
 """
 
 from __future__ import annotations
@@ -45,14 +41,10 @@ from megatron_nemotron3.precision.statistics import LinearSums
 
 
 class PrecisionObserver:
-    """Records of all linears of one stack and its MTP blocks, and the count of steps.
+    """Records of all linears of one HybridStack and its MTP blocks, and the count of steps.
 
-    The first step of a run is measured, then every iteration that is a multiple of the interval.
-
-    Args:
-        stack: HybridStack with `config` and `pg_collection`.
-        chosen: interval and folder.
-        used: whether the run computes with the quantized values.
+    The first step of a run is measured, then every iteration that is a multiple of the interval. `used`:
+    whether the run computes with the quantized values.
     """
 
     def __init__(self, stack: Any, chosen: Logging, used: bool) -> None:
@@ -77,7 +69,6 @@ class PrecisionObserver:
     def add(
         self, linear: torch.nn.Module, layer: str, module: str, fmt: str, how: MatmulRecipe
     ) -> LinearSums:
-        """Add the record of a linear and return it; arguments as `LinearSums`."""
         self.records.append(LinearSums(self.switch, linear, layer, module, fmt, how))
         return self.records[-1]
 
@@ -204,12 +195,10 @@ _SEED = 20251201
 
 @dataclass
 class Observed:
-    """Computes a plain linear's matmul and measures what quantization would do to its operands.
+    """`products` of a linear that emulates nothing: computes it, and measures what quantization would do.
 
-    It is the attribute `products` of a torch linear that is measured and emulates no format. In measured
-    steps the linear calls it. The matmul is Megatron's own, so losses stay the same to the bit; stochastic
-    rounding draws from a generator of this object. Operands are those of the plain run. In an emulated run
-    they would also carry the errors of earlier layers.
+    The matmul is Megatron's own, so losses stay the same to the bit; stochastic rounding draws from a
+    generator of this object. Operands are those of the plain run, without the errors of earlier layers.
     """
 
     record: LinearSums

@@ -1,9 +1,8 @@
 """Linears that compute with the weights that `convert to-hf --quantize` packs (quantization-aware training).
 
-The products are those of a plain run. Each takes the weight that an inference engine reads from the packed
-checkpoint, to the bit: quantized along rows in blocks of 16, scaled by the largest magnitude of the whole
-weight, and rounded once to BF16. The gradient goes to the weight itself, as if it had not been quantized
-(straight-through estimator). Activations and gradients are not quantized.
+Each product takes the weight that an inference engine reads from the packed checkpoint, to the bit, rounded
+once to BF16. The gradient goes to the weight itself (straight-through estimator). All else is as in a plain
+run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Quantized operands and their matmuls, as tensor cores compute them.
+"""Quantized operands and their matmuls, as tensor cores compute them. BF16 holds all operands exactly.
 
-NVFP4 operands are multiplied in units (element times block scale, exact in BF16), and the result once by the
-scales of the two tensors. MXFP8 operands are multiplied as they are, which BF16 holds exactly, too.
+NVFP4 operands are multiplied in units (element times block scale), the result once by the tensors' scales.
 """
 
 from __future__ import annotations
@@ -21,11 +20,7 @@ from megatron_nemotron3.precision.scales import MAX, product_scale
 
 
 def operand(x: Tensor, how: Spec, amax: Amax | None = None) -> Operand:
-    """Quantize an operand; stochastic rounding draws from torch's default generator.
-
-    Args:
-        x: [..., m, k].
-    """
+    """Quantize an operand [..., m, k]; stochastic rounding draws from torch's default generator."""
     # A CPU without BF16 units multiplies FP32 five times as fast as BF16 (benchmarks/nvfp4.py).
     dtype = torch.float32 if x.device.type == "cpu" else torch.bfloat16
     if how.format == NVFP4:

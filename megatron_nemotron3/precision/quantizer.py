@@ -3,8 +3,6 @@
 fake_quantize   values: x rounded to what the format can hold, as a matmul on such hardware would use it
 units           NVFP4 values without the tensor's scale: q * s_b, exact in BF16. A matmul of two such
                 operands, accumulated in FP32 and multiplied once by `scales.product_scale`, is the hardware's
-quantize        codes, block scales and the tensor's amax in TransformerEngine's layout; the plain reference
-                of the two above (a test compares their values)
 
 x is read twice, for the amax of the blocks and for rounding. On a CPU both passes process pieces in buffers
 that fit the L2 cache. No step waits for the device. On CUDA `triton_quantize` does both passes if
@@ -14,13 +12,11 @@ NEMOTRON3_GPU_KERNELS=1 enables kernels (`settings.gpu_kernels_enabled`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from megatron_nemotron3.precision import blocks as cut
-from megatron_nemotron3.precision.numerics import e2m1, e4m3
 from megatron_nemotron3.precision.numerics.grid import E2M1, E4M3
 from megatron_nemotron3.precision.recipe import Spec
 from megatron_nemotron3.precision.scales import (
@@ -28,7 +24,6 @@ from megatron_nemotron3.precision.scales import (
     MAX,
     Scales,
     four_over_six_scales,
-    mxfp8_exponents,
     mxfp8_scales,
     nvfp4_scales,
     nvfp4_steps,
@@ -76,17 +71,14 @@ def fake_quantize(
     *,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Quantize and dequantize.
+    """Quantize and dequantize: a new tensor of the shape of x, without gradient. Zeros are positive.
 
     Args:
         x: [..., m, k]; float32, bfloat16 or float16. FP16 and BF16 are converted to FP32 for the computation.
         generator: of the device of x, for stochastic rounding; None for torch's default. Elements draw in
-            their order, so a seed gives the same values on any number of threads. Triton draws other numbers
-            (`triton_quantize`).
+            their order, so a seed gives the same values on any number of threads.
         amax: see `Amax`; None for that of x, after rotation. MXFP8 takes none.
         dtype: of the result; None for that of x. NVFP4 values need FP32 to be exact.
-
-    Returns: a new tensor of the shape of x, without gradient. Zeros are positive.
     """
     dtype = dtype or x.dtype
     if spec.format == "mxfp8" and amax is None and (triton := _triton_module(x)) is not None:
@@ -258,66 +250,3 @@ def _round_blocks(
         if work is not target:
             target.copy_(work)
     return out
-
-
-@dataclass(frozen=True)
-class PackedOperand:
-    """A quantized tensor [..., m, k] as bytes. n = k; for axis -2 all is transposed, so m and n swap.
-
-    A byte of NVFP4 codes holds two neighbors along the axis of the blocks, the even one in the low half.
-
-    codes: uint8 [..., m, n / 2] (NVFP4, two in a byte) or [..., m, n] (MXFP8, bits of E4M3).
-    scales: uint8 [..., m, n / block], bits of E4M3 (NVFP4; a tile's scale is repeated in its 16 rows) or of
-        E8M0 (MXFP8).
-    amax: float32, [] or broadcasting to the scales; None in MXFP8.
-    """
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-    amax: torch.Tensor | None
-    spec: Spec
-
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """[..., m, k] in `dtype`, rounded once from FP32; still rotated if `spec.hadamard`."""
-        if self.amax is None:
-            values = e4m3.decode(self.codes)
-            steps = (self.scales.to(torch.int32) << 23).view(torch.float32)
-        else:
-            values = e2m1.decode(e2m1.unpack(self.codes))
-            steps = nvfp4_steps(e4m3.decode(self.scales), self.amax, _largest(self.spec))
-        blocks = values.unflatten(-1, (-1, self.spec.block)) * steps.unsqueeze(-1)
-        result = blocks.flatten(-2).to(dtype)
-        return result.mT.contiguous() if self.spec.axis == -2 else result
-
-
-@torch.no_grad()
-def quantize(
-    x: torch.Tensor, spec: Spec, generator: torch.Generator | None = None, amax: Amax | None = None
-) -> PackedOperand:
-    """Quantize and pack. Arguments and errors as `fake_quantize`, and the same values for equal generators.
-
-    Codes keep the sign of x * scale: a negative number that rounds to zero has the code of -0.
-    """
-    prepared = prepare(x, spec, amax)
-    elements, block_amax, whole = prepared.x.float(), prepared.block_amax, prepared.amax
-    if whole is None:
-        encode, _ = mxfp8_scales(block_amax)
-        bits = mxfp8_exponents(block_amax).to(torch.uint8)
-    else:
-        encode, block = _block_scales(prepared.x, spec, block_amax, whole)
-        bits = e4m3.encode(block)
-    for axis in (-1, -2) if spec.tile else (spec.axis,):
-        encode = encode.repeat_interleave(spec.block, axis)
-    if spec.tile:
-        bits = bits.repeat_interleave(spec.block, -1 if spec.axis == -2 else -2)
-    scaled = elements * encode
-    if spec.stochastic:
-        scratch = torch.empty_like(scaled)
-        E2M1.round_stochastic_(scaled, scratch, torch.empty_like(scaled), generator)
-    if spec.axis == -2:
-        scaled, bits = scaled.mT, bits.mT.contiguous()
-        if whole is not None and whole.ndim > 1:
-            whole = whole.mT
-    if whole is None:
-        return PackedOperand(e4m3.encode(scaled).contiguous(), bits, None, spec)
-    return PackedOperand(e2m1.pack(e2m1.encode(scaled)).contiguous(), bits, whole, spec)

@@ -1,8 +1,6 @@
 """How operands of a linear layer's three matmuls are quantized, by format and switches.
 
-    fprop   Y  = Q(X) Q(W)^T       dgrad   dX = Q(dY) Q(W)       wgrad   dW = Q(dY)^T Q(X)
-
-In each matmul both operands are divided into blocks along the contracted axis.
+fprop   Y  = Q(X) Q(W)^T       dgrad   dX = Q(dY) Q(W)       wgrad   dW = Q(dY)^T Q(X)
 """
 
 from __future__ import annotations
@@ -23,15 +21,12 @@ class Spec:
     """How one operand is quantized.
 
     Args:
-        format: "nvfp4" (E2M1 elements, an E4M3 scale for 16 of them, an FP32 scale for the tensor) or "mxfp8"
-            (E4M3 elements, a power of two as scale for 32 of them).
+        format: "nvfp4" or "mxfp8".
         axis: the contracted axis, along which blocks lie: -1, or -2 for both operands of wgrad.
-        tile: one scale for 16 x 16 elements instead of 1 x 16 (weights). Values are then the same for both
-            axes.
+        tile: one scale for 16 x 16 elements (weights). Values are then the same for both axes.
         hadamard: rotate every block by the random Hadamard transform first; the values stay rotated.
         stochastic: round stochastically instead of to nearest.
-        four_over_six: scale each block so that its largest magnitude becomes 6 or 4, whichever is closer
-            (`scales`).
+        four_over_six: scale each block so that its largest magnitude becomes 6 or 4, whichever is closer.
     """
 
     format: str = NVFP4
@@ -58,31 +53,7 @@ class Spec:
 
     @property
     def block(self) -> int:
-        """Elements along `axis` that share a scale."""
         return BLOCK[self.format]
-
-
-@dataclass(frozen=True)
-class Operands:
-    """Operands of the three matmuls; dgrad takes the weight of fprop."""
-
-    x: Spec
-    weight: Spec
-    dgrad_dy: Spec
-    wgrad_dy: Spec
-    wgrad_x: Spec
-
-
-_ROW, _COLUMN = Spec(), Spec(axis=-2)
-
-#: The recipe of "Pretraining Large Language Models with NVFP4", arXiv 2509.25149, section 4.
-PUBLISHED = Operands(
-    x=_ROW,
-    weight=replace(_ROW, tile=True),
-    dgrad_dy=replace(_ROW, stochastic=True),
-    wgrad_dy=replace(_COLUMN, hadamard=True, stochastic=True),
-    wgrad_x=replace(_COLUMN, hadamard=True),
-)
 
 
 @dataclass(frozen=True)
@@ -99,11 +70,6 @@ class MatmulRecipe:
         return bool(self.fprop and self.dgrad and self.fprop[1] == self.dgrad[1])
 
     @property
-    def block(self) -> int:
-        """Elements that share a scale."""
-        return next(pair[0].block for pair in (self.fprop, self.dgrad, self.wgrad) if pair)
-
-    @property
     def token_block(self) -> int:
         """wgrad's operands are padded to a multiple of this number of rows; 1 if wgrad is not quantized."""
         return self.wgrad[0].block if self.wgrad else 1
@@ -113,18 +79,18 @@ class MatmulRecipe:
 def recipe(fmt: str, chosen: Emulation) -> MatmulRecipe | None:
     """The recipe of an emulated format or of "bf16"; None if nothing is quantized.
 
-    MXFP8 has no rotation, stochastic rounding or tiles. Its dgrad quantizes the weight anew, with blocks
-    along the other axis. Switches of single matmuls apply to both formats.
+    NVFP4's is that of "Pretraining Large Language Models with NVFP4", arXiv 2509.25149, section 4. MXFP8 has
+    no rotation, stochastic rounding or tiles, and its dgrad quantizes the weight anew, along the other axis.
     """
     if fmt == BF16:
         return None
     if fmt == NVFP4:
-        weight = replace(PUBLISHED.weight, tile=chosen.tile, four_over_six=chosen.four_over_six)
+        weight = Spec(tile=chosen.tile, four_over_six=chosen.four_over_six)
         dgrad_weight = weight if chosen.tile else replace(weight, axis=-2)
-        dgrad_dy = replace(PUBLISHED.dgrad_dy, stochastic=chosen.stochastic)
-        wgrad_dy = replace(PUBLISHED.wgrad_dy, hadamard=chosen.hadamard, stochastic=chosen.stochastic)
-        wgrad_x = replace(PUBLISHED.wgrad_x, hadamard=chosen.hadamard)
-        result = MatmulRecipe((PUBLISHED.x, weight), (dgrad_dy, dgrad_weight), (wgrad_dy, wgrad_x))
+        dgrad_dy = Spec(stochastic=chosen.stochastic)
+        wgrad_x = Spec(axis=-2, hadamard=chosen.hadamard)
+        wgrad_dy = replace(wgrad_x, stochastic=chosen.stochastic)
+        result = MatmulRecipe((Spec(), weight), (dgrad_dy, dgrad_weight), (wgrad_dy, wgrad_x))
     elif fmt == MXFP8:
         row, column = Spec(MXFP8), Spec(MXFP8, axis=-2)
         result = MatmulRecipe((row, row), (row, column), (column, column))

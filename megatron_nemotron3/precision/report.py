@@ -85,13 +85,10 @@ def _csv_cell(value: object) -> str:
 
 
 def read(folder: str | Path) -> list[ReportRow]:
-    """Read all rows of a report, sorted by iteration.
+    """Read all rows of a report, sorted by iteration; raises ReportError.
 
     Where a resumed run repeats an iteration, the later rows count. An incomplete last line is skipped: the
     run is still writing, or was killed.
-
-    Raises:
-        ReportError: the file is missing, has no rows, or has a malformed line.
     """
     path = Path(folder) / FILE
     try:
@@ -202,31 +199,12 @@ def remove(folder: str | Path) -> None:
 LABELS = 24
 
 
-class _HeatMap(NamedTuple):
-    tensor: str
-    #: Column of `ReportRow`.
-    column: str
-    title: str
-    unit: str
-    scale: float
-    colors: str
-
-
-def _heat_maps(rows: Sequence[ReportRow]) -> list[tuple[_HeatMap | None, _HeatMap | None]]:
-    """For each tensor its maps of what was flushed to zero, and of SQNR; last the weight gradient."""
-    tensors = {row.tensor for row in rows if row.tensor != "dgrad.weight" or row.format == NVFP4}
-    pairs: list[tuple[_HeatMap | None, _HeatMap | None]] = [
-        (
-            _HeatMap(t, "flushed", f"{TENSORS[t]}: flushed to zero", "% of nonzero elements", 100, "viridis"),
-            _HeatMap(t, "sqnr_db", f"{TENSORS[t]}: SQNR", "dB", 1, "viridis_r"),
-        )
-        for t in TENSORS
-        if t in tensors and t != GRADIENT
-    ]
-    if GRADIENT in tensors:
-        zeros = _HeatMap(GRADIENT, "zeros", "Weight gradient: zeros", "% of elements", 100, "viridis")
-        pairs.append((zeros, None))
-    return pairs
+#: Column of a heat map -> its title, unit, factor and colors.
+_QUANTITIES = {
+    "flushed": ("flushed to zero", "% of nonzero elements", 100, "viridis"),
+    "sqnr_db": ("SQNR", "dB", 1, "viridis_r"),
+    "zeros": ("zeros", "% of elements", 100, "viridis"),
+}
 
 
 def plot(rows: Sequence[ReportRow], path: Path, title: str) -> None:
@@ -237,16 +215,18 @@ def plot(rows: Sequence[ReportRow], path: Path, title: str) -> None:
     now = last(rows)
     layers = _depth_labels(now)
     kinds = list(dict.fromkeys((row.module, row.format) for row in now))
-    pairs = _heat_maps(now)
-    size = (15.0, 1.0 + len(pairs) * (0.75 + 0.2 * max(3, len(kinds))))
+    measured = {row.tensor for row in now if row.tensor != "dgrad.weight" or row.format == NVFP4}
+    tensors = [tensor for tensor in TENSORS if tensor in measured]
+    size = (15.0, 1.0 + len(tensors) * (0.75 + 0.2 * max(3, len(kinds))))
     head = f"{title}, step {now[0].iteration}, {_computed(now)}"
-    with plots.picture(path, len(pairs), 2, size=size, title=head) as (_, grid):
-        for axes_of_pair, pair in zip(grid, pairs, strict=True):
-            for side, (axes, panel) in enumerate(zip(axes_of_pair, pair, strict=True)):
-                if panel is None:
+    with plots.picture(path, len(tensors), 2, size=size, title=head) as (_, grid):
+        for axes_of_tensor, tensor in zip(grid, tensors, strict=True):
+            columns = ("zeros", None) if tensor == GRADIENT else ("flushed", "sqnr_db")
+            for side, (axes, column) in enumerate(zip(axes_of_tensor, columns, strict=True)):
+                if column is None:
                     axes.set_axis_off()
                     continue
-                _draw_heat_map(axes, panel, now, layers, kinds)
+                _draw_heat_map(axes, tensor, column, now, layers, kinds)
                 _label_axes(axes, layers, kinds, named=side == 0)
 
 
@@ -259,24 +239,30 @@ def _depth_labels(rows: Sequence[ReportRow]) -> list[str]:
 
 
 def _draw_heat_map(
-    axes: Any, panel: _HeatMap, rows: Sequence[ReportRow], layers: list[str], kinds: list[tuple[str, str]]
+    axes: Any,
+    tensor: str,
+    column: str,
+    rows: Sequence[ReportRow],
+    layers: list[str],
+    kinds: list[tuple[str, str]],
 ) -> None:
     """Draw one heat map. Colors span the NVFP4 linears if there are any; MXFP8 is 12 dB beyond."""
+    title, unit, factor, colors = _QUANTITIES[column]
     table = [[math.nan] * len(layers) for _ in kinds]
     values: dict[str, list[float]] = {}
     for row in rows:
-        value = panel.scale * getattr(row, panel.column)
-        if row.tensor == panel.tensor and math.isfinite(value):
+        value = factor * getattr(row, column)
+        if row.tensor == tensor and math.isfinite(value):
             table[kinds.index((row.module, row.format))][layers.index(row.layer)] = value
             values.setdefault(row.format, []).append(value)
     every = [v for found in values.values() for v in found]
     spanned = values.get(NVFP4) or every
-    low = 0.0 if panel.scale == 100 else min(spanned, default=0.0)
+    low = 0.0 if factor == 100 else min(spanned, default=0.0)
     high = max(spanned, default=1.0)
     high = high if high > low else low + 1.0
     beyond = "max" if max(every, default=high) > high else "neither"
-    plots.heat_map(axes, table, panel.unit, extend=beyond, cmap=panel.colors, vmin=low, vmax=high)
-    axes.set_title(panel.title)
+    plots.heat_map(axes, table, unit, extend=beyond, cmap=colors, vmin=low, vmax=high)
+    axes.set_title(f"{'Weight gradient' if tensor == GRADIENT else TENSORS[tensor]}: {title}")
 
 
 def _label_axes(axes: Any, layers: list[str], kinds: list[tuple[str, str]], *, named: bool) -> None:

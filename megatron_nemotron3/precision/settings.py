@@ -36,16 +36,16 @@ from megatron_nemotron3.precision.serving import PACKED_KINDS, RECIPES
 OPTION = "--nemotron3-emulate"
 #: Default number of iterations from one measurement to the next (cost: docs/nvfp4.md).
 LOG_DEFAULT = 100
-#: Switch in the variable -> field of `Emulation`.
+#: Switch in the variable -> (field of `Emulation`, how a run with it deviates from the published recipe).
 SWITCHES = {
-    "rht": "hadamard",
-    "sr": "stochastic",
-    "2d": "tile",
-    "fprop": "fprop",
-    "dgrad": "dgrad",
-    "wgrad": "wgrad",
-    "every_layer": "every_layer",
-    "4over6": "four_over_six",
+    "rht": ("hadamard", "no random Hadamard transform"),
+    "sr": ("stochastic", "gradients rounded to nearest"),
+    "2d": ("tile", "a scale for 1 x 16 weights"),
+    "fprop": ("fprop", "forward not quantized"),
+    "dgrad": ("dgrad", "gradient of the input not quantized"),
+    "wgrad": ("wgrad", "gradient of the weight not quantized"),
+    "every_layer": ("every_layer", "every linear of every layer"),
+    "4over6": ("four_over_six", "four-over-six scales of weights"),
 }
 #: Switches that MXFP8 has, too.
 _COMMON = ("fprop", "dgrad", "wgrad", "every_layer")
@@ -56,13 +56,11 @@ class Emulation:
     """What emulation computes; the defaults are the published recipe.
 
     Args:
-        hadamard: rotate both operands of wgrad (NVFP4).
-        stochastic: round gradients stochastically (NVFP4).
+        hadamard, stochastic: rotate both operands of wgrad, round gradients stochastically (NVFP4).
         tile: scale weights by 16 x 16 tiles (NVFP4); otherwise by 1 x 16, and anew for dgrad.
         fprop, dgrad, wgrad: quantize the operands of this matmul.
         every_layer: the format in every linear of every layer, without precision file and BF16 layers.
         four_over_six: scale blocks of weights to 4 where that is closer than to 6 (NVFP4).
-        format: "nvfp4" or "mxfp8".
         packed: a recipe of `serving.PACKED_KINDS`, alone: products take the weights that the converter packs,
             everything else is as in a plain run.
     """
@@ -94,15 +92,16 @@ class Emulation:
 
     def text(self) -> str:
         """The value of NEMOTRON3_EMULATE with this meaning."""
-        if self.packed:
-            return self.packed
-        default = Emulation(format=self.format)
-        changed = [
-            f"{name}={int(getattr(self, field))}"
-            for name, field in SWITCHES.items()
+        return self.packed or ",".join((self.format, *self.switched()))
+
+    def switched(self) -> dict[str, str]:
+        """The switches in text ("sr=0") that differ from the published recipe -> how a run deviates."""
+        default = Emulation()
+        return {
+            f"{name}={int(getattr(self, field))}": deviation
+            for name, (field, deviation) in SWITCHES.items()
             if getattr(self, field) != getattr(default, field)
-        ]
-        return ",".join((self.format, *changed))
+        }
 
 
 def parse_emulation(text: str) -> Emulation | None:
@@ -130,9 +129,10 @@ def parse_emulation(text: str) -> Emulation | None:
             raise ValueError(f"{EMULATE}={text!r}: {name!r} is no switch of {first}: use {', '.join(known)}")
         if value not in ("0", "1"):
             raise ValueError(f"{EMULATE}={text!r}: {part!r}: give {name}=0 or {name}=1")
-        if SWITCHES[name] in chosen:
+        field, _ = SWITCHES[name]
+        if field in chosen:
             raise ValueError(f"{EMULATE}={text!r}: {name} is given twice")
-        chosen[SWITCHES[name]] = value == "1"
+        chosen[field] = value == "1"
     try:
         return Emulation(packed=first) if first in RECIPES else Emulation(**chosen, format=first)
     except ValueError as problem:

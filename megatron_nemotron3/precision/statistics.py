@@ -9,14 +9,9 @@ wgrad, where the recipe rotates), and q are the values that the matmul computes 
     amax      max |x|
 
 A weight gradient has zeros and amax, as the optimizer sees it (summed over microbatches, reduced over ranks,
-clipped). Shares lie between 0 and 1.
-
-NVIDIA's reports name these quantities without defining them. UNKNOWN: whether their flush-to-zero divides by
-all elements or by nonzero ones, and over how many steps and with which threshold Super's "7 % of the
-parameters had zero weight gradients" was counted (arXiv 2604.12374, section 2.2). Here a share is that of one
-step, and zero means exactly 0.
-
-What is stored are sums, because sums of microbatches, ranks and experts can be added.
+clipped). Shares are of one step, from 0 to 1. Sums are stored, because those of microbatches, ranks and
+experts can be added. UNKNOWN: whether the flush-to-zero of NVIDIA's reports divides by all elements, and how
+Super's "7 % of the parameters had zero weight gradients" was counted (arXiv 2604.12374, section 2.2).
 """
 
 from __future__ import annotations
@@ -57,7 +52,7 @@ class Sums(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """Columns of one tensor; NaN where the divisor is 0."""
+    """Columns of a report for one tensor; NaN where the divisor is 0."""
 
     elements: int
     zeros: float
@@ -80,11 +75,8 @@ def measure(
 
     Args:
         x: [..., k], as the quantizer receives it; rotated here if the operand is.
-        how: the operand.
-        q: dequantized values that the matmul uses, of the shape of x or with zeros at the end that fill the
-            last blocks; still rotated.
-        owner: group of each row of x (int64); None: all rows belong to group 0.
-        groups: G.
+        q: dequantized values that the matmul uses, still rotated; zeros at the end may fill the last blocks.
+        owner: group of each row of x (int64), of G `groups`; None: all rows belong to group 0.
         filler: [G], number of padding rows of zeros in each group. They are not counted, except in a rotated
             operand, where they are zeros no longer.
     """
@@ -122,7 +114,7 @@ def rotated(x: Tensor, how: Spec) -> Tensor:
 
 
 def numbers(sums: Sequence[float], amax: float) -> Numbers:
-    """Turn sums into the columns of a report."""
+    """The columns of a report from sums."""
     elements, zeros, flushed, signal, noise = sums
     not_zero = elements - zeros
     sqnr = math.inf if signal > 0 and noise == 0 else math.nan
@@ -138,14 +130,7 @@ def numbers(sums: Sequence[float], amax: float) -> Numbers:
 
 
 class LinearSums:
-    """Sums of one linear's operands in this step.
-
-    Attributes:
-        layer, module: place of the linear in the report.
-        tensors: names of the operands that its recipe quantizes, and of the weight gradient.
-        groups: experts of all ranks, or 1.
-        first, local: number of this rank's first expert, and how many experts it has.
-    """
+    """Sums of one linear's operands in this step. `layer` and `module` are its place in the report."""
 
     def __init__(
         self,
@@ -159,6 +144,7 @@ class LinearSums:
         self.layer, self.module, self.format = layer, module, fmt
         self.tensors = (*_recorded_tensors(how), GRADIENT)
         self.linear = weakref.ref(linear)
+        #: Experts of this rank, of all ranks (or 1), and the number of this rank's first one.
         self.local: int = getattr(linear, "num_gemms", 1)
         group = getattr(linear, "ep_group", None)
         self.groups = self.local * (group.size() if group is not None else 1)

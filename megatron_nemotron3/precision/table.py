@@ -1,11 +1,8 @@
 """The published NVFP4 recipe, written once: which linear has which format, and which layers stay BF16.
 
-Megatron's flags, the file for `--te-precision-config-file`, the census of a built model and the tables of
-docs/reference/formats.md all come from this table. The modules and weights of each linear stand in
-`models.tensors`.
-
-A kind whose format in the recipe is NVFP4 needs no line in the file: NVFP4 is what `--fp4-format e2m1` makes
-of every Transformer Engine (TE) linear of a layer outside the BF16 tail. The file names the exceptions.
+A kind whose format in the recipe is NVFP4 needs no line in the precision file: NVFP4 is what `--fp4-format
+e2m1` makes of every Transformer Engine (TE) linear of a layer outside the BF16 tail. The file names the
+exceptions.
 """
 
 from __future__ import annotations
@@ -219,6 +216,8 @@ class LinearRow:
     kind: ModuleKind
     #: Decoder layer from 0, or None in MTP.
     layer: int | None
+    #: Layer in an MTP block from 0, or None outside its layers.
+    in_mtp: int | None = None
 
 
 @dataclass(frozen=True)
@@ -242,33 +241,30 @@ class Structure:
         for block, inner in enumerate(self.mtp):
             yield from self._linears_below(f"mtp.layers.{block}", "mtp_in")
             for number, symbol in enumerate(inner):
-                yield from self._linears_below(f"mtp.layers.{block}.mtp_model_layer.layers.{number}", symbol)
+                path = f"mtp.layers.{block}.mtp_model_layer.layers.{number}"
+                yield from self._linears_below(path, symbol, in_mtp=number)
 
     def kinds(self) -> set[str]:
-        """Names of the kinds that the model has."""
         return {linear.kind.name for linear in self.linears()}
 
-    def _linears_below(self, path: str, part: str, layer: int | None = None) -> Iterator[LinearRow]:
+    def _linears_below(
+        self, path: str, part: str, layer: int | None = None, in_mtp: int | None = None
+    ) -> Iterator[LinearRow]:
         for row in registered(row for row in ROWS if row.part == part):
             kind = kind_named(row.linear)
             if kind and kind.quantizable and (self.latent or row.needs != "moe_latent_size"):
                 for module in row.modules:
                     kind = kind_of(name := f"{path}.{module}")  # in MTP it is "mtp"
                     assert kind is not None and kind.quantizable, name
-                    yield LinearRow(name, kind, layer)
+                    yield LinearRow(name, kind, layer, in_mtp)
 
 
-def expected(config: Nemotron3Config, precision: str, kept: tuple[int, int] | None = None) -> dict[str, str]:
-    """Module name -> format, from the table alone.
-
-    Args:
-        kept: BF16 layers at the start and at the end; None: the table's.
-    """
-    layers = bf16_layers(config, precision)
-    start, end = kept or (layers.start, layers.end)
+def expected(config: Nemotron3Config, precision: str) -> dict[str, str]:
+    """Module name -> format, from the table alone."""
+    kept = bf16_layers(config, precision)
     return {
         linear.name: BF16
-        if linear.layer is not None and not start <= linear.layer < config.num_layers - end
+        if linear.layer is not None and not kept.start <= linear.layer < config.num_layers - kept.end
         else linear.kind.format(precision)
         for linear in Structure.of(config).linears()
     }

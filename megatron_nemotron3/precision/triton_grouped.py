@@ -1,10 +1,7 @@
 """Grouped products of emulated experts in Triton: accumulated in FP32, scaled, and rounded once.
 
-torch's grouped product rounds its result to BF16 before a scale could be applied, so emulation has its own.
-Which rows belong to which expert is a tensor of the device, and the host does not wait for it.
-
-Operands are BF16 on a GPU, which holds quantized values exactly. Tested in Triton's interpreter and compiled
-for SM 9.0 and 10.0; not run on a GPU yet.
+torch's grouped product would round to BF16 before the scale. The host does not wait for the rows of an
+expert. Tested in Triton's interpreter and compiled for SM 9.0 and 10.0; not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -23,16 +20,11 @@ ROWS, COLUMNS, TERMS, WARPS = 128, 128, 64, 8
 def rows_product(
     x: Tensor, weights: Tensor, starts: Tensor, ends: Tensor, scale: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """y[rows of expert e] = x[rows of expert e] @ weights[e].T * scale.
+    """y[rows of expert e] = x[rows of expert e] @ weights[e].T * scale: [t, n] in `dtype`.
 
     Args:
-        x: [t, k], contiguous.
-        weights: [E, n, k], any strides.
+        x: [t, k], contiguous.   weights: [E, n, k], any strides.   scale: [t] FP32, or None for 1.
         starts, ends: [E], int32, the rows of each expert; together all of x.
-        scale: [t] FP32, or None for 1.
-
-    Returns:
-        [t, n] in `dtype`.
     """
     (t, k), (number, n, _) = x.shape, weights.shape
     y = torch.empty(t, n, dtype=dtype, device=x.device)
@@ -54,15 +46,11 @@ def rows_product(
 def weight_gradients(
     dy: Tensor, x: Tensor, starts: Tensor, ends: Tensor, scale: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """dw[e] = dy[rows of expert e].T @ x[rows of expert e] * scale[e]; 0 for experts without rows.
+    """dw[e] = dy[rows of expert e].T @ x[rows of expert e] * scale[e], [E, n, k] in `dtype`; 0 without rows.
 
     Args:
-        dy, x: [t, n] and [t, k], contiguous.
+        dy, x: [t, n] and [t, k], contiguous.   scale: [E] FP32, or None for 1.
         starts, ends: [E], int32, the rows of each expert.
-        scale: [E] FP32, or None for 1.
-
-    Returns:
-        [E, n, k] in `dtype`.
     """
     n, k = dy.shape[1], x.shape[1]
     dw = torch.empty(len(ends), n, k, dtype=dtype, device=x.device)

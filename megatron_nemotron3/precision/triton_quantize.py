@@ -1,24 +1,13 @@
 """Fake quantization in Triton: `quantizer` on CUDA in two kernels, instead of some thirty operations.
 
     magnitudes   amax of the blocks; before it the rotation, written in the dtype of x
-    finish       scales of the blocks and the rounded values. MXFP8 has no scale of the tensor, so its kernel
-                 finds the amax of the blocks, too
+    finish       scales of the blocks and the rounded values; in MXFP8 also the amax of the blocks
 
-Between the two kernels the amax of the tensor is reduced, possibly over ranks or by expert. Nothing waits for
-the device.
-
-How results compare with the torch path on the same device:
-
-    to nearest   Equal bit for bit. The rotation adds the 16 terms of a sum in their order, like torch's
-                 matmul on the CPUs where this was tested. If cuBLAS adds in another order, sums may differ by
-                 an FP32 rounding (in BF16: only where that decides a rounding).
-    stochastic   The same rule with other random numbers. torch writes its numbers to memory and reads them
-                 back; here they come from Philox in the kernel, with 16 bits per element in both. The key is
-                 one 64-bit draw on the device, from the generator. The same state gives the same values, so
-                 recomputation, checkpoints and CUDA graphs replay them. `finish(bits=...)` takes torch's
-                 numbers instead, and then equals the torch path, too.
-
-Tested in Triton's interpreter and compiled for SM 9.0 and 10.0; not run on a GPU yet.
+Rounding to nearest equals the torch path bit for bit, if its product adds the 16 terms of a rotation in their
+order, as on the CPUs where this was tested. Stochastic rounding has the same rule with numbers of Philox; its
+key is a draw from the generator, so recomputation, checkpoints and CUDA graphs replay them. With
+`finish(bits=...)` it equals the torch path, too. Tested in Triton's interpreter and compiled for SM 9.0 and
+10.0; not run on a GPU yet.
 """
 
 from __future__ import annotations

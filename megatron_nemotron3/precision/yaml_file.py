@@ -1,11 +1,8 @@
 """The file of `--te-precision-config-file`: written from the table, read strictly.
 
-Megatron reads the file leniently (0.19.2). It silently ignores a matcher without `enabled: true`, a misspelt
-`matchers` and a glob that matches nothing, and a recipe for a misspelt config fails only when the model is
-built. Here each of these is an error with a message before anything starts.
-
-The fields are those of `TEQuantizationParams` and `TEQuantizationRecipe` in megatron-core 0.19.2
-(megatron/core/extensions/transformer_engine.py), matchers are those of megatron/core/quantization.
+Megatron 0.19.2 silently ignores a matcher without `enabled: true`, a misspelt `matchers` and a glob that
+matches nothing, and a recipe for a misspelt config fails only when the model is built. Here each of these is
+an error.
 """
 
 from __future__ import annotations
@@ -74,7 +71,6 @@ class FormatSetting:
     over_bf16: bool = False
 
     def applied(self, ambient: str) -> str:
-        """Format of a linear in a layer whose format is `ambient`."""
         return self.format if (self.over_bf16 if ambient == BF16 else self.over_quantized) else ambient
 
 
@@ -145,11 +141,7 @@ def write_precision_file(config: Nemotron3Config, path: str | Path) -> None:
 
 
 def read(path: str | Path, config: Nemotron3Config | Structure | None = None) -> PrecisionFile:
-    """Read a precision file, strictly.
-
-    Args:
-        path: the file.
-        config: a model that the globs must fit; None to check the file alone.
+    """Read a precision file, strictly; with `config`, a model that its globs must fit.
 
     Raises:
         ValueError: it is no regular file, or larger than 1 MiB.

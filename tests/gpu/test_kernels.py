@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_nemotron3.layers import grouped_gpu, scan_kernels
+from megatron_nemotron3.layers import grouped, ssd
 from megatron_nemotron3.layers.attention import _flash_packed
 from tests.layers.test_fewer_waits import check_flash_packed
 from tests.precision.test_triton_grouped import check_rows, check_weights
@@ -37,7 +37,7 @@ def only_on_gpu():
 @pytest.mark.parametrize("strided", [False, True])
 def test_scan(shape, dtype, strided):
     """Every scan that can run here."""
-    for form in scan_kernels.cuda_scans():
+    for form in ssd.cuda_scans():
         if dtype in form.dtypes and not (form.name.startswith("mamba-ssm") and min(shape[3], shape[5]) < 8):
             roundings = ROUNDINGS[form.name]
             check_scan(form, shape, dtype=dtype, device="cuda", strided=strided, roundings=roundings)
@@ -76,4 +76,4 @@ def test_products_of_emulated_experts(dtype):
 
 def test_torch_has_a_grouped_product():
     x, w = torch.zeros(4, 8).cuda().bfloat16(), torch.zeros(8, 8).cuda().bfloat16()
-    assert grouped_gpu.grouped_mm_problem(x, [w]) is None
+    assert grouped.grouped_mm_problem(x, [w]) is None

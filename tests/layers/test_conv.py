@@ -147,8 +147,9 @@ def test_state_carries_over(cut):
     rest = inputs | {"x": inputs["x"][:, cut:], "initial_state": state}
     torch.testing.assert_close(torch.cat([first, convolve(conv.causal_conv1d, rest)], 1), whole)
     for t in range(cut, 20):
-        y, state = conv.causal_conv1d_step(inputs["x"][:, t], state, inputs["weight"], inputs["bias"])
-        torch.testing.assert_close(y, whole[:, t])
+        token = inputs | {"x": inputs["x"][:, t : t + 1], "initial_state": state}
+        y, state = convolve(conv.causal_conv1d, token, return_final_state=True)
+        torch.testing.assert_close(y[:, 0], whole[:, t])
     torch.testing.assert_close(state, last)
 
 

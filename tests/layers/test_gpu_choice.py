@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_nemotron3.layers import grouped_gpu, scan_kernels, ssd
+from megatron_nemotron3.layers import grouped, ssd
 from tests.layers.test_ssd import (
     make_documents,
     make_inputs,
@@ -55,7 +55,7 @@ def reference_mamba_ssm(seen):
 def test_mamba_ssm_adapter(dtype):
     """Same result as the reference, with documents that do not start at 0; and the kernel's arguments."""
     seen = []
-    form = scan_kernels.mamba_ssm_scan(reference_mamba_ssm(seen))
+    form = ssd.mamba_ssm_scan(reference_mamba_ssm(seen))
     for shape in SCANS:
         check_scan(form, shape, dtype=dtype)
     inputs = make_inputs(2, 20, 2, 3, 1, 4, dtype=dtype)
@@ -87,26 +87,26 @@ def test_mamba_ssm_signature():
 
 def test_choice(monkeypatch):
     """By device and dtype, among the scans that can be imported; plain torch is the last choice."""
-    fake = scan_kernels.mamba_ssm_scan(reference_mamba_ssm([]))
+    fake = ssd.mamba_ssm_scan(reference_mamba_ssm([]))
     for mamba, names in (
         (fake, ["mamba-ssm Triton SSD", "torch chunked SSD", "torch chunked SSD"]),
         (None, ["torch chunked SSD"] * 3),
     ):
-        monkeypatch.setattr(scan_kernels, "_installed_mamba_ssm", lambda mamba=mamba: mamba)
-        scan_kernels.cuda_scans.cache_clear()
+        monkeypatch.setattr(ssd, "_installed_mamba_ssm", lambda mamba=mamba: mamba)
+        ssd.cuda_scans.cache_clear()
         dtypes = (torch.bfloat16, torch.float32, torch.float64)
         on_gpu = [SimpleNamespace(is_cuda=True, dtype=dtype) for dtype in dtypes]
-        assert [scan_kernels.select_scan(x).name for x in on_gpu] == names
-        assert scan_kernels.select_scan(torch.zeros(1)).name == "torch chunked SSD"
-    scan_kernels.cuda_scans.cache_clear()
+        assert [ssd.select_scan(x).name for x in on_gpu] == names
+        assert ssd.select_scan(torch.zeros(1)).name == "torch chunked SSD"
+    ssd.cuda_scans.cache_clear()
 
 
 def test_broken_mamba_ssm_is_passed_over(monkeypatch):
     def broken(name):
         raise OSError("undefined symbol")
 
-    monkeypatch.setattr(scan_kernels.importlib, "import_module", broken)
-    assert scan_kernels._installed_mamba_ssm() is None
+    monkeypatch.setattr(ssd.importlib, "import_module", broken)
+    assert ssd._installed_mamba_ssm() is None
 
 
 # The grouped product: torch has it on the CPU, too
@@ -127,7 +127,7 @@ def test_grouped_falls_back(counts, out, width, monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("torch's grouped product must not be called")
 
-    monkeypatch.setattr(grouped_gpu, "grouped_mm", refuse)
+    monkeypatch.setattr(grouped, "grouped_mm", refuse)
     check_grouped(counts, out, width)
     check_grouped(counts, out, width, as_tensor=True)
 
@@ -147,7 +147,7 @@ def test_experts_fall_back(counts, width, latent, monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("torch's grouped product must not be called")
 
-    monkeypatch.setattr(grouped_gpu, "grouped_mm", refuse)
+    monkeypatch.setattr(grouped, "grouped_mm", refuse)
     check_experts(counts, width, latent, as_tensor=True)
 
 
@@ -155,36 +155,36 @@ def test_frozen_experts_get_no_gradient():
     x = torch.randn(5, 8).bfloat16().requires_grad_()
     probs = torch.rand(5).requires_grad_()
     fc1, fc2 = [torch.randn(16, 8).bfloat16()], [torch.randn(8, 16).bfloat16()]
-    y = grouped_gpu.squared_relu_experts_cuda(x, probs, fc1, fc2, [5])
+    y = grouped.squared_relu_experts_cuda(x, probs, fc1, fc2, [5])
     y.float().sum().backward()
     assert x.grad is not None and probs.grad is not None
 
 
 def test_grouped_problems():
     x, w = torch.zeros(4, 8).bfloat16(), torch.zeros(8, 8).bfloat16()
-    assert grouped_gpu.grouped_mm_problem(x, [w]) is None
-    assert "torch.float32" in grouped_gpu.grouped_mm_problem(x.float(), [w.float()])
-    assert "width 12 is not a multiple of 8" in grouped_gpu.grouped_mm_problem(x, [w.new_zeros(12, 8)])
-    assert "1025 local experts" in grouped_gpu.grouped_mm_problem(x, [w] * 1025)
+    assert grouped.grouped_mm_problem(x, [w]) is None
+    assert "torch.float32" in grouped.grouped_mm_problem(x.float(), [w.float()])
+    assert "width 12 is not a multiple of 8" in grouped.grouped_mm_problem(x, [w.new_zeros(12, 8)])
+    assert "1025 local experts" in grouped.grouped_mm_problem(x, [w] * 1025)
     with pytest.raises(
         ValueError, match="counts of 2 experts add up to 5, but there are 1 weights and 4 rows"
     ):
-        grouped_gpu.grouped_linear_cuda(x, [w], [2, 3])
+        grouped.grouped_linear_cuda(x, [w], [2, 3])
 
 
 def test_matrices_are_stacked_without_a_copy_where_they_can_be():
     weights = [torch.nn.Parameter(torch.randn(8, 16).bfloat16()) for _ in range(3)]
     values = [w.detach().clone() for w in weights]
     want = torch.stack(values)
-    copy = grouped_gpu.stacked(weights)
+    copy = grouped.stacked(weights)
     assert torch.equal(copy, want) and copy.data_ptr() != weights[0].data_ptr()
 
-    together = grouped_gpu.one_allocation(weights)
+    together = grouped.one_allocation(weights)
     assert all(isinstance(w, torch.nn.Parameter) and torch.equal(w, v) for w, v in zip(weights, values))
-    view = grouped_gpu.stacked(weights)
+    view = grouped.stacked(weights)
     assert torch.equal(view, want) and view.data_ptr() == together.data_ptr() == weights[0].data_ptr()
-    assert grouped_gpu.stacked(weights[1:]).data_ptr() == weights[1].data_ptr()
-    assert grouped_gpu.stacked(weights[:1]).data_ptr() == weights[0].data_ptr()
+    assert grouped.stacked(weights[1:]).data_ptr() == weights[1].data_ptr()
+    assert grouped.stacked(weights[:1]).data_ptr() == weights[0].data_ptr()
 
     # Equal gaps as in a padded buffer are fine; falling addresses, uneven or unaligned gaps are not.
     def cut(starts):
@@ -201,6 +201,6 @@ def test_matrices_are_stacked_without_a_copy_where_they_can_be():
     }
     for starts, is_view in cases.items():
         weights = cut(starts)
-        result = grouped_gpu.stacked(weights)
+        result = grouped.stacked(weights)
         assert torch.equal(result, torch.stack(weights))
         assert (result.data_ptr() == weights[0].data_ptr()) == is_view, starts

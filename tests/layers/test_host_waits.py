@@ -15,7 +15,7 @@ import torch
 import triton  # noqa: F401  (imports of Triton's modules make tensors)
 
 from benchmarks.gpu_world import world
-from megatron_nemotron3.layers import context_parallel, grouped_gpu
+from megatron_nemotron3.layers import context_parallel, grouped
 from megatron_nemotron3.layers.lora import add_adapters
 from megatron_nemotron3.models import get
 from megatron_nemotron3.models.lora import LoRASettings
@@ -202,7 +202,7 @@ def test_grouped_products_where_torch_has_a_kernel(
     major: int, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On other devices torch would copy the offsets to the host in each of its products."""
-    monkeypatch.setattr(grouped_gpu, "_compute_capability", lambda device: (major, 0))
+    monkeypatch.setattr(grouped, "_compute_capability", lambda device: (major, 0))
     with pytest.raises(HostWait, match="event") if waits else contextlib.nullcontext():
         step("E")
 

@@ -37,7 +37,9 @@ def built(
     loss = model(words, words, None, labels=words).mean()
     found = dict(install.emulated(model))
     training = [products.training for products in found.values()]
-    stochastic = {how.dgrad[0].stochastic for how in training if how and how.dgrad and how.block == 16}
+    stochastic = {
+        how.dgrad[0].stochastic for how in training if how and how.dgrad and how.dgrad[0].block == 16
+    }
     return {name: products.formats[0] for name, products in found.items()}, stochastic, loss.detach()
 
 

@@ -20,7 +20,6 @@ from megatron_nemotron3.precision.census import (
     CensusError,
     Entry,
     census,
-    formats,
     recipe_of,
     require_format,
 )
@@ -28,7 +27,7 @@ from megatron_nemotron3.precision.yaml_file import NO_FILE, PrecisionFileError
 from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
 from tests.support.models import GOLDEN_MODELS, build_hybrid
 
-from .test_census import GOLDEN, content
+from .test_census import GOLDEN, content, counted
 
 # -- upstream hands the file out -----------------------------------------------------------------------------
 
@@ -95,7 +94,7 @@ def compare_with_upstream() -> int:
         want = entry.ambient if config is None else file.settings[config][0].applied(entry.ambient)
         assert (entry.format, entry.effective) == (want, want), entry
         checked += 1
-    assert formats(entries) == {"nvfp4": 6, "mxfp8": 2, "bf16": 19}
+    assert counted(entries) == {"nvfp4": 6, "mxfp8": 2, "bf16": 19}
     return checked
 
 
@@ -207,7 +206,7 @@ def stages() -> tuple[dict[str, str], int]:
     with listening():
         model = tiny_super("MEM|*E/*E/*E", **FP4, num_layers_at_end_in_bf16=2)
         entries = require_format(model, "nvfp4")
-    return {e.name: e.format for e in entries if e.kind.quantizable}, formats(entries)["nvfp4"]
+    return {e.name: e.format for e in entries if e.kind.quantizable}, counted(entries)["nvfp4"]
 
 
 @pytest.mark.full
@@ -231,7 +230,7 @@ def nested(pattern: str) -> list[Entry]:
 
 
 def test_a_model_in_a_model() -> None:
-    assert formats(run_distributed(nested, 1, "*mtp.*")[0]) == {"bf16": 27}
+    assert counted(run_distributed(nested, 1, "*mtp.*")[0]) == {"bf16": 27}
     with pytest.raises(CensusError, match=r"'mtp\.\*' matches only one of mtp.* start it with \*"):
         run_distributed(nested, 1, "mtp.*")
 

@@ -8,8 +8,8 @@ import pytest
 
 from megatron_nemotron3 import cli, models
 from megatron_nemotron3.launch import Launch, check
+from megatron_nemotron3.launch.plan.activations import PACKED
 from megatron_nemotron3.launch.plan.hardware import GPUS
-from megatron_nemotron3.launch.plan.savings import PACKED
 from megatron_nemotron3.precision.census import Ambient
 from megatron_nemotron3.precision.formats import DEFAULT_RECIPES, FORMATS, either, name_of, runnable
 from megatron_nemotron3.precision.table import PRECISIONS, bf16_layers, expected

@@ -8,9 +8,10 @@ import torch
 
 from megatron_nemotron3.precision.numerics import e2m1, e4m3
 from megatron_nemotron3.precision.products import dequantized, operand, product
-from megatron_nemotron3.precision.quantizer import fake_quantize, quantize
+from megatron_nemotron3.precision.quantizer import fake_quantize
 from megatron_nemotron3.precision.recipe import Spec, recipe
 from megatron_nemotron3.precision.settings import Emulation, parse_emulation
+from tests.support.packed_operand import quantize
 
 F = numpy.float32
 #: E4M3 and E2M1 magnitudes, in the order of their codes.

@@ -14,6 +14,7 @@ import torch
 from megatron_nemotron3.precision import quantizer
 from megatron_nemotron3.precision.numerics import e4m3
 from megatron_nemotron3.precision.recipe import Spec
+from tests.support.packed_operand import PackedOperand, quantize
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "nvfp4_training.npz"
 CASES = (
@@ -76,7 +77,7 @@ def test_bytes_are_transformer_engines(golden, case: str, kind: str, device: str
         assert case in ("huge", "infinite") and spec.hadamard  # their sums overflow
         return
     x, given = _input(golden, case, device)
-    made = quantizer.quantize(x, spec, amax=given)
+    made = quantize(x, spec, amax=given)
     assert made.amax is not None
     assert made.amax.cpu().numpy().tobytes() == golden[f"{name}.amax"].tobytes()
     assert numpy.array_equal(made.scales.cpu().numpy(), golden[f"{name}.scales"])
@@ -89,14 +90,14 @@ def test_bytes_are_transformer_engines(golden, case: str, kind: str, device: str
 def test_the_fast_values_are_the_codes_decoded(golden, case: str, kind: str, device: str) -> None:
     spec = KINDS[kind]
     x, given = _input(golden, case, device)
-    slow = quantizer.quantize(x, spec, amax=given)
+    slow = quantize(x, spec, amax=given)
     for dtype in (torch.float32, torch.bfloat16):
         fast = quantizer.fake_quantize(x, spec, amax=given, dtype=dtype)
         assert torch.allclose(fast, slow.dequantize(dtype), rtol=0, atol=0, equal_nan=True)
         assert fast.dtype == dtype and fast.shape == x.shape
     units = quantizer.units(x, spec, amax=given)
     assert torch.equal(units.amax, slow.amax)
-    ones = quantizer.PackedOperand(slow.codes, slow.scales, torch.tensor(2688.0, device=device), spec)
+    ones = PackedOperand(slow.codes, slow.scales, torch.tensor(2688.0, device=device), spec)
     assert torch.equal(units.values.float(), ones.dequantize())  # exact in the dtype of x, BF16 and FP16 too
 
 

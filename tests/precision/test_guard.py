@@ -14,8 +14,8 @@ import yaml
 
 from megatron_nemotron3 import cli, models, run
 from megatron_nemotron3.common.switches import EMULATE
-from megatron_nemotron3.precision import deviations, yaml_file
-from megatron_nemotron3.precision.census import Ambient, CensusError, ambient_of_linear
+from megatron_nemotron3.precision import yaml_file
+from megatron_nemotron3.precision.census import Ambient, CensusError, ModelFormats
 from megatron_nemotron3.precision.settings import (
     OPTION,
     Emulation,
@@ -79,7 +79,7 @@ def test_emulation_of_a_stack_without_torch_linears_is_refused() -> None:
 
     import torch
 
-    from megatron_nemotron3.precision.guard import require_followed
+    from megatron_nemotron3.precision.census import require_followed
 
     linear = torch.nn.Linear(2, 2)
     foreign: Any = SimpleNamespace(modules=lambda: [linear], layers=[linear], config=None)
@@ -92,12 +92,12 @@ def test_a_script_reads_its_file_strictly(monkeypatch: pytest.MonkeyPatch, tmp_p
     """Megatron takes a matcher without `enabled` and ignores it; the stack reads the script's file again."""
     from types import SimpleNamespace
 
-    from megatron_nemotron3.precision import guard
+    from megatron_nemotron3.precision import census
 
     file = tmp_path / "precision.yaml"
     file.write_text(yaml_file.render(TINY).replace("    enabled: true\n", "", 1))
     options = SimpleNamespace(te_precision_config_file=str(file))
-    monkeypatch.setattr(guard, "megatron_options", lambda: options)
+    monkeypatch.setattr(census, "megatron_options", lambda: options)
     with pytest.raises(PrecisionFileError, match="no enabled: write enabled: true"):
         built("nvfp4", "M", mtp_use_repeated_layer=False)
 
@@ -253,7 +253,7 @@ def found(text: str | None, name: str = "super", **ambient: int) -> list[str]:
     config = models.get(name)
     file = NO_FILE if text is None else yaml_file.parse(yaml.safe_load(text), config)
     around = Ambient("nvfp4", config.num_layers, **{"at_end": 14, **ambient})
-    return [str(d) for d in deviations.deviations(Structure.of(config), file, around)]
+    return [str(d) for d in ModelFormats(Structure.of(config), file, around).deviations()]
 
 
 def test_the_published_file_has_no_deviation() -> None:
@@ -290,8 +290,8 @@ def test_what_a_matcher_asks_for_is_no_warning() -> None:
         '  latent: {config: "nvfp4", type: "glob", pattern: "*decoder.*.fc[12]_latent_proj", enabled: true}\n'
     )
     file = yaml_file.parse(yaml.safe_load(text), models.SUPER)
-    listed = deviations.deviations(Structure.of(models.SUPER), file, Ambient("nvfp4", 88, at_end=14))
-    lines = {deviations.line(d) for d in listed}
+    listed = ModelFormats(Structure.of(models.SUPER), file, Ambient("nvfp4", 88, at_end=14)).deviations()
+    lines = {d.line() for d in listed}
     asked = [line for line in lines if "latent" in line]
     assert len(asked) == 1 and asked[0].startswith("not the published recipe: latent: ")
     assert asked[0].endswith("as matcher latent says")
@@ -306,8 +306,8 @@ def test_formats_agree_with_the_table() -> None:
         table = expected(config, "nvfp4")
         tail = {"nano": 8, "super": 14, "ultra": 16}[name]
         ambient = Ambient("nvfp4", config.num_layers, at_end=tail)
-        for linear in Structure.of(config).linears():
-            assert file.format(linear.name, ambient_of_linear(linear, ambient)) == table[linear.name]
+        for linear, _, has in ModelFormats(Structure.of(config), file, ambient).linears():
+            assert has == table[linear.name]
 
 
 @pytest.mark.usefixtures("world")

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_nemotron3.precision import quantizer
 from megatron_nemotron3.precision.quantizer import fake_quantize
 from megatron_nemotron3.precision.recipe import Spec
 from megatron_nemotron3.precision.scales import mxfp8_exponents, mxfp8_scales
+from tests.support.packed_operand import quantize
 
 ROW = Spec("mxfp8")
 
@@ -57,7 +57,7 @@ def test_every_block_is_the_definition(seed: int, power: int, spread: int, dtype
     x = torch.randn(2, 32, generator=generator)
     x *= torch.exp2(-torch.randint(0, spread + 1, (2, 32), generator=generator).float())
     x = (x * 2.0**power).to(dtype)
-    made, values = quantizer.quantize(x, ROW), fake_quantize(x, ROW, dtype=torch.float32)
+    made, values = quantize(x, ROW), fake_quantize(x, ROW, dtype=torch.float32)
     for row in range(2):
         biased, exact = _reference(x[row].tolist())
         assert made.scales[row].item() == biased
@@ -88,7 +88,7 @@ def test_zero_and_the_smallest_become_zero() -> None:
     x = torch.zeros(3, 32)
     x[1, 4] = 448 * 2.0**-127
     x[2, 4] = 448 * 2.0**-126
-    made = quantizer.quantize(x, ROW)
+    made = quantize(x, ROW)
     assert made.scales.flatten().tolist() == [0, 0, 1]
     assert not made.codes[:2].any() and made.codes[2, 4] == 0x7E
     assert not fake_quantize(x, ROW)[:2].any()

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_nemotron3 import run
 from megatron_nemotron3.precision import install
-from megatron_nemotron3.precision.deviations import census_lines
+from megatron_nemotron3.precision.census import Ambient, ModelFormats, census, recipe_of, structure_of
 from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
 
 from .test_census_upstream import FP4, listening, tiny_super
@@ -67,7 +67,7 @@ def test_at_the_first_forward() -> None:
         )
 
 
-def announced() -> tuple[str, str]:
+def announced() -> tuple[str, str, list[str]]:
     """What a stack on FP4 hardware prints at its first forward, and the census with it."""
     import io
     from contextlib import redirect_stdout
@@ -79,14 +79,16 @@ def announced() -> tuple[str, str]:
         said = io.StringIO()
         with redirect_stdout(said), suppress(Exception):  # nothing was given to multiply
             model(None, None, None)
-        return said.getvalue(), "\n".join(census_lines(model))
+        in_force = ModelFormats(structure_of(model), recipe_of(model.config), Ambient.of(model.config))
+        mamba_out = [entry.effective for entry in census(model) if entry.kind.name == "mamba_out"]
+        return said.getvalue(), "\n".join(in_force.in_force()), mamba_out
 
 
 def test_a_stack_on_fp4_hardware_says_what_is_in_force() -> None:
-    run_said, census_said = run_distributed(announced, 1)[0]
+    run_said, census_said, mamba_out = run_distributed(announced, 1)[0]
     for said in (run_said, census_said):
         assert "linears of the whole model: 19 bf16, 2 mxfp8, 6 nvfp4, as published" in said
-    assert [line.split()[0] for line in census_said.splitlines() if " mamba_out " in line] == ["mxfp8"] * 2
+    assert mamba_out == ["mxfp8"] * 2
 
 
 #: Run by TE_PYTHON: stock TE linears hear of their formats; where the tail is everything, the run ends.
@@ -103,10 +105,8 @@ def take(tail):
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
     from megatron.core.quantization.quant_config import RecipeConfig
     from megatron_nemotron3 import run
-from megatron_nemotron3.precision import install
-from megatron_nemotron3.precision.deviations import census_lines
 
-    distributed.initialize()
+    ranks.initialize()
     pattern, fields = models.GOLDEN_MODELS["super_like"]
     recipe = RecipeConfig.from_config_dict(yaml.safe_load(yaml_file.render(SUPER)))
     run.verify_quantized({ASKED!r})

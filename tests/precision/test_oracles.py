@@ -22,6 +22,7 @@ from megatron_nemotron3.precision.numerics import e4m3
 from megatron_nemotron3.precision import quantizer
 from megatron_nemotron3.precision.quantizer import fake_quantize
 from megatron_nemotron3.precision.recipe import Spec
+from tests.support.packed_operand import quantize
 
 def tensors(sizes, types=(torch.bfloat16, torch.float32)):
     for seed in range(12):
@@ -48,7 +49,7 @@ for x in tensors((1e-30, 1e-8, 0.01, 1, 1e4, 1e30)):
         if not rotate:
             sides.append((-1, made.data, made.scale, made.global_amax_row))
         for axis, codes, scales, amax in sides:
-            ours = quantizer.quantize(x, Spec(axis=axis, tile=tile, hadamard=rotate))
+            ours = quantize(x, Spec(axis=axis, tile=tile, hadamard=rotate))
             assert torch.equal(ours.amax, amax.view(()))
             assert torch.equal(ours.scales, scales.view(torch.uint8))
             # The order in which 16 products are summed in FP32 belongs to the matrix library: a rotated
@@ -62,7 +63,7 @@ for x in tensors((1e-30, 1e-8, 0.01, 1, 1e4, 1e30)):
             nvfp4_use_4over6=True,
             nvfp4_e4m3_max=256,
         ).quantize(x)
-        ours = quantizer.quantize(x, Spec(tile=tile, four_over_six=True))
+        ours = quantize(x, Spec(tile=tile, four_over_six=True))
         assert torch.equal(ours.scales, made.scale.view(torch.uint8))
         assert torch.equal(ours.codes, made.data)
 print("checked", checked)
@@ -74,7 +75,7 @@ from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_am
 checked = 0
 for x in tensors((1e-36, 1e-30, 1e-3, 1, 1e30)):
     made = MXTensor.to_mx(x, torch.float8_e4m3fn, 32, ScaleCalculationMode.RCEIL)
-    ours = quantizer.quantize(x, Spec("mxfp8"))
+    ours = quantize(x, Spec("mxfp8"))
     assert torch.equal(ours.scales, made.scale.view(torch.uint8))
     assert torch.equal(ours.codes, made.qdata.view(torch.uint8))
     assert torch.equal(fake_quantize(x, Spec("mxfp8"), dtype=torch.float32), made.dequantize(torch.float32))
@@ -83,7 +84,7 @@ for x in tensors((1e-36, 1e-30, 1e-3, 1, 1e30)):
 for seed in range(8):
     x = torch.randn(128, 256, generator=torch.Generator().manual_seed(seed)).bfloat16()
     made = NVFP4Tensor.to_nvfp4(x, per_tensor_scale=per_tensor_amax_to_scale(x.float().abs().max()))
-    ours = quantizer.quantize(x, Spec())
+    ours = quantize(x, Spec())
     assert (ours.scales != made.scale.view(torch.uint8).view(ours.scales.shape)).double().mean() < 0.01
     assert (ours.codes != made.qdata.view(ours.codes.shape)).double().mean() < 0.005
     checked += 1
@@ -99,7 +100,7 @@ for x in tensors((1e-8, 0.01, 1, 1e4), (torch.bfloat16,)):
             backend=QuantizeBackend.pytorch, scale_rule=ScaleRule.static_6, block_scale_2d=tile
         )
         made = quantize_to_fp4(x, config)
-        ours = quantizer.quantize(x, Spec(tile=tile))
+        ours = quantize(x, Spec(tile=tile))
         values = fake_quantize(x, Spec(tile=tile), dtype=torch.float32)
         theirs = dequantize(made, torch.float32, intermediate_dtype=torch.float32)
         # fouroversix 1.0.5 divides by 6 first, as TransformerEngine <= 2.13 did: blocks whose scale depends

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from megatron_nemotron3.precision import blocks, quantizer
 from megatron_nemotron3.precision.quantizer import fake_quantize, units
-from megatron_nemotron3.precision.recipe import BLOCK, PUBLISHED, Spec
+from megatron_nemotron3.precision.recipe import BLOCK, Spec
 from megatron_nemotron3.precision.scales import nvfp4_steps, product_scale
+from tests.support.packed_operand import PUBLISHED, quantize
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 SPECS = {
@@ -21,7 +22,7 @@ SPECS = {
     "rotated": Spec(axis=-2, hadamard=True),
     "rotated_row": Spec(hadamard=True),
     "stochastic": Spec(stochastic=True),
-    "wgrad_dy": PUBLISHED.wgrad_dy,
+    "wgrad_dy": PUBLISHED.wgrad[0],
     "mxfp8": Spec("mxfp8"),
     "mxfp8_column": Spec("mxfp8", axis=-2),
 }
@@ -64,7 +65,7 @@ def test_fake_quantization_is_packing_and_unpacking(
     x = (x * torch.exp2(-torch.randint(0, 12, x.shape, generator=_generator(seed)).float())).to(dtype)
     before = x.clone()
     fast = fake_quantize(x, SPECS[name], _generator(seed), dtype=torch.float32)
-    slow = quantizer.quantize(x, SPECS[name], _generator(seed)).dequantize()
+    slow = quantize(x, SPECS[name], _generator(seed)).dequantize()
     assert torch.equal(fast, slow)
     assert torch.equal(x, before)
     assert torch.equal(fake_quantize(x, SPECS[name], _generator(seed)), slow.to(dtype))
@@ -128,9 +129,9 @@ def test_a_tiled_weight_is_the_same_transposed(
     )
     tile = Spec(tile=True)
     assert torch.equal(fake_quantize(w, tile).t(), fake_quantize(w.t(), tile))
-    by_row, by_column = quantizer.quantize(w, tile), quantizer.quantize(w, Spec(tile=True, axis=-2))
+    by_row, by_column = quantize(w, tile), quantize(w, Spec(tile=True, axis=-2))
     assert torch.equal(by_row.dequantize(), by_column.dequantize())
-    again = quantizer.quantize(w.t(), tile)
+    again = quantize(w.t(), tile)
     assert torch.equal(by_column.codes, again.codes) and torch.equal(by_column.scales, again.scales)
 
 
@@ -194,15 +195,16 @@ def test_experts_that_share_a_tensor_have_scales_of_their_own(name: str) -> None
 @pytest.mark.parametrize("dtype", TYPES)
 def test_units_are_exact_and_their_product_is_the_product_of_the_values(dtype: torch.dtype) -> None:
     x, w = _normal(64, 128).to(dtype), (_normal(96, 128, seed=1) * 0.02).to(dtype)
-    a, b = units(x, PUBLISHED.x), units(w, PUBLISHED.weight)
+    a, b = units(x, PUBLISHED.fprop[0]), units(w, PUBLISHED.fprop[1])
     assert a.values.dtype == dtype
-    for made, source, operand in ((a, x, PUBLISHED.x), (b, w, PUBLISHED.weight)):
+    for made, source, operand in ((a, x, PUBLISHED.fprop[0]), (b, w, PUBLISHED.fprop[1])):
         assert made.values.abs().max() <= 2688
         exact = units(source, operand, dtype=torch.float32).values
         assert torch.equal(made.values.float(), exact)
     product = (a.values.float() @ b.values.float().t()) * product_scale(a.amax, b.amax)
     dequantized = [
-        fake_quantize(t, s, dtype=torch.float32) for t, s in ((x, PUBLISHED.x), (w, PUBLISHED.weight))
+        fake_quantize(t, s, dtype=torch.float32)
+        for t, s in ((x, PUBLISHED.fprop[0]), (w, PUBLISHED.fprop[1]))
     ]
     exact = dequantized[0].double() @ dequantized[1].double().t()
     assert _sqnr(exact, product) > 120
@@ -218,10 +220,10 @@ def test_a_step_is_multiplied_in_transformer_engines_order() -> None:
 
 
 def test_the_recipe_is_the_published_one() -> None:
-    assert PUBLISHED.x == Spec() and PUBLISHED.weight == Spec(tile=True)
-    assert PUBLISHED.dgrad_dy == Spec(stochastic=True)
-    assert PUBLISHED.wgrad_x == Spec(axis=-2, hadamard=True)
-    assert PUBLISHED.wgrad_dy == Spec(axis=-2, hadamard=True, stochastic=True)
+    assert PUBLISHED.fprop[0] == Spec() and PUBLISHED.fprop[1] == Spec(tile=True)
+    assert PUBLISHED.dgrad[0] == Spec(stochastic=True)
+    assert PUBLISHED.wgrad[1] == Spec(axis=-2, hadamard=True)
+    assert PUBLISHED.wgrad[0] == Spec(axis=-2, hadamard=True, stochastic=True)
     assert BLOCK == {"nvfp4": 16, "mxfp8": 32}
 
 
@@ -237,7 +239,7 @@ def test_zeros_and_nothing(name: str) -> None:
     for shape in ((0, 64), (3, 0, 32)):
         nothing = torch.zeros(shape)
         assert fake_quantize(nothing, SPECS[name]).shape == shape
-        assert quantizer.quantize(nothing, SPECS[name]).dequantize().shape == shape
+        assert quantize(nothing, SPECS[name]).dequantize().shape == shape
 
 
 @EVERY_SPEC
@@ -285,7 +287,7 @@ def test_operands_that_nobody_has_are_refused(arguments: dict, message: str) -> 
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(x: torch.Tensor, operand: Spec, message: str) -> None:
-    for function in (fake_quantize, quantizer.quantize):
+    for function in (fake_quantize, quantize):
         with pytest.raises(ValueError, match=message):
             function(x, operand)
 
@@ -296,5 +298,5 @@ def test_mxfp8_has_no_scale_of_the_tensor() -> None:
         fake_quantize(x, Spec("mxfp8"), amax=torch.tensor(1.0))
     with pytest.raises(ValueError, match="mxfp8 has no scale for the whole tensor: use fake_quantize"):
         units(x, Spec("mxfp8"))
-    assert quantizer.quantize(x, Spec("mxfp8")).amax is None
+    assert quantize(x, Spec("mxfp8")).amax is None
     assert quantizer.units(x, Spec()).amax is not None

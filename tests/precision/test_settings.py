@@ -17,7 +17,7 @@ from megatron_nemotron3.run import main
 
 
 def test_text_and_back() -> None:
-    for field in SWITCHES.values():
+    for field, _ in SWITCHES.values():
         changed = Emulation(**{field: not getattr(Emulation(), field)})
         assert parse_emulation(changed.text()) == changed != Emulation()
     assert parse_emulation("0") is None and parse_emulation("nvfp4") == Emulation()

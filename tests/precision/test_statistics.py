@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_nemotron3.precision.experts import ExpertRows, stacked_operand
 from megatron_nemotron3.precision.products import dequantized, operand, padded
 from megatron_nemotron3.precision.quantizer import fake_quantize, prepare
-from megatron_nemotron3.precision.recipe import PUBLISHED, Spec
+from megatron_nemotron3.precision.recipe import Spec
 from megatron_nemotron3.precision.statistics import (
     ELEMENTS,
     ZEROS,
@@ -22,6 +22,7 @@ from megatron_nemotron3.precision.statistics import (
     numbers,
     rotated,
 )
+from tests.support.packed_operand import PUBLISHED
 
 ROW, COLUMN = Spec(), Spec(axis=-2)
 ROTATED = Spec(axis=-2, hadamard=True)
@@ -147,7 +148,7 @@ def test_experts_are_measured_apart(how: Spec) -> None:
 
 
 def test_weights_of_experts() -> None:
-    how = PUBLISHED.weight
+    how = PUBLISHED.fprop[1]
     assert how is not None
     weights = [normal(32, 48, seed=s) * 10.0**s for s in range(3)]
     owner = torch.arange(3).repeat_interleave(32)

@@ -24,8 +24,9 @@ import torch
 from benchmarks.gpu_world import host_waits
 from megatron_nemotron3.precision import quantizer
 from megatron_nemotron3.precision.quantizer import fake_quantize, units
-from megatron_nemotron3.precision.recipe import PUBLISHED, Spec
+from megatron_nemotron3.precision.recipe import Spec
 from megatron_nemotron3.precision.settings import gpu_kernels
+from tests.support.packed_operand import PUBLISHED
 from tests.support.triton_kernels import kernels, note_runs, repair_interpreter
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -42,7 +43,7 @@ SPECS = {
     "rotated_row": Spec(hadamard=True),
     "stochastic": Spec(stochastic=True),
     "stochastic_column": Spec(axis=-2, stochastic=True),
-    "wgrad_dy": PUBLISHED.wgrad_dy,
+    "wgrad_dy": PUBLISHED.wgrad[0],
     "mxfp8": Spec("mxfp8"),
     "mxfp8_column": Spec("mxfp8", axis=-2),
 }

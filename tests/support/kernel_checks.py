@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_nemotron3.layers import grouped, grouped_gpu, ssd
+from megatron_nemotron3.layers import grouped, ssd
 from megatron_nemotron3.layers.chunked_scan import LOG_DECAY_FLOOR
 from megatron_nemotron3.layers.grouped import grouped_linear_reference
 from tests.layers.test_ssd import DROPPED, magnitudes, make_documents, make_inputs, values_and_gradients
@@ -76,14 +76,12 @@ def check_grouped(counts, out, width, *, device="cpu", together=False, as_tensor
     def run(call, leaves, dy, counts):
         leaves = [t.detach().requires_grad_() for t in leaves]
         if together:
-            grouped_gpu.one_allocation(leaves[1:])
+            grouped.one_allocation(leaves[1:])
         y = call(leaves[0], leaves[1:], counts)
         return [y, *torch.autograd.grad(y, leaves, dy)]
 
     on_device = torch.tensor(counts, device=device) if as_tensor else counts
-    got = run(
-        grouped_gpu.grouped_linear_cuda, [t.to(device) for t in (x, *weights)], dy.to(device), on_device
-    )
+    got = run(grouped.grouped_linear_cuda, [t.to(device) for t in (x, *weights)], dy.to(device), on_device)
     want = run(grouped_linear_reference, [t.double() for t in (x, *weights)], dy.double(), counts)
     size = run(grouped_linear_reference, [t.double().abs() for t in (x, *weights)], dy.double().abs(), counts)
     terms = max(out, width, *counts)
@@ -110,7 +108,7 @@ def check_experts(counts, width, latent, *, device="cpu", as_tensor=False, recom
 
     given = torch.tensor(counts, device=device) if as_tensor else counts
     placed = [t.to(device) for t in (x, probs, *weights)]
-    got = run(grouped_gpu.squared_relu_experts_cuda, placed, dy.to(device), given, recompute=recompute)
+    got = run(grouped.squared_relu_experts_cuda, placed, dy.to(device), given, recompute=recompute)
     exact = [t.double() for t in (x, probs, *weights)]
     want = run(grouped.squared_relu_experts, exact, dy.double(), counts)
     size = run(grouped.squared_relu_experts, [t.abs() for t in exact], dy.double().abs(), counts)

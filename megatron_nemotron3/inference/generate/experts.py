@@ -18,8 +18,7 @@ from torch import Tensor
 
 from megatron_nemotron3.inference.generate.linear import packs
 from megatron_nemotron3.layers.functional import weighted_values
-from megatron_nemotron3.layers.grouped import squared_relu_experts
-from megatron_nemotron3.layers.grouped_gpu import grouped_mm, grouped_mm_problem
+from megatron_nemotron3.layers.grouped import grouped_mm, grouped_mm_problem, squared_relu_experts
 
 #: Elements of gathered matrices up to which a GPU gathers: memory is read three times, with few launches.
 GATHERED_ELEMENTS = 2**28

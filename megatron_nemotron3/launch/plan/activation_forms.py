@@ -16,7 +16,7 @@ Engine. Both are derived from what the functions are written to save, and are no
 | E | activation | FC2's input | FC2's input |
 | E | dispatch | | INT32 row maps instead of INT64 indices |
 
-What packing and offloading take away is in `savings`.
+What packing and offloading take away is in `activations`.
 """
 
 from __future__ import annotations
@@ -43,11 +43,9 @@ Form = dict[str, int]
 class RankShare:
     """The part of a microbatch that one rank computes, and how it computes it.
 
-    seq_length: tokens of a sequence before context parallelism cuts it.
-    element: bytes of an activation.
-    imbalance: routed tokens of this rank over their mean.
-    padded_vocab: rows of the embedding table over all tensor ranks.
-    sorts_received: whether tokens come from other ranks and go to several experts of this one.
+    seq_length: tokens of a sequence before context parallelism cuts it. element: bytes of an activation.
+    imbalance: routed tokens of this rank over their mean. padded_vocab: rows of the embedding table over all
+    tensor ranks. sorts_received: whether tokens come from other ranks and go to several experts of this one.
     """
 
     seq_length: int
@@ -102,7 +100,6 @@ class RankShare:
         return self.tokens // self.tp if self.sequence_parallel else self.tokens
 
     def routed_rows(self, config: Nemotron3Config) -> int:
-        """Rows that the rank's experts receive."""
         return round(self.shard * (config.moe_router_topk or 0) * self.etp * self.imbalance)
 
     def stream(self, width: int) -> int:
@@ -207,9 +204,9 @@ def moe(c: Nemotron3Config, share: RankShare) -> Form:
 def moe_backward(c: Nemotron3Config, share: RankShare, ep: int) -> int:
     """Bytes that exist in addition to the saved tensors during the backward of an E layer's experts.
 
-    These are the gradients of the experts' inputs and outputs, and on a GPU, which computes all experts at
-    once, of the tensor between the two linears. Without gradient accumulation fusion (torch, auto) the
-    gradients of all their weights exist, too, before Megatron accumulates them.
+    These are gradients of their inputs and outputs; on a GPU, which computes all experts at once, of the
+    tensor between the two linears; and without gradient accumulation fusion (torch, auto) of all their
+    weights.
     """
     ffn = (c.moe_ffn_hidden_size or 0) // share.etp
     rows = share.routed_rows(c)

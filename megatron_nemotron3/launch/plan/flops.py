@@ -1,11 +1,7 @@
 """Floating-point operations of a training step, by layer kind and module, in closed form.
 
-These are model FLOPs: two for each multiplication of a matrix product in forward, and
-twice that in backward (gradients of the input and of the weight). Recomputation does not count. Causal scores
-count half the square. Element-wise work (norms, activations, gates) does not count, as in Megatron's
-throughput.
-
-`stock_differences` explains where Megatron's own count (`num_floating_point_operations`, 0.19) differs.
+Two for each multiplication of a matrix product in forward, twice that in backward. Recomputation and
+element-wise work do not count, and causal scores count half the square, as in Megatron's throughput.
 """
 
 from __future__ import annotations

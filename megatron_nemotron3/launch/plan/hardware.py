@@ -1,8 +1,7 @@
-"""GPUs with the numbers of their data sheets.
+"""GPUs with the numbers of their data sheets: dense peaks, bandwidths of one direction.
 
-Peaks are dense (without sparsity). Bandwidths are of one direction. Memory is the data sheet's figure for the
-system divided by its GPUs. Its GB are 2**30 bytes: published runs reserved 81 billion bytes of an H100's 80
-GB and 187 billion of a GB200's 186 GB. A process can allocate less (`RESERVE`).
+Memory is the figure for the system divided by its GPUs. Its GB are 2**30 bytes: published runs reserved 81
+billion bytes of an H100's 80 GB. A process can allocate less (`RESERVE`).
 """
 
 from __future__ import annotations

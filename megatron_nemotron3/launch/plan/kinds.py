@@ -1,9 +1,8 @@
-"""Layers as strings where E layers differ (`Nemotron3Config.moe_layers`).
+"""Layers as strings where E layers differ (`Nemotron3Config.moe_layers`), so that equal ones can be counted.
 
-A symbol is a character for a layer, so that layers that cost the same can be counted. It is the letter of the
-pattern, except for E layers of a model whose E layers differ: these have a character for each pair of width
-and experts per token. Other kinds ("embedding", "mtp_in") are their own symbols. An E layer of MTP always has
-the sizes of the config, so it keeps its letter.
+A layer's symbol is its letter of the pattern, except for such E layers, which have a character for each width
+and number of experts per token. Other kinds ("embedding", "mtp_in") are their own symbols, and MTP's E is
+"E".
 """
 
 from __future__ import annotations
@@ -36,8 +35,14 @@ def letter(symbol: str) -> str:
 
 @lru_cache(maxsize=4096)
 def expert_configs(config: Nemotron3Config, pattern: str) -> tuple[Nemotron3Config, ...]:
-    """The config of each E layer among these symbols."""
-    return tuple(resolve(config, symbol)[0] for symbol in pattern if letter(symbol) == "E")
+    """The different configs of the E layers among these symbols."""
+    return tuple(dict.fromkeys(resolve(config, symbol)[0] for symbol in pattern if letter(symbol) == "E"))
+
+
+@lru_cache(maxsize=65536)
+def expert_layers(pattern: str) -> int:
+    """Number of E layers among these symbols."""
+    return sum(letter(symbol) == "E" for symbol in pattern)
 
 
 def resolve(config: Nemotron3Config, symbol: str) -> tuple[Nemotron3Config, str]:

@@ -11,10 +11,9 @@ from functools import lru_cache
 
 from megatron_nemotron3.launch import Launch, ParallelLayout
 from megatron_nemotron3.launch.plan.activation_forms import FLOAT, RankShare, moe_backward
-from megatron_nemotron3.launch.plan.activations import stage_bytes
-from megatron_nemotron3.launch.plan.kinds import expert_configs, resolve, symbols
+from megatron_nemotron3.launch.plan.activations import PACKED, bytes_by_linear, quantized_share, stage_bytes
+from megatron_nemotron3.launch.plan.kinds import expert_configs, expert_layers, resolve, symbols
 from megatron_nemotron3.launch.plan.options import NATIVE
-from megatron_nemotron3.launch.plan.savings import PACKED, bytes_by_linear, quantized_share
 from megatron_nemotron3.launch.plan.state import (
     Grid,
     approximate_state,
@@ -35,16 +34,12 @@ _GATHERED = 2
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one rank at the worst moment of a step.
+    """Bytes on one rank at the worst moment of a step. docs/plan.md says what is not included.
 
-    weights, gradients, optimizer: as `state.RankState`.
     activations: by layer kind, of all microbatches in flight.
     recompute_peak: what recomputing one module or run of layers adds to that. By then the backward of the
         loss and of the later layers is over, and what they held is free.
     buffers: the sum of `buffers`, and what the backward of routed experts adds (`activation_forms`).
-
-    Not included: the CUDA context, communicators, workspaces of kernels, other gradients of activations,
-    other gradients of weights before they are accumulated, fragmentation.
     """
 
     weights: int
@@ -64,7 +59,12 @@ class RankMemory:
 
 
 def memory(
-    launch: Launch, pp_rank: int = 0, *, imbalance: float = 1.0, exact: tuple[int, int] | None = None
+    launch: Launch,
+    pp_rank: int = 0,
+    *,
+    imbalance: float = 1.0,
+    exact: tuple[int, int] | None = None,
+    share: RankShare | None = None,
 ) -> RankMemory:
     """What one rank holds at the worst moment of a step.
 
@@ -73,14 +73,15 @@ def memory(
         imbalance: as for `activations.layer_activations`.
         exact: data-parallel and expert-data-parallel rank whose weights, gradients and optimizer are counted
             to the byte, padding included (`state.state`, which is slow); None: a mean rank.
+        share: `RankShare.of(launch, imbalance)`, if it is known.
 
     Raises:
         ValueError: an unknown precision or backend, no such rank, or fewer layers than stages.
     """
     config, layout = launch.config, launch.layout
-    share = RankShare.of(launch, imbalance)
+    share = share or RankShare.of(launch, imbalance)
     patterns = stage_patterns(config, layout.stages, launch.seq_length)
-    experts = set(expert_configs(config, symbols(config) + (config.mtp_pattern or "")))
+    experts = expert_configs(config, symbols(config) + (config.mtp_pattern or ""))
     work = max((moe_backward(own, share, layout.ep) for own in experts), default=0)
     chunks = [
         stage_bytes(config, share, patterns, stage, work)
@@ -166,11 +167,11 @@ def buffers(launch: Launch, share: RankShare, pp_rank: int) -> dict[str, int]:
         found["sequence gather"] = share.inner(2 * d if last and config.has_mtp else d)
     routed = expert_configs(config, kinds)
     if routed and layout.ep > 1:
-        copies = max(own.moe_router_topk or 0 for own in set(routed))
+        copies = max(own.moe_router_topk or 0 for own in routed)
         sent = share.shard * copies * config.expert_input_size * share.element
         found["expert exchange"] = sent + round(sent * layout.etp * share.imbalance)
     if routed:
-        layers = len(expert_configs(config, "".join(patterns[pp_rank :: layout.pp])))
+        layers = expert_layers("".join(patterns[pp_rank :: layout.pp]))
         layers += (config.mtp_pattern or "").count("E") * config.mtp_num_blocks if last else 0
         found["routing"] = layers * share.shard * (config.num_moe_experts or 0) * (FLOAT + 1)
     if layout.pp > 1:

@@ -1,8 +1,4 @@
-"""The performance options of a launch that change its time or its memory.
-
-They are read from Megatron's own options (`Launch.extra` over what `flags` emits for the backend), so that
-the plan of a launch is about the run that its command line starts. Recomputation has a module of its own.
-"""
+"""The performance options of a launch that change its time or its memory, read from its command line."""
 
 from __future__ import annotations
 

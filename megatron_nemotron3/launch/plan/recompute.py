@@ -35,12 +35,10 @@ class Recompute:
     """A choice of recomputation, in the terms of Megatron's flags.
 
     Args:
-        granularity: "none", "selective" or "full" (`--recompute-granularity`).
         modules: with "selective", names of `MODULES`.
         method: with "full": "uniform" cuts a stage's layers into runs of `num_layers` and keeps each run's
             input; "block" does so for the first `num_layers` layers of a stage, one by one, and keeps the
             others whole.
-        num_layers: with "full".
     """
 
     granularity: str = "none"

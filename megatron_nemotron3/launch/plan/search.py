@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from megatron_nemotron3.launch import Launch, ParallelLayout, TrainingSchedule, check
+from megatron_nemotron3.launch.plan.activation_forms import RankShare
 from megatron_nemotron3.launch.plan.hardware import GIB, GPU, GPUS, RESERVE
 from megatron_nemotron3.launch.plan.kinds import symbols
 from megatron_nemotron3.launch.plan.memory import RankMemory, memory
@@ -33,14 +34,10 @@ _MOST_STAGES = 32
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A launch whose layout is wanted: its model, batch, sequence length and precision are given.
-
-    The backend is Transformer Engine, whatever the launch has.
+    """A launch whose layout is wanted, on Transformer Engine; its schedule holds the global batch size.
 
     Args:
-        launch: its schedule holds the global batch size.
         gpus: GPUs of the whole job.
-        gpu: their type.
         dispatcher: one of `options.DISPATCHERS`; None: what the launch's options say.
     """
 
@@ -83,7 +80,6 @@ class PlanRequest:
 
     @property
     def machine(self) -> Machine:
-        """The GPU, with the time model's assumptions."""
         return Machine(self.gpu)
 
     @property
@@ -193,7 +189,7 @@ def legal(request: PlanRequest) -> list[ParallelLayout]:
 
 
 def recomputations(config: Nemotron3Config) -> tuple[Recompute, ...]:
-    """Choices from recomputing nothing to recomputing everything, the cheapest in time first."""
+    """As `PlanRequest.recomputations`, without that of a launch."""
     known = modules(config, "te")
     light = tuple(name for name in ("layernorm", "moe_act", "core_attn") if name in known)
     heavy = tuple(name for name in ("layernorm", "core_attn", "moe", "mlp") if name in known)
@@ -207,9 +203,9 @@ def recomputations(config: Nemotron3Config) -> tuple[Recompute, ...]:
 
 def rank_memories(launch: Launch) -> Iterator[RankMemory]:
     """Memory of the ranks that may hold most: the first two (microbatches in flight), the last (output)."""
-    last = launch.layout.pp - 1
+    last, share = launch.layout.pp - 1, RankShare.of(launch)
     for rank in sorted({0, min(1, last), last}):
-        yield memory(launch, rank)
+        yield memory(launch, rank, share=share)
 
 
 def worst_memory(launch: Launch) -> RankMemory:
@@ -217,10 +213,10 @@ def worst_memory(launch: Launch) -> RankMemory:
     return max(rank_memories(launch), key=lambda found: found.total)
 
 
-def candidate(request: PlanRequest, launch: Launch) -> LaunchCandidate:
-    """A launch of `request.at` with its memory and time."""
+def candidate(request: PlanRequest, launch: Launch, worst: RankMemory | None = None) -> LaunchCandidate:
+    """A launch of `request.at` with its time and its `worst_memory`, which is computed if it is not given."""
     step = step_time(launch, request.machine)
-    return LaunchCandidate(launch, worst_memory(launch), step, tokens_per_gpu(launch, step))
+    return LaunchCandidate(launch, worst or worst_memory(launch), step, tokens_per_gpu(launch, step))
 
 
 def _variants(request: PlanRequest, layout: ParallelLayout) -> Iterator[tuple[int, int]]:
@@ -259,8 +255,9 @@ def search(request: PlanRequest, best: int = 5) -> PlanResult:
         variant = replace(layout, vpp=vpp)
         for recompute in choices:
             launch = request.at(variant, size, recompute)
-            if _all_ranks_fit(request, launch) and _accepted(launch, recompute, accepted):
-                here = candidate(request, launch)
+            worst = _fitting_memory(request, launch)
+            if worst is not None and _accepted(launch, recompute, accepted):
+                here = candidate(request, launch, worst)
                 if layout not in found or here.tokens > found[layout].tokens:
                     found[layout] = here
                 break
@@ -291,19 +288,25 @@ def _accepted(launch: Launch, recompute: Recompute, known: dict[tuple[object, ..
     return known[key]
 
 
-def _all_ranks_fit(request: PlanRequest, launch: Launch) -> bool:
-    """Whether the memory of every rank is within the limit."""
-    return all(found.total <= request.limit for found in rank_memories(launch))
+def _fitting_memory(request: PlanRequest, launch: Launch) -> RankMemory | None:
+    """`worst_memory`, or None if a rank has more than the limit."""
+    found = []
+    for memory_of_rank in rank_memories(launch):
+        if memory_of_rank.total > request.limit:
+            return None
+        found.append(memory_of_rank)
+    return max(found, key=lambda one: one.total)
 
 
 def _fits_somehow(request: PlanRequest, layout: ParallelLayout, recompute: Recompute) -> bool:
     """Whether one sequence a microbatch fits with some number of virtual stages."""
     cuts = (vpp for vpp, size in _variants(request, layout) if size == 1)
-    return any(_all_ranks_fit(request, request.at(replace(layout, vpp=vpp), 1, recompute)) for vpp in cuts)
+    launches = (request.at(replace(layout, vpp=vpp), 1, recompute) for vpp in cuts)
+    return any(_fitting_memory(request, launch) is not None for launch in launches)
 
 
 class _TimeBound:
-    """Lower bound of a step's seconds: all its layers, spread evenly over the pipeline, and nothing else."""
+    """Lower bound of a step's seconds: its layers alone, spread evenly over the pipeline."""
 
     def __init__(self, request: PlanRequest) -> None:
         self.request = request

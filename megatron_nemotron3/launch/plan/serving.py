@@ -1,9 +1,8 @@
-"""What it costs to generate with a model: memory, and the time of a step.
+"""What it costs to generate with a model: memory, and the time to decode a token of each sequence.
 
-A step decodes the next token of each sequence. A layer takes the longer of two times: what it reads and
-writes at the GPU's attained bandwidth, or its products at their attained rate (`timing.ASSUMED`). Kernel
-launches and collectives are left out, as with CUDA graphs on one GPU. So this compares sizes of a network; no
-measurement of a GPU stands behind it.
+A layer takes the longer of two times: what it reads and writes at the GPU's attained bandwidth, or its
+products at their attained rate. Launches and collectives are left out. It compares sizes of a network;
+nothing is measured.
 """
 
 from __future__ import annotations
@@ -23,16 +22,7 @@ _BF16, _FP32 = 2, 4
 
 @dataclass(frozen=True)
 class ServingUse:
-    """How a model is used.
-
-    Args:
-        gpu: whose bandwidth and rates count. The model need not fit on one.
-        sequences: decoded together.
-        context: tokens of each sequence before the step.
-
-    Raises:
-        ValueError: a number below 1.
-    """
+    """How a model is used: `sequences` of `context` tokens are decoded together. It need not fit on a GPU."""
 
     gpu: GPU
     sequences: int = 1

@@ -1,9 +1,7 @@
-"""Bytes of weights, gradients and optimizer on each rank, in closed form.
+"""Bytes of weights, gradients and optimizer on each rank, in closed form, from the table of tensors.
 
-A projection of the table of tensors (`models.tensors`). `state` is exact: it goes through the parameters in
-the order in which the torch spec registers them, because padding and a rank's share of the distributed
-optimizer depend on that order. `approximate_state` counts by layer kind, so that thousands of layouts can be
-compared; it leaves out less than 64 elements a parameter and the padding at the end of a bucket.
+`state` is exact: padding and a rank's share of the distributed optimizer depend on the order of registration.
+`approximate_state` counts by layer kind, for thousands of layouts; it leaves out that padding.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
-"""Time of a training step: a model, with its assumptions in one place.
+"""Time of a training step: a model, with its assumptions in one place. docs/plan.md says what is added up.
 
-The time of a microbatch on a pipeline rank is a sum over its layers: matrix products at a share of the GPU's
-peak in their format; Mamba's scan at a share of the vector units' peak; saved activations read and written a
-number of times (norms, convolutions, permutations and quantization are bound by memory); weights read and
-gradients accumulated; kernel launches as far as the GPU waits for them, none where CUDA graphs replace them;
-a wait in each E layer; and collectives, none of them hidden, as in the stock schedule of a hybrid model. A
-step adds the pipeline bubble, the data-parallel traffic that computation does not cover, and the optimizer.
-The launch's options count (`options`). docs/measurements.md compares the model with published runs.
+No collective is hidden, as in the stock schedule of a hybrid model; kernel launches count as far as the GPU
+waits for them. docs/measurements.md compares the model with published runs.
 """
 
 from __future__ import annotations
@@ -15,13 +10,12 @@ from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 
 from megatron_nemotron3.launch import Launch, ParallelLayout, TrainingSchedule
-from megatron_nemotron3.launch.plan.activations import layer_activations
+from megatron_nemotron3.launch.plan.activations import layer_activations, quantized_share
 from megatron_nemotron3.launch.plan.flops import BACKWARD, layer_operations, module_of
 from megatron_nemotron3.launch.plan.hardware import GPU
 from megatron_nemotron3.launch.plan.kinds import letter, resolve, symbols
 from megatron_nemotron3.launch.plan.options import GRAPHS, CostOptions
 from megatron_nemotron3.launch.plan.recompute import MODULES, Recompute
-from megatron_nemotron3.launch.plan.savings import quantized_share
 from megatron_nemotron3.launch.plan.state import bytes_of, grid_of, kind_elements, stage_elements
 from megatron_nemotron3.launch.plan.traffic import (
     ALL_TO_ALL,

@@ -1,24 +1,16 @@
 """Bytes that cross links in a training step, by process group and cause, in closed form.
 
-These are the collectives of Megatron as the flags of this package set it up: sequence parallelism with tensor
-parallelism, the all-to-all dispatcher (which sends every copy of a token), the all-to-all of Mamba and
-gathered keys and values under context parallelism, one reduce-scatter of gradients and one all-gather of
-weights a step. Exchanges of sizes (tokens per expert, loss sums) are left out: they are kilobytes.
-
-`Collective.buffer` is tested against counted collectives (tests/launch/plan/test_traffic.py). How much of it
-one rank sends follows from the ring or the exchange (`sent`).
-
-Megatron's rank order is tp, cp, dp, pp (expert grid: etp, ep, edp, pp), fastest first, so the ranks of a
-group have a fixed stride. Ranks in one NVLink domain communicate over NVLink, others over the network
-(`split`). Collectives over several domains are counted as NCCL's two levels: first inside the domain, then
-between one rank of each domain, each with its share of the buffer.
+The collectives are those of Megatron with the flags of this package; exchanges of sizes are left out. The
+ranks of a group have a fixed stride (tp, cp, dp, pp; expert grid: etp, ep, edp, pp). Ranks in one NVLink
+domain communicate over NVLink, others over the network; collectives over several domains count as NCCL's two
+levels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from megatron_nemotron3.launch import Launch, ParallelLayout
 from megatron_nemotron3.launch.plan.hardware import GPU
@@ -127,10 +119,6 @@ def _experts_transfers(config: Nemotron3Config, layout: ParallelLayout, tokens: 
     yield Collective("etp", "probabilities", REDUCE_SCATTER, layout.etp, 1, gathered * SINGLE)
 
 
-def _dense_transfers(config: Nemotron3Config, layout: ParallelLayout, tokens: int) -> Iterator[Collective]:
-    yield from _linear_pair(config, layout, tokens, "mlp")
-
-
 def _embedding_transfers(
     config: Nemotron3Config, layout: ParallelLayout, tokens: int
 ) -> Iterator[Collective]:
@@ -158,11 +146,11 @@ def _mtp_transfers(config: Nemotron3Config, layout: ParallelLayout, tokens: int)
         yield Collective("tp", "eh_proj", ALL_REDUCE, layout.tp, 1, 2 * whole)
 
 
-_LAYER_TRANSFERS = {
+_LAYER_TRANSFERS: dict[str, Callable[[Nemotron3Config, ParallelLayout, int], Iterator[Collective]]] = {
     "M": _mamba_transfers,
     "*": _attention_transfers,
     "E": _experts_transfers,
-    "-": _dense_transfers,
+    "-": partial(_linear_pair, module="mlp"),
     "embedding": _embedding_transfers,
     "output": _output_transfers,
     "mtp": _mtp_transfers,
@@ -307,7 +295,7 @@ def deduplicated(whole: Split, topk: int, ranks: int, local: int) -> Split:
     domains = ranks / local
 
     def reached(places: float) -> float:
-        """Expected number of distinct places that topk draws reach."""
+        """Mean number of places that topk draws reach."""
         return places * (1 - (1 - 1 / places) ** topk)
 
     nvlink = reached(ranks) * (local - 1) / ranks / (topk * (local - 1) / ranks) if local > 1 else 1.0

@@ -1,10 +1,7 @@
-"""FP8 weights for inference engines: E4M3 elements with an FP32 scale, value = element * scale.
+"""FP8 weights for inference engines: E4M3 elements with an FP32 scale of the tensor, amax / 448.
 
-    scale = amax / 448        of the whole tensor
-
-Each element is divided in FP32 and rounded once. ModelOpt divides a BF16 weight in BF16 and so rounds twice.
-Its elements differ from these by one step where the BF16 quotient is a tie, and are then farther from the
-weight.
+Each element is divided in FP32 and rounded once. ModelOpt divides a BF16 weight in BF16 and so rounds twice:
+its elements differ by one step where the BF16 quotient is a tie, and are then farther from the weight.
 """
 
 from __future__ import annotations
@@ -26,11 +23,7 @@ def tensor_scale(amax: torch.Tensor) -> torch.Tensor:
 
 
 def quantize(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """E4M3 bits of `x / scale`, uint8 of the shape of `x`.
-
-    Args:
-        scale: float32 [], or of a shape that broadcasts ([rows, 1]: a scale for each output channel).
-    """
+    """E4M3 bits of `x / scale`, uint8 of the shape of `x`; `scale` is float32 and broadcasts."""
     return e4m3.encode(x.float() / scale)
 
 

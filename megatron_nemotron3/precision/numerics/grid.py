@@ -1,12 +1,9 @@
 """Round FP32 tensors to the values of a small floating-point format, in place and in few passes.
 
-`e2m1.encode` and `e4m3.encode` give codes. Emulation needs values, fast. So every operation here is one
-vectorized pass, without comparisons, tables or allocations.
-
-Between two powers of two the values of a format are equally spaced. Let p be the power of two at or below
-|x|, clamped to the format's normal range. The spacing there is p / 2^mantissa. Adding 1.5 * 2^23 spacings
-pushes all finer bits out of an FP32 mantissa, which rounds to nearest, ties to the even multiple. Subtracting
-them again leaves the rounded value. Stochastic rounding first adds a random fraction of a spacing.
+Let p be the power of two at or below |x|, clamped to the format's normal range; values around x are p /
+2^mantissa apart. Adding 1.5 * 2^23 spacings pushes all finer bits out of an FP32 mantissa, which rounds to
+nearest, ties to the even multiple; subtracting them leaves the rounded value. Stochastic rounding first adds
+a random fraction.
 """
 
 from __future__ import annotations
@@ -22,16 +19,13 @@ _ODD = 0x0001_0001_0001_0001
 
 @dataclass(frozen=True)
 class ValueGrid:
-    """The values of a format.
+    """The values of a format."""
 
-    mantissa: number of explicit mantissa bits.
-    smallest: the smallest normal value; below it the spacing stays the same.
-    largest: the power of two at or below `max`.
-    max: the largest value, to which larger magnitudes are clamped.
-    """
-
+    #: Explicit mantissa bits.
     mantissa: int
+    #: The smallest normal value; below it the spacing stays the same.
     smallest: float
+    #: The power of two at or below `max`, the largest value, to which larger magnitudes are clamped.
     largest: float
     max: float
 
@@ -59,9 +53,6 @@ class ValueGrid:
         """Replace x by one of its two neighbors, the upper one with probability (x - lower) / spacing.
 
         The expected value is x wherever |x| <= max. Probabilities have 15 bits. Values of the format stay.
-
-        Args:
-            generator: of the device of x; None for torch's default.
         """
         # One 64-bit draw serves four elements, because the generator is the expensive part on a CPU.
         bits = scratch.view(-1)[: x.numel() // 2].view(torch.int64)

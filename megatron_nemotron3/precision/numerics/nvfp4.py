@@ -54,13 +54,9 @@ def tensor_scale(amax: torch.Tensor, largest: float = MAX) -> torch.Tensor:
 
 
 def block_scales(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """E4M3 scales of the blocks.
+    """Bits of the blocks' E4M3 scales, uint8 [..., n / 16], of x [..., n] and the tensor's scale [].
 
-    Args:
-        x: [..., n], n a multiple of 16; float32, float16 or bfloat16.
-        scale: of the whole tensor, float32 [].
-
-    Returns: bits, uint8 [..., n / 16].
+    x is float32, float16 or bfloat16, and n a multiple of 16.
     """
     if x.shape[-1] % BLOCK:
         raise ValueError(f"{x.shape[-1]} columns are not divisible by the NVFP4 block of {BLOCK}")
@@ -71,14 +67,7 @@ def block_scales(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def quantize(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize a weight or a band of its rows.
-
-    Args:
-        x: [..., n], n a multiple of 16; float32, float16 or bfloat16, finite.
-
-    Returns:
-        Packed codes, uint8 [..., n / 2], and the bits of the block scales, uint8 [..., n / 16].
-    """
+    """Packed codes, uint8 [..., n / 2], and `block_scales` of a weight or a band of its rows, finite."""
     bits = block_scales(x, scale)
     steps = e4m3.decode(bits) * scale
     scaled = x.unflatten(-1, (-1, BLOCK)) / steps.unsqueeze(-1)
@@ -88,15 +77,7 @@ def quantize(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.
 def dequantize(
     packed: torch.Tensor, bits: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.bfloat16
 ) -> torch.Tensor:
-    """Values of a quantized weight or of a band of its rows.
-
-    Args:
-        packed: uint8 [..., n / 2].
-        bits: block scales, uint8 [..., n / 16].
-        scale: of the whole weight, float32 [].
-
-    Returns: [..., n] in `dtype`, rounded once from the FP32 product.
-    """
+    """The inverse of `quantize`: [..., n] in `dtype`, rounded once from the FP32 product."""
     if packed.shape[:-1] != bits.shape[:-1] or packed.shape[-1] * 2 != bits.shape[-1] * BLOCK:
         raise ValueError(
             f"block scales {list(bits.shape)} do not fit packed elements {list(packed.shape)}: "

@@ -12,7 +12,6 @@ from typing import Any
 from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.launch.flag import to_argv
 from megatron_nemotron3.launch.launch import Launch
-from megatron_nemotron3.precision import deviations
 from megatron_nemotron3.precision.census import Ambient
 from megatron_nemotron3.precision.formats import EMULATED, counted
 from megatron_nemotron3.precision.settings import Emulation
@@ -91,10 +90,10 @@ def build_whole(arguments: Sequence[str], ambient: Ambient) -> tuple[Counter[str
         model = config.get_builder_cls()(config).build_model(
             ProcessGroupCollection.use_mpu_process_groups(), True, True, None
         )
-    structure = real.structure_of(model)
+    listed = real.ModelFormats(real.structure_of(model), file, ambient)
     entries = real.census(model, file, ambient)
     count = Counter(entry.format for entry in entries if entry.kind.quantizable)
-    wrong = [str(one) for one in deviations.deviations(structure, file, ambient) if not one.source]
+    wrong = [str(one) for one in listed.deviations() if not one.source]
     return count, wrong
 
 

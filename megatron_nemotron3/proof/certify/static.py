@@ -9,8 +9,8 @@ from megatron_nemotron3.launch import pasted, versions
 from megatron_nemotron3.launch.command_line import is_known
 from megatron_nemotron3.launch.parser import misused, unknown
 from megatron_nemotron3.launch.plan.hardware import GIB, GPUS, RESERVE
-from megatron_nemotron3.precision import deviations, yaml_file
-from megatron_nemotron3.precision.census import Ambient, CensusError, formats_of, require_some
+from megatron_nemotron3.precision import yaml_file
+from megatron_nemotron3.precision.census import Ambient, CensusError, ModelFormats
 from megatron_nemotron3.precision.formats import counted
 from megatron_nemotron3.precision.table import Structure
 from megatron_nemotron3.proof.certify.bench import Bench
@@ -84,20 +84,20 @@ def formats(bench: Bench) -> Iterator[Finding]:
         except yaml_file.PrecisionFileError as problem:
             yield failed(FORMATS, path, " ".join(str(problem).split()))
             return
+    listed = ModelFormats(structure, file, ambient)
     if launch.quantized:
         try:
-            require_some(structure, file, ambient)
+            listed.require_some()
         except CensusError as problem:
             yield failed(FORMATS, detail=str(problem))
             return
-    shown = counted(formats_of(structure, file, ambient))
-    wrong = deviations.deviations(structure, file, ambient)
+    wrong = listed.deviations()
     for one in wrong:
         # What a matcher asks for is meant; what no matcher names took the format of its layer in silence.
         state = PropertyState.PASS if one.source else PropertyState.FAIL
         yield Finding(FORMATS, state, detail=f"not the published recipe: {one}")
     if all(one.source for one in wrong):
-        yield passed(FORMATS, detail=f"linears of the whole model: {shown}")
+        yield passed(FORMATS, detail=f"linears of the whole model: {counted(listed.count())}")
 
 
 def memory(bench: Bench) -> Iterator[Finding]:

@@ -6,14 +6,13 @@ import pytest
 import torch
 
 from megatron_nemotron3.launch import ParallelLayout
-from megatron_nemotron3.launch.plan.activations import layer_activations
+from megatron_nemotron3.launch.plan.activations import PACKED, bytes_by_linear, layer_activations
 from megatron_nemotron3.launch.plan.memory import memory, weight_copies
-from megatron_nemotron3.launch.plan.savings import PACKED, bytes_by_linear
 from megatron_nemotron3.models import get
 from megatron_nemotron3.precision.formats import MXFP8, NVFP4
-from megatron_nemotron3.precision.quantizer import quantize
 from megatron_nemotron3.precision.recipe import Spec
 from tests.support.launches import launch
+from tests.support.packed_operand import quantize
 
 SUPER = get("super")
 LAYOUT = ParallelLayout(tp=2, ep=64, dp=32)
