@@ -14,12 +14,15 @@ from megatron_nemotron3.launch.plan.serving import ServingUse
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import ModelOptions, chosen_model
 from megatron_nemotron3.models.show import describe
-from megatron_nemotron3.post_training.compress.budget import MEASURES, amount, costs, parse_budget
 from megatron_nemotron3.post_training.compress.candidates import (
+    MEASURES,
     CandidateLosses,
     SearchResult,
     SmallerModel,
     UniformLosses,
+    amount,
+    costs,
+    parse_budget,
     search,
     sizes_text,
 )
@@ -89,8 +92,7 @@ def search_command(options: SearchOptions) -> int:
 def _losses(file: Path | None, config: Nemotron3Config) -> CandidateLosses:
     if file is None:
         return UniformLosses(config)
-    from megatron_nemotron3.post_training.compress.losses import ScoredLosses
-    from megatron_nemotron3.post_training.compress.scores import Scores
+    from megatron_nemotron3.post_training.compress.scores import ScoredLosses, Scores
 
     return ScoredLosses(Scores.load(file, config))
 
