@@ -32,7 +32,6 @@ from megatron_nemotron3.precision import report as precision_report
 from megatron_nemotron3.precision import settings as emulation
 from megatron_nemotron3.precision import yaml_file
 from megatron_nemotron3.train import log, processes, resuming
-from megatron_nemotron3.train import summary as report
 from megatron_nemotron3.train.inputs import MEANS
 from megatron_nemotron3.train.progress import TrainProgress
 from megatron_nemotron3.train.teacher import settings as distillation
@@ -333,11 +332,11 @@ def _prepared_conversations(request: TrainRequest, data: TrainingData) -> Traini
 
 def _print_report(request: TrainRequest, curve: log.Curve, baseline: float | None, started: float) -> None:
     of = "next token" if boosting.in_environment() is None else "MTP heads"
-    for line in report.verdict(curve, baseline, of):
+    for line in log.verdict(curve, baseline, of):
         print(line)
     picture = request.output / "loss.png"
     if curve.steps:
-        report.plot(curve, picture, request.title, baseline, of)
+        log.plot(curve, picture, request.title, baseline, of)
         print(f"loss plot        {picture}")
     if request.log_precision is not None:
         try:

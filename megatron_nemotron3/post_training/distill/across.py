@@ -18,7 +18,7 @@ from megatron_nemotron3.post_training.xtoken.align import Aligner, Alignment
 from megatron_nemotron3.post_training.xtoken.loss import RankGroups, SpanLoss, span_losses
 from megatron_nemotron3.train.teacher.projection import read_for
 from megatron_nemotron3.train.teacher.settings import Distillation
-from megatron_nemotron3.train.teacher.tokens import ByteVocabulary, find
+from megatron_nemotron3.train.teacher.vocabulary import ByteVocabulary, find
 
 
 class AcrossTokenizers:

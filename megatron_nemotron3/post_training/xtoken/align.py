@@ -12,8 +12,8 @@ from itertools import pairwise
 from os.path import commonprefix
 from typing import TYPE_CHECKING
 
-from megatron_nemotron3.train.teacher.rules import special_pairs
-from megatron_nemotron3.train.teacher.tokens import ByteVocabulary
+from megatron_nemotron3.train.teacher.projection import special_pairs
+from megatron_nemotron3.train.teacher.vocabulary import ByteVocabulary
 
 if TYPE_CHECKING:
     import torch

@@ -8,9 +8,8 @@ Importing this package costs neither torch nor megatron; writing a data set impo
 """
 
 from megatron_nemotron3.train.data.conversations import Conversation
-from megatron_nemotron3.train.data.indexed import DatasetInfo, write_dataset
+from megatron_nemotron3.train.data.indexed import DatasetInfo, default_split, split_documents, write_dataset
 from megatron_nemotron3.train.data.prepare import PreparedData, prepare
-from megatron_nemotron3.train.data.splits import default_split, split_documents
 from megatron_nemotron3.train.data.text import Texts, read_texts
 from megatron_nemotron3.train.data.tokenizer import TokenizerInfo, byte_tokenizer, train_tokenizer
 from megatron_nemotron3.train.data.unigram import UnigramBaseline, unigram_baseline

@@ -14,8 +14,7 @@ from typing import Any, Literal
 
 from megatron_nemotron3.common import record
 from megatron_nemotron3.common.files import write_json
-from megatron_nemotron3.train.data.indexed import DatasetInfo, write_dataset
-from megatron_nemotron3.train.data.splits import default_split, split_documents
+from megatron_nemotron3.train.data.indexed import DatasetInfo, default_split, split_documents, write_dataset
 from megatron_nemotron3.train.data.text import Texts, read_texts
 from megatron_nemotron3.train.data.tokenizer import TokenizerInfo, byte_tokenizer, train_tokenizer
 

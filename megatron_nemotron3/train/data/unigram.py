@@ -18,8 +18,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_nemotron3.train.data.indexed import read_documents
-from megatron_nemotron3.train.data.splits import split_documents
+from megatron_nemotron3.train.data.indexed import read_documents, split_documents
 
 if TYPE_CHECKING:
     import numpy as np

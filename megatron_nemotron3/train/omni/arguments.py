@@ -18,7 +18,7 @@ from megatron_nemotron3.checkpoints.convert.megatron_args import config_of
 from megatron_nemotron3.launch.stored_model import loaded
 from megatron_nemotron3.models.omni import OmniConfig, with_encoders
 from megatron_nemotron3.train.omni.layouts import LANGUAGE, SOUND, VISION, Language, module_layouts
-from megatron_nemotron3.train.omni.modules import PARTS
+from megatron_nemotron3.train.omni.model import PARTS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -25,11 +25,19 @@ from megatron.training.training import pretrain
 from megatron.training.utils import print_rank_0
 
 from megatron_nemotron3.boundary.feed import RowFeed
+from megatron_nemotron3.boundary.grids import grid, groups
 from megatron_nemotron3.boundary.multimodule import BoundaryCommunicator
-from megatron_nemotron3.train.omni import data, mock, modules
+from megatron_nemotron3.train.omni import data, mock
 from megatron_nemotron3.train.omni.arguments import layouts_of, omni_of
 from megatron_nemotron3.train.omni.layouts import LANGUAGE
-from megatron_nemotron3.train.omni.model import OmniModel, frozen_encoders, prepare
+from megatron_nemotron3.train.omni.model import (
+    OmniModel,
+    encoder_specs,
+    freeze,
+    frozen_encoders,
+    hybrid_spec,
+    prepare,
+)
 from megatron_nemotron3.train.omni.processor import load_processor
 
 
@@ -85,10 +93,9 @@ class Topology:
         layouts = layouts_of(args)
         ep, etp = args.expert_model_parallel_size, args.expert_tensor_parallel_size or 1
         grids = {
-            name: modules.grid(layout, *((ep, etp) if name == LANGUAGE else ()))
-            for name, layout in layouts.items()
+            name: grid(layout, *((ep, etp) if name == LANGUAGE else ())) for name, layout in layouts.items()
         }
-        return cls(grids, {n: modules.groups(g) for n, g in grids.items() if g.is_current_rank_in_grid()})
+        return cls(grids, {n: groups(g) for n, g in grids.items() if g.is_current_rank_in_grid()})
 
     @property
     def encoders(self) -> list[str]:
@@ -163,8 +170,8 @@ class OmniBuilder(ModelBuilder[OmniModel, "OmniBuildConfig"]):
         language, omni = groups.get(LANGUAGE), omni_of(args)
         model = OmniModel(
             MimoModelConfig(
-                language_model_spec=modules.hybrid_spec(_language_config(args), language),
-                modality_submodules_spec=modules.encoder_specs(omni, groups, args.seed),
+                language_model_spec=hybrid_spec(_language_config(args), language),
+                modality_submodules_spec=encoder_specs(omni, groups, args.seed),
                 special_token_ids=omni.special_ids(),
                 module_to_grid_map=topology.grids,
             ),
@@ -181,7 +188,7 @@ class OmniBuilder(ModelBuilder[OmniModel, "OmniBuildConfig"]):
         model = self.build_model(pg_collection)
         if isinstance(self._model_config._communicator, BoundaryCommunicator):
             model.communicator = self._model_config._communicator
-        modules.freeze(model, args.freeze)
+        freeze(model, args.freeze)
         prepare(model, topology.groups, ddp_config, data_parallel_random_init=args.data_parallel_random_init)
         model.config.grad_scale_func = lambda loss: loss
         if args.overlap_grad_reduce:

@@ -18,7 +18,7 @@ from megatron_nemotron3.proof.certify.tensors import Tensors
 from megatron_nemotron3.proof.certify.world import initial_weights
 from megatron_nemotron3.train.teacher.projection import Projection
 from megatron_nemotron3.train.teacher.settings import Distillation
-from megatron_nemotron3.train.teacher.tokens import ByteVocabulary
+from megatron_nemotron3.train.teacher.vocabulary import ByteVocabulary
 from tests.parallel.case import Case
 from tests.parallel.layouts import PER_TOKEN, small
 from tests.post_training.distill.runs import Apart, compare, defined, measured

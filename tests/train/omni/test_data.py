@@ -192,7 +192,7 @@ def test_lanes_of_packed_rows(processor: Any, chats: Path) -> None:
 def test_documents_stay_apart_in_the_model(processor: Any, chats: Path) -> None:
     """The loss of packed conversations with media is that of each alone."""
     from megatron_nemotron3.boundary.layout import Layout
-    from megatron_nemotron3.train.omni.modules import build
+    from megatron_nemotron3.train.omni.model import build
 
     one = Layout.of()
     rows = MediaRows(ChatFile(chats, processor, CONFIG, LENGTH))
