@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -28,7 +27,12 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron_nemotron3.common.hooks import unwrapped
 from megatron_nemotron3.common.switches import SFT_MEAN, EnvironmentSetting
 from megatron_nemotron3.layers.context_parallel import zigzag
-from megatron_nemotron3.train.data.packing import PackedConversations, PackedRow, conversation_multiple
+from megatron_nemotron3.train.data.packing import (
+    PackedConversations,
+    PackedRow,
+    conversation_multiple,
+    epoch_order,
+)
 from megatron_nemotron3.train.inputs import MEANS
 
 Sample = dict[str, Any]
@@ -104,7 +108,7 @@ class ConversationDataset(MegatronDataset):
 
     def __getitem__(self, index: int) -> Sample:
         epoch, place = divmod(int(index), len(self.indices))
-        order = np.random.default_rng((self.config.random_seed, epoch)).permutation(len(self.indices))
+        order = epoch_order(self.config.random_seed, epoch, len(self.indices))
         return sample(self.dataset.row(int(self.indices[order[place]])))
 
 

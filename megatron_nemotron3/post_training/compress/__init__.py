@@ -19,10 +19,9 @@ else:
         __name__,
         {
             "candidates": ["search"],
+            "cut": ["load", "prune", "save"],
             "importance": ["measure"],
-            "losses": ["ScoredLosses"],
-            "memory": ["load", "prune", "save"],
-            "scores": ["Scores"],
+            "scores": ["ScoredLosses", "Scores"],
             "sizes": ["Sizes", "candidate_config"],
         },
     )

@@ -12,6 +12,7 @@ import os
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -49,6 +50,14 @@ def first_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
 def conversation_multiple(cp: int) -> int:
     """Number of tokens whose multiple each conversation is padded to: CP cuts 2 * cp parts."""
     return 2 * cp if cp > 1 else 1
+
+
+@lru_cache(maxsize=4)
+def epoch_order(seed: int, epoch: int, rows: int) -> Any:
+    """Order of the rows in an epoch, [rows]."""
+    import numpy as np
+
+    return np.random.default_rng((seed, epoch)).permutation(rows)
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,11 @@ from megatron.training.utils import print_rank_0
 from megatron_nemotron3.boundary.feed import RowFeed
 from megatron_nemotron3.boundary.grids import grid, groups
 from megatron_nemotron3.boundary.multimodule import BoundaryCommunicator
-from megatron_nemotron3.train.omni import data, mock
+from megatron_nemotron3.train.data.packing import conversation_multiple
+from megatron_nemotron3.train.omni import data
 from megatron_nemotron3.train.omni.arguments import layouts_of, omni_of
 from megatron_nemotron3.train.omni.layouts import LANGUAGE
+from megatron_nemotron3.train.omni.mock import MockSamples
 from megatron_nemotron3.train.omni.model import (
     OmniModel,
     encoder_specs,
@@ -56,7 +58,7 @@ def _file(args: argparse.Namespace, path: str) -> data.ChatFile:
         omni_of(args),
         args.seq_length,
         pack=not args.omni_no_packing,
-        multiple=2 * args.context_parallel_size if args.context_parallel_size > 1 else 1,
+        multiple=conversation_multiple(args.context_parallel_size),
         cache=args.data_cache_path,
     )
 
@@ -240,20 +242,14 @@ class Batches:
                 f"the checkpoint ends after {start} samples, which is no multiple of the {self._samples} of "
                 "a microbatch over all replicas: use a smaller --micro-batch-size"
             )
-        args = self._args
-        loader: dict[str, Any] = {
-            "samples": self._samples,
-            "lanes": self._lanes,
-            "consumed_samples": start,
-            "workers": args.num_workers,
-        }
-        seed = args.seed + split
+        args, seed = self._args, self._args.seed + split
+        source: data.Samples
         if args.mock_data:
-            batches = mock.build_loader(mock.MockSamples(self._omni, args.seq_length, seed), **loader)
+            source = MockSamples(self._omni, args.seq_length, seed)
         else:
             path = ((args.valid_data_path if split else None) or args.data_path)[0]
-            batches = data.build_loader(_file(args, path), seed=seed, **loader)
-        for batch in batches:
+            source = data.MediaRows(_file(args, path), seed)
+        for batch in data.batches(source, self._samples, self._lanes, start, args.num_workers):
             yield batch | {"modality_inputs": _cast(batch["modality_inputs"], args.params_dtype)}
 
 
