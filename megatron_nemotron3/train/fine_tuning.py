@@ -32,6 +32,7 @@ from megatron_nemotron3.train.data.packing import (
     PackedRow,
     conversation_multiple,
     epoch_order,
+    pack_arguments,
 )
 from megatron_nemotron3.train.inputs import MEANS
 
@@ -171,18 +172,8 @@ def inputs(drawn: Sample, mean: str, cp: int, rank: int) -> RankInputs:
         named = {name: tensor[:, here] for name, tensor in named.items()}
     device = torch.device(torch.cuda.current_device())
     on_device = borders.to(device, non_blocking=True)
-    longest = int(borders.diff().max())
-    packed = PackedSeqParams(
-        qkv_format="thd",
-        # Attention treats the padding behind a conversation as part of it, which changes no real token.
-        cu_seqlens_q=on_device,
-        cu_seqlens_kv=on_device,
-        cu_seqlens_q_padded=on_device,
-        cu_seqlens_kv_padded=on_device,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        total_tokens=int(borders[-1]),
-    )
+    arguments = pack_arguments(on_device, int(borders.diff().max()), int(borders[-1]))
+    packed = PackedSeqParams(qkv_format="thd", **arguments)
     moved = {name: tensor.to(device, non_blocking=True).contiguous() for name, tensor in named.items()}
     return RankInputs(moved, packed, divisor if rank == 0 else 0)
 

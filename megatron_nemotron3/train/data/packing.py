@@ -52,6 +52,23 @@ def conversation_multiple(cp: int) -> int:
     return 2 * cp if cp > 1 else 1
 
 
+def pack_arguments(borders: Any, longest: int, total: int) -> dict[str, Any]:
+    """Keywords of Megatron's `PackedSeqParams` for a row of `total` tokens.
+
+    Attention treats the padding behind a conversation as part of it, which changes no real token.
+
+    Args:
+        borders: int32 [documents + 1], as of `PackedRow`.
+        longest: tokens of the longest document.
+    """
+    return {
+        **{f"cu_seqlens_{side}{padded}": borders for side in ("q", "kv") for padded in ("", "_padded")},
+        "max_seqlen_q": longest,
+        "max_seqlen_kv": longest,
+        "total_tokens": total,
+    }
+
+
 @lru_cache(maxsize=4)
 def epoch_order(seed: int, epoch: int, rows: int) -> Any:
     """Order of the rows in an epoch, [rows]."""

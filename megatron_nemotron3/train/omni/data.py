@@ -27,7 +27,7 @@ from megatron_nemotron3.boundary.partition import sample_shares
 from megatron_nemotron3.common.files import open_outside
 from megatron_nemotron3.models.omni import OmniConfig
 from megatron_nemotron3.train.data.conversations import Conversation, parse_line
-from megatron_nemotron3.train.data.packing import PackedConversations, PackedRow, epoch_order
+from megatron_nemotron3.train.data.packing import PackedConversations, PackedRow, epoch_order, pack_arguments
 from megatron_nemotron3.train.omni.conversation import ENCODER, OmniEncoder, WithMedia, join
 from megatron_nemotron3.train.omni.layouts import LANGUAGE
 from megatron_nemotron3.train.omni.media import MediaError
@@ -243,7 +243,9 @@ class Microbatches(Dataset[Any]):
             ),
         }
         if packed and first == LANGUAGE:
-            batch["packing_kwargs"] = _packing(mine[0])
+            borders = mine[0].borders
+            longest = int(np.diff(borders).max())
+            batch["packing_kwargs"] = pack_arguments(torch.from_numpy(borders), longest, len(mine[0].tokens))
         for names in _equal_shares(self.shares):
             decoded = [one for i in self.shares[names[0]] for one in self.source.media(begin + i, names)]
             for name in names:
@@ -306,17 +308,6 @@ def _equal_shares(shares: Mapping[str, range]) -> list[tuple[str, ...]]:
 
 def _stack(rows: list[PackedRow], name: str) -> torch.Tensor:
     return torch.from_numpy(np.stack([getattr(row, name) for row in rows]))
-
-
-def _packing(row: PackedRow) -> dict[str, Any]:
-    """Keywords of Megatron's `PackedSeqParams`. Padding is attended to by padding only."""
-    borders, longest = torch.from_numpy(row.borders), int(np.diff(row.borders).max())
-    return {
-        **{f"cu_seqlens_{side}{padded}": borders for side in ("q", "kv") for padded in ("", "_padded")},
-        "max_seqlen_q": longest,
-        "max_seqlen_kv": longest,
-        "total_tokens": len(row.tokens),
-    }
 
 
 def _raise_first(mine: tuple[int, Exception] | None, size: int) -> None:

@@ -32,10 +32,15 @@ class MockSamples:
         labels = torch.cat([ids[1:], ids.new_zeros(1)])
         mask = ~self._is_special(labels)
         mask[-1] = False
-        positions, padding = torch.arange(self.length), torch.zeros(self.length, dtype=torch.bool)
-        borders = torch.tensor([0, self.length], dtype=torch.int32)
-        arrays = (one.numpy() for one in (ids, labels, mask.float(), positions, padding, borders))
-        return PackedRow(*arrays, conversations=1)
+        return PackedRow(
+            tokens=ids.numpy(),
+            labels=labels.numpy(),
+            loss_mask=mask.float().numpy(),
+            positions=torch.arange(self.length).numpy(),
+            padding=torch.zeros(self.length, dtype=torch.bool).numpy(),
+            borders=torch.tensor([0, self.length], dtype=torch.int32).numpy(),
+            conversations=1,
+        )
 
     def media(self, number: int, modalities: tuple[str, ...]) -> list[dict[str, Any]]:
         return [self._media(number, modality) for modality in modalities]
