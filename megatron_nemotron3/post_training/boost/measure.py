@@ -112,21 +112,13 @@ def plot(before: DraftResult | None, after: DraftResult, path: Path, title: str)
         for label, one, style in (("before", before, "o--"), ("after", after, "o-")):
             if one is None:
                 continue
-            left.plot(
-                depths,
-                [each.top1 for each in one.agreement],
-                style,
-                color="C0",
-                label=f"same top token, {label}",
-            )
-            left.plot(
-                depths, [each.overlap for each in one.agreement], style, color="C1", label=f"overlap, {label}"
-            )
-            found = [interval(each.greedy) for each in one.agreement]
-            right.plot(
-                depths, [each.mean for each in found], style, color="C0", label=f"along the text, {label}"
-            )
-            right.plot(depths, one.accepted, style, color="C2", label=f"continuations, {label}")
+            for axes, name, color, values in (
+                (left, "same top token", "C0", [each.top1 for each in one.agreement]),
+                (left, "overlap", "C1", [each.overlap for each in one.agreement]),
+                (right, "along the text", "C0", [interval(each.greedy).mean for each in one.agreement]),
+                (right, "continuations", "C2", one.accepted),
+            ):
+                axes.plot(depths, values, style, color=color, label=f"{name}, {label}")
         left.set(xlabel="MTP depth", ylabel="share", ylim=(0, 1), title="Agreement with the model")
         right.set(xlabel="drafted tokens", ylabel="tokens per verification", title="Acceptance, greedy")
         for axes in (left, right):

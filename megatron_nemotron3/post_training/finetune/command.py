@@ -109,17 +109,18 @@ def _finetune(
 
     source, out = options.source, options.output
     base, run, tuned, chat = out / "base", out / "run", out / "hf", out / "tokenizer"
-    words = ["--mtp-from", checked.request.mtp_from] if checked.request.mtp_from else []
-    if (depths := checked.request.mtp_num_layers) is not None:
-        words += ["--mtp-num-layers", str(depths)]
+    how = checked.record
+    words = ["--mtp-from", how["mtp_from"]] if how["mtp_from"] else []
+    if how["mtp_num_layers"] is not None:
+        words += ["--mtp-num-layers", how["mtp_num_layers"]]
     if not base.exists() and (status := step(options.main, "convert", "from-hf", source, base, *words)):
         return status
     before = measure(base, checked.config, held_out, chat, device, out / "before.json")
     print(f"held-out loss before: {before.per_token:.4f} nats per token", flush=True)
     arguments: list[object] = ["--model", out / "model.json", "--conversations", out / "train.jsonl"]
     arguments += ["--tokenizer", chat, "--output", run, "--device", options.device]
-    arguments += ["--steps", checked.request.steps, "--seq-length", checked.request.seq_length]
-    arguments += ["--lr", checked.request.lr, *(() if lora is not None else ("--pretrained", base))]
+    arguments += ["--steps", how["steps"], "--seq-length", how["seq_length"]]
+    arguments += ["--lr", how["lr"], *(() if lora is not None else ("--pretrained", base))]
     adapters = "" if lora is None else f"base={base},{lora.text()}"
     with environment(LORA, adapters):
         if status := step(

@@ -55,16 +55,8 @@ SEED = 1
 PARTS = (LANGUAGE, VISION, "vision-projector", SOUND, "sound-projector")
 
 
-def language_spec(launch: Launch, at: ProcessGroupCollection | None) -> ModuleSpec:
-    """The language model's module; `at` is this rank's groups, None on a rank without it."""
-    config = model_config(launch, whole_world=False)
-    config.transformer.calculate_per_token_loss = True
-    config.vocab_size, config.seq_length = launch.config.vocab_size, launch.config.seq_length
-    return hybrid_spec(config, at)
-
-
 def hybrid_spec(config: Any, at: ProcessGroupCollection | None) -> ModuleSpec:
-    """The module of a `HybridModelConfig`; `at` as for `language_spec`."""
+    """The module of a `HybridModelConfig`; `at`: this rank's groups, None on a rank without it."""
     if at is None:
         return ModuleSpec(module=HybridModel, params={"config": config.transformer})
     return ModuleSpec(
@@ -162,11 +154,14 @@ def build(
         precision=precision,
         backend="torch",
     )
+    built = model_config(launch, whole_world=False)
+    built.transformer.calculate_per_token_loss = True
+    built.vocab_size, built.seq_length = launch.config.vocab_size, launch.config.seq_length
     with warnings.catch_warnings():  # as at import
         warnings.simplefilter("ignore")
         model = BoundaryMimoModel(
             MimoModelConfig(
-                language_model_spec=language_spec(launch, mine.get(LANGUAGE)),
+                language_model_spec=hybrid_spec(built, mine.get(LANGUAGE)),
                 modality_submodules_spec=encoder_specs(config, mine, seed),
                 special_token_ids=config.special_ids(),
                 module_to_grid_map=grids,
