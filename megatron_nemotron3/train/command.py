@@ -157,13 +157,13 @@ def _distillation(options: argparse.Namespace) -> distillation.Distillations:
     return distillation.read(folders, options.distill, ("--teacher", "--distill"))
 
 
-def _teachers_data(options: argparse.Namespace, teachers: distillation.Distillations) -> str:
+def _teachers_data(options: argparse.Namespace, teachers: distillation.Distillations) -> str | None:
     """Take the data and tokenizer of a teacher with the student's where no data are given."""
     given = (options.text, options.max_bytes, options.data_path, options.conversations, options.tokenizer)
     same = [one.teacher for one in teachers if not one.projection]
     rows = rows_of_teacher(same[0]) if same and not any(given) else None
     if rows is None:
-        return "99,1,0"
+        return None
     options.tokenizer = rows.tokenizer
     if rows.conversations:
         options.conversations = list(rows.paths)

@@ -10,11 +10,14 @@ from pathlib import Path
 from megatron_nemotron3.checkpoints.folders import CHECKPOINTS, TRACKER
 from megatron_nemotron3.checkpoints.trust import trust_option
 from megatron_nemotron3.common.options import flag, option, repeated
+from megatron_nemotron3.launch import TrainingData
 from megatron_nemotron3.precision import settings as emulation
 
 #: What the loss of fine-tuning may be a mean over, the default first.
 MEANS = ("tokens", "conversations")
 
+#: Megatron's options for a training on conversations.
+CONVERSATION_OPTIONS = ("--sft", "--calculate-per-token-loss", "--sft-tokenizer-prompt-format", "default")
 #: Files of which a tokenizer's folder has at least one.
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
@@ -78,7 +81,12 @@ def require_inputs(options: argparse.Namespace) -> None:
     """Raise ValueError at data and folders that do not exist, or that would not be used."""
     if options.conversations:
         _require_source(options, "--conversations", ("text", "max_bytes", "data_path"))
-        _require_conversations(options)
+        require_conversation_files(options.conversations)
+        if options.micro_batch_size not in (None, 1):
+            raise ValueError(
+                f"--micro-batch-size {options.micro_batch_size}: conversations are packed into rows; give 1, "
+                "and a larger --seq-length"
+            )
     elif options.mean is not None:
         raise ValueError("--mean goes with --conversations: drop it")
     if options.pretrained is not None and (options.pretrained / CHECKPOINTS / TRACKER).is_file():
@@ -107,6 +115,31 @@ def require_inputs(options: argparse.Namespace) -> None:
         raise ValueError(f"--output {output} is a file: give a folder")
 
 
+def require_conversation_files(files: Sequence[str]) -> None:
+    """Raise ValueError at a file of --conversations that does not exist."""
+    for file in files:
+        if not Path(file).is_file():
+            raise ValueError(f"--conversations {file}: there is no such file")
+
+
+def given_data(
+    paths: Sequence[str],
+    tokenizer: str | None,
+    *,
+    conversations: bool,
+    split: str | None = None,
+    cache: str | None = None,
+) -> TrainingData:
+    """Megatron's data options for data sets, or for conversations, and the folder of a tokenizer."""
+    return TrainingData(
+        data_path=tuple(paths),
+        split=split or ("90,10,0" if conversations else "99,1,0"),
+        data_cache_path=cache,
+        tokenizer_type="SFTTokenizer" if conversations else "HuggingFaceTokenizer",
+        tokenizer_model=tokenizer,
+    )
+
+
 def _require_source(options: argparse.Namespace, source: str, others: Sequence[str]) -> None:
     """Raise ValueError if the source of the data has no tokenizer, or there is another source."""
     for name in others:
@@ -116,17 +149,6 @@ def _require_source(options: argparse.Namespace, source: str, others: Sequence[s
     if options.tokenizer is None:
         raise ValueError(f"{source} needs --tokenizer DIR (a Hugging Face tokenizer)")
     require_tokenizer(options.tokenizer)
-
-
-def _require_conversations(options: argparse.Namespace) -> None:
-    for file in options.conversations:
-        if not Path(file).is_file():
-            raise ValueError(f"--conversations {file}: there is no such file")
-    if options.micro_batch_size not in (None, 1):
-        raise ValueError(
-            f"--micro-batch-size {options.micro_batch_size}: conversations are packed into rows; give 1, "
-            "and a larger --seq-length"
-        )
 
 
 def _is_number(word: str) -> bool:

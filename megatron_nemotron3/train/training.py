@@ -32,7 +32,7 @@ from megatron_nemotron3.precision import report as precision_report
 from megatron_nemotron3.precision import settings as emulation
 from megatron_nemotron3.precision import yaml_file
 from megatron_nemotron3.train import log, processes, resuming
-from megatron_nemotron3.train.inputs import MEANS, TrainOptions
+from megatron_nemotron3.train.inputs import CONVERSATION_OPTIONS, MEANS, TrainOptions, given_data
 from megatron_nemotron3.train.progress import TrainProgress
 from megatron_nemotron3.train.teacher import settings as distillation
 from megatron_nemotron3.train.teacher.check import check as check_teacher
@@ -50,8 +50,8 @@ class TrainRequest:
     output: Path
     #: The data, the checkpoints to start from, the monitors and the log.
     options: TrainOptions = field(default_factory=TrainOptions)
-    #: Of `options.data_path`.
-    split: str = "99,1,0"
+    #: Of `options.data_path`; None: the default one.
+    split: str | None = None
     #: Iterations between precision measurements; 0: the default interval; None: off.
     log_precision: int | None = None
     #: Parts of the run that may differ from the folder's earlier steps; of `manifest.CHANGES`.
@@ -257,18 +257,12 @@ def _prepared_data(request: TrainRequest) -> tuple[TrainingData, float | None]:
     from megatron_nemotron3.train.data.prepare import MAX_BYTES
 
     options = request.options
-    folders_only = TrainingData(save=str(request.checkpoints), load=str(request.checkpoints))
+    folders_only = {"save": str(request.checkpoints), "load": str(request.checkpoints)}
     if options.conversations:
-        return _prepared_conversations(request, folders_only), None
+        return replace(_prepared_conversations(request), **folders_only), None
     if options.data_path:
-        given = replace(
-            folders_only,
-            data_path=tuple(options.data_path),
-            split=request.split,
-            tokenizer_type="HuggingFaceTokenizer",
-            tokenizer_model=options.tokenizer,
-        )
-        return given, None
+        given = given_data(options.data_path, options.tokenizer, conversations=False, split=request.split)
+        return replace(given, **folders_only), None
     prepared = prepare(
         options.text,
         request.output / "data",
@@ -279,13 +273,13 @@ def _prepared_data(request: TrainRequest) -> tuple[TrainingData, float | None]:
     counts = f"{len(prepared.texts.documents):,} documents, {prepared.dataset.tokens:,} tokens"
     print(f"text: {source}, {counts}")
     baseline = unigram_baseline(prepared.prefix, prepared.split, tokenizer.vocab_size)
-    data = replace(
-        folders_only,
+    data = TrainingData(
         data_path=(prepared.prefix,),
         split=prepared.split,
         data_cache_path=prepared.data_cache_path,
         tokenizer_type=tokenizer.tokenizer_type,
         tokenizer_model=tokenizer.tokenizer_model,
+        **folders_only,
     )
     return data, baseline.cross_entropy
 
@@ -296,13 +290,13 @@ def _own_options(request: TrainRequest) -> tuple[str, ...]:
     if "--tensorboard-dir" not in request.launch.options and importlib.util.find_spec("tensorboard"):
         options += ("--tensorboard-dir", str(request.output / "tensorboard"))
     if request.options.conversations:
-        options += ("--sft", "--calculate-per-token-loss", "--sft-tokenizer-prompt-format", "default")
+        options += CONVERSATION_OPTIONS
     if request.options.pretrained is not None:
         options += ("--pretrained-checkpoint", str(request.options.pretrained))
     return options
 
 
-def _prepared_conversations(request: TrainRequest, data: TrainingData) -> TrainingData:
+def _prepared_conversations(request: TrainRequest) -> TrainingData:
     """Encode the conversations, so that a wrong file ends here; the training processes map the result."""
     from megatron_nemotron3.train.data.packing import PackedConversations, conversation_multiple
 
@@ -311,14 +305,7 @@ def _prepared_conversations(request: TrainRequest, data: TrainingData) -> Traini
     assert options.tokenizer is not None
     for file in options.conversations:
         print(PackedConversations(file, options.tokenizer, launch.seq_length, multiple, cache).describe())
-    return replace(
-        data,
-        data_path=tuple(options.conversations),
-        split="90,10,0",
-        data_cache_path=cache,
-        tokenizer_type="SFTTokenizer",
-        tokenizer_model=options.tokenizer,
-    )
+    return given_data(options.conversations, options.tokenizer, conversations=True, cache=cache)
 
 
 def _print_report(request: TrainRequest, curve: log.Curve, baseline: float | None, started: float) -> None:

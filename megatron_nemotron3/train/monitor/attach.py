@@ -41,7 +41,11 @@ def watch_stack(stack: Any) -> None:
     agree_on_interval(MONITOR, interval)
     if interval == 0 or _reason_against(stack.config):
         return
-    monitor = _install_monitor(interval, stack.pg_collection)
+    tracker = get_moe_metrics_tracker()
+    if not isinstance(tracker, MonitorTracker) or not tracker.monitor.layers:
+        tracker = MonitorTracker(Monitor(interval, stack.pg_collection), before=tracker)
+        set_moe_metrics_tracker(tracker)
+    monitor = tracker.monitor
     for layer in decoder_layers(stack):
         row = decoder_row(layer.layer_number)
         monitor.add(WatchedLayer(row, (row,), layer, monitor.switch))
@@ -75,14 +79,6 @@ def _reason_against(config: Any) -> str | None:
     if settings.requested() and torch.distributed.get_rank() == 0:
         print(f"megatron_nemotron3: {MONITOR} has no effect: {reason}", flush=True)
     return reason
-
-
-def _install_monitor(interval: int, groups: Any) -> Monitor:
-    tracker = get_moe_metrics_tracker()
-    if not isinstance(tracker, MonitorTracker) or not tracker.monitor.layers:
-        tracker = MonitorTracker(Monitor(interval, groups), before=tracker)
-        set_moe_metrics_tracker(tracker)
-    return tracker.monitor
 
 
 class Monitor:
