@@ -4,9 +4,7 @@
     with n3.cpu_mode():                                   # on a GPU: leave this line out
         model = n3.build_model("super", tiny=True)        # megatron.core HybridModel of this rank
 
-The numbers take the same path for every caller: dataclass -> flags -> Megatron's own parser ->
-TransformerConfig -> Megatron's own model builder. So a model built here is the one that the stock script
-builds from our flags.
+The numbers take the way of a stock script: dataclass -> flags -> Megatron's parser and model builder.
 """
 
 from __future__ import annotations

@@ -4,10 +4,9 @@
     eval "set -- $flags"
     nemotron3 run megatron_nemotron3/train/pretrain_script.py "$@" --data-path …
 
-`nemotron3 train` starts this script. PyPI's megatron-core has the loop (`megatron.training`) but not the
-stock script, and this one needs nothing else. It does plain pre-training, and with `--sft` fine-tuning on
-packed conversations (`fine_tuning.py`); both also from a teacher (`--nemotron3-teacher`). ModelOpt is left to
-the stock script.
+`nemotron3 train` starts this script, because PyPI's megatron-core has the loop but not the stock script. It
+does pre-training, and with `--sft` fine-tuning on packed conversations (`fine_tuning.py`). ModelOpt is left
+to the stock script.
 """
 
 from __future__ import annotations

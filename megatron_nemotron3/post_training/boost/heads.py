@@ -204,8 +204,7 @@ class Heads:
 
 
 def _iteration() -> int:
-    """The training script's step, so that the same tokens are mixed anew when they come again; 0 without
-    one."""
+    """The training script's step, with which the same tokens are mixed anew; 0 without a script."""
     return int(getattr(megatron_options(), "curr_iteration", 0))
 
 

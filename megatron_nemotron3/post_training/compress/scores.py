@@ -82,11 +82,7 @@ class Scores:
     values: Mapping[str, Array]
 
     def save(self, path: Path) -> None:
-        """Write a safetensors file.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write a safetensors file."""
         about = {_FORMAT: "1", "tokens": str(self.tokens), "model": self.config.to_json()}
         shapes = ((key, "float32", value.shape) for key, value in self.values.items())
         with atomic(path) as temporary, open(temporary, "wb") as file:
@@ -100,7 +96,6 @@ class Scores:
 
         Raises:
             ValueError: it is no file of scores, or the scores are those of another model.
-            OSError: it cannot be read.
         """
         entries, about = read_safetensors_header(path)
         if about.get(_FORMAT) != "1" or not about.get("tokens", "").isdecimal():

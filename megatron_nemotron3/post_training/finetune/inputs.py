@@ -149,8 +149,7 @@ def _encoded(inputs: FineTuneInputs, folder: Path) -> list[Encoded]:
 
 
 def _tokenizer_files(folder: Path) -> list[Path]:
-    """Small files that may belong to a tokenizer, in order; config.json says what model it is, which the
-    tokenizer is loaded without."""
+    """Small files that may belong to a tokenizer, in order, without config.json, which is the model's."""
     return [
         file
         for file in sorted(folder.iterdir())

@@ -169,8 +169,7 @@ class Aligner:
         count: int,
         keep: Sequence[bool] | None = None,
     ) -> int:
-        """Write the teacher's input, and the numbers of the spans to the positions that predict their
-        tokens."""
+        """Write the teacher's input, and a span's number to the positions that predict its tokens."""
         import torch
 
         tokens, ours, theirs = places

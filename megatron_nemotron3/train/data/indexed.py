@@ -1,7 +1,6 @@
 """Write and read documents as Megatron's .bin and .idx, and split them as its --split does.
 
-The format is that of `megatron.core.datasets.indexed_dataset`, whose import takes seconds, since it imports
-all of megatron.core:
+The format is that of `megatron.core.datasets.indexed_dataset`, whose import takes seconds:
 
     .bin   token ids of all documents, one after the other
     .idx   magic, version (u64), code of the ids' type (u8), sequences (u64), documents + 1 (u64),
@@ -53,12 +52,10 @@ def write_dataset(
 ) -> DatasetInfo:
     """Write `docs` to `prefix`.bin and `prefix`.idx: one sequence per document, each ended by `eod`.
 
-    Tokens are uint16 where the vocabulary allows (< 65500, as in Megatron), else int32.
-    Both files are built under other names in the same folder and then renamed, the .idx last. Documents
-    without a token are left out.
+    Tokens are uint16 where the vocabulary allows (< 65500, as in Megatron), else int32. Documents without a
+    token are left out. Both files appear whole or not at all, the .idx last.
 
-    Raises ValueError if no document is left or a token is outside the vocabulary, OSError if the disk is
-    full (no incomplete file is left, and an older data set under `prefix` stays).
+    Raises ValueError if no document is left or a token is outside the vocabulary.
     """
     prefix = os.path.abspath(prefix)
     dtype = "uint16" if tokenizer.vocab_size < _SMALL else "int32"

@@ -52,8 +52,7 @@ def read_texts(path: str | os.PathLike[str] | None = None, *, max_bytes: int | N
     last documents and max_bytes keeps the first, so both are fair samples, not the end of the alphabet.
     Documents of a single file or a .jsonl keep their order.
 
-    Raises FileNotFoundError if `path` does not exist, ValueError if it holds no text, if a line of a .jsonl
-    is not an object with a string under "text", or if max_bytes < 1.
+    Raises FileNotFoundError, or ValueError without any text, and at a line of a .jsonl without "text".
     """
     if max_bytes is not None and max_bytes < 1:
         raise ValueError(f"max_bytes={max_bytes} leaves no text: use a positive number, or None for all")

@@ -230,11 +230,7 @@ def _address(kind: str, data: bytes) -> str:
 
 
 def render(**values: Any) -> str:
-    """Fill in the template `page.html`; `values` are the names in it, `facts` among them.
-
-    Raises:
-        ModuleNotFoundError: jinja2 is not installed.
-    """
+    """Fill in the template `page.html`; `values` are the names in it, `facts` among them."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     loader = FileSystemLoader(Path(__file__).parent)
