@@ -111,9 +111,11 @@ def _require_folder(folder: Path, manifest: LogitsManifest) -> None:
     """Check that these logits may be written to the folder, and write the manifest to a new one."""
     if is_stored(folder):
         if (before := read_manifest(folder)) != manifest:
+            changed = record.differences(vars(before), vars(manifest))
+            different = ", ".join(f"{name} {old}, not {new}" for name, (old, new) in changed.items())
             raise ValueError(
-                f"{folder} holds other logits ({_differences(before, manifest)}): go on with the "
-                "same options, or give another --output"
+                f"{folder} holds other logits ({different}): go on with the same options, or give another "
+                "--output"
             )
         for leftover in folder.glob(temporary_prefix("part-*.npy") + "*"):
             leftover.unlink()  # of processes that were ended while they wrote
@@ -156,11 +158,6 @@ def _data(options: LogitsOptions, teacher: TeacherCheckpoint) -> TrainingData:
             raise ValueError(f"--data-path {prefix}: there is no file {prefix}.idx")
     cache = str(options.output / "cache")
     return given_data(paths, tokenizer, conversations=bool(options.conversations), split=split, cache=cache)
-
-
-def _differences(before: LogitsManifest, now: LogitsManifest) -> str:
-    changed = record.differences(vars(before), vars(now))
-    return ", ".join(f"{name} {old}, not {new}" for name, (old, new) in changed.items())
 
 
 def _manifest(
