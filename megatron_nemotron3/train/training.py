@@ -161,6 +161,7 @@ def _train_alone(request: TrainRequest, launch: Launch, key: str, started: float
     identity = resuming.Identity(request.output, begun, stored, request.changes, to_write, teachers)
     identity.require(launch, "model", "mtp", "precision", "teacher")
     data, baseline = _prepared_data(request)
+    data = replace(data, save=str(request.checkpoints), load=str(request.checkpoints))
     identity.require(replace(launch, data=data), "tokenizer", "data")
     for path in to_write:
         yaml_file.write_precision_file(launch.config, path)
@@ -257,12 +258,11 @@ def _prepared_data(request: TrainRequest) -> tuple[TrainingData, float | None]:
     from megatron_nemotron3.train.data.prepare import MAX_BYTES
 
     options = request.options
-    folders_only = {"save": str(request.checkpoints), "load": str(request.checkpoints)}
     if options.conversations:
-        return replace(_prepared_conversations(request), **folders_only), None
+        return _prepared_conversations(request), None
     if options.data_path:
         given = given_data(options.data_path, options.tokenizer, conversations=False, split=request.split)
-        return replace(given, **folders_only), None
+        return given, None
     prepared = prepare(
         options.text,
         request.output / "data",
@@ -279,7 +279,6 @@ def _prepared_data(request: TrainRequest) -> tuple[TrainingData, float | None]:
         data_cache_path=prepared.data_cache_path,
         tokenizer_type=tokenizer.tokenizer_type,
         tokenizer_model=tokenizer.tokenizer_model,
-        **folders_only,
     )
     return data, baseline.cross_entropy
 
