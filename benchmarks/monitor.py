@@ -59,7 +59,7 @@ class Training:
 
     def _put_clocks(self) -> None:
         """Around every hook, before any is registered, and around the report."""
-        from megatron_nemotron3.train.monitor.tracker import Monitor
+        from megatron_nemotron3.train.monitor.attach import Monitor
         from megatron_nemotron3.train.monitor.watched import WatchedLayer, WatchedLoss
 
         def clocked(function: Any) -> Any:

@@ -35,25 +35,24 @@ def register(commands: Any) -> None:
 def report_command(options: ReportOptions) -> int:
     """Write the page; exit status 0."""
     from megatron_nemotron3.precision.report import summary
-    from megatron_nemotron3.train.report import figures, render
-    from megatron_nemotron3.train.report.facts import gather
+    from megatron_nemotron3.train.report import page
 
     folder = run_of(options.folder)
     output = options.output or folder / NAME
-    facts = gather(folder)
+    facts = page.gather(folder)
     require_plot(output, "--output")
     continuation = None
     if options.prompt is not None:
         from megatron_nemotron3.inference.generate.command import sample
 
         continuation = sample(folder, options.prompt, NEW_TOKENS)
-    text = render(
+    text = page.render(
         facts=facts,
         written=time.strftime("%Y-%m-%d %H:%M"),
-        training=list(figures.training(facts)),
-        monitors=list(figures.monitors(facts)),
+        training=list(page.training(facts)),
+        monitors=list(page.monitors(facts)),
         precision="\n".join(summary(facts.precision)) if facts.precision else "",
-        quantization=figures.quantization(facts),
+        quantization=page.quantization(facts),
         prompt=options.prompt,
         sample=continuation,
     )

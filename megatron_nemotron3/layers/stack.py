@@ -69,7 +69,7 @@ class Nemotron3Stack(HybridStack):
     """`HybridStack` with `submodules.final_norm`; parameter names and checkpoint keys are unchanged."""
 
     _announced = False
-    #: Runs the layers in place of a plain call, as in a frozen model (post_training/boost/trunk.py): it is
+    #: Runs the layers in place of a plain call, as in a frozen model (post_training/boost/heads.py): it is
     #: given a function that computes this stage's output, and returns that.
     around: Callable[[Callable[[], Tensor]], Tensor] | None = None
 

@@ -4,9 +4,7 @@
     with n3.cpu_mode():                                   # on a GPU: leave this line out
         model = n3.build_model("super", tiny=True)        # megatron.core HybridModel of this rank
 
-The numbers take the same path for every caller: dataclass -> flags -> Megatron's own parser ->
-TransformerConfig -> Megatron's own model builder. So a model built here is the one that the stock script
-builds from our flags.
+The numbers take the way of a stock script: dataclass -> flags -> Megatron's parser and model builder.
 """
 
 from __future__ import annotations
@@ -97,10 +95,8 @@ def build(
         raise RuntimeError("no GPU found: build inside `with megatron_nemotron3.cpu_mode():`")
     config = model_config(launch)
     _ensure_groups(launch.layout, seed)
-    builder = config.get_builder_cls()(config)
-    groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
     with emulation.emulating(launch.emulate or emulation.current()):
-        return verified(builder.build_model(groups, pre_process, post_process, vp_stage))
+        return built(config, pg_collection, pre_process, post_process, vp_stage)
 
 
 #: Keywords of `build_model` that are those of `build`.
@@ -148,10 +144,8 @@ def model_provider(
     from megatron.training import argument_utils, get_args
 
     args = get_args()
-    built = argument_utils.hybrid_config_from_args(args, config)
-    builder = built.get_builder_cls()(built)
-    groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-    model = verified(builder.build_model(groups, pre_process, post_process, vp_stage))
+    whole = argument_utils.hybrid_config_from_args(args, config)
+    model = built(whole, pg_collection, pre_process, post_process, vp_stage)
     if hasattr(args, "enable_mtp_training"):
         mtp_on_request(model)
     return model
@@ -182,14 +176,25 @@ def mtp_on_request(model: HybridModel) -> None:
     def restore(*_: Any) -> None:
         model.mtp_process = has_mtp
 
-    model.register_forward_pre_hook(
-        take_keyword, with_kwargs=True, prepend=True
-    )  # before hooks that bind arguments
+    # Before hooks that bind arguments.
+    model.register_forward_pre_hook(take_keyword, with_kwargs=True, prepend=True)
     model.register_forward_hook(restore, always_call=True)
 
 
-def verified(model: HybridModel) -> HybridModel:
-    """Return the model if its stack is ours: Megatron builds its own, silently, if a spec fails to import."""
+def built(
+    config: Any,
+    groups: ProcessGroupCollection | None,
+    pre_process: bool | None,
+    post_process: bool | None,
+    vp_stage: int | None,
+) -> HybridModel:
+    """Build from a `HybridModelConfig`; RuntimeError if the stack is not ours.
+
+    Megatron builds its own, silently, if a spec fails to import.
+    """
+    groups = groups or ProcessGroupCollection.use_mpu_process_groups()
+    builder = config.get_builder_cls()(config)
+    model: HybridModel = builder.build_model(groups, pre_process, post_process, vp_stage)
     if not isinstance(model.decoder, Nemotron3Stack):
         raise RuntimeError(
             f"Megatron built {type(model.decoder).__name__} instead of Nemotron3Stack: "

@@ -5,20 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.checkpoints import folders
-from megatron_nemotron3.checkpoints.trust import require_trusted, trust_option, trusting
-from megatron_nemotron3.common.options import (
-    add_option,
-    add_options,
-    device_option,
-    flag,
-    option,
-    repeated,
-)
+from megatron_nemotron3.checkpoints.trust import require_trusted, trusting
+from megatron_nemotron3.common.options import add_option, add_options, device_option, from_arguments
 from megatron_nemotron3.common.processes import exit_at_interrupt
 from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.launch import Launch, boosting, check, flags, manifest, to_argv
@@ -34,7 +27,7 @@ from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import ModelOptions, chosen_model
 from megatron_nemotron3.models.lora import in_environment
 from megatron_nemotron3.precision import settings as emulation
-from megatron_nemotron3.train.inputs import MEANS, require_inputs
+from megatron_nemotron3.train.inputs import START, TrainOptions, require_inputs
 from megatron_nemotron3.train.monitor import settings as monitor
 from megatron_nemotron3.train.teacher import settings as distillation
 from megatron_nemotron3.train.teacher.manifest import rows_of_teacher
@@ -51,52 +44,6 @@ _OWN = {
 }
 
 
-_DATA, _START, _LOG = "data", "where it starts", "measurements and log"
-_DISTILLATION = "distillation"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainOptions:
-    """Options of `nemotron3 train` alone; their values are in the namespace, next to those of the launch."""
-
-    output: Path | None = option("where to write (default: runs/NAME)", "DIR")
-    text: str | None = option("text file, .jsonl or folder (default: Python's sources)", "PATH", group=_DATA)
-    max_bytes: int | None = option("use at most N bytes of text", "N", group=_DATA)
-    data_path: list[str] = repeated("Megatron data sets (instead of text)", "PREFIX", nargs="+", group=_DATA)
-    conversations: list[str] = repeated(
-        ".jsonl conversations (to fine-tune on)", "FILE", nargs="+", group=_DATA
-    )
-    tokenizer: str | None = option(
-        "folder of a Hugging Face tokenizer (for --data-path or --conversations)", "DIR", group=_DATA
-    )
-    mean: str | None = option(
-        f"what the loss of --conversations is a mean over (default {MEANS[0]})", choices=MEANS, group=_DATA
-    )
-    pretrained: Path | None = option(
-        "a run or checkpoints to start from if the output has none", "DIR", group=_START
-    )
-    trust_checkpoint: bool = trust_option(group=_START)
-    monitor: int | None = option("iterations between measurements; 0: off", "N", group=_LOG)
-    log_precision: str | None = option(
-        f"measure quantized operands every N steps (default {emulation.LOG_DEFAULT})",
-        "N",
-        nargs="?",
-        const="",
-        group=_LOG,
-    )
-    teacher: list[str] = repeated(
-        "learn from the model of this checkpoint, or from logits of `nemotron3 logits` (repeatable)",
-        "DIR",
-        group=_DISTILLATION,
-    )
-    distill: list[str] = repeated(
-        "as kind=kl,temperature=2,weight=0.9 (once for each --teacher, or once for all)",
-        "HOW",
-        group=_DISTILLATION,
-    )
-    verbose: bool = flag("print Megatron's whole log", group=_LOG)
-
-
 def register(commands: Any) -> None:
     """Add `nemotron3 train`."""
     train = commands.add_parser("train")
@@ -104,7 +51,7 @@ def register(commands: Any) -> None:
     add_launch(train, precision=None)
     add_option(train, "device", device_option())
     add_options(train, TrainOptions)
-    (start,) = [group for group in train._action_groups if group.title == _START]
+    (start,) = [group for group in train._action_groups if group.title == START]
     manifest.add_change(start)
     train.set_defaults(run=train_command)
 
@@ -161,20 +108,14 @@ def _train(options: argparse.Namespace) -> int:
     if device == "cpu" and not any(rule.severity == "error" for rule in check(launch)):
         for shortage in shortages(launch):
             print(f"warning: {shortage}", file=sys.stderr)
+    if options.monitor is not None:
+        monitor.parse_interval(str(options.monitor))  # raises if it is none
     request = TrainRequest(
         launch=launch,
         device=device,
         output=options.output or Path("runs") / config.name,
-        text=options.text,
-        max_bytes=options.max_bytes,
-        data_path=tuple(options.data_path),
-        tokenizer=options.tokenizer,
-        conversations=tuple(options.conversations),
-        mean=options.mean or MEANS[0],
-        pretrained=options.pretrained,
-        monitor=None if options.monitor is None else monitor.parse_interval(str(options.monitor)),
+        options=from_arguments(TrainOptions, options),
         log_precision=log_precision,
-        verbose=options.verbose,
         changes=tuple(options.change),
         distill=teachers,
         split=split,
@@ -216,13 +157,13 @@ def _distillation(options: argparse.Namespace) -> distillation.Distillations:
     return distillation.read(folders, options.distill, ("--teacher", "--distill"))
 
 
-def _teachers_data(options: argparse.Namespace, teachers: distillation.Distillations) -> str:
+def _teachers_data(options: argparse.Namespace, teachers: distillation.Distillations) -> str | None:
     """Take the data and tokenizer of a teacher with the student's where no data are given."""
     given = (options.text, options.max_bytes, options.data_path, options.conversations, options.tokenizer)
     same = [one.teacher for one in teachers if not one.projection]
     rows = rows_of_teacher(same[0]) if same and not any(given) else None
     if rows is None:
-        return "99,1,0"
+        return None
     options.tokenizer = rows.tokenizer
     if rows.conversations:
         options.conversations = list(rows.paths)

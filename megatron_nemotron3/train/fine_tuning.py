@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -28,7 +27,13 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron_nemotron3.common.hooks import unwrapped
 from megatron_nemotron3.common.switches import SFT_MEAN, EnvironmentSetting
 from megatron_nemotron3.layers.context_parallel import zigzag
-from megatron_nemotron3.train.data.packing import PackedConversations, PackedRow, conversation_multiple
+from megatron_nemotron3.train.data.packing import (
+    PackedConversations,
+    PackedRow,
+    conversation_multiple,
+    epoch_order,
+    pack_arguments,
+)
 from megatron_nemotron3.train.inputs import MEANS
 
 Sample = dict[str, Any]
@@ -104,7 +109,7 @@ class ConversationDataset(MegatronDataset):
 
     def __getitem__(self, index: int) -> Sample:
         epoch, place = divmod(int(index), len(self.indices))
-        order = np.random.default_rng((self.config.random_seed, epoch)).permutation(len(self.indices))
+        order = epoch_order(self.config.random_seed, epoch, len(self.indices))
         return sample(self.dataset.row(int(self.indices[order[place]])))
 
 
@@ -167,18 +172,8 @@ def inputs(drawn: Sample, mean: str, cp: int, rank: int) -> RankInputs:
         named = {name: tensor[:, here] for name, tensor in named.items()}
     device = torch.device(torch.cuda.current_device())
     on_device = borders.to(device, non_blocking=True)
-    longest = int(borders.diff().max())
-    packed = PackedSeqParams(
-        qkv_format="thd",
-        # Attention treats the padding behind a conversation as part of it, which changes no real token.
-        cu_seqlens_q=on_device,
-        cu_seqlens_kv=on_device,
-        cu_seqlens_q_padded=on_device,
-        cu_seqlens_kv_padded=on_device,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        total_tokens=int(borders[-1]),
-    )
+    arguments = pack_arguments(on_device, int(borders.diff().max()), int(borders[-1]))
+    packed = PackedSeqParams(qkv_format="thd", **arguments)
     moved = {name: tensor.to(device, non_blocking=True).contiguous() for name, tensor in named.items()}
     return RankInputs(moved, packed, divisor if rank == 0 else 0)
 

@@ -1,18 +1,71 @@
-"""Check that what a command reads exists, before anything is imported or written."""
+"""The options of `nemotron3 train`, and whether what they name exists, before anything is written."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_nemotron3.checkpoints.folders import CHECKPOINTS, TRACKER
+from megatron_nemotron3.checkpoints.trust import trust_option
+from megatron_nemotron3.common.options import flag, option, repeated
+from megatron_nemotron3.launch import TrainingData
+from megatron_nemotron3.precision import settings as emulation
 
 #: What the loss of fine-tuning may be a mean over, the default first.
 MEANS = ("tokens", "conversations")
 
+#: Megatron's options for a training on conversations.
+CONVERSATION_OPTIONS = ("--sft", "--calculate-per-token-loss", "--sft-tokenizer-prompt-format", "default")
 #: Files of which a tokenizer's folder has at least one.
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+
+
+_DATA, START, _LOG = "data", "where it starts", "measurements and log"
+_DISTILLATION = "distillation"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """Options of `nemotron3 train` alone; their values are in the namespace, next to those of the launch."""
+
+    output: Path | None = option("where to write (default: runs/NAME)", "DIR")
+    text: str | None = option("text file, .jsonl or folder (default: Python's sources)", "PATH", group=_DATA)
+    max_bytes: int | None = option("use at most N bytes of text", "N", group=_DATA)
+    data_path: list[str] = repeated("Megatron data sets (instead of text)", "PREFIX", nargs="+", group=_DATA)
+    conversations: list[str] = repeated(
+        ".jsonl conversations (to fine-tune on)", "FILE", nargs="+", group=_DATA
+    )
+    tokenizer: str | None = option(
+        "folder of a Hugging Face tokenizer (for --data-path or --conversations)", "DIR", group=_DATA
+    )
+    mean: str | None = option(
+        f"what the loss of --conversations is a mean over (default {MEANS[0]})", choices=MEANS, group=_DATA
+    )
+    pretrained: Path | None = option(
+        "a run or checkpoints to start from if the output has none", "DIR", group=START
+    )
+    trust_checkpoint: bool = trust_option(group=START)
+    monitor: int | None = option("iterations between measurements; 0: off", "N", group=_LOG)
+    log_precision: str | None = option(
+        f"measure quantized operands every N steps (default {emulation.LOG_DEFAULT})",
+        "N",
+        nargs="?",
+        const="",
+        group=_LOG,
+    )
+    teacher: list[str] = repeated(
+        "learn from the model of this checkpoint, or from logits of `nemotron3 logits` (repeatable)",
+        "DIR",
+        group=_DISTILLATION,
+    )
+    distill: list[str] = repeated(
+        "as kind=kl,temperature=2,weight=0.9 (once for each --teacher, or once for all)",
+        "HOW",
+        group=_DISTILLATION,
+    )
+    verbose: bool = flag("print Megatron's whole log", group=_LOG)
 
 
 def require_tokenizer(folder: str | Path) -> None:
@@ -28,7 +81,12 @@ def require_inputs(options: argparse.Namespace) -> None:
     """Raise ValueError at data and folders that do not exist, or that would not be used."""
     if options.conversations:
         _require_source(options, "--conversations", ("text", "max_bytes", "data_path"))
-        _require_conversations(options)
+        require_conversation_files(options.conversations)
+        if options.micro_batch_size not in (None, 1):
+            raise ValueError(
+                f"--micro-batch-size {options.micro_batch_size}: conversations are packed into rows; give 1, "
+                "and a larger --seq-length"
+            )
     elif options.mean is not None:
         raise ValueError("--mean goes with --conversations: drop it")
     if options.pretrained is not None and (options.pretrained / CHECKPOINTS / TRACKER).is_file():
@@ -57,6 +115,31 @@ def require_inputs(options: argparse.Namespace) -> None:
         raise ValueError(f"--output {output} is a file: give a folder")
 
 
+def require_conversation_files(files: Sequence[str]) -> None:
+    """Raise ValueError at a file of --conversations that does not exist."""
+    for file in files:
+        if not Path(file).is_file():
+            raise ValueError(f"--conversations {file}: there is no such file")
+
+
+def given_data(
+    paths: Sequence[str],
+    tokenizer: str | None,
+    *,
+    conversations: bool,
+    split: str | None = None,
+    cache: str | None = None,
+) -> TrainingData:
+    """Megatron's data options for data sets, or for conversations, and the folder of a tokenizer."""
+    return TrainingData(
+        data_path=tuple(paths),
+        split=split or ("90,10,0" if conversations else "99,1,0"),
+        data_cache_path=cache,
+        tokenizer_type="SFTTokenizer" if conversations else "HuggingFaceTokenizer",
+        tokenizer_model=tokenizer,
+    )
+
+
 def _require_source(options: argparse.Namespace, source: str, others: Sequence[str]) -> None:
     """Raise ValueError if the source of the data has no tokenizer, or there is another source."""
     for name in others:
@@ -66,17 +149,6 @@ def _require_source(options: argparse.Namespace, source: str, others: Sequence[s
     if options.tokenizer is None:
         raise ValueError(f"{source} needs --tokenizer DIR (a Hugging Face tokenizer)")
     require_tokenizer(options.tokenizer)
-
-
-def _require_conversations(options: argparse.Namespace) -> None:
-    for file in options.conversations:
-        if not Path(file).is_file():
-            raise ValueError(f"--conversations {file}: there is no such file")
-    if options.micro_batch_size not in (None, 1):
-        raise ValueError(
-            f"--micro-batch-size {options.micro_batch_size}: conversations are packed into rows; give 1, "
-            "and a larger --seq-length"
-        )
 
 
 def _is_number(word: str) -> bool:

@@ -4,10 +4,9 @@
     eval "set -- $flags"
     nemotron3 run megatron_nemotron3/train/pretrain_script.py "$@" --data-path …
 
-`nemotron3 train` starts this script. PyPI's megatron-core has the loop (`megatron.training`) but not the
-stock script, and this one needs nothing else. It does plain pre-training, and with `--sft` fine-tuning on
-packed conversations (`fine_tuning.py`); both also from a teacher (`--nemotron3-teacher`). ModelOpt is left to
-the stock script.
+`nemotron3 train` starts this script, because PyPI's megatron-core has the loop but not the stock script. It
+does pre-training, and with `--sft` fine-tuning on packed conversations (`fine_tuning.py`). ModelOpt is left
+to the stock script.
 """
 
 from __future__ import annotations
@@ -23,11 +22,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.enums import ModelType
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.core.utils import (
-    get_attr_wrapped_model,
-    get_batch_on_this_cp_rank,
-    get_batch_on_this_tp_rank,
-)
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import get_args, get_timers, pretrain
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
@@ -46,17 +41,12 @@ _Batch = dict[str, "torch.Tensor | None"]
 
 
 def get_batch(data_iterator: Iterator[_Batch], vp_stage: int | None) -> _Batch:
-    """This rank's `BATCH`; middle pipeline stages need none of it (MTP is on the last one)."""
+    """This rank's `BATCH`; middle pipeline stages need none of it (MTP is on the last one).
+
+    Rank 0 of each TP group draws a batch; Megatron broadcasts the parts that the ranks need.
+    """
     if not is_first_or_last_pipeline_stage(vp_stage):
         return dict.fromkeys(BATCH)
-    batch = _drawn_batch(
-        data_iterator, get_args().mtp_num_layers is not None and mpu.is_pipeline_last_stage()
-    )
-    return {key: batch.get(key) for key in BATCH}
-
-
-def _drawn_batch(data_iterator: Iterator[_Batch], mtp_here: bool) -> _Batch:
-    """Rank 0 of each TP group draws a batch; Megatron broadcasts the parts that the ranks need."""
     args, tp_rank = get_args(), mpu.get_tensor_model_parallel_rank()
     batch: _Batch = {}
     if tp_rank == 0:
@@ -75,7 +65,7 @@ def _drawn_batch(data_iterator: Iterator[_Batch], mtp_here: bool) -> _Batch:
         tp_rank=tp_rank,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
-        mtp_on_this_rank=mtp_here,
+        mtp_on_this_rank=args.mtp_num_layers is not None and mpu.is_pipeline_last_stage(),
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
@@ -83,7 +73,7 @@ def _drawn_batch(data_iterator: Iterator[_Batch], mtp_here: bool) -> _Batch:
     cut: _Batch = get_batch_on_this_cp_rank(
         batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group(), hybrid_cp_group_func=None
     )
-    return cut
+    return {key: cut.get(key) for key in BATCH}
 
 
 def loss_function(

@@ -43,12 +43,12 @@ class Watcher(Protocol):
         """Whether after an interrupt nothing is left to wait for."""
 
 
-def command(argv: Sequence[str], world_size: int, device: str) -> list[str]:
+def command(argv: Sequence[str], world_size: int, device: str, script: Path = ENTRY) -> list[str]:
     """Return the command line: our launcher, under torchrun if there are several ranks."""
     start = [sys.executable]
     if world_size > 1:
         start += ["-m", "megatron_nemotron3.train.agent", "--standalone", "--nproc-per-node", str(world_size)]
-    return [*start, "-m", "megatron_nemotron3.run", "--device", device, str(ENTRY), *argv]
+    return [*start, "-m", "megatron_nemotron3.run", "--device", device, str(script), *argv]
 
 
 def environment(world_size: int, device: str, hidden_size: int | None = None) -> dict[str, str]:

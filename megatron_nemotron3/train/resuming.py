@@ -12,16 +12,6 @@ from megatron_nemotron3.common.switches import EMULATE
 from megatron_nemotron3.launch import Launch, continued, flags, manifest, to_argv
 
 
-def parts(
-    launch: Launch, contents: Mapping[str, bytes], teacher: manifest.Part | None = None
-) -> manifest.Parts:
-    """Return a launch's parts for the folder's manifest; arguments as of `manifest.parts_of`."""
-    environment = {name: value for name, value in os.environ.items() if name != EMULATE}
-    if launch.emulate:
-        environment[EMULATE] = launch.emulate.text()
-    return manifest.parts_of(to_argv(flags(launch)), environment, launch.config.name, contents, teacher)
-
-
 class Identity:
     """Compare a launch with the run of its folder, and record what changes."""
 
@@ -38,13 +28,18 @@ class Identity:
         self._given = contents, teacher
         self.before = manifest.parts_of_checkpoint(stored.args) if stored else {}
 
+    def _parts(self, launch: Launch) -> manifest.Parts:
+        environment = {name: value for name, value in os.environ.items() if name != EMULATE}
+        if launch.emulate:
+            environment[EMULATE] = launch.emulate.text()
+        return manifest.parts_of(to_argv(flags(launch)), environment, launch.config.name, *self._given)
+
     def require(self, launch: Launch, *names: str) -> None:
         if self.step is not None:
-            new = parts(launch, *self._given)
-            self.manifest.require_same(new, self.step, self.allowed, names, self.before)
+            self.manifest.require_same(self._parts(launch), self.step, self.allowed, names, self.before)
 
     def record(self, launch: Launch, command: str) -> None:
-        for line in self.manifest.write(parts(launch, *self._given), self.step, command):
+        for line in self.manifest.write(self._parts(launch), self.step, command):
             print(line)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,7 @@ from megatron_nemotron3.precision import report as precision_report
 from megatron_nemotron3.precision import settings as emulation
 from megatron_nemotron3.precision import yaml_file
 from megatron_nemotron3.train import log, processes, resuming
-from megatron_nemotron3.train import summary as report
-from megatron_nemotron3.train.inputs import MEANS
+from megatron_nemotron3.train.inputs import CONVERSATION_OPTIONS, MEANS, TrainOptions, given_data
 from megatron_nemotron3.train.progress import TrainProgress
 from megatron_nemotron3.train.teacher import settings as distillation
 from megatron_nemotron3.train.teacher.check import check as check_teacher
@@ -42,31 +41,19 @@ from megatron_nemotron3.train.teacher.check import record_of
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRequest:
-    """What to train, on what text, and where to write."""
+    """What to train, and where to write."""
 
     #: Its schedule is `schedule_of`; `train` fills in its data and its precision file.
     launch: Launch
     #: "cpu" or "cuda".
     device: str
     output: Path
-    #: Text file or folder; None: Python's own sources.
-    text: str | None = None
-    max_bytes: int | None = None
-    #: Prefixes of Megatron data sets. If given, `text` is not used, and `tokenizer` is needed.
-    data_path: tuple[str, ...] = ()
-    tokenizer: str | None = None
-    #: Of `data_path`.
-    split: str = "99,1,0"
-    #: .jsonl files of conversations to fine-tune on, with `tokenizer`; what their loss is a mean over.
-    conversations: tuple[str, ...] = ()
-    mean: str = MEANS[0]
-    #: Checkpoints to start from if the output has none.
-    pretrained: Path | None = None
-    #: Iterations between measurements of the monitors; 0: off; None: as NEMOTRON3_MONITOR says.
-    monitor: int | None = None
+    #: The data, the checkpoints to start from, the monitors and the log.
+    options: TrainOptions = field(default_factory=TrainOptions)
+    #: Of `options.data_path`; None: the default one.
+    split: str | None = None
     #: Iterations between precision measurements; 0: the default interval; None: off.
     log_precision: int | None = None
-    verbose: bool = False
     #: Parts of the run that may differ from the folder's earlier steps; of `manifest.CHANGES`.
     changes: tuple[str, ...] = ()
     #: What the model is distilled from; (): it is not.
@@ -174,6 +161,7 @@ def _train_alone(request: TrainRequest, launch: Launch, key: str, started: float
     identity = resuming.Identity(request.output, begun, stored, request.changes, to_write, teachers)
     identity.require(launch, "model", "mtp", "precision", "teacher")
     data, baseline = _prepared_data(request)
+    data = replace(data, save=str(request.checkpoints), load=str(request.checkpoints))
     identity.require(replace(launch, data=data), "tokenizer", "data")
     for path in to_write:
         yaml_file.write_precision_file(launch.config, path)
@@ -183,7 +171,9 @@ def _train_alone(request: TrainRequest, launch: Launch, key: str, started: float
         log_file.unlink(missing_ok=True)  # of a run that never saved
         precision_report.remove(request.output)
         lora = in_environment()
-        if (base := request.pretrained or (Path(lora.base) if lora and lora.base else None)) is not None:
+        if (
+            base := request.options.pretrained or (Path(lora.base) if lora and lora.base else None)
+        ) is not None:
             keep_origin(base, request.output)
     elif (last := resuming.last_step(launch)) and begun >= last:
         beyond = "" if begun == last else f", beyond the {last} steps asked for"
@@ -226,10 +216,10 @@ def _train_alone(request: TrainRequest, launch: Launch, key: str, started: float
 def _run(
     request: TrainRequest, launch: Launch, words: list[str], env: dict[str, str], log_file: Path, begun: int
 ) -> tuple[int, TrainProgress]:
-    if request.conversations:
-        env[switches.SFT_MEAN] = request.mean
-    if request.monitor is not None:
-        env[switches.MONITOR] = str(request.monitor)
+    if request.options.conversations:
+        env[switches.SFT_MEAN] = request.options.mean or MEANS[0]
+    if request.options.monitor is not None:
+        env[switches.MONITOR] = str(request.options.monitor)
     if request.distill:
         env[switches.DISTILL] = distillation.text_of(request.distill)
     if launch.emulate:
@@ -237,7 +227,7 @@ def _run(
     if (measuring := _measurement(request)) is not None:
         env[switches.LOG_PRECISION] = measuring.text()
     planned = launch.schedule.train_iters if launch.schedule is not None else None
-    progress = TrainProgress(request.verbose, begun, planned, launch.seq_length)
+    progress = TrainProgress(request.options.verbose, begun, planned, launch.seq_length)
     try:
         return processes.follow(words, env, log_file, progress), progress
     finally:
@@ -267,30 +257,23 @@ def _prepared_data(request: TrainRequest) -> tuple[TrainingData, float | None]:
     from megatron_nemotron3.train.data import prepare, unigram_baseline
     from megatron_nemotron3.train.data.prepare import MAX_BYTES
 
-    folders_only = TrainingData(save=str(request.checkpoints), load=str(request.checkpoints))
-    if request.conversations:
-        return _prepared_conversations(request, folders_only), None
-    if request.data_path:
-        given = replace(
-            folders_only,
-            data_path=request.data_path,
-            split=request.split,
-            tokenizer_type="HuggingFaceTokenizer",
-            tokenizer_model=request.tokenizer,
-        )
+    options = request.options
+    if options.conversations:
+        return _prepared_conversations(request), None
+    if options.data_path:
+        given = given_data(options.data_path, options.tokenizer, conversations=False, split=request.split)
         return given, None
     prepared = prepare(
-        request.text,
+        options.text,
         request.output / "data",
         vocab_size=min(request.launch.config.vocab_size, 65_000),
-        max_bytes=request.max_bytes or MAX_BYTES,
+        max_bytes=options.max_bytes or MAX_BYTES,
     )
-    source, tokenizer = request.text or "Python's own standard library", prepared.tokenizer
+    source, tokenizer = options.text or "Python's own standard library", prepared.tokenizer
     counts = f"{len(prepared.texts.documents):,} documents, {prepared.dataset.tokens:,} tokens"
     print(f"text: {source}, {counts}")
     baseline = unigram_baseline(prepared.prefix, prepared.split, tokenizer.vocab_size)
-    data = replace(
-        folders_only,
+    data = TrainingData(
         data_path=(prepared.prefix,),
         split=prepared.split,
         data_cache_path=prepared.data_cache_path,
@@ -305,39 +288,32 @@ def _own_options(request: TrainRequest) -> tuple[str, ...]:
     # Event files, if TensorBoard is installed.
     if "--tensorboard-dir" not in request.launch.options and importlib.util.find_spec("tensorboard"):
         options += ("--tensorboard-dir", str(request.output / "tensorboard"))
-    if request.conversations:
-        options += ("--sft", "--calculate-per-token-loss", "--sft-tokenizer-prompt-format", "default")
-    if request.pretrained is not None:
-        options += ("--pretrained-checkpoint", str(request.pretrained))
+    if request.options.conversations:
+        options += CONVERSATION_OPTIONS
+    if request.options.pretrained is not None:
+        options += ("--pretrained-checkpoint", str(request.options.pretrained))
     return options
 
 
-def _prepared_conversations(request: TrainRequest, data: TrainingData) -> TrainingData:
+def _prepared_conversations(request: TrainRequest) -> TrainingData:
     """Encode the conversations, so that a wrong file ends here; the training processes map the result."""
     from megatron_nemotron3.train.data.packing import PackedConversations, conversation_multiple
 
-    launch, cache = request.launch, str(request.output / "data")
+    launch, cache, options = request.launch, str(request.output / "data"), request.options
     multiple = conversation_multiple(launch.layout.cp)
-    assert request.tokenizer is not None
-    for file in request.conversations:
-        print(PackedConversations(file, request.tokenizer, launch.seq_length, multiple, cache).describe())
-    return replace(
-        data,
-        data_path=request.conversations,
-        split="90,10,0",
-        data_cache_path=cache,
-        tokenizer_type="SFTTokenizer",
-        tokenizer_model=request.tokenizer,
-    )
+    assert options.tokenizer is not None
+    for file in options.conversations:
+        print(PackedConversations(file, options.tokenizer, launch.seq_length, multiple, cache).describe())
+    return given_data(options.conversations, options.tokenizer, conversations=True, cache=cache)
 
 
 def _print_report(request: TrainRequest, curve: log.Curve, baseline: float | None, started: float) -> None:
     of = "next token" if boosting.in_environment() is None else "MTP heads"
-    for line in report.verdict(curve, baseline, of):
+    for line in log.verdict(curve, baseline, of):
         print(line)
     picture = request.output / "loss.png"
     if curve.steps:
-        report.plot(curve, picture, request.title, baseline, of)
+        log.plot(curve, picture, request.title, baseline, of)
         print(f"loss plot        {picture}")
     if request.log_precision is not None:
         try:

@@ -16,7 +16,7 @@ from megatron_nemotron3.launch import published
 from megatron_nemotron3.models import get, series
 from megatron_nemotron3.precision.serving import RECIPES
 from megatron_nemotron3.train import log
-from megatron_nemotron3.train.monitor import rules
+from megatron_nemotron3.train.monitor.alarms import RULES
 from tests.parallel.layouts import LAYOUTS
 from tests.support.quantized_models import all_scales
 
@@ -49,7 +49,7 @@ def test_series_and_warnings_of_the_monitor_page() -> None:
     }
     assert kinds == {*series.KINDS, series.AGGREGATES}
     named = [row[0].strip("`") for row in rows("monitor.md", "| rule | says something when | from |")]
-    assert named == [rule.name for rule in rules.RULES]
+    assert named == [rule.name for rule in RULES]
 
 
 def test_sizes_of_quantized_checkpoints() -> None:

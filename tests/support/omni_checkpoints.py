@@ -16,7 +16,7 @@ from megatron_nemotron3 import cli
 from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.checkpoints.convert.megatron_args import args_of
 from megatron_nemotron3.models.omni import ARGUMENT, OmniConfig
-from megatron_nemotron3.train.omni.modules import LANGUAGE, SOUND, VISION, build
+from megatron_nemotron3.train.omni.model import LANGUAGE, SOUND, VISION, build
 
 
 def nemotron3(*words: object) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -73,3 +74,32 @@ def say(role: str, *content: Any) -> dict[str, Any]:
     """A message; texts may be given as such."""
     parts = [{"type": "text", "text": one} if isinstance(one, str) else one for one in content]
     return {"role": role, "content": parts}
+
+
+def sample(
+    messages: list[dict[str, Any]],
+    processor: Any,
+    config: OmniConfig,
+    *,
+    folder: str | os.PathLike[str] = "",
+    prompt: bool = False,
+    place: str = "the conversation",
+) -> dict[str, Any]:
+    """Make the batch of one conversation, a keyword for each argument of `BoundaryMimoModel.forward`."""
+    import torch
+
+    from megatron_nemotron3.train.data import Conversation
+    from megatron_nemotron3.train.omni import OmniEncoder
+
+    encoder = OmniEncoder(processor, config, folder)
+    encoded = encoder.encode(Conversation(messages, None, place), prompt)
+    ids = torch.tensor([encoded.ids])
+    batch: dict[str, Any] = {
+        "input_ids": ids,
+        "position_ids": torch.arange(ids.shape[1])[None],
+        "modality_inputs": encoder.decode(encoded.media, place),
+    }
+    if not prompt:
+        batch["labels"] = torch.cat([ids[:, 1:], torch.zeros_like(ids[:, :1])], 1)
+        batch["loss_mask"] = torch.tensor([[*encoded.trained[1:], False]]).float()
+    return batch

@@ -286,7 +286,7 @@ def step(case: Case, weights: Tensors | None = None, change: Change | None = Non
     from megatron_nemotron3.boundary.feed import RowFeed
     from megatron_nemotron3.boundary.multimodule import BoundaryCommunicator
     from megatron_nemotron3.boundary.training import forward_backward_colocated
-    from megatron_nemotron3.train.omni.modules import build
+    from megatron_nemotron3.train.omni.model import build
 
     made, groups = build(model(), case.layouts, ep=case.ep, frozen=case.frozen)
     if weights is not None:

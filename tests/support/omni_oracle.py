@@ -13,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.models.omni import OmniConfig
 from megatron_nemotron3.train.omni.encoders import parakeet_config, radio_config
-from megatron_nemotron3.train.omni.modules import LANGUAGE, SOUND, VISION, build
+from megatron_nemotron3.train.omni.model import LANGUAGE, SOUND, VISION, build
 from tests.support import parity
 from tests.support.model_mapping import randomize, to_transformers, transformers_config
 

@@ -108,12 +108,12 @@ def boost_command(options: argparse.Namespace) -> int:
 
 
 def _boost(options: argparse.Namespace, boost: Boost, given: BoostInputs) -> int:
-    from megatron_nemotron3.post_training.boost import measure as boost_measure
+    from megatron_nemotron3.post_training.measure import measure_drafts, plot_drafts, report_drafts
 
     out = options.output
     before = None
     if not options.grow:
-        before = boost_measure.measure(options.checkpoint, given, options, out / "before.json")
+        before = measure_drafts(options.checkpoint, given, options, out / "before.json")
     base = out / "base"
     if given.hugging_face and not base.exists():
         status = step(options.main, "convert", "from-hf", options.checkpoint, base)
@@ -123,11 +123,11 @@ def _boost(options: argparse.Namespace, boost: Boost, given: BoostInputs) -> int
     with environment(BOOST, boost.text()), trusting(options.trust_checkpoint):
         if status := step(options.main, "train", *arguments, prefix=f"{BOOST}={boost.text()} "):
             return status
-    after = boost_measure.measure(out / "run", given, options, out / "after.json")
-    for line in boost_measure.report(before, after):
+    after = measure_drafts(out / "run", given, options, out / "after.json")
+    for line in report_drafts(before, after):
         print(line)
     if options.plot is not None:
-        boost_measure.plot(before, after, options.plot, f"MTP heads of {options.checkpoint}")
+        plot_drafts(before, after, options.plot, f"MTP heads of {options.checkpoint}")
         print(f"plot         {options.plot}")
     print(f"checkpoint   {out / 'run'}")
     return 0

@@ -6,11 +6,11 @@ from megatron_nemotron3.common import lazy
 
 if TYPE_CHECKING:
     from megatron_nemotron3.post_training.compress.candidates import search as search
+    from megatron_nemotron3.post_training.compress.cut import load as load
+    from megatron_nemotron3.post_training.compress.cut import prune as prune
+    from megatron_nemotron3.post_training.compress.cut import save as save
     from megatron_nemotron3.post_training.compress.importance import measure as measure
-    from megatron_nemotron3.post_training.compress.losses import ScoredLosses as ScoredLosses
-    from megatron_nemotron3.post_training.compress.memory import load as load
-    from megatron_nemotron3.post_training.compress.memory import prune as prune
-    from megatron_nemotron3.post_training.compress.memory import save as save
+    from megatron_nemotron3.post_training.compress.scores import ScoredLosses as ScoredLosses
     from megatron_nemotron3.post_training.compress.scores import Scores as Scores
     from megatron_nemotron3.post_training.compress.sizes import Sizes as Sizes
     from megatron_nemotron3.post_training.compress.sizes import candidate_config as candidate_config
@@ -19,10 +19,9 @@ else:
         __name__,
         {
             "candidates": ["search"],
+            "cut": ["load", "prune", "save"],
             "importance": ["measure"],
-            "losses": ["ScoredLosses"],
-            "memory": ["load", "prune", "save"],
-            "scores": ["Scores"],
+            "scores": ["ScoredLosses", "Scores"],
             "sizes": ["Sizes", "candidate_config"],
         },
     )

@@ -1,4 +1,4 @@
-"""The smaller forms of a model that meet a budget and lose least.
+"""The smaller forms of a model that meet a budget of parameters, memory or latency and lose least.
 
 A candidate is one value for each size that varies. The width and the top-k of the experts are chosen for each
 E layer by itself, all other sizes once for the model. What a candidate costs is a sum over its layers, and so
@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_nemotron3.launch.plan.serving import ServingUse
-from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.post_training.compress.budget import amount, costs, fits
-from megatron_nemotron3.post_training.compress.choose import Option, choose
+from megatron_nemotron3.common.parser import hint
+from megatron_nemotron3.launch.plan.serving import ServingUse, serving_bytes, step_seconds
+from megatron_nemotron3.models import Nemotron3Config, count
+from megatron_nemotron3.post_training.compress.choose import SLACK, Option, choose
 from megatron_nemotron3.post_training.compress.sizes import (
     BY_LAYER,
     DIMENSIONS,
@@ -28,6 +29,69 @@ from megatron_nemotron3.post_training.compress.sizes import (
 
 #: Combinations of the sizes of the model; each takes some seconds where many layers have many values.
 MOST_COMBINATIONS = 2000
+_NUMBERS = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+_BYTES = {"": 1.0, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
+#: Measure -> units of an amount. Parameters are counted as `nemotron3 show` does: all that is stored, and
+#: those that a token is multiplied with, embeddings among them. The others are those of
+#: `launch.plan.serving`.
+MEASURES: dict[str, dict[str, float]] = {
+    "params": _NUMBERS,
+    "active": _NUMBERS,
+    "memory": _BYTES,
+    "latency": {"s": 1.0, "ms": 1e-3, "us": 1e-6},
+}
+_AMOUNT = re.compile(r"(\d+(?:\.\d*)?(?:e\d{1,2})?)([A-Za-z]*)")
+
+
+def costs(config: Nemotron3Config, serving: ServingUse) -> dict[str, float]:
+    """Return what a model costs by each of `MEASURES`."""
+    number = count(config)
+    return {
+        "params": number.stored,
+        "active": number.active["with_embeddings"],
+        "memory": serving_bytes(config, serving),
+        "latency": step_seconds(config, serving),
+    }
+
+
+def fits(cost: float, limit: float) -> bool:
+    """Whether a cost is within a limit, up to rounding."""
+    return cost <= limit * (1 + SLACK)
+
+
+def parse_budget(words: Sequence[str]) -> dict[str, float]:
+    """Read "params=60B", "memory=80GiB", "latency=12ms"; the result is in elements, bytes or seconds."""
+    found: dict[str, float] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        amounts = _AMOUNT.fullmatch(text)
+        if not equals or name not in MEASURES or amounts is None:
+            near = "" if name in MEASURES else hint(name, list(MEASURES))
+            raise ValueError(
+                f"--budget {word}: give MEASURE=N of {', '.join(MEASURES)}, such as params=60B, memory=80GiB "
+                f"or latency=12ms{near}"
+            )
+        units = MEASURES[name]
+        if amounts[2] not in units:
+            raise ValueError(f"--budget {word}: give {name} in {', '.join(filter(None, units))}")
+        if name in found:
+            raise ValueError(f"--budget {word}: {name} is given twice: drop one")
+        found[name] = float(amounts[1]) * units[amounts[2]]
+        if not 0 < found[name] < float("inf"):
+            raise ValueError(f"--budget {word}: give a positive number")
+    return found
+
+
+def amount(name: str, value: float) -> str:
+    """Return a cost in a unit that suits its measure, as `parse_budget` reads it."""
+    if name == "latency":
+        return f"{value * 1e3:.4g}ms"
+    if name == "memory":
+        return f"{value / 2**30:.4g}GiB" if value >= 2**30 else f"{value / 2**20:.4g}MiB"
+    for prefix, unit in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= unit:
+            return f"{value / unit:.4g}{prefix}"
+    return f"{value:.0f}"
 
 
 class CandidateLosses(Protocol):
@@ -68,7 +132,7 @@ class UniformLosses:
 
 @dataclass(frozen=True)
 class SmallerModel:
-    """A model, what it costs by `budget.MEASURES`, and what it loses.
+    """A model, what it costs by `MEASURES`, and what it loses.
 
     sizes, layers: as for `candidate_config`; layers is None if all stay.
     """
@@ -118,7 +182,7 @@ def search(
 
     Args:
         values: name of `DIMENSIONS` -> values to choose from.
-        budget: name of `budget.MEASURES` -> limit, in elements, bytes or seconds.
+        budget: name of `MEASURES` -> limit, in elements, bytes or seconds.
         losses: None: `UniformLosses`.
 
     Raises:

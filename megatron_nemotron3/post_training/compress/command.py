@@ -222,7 +222,7 @@ def _measured(options: PruneOptions, found: CheckpointFolder, opened: Checkpoint
             f"{length}: give more text, or a smaller --seq-length"
         )
     text = text[: len(text) // layout.dp * layout.dp]
-    from megatron_nemotron3.post_training.compress.calibrate import (
+    from megatron_nemotron3.post_training.compress.importance import (
         calibrate,  # Megatron, after all that can be refused
     )
 
@@ -266,7 +266,7 @@ def _cut(
     layers: tuple[int, ...],
 ) -> None:
     from megatron_nemotron3.checkpoints.convert.job import run
-    from megatron_nemotron3.post_training.compress.folder import MODEL, cut_job
+    from megatron_nemotron3.post_training.compress.cut import MODEL, cut_job
 
     output, tokenizer = options.output, options.tokenizer
     assert output is not None

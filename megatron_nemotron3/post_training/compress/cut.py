@@ -1,4 +1,4 @@
-"""Cut the tensors of a checkpoint to the sizes of a pruned model, slice by slice.
+"""Cut a checkpoint, or a model that is whole in memory, to the sizes of a pruned model.
 
 `CutTensors` is a view (`checkpoints.convert.sources`): a slice of a tensor is read from the model's tensor
 when it is asked for, in bands, so a checkpoint of any size needs little memory, no model and no layout.
@@ -8,20 +8,33 @@ Hugging Face's names are used, because there every axis of a tensor is one axis 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 
+from megatron_nemotron3.checkpoints.convert import config_json, from_hf, inventory, to_hf
+from megatron_nemotron3.checkpoints.convert.block_configs import KEY, MTP_KEY
+from megatron_nemotron3.checkpoints.convert.config_keys import DENSE, FIELDS, LAYERS, MOE, MTP_LAYERS
+from megatron_nemotron3.checkpoints.convert.hf_folder import read_config
+from megatron_nemotron3.checkpoints.convert.job import Job, run
+from megatron_nemotron3.checkpoints.convert.opened import Checkpoint
+from megatron_nemotron3.checkpoints.convert.origin import copied_files
 from megatron_nemotron3.checkpoints.convert.plan import Slices, bands, extent, whole
 from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource
 from megatron_nemotron3.checkpoints.convert.streams import BAND
+from megatron_nemotron3.checkpoints.convert.views import Converted, InMemory
+from megatron_nemotron3.checkpoints.folders import TOKENIZER
+from megatron_nemotron3.checkpoints.remote import shown
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.prefixes import Prefix, prefixes
-from megatron_nemotron3.models.tensors import rows_of, symbol_sizes
+from megatron_nemotron3.models.tensors import PARAMETER, rows_of, symbol_sizes
 from megatron_nemotron3.post_training.compress.scores import Array, Axes, Scores
+from megatron_nemotron3.post_training.compress.sizes import Sizes, candidate_config
 
 #: Axes of which all stays.
 _WHOLE = ("1", "vocab", "kernel", "bc")
@@ -105,3 +118,99 @@ def _indices(axes: Axes, axis: str, name: str, expert: int) -> Any:
     if axis == "ffn":
         return axes["ffn"][expert]  # type: ignore[index]
     return axes[axis]
+
+
+#: The pruned model, for --model.
+MODEL = "model.json"
+
+
+def cut_job(
+    opened: Checkpoint,
+    scores: Scores,
+    pruned: Nemotron3Config,
+    layers: Sequence[int],
+    target: Path,
+    tokenizer: Path | None = None,
+) -> Job:
+    """Plan the folder of a pruned model."""
+    cut = CutTensors(opened.hf_view(), scores, pruned, layers)
+    dtype = cut.tensors[next(iter(cut.tensors))].dtype
+    stored = {MODEL: (pruned.to_json() + "\n").encode()}
+    about = {"source": shown(opened.folder.absolute()), "source_kind": opened.kind, "model": pruned.name}
+    options = {"model": pruned.to_json(), "layers": list(layers), "scores": scores.digest()}
+    if opened.kind == "hugging face":
+        files = to_hf.files(cut.tensors)
+        base = _reference(opened.folder, pruned, dtype)
+        copied = copied_files(opened.folder)
+        small = to_hf.small_files(pruned, files, copied=copied, base=base, dtype=dtype)
+        return Job(target, cut, files, stored | small, origin=about, options=options)
+    rows = opened.padded_vocab_size or pruned.vocab_size
+    view = Converted(cut, inventory.mappings(pruned, padded_vocab_size=rows), to_hf=False)
+    plan = from_hf.plan(view, pruned, padded_vocab_size=rows, dtype=dtype)
+    if tokenizer is not None:
+        copied = copied_files(tokenizer)
+        stored |= {f"{from_hf.RELEASE}/{TOKENIZER}/{name}": data for name, data in copied.items()}
+    return Job(target, view, plan.files, stored | plan.small, plan.index, about, options)
+
+
+def _reference(folder: Path, pruned: Nemotron3Config, dtype: str) -> dict[str, object]:
+    """The model's config.json with the sizes of the pruned one; what says nothing of sizes stays."""
+    tables = (FIELDS, DENSE, MOE)
+    stale = {key for table in tables for keys in table.values() for key in keys}
+    stale |= {LAYERS[0], *LAYERS[1], MTP_LAYERS[0], *MTP_LAYERS[1], KEY, MTP_KEY, "quantization_config"}
+    there = {key: value for key, value in read_config(folder).items() if key not in stale}
+    return there | config_json.write(pruned, dtype=dtype)
+
+
+_EMBEDDING = "embedding.word_embeddings.weight"
+
+
+def prune(
+    model: torch.nn.Module, scores: Scores, sizes: Sizes
+) -> tuple[Nemotron3Config, dict[str, torch.Tensor]]:
+    """Return the config and the weights that are left of a model, which stays as it is."""
+    number = sizes.get("num_layers", scores.config.num_layers)
+    assert isinstance(number, int)
+    layers = scores.layers(number)
+    pruned = candidate_config(scores.config, sizes, layers)
+    weights = model.state_dict()
+    rows = weights[_EMBEDDING].shape[0]
+    cut = CutTensors(_hf_view(weights, scores.config), scores, pruned, layers)
+    mappings = inventory.mappings(pruned, dialect=PARAMETER, padded_vocab_size=rows)
+    view = Converted(cut, mappings, to_hf=False)
+    return pruned, {name: view.read(name).clone() for name in view.tensors}
+
+
+def load(model: torch.nn.Module, weights: Mapping[str, Any]) -> None:
+    """Load weights into a model of their config.
+
+    Raises:
+        RuntimeError: names or shapes differ, except for TransformerEngine's empty state.
+    """
+    missing, unknown = model.load_state_dict(weights, strict=False)  # raises where shapes differ
+    if odd := sorted(name for name in (*missing, *unknown) if not name.endswith("_extra_state")):
+        raise RuntimeError(
+            f"weights do not fit the model: {len(odd)} names are on one side only, first {odd[0]}"
+        )
+
+
+def save(model: torch.nn.Module, config: Nemotron3Config, folder: Path) -> None:
+    """Write a release checkpoint (torch_dist) to a new folder, as `nemotron3 convert from-hf` does."""
+    weights = model.state_dict()
+    embedding = weights[_EMBEDDING]
+    rows, dtype = embedding.shape[0], str(embedding.dtype).removeprefix("torch.")
+    mappings = inventory.mappings(config, padded_vocab_size=rows)
+    view = Converted(_hf_view(weights, config), mappings, to_hf=False)
+    plan = from_hf.plan(view, config, padded_vocab_size=rows, dtype=dtype)
+    run(Job(folder, view, plan.files, plan.small, plan.index, {"model": config.name}))
+
+
+def _hf_view(weights: Mapping[str, Any], config: Nemotron3Config) -> TensorSource:
+    tensors = {
+        name: t.detach().cpu()
+        for name, t in weights.items()
+        if isinstance(t, torch.Tensor) and not name.endswith("_extra_state")
+    }
+    rows = weights[_EMBEDDING].shape[0]
+    mappings = inventory.mappings(config, dialect=PARAMETER, padded_vocab_size=rows)
+    return Converted(InMemory(Path(os.devnull), tensors), mappings, to_hf=True)

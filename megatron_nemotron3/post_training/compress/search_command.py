@@ -14,12 +14,14 @@ from megatron_nemotron3.launch.plan.serving import ServingUse
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import ModelOptions, chosen_model
 from megatron_nemotron3.models.show import describe
-from megatron_nemotron3.post_training.compress.budget import MEASURES, amount, costs, parse_budget
 from megatron_nemotron3.post_training.compress.candidates import (
+    MEASURES,
     CandidateLosses,
     SearchResult,
     SmallerModel,
-    UniformLosses,
+    amount,
+    costs,
+    parse_budget,
     search,
     sizes_text,
 )
@@ -78,21 +80,17 @@ def search_command(options: SearchOptions) -> int:
         require_output(options.output, "--output")
     context = config.seq_length if options.context is None else options.context
     serving = ServingUse(GPUS[options.gpu], options.sequences, context)
-    found = search(config, values, budget, serving, _losses(options.scores, config))
+    losses: CandidateLosses | None = None
+    if options.scores is not None:
+        from megatron_nemotron3.post_training.compress.scores import ScoredLosses, Scores
+
+        losses = ScoredLosses(Scores.load(options.scores, config))
+    found = search(config, values, budget, serving, losses)
     if options.output is not None:
         write_json(options.output, describe(found.candidates[0].config), indent=2)
     with result(options.json):
         _say(config, budget, serving, found, options)
     return 0
-
-
-def _losses(file: Path | None, config: Nemotron3Config) -> CandidateLosses:
-    if file is None:
-        return UniformLosses(config)
-    from megatron_nemotron3.post_training.compress.losses import ScoredLosses
-    from megatron_nemotron3.post_training.compress.scores import Scores
-
-    return ScoredLosses(Scores.load(file, config))
 
 
 def _say(

@@ -7,18 +7,20 @@ from typing import Any
 
 import torch
 from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_nemotron3.common.switches import megatron_options
 from megatron_nemotron3.layers.context_parallel import zigzag
-from megatron_nemotron3.post_training.distill.rows import borders_of, gathered, pack_of
+from megatron_nemotron3.post_training.distill.rows import borders_of, gathered
 from megatron_nemotron3.post_training.distill.teacher import Teacher, TeacherChunk
 from megatron_nemotron3.post_training.xtoken.align import Aligner, Alignment
 from megatron_nemotron3.post_training.xtoken.loss import RankGroups, SpanLoss, span_losses
+from megatron_nemotron3.train.data.packing import conversation_multiple, pack_arguments
 from megatron_nemotron3.train.teacher.projection import read_for
 from megatron_nemotron3.train.teacher.settings import Distillation
-from megatron_nemotron3.train.teacher.tokens import ByteVocabulary, find
+from megatron_nemotron3.train.teacher.vocabulary import ByteVocabulary, find
 
 
 class AcrossTokenizers:
@@ -50,9 +52,11 @@ class AcrossTokenizers:
         self._alignment = Alignment(ours.T, theirs.T, sizes.shape[1], (sizes[0], sizes[1]))
         length, packed = ids.shape[1], None
         if borders.numel():
-            packed = pack_of(borders[0].int(), borders[0].int(), length * self._cp.size())
-        arguments = {"input_ids": ids, "packed_seq_params": packed}
-        self._hidden = self._chunk.forward(arguments, length, rows)
+            ends = borders[0].int()
+            arguments = pack_arguments(ends, int(ends.diff().max()), length * self._cp.size())
+            packed = PackedSeqParams(qkv_format="thd", **arguments)
+        inputs = {"input_ids": ids, "packed_seq_params": packed}
+        self._hidden = self._chunk.forward(inputs, length, rows)
 
     def _aligned(self, given: dict[str, Any], length: int) -> list[Tensor]:
         """The teacher's tokens and the alignment of this context rank, and borders of packed documents."""
@@ -63,7 +67,7 @@ class AcrossTokenizers:
             documents = [0]
         else:
             texts = self._documents(given, borders, ends)
-            others, documents, alignment = self._aligner.pack(texts, length, 2 * cp if cp > 1 else 1)
+            others, documents, alignment = self._aligner.pack(texts, length, conversation_multiple(cp))
         total = self._chunk.length(others.shape[1])
         documents += [total] * (documents[-1] < total)
         more = (0, total - others.shape[1])

@@ -19,7 +19,12 @@ from megatron_nemotron3.common.parser import resolve_device
 from megatron_nemotron3.common.switches import LOGITS_FOLDER, LOGITS_TEACHER, TRUST_CHECKPOINT
 from megatron_nemotron3.launch import Launch, TrainingData, TrainingSchedule, flags, to_argv
 from megatron_nemotron3.launch.command import LAYOUT, chosen_layout
-from megatron_nemotron3.train.inputs import require_tokenizer
+from megatron_nemotron3.train.inputs import (
+    CONVERSATION_OPTIONS,
+    given_data,
+    require_conversation_files,
+    require_tokenizer,
+)
 from megatron_nemotron3.train.teacher.check import TeacherCheckpoint, find
 from megatron_nemotron3.train.teacher.manifest import (
     LogitsManifest,
@@ -106,9 +111,11 @@ def _require_folder(folder: Path, manifest: LogitsManifest) -> None:
     """Check that these logits may be written to the folder, and write the manifest to a new one."""
     if is_stored(folder):
         if (before := read_manifest(folder)) != manifest:
+            changed = record.differences(vars(before), vars(manifest))
+            different = ", ".join(f"{name} {old}, not {new}" for name, (old, new) in changed.items())
             raise ValueError(
-                f"{folder} holds other logits ({_differences(before, manifest)}): go on with the "
-                "same options, or give another --output"
+                f"{folder} holds other logits ({different}): go on with the same options, or give another "
+                "--output"
             )
         for leftover in folder.glob(temporary_prefix("part-*.npy") + "*"):
             leftover.unlink()  # of processes that were ended while they wrote
@@ -145,24 +152,12 @@ def _data(options: LogitsOptions, teacher: TeacherCheckpoint) -> TrainingData:
         if run is None:
             raise ValueError(f"{options.teacher} has no data: give --data-path or --conversations")
         paths, split = run.paths, split or run.split
-    for file in options.conversations or ():
-        if not Path(file).is_file():
-            raise ValueError(f"--conversations {file}: there is no such file")
+    require_conversation_files(options.conversations or ())
     for prefix in () if options.conversations else paths:
         if not prefix.replace(".", "").isdigit() and not Path(f"{prefix}.idx").is_file():
             raise ValueError(f"--data-path {prefix}: there is no file {prefix}.idx")
-    return TrainingData(
-        data_path=tuple(paths),
-        split=split or ("90,10,0" if options.conversations else "99,1,0"),
-        data_cache_path=str(options.output / "cache"),
-        tokenizer_type="SFTTokenizer" if options.conversations else "HuggingFaceTokenizer",
-        tokenizer_model=tokenizer,
-    )
-
-
-def _differences(before: LogitsManifest, now: LogitsManifest) -> str:
-    changed = record.differences(vars(before), vars(now))
-    return ", ".join(f"{name} {old}, not {new}" for name, (old, new) in changed.items())
+    cache = str(options.output / "cache")
+    return given_data(paths, tokenizer, conversations=bool(options.conversations), split=split, cache=cache)
 
 
 def _manifest(
@@ -197,7 +192,6 @@ def _manifest(
 def _launch(options: LogitsOptions, teacher: TeacherCheckpoint, data: TrainingData, length: int) -> Launch:
     on_cpu = resolve_device(options.device) == "cpu"
     layout, size = chosen_layout(options), options.micro_batch_size
-    tuning = ("--sft", "--calculate-per-token-loss", "--sft-tokenizer-prompt-format", "default")
     schedule = TrainingSchedule(
         micro_batch_size=size,
         global_batch_size=size * layout.dp,
@@ -215,7 +209,7 @@ def _launch(options: LogitsOptions, teacher: TeacherCheckpoint, data: TrainingDa
         schedule=schedule,
         data=data,
         own_script=True,
-        extra=("--seed", str(options.data_seed), *(tuning if options.conversations else ())),
+        extra=("--seed", str(options.data_seed), *(CONVERSATION_OPTIONS if options.conversations else ())),
     )
 
 
@@ -223,8 +217,7 @@ def _run(options: LogitsOptions, launch: Launch, argv: list[str], manifest: Logi
     from megatron_nemotron3.train import processes
 
     device = resolve_device(options.device)
-    command = processes.command(argv, launch.layout.world_size, device)
-    command[command.index(str(processes.ENTRY))] = str(SCRIPT)
+    command = processes.command(argv, launch.layout.world_size, device, SCRIPT)
     env = processes.environment(launch.layout.world_size, device, launch.config.hidden_size)
     env |= {
         LOGITS_FOLDER: str(options.output.resolve()),

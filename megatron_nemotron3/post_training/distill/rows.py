@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megatron_nemotron3.layers.context_parallel import cu_seqlens, zigzag
@@ -17,21 +16,6 @@ def borders_of(packed: Any, length: int) -> tuple[Tensor | None, list[int]]:
     borders = None if packed is None else cu_seqlens(packed).cpu()
     ends = [0] if borders is None else borders.tolist()
     return borders, ends + ([length] if ends[-1] < length else [])
-
-
-def pack_of(real: Tensor, padded: Tensor, total: int) -> PackedSeqParams:
-    """A pack by the borders of its documents in a row of `total` tokens, int32 [documents + 1] each."""
-    longest = int(padded.diff().max())
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=real,
-        cu_seqlens_kv=real,
-        cu_seqlens_q_padded=padded,
-        cu_seqlens_kv_padded=padded,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        total_tokens=total,
-    )
 
 
 def all_gathered(mine: Tensor, group: Any) -> list[Tensor]:

@@ -26,7 +26,7 @@ from megatron_nemotron3.models.lora import adding_lora
 from megatron_nemotron3.models.stack_specs import ARGUMENT
 from megatron_nemotron3.post_training.distill.rows import all_gathered
 from megatron_nemotron3.precision import settings as emulation
-from megatron_nemotron3.train.build import model_config, verified
+from megatron_nemotron3.train.build import built, model_config
 from megatron_nemotron3.train.monitor.settings import monitoring
 from megatron_nemotron3.train.teacher import check
 from megatron_nemotron3.train.teacher.settings import Distillation
@@ -139,14 +139,12 @@ class Teacher:
             backend="torch" if specs.is_torch(student.hybrid_stack_spec) else "auto",
         )
         with _isolated():
-            config = model_config(launch)
-            model: HybridModel = verified(
-                config.get_builder_cls()(config).build_model(
-                    self.groups,
-                    student.pre_process,
-                    student.post_process,
-                    virtual if self.layout.vpp > 1 else None,
-                )
+            model: HybridModel = built(
+                model_config(launch),
+                self.groups,
+                student.pre_process,
+                student.post_process,
+                virtual if self.layout.vpp > 1 else None,
             )
         model.requires_grad_(False)
         model.eval()

@@ -105,28 +105,30 @@ def finetune_command(options: FinetuneOptions) -> int:
 def _finetune(
     options: FinetuneOptions, lora: LoRASettings | None, checked: FineTuneInputs, held_out: Any, device: str
 ) -> int:
-    from megatron_nemotron3.post_training.finetune.measure import measure
+    from megatron_nemotron3.inference.generate.text import Tokenizer
+    from megatron_nemotron3.post_training.measure import first_prompt, measure_held_out
 
     source, out = options.source, options.output
     base, run, tuned, chat = out / "base", out / "run", out / "hf", out / "tokenizer"
-    words = ["--mtp-from", checked.request.mtp_from] if checked.request.mtp_from else []
-    if (depths := checked.request.mtp_num_layers) is not None:
-        words += ["--mtp-num-layers", str(depths)]
+    how = checked.record
+    words = ["--mtp-from", how["mtp_from"]] if how["mtp_from"] else []
+    if how["mtp_num_layers"] is not None:
+        words += ["--mtp-num-layers", how["mtp_num_layers"]]
     if not base.exists() and (status := step(options.main, "convert", "from-hf", source, base, *words)):
         return status
-    before = measure(base, checked.config, held_out, chat, device, out / "before.json")
+    before = measure_held_out(base, checked.config, held_out, chat, device, out / "before.json")
     print(f"held-out loss before: {before.per_token:.4f} nats per token", flush=True)
     arguments: list[object] = ["--model", out / "model.json", "--conversations", out / "train.jsonl"]
     arguments += ["--tokenizer", chat, "--output", run, "--device", options.device]
-    arguments += ["--steps", checked.request.steps, "--seq-length", checked.request.seq_length]
-    arguments += ["--lr", checked.request.lr, *(() if lora is not None else ("--pretrained", base))]
+    arguments += ["--steps", how["steps"], "--seq-length", how["seq_length"]]
+    arguments += ["--lr", how["lr"], *(() if lora is not None else ("--pretrained", base))]
     adapters = "" if lora is None else f"base={base},{lora.text()}"
     with environment(LORA, adapters):
         if status := step(
             options.main, "train", *arguments, prefix=f"{LORA}={shlex.quote(adapters)} " * bool(adapters)
         ):
             return status
-    after = measure(run, checked.config, held_out, chat, device, out / "after.json")
+    after = measure_held_out(run, checked.config, held_out, chat, device, out / "after.json")
     if not tuned.exists():
         adapter = [] if lora is None else ["--adapter-only" if options.adapter_only else "--merge-adapter"]
         files = [] if options.adapter_only else ["--reference", chat]
@@ -137,15 +139,8 @@ def _finetune(
         f"\nheld-out loss    {before.per_token:.4f} -> {after.per_token:.4f} nats per token of the assistant"
     )
     print(f"by conversation  {before.per_conversation:.4f} -> {after.per_conversation:.4f}")
-    print(f"prompt           {_prompt(chat, held_out)!r}")
+    print(f"prompt           {Tokenizer(chat).decode(first_prompt(held_out))!r}")
     print(f"answer before    {before.answer!r}")
     print(f"answer after     {after.answer!r}")
     print(f"Hugging Face     {tuned}")
     return 0
-
-
-def _prompt(chat: Path, held_out: Any) -> str:
-    from megatron_nemotron3.inference.generate.text import Tokenizer
-    from megatron_nemotron3.post_training.finetune.measure import first_prompt
-
-    return Tokenizer(chat).decode(first_prompt(held_out))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import shutil
 import zlib
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_nemotron3.checkpoints.convert.checkpoints import open_hugging_face
 from megatron_nemotron3.checkpoints.convert.from_hf import pad_vocab_size
@@ -30,33 +31,12 @@ _MULTIPLE = 128
 
 
 @dataclass(frozen=True)
-class FineTuneRequest:
-    """What to fine-tune on what, and how. Two starts in one folder must agree in it."""
-
-    model: str
-    #: Digests of the files' contents.
-    conversations: str
-    held_out: str
-    tokenizer: str
-    chat_template: str
-    #: `LoRA.text()`; "" for all weights.
-    lora: str
-    adapter_only: bool
-    #: The folder or file that MTP is taken from; "": the model's own.
-    mtp_from: str
-    #: As of `nemotron3 convert from-hf`.
-    mtp_num_layers: int | None
-    steps: int
-    lr: float
-    seq_length: int
-
-
-@dataclass(frozen=True)
 class FineTuneInputs:
     """What was read and found right."""
 
     config: Nemotron3Config
-    request: FineTuneRequest
+    #: Two starts in one folder must agree in it.
+    record: dict[str, object]
     #: Place -> line: those to train on, and those to measure on.
     train: dict[str, bytes]
     held_out: dict[str, bytes]
@@ -70,9 +50,9 @@ def check(
     held_out: Path | None,
     tokenizer: Path,
     template: Path | None,
-    **how: object,
+    **how: Any,
 ) -> FineTuneInputs:
-    """Read all inputs, and write nothing; `how` is the rest of a `FineTuneRequest`.
+    """Read all inputs, and write nothing; `how`: options that the record has, too.
 
     Without `held_out` one line in `HELD_OUT` is held out, by its checksum; `template` takes the place of the
     tokenizer's chat template.
@@ -81,7 +61,7 @@ def check(
         raise ValueError(
             f"{source}: it is a Megatron checkpoint: nemotron3 convert to-hf makes a folder of it"
         )
-    heads = Path(str(how["mtp_from"])) if how["mtp_from"] else None
+    heads = Path(how["mtp_from"]) if how["mtp_from"] else None
     opened = open_hugging_face(source, mtp_num_layers=how["mtp_num_layers"], mtp_from=heads)
     require_tokenizer(tokenizer)
     lines = _lines(conversations)
@@ -97,21 +77,22 @@ def check(
             )
     text = None if template is None else read_outside(template, limit=_LIMIT).decode("utf-8")
     names = ("tokenizer", "vocab", "merges", "special", "chat")
-    request = FineTuneRequest(
-        model=str(source.resolve()),
-        conversations=_digest(b"".join(train.values())),
-        held_out=_digest(b"".join(measured.values())),
-        tokenizer=_digest(*(f.read_bytes() for f in _tokenizer_files(tokenizer) if f.name.startswith(names))),
-        chat_template=_digest(text.encode()) if text is not None else "",
-        **how,  # type: ignore[arg-type]
-    )
-    return FineTuneInputs(with_own_name(opened.config), request, train, measured, tokenizer, text)
+    files = [file for file in _tokenizer_files(tokenizer) if file.name.startswith(names)]
+    started = {
+        "model": str(source.resolve()),
+        "conversations": _digest(b"".join(train.values())),
+        "held_out": _digest(b"".join(measured.values())),
+        "tokenizer": _digest(*(file.read_bytes() for file in files)),
+        "chat_template": _digest(text.encode()) if text is not None else "",
+        **how,
+    }
+    return FineTuneInputs(with_own_name(opened.config), started, train, measured, tokenizer, text)
 
 
 def prepare(inputs: FineTuneInputs, output: Path) -> list[Encoded]:
     """Write the record, the conversations, the tokenizer and the model; return the held-out conversations.
 
-    A second call with the same request changes nothing.
+    A second call with the same inputs changes nothing.
     """
     encoded: list[Encoded] = []
 
@@ -119,7 +100,7 @@ def prepare(inputs: FineTuneInputs, output: Path) -> list[Encoded]:
         _write(inputs, folder)
         encoded.extend(_encoded(inputs, folder))
 
-    record.begin(output, RECORD, asdict(inputs.request), "fine-tuning", write)
+    record.begin(output, RECORD, inputs.record, "fine-tuning", write)
     return encoded or _encoded(inputs, output)
 
 
@@ -168,8 +149,7 @@ def _encoded(inputs: FineTuneInputs, folder: Path) -> list[Encoded]:
 
 
 def _tokenizer_files(folder: Path) -> list[Path]:
-    """Small files that may belong to a tokenizer, in order; config.json says what model it is, which the
-    tokenizer is loaded without."""
+    """Small files that may belong to a tokenizer, in order, without config.json, which is the model's."""
     return [
         file
         for file in sorted(folder.iterdir())

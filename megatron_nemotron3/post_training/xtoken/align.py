@@ -12,8 +12,8 @@ from itertools import pairwise
 from os.path import commonprefix
 from typing import TYPE_CHECKING
 
-from megatron_nemotron3.train.teacher.rules import special_pairs
-from megatron_nemotron3.train.teacher.tokens import ByteVocabulary
+from megatron_nemotron3.train.teacher.projection import special_pairs
+from megatron_nemotron3.train.teacher.vocabulary import ByteVocabulary
 
 if TYPE_CHECKING:
     import torch
@@ -169,8 +169,7 @@ class Aligner:
         count: int,
         keep: Sequence[bool] | None = None,
     ) -> int:
-        """Write the teacher's input, and the numbers of the spans to the positions that predict their
-        tokens."""
+        """Write the teacher's input, and a span's number to the positions that predict its tokens."""
         import torch
 
         tokens, ours, theirs = places

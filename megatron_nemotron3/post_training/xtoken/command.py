@@ -12,7 +12,7 @@ from megatron_nemotron3.common.output import result, say
 
 if TYPE_CHECKING:
     from megatron_nemotron3.train.teacher.projection import Projection
-    from megatron_nemotron3.train.teacher.tokens import ByteVocabulary
+    from megatron_nemotron3.train.teacher.vocabulary import ByteVocabulary
 
 #: Longest --text that is read, in bytes.
 _MOST = 16 << 20
@@ -61,7 +61,7 @@ def xtoken(options: XTokenOptions) -> int:
             raise ValueError(f"--text {options.text} is not a file: give a text file")
         text = read_outside(options.text, limit=_MOST)
     from megatron_nemotron3.train.teacher.projection import Projection, read_for
-    from megatron_nemotron3.train.teacher.tokens import ByteVocabulary, find
+    from megatron_nemotron3.train.teacher.vocabulary import ByteVocabulary, find
 
     student, teacher = ByteVocabulary(find(options.student)), ByteVocabulary(find(options.teacher))
     wanted = [_token(student, text) for text in options.token]
@@ -95,8 +95,7 @@ def _token(student: ByteVocabulary, text: str) -> int:
 def _describe(student: ByteVocabulary, teacher: ByteVocabulary, projection: Projection) -> None:
     import numpy as np
 
-    from megatron_nemotron3.train.teacher.projection import COMMON
-    from megatron_nemotron3.train.teacher.rules import RULES
+    from megatron_nemotron3.train.teacher.projection import COMMON, RULES
 
     for role, one in (("student", student), ("teacher", teacher)):
         say(

@@ -4,30 +4,16 @@
     subprocess.run([..., "pretrain_hybrid.py", *flags, *prepared.flags])
     baseline = unigram_baseline(prepared.prefix, prepared.split, prepared.tokenizer.vocab_size)
 
-Importing this package costs neither torch nor megatron; writing a data set imports both.
+Importing this package costs neither torch nor megatron.
 """
 
-from megatron_nemotron3.train.data.conversations import Conversation
-from megatron_nemotron3.train.data.indexed import DatasetInfo, write_dataset
-from megatron_nemotron3.train.data.prepare import PreparedData, prepare
-from megatron_nemotron3.train.data.splits import default_split, split_documents
-from megatron_nemotron3.train.data.text import Texts, read_texts
-from megatron_nemotron3.train.data.tokenizer import TokenizerInfo, byte_tokenizer, train_tokenizer
-from megatron_nemotron3.train.data.unigram import UnigramBaseline, unigram_baseline
-
-__all__ = [
-    "Conversation",
-    "DatasetInfo",
-    "PreparedData",
-    "Texts",
-    "TokenizerInfo",
-    "UnigramBaseline",
-    "byte_tokenizer",
-    "default_split",
-    "prepare",
-    "read_texts",
-    "split_documents",
-    "train_tokenizer",
-    "unigram_baseline",
-    "write_dataset",
-]
+from megatron_nemotron3.train.data.conversations import Conversation as Conversation
+from megatron_nemotron3.train.data.indexed import default_split as default_split
+from megatron_nemotron3.train.data.indexed import split_documents as split_documents
+from megatron_nemotron3.train.data.indexed import write_dataset as write_dataset
+from megatron_nemotron3.train.data.prepare import prepare as prepare
+from megatron_nemotron3.train.data.text import read_texts as read_texts
+from megatron_nemotron3.train.data.tokenizer import TokenizerInfo as TokenizerInfo
+from megatron_nemotron3.train.data.tokenizer import byte_tokenizer as byte_tokenizer
+from megatron_nemotron3.train.data.tokenizer import train_tokenizer as train_tokenizer
+from megatron_nemotron3.train.data.unigram import unigram_baseline as unigram_baseline

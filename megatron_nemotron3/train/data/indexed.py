@@ -1,7 +1,6 @@
-"""Write and read documents as Megatron's .bin and .idx.
+"""Write and read documents as Megatron's .bin and .idx, and split them as its --split does.
 
-The format is that of `megatron.core.datasets.indexed_dataset`, whose import takes seconds, since it imports
-all of megatron.core:
+The format is that of `megatron.core.datasets.indexed_dataset`, whose import takes seconds:
 
     .bin   token ids of all documents, one after the other
     .idx   magic, version (u64), code of the ids' type (u8), sequences (u64), documents + 1 (u64),
@@ -10,9 +9,11 @@ all of megatron.core:
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import struct
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -51,12 +52,10 @@ def write_dataset(
 ) -> DatasetInfo:
     """Write `docs` to `prefix`.bin and `prefix`.idx: one sequence per document, each ended by `eod`.
 
-    Tokens are uint16 where the vocabulary allows (< 65500, as in Megatron), else int32.
-    Both files are built under other names in the same folder and then renamed, the .idx last. Documents
-    without a token are left out.
+    Tokens are uint16 where the vocabulary allows (< 65500, as in Megatron), else int32. Documents without a
+    token are left out. Both files appear whole or not at all, the .idx last.
 
-    Raises ValueError if no document is left or a token is outside the vocabulary, OSError if the disk is
-    full (no incomplete file is left, and an older data set under `prefix` stays).
+    Raises ValueError if no document is left or a token is outside the vocabulary.
     """
     prefix = os.path.abspath(prefix)
     dtype = "uint16" if tokenizer.vocab_size < _SMALL else "int32"
@@ -125,3 +124,75 @@ def _encoded(docs: Iterable[str], tokenizer: TokenizerInfo) -> Iterator[list[int
         for ids in tokenizer.encode(batch):
             if ids:
                 yield [*ids, tokenizer.eod]
+
+
+#: Tried in this order by `default_split`.
+SPLITS = ("98,2,0", "95,5,0", "90,10,0", "80,20,0", "50,50,0")
+NAMES = ("training", "validation", "test")
+
+# The validation split of a default --split holds at least this share of the text.
+_ENOUGH = 0.01
+
+
+def split_documents(split: str, documents: int) -> list[range | None]:
+    """Documents of (training, validation, test) under `--split split`; None where its weight is 0.
+
+    GPTDataset cuts by document, not by token, in file order: split i is [round(a_i n), round(a_(i+1) n))
+    of the n documents, a_i the running sum of the normalized weights (Megatron's
+    BlendedMegatronDatasetBuilder._build_megatron_dataset_splits).
+
+    Raises ValueError if a split with a weight gets no document: Megatron would then loop forever over epochs
+    of 0 tokens.
+    """
+    ranges: list[range | None] = []
+    for name, bounds in zip(NAMES, _bounds(split), strict=True):
+        if bounds is None:
+            ranges.append(None)
+            continue
+        part = range(*(round(bound * documents) for bound in bounds))
+        if not part:
+            raise ValueError(
+                f"--split {split} gives {name} none of the {documents} documents, and Megatron would hang: "
+                "use more documents or a larger share"
+            )
+        ranges.append(part)
+    return ranges
+
+
+def _bounds(split: str) -> list[tuple[float, float] | None]:
+    """Shares at which each split begins and ends, read as Megatron reads them; None for weight 0."""
+    try:
+        weights = [float(weight) for weight in re.findall(r"[.0-9]+", split)]
+    except ValueError:
+        weights = []
+    if not (0 < len(weights) <= len(NAMES) and sum(weights) > 0):
+        raise ValueError(f"--split {split}: give up to three weights, for example 98,2,0")
+    weights += [0.0] * (len(NAMES) - len(weights))
+    total = 0.0
+    for weight in weights:  # not by sum, which rounds less than Megatron's numpy
+        total += weight
+    ends = list(itertools.accumulate((weight / total for weight in weights), initial=0.0))
+    return [(start, end) if end > start else None for start, end in itertools.pairwise(ends)]
+
+
+def default_split(lengths: Sequence[int]) -> str:
+    """Return the first of SPLITS that holds out at least 1% of the text; `lengths` of documents, in any unit.
+
+    Without such a split, the first that holds out any document. Raises ValueError if there is none.
+    """
+    possible = []
+    for split in SPLITS:
+        try:
+            _, held_out, _ = split_documents(split, len(lengths))
+        except ValueError:
+            continue
+        assert held_out is not None
+        possible.append(split)
+        if sum(lengths[i] for i in held_out) >= _ENOUGH * sum(lengths):
+            return split
+    if possible:
+        return possible[0]
+    raise ValueError(
+        f"{len(lengths)} document(s) cannot be split into training and validation: collect at least 2 "
+        "(a single text file is cut into documents of about 8 kB)"
+    )

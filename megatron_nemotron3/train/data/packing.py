@@ -12,6 +12,7 @@ import os
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -49,6 +50,31 @@ def first_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
 def conversation_multiple(cp: int) -> int:
     """Number of tokens whose multiple each conversation is padded to: CP cuts 2 * cp parts."""
     return 2 * cp if cp > 1 else 1
+
+
+def pack_arguments(borders: Any, longest: int, total: int) -> dict[str, Any]:
+    """Keywords of Megatron's `PackedSeqParams` for a row of `total` tokens.
+
+    Attention treats the padding behind a conversation as part of it, which changes no real token.
+
+    Args:
+        borders: int32 [documents + 1], as of `PackedRow`.
+        longest: tokens of the longest document.
+    """
+    return {
+        **{f"cu_seqlens_{side}{padded}": borders for side in ("q", "kv") for padded in ("", "_padded")},
+        "max_seqlen_q": longest,
+        "max_seqlen_kv": longest,
+        "total_tokens": total,
+    }
+
+
+@lru_cache(maxsize=4)
+def epoch_order(seed: int, epoch: int, rows: int) -> Any:
+    """Order of the rows in an epoch, [rows]."""
+    import numpy as np
+
+    return np.random.default_rng((seed, epoch)).permutation(rows)
 
 
 @dataclass(frozen=True)

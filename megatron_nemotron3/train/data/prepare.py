@@ -14,8 +14,7 @@ from typing import Any, Literal
 
 from megatron_nemotron3.common import record
 from megatron_nemotron3.common.files import write_json
-from megatron_nemotron3.train.data.indexed import DatasetInfo, write_dataset
-from megatron_nemotron3.train.data.splits import default_split, split_documents
+from megatron_nemotron3.train.data.indexed import DatasetInfo, default_split, split_documents, write_dataset
 from megatron_nemotron3.train.data.text import Texts, read_texts
 from megatron_nemotron3.train.data.tokenizer import TokenizerInfo, byte_tokenizer, train_tokenizer
 
@@ -76,11 +75,8 @@ def prepare(
     reuses its folder; other input gets another folder, because Megatron names the sample indices that it
     caches by the path of a data set, not by its content.
 
-    vocab_size: of the "bpe" tokenizer; "bytes" has 257 tokens and ignores it.
-    split: --split; None: `default_split`.
+    vocab_size: of the "bpe" tokenizer; "bytes" has 257 tokens. split: --split; None: `default_split`.
     The documents must fit in memory. Call it in one process, not on every rank.
-
-    Raises the errors of read_texts, train_tokenizer, write_dataset and split_documents.
     """
     texts = read_texts(path, max_bytes=max_bytes)
     digest = _digest(texts.documents, tokenizer, vocab_size)

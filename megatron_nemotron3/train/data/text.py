@@ -16,8 +16,8 @@ from megatron_nemotron3.common.files import open_outside
 
 #: Folders without text of their own. Folders and files that start with "." are skipped, too.
 _NEVER = frozenset({"__pycache__", "node_modules"})
-_NOT_STANDARD_LIBRARY = frozenset({"site-packages", "dist-packages"})
-_TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
+#: Folders of the standard library that are left out.
+_NOT_SOURCES = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 
 #: A single text file is cut at line ends into documents of about this many characters.
 PIECE = 8192
@@ -40,27 +40,19 @@ class Texts:
     truncated: bool
 
 
-def read_texts(
-    path: str | os.PathLike[str] | None = None,
-    *,
-    pattern: str | None = None,
-    max_bytes: int | None = None,
-    tests: bool = False,
-) -> Texts:
+def read_texts(path: str | os.PathLike[str] | None = None, *, max_bytes: int | None = None) -> Texts:
     """Collect documents from `path`, always the same ones in the same order.
 
-    path: a folder (every file below it whose name matches `pattern`, default "*"), one text file (cut at
-        line ends into documents of about PIECE characters), or a .jsonl with {"text": ...} per line (one
-        document a line). None: the sources of Python's standard library on this machine (*.py), without
-        site-packages and, unless `tests`, without its test folders.
+    path: a folder (every file below it), one text file (cut at line ends into documents of about PIECE
+        characters), or a .jsonl with {"text": ...} per line (one document a line). None: the sources of
+        Python's standard library on this machine (*.py), without site-packages and its test folders.
     max_bytes: stop after this many UTF-8 bytes; the last document is cut, at a line end if it has one.
 
     Files of a folder come in the order of a hash of their relative path. Megatron's --split holds out the
     last documents and max_bytes keeps the first, so both are fair samples, not the end of the alphabet.
     Documents of a single file or a .jsonl keep their order.
 
-    Raises FileNotFoundError if `path` does not exist, ValueError if it holds no text, if a line of a .jsonl
-    is not an object with a string under "text", or if max_bytes < 1.
+    Raises FileNotFoundError, or ValueError without any text, and at a line of a .jsonl without "text".
     """
     if max_bytes is not None and max_bytes < 1:
         raise ValueError(f"max_bytes={max_bytes} leaves no text: use a positive number, or None for all")
@@ -69,12 +61,8 @@ def read_texts(
         cure = "pass a folder of text" if path is None else "check the path"
         raise FileNotFoundError(f"{root} does not exist: {cure}")
     if root.is_dir():
-        excluded = _NEVER
-        if path is None:
-            excluded = _NEVER | _NOT_STANDARD_LIBRARY | (frozenset() if tests else _TEST_FOLDERS)
-        pattern = pattern or ("*.py" if path is None else "*")
-        files = _files(root, pattern, excluded)
-        piece = None
+        excluded, pattern = (_NEVER | _NOT_SOURCES, "*.py") if path is None else (_NEVER, "*")
+        files, piece = _files(root, pattern, excluded), None
     elif root.is_file():
         files, piece = [root], PIECE
     else:

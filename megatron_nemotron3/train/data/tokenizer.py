@@ -2,13 +2,9 @@
 
 Two of Megatron 0.19's --tokenizer-type choices need no network, no GPU and no file from elsewhere:
 
-- HuggingFaceTokenizer with --tokenizer-model FOLDER: AutoTokenizer reads tokenizer.json and
-  tokenizer_config.json from the folder. Needs transformers, which megatron-core[training] requires.
-  Megatron's `eod` is the folder's eos_token.
-- NullTokenizer with --vocab-size 257: it cannot encode text, but training needs only the size and `eod`,
-  the last id. Tokens 0 to 255 are then bytes. Needs nothing. Megatron cannot print its samples as text.
-
-GPT2BPETokenizer requests the configuration of "gpt2" from huggingface.co even with local vocabulary files.
+- HuggingFaceTokenizer with --tokenizer-model FOLDER, read by transformers. `eod` is its eos_token.
+- NullTokenizer with --vocab-size 257: tokens 0 to 255 are bytes, and `eod` is the last id. It cannot encode
+  text, which training does not need.
 """
 
 from __future__ import annotations
@@ -103,8 +99,7 @@ def train_tokenizer(
         chat_template: Jinja, saved with the tokenizer.
         end: the special token that is saved as `eos_token`, which is Megatron's `eod`.
 
-    Raises ValueError if vocab_size < 258 + len(special), OSError if the disk is full (no incomplete file is
-    left).
+    Raises ValueError if vocab_size < 258 + len(special).
     """
     if vocab_size < (smallest := SMALLEST_VOCABULARY + len(special)):
         raise ValueError(

@@ -1,14 +1,13 @@
 """The loss of a model that knows only how often each token occurs.
 
-It is a reference for the final loss: a model above it has learnt nothing about the order of tokens.
+A model whose final loss is above it has learnt nothing about the order of tokens.
 
     uniform        log V                           a model that knows nothing: the loss at step 0
     cross entropy  -sum_t q(t) log p(t)            p: training split, smoothed; q: validation split
     entropy        -sum_t p(t) log p(t)            p: training split, not smoothed
 
-all in nats per token, as Megatron prints its loss (`lm loss`). Smoothing is add-one (Laplace): p(t) =
-(n(t) + 1) / (N + V), V the vocabulary before Megatron pads it. On the default corpus (N of 1.9 million, V of
-2048) it costs less than 0.0001 nats. End-of-document tokens are included, as in Megatron's loss.
+in nats per token, as Megatron prints its loss (`lm loss`), end-of-document tokens included. Smoothing is
+add-one (Laplace): p(t) = (n(t) + 1) / (N + V), V the vocabulary before Megatron pads it.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_nemotron3.train.data.indexed import read_documents
-from megatron_nemotron3.train.data.splits import split_documents
+from megatron_nemotron3.train.data.indexed import read_documents, split_documents
 
 if TYPE_CHECKING:
     import numpy as np

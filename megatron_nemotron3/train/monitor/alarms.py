@@ -1,14 +1,14 @@
-"""Which warnings of the rules are printed, and when: one line for one fault."""
+"""Rules of the warnings, and which of them are printed when: one line for one fault."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from megatron_nemotron3.models.series import AGGREGATES, display_name
-from megatron_nemotron3.train.monitor.rules import RULES, MonitorRule
-from megatron_nemotron3.train.monitor.signs import WINDOW, Point, Series, Sign, number
+from megatron_nemotron3.train.monitor import signs
+from megatron_nemotron3.train.monitor.signs import WINDOW, Point, Series, Sign, Signs, number
 
 #: Measurements without a sign after which a row is over it: the next time is news.
 CALM = 5
@@ -25,6 +25,92 @@ _USED = re.compile(
     r"(max_vio|max_vio_interval|dead_experts_interval|expert_bias_spread|expert_bias_mean|residual_rms|"
     rf"zero_gradients)/.+|mtp_\d+ loss|{AGGREGATES}/"
     r"(experts|top_k(/.+)?|interval_tokens|bias_update_rate|lm_loss|residual_rms_last_over_first)"
+)
+
+
+@dataclass(frozen=True)
+class MonitorRule:
+    """A rule, and the text of its warning after the numbers."""
+
+    find: Callable[[Series], Signs]
+    #: Measurements in a row that must show it.
+    persist: int
+    #: What it means, and what to do.
+    advice: str
+    #: Whether young runs show it while they are healthy.
+    early: bool = False
+    #: Rules of one subject often see the same fault; one of them reports it.
+    subject: str = ""
+    #: Whether this one explains the others for as long as it lasts, not only what begins with it.
+    explains: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.find.__name__
+
+
+_BALANCE = (
+    "check --moe-router-bias-update-rate, the auxiliary loss, and that the router's weight is what it was; "
+    "go back to a checkpoint from before it"
+)
+RULES: tuple[MonitorRule, ...] = (
+    MonitorRule(
+        signs.bias_drift,
+        1,
+        "The routing no longer follows the scores: compare the expert biases of the checkpoints before and "
+        "after, and --moe-router-bias-update-rate; go back to the last one in which they agree with it.",
+        subject="router",
+    ),
+    MonitorRule(
+        signs.router_collapse,
+        2,
+        f"The router sends nearly all tokens to the same experts; the others stop learning: {_BALANCE}.",
+        early=True,
+        subject="router",
+        explains=True,
+    ),
+    MonitorRule(
+        signs.router_outlier,
+        1,
+        "Ultra's first MoE layer went from 4.8 to 12 against 1.2 before the run diverged; the cause is "
+        "unknown, BF16 throughout did not help, an earlier decay of the learning rate did. Keep checkpoints, "
+        "watch expert_bias_spread and residual_rms of that layer, consider decaying the learning rate now.",
+        subject="router",
+    ),
+    MonitorRule(
+        signs.dead_experts,
+        2,
+        f"Experts that no token reaches do not learn and do not come back by themselves: {_BALANCE}.",
+        early=True,
+        subject="router",
+    ),
+    MonitorRule(
+        signs.no_gradient,
+        2,
+        "The layer does not learn: its output or its gradient is cut off or underflows; check that it is not "
+        "frozen or bypassed, its flush to zero (--log-precision), and the loss mask.",
+    ),
+    MonitorRule(
+        signs.residual_jump,
+        2,
+        "A layer writes far more into the stream than before, which drowns what the others write: look at "
+        "its output projection and the gradient norm, and go back to a checkpoint from before it.",
+    ),
+    MonitorRule(
+        signs.mtp_loss_jump,
+        2,
+        "The main loss did not follow, so it is not the data: MTP's own layers, its labels or its mask. Go "
+        "back to a checkpoint from before it.",
+        subject="mtp",
+    ),
+    MonitorRule(
+        signs.mtp_loss_rise,
+        1,
+        "In Ultra this came first when the output layer's gradient was accumulated in BF16, where the small "
+        "share of the MTP depths is lost; FP32 gradient reduction cured it. Check --grad-reduce-in-bf16 and "
+        "--main-grads-dtype, and go back to a checkpoint from before the rise.",
+        subject="mtp",
+    ),
 )
 
 
@@ -97,13 +183,13 @@ class Watchdog:
         return found
 
     def _apply(self, rule: MonitorRule, series: Series, iteration: int) -> Alarm | None:
-        signs = rule.find(series)
+        shown = rule.find(series)
         known = {row for name, row in self._rows if name == rule.name}
-        for row in known | signs.keys() | _rows_of(series):
-            self._rows.setdefault((rule.name, row), _Row()).see(signs.get(row), iteration)
+        for row in known | shown.keys() | _rows_of(series):
+            self._rows.setdefault((rule.name, row), _Row()).see(shown.get(row), iteration)
         rate = number(series, "bias_update_rate")
         early = rule.early and iteration <= (1 / rate if rate else EARLY)
-        news = [row for row in signs if self._is_news(rule, row, early)]
+        news = [row for row in shown if self._is_news(rule, row, early)]
         if not any(self._rows[rule.name, row].firm >= rule.persist for row in news):
             return None
         if self._measurements < self._reported_at.get(rule.name, -PAUSE) + PAUSE:
@@ -112,7 +198,7 @@ class Watchdog:
         for row in news:
             state = self._rows[rule.name, row]
             state.reported, state.reported_at, state.times = True, self._measurements, state.times + 1
-        return Alarm(rule.name, iteration, _message(rule, {row: signs[row] for row in news}), tuple(news))
+        return Alarm(rule.name, iteration, _message(rule, {row: shown[row] for row in news}), tuple(news))
 
     def _is_news(self, rule: MonitorRule, row: str, early: bool) -> bool:
         """Whether a row shows the fault, was not reported, and is not part of what another rule reported."""
@@ -135,14 +221,14 @@ def _rows_of(series: Series) -> set[str]:
     return {tag.partition("/")[2] for tag in series if tag.startswith("max_vio_interval/")}
 
 
-def _message(rule: MonitorRule, signs: Mapping[str, Sign]) -> str:
-    worst = max(signs, key=lambda row: signs[row].size)
-    others = [display_name(row) for row in signs if row != worst]
+def _message(rule: MonitorRule, shown: Mapping[str, Sign]) -> str:
+    worst = max(shown, key=lambda row: shown[row].size)
+    others = [display_name(row) for row in shown if row != worst]
     more = ""
     if others:
         named = ", ".join(others[:NAMED]) + (", …" if len(others) > NAMED else "")
         more = f" (and {len(others)} more: {named})"
-    return f"{signs[worst].text}{more}. {rule.advice}"
+    return f"{shown[worst].text}{more}. {rule.advice}"
 
 
 def scan(history: Mapping[str, Iterable[Point]]) -> list[Alarm]:

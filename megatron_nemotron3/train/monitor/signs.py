@@ -1,7 +1,7 @@
 """Signs that something is wrong with a run: pure functions over its measurements.
 
 A function takes series (tag -> points (iteration, value), in order) and returns what it sees now: row ->
-`Sign`. It has no state. `rules` has the meaning of a sign, `alarms` decides what is printed.
+`Sign`. It has no state. `alarms` has the meaning of a sign, and decides what is printed.
 
 The two divergences of the Ultra report (arXiv 2606.15007):
 

@@ -15,10 +15,11 @@ from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.checkpoints.convert.megatron_args import config_of
+from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.launch.stored_model import loaded
 from megatron_nemotron3.models.omni import OmniConfig, with_encoders
-from megatron_nemotron3.train.omni.layouts import LANGUAGE, SOUND, VISION, Language, module_layouts
-from megatron_nemotron3.train.omni.modules import PARTS
+from megatron_nemotron3.train.omni.layouts import LANGUAGE, SOUND, VISION, module_layouts
+from megatron_nemotron3.train.omni.model import PARTS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -50,13 +51,13 @@ def parse(words: list[str]) -> argparse.Namespace:
         raise ValueError("no --spec: use the flags of `nemotron3 flags nano-omni`")
     if not args.omni_encoders:
         raise ValueError("no --omni-encoders: use the flags of `nemotron3 flags nano-omni`")
-    sizes = Language(
+    sizes = ParallelLayout(
         tp=args.tensor_model_parallel_size,
         pp=args.pipeline_model_parallel_size,
         cp=args.context_parallel_size,
         ep=args.expert_model_parallel_size,
         etp=args.expert_tensor_parallel_size or 1,
-        sequence_parallel=args.sequence_parallel,
+        sp=args.sequence_parallel,
     )
     encoders = {VISION: args.vision_layout, SOUND: args.sound_layout}
     if '"sound": null' in args.omni_encoders:

@@ -1,9 +1,9 @@
-"""A conversation with pictures, sounds and videos as the model's batch.
+"""A conversation with pictures, sounds and videos as the model's inputs.
 
-    processor = load_processor("HF_DIR")
+    encoder = OmniEncoder(load_processor("HF_DIR"), config)
     ask = [{"type": "image", "path": "a.png"}, {"type": "text", "text": "What is it?"}]
-    batch = sample([{"role": "user", "content": ask}], processor, config, prompt=True)
-    model(**batch)
+    encoded = encoder.encode(Conversation([{"role": "user", "content": ask}], None, "chat"), prompt=True)
+    inputs = encoder.decode(encoded.media)
 
 A message's content is a text or a list of parts: {"type": "text", "text": …} or {"type": KIND, "path": FILE}
 with KIND image, audio or video, as chat templates of Hugging Face expect. The template writes the name of the
@@ -257,30 +257,6 @@ class OmniEncoder:
                 raise MediaError(f"{one.path}: {rows} rows, {one.rows} by its header: the file changed")
         made = extractor(loaded, sampling_rate=rate, return_tensors="pt")
         return {"input_features": made["input_features"], "input_features_mask": made["attention_mask"]}
-
-
-def sample(
-    messages: list[dict[str, Any]],
-    processor_: Any,
-    config: OmniConfig,
-    *,
-    folder: str | os.PathLike[str] = "",
-    prompt: bool = False,
-    place: str = "the conversation",
-) -> dict[str, Any]:
-    """Make the batch of one conversation, a keyword for each argument of `BoundaryMimoModel.forward`."""
-    encoder = OmniEncoder(processor_, config, folder)
-    encoded = encoder.encode(Conversation(messages, None, place), prompt)
-    ids = torch.tensor([encoded.ids])
-    batch: dict[str, Any] = {
-        "input_ids": ids,
-        "position_ids": torch.arange(ids.shape[1])[None],
-        "modality_inputs": encoder.decode(encoded.media, place),
-    }
-    if not prompt:
-        batch["labels"] = torch.cat([ids[:, 1:], torch.zeros_like(ids[:, :1])], 1)
-        batch["loss_mask"] = torch.tensor([[*encoded.trained[1:], False]]).float()
-    return batch
 
 
 def join(inputs: Iterable[dict[str, Any]], modality: str) -> dict[str, Any]:

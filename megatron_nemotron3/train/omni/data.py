@@ -16,8 +16,7 @@ import itertools
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -28,7 +27,7 @@ from megatron_nemotron3.boundary.partition import sample_shares
 from megatron_nemotron3.common.files import open_outside
 from megatron_nemotron3.models.omni import OmniConfig
 from megatron_nemotron3.train.data.conversations import Conversation, parse_line
-from megatron_nemotron3.train.data.packing import PackedConversations, PackedRow
+from megatron_nemotron3.train.data.packing import PackedConversations, PackedRow, epoch_order, pack_arguments
 from megatron_nemotron3.train.omni.conversation import ENCODER, OmniEncoder, WithMedia, join
 from megatron_nemotron3.train.omni.layouts import LANGUAGE
 from megatron_nemotron3.train.omni.media import MediaError
@@ -84,10 +83,29 @@ def build_loader(
         ValueError: the samples do not divide among the lanes, or a lane of packed rows has more than one.
         MediaError: from the iterator: a medium cannot be decoded, or is not what the tokens were made for.
     """
-    microbatches = Microbatches(MediaRows(file), samples, dict(lanes), seed)
+    return batches(MediaRows(file, seed), samples, lanes, consumed_samples, workers)
+
+
+class Samples(Protocol):
+    """Samples by number, without end; `pack`: a sample is several conversations."""
+
+    config: OmniConfig
+    pack: bool
+
+    def row(self, number: int) -> PackedRow: ...
+
+    def media(self, number: int, modalities: tuple[str, ...]) -> list[Batch]:
+        """`modality_inputs` of each of a sample's conversations."""
+
+
+def batches(
+    source: Samples, samples: int, lanes: Mapping[str, tuple[int, int]], consumed_samples: int, workers: int
+) -> Iterator[Batch]:
+    """Make this rank's batches of any samples, as `build_loader` does."""
+    microbatches = Microbatches(source, samples, lanes)
     if consumed_samples % samples:
         raise ValueError(f"{consumed_samples} consumed samples are no multiple of {samples} of a microbatch")
-    return _batches(in_order(microbatches, itertools.count(consumed_samples // samples), workers))
+    return _raised(in_order(microbatches, itertools.count(consumed_samples // samples), workers))
 
 
 def describe(batch: Batch) -> Any:
@@ -129,10 +147,10 @@ def check(file: ChatFile, *, decode: bool = True, workers: int = 0) -> str:
 
 
 class MediaRows:
-    """Rows of a file, and the media of each."""
+    """Rows of a file, and the media of each: `Samples` in another order in each epoch."""
 
-    def __init__(self, file: ChatFile) -> None:
-        self.path, self.config, self.pack = os.fspath(file.path), file.config, file.pack
+    def __init__(self, file: ChatFile, seed: int = 0) -> None:
+        self.path, self.config, self.pack, self.seed = os.fspath(file.path), file.config, file.pack, seed
         self.encoder = OmniEncoder(
             file.processor, file.config, os.path.dirname(self.path), most=file.seq_length
         )
@@ -160,7 +178,17 @@ class MediaRows:
             )
         return encoded
 
-    def media(self, conversation: int, modalities: tuple[str, ...]) -> Batch:
+    def row(self, number: int) -> PackedRow:
+        return self.packed.row(self._place(number))
+
+    def media(self, number: int, modalities: tuple[str, ...]) -> list[Batch]:
+        return [self.decoded(one, modalities) for one in self.packed.members(self._place(number))]
+
+    def _place(self, number: int) -> int:
+        epoch, place = divmod(number, len(self.packed))
+        return int(epoch_order(self.seed, epoch, len(self.packed))[place])
+
+    def decoded(self, conversation: int, modalities: tuple[str, ...]) -> Batch:
         """Decode the media of a conversation for these modalities: `modality_inputs`."""
         known, tokens = self.packed.tokens_of(conversation), self.config.special_ids()
         if not np.isin(known, [tokens[name] for name in modalities if name in tokens]).any():
@@ -172,18 +200,18 @@ class MediaRows:
 class Microbatches(Dataset[Any]):
     """Microbatch by number: this rank's batch, or the exception that making it raised."""
 
-    def __init__(self, rows: MediaRows, samples: int, lanes: dict[str, tuple[int, int]], seed: int) -> None:
-        known = (LANGUAGE, *rows.config.special_ids())
+    def __init__(self, source: Samples, samples: int, lanes: Mapping[str, tuple[int, int]]) -> None:
+        known = (LANGUAGE, *source.config.special_ids())
         if not lanes or set(lanes) - set(known):
             raise ValueError(f"lanes of {', '.join(lanes) or 'no module'}: give some of {', '.join(known)}")
-        self.rows, self.samples, self.seed, self.lanes = rows, samples, seed, lanes
+        self.source, self.samples = source, samples
         self.shares = {name: sample_shares(samples, size)[lane] for name, (lane, size) in lanes.items()}
-        if rows.pack and len(self.shares.get(LANGUAGE, ())) > 1:
+        if source.pack and len(self.shares.get(LANGUAGE, ())) > 1:
             raise ValueError(
                 f"a lane of {len(self.shares[LANGUAGE])} packed rows: use a micro-batch size of 1 and longer "
                 "rows, or do not pack"
             )
-        self.special = rows.config.special_ids()
+        self.special = source.config.special_ids()
 
     def __getitem__(self, number: int) -> Batch | Exception:
         # An exception is returned, because a worker would raise it with its own traceback.
@@ -197,11 +225,11 @@ class Microbatches(Dataset[Any]):
             torch.set_num_threads(threads)
 
     def _batch(self, number: int) -> Batch:
-        places = [self._place(number * self.samples + i) for i in range(self.samples)]
-        rows = [self.rows.packed.row(place) for place in places]
+        begin = number * self.samples
+        rows = [self.source.row(begin + i) for i in range(self.samples)]
         first = LANGUAGE if LANGUAGE in self.shares else next(iter(self.shares))
         mine = [rows[i] for i in self.shares[first]]
-        packed = self.rows.pack
+        packed = self.source.pack
         batch: Batch = {
             "input_ids": _stack(mine, "tokens"),
             "position_ids": _stack(mine, "positions"),
@@ -215,19 +243,15 @@ class Microbatches(Dataset[Any]):
             ),
         }
         if packed and first == LANGUAGE:
-            batch["packing_kwargs"] = _packing(mine[0])
+            borders = mine[0].borders
+            longest = int(np.diff(borders).max())
+            batch["packing_kwargs"] = pack_arguments(torch.from_numpy(borders), longest, len(mine[0].tokens))
         for names in _equal_shares(self.shares):
-            share = self.shares[names[0]]
-            of_rows = (self.rows.packed.members(places[i]) for i in share)
-            decoded = [self.rows.media(one, names) for members in of_rows for one in members]
+            decoded = [one for i in self.shares[names[0]] for one in self.source.media(begin + i, names)]
             for name in names:
                 if joined := join(decoded, name):
                     batch["modality_inputs"][name] = joined
         return batch
-
-    def _place(self, sample: int) -> int:
-        epoch, place = divmod(sample, len(self.rows.packed))
-        return int(_order(self.seed, epoch, len(self.rows.packed))[place])
 
 
 class _Decoded(Dataset[Any]):
@@ -236,7 +260,7 @@ class _Decoded(Dataset[Any]):
 
     def __getitem__(self, conversation: int) -> Exception | None:
         try:
-            self.rows.media(conversation, tuple(ENCODER))
+            self.rows.decoded(conversation, tuple(ENCODER))
         except (OSError, ValueError) as problem:
             return problem
         return None
@@ -266,17 +290,11 @@ def _uncollated(item: Any) -> Any:
     return item
 
 
-def _batches(items: Any) -> Iterator[Batch]:
+def _raised(items: Any) -> Iterator[Batch]:
     for item in items:
         if isinstance(item, Exception):
             raise item
         yield item
-
-
-@lru_cache(maxsize=4)
-def _order(seed: int, epoch: int, rows: int) -> Any:
-    """Order of an epoch, as in `train.fine_tuning`."""
-    return np.random.default_rng((seed, epoch)).permutation(rows)
 
 
 def _equal_shares(shares: Mapping[str, range]) -> list[tuple[str, ...]]:
@@ -290,17 +308,6 @@ def _equal_shares(shares: Mapping[str, range]) -> list[tuple[str, ...]]:
 
 def _stack(rows: list[PackedRow], name: str) -> torch.Tensor:
     return torch.from_numpy(np.stack([getattr(row, name) for row in rows]))
-
-
-def _packing(row: PackedRow) -> dict[str, Any]:
-    """Keywords of Megatron's `PackedSeqParams`. Padding is attended to by padding only."""
-    borders, longest = torch.from_numpy(row.borders), int(np.diff(row.borders).max())
-    return {
-        **{f"cu_seqlens_{side}{padded}": borders for side in ("q", "kv") for padded in ("", "_padded")},
-        "max_seqlen_q": longest,
-        "max_seqlen_kv": longest,
-        "total_tokens": len(row.tokens),
-    }
 
 
 def _raise_first(mine: tuple[int, Exception] | None, size: int) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -212,42 +211,36 @@ def projector_sizes(config: OmniConfig, encoder: str) -> dict[str, int]:
     return {"input_size": width, "inner_size": inner, "output_size": config.language.hidden_size}
 
 
-def radio_config(sizes: Vision, **changes: Any) -> RadioConfig:
+def radio_config(sizes: Vision) -> RadioConfig:
     """transformers' configuration of a vision encoder."""
     return RadioConfig(
-        **{
-            "hidden_size": sizes.hidden_size,
-            "num_hidden_layers": sizes.num_layers,
-            "num_attention_heads": sizes.num_attention_heads,
-            "mlp_ratio": sizes.ffn_hidden_size / sizes.hidden_size,
-            "patch_size": sizes.patch_size,
-            "max_img_size": sizes.max_image_size,
-            "num_cls_tokens": sizes.class_tokens,
-            "num_registers": sizes.registers,
-            "video_temporal_patch_size": sizes.temporal_patch_size,
-            "layer_norm_eps": sizes.layernorm_epsilon,
-            **changes,
-        }
+        hidden_size=sizes.hidden_size,
+        num_hidden_layers=sizes.num_layers,
+        num_attention_heads=sizes.num_attention_heads,
+        mlp_ratio=sizes.ffn_hidden_size / sizes.hidden_size,
+        patch_size=sizes.patch_size,
+        max_img_size=sizes.max_image_size,
+        num_cls_tokens=sizes.class_tokens,
+        num_registers=sizes.registers,
+        video_temporal_patch_size=sizes.temporal_patch_size,
+        layer_norm_eps=sizes.layernorm_epsilon,
     )
 
 
-def parakeet_config(sizes: Sound, **changes: Any) -> ParakeetEncoderConfig:
+def parakeet_config(sizes: Sound) -> ParakeetEncoderConfig:
     """transformers' configuration of a sound encoder, without dropout."""
     no_dropout = dict.fromkeys(("dropout", "layerdrop", "activation_dropout", "attention_dropout"), 0.0)
     return ParakeetEncoderConfig(
-        **{
-            "hidden_size": sizes.hidden_size,
-            "num_hidden_layers": sizes.num_layers,
-            "num_attention_heads": sizes.num_attention_heads,
-            "intermediate_size": sizes.ffn_hidden_size,
-            "num_mel_bins": sizes.mel_bins,
-            "subsampling_factor": sizes.subsampling_factor,
-            "subsampling_conv_channels": sizes.subsampling_channels,
-            "conv_kernel_size": sizes.conv_kernel_size,
-            "attention_bias": False,
-            "convolution_bias": False,
-            "scale_input": False,
-            **no_dropout,
-            **changes,
-        }
+        hidden_size=sizes.hidden_size,
+        num_hidden_layers=sizes.num_layers,
+        num_attention_heads=sizes.num_attention_heads,
+        intermediate_size=sizes.ffn_hidden_size,
+        num_mel_bins=sizes.mel_bins,
+        subsampling_factor=sizes.subsampling_factor,
+        subsampling_conv_channels=sizes.subsampling_channels,
+        conv_kernel_size=sizes.conv_kernel_size,
+        attention_bias=False,
+        convolution_bias=False,
+        scale_input=False,
+        **no_dropout,
     )

@@ -25,11 +25,21 @@ from megatron.training.training import pretrain
 from megatron.training.utils import print_rank_0
 
 from megatron_nemotron3.boundary.feed import RowFeed
+from megatron_nemotron3.boundary.grids import grid, groups
 from megatron_nemotron3.boundary.multimodule import BoundaryCommunicator
-from megatron_nemotron3.train.omni import data, mock, modules
+from megatron_nemotron3.train.data.packing import conversation_multiple
+from megatron_nemotron3.train.omni import data
 from megatron_nemotron3.train.omni.arguments import layouts_of, omni_of
 from megatron_nemotron3.train.omni.layouts import LANGUAGE
-from megatron_nemotron3.train.omni.model import OmniModel, frozen_encoders, prepare
+from megatron_nemotron3.train.omni.mock import MockSamples
+from megatron_nemotron3.train.omni.model import (
+    OmniModel,
+    encoder_specs,
+    freeze,
+    frozen_encoders,
+    hybrid_spec,
+    prepare,
+)
 from megatron_nemotron3.train.omni.processor import load_processor
 
 
@@ -48,7 +58,7 @@ def _file(args: argparse.Namespace, path: str) -> data.ChatFile:
         omni_of(args),
         args.seq_length,
         pack=not args.omni_no_packing,
-        multiple=2 * args.context_parallel_size if args.context_parallel_size > 1 else 1,
+        multiple=conversation_multiple(args.context_parallel_size),
         cache=args.data_cache_path,
     )
 
@@ -85,10 +95,9 @@ class Topology:
         layouts = layouts_of(args)
         ep, etp = args.expert_model_parallel_size, args.expert_tensor_parallel_size or 1
         grids = {
-            name: modules.grid(layout, *((ep, etp) if name == LANGUAGE else ()))
-            for name, layout in layouts.items()
+            name: grid(layout, *((ep, etp) if name == LANGUAGE else ())) for name, layout in layouts.items()
         }
-        return cls(grids, {n: modules.groups(g) for n, g in grids.items() if g.is_current_rank_in_grid()})
+        return cls(grids, {n: groups(g) for n, g in grids.items() if g.is_current_rank_in_grid()})
 
     @property
     def encoders(self) -> list[str]:
@@ -163,8 +172,8 @@ class OmniBuilder(ModelBuilder[OmniModel, "OmniBuildConfig"]):
         language, omni = groups.get(LANGUAGE), omni_of(args)
         model = OmniModel(
             MimoModelConfig(
-                language_model_spec=modules.hybrid_spec(_language_config(args), language),
-                modality_submodules_spec=modules.encoder_specs(omni, groups, args.seed),
+                language_model_spec=hybrid_spec(_language_config(args), language),
+                modality_submodules_spec=encoder_specs(omni, groups, args.seed),
                 special_token_ids=omni.special_ids(),
                 module_to_grid_map=topology.grids,
             ),
@@ -181,7 +190,7 @@ class OmniBuilder(ModelBuilder[OmniModel, "OmniBuildConfig"]):
         model = self.build_model(pg_collection)
         if isinstance(self._model_config._communicator, BoundaryCommunicator):
             model.communicator = self._model_config._communicator
-        modules.freeze(model, args.freeze)
+        freeze(model, args.freeze)
         prepare(model, topology.groups, ddp_config, data_parallel_random_init=args.data_parallel_random_init)
         model.config.grad_scale_func = lambda loss: loss
         if args.overlap_grad_reduce:
@@ -233,20 +242,14 @@ class Batches:
                 f"the checkpoint ends after {start} samples, which is no multiple of the {self._samples} of "
                 "a microbatch over all replicas: use a smaller --micro-batch-size"
             )
-        args = self._args
-        loader: dict[str, Any] = {
-            "samples": self._samples,
-            "lanes": self._lanes,
-            "consumed_samples": start,
-            "workers": args.num_workers,
-        }
-        seed = args.seed + split
+        args, seed = self._args, self._args.seed + split
+        source: data.Samples
         if args.mock_data:
-            batches = mock.build_loader(mock.MockSamples(self._omni, args.seq_length, seed), **loader)
+            source = MockSamples(self._omni, args.seq_length, seed)
         else:
             path = ((args.valid_data_path if split else None) or args.data_path)[0]
-            batches = data.build_loader(_file(args, path), seed=seed, **loader)
-        for batch in batches:
+            source = data.MediaRows(_file(args, path), seed)
+        for batch in data.batches(source, self._samples, self._lanes, start, args.num_workers):
             yield batch | {"modality_inputs": _cast(batch["modality_inputs"], args.params_dtype)}
 
 

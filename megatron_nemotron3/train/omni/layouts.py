@@ -12,33 +12,18 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from megatron_nemotron3.boundary.layout import Layout
+from megatron_nemotron3.launch import ParallelLayout
 
 LANGUAGE, VISION, SOUND = "language", "vision", "sound"
 
 
-@dataclass(frozen=True)
-class Language:
-    """Sizes of the language model's layout but for data parallelism, which the world gives."""
-
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    ep: int = 1
-    etp: int = 1
-    sequence_parallel: bool = False
-
-    @property
-    def ranks(self) -> int:
-        return self.tp * self.pp * self.cp
-
-
 def module_layouts(
-    world: int, language: Language, encoders: Mapping[str, str | None], micro_batch_size: int
+    world: int, language: ParallelLayout, encoders: Mapping[str, str | None], micro_batch_size: int
 ) -> dict[str, Layout]:
-    """The layout of the language model and of each encoder."""
+    """The layout of the language model, whose DP the world gives, and of each encoder."""
+    ranks = language.tp * language.pp * language.cp
     found = _encoder_layouts(encoders)
     taken = max((layout.ranks.stop for layout in found.values()), default=0)
     if taken > world:
@@ -56,7 +41,7 @@ def module_layouts(
             "rank as on the others; give each encoder ranks of its own, or both all ranks of the world"
         )
     left = world if shared else world - taken
-    if left % language.ranks:
+    if left % ranks:
         raise ValueError(
             f"the language model has {left} of {world} ranks, which is no multiple of TP * PP * CP = "
             f"{language.tp} * {language.pp} * {language.cp}: change one of them"
@@ -66,9 +51,8 @@ def module_layouts(
             f"--pipeline-model-parallel-size {language.pp} with encoders on the language model's ranks: give "
             "the encoders ranks of their own (--vision-layout, --sound-layout)"
         )
-    dp = left // language.ranks
-    experts = language.ep * language.etp
-    if (language.tp * language.cp * dp) % experts:
+    dp = left // ranks
+    if (language.tp * language.cp * dp) % language.expert_ranks:
         raise ValueError(
             f"EP * ETP = {language.ep} * {language.etp} does not divide TP * CP * DP = "
             f"{language.tp} * {language.cp} * {dp} of the language model"
@@ -83,7 +67,7 @@ def module_layouts(
     # Stages vary slowest, as in the checkout's entry, so that EP may cross replicas.
     sizes = (("tp", language.tp), ("cp", language.cp), ("dp", dp), ("pp", language.pp))
     own = Layout(sizes, 0 if shared else taken, language.sequence_parallel)
-    default = Layout.of(tp=language.ranks, dp=dp)
+    default = Layout.of(tp=ranks, dp=dp)
     return {LANGUAGE: own} | {name: found.get(name, default) for name in encoders}
 
 
@@ -132,9 +116,9 @@ def main() -> None:
     for name in (VISION, SOUND):
         parser.add_argument(f"--{name}-layout")
     given = parser.parse_args()
-    language = Language(**{name: getattr(given, name) for name in ("tp", "pp", "cp", "ep", "etp")})
     encoders = {VISION: given.vision_layout, SOUND: given.sound_layout}
     try:
+        language = ParallelLayout(**{name: getattr(given, name) for name in ("tp", "pp", "cp", "ep", "etp")})
         print(module_layouts(given.world, language, encoders, given.micro_batch_size)[LANGUAGE].dp)
     except ValueError as problem:
         print(problem, file=sys.stderr)

@@ -86,7 +86,15 @@ def load_sound(path: str, sampling_rate: int) -> Any:
 def video_size(path: str) -> VideoSize:
     """Number and size of a video's frames; nothing is decoded."""
     with _video(path) as (container, stream):
-        return _size(path, container, stream)
+        # Some containers (Matroska) do not store the number of frames: count the packets, still without
+        # decoding.
+        frames = stream.frames or sum(1 for packet in container.demux(stream) if packet.size)
+        if not frames or not stream.height or not stream.width:
+            raise MediaError(f"{path}: a video without frames")
+        rate = stream.average_rate or stream.guessed_rate
+        if not rate:
+            raise MediaError(f"{path}: a video without a frame rate")
+        return VideoSize(int(frames), float(rate), stream.height, stream.width)
 
 
 def load_video(path: str, indices: Sequence[int]) -> Any:
@@ -151,17 +159,6 @@ def _video(path: str) -> Iterator[tuple[Any, Any]]:
             if not container.streams.video:
                 raise MediaError(f"{path}: it has no video, only {len(container.streams)} other streams")
             yield container, container.streams.video[0]
-
-
-def _size(path: str, container: Any, stream: Any) -> VideoSize:
-    # Some containers (Matroska) do not store the number of frames: count the packets, still without decoding.
-    frames = stream.frames or sum(1 for packet in container.demux(stream) if packet.size)
-    if not frames or not stream.height or not stream.width:
-        raise MediaError(f"{path}: a video without frames")
-    rate = stream.average_rate or stream.guessed_rate
-    if not rate:
-        raise MediaError(f"{path}: a video without a frame rate")
-    return VideoSize(int(frames), float(rate), stream.height, stream.width)
 
 
 def _long_enough(path: str, length: int, sampling_rate: int) -> None:

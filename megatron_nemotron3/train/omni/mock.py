@@ -5,82 +5,47 @@ A sample is the same on all ranks and in all layouts, so every layout trains on 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
 
-from megatron_nemotron3.boundary.feed import describe_ids
-from megatron_nemotron3.boundary.partition import sample_shares
 from megatron_nemotron3.models.omni import OmniConfig
-from megatron_nemotron3.train.omni.conversation import join
-from megatron_nemotron3.train.omni.data import in_order
-from megatron_nemotron3.train.omni.layouts import LANGUAGE, SOUND, VISION
+from megatron_nemotron3.train.data.packing import PackedRow
+from megatron_nemotron3.train.omni.layouts import SOUND, VISION
 
 #: Sides of a picture in patches, and frames of a spectrogram.
 _SIDES, _FRAMES = (2, 4, 6, 8), (16, 100)
 #: Samples have no media, a picture, a sound, or two pictures and a sound.
 _KINDS = ((0, 0), (1, 0), (0, 1), (2, 1))
-#: What `BoundaryMimoModel.forward` takes for each token.
-_TOKENS = ("input_ids", "labels", "loss_mask", "position_ids")
-
-
-def build_loader(
-    made: MockSamples,
-    *,
-    samples: int,
-    lanes: Mapping[str, tuple[int, int]],
-    consumed_samples: int = 0,
-    workers: int = 0,
-) -> Iterator[dict[str, Any]]:
-    """Make this rank's batches, without end; arguments and batches are those of `data.build_loader`."""
-    microbatches = _Microbatches(made, samples, lanes)
-    return in_order(microbatches, itertools.count(consumed_samples // samples), workers)
-
-
-class _Microbatches(Dataset[dict[str, Any]]):
-    def __init__(self, made: MockSamples, samples: int, lanes: Mapping[str, tuple[int, int]]) -> None:
-        self.made, self.samples = made, samples
-        self.shares = {name: sample_shares(samples, size)[lane] for name, (lane, size) in lanes.items()}
-
-    def __getitem__(self, number: int) -> dict[str, Any]:
-        first = number * self.samples
-        every = [self.made.tokens(first + i) for i in range(self.samples)]
-        ids = torch.stack([one["input_ids"] for one in every])
-        special = self.made.config.special_ids()
-        batch: dict[str, Any] = {"microbatch": describe_ids(ids, special), "modality_inputs": {}}
-        for name, share in self.shares.items():
-            if name == LANGUAGE:
-                batch |= {key: torch.stack([every[i][key] for i in share]) for key in _TOKENS}
-            elif media := join([self.made.media(first + i, name) for i in share], name):
-                batch["modality_inputs"][name] = media
-        batch.setdefault("input_ids", None)
-        return batch
 
 
 class MockSamples:
-    """Samples by number; `length`: tokens of a sequence."""
+    """Samples by number (`data.Samples`); `length`: tokens of a sequence."""
+
+    pack = False
 
     def __init__(self, config: OmniConfig, length: int, seed: int) -> None:
         self.config, self.length, self.seed = config, length, seed
 
-    def tokens(self, number: int) -> dict[str, Any]:
-        """Return "input_ids", "labels", "loss_mask" and "position_ids" [s] of a sample."""
+    def row(self, number: int) -> PackedRow:
         ids = self._text(number)
         labels = torch.cat([ids[1:], ids.new_zeros(1)])
         mask = ~self._is_special(labels)
         mask[-1] = False
-        return {
-            "input_ids": ids,
-            "labels": labels,
-            "loss_mask": mask.float(),
-            "position_ids": torch.arange(self.length),
-        }
+        return PackedRow(
+            tokens=ids.numpy(),
+            labels=labels.numpy(),
+            loss_mask=mask.float().numpy(),
+            positions=torch.arange(self.length).numpy(),
+            padding=torch.zeros(self.length, dtype=torch.bool).numpy(),
+            borders=torch.tensor([0, self.length], dtype=torch.int32).numpy(),
+            conversations=1,
+        )
 
-    def media(self, number: int, modality: str) -> dict[str, Any]:
-        """Return `modality_inputs` of one modality of a sample; {} without any."""
+    def media(self, number: int, modalities: tuple[str, ...]) -> list[dict[str, Any]]:
+        return [self._media(number, modality) for modality in modalities]
+
+    def _media(self, number: int, modality: str) -> dict[str, Any]:
         sizes, random = self._sizes(number)[modality], self._random(number, 1)
         if not sizes:
             return {}

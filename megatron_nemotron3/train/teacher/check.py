@@ -191,7 +191,7 @@ def _check(how: Distillation, argv: Sequence[str], world_size: int) -> None:
 
 def _check_projection(how: Distillation, teacher: TeacherCheckpoint, argv: Sequence[str]) -> None:
     from megatron_nemotron3.train.teacher.projection import Projection, read_for
-    from megatron_nemotron3.train.teacher.tokens import ByteVocabulary as Tokens
+    from megatron_nemotron3.train.teacher.vocabulary import ByteVocabulary as Tokens
 
     if teacher.tokenizer is None:
         raise ValueError(

@@ -1,4 +1,7 @@
-"""The projection between two vocabularies, and its file.
+"""The projection between two vocabularies: the string rules that give its weights, and its file.
+
+The rules and their numbers are those of NeMo-RL's tools (tools/x_token at 7ea279a), by the authors of
+X-Token, arXiv 2605.21699; docs/xtoken.md says where they differ.
 
 The file is in the safetensors format: `tokens` [student's tokens, width] int32, tokens of the teacher with
 the largest weight first, -1 where there are fewer; `weights` of the same shape, float32. Its metadata names
@@ -8,15 +11,15 @@ both tokenizers by digest.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_nemotron3.checkpoints.convert.hf_folder import read_safetensors_header, safetensors_header
 from megatron_nemotron3.checkpoints.metadata import CheckpointError
 from megatron_nemotron3.common.files import atomic, open_outside
-from megatron_nemotron3.train.teacher import rules
-from megatron_nemotron3.train.teacher.tokens import ByteVocabulary
+from megatron_nemotron3.train.teacher.vocabulary import ByteVocabulary
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,6 +28,88 @@ if TYPE_CHECKING:
 FORMAT = "nemotron3-xtoken-1"
 #: Least weight of a token's first entry with which H-KL pairs the two tokens.
 COMMON = 0.6
+#: Weight of a piece, relative to the piece before it.
+DECAY = 0.1
+#: Pieces of a token that count, and weights of a row that are kept.
+PIECES = 4
+WIDTH = 4
+
+#: The rules, in the order in which they are tried.
+SPECIAL, SAME, SPLIT, JOINED, NONE = "special", "same", "split", "joined", "none"
+RULES = {
+    SPECIAL: "a special token with the same name or role",
+    SAME: "the token with the same bytes",
+    SPLIT: "the tokens that the teacher splits its text into",
+    JOINED: "tokens of the teacher that the student splits into it and others",
+    NONE: "no token of the teacher",
+}
+
+
+class TokenWeights(NamedTuple):
+    """Weights of one token of the student: (token of the teacher, weight), largest first, of sum 1."""
+
+    rule: str
+    weights: tuple[tuple[int, float], ...]
+
+
+def special_pairs(student: ByteVocabulary, teacher: ByteVocabulary) -> dict[int, int]:
+    """Special token of the student -> that of the teacher with its name, or else its role."""
+    names = {teacher.tokens[i]: i for i in sorted(teacher.special, reverse=True)}
+    pairs = {i: names[name] for i in student.special if (name := student.tokens[i]) in names}
+    for role, i in student.roles.items():
+        if role in teacher.roles:
+            pairs.setdefault(i, teacher.roles[role])
+    return pairs
+
+
+def rows(
+    student: ByteVocabulary,
+    teacher: ByteVocabulary,
+    *,
+    pieces: int = PIECES,
+    width: int = WIDTH,
+    joined: bool = True,
+) -> list[TokenWeights]:
+    """Apply the rules to every token of the student."""
+    special = special_pairs(student, teacher)
+    found: dict[int, dict[int, float]] = dict(_split(student, teacher, pieces))
+    split = set(found)
+    for token, parts in _split(teacher, student, pieces) if joined else ():
+        for part, weight in parts.items():
+            own = found.setdefault(part, {})
+            own[token] = own.get(token, 0.0) + weight
+    result = []
+    for token, content in enumerate(student.tokens):
+        if token in special:
+            row = TokenWeights(SPECIAL, ((special[token], 1.0),))
+        elif token in student.special or not content:
+            row = TokenWeights(NONE, ())
+        elif (same := teacher.ids.get(content)) is not None:
+            row = TokenWeights(SAME, ((same, 1.0),))
+        elif token in found:
+            kept = sorted(found[token].items(), key=lambda pair: (-pair[1], pair[0]))[:width]
+            total = sum(weight for _, weight in kept)
+            rule = SPLIT if token in split else JOINED
+            row = TokenWeights(rule, tuple((t, weight / total) for t, weight in kept))
+        else:
+            row = TokenWeights(NONE, ())
+        result.append(row)
+    return result
+
+
+def _split(
+    source: ByteVocabulary, target: ByteVocabulary, pieces: int
+) -> Iterator[tuple[int, dict[int, float]]]:
+    """Ordinary tokens of `source` that `target` lacks, with the weights of the tokens that spell them."""
+    ordinary = ((i, text) for i, text in enumerate(source.tokens) if text and i not in source.special)
+    lacking = [(i, text) for i, text in ordinary if text not in target.ids]
+    for (i, _), ids in zip(lacking, target.encode(text for _, text in lacking)):
+        weights: dict[int, float] = {}
+        total = sum(DECAY**place for place in range(len((ids or [])[:pieces])))
+        for place, part in enumerate((ids or [])[:pieces]):
+            weights[part] = weights.get(part, 0.0) + DECAY**place / total
+        if weights:
+            yield i, weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,10 +139,10 @@ class Projection:
 
     @classmethod
     def build(cls, student: ByteVocabulary, teacher: ByteVocabulary, **options: Any) -> Projection:
-        """Apply the string rules; `options` are those of `rules.rows`."""
+        """Apply the string rules; `options` are those of `rows`."""
         import numpy as np
 
-        found = rules.rows(student, teacher, **options)
+        found = rows(student, teacher, **options)
         width = max(1, max((len(row.weights) for row in found), default=1))
         tokens = np.full((len(found), width), -1, np.int32)
         weights = np.zeros((len(found), width), np.float32)
@@ -65,7 +150,7 @@ class Projection:
             for j, (token, weight) in enumerate(row.weights):
                 tokens[i, j], weights[i, j] = token, weight
         counted = Counter(row.rule for row in found)
-        counts = {rule: counted[rule] for rule in rules.RULES}
+        counts = {rule: counted[rule] for rule in RULES}
         return cls(tokens, weights, len(teacher), student.digest, teacher.digest, counts)
 
     def common(self, threshold: float = COMMON) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -129,7 +214,7 @@ class Projection:
         sums = values.sum(1)
         if not ((abs(sums - 1) < 1e-5) | (sums == 0)).all() or (values[ids < 0] != 0).any():
             raise CheckpointError(f"{path}: damaged: a row of weights sums to neither 0 nor 1")
-        stated = {rule: about.get(f"rule_{rule}", "") for rule in rules.RULES}
+        stated = {rule: about.get(f"rule_{rule}", "") for rule in RULES}
         counts = {rule: int(count) for rule, count in stated.items() if count.isdecimal() and len(count) < 10}
         return cls(ids, values, int(size), about.get("student", ""), about.get("teacher", ""), counts)
 

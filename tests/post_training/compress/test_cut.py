@@ -16,7 +16,7 @@ from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorS
 from megatron_nemotron3.checkpoints.convert.streams import BAND
 from megatron_nemotron3.models import Nemotron3Config, get, tiny
 from megatron_nemotron3.models.prefixes import prefixes
-from megatron_nemotron3.post_training.compress import memory
+from megatron_nemotron3.post_training import compress
 from megatron_nemotron3.post_training.compress.cut import CutTensors
 from megatron_nemotron3.post_training.compress.scores import Scores
 from megatron_nemotron3.post_training.compress.sizes import Sizes, candidate_config
@@ -65,10 +65,10 @@ def cut(name: str, sizes: Sizes) -> tuple[Nemotron3Config, list[float], float]:
     before = all_logits(model)
 
     def after(scores: Scores) -> list[torch.Tensor]:
-        found, weights = memory.prune(model, scores, sizes)
+        found, weights = compress.prune(model, scores, sizes)
         student = build(found)
         scale_norms(weights, config, found)
-        memory.load(student, weights)
+        compress.load(student, weights)
         return all_logits(student)
 
     errors = [float((a - b).abs().max()) for a, b in zip(before, after(scores), strict=True)]
@@ -108,7 +108,7 @@ def same_sizes(name: str) -> bool:
     """Prune to the sizes a model has."""
     config = CONFIGS[name]
     model = build(config)
-    _, weights = memory.prune(model, random_scores(config), {"hidden_size": config.hidden_size})
+    _, weights = compress.prune(model, random_scores(config), {"hidden_size": config.hidden_size})
     return all(torch.equal(t, model.state_dict()[key]) for key, t in weights.items()) and len(weights) > 50
 
 

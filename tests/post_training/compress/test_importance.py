@@ -11,7 +11,7 @@ import torch
 
 from megatron_nemotron3.launch import Launch, ParallelLayout
 from megatron_nemotron3.models import Nemotron3Config, get, tiny
-from megatron_nemotron3.post_training.compress import memory
+from megatron_nemotron3.post_training import compress
 from megatron_nemotron3.post_training.compress.scores import Scores, statistics
 from megatron_nemotron3.proof.certify.ranks import run_distributed
 from tests.post_training.compress.silence import all_logits, build
@@ -23,13 +23,13 @@ TEXT = torch.randint(0, 2048, (8, 65), generator=torch.Generator().manual_seed(3
 
 def write(folder: Path, config: Nemotron3Config) -> None:
     """A checkpoint with random weights."""
-    memory.save(build(config), config, folder)
+    compress.save(build(config), config, folder)
 
 
 def measured(folder: Path, layout: ParallelLayout) -> tuple[Scores, float]:
     """Measure a checkpoint on the ranks of a layout."""
     from megatron_nemotron3.checkpoints.convert.checkpoints import open_checkpoint
-    from megatron_nemotron3.post_training.compress.calibrate import calibrate
+    from megatron_nemotron3.post_training.compress.importance import calibrate
 
     opened = open_checkpoint(folder)
     launch = Launch.of(opened.config.but(seq_length=64), layout=layout, precision="fp32", backend="torch")
@@ -214,12 +214,12 @@ def silent_first(name: str) -> float:
         }
     else:
         sizes["dense_ffn_hidden_size"] = 384
-    pruned, weights = memory.prune(model, scores, sizes)
+    pruned, weights = compress.prune(model, scores, sizes)
     for key, t in weights.items():
         if key.endswith("mixer.norm.weight"):  # silent heads count in the norm's mean
             t.mul_(2**0.5)
     student = build(pruned)
-    memory.load(student, weights)
+    compress.load(student, weights)
     pairs = zip(all_logits(model), all_logits(student), strict=True)
     return max(float((a - b).abs().max()) for a, b in pairs)
 
@@ -240,7 +240,7 @@ def idle_layers() -> tuple[str, tuple[int, ...]]:
         model.decoder.layers[4].mixer.out_proj.weight.mul_(1e-2)
         model.decoder.layers[7].mlp.linear_fc2.weight.mul_(1e-2)
     scores = measure(model, config, lambda: all_logits(model, 1))
-    return memory.prune(model, scores, {"num_layers": 8})[0].pattern, scores.layers(8)
+    return compress.prune(model, scores, {"num_layers": 8})[0].pattern, scores.layers(8)
 
 
 def test_layers_that_do_little_go_first() -> None:

@@ -13,8 +13,7 @@ from megatron_nemotron3.launch.plan.serving import ServingUse
 from megatron_nemotron3.models import get
 from megatron_nemotron3.models.prefixes import prefixes
 from megatron_nemotron3.post_training.compress.candidates import search
-from megatron_nemotron3.post_training.compress.losses import ScoredLosses
-from megatron_nemotron3.post_training.compress.scores import Scores, statistics
+from megatron_nemotron3.post_training.compress.scores import ScoredLosses, Scores, statistics
 from megatron_nemotron3.post_training.compress.sizes import candidate_config
 
 SUPER = get("super-tiny")

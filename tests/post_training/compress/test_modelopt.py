@@ -21,13 +21,13 @@ RECORDED: dict[str, Any] = json.loads(FILE.read_text())
 
 def pruned(name: str) -> tuple[list[int], dict[str, Any], list[float]]:
     """By our importance and cut: the order of the layers, what is left, and the distances of the layers."""
-    from megatron_nemotron3.post_training.compress import memory
+    from megatron_nemotron3.post_training import compress
     from megatron_nemotron3.post_training.compress.importance import measure
 
     config, sizes = CASES[name]
     model = build(config)
     scores = measure(model, config, lambda: run(model))
-    _, weights = memory.prune(model, scores, sizes)
+    _, weights = compress.prune(model, scores, sizes)
     distances = [float(scores.values[f"decoder.layers.{i}. distance"]) for i in range(config.num_layers)]
     order = sorted(range(config.num_layers), key=lambda layer: -distances[layer])
     return order, summary({k: t for k, t in weights.items() if not k.endswith("_extra_state")}), distances

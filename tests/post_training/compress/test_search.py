@@ -17,8 +17,15 @@ from megatron_nemotron3.launch.plan.hardware import GPUS
 from megatron_nemotron3.launch.plan.serving import ServingUse
 from megatron_nemotron3.models import Nemotron3Config, get
 from megatron_nemotron3.models.own import model
-from megatron_nemotron3.post_training.compress.budget import MEASURES, amount, costs, parse_budget
-from megatron_nemotron3.post_training.compress.candidates import NoCandidate, UniformLosses, search
+from megatron_nemotron3.post_training.compress.candidates import (
+    MEASURES,
+    NoCandidate,
+    UniformLosses,
+    amount,
+    costs,
+    parse_budget,
+    search,
+)
 from megatron_nemotron3.post_training.compress.sizes import BY_LAYER, candidate_config
 
 SERVING = ServingUse(GPUS["h100"], sequences=4, context=512)

@@ -49,7 +49,7 @@ def write_teacher(folder: str) -> None:
 
 def _write(folder: str) -> None:
     from megatron_nemotron3 import build_model
-    from megatron_nemotron3.post_training.compress import memory
+    from megatron_nemotron3.post_training import compress
 
     model = build_model(TEACHER, precision="fp32", backend="torch", seed=5)
     generator = torch.Generator().manual_seed(3)
@@ -59,7 +59,7 @@ def _write(folder: str) -> None:
                 parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
             elif "output_layer" in name:
                 parameter *= 3  # a teacher that knows what it wants
-    memory.save(model, TEACHER, Path(folder))
+    compress.save(model, TEACHER, Path(folder))
 
 
 def measured(case: Case, weights: Tensors, *taught: Distillation, tokenizer: str = "") -> Step:
@@ -162,8 +162,8 @@ def write_logits(case: Case, teacher: str, folder: str, temperature: float) -> N
 
 def _write_logits(case: Case, teacher: str, folder: str, temperature: float) -> None:
     from megatron_nemotron3.layers.context_parallel import cu_seqlens
+    from megatron_nemotron3.post_training.distill.divergences import most_probable
     from megatron_nemotron3.post_training.distill.stored import key_of, write_part
-    from megatron_nemotron3.post_training.distill.topk import most_probable
     from megatron_nemotron3.proof.certify.batch import batches
     from megatron_nemotron3.train.teacher.manifest import LogitsManifest
     from megatron_nemotron3.train.teacher.vocabulary import Vocabulary

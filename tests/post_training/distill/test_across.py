@@ -18,7 +18,7 @@ from megatron_nemotron3.proof.certify.tensors import Tensors
 from megatron_nemotron3.proof.certify.world import initial_weights
 from megatron_nemotron3.train.teacher.projection import Projection
 from megatron_nemotron3.train.teacher.settings import Distillation
-from megatron_nemotron3.train.teacher.tokens import ByteVocabulary
+from megatron_nemotron3.train.teacher.vocabulary import ByteVocabulary
 from tests.parallel.case import Case
 from tests.parallel.layouts import PER_TOKEN, small
 from tests.post_training.distill.runs import Apart, compare, defined, measured
@@ -46,13 +46,13 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensors]:
 
 def _write(folder: Path) -> None:
     from megatron_nemotron3 import build_model
-    from megatron_nemotron3.post_training.compress import memory
+    from megatron_nemotron3.post_training import compress
 
     for seed, name in enumerate(("teacher", "other")):
         model = build_model(TEACHER, precision="fp32", backend="torch", seed=5 + seed)
         with torch.no_grad():
             model.output_layer.weight *= 3  # a teacher that knows what it wants
-        memory.save(model, TEACHER, folder / name)
+        compress.save(model, TEACHER, folder / name)
 
 
 def _apart(folder: Path, how: Distillation) -> Apart:

@@ -20,7 +20,7 @@ from megatron_nemotron3.post_training.xtoken.loss import SpanLoss, span_losses
 from megatron_nemotron3.proof.certify.ranks import run_distributed
 from megatron_nemotron3.train.teacher.projection import Projection
 from megatron_nemotron3.train.teacher.settings import Distillation
-from megatron_nemotron3.train.teacher.tokens import ByteVocabulary
+from megatron_nemotron3.train.teacher.vocabulary import ByteVocabulary
 from tests.post_training.xtoken.tokenizers_of import TEXT, train
 
 Folders = tuple[Path, Path, Path]

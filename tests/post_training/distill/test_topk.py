@@ -7,8 +7,13 @@ import math
 import pytest
 import torch
 
-from megatron_nemotron3.post_training.distill.divergences import KINDS, reference, terms
-from megatron_nemotron3.post_training.distill.topk import most_probable, topk_divergence
+from megatron_nemotron3.post_training.distill.divergences import (
+    KINDS,
+    most_probable,
+    reference,
+    terms,
+    topk_divergence,
+)
 from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
 from tests.post_training.distill.test_divergence import logits
 

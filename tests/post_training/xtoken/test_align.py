@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_nemotron3.post_training.xtoken.align import Aligner
-from megatron_nemotron3.train.teacher.tokens import ByteVocabulary
+from megatron_nemotron3.train.teacher.vocabulary import ByteVocabulary
 from tests.post_training.xtoken.tokenizers_of import TEXT, sentence_piece, train
 
 NAMES = ("packs", "splits", "sentence")

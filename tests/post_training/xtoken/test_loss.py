@@ -12,7 +12,7 @@ from megatron_nemotron3.post_training.xtoken.align import Aligner, Alignment
 from megatron_nemotron3.post_training.xtoken.loss import RankGroups, SpanLoss, span_losses
 from megatron_nemotron3.proof.certify.ranks import run_distributed
 from megatron_nemotron3.train.teacher.projection import Projection
-from megatron_nemotron3.train.teacher.tokens import ByteVocabulary
+from megatron_nemotron3.train.teacher.vocabulary import ByteVocabulary
 from tests.post_training.xtoken.reference import losses as reference
 from tests.post_training.xtoken.tokenizers_of import TEXT, sentence_piece, train
 

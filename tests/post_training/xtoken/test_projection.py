@@ -10,9 +10,17 @@ import pytest
 from safetensors.numpy import load_file
 
 from megatron_nemotron3 import cli
-from megatron_nemotron3.train.teacher.projection import Projection, read_for
-from megatron_nemotron3.train.teacher.rules import JOINED, NONE, SAME, SPECIAL, SPLIT, rows
-from megatron_nemotron3.train.teacher.tokens import ByteVocabulary
+from megatron_nemotron3.train.teacher.projection import (
+    JOINED,
+    NONE,
+    SAME,
+    SPECIAL,
+    SPLIT,
+    Projection,
+    read_for,
+    rows,
+)
+from megatron_nemotron3.train.teacher.vocabulary import ByteVocabulary
 from tests.post_training.xtoken.tokenizers_of import TEXT, sentence_piece, train
 
 

@@ -48,7 +48,7 @@ def recorded(case: Case, weights: Tensors, folder: str) -> Recording:
 def _record(case: Case, weights: Tensors, folder: str) -> None:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron_nemotron3.post_training.compress import memory
+    from megatron_nemotron3.post_training import compress
     from megatron_nemotron3.proof.bisect.record import Recorder, unwrapped
     from megatron_nemotron3.proof.certify.batch import batches
     from megatron_nemotron3.proof.certify.world import _forward_step, build
@@ -70,7 +70,7 @@ def _record(case: Case, weights: Tensors, folder: str) -> None:
         )
     recorder.write(f"{folder}/trainer.pt")
     if case.layout.world_size == 1:
-        memory.save(unwrapped(chunks[0]), case.config, Path(folder) / "checkpoint")
+        compress.save(unwrapped(chunks[0]), case.config, Path(folder) / "checkpoint")
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from megatron_nemotron3.train.data import (
     unigram_baseline,
     write_dataset,
 )
-from megatron_nemotron3.train.data.splits import _bounds
+from megatron_nemotron3.train.data.indexed import _bounds
 from megatron_nemotron3.train.data.unigram import cross_entropy, entropy
 
 pytest.importorskip("megatron.core")

@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_nemotron3.train.monitor.alarms import Watchdog, scan
-from megatron_nemotron3.train.monitor.rules import RULES
+from megatron_nemotron3.train.monitor.alarms import RULES, Watchdog, scan
 from megatron_nemotron3.train.monitor.signs import (
     SMOOTH,
     THRESHOLDS,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-from megatron_nemotron3.train.monitor.tracker import _mtp_losses
+from megatron_nemotron3.train.monitor.attach import _mtp_losses
 
 
 def test_losses_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:

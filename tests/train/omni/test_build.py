@@ -11,7 +11,7 @@ import torch
 from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.models.omni import get_omni
 from megatron_nemotron3.train.omni.encoders import Projector, SoundEncoder, VisionEncoder
-from megatron_nemotron3.train.omni.modules import LANGUAGE, PARTS, SOUND, VISION, build
+from megatron_nemotron3.train.omni.model import LANGUAGE, PARTS, SOUND, VISION, build
 from tests.support.omni_oracle import pair
 from tests.support.world import world_of_one
 from tests.train.omni.test_parity import media_of

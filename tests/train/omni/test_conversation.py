@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.omni_data import part, require_media, say, tiny_omni, tiny_processor, write_media
+from tests.support.omni_data import part, require_media, sample, say, tiny_omni, tiny_processor, write_media
 
 require_media()
 
@@ -19,7 +19,7 @@ import soundfile  # noqa: E402
 from PIL import Image  # noqa: E402
 
 from megatron_nemotron3.train.omni import media  # noqa: E402
-from megatron_nemotron3.train.omni.conversation import join, sample  # noqa: E402
+from megatron_nemotron3.train.omni.conversation import join  # noqa: E402
 from megatron_nemotron3.train.omni.media import MediaError  # noqa: E402
 from megatron_nemotron3.train.omni.processor import (  # noqa: E402
     check_processor,

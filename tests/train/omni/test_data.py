@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.omni_data import part, require_media, say, tiny_omni, tiny_processor, write_media
+from tests.support.omni_data import part, require_media, sample, say, tiny_omni, tiny_processor, write_media
 
 require_media()
 
@@ -20,7 +20,6 @@ require_media()
 pytestmark = pytest.mark.filterwarnings("ignore:.* is experimental:UserWarning")
 
 from megatron_nemotron3.boundary.feed import RowFeed  # noqa: E402
-from megatron_nemotron3.train.omni.conversation import sample  # noqa: E402
 from megatron_nemotron3.train.omni.data import ChatFile, MediaRows, build_loader, check, describe, in_order  # noqa: E402
 from megatron_nemotron3.train.omni.media import MediaError  # noqa: E402
 from tests.support.world import world_of_one  # noqa: E402
@@ -192,7 +191,7 @@ def test_lanes_of_packed_rows(processor: Any, chats: Path) -> None:
 def test_documents_stay_apart_in_the_model(processor: Any, chats: Path) -> None:
     """The loss of packed conversations with media is that of each alone."""
     from megatron_nemotron3.boundary.layout import Layout
-    from megatron_nemotron3.train.omni.modules import build
+    from megatron_nemotron3.train.omni.model import build
 
     one = Layout.of()
     rows = MediaRows(ChatFile(chats, processor, CONFIG, LENGTH))

@@ -63,11 +63,12 @@ def test_random_media_have_the_rows_of_their_tokens() -> None:
     encoder, made = SoundEncoder(sound, seed=1), MockSamples(omni, 64, seed=1234)
     seen = set()
     for number in range(60):
-        if media := made.media(number, "sound"):
+        (media,) = made.media(number, ("sound",))
+        if media:
             features = media["sound"]["parakeet"]
             seen.add(int(features["input_features_mask"].sum()) % 8)
             rows = encoder(**features)
-            assert len(rows) == int((made.tokens(number)["input_ids"] == ids["sound"]).sum())
+            assert len(rows) == int((made.row(number).tokens == ids["sound"]).sum())
     assert seen == set(range(8))
 
 

@@ -1,22 +1,25 @@
-"""What is known of a run by its folder. Any part may be missing, as in a young run or another script's."""
+"""What is known of a run by its folder, and the page about it. Any part may be missing, as in a young run."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from megatron_nemotron3.checkpoints import folders
 from megatron_nemotron3.checkpoints.structure import check_structure
-from megatron_nemotron3.common import lock
+from megatron_nemotron3.common import lock, plots
 from megatron_nemotron3.common.output import size_text
 from megatron_nemotron3.launch.manifest import NAME, Part, RunManifest
 from megatron_nemotron3.models import Nemotron3Config, count, get
 from megatron_nemotron3.precision import report as precision
 from megatron_nemotron3.train import log
-from megatron_nemotron3.train.monitor import alarms, events
+from megatron_nemotron3.train.monitor import alarms, events, watch
 
 #: Series of the log line, and the tags that Megatron gives them in event files.
 RATE, NORM, TIME = "learning rate", "grad norm", log.MILLISECONDS
@@ -161,3 +164,75 @@ def gather(folder: Path) -> Facts:
             f"{folder}: it has neither {NAME} nor train.log nor event files: give the folder of a run"
         )
     return found
+
+
+class Picture(NamedTuple):
+    """A picture as the address of an image."""
+
+    title: str
+    source: str
+
+
+def training(facts: Facts) -> Iterator[Picture]:
+    """Losses, learning rate, norm of the gradient, time and tokens."""
+    if facts.curve.steps:
+        yield _picture("Losses", lambda axes: log.draw(axes, facts.curve, None))
+    elif facts.points("lm loss"):
+        yield _picture("Losses", lambda axes: watch.draw_losses(axes, facts.history))
+    seconds = [(i, ms / 1e3) for i, ms in facts.points(TIME)]
+    for title, unit, points in (
+        ("Learning rate", "", facts.points(RATE)),
+        ("Norm of the gradient", "before clipping", facts.points(NORM)),
+        ("Time of a step", "seconds", seconds),
+        ("Tokens per second", "tokens/s", facts.tokens_per_second),
+    ):
+        if points:
+            yield _line(title, unit, points)
+
+
+def monitors(facts: Facts) -> Iterator[Picture]:
+    """One panel per monitored quantity, as `nemotron3 watch` draws them."""
+    for kind, series in watch.panels_of(facts.history).items():
+        title = watch.KINDS[kind].title
+        yield _picture(title, lambda axes, k=kind, s=series: watch.draw_panel(axes, k, s))
+
+
+def quantization(facts: Facts) -> Picture | None:
+    """The heat maps of the precision report."""
+    if not facts.precision:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / precision.PICTURE
+        precision.plot(facts.precision, path, facts.title)
+        return Picture("Precision", _address("png", path.read_bytes()))
+
+
+def _line(title: str, unit: str, points: Points) -> Picture:
+    def draw(axes: Any) -> None:
+        axes.plot(*zip(*points, strict=True))
+        axes.set_ylabel(unit)
+        axes.set_ylim(bottom=0)
+        plots.step_axis(axes)
+
+    return _picture(title, draw)
+
+
+def _picture(title: str, draw: Any) -> Picture:
+    def panel(_: Any, axes: Any) -> None:
+        draw(axes)
+        axes.set_title("")  # the page has it
+
+    return Picture(title, _address("svg+xml", plots.svg(panel).encode()))
+
+
+def _address(kind: str, data: bytes) -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def render(**values: Any) -> str:
+    """Fill in the template `page.html`; `values` are the names in it, `facts` among them."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    return environment.get_template("page.html").render(**values)

@@ -1,9 +1,10 @@
-"""How near drafts are to the model, and how many are accepted, before and after boosting."""
+"""Measure a checkpoint before and after a training, once: drafts of MTP heads, or held-out conversations."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -12,7 +13,13 @@ from megatron_nemotron3.common.files import write_json
 from megatron_nemotron3.common.output import Bar, interval, paired
 from megatron_nemotron3.inference.generate.checkpoint_folder import find_checkpoint
 from megatron_nemotron3.inference.generate.command import load_engine
-from megatron_nemotron3.inference.generate.evaluate import DepthAgreement, acceptance, losses, windows
+from megatron_nemotron3.inference.generate.evaluate import (
+    DepthAgreement,
+    acceptance,
+    conversation_losses,
+    losses,
+    windows,
+)
 from megatron_nemotron3.inference.generate.evaluate_command import (
     NEW_TOKENS,
     PROMPT_TOKENS,
@@ -22,7 +29,56 @@ from megatron_nemotron3.inference.generate.evaluate_command import (
     chosen_seq_length,
     spread_prompts,
 )
+from megatron_nemotron3.inference.generate.prompts import GenerationOptions, generate
+from megatron_nemotron3.inference.generate.text import Tokenizer
+from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.post_training.boost.inputs import BoostInputs
+from megatron_nemotron3.train.data.conversations import Encoded
+
+#: Tokens of a sample.
+ANSWER_TOKENS = 48
+
+
+@dataclass(frozen=True)
+class HeldOutResult:
+    """What a checkpoint does with the held-out conversations."""
+
+    per_token: float
+    per_conversation: float
+    #: What it answers in the first of them, greedily.
+    answer: str
+
+
+def measure_held_out(
+    checkpoint: Path,
+    config: Nemotron3Config,
+    held_out: Sequence[Encoded],
+    tokenizer: Path,
+    device: str,
+    kept: Path,
+) -> HeldOutResult:
+    """Measure a checkpoint, or read from the file `kept` what was measured before."""
+    with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
+        return HeldOutResult(**record.read(kept))
+    encoding = Tokenizer(tokenizer)
+    opened = find_checkpoint(checkpoint).open(config, config.vocab_size)
+    engine = load_engine(opened, device)
+    # No layer encodes positions: what was trained on may be longer than the folder's number says.
+    engine.max_context = max(engine.max_context, max(len(one.ids) for one in held_out) + ANSWER_TOKENS)
+    with Bar("held-out loss", "tokens", sum(len(one.ids) for one in held_out), lines=False) as bar:
+        measured = conversation_losses(engine, held_out, bar.add)
+    prompt = first_prompt(held_out)
+    (row,) = generate(engine, [prompt], GenerationOptions(ANSWER_TOKENS, stop=encoding.stop)).rows
+    answer = encoding.decode(row.tokens)
+    found = HeldOutResult(measured.per_token, measured.per_conversation, answer)
+    write_json(kept, asdict(found))
+    return found
+
+
+def first_prompt(held_out: Sequence[Encoded]) -> list[int]:
+    """Tokens in front of the first answer of the first conversation that has one."""
+    one = next(one for one in held_out if any(one.trained[1:]))
+    return one.ids[: one.trained.index(True, 1)]
 
 
 @dataclass(frozen=True)
@@ -40,7 +96,9 @@ class DraftResult:
     accepted: tuple[float, ...]
 
 
-def measure(checkpoint: Path, given: BoostInputs, options: argparse.Namespace, kept: Path) -> DraftResult:
+def measure_drafts(
+    checkpoint: Path, given: BoostInputs, options: argparse.Namespace, kept: Path
+) -> DraftResult:
     """Measure a checkpoint, or read from the file `kept` what was measured of it before."""
     found = find_checkpoint(checkpoint)
     with contextlib.suppress(FileNotFoundError, ValueError, TypeError, KeyError):
@@ -68,7 +126,7 @@ def measure(checkpoint: Path, given: BoostInputs, options: argparse.Namespace, k
     return result
 
 
-def report(before: DraftResult | None, after: DraftResult) -> list[str]:
+def report_drafts(before: DraftResult | None, after: DraftResult) -> list[str]:
     """Tables of both; without `before` of one, as after a new MTP block has grown."""
     old = [None] * len(after.agreement) if before is None else list(before.agreement)
     lines = ["", "drafts against the model's own next-token distribution, on held-out text"]
@@ -104,7 +162,7 @@ def _change(old: float | None, new: float) -> str:
     return f"{new:.4f}" if old is None else f"{old:.4f} -> {new:.4f}"
 
 
-def plot(before: DraftResult | None, after: DraftResult, path: Path, title: str) -> None:
+def plot_drafts(before: DraftResult | None, after: DraftResult, path: Path, title: str) -> None:
     """Write agreement and acceptance by number of drafts as a PNG."""
     with plots.picture(path, 1, 2, size=(10, 4), title=title) as (_, grid):
         left, right = grid[0]
@@ -112,21 +170,13 @@ def plot(before: DraftResult | None, after: DraftResult, path: Path, title: str)
         for label, one, style in (("before", before, "o--"), ("after", after, "o-")):
             if one is None:
                 continue
-            left.plot(
-                depths,
-                [each.top1 for each in one.agreement],
-                style,
-                color="C0",
-                label=f"same top token, {label}",
-            )
-            left.plot(
-                depths, [each.overlap for each in one.agreement], style, color="C1", label=f"overlap, {label}"
-            )
-            found = [interval(each.greedy) for each in one.agreement]
-            right.plot(
-                depths, [each.mean for each in found], style, color="C0", label=f"along the text, {label}"
-            )
-            right.plot(depths, one.accepted, style, color="C2", label=f"continuations, {label}")
+            for axes, name, color, values in (
+                (left, "same top token", "C0", [each.top1 for each in one.agreement]),
+                (left, "overlap", "C1", [each.overlap for each in one.agreement]),
+                (right, "along the text", "C0", [interval(each.greedy).mean for each in one.agreement]),
+                (right, "continuations", "C2", one.accepted),
+            ):
+                axes.plot(depths, values, style, color=color, label=f"{name}, {label}")
         left.set(xlabel="MTP depth", ylabel="share", ylim=(0, 1), title="Agreement with the model")
         right.set(xlabel="drafted tokens", ylabel="tokens per verification", title="Acceptance, greedy")
         for axes in (left, right):
