@@ -49,7 +49,7 @@ _CODE += (
 _HARMLESS = ("socket.gethostname",)
 _PATHS = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.chmod", "os.chown")
 _PATHS += ("os.truncate", "os.utime", "shutil.", "os.mkfifo", "os.mknod")
-_IMPORTABLE = ("megatron_nemotron3", "tests", "numpy", "torch", *sys.stdlib_module_names)
+_IMPORTABLE = ("megatron_nemotron3", "tests", "numpy", "torch", "psutil", *sys.stdlib_module_names)
 
 
 @dataclass(frozen=True)
