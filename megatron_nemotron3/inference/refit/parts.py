@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.inference.refit.plan import ALIGNMENT, TensorTransfer
+from megatron_nemotron3.inference.refit.plan import TensorTransfer, aligned
 
 #: Elements per step, which bounds the memory of the integers.
 _BLOCK = 1 << 20
@@ -39,13 +39,9 @@ def target_of(part: Part) -> str:
     return part[0].target.replace("{e}", str(part[1]))
 
 
-def _aligned(part: Part) -> int:
-    return -(-part[0].piece // ALIGNMENT) * ALIGNMENT
-
-
 def space_of(parts: list[Part]) -> int:
     """Bytes of a message."""
-    return sum(map(_aligned, parts))
+    return sum(aligned(part[0].piece) for part in parts)
 
 
 def _view(buffer: Tensor, at: int, part: Part) -> Tensor:
@@ -79,7 +75,7 @@ def pack(buffer: Tensor, parts: list[Part], source: Mapping[str, Tensor]) -> Non
         for piece in _sent_pieces(part, source[name_of(part)]):
             view[begin : begin + piece.numel()].view(piece.shape).copy_(piece)
             begin += piece.numel()
-        at += _aligned(part)
+        at += aligned(part[0].piece)
 
 
 def unpack(buffer: Tensor, parts: list[Part], target: Any) -> None:
@@ -90,7 +86,7 @@ def unpack(buffer: Tensor, parts: list[Part], target: Any) -> None:
         for piece in _held_pieces(part, target[target_of(part)]):
             piece.copy_(view[begin : begin + piece.numel()].view(piece.shape))
             begin += piece.numel()
-        at += _aligned(part)
+        at += aligned(part[0].piece)
 
 
 def sum_sent(part: Part, tensor: Tensor) -> int:
