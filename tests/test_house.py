@@ -63,7 +63,7 @@ LIGHT = (
     "checkpoints.convert.check",
     "checkpoints.convert.command",
     "cli",
-    "cli.doctor.command",
+    "cli.doctor",
     "cli.recipes",
     "cli.report",
     "common",
