@@ -1,9 +1,6 @@
-"""The checkpoint, tokenizer and data of a folder.
+"""The checkpoint, tokenizer and data of a folder (`checkpoints.folders`).
 
-`checkpoints.folders` says which folders there are. What `nemotron3 train --output` wrote also has its data:
-
-    runs/NAME/checkpoints/iter_0000300
-    runs/NAME/data/37268f6eae94a988/tokenizer, corpus.bin, corpus.idx, manifest.json
+What `nemotron3 train --output` wrote has them in checkpoints/ and data/37268f6eae94a988/.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
 """Held-out loss of a model and each of its MTP depths, and the number of drafts that are accepted.
 
-    loss        of the next token, and at MTP depth k of the token k further on: mean -log p in nats
-    agreement   of MTP depth k with the model's own distribution of the same token: what acceptance depends on
-    acceptance  mean tokens per verification when k tokens are drafted (`Speculation.acceptance_length`)
-
 The loss is Megatron's: consecutive windows of `seq_length` tokens that ignore document boundaries, every
 position with a known label counted once, the softmax over the padded vocabulary. Depth k has no label at the
 last k positions of a window (Megatron's `process_mtp_loss` masks them, too).
