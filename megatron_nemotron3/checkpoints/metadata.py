@@ -21,7 +21,7 @@ from typing import Any
 
 from megatron_nemotron3.checkpoints.allowed import member
 from megatron_nemotron3.checkpoints.pickles import Inert, Refused, arguments, inert, loads
-from megatron_nemotron3.common.files import read_outside
+from megatron_nemotron3.common.files import printable, read_outside
 
 INDEX = ".metadata"
 COMMON = "common.pt"
@@ -48,13 +48,6 @@ class CheckpointError(ValueError):
 
     def __init__(self, message: str) -> None:
         super().__init__(printable(message))
-
-
-def printable(text: str, but: str = "") -> str:
-    """Escape control characters, which could move the cursor or rewrite a terminal; keep those of `but`."""
-    if text.isprintable():
-        return text
-    return "".join(char if char.isprintable() or char in but else repr(char)[1:-1] for char in text)
 
 
 def read_file(path: Path, limit: int) -> bytes:
