@@ -44,11 +44,6 @@ def space_of(parts: list[Part]) -> int:
     return sum(aligned(part[0].piece) for part in parts)
 
 
-def _view(buffer: Tensor, at: int, part: Part) -> Tensor:
-    dtype: torch.dtype = getattr(torch, part[0].dtype)
-    return buffer[at : at + part[0].piece].view(dtype)
-
-
 def _sent_pieces(part: Part, tensor: Tensor) -> Iterator[Tensor]:
     """The cuts of a sender's tensor, as they are sent but for their type."""
     tensor = tensor.detach() if tensor.dim() else tensor.detach().view(1)
@@ -69,24 +64,27 @@ def _held_pieces(part: Part, tensor: Tensor) -> Iterator[Tensor]:
 
 def pack(buffer: Tensor, parts: list[Part], source: Mapping[str, Tensor]) -> None:
     """Write parts of a sender's tensors into a message."""
-    at = 0
-    for part in parts:
-        view, begin = _view(buffer, at, part), 0
+    for part, elements in _split(buffer, parts):
         for piece in _sent_pieces(part, source[name_of(part)]):
-            view[begin : begin + piece.numel()].view(piece.shape).copy_(piece)
-            begin += piece.numel()
-        at += aligned(part[0].piece)
+            place, elements = elements[: piece.numel()], elements[piece.numel() :]
+            place.view(piece.shape).copy_(piece)
 
 
 def unpack(buffer: Tensor, parts: list[Part], target: Any) -> None:
     """Write the parts of a message into a receiver's parameters."""
+    for part, elements in _split(buffer, parts):
+        for piece in _held_pieces(part, target[target_of(part)]):
+            place, elements = elements[: piece.numel()], elements[piece.numel() :]
+            piece.copy_(place.view(piece.shape))
+
+
+def _split(buffer: Tensor, parts: list[Part]) -> Iterator[tuple[Part, Tensor]]:
+    """The parts of a message, each with its elements."""
     at = 0
     for part in parts:
-        view, begin = _view(buffer, at, part), 0
-        for piece in _held_pieces(part, target[target_of(part)]):
-            piece.copy_(view[begin : begin + piece.numel()].view(piece.shape))
-            begin += piece.numel()
-        at += aligned(part[0].piece)
+        size = part[0].piece
+        yield part, buffer[at : at + size].view(getattr(torch, part[0].dtype))
+        at += aligned(size)
 
 
 def sum_sent(part: Part, tensor: Tensor) -> int:
