@@ -151,22 +151,8 @@ def render(sections: Sequence[tuple[str, Sequence[DoctorFinding]]]) -> str:
     return "\n".join(lines)
 
 
-def query_cuda() -> dict[str, Any]:
-    """Query torch about CUDA on this machine."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", _QUERY], capture_output=True, text=True, timeout=TIMEOUT
-        )
-    except subprocess.TimeoutExpired as problem:
-        raise RuntimeError(f"torch did not answer in {TIMEOUT} s") from problem
-    if done.returncode:
-        raise RuntimeError((done.stderr.strip().splitlines() or ["no answer"])[-1])
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
 def judge(found: dict[str, Any]) -> Iterator[DoctorFinding]:
-    """Findings from the result of `query_cuda`."""
+    """Findings from the answer of `_QUERY`."""
     if not found["built"]:
         yield DoctorFinding("gpu", "warning", "torch was built without CUDA: CPU runs only")
         return
@@ -216,11 +202,15 @@ def _has_kernels_for(capability: tuple[int, ...], architectures: list[str]) -> b
 
 
 def gpu_findings() -> list[DoctorFinding]:
-    """Findings about the GPU of this machine."""
+    """Ask torch about CUDA on this machine."""
+    command = [sys.executable, "-W", "ignore", "-c", _QUERY]
     try:
-        return list(judge(query_cuda()))
-    except RuntimeError as problem:
-        return [DoctorFinding("gpu", "error", str(problem))]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        return [DoctorFinding("gpu", "error", f"torch did not answer in {TIMEOUT} s")]
+    if done.returncode:
+        return [DoctorFinding("gpu", "error", (done.stderr.strip().splitlines() or ["no answer"])[-1])]
+    return list(judge(json.loads(done.stdout.splitlines()[-1])))
 
 
 def without_gradient(model: torch.nn.Module) -> dict[str, str]:

@@ -84,20 +84,6 @@ def parse(text: str) -> Version:
     return tuple(map(int, numbers[0].split("."))) if numbers else ()
 
 
-def _version_between(
-    name: str, low: Version | None, high: Version | None
-) -> Callable[[Mapping[str, Version]], bool]:
-    """A condition: low <= version of the package < high."""
-
-    def applies(have: Mapping[str, Version]) -> bool:
-        version = have.get(name)
-        if version is None:
-            return False
-        return (low is None or version >= low) and (high is None or version < high)
-
-    return applies
-
-
 RULES = (
     PackageRule(
         "python",
@@ -109,7 +95,7 @@ RULES = (
     PackageRule(
         "megatron-core",
         "error",
-        _version_between("megatron-core", None, (0, 19)),
+        lambda have: have.get("megatron-core", (0, 19)) < (0, 19),
         "older than 0.19, the first version supported (docs/environment.md)",
         "pip install 'megatron-core[training]==0.19.2'",
     ),
@@ -123,7 +109,7 @@ RULES = (
     PackageRule(
         "transformers",
         "warning",
-        _version_between("transformers", (5, 3), (5, 15)),
+        lambda have: (5, 3) <= have.get("transformers", ()) < (5, 15),
         "its Nemotron-H model computes wrong logits on a CPU",
         "pip install 'transformers>=5.15.1'",
     ),
@@ -137,7 +123,7 @@ RULES = (
     PackageRule(
         "transformer-engine",
         "warning",
-        _version_between("transformer-engine", None, (2, 7)),
+        lambda have: have.get("transformer-engine", (2, 7)) < (2, 7),
         "too old for NVFP4, for which megatron-core needs 2.7",
         "pip install --no-build-isolation 'transformer-engine[pytorch]'",
     ),

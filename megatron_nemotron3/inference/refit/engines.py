@@ -71,7 +71,6 @@ class EngineNames:
     module that holds the experts.
     """
 
-    name: str
     outside: tuple[Stages, Stages]
     last_first: bool
     experts: str
@@ -94,8 +93,8 @@ class EngineNames:
 
 
 ENGINES: dict[str, EngineNames] = {
-    "vllm": EngineNames("vllm", ("all", "all"), False, "mixer.experts.routed_experts."),
-    "sglang": EngineNames("sglang", ("first", "last"), True, "mixer.experts."),
+    "vllm": EngineNames(("all", "all"), False, "mixer.experts.routed_experts."),
+    "sglang": EngineNames(("first", "last"), True, "mixer.experts."),
     # Whole tensors under Hugging Face's names, which the engines' `load_weights` takes.
-    "hf": EngineNames("hf", ("first", "first"), True, ""),
+    "hf": EngineNames(("first", "first"), True, ""),
 }
