@@ -104,16 +104,8 @@ def held(
     """
     key = key or uuid.uuid4().hex
     command = shlex.join(["nemotron3", *sys.argv[1:]]) if command is None else command
-    since = time.strftime("%Y-%m-%d %H:%M:%S")
-    own = Holder(
-        socket.gethostname(),
-        os.getpid(),
-        command[:_LONGEST_COMMAND],
-        since,
-        key,
-        _boot(),
-        _start(os.getpid()),
-    )
+    since, pid = time.strftime("%Y-%m-%d %H:%M:%S"), os.getpid()
+    own = Holder(socket.gethostname(), pid, command[:_LONGEST_COMMAND], since, key, _boot(), _start(pid))
     created = [path for path in (folder, *folder.parents) if not path.exists()]  # the innermost first
     folder.mkdir(parents=True, exist_ok=True)
     try:
