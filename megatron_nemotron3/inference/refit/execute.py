@@ -63,7 +63,7 @@ class RefitReport:
 
 
 @dataclass
-class _Run:
+class RefitRun:
     """A refit that runs.
 
     sums: checksum of each part that this rank sends. known: the same by what the next refit compares.
@@ -244,7 +244,7 @@ class Refit:
             dist.all_gather_object(found, value, group=self.groups.group)
         return dict(zip(self.groups.ranks, found, strict=True))
 
-    def _start(self, source: Mapping[str, Tensor], delta: bool) -> _Run:
+    def _start(self, source: Mapping[str, Tensor], delta: bool) -> RefitRun:
         """Compute the senders' checksums, and agree on what has changed."""
         sums: dict[Part, int] = {}
         known: dict[Any, int] = {}
@@ -266,9 +266,9 @@ class Refit:
             None if flags.pop() else tuple(n for n, flag in zip(index, flags, strict=True) if not flag)
         )
         self._last = {}  # until this refit has succeeded
-        return _Run(source, sums, known, unchanged, frozenset((delta and unchanged) or ()))
+        return RefitRun(source, sums, known, unchanged, frozenset((delta and unchanged) or ()))
 
-    def _steps(self, run: _Run, target: Any) -> Iterator[list[Part]]:
+    def _steps(self, run: RefitRun, target: Any) -> Iterator[list[Part]]:
         """Move step by step; yield the parts that have arrived after each."""
         own = dist.get_rank()
         outgoing = self._messages(self._out, self.receivers, run)
@@ -310,7 +310,7 @@ class Refit:
 
     @staticmethod
     def _messages(
-        pairs: list[tuple[TensorTransfer, int]], ranks: Sequence[int], run: _Run
+        pairs: list[tuple[TensorTransfer, int]], ranks: Sequence[int], run: RefitRun
     ) -> defaultdict[int, dict[int, list[Part]]]:
         """The parts of every message: step -> global rank of the other side -> parts."""
         found: defaultdict[int, dict[int, list[Part]]] = defaultdict(dict)
@@ -319,7 +319,7 @@ class Refit:
                 found[transfer.step].setdefault(ranks[number], []).extend(parts)
         return found
 
-    def _prove(self, run: _Run, found: Mapping[Part, int]) -> RefitReport:
+    def _prove(self, run: RefitRun, found: Mapping[Part, int]) -> RefitReport:
         index = {name: i for i, name in enumerate(self.plan.names)}
         wrong = self._differences(run, found, len(index), lambda part, _: index[name_of(part)])
         if wrong:
@@ -337,7 +337,7 @@ class Refit:
 
     def _differences(
         self,
-        run: _Run,
+        run: RefitRun,
         found: Mapping[Part, int],
         size: int,
         place: Callable[[Part, int | None], int | None],
