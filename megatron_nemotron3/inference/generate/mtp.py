@@ -158,7 +158,8 @@ class MTP:
         hidden, sizes, ends = kept.hidden, kept.counts, kept.counts
         # The kept tokens, the newest token and the drafts, left-aligned in each row up to `ends`.
         known = torch.cat((kept.tokens, kept.tokens.new_zeros(len(tokens), count)), 1)
-        passes, drafted = [], []
+        passes: list[tuple[Tensor, Rollback]] = []
+        drafted: list[Tensor] = []
         for depth in range(1, count + 1):
             _put(known, ends, drafted[-1] if drafted else tokens)
             ends = [end + 1 for end in ends]
