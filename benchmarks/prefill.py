@@ -19,8 +19,8 @@ from common import MIB, machine, parser, proc_bytes, reset_peak
 
 from megatron_nemotron3.common import plots
 from megatron_nemotron3.inference.generate.attention import KVCache
+from megatron_nemotron3.inference.generate.decode import DecodeState
 from megatron_nemotron3.inference.generate.engine import Engine
-from megatron_nemotron3.inference.generate.state import DecodeState
 from megatron_nemotron3.models import get
 from tests.support.engines import engine_of
 

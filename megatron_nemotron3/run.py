@@ -165,23 +165,27 @@ def at_first_forward(inspect: Callable[[Any], None]) -> None:
     hooks.at_first_forward(HybridModel, inspect)
 
 
+def require_our_stack(wanted: str, hint: str) -> None:
+    """Stop when the first forward of the hybrid model begins, if its stack is not ours."""
+
+    def look(model: Any) -> None:
+        from megatron_nemotron3.layers.stack import Nemotron3Stack
+
+        if not isinstance(model.decoder, Nemotron3Stack):
+            fail(f"{wanted}, but Megatron built {type(model.decoder).__name__}{hint}")
+
+    at_first_forward(look)
+
+
 def verify_stack(words: str, spec: Any, arguments: list[str]) -> None:
     """Stop unless Megatron builds the stack of ours that `--spec` names, and the checkpoint is one of it."""
     from megatron_nemotron3.layers.backend import te_problem
-    from megatron_nemotron3.layers.stack import Nemotron3Stack
     from megatron_nemotron3.specs import TransformerEngineMissing
 
     if spec.module is TransformerEngineMissing:
         fail(f"{words}: {te_problem()}")
-
-    def require_our_stack(model: Any) -> None:
-        if not isinstance(model.decoder, Nemotron3Stack):
-            fail(
-                f"{words} was given, but Megatron built {type(model.decoder).__name__} (does "
-                "--use-checkpoint-args override --spec?)"
-            )
-
-    at_first_forward(require_our_stack)  # `--use-checkpoint-args` replaces `--spec` by the checkpoint's
+    # `--use-checkpoint-args` replaces `--spec` by the checkpoint's.
+    require_our_stack(f"{words} was given", " (does --use-checkpoint-args override --spec?)")
     if "--use-checkpoint-args" in arguments or (found := loaded(arguments)) is None:
         return
     before, now = stack_specs.stored_experts(found[1].args), stack_specs.experts_text(spec.submodules.model)
@@ -251,19 +255,10 @@ def verify_formats(arguments: list[str], words: str, spec: Any, *, emulate: bool
             f"names {words.split()[-1]}: use {_torch_spec(spec)}, or turn emulation off"
         )
     if emulate:
-        at_first_forward(_require_emulation)
-    verify_quantized(arguments)
-
-
-def _require_emulation(model: Any) -> None:
-    """Stop if emulation is on and the model has another stack, which ignores it."""
-    from megatron_nemotron3.layers.stack import Nemotron3Stack
-
-    if not isinstance(model.decoder, Nemotron3Stack):
-        fail(
-            f"{EMULATE} or {emulation.OPTION} is set, but Megatron built "
-            f"{type(model.decoder).__name__}, which ignores it: use {_torch_spec(None)}"
+        require_our_stack(
+            f"{EMULATE} or {emulation.OPTION} is set", f", which ignores it: use {_torch_spec(None)}"
         )
+    verify_quantized(arguments)
 
 
 def verify_measurable(spec: Any) -> None:

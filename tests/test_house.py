@@ -62,7 +62,7 @@ LIGHT = (
     "checkpoints.convert",
     "checkpoints.convert.command",
     "cli",
-    "cli.doctor.command",
+    "cli.doctor",
     "cli.recipes",
     "cli.report",
     "common",

@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megatron_nemotron3.checkpoints.pickles import Inert, Pickle, Refused, arguments, member, stand_ins
-from megatron_nemotron3.common.files import Unreadable, read_outside
+from megatron_nemotron3.common.files import Unreadable, printable, read_outside
 
 INDEX = ".metadata"
 COMMON = "common.pt"
@@ -61,13 +61,6 @@ def explained(path: Path) -> Iterator[None]:
         raise CheckpointError(str(problem)) from None
     except (ArchiveError, Refused) as problem:
         raise CheckpointError(f"{path}: {problem}") from None
-
-
-def printable(text: str, but: str = "") -> str:
-    """Escape control characters, which could move the cursor or rewrite a terminal; keep those of `but`."""
-    if text.isprintable():
-        return text
-    return "".join(char if char.isprintable() or char in but else repr(char)[1:-1] for char in text)
 
 
 def read_file(path: Path, limit: int) -> bytes:

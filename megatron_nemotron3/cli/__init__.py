@@ -94,7 +94,7 @@ def _run(argv: list[str]) -> int:
     if options.version or options.command is None:
         print(versions() if options.version else top.format_help(), end="", flush=True)
         return 0
-    from megatron_nemotron3.checkpoints.metadata import printable
+    from megatron_nemotron3.common.files import printable
 
     try:
         if extra and not hasattr(options, "extra"):

@@ -43,7 +43,7 @@ _COMMANDS = (
         "show the format of every linear layer, or write the precision file",
         "super",
     ),
-    Command("doctor", "cli.doctor.command", "check whether this environment can train", ""),
+    Command("doctor", "cli.doctor", "check whether this environment can train", ""),
     Command(
         "plan",
         "launch.plan.command",

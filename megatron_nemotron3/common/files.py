@@ -87,6 +87,13 @@ def _check_length(length: int, path: Path | str, limit: int) -> None:
         raise Unreadable(path, f"it is longer than {limit:,} bytes, the most that is read of such a file")
 
 
+def printable(text: str, but: str = "") -> str:
+    """Escape control characters, which could move the cursor or rewrite a terminal; keep those of `but`."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() or char in but else repr(char)[1:-1] for char in text)
+
+
 def require_output(path: Path, option: str) -> None:
     """Raise unless the file `path` can be written; for calls before long work."""
     folder, given = path.absolute().parent, f"{option} {path}"

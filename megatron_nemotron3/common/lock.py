@@ -5,12 +5,9 @@
 
 The lock is the kernel's (`flock`) on `folder/.nemotron3.lock`, so it also ends with `kill -9`. The file lists
 the holders: one JSON line per process, first the one that took the lock. Processes of one run have one key
-and share the lock: the ranks of a training hold the folder even if the command that started them is killed. A
-rank takes it separately, because torchrun closes inherited descriptors. Children made by fork inherit it.
-
-Without `flock` on the file system the file alone lists the holders, and filelock's `SoftFileLock` admits one
-process at a time to a free folder. filelock's `FileLock` cannot replace `flock`: it has no shared lock, a
-forked child releases it, and its state cannot be read without the right to write.
+and share it: ranks hold the folder even if the command that started them is killed. filelock's `FileLock` has
+no shared lock, and a forked child releases it; only where the file system has no `flock` its `SoftFileLock`
+admits one process at a time, and the file alone lists the holders.
 """
 
 from __future__ import annotations
@@ -30,6 +27,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from megatron_nemotron3.common.files import printable
 from megatron_nemotron3.common.processes import alive
 from megatron_nemotron3.common.switches import LOCK
 
@@ -59,8 +57,7 @@ class Holder:
     start: int = 0
 
     def __str__(self) -> str:
-        text = f"{self.pid} on {self.host} since {self.since}: {self.command}"
-        return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+        return printable(f"{self.pid} on {self.host} since {self.since}: {self.command}")
 
     @property
     def ended(self) -> bool:
@@ -107,16 +104,8 @@ def held(
     """
     key = key or uuid.uuid4().hex
     command = shlex.join(["nemotron3", *sys.argv[1:]]) if command is None else command
-    since = time.strftime("%Y-%m-%d %H:%M:%S")
-    own = Holder(
-        socket.gethostname(),
-        os.getpid(),
-        command[:_LONGEST_COMMAND],
-        since,
-        key,
-        _boot(),
-        _start(os.getpid()),
-    )
+    since, pid = time.strftime("%Y-%m-%d %H:%M:%S"), os.getpid()
+    own = Holder(socket.gethostname(), pid, command[:_LONGEST_COMMAND], since, key, _boot(), _start(pid))
     created = [path for path in (folder, *folder.parents) if not path.exists()]  # the innermost first
     folder.mkdir(parents=True, exist_ok=True)
     try:

@@ -4,11 +4,6 @@
         say(f"weights      {n:,} tensors", tensors=n)
 
 prints the line, or at the end of the block `{"tensors": n}`. Outside of such a block `say` prints.
-
-Two runs of a seed that share weights, data and order form a pair. Seeds differ from each other far more than
-the runs of a pair do, so the mean of the differences is what is compared. With few pairs 1.96 standard errors
-are too little: with three pairs the 95 % interval has 4.30 standard errors on each side, and two standard
-errors have p = 0.18.
 """
 
 from __future__ import annotations
@@ -253,7 +248,7 @@ class Interval:
 
 
 def paired(a: Sequence[float], b: Sequence[float], level: float = 0.95) -> Interval:
-    """Interval of the mean of a[i] - b[i].
+    """Interval of the mean of a[i] - b[i], as of two runs of a seed: seeds differ from each other far more.
 
     Raises:
         ValueError: the numbers of values differ; or as `interval`.
@@ -264,7 +259,7 @@ def paired(a: Sequence[float], b: Sequence[float], level: float = 0.95) -> Inter
 
 
 def interval(values: Sequence[float], level: float = 0.95) -> Interval:
-    """Interval of the mean of independent values.
+    """Interval of the mean of independent values, by Student's t: three have 4.30 standard errors at 95 %.
 
     Raises:
         ValueError: no values, one that is not finite, or a level outside 0 to 1.

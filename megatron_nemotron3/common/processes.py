@@ -1,19 +1,10 @@
-"""Processes that end with their parent, the process tree, forked workers and children with limits.
-
-A rank starts processes of its own: Megatron's checkpoint writer, the server of the writer's result queue,
-data loaders. Two things go wrong with them by default. A signal of the terminal or of torchrun reaches the
-whole process group, so one that makes the rank save kills the processes that it saves with. And they
-outlive a killed rank.
+"""Processes that end with their parent, the process tree, and forked workers.
 
     nemotron3 train --control pipe--> torchrun's agent and ranks --parent's pid--> their children
 
-- The control pipe is the standard input of agent and ranks. At a byte in it the ranks save and leave; at its
-  end, which comes with the death of `nemotron3 train`, they end. Nobody reads the byte, so each rank sees it.
-- Ranks that torchrun started end with their agent.
-- A child of a rank ends when the rank has ended. Until then it ignores SIGINT, SIGHUP and SIGTERM, but for
-  the SIGTERM of its parent (`Process.terminate`). So does a worker of `parallel_map`.
-
-Without sigtimedwait (macOS) children are not protected from signals.
+A byte in the control pipe makes the ranks save and leave; its end, which comes with the death of `nemotron3
+train`, ends them. A signal of the terminal or of torchrun reaches the whole process group: it would kill the
+processes that a rank saves with, so children of a rank ignore it, and end when the rank has ended.
 """
 
 from __future__ import annotations
@@ -94,7 +85,10 @@ def as_spawned() -> None:
 
 
 def end_with_parent(parent: int, started_by: int | None = None, *, protected: bool = True) -> None:
-    """End this process when `parent`, its parent, or `started_by` has ended; ignore signals of others."""
+    """End this process when `parent`, its parent, or `started_by` has ended.
+
+    Until then it ignores `GROUP_SIGNALS` (not on macOS), but for the SIGTERM of these two.
+    """
     starter = started_by or parent
 
     def receive() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.common import lock
-from megatron_nemotron3.common.files import Unreadable, json_outside, write_json
+from megatron_nemotron3.common.files import Unreadable, json_outside, printable, write_json
 
 #: Longest record that is read, in bytes.
 LIMIT = 64 << 20
@@ -60,8 +60,7 @@ def details(changed: Mapping[str, tuple[str | None, str | None]]) -> str:
 
 def _short(value: str | None) -> str:
     text = "not given" if value is None else value
-    text = text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+    return printable(text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}...")
 
 
 def begin(

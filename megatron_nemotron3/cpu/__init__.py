@@ -3,12 +3,9 @@
     with cpu_mode():
         ...  # anything of megatron.core or megatron.training, on CPU tensors and gloo
 
-Megatron names CUDA everywhere: `torch.cuda.current_device()` for allocations, streams and events,
-`device="cuda"`, `backend="nccl"`, tensor type names. Inside `cpu_mode` those names mean the CPU: each
-replaced attribute is listed in a table with its replacement, and is put back on exit. Importing this package
-patches nothing, and nothing is patched on a GPU.
-
-It does not emulate CUDA: Triton kernels, CUDA graphs and TransformerEngine stay unavailable.
+Inside the block CUDA's names mean the CPU: each replaced attribute is listed in a table with its replacement,
+and is put back on exit. Importing this package patches nothing. It does not emulate CUDA: Triton kernels,
+CUDA graphs and TransformerEngine stay unavailable.
 """
 
 from megatron_nemotron3.cpu.mode import cpu_mode, is_active, quiet_on_cpu

@@ -1,10 +1,8 @@
 """Import of Megatron-Bridge where TransformerEngine (TE) is not installed.
 
-`megatron/bridge/peft/lora_layers.py`, which `import megatron.bridge` loads, begins with
-`import transformer_engine.pytorch as te` and names a few of its classes in annotations and isinstance checks.
-`allow_missing_te` gives that one module empty classes under these names. No module is put into `sys.modules`,
-so TE still cannot be imported elsewhere, for instance by Megatron-Core for its `HAVE_TE` flags. Where TE is
-installed nothing happens.
+`megatron/bridge/peft/lora_layers.py`, which `import megatron.bridge` loads, imports TE and names a few of its
+classes. `allow_missing_te` gives that one module empty classes under these names; TE still cannot be imported
+elsewhere, for instance by Megatron-Core for its `HAVE_TE` flags.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """`torch.distributed` on gloo: nccl's names mean gloo, and collectives that gloo lacks are added.
 
-Groups of one rank. Megatron makes a group for every kind of parallelism, most of them of one rank on a small
-machine. Each gloo group polls its sockets a hundred times a second in a thread of its own, and these threads
-live as long as anything refers to the group. So groups of the same one rank are one group here: it
-communicates with nobody, so no messages can get mixed up.
-
-Variable-size collectives. Megatron gathers and scatters tokens this way with expert tensor parallelism, since
-the number of tokens differs from rank to rank. gloo refuses parts of different sizes, and scalars.
+Groups of the same one rank are one group here: each gloo group polls its sockets a hundred times a second in
+a thread of its own, and Megatron makes many. Parts of different sizes, as tokens of experts have with expert
+tensor parallelism, and scalars are gathered and scattered, too: gloo refuses them.
 """
 
 from __future__ import annotations

@@ -1,14 +1,8 @@
 """Dense FP32 matrix products by oneDNN, on CPUs where it is faster than the library that torch takes.
 
-On x86 torch computes FP32 products by MKL, which uses AVX-512 on Intel's CPUs only. torch also contains
-oneDNN, which uses it on every CPU that has it: 2.2 times as fast on an AMD Zen 5 (docs/measurements.md).
-torch's settings select oneDNN for lower precisions alone, so this module calls the operation that
-torch.compile calls.
-
-`cpu_mode` turns it on by `table`, for CPUs that `prefers_onednn` names. Which product goes to which library
-depends on shapes and dtypes only, never on a timing, so equal runs on one machine give equal bits. oneDNN
-sums in another order than MKL: results differ by rounding. `torch.backends.mkldnn.enabled = False` turns it
-off.
+`cpu_mode` turns it on by `table`, for CPUs that `prefers_onednn` names (docs/measurements.md). The library of
+a product depends on shapes and dtypes only, so equal runs on one machine give equal bits. Results of the two
+differ by rounding. `torch.backends.mkldnn.enabled = False` turns it off.
 """
 
 from __future__ import annotations
@@ -37,10 +31,7 @@ active = False
 
 
 def prefers_onednn(vendor: str, capability: str) -> bool:
-    """Whether oneDNN computes FP32 products faster than MKL.
-
-    With AVX2 the gain is small, and on Intel's CPUs MKL uses AVX-512, too.
-    """
+    """Whether oneDNN computes FP32 products faster than MKL, which uses AVX-512 on Intel's CPUs only."""
     return vendor == "AuthenticAMD" and capability.startswith("AVX512")
 
 

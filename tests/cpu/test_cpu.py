@@ -17,7 +17,6 @@ from megatron.core import parallel_state
 
 from megatron_nemotron3 import cpu
 from megatron_nemotron3.cpu import megatron, products, torch_names
-from megatron_nemotron3.cpu import optimizer as cpu_optimizer
 from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.models import get
 from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
@@ -261,7 +260,7 @@ def _plain_adam(params: Any, adam_w_mode: bool = True, **options: Any) -> torch.
 
 @contextmanager
 def with_plain_adam() -> Iterator[None]:
-    with mock.patch.object(cpu_optimizer, "adam", _plain_adam):
+    with mock.patch.object(megatron, "adam", _plain_adam):
         yield
 
 

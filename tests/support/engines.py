@@ -14,11 +14,10 @@ from torch import Tensor
 
 from megatron_nemotron3.checkpoints.convert import inventory
 from megatron_nemotron3.inference.generate.attention import KVCache
-from megatron_nemotron3.inference.generate.decode import read_weights
+from megatron_nemotron3.inference.generate.decode import DecodeState, read_weights
 from megatron_nemotron3.inference.generate.engine import Engine
 from megatron_nemotron3.inference.generate.mtp import MTP
 from megatron_nemotron3.inference.generate.scan import MambaState
-from megatron_nemotron3.inference.generate.state import DecodeState
 from megatron_nemotron3.models import Nemotron3Config, get
 from tests.support.checkpoint_pair import InMemory
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_nemotron3.checkpoints.convert.inventory import mappings
 from megatron_nemotron3.checkpoints.convert.plan import apply
 from megatron_nemotron3.inference.refit.execute import Refit
-from megatron_nemotron3.inference.refit.held import empty_parameters, training_tensors
+from megatron_nemotron3.inference.refit.held import training_tensors
 from megatron_nemotron3.inference.refit.layouts import EngineLayout, Training
 from megatron_nemotron3.inference.refit.planner import make_plan
 from megatron_nemotron3.launch import Launch, ParallelLayout
@@ -19,6 +19,7 @@ from megatron_nemotron3.models import get
 from megatron_nemotron3.proof.certify.ranks import initialize
 from megatron_nemotron3.proof.certify.tensors import gather, pieces
 from megatron_nemotron3.train.build import build
+from tests.support.refit_ranks import empty_parameters
 from tests.support.refit_reference import loaded
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_nemotron3.inference.refit.execute import Refit, RefitError
-from megatron_nemotron3.inference.refit.held import empty_parameters
+from megatron_nemotron3.inference.refit.held import serving_parameters
 from megatron_nemotron3.inference.refit.layouts import EngineLayout, Training
 from megatron_nemotron3.inference.refit.plan import RefitPlan
 from megatron_nemotron3.inference.refit.planner import make_plan
@@ -33,6 +33,12 @@ def plan_of(case: Case) -> RefitPlan:
     name, source, engine, target, settings = case
     config = get(name)
     return make_plan(Training.of(config, source), EngineLayout.of(config, target, engine=engine), **settings)
+
+
+def empty_parameters(plan: RefitPlan, rank: int) -> dict[str, Tensor]:
+    """Zeros for every parameter of a serving rank. Padding rows of a vocabulary stay zero."""
+    made = serving_parameters(plan, rank)
+    return {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in made.items()}
 
 
 class Rank:

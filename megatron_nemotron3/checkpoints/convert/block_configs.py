@@ -31,7 +31,7 @@ from megatron_nemotron3.checkpoints.convert.config_keys import (
     MTP_LAYERS,
     OF_LAYERS,
 )
-from megatron_nemotron3.checkpoints.metadata import printable
+from megatron_nemotron3.common.files import printable
 from megatron_nemotron3.models import Nemotron3Config
 
 MODEL_TYPE, ARCHITECTURE = "nemotron_h_puzzle", "NemotronHPuzzleForCausalLM"

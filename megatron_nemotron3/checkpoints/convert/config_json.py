@@ -56,7 +56,7 @@ from megatron_nemotron3.checkpoints.convert.config_keys import (
     WRITTEN,
     WRITTEN_MOE,
 )
-from megatron_nemotron3.checkpoints.metadata import printable
+from megatron_nemotron3.common.files import printable
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.config import BUILT, unbuilt_fields
 

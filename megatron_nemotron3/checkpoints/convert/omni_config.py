@@ -18,7 +18,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_nemotron3.checkpoints.convert import config_json
-from megatron_nemotron3.checkpoints.metadata import printable
+from megatron_nemotron3.common.files import printable
 from megatron_nemotron3.models import Nemotron3Config, identify, named
 from megatron_nemotron3.models.omni import OmniConfig, Sound, Vision, get_omni, omni_names
 from megatron_nemotron3.models.tiny import TINY_SUFFIX

@@ -1,12 +1,7 @@
 """The tokens of one forward pass: n positions for each of b rows, of which a row may use fewer.
 
-Rows of different lengths are left-aligned and padded at their end:
-
-    row 0   t t t t      lengths 9 -> 13    count 4
-    row 1   t t . .      lengths 3 ->  5    count 2
-
-Padding changes nothing: attention is causal, a Mamba-2 layer gets a time step of zero for it, which is the
-identity, and the other layers treat each token alone.
+Rows are left-aligned and padded at their end. Padding changes nothing: attention is causal, a Mamba-2 layer
+gets a time step of zero for it, which is the identity, and the other layers treat each token alone.
 """
 
 from __future__ import annotations
@@ -39,7 +34,7 @@ class ForwardBatch(Forward):
 
     lengths: tokens each row has seen before.
     counts: tokens of each row; default: n.
-    rollback: whether the states after each token must stay reachable (`state.Rollback`).
+    rollback: whether the states after each token must stay reachable (`decode.Rollback`).
     layers: states by layer, which the pass continues.
     scans: of a pass that can be rolled back, by layer.
     last: layers after the last one with a state run on each row's last token only, as does what follows.

@@ -1,10 +1,7 @@
 """A conversation with a model whose states are kept from turn to turn.
 
-    rendered    the text of the conversation so far, with the prompt for the next answer
-    seen        the text that the states have read
-
-If `rendered` begins with `seen`, only the rest is read. Otherwise everything is read again: a template may
-write an earlier turn differently once others follow it (it drops thoughts, or trims an answer).
+If the text of the conversation begins with what the states have read, only the rest is read. Otherwise all is
+read again: a template may write an earlier turn differently once others follow (it drops thoughts).
 """
 
 from __future__ import annotations

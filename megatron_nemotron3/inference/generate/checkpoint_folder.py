@@ -1,9 +1,6 @@
-"""The checkpoint, tokenizer and data of a folder.
+"""The checkpoint, tokenizer and data of a folder (`checkpoints.folders`).
 
-`checkpoints.folders` says which folders there are. What `nemotron3 train --output` wrote also has its data:
-
-    runs/NAME/checkpoints/iter_0000300
-    runs/NAME/data/37268f6eae94a988/tokenizer, corpus.bin, corpus.idx, manifest.json
+What `nemotron3 train --output` wrote has them in checkpoints/ and data/37268f6eae94a988/.
 """
 
 from __future__ import annotations
@@ -40,10 +37,6 @@ class CheckpointFolder:
     run: Path | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
 
-    def prepared(self) -> Path | None:
-        """The prepared data the run was trained on, also if the run was moved."""
-        return prepared_data(self.run, self.arguments)
-
     def tokenizer(self, given: Path | None = None) -> Tokenizer:
         """The given tokenizer; otherwise that in the checkpoint, of the run, or of the stored arguments."""
         places = [given] if given is not None else self._tokenizer_folders()
@@ -64,7 +57,7 @@ class CheckpointFolder:
     def data(self) -> tuple[str, str]:
         """Prefix and --split of the data the checkpoint was trained on."""
         stored, split = self.arguments.get("data_path"), self.arguments.get("split")
-        prepared, prefix = self.prepared(), ""
+        prepared, prefix = prepared_data(self.run, self.arguments), ""
         if prepared is not None:
             prefix = str(prepared / CORPUS)
             split = split or read_json_object(prepared / "manifest.json").get("split")

@@ -322,13 +322,12 @@ def _generation_as_json(
     }
 
 
-def sample(folder: Path, prompt: str, new_tokens: int, tokenizer: Path | None = None) -> str:
+def sample(folder: Path, prompt: str, new_tokens: int) -> str:
     """Continue a prompt by at most `new_tokens`, always with the same random numbers, for reports."""
     from megatron_nemotron3.inference.generate.prompts import GenerationOptions, generate
 
     options = SamplingOptions(
         checkpoint=folder,
-        tokenizer=tokenizer,
         temperature=0.7,  # as in `make demo`
         top_p=0.9,
         which=StoredModelOptions(),

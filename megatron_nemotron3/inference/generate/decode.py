@@ -1,14 +1,12 @@
-"""The definition of the family, fast for few tokens at a time.
+"""The definition of the family (`models.definition`), fast for few tokens at a time, and its states.
 
-`Decode` is `models.definition.Definition` with other steps: products by prepared weights, the recurrence and
-attention over the states of rows of different lengths, routed experts of few tokens. The order of the steps,
-the router and the input of MTP are the definition's. Activations are [tokens, d], the tokens of all rows
-concatenated, in the dtype of the weights.
+Activations are [tokens, d], the tokens of all rows concatenated, in the dtype of the weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +22,7 @@ from megatron_nemotron3.inference.generate.attention import KVCache, attend
 from megatron_nemotron3.inference.generate.batch import ForwardBatch
 from megatron_nemotron3.inference.generate.experts import Experts
 from megatron_nemotron3.inference.generate.linear import DecodeLinear
-from megatron_nemotron3.inference.generate.scan import Recurrence
-from megatron_nemotron3.inference.generate.state import DecodeState
+from megatron_nemotron3.inference.generate.scan import MambaPass, MambaState, Recurrence
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.config import GATED_NORM_EPSILON
 from megatron_nemotron3.models.definition import Definition, Forward
@@ -40,8 +37,68 @@ _LATENT, _SHARED = "fc1_latent_proj.weight", "shared_experts.up_proj.weight"
 _FLOAT32 = (*_SCAN, "mixer.norm.weight", "gate.weight", "gate.e_score_correction_bias")
 
 
+@dataclass(frozen=True)
+class Rollback:
+    """What `DecodeState.truncate` needs to undo a pass, or the end of it.
+
+    lengths: of the rows before the pass; counts: tokens of each row in it.
+    scans: of each Mamba-2 layer.
+    """
+
+    lengths: list[int]
+    counts: list[int]
+    scans: dict[str, MambaPass]
+
+
+class DecodeState:
+    """States of the layers of a stack by name, and the tokens that each row has seen.
+
+    A KV cache grows with the sequence, by 2 * groups * head dimension elements per token and attention layer.
+    A Mamba-2 layer keeps [kernel - 1, channels] and [heads, head dimension, state] elements at any length.
+    """
+
+    def __init__(self, lengths: list[int], layers: dict[str, KVCache | MambaState]) -> None:
+        self.lengths, self.layers = lengths, layers
+
+    @property
+    def batch(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers.values())
+
+    def truncate(self, keep: int | Sequence[int], rollback: Rollback) -> None:
+        """Roll the last pass back so that each row keeps the first `keep` of its tokens."""
+        kept = [keep] * self.batch if isinstance(keep, int) else list(keep)
+        if len(kept) != self.batch or not all(0 <= k <= c for k, c in zip(kept, rollback.counts)):
+            raise ValueError(
+                f"cannot keep {kept} tokens of a pass with {rollback.counts}: give one number per row, from "
+                "0 to its tokens"
+            )
+        if self.lengths != [a + c for a, c in zip(rollback.lengths, rollback.counts)]:
+            raise ValueError(
+                f"the state has lengths {self.lengths}, but the pass added {rollback.counts} tokens to "
+                f"{rollback.lengths}: give the rollback of the last pass"
+            )
+        if kept == rollback.counts:
+            return
+        for name, layer in self.layers.items():
+            if isinstance(layer, MambaState):
+                layer.set_lazily(rollback.scans[name], kept)
+        self.lengths = [a + k for a, k in zip(rollback.lengths, kept)]
+
+    def select(self, rows: Sequence[int]) -> DecodeState:
+        """Return a copy of some rows, in the given order; a row may occur several times."""
+        layers = {name: layer.select(list(rows)) for name, layer in self.layers.items()}
+        return DecodeState([self.lengths[row] for row in rows], layers)
+
+    def copy(self) -> DecodeState:
+        return self.select(range(self.batch))
+
+
 class Decode(Definition):
-    """A model on one device.
+    """The definition with other steps, on one device.
 
     Args:
         read: Hugging Face name -> tensor; every tensor is read once, here.
@@ -145,7 +202,6 @@ class Decode(Definition):
         return run.newest(x) if run.last and stateless == len(layers) else x
 
     def weight(self, name: str) -> Tensor:
-        """A weight of `kept`."""
         return self.kept[name]
 
     def linear(self, x: Tensor, name: str) -> Tensor:

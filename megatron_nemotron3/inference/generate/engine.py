@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.inference.generate.batch import ForwardBatch, last_of_rows, on_device
-from megatron_nemotron3.inference.generate.decode import Decode
-from megatron_nemotron3.inference.generate.state import DecodeState, Rollback
+from megatron_nemotron3.inference.generate.decode import Decode, DecodeState, Rollback
 
 #: Tokens per prefill pass. Activation memory grows with it, KV caches with the sequence.
 CHUNK = 512

@@ -1,9 +1,5 @@
 """Held-out loss of a model and each of its MTP depths, and the number of drafts that are accepted.
 
-    loss        of the next token, and at MTP depth k of the token k further on: mean -log p in nats
-    agreement   of MTP depth k with the model's own distribution of the same token: what acceptance depends on
-    acceptance  mean tokens per verification when k tokens are drafted (`Speculation.acceptance_length`)
-
 The loss is Megatron's: consecutive windows of `seq_length` tokens that ignore document boundaries, every
 position with a known label counted once, the softmax over the padded vocabulary. Depth k has no label at the
 last k positions of a window (Megatron's `process_mtp_loss` masks them, too).
@@ -23,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from megatron_nemotron3.common import plots
 from megatron_nemotron3.inference.generate.engine import CHUNK, Engine
 from megatron_nemotron3.inference.generate.mtp import MTP
-from megatron_nemotron3.inference.generate.prompts import GenerationOptions, Speculation, generate
+from megatron_nemotron3.inference.generate.prompts import Generation, GenerationOptions, generate
 
 if TYPE_CHECKING:
     from megatron_nemotron3.train.data.conversations import Encoded
@@ -74,14 +70,6 @@ class ConversationLosses:
     per_conversation: float
     tokens: int
     conversations: int
-
-
-@dataclass(frozen=True)
-class Acceptance:
-    """Greedy decoding with a certain number of drafts."""
-
-    speculation: Speculation
-    tokens_per_second: float
 
 
 def windows(ids: Sequence[int], seq_length: int, tokens: int | None = None) -> Tensor:
@@ -228,7 +216,7 @@ def acceptance(
     new_tokens: int,
     drafts: Sequence[int],
     report: Callable[[int], None] = lambda tokens: None,
-) -> list[Acceptance]:
+) -> list[Generation]:
     """Continue prompts greedily, once with each number of drafts; nothing ends a text early.
 
     Args:
@@ -239,14 +227,13 @@ def acceptance(
         ValueError: as `generate`.
     """
     generate(engine, prompts, GenerationOptions(2, draft=max(drafts)))  # warm-up
-    results = [
+    return [
         generate(engine, prompts, GenerationOptions(new_tokens, draft=draft), lambda row, token: report(1))
         for draft in drafts
     ]
-    return [Acceptance(result.speculation, result.tokens_per_second) for result in results]
 
 
-def plot(losses: MeanLosses, accepted: Sequence[Acceptance], trained: int, path: Path, title: str) -> None:
+def plot(losses: MeanLosses, accepted: Sequence[Generation], trained: int, path: Path, title: str) -> None:
     """Write losses and agreement by depth and acceptance by number of drafts as a PNG."""
     with plots.picture(path, 1, 3, size=(14, 4), title=title) as (_, grid):
         left, middle, right = grid[0]

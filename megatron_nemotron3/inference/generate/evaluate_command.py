@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,8 @@ from megatron_nemotron3.train.inputs import require_tokenizer
 if TYPE_CHECKING:
     from megatron_nemotron3.checkpoints.convert.opened import Checkpoint
     from megatron_nemotron3.inference.generate.checkpoint_folder import CheckpointFolder
-    from megatron_nemotron3.inference.generate.evaluate import Acceptance, MeanLosses
+    from megatron_nemotron3.inference.generate.evaluate import MeanLosses
+    from megatron_nemotron3.inference.generate.prompts import Generation
     from megatron_nemotron3.models import Nemotron3Config
 
 TOKENS = 16384
@@ -114,7 +116,7 @@ def _evaluate(found: CheckpointFolder, opened: Checkpoint, options: EvaluateOpti
     engine = load_engine(opened, options.device, options.dtype, mtp=depths > 0)
     with Bar("loss", "tokens", text.shape[0] * (text.shape[1] - 1), lines=False) as bar:
         measured = losses(engine, text, depths, report=bar.add)
-    accepted: list[Acceptance] = []
+    accepted: list[Generation] = []
     new = min(NEW_TOKENS, config.max_position_embeddings // 2)
     prompts = spread_prompts(ids, min(PROMPT_TOKENS, config.max_position_embeddings - new))
     if draft:
@@ -161,12 +163,8 @@ def evaluation_tokens(
 
         encoder = found.tokenizer(tokenizer)
         end = encoder.stop[:1]
-        ids: list[int] = []
-        for document in read_texts(text).documents:
-            ids += [*encoder.encode(document), *end]
-            if len(ids) >= tokens:
-                break
-        return ids, text
+        documents = ([*encoder.encode(document), *end] for document in read_texts(text).documents)
+        return _first_tokens(documents, tokens), text
     if data_path is not None:
         return data_tokens(data_path, None, tokens), data_path
     prefix, split = found.data()
@@ -189,9 +187,14 @@ def data_tokens(prefix: str, split: str | None, tokens: int) -> list[int]:
         raise ValueError(
             f"{prefix}: --split {split} holds nothing out: give --text PATH or --data-path PREFIX"
         )
+    return _first_tokens((data[document].tolist() for document in documents), tokens)
+
+
+def _first_tokens(documents: Iterable[list[int]], tokens: int) -> list[int]:
+    """Whole documents with at least so many tokens, if there are as many."""
     ids: list[int] = []
     for document in documents:
-        ids.extend(data[document].tolist())
+        ids += document
         if len(ids) >= tokens:
             break
     return ids
@@ -248,7 +251,7 @@ def _say_agreement(measured: MeanLosses) -> None:
     say(f"KL(model || MTP) in nats; overlap is 1 - total variation{note}\n")
 
 
-def _say_acceptance(accepted: list[Acceptance], prompts: str) -> None:
+def _say_acceptance(accepted: list[Generation], prompts: str) -> None:
     say(acceptance=[])
     if not accepted:
         return

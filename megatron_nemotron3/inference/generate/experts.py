@@ -1,11 +1,9 @@
-"""The routed experts of a layer: y = sum_i p_i E_i(z) over the chosen ones.
+"""The routed experts of a layer: y = sum_i p_i E_i(z) over the chosen ones, computed in three ways:
 
-Three implementations of the same sum; the number of tokens decides which is fastest:
-
-    in place   reads the matrices of the selected experts where they are, row by row: few tokens on a CPU
-    gathered   copies them into one product, without a host synchronization: few tokens on a GPU
-    sorted     sorts tokens by expert, as in training; on a GPU with torch's grouped product the numbers of
-               tokens stay on the device
+in place   reads the matrices of the selected experts where they are, row by row: few tokens on a CPU
+gathered   copies them into one product, without a host synchronization: few tokens on a GPU
+sorted     sorts tokens by expert, as in training; on a GPU with torch's grouped product the numbers of
+           tokens stay on the device
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
     depth k, position i:   h_k[i] = block(embedding of token i + k, h_{k-1}[i])  ->  logits of token i + k + 1
 
-At depth k the block's attention sees the inputs of depth k at earlier positions, as in training. With s
-tokens known, depth k has been computed at positions 0 ... s - k - 1, and exactly one more h_{k-1}, that of
-position s - k, waits for token s: it is `MTP.pending`.
+With s tokens known, depth k has been computed at positions 0 ... s - k - 1, and exactly one more h_{k-1},
+that of position s - k, waits for token s: it is `MTP.pending`.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from megatron_nemotron3.inference.generate.batch import MAX_ROLLBACK, last_of_rows, on_device
+from megatron_nemotron3.inference.generate.decode import DecodeState, Rollback
 from megatron_nemotron3.inference.generate.engine import CAPACITY, Engine, Output
-from megatron_nemotron3.inference.generate.state import DecodeState, Rollback
 
 #: Most tokens of a row that `MTP.append` leaves to the next draft.
 KEPT_TOKENS = 8
@@ -156,22 +155,24 @@ class MTP:
         if self._drafted is not None or count < len(self._depths) or count > MAX_ROLLBACK - KEPT_TOKENS:
             self._finish()
         kept, seen = self._kept or self._no_tokens(), self._lengths_without_kept()
-        known, hidden, sizes = _RowTokens(kept, tokens, count), kept.hidden, kept.counts
-        passes, drafted = [], []
+        hidden, sizes, ends = kept.hidden, kept.counts, kept.counts
+        # The kept tokens, the newest token and the drafts, left-aligned in each row up to `ends`.
+        known = torch.cat((kept.tokens, kept.tokens.new_zeros(len(tokens), count)), 1)
+        passes: list[tuple[Tensor, Rollback]] = []
+        drafted: list[Tensor] = []
         for depth in range(1, count + 1):
+            _put(known, ends, drafted[-1] if drafted else tokens)
+            ends = [end + 1 for end in ends]
             hidden, sizes = self._prepend_pending(depth, hidden, sizes, seen)
             hidden = hidden[:, : max(sizes)]
             # No depth follows the last one, so of its output only what gives the draft is needed.
-            out = self._run(
-                depth, hidden, known.last(depth, sizes), sizes, rollback=True, last=depth == count
-            )
+            followed = _last_tokens(known, ends, sizes)
+            out = self._run(depth, hidden, followed, sizes, rollback=True, last=depth == count)
             assert out.rollback is not None
-            passes.append(_Pass(hidden, out.rollback))
+            passes.append((hidden, out.rollback))
             hidden = out.hidden
             newest = hidden[:, 0] if depth == count else last_of_rows(hidden, sizes)
             drafted.append(choose(self.engine.logits(newest)))
-            if depth < count:
-                known.add(depth, drafted[-1])
         self._kept, self._drafted = None, _Draft(tokens, passes)
         return torch.stack(drafted, 1)
 
@@ -212,13 +213,13 @@ class MTP:
     def _end_draft(self, more: int) -> None:
         """Keep of a draft what its kept tokens give, and `more` = 1: what the newest token gives."""
         assert self._drafted is not None
-        for depth, one in enumerate(self._drafted.passes, 1):
+        for depth, (hidden, rollback) in enumerate(self._drafted.passes, 1):
             # All depths reached the position before the newest token; without drafts depth k is k behind.
-            keep = [max(count - depth + more, 0) for count in one.rollback.counts]
-            self._depths[depth - 1].truncate(keep, one.rollback)
+            keep = [max(count - depth + more, 0) for count in rollback.counts]
+            self._depths[depth - 1].truncate(keep, rollback)
             # The first input after the kept ones is pending; with the newest token depth 1 has none.
             if depth > more:
-                self._pending[depth - 1] = last_of_rows(one.hidden, [k + 1 for k in keep])
+                self._pending[depth - 1] = last_of_rows(hidden, [k + 1 for k in keep])
         self._drafted, self._ahead = None, more == 1
 
     def _continues_draft(self, tokens: Tensor, counts: Sequence[int]) -> bool:
@@ -230,9 +231,9 @@ class MTP:
         return tokens.device.type == "cpu" and torch.equal(tokens[:, 0], drafted.newest)
 
     def _lengths_without_kept(self) -> list[int]:
-        return (
-            self.lengths if self._kept is None else [a - c for a, c in zip(self.lengths, self._kept.counts)]
-        )
+        if self._kept is None:
+            return self.lengths
+        return [a - c for a, c in zip(self.lengths, self._kept.counts)]
 
     def _no_tokens(self) -> _Tokens:
         b = len(self.lengths)
@@ -267,40 +268,14 @@ class _Tokens:
 
 
 @dataclass(frozen=True)
-class _Pass:
-    """One depth of a draft, with its inputs [b, n, d]."""
-
-    hidden: Tensor
-    rollback: Rollback
-
-
-@dataclass(frozen=True)
 class _Draft:
-    """What was drafted after the newest tokens [b]. The states still contain it."""
+    """What was drafted after the newest tokens [b]; the states still contain it.
+
+    passes: of each depth, its inputs [b, n, d].
+    """
 
     newest: Tensor
-    passes: list[_Pass]
-
-
-class _RowTokens:
-    """Kept tokens, the newest token and the drafts, left-aligned in each row."""
-
-    def __init__(self, kept: _Tokens, newest: Tensor, count: int) -> None:
-        self._counts = kept.counts
-        self._tokens = torch.cat((kept.tokens, kept.tokens.new_zeros(len(newest), count)), 1)
-        self.add(0, newest)
-
-    def add(self, number: int, tokens: Tensor) -> None:
-        """Put tokens [b] after the kept ones and `number` others."""
-        if len(set(self._counts)) == 1:
-            self._tokens[:, self._counts[0] + number] = tokens
-        else:
-            index = on_device([count + number for count in self._counts], tokens.device)
-            self._tokens.scatter_(1, index.unsqueeze(1), tokens.unsqueeze(1))
-
-    def last(self, number: int, sizes: Sequence[int]) -> Tensor:
-        """The last `sizes` of each row's kept tokens and `number` others."""
-        return _last_tokens(self._tokens, [count + number for count in self._counts], sizes)
+    passes: list[tuple[Tensor, Rollback]]
 
 
 def _checked_depths(engine: Engine, depths: int | None) -> int:
@@ -313,6 +288,14 @@ def _checked_depths(engine: Engine, depths: int | None) -> int:
     if depths > len(blocks) and not config.mtp_use_repeated_layer:
         raise ValueError(f"depths={depths}, but {config.name} has {len(blocks)} MTP blocks")
     return depths
+
+
+def _put(tokens: Tensor, places: Sequence[int], new: Tensor) -> None:
+    """Put a token into each row of tokens [b, n]."""
+    if len(set(places)) == 1:
+        tokens[:, places[0]] = new
+    else:
+        tokens.scatter_(1, on_device(places, new.device).unsqueeze(1), new.unsqueeze(1))
 
 
 def _last_tokens(tokens: Tensor, counts: Sequence[int], sizes: Sequence[int]) -> Tensor:

@@ -1,15 +1,8 @@
 """Prompts to continuations: plain decoding, or speculative decoding with the model's own MTP as the drafter.
 
-    x          the newest token of a row, which no state has seen yet
-    d1 … dk    drafted after it by MTP, depth j gives the j-th
-    forward(x, d1 … dk)    the model's predictions after x, d1, … dk
-    accepted   the longest prefix of the drafts that the model agrees with, plus one token of its own
-
-The states of the model and of MTP are then rolled back to the accepted tokens. Greedy decoding accepts a
-draft that is the most likely token. Sampling accepts it with probability min(1, p / q), where p is the
-model's probability of the draft and q is MTP's; a rejected one is replaced by a token drawn from the positive
-part of p - q (arXiv 2211.17192). Either way the text has the distribution of plain decoding, whatever MTP
-proposes.
+MTP drafts d1 … dk after the newest token x of a row, depth j the j-th. One pass gives the model's predictions
+after x, d1, … dk. The longest prefix of drafts that it agrees with is accepted, and one token of its own; the
+states are rolled back to these. The text has the distribution of plain decoding, whatever MTP proposes.
 """
 
 from __future__ import annotations
@@ -22,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.inference.generate.batch import on_device
+from megatron_nemotron3.inference.generate.decode import DecodeState
 from megatron_nemotron3.inference.generate.engine import CHUNK, EncoderRows, Engine
 from megatron_nemotron3.inference.generate.mtp import MTP
 from megatron_nemotron3.inference.generate.sampling import (
@@ -32,7 +26,6 @@ from megatron_nemotron3.inference.generate.sampling import (
     draw,
     probabilities,
 )
-from megatron_nemotron3.inference.generate.state import DecodeState
 
 #: Called with (row, token) for every new token; a return value of True ends the row.
 OnToken = Callable[[int, int], bool | None]

@@ -111,7 +111,11 @@ class Sampler:
 def accept(
     p: Tensor, q: Tensor, drafted: Tensor, limits: Tensor, to_accept: Tensor, to_draw: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Accept drafts so that tokens have the distribution p (arXiv 2211.17192, algorithm 1)."""
+    """Accept drafts so that tokens have the distribution p (arXiv 2211.17192, algorithm 1).
+
+    A draft is accepted with probability min(1, p / q), where q is MTP's probability of it; a rejected one is
+    replaced by a token drawn from the positive part of p - q.
+    """
     k, index = drafted.shape[1], drafted.unsqueeze(-1)
     agreed = to_accept * q.gather(-1, index).squeeze(-1) < p[:, :k].gather(-1, index).squeeze(-1)
     within = torch.arange(k, device=p.device) < limits.unsqueeze(1)

@@ -1,9 +1,8 @@
 """Convolution and scan of Mamba-2 with their state: one token, a few, or many.
 
-`layers.ssd.ssd_chunked` is made for training: it splits, saves and pads, which costs more than the scan of a
-dozen tokens. `short_scan` computes up to `SHORT` tokens as one chunk (arXiv 2405.21060, section 6). Its table
-of decays has one column for the initial state, so that row m of it belongs to the state after m tokens and
-rolling back costs one matrix product (`MambaPass.after`).
+`short_scan` computes up to `SHORT` tokens as one chunk (arXiv 2405.21060, section 6). Its table of decays has
+one column for the initial state, so that row m of it belongs to the state after m tokens and rolling back
+costs one matrix product (`MambaPass.after`).
 """
 
 from __future__ import annotations

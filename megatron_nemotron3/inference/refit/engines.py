@@ -7,12 +7,9 @@ Facts read from their sources, and nothing else of them:
     sgl-project/sglang   models/nemotron_h.py at 02c60328, models/nemotron_h_mtp.py at 008b79d2,
                          distributed/utils.py at 1107be11
 
-Shapes are those in which the engines create the parameters and load checkpoints. Kernels that reorder a
-weight after loading (some fused MoE kernels do) need the engine's own `load_weights`, which takes the whole
-tensors of engine "hf".
-
-Under SGLang's DP attention the Mamba layers are cut over the attention ranks, too. What both engines' own
-loaders make of a refit on a CPU is in tests/golden/engine_parameters.json.
+Shapes are those in which the engines create the parameters. Kernels that reorder a weight after loading need
+the engine's own `load_weights`, which takes the whole tensors of engine "hf". Under SGLang's DP attention the
+Mamba layers are cut over the attention ranks, too.
 """
 
 from __future__ import annotations
@@ -74,7 +71,6 @@ class EngineNames:
     module that holds the experts.
     """
 
-    name: str
     outside: tuple[Stages, Stages]
     last_first: bool
     experts: str
@@ -97,8 +93,8 @@ class EngineNames:
 
 
 ENGINES: dict[str, EngineNames] = {
-    "vllm": EngineNames("vllm", ("all", "all"), False, "mixer.experts.routed_experts."),
-    "sglang": EngineNames("sglang", ("first", "last"), True, "mixer.experts."),
+    "vllm": EngineNames(("all", "all"), False, "mixer.experts.routed_experts."),
+    "sglang": EngineNames(("first", "last"), True, "mixer.experts."),
     # Whole tensors under Hugging Face's names, which the engines' `load_weights` takes.
-    "hf": EngineNames("hf", ("first", "first"), True, ""),
+    "hf": EngineNames(("first", "first"), True, ""),
 }

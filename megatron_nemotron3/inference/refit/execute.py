@@ -1,8 +1,7 @@
 """Carry out a plan over torch.distributed, and prove the result: a checksum of every tensor on both sides.
 
-Each step is one message for each pair of ranks, and a sender packs the next step while one is sent. At the
-end a server computes the checksum of what its parameters now hold, and compares it with what the senders
-computed on theirs. Any error, a killed process too, becomes a RefitError on every rank.
+Each step is one message for each pair of ranks, and a sender packs the next step while one is sent. Any
+error, a killed process too, becomes a RefitError on every rank.
 """
 
 from __future__ import annotations
@@ -22,16 +21,18 @@ from torch import Tensor
 from megatron_nemotron3.boundary.failure import BoundaryError, Failure
 from megatron_nemotron3.boundary.groups import Groups
 from megatron_nemotron3.inference.refit.held import check_source, check_target, serving_parameters
-from megatron_nemotron3.inference.refit.moving import LazyTensors, RefitRun, Route
 from megatron_nemotron3.inference.refit.packer import PackedSource
 from megatron_nemotron3.inference.refit.parts import (
     Part,
     added,
     name_of,
+    pack,
     parts_of,
+    space_of,
     sum_held,
     sum_sent,
     target_of,
+    unpack,
 )
 from megatron_nemotron3.inference.refit.plan import RefitPlan, TensorTransfer
 
@@ -59,6 +60,35 @@ class RefitReport:
     tensors: int
     unchanged: tuple[str, ...] | None
     checksums: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class RefitRun:
+    """A refit that runs.
+
+    sums: checksum of each part that this rank sends. known: the same by what the next refit compares.
+    skipped: names that are not sent. sent, received: bytes of this rank.
+    """
+
+    source: Mapping[str, Tensor]
+    sums: dict[Part, int]
+    known: dict[Any, int]
+    unchanged: tuple[str, ...] | None
+    skipped: frozenset[str]
+    sent: int = 0
+    received: int = 0
+
+
+class LazyTensors(dict[str, Tensor]):
+    """Tensors, each made when it is first looked up."""
+
+    def __init__(self, make: Callable[[str], Tensor]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, name: str) -> Tensor:
+        self[name] = self._make(name)
+        return self[name]
 
 
 class Refit:
@@ -110,7 +140,7 @@ class Refit:
         rank = dist.get_rank()
         self.sender = self.senders.index(rank) if rank in self.senders else None
         self.receiver = self.receivers.index(rank) if rank in self.receivers else None
-        #: What this rank sends and receives, with the other side's rank, in the order of the steps.
+        #: What this rank sends and receives, with the other side's number, in the order of the steps.
         self._out = [] if self.sender is None else list(plan.outgoing(self.sender))
         self._in = [] if self.receiver is None else list(plan.incoming(self.receiver))
         self._last: dict[Any, int] = {}
@@ -145,7 +175,7 @@ class Refit:
                 problem = "none given" if target is None else check_target(self.plan, self.receiver, target)
             self._agree(problem, "target")
             run = self._start(sent, delta)
-            for _ in run.steps(target or {}):
+            for _ in self._steps(run, target or {}):
                 pass
             found = {part: sum_held(part, (target or {})[target_of(part)]) for part in self._parts(self._in)}
             return self._prove(run, found)
@@ -173,7 +203,7 @@ class Refit:
         found: dict[Part, int] = {}
         with self._shared_errors():
             run = self._start(self._sent(source), False)
-            for parts in run.steps(made):
+            for parts in self._steps(run, made):
                 for part in parts:
                     name = name_of(part)
                     left[name] -= 1
@@ -236,14 +266,58 @@ class Refit:
             None if flags.pop() else tuple(n for n, flag in zip(index, flags, strict=True) if not flag)
         )
         self._last = {}  # until this refit has succeeded
-        route = Route(
-            [(one, self.receivers[to]) for one, to in self._out],
-            [(one, self.senders[sender]) for one, sender in self._in],
-            self.groups,
-            self._guarded,
-            self.plan.steps,
-        )
-        return RefitRun(route, source, sums, known, unchanged, frozenset((delta and unchanged) or ()))
+        return RefitRun(source, sums, known, unchanged, frozenset((delta and unchanged) or ()))
+
+    def _steps(self, run: RefitRun, target: Any) -> Iterator[list[Part]]:
+        """Move step by step; yield the parts that have arrived after each."""
+        own = dist.get_rank()
+        outgoing = self._messages(self._out, self.receivers, run)
+        coming = self._messages(self._in, self.senders, run)
+        numbers = sorted({*outgoing, *coming})
+        packed: dict[int, Tensor] = {}
+        for i, step in enumerate(numbers):
+            incoming = coming[step]
+            sizes = {peer: space_of(parts) for peer, parts in incoming.items()}
+            with self._guarded(f"moved step {step} of {self.plan.steps}"):
+                packed = packed if i else self._pack(run.source, outgoing[step])
+                received = {peer: self._empty(size) for peer, size in sizes.items() if peer != own}
+                handles = self._post({peer: one for peer, one in packed.items() if peer != own}, received)
+                following = self._pack(run.source, outgoing[numbers[i + 1]]) if i + 1 < len(numbers) else {}
+                for handle in handles:
+                    handle.wait()
+                for peer, parts in incoming.items():
+                    unpack(packed[own] if peer == own else received[peer], parts, target)
+            run.sent += sum(len(one) for peer, one in packed.items() if peer != own)
+            run.received += sum(size for peer, size in sizes.items() if peer != own)
+            packed = following
+            yield [part for parts in incoming.values() for part in parts]
+
+    def _pack(self, source: Mapping[str, Tensor], messages: Mapping[int, list[Part]]) -> dict[int, Tensor]:
+        once = LazyTensors(source.__getitem__)  # a packed tensor is made once in a step
+        packed = {peer: self._empty(space_of(parts)) for peer, parts in messages.items()}
+        for peer, parts in messages.items():
+            pack(packed[peer], parts, once)
+        return packed
+
+    def _empty(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self.groups.device)
+
+    def _post(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> list[Any]:
+        group = self.groups.group
+        operations = [dist.P2POp(dist.isend, one, peer, group) for peer, one in sorted(sent.items())]
+        operations += [dist.P2POp(dist.irecv, one, peer, group) for peer, one in sorted(received.items())]
+        return dist.batch_isend_irecv(operations) if operations else []
+
+    @staticmethod
+    def _messages(
+        pairs: list[tuple[TensorTransfer, int]], ranks: Sequence[int], run: RefitRun
+    ) -> defaultdict[int, dict[int, list[Part]]]:
+        """The parts of every message: step -> global rank of the other side -> parts."""
+        found: defaultdict[int, dict[int, list[Part]]] = defaultdict(dict)
+        for transfer, number in pairs:
+            if parts := [part for part in parts_of(transfer) if name_of(part) not in run.skipped]:
+                found[transfer.step].setdefault(ranks[number], []).extend(parts)
+        return found
 
     def _prove(self, run: RefitRun, found: Mapping[Part, int]) -> RefitReport:
         index = {name: i for i, name in enumerate(self.plan.names)}

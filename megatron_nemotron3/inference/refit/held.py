@@ -82,12 +82,6 @@ def serving_parameters(plan: RefitPlan, rank: int) -> dict[str, tuple[tuple[int,
     return found
 
 
-def empty_parameters(plan: RefitPlan, rank: int, device: Any = "cpu") -> dict[str, Tensor]:
-    """Zeros for every parameter of a serving rank. Padding rows of a vocabulary stay zero."""
-    made = serving_parameters(plan, rank)
-    return {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in made.items()}
-
-
 def check_target(plan: RefitPlan, rank: int, target: Mapping[str, Tensor]) -> str | None:
     """How a serving rank's parameters differ from those of the plan; None if they do not."""
     expected = serving_parameters(plan, rank)

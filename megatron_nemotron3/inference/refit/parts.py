@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.inference.refit.plan import ALIGNMENT, TensorTransfer
+from megatron_nemotron3.inference.refit.plan import TensorTransfer, aligned
 
 #: Elements per step, which bounds the memory of the integers.
 _BLOCK = 1 << 20
@@ -39,18 +39,9 @@ def target_of(part: Part) -> str:
     return part[0].target.replace("{e}", str(part[1]))
 
 
-def _aligned(part: Part) -> int:
-    return -(-part[0].piece // ALIGNMENT) * ALIGNMENT
-
-
 def space_of(parts: list[Part]) -> int:
     """Bytes of a message."""
-    return sum(map(_aligned, parts))
-
-
-def _view(buffer: Tensor, at: int, part: Part) -> Tensor:
-    dtype: torch.dtype = getattr(torch, part[0].dtype)
-    return buffer[at : at + part[0].piece].view(dtype)
+    return sum(aligned(part[0].piece) for part in parts)
 
 
 def _sent_pieces(part: Part, tensor: Tensor) -> Iterator[Tensor]:
@@ -73,24 +64,27 @@ def _held_pieces(part: Part, tensor: Tensor) -> Iterator[Tensor]:
 
 def pack(buffer: Tensor, parts: list[Part], source: Mapping[str, Tensor]) -> None:
     """Write parts of a sender's tensors into a message."""
-    at = 0
-    for part in parts:
-        view, begin = _view(buffer, at, part), 0
+    for part, elements in _split(buffer, parts):
         for piece in _sent_pieces(part, source[name_of(part)]):
-            view[begin : begin + piece.numel()].view(piece.shape).copy_(piece)
-            begin += piece.numel()
-        at += _aligned(part)
+            place, elements = elements[: piece.numel()], elements[piece.numel() :]
+            place.view(piece.shape).copy_(piece)
 
 
 def unpack(buffer: Tensor, parts: list[Part], target: Any) -> None:
     """Write the parts of a message into a receiver's parameters."""
+    for part, elements in _split(buffer, parts):
+        for piece in _held_pieces(part, target[target_of(part)]):
+            place, elements = elements[: piece.numel()], elements[piece.numel() :]
+            piece.copy_(place.view(piece.shape))
+
+
+def _split(buffer: Tensor, parts: list[Part]) -> Iterator[tuple[Part, Tensor]]:
+    """The parts of a message, each with its elements."""
     at = 0
     for part in parts:
-        view, begin = _view(buffer, at, part), 0
-        for piece in _held_pieces(part, target[target_of(part)]):
-            piece.copy_(view[begin : begin + piece.numel()].view(piece.shape))
-            begin += piece.numel()
-        at += _aligned(part)
+        size = part[0].piece
+        yield part, buffer[at : at + size].view(getattr(torch, part[0].dtype))
+        at += aligned(size)
 
 
 def sum_sent(part: Part, tensor: Tensor) -> int:

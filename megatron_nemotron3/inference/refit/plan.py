@@ -1,8 +1,7 @@
 """A refit as data: who sends which part of which tensor to whom, and in which step.
 
-A transfer is a part of one tensor, or of the same tensor of several experts, with its receivers and the
-sender of each. Every receiving rank gets every byte of its parameters once. Steps bound the buffers: in a
-step no rank sends or receives more than `buffer` bytes, and a sender packs the next step while one is sent.
+Every receiving rank gets every byte of its parameters once. In a step no rank sends or receives more than
+`buffer` bytes, and a sender packs the next step while one is sent.
 """
 
 from __future__ import annotations
@@ -23,6 +22,11 @@ from megatron_nemotron3.launch.plan.hardware import GPU
 
 #: A part begins at a multiple of this many bytes of a message.
 ALIGNMENT = 16
+
+
+def aligned(size: int) -> int:
+    """Bytes up to the next part of a message."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 class TensorTransfer(NamedTuple):
@@ -60,7 +64,7 @@ class TensorTransfer(NamedTuple):
     @property
     def space(self) -> int:
         """Bytes in a message, where each expert's part is aligned."""
-        return -(-self.piece // ALIGNMENT) * ALIGNMENT * (self.last - self.first)
+        return aligned(self.piece) * (self.last - self.first)
 
     @property
     def names(self) -> list[str]:
@@ -69,6 +73,11 @@ class TensorTransfer(NamedTuple):
     @property
     def pairs(self) -> tuple[numpy.ndarray[Any, Any], numpy.ndarray[Any, Any]]:
         return numpy.frombuffer(self.senders, "int32"), numpy.frombuffer(self.receivers, "int32")
+
+    def between(self, colocated: bool) -> Any:
+        """Which of the pairs are two processes."""
+        senders, receivers = self.pairs
+        return senders != receivers if colocated else numpy.ones(len(senders), bool)
 
 
 class Load(NamedTuple):
@@ -139,7 +148,7 @@ class RefitPlan:
             pairs = []
             for transfer in transfers:
                 senders, receivers = transfer.pairs
-                other = self.between(senders, receivers)
+                other = transfer.between(self.colocated)
                 copied += transfer.bytes * int((~other).sum())
                 total += transfer.bytes * int(other.sum())
                 for all_bytes, step_space, those in (
@@ -172,13 +181,10 @@ class RefitPlan:
         for transfer in self.transfers:
             senders, receivers = transfer.pairs
             near = senders // gpu.nvlink_domain == (receivers + offset) // gpu.nvlink_domain
-            other = self.between(senders, receivers)
+            other = transfer.between(self.colocated)
             first = max(first, transfer.space if transfer.step == 0 else 0)
             for link, those in ((gpu.nvlink, near & other), (gpu.network, ~near & other)):
                 for side, ranks in (("out", senders), ("in", receivers)):
                     numpy.add.at(busy[side, link], ranks[those], transfer.bytes / link)
         # The first step is read and written once.
         return float(max(one.max() for one in busy.values())) + 2 * first / gpu.hbm
-
-    def between(self, senders: Any, receivers: Any) -> Any:
-        return senders != receivers if self.colocated else numpy.ones(len(senders), bool)

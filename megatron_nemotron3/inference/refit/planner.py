@@ -1,10 +1,7 @@
 """Make the plan of a refit.
 
-Tensors of the same row and layer kind differ in their names only, so their cuts are computed once. Then every
-part finds its senders: parts that few ranks hold first, each receiver from the sender with the least bytes so
-far, so that tensors which every rank of a stage holds level out what the others left unequal.
-
-A step has layers of all training stages, so that no stage waits for another.
+Parts that few ranks hold get their senders first, each receiver the sender with the least bytes so far; what
+every rank of a stage holds levels out the rest. A step has layers of all stages, so that none waits.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ import numpy
 
 from megatron_nemotron3.inference.refit.engines import PARAMETERS, EngineParameter, Role
 from megatron_nemotron3.inference.refit.layouts import EngineLayout, Training
-from megatron_nemotron3.inference.refit.plan import ALIGNMENT, RefitPlan, TensorTransfer
+from megatron_nemotron3.inference.refit.plan import ALIGNMENT, RefitPlan, TensorTransfer, aligned
 from megatron_nemotron3.inference.refit.quantized import Stored, stored_of
 from megatron_nemotron3.inference.refit.shares import (
     AxisCut,
@@ -161,13 +158,11 @@ def tensors(training: Training, serving: EngineLayout) -> Iterator[HeldTensor]:
 
 @dataclass
 class _Part:
-    """A transfer without its senders, and who may send it."""
+    """A transfer, in which order it is sent, and who may send it."""
 
     order: tuple[float, int, int]
     transfer: TensorTransfer
     candidates: _Ranks
-    receivers: _Ranks
-    senders: _Ranks | None = None
 
 
 def make_plan(
@@ -199,7 +194,8 @@ def make_plan(
     loads = numpy.zeros(training.layout.world_size, "int64")
     bound = _Bound(training.layout.world_size, training.layout.pp)
     for part in sorted(parts, key=lambda p: (len(p.candidates), -p.transfer.bytes)):
-        _choose_senders(part, loads, bound, colocated)
+        senders = _chosen_senders(part, loads, bound, colocated)
+        part.transfer = part.transfer._replace(senders=senders.tobytes())
     transfers = _in_steps(parts, training, serving, buffer, colocated)
     return RefitPlan(training, serving, buffer, colocated, transfers, bound.value())
 
@@ -239,7 +235,7 @@ def _parts(training: Training, serving: EngineLayout, only: str | None) -> Itera
             )
             wave = max(before["from", sender], before["to", receiver])
             before["from", sender] = before["to", receiver] = wave + 1
-            yield _Part((place, tensor, wave), transfer, ranks[keys[0]], ranks[keys[1]])
+            yield _Part((place, tensor, wave), transfer, ranks[keys[0]])
 
 
 def _pairs(
@@ -273,11 +269,12 @@ def spread(loads: Any, number: int, size: int) -> Any:
     return counts
 
 
-def _choose_senders(part: _Part, loads: Any, bound: _Bound, colocated: bool) -> None:
-    senders = numpy.full(len(part.receivers), -1, "int32")
+def _chosen_senders(part: _Part, loads: Any, bound: _Bound, colocated: bool) -> _Ranks:
+    _, receivers = part.transfer.pairs
+    senders = numpy.full(len(receivers), -1, "int32")
     if colocated:
-        own = numpy.isin(part.receivers, part.candidates)
-        senders[own] = part.receivers[own]
+        own = numpy.isin(receivers, part.candidates)
+        senders[own] = receivers[own]
     left = senders < 0
     if number := int(left.sum()):
         size = part.transfer.bytes
@@ -285,7 +282,7 @@ def _choose_senders(part: _Part, loads: Any, bound: _Bound, colocated: bool) -> 
         senders[left] = numpy.repeat(part.candidates, counts)
         loads[part.candidates] += counts * size
         bound.add(part.candidates, number * size)
-    part.senders = senders
+    return senders
 
 
 class _Bound:
@@ -316,14 +313,13 @@ def _in_steps(
 ) -> tuple[TensorTransfer, ...]:
     chunks: list[tuple[Any, ...]] = []
     for part in parts:
-        assert part.senders is not None
-        between = part.senders != part.receivers if colocated else numpy.ones(len(part.senders), bool)
+        senders, receivers = (ranks[part.transfer.between(colocated)] for ranks in part.transfer.pairs)
         # Senders and receivers are numbered on: they have buffers of their own.
-        both = (part.senders[between], training.layout.world_size + part.receivers[between].astype("int64"))
+        both = senders, training.layout.world_size + receivers.astype("int64")
         ranks, counts = numpy.unique(numpy.concatenate(both), return_counts=True)
         most = max(1, int(counts.max(initial=1)))
-        whole = part.transfer._replace(senders=part.senders.tobytes())
-        for number, transfer in enumerate(_chunks(whole, buffer // most, buffer // most // FILLING, most)):
+        cut = _chunks(part.transfer, buffer // most, buffer // most // FILLING, most)
+        for number, transfer in enumerate(cut):
             chunks.append(((*part.order, number), len(chunks), transfer, ranks, counts))
     open_steps: list[tuple[int, Any]] = []
     found, size = [], training.layout.world_size + serving.size
@@ -352,10 +348,10 @@ def _chunks(transfer: TensorTransfer, most: int, space: int, copies: int) -> Ite
         return
     row = transfer.piece // sum(cut.stop - cut.start for cut in transfer.cuts)
     length = (space - space % ALIGNMENT) // row
-    if length == 0 and -(-row // ALIGNMENT) * ALIGNMENT <= most:
+    if length == 0 and aligned(row) <= most:
         length = 1
     if length == 0:
-        need = -(-row // ALIGNMENT) * ALIGNMENT * copies
+        need = aligned(row) * copies
         raise ValueError(
             f"a buffer of {most * copies:,} bytes is less than one row of {transfer.name} for each of the "
             f"{copies} receivers of a sender: give {need:,} bytes or more"

@@ -81,14 +81,11 @@ def training_shares(
     named = rule({tensor.name: shape}, hf, config.kv_channels)
     found: dict[tuple[str, str], list[TensorShare]] = {}
     for piece in named.pieces:
-        first, last = piece.source_slices[axis]
-        to = piece.destination_slices[axis][0]
+        in_tensor = TensorShare(*piece.source_slices[axis], piece.destination_slices[axis][0])
         for part in split.pieces:
-            begin, end = part.source_slices[axis]
-            a, b = max(first, begin), min(last, end)
-            if a < b:
-                local = part.destination_slices[axis][0] + a - begin
-                share = TensorShare(to + a - first, to + b - first, local)
+            on_rank = TensorShare(*part.source_slices[axis], part.destination_slices[axis][0])
+            for cut in cuts((in_tensor,), (on_rank,)):
+                share = TensorShare(cut.source, cut.source + cut.stop - cut.start, cut.target)
                 found.setdefault((piece.destination, part.destination), []).append(share)
     return tuple(
         tuple(_joined(found.get((name, str(rank)), [])) for rank in range(len(split.destinations)))

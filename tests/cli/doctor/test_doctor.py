@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from megatron_nemotron3 import cli
-from megatron_nemotron3.cli.doctor import gpu, loading, packages
-from megatron_nemotron3.cli.doctor import step as steps
-from megatron_nemotron3.cli.doctor.command import emulation
-from megatron_nemotron3.cli.doctor.finding import render
+from megatron_nemotron3.cli import packages
+from megatron_nemotron3.cli.doctor import emulation, judge, render, step_findings
 from megatron_nemotron3.common.switches import EMULATE
 from megatron_nemotron3.proof.certify.ranks import run_distributed
+from megatron_nemotron3.train import build
 
 GOOD = {"python": "3.12.1", "torch": "2.11.0", "megatron-core": "0.19.2", "triton": "3.6.0"}
 
@@ -85,7 +84,7 @@ def test_versions(change: dict[str, str | None], subject: str, level: str, word:
     ],
 )
 def test_what_a_loader_error_means(error: str, word: str) -> None:
-    assert word in loading.meaning(error)
+    assert word in packages.meaning(error)
 
 
 def test_real_imports_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +99,7 @@ def test_real_imports_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     found = {
-        name: loading.load(loading.Probe(name, name, name, "build it"), timeout=3)
+        name: packages.load(packages.Probe(name, name, name, "build it"), timeout=3)
         for name in (*bodies, "nowhere_to_be_found")
     }
     assert [f.level for f in found.values()] == ["ok", "error", "error", "error", "absent"]
@@ -126,7 +125,7 @@ def answer(capability: list[int], architectures: list[str]) -> dict[str, object]
     ],
 )
 def test_gpus(capability: list[int], architectures: list[str], level: str) -> None:
-    found = {f.subject: f for f in gpu.judge(answer(capability, architectures))}
+    found = {f.subject: f for f in judge(answer(capability, architectures))}
     assert found["gpu"].level == level
     assert (found["nvfp4"].level == "ok") == (tuple(capability) in ((10, 0), (10, 3)))
     fp8 = tuple(capability) >= (8, 9)
@@ -142,15 +141,15 @@ def test_gpus(capability: list[int], architectures: list[str], level: str) -> No
 def test_a_product_that_fails_does_not_hide_what_is_missing() -> None:
     """Without binary code for the GPU every product fails; the architectures say why."""
     failing = {"problem": "CUDA error: no kernel image is available for execution on the device"}
-    missing = next(gpu.judge({**answer([10, 3], ["sm_90"]), **failing}))
+    missing = next(judge({**answer([10, 3], ["sm_90"]), **failing}))
     assert missing.level == "error" and "sm_103" in missing.cure
-    other = next(gpu.judge({**answer([9, 0], ["sm_90"]), **failing}))
+    other = next(judge({**answer([9, 0], ["sm_90"]), **failing}))
     assert other.level == "error" and "no kernel image" in other.message
 
 
 def stepped() -> tuple[list[str], list[str]]:
-    good = [f.message for f in steps.findings("super") if f.level == "error"]
-    builder = steps.build_model
+    good = [f.message for f in step_findings("super") if f.level == "error"]
+    builder = build.build_model
 
     def detached(*args, **kwargs):
         model = builder(*args, **kwargs)
@@ -160,8 +159,8 @@ def stepped() -> tuple[list[str], list[str]]:
         model.decoder.layers[0].mixer.D.requires_grad_(False)
         return model
 
-    steps.build_model = detached  # type: ignore[assignment]
-    return good, [f.subject for f in steps.findings("super") if f.level == "error"]
+    build.build_model = detached  # type: ignore[assignment]
+    return good, [f.subject for f in step_findings("super") if f.level == "error"]
 
 
 def test_a_step_finds_parameters_without_gradient() -> None:
@@ -179,7 +178,7 @@ def test_the_doctor_says_what_is_emulated(
 
 
 def test_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "PROBES", ())
+    monkeypatch.setattr(packages, "PROBES", ())
     assert cli.main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert list(found) == ["packages", "imports", "gpu", "precision", "verdict"]

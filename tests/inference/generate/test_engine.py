@@ -15,12 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_nemotron3.inference.generate import experts
 from megatron_nemotron3.inference.generate.attention import KVCache
 from megatron_nemotron3.inference.generate.batch import ForwardBatch
+from megatron_nemotron3.inference.generate.decode import DecodeState
 from megatron_nemotron3.inference.generate.engine import EncoderRows, Engine
 from megatron_nemotron3.inference.generate.experts import Experts
 from megatron_nemotron3.inference.generate.mtp import MTP
 from megatron_nemotron3.inference.generate.prompts import GenerationOptions, generate
 from megatron_nemotron3.inference.generate.scan import MambaPass, MambaState, decay_table, short_scan
-from megatron_nemotron3.inference.generate.state import DecodeState
 from megatron_nemotron3.layers.ssd import ssd_reference
 from tests.support.engines import NAMES, TOKENS, assert_states_equal, close, repeatable, tiny
 

@@ -18,12 +18,13 @@ import pytest
 import torch
 
 from megatron_nemotron3.checkpoints.convert.inventory import hf_tensors
-from megatron_nemotron3.inference.refit.held import empty_parameters, serving_parameters
+from megatron_nemotron3.inference.refit.held import serving_parameters
 from megatron_nemotron3.inference.refit.layouts import EngineLayout, Training
 from megatron_nemotron3.inference.refit.parts import pack, parts_of, space_of, unpack
 from megatron_nemotron3.inference.refit.planner import make_plan
 from megatron_nemotron3.models import get
 from tests.golden.make_engine_parameters import crc, model, numbers
+from tests.support.refit_ranks import empty_parameters
 from tests.support.refit_reference import loaded, trained
 
 B, F = torch.bfloat16, torch.float32

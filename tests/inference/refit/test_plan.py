@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron_nemotron3.cli import main
 from megatron_nemotron3.inference.refit.check import check
 from megatron_nemotron3.inference.refit.engines import ENGINES, PARAMETERS
-from megatron_nemotron3.inference.refit.held import empty_parameters, serving_parameters
+from megatron_nemotron3.inference.refit.held import serving_parameters
 from megatron_nemotron3.inference.refit.layouts import EngineLayout, Training
 from megatron_nemotron3.inference.refit.parts import pack, parts_of, space_of, unpack
 from megatron_nemotron3.inference.refit.plan import RefitPlan
@@ -25,6 +25,7 @@ from megatron_nemotron3.launch.rules import RuleError
 from megatron_nemotron3.models import get
 from megatron_nemotron3.models.tensors import ROWS
 from tests.support.engines import repeatable
+from tests.support.refit_ranks import empty_parameters
 from tests.support.refit_reference import loaded, trained, whole
 
 MODELS = ("super-tiny", "nano-tiny", "nano-4b-tiny", "nemotron-h-8b-tiny", "puzzle-tiny")

@@ -1,20 +1,41 @@
-"""Table of package versions that are known to fail or to cause trouble.
+"""The doctor's checks of packages: their versions, and whether each can be imported.
 
-Each row was reproduced or confirmed by a maintainer; `why` says what happens. For versions that were not
-tried the doctor reports which version was tested.
+A package built for another torch, CUDA or machine fails in the dynamic linker, sometimes with a signal. So
+each import has its own process, and a table translates the linker's messages.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
+from typing import Literal
 
-from megatron_nemotron3.cli.doctor.finding import DoctorFinding, Level
+#: "error": training will fail; the exit code is 1. "warning": training works with a loss or a risk. "absent":
+#: an optional package or device is missing.
+Level = Literal["ok", "absent", "warning", "error"]
+
+
+@dataclass(frozen=True)
+class DoctorFinding:
+    """One result of a check.
+
+    subject: a package, "gpu", a kernel or "step".
+    cure: what to do, often a command; "" if there is nothing to do.
+    """
+
+    subject: str
+    level: Level
+    message: str
+    cure: str = ""
+
 
 #: Versions that this release is tested with.
 TESTED = {
@@ -44,7 +65,8 @@ Version = tuple[int, ...]
 
 @dataclass(frozen=True)
 class PackageRule:
-    """A combination of versions that is known to fail or to cause trouble.
+    """A combination of versions that is known to fail or to cause trouble, reproduced or confirmed by a
+    maintainer; `why` says what happens.
 
     applies: takes package -> version of the installed packages.
     """
@@ -62,20 +84,6 @@ def parse(text: str) -> Version:
     return tuple(map(int, numbers[0].split("."))) if numbers else ()
 
 
-def _version_between(
-    name: str, low: Version | None, high: Version | None
-) -> Callable[[Mapping[str, Version]], bool]:
-    """A condition: low <= version of the package < high."""
-
-    def applies(have: Mapping[str, Version]) -> bool:
-        version = have.get(name)
-        if version is None:
-            return False
-        return (low is None or version >= low) and (high is None or version < high)
-
-    return applies
-
-
 RULES = (
     PackageRule(
         "python",
@@ -87,7 +95,7 @@ RULES = (
     PackageRule(
         "megatron-core",
         "error",
-        _version_between("megatron-core", None, (0, 19)),
+        lambda have: have.get("megatron-core", (0, 19)) < (0, 19),
         "older than 0.19, the first version supported (docs/environment.md)",
         "pip install 'megatron-core[training]==0.19.2'",
     ),
@@ -101,7 +109,7 @@ RULES = (
     PackageRule(
         "transformers",
         "warning",
-        _version_between("transformers", (5, 3), (5, 15)),
+        lambda have: (5, 3) <= have.get("transformers", ()) < (5, 15),
         "its Nemotron-H model computes wrong logits on a CPU",
         "pip install 'transformers>=5.15.1'",
     ),
@@ -115,7 +123,7 @@ RULES = (
     PackageRule(
         "transformer-engine",
         "warning",
-        _version_between("transformer-engine", None, (2, 7)),
+        lambda have: have.get("transformer-engine", (2, 7)) < (2, 7),
         "too old for NVFP4, for which megatron-core needs 2.7",
         "pip install --no-build-isolation 'transformer-engine[pytorch]'",
     ),
@@ -175,3 +183,104 @@ def compiled() -> list[DoctorFinding]:
             f"python -m compileall -q -j 0 {Path(spec.origin).parents[1]}",
         )
     ]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """An import to try.
+
+    package: name of the distribution.
+    top: top-level module that exists if the package is installed.
+    module: module whose import loads the package's binaries.
+    build: command that builds the package for the installed torch.
+    """
+
+    package: str
+    top: str
+    module: str
+    build: str
+
+
+_BUILD = "pip install --no-build-isolation --no-cache-dir --no-binary :all: --no-deps"
+PROBES = (
+    Probe("torch", "torch", "torch", "pip install torch==2.11.0"),
+    Probe("megatron-core", "megatron", "megatron.core", "pip install 'megatron-core[training]==0.19.2'"),
+    Probe(
+        "transformer-engine",
+        "transformer_engine",
+        "transformer_engine.pytorch",
+        "pip install --no-build-isolation --no-cache-dir 'transformer-engine[pytorch]'",
+    ),
+    Probe(
+        "mamba-ssm",
+        "mamba_ssm",
+        "mamba_ssm.ops.triton.ssd_combined",
+        f"MAMBA_FORCE_BUILD=TRUE {_BUILD} mamba-ssm",
+    ),
+    Probe(
+        "causal-conv1d",
+        "causal_conv1d",
+        "causal_conv1d_cuda",
+        f"CAUSAL_CONV1D_FORCE_BUILD=TRUE {_BUILD} causal-conv1d",
+    ),
+    Probe("apex", "apex", "amp_C", "build apex from source with APEX_CPP_EXT=1 APEX_CUDA_EXT=1"),
+    Probe(
+        "flash-attn",
+        "flash_attn",
+        "flash_attn_2_cuda",
+        f"FLASH_ATTENTION_FORCE_BUILD=TRUE {_BUILD} flash-attn",
+    ),
+    Probe("nvidia-modelopt", "modelopt", "modelopt.torch.quantization", "pip install nvidia-modelopt"),
+    Probe("transformers", "transformers", "transformers", "pip install 'transformers>=5.15.1'"),
+)
+#: (pattern in the error of an import, its meaning); the first match counts. {0}, {1}: groups of the pattern.
+MEANINGS: tuple[tuple[str, str], ...] = (
+    (r"undefined symbol: (\S+)", "built against another torch (symbol {0} is missing): rebuild it"),
+    (r"(lib(?:cud|cu|nv)\S*\.so\.(\d+)\S*): cannot open", "needs {0} of CUDA {1}, which is not installed"),
+    (r"(lib\S+\.so\S*): cannot open shared object", "needs the library {0}, which is not installed"),
+    (r"version [`'](GLIBC\S*)' not found", "built on a newer system ({0}): rebuild it on this one"),
+    (r"(?:invalid ELF header|wrong ELF class|Exec format error)", "built for another kind of processor"),
+    (
+        r"no kernel image is available",
+        "has no kernels for this GPU: rebuild it with this GPU in TORCH_CUDA_ARCH_LIST",
+    ),
+    (r"FileNotFoundError: (.*)", "a file is missing ({0}): the package is installed only in part"),
+    (r"ModuleNotFoundError: No module named '([^']+)'", "module {0} is missing"),
+    (
+        r"ImportError: cannot import name '([^']+)' from '([^']+)'",
+        "needs {0} of {1}, which the installed version lacks",
+    ),
+)
+
+
+def meaning(error: str) -> str:
+    """One sentence that explains the stderr of a failed import."""
+    for pattern, sentence in MEANINGS:
+        if found := re.search(pattern, error):
+            return sentence.format(*found.groups())
+    last = error.strip().splitlines()
+    return last[-1][:200] if last else "failed without a message"
+
+
+def load(probe: Probe, timeout: float = 180) -> DoctorFinding:
+    """Import a package in another process."""
+    if util.find_spec(probe.top) is None:
+        return DoctorFinding(probe.package, "absent", "not installed")
+    code = f"import importlib; importlib.import_module({probe.module!r})"
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+        if done.returncode == 0:
+            return DoctorFinding(probe.package, "ok", f"import {probe.module}")
+        problem = f": {meaning(done.stderr)}"
+        if done.returncode < 0:
+            problem = f" ends with {signal.Signals(-done.returncode).name}"
+    except subprocess.TimeoutExpired:
+        problem = f" did not finish in {timeout:.0f} s"
+    return DoctorFinding(probe.package, "error", f"import {probe.module}{problem}", probe.build)
+
+
+def load_all() -> list[DoctorFinding]:
+    """Try all imports, two at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(load, PROBES))

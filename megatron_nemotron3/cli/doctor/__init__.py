@@ -1,1 +1,0 @@
-"""`nemotron3 doctor`: checks whether an environment can train (versions, imports, GPU, one step)."""
