@@ -37,7 +37,6 @@ from megatron_nemotron3.checkpoints.convert.config_keys import (
     DENSE,
     FIELDS,
     FIXED,
-    FLOATS,
     FREE,
     INFINITE,
     KNOWN,
@@ -58,7 +57,7 @@ from megatron_nemotron3.checkpoints.convert.config_keys import (
 )
 from megatron_nemotron3.checkpoints.metadata import printable
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.models.config import BUILT, unbuilt_fields
+from megatron_nemotron3.models.config import BUILT, FLOATS, unbuilt_fields
 
 #: Largest number of keys that a note names.
 _SHOWN = 12

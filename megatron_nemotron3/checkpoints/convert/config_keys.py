@@ -37,7 +37,6 @@ MOE: dict[str, tuple[str, ...]] = {
     "moe_latent_size": ("moe_latent_size",),
     "moe_router_topk_scaling_factor": ("routed_scaling_factor",),
 }
-FLOATS = {"layernorm_epsilon", "init_method_std", "moe_router_topk_scaling_factor"}
 #: Fields that are absent or null if the model has no such part.
 OPTIONAL = {"moe_latent_size"}
 #: Fields that are not needed to build the model: the reference's value is kept.

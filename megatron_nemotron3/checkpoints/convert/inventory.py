@@ -23,7 +23,6 @@ from megatron_nemotron3.models.prefixes import Prefix, prefixes
 from megatron_nemotron3.models.tensors import (
     DIALECTS,
     TORCH_DIST,
-    NamedShape,
     Row,
     Spelling,
     rows_of,
@@ -58,12 +57,11 @@ class TensorMapping:
     spelling: Spelling
     megatron: tuple[Tensor, ...]
     hf: tuple[Tensor, ...]
-    head_dim: int
 
     def to_hf(self) -> CopyPlan:
         """Return the plan that makes the HF tensors from Megatron's; `.inverse()` goes back."""
-        rule = transforms.RULES[self.spelling.rule]
-        return rule(_shapes_by_name(self.megatron), _shapes_by_name(self.hf), self.head_dim)
+        megatron, hf = ({tensor.name: tensor.shape for tensor in side} for side in (self.megatron, self.hf))
+        return transforms.RULES[self.spelling.rule](megatron, hf, self.prefix.config.kv_channels)
 
 
 def mappings(
@@ -121,21 +119,6 @@ def mappings_of(
 def hf_tensors(config: Nemotron3Config, *, dtype: str = BF16) -> list[Tensor]:
     """List every tensor of the model's Hugging Face checkpoint, including MTP."""
     return [tensor for mapping in mappings(config, dtype=dtype) for tensor in mapping.hf]
-
-
-def megatron_tensors(
-    config: Nemotron3Config,
-    *,
-    dialect: str = TORCH_DIST,
-    dtype: str = BF16,
-    padded_vocab_size: int | None = None,
-) -> list[Tensor]:
-    """List every weight of the model's Megatron checkpoint, in global shapes.
-
-    `dialect="parameter"`: every parameter and buffer of a model on one rank.
-    """
-    found = mappings(config, dialect=dialect, dtype=dtype, padded_vocab_size=padded_vocab_size)
-    return [tensor for mapping in found for tensor in mapping.megatron]
 
 
 def check_types(folder: Path, types: Mapping[str, str], *, alike: bool = False) -> None:
@@ -210,26 +193,22 @@ def _build_mappings(
     if padded_vocab_size is not None and padded_vocab_size < config.vocab_size:
         raise ValueError(f"padded_vocab_size={padded_vocab_size} is less than vocab_size={config.vocab_size}")
 
-    def tensors(
-        row: Row, stored: tuple[NamedShape, ...], prefix: str, table: Mapping[str, int]
-    ) -> tuple[Tensor, ...]:
-        kind = "float32" if row.float32 else dtype
-        result = []
-        for one in stored:
-            shape = tuple(table[symbol] for symbol in one.shape)
-            copies = table["experts"] if "{e}" in one.name else 1
-            for e in range(copies):
-                result.append(Tensor(prefix + one.name.replace("{e}", str(e)), shape, kind))
-        return tuple(result)
-
     for prefix in prefixes(config):
-        table = symbol_sizes(prefix.config, padded_vocab_size)
+        sizes = symbol_sizes(prefix.config, padded_vocab_size)
         for row in rows_of(config, prefix.part):
-            spelling = choose(prefix, row)
-            megatron = tensors(row, spelling.tensors, prefix.megatron, table)
-            hf = tensors(row, row.hf, prefix.hf, table)
-            yield TensorMapping(row, prefix, spelling, megatron, hf, config.kv_channels)
+            yield joined(prefix, row, choose(prefix, row), sizes, "float32" if row.float32 else dtype)
 
 
-def _shapes_by_name(tensors: tuple[Tensor, ...]) -> dict[str, Shape]:
-    return {tensor.name: tensor.shape for tensor in tensors}
+def joined(
+    prefix: Prefix, row: Row, spelling: Spelling, sizes: Mapping[str, int], dtype: str
+) -> TensorMapping:
+    """Join both sides of a row; `sizes` are the numbers behind the symbols of its shapes."""
+    sides = []
+    for start, stored in ((prefix.megatron, spelling.tensors), (prefix.hf, row.hf)):
+        tensors = []
+        for one in stored:
+            shape = tuple(sizes[symbol] for symbol in one.shape)
+            for e in range(sizes["experts"] if "{e}" in one.name else 1):
+                tensors.append(Tensor(start + one.name.replace("{e}", str(e)), shape, dtype))
+        sides.append(tuple(tensors))
+    return TensorMapping(row, prefix, spelling, *sides)

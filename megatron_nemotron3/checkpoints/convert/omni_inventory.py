@@ -27,7 +27,7 @@ from megatron_nemotron3.checkpoints.convert.inventory import Tensor, TensorMappi
 from megatron_nemotron3.checkpoints.convert.plan import Shape
 from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource
 from megatron_nemotron3.models.omni import OmniConfig
-from megatron_nemotron3.models.omni_tensors import CONSTANTS, MODULES, PARTS, rows, symbol_sizes
+from megatron_nemotron3.models.omni_tensors import CONSTANTS, MODULES, rows, symbol_sizes
 from megatron_nemotron3.models.prefixes import Prefix
 from megatron_nemotron3.models.tensors import NamedShape, Row, Spelling
 
@@ -65,30 +65,17 @@ def encoder_mappings(
     config: OmniConfig, *, dtype: str = inventory.BF16, constants: Mapping[str, SourceTensor] | None = None
 ) -> Iterator[TensorMapping]:
     """Yield every mapping of the encoders and projectors, in the order of the layers."""
-    at = Prefix("model", "", "", config.language)
     for part, module in _MODULE.items():
-        assert part in PARTS
-        sizes = symbol_sizes(config, part)
-        for row, numbers in rows(config, part):
-            spelling = row.spelling(MODULES)
-            sides = []
-            for stored, start in ((spelling.tensors, module), (row.hf, "")):
-                sides.append(tuple(_tensor(one, start, sizes, numbers, dtype) for one in stored))
-            yield TensorMapping(row, at, spelling, sides[0], sides[1], 0)
+        at, sizes = Prefix(part, module, "", config.language), symbol_sizes(config, part)
+        for row in rows(config, part):
+            kind = _INTEGER if row.hf[0].name.endswith(_COUNTED) else dtype
+            yield inventory.joined(at, row, row.spelling(MODULES), sizes, kind)
+    at = Prefix("constant", "", "", config.language)
     for name, constant in (constants or {}).items():
         side = [(Tensor(one, constant.shape, constant.dtype),) for one in (_CONSTANTS[name], name)]
         # Its type is its own, whatever that of the weights is.
         row = Row("constant", (NamedShape(name, ()),), (), float32=True, trainable=False)
-        yield TensorMapping(row, at, Spelling(MODULES, "copy", ()), side[0], side[1], 0)
-
-
-def _tensor(
-    one: NamedShape, start: str, sizes: Mapping[str, int], numbers: dict[str, int], dtype: str
-) -> Tensor:
-    shape = tuple(sizes[symbol] for symbol in one.shape)
-    return Tensor(
-        start + one.name.format(**numbers), shape, _INTEGER if one.name.endswith(_COUNTED) else dtype
-    )
+        yield TensorMapping(row, at, Spelling(MODULES, "copy", ()), *side)
 
 
 def hf_tensors(config: OmniConfig, *, dtype: str = inventory.BF16) -> list[Tensor]:
