@@ -51,7 +51,7 @@ class ToHfOptions(ConvertOptions):
     vocab_size: int | None = None
     from_masters: bool = False
     reference: Path | None = None
-    #: Recipe of `quantized_recipes`.
+    #: Recipe of `quantized`.
     quantize: str | None = None
     input_scales: Path | None = None
     #: Write the adapter alone, as a folder of peft.

@@ -47,7 +47,7 @@ _CONSTANTS = {
     for name in CONSTANTS
 }
 #: The only tensor of integers.
-_COUNTED, _INTEGER = ".num_batches_tracked", "int64"
+_COUNTED, INTEGER = ".num_batches_tracked", "int64"
 _SUMMARY, _SUMMARY_VALUES = "vision_model.radio_model.summary_idxs", (0, 1)
 
 
@@ -68,7 +68,7 @@ def encoder_mappings(
     for part, module in _MODULE.items():
         at, sizes = Prefix(part, module, "", config.language), symbol_sizes(config, part)
         for row in rows(config, part):
-            kind = _INTEGER if row.hf[0].name.endswith(_COUNTED) else dtype
+            kind = INTEGER if row.hf[0].name.endswith(_COUNTED) else dtype
             yield inventory.joined(at, row, row.spelling(MODULES), sizes, kind)
     at = Prefix("constant", "", "", config.language)
     for name, constant in (constants or {}).items():
@@ -91,24 +91,6 @@ def constants_of(tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor]
     """Return the constants among the tensors of a checkpoint of either kind, under Hugging Face's names."""
     names = {hf: hf if hf in tensors else own for hf, own in _CONSTANTS.items()}
     return {hf: tensors[name] for hf, name in names.items() if name in tensors}
-
-
-def is_weight(tensor: Tensor) -> bool:
-    """Whether a tensor is of floating-point numbers."""
-    return tensor.dtype != _INTEGER
-
-
-def mappings_of(
-    config: OmniConfig, tensors: Mapping[str, SourceTensor], *, padded_vocab_size: int | None = None
-) -> list[TensorMapping]:
-    """Return the mappings of a model in the spelling of a Megatron checkpoint."""
-    language = [name.removeprefix(LANGUAGE) for name in tensors if name.startswith(LANGUAGE)]
-    others = {name: t.shape for name, t in tensors.items() if not name.startswith(LANGUAGE)}
-    encoders = list(encoder_mappings(config, constants=constants_of(tensors)))
-    expected = {tensor.name: tensor.shape for mapping in encoders for tensor in mapping.megatron}
-    check(config, expected, others)
-    found = inventory.mappings_of(config.language, language, padded_vocab_size=padded_vocab_size)
-    return [*in_omni(found), *encoders]
 
 
 def check(config: OmniConfig, expected: Mapping[str, Shape], shapes: Mapping[str, Shape]) -> None:

@@ -1,7 +1,7 @@
 """Lazy views that pack BF16 weights to NVFP4 or FP8, and that unpack them to BF16.
 
 `Quantized` writes the layout of NVIDIA ModelOpt, which vLLM, SGLang and TensorRT-LLM read
-(`quantized_recipes`). `Dequantized` reads a quantized checkpoint as if it were a BF16 checkpoint. The tensors
+(`quantized`). `Dequantized` reads a quantized checkpoint as if it were a BF16 checkpoint. The tensors
 themselves determine which weights are quantized, and how; the configuration files are only compared. Formats
 that are read, with value = element * (block scale *) scale:
 
@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.checkpoints.convert.plan import Slices, bands, whole
-from megatron_nemotron3.checkpoints.convert.quantized_config import scalar
-from megatron_nemotron3.checkpoints.convert.quantized_recipes import BLOCK, FP8, NVFP4, Quantization, Weight
+from megatron_nemotron3.checkpoints.convert.quantized import BLOCK, FP8, NVFP4, Quantization, Weight, scalar
 from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource
 from megatron_nemotron3.checkpoints.metadata import CheckpointError
 from megatron_nemotron3.precision.numerics import fp8, nvfp4

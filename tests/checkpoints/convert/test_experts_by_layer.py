@@ -171,7 +171,7 @@ def test_quantized(folders: Folders, tmp_path: Path, recipe: str) -> None:
 
 
 def inventory_quantization(recipe: str) -> None:
-    from megatron_nemotron3.checkpoints.convert.quantized_recipes import quantization
+    from megatron_nemotron3.checkpoints.convert.quantized import quantization
 
     quantization(TINY, recipe)
 

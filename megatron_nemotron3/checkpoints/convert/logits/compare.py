@@ -23,8 +23,14 @@ from torch import Tensor
 from megatron_nemotron3.checkpoints.convert.logits.hugging_face import HuggingFace
 from megatron_nemotron3.checkpoints.convert.logits.megatron_names import MegatronReader
 from megatron_nemotron3.checkpoints.convert.logits.reader import StoredDefinition
-from megatron_nemotron3.checkpoints.convert.logits.report import LayerComparison, Logits, LogitsReport
-from megatron_nemotron3.checkpoints.convert.logits.routing import Selection, SelectionDifference, agree
+from megatron_nemotron3.checkpoints.convert.logits.report import (
+    LayerComparison,
+    Logits,
+    LogitsReport,
+    Selection,
+    SelectionDifference,
+    agree,
+)
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.definition import Forward, Routing

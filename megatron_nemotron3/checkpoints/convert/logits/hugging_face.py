@@ -26,7 +26,7 @@ from megatron_nemotron3.checkpoints.convert import config_json
 from megatron_nemotron3.checkpoints.convert.block_configs import KEY, MTP_KEY, flattened
 from megatron_nemotron3.checkpoints.convert.config_keys import LIMITS
 from megatron_nemotron3.checkpoints.convert.logits.reader import TensorReader
-from megatron_nemotron3.checkpoints.convert.logits.routing import Selection
+from megatron_nemotron3.checkpoints.convert.logits.report import Selection
 from megatron_nemotron3.checkpoints.convert.omni_config import TEXT, is_omni, part
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.checkpoints.metadata import read_json
