@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 
@@ -30,6 +31,15 @@ def lazy(
         return value
 
     return get, lambda: sorted(modules), sorted(modules)
+
+
+@contextmanager
+def named_errors(name: object, kind: type[ValueError] = ValueError) -> Iterator[None]:
+    """A ValueError that is raised inside the block says whose it is: "name: message"."""
+    try:
+        yield
+    except ValueError as problem:
+        raise kind(f"{name}: {problem}") from None
 
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from argparse import Namespace
 from typing import Any
 
 from megatron_nemotron3.checkpoints.pickles import Inert
+from megatron_nemotron3.common import named_errors
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models import pattern as patterns
 from megatron_nemotron3.models.config import FLOATS
@@ -150,14 +151,30 @@ def config_of(
     if not isinstance(values, dict):
         raise ValueError(f"{name}: the stored arguments are a {type(values).__name__}, not named values")
     pattern = stored_pattern(name, values)
+    with named_errors(name):
+        fields = _stated_fields(values, pattern, vocab_size)
+    return Nemotron3Config(
+        name=name,
+        title=name,
+        pattern=pattern.main,
+        mtp_pattern=pattern.mtp_pattern,
+        mtp_num_layers=pattern.mtp_num_layers,
+        **fields,
+    )
+
+
+def _stated_fields(
+    values: dict[str, Any], pattern: patterns.HybridPattern, vocab_size: int | None
+) -> dict[str, Any]:
+    """Return the fields of the configuration but for its name and layers."""
     kinds = pattern.main + (pattern.mtp_pattern or "")
-    _check_family(name, values, "E" in kinds)
-    fields = {field: _stored_number(name, values, field) for field in _MODEL}
+    _check_family(values, "E" in kinds)
+    fields = {field: _stored_number(values, field) for field in _MODEL}
     if values.get("group_query_attention") is False:
         fields["num_query_groups"] = fields["num_attention_heads"]
     if "E" in kinds:
-        fields |= {field: _stored_number(name, values, field) for field in _MOE}
-    fields |= _argument_defaults(name, values, fields, kinds)
+        fields |= {field: _stored_number(values, field) for field in _MOE}
+    fields |= _argument_defaults(values, fields, kinds)
     fields = {field: value for field, value in fields.items() if value is not None or field not in _TRAINING}
     fields.setdefault("init_method_std", _INIT_STD)
     missing = [
@@ -166,35 +183,28 @@ def config_of(
         if fields.get(field, 0) is None and field != "moe_latent_size"
     ]
     if missing:
-        raise ValueError(f"{name}: the stored arguments have no {', '.join(missing)}")
+        raise ValueError(f"the stored arguments have no {', '.join(missing)}")
     if pattern.mtp:
-        factor = _stored_number(name, values, "mtp_loss_scaling_factor")
+        factor = _stored_number(values, "mtp_loss_scaling_factor")
         fields["mtp_use_repeated_layer"] = bool(values.get("mtp_use_repeated_layer"))
         fields |= {} if factor is None else {"mtp_loss_scaling_factor": factor}
-    return Nemotron3Config(
-        name=name,
-        title=name,
-        pattern=pattern.main,
-        mtp_pattern=pattern.mtp_pattern,
-        mtp_num_layers=pattern.mtp_num_layers,
-        vocab_size=_vocabulary_size(name, values, vocab_size),
-        moe_layers=_stored_moe_layers(name, values) if "E" in pattern.main else None,
-        **fields,
-    )
+    fields["vocab_size"] = _vocabulary_size(values, vocab_size)
+    fields["moe_layers"] = _stored_moe_layers(values) if "E" in pattern.main else None
+    return fields
 
 
-def _stored_moe_layers(name: str, values: dict[str, Any]) -> tuple[tuple[int, int], ...] | None:
+def _stored_moe_layers(values: dict[str, Any]) -> tuple[tuple[int, int], ...] | None:
     """Return the experts of each E layer: our stack and converter store them, or the stack's name says it."""
     text = stored_experts(values)
     if text is None:
         raise ValueError(
-            f"{name}: the stored arguments have --spec {values['spec']!r:.100}, a stack of one's own, which "
+            f"the stored arguments have --spec {values['spec']!r:.100}, a stack of one's own, which "
             "may have other experts in each layer: give the model (--model NAME or FILE)"
         )
     try:
         return read_experts(text)
     except ValueError as problem:
-        raise ValueError(f"{name}: the stored {problem}") from None
+        raise ValueError(f"the stored {problem}") from None
 
 
 def require_experts(name: str, values: dict[str, Any], model: Nemotron3Config) -> None:
@@ -219,13 +229,11 @@ def stored_pattern(name: str, values: dict[str, Any]) -> patterns.HybridPattern:
     mtp, depths = values.get("mtp_hybrid_override_pattern"), values.get("mtp_num_layers") or 0
     if isinstance(mtp, str) and type(depths) is int and patterns.MTP_SEPARATOR not in text:
         text += f"{patterns.MTP_SEPARATOR}{mtp}" * depths
-    try:
+    with named_errors(name):
         return patterns.parse(text)
-    except ValueError as problem:
-        raise ValueError(f"{name}: {problem}") from None
 
 
-def _check_family(name: str, values: dict[str, Any], moe: bool) -> None:
+def _check_family(values: dict[str, Any], moe: bool) -> None:
     family = {**_FAMILY, **(_MOE_FAMILY if moe else {})}
     wrong = [
         f"{argument}={values[argument]!r} ({meaning})"
@@ -243,14 +251,14 @@ def _check_family(name: str, values: dict[str, Any], moe: bool) -> None:
     if moe and groups not in (None, 1):
         wrong.append(f"moe_router_num_groups={groups!r} (experts chosen by groups)")
     if wrong:
-        raise ValueError(f"{name}: it is not a Nemotron-H model: no such model has " + ", ".join(wrong))
+        raise ValueError("it is not a Nemotron-H model: no such model has " + ", ".join(wrong))
 
 
 def _names(field: str) -> tuple[str, ...]:
     return _NAMES.get(field, (field,))
 
 
-def _stored_number(name: str, values: dict[str, Any], field: str) -> Any:
+def _stored_number(values: dict[str, Any], field: str) -> Any:
     """Return the value of the first of a field's names that has one; None if none has."""
     names = _names(field)
     argument = next((n for n in names if values.get(n) is not None), names[0])
@@ -264,13 +272,11 @@ def _stored_number(name: str, values: dict[str, Any], field: str) -> Any:
     kind, what = (float, "number") if field in FLOATS else (int, "whole number")
     least = "0 or more" if field in _MAY_BE_ZERO else "above 0"
     if type(value) is not kind or not 0 <= value < math.inf or (value == 0 and field not in _MAY_BE_ZERO):
-        raise ValueError(f"{name}: {argument}={value!r} is not a {what} {least}")
+        raise ValueError(f"{argument}={value!r} is not a {what} {least}")
     return value
 
 
-def _argument_defaults(
-    name: str, values: dict[str, Any], fields: dict[str, Any], kinds: str
-) -> dict[str, Any]:
+def _argument_defaults(values: dict[str, Any], fields: dict[str, Any], kinds: str) -> dict[str, Any]:
     """Return Megatron's defaults for arguments that were not given."""
     result: dict[str, Any] = {}
     if fields["mamba_chunk_size"] is None:
@@ -279,14 +285,14 @@ def _argument_defaults(
         heads, rest = divmod(2 * fields["hidden_size"], fields["mamba_head_dim"])
         if rest:
             raise ValueError(
-                f"{name}: no mamba_num_heads, and 2 * hidden_size={2 * fields['hidden_size']} is not "
+                f"no mamba_num_heads, and 2 * hidden_size={2 * fields['hidden_size']} is not "
                 f"divisible by mamba_head_dim={fields['mamba_head_dim']}"
             )
         result["mamba_num_heads"] = heads
-    width = _stored_number(name, values, "ffn_hidden_size")
+    width = _stored_number(values, "ffn_hidden_size")
     if "-" in kinds:
         if width is None:
-            raise ValueError(f"{name}: the stored arguments have no ffn_hidden_size, which - layers need")
+            raise ValueError("the stored arguments have no ffn_hidden_size, which - layers need")
         result["dense_ffn_hidden_size"] = width
     if "E" in kinds:
         if fields["moe_ffn_hidden_size"] is None:
@@ -296,14 +302,14 @@ def _argument_defaults(
     return result
 
 
-def _vocabulary_size(name: str, values: dict[str, Any], given: int | None) -> int:
-    padded = _stored_number(name, values, "padded_vocab_size")
-    size = given or _stored_number(name, values, "vocab_size")
+def _vocabulary_size(values: dict[str, Any], given: int | None) -> int:
+    padded = _stored_number(values, "padded_vocab_size")
+    size = given or _stored_number(values, "vocab_size")
     if size is None:
         raise ValueError(
-            f"{name}: the stored arguments do not contain the vocabulary size, only "
+            f"the stored arguments do not contain the vocabulary size, only "
             f"padded_vocab_size={padded}: give vocab_size (--vocab-size N)"
         )
     if padded is not None and size > padded:
-        raise ValueError(f"{name}: vocab_size={size} is more than padded_vocab_size={padded}")
+        raise ValueError(f"vocab_size={size} is more than padded_vocab_size={padded}")
     return int(size)

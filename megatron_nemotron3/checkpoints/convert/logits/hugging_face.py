@@ -87,7 +87,7 @@ class HuggingFace:
         # Infinite, as `config_json.read` has checked; libraries write that in several ways.
         stated = {key: value for key, value in data.items() if key not in LIMITS}
         try:
-            self.config = config_class.from_dict(flattened(str(path), stated)[0])
+            self.config = config_class.from_dict(flattened(stated)[0])
         except Exception as problem:  # its validators raise exceptions of their own
             raise ValueError(f"{path}: transformers cannot read it: {problem}") from None
         self.config._attn_implementation = self.config._experts_implementation = "eager"
