@@ -10,12 +10,7 @@ from megatron_nemotron3.models import pattern as _pattern
 from megatron_nemotron3.models.config import Nemotron3Config
 from megatron_nemotron3.models.omni import OmniConfig, sizes, sources
 from megatron_nemotron3.models.omni_tensors import count_parts, released_tensors, tensors_by_part
-from megatron_nemotron3.models.parameters import (
-    count,
-    decoder_layers,
-    layer_parameters,
-    stored_tensors,
-)
+from megatron_nemotron3.models.parameters import count, decoder_layers, layer_parameters, stored_tensors
 
 #: Columns `render` stays within.
 WIDTH = 100

@@ -132,10 +132,7 @@ def _blocks(data: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
 
 
 def _set_layers(
-    result: dict[str, Any],
-    keys: tuple[str, tuple[str, ...]],
-    key: str,
-    blocks: list[dict[str, Any]],
+    result: dict[str, Any], keys: tuple[str, tuple[str, ...]], key: str, blocks: list[dict[str, Any]]
 ) -> None:
     """Put the layers outside as a pattern, in place of what is there, which must say the same."""
     pattern = "".join(BLOCKS[block[_TYPE]] for block in blocks)

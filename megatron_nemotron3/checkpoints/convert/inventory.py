@@ -20,14 +20,7 @@ from megatron_nemotron3.checkpoints.convert.keys import NameLookup, plain_name
 from megatron_nemotron3.checkpoints.convert.plan import CopyPlan, Shape
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.prefixes import Prefix, prefixes
-from megatron_nemotron3.models.tensors import (
-    DIALECTS,
-    TORCH_DIST,
-    Row,
-    Spelling,
-    rows_of,
-    symbol_sizes,
-)
+from megatron_nemotron3.models.tensors import DIALECTS, TORCH_DIST, Row, Spelling, rows_of, symbol_sizes
 
 #: Type of released checkpoints and of torch_dist folders of BF16 runs, except for rows marked `float32`.
 BF16 = "bfloat16"
@@ -78,11 +71,7 @@ def mappings(
 
 
 def mappings_of(
-    config: Nemotron3Config,
-    keys: Iterable[str],
-    *,
-    dtype: str = BF16,
-    padded_vocab_size: int | None = None,
+    config: Nemotron3Config, keys: Iterable[str], *, dtype: str = BF16, padded_vocab_size: int | None = None
 ) -> list[TensorMapping]:
     """Return the mappings of a model in the spelling of a checkpoint with these weight keys.
 

@@ -65,10 +65,7 @@ class LogitsCheckOptions:
 
 
 def check_logits(
-    megatron: TensorSource,
-    hf: TensorSource,
-    config: Nemotron3Config,
-    options: LogitsCheckOptions,
+    megatron: TensorSource, hf: TensorSource, config: Nemotron3Config, options: LogitsCheckOptions
 ) -> LogitsReport:
     """Run one sequence of random tokens through both checkpoints, a layer at a time, in FP32."""
     tokens, seed, echo = options.tokens, options.seed, options.echo
