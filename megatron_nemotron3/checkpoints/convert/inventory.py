@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -63,15 +63,25 @@ def mappings(
     dialect: str = TORCH_DIST,
     dtype: str = BF16,
     padded_vocab_size: int | None = None,
+    spellings: Mapping[str, Spelling] | None = None,
 ) -> Iterator[TensorMapping]:
-    """Yield every mapping of a model, in the order of the layers."""
+    """Yield every mapping of a model, in the order of the layers.
+
+    `spellings` are those of rows that the dialect does not decide, by the mapping's first HF name.
+    """
     if dialect not in DIALECTS:
         raise ValueError(f"unknown dialect {dialect!r}: use one of {', '.join(DIALECTS)}")
-    yield from _build_mappings(config, lambda prefix, row: row.spelling(dialect), dtype, padded_vocab_size)
+    if padded_vocab_size is not None and padded_vocab_size < config.vocab_size:
+        raise ValueError(f"padded_vocab_size={padded_vocab_size} is less than vocab_size={config.vocab_size}")
+    for prefix in prefixes(config):
+        sizes = symbol_sizes(prefix.config, padded_vocab_size)
+        for row in rows_of(config, prefix.part):
+            spelling = (spellings or {}).get(prefix.hf + row.hf[0].name) or row.spelling(dialect)
+            yield joined(prefix, row, spelling, sizes, "float32" if row.float32 else dtype)
 
 
 def mappings_of(
-    config: Nemotron3Config, keys: Iterable[str], *, dtype: str = BF16, padded_vocab_size: int | None = None
+    config: Nemotron3Config, keys: Iterable[str], *, padded_vocab_size: int | None = None
 ) -> list[TensorMapping]:
     """Return the mappings of a model in the spelling of a checkpoint with these weight keys.
 
@@ -88,14 +98,7 @@ def mappings_of(
                 f"Megatron keys {found.get(name, other.tensors[0].name)!r} and {key!r} are the same tensor"
             )
         found[name] = key
-    result = list(
-        _build_mappings(
-            config,
-            lambda prefix, row: spellings.get(prefix.hf + row.hf[0].name, row.spellings[0]),
-            dtype,
-            padded_vocab_size,
-        )
-    )
+    result = list(mappings(config, padded_vocab_size=padded_vocab_size, spellings=spellings))
     missing = [t.name for mapping in result for t in mapping.megatron if t.name not in found]
     if missing:
         raise ValueError(
@@ -171,21 +174,6 @@ def _mtp_hint(config: Nemotron3Config, missing: list[str], file: str = "") -> st
         f"are missing. Some tools drop them (transformers' save_pretrained does); {where}"
         f"--mtp-from {file or 'DIR'} takes them from there, --mtp-num-layers 0 converts without MTP"
     )
-
-
-def _build_mappings(
-    config: Nemotron3Config,
-    choose: Callable[[Prefix, Row], Spelling],
-    dtype: str,
-    padded_vocab_size: int | None,
-) -> Iterator[TensorMapping]:
-    if padded_vocab_size is not None and padded_vocab_size < config.vocab_size:
-        raise ValueError(f"padded_vocab_size={padded_vocab_size} is less than vocab_size={config.vocab_size}")
-
-    for prefix in prefixes(config):
-        sizes = symbol_sizes(prefix.config, padded_vocab_size)
-        for row in rows_of(config, prefix.part):
-            yield joined(prefix, row, choose(prefix, row), sizes, "float32" if row.float32 else dtype)
 
 
 def joined(
