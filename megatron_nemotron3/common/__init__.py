@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 
@@ -31,15 +30,6 @@ def lazy(
         return value
 
     return get, lambda: sorted(modules), sorted(modules)
-
-
-@contextmanager
-def named_errors(name: object, kind: type[ValueError] = ValueError) -> Iterator[None]:
-    """A ValueError that is raised inside the block says whose it is: "name: message"."""
-    try:
-        yield
-    except ValueError as problem:
-        raise kind(f"{name}: {problem}") from None
 
 
 if TYPE_CHECKING:

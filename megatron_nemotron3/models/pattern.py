@@ -17,7 +17,6 @@ stages, and stage i belongs to pipeline rank i mod pp.
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -243,10 +242,14 @@ def _layer_costs(pattern: str, cost: Mapping[str, float] | Sequence[float] | Non
 def _least_maximum(layers: int, stages: int, stage_cost: _StageCost) -> float:
     """The cost of the most expensive stage in the best cut."""
     costs = sorted({stage_cost(i, j) for i in range(layers) for j in range(i + 1, layers + 1)})
-    last = len(costs) - 1  # the cost of one stage, which always does
-    return costs[
-        bisect_left(costs, -stages, hi=last, key=lambda bound: -_stages_needed(layers, stage_cost, bound))
-    ]
+    low, high = 0, len(costs) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if _stages_needed(layers, stage_cost, costs[middle]) <= stages:
+            high = middle
+        else:
+            low = middle + 1
+    return costs[low]
 
 
 def _stages_needed(layers: int, stage_cost: _StageCost, bound: float) -> float:

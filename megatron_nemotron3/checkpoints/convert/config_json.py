@@ -54,9 +54,9 @@ from megatron_nemotron3.checkpoints.convert.config_keys import (
     QUANTIZATION,
     WRITTEN,
     WRITTEN_MOE,
+    named_errors,
 )
 from megatron_nemotron3.checkpoints.metadata import printable
-from megatron_nemotron3.common import named_errors
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.config import BUILT, FLOATS, unbuilt_fields
 

@@ -12,8 +12,8 @@ import math
 from argparse import Namespace
 from typing import Any
 
+from megatron_nemotron3.checkpoints.convert.config_keys import named_errors
 from megatron_nemotron3.checkpoints.pickles import Inert
-from megatron_nemotron3.common import named_errors
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models import pattern as patterns
 from megatron_nemotron3.models.config import FLOATS

@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_nemotron3.checkpoints.convert.config_keys import named_errors
 from megatron_nemotron3.checkpoints.convert.plan import Slices, bands, whole
 from megatron_nemotron3.checkpoints.convert.quantized import BLOCK, FP8, NVFP4, Quantization, Weight, scalar
 from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource
 from megatron_nemotron3.checkpoints.metadata import CheckpointError
-from megatron_nemotron3.common import named_errors
 from megatron_nemotron3.precision.numerics import fp8, nvfp4
 
 #: Suffixes after "X." of tensors that do not concern weights.
