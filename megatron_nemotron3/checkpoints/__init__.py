@@ -7,16 +7,15 @@ from megatron_nemotron3.common import lazy
 if TYPE_CHECKING:
     from megatron_nemotron3.checkpoints.convert.into_model import load_base as load_base
     from megatron_nemotron3.checkpoints.convert.omni_config import omni_json as omni_json
-    from megatron_nemotron3.checkpoints.convert.quantized_config import hf_quant_config as hf_quant_config
-    from megatron_nemotron3.checkpoints.convert.quantized_config import read_scales as read_scales
-    from megatron_nemotron3.checkpoints.convert.quantized_recipes import quantization as quantization
+    from megatron_nemotron3.checkpoints.convert.quantized import hf_quant_config as hf_quant_config
+    from megatron_nemotron3.checkpoints.convert.quantized import quantization as quantization
+    from megatron_nemotron3.checkpoints.convert.quantized import read_scales as read_scales
 else:
     __getattr__, __dir__, __all__ = lazy(
         __name__,
         {
             "convert.into_model": ["load_base"],
             "convert.omni_config": ["omni_json"],
-            "convert.quantized_config": ["hf_quant_config", "read_scales"],
-            "convert.quantized_recipes": ["quantization"],
+            "convert.quantized": ["hf_quant_config", "quantization", "read_scales"],
         },
     )

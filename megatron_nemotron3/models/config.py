@@ -308,3 +308,7 @@ class Nemotron3Config:
     def but(self, **changes: Any) -> Nemotron3Config:
         """A copy with some fields changed (and validated again)."""
         return replace(self, **changes)
+
+
+#: Fields that are no whole numbers.
+FLOATS = frozenset(one.name for one in fields(Nemotron3Config) if str(one.type).startswith("float"))

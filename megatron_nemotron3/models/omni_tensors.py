@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from megatron_nemotron3.models.omni import OmniConfig
 from megatron_nemotron3.models.parameters import StoredTensor, count, stored_tensors
-from megatron_nemotron3.models.tensors import Row, table_row
+from megatron_nemotron3.models.tensors import NamedShape, Row, table_row
 
 #: Spelling of transformers' modules, below `vision_model`, `audio_tower` and the projectors.
 MODULES = "modules"
@@ -203,8 +204,8 @@ def symbol_sizes(config: OmniConfig, part: str) -> dict[str, int]:
     }
 
 
-def rows(config: OmniConfig, part: str) -> Iterator[tuple[Row, dict[str, int]]]:
-    """Yield the rows of a part of `PARTS`, and the numbers for the places in their names, once per layer."""
+def rows(config: OmniConfig, part: str) -> Iterator[Row]:
+    """Yield the rows of a part of `PARTS`, of every layer, with the layer's numbers in their names."""
     if part.startswith("sound") and config.sound is None:
         return
     for table_part in PARTS[part]:
@@ -220,7 +221,15 @@ def rows(config: OmniConfig, part: str) -> Iterator[tuple[Row, dict[str, int]]]:
         for numbers in layers:
             for row in ROWS:
                 if row.part == table_part:
-                    yield row, numbers
+                    yield _numbered(row, numbers)
+
+
+def _numbered(row: Row, numbers: dict[str, int]) -> Row:
+    def named(tensors: tuple[NamedShape, ...]) -> tuple[NamedShape, ...]:
+        return tuple(replace(one, name=one.name.format(**numbers)) for one in tensors)
+
+    spellings = tuple(replace(one, tensors=named(one.tensors)) for one in row.spellings)
+    return replace(row, hf=named(row.hf), spellings=spellings)
 
 
 #: Constants of preprocessing in the released checkpoint; transformers' model has none of them.
@@ -235,13 +244,10 @@ CONSTANTS = (
 def encoder_tensors(config: OmniConfig, part: str) -> Iterator[StoredTensor]:
     """Yield the tensors of a part of `PARTS` as a Hugging Face folder has them, every layer's."""
     sizes = symbol_sizes(config, part)
-    for row, numbers in rows(config, part):
+    for row in rows(config, part):
         for tensor in row.hf:
-            yield StoredTensor(
-                name=tensor.name.format(**numbers),
-                shape=tuple(sizes[symbol] for symbol in tensor.shape),
-                trainable=row.trainable,
-            )
+            shape = tuple(sizes[symbol] for symbol in tensor.shape)
+            yield StoredTensor(tensor.name, shape, trainable=row.trainable)
 
 
 def tensors_by_part(config: OmniConfig) -> dict[str, int]:

@@ -10,74 +10,52 @@ from megatron_nemotron3.models import pattern as _pattern
 from megatron_nemotron3.models.config import Nemotron3Config
 from megatron_nemotron3.models.omni import OmniConfig, sizes, sources
 from megatron_nemotron3.models.omni_tensors import count_parts, released_tensors, tensors_by_part
-from megatron_nemotron3.models.parameters import (
-    count,
-    decoder_layers,
-    layer_parameters,
-    stored_tensors,
-)
+from megatron_nemotron3.models.parameters import count, decoder_layers, layer_parameters, stored_tensors
 
 #: Columns `render` stays within.
 WIDTH = 100
 _LABEL = 34
 
 # Heading -> the fields of the config below it, each with its label. Fields that are None are left out.
-_SIZES: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
-    (
-        "model",
-        (
-            ("hidden_size", "hidden size"),
-            ("vocab_size", "vocabulary"),
-            ("seq_length", "training sequence length"),
-            ("max_position_embeddings", "longest position"),
-            ("init_method_std", "initialization std"),
-            ("layernorm_epsilon", "RMSNorm epsilon"),
-        ),
-    ),
-    (
-        "attention (*)",
-        (
-            ("num_attention_heads", "query heads"),
-            ("num_query_groups", "KV heads"),
-            ("kv_channels", "head dimension"),
-        ),
-    ),
-    (
-        "Mamba-2 (M)",
-        (
-            ("mamba_num_heads", "heads"),
-            ("mamba_head_dim", "head dimension"),
-            ("mamba_state_dim", "state size"),
-            ("mamba_num_groups", "groups"),
-            ("mamba_conv_kernel", "convolution kernel"),
-            ("mamba_chunk_size", "scan chunk"),
-        ),
-    ),
-    ("dense MLP (-)", (("dense_ffn_hidden_size", "FFN size"),)),
-    (
-        "mixture of experts (E)",
-        (
-            ("num_moe_experts", "routed experts"),
-            ("moe_router_topk", "experts per token"),
-            ("moe_ffn_hidden_size", "expert FFN size"),
-            ("moe_shared_expert_intermediate_size", "shared expert FFN size"),
-            ("moe_layers", "experts by layer"),
-            ("moe_latent_size", "latent size"),
-            ("moe_router_topk_scaling_factor", "routed scaling factor"),
-        ),
-    ),
-    (
-        "multi-token prediction",
-        (
-            ("mtp_pattern", "layers of one block"),
-            ("mtp_num_layers", "depths in training"),
-            ("mtp_num_blocks", "blocks stored"),
-            ("mtp_loss_scaling_factor", "loss scaling factor"),
-        ),
-    ),
-)
-
-
+_SIZES: dict[str, dict[str, str]] = {
+    "model": {
+        "hidden_size": "hidden size",
+        "vocab_size": "vocabulary",
+        "seq_length": "training sequence length",
+        "max_position_embeddings": "longest position",
+        "init_method_std": "initialization std",
+        "layernorm_epsilon": "RMSNorm epsilon",
+    },
+    "attention (*)": {
+        "num_attention_heads": "query heads",
+        "num_query_groups": "KV heads",
+        "kv_channels": "head dimension",
+    },
+    "Mamba-2 (M)": {
+        "mamba_num_heads": "heads",
+        "mamba_head_dim": "head dimension",
+        "mamba_state_dim": "state size",
+        "mamba_num_groups": "groups",
+        "mamba_conv_kernel": "convolution kernel",
+        "mamba_chunk_size": "scan chunk",
+    },
+    "dense MLP (-)": {"dense_ffn_hidden_size": "FFN size"},
+    "mixture of experts (E)": {
+        "num_moe_experts": "routed experts",
+        "moe_router_topk": "experts per token",
+        "moe_ffn_hidden_size": "expert FFN size",
+        "moe_shared_expert_intermediate_size": "shared expert FFN size",
+        "moe_layers": "experts by layer",
+        "moe_latent_size": "latent size",
+        "moe_router_topk_scaling_factor": "routed scaling factor",
+    },
+    "multi-token prediction": {
+        "mtp_pattern": "layers of one block",
+        "mtp_num_layers": "depths in training",
+        "mtp_num_blocks": "blocks stored",
+        "mtp_loss_scaling_factor": "loss scaling factor",
+    },
+}
 _HEADINGS = {"M": "Mamba-2 (M)", "*": "attention (*)", "E": "mixture of experts (E)", "-": "dense MLP (-)"}
 _PARTS = {"embedding": "embedding", "output_layer": "output layer", "final_norm": "final norm", "mtp": "MTP"}
 
@@ -89,8 +67,8 @@ def _model_sizes(config: Nemotron3Config) -> dict[str, dict[str, Any]]:
     if not config.has_mtp:
         absent.add("multi-token prediction")
     return {
-        heading: {field: getattr(config, field) for field, _ in rows if getattr(config, field) is not None}
-        for heading, rows in _SIZES
+        heading: {field: getattr(config, field) for field in rows if getattr(config, field) is not None}
+        for heading, rows in _SIZES.items()
         if heading not in absent
     }
 
@@ -197,9 +175,9 @@ def _number(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _sizes_lines(config: Nemotron3Config, rows: tuple[tuple[str, str], ...]) -> list[str]:
+def _sizes_lines(config: Nemotron3Config, rows: dict[str, str]) -> list[str]:
     lines = []
-    for field, label in rows:
+    for field, label in rows.items():
         value = getattr(config, field)
         if field == "moe_layers" and value:
             text = ", ".join(f"{width}/{topk}" for width, topk in value)
@@ -237,7 +215,7 @@ def render(config: Nemotron3Config) -> str:
         lines += [f"  {'':<12}{'':>8}{f'to {size:,}':>22}" for size in most]
     in_layers = sum(layer["parameters"] for layer in facts["layers"].values())
     lines.append(f"  {'sum':<12}{facts['num_layers']:>8,}{'':>22}{in_layers:>22,}")
-    for heading, rows in _SIZES:
+    for heading, rows in _SIZES.items():
         if heading in facts["sizes"]:
             lines += ["", heading, *_sizes_lines(config, rows)]
     parameters = facts["parameters"]

@@ -166,26 +166,10 @@ ROWS: tuple[Row, ...] = (
         tp="parts",
         registered=2,
     ),
+    table_row("M", "mixer.A_log [heads]", "torch_dist: copy: mixer.A_log [heads]", tp="column", registered=4),
+    table_row("M", "mixer.D [heads]", "torch_dist: copy: mixer.D [heads]", tp="column", registered=5),
     table_row(
-        "M",
-        "mixer.A_log [heads]",
-        "torch_dist: copy: mixer.A_log [heads]",
-        tp="column",
-        registered=4,
-    ),
-    table_row(
-        "M",
-        "mixer.D [heads]",
-        "torch_dist: copy: mixer.D [heads]",
-        tp="column",
-        registered=5,
-    ),
-    table_row(
-        "M",
-        "mixer.dt_bias [heads]",
-        "torch_dist: copy: mixer.dt_bias [heads]",
-        tp="column",
-        registered=3,
+        "M", "mixer.dt_bias [heads]", "torch_dist: copy: mixer.dt_bias [heads]", tp="column", registered=3
     ),
     table_row("M", "mixer.norm.weight [inner]", "torch_dist: copy: mixer.norm.weight [inner]", tp="column"),
     table_row(

@@ -19,6 +19,7 @@ from megatron_nemotron3.models.tensors import (
     symbol_sizes,
 )
 from tests.docs.models_table import tables
+from tests.support.megatron_tensors import megatron_tensors
 
 _PARTS = {
     "model": ("Model", "", ""),
@@ -139,7 +140,7 @@ def _symbol_section() -> list[str]:
     rows: list[tuple[str, Callable[[Nemotron3Config], object]]] = [
         *((symbol, partial(_size, symbol)) for symbol in symbols),
         ("tensors, Hugging Face", lambda config: len(inventory.hf_tensors(config))),
-        ("tensors, torch_dist", lambda config: len(inventory.megatron_tensors(config))),
+        ("tensors, torch_dist", lambda config: len(megatron_tensors(config))),
     ]
     return lines + list(tables(rows, "###"))[:-1]
 

@@ -11,7 +11,7 @@ import math
 import re
 from pathlib import Path
 
-from megatron_nemotron3.checkpoints.convert.quantized_recipes import quantization
+from megatron_nemotron3.checkpoints.convert.quantized import quantization
 from megatron_nemotron3.launch import published
 from megatron_nemotron3.models import get, series
 from megatron_nemotron3.precision.serving import RECIPES

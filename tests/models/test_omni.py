@@ -124,8 +124,8 @@ def test_modules_are_those_of_transformers(model: OmniConfig) -> None:
     for part, module in (("vision encoder", radio), ("sound encoder", parakeet)):
         sizes = symbol_sizes(model, part)
         ours = {
-            tensor.name.format(**numbers): tuple(sizes[symbol] for symbol in tensor.shape)
-            for row, numbers in rows(model, part)
+            tensor.name: tuple(sizes[symbol] for symbol in tensor.shape)
+            for row in rows(model, part)
             for tensor in row.spelling(MODULES).tensors
         }
         theirs = {

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.checkpoints.convert.quantized_recipes import quantization
+from megatron_nemotron3.checkpoints.convert.quantized import quantization
 from megatron_nemotron3.checkpoints.convert.quantized_views import Dequantized, Quantized
 from megatron_nemotron3.launch import Launch, flags, precision_file
 from megatron_nemotron3.models import get

@@ -9,7 +9,7 @@ import torch
 
 from megatron_nemotron3.checkpoints.convert import inventory, to_hf
 from megatron_nemotron3.checkpoints.convert.plan import Slices
-from megatron_nemotron3.checkpoints.convert.quantized_recipes import formats
+from megatron_nemotron3.checkpoints.convert.quantized import formats
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.checkpoints.convert.streams import write
 from megatron_nemotron3.checkpoints.convert.views import InMemory

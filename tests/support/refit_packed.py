@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_nemotron3.checkpoints.convert.quantized_recipes import formats, quantization
+from megatron_nemotron3.checkpoints.convert.quantized import formats, quantization
 from megatron_nemotron3.checkpoints.convert.quantized_views import Quantized
 from megatron_nemotron3.inference.refit.execute import Refit, RefitError
 from megatron_nemotron3.inference.refit.layouts import EngineLayout, Training

@@ -27,6 +27,7 @@ from megatron_nemotron3.checkpoints.convert.logits.compare import (
 from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource
 from megatron_nemotron3.checkpoints.convert.views import Converted
 from megatron_nemotron3.models import Nemotron3Config, get
+from tests.support.megatron_tensors import megatron_tensors
 
 #: Random numbers that are repeated; their count is prime, so that rows of a weight are not copies.
 _POOL = torch.randn(4_194_319, generator=torch.Generator().manual_seed(0)).mul_(0.5)
@@ -46,7 +47,7 @@ class Synthetic(TensorSource):
 
     def __init__(self, config: Nemotron3Config, folder: Path) -> None:
         self.folder, self.files = folder, {}
-        self.tensors = {t.name: SourceTensor(t.dtype, t.shape) for t in inventory.megatron_tensors(config)}
+        self.tensors = {t.name: SourceTensor(t.dtype, t.shape) for t in megatron_tensors(config)}
 
     def read(self, name: str, slices: tuple[tuple[int, int], ...]) -> Any:
         shape, extent = self.tensors[name].shape, [stop - start for start, stop in slices]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -78,32 +78,24 @@ def megatron_mappings(
 
 def mappings_of_adapter(mapping: TensorMapping, rank: int) -> list[TensorMapping]:
     """Return how A and B of one of Megatron's matrices convert, from how the matrix does."""
-    row, module = mapping.row, _module(mapping)
+    module = _module(mapping)
     stacked = mapping.megatron[0].shape[:-2]  # experts
     width, dtype = mapping.megatron[0].shape[-1], mapping.megatron[0].dtype
     stems = [tensor.name.removesuffix(_WEIGHT) for tensor in mapping.hf]
-    a = TensorMapping(
-        row,
-        mapping.prefix,
-        Spelling(TORCH_DIST, "stack" if stacked else "shared", ()),
-        (Tensor(f"{module}.adapter.linear_in.weight", (*stacked, rank, width), dtype),),
-        tuple(Tensor(stem + A, (rank, width), dtype) for stem in stems),
-        mapping.head_dim,
+    a = replace(
+        mapping,
+        spelling=Spelling(TORCH_DIST, "stack" if stacked else "shared", ()),
+        megatron=(Tensor(f"{module}.adapter.linear_in.weight", (*stacked, rank, width), dtype),),
+        hf=tuple(Tensor(stem + A, (rank, width), dtype) for stem in stems),
     )
-    b = TensorMapping(
-        row,
-        mapping.prefix,
-        mapping.spelling,
-        tuple(
-            Tensor(
-                f"{module}.adapter.linear_out{t.name.removeprefix(module)}",
-                (*stacked, t.shape[-2], rank),
-                dtype,
-            )
+    out = f"{module}.adapter.linear_out"
+    b = replace(
+        mapping,
+        megatron=tuple(
+            Tensor(out + t.name.removeprefix(module), (*stacked, t.shape[-2], rank), dtype)
             for t in mapping.megatron
         ),
-        tuple(Tensor(stem + B, (t.shape[0], rank), dtype) for stem, t in zip(stems, mapping.hf)),
-        mapping.head_dim,
+        hf=tuple(Tensor(stem + B, (t.shape[0], rank), dtype) for stem, t in zip(stems, mapping.hf)),
     )
     return [a, b]
 

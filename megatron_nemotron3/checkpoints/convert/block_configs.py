@@ -56,7 +56,7 @@ def has_blocks(data: Mapping[str, Any]) -> bool:
     return bool(data.get(KEY) or data.get(MTP_KEY)) or data.get("model_type") == MODEL_TYPE
 
 
-def flattened(name: str, data: Mapping[str, Any]) -> tuple[dict[str, Any], Rows | None]:
+def flattened(data: Mapping[str, Any]) -> tuple[dict[str, Any], Rows | None]:
     """Return a config.json in the form without blocks, and the experts of each E layer of the decoder.
 
     Keys of experts are then those of MTP's layers; without MTP the largest of the decoder's.
@@ -65,23 +65,23 @@ def flattened(name: str, data: Mapping[str, Any]) -> tuple[dict[str, Any], Rows 
         return dict(data), None
     if (kind := data.get("model_type", MODEL_TYPE)) != MODEL_TYPE:
         raise ValueError(
-            f"{name}: config.json has {KEY} and model_type {kind!r:.40}: such layers are of {MODEL_TYPE!r}"
+            f"config.json has {KEY} and model_type {kind!r:.40}: such layers are of {MODEL_TYPE!r}"
         )
-    decoder, mtp = _blocks(name, data, KEY), _blocks(name, data, MTP_KEY)
+    decoder, mtp = _blocks(data, KEY), _blocks(data, MTP_KEY)
     if not decoder:
-        raise ValueError(f"{name}: model_type {MODEL_TYPE!r} without {KEY}: the layers' experts are unknown")
+        raise ValueError(f"model_type {MODEL_TYPE!r} without {KEY}: the layers' experts are unknown")
     result = {key: value for key, value in data.items() if key not in (KEY, MTP_KEY, DERIVED)}
     result["model_type"] = FIXED["model_type"]
-    _set_layers(name, result, LAYERS, KEY, decoder)
+    _set_layers(result, LAYERS, KEY, decoder)
     if mtp:
-        _set_layers(name, result, MTP_LAYERS, MTP_KEY, mtp)
+        _set_layers(result, MTP_LAYERS, MTP_KEY, mtp)
         if result.get(MTP_BLOCKS) is None:
             result[MTP_BLOCKS] = 1
-    _set_common(name, result, decoder, mtp)
-    rows = tuple(_experts(name, result, at, block) for at, block in _named(KEY, decoder) if _is_moe(block))
-    of_mtp = {_experts(name, result, at, block) for at, block in _named(MTP_KEY, mtp) if _is_moe(block)}
+    _set_common(result, decoder, mtp)
+    rows = tuple(_experts(result, at, block) for at, block in _named(KEY, decoder) if _is_moe(block))
+    of_mtp = {_experts(result, at, block) for at, block in _named(MTP_KEY, mtp) if _is_moe(block)}
     if len(of_mtp) > 1:
-        raise ValueError(f"{name}: {MTP_KEY}: experts of the layers of an MTP block differ: {sorted(of_mtp)}")
+        raise ValueError(f"{MTP_KEY}: experts of the layers of an MTP block differ: {sorted(of_mtp)}")
     if of_mtp or (rows and (mtp or not data.get(MTP_BLOCKS))):
         result[WIDTH], result[TOPK] = next(iter(of_mtp), tuple(map(max, zip(*rows, strict=True))))
     return result, rows
@@ -112,31 +112,27 @@ def _named(key: str, blocks: list[dict[str, Any]]) -> Iterator[tuple[str, dict[s
     return ((f"{key}[{number}]", block) for number, block in enumerate(blocks))
 
 
-def _blocks(name: str, data: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+def _blocks(data: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
     """Return the blocks of a key without the values that are null; each has a type and known keys."""
     stated = data.get(key) or []
     if not isinstance(stated, list):
-        raise ValueError(f"{name}: {key} is a {type(stated).__name__}, expected a list of blocks")
+        raise ValueError(f"{key} is a {type(stated).__name__}, expected a list of blocks")
     for number, block in enumerate(stated):
         kind = block.get(_TYPE) if isinstance(block, dict) else None
         if not isinstance(kind, str) or kind not in BLOCKS:
             raise ValueError(
-                f"{name}: {key}[{number}] has {_TYPE} {kind!r:.40}: layers are one of {', '.join(BLOCKS)}"
+                f"{key}[{number}] has {_TYPE} {kind!r:.40}: layers are one of {', '.join(BLOCKS)}"
             )
         if unknown := sorted(set(block) - OF_LAYERS - {_TYPE}):
             raise ValueError(
-                f"{name}: {key}[{number}] has unknown keys: {', '.join(map(printable, unknown))}: Megatron "
+                f"{key}[{number}] has unknown keys: {', '.join(map(printable, unknown))}: Megatron "
                 "builds no such layer"
             )
     return [{k: v for k, v in block.items() if v is not None} for block in stated]
 
 
 def _set_layers(
-    name: str,
-    result: dict[str, Any],
-    keys: tuple[str, tuple[str, ...]],
-    key: str,
-    blocks: list[dict[str, Any]],
+    result: dict[str, Any], keys: tuple[str, tuple[str, ...]], key: str, blocks: list[dict[str, Any]]
 ) -> None:
     """Put the layers outside as a pattern, in place of what is there, which must say the same."""
     pattern = "".join(BLOCKS[block[_TYPE]] for block in blocks)
@@ -145,13 +141,11 @@ def _set_layers(
         if isinstance(stated, list):
             text = "".join(BLOCKS.get(one, "?") if isinstance(one, str) else "?" for one in stated)
         if stated and text != pattern:
-            raise ValueError(f"{name}: {other}={stated!r:.100} and {key} {pattern!r} contradict each other")
+            raise ValueError(f"{other}={stated!r:.100} and {key} {pattern!r} contradict each other")
     result[keys[0]] = pattern
 
 
-def _set_common(
-    name: str, result: dict[str, Any], decoder: list[dict[str, Any]], mtp: list[dict[str, Any]]
-) -> None:
+def _set_common(result: dict[str, Any], decoder: list[dict[str, Any]], mtp: list[dict[str, Any]]) -> None:
     """Put what blocks state outside of them, where it must be the same everywhere."""
     stated: dict[str, tuple[str, Any]] = {}
     blocks = [*_named(KEY, decoder), *_named(MTP_KEY, mtp)]
@@ -162,22 +156,22 @@ def _set_common(
             first, other = stated.setdefault(key, (at, value))
             if other != value or type(other) is not type(value):
                 raise ValueError(
-                    f"{name}: {key} is {other!r:.40} in {first} and {value!r:.40} in {at}: Megatron builds "
+                    f"{key} is {other!r:.40} in {first} and {value!r:.40} in {at}: Megatron builds "
                     "the same in all layers"
                 )
     for key, (first, value) in stated.items():
         if result.get(key) is not None and result[key] != value:
             raise ValueError(
-                f"{name}: {key} is {value!r:.40} in {first} and {result[key]!r:.40} outside of the blocks"
+                f"{key} is {value!r:.40} in {first} and {result[key]!r:.40} outside of the blocks"
             )
         kind = next(block[_TYPE] for at, block in blocks if at == first)
         lacking = next((at for at, b in blocks if b[_TYPE] == kind and key not in b), None)
         if lacking and key not in FIXED and result.get(key) is None:
-            raise ValueError(f"{name}: {lacking} has no {key}, which {first} has")
+            raise ValueError(f"{lacking} has no {key}, which {first} has")
         result[key] = value
 
 
-def _experts(name: str, outside: Mapping[str, Any], at: str, block: Mapping[str, Any]) -> tuple[int, int]:
+def _experts(outside: Mapping[str, Any], at: str, block: Mapping[str, Any]) -> tuple[int, int]:
     found = []
     for key in (WIDTH, TOPK):
         value = block.get(key, outside.get(key))
@@ -185,7 +179,7 @@ def _experts(name: str, outside: Mapping[str, Any], at: str, block: Mapping[str,
             problem = (
                 f"has no {key}" if value is None else f"{key}={value!r:.40} is not a whole number above 0"
             )
-            raise ValueError(f"{name}: {at}: {problem}")
+            raise ValueError(f"{at}: {problem}")
         found.append(value)
     width, topk = found
     return width, topk

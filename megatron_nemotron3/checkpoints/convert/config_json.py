@@ -37,7 +37,6 @@ from megatron_nemotron3.checkpoints.convert.config_keys import (
     DENSE,
     FIELDS,
     FIXED,
-    FLOATS,
     FREE,
     INFINITE,
     KNOWN,
@@ -55,10 +54,11 @@ from megatron_nemotron3.checkpoints.convert.config_keys import (
     QUANTIZATION,
     WRITTEN,
     WRITTEN_MOE,
+    named_errors,
 )
 from megatron_nemotron3.common.files import printable
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.models.config import BUILT, unbuilt_fields
+from megatron_nemotron3.models.config import BUILT, FLOATS, unbuilt_fields
 
 #: Largest number of keys that a note names.
 _SHOWN = 12
@@ -70,42 +70,45 @@ def read(data: Mapping[str, Any], *, name: str = "", base: Nemotron3Config | Non
     Without `base`, `OWN` says how MTP is trained; without both, there are as many MTP depths as MTP blocks.
     """
     name = name or (base.name if base else "model")
-    data, rows = flattened(name, data)
-    _check_config_keys(name, data)
-    pattern = _layer_pattern(name, data, LAYERS)
-    if pattern is None:
-        raise ValueError(
-            f"{name}: config.json has none of {LAYERS[0]}, {', '.join(LAYERS[1])}, so its layers are unknown"
-        )
-    stated = data.get("num_hidden_layers")
-    if stated is not None and stated != len(pattern):
-        raise ValueError(
-            f"{name}: num_hidden_layers={stated}, but the pattern {pattern!r} has {len(pattern)} layers"
-        )
-    blocks = data.get(MTP_BLOCKS) or 0
-    if type(blocks) is not int or blocks < 0:
-        raise ValueError(f"{name}: {MTP_BLOCKS}={blocks!r} is not a number of MTP blocks: give 0 or more")
-    # Without MTP blocks, transformers still writes the list; it has no meaning.
-    mtp = _layer_pattern(name, data, MTP_LAYERS) if blocks else None
-    if blocks and mtp is None:
-        raise ValueError(
-            f"{name}: {MTP_BLOCKS}={blocks}, but config.json has no {MTP_LAYERS[0]}, {MTP_LAYERS[1][0]}: "
-            "the layers of an MTP block are unknown"
-        )
-    kinds = pattern + (mtp or "")
-    values = {field: _positive_number(name, data, field, keys) for field, keys in _fields_of(kinds).items()}
-    _check_built(name, kinds, values)
-    if "E" in kinds:
-        for topk in sorted({values["moe_router_topk"], *(topk for _, topk in rows or ())}):
-            _check_normalized(name, data.get(NORMALIZED), topk)
-    if rows and set(rows) != {(values["moe_ffn_hidden_size"], values["moe_router_topk"])}:
-        values["moe_layers"] = rows
-    training = _training_fields(name, data, base, blocks)
-    title = base.title if base else name
-    config = Nemotron3Config(name=name, title=title, pattern=pattern, mtp_pattern=mtp, **values, **training)
+    with named_errors(name):
+        values = _stated_model(data, base)
+    config = Nemotron3Config(name=name, title=base.title if base else name, **values)
     if base is not None:
         check_same_model(config, base)
     return config
+
+
+def _stated_model(data: Mapping[str, Any], base: Nemotron3Config | None) -> dict[str, Any]:
+    """Return the fields of the configuration but for its name and title."""
+    data, rows = flattened(data)
+    _check_config_keys(data)
+    pattern = _layer_pattern(data, LAYERS)
+    if pattern is None:
+        raise ValueError(
+            f"config.json has none of {LAYERS[0]}, {', '.join(LAYERS[1])}, so its layers are unknown"
+        )
+    stated = data.get("num_hidden_layers")
+    if stated is not None and stated != len(pattern):
+        raise ValueError(f"num_hidden_layers={stated}, but the pattern {pattern!r} has {len(pattern)} layers")
+    blocks = data.get(MTP_BLOCKS) or 0
+    if type(blocks) is not int or blocks < 0:
+        raise ValueError(f"{MTP_BLOCKS}={blocks!r} is not a number of MTP blocks: give 0 or more")
+    # Without MTP blocks, transformers still writes the list; it has no meaning.
+    mtp = _layer_pattern(data, MTP_LAYERS) if blocks else None
+    if blocks and mtp is None:
+        raise ValueError(
+            f"{MTP_BLOCKS}={blocks}, but config.json has no {MTP_LAYERS[0]}, {MTP_LAYERS[1][0]}: "
+            "the layers of an MTP block are unknown"
+        )
+    kinds = pattern + (mtp or "")
+    values = {field: _positive_number(data, field, keys) for field, keys in _fields_of(kinds).items()}
+    _check_built(kinds, values)
+    if "E" in kinds:
+        for topk in sorted({values["moe_router_topk"], *(topk for _, topk in rows or ())}):
+            _check_normalized(data.get(NORMALIZED), topk)
+    if rows and set(rows) != {(values["moe_ffn_hidden_size"], values["moe_router_topk"])}:
+        values["moe_layers"] = rows
+    return {"pattern": pattern, "mtp_pattern": mtp, **values, **_training_fields(data, base, blocks)}
 
 
 def write(
@@ -179,12 +182,12 @@ def _fields_of(kinds: str) -> dict[str, tuple[str, ...]]:
     return {**FIELDS, **(DENSE if "-" in kinds else {}), **(MOE if "E" in kinds else {})}
 
 
-def _check_config_keys(name: str, data: Mapping[str, Any]) -> None:
+def _check_config_keys(data: Mapping[str, Any]) -> None:
     if QUANTIZATION in data:
-        raise ValueError(f"{name}: config.json has a {QUANTIZATION}: --dequantize reads its weights as BF16")
+        raise ValueError(f"config.json has a {QUANTIZATION}: --dequantize reads its weights as BF16")
     for key, fixed in FIXED.items():
         if data.get(key) is not None and _normalized(data[key]) != fixed:
-            raise ValueError(f"{name}: {key}={data[key]!r} cannot be built by Megatron, which has {fixed!r}")
+            raise ValueError(f"{key}={data[key]!r} cannot be built by Megatron, which has {fixed!r}")
 
 
 def _normalized(value: Any) -> Any:
@@ -199,21 +202,19 @@ def _normalized(value: Any) -> Any:
     return value
 
 
-def _check_built(name: str, kinds: str, values: Mapping[str, Any]) -> None:
+def _check_built(kinds: str, values: Mapping[str, Any]) -> None:
     for field, built in BUILT.items() if "M" in kinds else ():
         if values[field] != built:
-            raise ValueError(
-                f"{name}: {FIELDS[field][0]}={values[field]}: Megatron builds Mamba-2 with {built} only"
-            )
+            raise ValueError(f"{FIELDS[field][0]}={values[field]}: Megatron builds Mamba-2 with {built} only")
 
 
-def _check_normalized(name: str, stated: Any, topk: int) -> None:
+def _check_normalized(stated: Any, topk: int) -> None:
     stated = True if stated is None else stated
     if stated != (topk != 1):
         if topk != 1:
-            raise ValueError(f"{name}: {NORMALIZED}={stated!r} cannot be built by Megatron, which has True")
+            raise ValueError(f"{NORMALIZED}={stated!r} cannot be built by Megatron, which has True")
         raise ValueError(
-            f"{name}: {NORMALIZED}={stated!r} divides the weight of the only expert by itself, which makes "
+            f"{NORMALIZED}={stated!r} divides the weight of the only expert by itself, which makes "
             f"it 1; Megatron keeps the score: with num_experts_per_tok=1 only {NORMALIZED}=False can be built"
         )
 
@@ -241,20 +242,18 @@ def clamp_note(data: Mapping[str, Any]) -> str | None:
     )
 
 
-def _positive_number(name: str, data: Mapping[str, Any], field: str, keys: tuple[str, ...]) -> Any:
+def _positive_number(data: Mapping[str, Any], field: str, keys: tuple[str, ...]) -> Any:
     found = {key: data[key] for key in keys if data.get(key) is not None}
     if not found and field not in OPTIONAL:
-        raise ValueError(f"{name}: config.json has no {' or '.join(keys)}")
+        raise ValueError(f"config.json has no {' or '.join(keys)}")
     for key, value in found.items():
         kinds = (int, float) if field in FLOATS else (int,)
         if type(value) not in kinds or not 0 < value < math.inf:
-            raise ValueError(
-                f"{name}: {key}={value!r} is not a {'' if field in FLOATS else 'whole '}number above 0"
-            )
-    return _only_value(name, found)
+            raise ValueError(f"{key}={value!r} is not a {'' if field in FLOATS else 'whole '}number above 0")
+    return _only_value(found)
 
 
-def _layer_pattern(name: str, data: Mapping[str, Any], keys: tuple[str, tuple[str, ...]]) -> str | None:
+def _layer_pattern(data: Mapping[str, Any], keys: tuple[str, tuple[str, ...]]) -> str | None:
     found = {}
     for key in (keys[0], *keys[1]):
         value = data.get(key)
@@ -262,23 +261,23 @@ def _layer_pattern(name: str, data: Mapping[str, Any], keys: tuple[str, tuple[st
             continue
         if key != keys[0]:
             if not isinstance(value, list):
-                raise ValueError(f"{name}: {key} is a {type(value).__name__}, expected a list of block types")
+                raise ValueError(f"{key} is a {type(value).__name__}, expected a list of block types")
             for layer, block in enumerate(value):
                 if not isinstance(block, str) or block not in BLOCKS:
                     raise ValueError(
-                        f"{name}: {key}[{layer}] is {block!r}: known block types are {', '.join(BLOCKS)}"
+                        f"{key}[{layer}] is {block!r}: known block types are {', '.join(BLOCKS)}"
                     )
             value = "".join(BLOCKS[block] for block in value)
         if not isinstance(value, str):
-            raise ValueError(f"{name}: {key} is a {type(value).__name__}, expected a string")
+            raise ValueError(f"{key} is a {type(value).__name__}, expected a string")
         found[key] = value
-    return _only_value(name, found)
+    return _only_value(found)
 
 
-def _only_value(name: str, found: Mapping[str, Any]) -> Any:
+def _only_value(found: Mapping[str, Any]) -> Any:
     if len(set(found.values())) > 1:
         stated = ", ".join(f"{key}={value!r}" for key, value in found.items())
-        raise ValueError(f"{name}: {stated} contradict each other")
+        raise ValueError(f"{stated} contradict each other")
     return next(iter(found.values()), None)
 
 
@@ -289,36 +288,32 @@ _TRAINING = (
 )
 
 
-def _training_fields(
-    name: str, data: Mapping[str, Any], base: Nemotron3Config | None, blocks: int
-) -> dict[str, Any]:
-    own = _own_fields(name, data.get(OWN), blocks)
+def _training_fields(data: Mapping[str, Any], base: Nemotron3Config | None, blocks: int) -> dict[str, Any]:
+    own = _own_fields(data.get(OWN), blocks)
     if base is None:
         return {"mtp_num_layers": blocks, "mtp_use_repeated_layer": blocks <= 1} | own
     if blocks != base.mtp_num_blocks:
-        raise ValueError(
-            f"{name}: {MTP_BLOCKS}={blocks}, but {base.name} has {base.mtp_num_blocks} MTP block(s)"
-        )
+        raise ValueError(f"{MTP_BLOCKS}={blocks}, but {base.name} has {base.mtp_num_blocks} MTP block(s)")
     repeat = ("mtp_num_layers", "mtp_use_repeated_layer")
     return {field: getattr(base, field) for field in (*_TRAINING, *repeat)}
 
 
-def _own_fields(name: str, stated: Any, blocks: int) -> dict[str, Any]:
+def _own_fields(stated: Any, blocks: int) -> dict[str, Any]:
     """Return the content of `OWN`; fields that a later version may add are not read."""
     if stated is None or not blocks:
         return {}
     if not isinstance(stated, Mapping):
-        raise ValueError(f"{name}: {OWN} is a {type(stated).__name__}, expected an object")
+        raise ValueError(f"{OWN} is a {type(stated).__name__}, expected an object")
     found: dict[str, Any] = {field: stated[field] for field in OWN_FIELDS if field in stated}
     for field, value in found.items():
         if type(value) is not OWN_FIELDS[field] or not 0 <= value < 1 << 16:
             kind = OWN_FIELDS[field].__name__
-            raise ValueError(f"{name}: {OWN}.{field}={value!r} is not a {kind} from 0 to 65,535")
+            raise ValueError(f"{OWN}.{field}={value!r} is not a {kind} from 0 to 65,535")
     depths = found.get("mtp_num_layers", blocks)
     repeated = found.setdefault("mtp_use_repeated_layer", blocks == 1)
     if not depths or blocks != (1 if repeated else depths):
         raise ValueError(
-            f"{name}: {OWN} says {depths} MTP depths, {'one block for all' if repeated else 'a block each'}, "
+            f"{OWN} says {depths} MTP depths, {'one block for all' if repeated else 'a block each'}, "
             f"but {MTP_BLOCKS}={blocks}: correct {OWN}.mtp_num_layers, or remove {OWN}"
         )
     return found

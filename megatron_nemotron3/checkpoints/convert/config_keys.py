@@ -7,6 +7,8 @@ and so are all others: no reader of the family uses them.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 #: Field of `Nemotron3Config` -> its name in config.json, followed by other names in use.
@@ -37,7 +39,6 @@ MOE: dict[str, tuple[str, ...]] = {
     "moe_latent_size": ("moe_latent_size",),
     "moe_router_topk_scaling_factor": ("routed_scaling_factor",),
 }
-FLOATS = {"layernorm_epsilon", "init_method_std", "moe_router_topk_scaling_factor"}
 #: Fields that are absent or null if the model has no such part.
 OPTIONAL = {"moe_latent_size"}
 #: Fields that are not needed to build the model: the reference's value is kept.
@@ -168,3 +169,12 @@ MTP_KEYS = {MTP_BLOCKS, MTP_LAYERS[0], *MTP_LAYERS[1], "mtp_block_configs", OWN}
 OF_LAYERS = {key for table in (FIELDS, DENSE, MOE) for keys in table.values() for key in keys}
 OF_LAYERS |= {*FIXED, NORMALIZED}
 KNOWN = OF_LAYERS | IGNORED | {OWN, MTP_BLOCKS, LAYERS[0], *LAYERS[1], MTP_LAYERS[0], *MTP_LAYERS[1]}
+
+
+@contextmanager
+def named_errors(name: object, kind: type[ValueError] = ValueError) -> Iterator[None]:
+    """A ValueError that is raised inside the block says whose it is: "name: message"."""
+    try:
+        yield
+    except ValueError as problem:
+        raise kind(f"{name}: {problem}") from None

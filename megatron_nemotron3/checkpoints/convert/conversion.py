@@ -32,8 +32,7 @@ from megatron_nemotron3.checkpoints.convert.opened import (
 )
 from megatron_nemotron3.checkpoints.convert.origin import base_config, stated_number, to_copy, to_keep
 from megatron_nemotron3.checkpoints.convert.peft import PackedAdapter
-from megatron_nemotron3.checkpoints.convert.quantized_config import read_scales
-from megatron_nemotron3.checkpoints.convert.quantized_recipes import Quantization, quantization
+from megatron_nemotron3.checkpoints.convert.quantized import Quantization, quantization, read_scales
 from megatron_nemotron3.checkpoints.convert.quantized_views import Quantized
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.checkpoints.convert.streams import FilePlan

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -20,15 +20,7 @@ from megatron_nemotron3.checkpoints.convert.keys import NameLookup, plain_name
 from megatron_nemotron3.checkpoints.convert.plan import CopyPlan, Shape
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.prefixes import Prefix, prefixes
-from megatron_nemotron3.models.tensors import (
-    DIALECTS,
-    TORCH_DIST,
-    NamedShape,
-    Row,
-    Spelling,
-    rows_of,
-    symbol_sizes,
-)
+from megatron_nemotron3.models.tensors import DIALECTS, TORCH_DIST, Row, Spelling, rows_of, symbol_sizes
 
 #: Type of released checkpoints and of torch_dist folders of BF16 runs, except for rows marked `float32`.
 BF16 = "bfloat16"
@@ -58,12 +50,11 @@ class TensorMapping:
     spelling: Spelling
     megatron: tuple[Tensor, ...]
     hf: tuple[Tensor, ...]
-    head_dim: int
 
     def to_hf(self) -> CopyPlan:
         """Return the plan that makes the HF tensors from Megatron's; `.inverse()` goes back."""
-        rule = transforms.RULES[self.spelling.rule]
-        return rule(_shapes_by_name(self.megatron), _shapes_by_name(self.hf), self.head_dim)
+        megatron, hf = ({tensor.name: tensor.shape for tensor in side} for side in (self.megatron, self.hf))
+        return transforms.RULES[self.spelling.rule](megatron, hf, self.prefix.config.kv_channels)
 
 
 def mappings(
@@ -72,19 +63,25 @@ def mappings(
     dialect: str = TORCH_DIST,
     dtype: str = BF16,
     padded_vocab_size: int | None = None,
+    spellings: Mapping[str, Spelling] | None = None,
 ) -> Iterator[TensorMapping]:
-    """Yield every mapping of a model, in the order of the layers."""
+    """Yield every mapping of a model, in the order of the layers.
+
+    `spellings` are those of rows that the dialect does not decide, by the mapping's first HF name.
+    """
     if dialect not in DIALECTS:
         raise ValueError(f"unknown dialect {dialect!r}: use one of {', '.join(DIALECTS)}")
-    yield from _build_mappings(config, lambda prefix, row: row.spelling(dialect), dtype, padded_vocab_size)
+    if padded_vocab_size is not None and padded_vocab_size < config.vocab_size:
+        raise ValueError(f"padded_vocab_size={padded_vocab_size} is less than vocab_size={config.vocab_size}")
+    for prefix in prefixes(config):
+        sizes = symbol_sizes(prefix.config, padded_vocab_size)
+        for row in rows_of(config, prefix.part):
+            spelling = (spellings or {}).get(prefix.hf + row.hf[0].name) or row.spelling(dialect)
+            yield joined(prefix, row, spelling, sizes, "float32" if row.float32 else dtype)
 
 
 def mappings_of(
-    config: Nemotron3Config,
-    keys: Iterable[str],
-    *,
-    dtype: str = BF16,
-    padded_vocab_size: int | None = None,
+    config: Nemotron3Config, keys: Iterable[str], *, padded_vocab_size: int | None = None
 ) -> list[TensorMapping]:
     """Return the mappings of a model in the spelling of a checkpoint with these weight keys.
 
@@ -101,14 +98,7 @@ def mappings_of(
                 f"Megatron keys {found.get(name, other.tensors[0].name)!r} and {key!r} are the same tensor"
             )
         found[name] = key
-    result = list(
-        _build_mappings(
-            config,
-            lambda prefix, row: spellings.get(prefix.hf + row.hf[0].name, row.spellings[0]),
-            dtype,
-            padded_vocab_size,
-        )
-    )
+    result = list(mappings(config, padded_vocab_size=padded_vocab_size, spellings=spellings))
     missing = [t.name for mapping in result for t in mapping.megatron if t.name not in found]
     if missing:
         raise ValueError(
@@ -121,21 +111,6 @@ def mappings_of(
 def hf_tensors(config: Nemotron3Config, *, dtype: str = BF16) -> list[Tensor]:
     """List every tensor of the model's Hugging Face checkpoint, including MTP."""
     return [tensor for mapping in mappings(config, dtype=dtype) for tensor in mapping.hf]
-
-
-def megatron_tensors(
-    config: Nemotron3Config,
-    *,
-    dialect: str = TORCH_DIST,
-    dtype: str = BF16,
-    padded_vocab_size: int | None = None,
-) -> list[Tensor]:
-    """List every weight of the model's Megatron checkpoint, in global shapes.
-
-    `dialect="parameter"`: every parameter and buffer of a model on one rank.
-    """
-    found = mappings(config, dialect=dialect, dtype=dtype, padded_vocab_size=padded_vocab_size)
-    return [tensor for mapping in found for tensor in mapping.megatron]
 
 
 def check_types(folder: Path, types: Mapping[str, str], *, alike: bool = False) -> None:
@@ -201,35 +176,16 @@ def _mtp_hint(config: Nemotron3Config, missing: list[str], file: str = "") -> st
     )
 
 
-def _build_mappings(
-    config: Nemotron3Config,
-    choose: Callable[[Prefix, Row], Spelling],
-    dtype: str,
-    padded_vocab_size: int | None,
-) -> Iterator[TensorMapping]:
-    if padded_vocab_size is not None and padded_vocab_size < config.vocab_size:
-        raise ValueError(f"padded_vocab_size={padded_vocab_size} is less than vocab_size={config.vocab_size}")
-
-    def tensors(
-        row: Row, stored: tuple[NamedShape, ...], prefix: str, table: Mapping[str, int]
-    ) -> tuple[Tensor, ...]:
-        kind = "float32" if row.float32 else dtype
-        result = []
+def joined(
+    prefix: Prefix, row: Row, spelling: Spelling, sizes: Mapping[str, int], dtype: str
+) -> TensorMapping:
+    """Join both sides of a row; `sizes` are the numbers behind the symbols of its shapes."""
+    sides = []
+    for start, stored in ((prefix.megatron, spelling.tensors), (prefix.hf, row.hf)):
+        tensors = []
         for one in stored:
-            shape = tuple(table[symbol] for symbol in one.shape)
-            copies = table["experts"] if "{e}" in one.name else 1
-            for e in range(copies):
-                result.append(Tensor(prefix + one.name.replace("{e}", str(e)), shape, kind))
-        return tuple(result)
-
-    for prefix in prefixes(config):
-        table = symbol_sizes(prefix.config, padded_vocab_size)
-        for row in rows_of(config, prefix.part):
-            spelling = choose(prefix, row)
-            megatron = tensors(row, spelling.tensors, prefix.megatron, table)
-            hf = tensors(row, row.hf, prefix.hf, table)
-            yield TensorMapping(row, prefix, spelling, megatron, hf, config.kv_channels)
-
-
-def _shapes_by_name(tensors: tuple[Tensor, ...]) -> dict[str, Shape]:
-    return {tensor.name: tensor.shape for tensor in tensors}
+            shape = tuple(sizes[symbol] for symbol in one.shape)
+            for e in range(sizes["experts"] if "{e}" in one.name else 1):
+                tensors.append(Tensor(start + one.name.replace("{e}", str(e)), shape, dtype))
+        sides.append(tuple(tensors))
+    return TensorMapping(row, prefix, spelling, *sides)

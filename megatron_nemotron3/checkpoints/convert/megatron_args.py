@@ -3,7 +3,7 @@
 Megatron stores the `argparse.Namespace` of its command line in every checkpoint. `--use-checkpoint-args`
 takes the model from it, and a resumed run compares some of it. Here it identifies the model of a folder. The
 arguments are written as the flags of `nemotron3 flags` produce them, except for choices of a run: --spec,
-grouped GEMM, tokenizer. Names changed over time; each row of the tables lists the present name first.
+grouped GEMM, tokenizer. Names changed over time (`_NAMES`).
 """
 
 from __future__ import annotations
@@ -12,44 +12,32 @@ import math
 from argparse import Namespace
 from typing import Any
 
+from megatron_nemotron3.checkpoints.convert.config_keys import named_errors
 from megatron_nemotron3.checkpoints.pickles import Inert
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models import pattern as patterns
+from megatron_nemotron3.models.config import FLOATS
 from megatron_nemotron3.models.stack_specs import ARGUMENT, experts_text, read_experts, stored_experts
 
-#: Configuration field -> names in the arguments, the present one first.
-_MODEL = {
-    "hidden_size": ("hidden_size",),
-    "seq_length": ("seq_length",),
-    "max_position_embeddings": ("max_position_embeddings",),
-    "num_attention_heads": ("num_attention_heads",),
-    "num_query_groups": ("num_query_groups",),
-    "kv_channels": ("kv_channels",),
-    "mamba_num_heads": ("mamba_num_heads",),
-    "mamba_head_dim": ("mamba_head_dim",),
-    "mamba_state_dim": ("mamba_state_dim",),
-    "mamba_num_groups": ("mamba_num_groups",),
+#: Configuration fields that the arguments state, most of them under their own names.
+_MODEL = (
+    *("hidden_size", "seq_length", "max_position_embeddings"),
+    *("num_attention_heads", "num_query_groups", "kv_channels"),
+    *("mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups"),
     # Not an option of Megatron, which always uses 128; it changes neither a tensor nor a result.
-    "mamba_chunk_size": ("mamba_chunk_size",),
-    "layernorm_epsilon": ("layernorm_epsilon", "norm_epsilon"),
-    "init_method_std": ("init_method_std",),
-}
-_MOE = {
-    "num_moe_experts": ("num_experts", "num_moe_experts"),
-    "moe_router_topk": ("moe_router_topk",),
-    "moe_ffn_hidden_size": ("moe_ffn_hidden_size",),
-    "moe_shared_expert_intermediate_size": ("moe_shared_expert_intermediate_size",),
-    "moe_latent_size": ("moe_latent_size",),
-    "moe_router_topk_scaling_factor": ("moe_router_topk_scaling_factor",),
-    "moe_aux_loss_coeff": ("moe_aux_loss_coeff",),
-    "moe_router_bias_update_rate": ("moe_router_bias_update_rate",),
-}
-_FLOAT_FIELDS = frozenset(
-    (
-        *("layernorm_epsilon", "init_method_std", "moe_router_topk_scaling_factor", "moe_aux_loss_coeff"),
-        *("moe_router_bias_update_rate", "mtp_loss_scaling_factor"),
-    )
+    "mamba_chunk_size",
+    *("layernorm_epsilon", "init_method_std"),
 )
+_MOE = (
+    *("num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
+    *("moe_latent_size", "moe_router_topk_scaling_factor"),
+    *("moe_aux_loss_coeff", "moe_router_bias_update_rate"),
+)
+#: Field -> all its names in the arguments, the present one first.
+_NAMES = {
+    "layernorm_epsilon": ("layernorm_epsilon", "norm_epsilon"),
+    "num_moe_experts": ("num_experts", "num_moe_experts"),
+}
 #: Fields that change no tensor. If a checkpoint lacks them, the defaults are used.
 _TRAINING = frozenset(
     (
@@ -122,7 +110,7 @@ def args_of(config: Nemotron3Config, *, padded_vocab_size: int, dtype: str = "bf
     }
     tables = [(_MODEL, _FAMILY)] + [(_MOE, _MOE_FAMILY)] * config.is_moe
     for fields, family in tables:
-        values |= {names[0]: getattr(config, field) for field, names in fields.items()}
+        values |= {_names(field)[0]: getattr(config, field) for field in fields}
         values |= {name: value for name, (value, _) in family.items()}
     if config.moe_layers is not None:
         values[ARGUMENT] = experts_text(config)
@@ -163,51 +151,60 @@ def config_of(
     if not isinstance(values, dict):
         raise ValueError(f"{name}: the stored arguments are a {type(values).__name__}, not named values")
     pattern = stored_pattern(name, values)
-    kinds = pattern.main + (pattern.mtp_pattern or "")
-    _check_family(name, values, "E" in kinds)
-    fields = {field: _stored_number(name, values, field, names) for field, names in _MODEL.items()}
-    if values.get("group_query_attention") is False:
-        fields["num_query_groups"] = fields["num_attention_heads"]
-    if "E" in kinds:
-        fields |= {field: _stored_number(name, values, field, names) for field, names in _MOE.items()}
-    fields |= _argument_defaults(name, values, fields, kinds)
-    fields = {field: value for field, value in fields.items() if value is not None or field not in _TRAINING}
-    fields.setdefault("init_method_std", _INIT_STD)
-    missing = [
-        names[0]
-        for field, names in (_MODEL | (_MOE if "E" in kinds else {})).items()
-        if fields.get(field, 0) is None and field != "moe_latent_size"
-    ]
-    if missing:
-        raise ValueError(f"{name}: the stored arguments have no {', '.join(missing)}")
-    if pattern.mtp:
-        factor = _stored_number(name, values, "mtp_loss_scaling_factor", ("mtp_loss_scaling_factor",))
-        fields["mtp_use_repeated_layer"] = bool(values.get("mtp_use_repeated_layer"))
-        fields |= {} if factor is None else {"mtp_loss_scaling_factor": factor}
+    with named_errors(name):
+        fields = _stated_fields(values, pattern, vocab_size)
     return Nemotron3Config(
         name=name,
         title=name,
         pattern=pattern.main,
         mtp_pattern=pattern.mtp_pattern,
         mtp_num_layers=pattern.mtp_num_layers,
-        vocab_size=_vocabulary_size(name, values, vocab_size),
-        moe_layers=_stored_moe_layers(name, values) if "E" in pattern.main else None,
         **fields,
     )
 
 
-def _stored_moe_layers(name: str, values: dict[str, Any]) -> tuple[tuple[int, int], ...] | None:
+def _stated_fields(
+    values: dict[str, Any], pattern: patterns.HybridPattern, vocab_size: int | None
+) -> dict[str, Any]:
+    """Return the fields of the configuration but for its name and layers."""
+    kinds = pattern.main + (pattern.mtp_pattern or "")
+    _check_family(values, "E" in kinds)
+    fields = {field: _stored_number(values, field) for field in _MODEL}
+    if values.get("group_query_attention") is False:
+        fields["num_query_groups"] = fields["num_attention_heads"]
+    if "E" in kinds:
+        fields |= {field: _stored_number(values, field) for field in _MOE}
+    fields |= _argument_defaults(values, fields, kinds)
+    fields = {field: value for field, value in fields.items() if value is not None or field not in _TRAINING}
+    fields.setdefault("init_method_std", _INIT_STD)
+    missing = [
+        _names(field)[0]
+        for field in _MODEL + (_MOE if "E" in kinds else ())
+        if fields.get(field, 0) is None and field != "moe_latent_size"
+    ]
+    if missing:
+        raise ValueError(f"the stored arguments have no {', '.join(missing)}")
+    if pattern.mtp:
+        factor = _stored_number(values, "mtp_loss_scaling_factor")
+        fields["mtp_use_repeated_layer"] = bool(values.get("mtp_use_repeated_layer"))
+        fields |= {} if factor is None else {"mtp_loss_scaling_factor": factor}
+    fields["vocab_size"] = _vocabulary_size(values, vocab_size)
+    fields["moe_layers"] = _stored_moe_layers(values) if "E" in pattern.main else None
+    return fields
+
+
+def _stored_moe_layers(values: dict[str, Any]) -> tuple[tuple[int, int], ...] | None:
     """Return the experts of each E layer: our stack and converter store them, or the stack's name says it."""
     text = stored_experts(values)
     if text is None:
         raise ValueError(
-            f"{name}: the stored arguments have --spec {values['spec']!r:.100}, a stack of one's own, which "
+            f"the stored arguments have --spec {values['spec']!r:.100}, a stack of one's own, which "
             "may have other experts in each layer: give the model (--model NAME or FILE)"
         )
     try:
         return read_experts(text)
     except ValueError as problem:
-        raise ValueError(f"{name}: the stored {problem}") from None
+        raise ValueError(f"the stored {problem}") from None
 
 
 def require_experts(name: str, values: dict[str, Any], model: Nemotron3Config) -> None:
@@ -232,13 +229,11 @@ def stored_pattern(name: str, values: dict[str, Any]) -> patterns.HybridPattern:
     mtp, depths = values.get("mtp_hybrid_override_pattern"), values.get("mtp_num_layers") or 0
     if isinstance(mtp, str) and type(depths) is int and patterns.MTP_SEPARATOR not in text:
         text += f"{patterns.MTP_SEPARATOR}{mtp}" * depths
-    try:
+    with named_errors(name):
         return patterns.parse(text)
-    except ValueError as problem:
-        raise ValueError(f"{name}: {problem}") from None
 
 
-def _check_family(name: str, values: dict[str, Any], moe: bool) -> None:
+def _check_family(values: dict[str, Any], moe: bool) -> None:
     family = {**_FAMILY, **(_MOE_FAMILY if moe else {})}
     wrong = [
         f"{argument}={values[argument]!r} ({meaning})"
@@ -256,29 +251,32 @@ def _check_family(name: str, values: dict[str, Any], moe: bool) -> None:
     if moe and groups not in (None, 1):
         wrong.append(f"moe_router_num_groups={groups!r} (experts chosen by groups)")
     if wrong:
-        raise ValueError(f"{name}: it is not a Nemotron-H model: no such model has " + ", ".join(wrong))
+        raise ValueError("it is not a Nemotron-H model: no such model has " + ", ".join(wrong))
 
 
-def _stored_number(name: str, values: dict[str, Any], field: str, names: tuple[str, ...]) -> Any:
-    """Return the value of the first of the names that has one; None if none has."""
+def _names(field: str) -> tuple[str, ...]:
+    return _NAMES.get(field, (field,))
+
+
+def _stored_number(values: dict[str, Any], field: str) -> Any:
+    """Return the value of the first of a field's names that has one; None if none has."""
+    names = _names(field)
     argument = next((n for n in names if values.get(n) is not None), names[0])
     value = values.get(argument)
     if isinstance(value, (list, tuple)) and len(value) == 1:  # options that accept several values
         value = value[0]
     if value is None:
         return None
-    if field in _FLOAT_FIELDS and type(value) is int:
+    if field in FLOATS and type(value) is int:
         value = float(value)
-    kind, what = (float, "number") if field in _FLOAT_FIELDS else (int, "whole number")
+    kind, what = (float, "number") if field in FLOATS else (int, "whole number")
     least = "0 or more" if field in _MAY_BE_ZERO else "above 0"
     if type(value) is not kind or not 0 <= value < math.inf or (value == 0 and field not in _MAY_BE_ZERO):
-        raise ValueError(f"{name}: {argument}={value!r} is not a {what} {least}")
+        raise ValueError(f"{argument}={value!r} is not a {what} {least}")
     return value
 
 
-def _argument_defaults(
-    name: str, values: dict[str, Any], fields: dict[str, Any], kinds: str
-) -> dict[str, Any]:
+def _argument_defaults(values: dict[str, Any], fields: dict[str, Any], kinds: str) -> dict[str, Any]:
     """Return Megatron's defaults for arguments that were not given."""
     result: dict[str, Any] = {}
     if fields["mamba_chunk_size"] is None:
@@ -287,14 +285,14 @@ def _argument_defaults(
         heads, rest = divmod(2 * fields["hidden_size"], fields["mamba_head_dim"])
         if rest:
             raise ValueError(
-                f"{name}: no mamba_num_heads, and 2 * hidden_size={2 * fields['hidden_size']} is not "
+                f"no mamba_num_heads, and 2 * hidden_size={2 * fields['hidden_size']} is not "
                 f"divisible by mamba_head_dim={fields['mamba_head_dim']}"
             )
         result["mamba_num_heads"] = heads
-    width = _stored_number(name, values, "ffn_hidden_size", ("ffn_hidden_size",))
+    width = _stored_number(values, "ffn_hidden_size")
     if "-" in kinds:
         if width is None:
-            raise ValueError(f"{name}: the stored arguments have no ffn_hidden_size, which - layers need")
+            raise ValueError("the stored arguments have no ffn_hidden_size, which - layers need")
         result["dense_ffn_hidden_size"] = width
     if "E" in kinds:
         if fields["moe_ffn_hidden_size"] is None:
@@ -304,14 +302,14 @@ def _argument_defaults(
     return result
 
 
-def _vocabulary_size(name: str, values: dict[str, Any], given: int | None) -> int:
-    padded = _stored_number(name, values, "padded_vocab_size", ("padded_vocab_size",))
-    size = given or _stored_number(name, values, "vocab_size", ("vocab_size",))
+def _vocabulary_size(values: dict[str, Any], given: int | None) -> int:
+    padded = _stored_number(values, "padded_vocab_size")
+    size = given or _stored_number(values, "vocab_size")
     if size is None:
         raise ValueError(
-            f"{name}: the stored arguments do not contain the vocabulary size, only "
+            f"the stored arguments do not contain the vocabulary size, only "
             f"padded_vocab_size={padded}: give vocab_size (--vocab-size N)"
         )
     if padded is not None and size > padded:
-        raise ValueError(f"{name}: vocab_size={size} is more than padded_vocab_size={padded}")
+        raise ValueError(f"vocab_size={size} is more than padded_vocab_size={padded}")
     return int(size)

@@ -12,7 +12,7 @@ from typing import Any
 from megatron_nemotron3.checkpoints.convert import inventory, omni_inventory
 from megatron_nemotron3.checkpoints.convert.inventory import TensorMapping
 from megatron_nemotron3.checkpoints.convert.omni_config import named_omni, omni_config, require_same
-from megatron_nemotron3.checkpoints.convert.omni_inventory import ENCODERS
+from megatron_nemotron3.checkpoints.convert.omni_inventory import ENCODERS, INTEGER, LANGUAGE
 from megatron_nemotron3.checkpoints.convert.opened import Checkpoint
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.checkpoints.convert.views import Selected
@@ -81,7 +81,7 @@ def check_types(folder: Path, weights: TensorSource, tensors: Iterable[inventory
     types = {}
     for tensor in tensors:
         stored = weights.tensors[tensor.name].dtype
-        if omni_inventory.is_weight(tensor):
+        if tensor.dtype != INTEGER:
             types[tensor.name] = stored
         elif stored != tensor.dtype:
             raise ValueError(f"{folder}: {tensor.name} is {stored}, expected {tensor.dtype}")
@@ -91,7 +91,14 @@ def check_types(folder: Path, weights: TensorSource, tensors: Iterable[inventory
 def mappings_of(
     config: OmniConfig, weights: TensorSource, padded_vocab_size: int | None
 ) -> tuple[TensorMapping, ...]:
-    """Return the mappings of a Megatron checkpoint. Errors as `inventory.mappings_of`."""
-    found = omni_inventory.mappings_of(config, weights.tensors, padded_vocab_size=padded_vocab_size)
+    """Return the mappings of a Megatron checkpoint in its spelling. Errors as `inventory.mappings_of`."""
+    language = [name.removeprefix(LANGUAGE) for name in weights.tensors if name.startswith(LANGUAGE)]
+    others = {name: t.shape for name, t in weights.tensors.items() if not name.startswith(LANGUAGE)}
+    constants = omni_inventory.constants_of(weights.tensors)
+    encoders = list(omni_inventory.encoder_mappings(config, constants=constants))
+    expected = {tensor.name: tensor.shape for mapping in encoders for tensor in mapping.megatron}
+    omni_inventory.check(config, expected, others)
+    own = inventory.mappings_of(config.language, language, padded_vocab_size=padded_vocab_size)
+    found = (*omni_inventory.in_omni(own), *encoders)
     check_types(weights.folder, weights, (tensor for mapping in found for tensor in mapping.megatron))
-    return tuple(found)
+    return found

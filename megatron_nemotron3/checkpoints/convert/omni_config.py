@@ -28,10 +28,8 @@ MODEL_TYPE, ARCHITECTURE = "nemotron_h_omni", "NemotronH_Omni_Reasoning_V3"
 MODEL_TYPES = (MODEL_TYPE, "NemotronH_Nano_Omni_Reasoning_V3")
 #: Parts of the file, with the released name.
 TEXT, VISION, SOUND = ("text_config", "llm_config"), ("vision_config",), ("audio_config", "sound_config")
-_IMAGE_ID, _SOUND_ID = (
-    ("image_token_id", "img_context_token_id"),
-    ("audio_token_id", "sound_context_token_id"),
-)
+_IMAGE_ID = ("image_token_id", "img_context_token_id")
+_SOUND_ID = ("audio_token_id", "sound_context_token_id")
 _WIDTH = ("vision_hidden_size", "vit_hidden_size")
 _PROJECTOR, _RATIO, _FRAMES = "projector_hidden_size", "downsample_ratio", "video_temporal_patch_size"
 #: Key of RADIO and Parakeet -> field of `Vision` and `Sound`.
@@ -85,12 +83,7 @@ _SOUND_FIXED: dict[str, Any] = {
 }
 #: Written besides the sizes.
 _VISION_WRITTEN = (
-    "hidden_act",
-    "layerscale_value",
-    "num_channels",
-    "qkv_bias",
-    "summary_idxs",
-    "use_swiglu_ffn",
+    *("hidden_act", "layerscale_value", "num_channels", "qkv_bias", "summary_idxs", "use_swiglu_ffn"),
 )
 #: Keys of files and libraries, preprocessing, tokens as text, initialization and dropout.
 _LIBRARY = frozenset(
@@ -175,9 +168,7 @@ def omni_config(
             vision=_vision(name, data, vision),
             sound=None if sound is None else _sound(name, sound),
             vision_projector_size=_size(name, data, (_PROJECTOR,)),
-            sound_projector_size=0
-            if sound is None
-            else _size(f"{name}: {SOUND[0]}", sound, (_SOUND_PROJECTOR,)),
+            sound_projector_size=_size(f"{name}: {SOUND[0]}", sound, (_SOUND_PROJECTOR,)) if sound else 0,
             image_token_id=_size(name, data, _IMAGE_ID),
             sound_token_id=None if sound is None else _size(name, data, _SOUND_ID),
         )

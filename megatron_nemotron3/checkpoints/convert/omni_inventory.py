@@ -27,7 +27,7 @@ from megatron_nemotron3.checkpoints.convert.inventory import Tensor, TensorMappi
 from megatron_nemotron3.checkpoints.convert.plan import Shape
 from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource
 from megatron_nemotron3.models.omni import OmniConfig
-from megatron_nemotron3.models.omni_tensors import CONSTANTS, MODULES, PARTS, rows, symbol_sizes
+from megatron_nemotron3.models.omni_tensors import CONSTANTS, MODULES, rows, symbol_sizes
 from megatron_nemotron3.models.prefixes import Prefix
 from megatron_nemotron3.models.tensors import NamedShape, Row, Spelling
 
@@ -47,7 +47,7 @@ _CONSTANTS = {
     for name in CONSTANTS
 }
 #: The only tensor of integers.
-_COUNTED, _INTEGER = ".num_batches_tracked", "int64"
+_COUNTED, INTEGER = ".num_batches_tracked", "int64"
 _SUMMARY, _SUMMARY_VALUES = "vision_model.radio_model.summary_idxs", (0, 1)
 
 
@@ -65,30 +65,17 @@ def encoder_mappings(
     config: OmniConfig, *, dtype: str = inventory.BF16, constants: Mapping[str, SourceTensor] | None = None
 ) -> Iterator[TensorMapping]:
     """Yield every mapping of the encoders and projectors, in the order of the layers."""
-    at = Prefix("model", "", "", config.language)
     for part, module in _MODULE.items():
-        assert part in PARTS
-        sizes = symbol_sizes(config, part)
-        for row, numbers in rows(config, part):
-            spelling = row.spelling(MODULES)
-            sides = []
-            for stored, start in ((spelling.tensors, module), (row.hf, "")):
-                sides.append(tuple(_tensor(one, start, sizes, numbers, dtype) for one in stored))
-            yield TensorMapping(row, at, spelling, sides[0], sides[1], 0)
+        at, sizes = Prefix(part, module, "", config.language), symbol_sizes(config, part)
+        for row in rows(config, part):
+            kind = INTEGER if row.hf[0].name.endswith(_COUNTED) else dtype
+            yield inventory.joined(at, row, row.spelling(MODULES), sizes, kind)
+    at = Prefix("constant", "", "", config.language)
     for name, constant in (constants or {}).items():
         side = [(Tensor(one, constant.shape, constant.dtype),) for one in (_CONSTANTS[name], name)]
         # Its type is its own, whatever that of the weights is.
         row = Row("constant", (NamedShape(name, ()),), (), float32=True, trainable=False)
-        yield TensorMapping(row, at, Spelling(MODULES, "copy", ()), side[0], side[1], 0)
-
-
-def _tensor(
-    one: NamedShape, start: str, sizes: Mapping[str, int], numbers: dict[str, int], dtype: str
-) -> Tensor:
-    shape = tuple(sizes[symbol] for symbol in one.shape)
-    return Tensor(
-        start + one.name.format(**numbers), shape, _INTEGER if one.name.endswith(_COUNTED) else dtype
-    )
+        yield TensorMapping(row, at, Spelling(MODULES, "copy", ()), *side)
 
 
 def hf_tensors(config: OmniConfig, *, dtype: str = inventory.BF16) -> list[Tensor]:
@@ -104,24 +91,6 @@ def constants_of(tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor]
     """Return the constants among the tensors of a checkpoint of either kind, under Hugging Face's names."""
     names = {hf: hf if hf in tensors else own for hf, own in _CONSTANTS.items()}
     return {hf: tensors[name] for hf, name in names.items() if name in tensors}
-
-
-def is_weight(tensor: Tensor) -> bool:
-    """Whether a tensor is of floating-point numbers."""
-    return tensor.dtype != _INTEGER
-
-
-def mappings_of(
-    config: OmniConfig, tensors: Mapping[str, SourceTensor], *, padded_vocab_size: int | None = None
-) -> list[TensorMapping]:
-    """Return the mappings of a model in the spelling of a Megatron checkpoint."""
-    language = [name.removeprefix(LANGUAGE) for name in tensors if name.startswith(LANGUAGE)]
-    others = {name: t.shape for name, t in tensors.items() if not name.startswith(LANGUAGE)}
-    encoders = list(encoder_mappings(config, constants=constants_of(tensors)))
-    expected = {tensor.name: tensor.shape for mapping in encoders for tensor in mapping.megatron}
-    check(config, expected, others)
-    found = inventory.mappings_of(config.language, language, padded_vocab_size=padded_vocab_size)
-    return [*in_omni(found), *encoders]
 
 
 def check(config: OmniConfig, expected: Mapping[str, Shape], shapes: Mapping[str, Shape]) -> None:

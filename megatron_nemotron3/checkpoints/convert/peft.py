@@ -55,25 +55,20 @@ class PackedAdapter(TensorSource):
         source = adapter.tensors
         self.folder, self.files, self._source = source.folder, source.files, source
         self._parts: dict[str, list[str]] = {}
+        found = {stem: _EXPERT.fullmatch(stem) for stem in adapter.stems}
+        with_down = {match[1] for match in found.values() if match and match[3] == "down_proj"}
+        #: Name -> stems that are stored under it; experts in the order of their numbers.
+        packings: dict[str, list[str]] = {}
+        for stem, match in found.items():
+            inner = match and match[3] == "up_proj" and match[1] in with_down
+            name = _peft_name(match[1] if match else stem) + (".base_layer" if inner else "")
+            packings.setdefault(name, []).append(stem)
         tensors: dict[str, SourceTensor] = {}
-        #: (layer's experts, projection) -> their stems, in the order of their numbers.
-        packings: dict[tuple[str, str], list[str]] = {}
-        for stem in adapter.stems:
-            match = _EXPERT.fullmatch(stem)
-            if match is None:
-                for kind in (A, B):
-                    tensors[_peft_name(stem) + kind] = source.tensors[stem + kind]
-                    self._parts[_peft_name(stem) + kind] = [stem + kind]
-                continue
-            packings.setdefault((match[1], match[3]), []).append(stem)
-        for (parent, projection), stems in packings.items():
-            inner = projection == "up_proj" and (parent, "down_proj") in packings
-            name = _peft_name(parent) + (".base_layer" if inner else "")
-            experts = len(stems)
+        for name, stems in packings.items():
             for kind in (A, B):
                 one = source.tensors[stems[0] + kind]
                 rows, columns = one.shape
-                shape = (experts * rows, columns) if kind == A else (rows, columns * experts)
+                shape = (len(stems) * rows, columns) if kind == A else (rows, columns * len(stems))
                 tensors[name + kind] = SourceTensor(one.dtype, shape)
                 self._parts[name + kind] = [stem + kind for stem in stems]
         self.tensors = tensors

@@ -1,7 +1,7 @@
 """Lazy views that pack BF16 weights to NVFP4 or FP8, and that unpack them to BF16.
 
 `Quantized` writes the layout of NVIDIA ModelOpt, which vLLM, SGLang and TensorRT-LLM read
-(`quantized_recipes`). `Dequantized` reads a quantized checkpoint as if it were a BF16 checkpoint. The tensors
+(`quantized`). `Dequantized` reads a quantized checkpoint as if it were a BF16 checkpoint. The tensors
 themselves determine which weights are quantized, and how; the configuration files are only compared. Formats
 that are read, with value = element * (block scale *) scale:
 
@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_nemotron3.checkpoints.convert.config_keys import named_errors
 from megatron_nemotron3.checkpoints.convert.plan import Slices, bands, whole
-from megatron_nemotron3.checkpoints.convert.quantized_config import scalar
-from megatron_nemotron3.checkpoints.convert.quantized_recipes import BLOCK, FP8, NVFP4, Quantization, Weight
+from megatron_nemotron3.checkpoints.convert.quantized import BLOCK, FP8, NVFP4, Quantization, Weight, scalar
 from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource
 from megatron_nemotron3.checkpoints.metadata import CheckpointError
 from megatron_nemotron3.precision.numerics import fp8, nvfp4
@@ -69,41 +69,43 @@ class Dequantized(TensorSource):
         self.activation_scales: tuple[str, ...] = ()
         self._packed: dict[str, _PackedWeight] = {}
         self._scales: dict[str, float] = {}
+        with named_errors(self.folder, CheckpointError):
+            self.tensors = self._find_tensors(source.tensors)
+
+    def _find_tensors(self, stored: Mapping[str, SourceTensor]) -> dict[str, SourceTensor]:
         by_elements: dict[str, str] = {}  # tensor of the elements -> name of the weight
         used: set[str] = set()
-        for name, tensor in source.tensors.items():
+        for name, tensor in stored.items():
             module, _, part = name.rpartition(".")
             if part in _FOREIGN:
-                raise CheckpointError(
-                    f"{self.folder}: {name}: this layout is not read: convert the unquantized checkpoint"
-                )
+                raise ValueError(f"{name}: this layout is not read: convert the unquantized checkpoint")
             kind = {"uint8": NVFP4, "float8_e4m3fn": FP8}.get(tensor.dtype)
             if part == "weight_packed" or (part == "weight" and kind):
-                packed = self._packed_weight(module, part, kind)
+                packed = _packed_weight(stored, module, part, kind)
                 by_elements[name] = f"{module}.weight"
                 self._packed[by_elements[name]], self.formats[module] = packed, packed.format
                 used |= {packed.scale, packed.scale_2}
         tensors: dict[str, SourceTensor] = {}
         activation_scales = []
-        for name, tensor in source.tensors.items():
+        for name, tensor in stored.items():
             part = name.rpartition(".")[2]
             if name in by_elements:
                 weight = by_elements[name]
-                if weight != name and weight in source.tensors:
-                    raise CheckpointError(f"{self.folder}: {name} and {weight} are the same weight")
+                if weight != name and weight in stored:
+                    raise ValueError(f"{name} and {weight} are the same weight")
                 rows, columns = tensor.shape
                 columns *= 2 if self._packed[weight].format == NVFP4 else 1
                 tensors[weight] = SourceTensor("bfloat16", (rows, columns))
             elif name in used:
                 continue
             elif part in ("weight_scale", "weight_scale_2", "weight_global_scale"):
-                raise CheckpointError(f"{self.folder}: {name} is a scale, but its weight is not quantized")
+                raise ValueError(f"{name} is a scale, but its weight is not quantized")
             elif part in _ACTIVATION_SCALES:
                 activation_scales.append(name)
             else:
                 tensors[name] = tensor
         self.activation_scales = tuple(activation_scales)
-        self.tensors = tensors
+        return tensors
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
         if name not in self._packed:
@@ -117,85 +119,8 @@ class Dequantized(TensorSource):
 
         Only what the configuration states per module is compared.
         """
-        details = stated.get("quantization", stated) if isinstance(stated, Mapping) else stated
-        if not isinstance(details, Mapping):
-            raise CheckpointError(
-                f"{self.folder}: its quantization configuration is {details!r:.60}, not an object"
-            )
-        for name in ("exclude_modules", "ignore"):
-            if not isinstance(details.get(name) or [], list):
-                raise CheckpointError(
-                    f"{self.folder}: {name} in its quantization configuration is not a list"
-                )
-        if not self.formats:
-            raise CheckpointError(
-                f"{self.folder}: it has a quantization configuration, but no weight is quantized: if the "
-                "configuration is a leftover, remove it"
-            )
-        layers, method = details.get("quantized_layers"), details.get("quant_method", "modelopt")
-        if method not in _METHODS:
-            raise CheckpointError(
-                f"{self.folder}: its quantization method {method!r:.40} is not read; known are "
-                + ", ".join(_METHODS)
-            )
-        stated = _stated_formats(details)
-        for module, stored in self.formats.items():
-            if stated and stored not in stated:
-                raise CheckpointError(
-                    f"{self.folder}: {module} is stored as {stored}, the configuration has only "
-                    + ", ".join(sorted(stated))
-                )
-        if isinstance(layers, Mapping):
-            for module in {*layers, *self.formats}:
-                entry = layers.get(module)
-                algorithm = str(entry.get("quant_algo")).upper() if isinstance(entry, Mapping) else "none"
-                expected = NVFP4 if "NVFP4" in algorithm else FP8 if "FP8" in algorithm else None
-                if expected != self.formats.get(module):
-                    raise CheckpointError(
-                        f"{self.folder}: {module} is stored as {self.formats.get(module, 'a plain weight')}, "
-                        f"the configuration lists {algorithm}"
-                    )
-        elif method == "modelopt":
-            excluded = details.get("exclude_modules", details.get("ignore")) or []
-            for module in self.formats:
-                rule = next((r for r in excluded if isinstance(r, str) and fnmatchcase(module, r)), None)
-                if rule is not None:
-                    raise CheckpointError(
-                        f"{self.folder}: {module} is stored as {self.formats[module]}, the configuration "
-                        f"excludes {rule!r} from quantization"
-                    )
-
-    def _packed_weight(self, module: str, part: str, kind: str | None) -> _PackedWeight:
-        """Return the tensors of a quantized weight after checking their shapes and types."""
-        tensors = self._source.tensors
-        elements, scale = f"{module}.{part}", f"{module}.weight_scale"
-        shape, dtype = tensors[elements].shape, tensors[elements].dtype
-        if len(shape) != 2 or not all(shape) or (part == "weight_packed" and kind != NVFP4):
-            raise CheckpointError(
-                f"{self.folder}: {elements} is {dtype} {list(shape)}: "
-                "expected a matrix of uint8 or float8_e4m3fn"
-            )
-        if scale not in tensors:
-            raise CheckpointError(f"{self.folder}: {elements} is {dtype}, but {scale} is missing")
-        found, (rows, columns) = tensors[scale], shape
-        if kind == FP8:
-            if found.shape not in ((), (1,), (1, 1), (rows,), (rows, 1)) or found.dtype not in _SCALE_TYPES:
-                raise CheckpointError(
-                    f"{self.folder}: {scale} is {found.dtype} {list(found.shape)}: expected one float32, or "
-                    f"one for each of {rows} rows (block scales are not read)"
-                )
-            return _PackedWeight(FP8, elements, scale)
-        columns *= 2
-        if found != SourceTensor("float8_e4m3fn", (rows, columns // BLOCK), found.blocks) or columns % BLOCK:
-            raise CheckpointError(
-                f"{self.folder}: {scale} is {found.dtype} {list(found.shape)}: expected float8_e4m3fn "
-                f"{[rows, columns // BLOCK]}, one for {BLOCK} of the {columns} columns"
-            )
-        scale_2 = f"{module}." + ("weight_scale_2" if part == "weight" else "weight_global_scale")
-        if scale_2 not in tensors or prod(tensors[scale_2].shape) != 1:
-            what = f"has shape {list(tensors[scale_2].shape)}" if scale_2 in tensors else "is missing"
-            raise CheckpointError(f"{self.folder}: {scale_2} {what}, expected one float32")
-        return _PackedWeight(NVFP4, elements, scale, scale_2)
+        with named_errors(self.folder, CheckpointError):
+            _check_stated(self.formats, stated)
 
     def _tensor_scale(self, name: str) -> float:
         if name not in self._scales:
@@ -228,6 +153,82 @@ class Dequantized(TensorSource):
             if not bool(((scale > 0) & torch.isfinite(scale)).all()):
                 raise CheckpointError(f"{self.folder}: {packed.scale} holds a scale not above 0")
         return fp8.dequantize(bits, scale)
+
+
+def _packed_weight(
+    tensors: Mapping[str, SourceTensor], module: str, part: str, kind: str | None
+) -> _PackedWeight:
+    """Return the tensors of a quantized weight after checking their shapes and types."""
+    elements, scale = f"{module}.{part}", f"{module}.weight_scale"
+    shape, dtype = tensors[elements].shape, tensors[elements].dtype
+    if len(shape) != 2 or not all(shape) or (part == "weight_packed" and kind != NVFP4):
+        raise ValueError(f"{elements} is {dtype} {list(shape)}: expected a matrix of uint8 or float8_e4m3fn")
+    if scale not in tensors:
+        raise ValueError(f"{elements} is {dtype}, but {scale} is missing")
+    found, (rows, columns) = tensors[scale], shape
+    if kind == FP8:
+        if found.shape not in ((), (1,), (1, 1), (rows,), (rows, 1)) or found.dtype not in _SCALE_TYPES:
+            raise ValueError(
+                f"{scale} is {found.dtype} {list(found.shape)}: expected one float32, or "
+                f"one for each of {rows} rows (block scales are not read)"
+            )
+        return _PackedWeight(FP8, elements, scale)
+    columns *= 2
+    if found != SourceTensor("float8_e4m3fn", (rows, columns // BLOCK), found.blocks) or columns % BLOCK:
+        raise ValueError(
+            f"{scale} is {found.dtype} {list(found.shape)}: expected float8_e4m3fn "
+            f"{[rows, columns // BLOCK]}, one for {BLOCK} of the {columns} columns"
+        )
+    scale_2 = f"{module}." + ("weight_scale_2" if part == "weight" else "weight_global_scale")
+    if scale_2 not in tensors or prod(tensors[scale_2].shape) != 1:
+        what = f"has shape {list(tensors[scale_2].shape)}" if scale_2 in tensors else "is missing"
+        raise ValueError(f"{scale_2} {what}, expected one float32")
+    return _PackedWeight(NVFP4, elements, scale, scale_2)
+
+
+def _check_stated(formats: Mapping[str, str], stated: Any) -> None:
+    """Compare the formats of modules with a quantization configuration."""
+    details = stated.get("quantization", stated) if isinstance(stated, Mapping) else stated
+    if not isinstance(details, Mapping):
+        raise ValueError(f"its quantization configuration is {details!r:.60}, not an object")
+    for name in ("exclude_modules", "ignore"):
+        if not isinstance(details.get(name) or [], list):
+            raise ValueError(f"{name} in its quantization configuration is not a list")
+    if not formats:
+        raise ValueError(
+            "it has a quantization configuration, but no weight is quantized: if the "
+            "configuration is a leftover, remove it"
+        )
+    layers, method = details.get("quantized_layers"), details.get("quant_method", "modelopt")
+    if method not in _METHODS:
+        raise ValueError(
+            f"its quantization method {method!r:.40} is not read; known are " + ", ".join(_METHODS)
+        )
+    stated = _stated_formats(details)
+    for module, stored in formats.items():
+        if stated and stored not in stated:
+            raise ValueError(
+                f"{module} is stored as {stored}, the configuration has only " + ", ".join(sorted(stated))
+            )
+    if isinstance(layers, Mapping):
+        for module in {*layers, *formats}:
+            entry = layers.get(module)
+            algorithm = str(entry.get("quant_algo")).upper() if isinstance(entry, Mapping) else "none"
+            expected = NVFP4 if "NVFP4" in algorithm else FP8 if "FP8" in algorithm else None
+            if expected != formats.get(module):
+                raise ValueError(
+                    f"{module} is stored as {formats.get(module, 'a plain weight')}, "
+                    f"the configuration lists {algorithm}"
+                )
+    elif method == "modelopt":
+        excluded = details.get("exclude_modules", details.get("ignore")) or []
+        for module in formats:
+            rule = next((r for r in excluded if isinstance(r, str) and fnmatchcase(module, r)), None)
+            if rule is not None:
+                raise ValueError(
+                    f"{module} is stored as {formats[module]}, the configuration "
+                    f"excludes {rule!r} from quantization"
+                )
 
 
 def _stated_formats(details: Mapping[str, Any]) -> set[str]:

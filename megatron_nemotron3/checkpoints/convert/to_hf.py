@@ -18,8 +18,11 @@ from megatron_nemotron3.checkpoints.convert.hf_folder import (
 from megatron_nemotron3.checkpoints.convert.job_options import SHARD_BYTES
 from megatron_nemotron3.checkpoints.convert.omni_config import omni_json
 from megatron_nemotron3.checkpoints.convert.plan import whole
-from megatron_nemotron3.checkpoints.convert.quantized_config import hf_quant_config, quantization_config
-from megatron_nemotron3.checkpoints.convert.quantized_recipes import Quantization
+from megatron_nemotron3.checkpoints.convert.quantized import (
+    Quantization,
+    hf_quant_config,
+    quantization_config,
+)
 from megatron_nemotron3.checkpoints.convert.sources import SourceTensor
 from megatron_nemotron3.checkpoints.convert.streams import FilePlan, Part, grouped
 from megatron_nemotron3.models import Nemotron3Config

@@ -83,13 +83,13 @@ def to_device(value: Any, device: torch.device | str) -> Any:
 def _load(module: nn.Module, tensors: TensorReader, config: OmniConfig, part: str) -> None:
     sizes = symbol_sizes(config, part)
     state: dict[str, Tensor] = {}
-    for row, numbers in rows(config, part):
+    for row in rows(config, part):
         (stored,), (spelling,) = row.hf, row.spellings
         if stored.name.endswith(_COMPUTED):
             continue
-        tensor = tensors.tensor(stored.name.format(**numbers), tuple(sizes[s] for s in stored.shape))
+        tensor = tensors.tensor(stored.name, tuple(sizes[s] for s in stored.shape))
         pieces = tensor.split([sizes[one.shape[0]] for one in spelling.tensors])
-        state |= {one.name.format(**numbers): piece for one, piece in zip(spelling.tensors, pieces)}
+        state |= {one.name: piece for one, piece in zip(spelling.tensors, pieces)}
     missing, unexpected = module.load_state_dict(state, strict=False)
     left = [name for name in missing if not name.endswith(_COMPUTED)]
     if left or unexpected:

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoints.convert.quantized_config import read_scales
+from megatron_nemotron3.checkpoints.convert.quantized import read_scales
 from megatron_nemotron3.common.options import NEEDED, add_command, flag, json_flag, option
 from megatron_nemotron3.common.output import print_json
 from megatron_nemotron3.inference.refit.engines import ENGINES

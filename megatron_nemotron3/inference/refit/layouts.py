@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
-from megatron_nemotron3.checkpoints.convert.quantized_recipes import Weight
+from megatron_nemotron3.checkpoints.convert.quantized import Weight
 from megatron_nemotron3.inference.refit.engines import ENGINES, EngineNames, Role
 from megatron_nemotron3.inference.refit.quantized import packed
 from megatron_nemotron3.launch import Launch, ParallelLayout
@@ -116,7 +116,7 @@ class EngineLayout:
     is one rank, which gets every tensor whole, as the engines' `load_weights` takes them. fp32_router: the
     routers are FP32, as vLLM has them on GPUs other than Hopper and data center Blackwell. quantize: with
     engine "hf", the recipe by which the senders pack the weights (`inference.refit.quantized`). input_scales:
-    scales of activations, as `quantized_recipes.quantization` takes them.
+    scales of activations, as `quantized.quantization` takes them.
     """
 
     config: Nemotron3Config

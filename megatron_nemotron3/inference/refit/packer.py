@@ -13,7 +13,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.checkpoints.convert.quantized_recipes import Weight
+from megatron_nemotron3.checkpoints.convert.quantized import Weight
 from megatron_nemotron3.inference.refit.plan import RefitPlan
 from megatron_nemotron3.inference.refit.planner import tensors
 from megatron_nemotron3.inference.refit.quantized import BLOCK, Stored, grid_of, stored_of

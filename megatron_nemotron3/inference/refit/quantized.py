@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from megatron_nemotron3.checkpoints.convert.inventory import Tensor, mappings
-from megatron_nemotron3.checkpoints.convert.quantized_recipes import Weight, formats, quantization
+from megatron_nemotron3.checkpoints.convert.quantized import Weight, formats, quantization
 from megatron_nemotron3.inference.refit.shares import Shares, TensorShare
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.precision.serving import FP8

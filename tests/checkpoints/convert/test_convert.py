@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from megatron_nemotron3 import cli
-from megatron_nemotron3.checkpoints.convert import config_json, inventory, job
+from megatron_nemotron3.checkpoints.convert import config_json, job
 from megatron_nemotron3.checkpoints.convert.checkpoints import open_checkpoint
 from megatron_nemotron3.models import Nemotron3Config, get, names, tiny
 from tests.support import convert_models as models
 from tests.support.checkpoint_writer import same_bytes
 from tests.support.counted_job import digest
 from tests.support.hf_folders import hf_values, read_hf, write_hf
+from tests.support.megatron_tensors import megatron_tensors
 
 CONFIGS = {name: tiny(get(name)) for name in names()} | {"distinct": models.DISTINCT}
 CONFIGS |= {f"random{seed}": models.random_config(seed) for seed in range(6)}
@@ -65,7 +66,7 @@ def test_the_stored_tensors_are_what_the_rules_say(tmp_path: Path) -> None:
         if hasattr(entry, "size")
     }
     load(stored, storage_reader=reader, no_dist=True)
-    assert set(stored) == {t.name for t in inventory.megatron_tensors(config)}
+    assert set(stored) == {t.name for t in megatron_tensors(config)}
     layer = {kind: f"layers.{config.pattern.index(kind)}." for kind in config.pattern}
     m, e, a, d = (("backbone." + layer[k], "decoder." + layer[k]) for k in "ME*-")
     c = config

@@ -15,8 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from megatron_nemotron3 import cli
 from megatron_nemotron3.checkpoints.convert import config_json
-from megatron_nemotron3.checkpoints.convert.quantized_config import hf_quant_config, quantization_config
-from megatron_nemotron3.checkpoints.convert.quantized_recipes import quantization
+from megatron_nemotron3.checkpoints.convert.quantized import (
+    hf_quant_config,
+    quantization,
+    quantization_config,
+)
 from megatron_nemotron3.checkpoints.convert.quantized_views import Dequantized, Quantized
 from megatron_nemotron3.checkpoints.metadata import CheckpointError
 from megatron_nemotron3.models import get

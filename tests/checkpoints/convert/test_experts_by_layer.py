@@ -18,6 +18,7 @@ from megatron_nemotron3.checkpoints.convert.config_json import write
 from megatron_nemotron3.models import PUZZLE, SUPER, count, get
 from tests.support import parity
 from tests.support.hf_folders import write_hf
+from tests.support.megatron_tensors import megatron_tensors
 from tests.support.model_mapping import megatron_model, transformers_from
 from tests.support.world import world_of_one
 
@@ -49,7 +50,7 @@ def test_the_released_checkpoint() -> None:
         assert tensors[f"{stem}.down_proj.weight"] == (1024, width)
     assert tensors["mtp.layers.1.mixer.experts.0.up_proj.weight"] == (2688, 1024)
     assert sum(t.elements for t in inventory.hf_tensors(PUZZLE)) == count(PUZZLE).stored
-    assert sum(t.elements for t in inventory.megatron_tensors(PUZZLE)) == count(PUZZLE).stored
+    assert sum(t.elements for t in megatron_tensors(PUZZLE)) == count(PUZZLE).stored
 
 
 def test_logits_of_transformers_survive_the_way_to_megatron(world: None, tmp_path: Path) -> None:
@@ -170,7 +171,7 @@ def test_quantized(folders: Folders, tmp_path: Path, recipe: str) -> None:
 
 
 def inventory_quantization(recipe: str) -> None:
-    from megatron_nemotron3.checkpoints.convert.quantized_recipes import quantization
+    from megatron_nemotron3.checkpoints.convert.quantized import quantization
 
     quantization(TINY, recipe)
 

@@ -13,6 +13,7 @@ from megatron_nemotron3.checkpoints.convert.plan import extent
 from megatron_nemotron3.models import Nemotron3Config, count, get, names, stored_tensors
 from megatron_nemotron3.models.tensors import DIALECTS
 from tests.support.convert_models import DISTINCT, random_config
+from tests.support.megatron_tensors import megatron_tensors
 
 LIGHT = (
     "import sys; from megatron_nemotron3.checkpoints.convert import config_json, omni_config, transforms; "
@@ -42,7 +43,7 @@ def test_published_counts(name: str, tensors: int, elements: int) -> None:
 )
 def test_both_sides_hold_what_the_parameter_counts_say(config: Nemotron3Config) -> None:
     for dialect in ("torch_dist", "parameter"):
-        found = inventory.megatron_tensors(config, dialect=dialect)
+        found = megatron_tensors(config, dialect=dialect)
         assert sum(t.elements for t in found) == count(config).stored
     hf = inventory.hf_tensors(config)
     assert len(hf) == stored_tensors(config)
@@ -54,17 +55,17 @@ def test_both_sides_hold_what_the_parameter_counts_say(config: Nemotron3Config) 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_models_hold_what_the_parameter_counts_say(seed: int) -> None:
     config = random_config(seed)
-    assert sum(t.elements for t in inventory.megatron_tensors(config)) == count(config).stored
+    assert sum(t.elements for t in megatron_tensors(config)) == count(config).stored
     assert len(inventory.hf_tensors(config)) == stored_tensors(config)
 
 
 def test_padding_grows_the_two_tables_alone() -> None:
-    plain = inventory.megatron_tensors(DISTINCT)
-    padded = inventory.megatron_tensors(DISTINCT, padded_vocab_size=512)
+    plain = megatron_tensors(DISTINCT)
+    padded = megatron_tensors(DISTINCT, padded_vocab_size=512)
     grown = {b.name: b.shape for a, b in zip(plain, padded) if a != b}
     assert grown == {"embedding.word_embeddings.weight": (512, 88), "output_layer.weight": (512, 88)}
     with pytest.raises(ValueError, match="padded_vocab_size=508 is less than vocab_size=509"):
-        inventory.megatron_tensors(DISTINCT, padded_vocab_size=508)
+        megatron_tensors(DISTINCT, padded_vocab_size=508)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -82,7 +83,7 @@ def test_the_links_of_a_checkpoint_follow_its_spelling(dialect: str) -> None:
 
 
 def test_dialects_can_be_mixed_between_layers_but_not_within_a_tensor() -> None:
-    keys = [t.name for t in inventory.megatron_tensors(DISTINCT)]
+    keys = [t.name for t in megatron_tensors(DISTINCT)]
     mixed = [key.replace("0.mixer.in_proj.layer_norm_weight", "0.norm.weight") for key in keys]
     assert mixed != keys
     spellings = {mapping.spelling.dialect for mapping in inventory.mappings_of(DISTINCT, mixed)}
@@ -100,7 +101,7 @@ def test_a_configuration_that_promises_mtp_without_weights_is_refused() -> None:
         ValueError, match=r"1040 of 42683 .* configuration has 1 MTP block\(s\) '\*E' whose weights"
     ):
         inventory.check_hf(config, without)
-    keys = [t.name for t in inventory.megatron_tensors(config) if not t.name.startswith("mtp.")]
+    keys = [t.name for t in megatron_tensors(config) if not t.name.startswith("mtp.")]
     with pytest.raises(ValueError, match="configuration has 1 MTP block"):
         list(inventory.mappings_of(config, keys))
 

@@ -11,7 +11,6 @@ import pytest
 
 from megatron_nemotron3 import models
 from megatron_nemotron3.checkpoints.check import layout_of
-from megatron_nemotron3.checkpoints.convert.inventory import megatron_tensors
 from megatron_nemotron3.checkpoints.convert.megatron_args import (
     args_of,
     common_state,
@@ -27,6 +26,7 @@ from megatron_nemotron3.models.stack_specs import ARGUMENT
 from megatron_nemotron3.proof.certify.ranks import run_fresh
 from tests.support.checkpoint_writer import index_bytes
 from tests.support.convert_models import DISTINCT, GOLDEN, random_config
+from tests.support.megatron_tensors import megatron_tensors
 
 CATALOG = [get(name) for name in models.names()]
 MODELS = [*CATALOG, *map(tiny, CATALOG), DISTINCT, *GOLDEN.values(), *map(random_config, range(40))]

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.process_tree import Usage, watch
-from megatron_nemotron3.checkpoints.convert import inventory
 from megatron_nemotron3.models import Nemotron3Config, get
 from megatron_nemotron3.models.omni import NANO_OMNI
 from tests.support import sparse_checkpoints as sparse
+from tests.support.megatron_tensors import megatron_tensors
 
 ROOT = Path(__file__).parents[3]
 GIB = 1 << 30
@@ -117,7 +117,7 @@ def test_plan_of_a_whole_model(tmp_path: Path, name: str) -> None:
     sparse.write_megatron(megatron, hf)
     own = idle()
     for way, source, tensors in (
-        ("from-hf", hf, len(inventory.megatron_tensors(config))),
+        ("from-hf", hf, len(megatron_tensors(config))),
         ("to-hf", megatron, COUNTS[name]),
     ):
         used = nemotron3("convert", way, source, tmp_path / "out", "--dry-run")

@@ -29,6 +29,7 @@ from tests.support.convert_models import (
     random_config,
     stored_parameters,
 )
+from tests.support.megatron_tensors import megatron_tensors
 from tests.support.model_mapping import megatron_model, randomize, to_transformers
 from tests.support.models import describe, golden_file
 from tests.support.world import world_of_one
@@ -55,9 +56,9 @@ def is_what_megatron_builds(config: Nemotron3Config) -> None:
         for key, entry in describe(model)["checkpoint"].items()
         if non_weight_kind(key) is None
     }
-    assert shapes(inventory.megatron_tensors(config)) == checkpoint
+    assert shapes(megatron_tensors(config)) == checkpoint
     parameters = {name: tuple(tensor.shape) for name, tensor in stored_parameters(model).items()}
-    assert shapes(inventory.megatron_tensors(config, dialect="parameter")) == parameters
+    assert shapes(megatron_tensors(config, dialect="parameter")) == parameters
 
 
 @pytest.mark.parametrize("name", CATALOG)
@@ -87,10 +88,10 @@ def test_stock_megatron_on_transformer_engine(name: str) -> None:
     assert {k for k, v in stock["checkpoint"].items() if v == "object"} == {
         k for k in stock["checkpoint"] if non_weight_kind(k) == "extra state"
     }
-    assert shapes(inventory.megatron_tensors(GOLDEN[name], padded_vocab_size=PADDED)) == keys
+    assert shapes(megatron_tensors(GOLDEN[name], padded_vocab_size=PADDED)) == keys
     parameters = {k: tuple(v) for k, v in stock["parameters"].items()}
     bias = {k: v for k, v in keys.items() if k.endswith("expert_bias")}
-    mine = inventory.megatron_tensors(GOLDEN[name], dialect="parameter", padded_vocab_size=PADDED)
+    mine = megatron_tensors(GOLDEN[name], dialect="parameter", padded_vocab_size=PADDED)
     assert shapes(mine) == parameters | bias
 
 
@@ -225,7 +226,7 @@ def test_types_of_a_bfloat16_model(world: None) -> None:
     for router in (m for m in wrapped.modules() if hasattr(m, "_maintain_float32_expert_bias")):
         router._maintain_float32_expert_bias()  # what a forward pass does first
     stored = {name: str(t.dtype)[6:] for name, t in stored_parameters(wrapped.module).items()}
-    assert stored == {t.name: t.dtype for t in inventory.megatron_tensors(config, dialect="parameter")}
+    assert stored == {t.name: t.dtype for t in megatron_tensors(config, dialect="parameter")}
 
 
 def test_every_row_is_of_some_model() -> None:

@@ -19,12 +19,14 @@ from safetensors.torch import load_file, save_file
 from megatron_nemotron3.checkpoints.convert import inventory, to_hf
 from megatron_nemotron3.checkpoints.convert.hf_folder import open_hf
 from megatron_nemotron3.checkpoints.convert.plan import Slices, whole
-from megatron_nemotron3.checkpoints.convert.quantized_config import (
+from megatron_nemotron3.checkpoints.convert.quantized import (
+    Quantization,
+    formats,
     hf_quant_config,
+    quantization,
     quantization_config,
     read_scales,
 )
-from megatron_nemotron3.checkpoints.convert.quantized_recipes import Quantization, formats, quantization
 from megatron_nemotron3.checkpoints.convert.quantized_views import Dequantized, Quantized
 from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource, raw
 from megatron_nemotron3.checkpoints.convert.streams import OutputFile, write_parts
@@ -339,7 +341,7 @@ def test_weights_are_read_in_bands_small_ones_once(shape, algorithm, largest, pa
     name = "backbone.layers.1.mixer.experts.0.up_proj.weight"
     source = Made(name, shape)
     from megatron_nemotron3.checkpoints.convert.inventory import Tensor
-    from megatron_nemotron3.checkpoints.convert.quantized_recipes import Weight
+    from megatron_nemotron3.checkpoints.convert.quantized import Weight
 
     weight = Weight(Tensor(name, shape, "bfloat16"), algorithm)
     quantized = Quantized(source, Quantization("super-nvfp4", (weight,), False))

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from megatron_nemotron3.checkpoints.convert.quantized_recipes import quantization
+from megatron_nemotron3.checkpoints.convert.quantized import quantization
 from megatron_nemotron3.cli import main
 from megatron_nemotron3.inference.refit.check import check
 from megatron_nemotron3.inference.refit.layouts import EngineLayout, Training

@@ -23,8 +23,14 @@ from torch import Tensor
 from megatron_nemotron3.checkpoints.convert.logits.hugging_face import HuggingFace
 from megatron_nemotron3.checkpoints.convert.logits.megatron_names import MegatronReader
 from megatron_nemotron3.checkpoints.convert.logits.reader import StoredDefinition
-from megatron_nemotron3.checkpoints.convert.logits.report import LayerComparison, Logits, LogitsReport
-from megatron_nemotron3.checkpoints.convert.logits.routing import Selection, SelectionDifference, agree
+from megatron_nemotron3.checkpoints.convert.logits.report import (
+    LayerComparison,
+    Logits,
+    LogitsReport,
+    Selection,
+    SelectionDifference,
+    agree,
+)
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.definition import Forward, Routing
@@ -59,10 +65,7 @@ class LogitsCheckOptions:
 
 
 def check_logits(
-    megatron: TensorSource,
-    hf: TensorSource,
-    config: Nemotron3Config,
-    options: LogitsCheckOptions,
+    megatron: TensorSource, hf: TensorSource, config: Nemotron3Config, options: LogitsCheckOptions
 ) -> LogitsReport:
     """Run one sequence of random tokens through both checkpoints, a layer at a time, in FP32."""
     tokens, seed, echo = options.tokens, options.seed, options.echo

@@ -26,7 +26,7 @@ from megatron_nemotron3.checkpoints.convert import config_json
 from megatron_nemotron3.checkpoints.convert.block_configs import KEY, MTP_KEY, flattened
 from megatron_nemotron3.checkpoints.convert.config_keys import LIMITS
 from megatron_nemotron3.checkpoints.convert.logits.reader import TensorReader
-from megatron_nemotron3.checkpoints.convert.logits.routing import Selection
+from megatron_nemotron3.checkpoints.convert.logits.report import Selection
 from megatron_nemotron3.checkpoints.convert.omni_config import TEXT, is_omni, part
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.checkpoints.metadata import read_json
@@ -87,7 +87,7 @@ class HuggingFace:
         # Infinite, as `config_json.read` has checked; libraries write that in several ways.
         stated = {key: value for key, value in data.items() if key not in LIMITS}
         try:
-            self.config = config_class.from_dict(flattened(str(path), stated)[0])
+            self.config = config_class.from_dict(flattened(stated)[0])
         except Exception as problem:  # its validators raise exceptions of their own
             raise ValueError(f"{path}: transformers cannot read it: {problem}") from None
         self.config._attn_implementation = self.config._experts_implementation = "eager"

@@ -9,6 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from megatron_nemotron3.checkpoints.convert.inventory import WEIGHT_TYPES
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource, owned
 from megatron_nemotron3.layers.ssd import ssd_chunked
 from megatron_nemotron3.models import Nemotron3Config
@@ -16,8 +17,6 @@ from megatron_nemotron3.models.definition import Definition
 
 #: Elements read at once: 8 MiB of BF16, which become 16 MiB of FP32.
 BAND_ELEMENTS = 4 << 20
-#: Dtypes weights may be stored in; the source unpacks quantized ones.
-PLAIN_DTYPES = ("bfloat16", "float16", "float32", "float64")
 #: Queries whose attention scores are in memory at a time.
 _QUERIES = 512
 
@@ -102,9 +101,9 @@ class TensorReader:
                 f"{self.side}: {part.name} has shape {list(stored.shape)}, its config asks for "
                 f"{list(part.shape)}"
             )
-        if stored.dtype not in PLAIN_DTYPES:
+        if stored.dtype not in WEIGHT_TYPES:
             raise ValueError(
-                f"{self.side}: {part.name} is {stored.dtype}; weights are read as {', '.join(PLAIN_DTYPES)}"
+                f"{self.side}: {part.name} is {stored.dtype}; weights are read as {', '.join(WEIGHT_TYPES)}"
             )
 
     def _read(self, part: StoredRows, start: int, stop: int) -> Tensor:

@@ -21,7 +21,7 @@ from megatron_nemotron3.checkpoints.convert.logits.reader import (
     StoredRows,
     TensorReader,
 )
-from megatron_nemotron3.checkpoints.convert.logits.routing import TIE, Selection, agree
+from megatron_nemotron3.checkpoints.convert.logits.report import TIE, Selection, agree
 from megatron_nemotron3.models import get
 from megatron_nemotron3.models.definition import Definition
 from tests.support.checkpoint_pair import InMemory, Pair, pair

@@ -13,25 +13,47 @@ data, and are never invented. Without them, the behavior of engines decides what
            would compute with uninitialized memory (vllm#45212, vllm#54189).
     FP8    stays BF16: vLLM and SGLang read a missing input_scale as -3.4e38; only TensorRT-LLM computes it.
     KV     is not mentioned: engines use BF16, or their own option.
+
+hf_quant_config.json and config.json have ModelOpt's form, by which engines recognize the layout;
+`producer.written_by` names the program that wrote the file. A single format for all layers is written as
+`quant_algo` with `exclude_modules`. Several formats are MIXED_PRECISION with `quantized_layers`, which lists
+every quantized module. Checkpoints whose activations stay BF16 always use the second form, because SGLang
+looks for W4A16_NVFP4 there.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import inf
+from pathlib import Path
+from typing import Any
 
 from megatron_nemotron3.checkpoints.convert import inventory
+from megatron_nemotron3.checkpoints.convert.hf_folder import open_file, open_hf
 from megatron_nemotron3.checkpoints.convert.inventory import Tensor
-from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE
+from megatron_nemotron3.checkpoints.convert.sources import TensorSource
+from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, CheckpointError, read_json
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.tensors import hf_root
 from megatron_nemotron3.precision.numerics import NVFP4_BLOCK as BLOCK
-from megatron_nemotron3.precision.serving import BF16, CLASSES, FP8, NVFP4, recipe_of, unquantized_layers
+from megatron_nemotron3.precision.serving import (
+    BF16,
+    CLASSES,
+    FP8,
+    NVFP4,
+    RECIPES,
+    recipe_of,
+    unquantized_layers,
+)
 
 #: Suffixes after "X." of the scales of activations and of the KV cache.
 SCALES = ("input_scale", "k_scale", "v_scale")
+#: The ModelOpt release that defines this layout.
+LAYOUT = "0.47.0"
+#: Modules that engines build as quantizable layers; `exclude_modules` must list those that are not quantized.
+_LAYERS = ("_proj", "lm_head", "conv1d", "fc1_latent_proj", "fc2_latent_proj")
 _CLASS_OF = {name: title for title, names in CLASSES.items() for name in names}
 
 
@@ -116,14 +138,13 @@ def quantization(
     full, rules = recipe_of(config, recipe)
     by_name = formats(config, recipe)
     given = dict(scales or {})
-    mappings = list(inventory.mappings(config, dtype=dtype))
-    tensors = [tensor for mapping in mappings for tensor in mapping.hf]
+    tensors = inventory.hf_tensors(config, dtype=dtype)
     modules = {t.name.removesuffix(".weight") for t in tensors}
     for name, value in given.items():
         module, _, kind = name.rpartition(".")
         if module not in modules or kind not in SCALES:
             raise ValueError(f"scale {name!r}: {config.name} has no such module")
-        if not 0 < value < inf:
+        if not 0 < value < math.inf:
             raise ValueError(f"scale {name!r} is {value!r}, not a positive number")
     wanted = {
         kind: [f"{n.removesuffix('.weight')}.input_scale" for n, k in by_name.items() if k == kind]
@@ -165,3 +186,97 @@ def _all_or_none(kind: str, names: list[str], given: Mapping[str, float]) -> boo
             "leaves out experts that received no token: calibrate on more data, or give none of these scales"
         )
     return bool(names) and not missing
+
+
+def hf_quant_config(plan: Quantization, written_by: str) -> dict[str, Any]:
+    """Return the content of hf_quant_config.json."""
+    layers = {w.module: _layer_entry(w.algorithm) for w in plan.weights if w.algorithm}
+    algorithms = {layer["quant_algo"] for layer in layers.values()}
+    modules: dict[str, Any]
+    if len(algorithms) > 1 or "W4A16_NVFP4" in algorithms or RECIPES[plan.recipe].listed:
+        algorithm, modules = "MIXED_PRECISION", {"quantized_layers": layers}
+    else:
+        (algorithm,), modules = algorithms, {"exclude_modules": _excluded_modules(plan)}
+    details = {**_layer_entry(algorithm), "kv_cache_quant_algo": "FP8" if plan.kv_cache else None, **modules}
+    producer = {"name": "modelopt", "version": LAYOUT, "written_by": written_by}
+    return {"producer": producer, "quantization": details}
+
+
+def quantization_config(hf_quant: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `quantization_config` of config.json, which repeats hf_quant_config.json in another form."""
+    details = hf_quant["quantization"]
+    result: dict[str, Any] = {"config_groups": {}}
+    if "quantized_layers" in details:
+        groups: dict[str, list[str]] = {}
+        for module, layer in details["quantized_layers"].items():
+            groups.setdefault(layer["quant_algo"], []).append(module)
+        for number, (algorithm, modules) in enumerate(groups.items()):
+            result["config_groups"][f"group_{number}"] = {
+                **_config_group(algorithm),
+                "targets": sorted(modules),
+            }
+        result["quantized_layers"] = details["quantized_layers"]
+    else:
+        result["config_groups"]["group_0"] = {**_config_group(details["quant_algo"]), "targets": ["Linear"]}
+    result["ignore"] = details.get("exclude_modules", [])
+    result["quant_algo"] = details["quant_algo"]
+    if details["kv_cache_quant_algo"]:
+        result["kv_cache_scheme"] = _float_format(8)
+    return {**result, "producer": hf_quant["producer"], "quant_method": "modelopt"}
+
+
+def read_scales(path: Path) -> dict[str, float]:
+    """Read scales of activations and of the KV cache: X.input_scale, X.k_scale, X.v_scale -> value."""
+    if path.suffix == ".json":
+        data = read_json(path)
+        for name, value in data.items():
+            if type(value) not in (int, float) or name.rpartition(".")[2] not in SCALES:
+                raise CheckpointError(
+                    f"{path}: {name!r:.100} is {value!r:.40}: expected a number for a name that ends in "
+                    + ", ".join(SCALES)
+                )
+        return {name: float(value) for name, value in data.items()}
+    source = open_hf(path) if path.is_dir() else open_file(path)
+    names = [name for name in source.tensors if name.rpartition(".")[2] in SCALES]
+    result = {name: scalar(source, name) for name in names}
+    if not result:
+        raise CheckpointError(f"{path}: no tensor has a name that ends in {', '.join(SCALES)}")
+    return result
+
+
+def scalar(source: TensorSource, name: str) -> float:
+    """Read a scale of one element."""
+    tensor = source.tensors[name]
+    if math.prod(tensor.shape) != 1 or tensor.dtype not in ("float32", "bfloat16"):
+        raise CheckpointError(
+            f"{source.folder}: {name} is {tensor.dtype} {list(tensor.shape)}, expected one float32"
+        )
+    value = float(source.read(name))
+    if not 0 < value < math.inf:
+        raise CheckpointError(f"{source.folder}: {name} is {value}, expected a number above 0")
+    return value
+
+
+def _layer_entry(algorithm: str) -> dict[str, Any]:
+    return {"quant_algo": algorithm} | ({"group_size": BLOCK} if "NVFP4" in algorithm else {})
+
+
+def _float_format(number: int) -> dict[str, Any]:
+    return {"dynamic": False, "num_bits": number, "type": "float"}
+
+
+def _config_group(algorithm: str) -> dict[str, Any]:
+    if algorithm == "FP8":
+        return {"input_activations": _float_format(8), "weights": _float_format(8)}
+    packed = {**_float_format(4), "group_size": BLOCK}
+    return {"weights": packed} | ({"input_activations": packed} if algorithm == "NVFP4" else {})
+
+
+def _excluded_modules(plan: Quantization) -> list[str]:
+    """List the layers that are not quantized; layers of MTP by their prefix."""
+    modules = (
+        ".".join(w.module.split(".")[:3]) + "*" if w.module.startswith("mtp.") else w.module
+        for w in plan.weights
+        if not w.algorithm and w.tensor.name.endswith(".weight")
+    )
+    return sorted({m for m in modules if m.endswith((*_LAYERS, "*"))})
