@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from megatron_nemotron3.proof.certify.case import TrainingCase
-from megatron_nemotron3.proof.certify.compare import Distance, compared
-from megatron_nemotron3.proof.certify.noise import reference, weights
+from megatron_nemotron3.proof.certify.compare import Distance, compared, reference, weights
 from megatron_nemotron3.proof.certify.world import Result, train
 
 

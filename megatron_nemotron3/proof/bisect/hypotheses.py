@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.proof.bisect.causes import LAYERS, MODEL, Cause, Context
-from megatron_nemotron3.proof.bisect.noise import DRAWS, Noise, rounding
-from megatron_nemotron3.proof.bisect.recompute import LayerStep, Recomputation, Steps
+from megatron_nemotron3.proof.bisect.recompute import DRAWS, LayerStep, Noise, Recomputation, Steps, rounding
 from megatron_nemotron3.proof.bisect.recording import Sequence as Recorded
 
 #: Memory for residual streams from which causes are recomputed; with less, from an earlier layer.

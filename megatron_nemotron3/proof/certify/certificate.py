@@ -23,7 +23,7 @@ from megatron_nemotron3.common.files import (
 from megatron_nemotron3.launch import parser
 from megatron_nemotron3.launch import versions as core
 from megatron_nemotron3.proof.certify import options as table
-from megatron_nemotron3.proof.certify.finding import Finding, PropertyState
+from megatron_nemotron3.proof.certify.bench import Finding, PropertyState
 from megatron_nemotron3.proof.certify.large import LaunchRequest
 from megatron_nemotron3.proof.certify.proxy import ProxyLaunch
 

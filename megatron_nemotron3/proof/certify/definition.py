@@ -18,11 +18,18 @@ from torch import Tensor
 from megatron_nemotron3.common.hooks import unwrapped
 from megatron_nemotron3.models.definition import Routing
 from megatron_nemotron3.proof.certify.batch import global_batch
-from megatron_nemotron3.proof.certify.bench import Bench, last_line
+from megatron_nemotron3.proof.certify.bench import Bench, Finding, failed, last_line, untested
 from megatron_nemotron3.proof.certify.case import TrainingCase
-from megatron_nemotron3.proof.certify.compare import Distance, farthest, numbers, verdict
-from megatron_nemotron3.proof.certify.finding import Finding, failed, untested
-from megatron_nemotron3.proof.certify.noise import NUDGES, UNIT, nudged, weights
+from megatron_nemotron3.proof.certify.compare import (
+    NUDGES,
+    UNIT,
+    Distance,
+    farthest,
+    nudged,
+    numbers,
+    verdict,
+    weights,
+)
 from megatron_nemotron3.proof.certify.plain_step import AdamW, Objective, define, moved_bias
 from megatron_nemotron3.proof.certify.ranks import run_distributed
 from megatron_nemotron3.proof.certify.tensors import Tensors, gather, load

@@ -25,10 +25,9 @@ from unittest import mock
 
 from megatron_nemotron3.launch import command_line
 from megatron_nemotron3.launch.flag import Flag
-from megatron_nemotron3.proof.certify import proof, proxy, static
-from megatron_nemotron3.proof.certify.bench import Bench, last_line
+from megatron_nemotron3.proof.certify import proof, proxy
+from megatron_nemotron3.proof.certify.bench import Bench, Finding, PropertyState, last_line
 from megatron_nemotron3.proof.certify.case import TrainingCase
-from megatron_nemotron3.proof.certify.finding import Finding, PropertyState
 from megatron_nemotron3.proof.certify.large import LaunchRequest
 from megatron_nemotron3.proof.certify.layouts import Sizes
 from tests.proof.certify.catalogue import FAULTS, LAUNCHES, Fault
@@ -118,9 +117,9 @@ STAGES: dict[str, Callable[[Any], Iterator[Finding]]] = {
     "saving": _saving,
     "resuming": _resuming,
     "export": _export,
-    "formats": static.formats,
-    "memory": static.memory,
-    "rules": static.rules,
+    "formats": proof.formats,
+    "memory": proof.memory,
+    "rules": proof.rules,
 }
 #: Stages of which the launch is damaged, and no function.
 STATIC = ("formats", "memory", "rules")

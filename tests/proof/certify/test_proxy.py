@@ -17,15 +17,14 @@ from megatron_nemotron3.launch import flags as flags_of
 from megatron_nemotron3.launch.flag import Flag
 from megatron_nemotron3.models import pattern as patterns
 from megatron_nemotron3.models.stack_specs import experts_text, stored_experts
-from megatron_nemotron3.proof.certify import options, proxy_text, stages
-from megatron_nemotron3.proof.certify.bench import Bench
+from megatron_nemotron3.proof.certify import options
+from megatron_nemotron3.proof.certify.bench import Bench, PropertyState
 from megatron_nemotron3.proof.certify.certificate import normalised
 from megatron_nemotron3.proof.certify.definition import definition
-from megatron_nemotron3.proof.certify.finding import PropertyState
 from megatron_nemotron3.proof.certify.large import LaunchRequest
-from megatron_nemotron3.proof.certify.layouts import Sizes, cover
+from megatron_nemotron3.proof.certify.layouts import Sizes, borders, chosen, cover, of_launch, shortened
 from megatron_nemotron3.proof.certify.options import Treatment
-from megatron_nemotron3.proof.certify.proxy import ProxyLaunch, make, stages_of
+from megatron_nemotron3.proof.certify.proxy import ProxyLaunch, make, proxy_lines, stages_of
 from megatron_nemotron3.train.build import megatron_args
 from tests.properties.strategies import layouts
 
@@ -119,7 +118,7 @@ def test_every_option_of_a_recipe_has_a_treatment(file: Path) -> None:
         assert (treatment in (Treatment.REPLACED, Treatment.UNTESTED)) == (flag.name in said), flag
         if treatment is Treatment.KEPT:
             assert flag.name in mechanism or flag.name in proxy.meaning, flag
-    assert proxy_text.lines(proxy)
+    assert proxy_lines(proxy)
 
 
 @pytest.mark.parametrize("file", RECIPES[:: len(RECIPES) // 4], ids=lambda file: file.stem)
@@ -163,8 +162,8 @@ def test_structure_of_a_launch() -> None:
     ],
 )
 def test_short_stages(pattern: str, count: int, expected: str) -> None:
-    whole = stages.of_launch(pattern, pattern.count("|") + 1)
-    short, _ = stages.shortened(stages.chosen(whole, count), whole)
+    whole = of_launch(pattern, pattern.count("|") + 1)
+    short, _ = shortened(chosen(whole, count), whole)
     assert "|".join(short) == expected
 
 
@@ -172,7 +171,7 @@ def test_what_the_small_pipeline_lacks_is_said() -> None:
     cuts = "ME*|EM|*E|*M|EM|MM|EM|ME"
     text = SUPER.replace("--pipeline-model-parallel-size 4", "--pipeline-model-parallel-size 8")
     proxy = proxy_of(text.replace("MEMEM*EMEME|MEM*EMEMEM|EMEMMEMM|EMEM*EMEME", cuts))
-    large, small = (set(stages.borders((text or "").split("|"))) for text in (cuts, proxy.config.source))
+    large, small = (set(borders((text or "").split("|"))) for text in (cuts, proxy.config.source))
     said = next(remark.what for remark in proxy.remarks if remark.what.startswith("cuts between"))
     assert len(large & small) == len(small) == 2
     for one, other in large - small:
@@ -180,7 +179,7 @@ def test_what_the_small_pipeline_lacks_is_said() -> None:
 
 
 def test_stages_without_cuts_have_the_given_first_and_last_length() -> None:
-    assert stages.of_launch("MEMEMEMEM*", 4, first=1, last=3) == ["M", "EME", "MEM", "EM*"]
+    assert of_launch("MEMEMEMEM*", 4, first=1, last=3) == ["M", "EME", "MEM", "EM*"]
 
 
 def test_megatron_fsdp_stays() -> None:
