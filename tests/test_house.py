@@ -106,7 +106,6 @@ LIGHT = (
     "precision.table",
     "proof.bisect",
     "proof.certify",
-    "proof.certify.batch_shape",
     "proof.certify.bench",
     "proof.certify.large",
     "proof.certify.layouts",

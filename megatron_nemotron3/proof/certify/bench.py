@@ -79,23 +79,8 @@ class Bench:
 
     def case(self, sizes: Sizes | None, **changes: Any) -> TrainingCase:
         """Return the training of the proxy in a layout, or in one process (None)."""
-        batch = self.proxy.batch
-        values: dict[str, Any] = {
-            "config": self.proxy.config,
-            "layout": sizes.layout if sizes else ParallelLayout(),
-            "arguments": tuple(self.proxy.arguments(sizes)),
-            "seq_length": batch.seq_length,
-            "micro_batch_size": batch.micro_batch_size,
-            "sequences": batch.sequences,
-            "documents": batch.documents,
-            "cut_whole": batch.cut_whole,
-            "mask": "random" if batch.masked else "none",
-            "lora": self.proxy.lora,
-            "boost": self.proxy.boost,
-            "steps": 2,
-            "fault": self.fault,
-        }
-        return TrainingCase(**(values | changes))
+        own = {"arguments": tuple(self.proxy.arguments(sizes)), "fault": self.fault}
+        return self.proxy.case.at(sizes.layout if sizes else ParallelLayout(), **(own | changes))
 
     @cached_property
     def launch(self) -> Launch | None:

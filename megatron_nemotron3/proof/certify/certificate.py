@@ -118,7 +118,7 @@ def make(
     seconds: float,
 ) -> dict[str, Any]:
     """Return a certificate as data for `json.dumps`."""
-    model, small, batch = proxy.model, proxy.config, proxy.batch
+    model, small, batch = proxy.model, proxy.config, proxy.case
     failures = [one for one in findings if one.state is PropertyState.FAIL]
     return {
         "schema": SCHEMA,

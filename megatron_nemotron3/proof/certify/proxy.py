@@ -9,7 +9,7 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_nemotron3.launch import ParallelLayout, parser, versions
 from megatron_nemotron3.launch import boosting as settings
@@ -24,7 +24,7 @@ from megatron_nemotron3.models.lora import LoRASettings
 from megatron_nemotron3.models.stack_specs import MODULE, spec_name
 from megatron_nemotron3.proof.certify import layouts, small
 from megatron_nemotron3.proof.certify import options as table
-from megatron_nemotron3.proof.certify.batch_shape import BatchShape, batch_of
+from megatron_nemotron3.proof.certify.case import TrainingCase
 from megatron_nemotron3.proof.certify.large import FullLaunch, LaunchRequest, full_launch
 from megatron_nemotron3.proof.certify.layouts import Sizes, cover
 from megatron_nemotron3.proof.certify.options import Treatment
@@ -72,11 +72,8 @@ class ProxyLaunch:
     #: The layout of the launch, and the small ones.
     large: Sizes
     sizes: tuple[Sizes, ...]
-    batch: BatchShape
-    #: Adapters on frozen weights, as `LoRASettings.parse` reads them; None: all weights are trained.
-    lora: str | None
-    #: What MTP heads alone are trained for, as `Boost.parse` reads it; None: all weights are trained.
-    boost: str | None
+    #: What is trained, without Megatron's command line.
+    case: TrainingCase
     #: Words without layout, batch and schedule: what is computed, and by which mechanism.
     meaning: tuple[str, ...]
     mechanism: tuple[Flag, ...]
@@ -110,8 +107,8 @@ class ProxyLaunch:
                 sizes.instances if sizes and sizes.instances > 1 else None,
             ),
             ("--make-vocab-size-divisible-by", small.VOCABULARY_DIVISOR),
-            ("--seq-length", self.batch.seq_length),
-            ("--max-position-embeddings", self.batch.seq_length),
+            ("--seq-length", self.case.seq_length),
+            ("--max-position-embeddings", self.case.seq_length),
         ):
             head += emit(name, value, "extra", "")
         mechanism = self._mechanism(layout) if sizes else []
@@ -197,9 +194,7 @@ def make(request: LaunchRequest, ranks: int, version: str | None = None) -> Prox
         config=config,
         large=launch.sizes,
         sizes=tuple(sizes),
-        batch=batch_of(launch, sizes),
-        lora=lora,
-        boost=boost,
+        case=replace(small.training(launch, config, sizes), lora=lora, boost=boost),
         meaning=tuple(meaning),
         mechanism=tuple(mechanism),
         treatments=treatments,
@@ -295,7 +290,7 @@ def proxy_lines(proxy: ProxyLaunch) -> list[str]:
 
 
 def _sized(proxy: ProxyLaunch) -> Iterator[str]:
-    large, config, batch = proxy.model, proxy.config, proxy.batch
+    large, config, batch = proxy.model, proxy.config, proxy.case
     yield f"layout {proxy.large} as {' and '.join(map(str, proxy.sizes))}"
     yield f"layers {_pattern(large)} as {config.source or config.pattern}{_depths(config)}"
     changed = [

@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
@@ -110,10 +110,10 @@ class ScriptRun:
     killed_in: Path | None = None
     #: Interval of the monitors in steps, 0 for none.
     monitor: int = 0
-    ranks: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ranks", self.case.layout.world_size)
+    @property
+    def ranks(self) -> int:
+        return self.case.layout.world_size
 
     def start(self) -> None:
         self.folder.mkdir(parents=True)

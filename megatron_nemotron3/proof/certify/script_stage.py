@@ -132,7 +132,7 @@ class ScriptRuns:
 
     def write_data(self) -> None:
         self.folder.mkdir()
-        tokens, longest = self.bench.proxy.config.vocab_size, self.bench.proxy.batch.seq_length
+        tokens, longest = self.bench.proxy.config.vocab_size, self.bench.proxy.case.seq_length
         if _TUNING in self.given:
             data = write_conversations(self.folder, tokens, longest)
         else:
@@ -198,7 +198,7 @@ def script(bench: Bench) -> Iterator[Finding]:
     except _FAILURES as problem:
         yield failed("training", where, last_line(problem))
         return
-    compared = NoiseComparison(bases, bench.proxy.batch.sequences * bench.proxy.batch.seq_length)
+    compared = NoiseComparison(bases, bench.proxy.case.sequences * bench.proxy.case.seq_length)
     yield from run_findings(compared, bases[0], killed, where)
     yield from checkpoint_findings(scripts, killed, where)
     yield from resume_findings(scripts, first, killed)
@@ -367,7 +367,7 @@ def monitors(bench: Bench) -> Iterator[Finding]:
     if not base:
         yield untested(MONITORS, "the monitors have written nothing")
         return
-    terms = bench.proxy.batch.sequences * bench.proxy.batch.seq_length
+    terms = bench.proxy.case.sequences * bench.proxy.case.seq_length
     distance = farthest(MONITORS, base, found, spread(base, nudged_runs, terms))
     yield verdict(distance, where, f"{len(base)} series")
 

@@ -204,7 +204,7 @@ def test_a_schedule_of_the_pipeline_has_the_shape_of_the_launch() -> None:
     def relation(global_batch: int, text: str = SUPER) -> set[int]:
         proxy = proxy_of(text.replace("size 64 ", f"size {global_batch} "), world_size=64)
         on_rank = [
-            (proxy.batch.sequences // proxy.batch.micro_batch_size // s.layout.dp, s.layout)
+            (proxy.case.sequences // proxy.case.micro_batch_size // s.layout.dp, s.layout)
             for s in proxy.sizes
             if s.layout.pp > 1
         ]
@@ -220,7 +220,7 @@ def test_a_schedule_of_the_pipeline_has_the_shape_of_the_launch() -> None:
 
 def test_a_batch_that_the_script_does_not_say() -> None:
     proxy = proxy_of(SUPER.replace("--global-batch-size 64", "--global-batch-size $BATCH"), world_size=64)
-    assert proxy.batch == proxy_of(SUPER, world_size=64).batch
+    assert proxy.case == proxy_of(SUPER, world_size=64).case
 
 
 def test_dropout_by_default_is_said() -> None:
@@ -236,10 +236,12 @@ def test_dropout_by_default_is_said() -> None:
 def test_packed_documents_fill_the_row() -> None:
     proxy = proxy_of(f"{SUPER} --sft --context-parallel-size 2")
     assert (
-        proxy.batch.masked and proxy.batch.documents and sum(proxy.batch.documents) == proxy.batch.seq_length
+        proxy.case.mask == "random"
+        and proxy.case.documents
+        and sum(proxy.case.documents) == proxy.case.seq_length
     )
-    assert all(length % 4 == 0 for length in proxy.batch.documents) and not proxy.batch.cut_whole
-    assert proxy_of(f"{SUPER} --dataloader-inter-document-masking --context-parallel-size 2").batch.cut_whole
+    assert all(length % 4 == 0 for length in proxy.case.documents) and not proxy.case.cut_whole
+    assert proxy_of(f"{SUPER} --dataloader-inter-document-masking --context-parallel-size 2").case.cut_whole
 
 
 def test_experts_that_differ_by_layer() -> None:
@@ -401,7 +403,7 @@ def test_small_layouts_fit_the_small_model(layout: ParallelLayout, experts: int)
     ]
     flags += [Flag(name, (str(value),)) for name, value in words.items()]
     proxy = make(request(flags, world_size=layout.world_size), 8)
-    config, batch = proxy.config, proxy.batch
+    config, batch = proxy.config, proxy.case
     assert config.num_moe_experts and config.moe_router_topk
     for small in (sizes.layout for sizes in proxy.sizes):
         assert len(patterns.parse(stages_of(config, small)).stages) == small.stages
