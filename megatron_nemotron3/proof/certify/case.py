@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,6 +11,10 @@ from megatron_nemotron3.models import Nemotron3Config
 
 if TYPE_CHECKING:  # Python 3.11
     from typing import Self
+
+    from torch import Tensor
+
+    from megatron_nemotron3.proof.certify.batch import Batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,23 +30,15 @@ class TrainingCase:
     sequences: int = 4  # of a global batch
     steps: int = 3
     seed: int = 7
-    #: Tokens that do not count. "random": another number in every sequence. "heads": the first ones of every
-    #: document, as many as there are MTP depths. "random heads": both. "middle": everything
-    #: but the first and the last quarter of the sequence, so all that the second of two CP ranks holds.
-    mask: Literal["none", "random", "heads", "random heads", "middle"] = "random"
+    #: Tokens that do not count. "random": another number in every sequence.
+    mask: Literal["none", "random"] = "random"
     #: The model gets labels and returns a loss; without them it returns logits, as in reinforcement learning.
     labels: bool = True
     #: Lengths of the documents packed into each sequence (THD), None for plain sequences.
     documents: tuple[int, ...] | None = None
-    #: What each is padded to inside the pack (`cu_seqlens_q_padded`); the rest of the row is padding, too.
-    padded: tuple[int, ...] | None = None
-    #: The mask that the model gets, for MTP: that of the loss, the same with padding counted, or none.
-    model_mask: Literal["same", "padding counts", "absent"] = "same"
     #: Cut a packed sequence over context-parallel ranks as if it were one document
     #: (`--dataloader-inter-document-masking` does).
     cut_whole: bool = False
-    #: Every document a micro-batch of its own instead: what packing must be equal to. One rank only.
-    separate: bool = False
     #: Adapters on frozen weights, as `LoRA.parse` reads them; None: train the weights.
     lora: str | None = None
     #: What MTP heads alone are trained for, as `Boost.parse` reads it; None: train the weights.
@@ -55,6 +51,22 @@ class TrainingCase:
 
     def at(self, layout: ParallelLayout, **changes: Any) -> Self:
         return replace(self, layout=layout, **changes)
+
+    @property
+    def microbatches(self) -> int:
+        """Of a data-parallel rank in a step."""
+        return self.sequences // self.micro_batch_size // self.layout.dp
+
+    def counting(self, positions: Tensor, random: Tensor) -> Tensor:
+        """Which tokens count, of their positions in documents and a random choice, all [sequences, s]."""
+        return random if self.mask == "random" else positions >= 0
+
+    def shares(self, batch: dict[str, Tensor]) -> Iterator[Batch]:
+        """This rank's share of a micro-batch [b, s], with "model_mask", the mask that the model gets."""
+        from megatron_nemotron3.proof.certify.batch import cut, cut_packed
+
+        share, packed = cut_packed(self, batch) if self.documents else cut(batch)
+        yield {**share, "model_mask": share["loss_mask"].clone()}, packed
 
     def argv(self) -> list[str]:
         batch = {

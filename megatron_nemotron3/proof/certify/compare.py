@@ -101,11 +101,6 @@ class Distance:
     #: Largest difference over the largest element.
     relative: float
 
-    @property
-    def problem(self) -> str:
-        where = self.key and f" ({self.key})"
-        return f"{self.what} differ{where}: by {self.relative:.2g}, {self.share:.2g} of the tolerance"
-
 
 def verdict(distance: Distance, where: str, detail: str = "") -> Finding:
     """Return the finding of a distance: it passes up to its tolerance."""
@@ -131,8 +126,7 @@ def compared(one: TrainingCase, base: Result, found: Result) -> Iterator[Distanc
     gradient_tolerance, weight_tolerance = tolerances(one)
     yield numbers("losses", base.losses, found.losses)
     yield numbers("gradient norms", base.norms, found.norms)
-    if not one.separate:  # a mean over micro-batches
-        yield numbers("losses of MTP", sum(base.mtp, []), sum(found.mtp, []))
+    yield numbers("losses of MTP", sum(base.mtp, []), sum(found.mtp, []))
     yield farthest("gradients", base.gradients, found.gradients, gradient_tolerance)
     biases = {key for key in base.weights if key.endswith("expert_bias")}
     # Counts of tokens are whole numbers: any difference is one too many.

@@ -225,8 +225,8 @@ def _observe(case: TrainingCase, start: Tensors) -> tuple[list[ObservedStep], An
     for step in range(case.steps):
         before, state = gather([run.weights()]), [b.clone() for b in buffers]
         loss = run.forward_backward(step, whole_gradients=True)
-        gradients, (choices, logits) = gather([run.gradients()]), watch.take(run.microbatches)
-        mtp = [value / run.microbatches for value in mtp_losses()]
+        gradients, (choices, logits) = gather([run.gradients()]), watch.take(case.microbatches)
+        mtp = [value / case.microbatches for value in mtp_losses()]
         norm = run.step()
         after, left = gather([run.weights()]), [b.clone() for b in buffers]
         moved, moved_logits = list[Tensors](), list[Tensors]()
@@ -235,7 +235,7 @@ def _observe(case: TrainingCase, start: Tensors) -> tuple[list[ObservedStep], An
             _restore(buffers, state)
             run.forward_backward(step, whole_gradients=True)
             moved.append(gather([run.gradients()]))
-            moved_logits.append(watch.take(run.microbatches)[1])
+            moved_logits.append(watch.take(case.microbatches)[1])
             mtp_losses()
         load(run.chunks, after)
         _restore(buffers, left)

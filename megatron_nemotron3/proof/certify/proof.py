@@ -29,7 +29,6 @@ from megatron_nemotron3.proof.certify.bench import (
     passed,
     untested,
 )
-from megatron_nemotron3.proof.certify.options import Treatment
 
 #: Rules on `--seq-length`, which in reinforcement learning is no length of a training batch.
 _OF_LENGTH = ("token-alignment", "sequence-sp", "sequence-cp")
@@ -144,7 +143,7 @@ def memory(bench: Bench) -> Iterator[Finding]:
 def beyond(bench: Bench) -> Iterator[Finding]:
     """Yield what of the launch nothing here can try."""
     for remark in bench.proxy.remarks:
-        if remark.treatment is Treatment.UNTESTED:
+        if remark.untested:
             names = f" ({', '.join(remark.options)})" if remark.options else ""
             yield untested(remark.what, f"{remark.instead}{names}")
 

@@ -217,7 +217,7 @@ class TrainingRun:
             forward_step_func=partial(_forward_step, case.labels),
             data_iterator=[data(step) for _ in self.chunks] if several else data(step),
             model=self.chunks if several else self.chunks[0],
-            num_microbatches=self.microbatches,
+            num_microbatches=case.microbatches,
             seq_length=case.seq_length,
             micro_batch_size=case.micro_batch_size,
             decoder_seq_length=case.seq_length,
@@ -227,12 +227,6 @@ class TrainingRun:
         if gather_shards:
             _gather_gradients(self.chunks)
         return _mean_loss(reported)
-
-    @property
-    def microbatches(self) -> int:
-        case = self.case
-        documents = sum(length > 0 for length in case.documents or ()) if case.separate else 1
-        return documents * case.sequences // case.micro_batch_size // case.layout.dp
 
     def step(self) -> float:
         _, norm, _ = self.optimizer.step()
@@ -294,7 +288,7 @@ def _train(case: TrainingCase, weights: Tensors | None) -> dict[str, Any]:
         result["losses"].append(run.forward_backward(step, whole_gradients=step == 0))
         if step == 0:
             result["gradients"] = run.gradients()
-        result["mtp"].append([loss / run.microbatches for loss in mtp_losses()])
+        result["mtp"].append([loss / case.microbatches for loss in mtp_losses()])
         result["norms"].append(run.step())
     run.finish()
     result["weights"] = run.weights()

@@ -145,7 +145,7 @@ def _defined(case: Case, weights: Tensors, taught: Sequence[Distillation], apart
         forward_step_func=step,
         data_iterator=batches(case)(0),
         model=run.chunks[0],
-        num_microbatches=run.microbatches,
+        num_microbatches=run.case.microbatches,
         seq_length=case.seq_length,
         micro_batch_size=case.micro_batch_size,
         decoder_seq_length=case.seq_length,

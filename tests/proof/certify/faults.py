@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from megatron_nemotron3.proof.certify.bench import Bench, Finding, PropertyState
 from megatron_nemotron3.proof.certify.case import TrainingCase
 from megatron_nemotron3.proof.certify.large import LaunchRequest
 from megatron_nemotron3.proof.certify.layouts import Sizes
+from tests.parallel.case import Scenario
 from tests.proof.certify.catalogue import FAULTS, LAUNCHES, Fault
 
 #: What was found when the table was last written.
@@ -50,7 +51,9 @@ class FaultyBench(Bench):
     def case(self, sizes: Sizes | None, **changes: Any) -> TrainingCase:
         """Return the training in a layout, with the fault, or in one process."""
         healthy = {"fault": None} if sizes is None and not self.everywhere else {}
-        return super().case(sizes, **(healthy | dict(self.changes) | changes))
+        made = super().case(sizes)
+        own = {each.name: getattr(made, each.name) for each in fields(made)}
+        return Scenario(**(own | healthy | dict(self.changes) | changes))
 
 
 def _definition(bench: Bench) -> Iterator[Finding]:
