@@ -65,7 +65,10 @@ class TrainingCase:
         """This rank's share of a micro-batch [b, s], with "model_mask", the mask that the model gets."""
         from megatron_nemotron3.proof.certify.batch import cut, cut_packed
 
-        share, packed = cut_packed(self, batch) if self.documents else cut(batch)
+        if self.documents:
+            share, packed = cut_packed(batch, self.documents, whole=self.cut_whole)
+        else:
+            share, packed = cut(batch)
         yield {**share, "model_mask": share["loss_mask"].clone()}, packed
 
     def argv(self) -> list[str]:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from megatron_nemotron3.common.hooks import unwrapped
 from megatron_nemotron3.models.definition import Routing
-from megatron_nemotron3.proof.certify.batch import global_batch
 from megatron_nemotron3.proof.certify.bench import Bench, Finding, failed, last_line, untested
 from megatron_nemotron3.proof.certify.case import TrainingCase
 from megatron_nemotron3.proof.certify.compare import (
@@ -34,7 +33,7 @@ from megatron_nemotron3.proof.certify.compare import (
 from megatron_nemotron3.proof.certify.plain_step import AdamW, Objective, define, moved_bias
 from megatron_nemotron3.proof.certify.ranks import run_distributed
 from megatron_nemotron3.proof.certify.tensors import Tensors, gather, load
-from megatron_nemotron3.proof.certify.world import TrainingRun, mtp_losses
+from megatron_nemotron3.proof.certify.world import TrainingRun, global_batch, mtp_losses
 
 #: Micro-batches of a step: more than one, and not all with the same number of counting tokens.
 _MICROBATCHES = 3

@@ -10,7 +10,6 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
@@ -94,65 +93,58 @@ def script_of(checkout: Path | None) -> Path:
     return ENTRY if checkout is None else checkout / STOCK
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScriptRun:
-    """A start of the script."""
+def run_script(
+    words: Sequence[str], case: TrainingCase, folder: Path, timeout: float, killed_in: Path | None = None
+) -> None:
+    """Run a script on the ranks of a case's layout.
 
-    script: Path
-    #: The layout, and the arguments of the launch with batch and schedule.
-    case: TrainingCase
-    #: Options of data and checkpoints.
-    arguments: tuple[str, ...]
-    #: For logs and observations.
-    folder: Path
-    timeout: float
-    #: In this folder the ranks are killed when the second checkpoint is about to be complete.
-    killed_in: Path | None = None
-    #: Interval of the monitors in steps, 0 for none.
-    monitor: int = 0
+    Args:
+        words: options of the launcher, the script and its own.
+        folder: for logs and observations.
+        killed_in: in this folder the ranks are killed when the second checkpoint is about to be complete.
 
-    @property
-    def ranks(self) -> int:
-        return self.case.layout.world_size
+    Raises:
+        RuntimeError: a rank failed; the message is the last line of its traceback, or of its log.
+        TimeoutError: a rank did not end.
+    """
+    folder.mkdir(parents=True)
+    environment = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        **({BOOST: case.boost} if case.boost is not None else {}),
+    }
+    call = Call(_on_rank, (list(words), folder, case.fault, killed_in), environment=environment)
+    ranks = case.layout.world_size
+    try:
+        run_ranks(call, ranks, timeout=timeout, preload=PRELOAD)
+    except RuntimeError as problem:
+        if not (folder / _KILLED).exists():
+            rank, reason = _first_failure(folder, problem)
+            raise RuntimeError(f"rank {rank} of {ranks}: {reason}") from None
+    else:
+        if killed_in is not None:
+            raise RuntimeError("the script ended without a second checkpoint")
+    finally:
+        _end_sessions(folder)
 
-    def start(self) -> None:
-        self.folder.mkdir(parents=True)
-        environment = {
-            **os.environ,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-            **({BOOST: self.case.boost} if self.case.boost is not None else {}),
-        }
-        options = ("--device", "cpu", "--monitor", str(self.monitor))
-        argv = [*options, str(self.script), *self.case.argv(), *self.arguments]
-        given = (argv, self.folder, self.case.fault, self.killed_in)
-        call = Call(_on_rank, given, environment=environment)
-        try:
-            run_ranks(call, self.ranks, timeout=self.timeout, preload=PRELOAD)
-        except RuntimeError as problem:
-            if not (self.folder / _KILLED).exists():
-                raise RuntimeError(self._reason(problem)) from None
-        else:
-            if self.killed_in is not None:
-                raise RuntimeError("the script ended without a second checkpoint")
-        finally:
-            _end_sessions(self.folder)
 
-    def curve(self) -> log.Curve:
-        curve = log.Curve()
-        for rank in range(self.ranks):
-            curve.steps |= log.read(str(_log(self.folder, rank))).steps
-        return curve
+def curve_of(folder: Path, ranks: int) -> log.Curve:
+    """What the ranks of a run have logged."""
+    curve = log.Curve()
+    for rank in range(ranks):
+        curve.steps |= log.read(str(_log(folder, rank))).steps
+    return curve
 
-    def _reason(self, problem: RuntimeError) -> str:
-        """The last line of the rank that failed first: of its traceback, or of its log if it just left."""
-        lines = str(problem).strip().splitlines()
-        rank = int(lines[0].split()[1])
-        reason = lines[-1].strip()
-        if reason.startswith("SystemExit") or "exit code" in reason:
-            with suppress(OSError, IndexError):
-                reason = _log(self.folder, rank).read_text(errors="replace").strip().splitlines()[-1]
-        return f"rank {rank} of {self.ranks}: {reason}"
+
+def _first_failure(folder: Path, problem: RuntimeError) -> tuple[int, str]:
+    """The rank that failed first, and the last line of its traceback, or of its log if it just left."""
+    lines = str(problem).strip().splitlines()
+    rank, reason = int(lines[0].split()[1]), lines[-1].strip()
+    if reason.startswith("SystemExit") or "exit code" in reason:
+        with suppress(OSError, IndexError):
+            reason = _log(folder, rank).read_text(errors="replace").strip().splitlines()[-1]
+    return rank, reason
 
 
 def _log(folder: Path, rank: int) -> Path:

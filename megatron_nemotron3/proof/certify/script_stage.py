@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -22,7 +21,13 @@ from megatron_nemotron3.proof.certify.compare import NUDGES, equal, farthest, nu
 from megatron_nemotron3.proof.certify.large import CHECKOUT
 from megatron_nemotron3.proof.certify.layouts import Sizes
 from megatron_nemotron3.proof.certify.ranks import run_distributed
-from megatron_nemotron3.proof.certify.script_run import ScriptRun, script_of, write_conversations, write_text
+from megatron_nemotron3.proof.certify.script_run import (
+    curve_of,
+    run_script,
+    script_of,
+    write_conversations,
+    write_text,
+)
 from megatron_nemotron3.proof.certify.tensors import Tensors, unmatched
 from megatron_nemotron3.train.log import Curve
 from megatron_nemotron3.train.monitor import events as event_files
@@ -157,21 +162,20 @@ class ScriptRuns:
         return ("--load", str(self.folder / "start" / str(number)), "--finetune")
 
     def run(
-        self, name: str, sizes: Sizes | None, *options: str, watched: bool = False, **changes: Any
+        self,
+        name: str,
+        sizes: Sizes | None,
+        *options: str,
+        watched: bool = False,
+        killed_in: Path | None = None,
     ) -> ScriptResult:
-        place = self.folder / name
+        place, case = self.folder / name, self.bench.case(sizes)
         log = ("--tensorboard-dir", str(place / "tensorboard")) if watched else ()
-        run = ScriptRun(
-            script=self.script,
-            case=self.bench.case(sizes),
-            arguments=(*self.options, *log, *options),
-            folder=place,
-            timeout=self.bench.timeout,
-            monitor=int(watched),
-            **changes,
-        )
-        run.start()
-        return ScriptResult(observer.read(run.folder, run.ranks), run.curve())
+        launcher = ("--device", "cpu", "--monitor", str(int(watched)))
+        words = (*launcher, str(self.script), *case.argv(), *self.options, *log, *options)
+        run_script(words, case, place, self.bench.timeout, killed_in)
+        ranks = case.layout.world_size
+        return ScriptResult(observer.read(place, ranks), curve_of(place, ranks))
 
 
 def script(bench: Bench) -> Iterator[Finding]:
