@@ -1,4 +1,8 @@
-"""Rounding as noise: how far two correct systems of a type lie apart."""
+"""What a checkpoint computes for given tokens, in FP32, a layer at a time from disk; and rounding as noise.
+
+A hypothesis costs one layer, or the layers from there on. Nothing is stored but one residual stream, and the
+weights of one layer with one routed expert at a time.
+"""
 
 from __future__ import annotations
 
@@ -88,12 +92,10 @@ Steps = Mapping[str, Callable[..., Any]]
 
 @dataclass(frozen=True)
 class LayerStep:
-    """A layer's result: its number, kind, residual stream after it and update to it, both [rows, s, d]."""
+    """A layer's result: its number and the residual stream after it [rows, s, d]."""
 
     layer: int
-    kind: str
     stream: Tensor
-    update: Tensor
     #: Of an E layer.
     routing: Routing | None
 
@@ -147,7 +149,7 @@ class Recomputation:
                 stream[row] = one.stream(x[row], update[row])
         parts = ([getattr(r, name) for r in routings] for name in ("logits", "ranked", "chosen"))
         routing = Routing(prefix.megatron, *map(torch.cat, parts)) if routings else None
-        return LayerStep(number, prefix.part, stream, update, routing)
+        return LayerStep(number, stream, routing)
 
     def run(
         self,

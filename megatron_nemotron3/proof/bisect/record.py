@@ -1,13 +1,8 @@
 """Record what a Megatron model computes, in any layout: ours, or the stock model with any stack.
 
-    with Recorder(model, vocab_size=131072, routing=True, hidden=(0, 51)) as recorder:
-        ...                                         # forward passes on every rank, as Megatron drives them
-    recorder.write("trainer.pt", prompts=lengths)   # every rank calls it; the first one writes
-
 Forward hooks take what each rank has: router choices and hidden states of its layers, with the rows of
 sequence-parallel and context-parallel ranks gathered; log-probabilities on the last pipeline stage, over the
 shards of the vocabulary. Nothing is computed a second time, and no logits are kept.
-`engine` makes the same of what an inference engine reports.
 """
 
 from __future__ import annotations
