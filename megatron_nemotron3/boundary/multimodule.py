@@ -1,9 +1,9 @@
 """Upstream's `MultiModulePipelineCommunicator` over our exchange, for the stock pipeline schedule.
 
 Differences from upstream's class: every edge into a module takes part in one exchange; layouts may have any
-relation; when something is wrong every rank raises a BoundaryError; and the pipeline stage is counted from the
-end, so that modules of different depth before a common one start in time (upstream's count gives a shallow
-encoder one warm-up microbatch more than the next module can take, and 1F1B hangs).
+relation; when something is wrong every rank raises a BoundaryError; and the pipeline stage is counted from
+the end, so that modules of different depth before a common one start in time (upstream's count gives a
+shallow encoder one warm-up microbatch more than the next module can take, and 1F1B hangs).
 """
 
 from __future__ import annotations
