@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.launch import Launch, ParallelLayout, TrainingSchedule, flags, to_argv
-from megatron_nemotron3.proof.certify.batch import Batch, cut, cut_packed
-from megatron_nemotron3.proof.certify.case import TrainingCase
+from megatron_nemotron3.proof.certify.case import Batch, TrainingCase, cut, cut_packed
 from tests.support.short_run import short_schedule
 
 

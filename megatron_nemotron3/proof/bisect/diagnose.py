@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.proof.bisect.causes import LAYERS, Cause, model_causes, stale_causes
-from megatron_nemotron3.proof.bisect.causes_attention import attention_causes
 from megatron_nemotron3.proof.bisect.causes_experts import expert_causes
-from megatron_nemotron3.proof.bisect.causes_mamba import mamba_causes
+from megatron_nemotron3.proof.bisect.causes_mixers import attention_causes, mamba_causes
 from megatron_nemotron3.proof.bisect.evidence import ROUNDED, Evidence, Trial, best
 from megatron_nemotron3.proof.bisect.findings import LIMIT, CauseExplanation, Diagnosis, Side
 from megatron_nemotron3.proof.bisect.hypotheses import Hypotheses, SequenceRun

@@ -1,4 +1,4 @@
-"""What is trained, on what, and in which layout."""
+"""What is trained, on what, in which layout; and each context-parallel rank's share of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ if TYPE_CHECKING:  # Python 3.11
 
     from torch import Tensor
 
-    from megatron_nemotron3.proof.certify.batch import Batch
+#: Tensors of a micro-batch [b, s / cp], and its PackedSeqParams or None.
+Batch = tuple[dict[str, "Tensor"], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +64,6 @@ class TrainingCase:
 
     def shares(self, batch: dict[str, Tensor]) -> Iterator[Batch]:
         """This rank's share of a micro-batch [b, s], with "model_mask", the mask that the model gets."""
-        from megatron_nemotron3.proof.certify.batch import cut, cut_packed
-
         if self.documents:
             share, packed = cut_packed(batch, self.documents, whole=self.cut_whole)
         else:
@@ -84,3 +83,60 @@ class TrainingCase:
             "--adam-eps": 1e-2,
         }
         return [*self.arguments, *(str(word) for pair in batch.items() for word in pair)]
+
+
+# What follows runs on the ranks.
+
+
+def cut(batch: dict[str, Tensor]) -> Batch:
+    """This context-parallel rank's share of plain sequences."""
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    group = parallel_state.get_context_parallel_group()
+    return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group), None
+
+
+def cut_packed(
+    batch: dict[str, Tensor],
+    documents: tuple[int, ...],
+    padded: tuple[int, ...] | None = None,
+    whole: bool = False,
+) -> Batch:
+    """The same of packed documents: two chunks of each, the rank'th from the front and from the back.
+
+    Args:
+        documents: their lengths.
+        padded: the same with the padding of each inside the row, if they are padded.
+        whole: cut the row as if it were one document.
+    """
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    rows, length = batch["tokens"].shape
+    assert rows == 1
+    cp, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    inside = padded or documents
+    lengths = (*inside, length - sum(inside))
+    held = []
+    for document in torch.arange(length).split((length,) if whole else lengths):
+        chunks = document.tensor_split(2 * cp)
+        held += [chunks[rank], chunks[-1 - rank]]
+    index = torch.cat(held)
+    borders, physical = (
+        torch.tensor((0, *sizes), dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        for sizes in (documents, inside)
+    )
+    longest = max(documents)
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=borders,
+        cu_seqlens_kv=borders,
+        cu_seqlens_q_padded=physical if padded else None,
+        cu_seqlens_kv_padded=physical if padded else None,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        total_tokens=length,
+    )
+    return {key: t[:, index].contiguous() for key, t in batch.items()}, packed

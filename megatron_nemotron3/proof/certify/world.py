@@ -14,8 +14,7 @@ from torch import Tensor
 from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.launch.boosting import Boost
 from megatron_nemotron3.models.lora import LoRASettings, adding_lora
-from megatron_nemotron3.proof.certify.batch import Batch
-from megatron_nemotron3.proof.certify.case import TrainingCase
+from megatron_nemotron3.proof.certify.case import Batch, TrainingCase
 from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
 from megatron_nemotron3.proof.certify.tensors import (
     Pieces,
