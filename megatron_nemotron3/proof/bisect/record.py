@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,7 +66,7 @@ class Recorder:
         self._scores: list[list[Tensor]] = []
         self._handles: list[Any] = []
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Recorder:
         for chunk, passes in zip(self._chunks, self._passes):
             begin = partial(self._begin, passes)
             # Before our own hook, which replaces the borders of documents by those of their padding.
