@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -98,24 +99,25 @@ def _is_bias(key: str) -> bool:
 class NoiseComparison:
     """Compares a run with one process, by the noise of the one process with nudged weights."""
 
-    #: One process, then the nudged ones.
-    bases: Sequence[ScriptResult]
+    #: One process, then the nudged ones: runs, or their names.
+    bases: Sequence[Any]
     #: Length of the longest sum: tokens of the batch.
     terms: int
 
     def __call__(
         self,
         what: str,
-        found: ScriptResult,
+        found: Any,
         where: str,
-        of: Callable[[ScriptResult], Tensors],
+        of: Callable[[Any], Tensors],
         least: float = 0.0,
+        detail: str = "",
     ) -> Finding:
         expected, *moved = map(of, self.bases)
         if odd := unmatched(expected, of(found)):
             return failed(what, where, odd)
         allowed = spread(expected, moved, self.terms, least)
-        return verdict(farthest(what, expected, of(found), allowed), where)
+        return verdict(farthest(what, expected, of(found), allowed), where, detail)
 
 
 class ScriptRuns:
@@ -363,17 +365,13 @@ def monitors(bench: Bench) -> Iterator[Finding]:
     if not all(events(bench, name).is_dir() for name in (*names, "layout")):
         yield untested(MONITORS, "the script's runs did not come to their end")
         return
-    base, *nudged_runs, found = (_first(bench, name) for name in (*names, "layout"))
-    where = str(bench.proxy.sizes[0])
-    if odd := unmatched(base, found):
-        yield failed(MONITORS, where, odd)
-        return
-    if not base:
+    series = {name: _first(bench, name) for name in (*names, "layout")}
+    if not (series[names[0]] or series["layout"]):
         yield untested(MONITORS, "the monitors have written nothing")
         return
-    terms = bench.proxy.case.sequences * bench.proxy.case.seq_length
-    distance = farthest(MONITORS, base, found, spread(base, nudged_runs, terms))
-    yield verdict(distance, where, f"{len(base)} series")
+    compared = NoiseComparison(names, bench.proxy.case.sequences * bench.proxy.case.seq_length)
+    detail = f"{len(series[names[0]])} series"
+    yield compared(MONITORS, "layout", str(bench.proxy.sizes[0]), series.__getitem__, detail=detail)
 
 
 def _first(bench: Bench, run: str) -> Tensors:
