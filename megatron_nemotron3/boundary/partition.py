@@ -124,17 +124,6 @@ def rows_at(runs: Sequence[Runs], owned: Sequence[Sequence[Intervals]]) -> tuple
     return tuple(map(intervals.union, found))
 
 
-def runs_of(positions: Sequence[int]) -> Runs:
-    """Runs of ascending positions."""
-    found: list[tuple[int, int]] = []
-    for position in positions:
-        if found and found[-1][0] + found[-1][1] == position:
-            found[-1] = found[-1][0], found[-1][1] + 1
-        else:
-            found.append((position, 1))
-    return tuple(found)
-
-
 def rows_of(runs: Runs) -> int:
     """Number of rows of one sample."""
     return sum(rows for _, rows in runs)

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_nemotron3.common.hooks import unwrapped
 from megatron_nemotron3.proof.certify.case import TrainingCase
-from megatron_nemotron3.proof.certify.initial import metadata_of, state_of
+from megatron_nemotron3.proof.certify.checkpoints import metadata_of, state_of
 from megatron_nemotron3.proof.certify.ranks import run_distributed
 from megatron_nemotron3.proof.certify.tensors import Pieces, Tensors, gather, pieces
 from megatron_nemotron3.proof.certify.world import TrainingRun

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from megatron_nemotron3.launch import ParallelLayout
-from megatron_nemotron3.proof.certify.compare import farthest
-from megatron_nemotron3.proof.certify.noise import nudged, reference, tolerances, weights
+from megatron_nemotron3.proof.certify.compare import farthest, nudged, reference, tolerances, weights
 from megatron_nemotron3.proof.certify.tensors import RanksDiffer, gather
 from megatron_nemotron3.proof.certify.world import train, train_each
 from tests.parallel.compare import against

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_nemotron3.launch import ParallelLayout
-from megatron_nemotron3.proof.certify.noise import reference, weights
+from megatron_nemotron3.proof.certify.compare import reference, weights
 from megatron_nemotron3.proof.certify.world import train
 from tests.parallel.case import Case
 from tests.parallel.compare import check

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from megatron_nemotron3.launch import ParallelLayout
-from megatron_nemotron3.proof.certify.noise import reference, weights
+from megatron_nemotron3.proof.certify.compare import reference, weights
 from megatron_nemotron3.proof.certify.ranks import run_distributed
 from megatron_nemotron3.proof.certify.tensors import RanksDiffer
 from megatron_nemotron3.proof.certify.world import train

@@ -16,7 +16,7 @@ from megatron_nemotron3.layers.context_parallel import (
     zigzag,
 )
 from megatron_nemotron3.layers.mtp import MTPLayer, refuse_padding
-from megatron_nemotron3.proof.certify.noise import reference, weights
+from megatron_nemotron3.proof.certify.compare import reference, weights
 from megatron_nemotron3.proof.certify.world import train
 from tests.parallel.case import Case
 from tests.parallel.compare import against, check

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron_nemotron3.launch import ParallelLayout, versions
-from megatron_nemotron3.proof.certify.noise import reference, weights
+from megatron_nemotron3.proof.certify.compare import reference, weights
 from megatron_nemotron3.proof.certify.tensors import Tensors
 from tests.parallel.checkpoint import load, on_ranks, save, shifted_state
 from tests.parallel.compare import against

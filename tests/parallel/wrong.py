@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
-from megatron_nemotron3.proof.certify.noise import reference, weights
+from megatron_nemotron3.proof.certify.compare import reference, weights
 from megatron_nemotron3.proof.certify.world import Result, train
 from tests.parallel.case import Case
 

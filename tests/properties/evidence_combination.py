@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_nemotron3.proof.certify.noise import weights
+from megatron_nemotron3.proof.certify.compare import weights
 from tests.parallel import case as parallel
 from tests.parallel.checkpoint import shifted_state
 from tests.parallel.layouts import CASES

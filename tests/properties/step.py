@@ -264,7 +264,7 @@ def _together(build: Callable[[], Any]) -> Any:
 def _step(run: world.TrainingRun) -> dict[str, Any]:
     scheduler = loop.get_optimizer_param_scheduler(run.optimizer)
     loss = run.forward_backward(0)
-    mtp = tuple(total / run.microbatches for total in world.mtp_losses())
+    mtp = tuple(total / run.case.microbatches for total in world.mtp_losses())
     grad_norm = run.step()
     scheduler.step(run.args.global_batch_size)
     for parameter in (p for chunk in run.chunks for p in chunk.parameters()):

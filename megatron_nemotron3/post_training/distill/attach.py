@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -36,6 +36,9 @@ from megatron_nemotron3.post_training.distill.stored import Reader
 from megatron_nemotron3.post_training.distill.teacher import Teacher
 from megatron_nemotron3.train.teacher.manifest import is_stored
 from megatron_nemotron3.train.teacher.settings import Distillation, Distillations, rest_of
+
+if TYPE_CHECKING:  # Python 3.10 has none
+    from typing import Self
 
 
 class Hooks(torch.nn.Module):

@@ -1,8 +1,8 @@
 """Causes to try when a system deviates: small changes of a layer, of the model's ends, or of the tokens.
 
 A cause says what to recompute instead. If the recomputation agrees with the deviating system as well as two
-correct systems agree, it is named. `TABLE` has all of them; `causes_mamba`, `causes_attention` and
-`causes_experts` those of layers of one kind.
+correct systems agree, it is named. `causes_mixers` and `causes_experts` have those of layers of one kind,
+`diagnose.cause_table` all of them.
 """
 
 from __future__ import annotations

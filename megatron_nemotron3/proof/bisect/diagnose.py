@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.proof.bisect.causes import LAYERS, Cause, model_causes, stale_causes
-from megatron_nemotron3.proof.bisect.causes_attention import attention_causes
 from megatron_nemotron3.proof.bisect.causes_experts import expert_causes
-from megatron_nemotron3.proof.bisect.causes_mamba import mamba_causes
+from megatron_nemotron3.proof.bisect.causes_mixers import attention_causes, mamba_causes
 from megatron_nemotron3.proof.bisect.evidence import ROUNDED, Evidence, Trial, best
 from megatron_nemotron3.proof.bisect.findings import LIMIT, CauseExplanation, Diagnosis, Side
 from megatron_nemotron3.proof.bisect.hypotheses import Hypotheses, SequenceRun
@@ -79,14 +78,16 @@ class Investigation:
 
     def side(self, name: str, recording: Recording) -> Side:
         hypotheses = self.hypotheses(recording)
-        side, evidence = Side(name, recording.system, recording.dtype), _scores(hypotheses, recording)
+        side, evidence = Side(name, recording.system, recording.dtype), _evidence(hypotheses, recording)
         apart = evidence.differences()
         finite = apart[apart.isfinite()]
         side.tokens, side.none = len(apart), len(apart) - len(finite)
         side.typical, side.largest = float(finite.median()), float(apart.max())
         side.noise = evidence.distance()
-        mtp = _mtp_scores(hypotheses, recording)
-        side.mtp_noise = mtp.distance() if mtp is not None else 0.0
+        mtp = None
+        if any(len(values) for one in recording.sequences for values in one.mtp_logprobs.values()):
+            mtp = _evidence(hypotheses, recording, mtp=True)
+            side.mtp_noise = mtp.distance()
         segment = first_segment(hypotheses, recording)
         if segment is None and side.noise <= LIMIT:
             side.deviates = side.mtp_only = not side.mtp_noise <= LIMIT
@@ -159,21 +160,26 @@ class Investigation:
             for i, run in enumerate(hypotheses.plain):
                 changes = hypotheses.changes(cause, layers, i) or {}
                 given = run.streams[model.depth], hypotheses.ids[i][None], changes
-                rows = model.mtp_logprobs(*given, blocks=cause.mtp) if changes or cause.mtp else run.mtp
+                rows = model.mtp_logprobs(*given, blocks=cause.mtp) if changes or cause.mtp else run.logprobs
                 found.append({depth: row.view(-1) for depth, row in rows.items()})
             yield cause, layers, _mtp_scored(recording, found)
 
 
-def _evidence(
-    hypotheses: Hypotheses,
-    recording: Recording,
-    recorded: Sequence[tuple[int, int, Tensor]],
-    of: Callable[[Sequence[SequenceRun]], list[Tensor]],
-) -> Evidence:
-    """Compare recorded values, each with its sequence and first token, with what `of` takes from runs."""
+def _evidence(hypotheses: Hypotheses, recording: Recording, mtp: bool = False) -> Evidence:
+    """Compare the recorded log-probabilities of the decoder, or of MTP, with those of the checkpoint."""
+    recorded = [
+        (number, max(one.prompt, 1 + depth), values)
+        for number, one in enumerate(recording.sequences)
+        for depth, values in (one.mtp_logprobs if mtp else {0: one.logprobs}).items()
+    ]
+
+    def computed(runs: Sequence[SequenceRun]) -> list[Tensor]:
+        rows = [run.logprobs for run in runs]
+        return _mtp_scored(recording, rows) if mtp else _scored(recording, [row[0] for row in rows])
+
     places = [(number, first) for number, first, _ in recorded]
-    draws = [of(runs) for runs in hypotheses.noisy(recording.dtype)]
-    return Evidence(places, [values for *_, values in recorded], of(hypotheses.plain), draws)
+    draws = [computed(runs) for runs in hypotheses.noisy(recording.dtype)]
+    return Evidence(places, [values for *_, values in recorded], computed(hypotheses.plain), draws)
 
 
 def _scored(recording: Recording, rows: Sequence[Tensor]) -> list[Tensor]:
@@ -181,29 +187,10 @@ def _scored(recording: Recording, rows: Sequence[Tensor]) -> list[Tensor]:
     return [row[one.first - 1 :] for row, one in zip(rows, recording.sequences, strict=True)]
 
 
-def _scores(hypotheses: Hypotheses, recording: Recording) -> Evidence:
-    recorded = [(number, one.first, one.logprobs) for number, one in enumerate(recording.sequences)]
-    return _evidence(
-        hypotheses, recording, recorded, lambda runs: _scored(recording, [run.logprobs for run in runs])
-    )
-
-
 def _mtp_scored(recording: Recording, rows: Sequence[Mapping[int, Tensor]]) -> list[Tensor]:
+    """The same of MTP, by depth."""
     pairs = zip(rows, recording.sequences, strict=True)
     return [row[d][max(one.prompt - 1 - d, 0) :] for row, one in pairs for d in one.mtp_logprobs]
-
-
-def _mtp_scores(hypotheses: Hypotheses, recording: Recording) -> Evidence | None:
-    recorded = [
-        (number, max(one.prompt, 1 + depth), values)
-        for number, one in enumerate(recording.sequences)
-        for depth, values in one.mtp_logprobs.items()
-    ]
-    if not sum(len(values) for *_, values in recorded):
-        return None
-    return _evidence(
-        hypotheses, recording, recorded, lambda runs: _mtp_scored(recording, [run.mtp for run in runs])
-    )
 
 
 def _widest(

@@ -1,8 +1,5 @@
 """Recordings of inference engines, from what they return. Imports neither vLLM nor SGLang.
 
-    recording = Recording("vllm 0.23", "bfloat16", [of_vllm(output, pattern) for output in outputs])
-    write("engine.pt", recording)
-
 vLLM: `SamplingParams(prompt_logprobs=0, logprobs=0)`. SGLang: `return_logprob=True, logprob_start_len=0`. For
 router choices, the engine's option that returns routed experts. Log-probabilities must be those of the model
 (`logprobs_mode="raw_logprobs"`, the default of vLLM), not of the sampler at another temperature.

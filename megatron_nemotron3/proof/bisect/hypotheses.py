@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.proof.bisect.causes import LAYERS, MODEL, Cause, Context
-from megatron_nemotron3.proof.bisect.noise import DRAWS, Noise, rounding
-from megatron_nemotron3.proof.bisect.recompute import LayerStep, Recomputation, Steps
+from megatron_nemotron3.proof.bisect.recompute import DRAWS, LayerStep, Noise, Recomputation, Steps, rounding
 from megatron_nemotron3.proof.bisect.recording import Sequence as Recorded
 
 #: Memory for residual streams from which causes are recomputed; with less, from an earlier layer.
@@ -29,15 +28,13 @@ class SequenceRun:
 
     Attributes:
         streams: the residual stream [1, s, d] before some layers and after the last; with noise, none.
-        logprobs: of tokens 1 to s [s - 1].
+        logprobs: of tokens 1 to s [s - 1] by depth 0; of MTP by depth from 1 on [s - 1 - depth].
         experts: layer -> the selected experts [s, topk].
-        mtp: depth -> log-probabilities [s - 1 - depth].
     """
 
     streams: dict[int, Tensor] = field(default_factory=dict)
-    logprobs: Tensor = field(default_factory=lambda: torch.empty(0))
+    logprobs: dict[int, Tensor] = field(default_factory=dict)
     experts: dict[int, Tensor] = field(default_factory=dict)
-    mtp: dict[int, Tensor] = field(default_factory=dict)
 
 
 class Hypotheses:
@@ -119,8 +116,7 @@ class Hypotheses:
         found = {0: self.model.logprobs(x, ids, noise=noise)}
         found |= self.model.mtp_logprobs(x, ids, noise=noise) if self.mtp else {}
         for row, (length, run) in enumerate(zip(lengths, runs, strict=True)):
-            mtp = {number: values[row, : length - 1 - number] for number, values in found.items()}
-            run.logprobs, run.mtp = mtp.pop(0), mtp
+            run.logprobs = {ahead: values[row, : length - 1 - ahead] for ahead, values in found.items()}
 
     def context(self, number: int, layer: int = -1) -> Context:
         before = len(self.ids[number - 1]) if number else 0
@@ -157,14 +153,14 @@ class Hypotheses:
         """Log-probabilities of every sequence with a cause in some layers; None where it cannot be."""
         key = (cause.name, layers)
         if key not in self._found:
-            plain = [run.logprobs for run in self.plain]
+            plain = [run.logprobs[0] for run in self.plain]
             self._found[key] = self.each(lambda i: self._with(cause, layers, i), plain)
         return self._found[key]
 
     def _with(self, cause: Cause, layers: tuple[int, ...], number: int) -> Tensor | None:
         model, plain, ids, context = self.model, self.plain[number], self.ids[number], self.context(number)
         if cause.reported is not None:
-            return cause.reported(plain.logprobs)
+            return cause.reported(plain.logprobs[0])
         changes = self.changes(cause, layers, number)
         last = cause.last(context) if cause.last is not None else None
         before = self.before(cause, number)

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.proof.bisect.causes import Cause
-from megatron_nemotron3.proof.bisect.causes_attention import of_window
 from megatron_nemotron3.proof.bisect.causes_experts import of_experts
+from megatron_nemotron3.proof.bisect.causes_mixers import of_window
 from megatron_nemotron3.proof.bisect.evidence import Evidence, Trial
 from megatron_nemotron3.proof.bisect.hypotheses import Hypotheses, Row, after, padded
-from megatron_nemotron3.proof.bisect.noise import DRAWS, Noise, rounding
-from megatron_nemotron3.proof.bisect.recompute import Recomputation, Steps
+from megatron_nemotron3.proof.bisect.recompute import DRAWS, Noise, Recomputation, Steps, rounding
 from megatron_nemotron3.proof.bisect.recording import Recording
 
 #: A layer deviates where a quantile of its distances is this many times that of noise.

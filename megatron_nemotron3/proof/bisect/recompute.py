@@ -1,14 +1,7 @@
-"""What a checkpoint computes for given tokens, in FP32, a layer at a time from disk.
+"""What a checkpoint computes for given tokens, in FP32, a layer at a time from disk; and rounding as noise.
 
-    model = Recomputation.open(folder)
-    x = model.embed(ids)                                  # ids [rows, s] -> [rows, s, d]
-    for step in model.run(x):                             # after each layer: step.stream, step.routing
-        ...
-    logprobs = model.logprobs(step.stream, ids)           # [rows, s - 1]
-
-`run` starts from the residual stream before any layer, and takes other steps of layers: a hypothesis costs
-one layer, or the layers from there on. Nothing is stored but one residual stream, and the weights of one
-layer with one routed expert at a time.
+A hypothesis costs one layer, or the layers from there on. Nothing is stored but one residual stream, and the
+weights of one layer with one routed expert at a time.
 """
 
 from __future__ import annotations
@@ -20,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_nemotron3.checkpoints.convert.logits.reader import StoredDefinition, TensorReader
@@ -28,7 +22,65 @@ from megatron_nemotron3.inference.generate.checkpoint_folder import find_checkpo
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.definition import Forward, Routing
 from megatron_nemotron3.models.prefixes import Prefix
-from megatron_nemotron3.proof.bisect.noise import Noise
+
+#: Relative rounding error of a number of each type. Types below BF16 are treated as it.
+ROUNDING = {"float64": 2.0**-24, "float32": 2.0**-24, "float16": 2.0**-11}
+BF16_ROUNDING = 2.0**-9
+#: Standard deviation of a layer's output in roundings of one number, its products, norm and activation: in
+#: FP32, and in types of fewer bits.
+INSIDE = 6.0, 3.0
+#: Runs with noise. In FP32 routers rarely have near ties: the first run decides each the other way.
+DRAWS = 6
+
+
+def rounding(dtype: str) -> float:
+    """Relative rounding error of a system's numbers."""
+    return ROUNDING.get(dtype, BF16_ROUNDING)
+
+
+class Noise:
+    """Random rounding in one sequence: of layers, of the stream after them, of routers' scores, of logits.
+
+    Args:
+        unit: relative rounding error of a number.
+        draw: number of the run with noise.
+        sequence: number of the sequence.
+    """
+
+    def __init__(self, unit: float, draw: int, sequence: int) -> None:
+        self.unit = unit
+        self.inside = INSIDE[unit > 1e-6] * unit
+        self.generator = torch.Generator().manual_seed(draw and 1000 * draw + sequence)
+        self._flips_ties = draw == 0 and unit < 1e-6
+        #: Rows at the end that are no tokens; the noise of the others does not depend on them.
+        self.padding = 0
+
+    def _random(self, like: Tensor, draw: Callable[..., Tensor] = torch.randn) -> Tensor:
+        numbers = draw(len(like) - self.padding, *like.shape[1:], generator=self.generator)
+        return F.pad(numbers, (0, 0, 0, self.padding))
+
+    def experts(self, ranked: Tensor, topk: int) -> Tensor:
+        """What a router selects by [s, experts]: [s, topk]."""
+        if not self._flips_ties:
+            ranked = ranked + self.unit * self._random(ranked)
+        elif ranked.shape[-1] > topk:
+            # Scores are below 1; those of two correct systems differ by a few roundings.
+            best = ranked.topk(topk + 1, dim=-1)
+            tie = best.values[:, -2] - best.values[:, -1] < 8 * self.inside
+            last, rejected = best.indices[:, -2:-1], best.indices[:, -1:]
+            other = ranked.scatter(-1, rejected, ranked.gather(-1, last) + 1e-3)
+            ranked = torch.where(tie[:, None], other, ranked)
+        return ranked.topk(topk, dim=-1).indices
+
+    def stream(self, x: Tensor, update: Tensor) -> Tensor:
+        """The residual stream after a layer [s, d], from that before it and the layer's update."""
+        size = update.square().mean(-1, keepdim=True).sqrt()
+        stream = x + update + self.inside * size * self._random(update)
+        return stream * (1 + self.unit * (2 * self._random(stream, torch.rand) - 1))
+
+    def logits(self, band: Tensor) -> Tensor:
+        return band * (1 + self.unit * self._random(band))
+
 
 #: Tokens that run through a layer at a time, if a sequence is not longer.
 TOKENS = 8192
@@ -40,12 +92,10 @@ Steps = Mapping[str, Callable[..., Any]]
 
 @dataclass(frozen=True)
 class LayerStep:
-    """A layer's result: its number, kind, residual stream after it and update to it, both [rows, s, d]."""
+    """A layer's result: its number and the residual stream after it [rows, s, d]."""
 
     layer: int
-    kind: str
     stream: Tensor
-    update: Tensor
     #: Of an E layer.
     routing: Routing | None
 
@@ -99,7 +149,7 @@ class Recomputation:
                 stream[row] = one.stream(x[row], update[row])
         parts = ([getattr(r, name) for r in routings] for name in ("logits", "ranked", "chosen"))
         routing = Routing(prefix.megatron, *map(torch.cat, parts)) if routings else None
-        return LayerStep(number, prefix.part, stream, update, routing)
+        return LayerStep(number, stream, routing)
 
     def run(
         self,

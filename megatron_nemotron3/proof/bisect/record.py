@@ -1,13 +1,8 @@
 """Record what a Megatron model computes, in any layout: ours, or the stock model with any stack.
 
-    with Recorder(model, vocab_size=131072, routing=True, hidden=(0, 51)) as recorder:
-        ...                                         # forward passes on every rank, as Megatron drives them
-    recorder.write("trainer.pt", prompts=lengths)   # every rank calls it; the first one writes
-
 Forward hooks take what each rank has: router choices and hidden states of its layers, with the rows of
 sequence-parallel and context-parallel ranks gathered; log-probabilities on the last pipeline stage, over the
 shards of the vocabulary. Nothing is computed a second time, and no logits are kept.
-`engine` makes the same of what an inference engine reports.
 """
 
 from __future__ import annotations
@@ -18,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,7 +66,7 @@ class Recorder:
         self._scores: list[list[Tensor]] = []
         self._handles: list[Any] = []
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Recorder:
         for chunk, passes in zip(self._chunks, self._passes):
             begin = partial(self._begin, passes)
             # Before our own hook, which replaces the borders of documents by those of their padding.

@@ -1,7 +1,8 @@
-"""What the stages of a proof work with: the launch, its proxy, a folder."""
+"""What the stages of a proof work with (the launch, its proxy, a folder), and what they say of a property."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +16,45 @@ from megatron_nemotron3.precision.settings import Emulation
 from megatron_nemotron3.proof.certify.case import TrainingCase
 from megatron_nemotron3.proof.certify.layouts import Sizes
 from megatron_nemotron3.proof.certify.proxy import ProxyLaunch
+
+
+class PropertyState(enum.Enum):
+    """The verdict on a property."""
+
+    PASS = "pass"
+    FAIL = "fail"
+    UNTESTED = "not testable here"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The verdict on one property of a launch."""
+
+    #: "gradients", "weights after resuming"…
+    name: str
+    state: PropertyState
+    #: The layout in which it was tried, as the certificate prints it; "" where it concerns none or all.
+    where: str = ""
+    #: Largest difference found, and the largest that rounding explains. None where nothing was measured.
+    difference: float | None = None
+    tolerance: float | None = None
+    #: What differs, why it cannot be tested here, or what was compared.
+    detail: str = ""
+
+
+def passed(name: str, where: str = "", detail: str = "") -> Finding:
+    """Return a finding of something that holds without a number."""
+    return Finding(name, PropertyState.PASS, where, detail=detail)
+
+
+def failed(name: str, where: str = "", detail: str = "") -> Finding:
+    """Return a finding of something that does not hold."""
+    return Finding(name, PropertyState.FAIL, where, detail=detail)
+
+
+def untested(name: str, detail: str, where: str = "") -> Finding:
+    """Return a finding of something that a machine without GPUs cannot try."""
+    return Finding(name, PropertyState.UNTESTED, where, detail=detail)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,23 +79,8 @@ class Bench:
 
     def case(self, sizes: Sizes | None, **changes: Any) -> TrainingCase:
         """Return the training of the proxy in a layout, or in one process (None)."""
-        batch = self.proxy.batch
-        values: dict[str, Any] = {
-            "config": self.proxy.config,
-            "layout": sizes.layout if sizes else ParallelLayout(),
-            "arguments": tuple(self.proxy.arguments(sizes)),
-            "seq_length": batch.seq_length,
-            "micro_batch_size": batch.micro_batch_size,
-            "sequences": batch.sequences,
-            "documents": batch.documents,
-            "cut_whole": batch.cut_whole,
-            "mask": "random" if batch.masked else "none",
-            "lora": self.proxy.lora,
-            "boost": self.proxy.boost,
-            "steps": 2,
-            "fault": self.fault,
-        }
-        return TrainingCase(**(values | changes))
+        own = {"arguments": tuple(self.proxy.arguments(sizes)), "fault": self.fault}
+        return self.proxy.case.at(sizes.layout if sizes else ParallelLayout(), **(own | changes))
 
     @cached_property
     def launch(self) -> Launch | None:

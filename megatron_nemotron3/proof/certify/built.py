@@ -16,8 +16,7 @@ from megatron_nemotron3.precision.census import Ambient
 from megatron_nemotron3.precision.formats import EMULATED, counted
 from megatron_nemotron3.precision.settings import Emulation
 from megatron_nemotron3.precision.table import Structure
-from megatron_nemotron3.proof.certify.bench import Bench, last_line
-from megatron_nemotron3.proof.certify.finding import Finding, failed, passed, untested
+from megatron_nemotron3.proof.certify.bench import Bench, Finding, failed, last_line, passed, untested
 
 WHOLE, PROXY = "number formats of the built model", "number formats that the proxy computes in"
 #: Options of formats that Megatron takes on any machine; those that name one need Transformer Engine.

@@ -23,7 +23,7 @@ from megatron_nemotron3.common.files import (
 from megatron_nemotron3.launch import parser
 from megatron_nemotron3.launch import versions as core
 from megatron_nemotron3.proof.certify import options as table
-from megatron_nemotron3.proof.certify.finding import Finding, PropertyState
+from megatron_nemotron3.proof.certify.bench import Finding, PropertyState
 from megatron_nemotron3.proof.certify.large import LaunchRequest
 from megatron_nemotron3.proof.certify.proxy import ProxyLaunch
 
@@ -118,7 +118,7 @@ def make(
     seconds: float,
 ) -> dict[str, Any]:
     """Return a certificate as data for `json.dumps`."""
-    model, small, batch = proxy.model, proxy.config, proxy.batch
+    model, small, batch = proxy.model, proxy.config, proxy.case
     failures = [one for one in findings if one.state is PropertyState.FAIL]
     return {
         "schema": SCHEMA,

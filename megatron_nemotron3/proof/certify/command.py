@@ -25,13 +25,11 @@ from megatron_nemotron3.common.processes import handling
 from megatron_nemotron3.launch.command import add_launch, add_published
 from megatron_nemotron3.launch.script_options import add_set
 from megatron_nemotron3.models.command import ModelOptions
-from megatron_nemotron3.proof.certify import certificate, proxy_text
-from megatron_nemotron3.proof.certify.bench import Bench, last_line
-from megatron_nemotron3.proof.certify.finding import Finding, PropertyState, failed
-from megatron_nemotron3.proof.certify.large import LaunchRequest
+from megatron_nemotron3.proof.certify import certificate
+from megatron_nemotron3.proof.certify.bench import Bench, Finding, PropertyState, failed, last_line
+from megatron_nemotron3.proof.certify.large import LaunchRequest, checkout, read
 from megatron_nemotron3.proof.certify.proof import STAGES, Stage, prove
-from megatron_nemotron3.proof.certify.proxy import ProxyLaunch, make
-from megatron_nemotron3.proof.certify.reading import checkout, read
+from megatron_nemotron3.proof.certify.proxy import ProxyLaunch, make, proxy_lines
 
 #: Worlds that `--ranks` may name.
 RANKS = (2, 4, 8, 16, 32)
@@ -151,7 +149,7 @@ def _check(options: argparse.Namespace, command: dict[str, list[str]]) -> int:
 def _introduction(request: LaunchRequest, proxy: ProxyLaunch) -> Iterator[str]:
     yield f"{request.title}: {proxy.large}"
     yield from (f"note: {note}" for note in request.notes)
-    yield from proxy_text.lines(proxy)
+    yield from proxy_lines(proxy)
     yield ""
 
 

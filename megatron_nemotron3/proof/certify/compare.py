@@ -1,15 +1,88 @@
-"""A layout against one process: losses, gradients, weights after the steps, expert biases."""
+"""A run against one process: how far apart they are, and how far two right FP32 runs may lie apart, which is
+measured on the model at hand, not guessed.
+
+A matrix product of inner dimension n, summed in any order, is the exact product of inputs each changed by a
+relative sqrt(n) * u or less (u = 2**-24), but for the rarest of cases (Higham and Mary, SIAM J. Sci. Comput.
+41, 2019, theorem 2.4: the probabilistic backward error). Two layouts sum in two orders, so they differ by
+no more than changing the weights by 2 * sqrt(n) * u does. What a change of u does is measured: the reference
+run is repeated with every weight moved to the next float, up or down at random. The largest change of each
+tensor, times 2 * sqrt(n), with n the longest sum of the model (tokens of the batch), is its tolerance.
+
+A wrong layout is wrong by far more: a sum over half the ranks is off by half.
+"""
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
+from megatron_nemotron3.proof.certify.bench import Finding, PropertyState, failed
 from megatron_nemotron3.proof.certify.case import TrainingCase
-from megatron_nemotron3.proof.certify.finding import Finding, PropertyState
-from megatron_nemotron3.proof.certify.noise import tolerances
-from megatron_nemotron3.proof.certify.tensors import Tensors
-from megatron_nemotron3.proof.certify.world import Result
+from megatron_nemotron3.proof.certify.tensors import Tensors, unmatched
+from megatron_nemotron3.proof.certify.world import Result, initial_weights, train_each
+
+#: Repetitions of the nudged run; a tensor's noise is the largest seen.
+NUDGES = 2
+UNIT = 2.0**-24
+
+
+@functools.cache
+def weights(case: TrainingCase) -> Tensors:
+    """What every layout of a case starts from."""
+    return initial_weights(case)
+
+
+def reference(case: TrainingCase) -> Result:
+    """One process. `case` must have the layout of one rank."""
+    return _runs(case)[0]
+
+
+@functools.cache
+def _runs(case: TrainingCase) -> list[Result]:
+    if case.layout.world_size != 1:
+        raise ValueError(f"{case.layout} is not the layout of one process")
+    start = weights(case)
+    return train_each(case, [start, *(nudged(start, seed) for seed in range(NUDGES))])
+
+
+def nudged(tensors: Tensors, seed: int) -> Tensors:
+    """Every weight at a neighboring float. Expert biases stay: they only choose."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def nudge(t: Tensor) -> Tensor:
+        up = torch.randint(2, t.shape, generator=generator).bool()
+        return torch.nextafter(t, torch.where(up, torch.inf, -torch.inf))
+
+    return {key: t if key.endswith("expert_bias") else nudge(t) for key, t in tensors.items()}
+
+
+@functools.cache
+def tolerances(case: TrainingCase) -> tuple[Tensors, Tensors]:
+    """Largest difference allowed in each tensor: of gradients, and of weights after the last step."""
+    base, *runs = _runs(case)
+
+    def of(kind: str) -> Tensors:
+        moved = [getattr(run, kind) for run in runs]
+        return spread(getattr(base, kind), moved, case.sequences * case.seq_length)
+
+    return of("gradients"), of("weights")
+
+
+def spread(base: Tensors, runs: Sequence[Tensors], terms: int, least: float = 0.0) -> Tensors:
+    """Largest difference allowed in each tensor of a run, from those of runs with nudged weights."""
+    result: Tensors = {}
+    for key, value in base.items():
+        moved = torch.stack([(run[key] - value).abs().max() for run in runs]).max()
+        # At least one rounding of the largest element, where the nudges happened to cancel.
+        floor = UNIT * value.abs().max()
+        result[key] = (2 * math.sqrt(terms) * torch.maximum(moved, floor)).clamp(min=least)
+    return result
+
 
 #: Largest relative difference of a loss or of the gradients' norm.
 _LOSS = 1e-5
@@ -27,11 +100,6 @@ class Distance:
     share: float
     #: Largest difference over the largest element.
     relative: float
-
-    @property
-    def problem(self) -> str:
-        where = self.key and f" ({self.key})"
-        return f"{self.what} differ{where}: by {self.relative:.2g}, {self.share:.2g} of the tolerance"
 
 
 def verdict(distance: Distance, where: str, detail: str = "") -> Finding:
@@ -58,8 +126,7 @@ def compared(one: TrainingCase, base: Result, found: Result) -> Iterator[Distanc
     gradient_tolerance, weight_tolerance = tolerances(one)
     yield numbers("losses", base.losses, found.losses)
     yield numbers("gradient norms", base.norms, found.norms)
-    if not one.separate:  # a mean over micro-batches
-        yield numbers("losses of MTP", sum(base.mtp, []), sum(found.mtp, []))
+    yield numbers("losses of MTP", sum(base.mtp, []), sum(found.mtp, []))
     yield farthest("gradients", base.gradients, found.gradients, gradient_tolerance)
     biases = {key for key in base.weights if key.endswith("expert_bias")}
     # Counts of tokens are whole numbers: any difference is one too many.
@@ -73,3 +140,19 @@ def numbers(what: str, expected: Sequence[float], found: Iterable[float]) -> Dis
     relative = [abs(a - b) / max(abs(a), 1e-300) for a, b in zip(expected, found, strict=True)]
     worst = max(relative, default=0.0, key=lambda r: (r != r, r))
     return Distance(what, "", worst / _LOSS, worst)
+
+
+def equal(
+    what: str, expected: Tensors, found: Tensors, where: str = "", detail: str = "to the bit"
+) -> Finding:
+    """Return a finding of tensors that must be equal to the bit."""
+    if odd := unmatched(expected, found):
+        return failed(what, where, odd)
+    for key, value in expected.items():
+        other = found[key]
+        if value.shape != other.shape:
+            return failed(what, where, f"{key}: {list(value.shape)} became {list(other.shape)}")
+        if not value.equal(other):
+            worst = float((value.double() - other.double()).abs().max())
+            return Finding(what, PropertyState.FAIL, where, worst, 0.0, key)
+    return Finding(what, PropertyState.PASS, where, 0.0, 0.0, detail)

@@ -17,16 +17,23 @@ from torch import Tensor
 
 from megatron_nemotron3.common.hooks import unwrapped
 from megatron_nemotron3.models.definition import Routing
-from megatron_nemotron3.proof.certify.batch import global_batch
-from megatron_nemotron3.proof.certify.bench import Bench, last_line
+from megatron_nemotron3.proof.certify.bench import Bench, Finding, failed, last_line, untested
 from megatron_nemotron3.proof.certify.case import TrainingCase
-from megatron_nemotron3.proof.certify.compare import Distance, farthest, numbers, verdict
-from megatron_nemotron3.proof.certify.finding import Finding, failed, untested
-from megatron_nemotron3.proof.certify.noise import NUDGES, UNIT, nudged, weights
+from megatron_nemotron3.proof.certify.compare import (
+    NUDGES,
+    UNIT,
+    Distance,
+    farthest,
+    nudged,
+    numbers,
+    spread,
+    verdict,
+    weights,
+)
 from megatron_nemotron3.proof.certify.plain_step import AdamW, Objective, define, moved_bias
 from megatron_nemotron3.proof.certify.ranks import run_distributed
 from megatron_nemotron3.proof.certify.tensors import Tensors, gather, load
-from megatron_nemotron3.proof.certify.world import TrainingRun, mtp_losses
+from megatron_nemotron3.proof.certify.world import TrainingRun, global_batch, mtp_losses
 
 #: Micro-batches of a step: more than one, and not all with the same number of counting tokens.
 _MICROBATCHES = 3
@@ -44,13 +51,13 @@ class ObservedStep:
     before: Tensors
     after: Tensors
     gradients: Tensors
-    #: [sequences, s, v] of the decoder and of each MTP depth.
-    logits: list[Tensor]
+    #: [sequences, s, v] of the decoder and of each MTP depth, by name.
+    logits: Tensors
     #: Layer -> the choices of its router, call by call, [sequences, s, e].
     choices: dict[str, list[Tensor]]
     #: Largest difference of each that rounding explains.
     gradient_noise: Tensors
-    logits_noise: list[Tensor]
+    logits_noise: Tensors
 
 
 #: Megatron's arguments -> the values for which the model and its loss are written, where they are some.
@@ -85,10 +92,10 @@ _OPTIMIZER: dict[str, tuple[Any, ...]] = {"optimizer": ("adam",), "decoupled_wei
 def definition(bench: Bench) -> Iterator[Finding]:
     """Yield how one process compares with the definition: logits, losses, gradients, choices, optimizer."""
     where = "one process, by definition"
-    if bench.proxy.boost is not None:
+    if bench.proxy.case.boost is not None:
         yield untested("definition", "the loss of MTP heads alone is not part of the definition", where)
         return
-    batch = bench.proxy.batch
+    batch = bench.proxy.case
     case = bench.case(
         None,
         sequences=_MICROBATCHES * batch.micro_batch_size,
@@ -135,11 +142,7 @@ def _compared(case: TrainingCase, objective: Objective, steps: Sequence[Observed
             gap, masks = _behind(routing), seen.choices.get(routing.layer, ())
             others = any((mask.sum(-1) != routing.chosen.shape[-1]).any() for mask in masks)
             yield Distance("router choices", routing.layer, math.inf if others else max(0.0, gap) / _TIE, gap)
-        expected, found = (
-            {f"logits of depth {depth}" if depth else "logits": t for depth, t in enumerate(logits)}
-            for logits in (defined.logits, seen.logits)
-        )
-        yield farthest("logits", expected, found, dict(zip(expected, seen.logits_noise)))
+        yield farthest("logits", _named(defined.logits), seen.logits, seen.logits_noise)
         yield numbers("losses", [defined.loss], [seen.loss])
         if defined.mtp:
             yield numbers("losses of MTP", defined.mtp, seen.mtp)
@@ -151,6 +154,10 @@ def _compared(case: TrainingCase, objective: Objective, steps: Sequence[Observed
         rate = max(objective.lr, objective.edge_lr)
         allowed = {key: 16 * UNIT * (t.abs().max() + rate) for key, t in after.items()}
         yield farthest("optimizer", after, {key: seen.after[key] for key in after}, allowed)
+
+
+def _named(logits: Sequence[Tensor]) -> Tensors:
+    return {f"logits of depth {depth}" if depth else "logits": t for depth, t in enumerate(logits)}
 
 
 def _behind(routing: Routing) -> float:
@@ -194,11 +201,11 @@ class _ModelWatch:
     def _note_logits(self, module: Any, inputs: Any, output: Any) -> None:
         self.logits.append(output[0].detach().transpose(0, 1).clone())
 
-    def take(self, microbatches: int) -> tuple[dict[str, list[Tensor]], list[Tensor]]:
+    def take(self, microbatches: int) -> tuple[dict[str, list[Tensor]], Tensors]:
         choices = {layer: _by_call(calls, microbatches) for layer, calls in self.choices.items()}
         *ahead, own = _by_call(self.logits, microbatches)  # Megatron computes MTP's first
         self.choices, self.logits = {}, []
-        return choices, [own, *ahead]
+        return choices, _named([own, *ahead])
 
 
 def _by_call(noted: Sequence[Tensor], microbatches: int) -> list[Tensor]:
@@ -212,33 +219,30 @@ def _observe(case: TrainingCase, start: Tensors) -> tuple[list[ObservedStep], An
     model = unwrapped(run.chunks[0])
     watch = _ModelWatch(model)
     buffers = list(model.buffers())
-    factor = 2 * math.sqrt(case.sequences * case.seq_length)
+    terms = case.sequences * case.seq_length
     steps = []
     for step in range(case.steps):
         before, state = gather([run.weights()]), [b.clone() for b in buffers]
         loss = run.forward_backward(step, whole_gradients=True)
-        gradients, (choices, logits) = gather([run.gradients()]), watch.take(run.microbatches)
-        mtp = [value / run.microbatches for value in mtp_losses()]
+        gradients, (choices, logits) = gather([run.gradients()]), watch.take(case.microbatches)
+        mtp = [value / case.microbatches for value in mtp_losses()]
         norm = run.step()
         after, left = gather([run.weights()]), [b.clone() for b in buffers]
-        moved = {key: UNIT * g.abs().max() for key, g in gradients.items()}
-        moved_logits = [UNIT * t.abs().max() for t in logits]
+        moved, moved_logits = list[Tensors](), list[Tensors]()
         for seed in range(NUDGES):
             load(run.chunks, nudged(before, seed))
             _restore(buffers, state)
             run.forward_backward(step, whole_gradients=True)
-            for key, g in gather([run.gradients()]).items():
-                moved[key] = torch.maximum(moved[key], (g - gradients[key]).abs().max())
-            for depth, t in enumerate(watch.take(run.microbatches)[1]):
-                moved_logits[depth] = torch.maximum(moved_logits[depth], (t - logits[depth]).abs().max())
+            moved.append(gather([run.gradients()]))
+            moved_logits.append(watch.take(case.microbatches)[1])
             mtp_losses()
         load(run.chunks, after)
         _restore(buffers, left)
         steps.append(
             ObservedStep(
                 loss, mtp, norm, before, after, gradients, logits, choices,
-                gradient_noise={key: factor * m for key, m in moved.items()},
-                logits_noise=[factor * m for m in moved_logits],
+                gradient_noise=spread(gradients, moved, terms),
+                logits_noise=spread(logits, moved_logits, terms),
             )
         )  # fmt: skip
     return steps, run.args

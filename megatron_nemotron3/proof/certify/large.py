@@ -1,24 +1,32 @@
-"""What the options of a launch say: its model, stages and layout."""
+"""The launch to certify (a script, the arguments of a command, or a model's name), and what its options say:
+its model, stages and layout."""
 
 from __future__ import annotations
 
+import argparse
 import math
+import os
+import shlex
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.checkpoints.convert.megatron_args import config_of
-from megatron_nemotron3.launch import ParallelLayout, parser, versions
+from megatron_nemotron3.launch import ParallelLayout, command_line, parser, versions
+from megatron_nemotron3.launch.command import chosen_launch
 from megatron_nemotron3.launch.flag import Flag
+from megatron_nemotron3.launch.flags import flags
 from megatron_nemotron3.launch.script import is_known
+from megatron_nemotron3.launch.script_options import given_options, text_of, variables
 from megatron_nemotron3.launch.stored_model import MergedOptions
-from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models import Nemotron3Config, names
 from megatron_nemotron3.models import pattern as patterns
 from megatron_nemotron3.models.stack_specs import MODULE
 from megatron_nemotron3.precision.settings import Emulation
+from megatron_nemotron3.proof.certify import layouts
 from megatron_nemotron3.proof.certify import options as table
-from megatron_nemotron3.proof.certify import stages as cuts
 from megatron_nemotron3.proof.certify.layouts import Sizes
 from megatron_nemotron3.proof.certify.options import Treatment
 
@@ -124,7 +132,7 @@ def full_launch(merged: MergedOptions, world_size: int | None, vocab_size: int |
     return FullLaunch(
         given=given,
         model=model,
-        stages=tuple(cuts.of_launch(given[_PATTERN][0], sizes.layout.pp, first, last)),
+        stages=tuple(layouts.of_launch(given[_PATTERN][0], sizes.layout.pp, first, last)),
         sizes=sizes,
         world_known=world_size is not None,
         padded=_padded_size(given, model, sizes.layout.tp) > model.vocab_size,
@@ -229,3 +237,67 @@ def _sizes(
         sp=tp > 1 and "--sequence-parallel" in given,
     )
     return Sizes(layout=layout, instances=instances), assumed
+
+
+#: Names a Megatron-LM checkout whose script the launch runs.
+CHECKOUT = "MEGATRON_LM_DIR"
+#: Options that go with a script or arguments; the others describe a launch by the NAME of a model.
+BESIDE = (
+    *("name", "command", "run", "extra", "json", "set", "ranks", "gpu", "gpus", "output", "check"),
+    *("command_line", "main"),
+)
+_OWN = (".json", ".py")
+
+
+def read(options: argparse.Namespace, command: argparse.ArgumentParser) -> LaunchRequest:
+    """Return the launch that the command line names; raise ValueError for none, two or an unreadable one."""
+    target, arguments = options.name, tuple(options.extra)
+    if options.model is not None or target in names() or Path(target or "").suffix in _OWN:
+        return _named(options)
+    if described := given_options(options, command, BESIDE):
+        raise ValueError(f"an existing launch is certified as it is: drop {' '.join(described)}")
+    if target is None and not arguments:
+        raise ValueError("give a script, the NAME of a model, or -- and the words of the command")
+    if target is not None and arguments:
+        raise ValueError(f"{target} is certified as it is: drop -- {shlex.join(arguments)}")
+    text = shlex.join(arguments) if target is None else text_of(target, target)
+    given = variables(options.set)
+    found = command_line.read_launch(text, given)
+    return LaunchRequest(
+        title="command" if target is None else "standard input" if target == "-" else target,
+        flags=tuple(found.flags),
+        notes=tuple(found.notes),
+        emulate=command_line.emulation(text),
+        lora=command_line.adapters(text),
+        boost=command_line.heads(text),
+        world_size=options.gpus or found.world_size,
+    )
+
+
+def _named(options: argparse.Namespace) -> LaunchRequest:
+    if options.set:
+        raise ValueError(f"--set {options.set[0]} sets a variable of a script, and none is given")
+    launch = chosen_launch(options)
+    world = launch.layout.world_size
+    if options.gpus not in (None, world):
+        raise ValueError(f"--gpus {options.gpus}: the layout has {world} ranks: give --dp instead")
+    return LaunchRequest(
+        title=launch.config.name,
+        flags=tuple(flags(launch)),
+        emulate=launch.emulate,
+        world_size=world,
+        vocab_size=launch.config.vocab_size,
+    )
+
+
+def checkout(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the checkout of Megatron-LM whose script is run; None: this package's own is."""
+    named = environment.get(CHECKOUT)
+    if not named:
+        return None
+    folder = Path(named)
+    for part in ("pretrain_hybrid.py", "megatron/core/package_info.py"):
+        if not (folder / part).is_file():
+            raise ValueError(f"{CHECKOUT}={named} is no checkout of Megatron-LM 0.19 or newer: no {part}")
+    versions.require_imported(folder.resolve())
+    return folder.resolve()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.common.files import atomic
-from megatron_nemotron3.proof.certify.tensors import Pieces, Tensors, gather, pieces
+from megatron_nemotron3.proof.certify.tensors import Pieces, Tensors, gather, pieces_of, without_biases
 
 #: Of a parameter, besides what the optimizer keeps of it ("exp_avg" …), before or after a step.
 GRADIENTS, WEIGHTS = "gradients", "weights"
@@ -133,12 +133,5 @@ def _whole(models: Sequence[Any], kind: str, shards: Sequence[tuple[int, Tensor]
         owner = bisect.bisect_right(addresses, address) - 1
         begin = (address - addresses[owner]) // shard.element_size()
         values[owner].view(-1)[begin : begin + len(shard)] = shard
-    before = [p.data for p in parameters]
-    try:
-        for p, value in zip(parameters, values):
-            p.data = value
-        found = pieces(models)
-    finally:
-        for p, data in zip(parameters, before):
-            p.data = data
-    return [piece for piece in found if kind == WEIGHTS or not piece[0].endswith("expert_bias")]
+    found = pieces_of(models, parameters, values)
+    return found if kind == WEIGHTS else without_biases(found)

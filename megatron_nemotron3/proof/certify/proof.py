@@ -9,10 +9,143 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 
-from megatron_nemotron3.proof.certify import built, static
-from megatron_nemotron3.proof.certify.bench import Bench, last_line
-from megatron_nemotron3.proof.certify.finding import Finding, failed
+from megatron_nemotron3.launch import pasted, versions
+from megatron_nemotron3.launch.command_line import is_known
+from megatron_nemotron3.launch.parser import misused, unknown
+from megatron_nemotron3.launch.plan.hardware import GIB, GPUS, RESERVE
+from megatron_nemotron3.precision import yaml_file
+from megatron_nemotron3.precision.census import Ambient, CensusError, ModelFormats
+from megatron_nemotron3.precision.formats import counted
+from megatron_nemotron3.precision.table import Structure
+from megatron_nemotron3.proof.certify import built
+from megatron_nemotron3.proof.certify.bench import (
+    Bench,
+    Finding,
+    PropertyState,
+    failed,
+    last_line,
+    passed,
+    untested,
+)
+
+#: Rules on `--seq-length`, which in reinforcement learning is no length of a training batch.
+_OF_LENGTH = ("token-alignment", "sequence-sp", "sequence-cp")
+_ROLLOUTS = ("--perform-rl-step", "--rl-", "--grpo-")
+ACCEPTED, RULES, FORMATS, MEMORY = "accepted by Megatron", "rules", "number formats", "memory of a GPU"
+
+
+def version_of(checkout: Path | None) -> str:
+    """Return the minor version of megatron-core in a checkout, or of the installed one."""
+    found = versions.version_in(checkout / "megatron/core", 2) if checkout is not None else ""
+    return found or versions.chosen()
+
+
+def parser(bench: Bench) -> Iterator[Finding]:
+    """Yield whether Megatron's parser takes every option and value of the launch."""
+    for version in dict.fromkeys((versions.chosen(), version_of(bench.checkout))):
+        if version not in versions.KNOWN:
+            yield untested(ACCEPTED, f"the options of megatron-core {version} are not known")
+            continue
+        flags = [flag for flag in bench.flags if is_known(flag.values) and flag.name != "--emulate"]
+        wrong = [f"no option {text}" for text in unknown((flag.name for flag in flags), version)]
+        wrong += misused(flags, version)
+        where = f"megatron-core {version}"
+        if wrong:
+            yield from (failed(ACCEPTED, where, text) for text in wrong)
+        else:
+            yield passed(ACCEPTED, where, f"{len(flags)} options")
+    if unresolved := [flag.name for flag in bench.flags if not is_known(flag.values)]:
+        yield untested(ACCEPTED, f"values are unresolved shell variables (--set): {', '.join(unresolved)}")
+
+
+def rules(bench: Bench) -> Iterator[Finding]:
+    """Yield the rules that the launch violates; a warning passes and says so."""
+    launch = bench.launch
+    if launch is None:
+        yield untested(RULES, "the layout's sizes are unresolved shell variables")
+        return
+    # The schedule is the launch's own, complete or not.
+    found = [one for one in pasted.violated(launch) if one.rule != "schedule-unknown"]
+    errors = [one for one in found if one.severity == "error"]
+    rollouts = any(flag.name.startswith(_ROLLOUTS) for flag in bench.flags)
+    for one in found:
+        if rollouts and one.rule in _OF_LENGTH:
+            yield untested(RULES, f"{one.message}; what is trained on has the lengths of rollouts", one.rule)
+            continue
+        state = PropertyState.FAIL if one.severity == "error" else PropertyState.PASS
+        yield Finding(RULES, state, one.rule, detail=f"{one.severity}: {one.message} [{one.source}]")
+    if not errors:
+        yield passed(RULES, detail="no rule of severity error is violated")
+
+
+def formats(bench: Bench) -> Iterator[Finding]:
+    """Yield the format of each kind of linear of the real model, as options and precision file decide it."""
+    launch, model = bench.launch, bench.proxy.model
+    if launch is None:
+        yield untested(FORMATS, "the layout's sizes are unresolved shell variables")
+        return
+    path, structure, file = launch.precision_file, Structure.of(model), yaml_file.NO_FILE
+    ambient = Ambient(launch.precision, model.num_layers, launch.bf16_at_start, launch.bf16_at_end)
+    if path is not None:
+        if not Path(path).exists():
+            yield untested(FORMATS, f"{yaml_file.FLAG} {path} is not on this machine")
+            return
+        try:
+            file = yaml_file.read(path, structure)
+        except yaml_file.PrecisionFileError as problem:
+            yield failed(FORMATS, path, " ".join(str(problem).split()))
+            return
+    listed = ModelFormats(structure, file, ambient)
+    if launch.quantized:
+        try:
+            listed.require_some()
+        except CensusError as problem:
+            yield failed(FORMATS, detail=str(problem))
+            return
+    wrong = listed.deviations()
+    for one in wrong:
+        # What a matcher asks for is meant; what no matcher names took the format of its layer in silence.
+        state = PropertyState.PASS if one.source else PropertyState.FAIL
+        yield Finding(FORMATS, state, detail=f"not the published recipe: {one}")
+    if all(one.source for one in wrong):
+        yield passed(FORMATS, detail=f"linears of the whole model: {counted(listed.count())}")
+
+
+def memory(bench: Bench) -> Iterator[Finding]:
+    """Yield the bytes that the fullest GPU of the real launch holds, and its capacity."""
+    from megatron_nemotron3.launch.plan.search import worst_memory
+
+    launch = bench.launch
+    if launch is None:
+        yield untested(MEMORY, "the layout's sizes are unresolved shell variables")
+        return
+    try:
+        total = worst_memory(launch).total
+    except ValueError as problem:
+        yield untested(MEMORY, str(problem))
+        return
+    if bench.gpu is None:
+        yield untested(MEMORY, f"{total / GIB:.1f} GiB by estimate; the type of GPU is unknown (--gpu)")
+        return
+    capacity = GPUS[bench.gpu].memory
+    detail = (
+        f"{total / GIB:.1f} GiB by estimate; {bench.gpu} has {capacity / GIB:.0f}, of which "
+        f"{RESERVE / GIB:.0f} are assumed to go to CUDA and fragments"
+    )
+    state = PropertyState.FAIL if total > capacity else PropertyState.PASS
+    if capacity - RESERVE < total <= capacity:
+        detail += ": it fits only inside that margin"
+    yield Finding(MEMORY, state, bench.gpu, total / GIB, capacity / GIB, detail)
+
+
+def beyond(bench: Bench) -> Iterator[Finding]:
+    """Yield what of the launch nothing here can try."""
+    for remark in bench.proxy.remarks:
+        if remark.untested:
+            names = f" ({', '.join(remark.options)})" if remark.options else ""
+            yield untested(remark.what, f"{remark.instead}{names}")
 
 
 @dataclass(frozen=True)
@@ -28,12 +161,12 @@ class Stage:
 
 def layouts(bench: Bench) -> Iterator[Finding]:
     """Yield how each small layout compares with one process, from the same weights."""
-    from megatron_nemotron3.proof.certify import compare, noise, world
+    from megatron_nemotron3.proof.certify import compare, world
     from megatron_nemotron3.proof.certify.tensors import RanksDiffer
 
     one = bench.case(None)
     try:
-        base, start = noise.reference(one), noise.weights(one)
+        base, start = compare.reference(one), compare.weights(one)
     except (RuntimeError, TimeoutError) as problem:
         yield failed("training", "one process", last_line(problem))
         return
@@ -61,10 +194,10 @@ def _imported(module: str, name: str) -> Callable[[Bench], Iterator[Finding]]:
 
 
 STAGES: tuple[Stage, ...] = (
-    Stage("Megatron's parser", static.parser, lambda bench: 4),
-    Stage("rules", static.rules, lambda bench: 0.1),
-    Stage("number formats of the model", static.formats, lambda bench: 0.5),
-    Stage("memory of a GPU", static.memory, lambda bench: 0.5),
+    Stage("Megatron's parser", parser, lambda bench: 4),
+    Stage("rules", rules, lambda bench: 0.1),
+    Stage("number formats of the model", formats, lambda bench: 0.5),
+    Stage("memory of a GPU", memory, lambda bench: 0.5),
     Stage("one process against its definition", _imported("definition", "definition"), lambda bench: 8),
     Stage("number formats of the built model", built.census, lambda bench: 10),
     Stage("layouts against one process", layouts, lambda bench: 10 + bench.ranks),
@@ -73,8 +206,8 @@ STAGES: tuple[Stage, ...] = (
         _imported("script_stage", "script"),
         lambda bench: 25 + 2.5 * bench.proxy.sizes[0].layout.world_size,
     ),
-    Stage("monitors", _imported("monitored", "monitors"), lambda bench: 0.5),
-    Stage("what needs a GPU", static.beyond, lambda bench: 0.1),
+    Stage("monitors", _imported("script_stage", "monitors"), lambda bench: 0.5),
+    Stage("what needs a GPU", beyond, lambda bench: 0.1),
 )
 
 

@@ -6,24 +6,25 @@ layouts, and those that train it in one process. `ProxyLaunch.remarks` has what 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from megatron_nemotron3.launch import ParallelLayout, parser, versions
 from megatron_nemotron3.launch import boosting as settings
 from megatron_nemotron3.launch.architecture import MODEL, MOE, MTP, emit
 from megatron_nemotron3.launch.boosting import Boost
-from megatron_nemotron3.launch.flag import Flag, to_argv
+from megatron_nemotron3.launch.flag import Flag, parse, to_argv
 from megatron_nemotron3.launch.flags import backend_arguments
 from megatron_nemotron3.launch.stored_model import merged_options
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models import pattern as patterns
 from megatron_nemotron3.models.lora import LoRASettings
 from megatron_nemotron3.models.stack_specs import MODULE, spec_name
+from megatron_nemotron3.proof.certify import layouts, small
 from megatron_nemotron3.proof.certify import options as table
-from megatron_nemotron3.proof.certify import small
-from megatron_nemotron3.proof.certify import stages as cuts
-from megatron_nemotron3.proof.certify.batch_shape import BatchShape, batch_of
+from megatron_nemotron3.proof.certify.case import TrainingCase
 from megatron_nemotron3.proof.certify.large import FullLaunch, LaunchRequest, full_launch
 from megatron_nemotron3.proof.certify.layouts import Sizes, cover
 from megatron_nemotron3.proof.certify.options import Treatment
@@ -71,11 +72,8 @@ class ProxyLaunch:
     #: The layout of the launch, and the small ones.
     large: Sizes
     sizes: tuple[Sizes, ...]
-    batch: BatchShape
-    #: Adapters on frozen weights, as `LoRASettings.parse` reads them; None: all weights are trained.
-    lora: str | None
-    #: What MTP heads alone are trained for, as `Boost.parse` reads it; None: all weights are trained.
-    boost: str | None
+    #: What is trained, without Megatron's command line.
+    case: TrainingCase
     #: Words without layout, batch and schedule: what is computed, and by which mechanism.
     meaning: tuple[str, ...]
     mechanism: tuple[Flag, ...]
@@ -109,8 +107,8 @@ class ProxyLaunch:
                 sizes.instances if sizes and sizes.instances > 1 else None,
             ),
             ("--make-vocab-size-divisible-by", small.VOCABULARY_DIVISOR),
-            ("--seq-length", self.batch.seq_length),
-            ("--max-position-embeddings", self.batch.seq_length),
+            ("--seq-length", self.case.seq_length),
+            ("--max-position-embeddings", self.case.seq_length),
         ):
             head += emit(name, value, "extra", "")
         mechanism = self._mechanism(layout) if sizes else []
@@ -138,7 +136,7 @@ class ProxyLaunch:
 def stages_of(config: Nemotron3Config, layout: ParallelLayout) -> str:
     """Return `--hybrid-layer-pattern` of a proxy: its stages, joined to as many as the layout has."""
     stages = (config.source or config.pattern).split(patterns.PIPE)
-    joined = cuts.joined(stages, layout.stages)
+    joined = layouts.joined(stages, layout.stages)
     return patterns.join_stages(joined, (config.mtp_pattern or "",) * config.mtp_num_layers)
 
 
@@ -196,9 +194,7 @@ def make(request: LaunchRequest, ranks: int, version: str | None = None) -> Prox
         config=config,
         large=launch.sizes,
         sizes=tuple(sizes),
-        batch=batch_of(launch, sizes),
-        lora=lora,
-        boost=boost,
+        case=replace(small.training(launch, config, sizes), lora=lora, boost=boost),
         meaning=tuple(meaning),
         mechanism=tuple(mechanism),
         treatments=treatments,
@@ -228,10 +224,10 @@ def _small(
     """Return the small model, and arguments for what its configuration does not say."""
     layout, model = launch.sizes.layout, launch.model
     count = max(s.layout.stages for s in sizes)
-    chosen = cuts.chosen(launch.stages, count)
-    stages, apart = cuts.shortened(chosen, launch.stages)
+    chosen = layouts.chosen(launch.stages, count)
+    stages, apart = layouts.shortened(chosen, launch.stages)
     lost = (
-        [pair for pair in cuts.borders(launch.stages) if pair not in cuts.borders(stages)]
+        [pair for pair in layouts.borders(launch.stages) if pair not in layouts.borders(stages)]
         if count > 1
         else []
     )
@@ -239,9 +235,85 @@ def _small(
         if pairs:
             shown = ", ".join(f"{one or 'nothing'} and {other or 'nothing'}" for one, other in pairs)
             remarks.append(Remark(f"{what}: {shown}", "the small pipeline has fewer", Treatment.UNTESTED))
-    mtp, _ = cuts.shortened([model.mtp_pattern or ""], [model.mtp_pattern or ""])
+    mtp, _ = layouts.shortened([model.mtp_pattern or ""], [model.mtp_pattern or ""])
     config = small.small_model(model, layout, sizes, stages=stages, mtp=mtp[0])
     config = config.but(vocab_size=small.PADDED_VOCABULARY - (8 if launch.padded else 0))
     ep = max(s.layout.ep for s in sizes)
     config, groups = small.router_groups(config, launch.given, layout.ep, ep)
     return config, tuple(word for name, value in groups.items() for word in (name, str(value)))
+
+
+_WIDTH = 110
+_SIZES = {
+    "layers": "num_layers",
+    "hidden size": "hidden_size",
+    "vocabulary": "vocab_size",
+    "attention heads": "num_attention_heads",
+    "query groups": "num_query_groups",
+    "Mamba heads": "mamba_num_heads",
+    "Mamba groups": "mamba_num_groups",
+    "experts": "num_moe_experts",
+    "experts per token": "moe_router_topk",
+    "latent size": "moe_latent_size",
+    "shared expert": "moe_shared_expert_intermediate_size",
+    "MTP depths": "mtp_num_layers",
+}
+
+
+def proxy_lines(proxy: ProxyLaunch) -> list[str]:
+    """Return what was kept, made small, replaced, left out and is not tested, in this order."""
+    result = [f"{Treatment.SIZED.value}:"]
+    result += [f"  {line}" for line in _sized(proxy)]
+    for title, flags in (
+        ("what is computed", parse(proxy.meaning)),
+        ("how it is computed", [flag for flag in proxy.mechanism if flag.name in proxy.treatments]),
+    ):
+        if flags:
+            result += [f"{Treatment.KEPT.value}, {title}:", *_wrapped(", ".join(map(str, flags)))]
+    for treatment in (Treatment.KEPT, Treatment.REPLACED, Treatment.UNTESTED):
+        found = [remark for remark in proxy.remarks if remark.treatment is treatment]
+        if found:
+            result.append(f"{treatment.value}:")
+        for remark in found:
+            names = f" ({', '.join(remark.options)})" if remark.options else ""
+            instead = f": {remark.instead}" if remark.instead else ""
+            result += _wrapped(f"{remark.what}{instead}{names}")
+    dropped = Counter(
+        (group if group.treatment is Treatment.DROPPED else table.OFF).what
+        for name, treatment in proxy.treatments.items()
+        if treatment is Treatment.DROPPED and (group := table.group(name))
+    )
+    if dropped:
+        shown = ", ".join(f"{what} ({count} options)" for what, count in dropped.items())
+        result += [f"{Treatment.DROPPED.value}:", *_wrapped(shown)]
+    return result
+
+
+def _sized(proxy: ProxyLaunch) -> Iterator[str]:
+    large, config, batch = proxy.model, proxy.config, proxy.case
+    yield f"layout {proxy.large} as {' and '.join(map(str, proxy.sizes))}"
+    yield f"layers {_pattern(large)} as {config.source or config.pattern}{_depths(config)}"
+    changed = [
+        f"{name} {getattr(large, field)} as {getattr(config, field)}"
+        for name, field in _SIZES.items()
+        if field != "num_layers" and getattr(large, field)
+    ]
+    yield from textwrap.wrap(", ".join(changed), _WIDTH - 2)
+    packed = f", documents of {', '.join(map(str, batch.documents))} tokens" if batch.documents else ""
+    yield (
+        f"{batch.sequences} sequences of {batch.seq_length} tokens in a step, "
+        f"{batch.micro_batch_size} in a micro-batch{packed}"
+    )
+
+
+def _pattern(config: Nemotron3Config) -> str:
+    text = config.pattern if len(config.pattern) <= 40 else f"{config.pattern[:28]}… ({config.num_layers})"
+    return text + _depths(config)
+
+
+def _depths(config: Nemotron3Config) -> str:
+    return f"/{config.mtp_pattern}" * config.mtp_num_layers
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)

@@ -1,14 +1,7 @@
 """Call a function on every rank of a small Megatron world on the CPU. Needs torch and megatron-core.
 
-It is a module-level function, because worker processes import it by name:
-
-    def check(width):
-        initialize(tp=2)
-        model = build_hybrid("M*", nemotron3_torch_stack_spec, hidden_size=width)
-        ...
-        return something_picklable
-
-    first, second = run_distributed(check, 2, 64)
+It is a module-level function, because worker processes import it by name; `initialize` inside it makes
+Megatron's groups: `first, second = run_distributed(check, 2, 64)`.
 """
 
 from __future__ import annotations

@@ -1,22 +1,88 @@
-"""The launch's own script on forked ranks: its log, what its optimizers saw, its checkpoints."""
+"""The launch's own script on forked ranks: its data (text, or conversations where the launch fine-tunes), its
+log, what its optimizers saw, its checkpoints."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 
 from megatron_nemotron3.common.ranks import Call, free_port, run_ranks
 from megatron_nemotron3.common.switches import BOOST
 from megatron_nemotron3.proof.certify.case import TrainingCase
 from megatron_nemotron3.proof.certify.ranks import PRELOAD
 from megatron_nemotron3.train import log
+from megatron_nemotron3.train.data.indexed import write_dataset
+from megatron_nemotron3.train.data.tokenizer import TokenizerInfo
 from megatron_nemotron3.train.processes import ENTRY
+
+_TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end> {% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+_MARKS = ("<unk>", "<pad>", "<user>", "<assistant>", "<end>")
+_SPLIT = ("--split", "100,0,0")
+#: Conversations or documents.
+_COUNT = 200
+
+
+def write_text(folder: Path, tokens: int, longest: int, blended: bool) -> list[str]:
+    """Write documents of up to `longest` tokens; return the options that read them."""
+    random, tokenizer = Random(0), TokenizerInfo("NullTokenizer", None, vocab_size=tokens, eod=tokens - 1)
+    documents = (
+        "".join(chr(random.randrange(tokens - 1)) for _ in range(random.randint(1, longest)))
+        for _ in range(_COUNT)
+    )
+    write_dataset(documents, tokenizer, folder / "text")
+    text = str(folder / "text")
+    return ["--data-path", *(["1", text, "2", text] if blended else [text]), *_SPLIT, *tokenizer.flags]
+
+
+def write_conversations(folder: Path, tokens: int, longest: int) -> list[str]:
+    """Write conversations of up to `longest` tokens, and a tokenizer; return the options that read them.
+
+    Their lengths are multiples of 8: what context parallelism pads would else go into other rows.
+    """
+    random, names = Random(0), [f"w{i}" for i in range(tokens - len(_MARKS))]
+
+    def message(role: str, count: int) -> dict[str, str]:
+        return {"role": role, "content": " ".join(random.choices(names, k=count))}
+
+    lines = []
+    for _ in range(_COUNT):
+        inside = 8 * random.randint(1, longest // 16) - 4  # without the marks of two messages
+        question = random.randint(1, inside - 1)
+        lines.append({"messages": [message("user", question), message("assistant", inside - question)]})
+    file, tokenizer = folder / "conversations.jsonl", folder / "tokenizer"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    model = {
+        "type": "WordLevel",
+        "vocab": {word: i for i, word in enumerate((*_MARKS, *names))},
+        "unk_token": "<unk>",
+    }
+    parts = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))
+    split = {"type": "WhitespaceSplit"}
+    tokenizer.mkdir()
+    (tokenizer / "tokenizer.json").write_text(
+        json.dumps({"version": "1.0", **parts, "added_tokens": [], "pre_tokenizer": split, "model": model})
+    )
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **{"unk_token": "<unk>", "pad_token": "<pad>", "eos_token": "<end>"},
+        "chat_template": _TEMPLATE,
+    }
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps(settings))
+    return [
+        *("--data-path", str(file), *_SPLIT, "--tokenizer-type", "SFTTokenizer"),
+        *("--tokenizer-model", str(tokenizer), "--sft-tokenizer-prompt-format", "default"),
+    ]
+
 
 #: Of a checkout of Megatron-LM.
 STOCK = "pretrain_hybrid.py"
@@ -27,65 +93,58 @@ def script_of(checkout: Path | None) -> Path:
     return ENTRY if checkout is None else checkout / STOCK
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScriptRun:
-    """A start of the script."""
+def run_script(
+    words: Sequence[str], case: TrainingCase, folder: Path, timeout: float, killed_in: Path | None = None
+) -> None:
+    """Run a script on the ranks of a case's layout.
 
-    script: Path
-    #: The layout, and the arguments of the launch with batch and schedule.
-    case: TrainingCase
-    #: Options of data and checkpoints.
-    arguments: tuple[str, ...]
-    #: For logs and observations.
-    folder: Path
-    timeout: float
-    #: In this folder the ranks are killed when the second checkpoint is about to be complete.
-    killed_in: Path | None = None
-    #: Interval of the monitors in steps, 0 for none.
-    monitor: int = 0
-    ranks: int = field(init=False)
+    Args:
+        words: options of the launcher, the script and its own.
+        folder: for logs and observations.
+        killed_in: in this folder the ranks are killed when the second checkpoint is about to be complete.
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ranks", self.case.layout.world_size)
+    Raises:
+        RuntimeError: a rank failed; the message is the last line of its traceback, or of its log.
+        TimeoutError: a rank did not end.
+    """
+    folder.mkdir(parents=True)
+    environment = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        **({BOOST: case.boost} if case.boost is not None else {}),
+    }
+    call = Call(_on_rank, (list(words), folder, case.fault, killed_in), environment=environment)
+    ranks = case.layout.world_size
+    try:
+        run_ranks(call, ranks, timeout=timeout, preload=PRELOAD)
+    except RuntimeError as problem:
+        if not (folder / _KILLED).exists():
+            rank, reason = _first_failure(folder, problem)
+            raise RuntimeError(f"rank {rank} of {ranks}: {reason}") from None
+    else:
+        if killed_in is not None:
+            raise RuntimeError("the script ended without a second checkpoint")
+    finally:
+        _end_sessions(folder)
 
-    def start(self) -> None:
-        self.folder.mkdir(parents=True)
-        environment = {
-            **os.environ,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-            **({BOOST: self.case.boost} if self.case.boost is not None else {}),
-        }
-        options = ("--device", "cpu", "--monitor", str(self.monitor))
-        argv = [*options, str(self.script), *self.case.argv(), *self.arguments]
-        given = (argv, self.folder, self.case.fault, self.killed_in)
-        call = Call(_on_rank, given, environment=environment)
-        try:
-            run_ranks(call, self.ranks, timeout=self.timeout, preload=PRELOAD)
-        except RuntimeError as problem:
-            if not (self.folder / _KILLED).exists():
-                raise RuntimeError(self._reason(problem)) from None
-        else:
-            if self.killed_in is not None:
-                raise RuntimeError("the script ended without a second checkpoint")
-        finally:
-            _end_sessions(self.folder)
 
-    def curve(self) -> log.Curve:
-        curve = log.Curve()
-        for rank in range(self.ranks):
-            curve.steps |= log.read(str(_log(self.folder, rank))).steps
-        return curve
+def curve_of(folder: Path, ranks: int) -> log.Curve:
+    """What the ranks of a run have logged."""
+    curve = log.Curve()
+    for rank in range(ranks):
+        curve.steps |= log.read(str(_log(folder, rank))).steps
+    return curve
 
-    def _reason(self, problem: RuntimeError) -> str:
-        """The last line of the rank that failed first: of its traceback, or of its log if it just left."""
-        lines = str(problem).strip().splitlines()
-        rank = int(lines[0].split()[1])
-        reason = lines[-1].strip()
-        if reason.startswith("SystemExit") or "exit code" in reason:
-            with suppress(OSError, IndexError):
-                reason = _log(self.folder, rank).read_text(errors="replace").strip().splitlines()[-1]
-        return f"rank {rank} of {self.ranks}: {reason}"
+
+def _first_failure(folder: Path, problem: RuntimeError) -> tuple[int, str]:
+    """The rank that failed first, and the last line of its traceback, or of its log if it just left."""
+    lines = str(problem).strip().splitlines()
+    rank, reason = int(lines[0].split()[1]), lines[-1].strip()
+    if reason.startswith("SystemExit") or "exit code" in reason:
+        with suppress(OSError, IndexError):
+            reason = _log(folder, rank).read_text(errors="replace").strip().splitlines()[-1]
+    return rank, reason
 
 
 def _log(folder: Path, rank: int) -> Path:

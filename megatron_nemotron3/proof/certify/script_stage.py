@@ -1,4 +1,5 @@
-"""The launch's own script: against one process, killed and resumed, loaded in other layouts, exported."""
+"""The launch's own script: against one process, killed and resumed, loaded in other layouts, exported; and
+what the monitors see in its first step."""
 
 from __future__ import annotations
 
@@ -9,19 +10,28 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron_nemotron3.checkpoints.metadata import CheckpointError
 from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.launch.flag import to_argv
-from megatron_nemotron3.proof.certify import initial, noise, observer, script_data, stored
-from megatron_nemotron3.proof.certify.bench import Bench, last_line
-from megatron_nemotron3.proof.certify.compare import farthest, verdict
-from megatron_nemotron3.proof.certify.finding import Finding, failed, passed, untested
+from megatron_nemotron3.models.series import AGGREGATES, KINDS
+from megatron_nemotron3.proof.certify import checkpoints, observer
+from megatron_nemotron3.proof.certify.bench import Bench, Finding, failed, last_line, passed, untested
+from megatron_nemotron3.proof.certify.compare import NUDGES, equal, farthest, nudged, spread, verdict, weights
+from megatron_nemotron3.proof.certify.large import CHECKOUT
 from megatron_nemotron3.proof.certify.layouts import Sizes
 from megatron_nemotron3.proof.certify.ranks import run_distributed
-from megatron_nemotron3.proof.certify.reading import CHECKOUT
-from megatron_nemotron3.proof.certify.script_run import ScriptRun, script_of
+from megatron_nemotron3.proof.certify.script_run import (
+    curve_of,
+    run_script,
+    script_of,
+    write_conversations,
+    write_text,
+)
 from megatron_nemotron3.proof.certify.tensors import Tensors, unmatched
 from megatron_nemotron3.train.log import Curve
+from megatron_nemotron3.train.monitor import events as event_files
 
 #: Options of the launch that say how checkpoints are written. The proxy's other options do without.
 _CHECKPOINTS = re.compile(
@@ -36,6 +46,7 @@ _OF_FSDP = "fsdp_dtensor"
 _STOCK_ONLY = {"--dataloader-inter-document-masking", "--hybrid-context-parallel"}
 #: Gradient norms are printed with three decimals.
 _NORM = 1e-3
+MONITORS = "monitors of the first step"
 #: What a run that fails raises.
 _FAILURES = (RuntimeError, TimeoutError)
 
@@ -88,24 +99,25 @@ def _is_bias(key: str) -> bool:
 class NoiseComparison:
     """Compares a run with one process, by the noise of the one process with nudged weights."""
 
-    #: One process, then the nudged ones.
-    bases: Sequence[ScriptResult]
+    #: One process, then the nudged ones: runs, or their names.
+    bases: Sequence[Any]
     #: Length of the longest sum: tokens of the batch.
     terms: int
 
     def __call__(
         self,
         what: str,
-        found: ScriptResult,
+        found: Any,
         where: str,
-        of: Callable[[ScriptResult], Tensors],
+        of: Callable[[Any], Tensors],
         least: float = 0.0,
+        detail: str = "",
     ) -> Finding:
         expected, *moved = map(of, self.bases)
         if odd := unmatched(expected, of(found)):
             return failed(what, where, odd)
-        allowed = noise.spread(expected, moved, self.terms, least)
-        return verdict(farthest(what, expected, of(found), allowed), where)
+        allowed = spread(expected, moved, self.terms, least)
+        return verdict(farthest(what, expected, of(found), allowed), where, detail)
 
 
 class ScriptRuns:
@@ -127,13 +139,13 @@ class ScriptRuns:
 
     def write_data(self) -> None:
         self.folder.mkdir()
-        tokens, longest = self.bench.proxy.config.vocab_size, self.bench.proxy.batch.seq_length
+        tokens, longest = self.bench.proxy.config.vocab_size, self.bench.proxy.case.seq_length
         if _TUNING in self.given:
-            data = script_data.write_conversations(self.folder, tokens, longest)
+            data = write_conversations(self.folder, tokens, longest)
         else:
             texts = self.given.get("--data-path")
             blended = bool(texts and len(texts.values) > 1) or bool(_BLENDS.intersection(self.given))
-            data = script_data.write_text(self.folder, tokens, longest, blended)
+            data = write_text(self.folder, tokens, longest, blended)
         self.options = (
             *data,
             *("--data-cache-path", str(self.folder / "cache")),
@@ -143,30 +155,29 @@ class ScriptRuns:
     def write_starts(self) -> None:
         """Write initial checkpoints: one, and the same with nudged weights."""
         one = self.bench.case(None, fault=None)
-        start = noise.weights(one)
-        starts = [start, *(noise.nudged(start, seed) for seed in range(noise.NUDGES))]
+        start = weights(one)
+        starts = [start, *(nudged(start, seed) for seed in range(NUDGES))]
         place = self.folder / "start"
-        run_distributed(initial.write_initial, 1, one, starts, place, apart=True)
+        run_distributed(checkpoints.write_initial, 1, one, starts, place, apart=True)
 
     def fresh(self, number: int = 0) -> tuple[str, ...]:
         return ("--load", str(self.folder / "start" / str(number)), "--finetune")
 
     def run(
-        self, name: str, sizes: Sizes | None, *options: str, watched: bool = False, **changes: Any
+        self,
+        name: str,
+        sizes: Sizes | None,
+        *options: str,
+        watched: bool = False,
+        killed_in: Path | None = None,
     ) -> ScriptResult:
-        place = self.folder / name
+        place, case = self.folder / name, self.bench.case(sizes)
         log = ("--tensorboard-dir", str(place / "tensorboard")) if watched else ()
-        run = ScriptRun(
-            script=self.script,
-            case=self.bench.case(sizes),
-            arguments=(*self.options, *log, *options),
-            folder=place,
-            timeout=self.bench.timeout,
-            monitor=int(watched),
-            **changes,
-        )
-        run.start()
-        return ScriptResult(observer.read(run.folder, run.ranks), run.curve())
+        launcher = ("--device", "cpu", "--monitor", str(int(watched)))
+        words = (*launcher, str(self.script), *case.argv(), *self.options, *log, *options)
+        run_script(words, case, place, self.bench.timeout, killed_in)
+        ranks = case.layout.world_size
+        return ScriptResult(observer.read(place, ranks), curve_of(place, ranks))
 
 
 def script(bench: Bench) -> Iterator[Finding]:
@@ -181,9 +192,7 @@ def script(bench: Bench) -> Iterator[Finding]:
     scripts.write_data()
     scripts.write_starts()
     try:
-        bases = [
-            scripts.run(f"one-{n}", None, *scripts.fresh(n), watched=True) for n in range(1 + noise.NUDGES)
-        ]
+        bases = [scripts.run(f"one-{n}", None, *scripts.fresh(n), watched=True) for n in range(1 + NUDGES)]
     except _FAILURES as problem:
         yield failed("training", "one process", last_line(problem))
         return
@@ -195,7 +204,7 @@ def script(bench: Bench) -> Iterator[Finding]:
     except _FAILURES as problem:
         yield failed("training", where, last_line(problem))
         return
-    compared = NoiseComparison(bases, bench.proxy.batch.sequences * bench.proxy.batch.seq_length)
+    compared = NoiseComparison(bases, bench.proxy.case.sequences * bench.proxy.case.seq_length)
     yield from run_findings(compared, bases[0], killed, where)
     yield from checkpoint_findings(scripts, killed, where)
     yield from resume_findings(scripts, first, killed)
@@ -224,7 +233,7 @@ def run_findings(
             f"gradients of step {step} (script)", found, where, partial(ScriptResult.gradients, step=step)
         )
     yield compared("weights after two steps (script)", found, where, partial(ScriptResult.weights, step=2))
-    yield stored.equal("expert biases (script)", base.biases(2), found.biases(2), where)
+    yield equal("expert biases (script)", base.biases(2), found.biases(2), where)
 
 
 def resume_findings(scripts: ScriptRuns, sizes: Sizes, killed: ScriptResult) -> Iterator[Finding]:
@@ -239,9 +248,9 @@ def resume_findings(scripts: ScriptRuns, sizes: Sizes, killed: ScriptResult) -> 
         yield failed(what, where, f"it trained step {trained[0]}, not step 2")
         return
     yield from loading_findings(again, killed, where)
-    yield stored.equal("gradients after resuming", killed.gradients(2), again.gradients(1), where)
+    yield equal("gradients after resuming", killed.gradients(2), again.gradients(1), where)
     before, after = killed.seen[2, observer.WEIGHTS], again.seen[1, observer.WEIGHTS]
-    yield stored.equal("weights after resuming", before, after, where)
+    yield equal("weights after resuming", before, after, where)
     yield _same_state("optimizer state after resuming", killed.state(2), again.state(1), where)
 
 
@@ -250,13 +259,13 @@ def loading_findings(
 ) -> Iterator[Finding]:
     """What a process had before its first step, against what the one that saved had after its first."""
     state = found.loaded
-    yield stored.equal("weights loaded", saved.weights(1), state.pop(observer.WEIGHTS), where)
+    yield equal("weights loaded", saved.weights(1), state.pop(observer.WEIGHTS), where)
     if optimizer:
         yield _same_state("optimizer state loaded", saved.state(1), state, where)
 
 
 def _same_state(what: str, expected: dict[str, Tensors], found: dict[str, Tensors], where: str) -> Finding:
-    return stored.equal(what, _flat(expected), _flat(found), where)
+    return equal(what, _flat(expected), _flat(found), where)
 
 
 def _flat(state: dict[str, Tensors]) -> Tensors:
@@ -269,13 +278,13 @@ def checkpoint_findings(scripts: ScriptRuns, run: ScriptResult, where: str) -> I
         yield untested("weights in the checkpoint", f"--ckpt-format {scripts.format} is not read here", where)
         return
     try:
-        found = stored.read(scripts.saved / "iter_0000001")
+        found = checkpoints.read(scripts.saved / "iter_0000001")
     except CheckpointError as problem:
         yield failed("weights in the checkpoint", where, str(problem))
         return
     weights = run.seen[1, observer.WEIGHTS]
     kept = {key: t for key, t in found.items() if key in weights}
-    yield stored.equal("weights in the checkpoint", weights, kept, where)
+    yield equal("weights in the checkpoint", weights, kept, where)
     state = {
         f"optimizer.state.{kind}.{key}": t
         for kind, part in run.state(1).items()
@@ -284,10 +293,10 @@ def checkpoint_findings(scripts: ScriptRuns, run: ScriptResult, where: str) -> I
     }
     # Megatron keeps it by parameter, or else by positions in the buffers of one layout.
     if kept := {key: t for key, t in found.items() if key in state}:
-        yield stored.equal("optimizer state in the checkpoint", state, kept, where)
+        yield equal("optimizer state in the checkpoint", state, kept, where)
     rows = found["embedding.word_embeddings.weight"].shape[0]
     tokens = scripts.bench.proxy.config.vocab_size
-    yield from stored.round_trip(scripts.saved, rows, scripts.folder / "export", tokens)
+    yield from checkpoints.round_trip(scripts.saved, rows, scripts.folder / "export", tokens)
 
 
 def _others(sizes: Sequence[Sizes]) -> list[Sizes | None]:
@@ -338,15 +347,38 @@ def other_layout_findings(
     yield compared("gradients after loading", found, where, partial(second, ScriptResult.gradients))
     if optimizer:
         yield compared("weights after loading", found, where, partial(second, ScriptResult.weights))
-    yield stored.equal("expert biases after loading", base.biases(2), found.biases(1), where)
+    yield equal("expert biases after loading", base.biases(2), found.biases(1), where)
 
 
 def _logged(pattern: str, ran: ScriptResult) -> Tensors:
-    import torch
-
     return {
         f"{name}, step {number}": torch.tensor(value, dtype=torch.float64)
         for number, step in sorted(ran.curve.steps.items())
         for name, value in step.values.items()
         if re.fullmatch(pattern, name)
+    }
+
+
+def monitors(bench: Bench) -> Iterator[Finding]:
+    """Yield whether routers, residuals and gradients look the same in a layout, by the runs of `script`."""
+    names = [f"one-{number}" for number in range(1 + NUDGES)]
+    if not all(events(bench, name).is_dir() for name in (*names, "layout")):
+        yield untested(MONITORS, "the script's runs did not come to their end")
+        return
+    series = {name: _first(bench, name) for name in (*names, "layout")}
+    if not (series[names[0]] or series["layout"]):
+        yield untested(MONITORS, "the monitors have written nothing")
+        return
+    compared = NoiseComparison(names, bench.proxy.case.sequences * bench.proxy.case.seq_length)
+    detail = f"{len(series[names[0]])} series"
+    yield compared(MONITORS, "layout", str(bench.proxy.sizes[0]), series.__getitem__, detail=detail)
+
+
+def _first(bench: Bench, run: str) -> Tensors:
+    """The first point of each series of a run."""
+    history = event_files.read(event_files.find(events(bench, run)))
+    return {
+        tag: torch.tensor(points[0][1], dtype=torch.float64)
+        for tag, points in history.items()
+        if tag.partition("/")[0] in (*KINDS, AGGREGATES) and points
     }

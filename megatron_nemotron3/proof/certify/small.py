@@ -1,13 +1,16 @@
-"""The small model of a proxy: few small layers, related as the launch's are."""
+"""The small model of a proxy (few small layers, related as the launch's are), and what it trains on."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models import pattern as patterns
+from megatron_nemotron3.proof.certify.case import TrainingCase
+from megatron_nemotron3.proof.certify.large import FullLaunch
 from megatron_nemotron3.proof.certify.layouts import Sizes
 
 #: Tokens of a sequence.
@@ -15,6 +18,12 @@ SEQUENCE = 64
 #: What the vocabulary is padded to in every layout, and the divisor that makes Megatron do so up to TP 2.
 PADDED_VOCABULARY, VOCABULARY_DIVISOR = 128, 64
 _HIDDEN = 64
+#: Documents of a packed row. The last one ends with the row, as the data sets of Megatron make it.
+_DOCUMENTS = (27, 5, 32)
+#: The same in multiples of 2 * CP, to which `--sft` pads each document.
+_EVEN = (24, 8, 32)
+#: Largest number of micro-batches of a step that is tried, if it need not be more.
+_MOST = 20
 
 
 def small_model(
@@ -106,3 +115,52 @@ def router_groups(
         most = config.num_moe_experts // small * kept
         config = config.but(moe_router_topk=max(kept, min(config.moe_router_topk, most) // kept * kept))
     return config, options
+
+
+def training(launch: FullLaunch, config: Nemotron3Config, sizes: Sequence[Sizes]) -> TrainingCase:
+    """Return what a proxy trains on: micro-batches against pipeline ranks as in the launch, or few."""
+    given = launch.given
+    sft, borders = "--sft" in given, "--dataloader-inter-document-masking" in given
+    packed = sft or borders
+    micro = 1 if packed or (given.get("--micro-batch-size") or ("1",))[0] == "1" else 2
+    cp = launch.sizes.layout.cp > 1
+    return TrainingCase(
+        config=config,
+        steps=2,
+        seq_length=SEQUENCE,
+        micro_batch_size=micro,
+        sequences=micro * _microbatches(launch, sizes),
+        mask="random" if sft or "--eod-mask-loss" in given else "none",
+        documents=(_EVEN if sft and cp else _DOCUMENTS) if packed else None,
+        cut_whole=borders and not sft and cp,
+    )
+
+
+def _microbatches(launch: FullLaunch, sizes: Sequence[Sizes]) -> int:
+    """Return the micro-batches of all data-parallel ranks together, the same number in all layouts."""
+    large, own = launch.sizes.layout, _own_microbatches(launch)
+
+    def kept(total: int, layout: ParallelLayout) -> bool:
+        count = total // layout.dp
+        if layout.pp == 1 or large.pp == 1:
+            return (count > 1) == (own != 1)
+        return _compared(count, layout.pp) == _compared(own or large.pp + 1, large.pp)
+
+    every = [s.layout for s in sizes]
+    step = math.lcm(*(one.dp * (one.pp if one.vpp > 1 else 1) for one in every))
+    return max(
+        range(step, max(4 * step, _MOST) + 1, step),
+        key=lambda total: (sum((2 if one.pp > 1 else 1) * kept(total, one) for one in every), -total),
+    )
+
+
+def _compared(count: int, pp: int) -> int:
+    return (count > pp) - (count < pp)
+
+
+def _own_microbatches(launch: FullLaunch) -> int | None:
+    """Return the micro-batches of a rank of the launch; None if the options do not say."""
+    sizes = [(launch.given.get(name) or ("",))[0] for name in ("--global-batch-size", "--micro-batch-size")]
+    if not launch.world_known or not all(size.isdecimal() and int(size) for size in sizes):
+        return None
+    return max(1, int(sizes[0]) // int(sizes[1]) // launch.sizes.layout.dp)

@@ -82,17 +82,28 @@ def load(chunks: Sequence[Any], weights: Tensors) -> None:
             t.data.copy_(part.reshape(t.data.shape))
 
 
+def pieces_of(chunks: Sequence[Any], parameters: Sequence[Tensor], values: Sequence[Tensor]) -> Pieces:
+    """`pieces` with values in place of parameters."""
+    before = [p.data for p in parameters]
+    try:
+        for p, value in zip(parameters, values, strict=True):
+            p.data = value
+        return pieces(chunks)
+    finally:
+        for p, data in zip(parameters, before, strict=True):
+            p.data = data
+
+
+def without_biases(found: Pieces) -> Pieces:
+    """Pieces of what has a gradient: all but expert biases."""
+    return [piece for piece in found if not piece[0].endswith("expert_bias")]
+
+
 def gradients(chunks: Sequence[Any]) -> Pieces:
     """Copies of the accumulated gradients, cut and named as the parameters are; zeros of frozen ones."""
     parameters = [p for chunk in chunks for p in unwrapped(chunk).parameters()]
-    values = [p.data for p in parameters]
-    try:
-        for p in parameters:
-            p.data = p.main_grad.clone() if p.requires_grad else torch.zeros_like(p.data)
-        return [piece for piece in pieces(chunks) if not piece[0].endswith("expert_bias")]
-    finally:
-        for p, value in zip(parameters, values):
-            p.data = value
+    values = [p.main_grad.clone() if p.requires_grad else torch.zeros_like(p.data) for p in parameters]
+    return without_biases(pieces_of(chunks, parameters, values))
 
 
 def fsdp_weights(chunk: Any) -> Pieces:
@@ -102,8 +113,7 @@ def fsdp_weights(chunk: Any) -> Pieces:
 
 def fsdp_gradients(chunk: Any) -> Pieces:
     """Copies of the gradients that the optimizer of Megatron-FSDP gets, cut and named as the weights are."""
-    found = _assembled(chunk, lambda buffer, name, weight: buffer.dist_main_grad[name])
-    return [piece for piece in found if not piece[0].endswith("expert_bias")]
+    return without_biases(_assembled(chunk, lambda buffer, name, weight: buffer.dist_main_grad[name]))
 
 
 def _assembled(chunk: Any, shard: Callable[[Any, str, Any], Any]) -> Pieces:
@@ -120,13 +130,8 @@ def _assembled(chunk: Any, shard: Callable[[Any, str, Any], Any]) -> Pieces:
     fsdp._replace_param_with_raw_if_needed()
     fsdp.is_param_fsdp_distributed = True  # else its hook on state_dict replaces them again
     parameters = dict(unwrapped(chunk).named_parameters())
-    values = {name: p.data for name, p in parameters.items()}
     try:
-        for name, p in parameters.items():
-            p.data = whole[name]
-        return pieces([chunk])
+        return pieces_of([chunk], list(parameters.values()), [whole[name] for name in parameters])
     finally:
-        for name, p in parameters.items():
-            p.data = values[name]
         fsdp.is_param_fsdp_distributed = False
         fsdp._replace_param_with_distributed_if_needed()

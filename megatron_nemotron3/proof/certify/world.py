@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,8 +14,7 @@ from torch import Tensor
 from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.launch.boosting import Boost
 from megatron_nemotron3.models.lora import LoRASettings, adding_lora
-from megatron_nemotron3.proof.certify.batch import Batch, batches
-from megatron_nemotron3.proof.certify.case import TrainingCase
+from megatron_nemotron3.proof.certify.case import Batch, TrainingCase
 from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
 from megatron_nemotron3.proof.certify.tensors import (
     Pieces,
@@ -97,6 +96,38 @@ def initial_weights(case: TrainingCase, seed: int = 0) -> Tensors:
 
 
 # What follows runs on the ranks.
+
+
+def batches(case: TrainingCase) -> Callable[[int], Iterator[Batch]]:
+    """Step -> this data-parallel rank's micro-batches, in the order in which one rank would see them."""
+    from megatron.core import parallel_state
+
+    dp, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+
+    def of(step: int) -> Iterator[Batch]:
+        whole = global_batch(case, step)
+        for first in range(rank * case.micro_batch_size, case.sequences, dp * case.micro_batch_size):
+            yield from case.shares(
+                {key: t[first : first + case.micro_batch_size] for key, t in whole.items()}
+            )
+
+    return of
+
+
+def global_batch(case: TrainingCase, step: int) -> dict[str, Tensor]:
+    """Tokens, labels, loss mask and positions [sequences, s] of one optimizer step, without padding."""
+    generator = torch.Generator().manual_seed(1000 * case.seed + step)
+    n, lengths, entries = case.sequences, case.documents or (case.seq_length,), case.config.vocab_size
+    streams = [torch.randint(entries, (n, length + 1), generator=generator) for length in lengths]
+    positions = torch.cat([torch.arange(length) for length in lengths]).expand(n, -1)
+    # Where another number of tokens counts in every sequence, a mean of means is not the mean.
+    random = torch.rand(n, sum(lengths), generator=generator) < torch.linspace(0.5, 1.0, n)[:, None]
+    return {
+        "tokens": torch.cat([stream[:, :-1] for stream in streams], dim=1),
+        "labels": torch.cat([stream[:, 1:] for stream in streams], dim=1),
+        "loss_mask": case.counting(positions, random).float(),
+        "position_ids": positions,
+    }
 
 
 def initialize_layout(layout: ParallelLayout, optimizer_instances: int = 1) -> None:
@@ -217,7 +248,7 @@ class TrainingRun:
             forward_step_func=partial(_forward_step, case.labels),
             data_iterator=[data(step) for _ in self.chunks] if several else data(step),
             model=self.chunks if several else self.chunks[0],
-            num_microbatches=self.microbatches,
+            num_microbatches=case.microbatches,
             seq_length=case.seq_length,
             micro_batch_size=case.micro_batch_size,
             decoder_seq_length=case.seq_length,
@@ -227,12 +258,6 @@ class TrainingRun:
         if gather_shards:
             _gather_gradients(self.chunks)
         return _mean_loss(reported)
-
-    @property
-    def microbatches(self) -> int:
-        case = self.case
-        documents = sum(length > 0 for length in case.documents or ()) if case.separate else 1
-        return documents * case.sequences // case.micro_batch_size // case.layout.dp
 
     def step(self) -> float:
         _, norm, _ = self.optimizer.step()
@@ -294,7 +319,7 @@ def _train(case: TrainingCase, weights: Tensors | None) -> dict[str, Any]:
         result["losses"].append(run.forward_backward(step, whole_gradients=step == 0))
         if step == 0:
             result["gradients"] = run.gradients()
-        result["mtp"].append([loss / run.microbatches for loss in mtp_losses()])
+        result["mtp"].append([loss / case.microbatches for loss in mtp_losses()])
         result["norms"].append(run.step())
     run.finish()
     result["weights"] = run.weights()

@@ -104,8 +104,7 @@ def _measured(case: Case) -> list[Saved]:
     from megatron.core import parallel_state as groups
 
     from megatron_nemotron3.launch.plan.state import stage_patterns
-    from megatron_nemotron3.proof.certify.batch import batches
-    from megatron_nemotron3.proof.certify.world import build
+    from megatron_nemotron3.proof.certify.world import batches, build
 
     layout, found = case.layout, []
     patterns = stage_patterns(case.config, layout.stages, case.seq_length)

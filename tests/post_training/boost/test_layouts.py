@@ -8,7 +8,7 @@ import pytest
 
 from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.launch.boosting import Boost
-from megatron_nemotron3.proof.certify.noise import reference, weights
+from megatron_nemotron3.proof.certify.compare import reference, weights
 from megatron_nemotron3.proof.certify.tensors import Tensors
 from megatron_nemotron3.proof.certify.world import Result, train
 from tests.parallel.case import Case

@@ -115,8 +115,7 @@ def _defined(case: Case, weights: Tensors, taught: Sequence[Distillation], apart
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megatron_nemotron3.common.hooks import unwrapped
-    from megatron_nemotron3.proof.certify.batch import batches
-    from megatron_nemotron3.proof.certify.world import _mean_loss
+    from megatron_nemotron3.proof.certify.world import _mean_loss, batches
 
     run = TrainingRun(case, weights)
     teachers = [(how, apart_from(how)) for how in taught]
@@ -145,7 +144,7 @@ def _defined(case: Case, weights: Tensors, taught: Sequence[Distillation], apart
         forward_step_func=step,
         data_iterator=batches(case)(0),
         model=run.chunks[0],
-        num_microbatches=run.microbatches,
+        num_microbatches=run.case.microbatches,
         seq_length=case.seq_length,
         micro_batch_size=case.micro_batch_size,
         decoder_seq_length=case.seq_length,
@@ -164,7 +163,7 @@ def _write_logits(case: Case, teacher: str, folder: str, temperature: float) -> 
     from megatron_nemotron3.layers.context_parallel import cu_seqlens
     from megatron_nemotron3.post_training.distill.divergences import most_probable
     from megatron_nemotron3.post_training.distill.stored import key_of, write_part
-    from megatron_nemotron3.proof.certify.batch import batches
+    from megatron_nemotron3.proof.certify.world import batches
     from megatron_nemotron3.train.teacher.manifest import LogitsManifest
     from megatron_nemotron3.train.teacher.vocabulary import Vocabulary
 

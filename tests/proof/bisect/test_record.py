@@ -50,8 +50,7 @@ def _record(case: Case, weights: Tensors, folder: str) -> None:
 
     from megatron_nemotron3.post_training import compress
     from megatron_nemotron3.proof.bisect.record import Recorder, unwrapped
-    from megatron_nemotron3.proof.certify.batch import batches
-    from megatron_nemotron3.proof.certify.world import _forward_step, build
+    from megatron_nemotron3.proof.certify.world import _forward_step, batches, build
 
     chunks, _ = build(case, weights)
     several, data = len(chunks) > 1, batches(case)

@@ -102,7 +102,7 @@ def _exported(edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
 
         return edited
 
-    wrap("megatron_nemotron3.proof.certify.stored", "convert_to_hf", make)
+    wrap("megatron_nemotron3.proof.certify.checkpoints", "convert_to_hf", make)
 
 
 def experts_exchanged_in_export() -> None:

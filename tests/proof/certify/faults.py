@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,12 @@ from unittest import mock
 
 from megatron_nemotron3.launch import command_line
 from megatron_nemotron3.launch.flag import Flag
-from megatron_nemotron3.proof.certify import proof, proxy, static
-from megatron_nemotron3.proof.certify.bench import Bench, last_line
+from megatron_nemotron3.proof.certify import proof, proxy
+from megatron_nemotron3.proof.certify.bench import Bench, Finding, PropertyState, last_line
 from megatron_nemotron3.proof.certify.case import TrainingCase
-from megatron_nemotron3.proof.certify.finding import Finding, PropertyState
 from megatron_nemotron3.proof.certify.large import LaunchRequest
 from megatron_nemotron3.proof.certify.layouts import Sizes
+from tests.parallel.case import Scenario
 from tests.proof.certify.catalogue import FAULTS, LAUNCHES, Fault
 
 #: What was found when the table was last written.
@@ -51,7 +51,9 @@ class FaultyBench(Bench):
     def case(self, sizes: Sizes | None, **changes: Any) -> TrainingCase:
         """Return the training in a layout, with the fault, or in one process."""
         healthy = {"fault": None} if sizes is None and not self.everywhere else {}
-        return super().case(sizes, **(healthy | dict(self.changes) | changes))
+        made = super().case(sizes)
+        own = {each.name: getattr(made, each.name) for each in fields(made)}
+        return Scenario(**(own | healthy | dict(self.changes) | changes))
 
 
 def _definition(bench: Bench) -> Iterator[Finding]:
@@ -118,9 +120,9 @@ STAGES: dict[str, Callable[[Any], Iterator[Finding]]] = {
     "saving": _saving,
     "resuming": _resuming,
     "export": _export,
-    "formats": static.formats,
-    "memory": static.memory,
-    "rules": static.rules,
+    "formats": proof.formats,
+    "memory": proof.memory,
+    "rules": proof.rules,
 }
 #: Stages of which the launch is damaged, and no function.
 STATIC = ("formats", "memory", "rules")

@@ -11,9 +11,8 @@ from pathlib import Path
 
 from megatron_nemotron3.launch import command_line
 from megatron_nemotron3.launch.flag import Flag
-from megatron_nemotron3.proof.certify import proxy_text
 from megatron_nemotron3.proof.certify.large import LaunchRequest
-from megatron_nemotron3.proof.certify.proxy import ProxyLaunch, make
+from megatron_nemotron3.proof.certify.proxy import ProxyLaunch, make, proxy_lines
 
 FOLDER = Path(__file__).parents[2] / "golden" / "launches"
 FILES = {file.stem: file for file in sorted((*FOLDER.glob("*.sh"), *FOLDER.glob("*.yaml")))}
@@ -37,7 +36,7 @@ def text_of(name: str) -> str:
     notes: list[str] = []
     try:
         notes = command_line.read_launch(FILES[name].read_text()).notes
-        lines = proxy_text.lines(proxy_of(name))
+        lines = proxy_lines(proxy_of(name))
     except ValueError as problem:
         lines = [f"refused: {problem}"]
     return "\n".join((*(f"note: {note}" for note in notes), *lines, ""))

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.launch.flag import parse
-from megatron_nemotron3.proof.certify.bench import Bench
-from megatron_nemotron3.proof.certify.finding import Finding, PropertyState, failed
+from megatron_nemotron3.proof.certify.bench import Bench, Finding, PropertyState, failed
 from megatron_nemotron3.proof.certify.large import LaunchRequest
 from megatron_nemotron3.proof.certify.proof import STAGES, Stage, prove
 from megatron_nemotron3.proof.certify.proxy import ProxyLaunch, make

@@ -10,8 +10,7 @@ from megatron_nemotron3 import models
 from megatron_nemotron3.launch import Launch, flags
 from megatron_nemotron3.precision import yaml_file
 from megatron_nemotron3.proof.certify import built, proxy
-from megatron_nemotron3.proof.certify.bench import Bench
-from megatron_nemotron3.proof.certify.finding import PropertyState
+from megatron_nemotron3.proof.certify.bench import Bench, PropertyState
 from megatron_nemotron3.proof.certify.large import LaunchRequest
 
 

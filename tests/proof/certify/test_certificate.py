@@ -17,7 +17,7 @@ from megatron_nemotron3.launch.flag import Flag, render
 from megatron_nemotron3.precision import yaml_file
 from megatron_nemotron3.precision.settings import Emulation
 from megatron_nemotron3.proof.certify import certificate, proxy
-from megatron_nemotron3.proof.certify.finding import Finding, PropertyState, failed, passed, untested
+from megatron_nemotron3.proof.certify.bench import Finding, PropertyState, failed, passed, untested
 from megatron_nemotron3.proof.certify.large import LaunchRequest
 
 

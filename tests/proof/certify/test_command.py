@@ -15,8 +15,7 @@ from megatron_nemotron3.common import lock, ranks
 from megatron_nemotron3.launch import Launch, flags
 from megatron_nemotron3.launch.flag import render
 from megatron_nemotron3.proof.certify import certificate, command
-from megatron_nemotron3.proof.certify.bench import Bench
-from megatron_nemotron3.proof.certify.finding import Finding, PropertyState, failed, passed, untested
+from megatron_nemotron3.proof.certify.bench import Bench, Finding, PropertyState, failed, passed, untested
 from megatron_nemotron3.proof.certify.proof import STAGES, Stage
 
 NO_TRAINING = (

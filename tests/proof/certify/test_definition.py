@@ -10,9 +10,8 @@ import pytest
 from megatron_nemotron3.launch import Launch, flags
 from megatron_nemotron3.launch.flag import Flag
 from megatron_nemotron3.proof.certify import proxy
-from megatron_nemotron3.proof.certify.bench import Bench
+from megatron_nemotron3.proof.certify.bench import Bench, Finding, PropertyState
 from megatron_nemotron3.proof.certify.definition import definition
-from megatron_nemotron3.proof.certify.finding import Finding, PropertyState
 from megatron_nemotron3.proof.certify.large import LaunchRequest
 from tests.proof.certify.catalogue import FAULTS
 from tests.proof.certify.definition_faults import megatrons_z_loss

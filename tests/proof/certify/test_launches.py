@@ -11,9 +11,8 @@ import pytest
 from megatron_nemotron3 import cpu_mode
 from megatron_nemotron3.launch import parser
 from megatron_nemotron3.launch.flag import Flag
-from megatron_nemotron3.proof.certify import static
-from megatron_nemotron3.proof.certify.bench import Bench
-from megatron_nemotron3.proof.certify.finding import PropertyState
+from megatron_nemotron3.proof.certify import proof
+from megatron_nemotron3.proof.certify.bench import Bench, PropertyState
 from megatron_nemotron3.proof.certify.large import LaunchRequest
 from megatron_nemotron3.proof.certify.proof import layouts
 from megatron_nemotron3.proof.certify.proxy import make
@@ -72,7 +71,7 @@ def test_a_launch_that_is_wrong(name: str, tmp_path: Path) -> None:
     wrong = {finding.name for finding in layouts(bench) if finding.state is PropertyState.FAIL}
     assert {"losses", "gradients", "weights"} <= wrong
     assert WRONG[name][1] in {
-        finding.where for finding in static.rules(bench) if finding.state is PropertyState.FAIL
+        finding.where for finding in proof.rules(bench) if finding.state is PropertyState.FAIL
     }
 
 

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron_nemotron3.launch import Launch, flags
-from megatron_nemotron3.proof.certify import monitored, proxy
-from megatron_nemotron3.proof.certify.bench import Bench
-from megatron_nemotron3.proof.certify.finding import PropertyState
+from megatron_nemotron3.proof.certify import proxy, script_stage
+from megatron_nemotron3.proof.certify.bench import Bench, PropertyState
 from megatron_nemotron3.proof.certify.large import LaunchRequest
 from megatron_nemotron3.proof.certify.script_stage import events
 
@@ -41,7 +40,7 @@ def test_equal_but_for_rounding_passes(bench: Bench) -> None:
     for number in range(3):
         write(bench, f"one-{number}", 1 + 1e-6 * number)
     write(bench, "layout", 1 + 1e-6)
-    (one,) = monitored.monitors(bench)
+    (one,) = script_stage.monitors(bench)
     assert one.state is PropertyState.PASS and one.difference is not None and 0 < one.difference < 1
 
 
@@ -49,7 +48,7 @@ def test_what_differs_is_named(bench: Bench) -> None:
     for number in range(3):
         write(bench, f"one-{number}", 1 + 1e-6 * number)
     write(bench, "layout", 1.01)
-    (one,) = monitored.monitors(bench)
+    (one,) = script_stage.monitors(bench)
     assert one.state is PropertyState.FAIL and one.detail in SERIES and one.where == str(bench.proxy.sizes[0])
 
 
@@ -57,11 +56,11 @@ def test_a_missing_series_fails(bench: Bench) -> None:
     for number in range(3):
         write(bench, f"one-{number}")
     write(bench, "layout", 1.0, "max_vio/layer_002")
-    (one,) = monitored.monitors(bench)
+    (one,) = script_stage.monitors(bench)
     assert one.state is PropertyState.FAIL and "max_vio/layer_002 is missing" in one.detail
 
 
 def test_runs_that_ended_early_are_not_compared(bench: Bench) -> None:
     write(bench, "one-0")
-    (one,) = monitored.monitors(bench)
+    (one,) = script_stage.monitors(bench)
     assert one.state is PropertyState.UNTESTED

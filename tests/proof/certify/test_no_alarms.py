@@ -6,14 +6,14 @@ import pytest
 
 from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.proof.certify import proof
-from megatron_nemotron3.proof.certify.finding import PropertyState
+from megatron_nemotron3.proof.certify.bench import PropertyState
 from megatron_nemotron3.proof.certify.layouts import Sizes, cover
 from tests.proof.certify.drawn import RandomLaunch, launches
 from tests.proof.certify.random_launches import findings, proxy_of
 from tests.properties.strategies import draw_many
 
 #: The stages that a launch of few ranks passes in seconds.
-QUICK = [stage for stage in proof.STAGES if stage.findings in (proof.layouts, proof.static.rules)]
+QUICK = [stage for stage in proof.STAGES if stage.findings in (proof.layouts, proof.rules)]
 
 
 def ranks(launch: RandomLaunch) -> int:

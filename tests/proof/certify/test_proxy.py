@@ -17,15 +17,14 @@ from megatron_nemotron3.launch import flags as flags_of
 from megatron_nemotron3.launch.flag import Flag
 from megatron_nemotron3.models import pattern as patterns
 from megatron_nemotron3.models.stack_specs import experts_text, stored_experts
-from megatron_nemotron3.proof.certify import options, proxy_text, stages
-from megatron_nemotron3.proof.certify.bench import Bench
+from megatron_nemotron3.proof.certify import options
+from megatron_nemotron3.proof.certify.bench import Bench, PropertyState
 from megatron_nemotron3.proof.certify.certificate import normalised
 from megatron_nemotron3.proof.certify.definition import definition
-from megatron_nemotron3.proof.certify.finding import PropertyState
 from megatron_nemotron3.proof.certify.large import LaunchRequest
-from megatron_nemotron3.proof.certify.layouts import Sizes, cover
+from megatron_nemotron3.proof.certify.layouts import Sizes, borders, chosen, cover, of_launch, shortened
 from megatron_nemotron3.proof.certify.options import Treatment
-from megatron_nemotron3.proof.certify.proxy import ProxyLaunch, make, stages_of
+from megatron_nemotron3.proof.certify.proxy import ProxyLaunch, make, proxy_lines, stages_of
 from megatron_nemotron3.train.build import megatron_args
 from tests.properties.strategies import layouts
 
@@ -119,7 +118,7 @@ def test_every_option_of_a_recipe_has_a_treatment(file: Path) -> None:
         assert (treatment in (Treatment.REPLACED, Treatment.UNTESTED)) == (flag.name in said), flag
         if treatment is Treatment.KEPT:
             assert flag.name in mechanism or flag.name in proxy.meaning, flag
-    assert proxy_text.lines(proxy)
+    assert proxy_lines(proxy)
 
 
 @pytest.mark.parametrize("file", RECIPES[:: len(RECIPES) // 4], ids=lambda file: file.stem)
@@ -163,8 +162,8 @@ def test_structure_of_a_launch() -> None:
     ],
 )
 def test_short_stages(pattern: str, count: int, expected: str) -> None:
-    whole = stages.of_launch(pattern, pattern.count("|") + 1)
-    short, _ = stages.shortened(stages.chosen(whole, count), whole)
+    whole = of_launch(pattern, pattern.count("|") + 1)
+    short, _ = shortened(chosen(whole, count), whole)
     assert "|".join(short) == expected
 
 
@@ -172,7 +171,7 @@ def test_what_the_small_pipeline_lacks_is_said() -> None:
     cuts = "ME*|EM|*E|*M|EM|MM|EM|ME"
     text = SUPER.replace("--pipeline-model-parallel-size 4", "--pipeline-model-parallel-size 8")
     proxy = proxy_of(text.replace("MEMEM*EMEME|MEM*EMEMEM|EMEMMEMM|EMEM*EMEME", cuts))
-    large, small = (set(stages.borders((text or "").split("|"))) for text in (cuts, proxy.config.source))
+    large, small = (set(borders((text or "").split("|"))) for text in (cuts, proxy.config.source))
     said = next(remark.what for remark in proxy.remarks if remark.what.startswith("cuts between"))
     assert len(large & small) == len(small) == 2
     for one, other in large - small:
@@ -180,7 +179,7 @@ def test_what_the_small_pipeline_lacks_is_said() -> None:
 
 
 def test_stages_without_cuts_have_the_given_first_and_last_length() -> None:
-    assert stages.of_launch("MEMEMEMEM*", 4, first=1, last=3) == ["M", "EME", "MEM", "EM*"]
+    assert of_launch("MEMEMEMEM*", 4, first=1, last=3) == ["M", "EME", "MEM", "EM*"]
 
 
 def test_megatron_fsdp_stays() -> None:
@@ -205,7 +204,7 @@ def test_a_schedule_of_the_pipeline_has_the_shape_of_the_launch() -> None:
     def relation(global_batch: int, text: str = SUPER) -> set[int]:
         proxy = proxy_of(text.replace("size 64 ", f"size {global_batch} "), world_size=64)
         on_rank = [
-            (proxy.batch.sequences // proxy.batch.micro_batch_size // s.layout.dp, s.layout)
+            (proxy.case.sequences // proxy.case.micro_batch_size // s.layout.dp, s.layout)
             for s in proxy.sizes
             if s.layout.pp > 1
         ]
@@ -221,7 +220,7 @@ def test_a_schedule_of_the_pipeline_has_the_shape_of_the_launch() -> None:
 
 def test_a_batch_that_the_script_does_not_say() -> None:
     proxy = proxy_of(SUPER.replace("--global-batch-size 64", "--global-batch-size $BATCH"), world_size=64)
-    assert proxy.batch == proxy_of(SUPER, world_size=64).batch
+    assert proxy.case == proxy_of(SUPER, world_size=64).case
 
 
 def test_dropout_by_default_is_said() -> None:
@@ -237,10 +236,12 @@ def test_dropout_by_default_is_said() -> None:
 def test_packed_documents_fill_the_row() -> None:
     proxy = proxy_of(f"{SUPER} --sft --context-parallel-size 2")
     assert (
-        proxy.batch.masked and proxy.batch.documents and sum(proxy.batch.documents) == proxy.batch.seq_length
+        proxy.case.mask == "random"
+        and proxy.case.documents
+        and sum(proxy.case.documents) == proxy.case.seq_length
     )
-    assert all(length % 4 == 0 for length in proxy.batch.documents) and not proxy.batch.cut_whole
-    assert proxy_of(f"{SUPER} --dataloader-inter-document-masking --context-parallel-size 2").batch.cut_whole
+    assert all(length % 4 == 0 for length in proxy.case.documents) and not proxy.case.cut_whole
+    assert proxy_of(f"{SUPER} --dataloader-inter-document-masking --context-parallel-size 2").case.cut_whole
 
 
 def test_experts_that_differ_by_layer() -> None:
@@ -402,7 +403,7 @@ def test_small_layouts_fit_the_small_model(layout: ParallelLayout, experts: int)
     ]
     flags += [Flag(name, (str(value),)) for name, value in words.items()]
     proxy = make(request(flags, world_size=layout.world_size), 8)
-    config, batch = proxy.config, proxy.batch
+    config, batch = proxy.config, proxy.case
     assert config.num_moe_experts and config.moe_router_topk
     for small in (sizes.layout for sizes in proxy.sizes):
         assert len(patterns.parse(stages_of(config, small)).stages) == small.stages

@@ -9,8 +9,7 @@ import pytest
 from megatron_nemotron3.launch import Launch, ParallelLayout, command_line
 from megatron_nemotron3.launch import flags as flags_of
 from megatron_nemotron3.proof.certify import proof
-from megatron_nemotron3.proof.certify.bench import Bench
-from megatron_nemotron3.proof.certify.finding import PropertyState
+from megatron_nemotron3.proof.certify.bench import Bench, PropertyState
 from megatron_nemotron3.proof.certify.large import LaunchRequest
 from megatron_nemotron3.proof.certify.proxy import make
 from tests.proof.certify.test_proxy import SUPER

@@ -12,11 +12,9 @@ import pytest
 from megatron_nemotron3.launch import ParallelLayout, command_line, versions
 from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.proof.certify import script_run, script_stage
-from megatron_nemotron3.proof.certify.bench import Bench
-from megatron_nemotron3.proof.certify.finding import Finding, PropertyState
-from megatron_nemotron3.proof.certify.large import LaunchRequest
+from megatron_nemotron3.proof.certify.bench import Bench, Finding, PropertyState
+from megatron_nemotron3.proof.certify.large import LaunchRequest, checkout
 from megatron_nemotron3.proof.certify.proxy import make
-from megatron_nemotron3.proof.certify.reading import checkout
 from tests.support import checkpoint_faults as faults
 from tests.support.short_run import mock_argv, short_schedule
 

@@ -9,8 +9,8 @@ import pytest
 
 from megatron_nemotron3.checkpoints.convert.conversion import FromHfOptions, convert_from_hf
 from megatron_nemotron3.models import get, tiny
-from megatron_nemotron3.proof.certify import stored
-from megatron_nemotron3.proof.certify.finding import PropertyState
+from megatron_nemotron3.proof.certify import checkpoints
+from megatron_nemotron3.proof.certify.bench import PropertyState
 from tests.support.hf_folders import write_hf
 
 _EMBEDDING = "embedding.word_embeddings.weight"
@@ -25,14 +25,14 @@ def test_padding_of_the_vocabulary_need_not_come_back(
     convert_from_hf(
         tmp_path / "hf", tmp_path / "run", FromHfOptions(make_vocab_size_divisible_by=128, workers=1)
     )
-    read, rows = stored._tensors, slice(120, None)
+    read, rows = checkpoints._tensors, slice(120, None)
 
     def as_trained(source: Any) -> Any:
         """The first that is read is the run's own."""
         found = read(source)
         assert found[_EMBEDDING].shape[0] == 128
         found[_EMBEDDING][rows] = 1
-        monkeypatch.setattr(stored, "_tensors", read)
+        monkeypatch.setattr(checkpoints, "_tensors", read)
         return found
 
     for vocabulary, wrong_rows, state in (
@@ -41,6 +41,8 @@ def test_padding_of_the_vocabulary_need_not_come_back(
         (120, slice(119, None), PropertyState.FAIL),
     ):
         rows = wrong_rows
-        monkeypatch.setattr(stored, "_tensors", as_trained)
-        (found,) = stored.round_trip(tmp_path / "run", 128, tmp_path / f"{vocabulary}-{rows}", vocabulary)
+        monkeypatch.setattr(checkpoints, "_tensors", as_trained)
+        (found,) = checkpoints.round_trip(
+            tmp_path / "run", 128, tmp_path / f"{vocabulary}-{rows}", vocabulary
+        )
         assert found.state is state, found

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from megatron_nemotron3 import cli
 from megatron_nemotron3.common.ranks import Call, run_ranks
 from megatron_nemotron3.proof.certify import command, ranks
-from megatron_nemotron3.proof.certify.bench import Bench
-from megatron_nemotron3.proof.certify.finding import Finding
+from megatron_nemotron3.proof.certify.bench import Bench, Finding
 from megatron_nemotron3.proof.certify.proof import Stage
 
 
