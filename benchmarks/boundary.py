@@ -200,7 +200,7 @@ def bound_of(case: Case, rows: int, back: bool) -> float:
     from megatron_nemotron3.boundary.bounds import bounds
     from megatron_nemotron3.boundary.feed import describe_ids
     from megatron_nemotron3.boundary.layout import Layout
-    from megatron_nemotron3.boundary.planner import make_plan, slices_of
+    from megatron_nemotron3.boundary.plan import make_plan, slices_of
 
     source, destination = Layout.parse(case.source), Layout.parse(case.destination)
     counts, slices = rows_of(case, rows), None

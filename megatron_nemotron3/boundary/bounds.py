@@ -20,20 +20,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_nemotron3.boundary import intervals
-from megatron_nemotron3.boundary.plan import TransferPlan
+from megatron_nemotron3.boundary.plan import Ranks, TransferPlan, indexed
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """Minimum number of rows.
-
-    leaving, entering: rank -> minimum for the busiest rank of the rank's group.
-    missing: rank -> minimum for the rank itself.
-    crossing: minimum for all ranks together.
-    """
+class Bounds(NamedTuple):
+    """Minimum number of rows: by rank, for the busiest rank of its group or (missing) for itself; of all."""
 
     leaving: Mapping[int, int]
     entering: Mapping[int, int]
@@ -42,12 +36,10 @@ class Bounds:
 
     @property
     def busiest(self) -> int:
-        """Minimum for the rank that sends or receives most between the modules."""
         return max([0, *self.leaving.values(), *self.entering.values()])
 
 
-@dataclass(frozen=True)
-class Traffic:
+class Traffic(NamedTuple):
     """Rows that a plan moves, by rank. A rank's messages to itself are local copies and do not count."""
 
     sent: Mapping[int, int]
@@ -65,19 +57,20 @@ class Traffic:
 
 
 def bounds(plan: TransferPlan) -> Bounds:
-    """Lower bounds for a plan whose sending groups hold disjoint rows of a lane, as those of `planner` do."""
+    """Lower bounds for a plan whose sending groups hold disjoint rows of a lane, as those of `make_plan`."""
     #: Ranks of a sending group -> rows that it has to send to other ranks.
-    owed: dict[tuple[int, ...], int] = defaultdict(int)
+    owed: dict[Ranks, int] = defaultdict(int)
     #: Rank -> rows that it wants and holds.
     has: dict[int, int] = defaultdict(int)
     #: Ranks of a receiving group -> rows that it wants and one of its ranks holds.
-    inside: dict[tuple[int, ...], int] = defaultdict(int)
+    inside: dict[Ranks, int] = defaultdict(int)
+    senders, receivers = indexed(plan.senders), indexed(plan.receivers)
     for source_lane, source_start, lane, start, rows in plan.segments:
-        here = ((source_start, source_start + rows),)
-        for sender in plan.senders[source_lane]:
-            held = intervals.shift(intervals.intersect(sender.rows, here), start - source_start)
-            for receiver in plan.receivers[lane] if held else ():
-                n = intervals.count(intervals.intersect(held, receiver.rows))
+        by = start - source_start
+        for sender, places in senders[source_lane]:
+            held = [(a + by, b + by) for _, a, b in places.clip(source_start, source_start + rows)]
+            for receiver, wants in receivers[lane] if held else ():
+                n = sum(stop - first for a, b in held for _, first, stop in wants.clip(a, b))
                 members = [rank for rank in receiver.ranks if rank in sender.ranks] if n else []
                 for rank in members:
                     has[rank] += n

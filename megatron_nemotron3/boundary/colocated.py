@@ -34,8 +34,7 @@ from megatron_nemotron3.boundary.failure import Failure
 from megatron_nemotron3.boundary.feed import Microbatch
 from megatron_nemotron3.boundary.groups import Groups
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.plan import TransferPlan
-from megatron_nemotron3.boundary.planner import make_plan
+from megatron_nemotron3.boundary.plan import TransferPlan, make_plan
 
 
 class ColocatedBridge(ColocatedBridgeCommunicator):

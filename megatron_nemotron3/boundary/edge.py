@@ -11,8 +11,7 @@ from torch import Tensor
 
 from megatron_nemotron3.boundary.feed import Microbatch
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.plan import TransferPlan
-from megatron_nemotron3.boundary.planner import make_plan
+from megatron_nemotron3.boundary.plan import TransferPlan, make_plan
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import torch
 from megatron_nemotron3.boundary.intervals import Intervals
 from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.boundary.partition import Runs, media_shares, rows_of, sample_shares
-from megatron_nemotron3.boundary.planner import slices_of
+from megatron_nemotron3.boundary.plan import slices_of
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Microbatch:
         return range(before + own.start, before + own.stop)
 
     def slices_of(self, name: str, layout: Layout) -> tuple[tuple[Intervals, ...], ...] | None:
-        """`planner.slices_of` one encoder; None if ranks want whole lanes, or positions are not known."""
+        """`plan.slices_of` one encoder; None if ranks want whole lanes, or positions are not known."""
         runs = self.runs_of(name)
         if runs is None or not layout.sliced:
             return None

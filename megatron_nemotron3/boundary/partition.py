@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from megatron_nemotron3.boundary import intervals
 from megatron_nemotron3.boundary.intervals import IntervalIndex, Intervals
+from megatron_nemotron3.boundary.layout import Layout
 
 #: Positions of a sample's rows: (first position, number of rows), ascending. One run for each image or clip.
 Runs = tuple[tuple[int, int], ...]
@@ -73,10 +74,9 @@ def media_shares(media: Sequence[int], ranks: int) -> tuple[range, ...]:
     return tuple(range(a, b) for a, b in zip(starts, starts[1:], strict=False))
 
 
-def rows_held(
-    media: Sequence[int], cp: int, tp: int, *, share: str, sequence_parallel: bool
-) -> tuple[Intervals, ...]:
+def rows_held(media: Sequence[int], layout: Layout) -> tuple[Intervals, ...]:
     """Rows of a lane that each rank of a sending module holds, at index context_rank * tp + tensor_rank."""
+    cp, tp, share = layout.cp, layout.tp, layout.share
     bounds = tuple(accumulate(media, initial=0))
     total = bounds[-1]
     of_context: Sequence[Intervals] = [intervals.whole(total)]
@@ -92,7 +92,7 @@ def rows_held(
                 "media"
             )
         of_context = intervals.parts(intervals.whole(total), cp)
-    if not sequence_parallel:
+    if not layout.sequence_parallel:
         return tuple(rows for rows in of_context for _ in range(tp))
     for n in map(intervals.count, of_context):
         if n % tp:
