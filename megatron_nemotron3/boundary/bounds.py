@@ -1,19 +1,15 @@
 """Lower bounds for the traffic between two modules, and the traffic of a plan, counted in rows.
 
-The bounds follow from the two sides of a plan alone, not from its messages, so that the two can be compared.
-V is the rows of the microbatch:
+The bounds follow from the two sides of a plan alone, not from its messages, so that the two can be compared:
 
 crossing    A group (ranks that want the same rows of a lane) can share what one of its ranks received, but
-            each row that no rank of the group holds has to be sent to one of them. That is V for a replicated
-            destination, and V for context- and sequence-parallel slices, because slices are disjoint.
+            each row that no rank of the group holds has to be sent to one of them.
 entering    The rows that enter a group of k ranks enter through k ranks, so one of them receives at least
-            ceil(rows / k). With lanes of equal size that is V / |D|, D the destination's boundary ranks.
-leaving     The same on the sending side: the rows that leave a group leave through its k ranks. V / |S|.
-missing     A rank must receive the rows that it wants and does not hold. Those that were not sent to the
-            rank itself are gathered inside the group.
+            ceil(rows / k).
+leaving     The same on the sending side: the rows that leave a group leave through its k ranks.
+missing     A rank must receive the rows that it wants and does not hold, or gather them inside the group.
 
 In mode "copies" ranks do not share: a rank receives all rows that it misses, and the senders send every copy.
-(Receivers that forward rows could relieve the senders, in a second phase.)
 """
 
 from __future__ import annotations

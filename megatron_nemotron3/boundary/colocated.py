@@ -1,9 +1,7 @@
 """Rows between modules that share ranks: upstream's `ColocatedBridgeCommunicator` for any two layouts.
 
-Upstream gathers whole lanes and requires equal rows per lane, DP sizes that divide, CP 1 and PP 1. Here the
-same plans as between disjoint modules say which rows each rank lacks; one all-to-all moves exactly those,
-forward and backward. It covers ragged and empty lanes, any TP and DP, sequence and context parallelism, and
-pipeline stages of the receiving module. Nothing is scaled or summed.
+The plans, of mode "copies", say which rows each rank lacks; one all-to-all moves exactly those, forward and
+backward. Lanes may be ragged or empty, and the receiving module may have pipeline stages.
 """
 
 from __future__ import annotations
@@ -108,7 +106,7 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
     def _prepare(
         self, modality: ModalityRows, microbatch: Microbatch | None
     ) -> tuple[TransferPlan, Tensor, bool]:
-        """Return the plan, the rows [n, ...], and whether gradients come back."""
+        """The plan, the rows [n, ...], and whether gradients come back."""
         tensor, backward = modality.tensor, modality.backward
         batch = self.dim_mapping["b"] if tensor.ndim != 2 else 0
         rows = tensor.movedim(batch, 0).contiguous()
@@ -246,7 +244,6 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
         return self._gather_pg
 
     def destroy(self) -> None:
-        """Release the process groups, including upstream's if it was created."""
         if self._destroyed:
             return
         self._destroyed = True

@@ -110,7 +110,7 @@ class Coordinator:
             self.groups.close()
 
     def _compare(self, wait: bool = False) -> None:
-        """Fail if ranks described earlier exchanges differently (`wait`: any of them)."""
+        """Fail if ranks described earlier exchanges differently; `wait` for those that have not completed."""
         while self._comparisons:
             names, work, gathered = self._comparisons[0]
             if not wait and not work.is_completed():

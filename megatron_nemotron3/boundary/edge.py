@@ -19,8 +19,8 @@ class Edge:
     """The connection from the last stage of one module to the first stage of another.
 
     ndim: dimensions of a tensor: 2 for [rows, hidden], or 3.
-    batch_dimension: dimension along which the tensors of lanes are concatenated: 0 of a 2-D tensor, the batch
-        dimension of a 3-D tensor. The slice at one of its indices is called a row here.
+    batch_dimension: along which the tensors of lanes are concatenated. The slice at one of its indices is
+        called a row here.
     dtype: of the rows; None: that of the first exchange.
     hidden: width of a 2-D row; None: that of the first exchange.
     frozen: whether no module before this edge is trained, so that no gradient goes back.

@@ -30,8 +30,6 @@ _ALIGNMENT = 16
 
 
 class RowKind(NamedTuple):
-    """Shape and dtype of a row, as both sides of an edge agreed."""
-
     row: tuple[int, ...]
     dtype: torch.dtype
 
@@ -55,7 +53,6 @@ class RankTransfer(NamedTuple):
     name: str
 
     def tag(self) -> int:
-        """Digest of a rank's description of the transfer, in 24 bits."""
         plan = self.plan
         row, dtype = self.kind
         description = (self.name, row, str(dtype), plan.segments, plan.senders, plan.receivers)

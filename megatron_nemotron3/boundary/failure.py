@@ -1,8 +1,7 @@
 """One rank's error ends the waits of all ranks of a communicator.
 
 A rank that finds an error raises it and aborts its boundary groups. The waits of its peers then end with a
-communication error, which becomes a `BoundaryError`, too: it says what was waited for, and that the log of
-the rank that failed first has the reason.
+communication error, which becomes a `BoundaryError`, too.
 
 On gloo a wait ends when the peer's connection closes. NCCL does not notice that a peer is gone: there the
 watchdog of torch.distributed ends the process at the group's timeout (TORCH_NCCL_ASYNC_ERROR_HANDLING).

@@ -1,8 +1,5 @@
 """Row counts that come with the batch, so that the ranks at a boundary need not exchange them.
 
-`RowFeed` wraps the data iterator that Megatron's schedule is given. The communicator reads the description of
-a microbatch from it before the rows arrive; the forward step then gets the same batch.
-
 Every boundary rank, of encoders and of the language model, must describe the same global microbatch: all
 samples of all data lanes. Which samples a lane takes is `partition.sample_shares`.
 """
@@ -74,7 +71,7 @@ class Microbatch:
         return dict(self.rows)[name]
 
     def runs_of(self, name: str) -> tuple[Runs, ...] | None:
-        """Positions of each sample's rows from one encoder, or None if not known."""
+        """Positions of each sample's rows, or None if not known."""
         return dict(self.runs).get(name)
 
     def media_of(self, name: str) -> tuple[tuple[int, ...], ...]:
@@ -108,14 +105,12 @@ Describe = Callable[[Any], Microbatch]
 
 
 class RowFeed(Iterator[Any]):
-    """Iterator over batches whose descriptions are available ahead of the batches.
+    """Iterator over batches, for Megatron's schedule, whose descriptions are available ahead of the batches.
 
-    Args:
-        batches: any iterator of batches.
-        describe: makes the description of a batch. It should read CPU tensors only, because the host waits
-            for a tensor on a GPU.
-        consumed: whether this rank's forward step takes the batches. If not (a pipeline stage in the middle
-            of its module), they are dropped after they are described.
+    describe: makes the description of a batch. It should read CPU tensors only, because the host waits for a
+        tensor on a GPU.
+    consumed: whether this rank's forward step takes the batches. If not (a pipeline stage in the middle of
+        its module), they are dropped after they are described.
     """
 
     #: Number of newest descriptions that are kept; larger than any pipeline depth.
@@ -141,12 +136,7 @@ class RowFeed(Iterator[Any]):
         return self._known[self._drawn - 1]
 
     def at(self, number: int) -> Microbatch:
-        """Description of the batch with this number, counted from 0; reads ahead if necessary.
-
-        Raises:
-            StopIteration: there are fewer batches.
-            KeyError: the description was dropped (KEPT).
-        """
+        """Description of the batch with this number, counted from 0; KeyError if it was dropped (KEPT)."""
         while self._read <= number:
             self._advance()
         return self._known[number]
@@ -161,14 +151,13 @@ class RowFeed(Iterator[Any]):
 
 
 class FeedStream:
-    """Descriptions of a feed's microbatches, in the order in which they are exchanged."""
+    """Descriptions of a feed's microbatches in the order of their exchange; None without a feed."""
 
     def __init__(self, feed: RowFeed | None = None) -> None:
         self.feed = feed
         self.exchanged = 0
 
     def next(self) -> Microbatch | None:
-        """Description of the next microbatch; None without a feed."""
         self.exchanged += 1
         return None if self.feed is None else self.feed.at(self.exchanged - 1)
 

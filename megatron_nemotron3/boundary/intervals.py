@@ -1,8 +1,4 @@
-"""Sets of rows as sorted, disjoint intervals [start, stop).
-
-The place of a row in a set is the number of rows before it: its index in a buffer that holds exactly the rows
-of the set, in order.
-"""
+"""Sets of rows as sorted, disjoint intervals. The place of a row in a set is the number of rows before it."""
 
 from __future__ import annotations
 
@@ -15,12 +11,10 @@ Intervals = tuple[tuple[int, int], ...]
 
 
 def whole(rows: int) -> Intervals:
-    """The rows 0 to `rows` - 1."""
     return ((0, rows),) if rows else ()
 
 
 def count(rows: Intervals) -> int:
-    """Number of rows."""
     return sum(stop - start for start, stop in rows)
 
 

@@ -1,8 +1,6 @@
 """Upstream's `MimoModel` for any layouts and ragged or absent modalities, with this package's communicators.
 
-The modules, their names and so the checkpoints are upstream's. Rows of a modality are exchanged by plan
-(`colocated.py`, or the communicator of the pipeline), and with context or sequence parallelism a rank builds
-only its own part of the decoder input, [s / (cp * tp), b, h].
+The modules, their names and so the checkpoints are upstream's.
 """
 
 from __future__ import annotations
@@ -30,12 +28,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP1
 
 from megatron_nemotron3.boundary.colocated import ColocatedBridge, ModalityRows, communicate
-from megatron_nemotron3.boundary.decoder_input import build_decoder_input, place_rows
+from megatron_nemotron3.boundary.decoder_input import RankShard, build_decoder_input, place_rows
 from megatron_nemotron3.boundary.failure import CURE, BoundaryError, Failure
 from megatron_nemotron3.boundary.feed import Microbatch, RowFeed
 from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.boundary.multimodule import BoundaryCommunicator
-from megatron_nemotron3.boundary.placement import RankShard
 
 Rows = dict[str, Tensor]
 
@@ -144,9 +141,7 @@ class BoundaryMimoModel(MimoModel):
     def forward(self, *args: Any, microbatch: Microbatch | None = None, **kwargs: Any) -> Any:
         """Run the model as upstream does.
 
-        Args:
-            args, kwargs: as upstream.
-            microbatch: description of this microbatch; None: that of the batch that the feed returned last.
+        microbatch: its description; None: that of the batch that the feed returned last.
 
         Raises:
             BoundaryError: rows are not as agreed, positions and rows do not match, or a module is in FSDP; on
@@ -177,10 +172,7 @@ class BoundaryMimoModel(MimoModel):
         microbatch: Microbatch | None,
         input_ids: Tensor | None = None,
     ) -> Rows:
-        """Encode and exchange rows [n, h]; n is 0 for a modality without input.
-
-        Returns: modality -> rows of this rank's positions, or of its language model lane.
-        """
+        """Encode and exchange: modality -> rows [n, h] of this rank's positions or lane; n may be 0."""
         with self._raised_everywhere():
             self._refuse_fsdp()
         rows: Rows = {}
@@ -209,14 +201,12 @@ class BoundaryMimoModel(MimoModel):
         rows: Rows,
         documents: Sequence[tuple[int, ...]] = (),
     ) -> Tensor:
-        """This rank's part of the decoder input, [s_local, b, h].
+        """This rank's part of the decoder input, [s_local, b, h], s_local = s / (cp * tp).
 
-        Args:
-            input_ids: [b, s], the whole sequences of this rank's lane.
-            position_ids: as upstream, or None.
-            rows: modality -> rows of this rank's positions if the feed has runs, else of the lane.
-            documents: for each sample of the lane, `cu_seqlens_padded` if it is packed, else (); empty: that
-                of the feed, or no sample is packed.
+        input_ids: [b, s], the whole sequences of this rank's lane.
+        rows: modality -> rows of this rank's positions if the feed has runs, else of the lane.
+        documents: for each sample of the lane, `cu_seqlens_padded` if it is packed, else (); empty: that of
+            the feed, or no sample is packed.
 
         Raises:
             ValueError: positions and rows do not match.
@@ -229,7 +219,7 @@ class BoundaryMimoModel(MimoModel):
 
     @contextmanager
     def _raised_everywhere(self) -> Iterator[None]:
-        """Make other ranks raise an error in this rank's input, too, where there are communicators."""
+        """Make other ranks raise an error in this rank's input, too."""
         try:
             yield
         except ValueError as error:

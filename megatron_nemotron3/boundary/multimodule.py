@@ -1,8 +1,7 @@
 """Upstream's `MultiModulePipelineCommunicator` over our exchange, for the stock pipeline schedule.
 
-Differences from upstream's class: every edge into a module takes part in one exchange; the pipeline stage is
-counted from the end, so that modules of different depth before a common one start in time; layouts may have
-any relation; and when something is wrong every rank raises a BoundaryError.
+Every edge into a module takes part in one exchange, layouts may have any relation, and when something is
+wrong every rank raises a BoundaryError.
 """
 
 from __future__ import annotations
@@ -165,13 +164,11 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
     def send_forward_recv_backward(
         self, output_dict: dict[str, Tensor], tensor_shape: Any = None, is_last_stage: bool = False
     ) -> dict[str, Any]:
-        """Send an output, receive the gradient of the oldest one."""
         return self._at_output(output_dict, tensor_shape, backward=True)
 
     def send_backward_recv_forward(
         self, grad_dict: dict[str, Tensor], tensor_shape: Any = None, is_first_stage: bool = False
     ) -> dict[str, Any]:
-        """Send gradients of the oldest inputs, receive the next ones."""
         return self._at_input(grad_dict, tensor_shape, forward=True)
 
     def recv_backward(self, tensor_shape: Any = None, is_last_stage: bool = False) -> dict[str, Any]:

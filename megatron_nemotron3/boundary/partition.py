@@ -1,16 +1,7 @@
 """Which data lane owns which samples of a microbatch, and which rank of a lane owns which positions.
 
-A data lane is one data-parallel replica of a module. As in upstream's MIMO, rows are ordered by sample, then
-by position, and every lane has a contiguous share of the samples. Whole samples are assigned, so the lane
-counts of two modules need not divide each other.
-
-Context parallelism cuts a sequence into 2 * cp chunks; context rank c has chunks c and 2 * cp - 1 - c, in
-this order, which balances causal attention. Sequence parallelism then cuts the rest into tp parts. Packed
-sequences (THD) are cut document by document, so that every rank has a part of each.
-Source: Megatron's `get_batch_on_this_cp_rank`, TransformerEngine's `thd_get_partitioned_indices`.
-
-A sending module with context parallelism shares the rows of a lane among its context ranks in one of three
-ways (`rows_held`). A medium is what the encoder attends over: a picture, a clip.
+As in upstream's MIMO, rows are ordered by sample, then by position, and every lane has a contiguous share of
+the samples. Whole samples are assigned, so the lane counts of two modules need not divide each other.
 """
 
 from __future__ import annotations
@@ -34,7 +25,12 @@ Runs = tuple[tuple[int, int], ...]
 def positions(
     length: int, cp: int, tp: int, *, sequence_parallel: bool, documents: tuple[int, ...] = ()
 ) -> tuple[Intervals, ...]:
-    """Positions of each rank of a lane, at index context_rank * tp + tensor_rank."""
+    """Positions of each rank of a lane, at index context_rank * tp + tensor_rank.
+
+    Context parallelism cuts a sequence, or each document of a packed one, into 2 * cp chunks; context rank c
+    has chunks c and 2 * cp - 1 - c. Sequence parallelism then cuts the rest into tp parts.
+    Source: Megatron's `get_batch_on_this_cp_rank`, TransformerEngine's `thd_get_partitioned_indices`.
+    """
     bounds = documents or (0, length)
     if bounds[0] != 0 or bounds[-1] != length or list(bounds) != sorted(bounds):
         raise ValueError(
@@ -75,7 +71,10 @@ def media_shares(media: Sequence[int], ranks: int) -> tuple[range, ...]:
 
 
 def rows_held(media: Sequence[int], layout: Layout) -> tuple[Intervals, ...]:
-    """Rows of a lane that each rank of a sending module holds, at index context_rank * tp + tensor_rank."""
+    """Rows of a lane that each rank of a sending module holds, at index context_rank * tp + tensor_rank.
+
+    media: rows of each medium, which is what the encoder attends over: a picture, a clip.
+    """
     cp, tp, share = layout.cp, layout.tp, layout.share
     bounds = tuple(accumulate(media, initial=0))
     total = bounds[-1]
@@ -124,19 +123,7 @@ def rows_at(runs: Sequence[Runs], owned: Sequence[Sequence[Intervals]]) -> tuple
     return tuple(map(intervals.union, found))
 
 
-def runs_of(positions: Sequence[int]) -> Runs:
-    """Runs of ascending positions."""
-    found: list[tuple[int, int]] = []
-    for position in positions:
-        if found and found[-1][0] + found[-1][1] == position:
-            found[-1] = found[-1][0], found[-1][1] + 1
-        else:
-            found.append((position, 1))
-    return tuple(found)
-
-
 def rows_of(runs: Runs) -> int:
-    """Number of rows of one sample."""
     return sum(rows for _, rows in runs)
 
 
@@ -199,5 +186,4 @@ def segments(
 
 
 def lane_rows(rows: Sequence[int], lanes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Number of rows of each lane."""
     return tuple(sum(rows[sample] for sample in mine) for mine in lanes)

@@ -329,9 +329,7 @@ def make_plan(
     """The forward plan of one microbatch and one modality: in mode "copies" if the layouts share ranks.
 
     Args:
-        source, destination: layouts of the sending and the receiving module.
         rows: number of rows of each sample of the microbatch, over all lanes.
-        row_bytes: bytes of a row.
         slices: rows that each rank wants, from `slices_of`; None: all rows of its lane.
         media: for each sample, the rows of each medium, if the source has context parallelism; None: the
             rows of a sample are one medium.

@@ -20,7 +20,7 @@ Topology = Mapping[str, Sequence[str]]
 def check_modules(
     layouts: Layouts, topology: Topology, world_size: int, frozen: Collection[str] = ()
 ) -> None:
-    """Refuse modules that would hang later. Only arguments are read, so all ranks raise the same error."""
+    """Refuse modules that would hang later. All ranks raise the same error."""
     for name, destinations in topology.items():
         if unknown := {name, *destinations} - layouts.keys():
             raise BoundaryError(f"modules {sorted(unknown)} have no grid, only {sorted(layouts)} have")

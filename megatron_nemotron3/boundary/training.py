@@ -1,23 +1,9 @@
 """What Megatron's training loop calls when modules have layouts of their own: schedule and gradient scale.
 
-`forward_backward_colocated` is the schedule of a step in which encoders share their ranks with a language
-model that has pipeline stages. Every rank encodes, but rows are needed on the first stage, and 1F1B has no
-point at which all ranks meet. So a step has three parts:
-
-    1. encoders forward, and the exchange, for all microbatches of the step;
-    2. the stock 1F1B schedule of the language model over detached rows;
-    3. their gradients back from the first stage, and encoders backward, microbatch by microbatch;
-
-then gradients are finalized once. The cost: rows, and what the encoders keep for backward, live for the
-whole step instead of a pipeline's depth. With recompute inside the encoders (`--recompute-granularity full`)
-only the rows remain, num_microbatches times [rows, h]; frozen encoders keep nothing else.
-Source of the order: Megatron-LM pull request 4784.
-
-`finalize_model_grads` scales gradients when modules have different data-parallel sizes. Nothing is scaled at
-the boundary, so the sum over an encoder's data-parallel ranks is the derivative of the plain sum of the
-language model's local losses. The remaining factor is applied after the module's gradient sync. It depends
-on the loss and on the module's DistributedDataParallel (`calculate_per_token_loss` of the language model's
-and of the module's config):
+Nothing is scaled at the boundary, so the sum over an encoder's data-parallel ranks is the derivative of the
+plain sum of the language model's local losses. The remaining factor is applied after the module's gradient
+sync. It depends on the loss and on the module's DistributedDataParallel (`calculate_per_token_loss` of the
+language model's and of the module's config):
 
     loss of a rank                        DDP sums (per-token)       DDP averages (mean loss)
     sum over tokens (per-token loss)      1 / N                      module ranks / N
@@ -67,7 +53,18 @@ def forward_backward_colocated(
     pipeline: Callable[..., Any] = forward_backward_pipelining_without_interleaving,
     **options: Any,
 ) -> Any:
-    """Run a training or evaluation step; Megatron calls it as `forward_backward_func` on every rank."""
+    """Run a step in which encoders share their ranks with a language model that has pipeline stages.
+
+    Megatron calls it as `forward_backward_func` on every rank. Every rank encodes, but rows are needed on the
+    first stage, and 1F1B has no point at which all ranks meet. So a step has three parts:
+
+        1. encoders forward, and the exchange, for all microbatches of the step;
+        2. the stock 1F1B schedule of the language model over detached rows;
+        3. their gradients back from the first stage, and encoders backward, microbatch by microbatch;
+
+    then gradients are finalized once. Rows, and what the encoders keep for backward, live for the whole step.
+    Source of the order: Megatron-LM pull request 4784.
+    """
     wrapped = model[0] if isinstance(model, list) else model
     mimo = unwrap_model(wrapped)
     batches = data_iterator[0] if isinstance(data_iterator, list) else data_iterator

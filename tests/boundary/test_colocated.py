@@ -92,7 +92,7 @@ def media(comm: Any, image: np.ndarray) -> list[list[int]]:
 
 def described(image: np.ndarray, media: Any = None, **kinds: np.ndarray) -> Any:
     from megatron_nemotron3.boundary.feed import Microbatch
-    from megatron_nemotron3.boundary.partition import runs_of
+    from tests.support.boundary_reference import runs_of
 
     runs = {
         name: [runs_of(np.flatnonzero(s).tolist()) for s in at]

@@ -15,8 +15,9 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 
 from megatron_nemotron3.boundary import intervals
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.partition import positions, rows_at, runs_of, sample_shares
+from megatron_nemotron3.boundary.partition import positions, rows_at, sample_shares
 from megatron_nemotron3.boundary.plan import make_plan, slices_of
+from tests.support.boundary_reference import runs_of
 from tests.support.boundary_simulation import deliver
 
 
