@@ -31,7 +31,7 @@ from megatron_nemotron3.boundary.failure import Failure
 from megatron_nemotron3.boundary.feed import Microbatch
 from megatron_nemotron3.boundary.groups import Groups
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.plan import TransferPlan, make_plan
+from megatron_nemotron3.boundary.plan import TransferPlan
 
 
 class ColocatedBridge(ColocatedBridgeCommunicator):
@@ -188,15 +188,7 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
             raise ValueError(
                 f"the feed describes {sorted(known)}, but not {name!r}: its `describe` must include it"
             )
-        slices = microbatch.slices_of(name, self.destination)
-        return make_plan(
-            self.source,
-            self.destination,
-            known[name],
-            row_bytes=row_bytes,
-            slices=slices,
-            media=microbatch.media_of(name),
-        )
+        return microbatch.plan(name, self.source, self.destination, known[name], row_bytes)
 
     def _validate_grids(self) -> None:
         src, dest = self.src_grid, self.dest_grid

@@ -24,7 +24,7 @@ from megatron_nemotron3.boundary.agreement import (
 )
 from megatron_nemotron3.boundary.edge import Edge
 from megatron_nemotron3.boundary.exchange import Pending, RankTransfer, RowKind, exchange, wait_for
-from megatron_nemotron3.boundary.failure import Failure, disagreements
+from megatron_nemotron3.boundary.failure import Failure, by_value
 from megatron_nemotron3.boundary.feed import FeedStream, Microbatch
 from megatron_nemotron3.boundary.groups import Groups
 from megatron_nemotron3.boundary.plan import TransferPlan
@@ -118,8 +118,13 @@ class Coordinator:
             self._comparisons.popleft()
             with self.failure.guarded(lambda names=names: f"compared {', '.join(names)}"):  # type: ignore[misc]
                 work.wait()
-            digests = zip(self.groups.ranks, gathered.tolist(), strict=True)
-            if lines := disagreements({rank: dict(zip(names, row, strict=True)) for rank, row in digests}):
+            lines = []
+            for name, digests in zip(names, gathered.T.tolist(), strict=True):
+                sides = by_value(dict(zip(self.groups.ranks, digests, strict=True))).values()
+                if len(sides) > 1:
+                    text = " and ".join(f"rank {r[0]}" if len(r) == 1 else f"ranks {r}" for r in sides)
+                    lines.append(f"{name}: {text} describe the rows of the microbatch differently")
+            if lines:
                 self.failure.fail(
                     f"{'; '.join(lines)}, so wrong rows may have arrived: give both sides the same "
                     "batches and resume from the last checkpoint"

@@ -96,9 +96,9 @@ class Edge:
 def _cached_plan(
     edge: Edge, counts: tuple[int, ...], row_bytes: int, microbatch: Microbatch | None
 ) -> TransferPlan:
-    slices = media = None
-    if microbatch is not None:
-        slices = microbatch.slices_of(edge.source_name, edge.destination)
-        media = microbatch.media_of(edge.source_name)
-    plan = make_plan(edge.source, edge.destination, counts, row_bytes=row_bytes, slices=slices, media=media)
+    layouts = edge.source, edge.destination
+    if microbatch is None:
+        plan = make_plan(*layouts, counts, row_bytes=row_bytes)
+    else:
+        plan = microbatch.plan(edge.source_name, *layouts, counts, row_bytes)
     return replace(plan, mode="once")

@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_nemotron3.boundary.intervals import Intervals
 from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.boundary.partition import Runs, media_shares, rows_of, sample_shares
-from megatron_nemotron3.boundary.plan import slices_of
+from megatron_nemotron3.boundary.plan import TransferPlan, make_plan, slices_of
 
 
 @dataclass(frozen=True)
@@ -88,12 +87,15 @@ class Microbatch:
         own = media_shares(mine, layout.cp)[layout.coordinates(rank).get("cp", 0)]
         return range(before + own.start, before + own.stop)
 
-    def slices_of(self, name: str, layout: Layout) -> tuple[tuple[Intervals, ...], ...] | None:
-        """`plan.slices_of` one encoder; None if ranks want whole lanes, or positions are not known."""
-        runs = self.runs_of(name)
-        if runs is None or not layout.sliced:
-            return None
-        return slices_of(layout, runs, self.lengths, self.documents)
+    def plan(
+        self, name: str, source: Layout, destination: Layout, counts: Sequence[int], row_bytes: int
+    ) -> TransferPlan:
+        """The plan of one encoder's rows; ranks want whole lanes if positions are not known."""
+        runs, slices = self.runs_of(name), None
+        if runs is not None and destination.sliced:
+            slices = slices_of(destination, runs, self.lengths, self.documents)
+        media = self.media_of(name)
+        return make_plan(source, destination, counts, row_bytes=row_bytes, slices=slices, media=media)
 
 
 def _integers(rows: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:

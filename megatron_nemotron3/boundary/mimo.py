@@ -17,10 +17,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.models.mimo.config import MimoModelConfig
-from megatron.core.models.mimo.config.role import (
-    MIMO_LANGUAGE_MODULE_KEY,
-    ModuleStageInfo,
-)
+from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY, ModuleStageInfo
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.utils import unwrap_model
 from torch import Tensor
