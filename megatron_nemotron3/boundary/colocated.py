@@ -45,7 +45,6 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
         sequence_parallel: whether the destination uses `--sequence-parallel`.
         source_sequence_parallel: whether the source's rows are split over its TP; needs a feed.
         source_share: how the source's context ranks share its rows (`Layout.share`); needs a feed.
-        kind: dtype and shape of a row that every rank sends; None: agreed upon in the first exchange.
         groups_from: another communicator of the same ranks, whose process group is used; None: a new one.
         timeout: of every wait; None: that of the default group.
     """
@@ -61,7 +60,6 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
         sequence_parallel: bool = False,
         source_sequence_parallel: bool = False,
         source_share: str = "",
-        kind: RowKind | None = None,
         groups_from: ColocatedBridge | None = None,
         timeout: timedelta | None = None,
     ) -> None:
@@ -79,7 +77,8 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
         self._set_direction()
         self._gather_pg: Any = None
         self._destroyed = False
-        self._kind = kind
+        #: Agreed upon in the first exchange.
+        self._kind: RowKind | None = None
         self._owns_groups = groups_from is None
         if groups_from is None:
             self.groups = Groups(self.source.ranks, timeout=timeout)

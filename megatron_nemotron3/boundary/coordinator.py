@@ -49,7 +49,7 @@ class Coordinator:
 
     edges: with the same destination, in the same order on every rank.
     failure: shared with other coordinators, whose owner compares edges (`require_same_edges`).
-    backend, timeout: None: those of the default group.
+    timeout: None: that of the default group.
     """
 
     def __init__(
@@ -57,14 +57,13 @@ class Coordinator:
         edges: Sequence[Edge],
         *,
         failure: Failure | None = None,
-        backend: str | None = None,
         timeout: timedelta | None = None,
     ) -> None:
         self.edges = tuple(edges)
         self.number = next(_numbers)
         ranks = sorted({rank for edge in edges for rank in edge.ranks})
         gathers = sorted({gather for edge in edges for gather in edge.gathers})
-        self.groups = Groups(ranks, gathers, backend=backend, timeout=timeout)
+        self.groups = Groups(ranks, gathers, timeout=timeout)
         self._pending: Pending = []
         self.failure = failure or Failure(self.abort)
         self.training, self.evaluation = FeedStream(), FeedStream()
