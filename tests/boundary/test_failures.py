@@ -16,8 +16,7 @@ from megatron_nemotron3.boundary.coordinator import Coordinator
 from megatron_nemotron3.boundary.failure import BoundaryError
 from megatron_nemotron3.boundary.feed import RowFeed
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.multimodule import BoundaryCommunicator
-from megatron_nemotron3.boundary.stages import check_modules, stage_of
+from megatron_nemotron3.boundary.multimodule import BoundaryCommunicator, check_modules, stage_of
 from tests.support.boundary_pipeline import Runner, Stages, World, microbatches, reference
 from tests.support.boundary_processes import NOTHING, run_apart
 
