@@ -132,6 +132,7 @@ class Placement:
 
 
 def expand(rows: Intervals) -> Tensor:
+    """The row numbers [n] of a set, on the host."""
     return torch.cat([torch.arange(start, stop) for start, stop in rows] or [torch.arange(0)])
 
 

@@ -30,6 +30,8 @@ _ALIGNMENT = 16
 
 
 class RowKind(NamedTuple):
+    """Shape and dtype of a row, as both sides of an edge agreed."""
+
     row: tuple[int, ...]
     dtype: torch.dtype
 

@@ -11,10 +11,12 @@ Intervals = tuple[tuple[int, int], ...]
 
 
 def whole(rows: int) -> Intervals:
+    """The rows 0 to `rows` - 1."""
     return ((0, rows),) if rows else ()
 
 
 def count(rows: Intervals) -> int:
+    """Number of rows."""
     return sum(stop - start for start, stop in rows)
 
 

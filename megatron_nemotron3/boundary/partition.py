@@ -124,6 +124,7 @@ def rows_at(runs: Sequence[Runs], owned: Sequence[Sequence[Intervals]]) -> tuple
 
 
 def rows_of(runs: Runs) -> int:
+    """Number of rows of one sample."""
     return sum(rows for _, rows in runs)
 
 
@@ -186,4 +187,5 @@ def segments(
 
 
 def lane_rows(rows: Sequence[int], lanes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Number of rows of each lane."""
     return tuple(sum(rows[sample] for sample in mine) for mine in lanes)
