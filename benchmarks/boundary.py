@@ -4,7 +4,7 @@
 
 4 + 4 gloo processes on the CPU. V is the bytes of a microbatch's rows. "busiest" is what the busiest rank
 sends or receives between the modules, in V; the bound is max(V / S, V / D) for S and D boundary ranks, or for
-ragged rows what `boundary.bounds` says. "inside" is what enters the busiest rank from its own module (a group
+ragged rows what `traffic.bounds` says. "inside" is what enters the busiest rank from its own module (a group
 that replicates must gather). Bytes and messages are counted in every process at the calls of
 torch.distributed (wire.py), for the second microbatch: the first one agrees on width and dtype. Integers
 (shapes, headers) are counted apart: "4 + 8, 6" is 4 messages with rows, 8 calls with integers (all ranks) and
@@ -197,10 +197,10 @@ def _cross(bridge: Any, mine: Any, theirs: Any) -> tuple[Measured, Measured]:
 
 def bound_of(case: Case, rows: int, back: bool) -> float:
     """Lower bound for the share of V that the busiest rank sends or receives."""
-    from megatron_nemotron3.boundary.bounds import bounds
     from megatron_nemotron3.boundary.feed import describe_ids
     from megatron_nemotron3.boundary.layout import Layout
-    from megatron_nemotron3.boundary.planner import make_plan, slices_of
+    from megatron_nemotron3.boundary.plan import make_plan, slices_of
+    from megatron_nemotron3.boundary.traffic import bounds
 
     source, destination = Layout.parse(case.source), Layout.parse(case.destination)
     counts, slices = rows_of(case, rows), None

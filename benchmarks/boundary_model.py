@@ -35,8 +35,7 @@ from dataclasses import dataclass, replace
 from common import print_table
 
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.plan import LEADER_BYTES, TransferPlan
-from megatron_nemotron3.boundary.planner import make_plan, slices_of
+from megatron_nemotron3.boundary.plan import LEADER_BYTES, TransferPlan, make_plan, slices_of
 from megatron_nemotron3.models import get
 from megatron_nemotron3.models.parameters import count
 

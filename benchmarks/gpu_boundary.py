@@ -1,7 +1,7 @@
 """Stage `boundary` of gpu.py: what one device does for rows that cross between modules.
 
 Bandwidth of packing and unpacking; time and peak memory of building a decoder input from owner slices
-(boundary/placement.py) beside upstream's scatter of the whole sequence followed by the slice.
+(boundary/decoder_input.py) beside upstream's scatter of the whole sequence followed by the slice.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def align_row(device: str, length: int, cp: int, tp: int, hidden: int, rounds: i
     import torch
     from megatron.core.models.mimo.model.base import MimoModel
 
+    from megatron_nemotron3.boundary.decoder_input import assemble, make_placement
     from megatron_nemotron3.boundary.partition import positions
-    from megatron_nemotron3.boundary.placement import assemble, make_placement
 
     ids = torch.zeros(1, length, dtype=torch.int64)
     ids[:, length // 8 : length // 2] = 1

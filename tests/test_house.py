@@ -52,11 +52,10 @@ REPEATED_CLASSES: frozenset[str] = frozenset()
 #: Modules whose import costs neither torch nor megatron, numpy, yaml, transformers.
 LIGHT = (
     "boundary",
-    "boundary.bounds",
     "boundary.command",
     "boundary.layout",
-    "boundary.plan_text",
-    "boundary.planner",
+    "boundary.plan",
+    "boundary.traffic",
     "checkpoints",
     "checkpoints.check",
     "checkpoints.convert",

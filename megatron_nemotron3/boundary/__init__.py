@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from megatron_nemotron3.boundary.mimo import BoundaryMimoModel as BoundaryMimoModel
     from megatron_nemotron3.boundary.multimodule import BoundaryCommunicator as BoundaryCommunicator
     from megatron_nemotron3.boundary.partition import sample_shares as sample_shares
-    from megatron_nemotron3.boundary.plan_text import explain as explain
-    from megatron_nemotron3.boundary.planner import make_plan as make_plan
+    from megatron_nemotron3.boundary.plan import make_plan as make_plan
+    from megatron_nemotron3.boundary.traffic import explain as explain
 else:
     __getattr__, __dir__, __all__ = lazy(
         __name__,
@@ -23,7 +23,7 @@ else:
             "mimo": ["BoundaryMimoModel"],
             "multimodule": ["BoundaryCommunicator"],
             "partition": ["sample_shares"],
-            "plan_text": ["explain"],
-            "planner": ["make_plan"],
+            "plan": ["make_plan"],
+            "traffic": ["explain"],
         },
     )

@@ -1,8 +1,7 @@
 """The header that ranks exchange when row counts are not known: one fixed-size all-gather.
 
 It runs before the first exchange of an edge, which compares dtype and width once, and before every forward
-exchange without a `RowFeed`. Every rank sees every header, so all ranks find the same result. The host
-waits for the result; a feed avoids that.
+exchange without a `RowFeed`, where the host waits for it. Every rank sees every header.
 
 The ranks of a source lane announce their rows for each of `shares` equal shares of the lane's samples. If the
 number of all shares is a multiple of both lane counts, each destination lane takes whole shares, in order.
@@ -81,8 +80,6 @@ class HeaderAgreement(NamedTuple):
 
 
 class _Header(NamedTuple):
-    """What one rank announced about one edge, as numbers."""
-
     present: bool
     dtype: int
     row: tuple[int, ...]

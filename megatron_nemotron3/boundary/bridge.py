@@ -1,7 +1,6 @@
 """Upstream's `BridgeCommunicator` over the exchange of this package: one edge between two modules.
 
-Every boundary rank sends and receives its own part, so upstream's `comm_map` is empty here, and its group of
-leaders is created only if it is read. `_split_tensor_at_batch_dim` and the list of ranks are inherited.
+Every boundary rank sends and receives its own part, so upstream's `comm_map` is empty here.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ class Bridge(BridgeCommunicator):
 
     @classmethod
     def destroy_broadcast_pgs(cls) -> None:
-        """Do nothing; there are no broadcast groups. See `destroy_bridge_pgs`."""
+        """There are no broadcast groups. See `destroy_bridge_pgs`."""
 
     @classmethod
     def destroy_bridge_pgs(cls) -> None:
@@ -118,13 +117,11 @@ class Bridge(BridgeCommunicator):
     def send_forward_recv_backward(
         self, input_tensor: Tensor, grad_shape: tuple[int, ...] | None = None
     ) -> Tensor:
-        """Send rows and receive a gradient in one exchange."""
         return self._exchange("send_forward_recv_backward", input_tensor)
 
     def send_backward_recv_forward(
         self, grad_tensor: Tensor, forward_shape: tuple[int, ...] | None = None
     ) -> Tensor:
-        """Send a gradient and receive rows in one exchange."""
         return self._exchange("send_backward_recv_forward", grad_tensor)
 
     def _exchange(self, method: str, tensor: Tensor | None = None) -> Any:
@@ -152,11 +149,7 @@ class Bridge(BridgeCommunicator):
 
 
 def dimensions(mapping: dict[str, int] | None, ndim: int) -> dict[str, int]:
-    """Upstream's `dim_mapping`, or its default.
-
-    Raises:
-        ValueError: keys other than s, b, h, axes other than 0, 1, 2, or `ndim` other than 2 or 3.
-    """
+    """Upstream's `dim_mapping`, or its default; ValueError for other keys, axes or numbers of dimensions."""
     if ndim not in (2, 3):
         raise ValueError(f"tensor_ndim={ndim}: use 2 or 3")
     if mapping is None:

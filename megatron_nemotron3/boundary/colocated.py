@@ -1,16 +1,14 @@
 """Rows between modules that share ranks: upstream's `ColocatedBridgeCommunicator` for any two layouts.
 
-Upstream gathers whole lanes and requires equal rows per lane, DP sizes that divide, CP 1 and PP 1. Here the
-same plans as between disjoint modules say which rows each rank lacks; one all-to-all moves exactly those,
-forward and backward. It covers ragged and empty lanes, any TP and DP, sequence and context parallelism, and
-pipeline stages of the receiving module. Nothing is scaled or summed.
+The plans, of mode "copies", say which rows each rank lacks; one all-to-all moves exactly those, forward and
+backward. Lanes may be ragged or empty, and the receiving module may have pipeline stages.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -28,14 +26,12 @@ from megatron_nemotron3.boundary.agreement import (
     agree,
     share_counts,
 )
-from megatron_nemotron3.boundary.all_to_all import AllToAll
-from megatron_nemotron3.boundary.exchange import RowKind
+from megatron_nemotron3.boundary.exchange import Indexed, RowKind, contiguous, copy, messages_by_peer
 from megatron_nemotron3.boundary.failure import Failure
 from megatron_nemotron3.boundary.feed import Microbatch
 from megatron_nemotron3.boundary.groups import Groups
 from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.boundary.plan import TransferPlan
-from megatron_nemotron3.boundary.planner import make_plan
 
 
 class ColocatedBridge(ColocatedBridgeCommunicator):
@@ -49,7 +45,6 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
         sequence_parallel: whether the destination uses `--sequence-parallel`.
         source_sequence_parallel: whether the source's rows are split over its TP; needs a feed.
         source_share: how the source's context ranks share its rows (`Layout.share`); needs a feed.
-        kind: dtype and shape of a row that every rank sends; None: agreed upon in the first exchange.
         groups_from: another communicator of the same ranks, whose process group is used; None: a new one.
         timeout: of every wait; None: that of the default group.
     """
@@ -65,7 +60,6 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
         sequence_parallel: bool = False,
         source_sequence_parallel: bool = False,
         source_share: str = "",
-        kind: RowKind | None = None,
         groups_from: ColocatedBridge | None = None,
         timeout: timedelta | None = None,
     ) -> None:
@@ -83,7 +77,8 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
         self._set_direction()
         self._gather_pg: Any = None
         self._destroyed = False
-        self._kind = kind
+        #: Agreed upon in the first exchange.
+        self._kind: RowKind | None = None
         self._owns_groups = groups_from is None
         if groups_from is None:
             self.groups = Groups(self.source.ranks, timeout=timeout)
@@ -110,7 +105,7 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
     def _prepare(
         self, modality: ModalityRows, microbatch: Microbatch | None
     ) -> tuple[TransferPlan, Tensor, bool]:
-        """Return the plan, the rows [n, ...], and whether gradients come back."""
+        """The plan, the rows [n, ...], and whether gradients come back."""
         tensor, backward = modality.tensor, modality.backward
         batch = self.dim_mapping["b"] if tensor.ndim != 2 else 0
         rows = tensor.movedim(batch, 0).contiguous()
@@ -192,15 +187,7 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
             raise ValueError(
                 f"the feed describes {sorted(known)}, but not {name!r}: its `describe` must include it"
             )
-        slices = microbatch.slices_of(name, self.destination)
-        return make_plan(
-            self.source,
-            self.destination,
-            known[name],
-            row_bytes=row_bytes,
-            slices=slices,
-            media=microbatch.media_of(name),
-        )
+        return microbatch.plan(name, self.source, self.destination, known[name], row_bytes)
 
     def _validate_grids(self) -> None:
         src, dest = self.src_grid, self.dest_grid
@@ -248,7 +235,6 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
         return self._gather_pg
 
     def destroy(self) -> None:
-        """Release the process groups, including upstream's if it was created."""
         if self._destroyed:
             return
         self._destroyed = True
@@ -305,3 +291,83 @@ def _kind_text(rows: int, kind: RowKind | None) -> str:
 
 def _lane_and_tp(layout: Layout) -> dict[int, tuple[int, int]]:
     return {rank: (layout.lane_of(rank), layout.coordinates(rank)["tp"]) for rank in layout.ranks}
+
+
+def deliver(plans: Sequence[TransferPlan], held: Sequence[Tensor], groups: Groups) -> list[Tensor]:
+    """For each plan contiguous rows [held, ...] -> [wanted, ...]: a view if this rank holds all of them."""
+    sends, receives, own = messages_by_peer(plans, groups.rank)
+    to_itself = dict(own)
+    wanted = []
+    for index, (plan, rows) in enumerate(zip(plans, held, strict=True)):
+        size, message = plan.rows_wanted(groups.rank), to_itself.get(index)
+        if message and len(message.pieces) == 1 and message.rows == size:
+            wanted.append(rows if len(rows) == size else rows.narrow(0, message.pieces[0].sent, size))
+            continue
+        wanted.append(rows.new_empty(size, *rows.shape[1:]))
+        if message:
+            copy(message.pieces, rows, wanted[index])
+    # Plans are the same on all ranks, so all ranks skip the collective or none.
+    if any(message.source != message.destination for plan in plans for message in plan.messages):
+        _all_to_all(sends, receives, held, wanted, groups)
+    return wanted
+
+
+def _all_to_all(
+    sends: Mapping[int, list[Indexed]],
+    receives: Mapping[int, list[Indexed]],
+    held: Sequence[Tensor],
+    wanted: Sequence[Tensor],
+    groups: Groups,
+) -> None:
+    out_splits = [sum(message.rows for _, message in sends.get(peer, ())) for peer in groups.ranks]
+    in_splits = [sum(message.rows for _, message in receives.get(peer, ())) for peer in groups.ranks]
+    leaving = [entry for peer in groups.ranks for entry in sends.get(peer, ())]
+    coming = [entry for peer in groups.ranks for entry in receives.get(peer, ())]
+    sent = [(index, piece.sent, piece.rows) for index, message in leaving for piece in message.pieces]
+    places = [(index, piece.received, piece.rows) for index, message in coming for piece in message.pieces]
+    outgoing = contiguous(held, sent)
+    if outgoing is None:
+        nothing = held[0].narrow(0, 0, 0)
+        outgoing = torch.cat([nothing, *(held[index].narrow(0, at, rows) for index, at, rows in sent)])
+    direct = contiguous(wanted, places)
+    incoming = outgoing.new_empty(sum(in_splits), *outgoing.shape[1:]) if direct is None else direct
+    dist.all_to_all_single(incoming, outgoing, in_splits, out_splits, group=groups.group)
+    if direct is None:
+        parts = incoming.split([rows for _, _, rows in places])
+        for (index, at, rows), part in zip(places, parts, strict=True):
+            wanted[index].narrow(0, at, rows).copy_(part)
+
+
+class AllToAll(torch.autograd.Function):
+    """Send rows forward and gradients back, all modalities together."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        groups: Groups,
+        failure: Failure,
+        plans: Sequence[TransferPlan],
+        back: Sequence[bool],
+        anchor: Tensor,
+        *rows: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.groups, ctx.failure, ctx.plans, ctx.back = groups, failure, plans, back
+        with failure.guarded(lambda: _all_to_all_text(plans, groups.rank, "rows")):
+            arrived = tuple(deliver(plans, rows, groups))
+        ctx.mark_non_differentiable(*(out for out, need in zip(arrived, back, strict=True) if not need))
+        return arrived
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        chosen = [i for i, need in enumerate(ctx.back) if need]
+        plans = [ctx.plans[i].backward for i in chosen]
+        with ctx.failure.guarded(lambda: _all_to_all_text(plans, ctx.groups.rank, "gradients of rows")):
+            returned = deliver(plans, [grads[i].contiguous() for i in chosen], ctx.groups)
+        by_plan = dict(zip(chosen, returned, strict=True))
+        return None, None, None, None, None, *(by_plan.get(i) for i in range(len(ctx.back)))
+
+
+def _all_to_all_text(plans: Sequence[TransferPlan], rank: int, what: str) -> str:
+    held = [plan.rows_held(rank) for plan in plans]
+    wanted = [plan.rows_wanted(rank) for plan in plans]
+    return f"all-to-all of {what}: holds {held}, wants {wanted} of each modality"

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.plan import Side, TransferPlan
-from megatron_nemotron3.boundary.plan_text import LINES, describe, explain, ranks_text
-from megatron_nemotron3.boundary.planner import make_plan, slices_of
+from megatron_nemotron3.boundary.plan import Side, TransferPlan, make_plan, slices_of
+from megatron_nemotron3.boundary.traffic import LINES, describe, explain, ranks_text
 from megatron_nemotron3.common import plots
 from megatron_nemotron3.common.files import require_plot
 from megatron_nemotron3.common.options import NEEDED, add_command, flag, json_flag, option

@@ -24,7 +24,7 @@ from megatron_nemotron3.boundary.agreement import (
 )
 from megatron_nemotron3.boundary.edge import Edge
 from megatron_nemotron3.boundary.exchange import Pending, RankTransfer, RowKind, exchange, wait_for
-from megatron_nemotron3.boundary.failure import Failure, disagreements
+from megatron_nemotron3.boundary.failure import Failure, by_value
 from megatron_nemotron3.boundary.feed import FeedStream, Microbatch
 from megatron_nemotron3.boundary.groups import Groups
 from megatron_nemotron3.boundary.plan import TransferPlan
@@ -49,7 +49,7 @@ class Coordinator:
 
     edges: with the same destination, in the same order on every rank.
     failure: shared with other coordinators, whose owner compares edges (`require_same_edges`).
-    backend, timeout: None: those of the default group.
+    timeout: None: that of the default group.
     """
 
     def __init__(
@@ -57,14 +57,13 @@ class Coordinator:
         edges: Sequence[Edge],
         *,
         failure: Failure | None = None,
-        backend: str | None = None,
         timeout: timedelta | None = None,
     ) -> None:
         self.edges = tuple(edges)
         self.number = next(_numbers)
         ranks = sorted({rank for edge in edges for rank in edge.ranks})
         gathers = sorted({gather for edge in edges for gather in edge.gathers})
-        self.groups = Groups(ranks, gathers, backend=backend, timeout=timeout)
+        self.groups = Groups(ranks, gathers, timeout=timeout)
         self._pending: Pending = []
         self.failure = failure or Failure(self.abort)
         self.training, self.evaluation = FeedStream(), FeedStream()
@@ -110,7 +109,7 @@ class Coordinator:
             self.groups.close()
 
     def _compare(self, wait: bool = False) -> None:
-        """Fail if ranks described earlier exchanges differently (`wait`: any of them)."""
+        """Fail if ranks described earlier exchanges differently; `wait` for those that have not completed."""
         while self._comparisons:
             names, work, gathered = self._comparisons[0]
             if not wait and not work.is_completed():
@@ -118,8 +117,13 @@ class Coordinator:
             self._comparisons.popleft()
             with self.failure.guarded(lambda names=names: f"compared {', '.join(names)}"):  # type: ignore[misc]
                 work.wait()
-            digests = zip(self.groups.ranks, gathered.tolist(), strict=True)
-            if lines := disagreements({rank: dict(zip(names, row, strict=True)) for rank, row in digests}):
+            lines = []
+            for name, digests in zip(names, gathered.T.tolist(), strict=True):
+                sides = by_value(dict(zip(self.groups.ranks, digests, strict=True))).values()
+                if len(sides) > 1:
+                    text = " and ".join(f"rank {r[0]}" if len(r) == 1 else f"ranks {r}" for r in sides)
+                    lines.append(f"{name}: {text} describe the rows of the microbatch differently")
+            if lines:
                 self.failure.fail(
                     f"{'; '.join(lines)}, so wrong rows may have arrived: give both sides the same "
                     "batches and resume from the last checkpoint"

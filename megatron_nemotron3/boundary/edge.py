@@ -11,8 +11,7 @@ from torch import Tensor
 
 from megatron_nemotron3.boundary.feed import Microbatch
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.plan import TransferPlan
-from megatron_nemotron3.boundary.planner import make_plan
+from megatron_nemotron3.boundary.plan import TransferPlan, make_plan
 
 
 @dataclass(frozen=True)
@@ -20,8 +19,8 @@ class Edge:
     """The connection from the last stage of one module to the first stage of another.
 
     ndim: dimensions of a tensor: 2 for [rows, hidden], or 3.
-    batch_dimension: dimension along which the tensors of lanes are concatenated: 0 of a 2-D tensor, the batch
-        dimension of a 3-D tensor. The slice at one of its indices is called a row here.
+    batch_dimension: along which the tensors of lanes are concatenated. The slice at one of its indices is
+        called a row here.
     dtype: of the rows; None: that of the first exchange.
     hidden: width of a 2-D row; None: that of the first exchange.
     frozen: whether no module before this edge is trained, so that no gradient goes back.
@@ -97,9 +96,9 @@ class Edge:
 def _cached_plan(
     edge: Edge, counts: tuple[int, ...], row_bytes: int, microbatch: Microbatch | None
 ) -> TransferPlan:
-    slices = media = None
-    if microbatch is not None:
-        slices = microbatch.slices_of(edge.source_name, edge.destination)
-        media = microbatch.media_of(edge.source_name)
-    plan = make_plan(edge.source, edge.destination, counts, row_bytes=row_bytes, slices=slices, media=media)
+    layouts = edge.source, edge.destination
+    if microbatch is None:
+        plan = make_plan(*layouts, counts, row_bytes=row_bytes)
+    else:
+        plan = microbatch.plan(edge.source_name, *layouts, counts, row_bytes)
     return replace(plan, mode="once")

@@ -12,7 +12,7 @@ import itertools
 import math
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -55,7 +55,6 @@ class RankTransfer(NamedTuple):
     name: str
 
     def tag(self) -> int:
-        """Digest of a rank's description of the transfer, in 24 bits."""
         plan = self.plan
         row, dtype = self.kind
         description = (self.name, row, str(dtype), plan.segments, plan.senders, plan.receivers)
@@ -173,22 +172,29 @@ def _send_and_receive(
     groups: Groups,
     pending: Pending | None,
 ) -> None:
-    rank = groups.rank
+    def packed(index: int, message: Message) -> Tensor:
+        return pack(_present(transfers[index].rows), message.pieces)
+
+    def room(index: int, message: Message) -> Tensor:
+        target = _present(buffers[index])
+        view = view_of(message.pieces, target)
+        return target.new_empty(message.rows, *target.shape[1:]) if view is None else view
+
+    rank, device = groups.rank, groups.device
     sent, received, own = messages_by_peer([transfer.plan for transfer in transfers], rank)
     for index, message in own:
         copy(message.pieces, _present(transfers[index].rows), _present(buffers[index]))
-    outgoing = {peer: _outgoing(transfers, messages, groups.device) for peer, messages in sent.items()}
-    incoming = {
-        peer: _incoming(transfers, messages, groups.device, buffers) for peer, messages in received.items()
-    }
+    outgoing = {peer: _payloads(transfers, messages, device, packed) for peer, messages in sent.items()}
+    incoming = {peer: _payloads(transfers, messages, device, room) for peer, messages in received.items()}
+    for payload in itertools.chain.from_iterable(outgoing.values()):
+        for index, message, part in payload.parts(transfers) if payload.coalesced else ():
+            pack(_present(transfers[index].rows), message.pieces, part)
     # One order on all ranks: pair by pair, the lower rank of a pair first, then the higher one.
     operations = [
         dist.P2POp(operation, payload.buffer, peer, groups.group, payload.tag(tags) if groups.tagged else 0)
         for peer in sorted({*outgoing, *incoming}, key=lambda peer: (min(rank, peer), max(rank, peer)))
-        for operation, payload in itertools.chain(
-            ((dist.isend, payload) for payload in outgoing.get(peer, ())),
-            ((dist.irecv, payload) for payload in incoming.get(peer, ())),
-        )
+        for operation, payloads in ((dist.isend, outgoing), (dist.irecv, incoming))
+        for payload in payloads.get(peer, ())
     ]
     if not operations:
         return
@@ -206,6 +212,19 @@ def _send_and_receive(
                 unpack(rows, message.pieces, target)
 
 
+def _payloads(
+    transfers: Sequence[RankTransfer],
+    messages: list[Indexed],
+    device: torch.device,
+    buffer_of: Callable[[int, Message], Tensor],
+) -> list[Payload]:
+    """One buffer for all messages to a peer, or from it, if they are small; else one for each."""
+    size = sum(_aligned(message.rows * transfers[index].kind.row_bytes) for index, message in messages)
+    if len(messages) > 1 and size <= COALESCE_BYTES:
+        return [Payload(tuple(messages), torch.empty(size, dtype=torch.uint8, device=device), True)]
+    return [Payload(((index, message),), buffer_of(index, message), False) for index, message in messages]
+
+
 def messages_by_peer(
     plans: Sequence[TransferPlan], rank: int
 ) -> tuple[dict[int, list[Indexed]], dict[int, list[Indexed]], list[Indexed]]:
@@ -220,46 +239,6 @@ def messages_by_peer(
     received.pop(rank, None)
     own = sent.pop(rank, [])
     return dict(sent), dict(received), own
-
-
-def _outgoing(
-    transfers: Sequence[RankTransfer], messages: list[Indexed], device: torch.device
-) -> list[Payload]:
-    if (payload := _coalesced(transfers, messages, device)) is not None:
-        for index, message, part in payload.parts(transfers):
-            pack(_present(transfers[index].rows), message.pieces, part)
-        return [payload]
-    return [
-        Payload(((index, message),), pack(_present(transfers[index].rows), message.pieces), False)
-        for index, message in messages
-    ]
-
-
-def _incoming(
-    transfers: Sequence[RankTransfer],
-    messages: list[Indexed],
-    device: torch.device,
-    buffers: list[Tensor | None],
-) -> list[Payload]:
-    """Payloads from one peer; a message that fills one part of a buffer is received into it."""
-    if (payload := _coalesced(transfers, messages, device)) is not None:
-        return [payload]
-    found = []
-    for index, message in messages:
-        target = _present(buffers[index])
-        view = view_of(message.pieces, target)
-        received = target.new_empty(message.rows, *target.shape[1:]) if view is None else view
-        found.append(Payload(((index, message),), received, False))
-    return found
-
-
-def _coalesced(
-    transfers: Sequence[RankTransfer], messages: list[Indexed], device: torch.device
-) -> Payload | None:
-    size = sum(_aligned(message.rows * transfers[index].kind.row_bytes) for index, message in messages)
-    if len(messages) == 1 or size > COALESCE_BYTES:
-        return None
-    return Payload(tuple(messages), torch.empty(size, dtype=torch.uint8, device=device), True)
 
 
 def _aligned(size: int) -> int:
@@ -287,25 +266,12 @@ def _gather_rows(transfer: RankTransfer, buffer: Tensor | None, groups: Groups) 
 def pack(rows: Tensor, pieces: Sequence[RowPiece], out: Tensor | None = None) -> Tensor:
     """The sender's contiguous rows [n, ...] -> those of a message; a view of a single piece without `out`."""
     views = [rows.narrow(0, piece.sent, piece.rows) for piece in pieces]
-    if out is not None:
-        for view, part in zip(views, _split(out, pieces), strict=True):
-            part.copy_(view)
-        return out
-    return views[0] if len(views) == 1 else torch.cat(views)
-
-
-def view_of(pieces: Sequence[RowPiece], buffer: Tensor) -> Tensor | None:
-    """The part of the receiver's buffer [m, ...] that a message fills, or None if it is not contiguous."""
-    first, last = pieces[0], pieces[-1]
-    total = sum(piece.rows for piece in pieces)
-    if last.received + last.rows - first.received != total:
-        return None
-    return buffer.narrow(0, first.received, total)
+    return views[0] if len(views) == 1 and out is None else torch.cat(views, out=out)
 
 
 def unpack(message: Tensor, pieces: Sequence[RowPiece], buffer: Tensor) -> None:
     """Copy the rows of a message [k, ...] to their places in the receiver's buffer [m, ...]."""
-    for piece, part in zip(pieces, _split(message, pieces), strict=True):
+    for piece, part in zip(pieces, message.split([piece.rows for piece in pieces]), strict=True):
         buffer.narrow(0, piece.received, piece.rows).copy_(part)
 
 
@@ -315,8 +281,19 @@ def copy(pieces: Sequence[RowPiece], rows: Tensor, buffer: Tensor) -> None:
         buffer.narrow(0, received, number).copy_(rows.narrow(0, sent, number))
 
 
-def _split(message: Tensor, pieces: Sequence[RowPiece]) -> Iterator[Tensor]:
-    start = 0
-    for piece in pieces:
-        yield message.narrow(0, start, piece.rows)
-        start += piece.rows
+def view_of(pieces: Sequence[RowPiece], buffer: Tensor) -> Tensor | None:
+    """The part of the receiver's buffer [m, ...] that a message fills, or None if it is not contiguous."""
+    return contiguous([buffer], [(0, piece.received, piece.rows) for piece in pieces])
+
+
+def contiguous(tensors: Sequence[Tensor], blocks: Sequence[tuple[int, int, int]]) -> Tensor | None:
+    """The part of one tensor that the blocks (tensor, row, rows) are in their order, or None."""
+    if not blocks:
+        return None
+    tensor, first, _ = blocks[0]
+    at = tensor, first
+    for index, start, rows in blocks:
+        if (index, start) != at:
+            return None
+        at = index, start + rows
+    return tensors[tensor].narrow(0, first, at[1] - first)

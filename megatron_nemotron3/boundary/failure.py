@@ -1,8 +1,7 @@
 """One rank's error ends the waits of all ranks of a communicator.
 
 A rank that finds an error raises it and aborts its boundary groups. The waits of its peers then end with a
-communication error, which becomes a `BoundaryError`, too: it says what was waited for, and that the log of
-the rank that failed first has the reason.
+communication error, which becomes a `BoundaryError`, too.
 
 On gloo a wait ends when the peer's connection closes. NCCL does not notice that a peer is gone: there the
 watchdog of torch.distributed ends the process at the group's timeout (TORCH_NCCL_ASYNC_ERROR_HANDLING).
@@ -11,7 +10,7 @@ watchdog of torch.distributed ends the process at the group's timeout (TORCH_NCC
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -70,24 +69,9 @@ class Failure:
             self.fail(f"{doing()} ({type(error).__name__}: {first})\n{self._cure}", error)
 
 
-def disagreements(digests: Mapping[int, Mapping[str, int]]) -> list[str]:
-    """A line for each transfer that ranks describe differently."""
-    lines = []
-    for name in dict.fromkeys(name for described in digests.values() for name in described):
-        groups = by_value({rank: described[name] for rank, described in digests.items() if name in described})
-        if len(groups) > 1:
-            sides = " and ".join(_ranks(ranks) for ranks in groups.values())
-            lines.append(f"{name}: {sides} describe the rows of the microbatch differently")
-    return lines
-
-
 def by_value(values: Mapping[int, Any]) -> dict[Any, list[int]]:
     """Value -> the ranks that have it."""
     groups: dict[Any, list[int]] = {}
     for rank, value in values.items():
         groups.setdefault(value, []).append(rank)
     return groups
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"

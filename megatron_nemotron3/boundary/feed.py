@@ -1,8 +1,5 @@
 """Row counts that come with the batch, so that the ranks at a boundary need not exchange them.
 
-`RowFeed` wraps the data iterator that Megatron's schedule is given. The communicator reads the description of
-a microbatch from it before the rows arrive; the forward step then gets the same batch.
-
 Every boundary rank, of encoders and of the language model, must describe the same global microbatch: all
 samples of all data lanes. Which samples a lane takes is `partition.sample_shares`.
 """
@@ -17,10 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_nemotron3.boundary.intervals import Intervals
 from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.boundary.partition import Runs, media_shares, rows_of, sample_shares
-from megatron_nemotron3.boundary.planner import slices_of
+from megatron_nemotron3.boundary.plan import TransferPlan, make_plan, slices_of
 
 
 @dataclass(frozen=True)
@@ -74,7 +70,7 @@ class Microbatch:
         return dict(self.rows)[name]
 
     def runs_of(self, name: str) -> tuple[Runs, ...] | None:
-        """Positions of each sample's rows from one encoder, or None if not known."""
+        """Positions of each sample's rows, or None if not known."""
         return dict(self.runs).get(name)
 
     def media_of(self, name: str) -> tuple[tuple[int, ...], ...]:
@@ -91,12 +87,15 @@ class Microbatch:
         own = media_shares(mine, layout.cp)[layout.coordinates(rank).get("cp", 0)]
         return range(before + own.start, before + own.stop)
 
-    def slices_of(self, name: str, layout: Layout) -> tuple[tuple[Intervals, ...], ...] | None:
-        """`planner.slices_of` one encoder; None if ranks want whole lanes, or positions are not known."""
-        runs = self.runs_of(name)
-        if runs is None or not layout.sliced:
-            return None
-        return slices_of(layout, runs, self.lengths, self.documents)
+    def plan(
+        self, name: str, source: Layout, destination: Layout, counts: Sequence[int], row_bytes: int
+    ) -> TransferPlan:
+        """The plan of one encoder's rows; ranks want whole lanes if positions are not known."""
+        runs, slices = self.runs_of(name), None
+        if runs is not None and destination.sliced:
+            slices = slices_of(destination, runs, self.lengths, self.documents)
+        media = self.media_of(name)
+        return make_plan(source, destination, counts, row_bytes=row_bytes, slices=slices, media=media)
 
 
 def _integers(rows: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
@@ -108,14 +107,12 @@ Describe = Callable[[Any], Microbatch]
 
 
 class RowFeed(Iterator[Any]):
-    """Iterator over batches whose descriptions are available ahead of the batches.
+    """Iterator over batches, for Megatron's schedule, whose descriptions are available ahead of the batches.
 
-    Args:
-        batches: any iterator of batches.
-        describe: makes the description of a batch. It should read CPU tensors only, because the host waits
-            for a tensor on a GPU.
-        consumed: whether this rank's forward step takes the batches. If not (a pipeline stage in the middle
-            of its module), they are dropped after they are described.
+    describe: makes the description of a batch. It should read CPU tensors only, because the host waits for a
+        tensor on a GPU.
+    consumed: whether this rank's forward step takes the batches. If not (a pipeline stage in the middle of
+        its module), they are dropped after they are described.
     """
 
     #: Number of newest descriptions that are kept; larger than any pipeline depth.
@@ -141,12 +138,7 @@ class RowFeed(Iterator[Any]):
         return self._known[self._drawn - 1]
 
     def at(self, number: int) -> Microbatch:
-        """Description of the batch with this number, counted from 0; reads ahead if necessary.
-
-        Raises:
-            StopIteration: there are fewer batches.
-            KeyError: the description was dropped (KEPT).
-        """
+        """Description of the batch with this number, counted from 0; KeyError if it was dropped (KEPT)."""
         while self._read <= number:
             self._advance()
         return self._known[number]
@@ -161,14 +153,13 @@ class RowFeed(Iterator[Any]):
 
 
 class FeedStream:
-    """Descriptions of a feed's microbatches, in the order in which they are exchanged."""
+    """Descriptions of a feed's microbatches in the order of their exchange; None without a feed."""
 
     def __init__(self, feed: RowFeed | None = None) -> None:
         self.feed = feed
         self.exchanged = 0
 
     def next(self) -> Microbatch | None:
-        """Description of the next microbatch; None without a feed."""
         self.exchanged += 1
         return None if self.feed is None else self.feed.at(self.exchanged - 1)
 

@@ -1,9 +1,8 @@
 """Process groups of a boundary communicator: created once, shared, and closed together.
 
 `torch.distributed.new_group` is collective over the world, so every rank constructs every `Groups` in the
-same order, including those it is not a member of. A group's memory and connections are released when its last
-user closes it. Do not keep other references to a group: they would keep a failed rank's connections open and
-its peers waiting.
+same order, including those it is not a member of. Do not keep references to a group: they would keep a failed
+rank's connections open and its peers waiting.
 """
 
 from __future__ import annotations
@@ -91,11 +90,9 @@ class Groups:
 
     @property
     def group(self) -> Any:
-        """The process group of all ranks. Do not keep a reference."""
         return self.gather(self.ranks)
 
     def gather(self, ranks: Sequence[int]) -> Any:
-        """The process group of these ranks. Do not keep a reference."""
         shared = self._groups.get(tuple(ranks))
         if shared is None or shared.group is None:
             raise RuntimeError(

@@ -1,8 +1,4 @@
-"""Sets of rows as sorted, disjoint intervals [start, stop).
-
-The place of a row in a set is the number of rows before it: its index in a buffer that holds exactly the rows
-of the set, in order.
-"""
+"""Sets of rows as sorted, disjoint intervals. The place of a row in a set is the number of rows before it."""
 
 from __future__ import annotations
 
@@ -35,27 +31,6 @@ def union(pieces: Iterable[tuple[int, int]]) -> Intervals:
         else:
             joined.append((start, stop))
     return tuple(joined)
-
-
-def intersect(a: Intervals, b: Intervals) -> Intervals:
-    """Intersection of two sets."""
-    found: list[tuple[int, int]] = []
-    i = j = 0
-    while i < len(a) and j < len(b):
-        (first, last), (start, stop) = a[i], b[j]
-        start = start if start > first else first
-        if start < (stop if stop < last else last):
-            found.append((start, stop if stop < last else last))
-        if last < stop:
-            i += 1
-        else:
-            j += 1
-    return tuple(found)
-
-
-def shift(rows: Intervals, by: int) -> Intervals:
-    """Add `by` to every row number."""
-    return tuple((start + by, stop + by) for start, stop in rows)
 
 
 def at_places(first: int, last: int, within: Intervals) -> Intervals:

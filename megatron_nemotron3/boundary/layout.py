@@ -1,9 +1,7 @@
 """The parallel layout of one module: its parallel sizes and its ranks.
 
-A layout holds what upstream's `HyperCommGrid` does, as plain data without process groups or torch. A data
-lane is one data-parallel replica of the module: any dimension that is not tp, cp or pp makes data lanes (dp,
-gtp_remat and others). If there are several such dimensions, the first varies fastest, as over ranks. Expert
-dimensions are in other views of a grid, which are not read, because they do not split the batch.
+A data lane is one data-parallel replica of the module: any dimension that is not tp, cp or pp makes data
+lanes (dp, gtp_remat and others). If there are several, the first varies fastest, as over ranks.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 #: Dimensions that do not split the batch.
 MODEL_DIMENSIONS = ("tp", "cp", "pp")
@@ -19,14 +17,6 @@ MODEL_DIMENSIONS = ("tp", "cp", "pp")
 ORDER = ("tp", "cp", "pp", "dp")
 #: How the context ranks of a sending module share the rows of a lane (`partition.rows_held`).
 SHARES = ("media", "zigzag", "contiguous")
-
-
-class RankGrid(Protocol):
-    """The attributes of `megatron.core.hyper_comm_grid.HyperCommGrid` that are read here."""
-
-    shape: list[int]
-    dim_names: list[str]
-    rank_offset: int
 
 
 @dataclass(frozen=True)
@@ -62,17 +52,14 @@ class Layout:
 
     @classmethod
     def of(cls, *, offset: int = 0, sp: bool = False, share: str = "", **sizes: int) -> Layout:
-        """A layout of tp, cp, pp and dp in Megatron's order; sizes that are left out are 1.
-
-        Raises:
-            ValueError: as for the class, or a size has another name.
-        """
+        """A layout of tp, cp, pp and dp in Megatron's order; sizes that are left out are 1."""
         if unknown := sizes.keys() - set(ORDER):
             raise ValueError(f"dimensions {sorted(unknown)}: use {', '.join(ORDER)}, or Layout(dimensions)")
         return cls(tuple((name, sizes.get(name, 1)) for name in ORDER), offset, sp, share)
 
     @classmethod
-    def from_grid(cls, grid: RankGrid, sequence_parallel: bool = False, share: str = "") -> Layout:
+    def from_grid(cls, grid: Any, sequence_parallel: bool = False, share: str = "") -> Layout:
+        """The layout of upstream's `HyperCommGrid`. Its views of experts do not split the batch."""
         dimensions = tuple(zip(grid.dim_names, grid.shape, strict=True))
         return cls(dimensions, grid.rank_offset, sequence_parallel, share)
 
@@ -82,10 +69,7 @@ class Layout:
 
         "order=dp-tp" gives an order of dimensions other than tp-cp-pp-dp, the first fastest. Only with it
         may other dimensions be named (order=tp-gtp_remat-dp); dimensions that it leaves out have size 1.
-
-        Raises:
-            ValueError: a word is unknown or given twice, a size is not a number, or a dimension is missing
-                in the order.
+        Other words and sizes are a ValueError.
         """
         given: dict[str, str] = {}
         for word in text.split(","):
@@ -119,7 +103,6 @@ class Layout:
         return ",".join(parts)
 
     def size_of(self, name: str) -> int:
-        """Size of a dimension; 1 if the layout does not have it."""
         return dict(self.dimensions).get(name, 1)
 
     @property
@@ -154,11 +137,7 @@ class Layout:
         return self.cp > 1 or (self.sequence_parallel and self.tp > 1)
 
     def check_sender(self) -> None:
-        """Check that the rows of a sending module have an order.
-
-        Raises:
-            ValueError: context ranks share the rows, and the layout has no `share`.
-        """
+        """ValueError if the context ranks of a sending module share its rows, and it is not said how."""
         if self.cp > 1 and not self.share:
             raise ValueError(
                 f"the source layout {self} has CP={self.cp}: say how its context ranks share the rows of a "
@@ -180,7 +159,6 @@ class Layout:
         return found
 
     def lane_of(self, rank: int) -> int:
-        """The data lane of a rank."""
         stage = self.coordinates(rank).get("pp", 0)
         return next(lane for lane, ranks in enumerate(self.lanes(stage)) if rank in ranks)
 

@@ -1,8 +1,6 @@
 """Upstream's `MimoModel` for any layouts and ragged or absent modalities, with this package's communicators.
 
-The modules, their names and so the checkpoints are upstream's. Rows of a modality are exchanged by plan
-(`colocated.py`, or the communicator of the pipeline), and with context or sequence parallelism a rank builds
-only its own part of the decoder input, [s / (cp * tp), b, h].
+The modules, their names and so the checkpoints are upstream's.
 """
 
 from __future__ import annotations
@@ -19,10 +17,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.models.mimo.config import MimoModelConfig
-from megatron.core.models.mimo.config.role import (
-    MIMO_LANGUAGE_MODULE_KEY,
-    ModuleStageInfo,
-)
+from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY, ModuleStageInfo
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.utils import unwrap_model
 from torch import Tensor
@@ -30,12 +25,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP1
 
 from megatron_nemotron3.boundary.colocated import ColocatedBridge, ModalityRows, communicate
-from megatron_nemotron3.boundary.decoder_input import build_decoder_input, place_rows
+from megatron_nemotron3.boundary.decoder_input import RankShard, build_decoder_input, place_rows
 from megatron_nemotron3.boundary.failure import CURE, BoundaryError, Failure
 from megatron_nemotron3.boundary.feed import Microbatch, RowFeed
 from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.boundary.multimodule import BoundaryCommunicator
-from megatron_nemotron3.boundary.placement import RankShard
 
 Rows = dict[str, Tensor]
 
@@ -144,9 +138,7 @@ class BoundaryMimoModel(MimoModel):
     def forward(self, *args: Any, microbatch: Microbatch | None = None, **kwargs: Any) -> Any:
         """Run the model as upstream does.
 
-        Args:
-            args, kwargs: as upstream.
-            microbatch: description of this microbatch; None: that of the batch that the feed returned last.
+        microbatch: its description; None: that of the batch that the feed returned last.
 
         Raises:
             BoundaryError: rows are not as agreed, positions and rows do not match, or a module is in FSDP; on
@@ -177,10 +169,7 @@ class BoundaryMimoModel(MimoModel):
         microbatch: Microbatch | None,
         input_ids: Tensor | None = None,
     ) -> Rows:
-        """Encode and exchange rows [n, h]; n is 0 for a modality without input.
-
-        Returns: modality -> rows of this rank's positions, or of its language model lane.
-        """
+        """Encode and exchange: modality -> rows [n, h] of this rank's positions or lane; n may be 0."""
         with self._raised_everywhere():
             self._refuse_fsdp()
         rows: Rows = {}
@@ -209,14 +198,12 @@ class BoundaryMimoModel(MimoModel):
         rows: Rows,
         documents: Sequence[tuple[int, ...]] = (),
     ) -> Tensor:
-        """This rank's part of the decoder input, [s_local, b, h].
+        """This rank's part of the decoder input, [s_local, b, h], s_local = s / (cp * tp).
 
-        Args:
-            input_ids: [b, s], the whole sequences of this rank's lane.
-            position_ids: as upstream, or None.
-            rows: modality -> rows of this rank's positions if the feed has runs, else of the lane.
-            documents: for each sample of the lane, `cu_seqlens_padded` if it is packed, else (); empty: that
-                of the feed, or no sample is packed.
+        input_ids: [b, s], the whole sequences of this rank's lane.
+        rows: modality -> rows of this rank's positions if the feed has runs, else of the lane.
+        documents: for each sample of the lane, `cu_seqlens_padded` if it is packed, else (); empty: that of
+            the feed, or no sample is packed.
 
         Raises:
             ValueError: positions and rows do not match.
@@ -229,7 +216,7 @@ class BoundaryMimoModel(MimoModel):
 
     @contextmanager
     def _raised_everywhere(self) -> Iterator[None]:
-        """Make other ranks raise an error in this rank's input, too, where there are communicators."""
+        """Make other ranks raise an error in this rank's input, too."""
         try:
             yield
         except ValueError as error:
@@ -341,32 +328,10 @@ class BoundaryMimoModel(MimoModel):
         """An output of no rows in the graph: the encoder's parameters get zero gradients, and hooks run."""
         config = self.mimo_config.language_model_spec.params["config"]
         hidden, dtype = config.hidden_size, config.params_dtype or torch.float32
-        parameters = list(self.modality_submodules[encoder_name].parameters())
-        if not parameters:
+        nothing = [p.reshape(-1)[:0].to(dtype) for p in self.modality_submodules[encoder_name].parameters()]
+        if not nothing:
             return torch.empty(0, hidden, dtype=dtype, device=torch.get_default_device(), requires_grad=True)
-        out: Tensor = _EmptyOutput.apply(hidden, dtype, *parameters)
-        return out
-
-
-class _EmptyOutput(torch.autograd.Function):
-    """Rows [0, hidden] whose backward gives every trained parameter a gradient of zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: int, dtype: torch.dtype, *parameters: Tensor) -> Tensor:
-        ctx.like = [(p.shape, p.dtype, p.device) for p in parameters]
-        return torch.empty(0, hidden, dtype=dtype, device=parameters[0].device)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[2:]
-        return (
-            None,
-            None,
-            *(
-                torch.zeros((), dtype=dtype, device=device).expand(shape) if need else None
-                for (shape, dtype, device), need in zip(ctx.like, needed, strict=True)
-            ),
-        )
+        return torch.cat(nothing).view(0, hidden)
 
 
 def _shards_parameters(module: torch.nn.Module) -> bool:

@@ -1,9 +1,9 @@
 """Upstream's `MultiModulePipelineCommunicator` over our exchange, for the stock pipeline schedule.
 
-Differences from upstream's class: every edge into a module takes part in one exchange; layouts may have any
-relation; when something is wrong every rank raises a BoundaryError; and the pipeline stage is counted from
-the end, so that modules of different depth before a common one start in time (upstream's count gives a
-shallow encoder one warm-up microbatch more than the next module can take, and 1F1B hangs).
+Every edge into a module takes part in one exchange, layouts may have any relation, and when something is
+wrong every rank raises a BoundaryError. Stages are counted from the end of the pipeline: the last stages of
+all modules that feed the same module have the same number. Upstream counts from the start, which gives a
+shallow encoder one warm-up microbatch more than the next module can take, and 1F1B hangs.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ from megatron_nemotron3.boundary.edge import Edge
 from megatron_nemotron3.boundary.failure import BoundaryError, Failure
 from megatron_nemotron3.boundary.feed import FeedStream, RowFeed
 from megatron_nemotron3.boundary.layout import Layout
+
+Layouts = Mapping[str, Layout]
+#: module -> modules that receive its output.
+Topology = Mapping[str, Sequence[str]]
 
 
 class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
@@ -140,7 +144,6 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
 
     @property
     def current_stage(self) -> int:
-        """Pipeline stage of this rank (`stage_of`); 0 for a rank in no module, as upstream."""
         return stage_of(self.current_rank, self._layouts, self.topology)
 
     def _abort(self) -> None:
@@ -165,13 +168,11 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
     def send_forward_recv_backward(
         self, output_dict: dict[str, Tensor], tensor_shape: Any = None, is_last_stage: bool = False
     ) -> dict[str, Any]:
-        """Send an output, receive the gradient of the oldest one."""
         return self._at_output(output_dict, tensor_shape, backward=True)
 
     def send_backward_recv_forward(
         self, grad_dict: dict[str, Tensor], tensor_shape: Any = None, is_first_stage: bool = False
     ) -> dict[str, Any]:
-        """Send gradients of the oldest inputs, receive the next ones."""
         return self._at_input(grad_dict, tensor_shape, forward=True)
 
     def recv_backward(self, tensor_shape: Any = None, is_last_stage: bool = False) -> dict[str, Any]:
@@ -261,15 +262,10 @@ class BoundaryCommunicator(stock.MultiModulePipelineCommunicator):
             return stock._restore_tensor_from_comm(received) if receives else None
 
 
-Layouts = Mapping[str, Layout]
-#: module -> modules that receive its output.
-Topology = Mapping[str, Sequence[str]]
-
-
 def check_modules(
     layouts: Layouts, topology: Topology, world_size: int, frozen: Collection[str] = ()
 ) -> None:
-    """Refuse modules that would hang later. Only arguments are read, so all ranks raise the same error."""
+    """Refuse modules that would hang later. All ranks raise the same error."""
     for name, destinations in topology.items():
         if unknown := {name, *destinations} - layouts.keys():
             raise BoundaryError(f"modules {sorted(unknown)} have no grid, only {sorted(layouts)} have")

@@ -1,16 +1,7 @@
 """Which data lane owns which samples of a microbatch, and which rank of a lane owns which positions.
 
-A data lane is one data-parallel replica of a module. As in upstream's MIMO, rows are ordered by sample, then
-by position, and every lane has a contiguous share of the samples. Whole samples are assigned, so the lane
-counts of two modules need not divide each other.
-
-Context parallelism cuts a sequence into 2 * cp chunks; context rank c has chunks c and 2 * cp - 1 - c, in
-this order, which balances causal attention. Sequence parallelism then cuts the rest into tp parts. Packed
-sequences (THD) are cut document by document, so that every rank has a part of each.
-Source: Megatron's `get_batch_on_this_cp_rank`, TransformerEngine's `thd_get_partitioned_indices`.
-
-A sending module with context parallelism shares the rows of a lane among its context ranks in one of three
-ways (`rows_held`). A medium is what the encoder attends over: a picture, a clip.
+As in upstream's MIMO, rows are ordered by sample, then by position, and every lane has a contiguous share of
+the samples. Whole samples are assigned, so the lane counts of two modules need not divide each other.
 """
 
 from __future__ import annotations
@@ -23,6 +14,7 @@ from typing import NamedTuple
 
 from megatron_nemotron3.boundary import intervals
 from megatron_nemotron3.boundary.intervals import IntervalIndex, Intervals
+from megatron_nemotron3.boundary.layout import Layout
 
 #: Positions of a sample's rows: (first position, number of rows), ascending. One run for each image or clip.
 Runs = tuple[tuple[int, int], ...]
@@ -33,7 +25,12 @@ Runs = tuple[tuple[int, int], ...]
 def positions(
     length: int, cp: int, tp: int, *, sequence_parallel: bool, documents: tuple[int, ...] = ()
 ) -> tuple[Intervals, ...]:
-    """Positions of each rank of a lane, at index context_rank * tp + tensor_rank."""
+    """Positions of each rank of a lane, at index context_rank * tp + tensor_rank.
+
+    Context parallelism cuts a sequence, or each document of a packed one, into 2 * cp chunks; context rank c
+    has chunks c and 2 * cp - 1 - c. Sequence parallelism then cuts the rest into tp parts.
+    Source: Megatron's `get_batch_on_this_cp_rank`, TransformerEngine's `thd_get_partitioned_indices`.
+    """
     bounds = documents or (0, length)
     if bounds[0] != 0 or bounds[-1] != length or list(bounds) != sorted(bounds):
         raise ValueError(
@@ -73,10 +70,12 @@ def media_shares(media: Sequence[int], ranks: int) -> tuple[range, ...]:
     return tuple(range(a, b) for a, b in zip(starts, starts[1:], strict=False))
 
 
-def rows_held(
-    media: Sequence[int], cp: int, tp: int, *, share: str, sequence_parallel: bool
-) -> tuple[Intervals, ...]:
-    """Rows of a lane that each rank of a sending module holds, at index context_rank * tp + tensor_rank."""
+def rows_held(media: Sequence[int], layout: Layout) -> tuple[Intervals, ...]:
+    """Rows of a lane that each rank of a sending module holds, at index context_rank * tp + tensor_rank.
+
+    media: rows of each medium, which is what the encoder attends over: a picture, a clip.
+    """
+    cp, tp, share = layout.cp, layout.tp, layout.share
     bounds = tuple(accumulate(media, initial=0))
     total = bounds[-1]
     of_context: Sequence[Intervals] = [intervals.whole(total)]
@@ -92,7 +91,7 @@ def rows_held(
                 "media"
             )
         of_context = intervals.parts(intervals.whole(total), cp)
-    if not sequence_parallel:
+    if not layout.sequence_parallel:
         return tuple(rows for rows in of_context for _ in range(tp))
     for n in map(intervals.count, of_context):
         if n % tp:

@@ -1,20 +1,15 @@
 """A plan of one transfer between two modules: which rank sends which rows to which rank. Pure data.
 
-A plan has two sides, the senders and the receivers. On each side, every data lane (data-parallel replica of
-the module) has a list of groups: ranks that hold, or want, the same rows of the lane. The tensor-parallel
-replicas of a lane are one group; context- and sequence-parallel slices are several groups.
+On each side, every data lane has a list of groups: ranks that hold, or want, the same rows of the lane. The
+tensor-parallel replicas of a lane are one group; context- and sequence-parallel slices are several groups.
 
-There are two ways to bring rows to a group that wants them:
+    once    Every row is sent to one rank of a group, an equal part to each rank, and the group gathers. For
+            modules on disjoint ranks, where links are slow.
+    copies  Every rank of a group is sent all rows that it does not hold itself, in one phase. For modules
+            that share ranks.
 
-    once    Every row is sent to one rank of the group, an equal part to each rank, and the group gathers.
-            Each byte is sent once between the modules. For modules on disjoint ranks, where links are slow.
-    copies  Every rank of the group is sent all rows that it does not hold itself, in one phase. For modules
-            that share ranks, where a rank often holds what it wants.
-
-On the sending side each replica sends an equal part, which balances the load. Where equal parts gain nothing,
-one rank of the group, its leader, sends or receives everything, and a receiving group broadcasts. That is so
-if the other side is a single rank, which handles all rows anyway, and for a few bytes.
-A plan is the same on every rank, so ranks need not exchange shapes. The backward plan has the sides swapped.
+Each replica sends an equal part. Where that gains nothing (the other side is a single rank, or there are few
+bytes), one rank of the group, its leader, sends or receives everything, and a receiving group broadcasts.
 """
 
 from __future__ import annotations
@@ -27,7 +22,17 @@ from typing import Literal, NamedTuple
 
 from megatron_nemotron3.boundary import intervals
 from megatron_nemotron3.boundary.intervals import IntervalIndex, Intervals
-from megatron_nemotron3.boundary.partition import RowSegment
+from megatron_nemotron3.boundary.layout import Layout
+from megatron_nemotron3.boundary.partition import (
+    RowSegment,
+    Runs,
+    lane_rows,
+    positions,
+    rows_at,
+    rows_held,
+    sample_shares,
+    segments,
+)
 
 Mode = Literal["once", "copies"]
 Ranks = tuple[int, ...]
@@ -41,7 +46,7 @@ LEADER_BYTES = 64 * 1024
 class ReplicaGroup(NamedTuple):
     """Ranks that have the same rows of one lane; equal parts are assigned in the order of `ranks`."""
 
-    ranks: tuple[int, ...]
+    ranks: Ranks
     rows: Intervals
 
 
@@ -78,7 +83,7 @@ class Gather(NamedTuple):
     Before it, rank i of `ranks` has the rows [i * part, (i + 1) * part); the last ranks have fewer or none.
     """
 
-    ranks: tuple[int, ...]
+    ranks: Ranks
     rows: int
     part: int
 
@@ -90,17 +95,14 @@ class Gather(NamedTuple):
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """The transfer of one modality of one microbatch in one direction.
-
-    segments: which rows of a sending lane are which rows of a receiving lane.
-    leader_bytes: largest transfer for which leaders are used.
-    """
+    """The transfer of one modality of one microbatch in one direction; the same on every rank."""
 
     senders: Side
     receivers: Side
     segments: tuple[RowSegment, ...]
     row_bytes: int
     mode: Mode = "once"
+    #: Largest transfer for which leaders are used.
     leader_bytes: int = LEADER_BYTES
 
     @functools.cached_property
@@ -136,11 +138,9 @@ class TransferPlan:
         return sends, receives, {rank: gather for gather in self.gathers for rank in gather.ranks}
 
     def sends(self, rank: int) -> Sequence[Message]:
-        """Messages that the rank sends, sorted by receiver."""
         return self._by_rank[0].get(rank, ())
 
     def receives(self, rank: int) -> Sequence[Message]:
-        """Messages that the rank receives, sorted by sender."""
         return self._by_rank[1].get(rank, ())
 
     def gather(self, rank: int) -> Gather | None:
@@ -163,9 +163,8 @@ class TransferPlan:
     @functools.cached_property
     def _group_pairs(self) -> list[tuple[ReplicaGroup, ReplicaGroup, list[RowPiece]]]:
         """All pairs of groups that exchange rows, with these rows, for each segment."""
-        found: list[tuple[ReplicaGroup, ReplicaGroup, list[RowPiece]]] = []
-        held = [[(group, IntervalIndex(group.rows)) for group in lane] for lane in self.senders]
-        wanted = [[(group, IntervalIndex(group.rows)) for group in lane] for lane in self.receivers]
+        found = []
+        held, wanted = indexed(self.senders), indexed(self.receivers)
         for source_lane, source_start, lane, start, rows in self.segments:
             stop = start + rows
             matches = [
@@ -261,6 +260,11 @@ class TransferPlan:
         )
 
 
+def indexed(side: Side) -> list[list[tuple[ReplicaGroup, IntervalIndex]]]:
+    """The groups of each lane with an index of their rows."""
+    return [[(group, IntervalIndex(group.rows)) for group in lane] for lane in side]
+
+
 def _common_pieces(
     held: Sequence[tuple[int, int, int]], wanted: Sequence[tuple[int, int, int]], by: int
 ) -> list[RowPiece]:
@@ -291,3 +295,81 @@ def _merged_pieces(pieces: list[RowPiece]) -> tuple[RowPiece, ...]:
         else:
             joined.append(piece)
     return tuple(joined)
+
+
+def sender_groups(layout: Layout, rows: Sequence[int], media: Sequence[Sequence[int]] | None = None) -> Side:
+    """Groups of ranks of the last stage, with the rows that they hold; `media`: rows of each, by lane."""
+    layout.check_sender()
+    held = [rows_held(mine, layout) for mine in media or [[n] for n in rows]] if layout.sliced else None
+    return groups_of(layout, layout.pp - 1, rows, held)
+
+
+def groups_of(
+    layout: Layout, stage: int, rows: Sequence[int], slices: Sequence[Sequence[Intervals]] | None = None
+) -> Side:
+    """Groups of ranks of a stage, with the rows that they hold or want; without `slices` all, by lane."""
+    lanes = layout.lanes(stage)
+    if slices is None:
+        return tuple((ReplicaGroup(ranks, intervals.whole(n)),) for ranks, n in zip(lanes, rows, strict=True))
+    return tuple(
+        tuple(ReplicaGroup(same, mine[ranks.index(same[0])]) for same in layout.same_rows(ranks))
+        for ranks, mine in zip(lanes, slices, strict=True)
+    )
+
+
+def make_plan(
+    source: Layout,
+    destination: Layout,
+    rows: Sequence[int],
+    *,
+    row_bytes: int,
+    slices: Sequence[Sequence[Intervals]] | None = None,
+    media: Sequence[Sequence[int]] | None = None,
+) -> TransferPlan:
+    """The forward plan of one microbatch and one modality: in mode "copies" if the layouts share ranks.
+
+    Args:
+        rows: number of rows of each sample of the microbatch, over all lanes.
+        slices: rows that each rank wants, from `slices_of`; None: all rows of its lane.
+        media: for each sample, the rows of each medium, if the source has context parallelism; None: the
+            rows of a sample are one medium.
+
+    Raises:
+        ValueError: samples or rows do not divide among the ranks, or a plan of mode "once" has no slices for
+            a destination with context parallelism.
+    """
+    sent, received = sample_shares(len(rows), source.dp), sample_shares(len(rows), destination.dp)
+    receivers = groups_of(destination, 0, lane_rows(rows, received), slices)
+    sending = {rank for lane in source.lanes(source.pp - 1) for rank in lane}
+    shared = any(rank in sending for lane in destination.lanes(0) for rank in lane)
+    mode: Mode = "copies" if shared else "once"
+    if mode == "once" and slices is None and destination.cp > 1:
+        raise ValueError(
+            f"the destination layout {destination} has CP={destination.cp}, so the rows of a context rank "
+            "depend on their positions: give them (RowFeed)"
+        )
+    by_sample = media or [(n,) if n else () for n in rows]
+    by_lane = [[n for sample in mine for n in by_sample[sample]] for mine in sent]
+    senders = sender_groups(source, lane_rows(rows, sent), by_lane)
+    return TransferPlan(senders, receivers, segments(rows, sent, received), row_bytes, mode)
+
+
+def slices_of(
+    layout: Layout, runs: Sequence[Runs], lengths: Sequence[int], documents: Sequence[tuple[int, ...]] = ()
+) -> tuple[tuple[Intervals, ...], ...]:
+    """By lane, the rows that each rank of a context- or sequence-parallel module wants."""
+    for sample, (mine, length) in enumerate(zip(runs, lengths, strict=True)):
+        if mine and sum(mine[-1]) > length:
+            raise ValueError(
+                f"sample {sample}: a row at position {sum(mine[-1]) - 1} of a sequence of {length}: rows and "
+                "positions must be of the same batch"
+            )
+    owned = [
+        positions(length, layout.cp, layout.tp, sequence_parallel=layout.sequence_parallel, documents=cut)
+        for length, cut in zip(lengths, documents or [()] * len(runs), strict=True)
+    ]
+    empty: tuple[Intervals, ...] = ((),) * (layout.cp * layout.tp)
+    return tuple(
+        rows_at([runs[s] for s in mine], [owned[s] for s in mine]) or empty
+        for mine in sample_shares(len(runs), layout.dp)
+    )

@@ -1,23 +1,9 @@
 """What Megatron's training loop calls when modules have layouts of their own: schedule and gradient scale.
 
-`forward_backward_colocated` is the schedule of a step in which encoders share their ranks with a language
-model that has pipeline stages. Every rank encodes, but rows are needed on the first stage, and 1F1B has no
-point at which all ranks meet. So a step has three parts:
-
-    1. encoders forward, and the exchange, for all microbatches of the step;
-    2. the stock 1F1B schedule of the language model over detached rows;
-    3. their gradients back from the first stage, and encoders backward, microbatch by microbatch;
-
-then gradients are finalized once. The cost: rows, and what the encoders keep for backward, live for the
-whole step instead of a pipeline's depth. With recompute inside the encoders (`--recompute-granularity full`)
-only the rows remain, num_microbatches times [rows, h]; frozen encoders keep nothing else.
-Source of the order: Megatron-LM pull request 4784.
-
-`finalize_model_grads` scales gradients when modules have different data-parallel sizes. Nothing is scaled at
-the boundary, so the sum over an encoder's data-parallel ranks is the derivative of the plain sum of the
-language model's local losses. The remaining factor is applied after the module's gradient sync. It depends
-on the loss and on the module's DistributedDataParallel (`calculate_per_token_loss` of the language model's
-and of the module's config):
+Nothing is scaled at the boundary, so the sum over an encoder's data-parallel ranks is the derivative of the
+plain sum of the language model's local losses. The remaining factor is applied after the module's gradient
+sync. It depends on the loss and on the module's DistributedDataParallel (`calculate_per_token_loss` of the
+language model's and of the module's config):
 
     loss of a rank                        DDP sums (per-token)       DDP averages (mean loss)
     sum over tokens (per-token loss)      1 / N                      module ranks / N
@@ -30,7 +16,7 @@ their tokens. (Megatron-Bridge issues 4066, 3197 and 5555 report errors by facto
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -42,19 +28,10 @@ from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY as LA
 from megatron.core.pipeline_parallel.schedules import forward_backward_pipelining_without_interleaving
 from megatron.core.process_groups_config import MultiModuleProcessGroupCollection, ProcessGroupCollection
 from megatron.core.utils import get_model_config, unwrap_model
-from torch import Tensor
 
 from megatron_nemotron3.boundary.feed import Microbatch
 from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.boundary.mimo import BoundaryMimoModel, Rows
-
-#: batch -> the arguments (modality_inputs, input_ids) of `BoundaryMimoModel.forward`.
-Inputs = Callable[[Any], tuple[Mapping[str, Any] | None, Tensor | None]]
-
-
-def inputs_of(batch: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, Tensor | None]:
-    """Read batches that are the keyword arguments of the model's forward."""
-    return batch.get("modality_inputs"), batch.get("input_ids")
 
 
 def forward_backward_colocated(
@@ -63,21 +40,31 @@ def forward_backward_colocated(
     model: Any,
     num_microbatches: int,
     forward_only: bool = False,
-    inputs: Inputs = inputs_of,
-    pipeline: Callable[..., Any] = forward_backward_pipelining_without_interleaving,
     **options: Any,
 ) -> Any:
-    """Run a training or evaluation step; Megatron calls it as `forward_backward_func` on every rank."""
+    """Run a step in which encoders share their ranks with a language model that has pipeline stages.
+
+    Megatron calls it as `forward_backward_func` on every rank. Batches are the arguments of the model's
+    forward. Every rank encodes, but rows are needed on the first stage, and 1F1B has no point at which all
+    ranks meet. So a step has three parts:
+
+        1. encoders forward, and the exchange, for all microbatches of the step;
+        2. the stock 1F1B schedule of the language model over detached rows;
+        3. their gradients back from the first stage, and encoders backward, microbatch by microbatch;
+
+    then gradients are finalized once. Rows, and what the encoders keep for backward, live for the whole step.
+    Source of the order: Megatron-LM pull request 4784.
+    """
     wrapped = model[0] if isinstance(model, list) else model
     mimo = unwrap_model(wrapped)
     batches = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
     drawn, exchanged = [], []
     for _ in range(num_microbatches):
         batch = next(batches)
-        modality_inputs, input_ids = inputs(batch)
         microbatch = mimo.feed.current if mimo.feed is not None else None
         drawn.append(batch)
-        exchanged.append((microbatch, mimo.exchange_rows(modality_inputs, microbatch, input_ids)))
+        rows = mimo.exchange_rows(batch.get("modality_inputs"), microbatch, batch.get("input_ids"))
+        exchanged.append((microbatch, rows))
     leaves = [
         {name: t.detach().requires_grad_(t.requires_grad) for name, t in rows.items()}
         for _, rows in exchanged
@@ -93,7 +80,7 @@ def forward_backward_colocated(
         config.finalize_model_grads_func = lambda *args, **kwargs: finalized.append((args, kwargs))
     config.grad_sync_func = None  # it would reduce the encoders' gradients before they exist
     try:
-        result = pipeline(
+        result = forward_backward_pipelining_without_interleaving(
             data_iterator=iter(drawn),
             model=model,
             num_microbatches=num_microbatches,

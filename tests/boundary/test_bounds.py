@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 
 from megatron_nemotron3.boundary import intervals
-from megatron_nemotron3.boundary.bounds import bounds, traffic
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.plan import TransferPlan
-from megatron_nemotron3.boundary.planner import make_plan, slices_of
+from megatron_nemotron3.boundary.plan import TransferPlan, make_plan, slices_of
+from megatron_nemotron3.boundary.traffic import bounds, traffic
 from tests.boundary.test_plan import cases
 
 

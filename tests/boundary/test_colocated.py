@@ -92,7 +92,7 @@ def media(comm: Any, image: np.ndarray) -> list[list[int]]:
 
 def described(image: np.ndarray, media: Any = None, **kinds: np.ndarray) -> Any:
     from megatron_nemotron3.boundary.feed import Microbatch
-    from tests.support.boundary_simulation import runs_of
+    from tests.support.boundary_reference import runs_of
 
     runs = {
         name: [runs_of(np.flatnonzero(s).tolist()) for s in at]
@@ -202,26 +202,24 @@ def check_traffic() -> list[int]:
     dist.all_to_all_single = counted
     try:
         from megatron_nemotron3.boundary.colocated import ColocatedBridge, ModalityRows, communicate
-        from megatron_nemotron3.boundary.exchange import RowKind
 
         # Nothing leaves its rank: equal layouts, and fan-out forward.
-        kind = RowKind((HIDDEN,), torch.float32)
         image = images(4, 8, seed=2)
-        same = communicator("tp=2,dp=2", "tp=2,dp=2", kind=kind)
+        same = communicator("tp=2,dp=2", "tp=2,dp=2")
         given = values(sides(same, image)[0]).requires_grad_()
         same.communicate(given, described(image)).sum().backward()
         assert given.grad is not None and bool((given.grad == 1).all())
         assert not same.communicate(given, described(image), backward=False).requires_grad
-        fan_out = communicator("tp=4", "dp=4", kind=kind)
+        fan_out = communicator("tp=4", "dp=4")
         wide = fan_out.communicate(values(sides(fan_out, image)[0]), described(image))
         # Fan-in: ranks have the gradients of their own rows.
-        fan_in = communicator("dp=4", "tp=4", kind=kind)
+        fan_in = communicator("dp=4", "tp=4")
         gathered = fan_in.communicate(values(sides(fan_in, image)[0]).requires_grad_(), described(image))
         assert len(calls) == 1
         gathered.sum().backward()
         assert len(calls) == 1 and len(wide) == image[dist.get_rank()].sum()
         # Two modalities, one all-to-all each way; frozen ones have no way back.
-        vision = communicator("dp=4", "tp=4,sp", kind=kind)
+        vision = communicator("dp=4", "tp=4,sp")
         audio = ColocatedBridge(
             vision.src_grid,
             vision.dest_grid,
@@ -229,7 +227,6 @@ def check_traffic() -> list[int]:
             "language",
             {"b": 0, "h": 1},
             sequence_parallel=True,
-            kind=kind,
             groups_from=vision,
         )
         other = images(4, 8, seed=5)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megatron_nemotron3.boundary import exchange
-from megatron_nemotron3.boundary.bounds import bounds, traffic
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.planner import make_plan
+from megatron_nemotron3.boundary.plan import make_plan
+from megatron_nemotron3.boundary.traffic import bounds, traffic
 from megatron_nemotron3.proof.certify.ranks import run_distributed
 
 HIDDEN = 8

@@ -6,10 +6,9 @@ import json
 
 from hypothesis import given, settings
 
-from megatron_nemotron3.boundary.bounds import bounds, traffic
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.plan_text import describe, explain, ranks_text
-from megatron_nemotron3.boundary.planner import make_plan
+from megatron_nemotron3.boundary.plan import make_plan
+from megatron_nemotron3.boundary.traffic import bounds, describe, explain, ranks_text, traffic
 from tests.boundary.test_plan import cases
 
 TEXT = """\

@@ -172,9 +172,9 @@ def check_single() -> None:
     """No grids, no groups: as upstream; wrong counts are named; nothing on the way reads a device."""
     from megatron.core.models.mimo.model.base import MimoModel
 
+    from megatron_nemotron3.boundary.decoder_input import RankShard
     from megatron_nemotron3.boundary.feed import describe_ids
     from megatron_nemotron3.boundary.mimo import BoundaryMimoModel
-    from megatron_nemotron3.boundary.placement import RankShard
     from tests.support import boundary_batches as batches
     from tests.support import boundary_omni as omni
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_nemotron3.boundary.decoder_input import assemble, kinds_of_ids, kinds_of_runs, make_placement
 from megatron_nemotron3.boundary.feed import describe_ids
 from megatron_nemotron3.boundary.partition import positions
-from megatron_nemotron3.boundary.placement import assemble, kinds_of_ids, kinds_of_runs, make_placement
 
 TOKENS = {"vision": 98, "audio": 99}
 

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from megatron_nemotron3.boundary import intervals
 from megatron_nemotron3.boundary.layout import SHARES, Layout
 from megatron_nemotron3.boundary.partition import lane_rows, sample_shares, segments
-from megatron_nemotron3.boundary.plan import TransferPlan
-from megatron_nemotron3.boundary.planner import groups_of, make_plan, sender_groups, slices_of
-from tests.support.boundary_reference import media_of, of_context, unit, zigzag
-from tests.support.boundary_simulation import deliver, runs_of
+from megatron_nemotron3.boundary.plan import TransferPlan, groups_of, make_plan, sender_groups, slices_of
+from tests.support.boundary_reference import media_of, of_context, runs_of, unit, zigzag
+from tests.support.boundary_simulation import deliver
 
 SIZES = st.sampled_from([1, 2, 3, 4])
 

@@ -18,6 +18,17 @@ def every_row(rows: Sequence[int], hidden: int, dtype: torch.dtype, seed: int = 
     return [torch.randn(n, hidden, generator=generator).to(dtype) for n in rows]
 
 
+def runs_of(positions: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Runs (first position, rows) of ascending positions."""
+    found: list[tuple[int, int]] = []
+    for position in positions:
+        if found and found[-1][0] + found[-1][1] == position:
+            found[-1] = found[-1][0], found[-1][1] + 1
+        else:
+            found.append((position, 1))
+    return tuple(found)
+
+
 def lane_of(layout: Layout, stage: int, rank: int) -> int | None:
     """The data lane of a rank of a stage; None if the rank is not in the stage."""
     return next((i for i, ranks in enumerate(layout.lanes(stage)) if rank in ranks), None)

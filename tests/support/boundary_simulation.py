@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from megatron_nemotron3.boundary.partition import Runs
 from megatron_nemotron3.boundary.plan import TransferPlan
 
 
@@ -38,14 +35,3 @@ def deliver(plan: TransferPlan, held: dict[int, np.ndarray]) -> dict[int, np.nda
             buffers[rank], filled[rank] = total.copy(), has.copy()
     assert all(mask.all() for mask in filled.values())
     return buffers
-
-
-def runs_of(positions: Sequence[int]) -> Runs:
-    """Runs of ascending positions."""
-    found: list[tuple[int, int]] = []
-    for position in positions:
-        if found and found[-1][0] + found[-1][1] == position:
-            found[-1] = found[-1][0], found[-1][1] + 1
-        else:
-            found.append((position, 1))
-    return tuple(found)
