@@ -96,7 +96,7 @@ docs: environment
 docs-look: docs
 	$(RUN) tests.docs.look build/site --pictures build/look
 
-# On a machine with a GPU: all that is measured there, in 25 minutes (docs/testing.md). GPU_PYTHON has torch and
+# On a machine with a GPU: all that is measured there, in 25 minutes (docs/contributing.md). GPU_PYTHON has torch and
 # megatron-core; OPTIONS are those of benchmarks/gpu.py.
 GPU_PYTHON ?= python3
 RESULTS ?= build/gpu/results.jsonl

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write conversations and a chat template for `nemotron3 finetune` (docs/sft.md).
+"""Write conversations and a chat template for `nemotron3 finetune` (docs/training.md).
 
     python examples/conversations.py FOLDER
 

@@ -4,7 +4,7 @@
     python examples/paired_studies.py qad --seeds 8
 
     distill   a small model trained on the text, on KL(teacher || student), on half of each, and on half of
-              each with a teacher of another tokenizer (X-Token, docs/xtoken.md)
+              each with a teacher of another tokenizer (X-Token, docs/post_training.md)
     prune     a model cut to 55 % of its parameters: as it is, trained on the text and on the teacher; and a
               model of these sizes from random weights
     parts, layers    which parts of a model are cut, and in which layers (pruning_choices.py)

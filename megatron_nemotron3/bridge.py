@@ -297,7 +297,7 @@ class LoRA(lora.LoRA):
     Fields and names of parameters are Bridge's. Bridge's own class raises NotImplementedError for
     `DuplicatedLinear` and grouped linears. Here each routed expert has a pair of its own,
     and the routers' correction (`expert_bias`) is frozen with the base. `nemotron3 convert` exports the
-    adapters to peft, or merges them (docs/lora.md).
+    adapters to peft, or merges them (docs/training.md).
     """
 
     share_expert_adapters: bool = False

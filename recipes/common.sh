@@ -107,7 +107,7 @@ checkpoints() { # [required]: resume from OUTPUT, or start from LOAD with a new 
         [ -z "${LOAD:-}" ] || [ -n "${DRY_RUN:-}" ] || [ -e "$LOAD/$tracker" ] \
             || fail "LOAD=$LOAD has no $tracker: give a folder with a checkpoint"
     fi
-    if [ -n "${LORA:-}" ]; then # adapters on the weights of LOAD, which are read when the model is built (docs/lora.md)
+    if [ -n "${LORA:-}" ]; then # adapters on the weights of LOAD, which are read when the model is built (docs/training.md)
         need LOAD "the checkpoint that adapters are trained on"
         export NEMOTRON3_LORA="base=$LOAD,$LORA"
     elif [ -n "${LOAD:-}" ]; then

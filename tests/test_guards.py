@@ -1,4 +1,4 @@
-"""What stops a command before its work, and how an interrupted one ends (docs/guards.md)."""
+"""What stops a command before its work, and how an interrupted one ends (docs/training.md)."""
 
 from __future__ import annotations
 

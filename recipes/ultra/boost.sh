@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train only the MTP heads of a finished Nemotron 3 Ultra, so that more drafts are accepted (docs/boost.md).
+# Train only the MTP heads of a finished Nemotron 3 Ultra, so that more drafts are accepted (docs/post_training.md).
 #   HEADS   loss=kl,temperature=2,mix=1: as published for Ultra; the words of NEMOTRON3_BOOST
 #   DEPTHS  recursive steps: 7, as published for Ultra
 # Needed: DATA_PATH (prefix of a Megatron .bin/.idx, or weights and prefixes in turn), TOKENIZER (Hugging Face folder),

@@ -26,7 +26,7 @@ PRECISION=${PRECISION:-bf16}
 # memory: as in NVIDIA's configuration
 RECOMPUTE=${RECOMPUTE-full}
 
-# data: conversations, packed; only the assistant's tokens count in the loss (docs/sft.md)
+# data: conversations, packed; only the assistant's tokens count in the loss (docs/training.md)
 conversation_data
 
 # logging and checkpoints

@@ -35,7 +35,7 @@ _INTRO = """\
 # Checkpoint names: Megatron and Hugging Face
 
 Generated: `python -m tests.docs.pages`. The table
-is `megatron_nemotron3/models/tensors.py`; [Checkpoints](../conversion.md) says how to convert.
+is `megatron_nemotron3/models/tensors.py`; [Checkpoints](../checkpoints.md) says how to convert.
 
 - *Megatron* is the key in a torch_dist folder. Shapes are global and do not depend on the parallel layout.
   `{e}` is the global number of an expert. Shapes are in brackets; the symbols are explained below.

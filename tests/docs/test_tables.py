@@ -32,7 +32,7 @@ def rows(page: str, header: str) -> list[list[str]]:
 
 
 def test_layouts_of_the_equivalence_page() -> None:
-    table = rows("parity.md", "| layout | world | super | nano | dense |")
+    table = rows("measurements.md", "| layout | world | super | nano | dense |")
     assert [(name, int(world)) for name, world, *_ in table] == [
         (name, layout.sizes.world_size) for name, layout in LAYOUTS.items()
     ]
@@ -53,7 +53,7 @@ def test_series_and_warnings_of_the_monitor_page() -> None:
 
 
 def test_sizes_of_quantized_checkpoints() -> None:
-    table = rows("conversion.md", "| recipe | NVFP4 | FP8 | size | source |")
+    table = rows("checkpoints.md", "| recipe | NVFP4 | FP8 | size | source |")
     assert sorted(row[0].strip("`") for row in table) == sorted(RECIPES)
     for name, _, _, size, _ in table:
         model, recipe = name.strip("`").split("-")

@@ -1,4 +1,4 @@
-"""Which models and layouts are compared with one process. `docs/parity.md` is made of the same table."""
+"""Which models and layouts are compared with one process. `docs/measurements.md` is made of the same table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of docs/parity.md: `OMP_NUM_THREADS=1 python -m tests.parallel.report [LAYOUT…]`.
+"""The table of docs/measurements.md: `OMP_NUM_THREADS=1 python -m tests.parallel.report [LAYOUT…]`.
 
 Runs every layout for every model, as `make test-full` does, and prints how far from one process it came.
 """

@@ -1,7 +1,7 @@
 """Options that save memory or divide the optimizer otherwise: the numbers of a plain run on one rank.
 
 What Megatron refuses on a CPU, and what it computes wrongly with FSDP, is tested to be so still:
-docs/parity.md lists it.
+docs/measurements.md lists it.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def test_option_equals_the_plain_run(name: str) -> None:
 
 
 def test_what_megatron_refuses_on_a_cpu() -> None:
-    """docs/parity.md has the reasons; moment types and `layernorm` are in tests/properties."""
+    """docs/measurements.md has the reasons; moment types and `layernorm` are in tests/properties."""
     offloaded = ("--use-precision-aware-optimizer", "--optimizer-cpu-offload")
     runs = {
         "can't optimize a non-leaf Tensor": case(None, *offloaded, "--optimizer-offload-fraction", "1.0"),

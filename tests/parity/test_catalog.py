@@ -1,7 +1,7 @@
 """Logits and gradients of the tiny form of every catalog model against transformers' NemotronHForCausalLM.
 
 Same random weights, FP32 on the CPU, 300 tokens: more than two chunks of 128, and not a multiple of one.
-What is compared, the differences seen and the tolerances: docs/parity.md.
+What is compared, the differences seen and the tolerances: docs/measurements.md.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def test_a_change_of_a_weight_reaches_exactly_its_tensor(model: str, layout: str
 
 
 def test_mtp_enable_alone_does_not_remove_mtp(tmp_path: Path) -> None:
-    """With verl's default, `mtp.enable` false, the layer pattern still has MTP (docs/rl.md)."""
+    """With verl's default, `mtp.enable` false, the layer pattern still has MTP (docs/bridge.md)."""
     from tests.rl import verl_ranks
 
     write_hf(tmp_path / "hf", MODELS["super"])

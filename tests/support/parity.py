@@ -1,6 +1,6 @@
 """Our model and transformers' NemotronHForCausalLM on the same random weights and tokens, FP32 on the CPU.
 
-OMP_NUM_THREADS=1 python -m tests.support.parity     # the table of docs/parity.md
+OMP_NUM_THREADS=1 python -m tests.support.parity     # the table of docs/measurements.md
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pruning: what matters least in a model, and what is left without it (docs/compression.md)."""
+"""Pruning: what matters least in a model, and what is left without it (docs/post_training.md)."""
 
 from typing import TYPE_CHECKING
 

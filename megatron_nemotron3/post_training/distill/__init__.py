@@ -1,4 +1,4 @@
-"""Distillation of a student from a teacher of the family (docs/distill.md)."""
+"""Distillation of a student from a teacher of the family (docs/post_training.md)."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Distillation across tokenizers (X-Token): docs/xtoken.md."""
+"""Distillation across tokenizers (X-Token): docs/post_training.md."""
 
 from typing import TYPE_CHECKING
 

@@ -2,7 +2,7 @@
 
 n, m: positions of the student and of the teacher on a context-parallel rank; v, u: their vocabularies,
 padded; p: tensor-parallel ranks, which share these; r: spans of one of the ranks that share the positions.
-docs/xtoken.md has the formulas and their sources.
+docs/post_training.md has the formulas and their sources.
 """
 
 from __future__ import annotations

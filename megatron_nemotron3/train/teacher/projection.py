@@ -1,7 +1,7 @@
 """The projection between two vocabularies: the string rules that give its weights, and its file.
 
 The rules and their numbers are those of NeMo-RL's tools (tools/x_token at 7ea279a), by the authors of
-X-Token, arXiv 2605.21699; docs/xtoken.md says where they differ.
+X-Token, arXiv 2605.21699; docs/post_training.md says where they differ.
 
 The file is in the safetensors format: `tokens` [student's tokens, width] int32, tokens of the teacher with
 the largest weight first, -1 where there are fewer; `weights` of the same shape, float32. Its metadata names
