@@ -33,7 +33,7 @@ ROW = TOKENS * BATCH * 4
 #: Bytes a checkpoint itself saves beside its inputs: some scalars.
 BOOKKEEPING = 100
 #: Relative, of a gradient. What transformers' model moves by if its weights move by half a unit in the last
-#: place (docs/measurements.md); here one operation rounds differently, see `test_values_are_the_same_to_the_bit`.
+#: place (docs/measurements.md); one operation rounds otherwise, see `test_values_are_the_same_to_the_bit`.
 RTOL = 1e-5
 
 

@@ -1,4 +1,4 @@
-"""Which models and layouts are compared with one process. `docs/measurements.md` is made of the same table."""
+"""Which models and layouts are compared with one process: the rows of a table in docs/measurements.md."""
 
 from __future__ import annotations
 

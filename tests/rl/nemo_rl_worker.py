@@ -42,7 +42,7 @@ def policy(model: Path) -> dict[str, Any]:
 
 
 def worker(model: Path) -> Any:
-    """NeMo-RL's worker with our stack, as docs/bridge.md defines it, but for Ray: model, optimizer, converter."""
+    """NeMo-RL's worker with our stack, as docs/bridge.md defines it, without Ray."""
     config = policy(model)
     import numpy as np
     import ray

@@ -1,4 +1,4 @@
-"""Train only the MTP heads of a finished model, so that more of their drafts are accepted (docs/post_training.md)."""
+"""Train only the MTP heads of a finished model: more of their drafts are accepted (docs/post_training.md)."""
 
 from typing import TYPE_CHECKING
 

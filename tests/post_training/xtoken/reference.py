@@ -1,4 +1,4 @@
-"""The definitions of docs/post_training.md in FP64, one span and one token at a time, with whole dense matrices."""
+"""The definitions of docs/post_training.md in FP64, span by span and token by token, with dense matrices."""
 
 from __future__ import annotations
 
