@@ -28,7 +28,7 @@ ROOMS = {
     "cpu": 1010,
     "precision": 4760,
     "layers": 4040,
-    "checkpoints": 10920,
+    "checkpoints": 10930,
     "launch": 10120,
     "boundary": 4510,
     "train": 8280,

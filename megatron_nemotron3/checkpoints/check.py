@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoints.folders import TRACKER, checkpoint_path, iterations, locate, read_tracker
+from megatron_nemotron3.checkpoints.folders import (
+    RELEASE,
+    TRACKER,
+    checkpoint_path,
+    iterations,
+    locate,
+    read_tracker,
+)
 from megatron_nemotron3.checkpoints.metadata import (
     CheckpointError,
     CheckpointIndex,
@@ -135,28 +142,32 @@ def _check_hugging_face(folder: Path, full: bool, workers: int) -> int:
 def _check_all(folder: Path, found: list[int], full: bool, workers: int) -> list[str]:
     problems: list[str] = []
     named, writer = None, holder(folder)
+    states: dict[int | str, str] = {}
     try:
         named = read_tracker(folder, 0.0 if writer is None else SAVING)
     except ValueError as problem:
         problems.append(f"{folder / TRACKER}: it {problem}{_tracker_cure(folder)}")
-    for iteration in reversed(found):
-        if iteration == named:
+    names: list[int | str] = [*found, RELEASE] if checkpoint_path(folder, RELEASE).is_dir() else [*found]
+    for which in reversed(names):
+        if which == named:
             continue
-        verdict = check_structure(checkpoint_path(folder, iteration))
-        newer = not isinstance(named, int) or iteration > named
+        path = checkpoint_path(folder, which)
+        verdict = check_structure(path)
+        newer = not isinstance(named, int) or (isinstance(which, int) and which > named)
         state, found_here = str(verdict.state), [shown(problem) for problem in verdict.problems]
+        states[which] = state
         text = state + "".join(f": {problem}" for problem in found_here[:1])
         if writer is not None and newer and state in ("unfinished", "damaged"):
             state, found_here, text = "being written", [], f"is being written by {writer}"
-        say(
-            f"iter_{iteration:07d} {text}",
-            others=[{"iteration": iteration, "state": state, "problems": found_here}],
-        )
+        say(f"{path.name} {text}", others=[{"iteration": which, "state": state, "problems": found_here}])
         if state == "damaged":
             problems += verdict.problems
     if named is None:
-        if not problems and found and writer is None:
-            problems.append(f"{folder / TRACKER}: the file is missing{_tracker_cure(folder)}")
+        if not problems and states and writer is None:
+            cure = _tracker_cure(folder)
+            if not found and states[RELEASE] == "complete":
+                cure = f"; write {RELEASE} into it"
+            problems.append(f"{folder / TRACKER}: the file is missing{cure}")
         return problems
     say(f"{TRACKER} names {named}", tracker=named, others=[])
     return problems + _check_one(checkpoint_path(folder, named), full, workers)

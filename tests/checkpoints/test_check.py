@@ -299,6 +299,23 @@ def test_a_folder_of_checkpoints(folder: Path, capsys: pytest.CaptureFixture[str
     assert status == 2 and f"{unfinished / 'metadata.json'}: the file is missing" in err
 
 
+@pytest.mark.parametrize("missing", ["metadata.json", ""])
+def test_a_release_without_a_tracker(
+    sound: Path, tmp_path: Path, missing: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Megatron does not find it, whether it is complete or not."""
+    release = Path(shutil.copytree(sound, tmp_path / folders.RELEASE))
+    state, cure = "complete", "write release into it"
+    if missing:
+        (release / missing).unlink()
+        state, cure = "unfinished", "no checkpoint here is known to be complete"
+    status, out, err = _check(capsys, str(tmp_path))
+    assert status == 2 and f"release {state}" in out
+    assert f"{tmp_path / writer.TRACKER}: the file is missing; {cure}" in err
+    (tmp_path / writer.TRACKER).write_text("release")
+    assert _check(capsys, str(tmp_path))[0] == (2 if missing else 0)
+
+
 @pytest.mark.parametrize(
     "words", [("/nowhere",), (os.fspath(Path(__file__)),), (os.fspath(Path(__file__).parent),)]
 )
