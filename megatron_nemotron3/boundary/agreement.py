@@ -1,7 +1,7 @@
 """The header that ranks exchange when row counts are not known: one fixed-size all-gather.
 
 It runs before the first exchange of an edge, which compares dtype and width once, and before every forward
-exchange without a `RowFeed`, where the host waits for it. Every rank sees every header.
+exchange without a `RowFeed`. The host waits for it, and every rank sees every header.
 
 The ranks of a source lane announce their rows for each of `shares` equal shares of the lane's samples. If the
 number of all shares is a multiple of both lane counts, each destination lane takes whole shares, in order.

@@ -279,9 +279,8 @@ def build_decoder_input(
             continue
         if name in at.picked:
             _check_rows_fit(name, at.lane_rows[name], part)
-            for (
-                group
-            ) in shard.groups:  # in backward, the sum of gradients: slices are disjoint, so it is exact
+            # In backward it is the sum of the gradients. Slices are disjoint, so it is exact.
+            for group in shard.groups:
                 part = copy_to_tensor_model_parallel_region(part, group=group)
             part = part.index_select(0, at.picked[name])
         _check_rows_fit(name, len(places), part)

@@ -187,8 +187,9 @@ def _send_and_receive(
     outgoing = {peer: _payloads(transfers, messages, device, packed) for peer, messages in sent.items()}
     incoming = {peer: _payloads(transfers, messages, device, room) for peer, messages in received.items()}
     for payload in itertools.chain.from_iterable(outgoing.values()):
-        for index, message, part in payload.parts(transfers) if payload.coalesced else ():
-            pack(_present(transfers[index].rows), message.pieces, part)
+        if payload.coalesced:
+            for index, message, part in payload.parts(transfers):
+                pack(_present(transfers[index].rows), message.pieces, part)
     # One order on all ranks: pair by pair, the lower rank of a pair first, then the higher one.
     operations = [
         dist.P2POp(operation, payload.buffer, peer, groups.group, payload.tag(tags) if groups.tagged else 0)
@@ -264,7 +265,10 @@ def _gather_rows(transfer: RankTransfer, buffer: Tensor | None, groups: Groups) 
 
 
 def pack(rows: Tensor, pieces: Sequence[RowPiece], out: Tensor | None = None) -> Tensor:
-    """The sender's contiguous rows [n, ...] -> those of a message; a view of a single piece without `out`."""
+    """The sender's contiguous rows [n, ...] -> those of a message; a view of a single piece without `out`.
+
+    With `out` the rows are detached: torch.cat does not write into a buffer what needs a gradient.
+    """
     views = [rows.narrow(0, piece.sent, piece.rows) for piece in pieces]
     return views[0] if len(views) == 1 and out is None else torch.cat(views, out=out)
 
@@ -287,7 +291,7 @@ def view_of(pieces: Sequence[RowPiece], buffer: Tensor) -> Tensor | None:
 
 
 def contiguous(tensors: Sequence[Tensor], blocks: Sequence[tuple[int, int, int]]) -> Tensor | None:
-    """The part of one tensor that the blocks (tensor, row, rows) are in their order, or None."""
+    """The rows of one tensor that the blocks (tensor, row, rows) cover in order without gaps, or None."""
     if not blocks:
         return None
     tensor, first, _ = blocks[0]

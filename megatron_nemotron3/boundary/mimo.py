@@ -328,10 +328,35 @@ class BoundaryMimoModel(MimoModel):
         """An output of no rows in the graph: the encoder's parameters get zero gradients, and hooks run."""
         config = self.mimo_config.language_model_spec.params["config"]
         hidden, dtype = config.hidden_size, config.params_dtype or torch.float32
-        nothing = [p.reshape(-1)[:0].to(dtype) for p in self.modality_submodules[encoder_name].parameters()]
-        if not nothing:
+        parameters = list(self.modality_submodules[encoder_name].parameters())
+        if not parameters:
             return torch.empty(0, hidden, dtype=dtype, device=torch.get_default_device(), requires_grad=True)
-        return torch.cat(nothing).view(0, hidden)
+        out: Tensor = _EmptyOutput.apply(hidden, dtype, *parameters)
+        return out
+
+
+class _EmptyOutput(torch.autograd.Function):
+    """Rows [0, hidden] whose backward gives every trained parameter a gradient of zeros.
+
+    It reads no parameter: slices of TransformerEngine's quantized ones raise, or dequantize all of it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: int, dtype: torch.dtype, *parameters: Tensor) -> Tensor:
+        ctx.like = [(p.shape, p.dtype, p.device) for p in parameters]
+        return torch.empty(0, hidden, dtype=dtype, device=parameters[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[2:]
+        return (
+            None,
+            None,
+            *(
+                torch.zeros((), dtype=dtype, device=device).expand(shape) if need else None
+                for (shape, dtype, device), need in zip(ctx.like, needed, strict=True)
+            ),
+        )
 
 
 def _shards_parameters(module: torch.nn.Module) -> bool:

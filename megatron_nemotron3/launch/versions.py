@@ -56,8 +56,8 @@ def require_supported() -> None:
     """
     if loaded := sys.modules.get("megatron.core"):
         minor(loaded.__version__)
-    elif core := _importable():
-        minor(version_in(core))
+    elif (core := _importable()) and (version := version_in(core)):
+        minor(version)
 
 
 def require_imported(checkout: Path) -> None:

@@ -37,7 +37,7 @@ except ImportError:  # torch < 2.10
 
 
 class TorchCoreAttention(MegatronModule):
-    """Causal grouped-query attention without positional embedding. Scale: 1 / sqrt(kv_channels)."""
+    """Causal grouped-query attention without positional embedding; scale 1 / sqrt(kv_channels)."""
 
     def __init__(
         self,

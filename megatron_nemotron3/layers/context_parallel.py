@@ -113,7 +113,7 @@ class TokenPlaces:
     def of(
         cls, packed: PackedSeqParams | None, tokens: int, cp: int, rank: int, device: torch.device
     ) -> TokenPlaces:
-        """Locate the s / cp tokens of a rank; without `packed` a row is a document. No wait of the host."""
+        """Locate the s / cp tokens of a rank, without a wait; without `packed` a row is a document."""
         if packed is None:
             padded = real = torch.arange(2, device=device) * (cp * tokens)
         else:

@@ -67,7 +67,7 @@ class CountingRouter(TopKRouter):
         return chosen
 
     def attach_and_log_load_balancing_loss(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Weigh the loss by the real tokens with `--calculate-per-token-loss`.
+        """Attach the loss; weigh it by the real tokens with `--calculate-per-token-loss`.
 
         Upstream adds up their counts over the ranks of the sequence, in place, and multiplies by the number
         of ranks once more: with padding under TP 2 the loss counts twice.

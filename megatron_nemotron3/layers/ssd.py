@@ -133,7 +133,7 @@ def ssd_chunked(
 
 @dataclass(frozen=True)
 class Scan:
-    """A callable with the signature of `ssd.ssd_chunked`, and its name for the log line."""
+    """A callable with the signature of `ssd_chunked`, and its name for the log line."""
 
     name: str
     function: Callable[..., Any]

@@ -153,8 +153,9 @@ class ModelFormats:
             found = self.deviations()
             as_published = ", as published" if self.ambient.format == NVFP4 and not found else ""
             yield f"linears of the whole model: {counted(self.count())}{as_published}"
-        for word, deviation in () if chosen is None else chosen.switched().items():
-            found.append(Deviation(deviation, f"{EMULATE} {word}"))
+        if chosen is not None:
+            for word, deviation in chosen.switched().items():
+                found.append(Deviation(deviation, f"{EMULATE} {word}"))
         yield from (deviation.line() for deviation in found)
 
 

@@ -158,19 +158,26 @@ def _prepare_linears(
                 fmt = NVFP4 if packs else BF16
             elif plan.by_table and kind is not None:
                 fmt = kind.format(ambient)
-            place, line = f"{where}, {name}" if name else where, (row, name or "eh_proj")
-            module.finish_init = partial(_finish_linear, module, plan, place, line, fmt)
+            place, row_and_module = f"{where}, {name}" if name else where, (row, name or "eh_proj")
+            module.finish_init = partial(_finish_linear, module, plan, place, row_and_module, fmt)
 
 
 def _finish_linear(
-    module: Any, plan: _LinearsPlan, where: str, line: tuple[str, str], ambient: str, quant_config: Any
+    module: Any,
+    plan: _LinearsPlan,
+    where: str,
+    row_and_module: tuple[str, str],
+    ambient: str,
+    quant_config: Any,
 ) -> None:
     """Choose the format of a linear; Megatron calls this as `finish_init`."""
     if plan.emulate:
         assign_products(module, where, ambient, plan.chosen, quant_config)
         products = module.products
         if plan.observer is not None and products is not None and products.training is not None:
-            products.record = plan.observer.add(module, *line, products.formats[0], products.training)
+            products.record = plan.observer.add(
+                module, *row_and_module, products.formats[0], products.training
+            )
         return
     del module.finish_init
     fmt = _chosen_formats(ambient, plan.chosen, quant_config)[0]
@@ -182,7 +189,7 @@ def _finish_linear(
     except ValueError as problem:
         plan.observer.print(f"not measured: {problem}")
         return
-    module.products = Observed(plan.observer.add(module, *line, fmt, how), how)
+    module.products = Observed(plan.observer.add(module, *row_and_module, fmt, how), how)
 
 
 def assign_products(module: Any, where: str, ambient: str, chosen: Emulation, quant_config: Any) -> None:

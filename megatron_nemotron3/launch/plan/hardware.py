@@ -1,7 +1,7 @@
 """GPUs with the numbers of their data sheets: dense peaks, bandwidths of one direction.
 
-Memory is the figure for the system divided by its GPUs. Its GB are 2**30 bytes: published runs reserved 81
-billion bytes of an H100's 80 GB. A process can allocate less (`RESERVE`).
+Memory is the data sheet's figure for the system divided by its GPUs. Its GB are 2**30 bytes: published runs
+reserved 81 billion bytes of an H100's 80 GB. A process can allocate less (`RESERVE`).
 """
 
 from __future__ import annotations

@@ -228,7 +228,8 @@ def _observe(case: TrainingCase, start: Tensors) -> tuple[list[ObservedStep], An
         mtp = [value / case.microbatches for value in mtp_losses()]
         norm = run.step()
         after, left = gather([run.weights()]), [b.clone() for b in buffers]
-        moved, moved_logits = list[Tensors](), list[Tensors]()
+        moved: list[Tensors] = []
+        moved_logits: list[Tensors] = []
         for seed in range(NUDGES):
             load(run.chunks, nudged(before, seed))
             _restore(buffers, state)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Generic, TypeVar
 
 import torch
 
@@ -49,6 +49,9 @@ _NORM = 1e-3
 MONITORS = "monitors of the first step"
 #: What a run that fails raises.
 _FAILURES = (RuntimeError, TimeoutError)
+
+
+R = TypeVar("R")
 
 
 def folder(bench: Bench) -> Path:
@@ -96,20 +99,20 @@ def _is_bias(key: str) -> bool:
 
 
 @dataclass(frozen=True)
-class NoiseComparison:
+class NoiseComparison(Generic[R]):
     """Compares a run with one process, by the noise of the one process with nudged weights."""
 
-    #: One process, then the nudged ones: runs, or their names.
-    bases: Sequence[Any]
+    #: One process, then the nudged ones: what `of` takes, results of runs or their names.
+    bases: Sequence[R]
     #: Length of the longest sum: tokens of the batch.
     terms: int
 
     def __call__(
         self,
         what: str,
-        found: Any,
+        found: R,
         where: str,
-        of: Callable[[Any], Tensors],
+        of: Callable[[R], Tensors],
         least: float = 0.0,
         detail: str = "",
     ) -> Finding:
@@ -282,9 +285,9 @@ def checkpoint_findings(scripts: ScriptRuns, run: ScriptResult, where: str) -> I
     except CheckpointError as problem:
         yield failed("weights in the checkpoint", where, str(problem))
         return
-    weights = run.seen[1, observer.WEIGHTS]
-    kept = {key: t for key, t in found.items() if key in weights}
-    yield equal("weights in the checkpoint", weights, kept, where)
+    trained = run.seen[1, observer.WEIGHTS]
+    kept = {key: t for key, t in found.items() if key in trained}
+    yield equal("weights in the checkpoint", trained, kept, where)
     state = {
         f"optimizer.state.{kind}.{key}": t
         for kind, part in run.state(1).items()
