@@ -44,6 +44,8 @@ _EVIDENCE = (
     ("checkpoint", re.compile(r"metadata\.json|\.metadata|common\.pt|.*\.distcp|mp_rank_\d.*")),
     ("hugging face", re.compile(rf"{re.escape(HF_INDEX)}|.*\.safetensors")),
 )
+#: Files of which a tokenizer's folder has at least one.
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 #: Largest number of folders that a message names.
 _NAMED = 5
 
@@ -96,6 +98,17 @@ def locate(folder: Path) -> Located:
         f"{folder}: there is no checkpoint in it: give the folder of a run, Megatron's or Hugging Face's"
         + _checkpoints_below(folder)
     )
+
+
+def require_tokenizer(folder: str | Path) -> None:
+    """Raise ValueError unless a folder may hold a Hugging Face tokenizer."""
+    path = Path(folder)
+    if not path.is_dir():
+        raise ValueError(f"--tokenizer {folder} is {'a file' if path.exists() else 'missing'}: give a folder")
+    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        raise ValueError(
+            f"--tokenizer {folder} holds no tokenizer: it has none of {', '.join(_TOKENIZER_FILES)}"
+        )
 
 
 def locate_one(folder: Path, iteration: int | None = None) -> Located:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ from typing import Any
 
 from megatron_nemotron3.checkpoints.pickles import Inert, Pickle, Refused, arguments, member, stand_ins
 from megatron_nemotron3.common.files import Unreadable, printable, read_outside
+from megatron_nemotron3.common.limits import ChildError
 
 INDEX = ".metadata"
 COMMON = "common.pt"
@@ -52,9 +55,14 @@ class ArchiveError(ValueError):
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Errors that are raised inside the block get the file's path."""
+    """Errors that are raised inside the block get the file's path.
+
+    An error of the machine (ChildError) stays as it is: it is no verdict on the file.
+    """
     try:
         yield
+    except ChildError:
+        raise
     except OSError as problem:
         raise CheckpointError(f"{path}: {problem.strerror}") from None
     except Unreadable as problem:
@@ -67,6 +75,26 @@ def read_file(path: Path, limit: int) -> bytes:
     """Read a file of a checkpoint."""
     with explained(path):
         return read_outside(path, limit=limit)
+
+
+def regular_file_size(path: Path, folder: Path) -> int:
+    """Return the size of a file of `folder`."""
+    try:
+        real = Path(os.path.realpath(path, strict=True))
+        found = os.stat(real)
+    except OSError as problem:
+        raise CheckpointError(f"{path}: {problem.strerror}") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{path}: it is not a regular file")
+    home = Path(os.path.realpath(folder))
+    inside = [home]
+    if home.parent.name == "snapshots":  # models--…/snapshots/REVISION links to models--…/blobs
+        inside.append(home.parent.parent / "blobs")
+    if real.parent not in inside:
+        raise CheckpointError(
+            f"{path}: it is a link to {real}, outside of {folder}: give the folder with the file, or copy it"
+        )
+    return found.st_size
 
 
 def read_json(path: Path, limit: int = JSON_LIMIT) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from megatron_nemotron3.checkpoints.folders import (
 )
 from megatron_nemotron3.checkpoints.structure import CONFIG, MANIFEST, Verdict, check_structure
 from megatron_nemotron3.checkpoints.trust import require_trusted
+from megatron_nemotron3.common.limits import ChildError
 from megatron_nemotron3.common.lock import Holder, holder
 from megatron_nemotron3.common.parser import option_value
 
@@ -267,22 +268,20 @@ def _finished_later(source: LoadFolder, named: int | str) -> int | None:
                 and check_structure(path).state == "complete"
             ):
                 return iteration
+    except ChildError:
+        raise
     except OSError:  # a run that is still saving here may remove an old checkpoint meanwhile
         pass
     return None
 
 
-def _verdicts(folder: Path) -> Iterator[tuple[int, Verdict]]:
-    for iteration in iterations(folder):
-        yield iteration, check_structure(checkpoint_path(folder, iteration))
-
-
 def _last_complete(source: LoadFolder) -> tuple[int | None, dict[int, Verdict]]:
     """Find the newest complete checkpoint, and the verdicts on all newer ones."""
     others: dict[int, Verdict] = {}
-    for iteration, verdict in _verdicts(source.folder):
-        last = checkpoint_path(source.folder, iteration) / MANIFEST
-        if verdict.state == "complete" and (not source.manifest or last.exists()):
+    for iteration in iterations(source.folder):
+        path = checkpoint_path(source.folder, iteration)
+        verdict = check_structure(path)
+        if verdict.state == "complete" and (not source.manifest or (path / MANIFEST).exists()):
             return iteration, others
         others[iteration] = verdict
     return None, others
@@ -297,8 +296,8 @@ def _require_loadable(folder: Path, step: int) -> None:
 
 
 def _other_complete(folder: Path, than: int | str) -> int | None:
-    complete = (number for number, verdict in _verdicts(folder) if verdict.state == "complete")
-    return next((number for number in complete if number != than), None)
+    others = (number for number in iterations(folder) if number != than)
+    return next((n for n in others if check_structure(checkpoint_path(folder, n)).state == "complete"), None)
 
 
 def _damaged_message(source: LoadFolder, named: int | str, verdict: Verdict) -> str:

@@ -34,6 +34,7 @@ from megatron_nemotron3.checkpoints.metadata import (
     explained,
     read_file,
     read_metadata,
+    regular_file_size,
 )
 from megatron_nemotron3.checkpoints.pickles import Refused
 from megatron_nemotron3.checkpoints.read import chunk_layout, records
@@ -113,9 +114,11 @@ def check_structure(folder: Path) -> Verdict:
 
 
 def complete_index(folder: Path) -> CheckpointIndex:
-    """Return the index of a checkpoint that is complete; CheckpointError says why it is not."""
+    """Return the index of a complete checkpoint, whose files lie in its folder; else CheckpointError."""
     verdict = check_structure(folder)
     if verdict.state == "complete" and verdict.index is not None:
+        for name in verdict.index.files:
+            regular_file_size(folder / name, folder)
         return verdict.index
     problem = verdict.problems[0] if verdict.problems else f"{folder}: not a torch_dist checkpoint"
     more = "" if verdict.state == "foreign" else f" ({verdict.state}; `nemotron3 check {folder}` says more)"

@@ -13,11 +13,16 @@ import time
 from collections.abc import Callable
 
 
+class ChildError(OSError):
+    """The machine has no process or memory for a child: nothing is known about the work."""
+
+
 def in_child(work: Callable[[], object], *, memory: int, seconds: int) -> str:
     """Run `work` in a forked child with limits; "" if it returned, else why not, as the end of "it …".
 
     Results reach this process only through shared memory (`mmap`). The child may take `memory` bytes beyond
     what this process has, and compute for `seconds`; so it ends soon after an interrupt of this process, too.
+    Raises ChildError if it cannot be started.
     """
     import resource
 
@@ -26,8 +31,12 @@ def in_child(work: Callable[[], object], *, memory: int, seconds: int) -> str:
     memory = min(memory, max(psutil.virtual_memory().available // 2, 64 << 20))
     most = psutil.Process().memory_info().vms + memory
     limits = {resource.RLIMIT_AS: most, resource.RLIMIT_CPU: seconds, resource.RLIMIT_CORE: 0}
-    end = mmap.mmap(-1, 1)
-    if (child := _fork()) == 0:
+    try:
+        end = mmap.mmap(-1, 1)
+        child = _fork()
+    except OSError as problem:
+        raise ChildError(problem.errno, f"no process to try a pickle in: {problem.strerror}") from None
+    if child == 0:
         try:
             gc.disable()  # garbage of the parent is not collected here
             faulthandler.disable()

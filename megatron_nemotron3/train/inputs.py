@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_nemotron3.checkpoints.folders import CHECKPOINTS, TRACKER
+from megatron_nemotron3.checkpoints.folders import CHECKPOINTS, TRACKER, require_tokenizer
 from megatron_nemotron3.checkpoints.trust import trust_option
 from megatron_nemotron3.common.options import flag, option, repeated
 from megatron_nemotron3.launch import TrainingData
@@ -18,8 +18,6 @@ MEANS = ("tokens", "conversations")
 
 #: Megatron's options for a training on conversations.
 CONVERSATION_OPTIONS = ("--sft", "--calculate-per-token-loss", "--sft-tokenizer-prompt-format", "default")
-#: Files of which a tokenizer's folder has at least one.
-_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
 _DATA, START, _LOG = "data", "where it starts", "measurements and log"
@@ -66,15 +64,6 @@ class TrainOptions:
         group=_DISTILLATION,
     )
     verbose: bool = flag("print Megatron's whole log", group=_LOG)
-
-
-def require_tokenizer(folder: str | Path) -> None:
-    """Raise ValueError unless a folder may hold a Hugging Face tokenizer."""
-    path = Path(folder)
-    if not path.is_dir():
-        raise ValueError(f"--tokenizer {folder} is {'a file' if path.exists() else 'missing'}: give a folder")
-    if not any((path / name).is_file() for name in _FILES):
-        raise ValueError(f"--tokenizer {folder} holds no tokenizer: it has none of {', '.join(_FILES)}")
 
 
 def require_inputs(options: argparse.Namespace) -> None:

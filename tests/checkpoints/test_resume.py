@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_nemotron3.checkpoints import folders, resume
+from megatron_nemotron3.checkpoints import folders, pickles, resume
 from megatron_nemotron3.checkpoints.resume import (
     LoadFolder,
     LoadOptions,
@@ -18,6 +19,8 @@ from megatron_nemotron3.checkpoints.resume import (
     load_options,
     repair_tracker,
 )
+from megatron_nemotron3.checkpoints.structure import check_structure
+from megatron_nemotron3.common import limits
 from tests.support import checkpoint_writer as writer
 from tests.support.distributed import run_launcher
 
@@ -49,6 +52,28 @@ def test_a_sound_folder_is_left_alone(root: Path) -> None:
     before = (root / writer.TRACKER).stat()
     assert repair_tracker(LoadFolder(root)) == []
     assert (root / writer.TRACKER).stat().st_mtime_ns == before.st_mtime_ns
+
+
+def test_a_machine_without_processes_gives_no_verdict(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child that tries a pickle cannot be started: no checkpoint is called unfinished or deleted."""
+    (root / writer.TRACKER).write_text("2")
+    newer = root / "iter_0000004"
+    (newer / "metadata.json").unlink()  # torch's own format has none
+    monkeypatch.setattr(pickles, "_tried", set())
+    monkeypatch.setattr(pickles, "_is_harmless", lambda data: False)
+
+    def refused() -> int:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(limits, "_fork", refused)
+    for work in (resume.remove_incomplete, check_structure):
+        with pytest.raises(limits.ChildError, match="Resource temporarily unavailable"):
+            work(newer if work is check_structure else root)
+    assert newer.exists()
+    (root / writer.TRACKER).write_text("")
+    with pytest.raises(limits.ChildError):
+        repair_tracker(LoadFolder(root))
+    assert _tracker(root) == ""
 
 
 @pytest.mark.parametrize(

@@ -14,15 +14,12 @@ from megatron_nemotron3.checkpoints.convert.job_options import (
     MTPOptions,
     StoredOptions,
     ToHfOptions,
+    model_of,
     size,
 )
 from megatron_nemotron3.checkpoints.remote import local, place, target
 from megatron_nemotron3.common.options import add_command, argument, flag, json_flag, option, workers_option
 from megatron_nemotron3.common.output import result
-from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.models.command import StoredModelOptions, stored_model
-from megatron_nemotron3.models.omni import OmniConfig, get_omni
-from megatron_nemotron3.models.tiny import TINY_SUFFIX
 
 _O = TypeVar("_O", bound=ConvertOptions)
 
@@ -110,7 +107,8 @@ def _prepared(options: _O) -> _O:
             transformers_model()
         except ImportError as problem:
             raise ValueError(problem) from None
-    return replace(options, config=_model(options.which), shard_bytes=size(options.shard_size))
+    size(options.shard_size)
+    return replace(options, config=model_of(options.which))
 
 
 def verify(options: VerifyOptions) -> int:
@@ -120,7 +118,7 @@ def verify(options: VerifyOptions) -> int:
     with ExitStack() as stack:
         stack.enter_context(result(options.json))
         read = {
-            "model": _model(options.stored.which),
+            "model": model_of(options.stored.which),
             "allow_unused": tuple(options.stored.allow_unused),
             "alpha": options.stored.lora_alpha,
             "dequantize": options.dequantize,
@@ -131,9 +129,3 @@ def verify(options: VerifyOptions) -> int:
             return comparison.verify_manifest(a, options.workers)
         b = stack.enter_context(local(options.b))
         return comparison.verify(a, b, read, asdict(options.mtp), options.workers)
-
-
-def _model(options: StoredModelOptions) -> Nemotron3Config | OmniConfig | None:
-    """Return the model of --model and --tiny, which may have encoders. Errors as `stored_model`."""
-    encoders = get_omni(f"{options.model or ''}{TINY_SUFFIX if options.tiny else ''}")
-    return encoders or stored_model(options)

@@ -22,7 +22,12 @@ from megatron_nemotron3.checkpoints.convert.adapter_options import (
 from megatron_nemotron3.checkpoints.convert.checkpoints import open_hugging_face, open_megatron
 from megatron_nemotron3.checkpoints.convert.hf_folder import CONFIG
 from megatron_nemotron3.checkpoints.convert.job import MANIFEST, Job, check_target, partial_of, run
-from megatron_nemotron3.checkpoints.convert.job_options import ConvertOptions, FromHfOptions, ToHfOptions
+from megatron_nemotron3.checkpoints.convert.job_options import (
+    ConvertOptions,
+    FromHfOptions,
+    ToHfOptions,
+    model_of,
+)
 from megatron_nemotron3.checkpoints.convert.opened import (
     Checkpoint,
     checkpoint_facts,
@@ -47,12 +52,13 @@ from megatron_nemotron3.models.lora import ARGUMENT as LORA_ARGUMENT
 from megatron_nemotron3.models.omni import ARGUMENT as ENCODERS
 
 #: Options that do not change what is written.
-_NO_EFFECT = ("workers", "dry_run", "json", "check_logits", "url")
+_NO_EFFECT = ("workers", "dry_run", "json", "check_logits", "url", "which", "shard_size")
 
 
 @bulk_work()
 def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
     """Convert a Megatron checkpoint to a Hugging Face folder. Returns the exit status."""
+    options = replace(options, config=options.config or model_of(options.which))
     _check_target(target, options)
     base = omni_parts.open_into(options.into, megatron=False)
     vocab_size, reference = options.vocab_size, options.reference or options.into
@@ -116,6 +122,7 @@ def convert_to_hf(source: Path, target: Path, options: ToHfOptions) -> int:
 @bulk_work()
 def convert_from_hf(source: Path, target: Path, options: FromHfOptions) -> int:
     """Convert a Hugging Face folder to a Megatron checkpoint. Returns the exit status."""
+    options = replace(options, config=options.config or model_of(options.which))
     _check_target(target, options)
     divisor = options.make_vocab_size_divisible_by
     if divisor < 1:
@@ -325,7 +332,7 @@ def _cast(view: TensorSource, dtype: str | None, opened: Checkpoint, *, hf: bool
 def _job_options(options: ConvertOptions, scales: Mapping[str, float] | None = None) -> dict[str, object]:
     """Return every option that may change what is written, and the content of the scale file."""
     values = {one.name: getattr(options, one.name) for one in fields(options) if one.name not in _NO_EFFECT}
-    return {**values, "scales": scales}
+    return {**values, "shard_bytes": options.shard_bytes, "scales": scales}
 
 
 def _job(

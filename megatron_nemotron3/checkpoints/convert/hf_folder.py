@@ -16,7 +16,6 @@ import contextlib
 import json
 import os
 import re
-import stat
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
@@ -36,7 +35,13 @@ from megatron_nemotron3.checkpoints.folders import HF_CONFIG as CONFIG
 from megatron_nemotron3.checkpoints.folders import HF_INDEX as INDEX
 from megatron_nemotron3.checkpoints.folders import HF_SINGLE as SINGLE
 from megatron_nemotron3.checkpoints.mapped import MappedFile
-from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, CheckpointError, explained, read_json
+from megatron_nemotron3.checkpoints.metadata import (
+    ITEM_SIZE,
+    CheckpointError,
+    explained,
+    read_json,
+    regular_file_size,
+)
 from megatron_nemotron3.common.files import first_repeated
 
 #: The file that ModelOpt's exporter writes next to config.json.
@@ -161,26 +166,6 @@ def table_names(folder: Path, names: Iterable[str], root: str) -> dict[str, str]
             raise CheckpointError(f"{folder}: {result[table]!r:.100} and {name!r:.100} are the same tensor")
         result[table] = name
     return result
-
-
-def regular_file_size(path: Path, folder: Path) -> int:
-    """Return the size of a file of `folder`."""
-    try:
-        real = Path(os.path.realpath(path, strict=True))
-        found = os.stat(real)
-    except OSError as problem:
-        raise CheckpointError(f"{path}: {problem.strerror}") from None
-    if not stat.S_ISREG(found.st_mode):
-        raise CheckpointError(f"{path}: it is not a regular file")
-    home = Path(os.path.realpath(folder))
-    inside = [home]
-    if home.parent.name == "snapshots":  # models--…/snapshots/REVISION links to models--…/blobs
-        inside.append(home.parent.parent / "blobs")
-    if real.parent not in inside:
-        raise CheckpointError(
-            f"{path}: it is a link to {real}, outside of {folder}: give the folder with the file, or copy it"
-        )
-    return found.st_size
 
 
 def _weight_map(folder: Path) -> dict[str, str]:

@@ -9,8 +9,9 @@ from typing import Literal
 
 from megatron_nemotron3.common.options import flag, json_flag, option, repeated, workers_option
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.models.command import StoredModelOptions
-from megatron_nemotron3.models.omni import OmniConfig
+from megatron_nemotron3.models.command import StoredModelOptions, stored_model
+from megatron_nemotron3.models.omni import OmniConfig, get_omni
+from megatron_nemotron3.models.tiny import TINY_SUFFIX
 from megatron_nemotron3.precision.serving import RECIPES
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -73,12 +74,15 @@ class ConvertOptions(StoredOptions):
     json: bool = json_flag()
     dry_run: bool = flag("print the plan and its size, and stop")
     workers: int = workers_option()
-    #: Of --model; default: the model is read from the checkpoint.
+    #: In place of `which`; default: the model is read from the checkpoint.
     config: Nemotron3Config | OmniConfig | None = None
-    #: Of --shard-size.
-    shard_bytes: int = SHARD_BYTES
     #: Write there; the target is then only a name.
     url: str | None = None
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of `shard_size`."""
+        return size(self.shard_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +126,12 @@ class _OfHuggingFace:
 @dataclass(frozen=True, kw_only=True)
 class FromHfOptions(ConvertOptions, _OfHuggingFace):
     """Options of `convert_from_hf`."""
+
+
+def model_of(options: StoredModelOptions) -> Nemotron3Config | OmniConfig | None:
+    """Return the model of --model and --tiny, which may have encoders. Errors as `stored_model`."""
+    encoders = get_omni(f"{options.model or ''}{TINY_SUFFIX if options.tiny else ''}")
+    return encoders or stored_model(options)
 
 
 def size(text: str) -> int:

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_nemotron3.checkpoints.convert.config_json import check_same_model, read, with_mtp
 from megatron_nemotron3.checkpoints.convert.config_keys import QUANTIZATION
-from megatron_nemotron3.checkpoints.convert.hf_folder import CONFIG, read_config, regular_file_size
+from megatron_nemotron3.checkpoints.convert.hf_folder import CONFIG, read_config
 from megatron_nemotron3.checkpoints.convert.omni_config import omni_config, require_same, text_part
 from megatron_nemotron3.checkpoints.folders import HUGGING_FACE, RELEASE, TOKENIZER, locate_one
-from megatron_nemotron3.checkpoints.metadata import CheckpointError, read_file, read_json
+from megatron_nemotron3.checkpoints.metadata import CheckpointError, read_file, read_json, regular_file_size
 from megatron_nemotron3.checkpoints.remote import shown
 from megatron_nemotron3.checkpoints.state import read_arguments
 from megatron_nemotron3.models import Nemotron3Config

@@ -211,7 +211,7 @@ def _check_stated(formats: Mapping[str, str], stated: Any) -> None:
                 f"{module} is stored as {stored}, the configuration has only " + ", ".join(sorted(stated))
             )
     if isinstance(layers, Mapping):
-        for module in {*layers, *formats}:
+        for module in dict.fromkeys((*layers, *formats)):
             entry = layers.get(module)
             algorithm = str(entry.get("quant_algo")).upper() if isinstance(entry, Mapping) else "none"
             expected = NVFP4 if "NVFP4" in algorithm else FP8 if "FP8" in algorithm else None

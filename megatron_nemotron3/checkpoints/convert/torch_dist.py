@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.checkpoints.convert import transforms
-from megatron_nemotron3.checkpoints.convert.hf_folder import regular_file_size
 from megatron_nemotron3.checkpoints.convert.keys import NameLookup, non_weight_kind
 from megatron_nemotron3.checkpoints.convert.plan import CopyPlan
 from megatron_nemotron3.checkpoints.convert.sources import Block, FileSource, Location, SourceTensor
@@ -23,6 +22,7 @@ from megatron_nemotron3.checkpoints.metadata import (
     CheckpointIndex,
     TensorChunk,
     explained,
+    regular_file_size,
 )
 from megatron_nemotron3.checkpoints.pickles import Inert
 from megatron_nemotron3.checkpoints.read import ChunkLayouts

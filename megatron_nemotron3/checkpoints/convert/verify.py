@@ -112,6 +112,7 @@ def _difference(a: TensorSource, b: TensorSource, name: str, count: Callable[[in
     return f"{differ:,} of {prod(one.shape):,} elements, first at {first}" if differ else None
 
 
+@bulk_work()
 def verify_manifest(folder: Path, workers: int) -> int:
     """Compare the files of a folder with its manifest. Returns the exit status: 0 equal, 1 not."""
     if not (folder / MANIFEST).exists():

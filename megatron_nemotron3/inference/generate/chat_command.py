@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_nemotron3.checkpoints.folders import require_tokenizer
 from megatron_nemotron3.checkpoints.remote import local, place
 from megatron_nemotron3.common.options import add_command, argument, option
 from megatron_nemotron3.inference.generate.command import (
@@ -18,7 +19,6 @@ from megatron_nemotron3.inference.generate.command import (
     open_text_model,
     temperature_option,
 )
-from megatron_nemotron3.train.inputs import require_tokenizer
 
 if TYPE_CHECKING:
     from megatron_nemotron3.inference.generate.chat import Chat

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_nemotron3.checkpoints.convert.job_options import DTYPES
+from megatron_nemotron3.checkpoints.folders import require_tokenizer
 from megatron_nemotron3.checkpoints.remote import local, place, shown
 from megatron_nemotron3.common.files import read_outside
 from megatron_nemotron3.common.options import (
@@ -33,7 +34,6 @@ from megatron_nemotron3.inference.generate.media import (
 )
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import StoredModelOptions, stored_model
-from megatron_nemotron3.train.inputs import require_tokenizer
 from megatron_nemotron3.train.processes import NARROW, THREADS
 
 if TYPE_CHECKING:

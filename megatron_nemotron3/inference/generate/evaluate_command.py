@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_nemotron3.checkpoints.folders import require_tokenizer
 from megatron_nemotron3.checkpoints.remote import local, shown
 from megatron_nemotron3.common.files import require_plot
 from megatron_nemotron3.common.options import add_command, data_path_option, json_flag, option, text_option
@@ -20,7 +21,6 @@ from megatron_nemotron3.inference.generate.command import (
     speculation_as_json,
 )
 from megatron_nemotron3.models.command import stored_model
-from megatron_nemotron3.train.inputs import require_tokenizer
 
 if TYPE_CHECKING:
     from megatron_nemotron3.checkpoints.convert.opened import Checkpoint

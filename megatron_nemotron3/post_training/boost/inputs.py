@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_nemotron3.checkpoints.convert.from_hf import pad_vocab_size
-from megatron_nemotron3.checkpoints.folders import checkpoint_path, read_tracker
+from megatron_nemotron3.checkpoints.folders import checkpoint_path, read_tracker, require_tokenizer
 from megatron_nemotron3.checkpoints.trust import require_trusted
 from megatron_nemotron3.common import record
 from megatron_nemotron3.common.files import write_json
@@ -23,7 +23,6 @@ from megatron_nemotron3.models.show import describe
 from megatron_nemotron3.post_training.steps import require_positive, require_schedule, with_own_name
 from megatron_nemotron3.train.command import chosen_launch
 from megatron_nemotron3.train.data import TokenizerInfo, default_split, read_texts, write_dataset
-from megatron_nemotron3.train.inputs import require_tokenizer
 
 #: Written first: what the folder is the work of.
 RECORD = "boost.json"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from megatron_nemotron3.checkpoints.folders import require_tokenizer
 from megatron_nemotron3.checkpoints.remote import local, place
 from megatron_nemotron3.common.files import require_output
 from megatron_nemotron3.common.options import (
@@ -31,7 +32,6 @@ from megatron_nemotron3.launch.layout import ParallelLayout
 from megatron_nemotron3.models import Nemotron3Config, count
 from megatron_nemotron3.models.command import StoredModelOptions, stored_model
 from megatron_nemotron3.post_training.compress.sizes import BY_LAYER, Sizes, candidate_config, parse_sizes
-from megatron_nemotron3.train.inputs import require_tokenizer
 
 if TYPE_CHECKING:
     from megatron_nemotron3.checkpoints.convert.opened import Checkpoint

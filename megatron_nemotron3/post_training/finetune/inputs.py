@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_nemotron3.checkpoints.convert.checkpoints import open_hugging_face
 from megatron_nemotron3.checkpoints.convert.from_hf import pad_vocab_size
-from megatron_nemotron3.checkpoints.folders import locate
+from megatron_nemotron3.checkpoints.folders import locate, require_tokenizer
 from megatron_nemotron3.common import record
 from megatron_nemotron3.common.files import json_outside, read_outside, write_json
 from megatron_nemotron3.common.output import Bar
@@ -19,7 +19,6 @@ from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.show import describe
 from megatron_nemotron3.post_training.steps import with_own_name
 from megatron_nemotron3.train.data.conversations import Encoded, Encoder, parse_line
-from megatron_nemotron3.train.inputs import require_tokenizer
 
 #: Written first: what the folder is the work of.
 RECORD = "finetune.json"

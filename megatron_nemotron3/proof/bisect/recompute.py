@@ -92,10 +92,12 @@ Steps = Mapping[str, Callable[..., Any]]
 
 @dataclass(frozen=True)
 class LayerStep:
-    """A layer's result: its number and the residual stream after it [rows, s, d]."""
+    """A layer's result: its number, kind, residual stream after it and update to it, both [rows, s, d]."""
 
     layer: int
+    kind: str
     stream: Tensor
+    update: Tensor
     #: Of an E layer.
     routing: Routing | None
 
@@ -149,7 +151,7 @@ class Recomputation:
                 stream[row] = one.stream(x[row], update[row])
         parts = ([getattr(r, name) for r in routings] for name in ("logits", "ranked", "chosen"))
         routing = Routing(prefix.megatron, *map(torch.cat, parts)) if routings else None
-        return LayerStep(number, stream, routing)
+        return LayerStep(number, prefix.part, stream, update, routing)
 
     def run(
         self,

@@ -69,7 +69,7 @@ def pack_arguments(borders: Any, longest: int, total: int) -> dict[str, Any]:
     }
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=2)
 def epoch_order(seed: int, epoch: int, rows: int) -> Any:
     """Order of the rows in an epoch, [rows]."""
     import numpy as np

@@ -154,11 +154,11 @@ def build(
         precision=precision,
         backend="torch",
     )
-    built = model_config(launch, whole_world=False)
-    built.transformer.calculate_per_token_loss = True
-    built.vocab_size, built.seq_length = launch.config.vocab_size, launch.config.seq_length
     with warnings.catch_warnings():  # as at import
         warnings.simplefilter("ignore")
+        built = model_config(launch, whole_world=False)
+        built.transformer.calculate_per_token_loss = True
+        built.vocab_size, built.seq_length = launch.config.vocab_size, launch.config.seq_length
         model = BoundaryMimoModel(
             MimoModelConfig(
                 language_model_spec=hybrid_spec(built, mine.get(LANGUAGE)),
