@@ -28,7 +28,7 @@ ROOMS = {
     "cpu": 1010,
     "precision": 4770,
     "layers": 4040,
-    "checkpoints": 10970,
+    "checkpoints": 10980,
     "launch": 10120,
     "boundary": 4540,
     "train": 8270,

@@ -171,9 +171,10 @@ def _train_alone(request: TrainRequest, launch: Launch, key: str, started: float
         log_file.unlink(missing_ok=True)  # of a run that never saved
         precision_report.remove(request.output)
         lora = in_environment()
-        if (
-            base := request.options.pretrained or (Path(lora.base) if lora and lora.base else None)
-        ) is not None:
+        base = request.options.pretrained
+        if base is None and lora is not None and lora.base:
+            base = Path(lora.base)
+        if base is not None:
             keep_origin(base, request.output)
     elif (last := resuming.last_step(launch)) and begun >= last:
         beyond = "" if begun == last else f", beyond the {last} steps asked for"

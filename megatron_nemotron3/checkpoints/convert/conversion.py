@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -188,9 +187,10 @@ def _compare_logits(tokens: int, opened: Checkpoint, made: Checkpoint, dtype: st
     from megatron_nemotron3.checkpoints.convert.logits.compare import LogitsCheckOptions, check_logits
 
     opened, made = (one if one.omni is None else one.language_part() for one in (opened, made))
-    hf = opened.kind == "hugging face"
-    sides = [_cast(opened.weights, dtype, opened, hf=hf), made.weights]
-    megatron, hugging_face = reversed(sides) if hf else sides
+    if opened.kind == "hugging face":
+        megatron, hugging_face = made.weights, _cast(opened.weights, dtype, opened, hf=True)
+    else:
+        megatron, hugging_face = _cast(opened.weights, dtype, opened, hf=False), made.weights
     report = check_logits(megatron, hugging_face, opened.config, LogitsCheckOptions(tokens))
     heads = [{**asdict(one), "tolerance": one.tolerance} for one in report.logits]
     say(logits={"equal": report.passed, "problems": report.problems, "heads": heads})
@@ -286,11 +286,15 @@ def _run_job(
         return False
     sys.stdout.flush()
     started = time.monotonic()
-    write = partial(run, job, workers=options.workers)
-    if options.url is not None:
-        write = partial(upload, job, options.url)
     with Bar("convert", BYTES) as bar:
-        write(report=lambda at: bar.to(at.done, at.total, begun=at.begun))
+
+        def report(at: Any) -> None:
+            bar.to(at.done, at.total, begun=at.begun)
+
+        if options.url is None:
+            run(job, workers=options.workers, report=report)
+        else:
+            upload(job, options.url, report=report)
     seconds = time.monotonic() - started
     say(
         f"written      {size_text(job.length)} in {seconds:.1f} s; {shown(target / MANIFEST)} has the CRC32 "

@@ -82,9 +82,11 @@ _SOUND_FIXED: dict[str, Any] = {
     "subsampling_conv_stride": 2,
 }
 #: Written besides the sizes.
+# fmt: off
 _VISION_WRITTEN = (
-    *("hidden_act", "layerscale_value", "num_channels", "qkv_bias", "summary_idxs", "use_swiglu_ffn"),
+    "hidden_act", "layerscale_value", "num_channels", "qkv_bias", "summary_idxs", "use_swiglu_ffn",
 )
+# fmt: on
 #: Keys of files and libraries, preprocessing, tokens as text, initialization and dropout.
 _LIBRARY = frozenset(
     (

@@ -60,7 +60,7 @@ class PackedAdapter(TensorSource):
         #: Name -> stems that are stored under it; experts in the order of their numbers.
         packings: dict[str, list[str]] = {}
         for stem, match in found.items():
-            inner = match and match[3] == "up_proj" and match[1] in with_down
+            inner = match is not None and match[3] == "up_proj" and match[1] in with_down
             name = _peft_name(match[1] if match else stem) + (".base_layer" if inner else "")
             packings.setdefault(name, []).append(stem)
         tensors: dict[str, SourceTensor] = {}

@@ -196,7 +196,8 @@ def hf_quant_config(plan: Quantization, written_by: str) -> dict[str, Any]:
     if len(algorithms) > 1 or "W4A16_NVFP4" in algorithms or RECIPES[plan.recipe].listed:
         algorithm, modules = "MIXED_PRECISION", {"quantized_layers": layers}
     else:
-        (algorithm,), modules = algorithms, {"exclude_modules": _excluded_modules(plan)}
+        (algorithm,) = algorithms
+        modules = {"exclude_modules": _excluded_modules(plan)}
     details = {**_layer_entry(algorithm), "kv_cache_quant_algo": "FP8" if plan.kv_cache else None, **modules}
     producer = {"name": "modelopt", "version": LAYOUT, "written_by": written_by}
     return {"producer": producer, "quantization": details}

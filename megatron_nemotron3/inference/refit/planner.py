@@ -313,7 +313,8 @@ def _in_steps(
 ) -> tuple[TensorTransfer, ...]:
     chunks: list[tuple[Any, ...]] = []
     for part in parts:
-        senders, receivers = (ranks[part.transfer.between(colocated)] for ranks in part.transfer.pairs)
+        travels = part.transfer.between(colocated)
+        senders, receivers = (ranks[travels] for ranks in part.transfer.pairs)
         # Senders and receivers are numbered on: they have buffers of their own.
         both = senders, training.layout.world_size + receivers.astype("int64")
         ranks, counts = numpy.unique(numpy.concatenate(both), return_counts=True)

@@ -61,7 +61,9 @@ def read_texts(path: str | os.PathLike[str] | None = None, *, max_bytes: int | N
         cure = "pass a folder of text" if path is None else "check the path"
         raise FileNotFoundError(f"{root} does not exist: {cure}")
     if root.is_dir():
-        excluded, pattern = (_NEVER | _NOT_SOURCES, "*.py") if path is None else (_NEVER, "*")
+        pattern, excluded = "*", _NEVER
+        if path is None:
+            pattern, excluded = "*.py", _NEVER | _NOT_SOURCES
         files, piece = _files(root, pattern, excluded), None
     elif root.is_file():
         files, piece = [root], PIECE
