@@ -2,7 +2,10 @@
 
 MTP drafts d1 … dk after the newest token x of a row, depth j the j-th. One pass gives the model's predictions
 after x, d1, … dk. The longest prefix of drafts that it agrees with is accepted, and one token of its own; the
-states are rolled back to these. The text has the distribution of plain decoding, whatever MTP proposes.
+states are rolled back to these. Greedy decoding accepts a draft that is the most likely token. Sampling
+accepts it with probability min(1, p / q), where p is the model's probability of the draft and q is MTP's; a
+rejected one is replaced by a token drawn from the positive part of p - q (arXiv 2211.17192). So the text has
+the distribution of plain decoding, whatever MTP proposes.
 """
 
 from __future__ import annotations

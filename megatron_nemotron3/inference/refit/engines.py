@@ -9,7 +9,8 @@ Facts read from their sources, and nothing else of them:
 
 Shapes are those in which the engines create the parameters. Kernels that reorder a weight after loading need
 the engine's own `load_weights`, which takes the whole tensors of engine "hf". Under SGLang's DP attention the
-Mamba layers are cut over the attention ranks, too.
+Mamba layers are cut over the attention ranks, too. What both engines' own loaders make of a refit on a CPU is
+in tests/golden/engine_parameters.json.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Carry out a plan over torch.distributed, and prove the result: a checksum of every tensor on both sides.
 
-Each step is one message for each pair of ranks, and a sender packs the next step while one is sent. Any
-error, a killed process too, becomes a RefitError on every rank.
+Each step is one message for each pair of ranks, and a sender packs the next step while one is sent. At the
+end a server computes the checksum of what its parameters now hold, and compares it with what the senders
+computed on theirs. Any error, a killed process too, becomes a RefitError on every rank.
 """
 
 from __future__ import annotations

@@ -55,7 +55,8 @@ def write_dataset(
     Tokens are uint16 where the vocabulary allows (< 65500, as in Megatron), else int32. Documents without a
     token are left out. Both files appear whole or not at all, the .idx last.
 
-    Raises ValueError if no document is left or a token is outside the vocabulary.
+    Raises ValueError if no document is left or a token is outside the vocabulary, OSError if the disk is full
+    (an older data set under `prefix` stays).
     """
     prefix = os.path.abspath(prefix)
     dtype = "uint16" if tokenizer.vocab_size < _SMALL else "int32"

@@ -76,7 +76,10 @@ def prepare(
     caches by the path of a data set, not by its content.
 
     vocab_size: of the "bpe" tokenizer; "bytes" has 257 tokens. split: --split; None: `default_split`.
+
     The documents must fit in memory. Call it in one process, not on every rank.
+
+    Raises the errors of read_texts, train_tokenizer, write_dataset and split_documents.
     """
     texts = read_texts(path, max_bytes=max_bytes)
     digest = _digest(texts.documents, tokenizer, vocab_size)
