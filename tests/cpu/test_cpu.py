@@ -70,6 +70,23 @@ def test_modules_that_compile_functions_are_imported_inside() -> None:
             assert decorator(lambda x: x + 1)(torch.zeros(1)) == 1
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU Megatron binds torch.compile")
+def test_megatron_is_imported_without_the_compiler() -> None:
+    """In a fresh process: inductor stays out, torch has its function again, an optimizer can be made."""
+    code = """
+import sys, torch
+from megatron_nemotron3.cpu import cpu_mode
+own = torch.compile
+with cpu_mode():
+    import megatron.training.training
+    assert torch.compile is not own
+    torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
+assert torch.compile is own and "torch._inductor.compile_fx" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 def test_a_default_device_holds_inside_and_afterwards() -> None:
     """Torch caches the functions it concerns; replacements among them would end it for the whole process."""
     torch.utils._device._device_constructors.cache_clear()

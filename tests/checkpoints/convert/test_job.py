@@ -26,6 +26,7 @@ from megatron_nemotron3.checkpoints.convert.plan import Slices
 from megatron_nemotron3.checkpoints.convert.streams import FilePlan
 from megatron_nemotron3.checkpoints.metadata import CheckpointError
 from megatron_nemotron3.models import get, tiny
+from megatron_nemotron3.models.command import StoredModelOptions
 from tests.support.counted_job import Numbers, counted, digest, forked, slow
 from tests.support.hf_folders import write_hf
 
@@ -300,6 +301,21 @@ def test_killed_before_the_folder_has_its_name_then_other_options(tmp_path: Path
     assert "from_optimizer_master" in names and names < set(conversion._job_options(conversion.ToHfOptions()))
     jobs = [replace(counted(tmp_path), options={"from_masters": given}) for given in (False, True)]
     assert jobs[0].fingerprint() != jobs[1].fingerprint()
+
+
+def test_options_of_the_command_line_count_in_python(tmp_path: Path) -> None:
+    """--shard-size and --model, which a program gives as text and as `StoredModelOptions`."""
+    source, ours = _small_source(tmp_path / "hf"), StoredModelOptions(model="ultra")
+    with pytest.raises(ValueError, match="ultra"):
+        conversion.convert_from_hf(source, tmp_path / "a", conversion.FromHfOptions(which=ours, workers=1))
+    assert not (tmp_path / "a").exists()
+    options = [conversion.FromHfOptions(shard_size=text, workers=1) for text in ("40000", "40KB", "5GB")]
+    plans = [conversion._job_options(one) for one in options]
+    assert plans[0] == plans[1] != plans[2]
+    for name, one in zip("bc", options[1:], strict=True):
+        assert conversion.convert_from_hf(source, tmp_path / name, one) == 0
+    files = [len(list((tmp_path / name).glob("release/*.distcp"))) for name in "bc"]
+    assert files[0] > files[1] == 1
 
 
 def test_a_source_that_changes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,8 @@ from megatron_nemotron3 import cli
 from megatron_nemotron3.checkpoints.convert import config_json, from_hf
 from megatron_nemotron3.checkpoints.convert.checkpoints import open_megatron
 from megatron_nemotron3.checkpoints.convert.origin import keep_origin
+from megatron_nemotron3.checkpoints.metadata import CheckpointError
+from megatron_nemotron3.checkpoints.state import read_arguments
 from megatron_nemotron3.models import get
 from tests.support.hf_folders import read_hf, write_hf
 
@@ -223,3 +225,16 @@ def test_without_mtp_and_with_more_tokens(tmp_path: Path, capsys: Capture) -> No
     found = said(tmp_path / "fewer")
     assert found["vocab_size"] == 250 and found["eos_token_id"] == [2, 11]
     assert read_hf(tmp_path / "fewer")["lm_head.weight"].shape[0] == 250
+
+
+def test_a_file_that_is_a_link_to_elsewhere(tmp_path: Path) -> None:
+    """Not even its arguments are read: the folder could have them of another model."""
+    folder = tmp_path / "megatron"
+    write_hf(tmp_path / "hf", get("super-tiny"))
+    assert cli.main(["convert", "from-hf", str(tmp_path / "hf"), str(folder), "--workers", "1"]) == 0
+    assert read_arguments(folder / "release")
+    data = next((folder / "release").glob("*.distcp"))
+    data.rename(tmp_path / data.name)
+    data.symlink_to(tmp_path / data.name)
+    with pytest.raises(CheckpointError, match="it is a link to .*, outside of"):
+        read_arguments(folder / "release")
