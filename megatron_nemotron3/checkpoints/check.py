@@ -81,6 +81,8 @@ def check(folder: Path, *, full: bool = False, workers: int = 4) -> int:
     names.
     """
     found = locate(folder)
+    if found.kind == "hugging face":
+        raise ValueError(f"{folder}: it is a Hugging Face folder, not Megatron's")
     if found.kind == "checkpoints":
         return _print_problems(_check_all(found.folder, iterations(found.folder), full, workers))
     return _print_problems(_check_one(found.folder, full, workers))

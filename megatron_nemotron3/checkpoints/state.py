@@ -107,7 +107,7 @@ def stored_arguments(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_arguments(folder: Path) -> dict[str, Any]:
     """Return the arguments in a complete checkpoint; {} if they cannot be read."""
-    index = complete_index(folder)
+    index, _ = complete_index(folder)
     try:
         return stored_arguments(read_state(index))
     except CheckpointError:

@@ -113,13 +113,11 @@ def check_structure(folder: Path) -> Verdict:
     return Verdict("damaged" if problems else "complete", problems, index)
 
 
-def complete_index(folder: Path) -> CheckpointIndex:
-    """Return the index of a complete checkpoint, whose files lie in its folder; else CheckpointError."""
+def complete_index(folder: Path) -> tuple[CheckpointIndex, dict[str, int]]:
+    """Return the index of a complete checkpoint, and the size of each file, which must lie in the folder."""
     verdict = check_structure(folder)
     if verdict.state == "complete" and verdict.index is not None:
-        for name in verdict.index.files:
-            regular_file_size(folder / name, folder)
-        return verdict.index
+        return verdict.index, {n: regular_file_size(folder / n, folder) for n in verdict.index.files}
     problem = verdict.problems[0] if verdict.problems else f"{folder}: not a torch_dist checkpoint"
     more = "" if verdict.state == "foreign" else f" ({verdict.state}; `nemotron3 check {folder}` says more)"
     raise CheckpointError(problem + more)

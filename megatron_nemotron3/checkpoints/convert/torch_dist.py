@@ -22,7 +22,6 @@ from megatron_nemotron3.checkpoints.metadata import (
     CheckpointIndex,
     TensorChunk,
     explained,
-    regular_file_size,
 )
 from megatron_nemotron3.checkpoints.pickles import Inert
 from megatron_nemotron3.checkpoints.read import ChunkLayouts
@@ -33,8 +32,7 @@ from megatron_nemotron3.models.tensors import symbol_sizes
 
 def open_torch_dist(folder: Path) -> tuple[FileSource, CheckpointIndex]:
     """Open every tensor of a torch_dist folder, including optimizer state; also return its index."""
-    index = complete_index(folder)
-    files = {name: regular_file_size(folder / name, folder) for name in index.files}
+    index, files = complete_index(folder)
     opened = MappedFiles()
     return FileSource(folder, index_tensors(index, opened), files, opened), index
 
