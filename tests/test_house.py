@@ -29,7 +29,7 @@ ROOMS = {
     "precision": 4770,
     "layers": 4040,
     "checkpoints": 10980,
-    "launch": 10120,
+    "launch": 9870,
     "boundary": 4540,
     "train": 8270,
     "specs": 250,

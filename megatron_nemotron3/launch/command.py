@@ -28,7 +28,7 @@ from megatron_nemotron3.launch.phases import BF16_END, PHASES, Phase, phase, req
 from megatron_nemotron3.launch.precision_file import check as check_precision_file
 from megatron_nemotron3.launch.rules import check
 from megatron_nemotron3.launch.schedule import TrainingSchedule, adjusted
-from megatron_nemotron3.launch.script_options import add_set, given_options, text_of, variables
+from megatron_nemotron3.launch.script_options import add_set, given_options, source_of
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import ModelOptions, chosen_model, chosen_omni, names_model
 from megatron_nemotron3.models.omni import OmniConfig
@@ -56,7 +56,7 @@ SCHEDULE: dict[str, tuple[type, str]] = {
 
 #: Options of `explain` that go with --argv.
 _OPTIONS_WITH_ARGV = (
-    *("argv", "set", "all", "full", "json", "tiny", "schedule", "name", "model"),
+    *("argv", "set", "trust_script", "all", "full", "json", "tiny", "schedule", "name", "model"),
     *("command", "run", "extra"),
 )
 
@@ -254,14 +254,10 @@ def explain_launch(options: argparse.Namespace, command: argparse.ArgumentParser
             raise ValueError(
                 f"--argv explains an existing launch, which options cannot change: drop {' '.join(words)}"
             )
-        given = variables(options.set)
         # Read the model first: of two mistakes the one in the command line is named.
         config = chosen_model(options) if names_model(options) or options.tiny else None
-        script = text_of(options.argv, f"--argv {options.argv}")
-        if config is None:
-            found = explain_nearest(script, name, given)
-        else:
-            found = explain_command(config, script, name, given)
+        source = source_of(options, options.argv, f"--argv {options.argv}")
+        found = explain_nearest(source, name) if config is None else explain_command(config, source, name)
     if options.all:
         found = with_megatron_defaults(found)
     if options.json:

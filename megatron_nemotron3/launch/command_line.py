@@ -1,33 +1,22 @@
 """Read the Megatron options out of the text of an existing launch.
 
-The text is one command (`torchrun … pretrain_hybrid.py --a 1 \\ …`), options alone, a shell script that
-collects options in arrays or quoted strings (`script`), or YAML (`yaml_launch`). Variables that the text
-assigns are replaced by their values; others keep their `$` (`is_known`).
+The text is one command (`torchrun … pretrain_hybrid.py --a 1 …`), options alone, a shell script (`script`),
+or YAML (`yaml_launch`). Values of variables that are not set keep their `$` (`is_known`).
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_nemotron3.common.switches import BOOST, EMULATE, LORA
 from megatron_nemotron3.launch import yaml_launch
-from megatron_nemotron3.launch.flag import Flag
+from megatron_nemotron3.launch.flag import Flag, is_known
 from megatron_nemotron3.launch.layout import ParallelLayout
-from megatron_nemotron3.launch.script import follow, is_known
+from megatron_nemotron3.launch.script import LaunchSource, Script, follow
 from megatron_nemotron3.precision.settings import OPTION, Emulation, parse_emulation
 
-#: Variable of this package -> where a text sets it; emulation has an option of our launcher, too.
-_SETTINGS = {
-    name: re.compile(rf"(?<!\S)(?:export\s+)?(?:{form})([^\s\\]+)")
-    for name, form in (
-        (EMULATE, rf"{OPTION}[=\s]\s*|{EMULATE}="),
-        (LORA, f"{LORA}="),
-        (BOOST, f"{BOOST}="),
-    )
-}
 _SIZES = {
     "tp": "--tensor-model-parallel-size",
     "pp": "--pipeline-model-parallel-size",
@@ -49,27 +38,53 @@ class LaunchText:
     notes: list[str]
     #: Ranks that it starts, by the options of torchrun or Slurm; None if unknown.
     world_size: int | None = None
+    #: Variables of this package that its processes get.
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def emulate(self) -> Emulation | None:
+        """What it emulates, by the option of our launcher or by its variable; None for nothing."""
+        options = {flag.name: flag.values for flag in self.flags}
+        words = options.get(OPTION) or (self._variable(EMULATE),)
+        return parse_emulation(words[0]) if is_known(words) else None
+
+    @property
+    def adapters(self) -> str | None:
+        """What `LoRASettings.parse` reads; None for no adapters."""
+        value = self._variable(LORA)
+        return None if value in ("", "0") else "" if value == "1" else value
+
+    @property
+    def heads(self) -> str | None:
+        """What `Boost.parse` reads; None: it trains all weights."""
+        return self._variable(BOOST) or None
+
+    def _variable(self, name: str) -> str:
+        value = self.environment.get(name, "")
+        return value if is_known([value]) else ""
 
 
-def read_launch(text: str, variables: Mapping[str, str] | None = None) -> LaunchText:
-    """Read the text of a launch. Of an option that it gives more than once the last counts, as for argparse.
+def read_launch(source: str | LaunchSource) -> LaunchText:
+    """Read a launch, or its text. Of an option that it gives more than once the last counts, as for argparse.
 
     Raises:
         ValueError: the text has no option, or as `script.follow`.
     """
-    if yaml_launch.is_yaml(text):
-        if variables:
+    source = LaunchSource(source) if isinstance(source, str) else source
+    if yaml_launch.is_yaml(source.text):
+        if source.variables:
             raise ValueError("--set sets variables of a shell script, and the text is YAML")
-        (found, notes), ranks = yaml_launch.read(text), None
+        followed = Script(*yaml_launch.read(source.text))
     else:
-        followed = follow(text, variables)
-        found, notes, ranks = followed.options, followed.notes, followed.world_size
+        followed = follow(source)
+    found, notes = followed.options, followed.notes
     if not found:
         raise ValueError(
             "no Megatron option in the text: paste the command as it was run, pretrain_hybrid.py --…"
         )
     notes = [*_rename_patterns(found), *notes]
-    return LaunchText([Flag(name, values) for name, values in found.items()], notes, ranks)
+    flags = [Flag(name, values) for name, values in found.items()]
+    return LaunchText(flags, notes, followed.world_size, followed.environment)
 
 
 def _rename_patterns(options: dict[str, tuple[str, ...]]) -> list[str]:
@@ -89,42 +104,19 @@ def _rename_patterns(options: dict[str, tuple[str, ...]]) -> list[str]:
     return remarks
 
 
-def emulation(text: str) -> Emulation | None:
-    """Return what a script or command emulates; None for nothing."""
-    return parse_emulation(_last_value(EMULATE, text))
-
-
-def adapters(text: str) -> str | None:
-    """Return what NEMOTRON3_LORA is set to in a script, or before a command; None for no adapters."""
-    value = _last_value(LORA, text)
-    return None if value in ("", "0") else "" if value == "1" else value
-
-
-def heads(text: str) -> str | None:
-    """Return what NEMOTRON3_BOOST is set to in a script, or before a command; None: it trains all weights."""
-    return _last_value(BOOST, text) or None
-
-
-def _last_value(name: str, text: str) -> str:
-    """The last value that a text gives a variable; "" for none, or one that is not known."""
-    values = _SETTINGS[name].findall(text)
-    value = values[-1].strip("\"'") if values else ""
-    return value if is_known([value]) else ""
-
-
 def layout_of(options: dict[str, tuple[str, ...]]) -> ParallelLayout | None:
     """Return the layout of a command line, with the smallest DP that its experts allow: no option gives DP.
 
     None if a size is not a positive number.
     """
     sizes: dict[str, int] = {}
-    for field, name in _SIZES.items():
+    for size, name in _SIZES.items():
         value = (options.get(name) or ("",))[0]
         if not value and name not in options:
             continue
         if not (value.isascii() and value.isdecimal() and int(value)):
             return None
-        sizes[field] = int(value)
+        sizes[size] = int(value)
     sizes.setdefault("etp", sizes.get("tp", 1) if "--num-experts" in options else 1)
     ranks, experts = sizes.get("tp", 1) * sizes.get("cp", 1), sizes["etp"] * sizes.get("ep", 1)
     dp = experts // math.gcd(ranks, experts)

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_nemotron3.launch import command_line
 from megatron_nemotron3.launch.continued import refused
-from megatron_nemotron3.launch.flag import SECTIONS, Flag, parse, text, to_argv
+from megatron_nemotron3.launch.flag import SECTIONS, Flag, is_known, parse, text, to_argv
 from megatron_nemotron3.launch.flags import flags
 from megatron_nemotron3.launch.launch import Launch
 from megatron_nemotron3.launch.parser import default
@@ -31,11 +31,13 @@ from megatron_nemotron3.launch.reference import (
 from megatron_nemotron3.launch.rule import Violation
 from megatron_nemotron3.launch.rules import check
 from megatron_nemotron3.launch.schedule import TrainingSchedule
+from megatron_nemotron3.launch.script import LaunchSource
 from megatron_nemotron3.launch.stored_model import MergedOptions, merged_options
 from megatron_nemotron3.launch.yaml_launch import is_partial
 from megatron_nemotron3.models import Nemotron3Config, get, names
 from megatron_nemotron3.models.pattern import without_layout
 from megatron_nemotron3.models.stack_specs import stored_experts
+from megatron_nemotron3.precision.settings import Emulation
 
 #: Every origin a setting can have.
 ORIGINS = (
@@ -73,7 +75,7 @@ class ExplainedOption:
     @property
     def differs(self) -> bool:
         """Whether the published value is known and different."""
-        if self.published is None or not command_line.is_known((self.value,)):
+        if self.published is None or not is_known((self.value,)):
             return False
         return not _SAME.get(self.name, _same_words)(self.value, self.published)
 
@@ -143,20 +145,18 @@ def explain(launch: Launch, name: str = "published") -> Explanation:
 
 
 def explain_command(
-    config: Nemotron3Config, text: str, name: str = "published", variables: Mapping[str, str] | None = None
+    config: Nemotron3Config, source: str | LaunchSource, name: str = "published"
 ) -> Explanation:
-    """Explain the text of an existing launch (`command_line.read_launch`), compared with `config`.
+    """Explain an existing launch (`command_line.read_launch`), compared with `config`.
 
     Every value in it is the user's, unless it equals the catalog's value for the model.
     """
-    return _explain_pasted(config, _Pasted.of(text, variables), name)
+    return _explain_pasted(config, _Pasted.of(source), name)
 
 
-def explain_nearest(
-    text: str, name: str = "published", variables: Mapping[str, str] | None = None
-) -> Explanation:
-    """Explain the text of an existing launch, compared with the published model that it is nearest to."""
-    pasted = _Pasted.of(text, variables)
+def explain_nearest(source: str | LaunchSource, name: str = "published") -> Explanation:
+    """Explain an existing launch, compared with the published model that it is nearest to."""
+    pasted = _Pasted.of(source)
     if not pasted.model.read or pasted.is_partial:
         raise ValueError(
             (pasted.model.note or "the YAML changes fields of a recipe that it does not name")
@@ -174,19 +174,20 @@ def explain_nearest(
 
 @dataclass(frozen=True)
 class _Pasted:
-    """The text of a launch, with the model that it trains."""
+    """A launch, with the model that it trains."""
 
-    text: str
+    emulate: Emulation | None
     model: MergedOptions
     notes: tuple[str, ...]
     #: Whether options that are missing say nothing about the model.
     is_partial: bool
 
     @classmethod
-    def of(cls, text: str, variables: Mapping[str, str] | None) -> _Pasted:
-        found = command_line.read_launch(text, variables)
+    def of(cls, source: str | LaunchSource) -> _Pasted:
+        found = command_line.read_launch(source)
+        text = source if isinstance(source, str) else source.text
         partial = is_partial({flag.name: flag for flag in found.flags}, text)
-        return cls(text, merged_options(found.flags), tuple(found.notes), partial)
+        return cls(found.emulate, merged_options(found.flags), tuple(found.notes), partial)
 
 
 def _pasted_settings(
@@ -209,13 +210,13 @@ def _pasted_settings(
 def _explain_pasted(config: Nemotron3Config, pasted: _Pasted, name: str) -> Explanation:
     known, flags = reference(config, name), list(pasted.model.flags)
     settings = _pasted_settings(config, pasted, known)
-    unknown = [s.name for s in settings if not command_line.is_known((s.value,))]
+    unknown = [s.name for s in settings if not is_known((s.value,))]
     notes = [*pasted.notes, *([pasted.model.note] if pasted.model.note else [])]
     if unknown:
         notes.append(f"not compared, because a shell variable is unresolved: {', '.join(unknown)}")
-    if command_line.is_known(value for flag in flags for value in flag.values if flag.name == "--load"):
+    if is_known(value for flag in flags for value in flag.values if flag.name == "--load"):
         notes += [note] if (note := refused(to_argv(flags))) else []
-    launch = launch_of(config, flags, command_line.emulation(pasted.text))
+    launch = launch_of(config, flags, pasted.emulate)
     return _explanation(config, name, settings, violated(launch) if launch else [], notes)
 
 

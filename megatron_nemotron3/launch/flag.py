@@ -89,6 +89,11 @@ def from_first_option(words: Sequence[str]) -> Sequence[str]:
     return words[first:]
 
 
+def is_known(values: Iterable[str]) -> bool:
+    """Whether no shell variable and no substitution is left in the values."""
+    return not any("$" in value or "`" in value for value in values)
+
+
 def repeated(flags: Sequence[Flag]) -> list[str]:
     """Return a sentence for each option that is given more than once with different values."""
     values: dict[str, set[tuple[str, ...]]] = {}

@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from megatron_nemotron3.launch import command_line
-from megatron_nemotron3.launch.flag import Flag
+from megatron_nemotron3.launch.flag import Flag, is_known
 from megatron_nemotron3.launch.flags import flags
 from megatron_nemotron3.launch.launch import Launch, TrainingData
 from megatron_nemotron3.launch.layout import ParallelLayout
@@ -44,7 +44,7 @@ def launch_of(
     ours -= {"--moe-token-dispatcher-type"}  # it decides which other options have an effect
     # Old launches give it next to --hybrid-override-pattern, and YAML always does.
     ours |= {"--num-layers"}
-    others = [flag for flag in pasted if flag.name not in ours and command_line.is_known(flag.values)]
+    others = [flag for flag in pasted if flag.name not in ours and is_known(flag.values)]
     backend = "torch" if options.get("--spec") == (MODULE, spec_name(config, "torch")) else "te"
     precision = emulate.format if emulate else _precision_of(options)
     words = [word for flag in others for word in (flag.name, *flag.values)]

@@ -1,20 +1,23 @@
-"""Follow a launch script to the Megatron options that it passes.
+"""The Megatron options that a launch script passes: bash runs it, and commands are recorded, not run.
 
-Branches are followed where the script's own variables, their defaults (`${TP:-2}`) and the values given with
-`--set` decide them. Where they do not, a branch that changes an option is an error with its line; one that
-changes none does not matter. Options count where they are collected: in an array, a string or a command.
+Bash computes variables, loops, functions, and conditions on files of this machine; `jail` confines it. A
+variable that is not set is empty, as in bash; where only a value depends on it, the value shows its name
+(`--load $CKPT`). `recorded.sh` defines what commands do: nothing, successfully; their output is their name.
 """
 
 from __future__ import annotations
 
-import contextlib
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
 
-from megatron_nemotron3.launch import shell
+from megatron_nemotron3.common.files import printable
+from megatron_nemotron3.common.switches import BOOST, EMULATE, LORA
+from megatron_nemotron3.launch import jail, parser, versions
 from megatron_nemotron3.launch.flag import Flag, from_first_option, parse
 from megatron_nemotron3.launch.script_ranks import (
     launcher_options,
@@ -22,361 +25,350 @@ from megatron_nemotron3.launch.script_ranks import (
     sbatch_options,
     slurm_variables,
 )
-from megatron_nemotron3.launch.shell_conditions import evaluate, is_known, joined
 
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?=)(.*)", re.DOTALL)
-_VARIABLE = re.compile(r"\$\{(\w+)(?::?[-=]([^{}]*))?\}|\$(\w+)")
-#: Words that stand for options collected elsewhere in the script: "${MODEL_ARGS[@]}", $MODEL_ARGS, "$@".
-_COLLECTED = re.compile(r"\$\{\w+\[[@*]\]\}|\$\{?\w*(ARGS|OPTS|OPTIONS|FLAGS)\w*\}?|\$[@*]")
-_WHOLE_VARIABLE = re.compile(r"\$\{?(\w+)\}?")
-_OPTION = re.compile(r"(?<!\S)--\w")
-_DECLARES = ("export", "local", "readonly", "declare", "typeset")
-_READS = ("read", "mapfile", "readarray", "getopts", "unset")
-#: Commands that may fail without an error; every other one is taken to succeed.
-_TESTS = ("grep", "command", "which", "type", "diff", "cmp", "pgrep", "hash", "((")
-#: Options of torchrun, which scripts often keep in an array of their own.
-_LAUNCHER = re.compile(
-    r"--(nproc[-_]per[-_]node|nnodes|node[-_]rank|master[-_](addr|port)|rdzv[-_]\w+|standalone|max[-_]restarts"
-    r"|log[-_]dir|no[-_]python|local[-_]addr|role|redirects|tee|monitor[-_]interval)$"
+#: Variables in a command's environment that say something about the launch.
+_REPORTED = (EMULATE, LORA, BOOST, "WORLD_SIZE")
+_USED = re.compile(r"\$\{?[#!]?([A-Za-z_]\w*|[1-9])")
+#: Names in arithmetic have no $.
+_ARITHMETIC, _NAME = re.compile(r"\(\((.*?)\)\)", re.DOTALL), re.compile(r"(?<![\w$])[A-Za-z_]\w*")
+_ASSIGNED = re.compile(r"(?<![\w$-])([A-Za-z_]\w*)\+?=")
+#: Variables for which the script says what holds if they are not set.
+_DEFAULTED = re.compile(r"\$\{([A-Za-z_]\w*|[1-9]):?[-=+?]")
+_COMMENT = re.compile(r"^[ \t]*#.*$", re.MULTILINE)
+#: The script's own name: what runs is a copy.
+_SOURCE = re.compile(r"\$\{BASH_SOURCE(?:\[0\])?\}|\$BASH_SOURCE\b")
+#: The folder of a program that starts Python, or of a shell: bash would look for the file there.
+_FOLDER = re.compile(
+    r"(?<![\w./$}-])(?:[~\w./-]|\$\w+|\$\{\w+\})*/(?=(?:torchrun|python[\d.]*|srun|bash|sh)(?![\w./-]))"
 )
-#: Functions that call each other deeper than this are refused.
-_DEEPEST = 20
+#: A test of a file.
+_FILE_TEST = re.compile(r"((?:\[|\btest|&&|\|\|)[ \t]+(?:![ \t]+)?)-[defrs](?=[ \t])")
+_UNBOUND = re.compile(r"(\w+): unbound variable")
+_ERROR = re.compile(r"\S*launch\.sh: (?:line (\d+): )?(.+)")
+#: Commands of which neither success nor output says anything about the launch.
+_HARMLESS = (
+    "mkdir",
+    "rm",
+    "ls",
+    "chmod",
+    "touch",
+    "ln",
+    "cp",
+    "mv",
+    "tee",
+    "sleep",
+    "date",
+    "clear",
+    "module",
+)
+#: Programs that start ranks.
+_STARTERS = ("srun", "mpirun", "mpiexec", "salloc")
+#: So many variables without a value are tried one by one.
+_MOST_TRIED = 16
+#: Seconds of each trial with names for values.
+_TRIAL = 3
+#: A script that reads its arguments one by one: a name in place of one would change more than a value.
+_READS_ARGUMENTS = re.compile(r"\bshift\b|\bgetopts\b|\$[#@*]|\$\{[#@*]")
 
 
-@dataclass
+@dataclass(frozen=True)
+class LaunchSource:
+    """A launch as text, and how it is read."""
+
+    #: A script, a command, options alone, or YAML.
+    text: str
+    #: Values that hold whatever a script assigns; "1" is its first argument.
+    variables: Mapping[str, str] = field(default_factory=dict)
+    #: The script's own path, for what lies next to it.
+    path: str = "launch.sh"
+    #: Whether a script is run also where the system cannot confine it (`jail`).
+    trusted: bool = False
+
+
+@dataclass(frozen=True)
 class Script:
     """What a script passes to Megatron."""
 
     #: Each option once: the last of several counts, as for argparse.
-    options: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    #: Which branches were followed, and what was not read.
-    notes: list[str] = field(default_factory=list)
+    options: dict[str, tuple[str, ...]]
+    #: What was not run or not set, and what else the script starts.
+    notes: list[str]
     #: Ranks that torchrun or srun starts; None if the script does not say.
     world_size: int | None = None
+    #: Variables of this package in the environment of the training processes.
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
-class _Ended(Exception):
-    """The script exits, or a function returns."""
+@dataclass(frozen=True)
+class _Call:
+    """A recorded command."""
+
+    line: int
+    words: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    #: Variables that the script uses and that are not set.
+    unset: tuple[str, ...] = ()
+
+    @cached_property
+    def program(self) -> int:
+        """Place of the Python file or of the module after -m; -1 if there is none."""
+        for place, word in enumerate(self.words):
+            if word.endswith(".py"):
+                return place
+        return max((place + 1 for place, word in enumerate(self.words) if word == "-m"), default=-1)
+
+    @cached_property
+    def variables(self) -> dict[str, str]:
+        """The environment with what `env NAME=VALUE …` adds."""
+        added = (word.partition("=") for word in self.words[: max(self.program, 0)])
+        return {**self.environment, **{name: value for name, _, value in added if name in _REPORTED}}
+
+    @cached_property
+    def flags(self) -> list[Flag]:
+        """Megatron's options; none if it is another kind of command."""
+        words = self.words[self.program + 1 :]
+        if self.program >= 0:
+            words = tuple(from_first_option(words))
+        return parse(words) if words and words[0].startswith("--") else []
+
+    @cached_property
+    def known(self) -> int:
+        """The number of its options that Megatron has."""
+        names = {flag.name for flag in self.flags}
+        return sum(any(parser.argument(name, version) for version in versions.KNOWN) for name in names)
 
 
-def follow(text: str, variables: Mapping[str, str] | None = None) -> Script:
-    """Return what a script passes to Megatron."""
-    for name in variables or {}:
-        if not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text):
+@dataclass
+class _ScriptRun:
+    """What bash did with a script."""
+
+    #: The limit that it exceeded, as the end of "the script …".
+    exceeded: str = ""
+    calls: list[_Call] = field(default_factory=list)
+    #: Words of variables that hold options, by name.
+    variables: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    #: Commands whose output the script reads.
+    outputs: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+    #: Line, status and unset variables at the end; None if it was ended.
+    end: tuple[int, int, tuple[str, ...]] | None = None
+    errors: list[str] = field(default_factory=list)
+    #: The last line that it printed.
+    printed: str = ""
+
+    @cached_property
+    def launches(self) -> list[_Call]:
+        """The commands with most of Megatron's options."""
+        most = max((call.known for call in self.calls), default=0)
+        return [call for call in self.calls if call.flags and call.known == most]
+
+    @property
+    def form(self) -> list[tuple[str, int]]:
+        """Every command with its number of options: the same where only values differ."""
+        return sorted((call.words[0], len(call.flags)) for call in self.calls)
+
+
+def follow(source: LaunchSource) -> Script:
+    """Return what a script, a command or a list of options passes to Megatron.
+
+    Raises:
+        ValueError: the script starts no training, or it cannot be run here.
+    """
+    text, given = source.text, source.variables
+    for name in given:
+        if not name.isdecimal() and not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text):
             raise ValueError(f"--set {name}: the script has no such variable")
-    job = sbatch_options(text)
-    interpreter = _Interpreter(dict(variables or {}))
-    interpreter.variables = slurm_variables(job) | interpreter.variables
-    try:
-        with contextlib.suppress(_Ended):
-            interpreter.run(shell.parse(text))
-    except RecursionError:
-        raise ValueError("the script is nested too deep to be read") from None
-    found = interpreter.result()
-    found.world_size = ranks_of(job | interpreter.launcher, interpreter.variables.get("WORLD_SIZE", ""))
-    return found
+    job, words = sbatch_options(text), _plain_words(text)
+    if words is None:
+        run = _run_shown(source, slurm_variables(job))
+    else:
+        run = _ScriptRun(calls=[_Call(1, tuple(words))] if words else [])
+    notes = [*run.notes, *_notes(run)]
+    if run.launches:
+        launch = run.launches[0]
+        if any(call.flags != launch.flags for call in run.launches):
+            notes.append(
+                f"{len(run.launches)} commands are trainings: read is the first, of line {launch.line}"
+            )
+    else:
+        _require_options(run)
+        notes.append(f"no command is a training: read are the options in {', '.join(run.variables)}")
+        launch = _Call(1, tuple(word for words in run.variables.values() for word in words))
+    options: dict[str, tuple[str, ...]] = {}
+    for flag in launch.flags:
+        options.pop(flag.name, None)
+        options[flag.name] = flag.values
+    for starter in (call for call in run.calls if call.words[0] in _STARTERS):
+        job |= launcher_options([word for word in starter.words if "\n" not in word])
+    job |= launcher_options(launch.words[: launch.program + 1])
+    world = ranks_of(job, given.get("WORLD_SIZE", launch.variables.get("WORLD_SIZE", "")))
+    return Script(options, notes, world, launch.variables)
 
 
-class _Interpreter:
-    """The state of a script at one of its lines."""
-
-    def __init__(self, fixed: dict[str, str]) -> None:
-        #: Variables that keep the value of --set.
-        self.fixed = fixed
-        self.variables = dict(fixed)
-        #: Variables that an undecided branch may have set -> why; `reasons` keeps those set again later.
-        self.undecided: dict[str, str] = {}
-        self.reasons: dict[str, str] = {}
-        #: Variables that hold options, which count where they are assigned.
-        self.collections: set[str] = set()
-        self.functions: dict[str, shell.Function] = {}
-        self.words: list[str] = []
-        #: Options of torchrun and srun.
-        self.launcher: dict[str, tuple[str, ...]] = {}
-        self.notes: list[str] = []
-        self.calls = 0
-
-    def result(self) -> Script:
-        found: dict[str, tuple[str, ...]] = {}
-        self.launcher |= launcher_options(self.words)
-        for flag in _without_launcher(self.words):
-            found.pop(flag.name, None)
-            found[flag.name] = flag.values
-        for name, values in found.items():
-            for variable in _names_in(values):
-                if reason := self.reasons.get(variable):
-                    remedy = self._remedy(_names_in([reason]) or [variable])
-                    raise ValueError(f"{name} uses {variable}, and {reason}{remedy}")
-        return Script(found, list(dict.fromkeys(self.notes)))
-
-    def run(self, nodes: Iterable[shell.Node]) -> None:
-        for node in nodes:
-            self._run_one(node)
-
-    def _run_one(self, node: shell.Node) -> None:
-        match node:
-            case shell.Simple():
-                self._run_simple(node)
-            case shell.Chain():
-                self._run_chain(node)
-            case shell.Branch():
-                self._run_branch(node)
-            case shell.ShellCase():
-                self._run_case(node)
-            case shell.Loop():
-                values = [self._filled(word) for word in node.values]
-                if node.variable and len(values) == 1 and is_known(values):
-                    self._assign(node.variable, "=", node.values[0])
-                    self.run(node.body)
-                else:
-                    self._undecided([node], f"line {node.line} repeats what sets it: {_short(node.head)}")
-            case shell.Function():
-                self.functions[node.name] = node
-            case shell.ShellGroup():
-                self.run(node.body)
-
-    # -- branches ------------------------------------------------------------------------------------------
-
-    def _run_branch(self, node: shell.Branch) -> None:
-        for number, (condition, body) in enumerate(node.clauses):
-            holds: bool | None = True
-            for part in condition:
-                holds = self._truth(part)
-            if holds is None:
-                rest = [step for _, bodies in node.clauses[number:] for step in bodies]
-                self._undecided(rest, self._reason(node.line, "if " + _text_of(condition)))
-                return
-            if holds:
-                self._remark(node.line, "if " + _text_of(node.clauses[0][0]), number == 0, body)
-                self.run(body)
-                return
-        self._remark(node.line, "if " + _text_of(node.clauses[0][0]), False, node.clauses[0][1])
-
-    def _run_case(self, node: shell.ShellCase) -> None:
-        head, subject = f"case {node.word}", self._filled(node.word)
-        for number, (patterns, body) in enumerate(node.clauses):
-            shown = [self._filled(pattern) for pattern in patterns]
-            if not is_known((subject, *shown)):
-                rest = [step for _, bodies in node.clauses[number:] for step in bodies]
-                self._undecided(rest, self._reason(node.line, head))
-                return
-            if any(fnmatchcase(subject, pattern) for pattern in shown):
-                if _matters(body):
-                    other = "".join(
-                        f"; --set {name}=VALUE for another" for name in _names_in([node.word])[:1]
-                    )
-                    self.notes.append(f"line {node.line}: {head} is {subject}{other}")
-                self.run(body)
-                return
-
-    def _remark(self, line: int, head: str, holds: bool, body: Sequence[shell.Node]) -> None:
-        """Say which way an `if` went, if another way would change something."""
-        if _matters(body):
-            self.notes.append(f"line {line}: {_short(head)} is taken as {'true' if holds else 'false'}")
-
-    def _run_chain(self, node: shell.Chain) -> None:
-        holds = self._truth(node.parts[0])
-        self._run_one(node.parts[0])
-        for operator, part in zip(node.operators, node.parts[1:], strict=True):
-            if operator == "|":
-                self._run_one(part)
-                continue
-            wanted = operator == "&&"
-            if holds is None:
-                self._undecided([part], self._reason(node.line, _text_of(node.parts[:1])))
-            elif holds is wanted:
-                self._run_one(part)
-                holds = self._truth(part)
-
-    def _truth(self, node: shell.Node) -> bool | None:
-        """Whether a command succeeds; None if that is unknown."""
-        if isinstance(node, shell.Chain):
-            holds = self._truth(node.parts[0])
-            for operator, part in zip(node.operators, node.parts[1:], strict=True):
-                other = self._truth(part)
-                holds = other if operator == "|" else joined(operator, holds, other)
-            return holds if holds is None or not node.negated else not holds
-        if not isinstance(node, shell.Simple):
+def _plain_words(text: str) -> list[str] | None:
+    """Return the words of a text that is one command with nothing to compute; None for a script."""
+    if re.search(r"[$`;&<>(){}~]|^\s*[A-Za-z_]\w*=", text):
+        return None
+    words: list[str] = []
+    for line in re.sub(r"\\\r?\n", " ", text).splitlines():
+        try:
+            found = shlex.split(line, comments=True)
+        except ValueError:  # bash says what is wrong
             return None
-        first = node.words[0]
-        if first in ("[", "[[", "test"):
-            return evaluate(node.words[1 : None if first == "test" else -1], self._filled)
-        return first == "true" or (None if first.startswith(_TESTS) else first != "false")
-
-    def _undecided(self, nodes: Iterable[shell.Node], reason: str) -> None:
-        """Mark what commands that may or may not run would set."""
-        for node in _simple_commands(nodes):
-            names = [word for word in node.words if _ASSIGNMENT.fullmatch(word)]
-            branch = _Interpreter(self.fixed)
-            branch.collections = self.collections
-            branch._run_simple(node, follow_calls=False)
-            if found := _without_launcher(branch.words):
-                raise ValueError(
-                    f"{found[0].name} (line {node.line}): {reason}{self._remedy(_names_in([reason]))}"
-                )
-            for name in (word.split("=")[0].rstrip("+") for word in names):
-                if name not in self.fixed:
-                    self.undecided[name] = self.reasons[name] = reason
-            called = self.functions.get(node.words[0])
-            if called:
-                self._entered(called)
-                self._undecided(called.body, reason)
-                self.calls -= 1
-
-    def _reason(self, line: int, head: str) -> str:
-        return f"line {line} cannot be decided: {_short(head)}"
-
-    def _remedy(self, names: Sequence[str]) -> str:
-        options = " ".join(f"--set {name}=VALUE" for name in dict.fromkeys(names))
-        return f"; give {options}" if options else "; give the command as it was run"
-
-    # -- commands ------------------------------------------------------------------------------------------
-
-    def _run_simple(self, node: shell.Simple, follow_calls: bool = True) -> None:
-        words = list(node.words)
-        declared = words[0] in _DECLARES
-        assigned = [match for word in words[declared:] if (match := _ASSIGNMENT.fullmatch(word))]
-        if declared or len(assigned) == len(words):
-            for match in assigned:
-                self._assign(match[1], match[2], match[3])
-            return
-        while _ASSIGNMENT.fullmatch(words[0]):  # variables of this command alone
-            del words[0]
-        first = words[0]
-        if first in _READS:
-            for name in words[1:]:
-                if name not in self.fixed:
-                    self.variables.pop(name, None)
-        elif first in ("source", "."):
-            self.notes.append(f"line {node.line}: {_short(' '.join(words))} is not read")
-        elif first == "exit" and follow_calls:
-            if words[1:2] not in ([], ["0"]) and not self.words:
-                raise ValueError(
-                    f"line {node.line}: with these variables the script ends with {' '.join(words)}"
-                )
-            raise _Ended
-        elif first == "return" and follow_calls:
-            raise _Ended
-        elif first == "eval":
-            self.run(shell.parse(" ".join(map(_unquoted, words[1:]))))
-        elif first in self.functions and follow_calls:
-            self._entered(self.functions[first])
-            try:
-                self.run(self.functions[first].body)
-            except _Ended:
-                if any(step.words[0] == "exit" for step in _simple_commands(self.functions[first].body)):
-                    raise
-            self.calls -= 1
-        else:
-            self.words += self._options_of(words)
-
-    def _entered(self, function: shell.Function) -> None:
-        self.calls += 1
-        if self.calls > _DEEPEST:
-            raise ValueError(f"line {function.line}: functions call each other more than {_DEEPEST} deep")
-
-    def _assign(self, name: str, operator: str, raw: str) -> None:
-        if raw.startswith("("):
-            words = [token.text for token in shell.tokens(raw[1:-1]) if token.is_word]
-            self.collections.add(name)
-            self.words += self._options_of(words)
-            return
-        value = _unquoted(raw)
-        if _OPTION.search(value):
-            self.collections.add(name)
-            self.words += self._options_of(value.split())
-            return
-        if name in self.fixed:
-            return
-        self.undecided.pop(name, None)
-        self.collections.discard(name)
-        before = self.variables.get(name, "") if operator == "+=" else ""
-        self.variables[name] = before + self._filled(raw)
-
-    def _options_of(self, words: Sequence[str]) -> list[str]:
-        """Return the words of Megatron's options in one command; none for a command of another kind."""
-        unquoted = [_unquoted(word) for word in words]
-        kept = [(word, self._filled_text(word)) for word in unquoted if not self._is_collected(word)]
-        program = next((i for i, (_, word) in enumerate(kept) if word.endswith(".py")), None)
-        if program is None:
-            program = max((i + 1 for i, (word, _) in enumerate(kept) if word == "-m"), default=-1)
-        values = [word for _, word in kept[program + 1 :]]
-        self.launcher |= launcher_options([word for _, word in kept[: program + 1]])
-        if program >= 0:
-            values = list(from_first_option(values))
-        return values if values and values[0].startswith("--") else []
-
-    def _is_collected(self, word: str) -> bool:
-        whole = _WHOLE_VARIABLE.fullmatch(word)
-        return bool(_COLLECTED.fullmatch(word)) or (whole is not None and whole[1] in self.collections)
-
-    # -- words ---------------------------------------------------------------------------------------------
-
-    def _filled(self, raw: str) -> str:
-        return self._filled_text(_unquoted(raw))
-
-    def _filled_text(self, word: str) -> str:
-        """Replace variables whose values are known, and take the defaults of those that are not set."""
-
-        def value(match: re.Match[str]) -> str:
-            name = match[1] or match[3]
-            if name in self.undecided:
-                return f"${{{name}}}"
-            found = self.variables.get(name)
-            if found is None:
-                return match[2] if match[2] is not None else match[0]
-            return found or match[2] or ""
-
-        return _VARIABLE.sub(value, _VARIABLE.sub(value, word))
+        # Options may stand on lines of their own, as `nemotron3 flags` prints them.
+        if "|" in found or (words and found and not found[0].startswith("--")):
+            return None
+        words += found
+    return words
 
 
-def _without_launcher(words: Sequence[str]) -> list[Flag]:
-    return [flag for flag in parse(words) if not _LAUNCHER.match(flag.name)]
+def _run_shown(source: LaunchSource, job: Mapping[str, str]) -> _ScriptRun:
+    """Run a script; variables that are not set show their names where only values depend on them."""
+    run = _run(source, job)
+    for _ in range(_MOST_TRIED):  # set -u: bash names one after the other
+        unbound = [match[1] for match in map(_UNBOUND.search, run.errors) if match]
+        if run.launches or not unbound or unbound[-1] in job:
+            break
+        job = {**job, unbound[-1]: f"${unbound[-1]}"}
+        run = _run(source, job)
+    if not run.launches and run.end and run.end[1]:
+        exists = replace(source, text=_FILE_TEST.sub(r"\1-n", source.text))
+        if (other := _run(exists, job)).launches:
+            note = f"line {run.end[0]}: the script ends here with status {run.end[1]}; "
+            other.notes.append(note + "it is read as if every file that it tests existed")
+            source, run = exists, other
+    unset = run.launches[0].unset if run.launches else ()
+    text = _COMMENT.sub("", source.text)
+    known = {*_DEFAULTED.findall(text), *_ASSIGNED.findall(text), *source.variables}
+    if _READS_ARGUMENTS.search(text):
+        known |= set("123456789")
+    names = [name for name in _used(text) if (name in unset or name.isdecimal()) and name not in known]
+    if not run.launches or not names:
+        return run
+    shown, form, notes, errors = dict(job), run.form, run.notes, run.errors
+    for tried in (names, *([name] for name in names[:_MOST_TRIED])):
+        values = {**shown, **{name: f"${name}" for name in tried}}
+        if (trial := _run(source, values, _TRIAL)).form == form:
+            shown, run = values, trial
+        if tried == names == [name for name in names if name in shown]:
+            break
+    run.notes, run.errors = notes, errors
+    if empty := [name for name in names if name not in shown and name in unset]:
+        run.notes.append(f"not set, so empty: {', '.join(empty)}; --set {empty[0]}=VALUE gives a value")
+    return run
 
 
-def _names_in(values: Iterable[str]) -> list[str]:
-    return [match[1] or match[3] for value in values for match in _VARIABLE.finditer(value)]
+def _used(text: str) -> list[str]:
+    """Return the names of variables and arguments that a script uses."""
+    counted = [name for inner in _ARITHMETIC.findall(text) for name in _NAME.findall(inner)]
+    return list(dict.fromkeys([*_USED.findall(text), *counted]))
 
 
-def _unquoted(raw: str) -> str:
-    try:
-        return " ".join(shlex.split(re.sub(r"\\\r?\n", " ", raw)))
-    except ValueError:  # inside a substitution
-        return raw
+def _run(source: LaunchSource, others: Mapping[str, str], seconds: float | None = None) -> _ScriptRun:
+    """Run a script with the variables of --set and with others, which the script may assign."""
+    values = {**others, **source.variables}
+    last = max((int(name) for name in values if name.isdecimal()), default=0)
+    arguments = [values.pop(str(place), "") for place in range(1, last + 1)]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        script, before = folder / "launch.sh", folder / "recorded.sh"
+        script.write_text(_SOURCE.sub("$0", _FOLDER.sub("", source.text.replace("\r\n", "\n"))))
+        before.write_text(_prepared(source))
+        environment = {"PATH": "/nowhere", "HOME": str(Path.home()), **values, "BASH_ENV": str(before)}
+        try:
+            exceeded = jail.run(
+                [str(script), *arguments], environment, folder, trusted=source.trusted, seconds=seconds
+            )
+        except jail.JailError as problem:
+            raise ValueError(
+                f"{problem}: install libseccomp2, pass --trust-script if the script may run on this machine, "
+                "or give the command alone, without variables"
+            ) from None
+        run = _ScriptRun(exceeded)
+        _read((folder / "record").read_bytes().decode(errors="replace"), run)
+        printed = (folder / "printed").read_text(errors="replace").splitlines()
+    # Without the lines of set -x, and the text that bash shows after a syntax error.
+    lines = [line for line in printed if not re.match(r"\+|\S*launch\.sh: line \d+: `", line)]
+    for match in filter(None, map(_ERROR.match, lines)):
+        run.errors.append(printable(f"line {match[1]}: {match[2]}" if match[1] else match[2]))
+    run.printed = printable(_ERROR.sub(r"\2", lines[-1])) if lines else ""
+    return run
 
 
-def _short(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= 70 else text[:69] + "…"
+def _prepared(source: LaunchSource) -> str:
+    """Return what runs before the script, for the names of this one."""
+    text = _COMMENT.sub("", source.text)
+    names = {
+        "@USED@": [name for name in _used(text) if not name.isdecimal()],
+        "@ASSIGNED@": dict.fromkeys(_ASSIGNED.findall(text)),
+        "@REPORTED@": _REPORTED,
+        "@PATH@": [shlex.quote(source.path)],
+        "@FIXED@": [f"{k}={shlex.quote(v)}" for k, v in source.variables.items() if not k.isdecimal()],
+    }
+    prepared = Path(__file__).with_name("recorded.sh").read_text()
+    for place, words in names.items():
+        prepared = prepared.replace(place, " ".join(words))
+    return prepared
 
 
-def _text_of(nodes: Sequence[shell.Node]) -> str:
-    return "; ".join(" ".join(node.words) for node in _simple_commands(nodes)) or "…"
+def _records(record: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield process and words of each record of `recorded.sh`; processes write alternately."""
+    parts, waiting = record.split("\0"), dict[str, list[str]]()
+    for process, word in zip(parts[::2], parts[1::2], strict=False):
+        words = waiting.setdefault(process, [])
+        words.append(word)
+        if words[0].isdecimal() and len(words) > int(words[0]):
+            yield process, waiting.pop(process)[1:]
 
 
-def _simple_commands(nodes: Iterable[shell.Node]) -> Iterable[shell.Simple]:
-    """Return every command in a tree, whether it would run or not; without the bodies of functions."""
-    for node in nodes:
-        match node:
-            case shell.Simple():
-                yield node
-            case shell.Chain():
-                yield from _simple_commands(node.parts)
-            case shell.Branch():
-                for condition, body in node.clauses:
-                    yield from _simple_commands((*condition, *body))
-            case shell.ShellCase():
-                for _, body in node.clauses:
-                    yield from _simple_commands(body)
-            case shell.Loop() | shell.ShellGroup():
-                yield from _simple_commands(node.body)
+def _read(record: str, run: _ScriptRun) -> None:
+    """Add a record of `recorded.sh` to what is known of a run."""
+    unset, values = dict[str, list[str]](), dict[str, dict[str, str]]()
+    for process, words in _records(record):
+        match words:
+            case ["unset", name]:
+                unset.setdefault(process, []).append(name)
+            case ["value", name, value]:
+                values.setdefault(process, {})[name] = value
+            case ["call", line, _, *_]:
+                environment, missing = values.pop(process, {}), tuple(unset.pop(process, ()))
+                call = _Call(int(line), tuple(words[2:]), environment, missing)
+                if run.calls and call.words[0].startswith("--"):  # options on a line of their own
+                    before = run.calls.pop()
+                    call = replace(before, words=before.words + call.words)
+                run.calls.append(call)
+            case ["output", name]:
+                run.outputs.add(name)
+            case ["variable", name, *held]:
+                run.variables[name] = tuple(held)
+            case ["exit", line, status]:
+                run.end = int(line), int(status), tuple(unset.pop(process, ()))
 
 
-def _matters(nodes: Iterable[shell.Node]) -> bool:
-    """Whether commands can change an option: they assign something or pass one."""
-    return any(
-        _ASSIGNMENT.fullmatch(word) or word.startswith("--")
-        for node in _simple_commands(nodes)
-        if node.words[0] not in ("echo", "printf")
-        for word in node.words
-    )
+def _notes(run: _ScriptRun) -> list[str]:
+    """Return what the reader of a script should know of how it was run."""
+    found = [f"the script {run.exceeded} and was ended"] if run.exceeded else []
+    others = [call for call in run.calls if not call.flags and call.words[0] not in _STARTERS]
+    for call in sorted(others, key=lambda call: (call.line, call.words[0])):
+        name = call.words[0]
+        if name.rpartition("/")[2] not in _HARMLESS:
+            unknown = ", with unknown output" if name in run.outputs else ""
+            found.append(printable(f"line {call.line}: {name} is not run and counts as successful{unknown}"))
+    return list(dict.fromkeys([*found, *(f"bash: {error}" for error in run.errors)]))
+
+
+def _require_options(run: _ScriptRun) -> None:
+    """Raise if a script without a training has no variables with options either."""
+    if run.exceeded:
+        raise ValueError(f"the script {run.exceeded} before a training")
+    if run.end and run.end[1]:
+        line, status, unset = run.end
+        why = f": {run.printed}" if run.printed else ""
+        cure = "; give " + " ".join(f"--set {name}=VALUE" for name in unset[:4]) if unset else ""
+        raise ValueError(f"line {line}: the script ends with status {status} before a training{why}{cure}")
+    if not run.variables:
+        raise ValueError(
+            run.errors[-1]
+            if run.errors
+            else "no Megatron option in the text: paste the command as it was run, pretrain_hybrid.py --…"
+        )

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from megatron_nemotron3.common.files import read_outside
+from megatron_nemotron3.launch.script import LaunchSource
 
 #: Longest script that is read, in bytes.
 _LIMIT = 16 << 20
 
 
 def add_set(command: argparse._ActionsContainer, script: str) -> None:
-    """Add --set, for a command that reads a script; `variables` reads it."""
+    """Add --set and --trust-script, for a command that reads a script; `source_of` reads them."""
     command.add_argument(
         "--set",
         metavar="VARIABLE=VALUE",
         action="append",
         default=[],
-        help=f"value of a variable of the script ({script}); may be repeated",
+        help=f"value of a variable of the script ({script}); 1: its first argument; may be repeated",
+    )
+    command.add_argument(
+        "--trust-script",
+        action="store_true",
+        help="run the script's shell code also where this system cannot confine it (no libseccomp)",
     )
 
 
@@ -32,20 +38,17 @@ def given_options(
     return [f"--{key.replace('_', '-')}" for key in given]
 
 
-def variables(words: Sequence[str]) -> dict[str, str]:
-    """Return the variables that --set gives, name to value."""
+def source_of(options: argparse.Namespace, file: str, label: str) -> LaunchSource:
+    """Return the text of a launch with --set and --trust-script; messages name it `label`."""
     found = {}
-    for word in words:
+    for word in options.set:
         name, equals, value = word.partition("=")
         if not equals or not name.isidentifier() and not name.isdecimal():
             raise ValueError(f"--set {word}: give VARIABLE=VALUE")
         found[name] = value
-    return found
-
-
-def text_of(file: str, label: str) -> str:
-    """Return the text of a launch; messages name it `label`."""
     try:
-        return sys.stdin.read() if file == "-" else read_outside(file, limit=_LIMIT).decode()
+        text = sys.stdin.read() if file == "-" else read_outside(file, limit=_LIMIT).decode()
     except UnicodeDecodeError:
         raise ValueError(f"{label} is not a text file: give a script or a command") from None
+    path = {} if file == "-" else {"path": file}
+    return LaunchSource(text, found, trusted=options.trust_script, **path)

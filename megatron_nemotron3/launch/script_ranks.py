@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 
@@ -18,7 +17,6 @@ _SLURM = {
     "--ntasks": ("SLURM_NTASKS", "SLURM_NPROCS"),
     "--gpus-per-node": ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"),
 }
-_PRODUCT = re.compile(r"\$\(\(\s*(\d+(?:\s*\*\s*\d+)*)\s*\)\)")
 
 
 def sbatch_options(text: str) -> dict[str, tuple[str, ...]]:
@@ -42,7 +40,7 @@ def ranks_of(launcher: Mapping[str, tuple[str, ...]], variable: str) -> int | No
 
     def number(name: str, default: int | None = None) -> int | None:
         words = launcher.get(name)
-        return default if not words else _count(words[0])
+        return default if words is None else _count("".join(words[:1]))
 
     per_node, tasks = number("--nproc-per-node"), number("--ntasks-per-node")
     if "--nproc-per-node" in launcher:
@@ -55,7 +53,4 @@ def ranks_of(launcher: Mapping[str, tuple[str, ...]], variable: str) -> int | No
 
 
 def _count(word: str) -> int | None:
-    """Return a number of ranks or nodes, or the product of some: "8", "$((4 * 8))"; else None."""
-    product = _PRODUCT.fullmatch(word)
-    factors = product[1].split("*") if product else [word]
-    return math.prod(map(int, factors)) if all(f.strip().isdecimal() for f in factors) else None
+    return int(word) if word.isascii() and word.isdecimal() else None

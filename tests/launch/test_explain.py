@@ -294,7 +294,7 @@ def test_a_shell_script_is_read() -> None:
 
 @pytest.mark.parametrize("text", ["", "just words", "python train.py", "--a 'open\n"])
 def test_text_without_options_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="option|quote"):
+    with pytest.raises(ValueError, match="option|matching `'"):
         read_launch(text)
 
 

@@ -1,17 +1,24 @@
-"""Shell scripts are followed as bash follows them, or refused with the line that cannot be decided."""
+"""Bash reads launch scripts: what it would pass to Megatron is what is read, and nothing else happens."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
+import socket
 import subprocess
+import time
 from pathlib import Path
 
+import psutil
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_nemotron3 import cli
-from megatron_nemotron3.launch import script
+from megatron_nemotron3.launch import jail, script
+from megatron_nemotron3.launch.command_line import read_launch
+from megatron_nemotron3.launch.script import LaunchSource
 
 SIZES = r"""
 SIZE="small" # or "large"
@@ -34,7 +41,7 @@ options=" \
     --split 99,1,0"
 torchrun --nproc_per_node 8 pretrain_hybrid.py ${options} --bf16
 """
-#: Scripts that leave nothing open.
+#: Scripts that need nothing from outside.
 DECIDED = {
     "case": SIZES,
     "case by a pattern": SIZES.replace('"small" #', '"large" #').replace('"large" | huge', "l* | h?ge"),
@@ -96,16 +103,38 @@ DECIDED = {
         exit 0
         torchrun pretrain_hybrid.py --seed 3
     """,
-    "a loop over one word": """
-        for size in 8; do
-            torchrun pretrain_hybrid.py --num-layers $size
-        done
+    "loops and arithmetic": """
+        layers=0; ARGS=()
+        for size in 8 16 24; do ((layers += size)); done
+        while [ $layers -gt 40 ]; do layers=$((layers - 1)); done
+        for ((i = 0; i < 2; i++)); do ARGS+=("--seed" "$i"); done
+        torchrun pretrain_hybrid.py --num-layers $layers --train-iters $((2 ** 10 / 3)) "${ARGS[@]}"
+    """,
+    "strings": r"""
+        NAME=model-8b.yaml; LIST=(a b c); declare -A MAP=([x]=4 [y]=5)
+        ARGS=(--wandb-exp-name "${NAME%.yaml}_${#LIST[@]}" --seed ${MAP[y]})
+        ARGS+=(--split "${LIST[*]:1:2}" --run ${NAME^^} --lr ${NAME/model-8b.yaml/1e-4})
+        printf -v padded '%05d' 42
+        torchrun pretrain_hybrid.py "${ARGS[@]}" --train-iters $padded
     """,
     "a here-document": """
         cat > /dev/null <<EOF
 if [ this is not a script; --seed 5
 EOF
         torchrun pretrain_hybrid.py --seed 6  # --seed 7
+    """,
+    "options from a here-document": """
+        ARGS=$(cat <<EOF
+--seed 5
+--lr $((1 + 1))
+EOF
+)
+        torchrun pretrain_hybrid.py $ARGS
+    """,
+    "tools": """
+        D=$(dirname /data/text/part.bin); B=$(basename /data/text/part.bin .bin)
+        for i in $(seq 1 3); do BLEND+="$i $D/${B}_$i "; done
+        torchrun pretrain_hybrid.py --data-path $BLEND --seed $(echo 7)
     """,
     "comments and continuation": r"""
         ARGS=(
@@ -117,6 +146,12 @@ EOF
             pretrain_hybrid.py \
             "${ARGS[@]}" 2>&1 | cat
     """,
+    "a log": """
+        LOG=log_$((1 + 1)).txt
+        torchrun pretrain_hybrid.py --seed 1 > $LOG 2>&1
+    """,
+    "a word as one": "CMD='torchrun pretrain_hybrid.py --seed 1'\neval $CMD --lr 2",
+    "errors end it": "set -euo pipefail\nmkdir -p out || exit 1\ntorchrun pretrain_hybrid.py --seed 1",
 }
 #: Of texts that are no scripts.
 PIECES = (
@@ -153,24 +188,13 @@ PIECES = (
         "for i in ",
         "do ",
     ),
-    *(
-        "done ",
-        "f() ",
-        "$A ",
-        "\\",
-        "#",
-        "`",
-        "eval ",
-        "[[ ",
-        "]] ",
-        "function ",
-        "else ",
-        "elif ",
-        "! ",
-        ";",
-    ),
-    *("<(", ">(", "((", "))", "exit 1 ", "while ", "2>&1", "> ", "declare ", "f ", "return "),
+    *("done ", "f() ", "$A ", "\\", "#", "`", "eval ", "[[ ", "]] ", "function ", "else ", "! ", ";", "\0"),
+    *("<(", ">(", "((", "))", "exit 1 ", "2>&1", "> ", "declare ", "f ", "return ", "\x1b[2J", "é"),
 )
+
+
+def follow(text: str, variables: dict[str, str] | None = None, path: str = "launch.sh") -> script.Script:
+    return script.follow(LaunchSource(text, variables or {}, path))
 
 
 def of_bash(text: str, folder: Path) -> dict[str, tuple[str, ...]]:
@@ -182,6 +206,7 @@ def of_bash(text: str, folder: Path) -> dict[str, tuple[str, ...]]:
     subprocess.run(
         ["bash", "-c", f'exec 9>"{words}"\n{text}'],
         check=True,
+        cwd=folder,
         stdout=subprocess.DEVNULL,
         env={"PATH": f"{folder}:/usr/bin:/bin"},
     )
@@ -198,57 +223,135 @@ def of_bash(text: str, folder: Path) -> dict[str, tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("name", DECIDED)
-def test_followed_as_bash_follows_it(name: str, tmp_path: Path) -> None:
-    assert script.follow(DECIDED[name]).options == of_bash(DECIDED[name], tmp_path)
+def test_read_as_bash_runs_it(name: str, tmp_path: Path) -> None:
+    assert follow(DECIDED[name]).options == of_bash(DECIDED[name], tmp_path)
 
 
 def test_given_values_replace_the_scripts_own(tmp_path: Path) -> None:
-    large = script.follow(SIZES, {"SIZE": "large"})
+    large = follow(SIZES, {"SIZE": "large"})
     assert large.options == of_bash(SIZES.replace('"small" #', '"large" #'), tmp_path)
-    assert large.options["--num-layers"] == ("4",)
-    assert large.notes == ['line 3: case "${SIZE}" is large; --set SIZE=VALUE for another']
-    empty = script.follow("X=1\nif [ -z $X ]; then S=2; else S=3; fi\npretrain.py --seed $S", {"X": ""})
+    assert large.options["--num-layers"] == ("4",) and large.world_size == 8
+    empty = follow("X=1\nif [ -z $X ]; then S=2; else S=3; fi\npretrain.py --seed $S", {"X": ""})
     assert empty.options == {"--seed": ("2",)}
+    text = "f() { local SIZE=1; pretrain.py --seed $SIZE --lr ${1:-0}; }\nexport SIZE=2\nf $1"
+    assert follow(text, {"SIZE": "it's 5"}).options["--seed"] == ("it's", "5")
+    assert follow(text, {"1": "9"}).options == {"--seed": ("1",), "--lr": ("9",)}
+
+
+def test_variables_without_a_value_show_their_names() -> None:
+    """Where they decide more than a value, they are empty, as in bash, and named."""
+    text = """
+    if [ -z ${CHECKPOINT} ]; then CHECKPOINT=here; TOKENIZER=here; fi
+    for host in $(cat hosts); do ping $host; done
+    [ -n "$DEBUG" ] && ARGS="--bf16"
+    pretrain_hybrid.py --lr 1 --load $OTHER/x --seed $((NODES * 2)) --save ${SAVE:-out} $ARGS
+    """
+    found = follow(text)
+    assert found.options == {"--lr": ("1",), "--load": ("$OTHER/x",), "--seed": ("0",), "--save": ("out",)}
+    assert "not set, so empty: DEBUG, NODES; --set DEBUG=VALUE gives a value" in found.notes
+    assert follow(text, {"NODES": "4"}).options["--seed"] == ("8",)
+    assert follow("set -u\npretrain.py --lr $RATE").options == {"--lr": ("$RATE",)}
+    assert follow("DATA=$1\npretrain.py --data-path $DATA --seed 1").options["--data-path"] == ("$1",)
+
+
+def test_what_is_not_run_is_said() -> None:
+    text = """GPUS=$(nvidia-smi -L | wc -l)
+    curl x.org && STEPS=4
+    if [ ! -d logs ]; then mkdir logs; fi
+    torchrun --nproc_per_node $GPUS pretrain.py --seed $STEPS --run job_$(hostname)
+    """
+    found = follow(text)
+    assert found.options == {"--seed": ("4",), "--run": ("job_$(hostname)",)} and found.world_size is None
+    assert found.notes == [
+        "line 1: nvidia-smi is not run and counts as successful, with unknown output",
+        "line 1: wc is not run and counts as successful, with unknown output",
+        "line 2: curl is not run and counts as successful",
+        "line 4: hostname is not run and counts as successful, with unknown output",
+    ]
+
+
+def test_what_the_script_reads(tmp_path: Path) -> None:
+    """Files next to it are sourced; a missing one is named."""
+    (tmp_path / "common.sh").write_text('SEED=7\nexport NEMOTRON3_EMULATE=nvfp4\nARGS=(--lr "$1")\n')
+    text = (
+        'source "$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)/common.sh" 3\n. gone.sh\n'
+        'srun -N 2 --ntasks-per-node 4 bash -c "python $(dirname $0)/pretrain.py --seed $SEED ${ARGS[*]}" &'
+    )
+    found = follow(text, path=str(tmp_path / "launch.sh"))
+    assert found.options == {"--seed": ("7",), "--lr": ("3",)} and found.world_size == 8
+    assert found.notes == ["bash: line 2: gone.sh: No such file or directory"]
+    assert found.environment == {"NEMOTRON3_EMULATE": "nvfp4"}
+
+
+@pytest.mark.parametrize(
+    ("prefix", "emulated", "adapters", "heads"),
+    [
+        ("NEMOTRON3_EMULATE=nvfp4", True, None, None),
+        ("export NEMOTRON3_EMULATE=nvfp4 NEMOTRON3_LORA=1;", True, "", None),
+        ("NEMOTRON3_EMULATE=nvfp4; ", False, None, None),
+        ("NEMOTRON3_LORA=rank=4 NEMOTRON3_BOOST=depths=2", False, "rank=4", "depths=2"),
+        ("export NEMOTRON3_LORA=$UNKNOWN;", False, None, None),
+        ("NEMOTRON3_EMULATE=0", False, None, None),
+    ],
+)
+def test_variables_of_this_package(
+    prefix: str, emulated: bool, adapters: str | None, heads: str | None
+) -> None:
+    """They count where the training processes get them: exported, or before the command."""
+    found = read_launch(LaunchSource(f"{prefix} pretrain.py --seed 1"))
+    assert (found.emulate is not None, found.adapters, found.heads) == (emulated, adapters, heads)
+
+
+def test_several_trainings_and_none() -> None:
+    found = follow("for S in 1 2; do\npretrain.py --seed $S\ndone\npython tools/prepare.py --input x")
+    assert found.options == {"--seed": ("1",)}
+    assert "2 commands are trainings: read is the first, of line 2" in found.notes
+    found = follow("MODEL=(--seed 1)\nexport MORE='--lr 2 --bf16'\nNAME=x")
+    assert found.options == {"--seed": ("1",), "--lr": ("2",), "--bf16": ()}
+    assert found.notes == ["no command is a training: read are the options in MODEL, MORE"]
+    text = "for i in 0 1; do python train.py --seed $i > log.$i & done; wait"
+    assert follow(text).options["--seed"] in [("0",), ("1",)]  # they run at the same time
+    looped = follow("while ! pretrain.py --seed 1 --load $X; do sleep 60; done")
+    assert looped.options == {"--seed": ("1",), "--load": ("$X",)} and looped.notes == []
+
+
+def test_files_of_the_cluster() -> None:
+    """A script that ends because a file is missing on this machine is read as if it were there."""
+    text = """if [ ! -f "/cluster/tokenizer" ] || [[ ! -d "/cluster/data" ]]; then
+        echo "no tokenizer"; exit 1
+    fi
+    pretrain.py --seed 1"""
+    found = follow(text)
+    assert found.options == {"--seed": ("1",)}
+    note = "line 2: the script ends here with status 1; it is read as if every file that it tests existed"
+    assert found.notes == [note]
+
+
+ENDS = "the script ends with status"
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        (SIZES.replace('"small" #', '"tiny" #'), f"line 13: {ENDS} 1 before a training: no such size"),
         (
-            SIZES.replace('"small" #', "$1 #"),
-            r'--num-layers uses LAYERS, and line 3 cannot be decided: case "\$',
+            "[ $# -eq 1 ] || { echo usage; exit 2; }\npretrain.py --lr $1",
+            f"line 1: {ENDS} 2 before a training",
         ),
-        (SIZES.replace('"small" #', "$1 #"), "give --set SIZE=VALUE"),
-        (SIZES.replace('"small" #', "$(cat size) #"), "line 3 cannot be decided"),
-        (SIZES.replace('"small" #', '"tiny" #'), "line 13: with these variables the script ends with exit 1"),
-        ("if [ -f x ]; then\n  A='--lr 1'\nfi\npretrain.py $A", r"--lr \(line 2\): line 1 cannot be decided"),
+        ("pretrain.py --lr ${RATE:?is missing}", "RATE: is missing; give --set RATE=VALUE"),
         (
-            "if grep -q x y; then S=1; fi\npretrain.py --seed $S",
-            "--seed uses S, and line 1 cannot be decided",
+            "if true; then\npretrain.py --lr 1",
+            f"line 1: {ENDS} 2 before a training: syntax error: unexpected end",
         ),
-        ("S=1\ngrep -q x y && S=2\npretrain.py --seed $S", "--seed uses S, and line 2"),
-        (
-            "for S in 1 2; do\npretrain.py --seed $S\ndone",
-            r"--seed \(line 2\): line 1 repeats what sets it: for S",
-        ),
-        ("S=1\nwhile [ $# -gt 0 ]; do S=$1; shift; done\npretrain.py --seed $S", "--seed uses S, and line 2"),
-        (
-            "f() { pretrain.py --lr 1; }\nif [ -d x ]; then f; fi",
-            r"--lr \(line 1\): line 2 cannot be decided",
-        ),
-        ("f() { f; }\nf\npretrain.py --lr 1", "call each other more than 20 deep"),
-        ("if true; then\npretrain.py --lr 1", "line 1: if has no fi"),
-        ("case x in\na) pretrain.py --lr 1", "line 1: case has no esac"),
-        ("if " * 5000, "nested more than"),
-        ("(" * 5000, "nested more than|bracket is not closed"),
-        ("A='", "line 1: a quote is not closed"),
-        ("A=(--lr 1", "line 1: a bracket is not closed"),
-        ("cat <<E\n--lr 1", "here-document E is not closed"),
-        ("fi", "no Megatron option"),
-        ("a) b", "has no beginning"),
+        ("A='", "unexpected EOF while looking for matching"),
+        ("fi; pretrain.py --lr 1", "syntax error near unexpected token"),
+        ("echo $'\\e[2J'; exit 3", r"status 3 before a training: \x1b[2J"),
+        ("echo hello", "no Megatron option"),
+        ("", "no Megatron option"),
+        ("# nothing", "no Megatron option"),
     ],
 )
-def test_what_cannot_be_decided_is_refused(
+def test_what_starts_no_training_is_refused(
     text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "launch.sh"
@@ -256,30 +359,151 @@ def test_what_cannot_be_decided_is_refused(
     assert cli.main(["explain", "nano", "--argv", str(file)]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.count("\n") == 1
-    with pytest.raises(ValueError, match=message):
-        raise ValueError(printed.err)
-
-
-def test_a_branch_that_changes_no_option_does_not_matter() -> None:
-    text = """
-    if [ -z ${CHECKPOINT} ]; then CHECKPOINT=here; TOKENIZER=here; fi
-    if [ ! -d logs ]; then mkdir logs; echo --made; fi
-    for host in $(cat hosts); do ping $host; done
-    pretrain_hybrid.py --lr 1 --load $OTHER
-    """
-    assert script.follow(text).options == {"--lr": ("1",), "--load": ("$OTHER",)}
+    assert message in printed.err
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=40).map("".join))
+@settings(max_examples=30, deadline=None)
 def test_any_text_is_read_or_refused(text: str) -> None:
     with contextlib.suppress(ValueError):
-        script.follow(text)
+        follow(text)
 
 
-def test_what_is_not_read_is_said() -> None:
-    found = script.follow("source common.sh\nif [ 1 = 1 ]; then S=2; fi\npretrain.py --seed $S")
-    assert found.notes == ["line 1: source common.sh is not read", "line 2: if [ 1 = 1 ] is taken as true"]
-    assert script.follow('eval "python -m x pretrain.py --seed 1"').options == {"--seed": ("1",)}
+#: What no script may do. FOLDER and PORT are filled in.
+HOSTILE = {
+    "writes": ": > FOLDER/new; echo x >> FOLDER/kept; echo x > FOLDER/kept; echo x &> FOLDER/new",
+    "opens": "exec 3> FOLDER/a; echo x >&3; exec 4<> FOLDER/kept; echo x >&4; set -C; echo x >| FOLDER/kept",
+    "links": "ln -s / FOLDER/a; mkdir FOLDER/a; rm FOLDER/kept; mkfifo FOLDER/a; mv FOLDER/kept FOLDER/b",
+    "a program": "/bin/touch FOLDER/a; /usr/bin/env touch FOLDER/a; /bin/../bin/cp FOLDER/kept FOLDER/b",
+    "exec": "exec /bin/touch FOLDER/new",
+    "builtin exec": "builtin exec /bin/touch FOLDER/new",
+    "command": "command -p touch FOLDER/a; builtin command /bin/touch FOLDER/new",
+    "PATH": "PATH=/usr/bin:/bin; touch FOLDER/a; export PATH=/bin; touch FOLDER/new",
+    "PATH without the trap": "trap - DEBUG; PATH=/usr/bin:/bin; touch FOLDER/a; $(touch FOLDER/new)",
+    "hash": "trap - DEBUG; hash -p /usr/bin/touch x; x FOLDER/new",
+    "no handler": "unset -f command_not_found_handle exec; PATH=/bin; touch FOLDER/a; exec touch FOLDER/b",
+    "substitution": "x=$(/bin/touch FOLDER/a); cat <(/bin/touch FOLDER/b); : > >(/bin/cp /bin/sh FOLDER/c)",
+    "coprocess": "coproc /bin/touch FOLDER/a; wait",
+    "a script": "bash -c '/bin/touch FOLDER/new'; sh -c ': > FOLDER/new'; bash FOLDER/script.sh",
+    "eval": 'eval "$(printf "%s" "/bin/touch FOLDER/new")"',
+    "prompt": "PROMPT_COMMAND=': > FOLDER/new'; PS4='$(: > FOLDER/new)'; set -x; true",
+    "a trap": "trap '/bin/touch FOLDER/new' EXIT ERR DEBUG; false",
+    "arithmetic": "a[$(/bin/touch FOLDER/new)]=1; echo $((a[$(/bin/touch FOLDER/new)]))",
+    "a socket": "exec 3<> /dev/tcp/127.0.0.1/PORT; echo > /dev/tcp/localhost/PORT; read < /dev/udp/::1/1",
+    "signals": "builtin kill -9 PARENT; builtin kill -9 $PPID; unset -f kill; kill -9 -1; kill 0",
+    "a library": "enable -f FOLDER/x.so evil; enable -f /usr/lib/bash/mkdir mkdir; mkdir FOLDER/new",
+    "limits": "unset -f ulimit; ulimit -v unlimited; ulimit -f unlimited; umask 0; : > FOLDER/new",
+    "history": "HISTFILE=FOLDER/new; set -o history; history -s x; history -w; history -a FOLDER/b",
+    "the record": "echo garbage >&251; printf '1\\0' >&251; exec 251>&-; pretrain.py --seed 1",
+    "a directory": "cd FOLDER; : > new; pushd /; popd; echo x > ../$(basename FOLDER)/new",
+    "logs": "exec > FOLDER/new 2>&1; echo x; pretrain.py --seed 1 | tee FOLDER/new",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_script_does_anything(name: str, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.write_text("as it was")
+    (tmp_path / "script.sh").write_text(f"/bin/touch {tmp_path}/new; : > {tmp_path}/new\n")
+    before = sorted(os.listdir(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        text = HOSTILE[name].replace("FOLDER", str(tmp_path)).replace("PARENT", str(os.getpid()))
+        text = text.replace("PORT", str(server.getsockname()[1]))
+        for piece in (text, text.replace("; ", "\n"), f"f() {{ {text}; }}\nf\nf | f &\nwait"):
+            with contextlib.suppress(ValueError):
+                follow(f"{piece}\npretrain.py --seed 1")
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    assert sorted(os.listdir(tmp_path)) == before and kept.read_text() == "as it was"
+
+
+#: What takes time, memory or processes without end.
+ENDLESS = {
+    "a loop": "while :; do :; done",
+    "output": "while :; do echo xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx; done",
+    "a string": "x=x; while :; do x=$x$x; done",
+    "an array": "while :; do a+=(xxxxxxxxxxxxxxxx {1..1000}); done",
+    "a range": "echo {1..1000000000}",
+    "processes": "f() { f | f & }; f; while :; do :; done",
+    "many processes": "while :; do (while :; do :; done) & done",
+    "many strings": "f() { x=x; while :; do x=$x$x; done; }; for i in {1..40}; do f & done; wait",
+    "a device": "read -d x < /dev/zero; x=$(< /dev/zero)",
+    "recursion": "f() { f; }; f",
+    "signals": "trap '' TERM INT HUP XCPU; while :; do :; done",
+    "left behind": "(trap '' HUP TERM; while :; do :; done) & exit 0",
+    "records": "while :; do pretrain.py --seed 1; done",
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_every_script_ends(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "launch.sh"
+    file.write_text(ENDLESS[name])
+    environment = {"PATH": "/nowhere", "MARK": f"{tmp_path}", "BASH_ENV": str(tmp_path / "before")}
+    (tmp_path / "before").write_text("command_not_found_handle() { echo $* >&251; }\n")
+    started = time.monotonic()
+    jail.run([str(file)], environment, tmp_path, seconds=1)
+    assert time.monotonic() - started < 60  # far from what it would take
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 100 << 20
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            left = process.environ().get("MARK") == str(tmp_path)
+            assert not left or process.status() == psutil.STATUS_ZOMBIE
+
+
+def test_limits_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jail, "SECONDS", 2)
+    with pytest.raises(ValueError, match="the script takes more than 2 s before a training"):
+        follow("while :; do :; done")
+    with pytest.raises(ValueError, match="the script starts more than 64 processes before a training"):
+        follow("while :; do (while :; do :; done) & done")
+    assert (
+        "the script takes more than 2 s and was ended"
+        in follow("pretrain.py --seed 1\nwhile :; do :; done").notes
+    )
+
+
+def test_without_a_filter_a_script_needs_trust(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy of the file that asks for a library which no system has."""
+    source = Path(jail.__file__).read_text()
+    copy = tmp_path / "jail.py"
+    copy.write_text(source.replace("libseccomp.so.2", "libnosuch.so.2"))
+    monkeypatch.setattr(jail, "__file__", str(copy))
+    file = tmp_path / "launch.sh"
+    file.write_text("X=5\npretrain_hybrid.py --seed $X")
+    assert cli.main(["explain", "nano", "--argv", str(file)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1
+    assert "no filter of system calls (libnosuch.so.2" in printed.err and "--trust-script" in printed.err
+    assert cli.main(["explain", "nano", "--argv", str(file), "--full", "--trust-script"]) == 0
+    assert "--seed" in capsys.readouterr().out
+    file.write_text("torchrun pretrain_hybrid.py \\\n  --seed 5 --hybrid-layer-pattern 'M*|E'")
+    assert cli.main(["explain", "nano", "--argv", str(file)]) == 0  # nothing to compute
+
+
+def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
+    """Ctrl-C while bash runs ends its whole group."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    environment = {"PATH": "/nowhere", "MARK": f"{tmp_path}"}
+    file = tmp_path / "launch.sh"
+    file.write_text("while :; do (while :; do :; done); done")
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            jail.run([str(file)], environment, tmp_path)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            assert process.environ().get("MARK") != str(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ from typing import Any
 from megatron_nemotron3.checkpoints.convert.megatron_args import config_of
 from megatron_nemotron3.launch import ParallelLayout, command_line, parser, versions
 from megatron_nemotron3.launch.command import chosen_launch
-from megatron_nemotron3.launch.flag import Flag
+from megatron_nemotron3.launch.flag import Flag, is_known
 from megatron_nemotron3.launch.flags import flags
-from megatron_nemotron3.launch.script import is_known
-from megatron_nemotron3.launch.script_options import given_options, text_of, variables
+from megatron_nemotron3.launch.script import LaunchSource
+from megatron_nemotron3.launch.script_options import given_options, source_of
 from megatron_nemotron3.launch.stored_model import MergedOptions
 from megatron_nemotron3.models import Nemotron3Config, names
 from megatron_nemotron3.models import pattern as patterns
@@ -243,8 +243,8 @@ def _sizes(
 CHECKOUT = "MEGATRON_LM_DIR"
 #: Options that go with a script or arguments; the others describe a launch by the NAME of a model.
 BESIDE = (
-    *("name", "command", "run", "extra", "json", "set", "ranks", "gpu", "gpus", "output", "check"),
-    *("command_line", "main"),
+    *("name", "command", "run", "extra", "json", "set", "trust_script", "ranks", "gpu", "gpus", "output"),
+    *("check", "command_line", "main"),
 )
 _OWN = (".json", ".py")
 
@@ -260,16 +260,16 @@ def read(options: argparse.Namespace, command: argparse.ArgumentParser) -> Launc
         raise ValueError("give a script, the NAME of a model, or -- and the words of the command")
     if target is not None and arguments:
         raise ValueError(f"{target} is certified as it is: drop -- {shlex.join(arguments)}")
-    text = shlex.join(arguments) if target is None else text_of(target, target)
-    given = variables(options.set)
-    found = command_line.read_launch(text, given)
+    given = target is not None
+    source = source_of(options, target, target) if given else LaunchSource(shlex.join(arguments))
+    found = command_line.read_launch(source)
     return LaunchRequest(
         title="command" if target is None else "standard input" if target == "-" else target,
         flags=tuple(found.flags),
         notes=tuple(found.notes),
-        emulate=command_line.emulation(text),
-        lora=command_line.adapters(text),
-        boost=command_line.heads(text),
+        emulate=found.emulate,
+        lora=found.adapters,
+        boost=found.heads,
         world_size=options.gpus or found.world_size,
     )
 

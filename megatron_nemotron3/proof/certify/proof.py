@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 
 from megatron_nemotron3.launch import pasted, versions
-from megatron_nemotron3.launch.command_line import is_known
+from megatron_nemotron3.launch.flag import is_known
 from megatron_nemotron3.launch.parser import misused, unknown
 from megatron_nemotron3.launch.plan.hardware import GIB, GPUS, RESERVE
 from megatron_nemotron3.precision import yaml_file

@@ -19,6 +19,7 @@ from types import ModuleType
 
 from megatron_nemotron3.launch import command_line
 from megatron_nemotron3.launch.flag import Flag, render
+from megatron_nemotron3.launch.script import LaunchSource
 
 HERE = Path(__file__).parent
 REPOSITORIES = {
@@ -83,7 +84,7 @@ SECTIONS = ("model", "ddp", "train", "optimizer", "scheduler", "mixed_precision"
 
 def flags_of(file: Path, name: str) -> list[Flag]:
     """Options of a launch."""
-    return command_line.read_launch(file.read_text(), SET.get(name)).flags
+    return command_line.read_launch(LaunchSource(file.read_text(), SET.get(name, {}))).flags
 
 
 def write_words(checkouts: dict[str, Path]) -> None:

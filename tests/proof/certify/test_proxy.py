@@ -264,9 +264,9 @@ def test_experts_that_differ_by_layer() -> None:
     ],
 )
 def test_adapters(text: str, expected: str | None, tmp_path: Path) -> None:
-    lora = command_line.adapters(text)
+    launch = command_line.read_launch(text)
+    lora, flags = launch.adapters, launch.flags
     assert lora == expected
-    flags = command_line.read_launch(text).flags
     bench = Bench(proxy=make(request(flags, lora=lora), 8), flags=tuple(flags), folder=tmp_path)
     assert bench.case(None).lora == expected
 
@@ -279,9 +279,9 @@ def test_adapters_that_are_none() -> None:
 def test_heads_alone(tmp_path: Path) -> None:
     """The proxy trains what the launch trains, and the certificate is not one of an ordinary training."""
     text = f'export NEMOTRON3_BOOST="loss=tv,mix=1"\n{SUPER}'
-    heads = command_line.heads(text)
-    assert heads == "loss=tv,mix=1" and command_line.heads(SUPER) is None
-    flags = tuple(command_line.read_launch(text).flags)
+    launch = command_line.read_launch(text)
+    heads, flags = launch.heads, tuple(launch.flags)
+    assert heads == "loss=tv,mix=1" and command_line.read_launch(SUPER).heads is None
     bench = Bench(proxy=make(request(flags, boost=heads), 8), flags=flags, folder=tmp_path)
     assert bench.case(None).boost == heads
     (finding,) = definition(bench)
@@ -348,8 +348,8 @@ def test_ranks_that_do_not_fit() -> None:
     [
         ("torchrun --nproc_per_node 8 --nnodes=4 {}", 32),
         ("python3 -m torch.distributed.run --nproc-per-node=4 -- {}", 4),
-        ("GPUS=8\nARGS=(--nproc_per_node $GPUS --nnodes $NODES)\nNODES=2\ntorchrun ${{ARGS[]}} {}", None),
-        ("NODES=2\nARGS=(--nproc_per_node 8 --nnodes $NODES)\ntorchrun ${{ARGS[]}} {}", 16),
+        ("GPUS=8\nARGS=(--nproc_per_node $GPUS --nnodes $NODES)\nNODES=2\ntorchrun ${{ARGS[@]}} {}", None),
+        ("NODES=2\nARGS=(--nproc_per_node 8 --nnodes $NODES)\ntorchrun ${{ARGS[@]}} {}", 16),
         ("#SBATCH --nodes=4\n#SBATCH --ntasks-per-node=8\nsrun python {}", 32),
         ("#SBATCH -N 4 --ntasks-per-node=1\nsrun torchrun --nproc-per-node 8 --nnodes $SLURM_NNODES {}", 32),
         ("srun -n 16 python {}", 16),

@@ -1,0 +1,217 @@
+"""Run bash so that a script can compute and nothing else: write no file, start no program, open no socket.
+
+A seccomp filter (Linux, libseccomp) is on the bash process and all its forks: system calls that are not in
+`_ALLOWED` fail. Opening a file for writing returns file descriptor 0, which is /dev/null: a redirection then
+does not stop the command that has it. The caller counts time, memory and processes, and ends the whole group.
+
+As a script, `python -I -S jail.py RECORD TRUSTED BASH ARGUMENTS`, this file becomes that bash.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+#: Limits of all processes together: seconds, bytes in memory, processes.
+SECONDS, MEMORY, PROCESSES = 10, 1 << 30, 64
+#: Exit status of this file if there is no filter.
+_NO_FILTER = 97
+#: Descriptor of the record: scripts use small ones, and 200 for locks.
+RECORD = 251
+_LIBRARY = "libseccomp.so.2"
+#: Results of a filtered call; the errno is added to the second.
+_PASS, _FAIL = 0x7FFF0000, 0x00050000
+_EQUAL, _GREATER, _MASKED = 4, 6, 7
+_EPERM, _ENOSYS = 1, 38
+_WRITES = (os.O_WRONLY, os.O_RDWR, os.O_CREAT)
+#: CLONE_VM and the namespaces of clone(2).
+_CLONE = 0x7E020100
+#: What bash itself needs. Kernels and C libraries differ in which of these they use.
+_ALLOWED = """
+access faccessat faccessat2 stat lstat fstat fstat64 newfstatat statx readlink readlinkat getcwd chdir fchdir
+read pread64 readv write writev lseek dup dup2 dup3 fcntl pipe pipe2 select pselect6 poll ppoll getdents64
+brk mmap munmap mprotect mremap madvise rt_sigaction rt_sigprocmask rt_sigreturn rt_sigsuspend sigaltstack
+wait4 waitid exit exit_group execveat restart_syscall futex set_tid_address set_robust_list rseq arch_prctl
+getpid getppid getpgrp getpgid getsid gettid getuid geteuid getgid getegid getgroups getresuid getresgid
+uname sysinfo umask times getrusage getrlimit clock_gettime gettimeofday time getrandom sched_getaffinity
+nanosleep clock_nanosleep
+"""
+#: Calls whose failure bash reports: with EPERM it says "Operation not permitted".
+_REFUSED = "execve kill socket"
+
+
+class _ArgumentTest(ctypes.Structure):
+    """`struct scmp_arg_cmp`: argument `argument` is compared with `first`, or masked by it with `second`."""
+
+    _fields_ = (
+        ("argument", ctypes.c_uint),
+        ("operator", ctypes.c_int),
+        ("first", ctypes.c_uint64),
+        ("second", ctypes.c_uint64),
+    )
+
+
+class JailError(Exception):
+    """Bash cannot be run in this way here."""
+
+
+def run(
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    folder: Path,
+    *,
+    trusted: bool = False,
+    seconds: float | None = None,
+) -> str:
+    """Run bash; "" if it ended by itself, else the limit that it exceeded.
+
+    Args:
+        arguments: of bash.
+        environment: all variables that bash gets.
+        folder: gets a file "printed" with what bash prints, and a file "record", which bash can append to as
+            descriptor `RECORD`.
+        trusted: start bash without the filter if there is none here.
+        seconds: limit of time (SECONDS).
+
+    Raises:
+        JailError: no bash, or no filter.
+    """
+    bash = shutil.which("bash")
+    if bash is None:
+        raise JailError("there is no bash on this machine")
+    with (folder / "printed").open("wb") as printed, (folder / "record").open("ab") as recorded:
+        os.set_inheritable(recorded.fileno(), True)
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-I",
+                "-S",
+                __file__,
+                str(recorded.fileno()),
+                str(int(trusted)),
+                bash,
+                *arguments,
+            ],
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=printed,
+            stderr=printed,
+            pass_fds=[recorded.fileno()],
+            start_new_session=True,
+        )
+    try:
+        exceeded = _watch(process, seconds or SECONDS)
+    finally:
+        _end(process)
+    if process.returncode == _NO_FILTER:
+        raise JailError((folder / "printed").read_text(errors="replace").strip())
+    return exceeded
+
+
+def _watch(process: subprocess.Popen[bytes], seconds: float) -> str:
+    """Wait for the end of a process and of all that it started; return the limit that they exceed before."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.02)
+        members = list(_group(process.pid))
+        if not members:
+            return ""
+        if len(members) > PROCESSES:
+            return f"starts more than {PROCESSES} processes"
+        if sum(members) > MEMORY:
+            return f"takes more than {MEMORY >> 20:,} MiB of memory"
+    return f"takes more than {seconds:g} s"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and all that it started, and wait until they are gone."""
+    with contextlib.suppress(ProcessLookupError):  # none is left
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    while members := list(_group(process.pid)):
+        time.sleep(0.01 * len(members))
+
+
+def _group(group: int) -> Iterator[int]:
+    """Bytes in memory of every process of a group that runs."""
+    import psutil
+
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                yield process.memory_info().rss
+
+
+def _become_bash(record: int, trusted: bool, bash: str, arguments: Sequence[str]) -> None:
+    """Replace this process by bash, with limits and the filter."""
+    for kind, limit in (
+        (resource.RLIMIT_CPU, SECONDS),
+        (resource.RLIMIT_AS, MEMORY // 4),
+        (resource.RLIMIT_FSIZE, MEMORY // 64),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        with contextlib.suppress(
+            ValueError, OSError
+        ):  # the hard limit is lower, or the system knows no such limit
+            resource.setrlimit(kind, (limit, limit))
+    if record != RECORD:
+        os.dup2(record, RECORD)
+        os.close(record)
+    os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+    program = os.open(bash, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        _filter()
+    except (OSError, AttributeError) as problem:
+        if not trusted:
+            print(f"no filter of system calls ({problem})", file=sys.stderr)
+            sys.exit(_NO_FILTER)
+        os.execv(bash, ["bash", *arguments])
+    os.execve(program, ["bash", *arguments], os.environ)  # execveat, which bash itself never calls
+
+
+def _filter() -> None:
+    """Load the filter into this process; OSError or AttributeError if that is impossible."""
+    library: Any = ctypes.CDLL(_LIBRARY)
+    library.seccomp_init.restype = ctypes.c_void_p
+    context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(_FAIL | _ENOSYS)))
+
+    def rule(result: int, call: str, *comparison: int) -> None:
+        number = library.seccomp_syscall_resolve_name(call.encode())
+        if number < 0:  # not on this architecture
+            return
+        compared = (_ArgumentTest * 1)(_ArgumentTest(*comparison))
+        status = library.seccomp_rule_add_array(
+            context, ctypes.c_uint32(result), number, bool(comparison), compared
+        )
+        if status:
+            raise OSError(-status, f"{_LIBRARY} takes no rule for {call}")
+
+    for call in _ALLOWED.split():
+        rule(_PASS, call)
+    for call in _REFUSED.split():
+        rule(_FAIL | _EPERM, call)
+    for call, flags in (("open", 1), ("openat", 2)):
+        rule(_PASS, call, flags, _MASKED, sum(_WRITES), 0)
+        for bit in _WRITES:
+            rule(_FAIL | 0, call, flags, _MASKED, bit, bit)
+    rule(_PASS, "close", 0, _GREATER, 0)
+    rule(_FAIL | 0, "close", 0, _EQUAL, 0)
+    rule(_PASS, "clone", 0, _MASKED, _CLONE, 0)
+    rule(_PASS, "prlimit64", 2, _EQUAL, 0)  # asks for a limit, sets none
+    if status := library.seccomp_load(context):
+        raise OSError(-status, "the kernel takes no filter")
+
+
+if __name__ == "__main__":
+    _become_bash(int(sys.argv[1]), sys.argv[2] == "1", sys.argv[3], sys.argv[4:])
