@@ -100,7 +100,7 @@ def fit(lines: Sequence[Line]) -> tuple[float, float]:
 
 
 def show_runs() -> None:
-    """The tables of docs/measurements.md."""
+    """The runs, and the table of errors of docs/measurements.md."""
     columns = "model GPUs precision layout micro source tokens/s/GPU plan error GiB plan error"
     print(f"| {' | '.join(columns.split())} |")
     print("|-|-|-|-|-:|-|-:|-:|-:|-:|-:|-:|")

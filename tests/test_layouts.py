@@ -1,4 +1,4 @@
-"""Every layout of docs/environment.md trains on gloo, with our entry and with the stock script."""
+"""Every layout of docs/measurements.md trains on gloo, with our entry and with the stock script."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_a_foreign_stack_stops_the_run(tmp_path: Path) -> None:
     assert "lm loss" not in done.stdout
 
 
-if __name__ == "__main__":  # the figures of docs/environment.md
+if __name__ == "__main__":  # the figures of docs/measurements.md
     for script_name in [processes.ENTRY, *([STOCK] if STOCK.is_file() else [])]:
         for layout_name in LAYOUTS:
             steps = _run(Path(script_name), layout_name).steps

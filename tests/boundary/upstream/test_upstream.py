@@ -1,4 +1,4 @@
-"""Upstream's own tests pass with our communicators (docs/omni.md says how to run them by hand)."""
+"""Upstream's own tests pass with our communicators (docs/measurements.md has the command)."""
 
 from __future__ import annotations
 
