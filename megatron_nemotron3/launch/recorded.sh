@@ -1,7 +1,8 @@
 # Runs before a launch script (BASH_ENV): commands are recorded on descriptor 251 and not run.
 # A record is pairs of a process and a word, each ended by a zero byte: a number of words, and as many words.
 
-# Names that the script uses, and names that it assigns; launch/script.py fills in both, and the values of --set.
+# Names that the script uses and does not assign, and names that it assigns. launch/script.py fills in both, and
+# the values of --set.
 __used=(@USED@)
 __assigned=(@ASSIGNED@)
 __line=1

@@ -239,7 +239,7 @@ def _run_shown(source: LaunchSource, job: Mapping[str, str]) -> _ScriptRun:
             source, run = exists, other
     unset = run.launches[0].unset if run.launches else ()
     text = _COMMENT.sub("", source.text)
-    known = {*_DEFAULTED.findall(text), *_ASSIGNED.findall(text), *source.variables}
+    known = {*_DEFAULTED.findall(text), *source.variables}
     if _READS_ARGUMENTS.search(text):
         known |= set("123456789")
     names = [name for name in _used(text) if (name in unset or name.isdecimal()) and name not in known]
@@ -298,9 +298,10 @@ def _run(source: LaunchSource, others: Mapping[str, str], seconds: float | None 
 def _prepared(source: LaunchSource) -> str:
     """Return what runs before the script, for the names of this one."""
     text = _COMMENT.sub("", source.text)
+    assigned = dict.fromkeys(_ASSIGNED.findall(text))
     names = {
-        "@USED@": [name for name in _used(text) if not name.isdecimal()],
-        "@ASSIGNED@": dict.fromkeys(_ASSIGNED.findall(text)),
+        "@USED@": [name for name in _used(text) if not name.isdecimal() and name not in assigned],
+        "@ASSIGNED@": assigned,
         "@REPORTED@": _REPORTED,
         "@PATH@": [shlex.quote(source.path)],
         "@FIXED@": [f"{k}={shlex.quote(v)}" for k, v in source.variables.items() if not k.isdecimal()],
