@@ -13,7 +13,7 @@ from megatron_nemotron3.models.config import Nemotron3Config
 from megatron_nemotron3.models.omni import OmniConfig, get_omni
 from megatron_nemotron3.models.tiny import TINY_SUFFIX, tiny
 
-_MODEL = "a name of the catalog, or FILE.json or FILE.py with a model of your own"
+_MODEL = "a name of the catalog, or FILE.json with a model of your own"
 
 
 @dataclass(frozen=True, kw_only=True)

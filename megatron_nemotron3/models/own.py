@@ -1,20 +1,15 @@
-"""A user's model from a file: JSON with fields of `Nemotron3Config`, or a program that makes one.
+"""A user's model from a JSON file with fields of `Nemotron3Config`.
 
     {"base": "nano", "pattern": "MEM*EMEM*E", "num_moe_experts": 64}
 
 `base` names a catalog model, whose fields are taken where the file gives none. Without it every field that
-has no default is needed. The output of `nemotron3 show NAME --json` is accepted, too. A Python program is
-run; it names its model `config`, or makes only one.
+has no default is needed. `nemotron3 show NAME --json` and `Nemotron3Config.to_json` write such files.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-import runpy
-import sys
-import traceback
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
@@ -24,7 +19,7 @@ from megatron_nemotron3.common.parser import hint
 from megatron_nemotron3.models import catalog
 from megatron_nemotron3.models.config import Nemotron3Config
 
-SUFFIXES = (".json", ".py")
+SUFFIX = ".json"
 #: No description of a model is longer, in bytes.
 LONGEST = 1 << 20
 #: Published figures of the base model, which do not hold for another one.
@@ -34,22 +29,15 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def model(text: str) -> Nemotron3Config:
-    """Return the model that a user names: the name of a catalog model, or a file (`SUFFIXES`)."""
-    if not text.lower().endswith(SUFFIXES):
+    """Return the model that a user names: the name of a catalog model, or a JSON file."""
+    if not text.lower().endswith(SUFFIX):
         return catalog.get(text)
     file = Path(text)
     content = read_outside(file, limit=LONGEST)
-    if file.suffix.lower() == ".py":
-        config = _run(file)
-    else:
-        try:
-            config = from_json(content.decode("utf-8-sig"), file.stem)
-        except UnicodeDecodeError:
-            raise ValueError(f"{file} is not a text file: give JSON") from None
-        except ValueError as problem:
-            raise ValueError(f"{file}: {problem}") from None
     try:
-        return _checked(config)
+        return _checked(from_json(content.decode("utf-8-sig"), file.stem))
+    except UnicodeDecodeError:
+        raise ValueError(f"{file} is not a text file: give JSON") from None
     except ValueError as problem:
         raise ValueError(f"{file}: {problem}") from None
 
@@ -128,36 +116,6 @@ def _complete(data: dict[str, Any]) -> Nemotron3Config:
     if missing := [f.name for f in fields(Nemotron3Config) if f.default is MISSING and f.name not in data]:
         raise ValueError(f'{", ".join(missing)} missing: give them, or a "base" that has them')
     return Nemotron3Config(**data)
-
-
-def _run(file: Path) -> Nemotron3Config:
-    """Run a Python program, with its output on stderr, and return its model."""
-    sys.path.insert(0, str(file.resolve().parent))
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            names = runpy.run_path(str(file))
-    except (Exception, SystemExit) as problem:
-        message = " ".join(str(problem).split())
-        raise ValueError(f"{_place(problem, file)}: {type(problem).__name__}: {message}") from None
-    finally:
-        sys.path.pop(0)
-    found = {name: value for name, value in names.items() if isinstance(value, Nemotron3Config)}
-    if "config" in found:
-        return found["config"]
-    known = [catalog.get(name) for name in catalog.names()]
-    own = {id(v): name for name, v in found.items() if not any(v is other for other in known)}
-    if len(own) == 1:
-        return found[next(iter(own.values()))]
-    models = f"{len(own)} models ({', '.join(own.values())})" if own else "no Nemotron3Config"
-    raise ValueError(f"{file} makes {models}: call the one to use config")
-
-
-def _place(problem: BaseException, file: Path) -> str:
-    """file:line of the innermost frame of the program."""
-    if isinstance(problem, SyntaxError) and problem.filename == str(file):
-        return f"{file}:{problem.lineno}"
-    lines = [f.lineno for f in traceback.extract_tb(problem.__traceback__) if f.filename == str(file)]
-    return f"{file}:{lines[-1]}" if lines else str(file)
 
 
 def _checked(config: Nemotron3Config) -> Nemotron3Config:
