@@ -2,9 +2,7 @@
 
 A model whose final loss is above it has learnt nothing about the order of tokens.
 
-    uniform        log V                           a model that knows nothing: the loss at step 0
-    cross entropy  -sum_t q(t) log p(t)            p: training split, smoothed; q: validation split
-    entropy        -sum_t p(t) log p(t)            p: training split, not smoothed
+    -sum_t q(t) log p(t)    q: validation split; p: training split, smoothed
 
 in nats per token, as Megatron prints its loss (`lm loss`), end-of-document tokens included. Smoothing is
 add-one (Laplace): p(t) = (n(t) + 1) / (N + V), V the vocabulary before Megatron pads it.
@@ -25,14 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class UnigramBaseline:
-    """Losses without context, in nats per token, and the tokens they were counted on."""
+    """The loss without context, in nats per token, and the tokens that it was counted on."""
 
-    #: Validation tokens under the smoothed training frequencies: compare with the validation loss.
     cross_entropy: float
-    #: Training tokens under their own frequencies: compare with the training loss.
-    entropy: float
-    #: log V.
-    uniform: float
     train_tokens: int
     valid_tokens: int
 
@@ -51,8 +44,6 @@ def unigram_baseline(prefix: str | os.PathLike[str], split: str, vocab_size: int
     held_out = _counts(dataset, valid, vocab_size)
     return UnigramBaseline(
         cross_entropy=cross_entropy(held_out, counts),
-        entropy=entropy(counts),
-        uniform=math.log(vocab_size),
         train_tokens=int(counts.sum()),
         valid_tokens=int(held_out.sum()),
     )
@@ -64,14 +55,6 @@ def cross_entropy(held_out: np.ndarray, counts: np.ndarray) -> float:
 
     log_p = np.log(counts + 1.0) - math.log(counts.sum() + counts.size)
     return float(-(held_out * log_p).sum() / held_out.sum())
-
-
-def entropy(counts: np.ndarray) -> float:
-    """Nats per token of `counts` [V] under their own frequencies."""
-    import numpy as np
-
-    p = counts[counts > 0] / counts.sum()
-    return float(-(p * np.log(p)).sum())
 
 
 def _counts(dataset: list[np.ndarray], documents: range, vocab_size: int) -> np.ndarray:
