@@ -52,7 +52,6 @@ class RefitOptions:
     buffer: int = _transfer("most that a rank sends in a step (256)", "MIB", default=256, least=1)
     gpu: str = _transfer("type of GPU, whose links give the time (h100)", default="h100", choices=GPUS)
     delta: str | None = _transfer('only tensors with such Hugging Face names, as "mtp.*"', "PATTERN")
-    prove: bool = flag("check that every byte arrives once", group=_TRANSFER)
     json: bool = json_flag()
 
 
@@ -64,8 +63,6 @@ def register(commands: Any) -> None:
 def refit(options: RefitOptions) -> int:
     """Print the figures of the plan. Returns exit status 0."""
     config = chosen_model(options.which)
-    if options.prove and options.delta is not None:
-        raise ValueError("--prove is for a plan of all tensors: leave --delta out")
     training = Training.of(config, options.source)
     scales = read_scales(options.input_scales) if options.input_scales is not None else {}
     serving = EngineLayout.of(
@@ -77,14 +74,11 @@ def refit(options: RefitOptions) -> int:
         input_scales=tuple(scales.items()),
     )
 
-    from megatron_nemotron3.inference.refit.check import check
     from megatron_nemotron3.inference.refit.planner import make_plan
 
     plan = make_plan(
         training, serving, buffer=options.buffer * _MIB, colocated=options.colocated, only=options.delta
     )
-    if options.prove:
-        check(plan)
     load, gpu = plan.load(), GPUS[options.gpu]
     time = plan.seconds(gpu)
     if options.json:
@@ -109,7 +103,5 @@ def refit(options: RefitOptions) -> int:
     print(f"busiest receiver  {load.received:,} bytes, what it holds")
     print(f"largest buffer    {load.space:,} bytes of {plan.buffer:,}")
     print(f"time              {time:.3g} s by the links of {gpu.name}, without latency")
-    if options.prove:
-        print("checked           every receiver gets every byte once, from a rank that holds it")
     print(f"digest            {plan.digest}")
     return 0
