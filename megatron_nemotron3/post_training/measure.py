@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_nemotron3.common import plots, record
+from megatron_nemotron3.common import record
 from megatron_nemotron3.common.files import write_json
 from megatron_nemotron3.common.output import Bar, interval, paired
 from megatron_nemotron3.inference.generate.checkpoint_folder import find_checkpoint
@@ -160,25 +160,3 @@ def report_drafts(before: DraftResult | None, after: DraftResult) -> list[str]:
 
 def _change(old: float | None, new: float) -> str:
     return f"{new:.4f}" if old is None else f"{old:.4f} -> {new:.4f}"
-
-
-def plot_drafts(before: DraftResult | None, after: DraftResult, path: Path, title: str) -> None:
-    """Write agreement and acceptance by number of drafts as a PNG."""
-    with plots.picture(path, 1, 2, size=(10, 4), title=title) as (_, grid):
-        left, right = grid[0]
-        depths = range(1, len(after.agreement) + 1)
-        for label, one, style in (("before", before, "o--"), ("after", after, "o-")):
-            if one is None:
-                continue
-            for axes, name, color, values in (
-                (left, "same top token", "C0", [each.top1 for each in one.agreement]),
-                (left, "overlap", "C1", [each.overlap for each in one.agreement]),
-                (right, "along the text", "C0", [interval(each.greedy).mean for each in one.agreement]),
-                (right, "continuations", "C2", one.accepted),
-            ):
-                axes.plot(depths, values, style, color=color, label=f"{name}, {label}")
-        left.set(xlabel="MTP depth", ylabel="share", ylim=(0, 1), title="Agreement with the model")
-        right.set(xlabel="drafted tokens", ylabel="tokens per verification", title="Acceptance, greedy")
-        for axes in (left, right):
-            axes.set_xticks(depths)
-            axes.legend()

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_nemotron3.checkpoints.folders import require_tokenizer
 from megatron_nemotron3.checkpoints.remote import local, shown
-from megatron_nemotron3.common.files import require_plot
 from megatron_nemotron3.common.options import add_command, data_path_option, json_flag, option, text_option
 from megatron_nemotron3.common.output import Bar, interval, result, say
 from megatron_nemotron3.cpu import quiet_on_cpu
@@ -61,7 +60,6 @@ class EvaluateOptions(CheckpointOptions):
         most=MAX_DRAFT,
         group=_MEASURED,
     )
-    plot: Path | None = option("write losses and acceptance as a picture", "PNG")
     json: bool = json_flag()
 
 
@@ -72,14 +70,12 @@ def register(commands: Any) -> None:
 
 def evaluate_command(options: EvaluateOptions) -> int:
     """Measure and print. Exit status 0."""
-    if options.plot is not None:
-        require_plot(options.plot, "--plot")
     if options.tokenizer is not None:
         require_tokenizer(options.tokenizer)
     if options.conversations is not None and options.tokenizer is None:
         raise ValueError("--conversations needs --tokenizer DIR (a tokenizer with a chat template)")
-    if options.conversations is not None and (options.plot is not None or options.draft is not None):
-        raise ValueError("--plot and --draft measure texts, not --conversations: drop them")
+    if options.conversations is not None and options.draft is not None:
+        raise ValueError("--draft measures texts, not --conversations: drop it")
     with local(options.checkpoint) as folder:
         measure = _evaluate if options.conversations is None else _evaluate_conversations
         with result(options.json):
@@ -103,7 +99,7 @@ def _opened(folder: Path, options: EvaluateOptions) -> tuple[CheckpointFolder, C
 
 
 def _evaluate(found: CheckpointFolder, opened: Checkpoint, options: EvaluateOptions) -> None:
-    from megatron_nemotron3.inference.generate.evaluate import acceptance, losses, plot, windows
+    from megatron_nemotron3.inference.generate.evaluate import acceptance, losses, windows
 
     config = opened.config
     draft = _chosen_draft(options.draft, config)
@@ -123,10 +119,7 @@ def _evaluate(found: CheckpointFolder, opened: Checkpoint, options: EvaluateOpti
         with Bar("drafts", "tokens", len(prompts) * new * (draft + 1), lines=False) as bar:
             accepted = acceptance(engine, prompts, new, range(draft + 1), bar.add)
     name = shown(found.checkpoint)
-    title = f"{name}: {config.name}"
-    if options.plot is not None:
-        plot(measured, accepted, stated, options.plot, title)
-    say(f"checkpoint   {title}", checkpoint=name, model=config.name)
+    say(f"checkpoint   {name}: {config.name}", checkpoint=name, model=config.name)
     of_windows = f"{measured.tokens:,} tokens in {len(text):,} windows of {text.shape[1] - 1:,}"
     say(f"text         {source}: {of_windows}", text=source, tokens=measured.tokens)
     mtp = f"mtp          depths: {stated}; by {opened.mtp_source}" if config.has_mtp else None
@@ -134,8 +127,6 @@ def _evaluate(found: CheckpointFolder, opened: Checkpoint, options: EvaluateOpti
     _say_losses(measured, stated)
     _say_agreement(measured)
     _say_acceptance(accepted, f"{len(prompts)} prompts of {len(prompts[0])} tokens by {new} tokens each")
-    if options.plot is not None:
-        say(f"plot         {options.plot}")
 
 
 def _evaluate_conversations(found: CheckpointFolder, opened: Checkpoint, options: EvaluateOptions) -> None:
