@@ -10,7 +10,7 @@ import pytest
 
 from megatron_nemotron3 import cli
 from megatron_nemotron3.models import NANO, SUPER, get, names, tiny
-from megatron_nemotron3.models.own import from_json, model
+from megatron_nemotron3.models.command import from_json, model
 
 SMALL = {"base": "nano-tiny", "pattern": "MEM*E", "num_moe_experts": 8}
 
