@@ -13,21 +13,12 @@ from megatron_nemotron3.common.files import write_json
 from megatron_nemotron3.common.output import Bar, interval, paired
 from megatron_nemotron3.inference.generate.checkpoint_folder import find_checkpoint
 from megatron_nemotron3.inference.generate.command import load_engine
-from megatron_nemotron3.inference.generate.evaluate import (
-    DepthAgreement,
-    acceptance,
-    conversation_losses,
-    losses,
-    windows,
-)
+from megatron_nemotron3.inference.generate.evaluate import DepthAgreement, conversation_losses, windows
 from megatron_nemotron3.inference.generate.evaluate_command import (
-    NEW_TOKENS,
-    PROMPT_TOKENS,
-    PROMPTS,
-    SPREAD,
     TOKENS,
     chosen_seq_length,
-    spread_prompts,
+    measured_drafts,
+    tokens_read,
 )
 from megatron_nemotron3.inference.generate.prompts import GenerationOptions, generate
 from megatron_nemotron3.inference.generate.text import Tokenizer
@@ -112,14 +103,9 @@ def measure_drafts(
     opened = found.open(given.config)
     engine = load_engine(found.open(given.config, opened.padded_vocab_size), options.device, mtp=True)
     config, depths = given.config, given.config.mtp_num_layers
-    ids = given.held_out(options.output, SPREAD * max(TOKENS + 1, PROMPTS * PROMPT_TOKENS))
+    ids = given.held_out(options.output, tokens_read(TOKENS))
     text = windows(ids, chosen_seq_length(options.seq_length, config), TOKENS)
-    with Bar("agreement", "tokens", text.shape[0] * (text.shape[1] - 1), lines=False) as bar:
-        measured = losses(engine, text, depths, report=bar.add)
-    new = min(NEW_TOKENS, config.max_position_embeddings // 2)
-    prompts = spread_prompts(ids, min(PROMPT_TOKENS, config.max_position_embeddings - new))
-    with Bar("drafts", "tokens", len(prompts) * new * depths, lines=False) as bar:
-        accepted = acceptance(engine, prompts, new, range(1, depths + 1), bar.add)
+    measured, accepted, _ = measured_drafts(engine, ids, text, depths, range(1, depths + 1))
     lengths = tuple(one.speculation.acceptance_length for one in accepted)
     result = DraftResult(found.checkpoint.name, measured.agreement, lengths)
     write_json(kept, asdict(result), indent=None)
