@@ -30,7 +30,7 @@ def main() -> None:
         print(
             f"{name}: {training.layout.world_size:,} to {serving.size:,} ranks, {len(plan.transfers):,} "
             f"transfers in {plan.steps:,} steps: planned in {made - begin:.1f} s; "
-            f"busiest sender {load.sent / load.bound:.3f} of the bound",
+            f"busiest sender {load.sent:,} bytes",
             flush=True,
         )
 

@@ -92,14 +92,13 @@ def refit(options: RefitOptions) -> int:
         }
         print_json(facts | load._asdict())
         return 0
-    ratio = f", {load.sent / load.bound:.2f} times the least possible" if load.bound else ""
     print(f"trainer           {training}: {training.layout.world_size:,} ranks")
     print(f"servers           {serving}: {serving.size:,} ranks{', the same processes' * plan.colocated}")
     print(f"tensors           {len(plan.names):,}, in {plan.steps:,} steps")
     print(f"sent              {load.total:,} bytes in {load.messages:,} messages")
     if plan.colocated:
         print(f"copied            {load.copied:,} bytes inside a process")
-    print(f"busiest sender    {load.sent:,} bytes{ratio} ({load.bound:,})")
+    print(f"busiest sender    {load.sent:,} bytes")
     print(f"busiest receiver  {load.received:,} bytes, what it holds")
     print(f"largest buffer    {load.space:,} bytes of {plan.buffer:,}")
     print(f"time              {time:.3g} s by the links of {gpu.name}, without latency")

@@ -81,18 +81,17 @@ class TensorTransfer(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Bytes of the busiest ranks, and the least they could be.
+    """Bytes of the busiest ranks.
 
     total: of all messages. messages: number of pairs of ranks with something to send, over all steps. sent,
-    received: by the busiest rank. bound: no plan can send less than this from its busiest sender. copied:
-    bytes whose sender and receiver are one process. space: largest buffer of a step.
+    received: by the busiest rank. copied: bytes whose sender and receiver are one process. space: largest
+    buffer of a step.
     """
 
     total: int
     messages: int
     sent: int
     received: int
-    bound: int
     copied: int
     space: int
 
@@ -101,7 +100,7 @@ class Load(NamedTuple):
 class RefitPlan:
     """All transfers, in the order of their steps.
 
-    colocated: sender r and receiver r are one process. bound: as in `Load`.
+    colocated: sender r and receiver r are one process.
     """
 
     training: Training
@@ -109,7 +108,6 @@ class RefitPlan:
     buffer: int
     colocated: bool
     transfers: tuple[TensorTransfer, ...]
-    bound: int
 
     @cached_property
     def digest(self) -> str:
@@ -161,7 +159,7 @@ class RefitPlan:
                 pairs.append(senders[other].astype("int64") * ranks[1] + receivers[other])
             messages += len(numpy.unique(numpy.concatenate(pairs)))
             largest = max(largest, *(int(one.max()) for one in space))
-        return Load(total, messages, int(sent.max()), int(received.max()), self.bound, copied, largest)
+        return Load(total, messages, int(sent.max()), int(received.max()), copied, largest)
 
     def seconds(self, gpu: GPU) -> float:
         """Time by the links of a GPU: that of the busiest port, after the first step was packed.
