@@ -7,13 +7,15 @@ network refused; samples are drawn and turned back into the text they came from.
 import argparse
 import os
 import socket
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_nemotron3.train.data import prepare, read_texts, unigram_baseline
+from megatron_nemotron3.train.data import prepare, read_texts, unigram_baseline, write_dataset
 from megatron_nemotron3.train.data.tokenizer import END_OF_DOCUMENT
+from tests.train.data.byte_tokenizer import byte_tokenizer
 
 arguments = pytest.importorskip("megatron.training.arguments")
 from megatron.core.datasets.blended_megatron_dataset_builder import (  # noqa: E402
@@ -57,9 +59,12 @@ def _datasets(args, tokenizer, sizes):
 @pytest.fixture(scope="module", params=["bpe", "bytes"])
 def run(request, tmp_path_factory):
     """(prepared, args, Megatron's tokenizer, one epoch of training, one epoch of validation)."""
-    prepared = prepare(
-        None, tmp_path_factory.mktemp("data"), VOCAB, MAX_BYTES, tokenizer=request.param, split="90,10,0"
-    )
+    folder = tmp_path_factory.mktemp("data")
+    prepared = prepare(None, folder, VOCAB, MAX_BYTES, split="90,10,0")
+    if request.param == "bytes":
+        tokenizer = byte_tokenizer()
+        dataset = write_dataset(prepared.texts.documents, tokenizer, folder / "bytes/corpus")
+        prepared = replace(prepared, folder=str(folder / "bytes"), tokenizer=tokenizer, dataset=dataset)
 
     def refuse(*args, **kwargs):
         raise AssertionError("the network was asked")

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_nemotron3.train.data import (
-    byte_tokenizer,
     default_split,
     split_documents,
     unigram_baseline,
@@ -19,6 +18,7 @@ from megatron_nemotron3.train.data import (
 )
 from megatron_nemotron3.train.data.indexed import _bounds
 from megatron_nemotron3.train.data.unigram import cross_entropy
+from tests.train.data.byte_tokenizer import byte_tokenizer
 
 pytest.importorskip("megatron.core")
 
