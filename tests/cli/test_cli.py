@@ -74,7 +74,7 @@ COMMANDS = {
         "--backward", "--lines", "--json", "--plot",
     },
     "refit": {
-        "--model", "--tiny", "--from", "--to", "--engine", "--dtype", "--colocated", "--buffer", "--gpu",
+        "--model", "--tiny", "--from", "--to", "--engine", "--dtype", "--colocated", "--buffer",
         "--delta", "--quantize", "--input-scales", "--json",
     },
     "bisect": {

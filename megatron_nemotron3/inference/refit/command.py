@@ -12,7 +12,6 @@ from megatron_nemotron3.common.options import NEEDED, add_command, flag, json_fl
 from megatron_nemotron3.common.output import print_json
 from megatron_nemotron3.inference.refit.engines import ENGINES
 from megatron_nemotron3.inference.refit.layouts import DTYPES, EngineLayout, Training
-from megatron_nemotron3.launch.plan.hardware import GPUS
 from megatron_nemotron3.models.command import ModelOptions, chosen_model
 
 _MIB = 1 << 20
@@ -50,7 +49,6 @@ class RefitOptions:
     )
     colocated: bool = flag("trainer and server of the same number are one process", group=_TRANSFER)
     buffer: int = _transfer("most that a rank sends in a step (256)", "MIB", default=256, least=1)
-    gpu: str = _transfer("type of GPU, whose links give the time (h100)", default="h100", choices=GPUS)
     delta: str | None = _transfer('only tensors with such Hugging Face names, as "mtp.*"', "PATTERN")
     json: bool = json_flag()
 
@@ -79,15 +77,13 @@ def refit(options: RefitOptions) -> int:
     plan = make_plan(
         training, serving, buffer=options.buffer * _MIB, colocated=options.colocated, only=options.delta
     )
-    load, gpu = plan.load(), GPUS[options.gpu]
-    time = plan.seconds(gpu)
+    load = plan.load()
     if options.json:
         facts = {
             "training_ranks": training.layout.world_size,
             "serving_ranks": serving.size,
             "tensors": len(plan.names),
             "steps": plan.steps,
-            "seconds": time,
             "digest": plan.digest,
         }
         print_json(facts | load._asdict())
@@ -101,6 +97,5 @@ def refit(options: RefitOptions) -> int:
     print(f"busiest sender    {load.sent:,} bytes")
     print(f"busiest receiver  {load.received:,} bytes, what it holds")
     print(f"largest buffer    {load.space:,} bytes of {plan.buffer:,}")
-    print(f"time              {time:.3g} s by the links of {gpu.name}, without latency")
     print(f"digest            {plan.digest}")
     return 0

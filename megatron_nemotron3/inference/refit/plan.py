@@ -18,7 +18,6 @@ import numpy
 from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE
 from megatron_nemotron3.inference.refit.layouts import EngineLayout, Training
 from megatron_nemotron3.inference.refit.shares import AxisCut
-from megatron_nemotron3.launch.plan.hardware import GPU
 
 #: A part begins at a multiple of this many bytes of a message.
 ALIGNMENT = 16
@@ -160,29 +159,3 @@ class RefitPlan:
             messages += len(numpy.unique(numpy.concatenate(pairs)))
             largest = max(largest, *(int(one.max()) for one in space))
         return Load(total, messages, int(sent.max()), int(received.max()), copied, largest)
-
-    def seconds(self, gpu: GPU) -> float:
-        """Time by the links of a GPU: that of the busiest port, after the first step was packed.
-
-        A rank sends and receives at the same time, and its NVLink and its network port work in parallel.
-        Ranks are numbered as by `Refit`, NVLink domains are consecutive ranks. Latency and checksums are not
-        counted.
-        """
-        trainers = self.training.layout.world_size
-        offset = 0 if self.colocated else trainers
-        busy = {
-            (side, link): numpy.zeros(ranks)
-            for side, ranks in (("out", trainers), ("in", self.serving.size))
-            for link in (gpu.nvlink, gpu.network)
-        }
-        first = 0
-        for transfer in self.transfers:
-            senders, receivers = transfer.pairs
-            near = senders // gpu.nvlink_domain == (receivers + offset) // gpu.nvlink_domain
-            other = transfer.between(self.colocated)
-            first = max(first, transfer.space if transfer.step == 0 else 0)
-            for link, those in ((gpu.nvlink, near & other), (gpu.network, ~near & other)):
-                for side, ranks in (("out", senders), ("in", receivers)):
-                    numpy.add.at(busy[side, link], ranks[those], transfer.bytes / link)
-        # The first step is read and written once.
-        return float(max(one.max() for one in busy.values())) + 2 * first / gpu.hbm

@@ -19,7 +19,6 @@ from megatron_nemotron3.inference.refit.parts import pack, parts_of, space_of, u
 from megatron_nemotron3.inference.refit.plan import RefitPlan
 from megatron_nemotron3.inference.refit.planner import make_plan, spread
 from megatron_nemotron3.launch import ParallelLayout
-from megatron_nemotron3.launch.plan.hardware import GPUS
 from megatron_nemotron3.launch.rules import RuleError
 from megatron_nemotron3.models import get
 from megatron_nemotron3.models.tensors import ROWS
@@ -183,7 +182,6 @@ def test_the_busiest_sender_of_a_large_plan_sends_the_least_possible() -> None:
     load = plan.load()
     assert load.sent <= 1.001 * bound(plan)
     assert plan.steps <= 1.1 * load.received / plan.buffer + 1
-    assert plan.seconds(GPUS["h100"]) == pytest.approx(load.received / GPUS["h100"].network, rel=0.01)
 
 
 @pytest.mark.full
