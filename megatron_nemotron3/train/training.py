@@ -285,7 +285,7 @@ def _prepared_data(request: TrainRequest) -> tuple[TrainingData, float | None]:
         tokenizer_type=tokenizer.tokenizer_type,
         tokenizer_model=tokenizer.tokenizer_model,
     )
-    return data, baseline.cross_entropy
+    return data, baseline
 
 
 def _own_options(request: TrainRequest) -> tuple[str, ...]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_nemotron3.train.data.indexed import read_documents, split_documents
@@ -21,16 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-@dataclass(frozen=True)
-class UnigramBaseline:
-    """The loss without context, in nats per token, and the tokens that it was counted on."""
-
-    cross_entropy: float
-    train_tokens: int
-    valid_tokens: int
-
-
-def unigram_baseline(prefix: str | os.PathLike[str], split: str, vocab_size: int) -> UnigramBaseline:
+def unigram_baseline(prefix: str | os.PathLike[str], split: str, vocab_size: int) -> float:
     """The baseline of the data set at `prefix` under `--split split`; vocab_size is the tokenizer's.
 
     Raises ValueError if the split has no training or no validation documents, or if a token is outside the
@@ -40,13 +30,7 @@ def unigram_baseline(prefix: str | os.PathLike[str], split: str, vocab_size: int
     train, valid, _ = split_documents(split, len(dataset))
     if train is None or valid is None:
         raise ValueError(f"--split {split} has no training or no validation part: use for example 98,2,0")
-    counts = _counts(dataset, train, vocab_size)
-    held_out = _counts(dataset, valid, vocab_size)
-    return UnigramBaseline(
-        cross_entropy=cross_entropy(held_out, counts),
-        train_tokens=int(counts.sum()),
-        valid_tokens=int(held_out.sum()),
-    )
+    return cross_entropy(_counts(dataset, valid, vocab_size), _counts(dataset, train, vocab_size))
 
 
 def cross_entropy(held_out: np.ndarray, counts: np.ndarray) -> float:

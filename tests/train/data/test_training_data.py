@@ -13,7 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_nemotron3.train.data import prepare, read_texts, unigram_baseline, write_dataset
+from megatron_nemotron3.train.data import (
+    prepare,
+    read_texts,
+    split_documents,
+    unigram_baseline,
+    write_dataset,
+)
 from megatron_nemotron3.train.data.tokenizer import END_OF_DOCUMENT
 from tests.train.data.byte_tokenizer import byte_tokenizer
 
@@ -137,11 +143,9 @@ def test_labels_and_mask(run):
 
 def test_the_split_is_megatrons(run):
     prepared, args, tokenizer, train, valid = run
-    baseline = unigram_baseline(prepared.prefix, prepared.split, prepared.tokenizer.vocab_size)
-    lengths = train.dataset.sequence_lengths
-    assert baseline.train_tokens == lengths[train.indices].sum()
-    assert baseline.valid_tokens == lengths[valid.indices].sum()
-    assert baseline.train_tokens + baseline.valid_tokens == prepared.dataset.tokens
+    parts = split_documents(prepared.split, prepared.dataset.documents)
+    assert [list(part) for part in parts[:2]] == [train.indices.tolist(), valid.indices.tolist()]
+    assert train.dataset.sequence_lengths.sum() == prepared.dataset.tokens
 
 
 def test_the_baseline_is_the_loss_of_a_model_without_context(run):
@@ -157,8 +161,8 @@ def test_the_baseline_is_the_loss_of_a_model_without_context(run):
     logits = (counts + 1).double().log().expand(len(labels), vocab_size)
     loss = torch.nn.functional.cross_entropy(logits, labels).item()
     # All but the first token and the dropped end of the epoch.
-    assert baseline.valid_tokens - len(labels) <= SEQ_LENGTH
-    assert loss == pytest.approx(baseline.cross_entropy, rel=2e-3)
+    assert valid.dataset.sequence_lengths[valid.indices].sum() - len(labels) <= SEQ_LENGTH
+    assert loss == pytest.approx(baseline, rel=2e-3)
 
 
 def test_indices_are_cached_where_the_flags_say(run):
