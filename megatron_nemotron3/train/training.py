@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -162,7 +162,7 @@ def _train_alone(request: TrainRequest, launch: Launch, key: str, started: float
     if request.precision_file and not given.te_precision_config_file:
         to_write[request.precision_file] = yaml_file.render(launch.config).encode()
     teachers = record_of(request.distill)
-    identity = _RunIdentity(request.output, begun, stored, request.changes, to_write, teachers)
+    identity = _RunIdentity(request, begun, stored, to_write, teachers)
     identity.require(launch, "model", "mtp", "precision", "teacher")
     data, baseline = _prepared_data(request)
     data = replace(data, save=str(request.checkpoints), load=str(request.checkpoints))
@@ -336,14 +336,13 @@ class _RunIdentity:
 
     def __init__(
         self,
-        output: Path,
+        request: TrainRequest,
         step: int | None,
         stored: StoredState | None,
-        allowed: Collection[str],
         contents: Mapping[str, bytes],
-        teacher: manifest.Part | None = None,
+        teacher: manifest.Part | None,
     ) -> None:
-        self.manifest, self.step, self.allowed = manifest.RunManifest(output), step, allowed
+        self.manifest, self.step, self.allowed = manifest.RunManifest(request.output), step, request.changes
         self._given = contents, teacher
         self.before = manifest.parts_of_checkpoint(stored.args) if stored else {}
 

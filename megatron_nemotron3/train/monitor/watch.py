@@ -91,12 +91,12 @@ def plot(history: History, panels: dict[str, History], path: Path, title: str) -
 
 def panels_of(history: History) -> dict[str, History]:
     """The monitored series by kind; empty if there are none."""
-    return {kind: rows for kind in KINDS if (rows := _panel_rows(history, kind))}
-
-
-def _panel_rows(history: History, kind: str) -> History:
-    prefix = f"{kind}/"
-    return {tag.removeprefix(prefix): history[tag] for tag in sorted(history) if tag.startswith(prefix)}
+    found: dict[str, History] = {kind: {} for kind in KINDS}
+    for tag in sorted(history):
+        kind, _, row = tag.partition("/")
+        if row and kind in found:
+            found[kind][row] = history[tag]
+    return {kind: rows for kind, rows in found.items() if rows}
 
 
 def draw_panel(axes: Any, kind: str, series: History) -> None:
