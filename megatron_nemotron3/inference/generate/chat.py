@@ -24,6 +24,7 @@ from megatron_nemotron3.inference.generate.command import (
     open_text_model,
     temperature_option,
 )
+from megatron_nemotron3.inference.generate.media import Template
 from megatron_nemotron3.inference.generate.text import OutputText, Tokenizer, write
 
 if TYPE_CHECKING:
@@ -36,34 +37,6 @@ if TYPE_CHECKING:
 
 TOP_P = 0.9
 RESET, EXIT = "/reset", "/exit"
-#: Placeholder for an answer, to find what a template writes after one.
-_MARK = "ANSWER"
-
-
-class Template:
-    """The chat template of a tokenizer's folder."""
-
-    def __init__(self, folder: Path) -> None:
-        from transformers import AutoTokenizer
-
-        self._tokenizer = AutoTokenizer.from_pretrained(str(folder))
-
-    @property
-    def usable(self) -> bool:
-        return isinstance(self._tokenizer.chat_template, str)
-
-    def render(self, messages: list[dict[str, str]]) -> str:
-        return self._apply(messages, add_generation_prompt=True)
-
-    def end(self) -> str:
-        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
-        return self._apply(messages).rpartition(_MARK)[2]
-
-    def _apply(self, messages: list[dict[str, str]], **options: Any) -> str:
-        try:
-            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **options))
-        except Exception as problem:  # a template may raise any exception
-            raise ValueError(f"the chat template: {problem}") from None
 
 
 @dataclass
