@@ -25,7 +25,6 @@ PLOTS = (
     ["plan", "nano", "--gpus", "8", "--gpu", "h100", "--plot"],
     ["boundary", "--from", "tp=2", "--to", "dp=2", "--plot"],
     ["watch", ".", "--output"],
-    ["evaluate", "--checkpoint", ".", "--plot"],
     ["precision", "super", "--output"],
 )
 
@@ -160,7 +159,7 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-@pytest.mark.parametrize("command", [PLOTS[0], PLOTS[1], PLOTS[4]], ids=lambda words: words[0])
+@pytest.mark.parametrize("command", [PLOTS[0], PLOTS[1], PLOTS[3]], ids=lambda words: words[0])
 def test_a_full_disk_leaves_no_file(
     command: list[str], full_disk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,21 +24,21 @@ PACKAGE = ROOT / NAME
 #: Room -> lines that it may have, in the order of imports.
 ROOMS = {
     "common": 2490,
-    "models": 3520,
+    "models": 3410,
     "cpu": 1010,
     "precision": 4770,
     "layers": 4040,
     "checkpoints": 10980,
-    "launch": 9870,
+    "launch": 9860,
     "boundary": 4540,
-    "train": 8270,
+    "train": 8160,
     "specs": 250,
-    "inference": 5950,
-    "post_training": 5220,
+    "inference": 5710,
+    "post_training": 5020,
     "run": 370,
     "proof": 7370,
     "bridge": 340,
-    "cli": 1140,
+    "cli": 1130,
 }
 #: A room may be this much smaller than its budget before the budget must fall, as a share.
 SLACK = 0.03

@@ -243,7 +243,6 @@ LINES: dict[str, tuple[str, ...]] = {
         "--checkpoint dir",
         "--checkpoint pipe",
         "--checkpoint dir --tokens 0",
-        "--checkpoint dir --plot dir",
         "--checkpoint dir --tokenizer nope",
         "--checkpoint dir --text nope",
         "--checkpoint dir --model x",
@@ -258,7 +257,6 @@ LINES: dict[str, tuple[str, ...]] = {
         "dir dir --width 0",
         "dir dir --pieces x",
         "dir dir --projection nope --width 2",
-        "dir dir --text nope",
     ),
     "doctor": (
         "x",

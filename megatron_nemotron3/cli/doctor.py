@@ -18,7 +18,7 @@ from megatron_nemotron3.common.output import print_json
 from megatron_nemotron3.common.switches import EMULATE
 from megatron_nemotron3.cpu import cpu_mode, quiet_on_cpu
 from megatron_nemotron3.models import Nemotron3Config, tiny
-from megatron_nemotron3.models.own import model as named_model
+from megatron_nemotron3.models.command import model as named_model
 from megatron_nemotron3.precision import settings
 from megatron_nemotron3.precision.formats import EMULATED, FORMATS, Capability, runnable
 

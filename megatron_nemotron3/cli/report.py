@@ -13,8 +13,6 @@ from megatron_nemotron3.common.options import add_command, argument, json_flag, 
 from megatron_nemotron3.common.output import result, say
 
 NAME = "report.html"
-#: Tokens of the sample.
-NEW_TOKENS = 120
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +21,6 @@ class ReportOptions:
 
     folder: Path = argument("a run, or its checkpoints", "RUN")
     output: Path | None = option(f"where to write (default: RUN/{NAME})", "HTML")
-    prompt: str | None = option("text to continue (by the last checkpoint)", "TEXT")
     json: bool = json_flag()
 
 
@@ -41,11 +38,6 @@ def report_command(options: ReportOptions) -> int:
     output = options.output or folder / NAME
     facts = page.gather(folder)
     require_plot(output, "--output")
-    continuation = None
-    if options.prompt is not None:
-        from megatron_nemotron3.inference.generate.command import sample
-
-        continuation = sample(folder, options.prompt, NEW_TOKENS)
     text = page.render(
         facts=facts,
         written=time.strftime("%Y-%m-%d %H:%M"),
@@ -53,8 +45,6 @@ def report_command(options: ReportOptions) -> int:
         monitors=list(page.monitors(facts)),
         precision="\n".join(summary(facts.precision)) if facts.precision else "",
         quantization=page.quantization(facts),
-        prompt=options.prompt,
-        sample=continuation,
     )
     write_text(output, text)
     with result(options.json):

@@ -148,9 +148,7 @@ _COMMANDS = (
         "continue prompts with a checkpoint's model",
         '--checkpoint runs/demo --prompt "def main"',
     ),
-    Command(
-        "chat", "inference.generate.chat_command", "talk to a checkpoint's model in the terminal", "runs/demo"
-    ),
+    Command("chat", "inference.generate.chat", "talk to a checkpoint's model in the terminal", "runs/demo"),
     Command(
         "bisect",
         "proof.bisect.command",

@@ -38,8 +38,6 @@ class Boost:
         mix: share of the tokens whose hidden state, which MTP depth k > 1 is given, is drawn from all depths
             (hidden-state mixing); the others are given that of depth k - 1, as in generation.
         decay: weight of each depth in terms of the one before; the weights add up to 1.
-        cache: the first N micro-batches of each rank, whose hidden states are kept and used again and again,
-            so that the frozen model runs no more; 0: it runs on each micro-batch.
         seed: of the mixing.
 
     Raises:
@@ -50,7 +48,6 @@ class Boost:
     temperature: float = 1.0
     mix: float = 0.0
     decay: float = 1.0
-    cache: int = 0
     seed: int = 1234
 
     def __post_init__(self) -> None:
@@ -64,8 +61,6 @@ class Boost:
             raise ValueError(f"mix={self.mix:g}: give 0 to 1, the share of tokens that are mixed")
         if not 0 < self.decay <= 1:
             raise ValueError(f"decay={self.decay:g}: give more than 0, at most 1")
-        if self.cache < 0:
-            raise ValueError(f"cache={self.cache}: give the number of micro-batches to keep, or 0 for none")
 
     @classmethod
     def parse(cls, text: str) -> Boost:
@@ -122,15 +117,13 @@ def requested(
         try:
             if distilled:
                 raise ValueError(_WITH_TEACHER)
-            require_trainable(boost, words, environment)
+            require_trainable(words, environment)
         except ValueError as problem:
             raise ValueError(f"{BOOST}: {problem}") from None
     return boost
 
 
-def require_trainable(
-    boost: Boost, words: Sequence[str], environment: Mapping[str, str] = os.environ
-) -> None:
+def require_trainable(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> None:
     """Raise ValueError if a run with Megatron's arguments `words` cannot train the heads."""
     if environment.get(DISTILL) not in (None, "", "0"):
         raise ValueError(f"{DISTILL} is set, too, but {_WITH_TEACHER}")
@@ -145,8 +138,4 @@ def require_trainable(
     if (cp := option_value(words, "--context-parallel-size")) not in (None, "1"):
         raise ValueError(
             f"--context-parallel-size {cp}: a later token's distribution would be another rank's; use 1"
-        )
-    if boost.cache and (given := [word for word in ("--sft", "--eod-mask-loss") if word in words]):
-        raise ValueError(
-            f"cache={boost.cache} with {given[0]}: masks of kept batches would be lost; drop cache="
         )

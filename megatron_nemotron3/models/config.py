@@ -302,7 +302,7 @@ class Nemotron3Config:
                 )
 
     def to_json(self) -> str:
-        """The fields as JSON text for `models.own.from_json`."""
+        """The fields as JSON text for `models.command.from_json`."""
         return json.dumps(vars(self), indent=2)
 
     def but(self, **changes: Any) -> Nemotron3Config:

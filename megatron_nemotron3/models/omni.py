@@ -189,36 +189,8 @@ def with_encoders(language: Nemotron3Config, encoders: str) -> OmniConfig:
         raise ValueError(f"encoders {encoders[:60]!r}: not what encoders_json wrote ({problem})") from problem
 
 
-_RADIO = "default of RadioConfig"
-_PARAKEET = "default of ParakeetEncoderConfig"
-_OMNI = "default of NemotronH_Omni's config"
-_BRIDGE = "Bridge's provider"
-#: The source of each size of NANO_OMNI. The configuration of the released folder was not available. The sizes
-#: give the published total to the element, which confirms those that it depends on.
-SOURCES: dict[str, dict[str, str]] = {
-    "vision": {
-        **dict.fromkeys(vars(Vision()), f"{_RADIO}; {_BRIDGE}"),
-        "patch_size": f"{_RADIO}; Bridge's recipe",
-        "max_image_size": _RADIO,
-        "class_tokens": f"{_RADIO}; with registers: 10 in Bridge",
-        "registers": f"{_RADIO}; with class tokens: 10 in Bridge",
-        "temporal_patch_size": f"{_OMNI}; Bridge's recipe",
-        "merged_patches": f"{_OMNI} (downsample_ratio 0.5)",
-        "projector_size": _BRIDGE,
-    },
-    "sound": {
-        **dict.fromkeys(vars(Sound()), _PARAKEET),
-        "hidden_size": f"{_PARAKEET}; {_BRIDGE}",
-        "mel_bins": "Bridge's recipe",
-        "conv_kernel_size": f"{_PARAKEET}; {_BRIDGE}",
-        "projector_size": _BRIDGE,
-    },
-    "token_ids": {"image": "Bridge's conversion", "sound": "Bridge's tests of its conversion"},
-}
-
-
 def sizes(model: OmniConfig) -> dict[str, dict[str, Any]]:
-    """Return the sizes of the encoders and the token ids, by the keys of `SOURCES`; no "sound" without it."""
+    """Return the sizes of "vision", "sound" if the model has it, and the "token_ids"."""
     found = {
         "vision": vars(model.vision) | {"projector_size": model.vision_projector_size},
         "token_ids": {"image": model.image_token_id},
@@ -227,20 +199,6 @@ def sizes(model: OmniConfig) -> dict[str, dict[str, Any]]:
         found["sound"] = vars(model.sound) | {"projector_size": model.sound_projector_size}
         found["token_ids"]["sound"] = model.sound_token_id
     return found
-
-
-def sources(model: OmniConfig) -> dict[str, dict[str, str]]:
-    """Return the source of each of `sizes`: "UNKNOWN" where none states it, "shrunk" in a tiny form."""
-    base = get_omni(model.name.removesuffix(TINY_SUFFIX))
-    published = sizes(base) if base is not None else {}
-    other = "shrunk" if base is not None and model.name.endswith(TINY_SUFFIX) else "UNKNOWN"
-    return {
-        part: {
-            name: SOURCES[part][name] if published.get(part, {}).get(name) == value else other
-            for name, value in fields.items()
-        }
-        for part, fields in sizes(model).items()
-    }
 
 
 # Biases: none in Parakeet, as NemotronH_Omni's config takes it.

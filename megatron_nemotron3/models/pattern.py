@@ -17,7 +17,7 @@ stages, and stage i belongs to pipeline rank i mod pp.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 #: Character -> layer kind.
@@ -198,11 +198,13 @@ def join_stages(stages: tuple[str, ...] | list[str], mtp: tuple[str, ...] | list
 def cut(
     pattern: str,
     stages: int,
-    cost: Mapping[str, float] | Sequence[float] | None = None,
+    cost: Sequence[float],
     *,
     last_stage_extra: float = 0.0,
 ) -> tuple[str, ...]:
     """Cut a decoder pattern into contiguous, non-empty stages, so that the most expensive stage is cheapest.
+
+    `cost`: of each layer; `last_stage_extra`: of what the last stage has besides.
 
     The result is exact (dynamic programming). Among the cuts with the least maximum it is the one with the
     most equal layer counts (least sum of squares), and among those the one whose longer stages come first.
@@ -211,13 +213,14 @@ def cut(
     layers = len(pattern)
     if not 1 <= stages <= layers:
         raise ValueError(f"cannot cut {layers} layers into {stages} stages: use 1 to {layers}")
-    costs = _layer_costs(pattern, cost)
-    named = [(f"cost of {kind!r}", one) for kind, one in zip(pattern, costs, strict=True)]
+    if len(cost) != layers:
+        raise ValueError(f"{len(cost)} costs given for the {layers} layers of pattern {pattern!r}")
+    named = [(f"cost of {kind!r}", one) for kind, one in zip(pattern, cost, strict=True)]
     for name, value in (*named, ("last_stage_extra", last_stage_extra)):
         if not value >= 0:
             raise ValueError(f"{name} is {value}: costs must be zero or more")
 
-    prefix = [0.0, *itertools.accumulate(costs)]
+    prefix = [0.0, *itertools.accumulate(cost)]
 
     def stage_cost(begin: int, end: int) -> float:
         return prefix[end] - prefix[begin] + (last_stage_extra if end == layers else 0.0)
@@ -225,18 +228,6 @@ def cut(
     bottleneck = _least_maximum(layers, stages, stage_cost)
     ends = _most_equal(layers, stages, stage_cost, bottleneck * (1 + _RELATIVE_TOLERANCE))
     return tuple(pattern[begin:end] for begin, end in zip([0, *ends], ends, strict=False))
-
-
-def _layer_costs(pattern: str, cost: Mapping[str, float] | Sequence[float] | None) -> Sequence[float]:
-    if cost is None:
-        return (1.0,) * len(pattern)
-    if not isinstance(cost, Mapping):
-        if len(cost) != len(pattern):
-            raise ValueError(f"{len(cost)} costs given for the {len(pattern)} layers of pattern {pattern!r}")
-        return cost
-    if missing := sorted(set(pattern) - set(cost)):
-        raise ValueError(f"no cost given for layer kind {missing[0]!r} of pattern {pattern!r}")
-    return [cost[kind] for kind in pattern]
 
 
 def _least_maximum(layers: int, stages: int, stage_cost: _StageCost) -> float:

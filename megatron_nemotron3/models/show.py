@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_nemotron3.models import pattern as _pattern
 from megatron_nemotron3.models.config import Nemotron3Config
-from megatron_nemotron3.models.omni import OmniConfig, sizes, sources
+from megatron_nemotron3.models.omni import OmniConfig, sizes
 from megatron_nemotron3.models.omni_tensors import count_parts, released_tensors, tensors_by_part
 from megatron_nemotron3.models.parameters import count, decoder_layers, layer_parameters, stored_tensors
 
@@ -140,7 +140,6 @@ def describe_omni(model: OmniConfig) -> dict[str, Any]:
         "tensors": released_tensors(model),
         "tensors_by_part": tensors_by_part(model),
         **sizes(model),
-        "sources": sources(model),
         "published": {"total": model.published_total},
         "source": model.source,
         "language": describe(model.language),
@@ -163,8 +162,7 @@ def render_omni(model: OmniConfig) -> str:
     for part, heading in headings.items():
         lines += ["", heading] if part in facts else []
         for name, value in facts.get(part, {}).items():
-            label, source = name.replace("_", " "), facts["sources"][part][name]
-            lines.append(f"  {label:<22}{_number(value):>12}  {source}")
+            lines.append(f"  {name.replace('_', ' '):<22}{_number(value):>12}")
     lines += ["", f"language model: {model.language.title}: nemotron3 show {model.language.name}", ""]
     lines += _labeled_text("published", model.published_total or "UNKNOWN")
     lines += _labeled_text("source", model.source or "UNKNOWN")

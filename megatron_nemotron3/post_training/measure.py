@@ -8,26 +8,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_nemotron3.common import plots, record
+from megatron_nemotron3.common import record
 from megatron_nemotron3.common.files import write_json
 from megatron_nemotron3.common.output import Bar, interval, paired
 from megatron_nemotron3.inference.generate.checkpoint_folder import find_checkpoint
 from megatron_nemotron3.inference.generate.command import load_engine
-from megatron_nemotron3.inference.generate.evaluate import (
-    DepthAgreement,
-    acceptance,
-    conversation_losses,
-    losses,
-    windows,
-)
+from megatron_nemotron3.inference.generate.evaluate import DepthAgreement, conversation_losses, windows
 from megatron_nemotron3.inference.generate.evaluate_command import (
-    NEW_TOKENS,
-    PROMPT_TOKENS,
-    PROMPTS,
-    SPREAD,
     TOKENS,
     chosen_seq_length,
-    spread_prompts,
+    measured_drafts,
+    tokens_read,
 )
 from megatron_nemotron3.inference.generate.prompts import GenerationOptions, generate
 from megatron_nemotron3.inference.generate.text import Tokenizer
@@ -112,14 +103,9 @@ def measure_drafts(
     opened = found.open(given.config)
     engine = load_engine(found.open(given.config, opened.padded_vocab_size), options.device, mtp=True)
     config, depths = given.config, given.config.mtp_num_layers
-    ids = given.held_out(options.output, SPREAD * max(TOKENS + 1, PROMPTS * PROMPT_TOKENS))
+    ids = given.held_out(options.output, tokens_read(TOKENS))
     text = windows(ids, chosen_seq_length(options.seq_length, config), TOKENS)
-    with Bar("agreement", "tokens", text.shape[0] * (text.shape[1] - 1), lines=False) as bar:
-        measured = losses(engine, text, depths, report=bar.add)
-    new = min(NEW_TOKENS, config.max_position_embeddings // 2)
-    prompts = spread_prompts(ids, min(PROMPT_TOKENS, config.max_position_embeddings - new))
-    with Bar("drafts", "tokens", len(prompts) * new * depths, lines=False) as bar:
-        accepted = acceptance(engine, prompts, new, range(1, depths + 1), bar.add)
+    measured, accepted, _ = measured_drafts(engine, ids, text, depths, range(1, depths + 1))
     lengths = tuple(one.speculation.acceptance_length for one in accepted)
     result = DraftResult(found.checkpoint.name, measured.agreement, lengths)
     write_json(kept, asdict(result), indent=None)
@@ -160,25 +146,3 @@ def report_drafts(before: DraftResult | None, after: DraftResult) -> list[str]:
 
 def _change(old: float | None, new: float) -> str:
     return f"{new:.4f}" if old is None else f"{old:.4f} -> {new:.4f}"
-
-
-def plot_drafts(before: DraftResult | None, after: DraftResult, path: Path, title: str) -> None:
-    """Write agreement and acceptance by number of drafts as a PNG."""
-    with plots.picture(path, 1, 2, size=(10, 4), title=title) as (_, grid):
-        left, right = grid[0]
-        depths = range(1, len(after.agreement) + 1)
-        for label, one, style in (("before", before, "o--"), ("after", after, "o-")):
-            if one is None:
-                continue
-            for axes, name, color, values in (
-                (left, "same top token", "C0", [each.top1 for each in one.agreement]),
-                (left, "overlap", "C1", [each.overlap for each in one.agreement]),
-                (right, "along the text", "C0", [interval(each.greedy).mean for each in one.agreement]),
-                (right, "continuations", "C2", one.accepted),
-            ):
-                axes.plot(depths, values, style, color=color, label=f"{name}, {label}")
-        left.set(xlabel="MTP depth", ylabel="share", ylim=(0, 1), title="Agreement with the model")
-        right.set(xlabel="drafted tokens", ylabel="tokens per verification", title="Acceptance, greedy")
-        for axes in (left, right):
-            axes.set_xticks(depths)
-            axes.legend()

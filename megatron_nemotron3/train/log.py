@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.common import plots
 from megatron_nemotron3.common.files import open_outside
+from megatron_nemotron3.models.series import display_name
 
 #: Name of the time of a step in a log line.
 MILLISECONDS = "elapsed time per iteration (ms)"
@@ -18,6 +20,12 @@ _STEP = re.compile(r"iteration\s+(\d+)/\s*(\d+) \|")
 _ITEM = re.compile(r"\| ([^|:]+?): *([-+0-9.eE]+|nan|inf) ")
 # In the training loop the line names no set: it is the validation set.
 _VALID = re.compile(r"validation loss at iteration (\d+)(?: on (\w+) set)? \| lm loss value: ([-+0-9.eE]+)")
+#: Tags of the training losses, also in event files.
+_LOSS = re.compile(r"(lm|mtp_\d+) loss")
+#: Up to this many lines of a picture are named.
+NAMED = 12
+#: Tag -> points (iteration, value), in order.
+History = dict[str, list[tuple[int, float]]]
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,15 @@ class Curve:
     validation: dict[int, float] = field(default_factory=dict)
     test: dict[int, float] = field(default_factory=dict)
 
+    @property
+    def history(self) -> History:
+        """The numbers of the log lines by name."""
+        found: History = {}
+        for iteration, step in sorted(self.steps.items()):
+            for name, value in step.values.items():
+                found.setdefault(name, []).append((iteration, value))
+        return found
+
     def add(self, line: str) -> LogStep | Validation | None:
         item = parse(line)
         if isinstance(item, LogStep):
@@ -101,24 +118,42 @@ def read(path: str) -> Curve:
 def plot(curve: Curve, path: Path, title: str, baseline: float | None, of: str = "next token") -> None:
     """Write a PNG: training, MTP and validation loss in nats per token, the unigram baseline dashed."""
     with plots.picture(path, size=(8, 5), title=title) as (_, grid):
-        draw(grid[0][0], curve, baseline, of)
+        axes = grid[0][0]
+        draw_losses(axes, curve.history, curve.validation, of)
+        if baseline is not None:
+            axes.axhline(baseline, color="gray", ls="--", lw=1, label=f"unigram baseline {baseline:.3f}")
+            axes.legend()
 
 
-def draw(axes: Any, curve: Curve, baseline: float | None, of: str = "next token") -> None:
-    """Draw the losses of a run."""
-    steps = sorted(curve.steps)
-    axes.plot(steps, [curve.steps[i].loss for i in steps], label=f"training, {of}", zorder=3)
-    for depth in range(max((len(curve.steps[i].mtp) for i in steps), default=0)):
-        values = [(i, curve.steps[i].mtp[depth]) for i in steps if len(curve.steps[i].mtp) > depth]
-        axes.plot(*zip(*values), lw=1, alpha=0.7, label=f"training, MTP depth {depth + 1}")
-    if curve.validation:
-        points = sorted(curve.validation.items())
-        axes.plot(*zip(*points), "ko", ms=5, label=f"validation, {of}")
-    if baseline is not None:
-        axes.axhline(baseline, color="gray", ls="--", lw=1, label=f"unigram baseline {baseline:.3f}")
-    axes.set_ylabel("loss (nats per token)")
+def draw_losses(
+    axes: Any, history: History, validation: Mapping[int, float] | None = None, of: str = "next token"
+) -> None:
+    """Draw the losses of a log or of event files."""
+    tags = sorted(filter(_LOSS.fullmatch, history))
+    names = {tag: of if tag == "lm loss" else display_name(tag.removesuffix(" loss")) for tag in tags}
+    draw(axes, {f"training, {name}": history[tag] for tag, name in names.items()}, "loss (nats per token)")
+    if validation:
+        axes.plot(*zip(*sorted(validation.items())), "ko", ms=5, label=f"validation, {of}")
+    if axes.lines:
+        axes.legend()
+
+
+def draw(axes: Any, series: History, unit: str, *, log_scale: bool = False) -> None:
+    """Draw a line a series. Of many the colours go from the first to the last, and only these are named."""
+    many = len(series) > NAMED
+    if many:
+        from matplotlib import colormaps
+
+        shades = (i / (len(series) - 1) for i in range(len(series)))
+        axes.set_prop_cycle(color=[colormaps["viridis"](shade) for shade in shades])
+    for label, points in series.items():
+        axes.plot(*zip(*points), lw=1, label=label)
+    if log_scale:
+        axes.set_yscale("log")
+    axes.set_ylabel(unit)
     plots.step_axis(axes)
-    axes.legend()
+    if len(series) > 1:
+        axes.legend(handles=[axes.lines[0], axes.lines[-1]] if many else axes.lines, ncols=2, fontsize=6.5)
 
 
 def verdict(curve: Curve, baseline: float | None, of: str = "next token") -> list[str]:

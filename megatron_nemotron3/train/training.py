@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.checkpoints import folders, resume
 from megatron_nemotron3.checkpoints.convert.origin import keep_origin
-from megatron_nemotron3.checkpoints.state import stored_state
+from megatron_nemotron3.checkpoints.state import StoredState, stored_state
 from megatron_nemotron3.common import lock, switches
 from megatron_nemotron3.launch import (
     Launch,
@@ -20,7 +22,9 @@ from megatron_nemotron3.launch import (
     TrainingSchedule,
     adjusted,
     boosting,
+    continued,
     flags,
+    manifest,
     precision_file,
     published,
     to_argv,
@@ -31,7 +35,7 @@ from megatron_nemotron3.precision import command as precision
 from megatron_nemotron3.precision import report as precision_report
 from megatron_nemotron3.precision import settings as emulation
 from megatron_nemotron3.precision import yaml_file
-from megatron_nemotron3.train import log, processes, resuming
+from megatron_nemotron3.train import log, processes
 from megatron_nemotron3.train.inputs import CONVERSATION_OPTIONS, MEANS, TrainOptions, given_data
 from megatron_nemotron3.train.progress import TrainProgress
 from megatron_nemotron3.train.teacher import settings as distillation
@@ -158,7 +162,7 @@ def _train_alone(request: TrainRequest, launch: Launch, key: str, started: float
     if request.precision_file and not given.te_precision_config_file:
         to_write[request.precision_file] = yaml_file.render(launch.config).encode()
     teachers = record_of(request.distill)
-    identity = resuming.Identity(request.output, begun, stored, request.changes, to_write, teachers)
+    identity = _RunIdentity(request, begun, stored, to_write, teachers)
     identity.require(launch, "model", "mtp", "precision", "teacher")
     data, baseline = _prepared_data(request)
     data = replace(data, save=str(request.checkpoints), load=str(request.checkpoints))
@@ -176,7 +180,7 @@ def _train_alone(request: TrainRequest, launch: Launch, key: str, started: float
             base = Path(lora.base)
         if base is not None:
             keep_origin(base, request.output)
-    elif (last := resuming.last_step(launch)) and begun >= last:
+    elif (last := _last_step(launch)) and begun >= last:
         beyond = "" if begun == last else f", beyond the {last} steps asked for"
         print(
             f"already trained to step {begun}{beyond}; to train on, give more --steps; to start over, "
@@ -186,7 +190,7 @@ def _train_alone(request: TrainRequest, launch: Launch, key: str, started: float
         return 0
     else:
         print(f"resuming from step {begun}")
-        launch = resuming.with_schedule(launch, given.options, begun, stored)
+        launch = _with_schedule(launch, given.options, begun, stored)
 
     launch = replace(launch, data=data)
     # The tokenizer is known now.
@@ -281,7 +285,7 @@ def _prepared_data(request: TrainRequest) -> tuple[TrainingData, float | None]:
         tokenizer_type=tokenizer.tokenizer_type,
         tokenizer_model=tokenizer.tokenizer_model,
     )
-    return data, baseline.cross_entropy
+    return data, baseline
 
 
 def _own_options(request: TrainRequest) -> tuple[str, ...]:
@@ -325,3 +329,63 @@ def _print_report(request: TrainRequest, curve: log.Curve, baseline: float | Non
     if (saved := folders.latest_iteration(request.checkpoints)) is not None:
         print(f"checkpoint       {folders.checkpoint_path(request.checkpoints, saved)}")
     print(f"took             {time.monotonic() - started:.0f} s")
+
+
+class _RunIdentity:
+    """Compare a launch with the run of its folder, and record what changes."""
+
+    def __init__(
+        self,
+        request: TrainRequest,
+        step: int | None,
+        stored: StoredState | None,
+        contents: Mapping[str, bytes],
+        teacher: manifest.Part | None,
+    ) -> None:
+        self.manifest, self.step, self.allowed = manifest.RunManifest(request.output), step, request.changes
+        self._given = contents, teacher
+        self.before = manifest.parts_of_checkpoint(stored.args) if stored else {}
+
+    def _parts(self, launch: Launch) -> manifest.Parts:
+        environment = {name: value for name, value in os.environ.items() if name != switches.EMULATE}
+        if launch.emulate:
+            environment[switches.EMULATE] = launch.emulate.text()
+        return manifest.parts_of(to_argv(flags(launch)), environment, launch.config.name, *self._given)
+
+    def require(self, launch: Launch, *names: str) -> None:
+        if self.step is not None:
+            self.manifest.require_same(self._parts(launch), self.step, self.allowed, names, self.before)
+
+    def record(self, launch: Launch, command: str) -> None:
+        for line in self.manifest.write(self._parts(launch), self.step, command):
+            print(line)
+
+
+def _last_step(launch: Launch) -> int | None:
+    """Return the step after which training ends; None if it is not known."""
+    found = continued.schedule_of_arguments(to_argv(flags(launch)))
+    return None if found is None else found.train // (1 if found.unit == "iters" else found.batch)
+
+
+def _with_schedule(
+    launch: Launch, own: Mapping[str, object], step: int, stored: StoredState | None
+) -> Launch:
+    """Return the launch with the schedule on which a run goes on; print what changes."""
+    saved = stored and continued.saved_schedule(step, stored.scheduler, stored.args)
+    wanted = continued.schedule_of_arguments(to_argv(flags(launch)))
+    if not saved or wanted is None:
+        return launch
+    continued.require_same_rates(saved, wanted)
+    planned = [name for name in own if name in continued.OPTIONS]
+    if not planned:
+        words, lines = continued.continued(saved, wanted, keep=continued.KEEP in own)
+    elif changed := continued.differences(saved, wanted):
+        words = [continued.OVERRIDE]
+        lines = [f"the schedule is the one given by {' '.join(planned)}: {continued.described(changed)}"]
+    else:
+        return launch
+    for line in lines:
+        print(line)
+    # A switch that the user gave, too, would contradict the override.
+    extra = [word for word in launch.extra if word != continued.KEEP]
+    return replace(launch, extra=(*extra, *words))

@@ -59,11 +59,11 @@ COMMANDS = {
     "boost": {
         "--trust-checkpoint",
         "--output", "--model", "--tiny", "--depths", "--loss", "--loss-temperature", "--mix", "--decay",
-        "--cache", "--grow", "--text", "--data-path", "--tokenizer", "--plot", "--device", "--emulate",
+        "--grow", "--text", "--data-path", "--tokenizer", "--device", "--emulate",
         "--te-precision-config-file",
     }
     | RUN,
-    "report": {"--output", "--prompt", "--json"},
+    "report": {"--output", "--json"},
     "chat": {
         "--tokenizer", "--device", "--dtype", "--system", "--max-new-tokens", "--temperature", "--top-p",
         "--top-k", "--seed", "--draft", "--model", "--tiny",
@@ -74,8 +74,8 @@ COMMANDS = {
         "--backward", "--lines", "--json", "--plot",
     },
     "refit": {
-        "--model", "--tiny", "--from", "--to", "--engine", "--dtype", "--colocated", "--buffer", "--gpu",
-        "--delta", "--prove", "--quantize", "--input-scales", "--json",
+        "--model", "--tiny", "--from", "--to", "--engine", "--dtype", "--colocated", "--buffer",
+        "--delta", "--quantize", "--input-scales", "--json",
     },
     "bisect": {
         "--checkpoint", "--trainer", "--engine", "--previous", "--first", "--model", "--tiny", "--json",
@@ -113,10 +113,10 @@ COMMANDS = {
     },
     "evaluate": {
         "--checkpoint", "--tokenizer", "--device", "--dtype", "--model", "--tiny", "--text", "--data-path",
-        "--conversations", "--tokens", "--seq-length", "--draft", "--plot", "--json",
+        "--conversations", "--tokens", "--seq-length", "--draft", "--json",
     },
     "xtoken": {
-        "--output", "--projection", "--width", "--pieces", "--no-joined", "--token", "--text", "--json",
+        "--output", "--projection", "--width", "--pieces", "--no-joined", "--json",
     },
     "train": {
         "--trust-checkpoint",

@@ -10,9 +10,18 @@ from matplotlib.figure import Figure
 
 from megatron_nemotron3.common import plots
 from megatron_nemotron3.models import get
-from megatron_nemotron3.models.series import KINDS, decoder_row, is_decoder, layer_ticks, mtp_row
+from megatron_nemotron3.models.series import (
+    KINDS,
+    decoder_row,
+    display_name,
+    is_decoder,
+    layer_ticks,
+    mtp_row,
+)
 from megatron_nemotron3.precision import report
-from megatron_nemotron3.train.monitor.watch import LABELS, draw_panel
+from megatron_nemotron3.precision.report import LABELS
+from megatron_nemotron3.train.log import NAMED
+from megatron_nemotron3.train.monitor.watch import draw_panel
 from tests.precision.test_report import row
 
 ULTRA = [decoder_row(n) for n in range(1, get("ultra").num_layers + 1)]
@@ -49,14 +58,22 @@ def test_labels_of_layers_are_readable(rows: list[str], steps: list[int]) -> Non
         label.get_text() for at, label in zip(axes.get_xticks(), axes.get_xticklabels()) if low < at < high
     ]
     assert shown and all(float(text).is_integer() for text in shown)
+    named = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert named == [display_name(name) for name in (rows if len(rows) <= NAMED else (rows[0], rows[-1]))]
+    assert axes.get_ylabel() == KINDS["residual_rms"].unit
+    assert len({line.get_color() for line in axes.lines}) == len(rows)
 
 
 def test_a_colour_bar_is_as_high_as_its_panel_and_names_the_unit() -> None:
-    figure, axes = drawn("zero_gradients", ULTRA, [1, 10, 20])
+    with matplotlib.rc_context(plots.STYLE):
+        figure = Figure(figsize=plots.PANEL, dpi=plots.DPI, layout="constrained")
+        axes = figure.subplots()
+        plots.heat_map(axes, [[1.0, 2.0], [3.0, 4.0]], "dB")
+        figure.canvas.draw()
     (bar,) = axes.child_axes
     panel, beside = axes.get_window_extent(), bar.get_window_extent()
     assert (panel.y0, panel.y1) == pytest.approx((beside.y0, beside.y1))
-    assert bar.get_ylabel() == KINDS["zero_gradients"].unit
+    assert bar.get_ylabel() == "dB"
 
 
 def test_ticks_name_the_true_layers() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_nemotron3.models.omni import NANO_OMNI, SOURCES, OmniConfig, get_omni, sources, with_encoders
+from megatron_nemotron3.models.omni import NANO_OMNI, OmniConfig, get_omni, with_encoders
 from megatron_nemotron3.models.omni_tensors import PARTS, count_parts, encoder_tensors, released_tensors
 from megatron_nemotron3.models.parameters import stored_tensors
 
@@ -72,20 +72,6 @@ def test_sizes_that_do_not_fit(part: str, changes: dict[str, Any], message: str)
         NANO_OMNI.but(**changes)
 
 
-def test_every_size_has_a_source() -> None:
-    """And what no source states says so."""
-    assert {part: set(names) for part, names in sources(NANO_OMNI).items()} == {
-        part: set(names) for part, names in SOURCES.items()
-    }
-    assert sources(NANO_OMNI) == SOURCES
-    small = get_omni("nano-omni-tiny")
-    assert small is not None
-    assert sources(small)["sound"]["mel_bins"] == "shrunk"
-    assert sources(small)["vision"]["patch_size"] == SOURCES["vision"]["patch_size"]
-    own = NANO_OMNI.but(name="mine")
-    assert {source for part in sources(own).values() for source in part.values()} == {"UNKNOWN"}
-
-
 def test_show(capsys: pytest.CaptureFixture[str]) -> None:
     from megatron_nemotron3.cli import main
 
@@ -94,7 +80,7 @@ def test_show(capsys: pytest.CaptureFixture[str]) -> None:
     assert facts["total"] == sum(facts["parameters"].values()) == 33_015_546_816
     assert facts["tensors"] == sum(facts["tensors_by_part"].values()) == 7_349
     assert facts["vision"]["projector_size"] == 20480
-    assert facts["sources"]["token_ids"] == SOURCES["token_ids"]
+    assert facts["token_ids"] == {"image": 18, "sound": 27}
     assert main(["show", "nano-omni"]) == 0
     text = capsys.readouterr().out
     for number in ("33,015,546,816", "7,349", "608,879,616", "708", "20,480"):

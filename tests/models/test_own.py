@@ -10,7 +10,7 @@ import pytest
 
 from megatron_nemotron3 import cli
 from megatron_nemotron3.models import NANO, SUPER, get, names, tiny
-from megatron_nemotron3.models.own import from_json, model
+from megatron_nemotron3.models.command import from_json, model
 
 SMALL = {"base": "nano-tiny", "pattern": "MEM*E", "num_moe_experts": 8}
 
@@ -39,22 +39,6 @@ def test_a_base_and_changes(tmp_path: Path) -> None:
         published_active=None,
         source="a file, from super",
     )
-
-
-def test_a_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "helper.py").write_text("WIDTH = 1024\n")
-    lines = [
-        "from helper import WIDTH",
-        "from megatron_nemotron3.models import NANO",
-        "print('making it')",
-        'wide = NANO.but(name="wide", hidden_size=WIDTH)',
-    ]
-    file = written(tmp_path, "\n".join(lines), "wide.py")
-    assert model(str(file)) == NANO.but(name="wide", hidden_size=1024)
-    assert capsys.readouterr().out == ""  # stdout may be read by a script
-    with file.open("a") as more:
-        more.write('\nconfig = wide.but(name="wider", hidden_size=2048)\n')
-    assert model(str(file)).name == "wider"
 
 
 def test_the_same_model_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,34 +112,6 @@ def test_what_a_file_says_wrong(
     assert cli.main(["show", "--model", str(file)]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"nemotron3 show: {file}: ") and said in error and error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("program", "said"),
-    [
-        ("x = 1\n\n1 / 0\n", ":3: ZeroDivisionError: division by zero"),
-        ("def f(:\n", ":1: SyntaxError: "),
-        ("def f():\n    exit('bye')\nf()\n", ":2: SystemExit: bye"),
-        ("import no_such_module\n", ":1: ModuleNotFoundError: "),
-        ("x = 1\n", " makes no Nemotron3Config: call the one to use config"),
-        ("from megatron_nemotron3.models import NANO, SUPER\n", " makes no Nemotron3Config"),
-        (
-            "from megatron_nemotron3.models import NANO\na = NANO.but(name='a')\nb = NANO.but(name='b')\n",
-            " makes 2 models (a, b)",
-        ),
-        (
-            "from megatron_nemotron3.models import NANO\n\nconfig = NANO.but(hidden_size='3')\n",
-            ":3: ValueError: nano: hidden_size='3' is not an integer",
-        ),
-    ],
-)
-def test_what_a_program_does_wrong(
-    program: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = written(tmp_path, program, "mine.py")
-    assert cli.main(["show", "--model", str(file)]) == 2
-    error = capsys.readouterr().err
-    assert f"{file}{said}" in error and error.count("\n") == 1
 
 
 def test_files_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

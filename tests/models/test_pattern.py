@@ -199,7 +199,7 @@ def test_last_stage_may_hold_mtp_alone() -> None:
 def test_cut_is_the_best_of_all_cuts(pattern: str, stages: int, cost: dict[str, int], last: int) -> None:
     if stages > len(pattern):
         with pytest.raises(ValueError, match=f"cannot cut {len(pattern)} layers into {stages} stages"):
-            cut(pattern, stages, cost)
+            cut(pattern, stages, [cost[kind] for kind in pattern])
         return
 
     def quality(segments: tuple[str, ...]) -> tuple[int, int]:
@@ -211,29 +211,26 @@ def test_cut_is_the_best_of_all_cuts(pattern: str, stages: int, cost: dict[str, 
         tuple(pattern[a:b] for a, b in zip((0, *at), (*at, len(pattern)), strict=True))
         for at in combinations(range(1, len(pattern)), stages - 1)
     ]
-    result = cut(pattern, stages, cost, last_stage_extra=last)
+    result = cut(pattern, stages, [cost[kind] for kind in pattern], last_stage_extra=last)
     assert "".join(result) == pattern and len(result) == stages and all(result)
     assert quality(result) == min(map(quality, every))
 
 
 def test_cut_with_fractional_costs_is_not_fooled_by_rounding() -> None:
     # 0.1 + 0.2 + 0.3 differs from 0.3 + 0.2 + 0.1 in the last bit: still a tie, broken by layer counts.
-    assert cut("M*E" * 4, 4, {"M": 0.1, "*": 0.2, "E": 0.3}) == ("M*E",) * 4
+    assert cut("M*E" * 4, 4, [0.1, 0.2, 0.3] * 4) == ("M*E",) * 4
 
 
-def test_cut_defaults() -> None:
-    assert [len(s) for s in cut(ULTRA.pattern, 8)] == [14, 14, 14, 14, 13, 13, 13, 13]
-    assert [len(s) for s in cut("M" * 16, 4, last_stage_extra=4)] == [5, 5, 5, 1]
+def test_cut_with_given_costs() -> None:
+    equal = cut(ULTRA.pattern, 8, [1.0] * len(ULTRA.pattern))
+    assert [len(s) for s in equal] == [14, 14, 14, 14, 13, 13, 13, 13]
+    assert [len(s) for s in cut("M" * 16, 4, [1.0] * 16, last_stage_extra=4)] == [5, 5, 5, 1]
     with pytest.raises(ValueError, match="into 0 stages: use 1 to 2"):
-        cut("ME", 0)
-    with pytest.raises(ValueError, match="no cost given for layer kind 'E'"):
-        cut("ME", 2, {"M": 1.0})
-    with pytest.raises(ValueError, match="cost of 'M' is -1.0"):
-        cut("MM", 2, {"M": -1.0})
+        cut("ME", 0, [1.0, 1.0])
     assert cut("EEEE", 2, [3, 1, 1, 1]) == ("E", "EEE")
     with pytest.raises(ValueError, match="cost of 'M' is -1.0"):
         cut("MM", 2, [-1.0, 1.0])
     with pytest.raises(ValueError, match="1 costs given for the 2 layers of pattern 'MM'"):
         cut("MM", 2, [1.0])
     with pytest.raises(ValueError, match="last_stage_extra is nan"):
-        cut("MM", 2, last_stage_extra=float("nan"))
+        cut("MM", 2, [1.0, 1.0], last_stage_extra=float("nan"))

@@ -1,4 +1,4 @@
-"""A conversation with a model whose states are kept from turn to turn.
+"""`nemotron3 chat`: a conversation in the terminal with a model whose states are kept from turn to turn.
 
 If the text of the conversation begins with what the states have read, only the rest is read. Otherwise all is
 read again: a template may write an earlier turn differently once others follow (it drops thoughts).
@@ -6,48 +6,37 @@ read again: a template may write an earlier turn differently once others follow 
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron_nemotron3.inference.generate.engine import Engine
-from megatron_nemotron3.inference.generate.prompts import (
-    ConversationState,
-    Generation,
-    GenerationOptions,
-    generate,
+from megatron_nemotron3.checkpoints.folders import require_tokenizer
+from megatron_nemotron3.checkpoints.remote import local, place
+from megatron_nemotron3.common.options import add_command, argument, option
+from megatron_nemotron3.inference.generate.command import (
+    CHECKPOINT,
+    SamplingOptions,
+    load_engine,
+    new_tokens_option,
+    open_text_model,
+    temperature_option,
 )
-from megatron_nemotron3.inference.generate.text import OutputText, Tokenizer
+from megatron_nemotron3.inference.generate.media import Template
+from megatron_nemotron3.inference.generate.text import OutputText, Tokenizer, write
 
-#: Placeholder for an answer, to find what a template writes after one.
-_MARK = "ANSWER"
+if TYPE_CHECKING:
+    from megatron_nemotron3.inference.generate.engine import Engine
+    from megatron_nemotron3.inference.generate.prompts import (
+        ConversationState,
+        Generation,
+        GenerationOptions,
+    )
 
-
-class Template:
-    """The chat template of a tokenizer's folder."""
-
-    def __init__(self, folder: Path) -> None:
-        from transformers import AutoTokenizer
-
-        self._tokenizer = AutoTokenizer.from_pretrained(str(folder))
-
-    @property
-    def usable(self) -> bool:
-        return isinstance(self._tokenizer.chat_template, str)
-
-    def render(self, messages: list[dict[str, str]]) -> str:
-        return self._apply(messages, add_generation_prompt=True)
-
-    def end(self) -> str:
-        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
-        return self._apply(messages).rpartition(_MARK)[2]
-
-    def _apply(self, messages: list[dict[str, str]], **options: Any) -> str:
-        try:
-            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **options))
-        except Exception as problem:  # a template may raise any exception
-            raise ValueError(f"the chat template: {problem}") from None
+TOP_P = 0.9
+RESET, EXIT = "/reset", "/exit"
 
 
 @dataclass
@@ -70,9 +59,9 @@ class Chat:
     #: All tokens in front of the last answer, and how many of them were read for it.
     context: list[int] = field(default_factory=list)
     read: int = 0
-    _states: ConversationState = field(default_factory=ConversationState)
+    _states: ConversationState = field(init=False)
     #: Tokens that the states have seen.
-    _seen: list[int] = field(default_factory=list)
+    _seen: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         end = self.template.end() if self.template is not None else ""
@@ -88,6 +77,8 @@ class Chat:
 
     def say(self, message: str, push: Callable[[OutputText], None]) -> Generation:
         """Add a message of the user and the model's answer."""
+        from megatron_nemotron3.inference.generate.prompts import generate
+
         self.messages.append({"role": "user", "content": message})
         answer = OutputText(self.tokenizer, self.stops)
         new: list[int] = []
@@ -150,4 +141,80 @@ class Chat:
         return text
 
     def _drop_states(self) -> None:
+        from megatron_nemotron3.inference.generate.prompts import ConversationState
+
         self._states, self._seen = ConversationState(), []
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions(SamplingOptions):
+    """Options of `nemotron3 chat`."""
+
+    checkpoint: Path = argument(CHECKPOINT, "RUN", parse=place)
+    system: str | None = option("a system message, for the chat template", "TEXT")
+    max_new_tokens: int = new_tokens_option(256, "answer")
+    temperature: float = temperature_option(0.7)
+
+
+def register(commands: Any) -> None:
+    """Add `nemotron3 chat`."""
+    add_command(commands.add_parser("chat"), ChatOptions, chat_command)
+
+
+def chat_command(options: ChatOptions) -> int:
+    """Read lines from stdin and answer each. Exit status 0 at its end or `/exit`."""
+    if options.tokenizer is not None:
+        require_tokenizer(options.tokenizer)
+    with local(options.checkpoint) as folder:
+        _loop(_open_chat(folder, options))
+    return 0
+
+
+def _open_chat(folder: Path, options: ChatOptions) -> Chat:
+    from megatron_nemotron3.inference.generate.prompts import GenerationOptions
+
+    sampling = options.sampling()
+    if options.temperature and options.top_p is None:
+        sampling = replace(sampling, top_p=TOP_P)
+    tokenizer, opened = open_text_model(folder, options)
+    template = Template(tokenizer.folder)
+    if options.system is not None and not template.usable:
+        raise ValueError(f"--system: the tokenizer in {tokenizer.folder} has no chat template: leave it out")
+    engine = load_engine(opened, options.device, options.dtype, mtp=options.draft > 0)
+    generation = GenerationOptions(options.max_new_tokens, sampling, options.draft)
+    if sys.stdin.isatty():
+        form = "chat template" if template.usable else "no chat template: the model continues the text"
+        print(f"{opened.config.name}, {form}")
+        print(f"{RESET} begins anew, {EXIT} or Ctrl-D ends, Ctrl-C stops an answer")
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401, lines can be edited
+    return Chat(engine, tokenizer, generation, template if template.usable else None, options.system)
+
+
+def _loop(chat: Chat) -> None:
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            if sys.stdin.isatty():
+                print()
+            return
+        except KeyboardInterrupt:
+            print(f"\n({EXIT} or Ctrl-D ends)")
+            continue
+        if line == EXIT:
+            return
+        if line == RESET:
+            chat.reset()
+        elif line:
+            _answer(chat, line)
+
+
+def _answer(chat: Chat, line: str) -> None:
+    try:
+        chat.say(line, lambda answer: write(answer.take()))
+        print(flush=True)
+    except KeyboardInterrupt:
+        print(" (stopped)", flush=True)
+    except ValueError as problem:
+        print(f"not answered: {problem}; {RESET} begins anew", file=sys.stderr, flush=True)

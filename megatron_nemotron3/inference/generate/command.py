@@ -320,23 +320,3 @@ def _generation_as_json(
         "tokens_per_second": result.tokens_per_second,
         "speculation": speculation_as_json(result.speculation) if result.speculation.draft else None,
     }
-
-
-def sample(folder: Path, prompt: str, new_tokens: int) -> str:
-    """Continue a prompt by at most `new_tokens`, always with the same random numbers, for reports."""
-    from megatron_nemotron3.inference.generate.prompts import GenerationOptions, generate
-
-    options = SamplingOptions(
-        checkpoint=folder,
-        temperature=0.7,  # as in `make demo`
-        top_p=0.9,
-        which=StoredModelOptions(),
-    )
-    encoder, opened = open_text_model(folder, options)
-    ids = encoder.encode(prompt)
-    room = opened.config.max_position_embeddings - len(ids)
-    if not ids or room < 1:
-        raise ValueError(f"a prompt of {len(ids):,} tokens: give 1 to {room + len(ids) - 1:,}")
-    generation = GenerationOptions(min(new_tokens, room), options.sampling(), stop=encoder.stop)
-    (row,) = generate(load_engine(opened, options.device), [ids], generation).rows
-    return encoder.decode(row.tokens)

@@ -93,9 +93,6 @@ class DecodeState:
         layers = {name: layer.select(list(rows)) for name, layer in self.layers.items()}
         return DecodeState([self.lengths[row] for row in rows], layers)
 
-    def copy(self) -> DecodeState:
-        return self.select(range(self.batch))
-
 
 class Decode(Definition):
     """The definition with other steps, on one device.

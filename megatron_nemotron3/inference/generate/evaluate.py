@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from megatron_nemotron3.common import plots
 from megatron_nemotron3.inference.generate.engine import CHUNK, Engine
 from megatron_nemotron3.inference.generate.mtp import MTP
 from megatron_nemotron3.inference.generate.prompts import Generation, GenerationOptions, generate
@@ -231,44 +229,3 @@ def acceptance(
         generate(engine, prompts, GenerationOptions(new_tokens, draft=draft), lambda row, token: report(1))
         for draft in drafts
     ]
-
-
-def plot(losses: MeanLosses, accepted: Sequence[Generation], trained: int, path: Path, title: str) -> None:
-    """Write losses and agreement by depth and acceptance by number of drafts as a PNG."""
-    with plots.picture(path, 1, 3, size=(14, 4), title=title) as (_, grid):
-        left, middle, right = grid[0]
-        values = [losses.next_token, *losses.depths]
-        bars = left.bar(range(len(values)), values, color=["C0", *["C1"] * len(losses.depths)])
-        for depth, bar in enumerate(bars):
-            if depth > trained:
-                bar.set_hatch("//")
-        left.bar_label(bars, fmt="%.3f", fontsize=8)
-        left.set_xticks(range(len(values)), ["next\ntoken", *map(str, range(1, len(values)))])
-        beyond = f" (hatched: deeper than the {trained} of training)" if len(losses.depths) > trained else ""
-        left.set(ylabel="loss (nats per token)", title=f"Held-out loss{beyond}")
-        if losses.depths:
-            left.set_xlabel("MTP depth")
-        if losses.agreement:
-            depths = range(1, len(losses.agreement) + 1)
-            middle.plot(depths, [one.top1 for one in losses.agreement], "o-", label="same top token")
-            middle.plot(depths, [one.overlap for one in losses.agreement], "s-", label="overlap")
-            middle.set(xlabel="MTP depth", ylabel="share", ylim=(0, 1))
-            middle.set_title("Agreement with the model's own distribution")
-            middle.set_xticks(depths)
-            middle.legend()
-        else:
-            middle.set_axis_off()
-        if accepted:
-            drafts = [a.speculation.draft for a in accepted]
-            lengths = [a.speculation.acceptance_length for a in accepted]
-            right.plot(drafts, lengths, "o-", label="measured")
-            right.plot(
-                drafts, [k + 1 for k in drafts], color="gray", ls="--", lw=1, label="every draft accepted"
-            )
-            right.set(
-                xlabel="drafted tokens", ylabel="tokens per verification", title="Acceptance length, greedy"
-            )
-            right.set_xticks(drafts)
-            right.legend()
-        else:
-            right.set_axis_off()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_nemotron3.checkpoints.folders import require_tokenizer
 from megatron_nemotron3.checkpoints.remote import local, shown
-from megatron_nemotron3.common.files import require_plot
 from megatron_nemotron3.common.options import add_command, data_path_option, json_flag, option, text_option
 from megatron_nemotron3.common.output import Bar, interval, result, say
 from megatron_nemotron3.cpu import quiet_on_cpu
@@ -23,8 +22,11 @@ from megatron_nemotron3.inference.generate.command import (
 from megatron_nemotron3.models.command import stored_model
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megatron_nemotron3.checkpoints.convert.opened import Checkpoint
     from megatron_nemotron3.inference.generate.checkpoint_folder import CheckpointFolder
+    from megatron_nemotron3.inference.generate.engine import Engine
     from megatron_nemotron3.inference.generate.evaluate import MeanLosses
     from megatron_nemotron3.inference.generate.prompts import Generation
     from megatron_nemotron3.models import Nemotron3Config
@@ -61,7 +63,6 @@ class EvaluateOptions(CheckpointOptions):
         most=MAX_DRAFT,
         group=_MEASURED,
     )
-    plot: Path | None = option("write losses and acceptance as a picture", "PNG")
     json: bool = json_flag()
 
 
@@ -72,14 +73,12 @@ def register(commands: Any) -> None:
 
 def evaluate_command(options: EvaluateOptions) -> int:
     """Measure and print. Exit status 0."""
-    if options.plot is not None:
-        require_plot(options.plot, "--plot")
     if options.tokenizer is not None:
         require_tokenizer(options.tokenizer)
     if options.conversations is not None and options.tokenizer is None:
         raise ValueError("--conversations needs --tokenizer DIR (a tokenizer with a chat template)")
-    if options.conversations is not None and (options.plot is not None or options.draft is not None):
-        raise ValueError("--plot and --draft measure texts, not --conversations: drop them")
+    if options.conversations is not None and options.draft is not None:
+        raise ValueError("--draft measures texts, not --conversations: drop it")
     with local(options.checkpoint) as folder:
         measure = _evaluate if options.conversations is None else _evaluate_conversations
         with result(options.json):
@@ -103,39 +102,56 @@ def _opened(folder: Path, options: EvaluateOptions) -> tuple[CheckpointFolder, C
 
 
 def _evaluate(found: CheckpointFolder, opened: Checkpoint, options: EvaluateOptions) -> None:
-    from megatron_nemotron3.inference.generate.evaluate import acceptance, losses, plot, windows
+    from megatron_nemotron3.inference.generate.evaluate import windows
 
     config = opened.config
     draft = _chosen_draft(options.draft, config)
     check_draft(opened, draft)
     seq_length = chosen_seq_length(options.seq_length, config)
-    most = SPREAD * max(options.tokens + 1, PROMPTS * PROMPT_TOKENS)
-    ids, source = evaluation_tokens(found, most, options.text, options.data_path, options.tokenizer)
+    ids, source = evaluation_tokens(
+        found, tokens_read(options.tokens), options.text, options.data_path, options.tokenizer
+    )
     text = windows(ids, seq_length, options.tokens)
     depths, stated = max(draft, config.mtp_num_layers), config.mtp_num_layers
     engine = load_engine(opened, options.device, options.dtype, mtp=depths > 0)
-    with Bar("loss", "tokens", text.shape[0] * (text.shape[1] - 1), lines=False) as bar:
-        measured = losses(engine, text, depths, report=bar.add)
-    accepted: list[Generation] = []
-    new = min(NEW_TOKENS, config.max_position_embeddings // 2)
-    prompts = spread_prompts(ids, min(PROMPT_TOKENS, config.max_position_embeddings - new))
-    if draft:
-        with Bar("drafts", "tokens", len(prompts) * new * (draft + 1), lines=False) as bar:
-            accepted = acceptance(engine, prompts, new, range(draft + 1), bar.add)
+    measured, accepted, prompts = measured_drafts(
+        engine, ids, text, depths, range(draft + 1) if draft else ()
+    )
     name = shown(found.checkpoint)
-    title = f"{name}: {config.name}"
-    if options.plot is not None:
-        plot(measured, accepted, stated, options.plot, title)
-    say(f"checkpoint   {title}", checkpoint=name, model=config.name)
+    say(f"checkpoint   {name}: {config.name}", checkpoint=name, model=config.name)
     of_windows = f"{measured.tokens:,} tokens in {len(text):,} windows of {text.shape[1] - 1:,}"
     say(f"text         {source}: {of_windows}", text=source, tokens=measured.tokens)
     mtp = f"mtp          depths: {stated}; by {opened.mtp_source}" if config.has_mtp else None
     say(mtp, mtp_source=opened.mtp_source, mtp_num_layers=stated)
     _say_losses(measured, stated)
     _say_agreement(measured)
-    _say_acceptance(accepted, f"{len(prompts)} prompts of {len(prompts[0])} tokens by {new} tokens each")
-    if options.plot is not None:
-        say(f"plot         {options.plot}")
+    _say_acceptance(accepted, prompts)
+
+
+def tokens_read(tokens: int) -> int:
+    """Tokens of a text to read for `measured_drafts` over windows of `tokens` tokens."""
+    return SPREAD * max(tokens + 1, PROMPTS * PROMPT_TOKENS)
+
+
+def measured_drafts(
+    engine: Engine, ids: list[int], text: Tensor, depths: int, drafts: Sequence[int]
+) -> tuple[MeanLosses, list[Generation], str]:
+    """Losses over windows `text` of the ids, greedy continuations of some, and what these are."""
+    from megatron_nemotron3.inference.generate.evaluate import acceptance, losses
+
+    most = engine.config.max_position_embeddings
+    with Bar("loss", "tokens", text.shape[0] * (text.shape[1] - 1), lines=False) as bar:
+        measured = losses(engine, text, depths, report=bar.add)
+    accepted: list[Generation] = []
+    new = min(NEW_TOKENS, most // 2)
+    length = min(PROMPT_TOKENS, most - new, len(ids))
+    count = min(PROMPTS, len(ids) // length)
+    step = len(ids) // count  # they are spread over the text
+    prompts = [ids[i * step : i * step + length] for i in range(count)]
+    if drafts:
+        with Bar("drafts", "tokens", len(prompts) * new * len(drafts), lines=False) as bar:
+            accepted = acceptance(engine, prompts, new, drafts, bar.add)
+    return measured, accepted, f"{len(prompts)} prompts of {len(prompts[0])} tokens by {new} tokens each"
 
 
 def _evaluate_conversations(found: CheckpointFolder, opened: Checkpoint, options: EvaluateOptions) -> None:
@@ -216,14 +232,6 @@ def chosen_seq_length(length: int | None, config: Nemotron3Config) -> int:
             "max_position_embeddings"
         )
     return length
-
-
-def spread_prompts(ids: list[int], length: int) -> list[list[int]]:
-    """Up to `PROMPTS` excerpts, spread over the text."""
-    length = min(length, len(ids))
-    count = min(PROMPTS, len(ids) // length)
-    step = len(ids) // count
-    return [ids[i * step : i * step + length] for i in range(count)]
 
 
 def _say_losses(measured: MeanLosses, stated: int) -> None:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from megatron_nemotron3.inference.generate.chat import Template
     from megatron_nemotron3.inference.generate.text import Tokenizer
     from megatron_nemotron3.models.omni import OmniConfig
     from megatron_nemotron3.train.data.conversations import Encoded
@@ -31,6 +30,8 @@ OPTIONS = {
 }
 #: Files of which one says that a folder has a processor.
 _PROCESSOR = ("processor_config.json", "preprocessor_config.json")
+#: Placeholder for an answer, to find what a template writes after one.
+_MARK = "ANSWER"
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,32 @@ def prompts_of(ordered: Sequence[tuple[str, str]]) -> list[Prompt]:
     return result
 
 
+class Template:
+    """The chat template of a tokenizer's folder."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoTokenizer
+
+        self._tokenizer = AutoTokenizer.from_pretrained(str(folder))
+
+    @property
+    def usable(self) -> bool:
+        return isinstance(self._tokenizer.chat_template, str)
+
+    def render(self, messages: list[dict[str, str]]) -> str:
+        return self._apply(messages, add_generation_prompt=True)
+
+    def end(self) -> str:
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
+        return self._apply(messages).rpartition(_MARK)[2]
+
+    def _apply(self, messages: list[dict[str, str]], **options: Any) -> str:
+        try:
+            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **options))
+        except Exception as problem:  # a template may raise any exception
+            raise ValueError(f"the chat template: {problem}") from None
+
+
 class PromptReader:
     """Tokens of prompts for a model.
 
@@ -106,8 +133,6 @@ class PromptReader:
         self.tokenizer, self.model, self.display_name = tokenizer, model, display_name
         self.template: Template | None = None
         if template:
-            from megatron_nemotron3.inference.generate.chat import Template
-
             self.template = Template(tokenizer.folder)
             if not self.template.usable:
                 raise ValueError(f"--chat: the tokenizer in {tokenizer.folder} has none: leave it out")

@@ -77,9 +77,6 @@ class MTP:
         result.lengths = [self.lengths[row] for row in rows]
         return result
 
-    def copy(self) -> MTP:
-        return self.select(range(len(self.lengths)))
-
     @torch.inference_mode()
     def forward(
         self,

@@ -12,7 +12,6 @@ from megatron_nemotron3.common.options import NEEDED, add_command, flag, json_fl
 from megatron_nemotron3.common.output import print_json
 from megatron_nemotron3.inference.refit.engines import ENGINES
 from megatron_nemotron3.inference.refit.layouts import DTYPES, EngineLayout, Training
-from megatron_nemotron3.launch.plan.hardware import GPUS
 from megatron_nemotron3.models.command import ModelOptions, chosen_model
 
 _MIB = 1 << 20
@@ -50,9 +49,7 @@ class RefitOptions:
     )
     colocated: bool = flag("trainer and server of the same number are one process", group=_TRANSFER)
     buffer: int = _transfer("most that a rank sends in a step (256)", "MIB", default=256, least=1)
-    gpu: str = _transfer("type of GPU, whose links give the time (h100)", default="h100", choices=GPUS)
     delta: str | None = _transfer('only tensors with such Hugging Face names, as "mtp.*"', "PATTERN")
-    prove: bool = flag("check that every byte arrives once", group=_TRANSFER)
     json: bool = json_flag()
 
 
@@ -64,8 +61,6 @@ def register(commands: Any) -> None:
 def refit(options: RefitOptions) -> int:
     """Print the figures of the plan. Returns exit status 0."""
     config = chosen_model(options.which)
-    if options.prove and options.delta is not None:
-        raise ValueError("--prove is for a plan of all tensors: leave --delta out")
     training = Training.of(config, options.source)
     scales = read_scales(options.input_scales) if options.input_scales is not None else {}
     serving = EngineLayout.of(
@@ -77,39 +72,30 @@ def refit(options: RefitOptions) -> int:
         input_scales=tuple(scales.items()),
     )
 
-    from megatron_nemotron3.inference.refit.check import check
     from megatron_nemotron3.inference.refit.planner import make_plan
 
     plan = make_plan(
         training, serving, buffer=options.buffer * _MIB, colocated=options.colocated, only=options.delta
     )
-    if options.prove:
-        check(plan)
-    load, gpu = plan.load(), GPUS[options.gpu]
-    time = plan.seconds(gpu)
+    load = plan.load()
     if options.json:
         facts = {
             "training_ranks": training.layout.world_size,
             "serving_ranks": serving.size,
             "tensors": len(plan.names),
             "steps": plan.steps,
-            "seconds": time,
             "digest": plan.digest,
         }
         print_json(facts | load._asdict())
         return 0
-    ratio = f", {load.sent / load.bound:.2f} times the least possible" if load.bound else ""
     print(f"trainer           {training}: {training.layout.world_size:,} ranks")
     print(f"servers           {serving}: {serving.size:,} ranks{', the same processes' * plan.colocated}")
     print(f"tensors           {len(plan.names):,}, in {plan.steps:,} steps")
     print(f"sent              {load.total:,} bytes in {load.messages:,} messages")
     if plan.colocated:
         print(f"copied            {load.copied:,} bytes inside a process")
-    print(f"busiest sender    {load.sent:,} bytes{ratio} ({load.bound:,})")
+    print(f"busiest sender    {load.sent:,} bytes")
     print(f"busiest receiver  {load.received:,} bytes, what it holds")
     print(f"largest buffer    {load.space:,} bytes of {plan.buffer:,}")
-    print(f"time              {time:.3g} s by the links of {gpu.name}, without latency")
-    if options.prove:
-        print("checked           every receiver gets every byte once, from a rank that holds it")
     print(f"digest            {plan.digest}")
     return 0

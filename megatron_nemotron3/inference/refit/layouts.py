@@ -111,12 +111,11 @@ class EngineLayout:
 
     tp, pp: as the engine counts them. dp: attention groups of a replica; vLLM has dp * tp * pp ranks, SGLang
     has tp * pp, in which dp divides tp. ep: ranks over which experts are spread; vLLM's is 1 or dp * tp,
-    SGLang's divides tp. shared: "cut" or "whole", how a rank holds shared experts; None: as vLLM does, or
-    "cut". mtp: whether the engine drafts with MTP; None: if the model has MTP. With engine "hf" each replica
-    is one rank, which gets every tensor whole, as the engines' `load_weights` takes them. fp32_router: the
-    routers are FP32, as vLLM has them on GPUs other than Hopper and data center Blackwell. quantize: with
-    engine "hf", the recipe by which the senders pack the weights (`inference.refit.quantized`). input_scales:
-    scales of activations, as `quantized.quantization` takes them.
+    SGLang's divides tp. mtp: whether the engine drafts with MTP; None: if the model has MTP. With engine "hf"
+    each replica is one rank, which gets every tensor whole, as the engines' `load_weights` takes them.
+    fp32_router: the routers are FP32, as vLLM has them on GPUs other than Hopper and data center Blackwell.
+    quantize: with engine "hf", the recipe by which the senders pack the weights (`refit.quantized`).
+    input_scales: scales of activations, as `quantized.quantization` takes them.
     """
 
     config: Nemotron3Config
@@ -126,7 +125,6 @@ class EngineLayout:
     dp: int = 1
     ep: int = 1
     replicas: int = 1
-    shared: str | None = None
     mtp: bool | None = None
     fp32_router: bool = False
     dtype: str = "bfloat16"
@@ -145,8 +143,6 @@ class EngineLayout:
         if self.input_scales and not self.quantize:
             raise ValueError("input_scales are of quantized weights: give quantize, too")
         _ = self.packed  # refuses a recipe
-        if self.shared not in (None, "cut", "whole"):
-            raise ValueError(f"shared={self.shared!r}: use cut or whole")
         for name in ("tp", "pp", "dp", "ep", "replicas"):
             if (size := getattr(self, name)) < 1:
                 raise ValueError(f"{name}={size}: give 1 or more")
@@ -201,9 +197,8 @@ class EngineLayout:
         return self.replica_size * self.replicas
 
     def group_size(self, role: Role) -> int:
-        whole = self.shared == "whole" or (
-            self.shared is None and self.engine == "vllm" and min(self.ep, self.tp, self.dp) > 1
-        )
+        # vLLM cuts shared experts, but not where experts are spread over several attention groups.
+        whole = self.engine == "vllm" and min(self.ep, self.tp, self.dp) > 1
         if role == "whole" or (role == "shared" and whole):
             return 1
         if role == "experts":

@@ -18,7 +18,6 @@ import numpy
 from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE
 from megatron_nemotron3.inference.refit.layouts import EngineLayout, Training
 from megatron_nemotron3.inference.refit.shares import AxisCut
-from megatron_nemotron3.launch.plan.hardware import GPU
 
 #: A part begins at a multiple of this many bytes of a message.
 ALIGNMENT = 16
@@ -81,18 +80,17 @@ class TensorTransfer(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Bytes of the busiest ranks, and the least they could be.
+    """Bytes of the busiest ranks.
 
     total: of all messages. messages: number of pairs of ranks with something to send, over all steps. sent,
-    received: by the busiest rank. bound: no plan can send less than this from its busiest sender. copied:
-    bytes whose sender and receiver are one process. space: largest buffer of a step.
+    received: by the busiest rank. copied: bytes whose sender and receiver are one process. space: largest
+    buffer of a step.
     """
 
     total: int
     messages: int
     sent: int
     received: int
-    bound: int
     copied: int
     space: int
 
@@ -101,7 +99,7 @@ class Load(NamedTuple):
 class RefitPlan:
     """All transfers, in the order of their steps.
 
-    colocated: sender r and receiver r are one process. bound: as in `Load`.
+    colocated: sender r and receiver r are one process.
     """
 
     training: Training
@@ -109,7 +107,6 @@ class RefitPlan:
     buffer: int
     colocated: bool
     transfers: tuple[TensorTransfer, ...]
-    bound: int
 
     @cached_property
     def digest(self) -> str:
@@ -161,30 +158,4 @@ class RefitPlan:
                 pairs.append(senders[other].astype("int64") * ranks[1] + receivers[other])
             messages += len(numpy.unique(numpy.concatenate(pairs)))
             largest = max(largest, *(int(one.max()) for one in space))
-        return Load(total, messages, int(sent.max()), int(received.max()), self.bound, copied, largest)
-
-    def seconds(self, gpu: GPU) -> float:
-        """Time by the links of a GPU: that of the busiest port, after the first step was packed.
-
-        A rank sends and receives at the same time, and its NVLink and its network port work in parallel.
-        Ranks are numbered as by `Refit`, NVLink domains are consecutive ranks. Latency and checksums are not
-        counted.
-        """
-        trainers = self.training.layout.world_size
-        offset = 0 if self.colocated else trainers
-        busy = {
-            (side, link): numpy.zeros(ranks)
-            for side, ranks in (("out", trainers), ("in", self.serving.size))
-            for link in (gpu.nvlink, gpu.network)
-        }
-        first = 0
-        for transfer in self.transfers:
-            senders, receivers = transfer.pairs
-            near = senders // gpu.nvlink_domain == (receivers + offset) // gpu.nvlink_domain
-            other = transfer.between(self.colocated)
-            first = max(first, transfer.space if transfer.step == 0 else 0)
-            for link, those in ((gpu.nvlink, near & other), (gpu.network, ~near & other)):
-                for side, ranks in (("out", senders), ("in", receivers)):
-                    numpy.add.at(busy[side, link], ranks[those], transfer.bytes / link)
-        # The first step is read and written once.
-        return float(max(one.max() for one in busy.values())) + 2 * first / gpu.hbm
+        return Load(total, messages, int(sent.max()), int(received.max()), copied, largest)

@@ -192,12 +192,11 @@ def make_plan(
     if not parts:
         raise ValueError(f"no tensor of {training.config.name} has a name like {only!r}")
     loads = numpy.zeros(training.layout.world_size, "int64")
-    bound = _Bound(training.layout.world_size, training.layout.pp)
     for part in sorted(parts, key=lambda p: (len(p.candidates), -p.transfer.bytes)):
-        senders = _chosen_senders(part, loads, bound, colocated)
+        senders = _chosen_senders(part, loads, colocated)
         part.transfer = part.transfer._replace(senders=senders.tobytes())
     transfers = _in_steps(parts, training, serving, buffer, colocated)
-    return RefitPlan(training, serving, buffer, colocated, transfers, bound.value())
+    return RefitPlan(training, serving, buffer, colocated, transfers)
 
 
 def _parts(training: Training, serving: EngineLayout, only: str | None) -> Iterator[_Part]:
@@ -269,7 +268,7 @@ def spread(loads: Any, number: int, size: int) -> Any:
     return counts
 
 
-def _chosen_senders(part: _Part, loads: Any, bound: _Bound, colocated: bool) -> _Ranks:
+def _chosen_senders(part: _Part, loads: Any, colocated: bool) -> _Ranks:
     _, receivers = part.transfer.pairs
     senders = numpy.full(len(receivers), -1, "int32")
     if colocated:
@@ -281,31 +280,7 @@ def _chosen_senders(part: _Part, loads: Any, bound: _Bound, colocated: bool) -> 
         counts = spread(loads[part.candidates], number, size)
         senders[left] = numpy.repeat(part.candidates, counts)
         loads[part.candidates] += counts * size
-        bound.add(part.candidates, number * size)
     return senders
-
-
-class _Bound:
-    """The least that the busiest sender sends: some bytes can be sent by few ranks only."""
-
-    def __init__(self, ranks: int, stages: int) -> None:
-        self._each = ranks // stages
-        self._needs: dict[bytes, list[int]] = {}
-        self._stages = [0] * stages
-        self._ranks, self._total = ranks, 0
-
-    def add(self, candidates: _Ranks, size: int) -> None:
-        need = self._needs.setdefault(candidates.tobytes(), [0, len(candidates)])
-        need[0] += size
-        self._total += size
-        first, last = (int(rank) // self._each for rank in (candidates[0], candidates[-1]))
-        if first == last:
-            self._stages[first] += size
-
-    def value(self) -> int:
-        needs = [*self._needs.values(), [self._total, self._ranks]]
-        needs += [[size, self._each] for size in self._stages]
-        return max(-(-size // ranks) for size, ranks in needs)
 
 
 def _in_steps(

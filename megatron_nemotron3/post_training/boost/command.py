@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_nemotron3.checkpoints.trust import trust_option, trusting
 from megatron_nemotron3.common import lock
-from megatron_nemotron3.common.files import require_plot
 from megatron_nemotron3.common.options import (
     NEEDED,
     add_option,
@@ -68,13 +67,11 @@ class BoostOptions:
         default=_DEFAULT.mix,
     )
     decay: float = _head("weight of a depth by the last one's", "N", default=_DEFAULT.decay)
-    cache: int = _head("keep hidden states of the first N microbatches", "N", default=0)
     grow: str | None = _head("add an MTP block of these layers (*E) to a model without", "PATTERN")
     text: str | None = text_option("default: the run's data", group="data")
     data_path: str | None = data_path_option("here one", group="data")
     tokenizer: Path | None = tokenizer_option("the run's", group="data")
     trust_checkpoint: bool = trust_option()
-    plot: Path | None = option("write acceptance before and after as a picture", "PNG", group="data")
 
 
 def register(commands: Any) -> None:
@@ -89,9 +86,7 @@ def register(commands: Any) -> None:
 def boost_command(options: argparse.Namespace) -> int:
     """Run the steps that are not done yet. Exit status 0; that of a step that failed or was interrupted."""
     started = time.monotonic()
-    boost = Boost(options.loss, options.loss_temperature, options.mix, options.decay, options.cache)
-    if options.plot is not None:
-        require_plot(options.plot, "--plot")
+    boost = Boost(options.loss, options.loss_temperature, options.mix, options.decay)
     from megatron_nemotron3.post_training.boost import inputs as boost_inputs
 
     options.device = resolve_device(options.device)
@@ -108,7 +103,7 @@ def boost_command(options: argparse.Namespace) -> int:
 
 
 def _boost(options: argparse.Namespace, boost: Boost, given: BoostInputs) -> int:
-    from megatron_nemotron3.post_training.measure import measure_drafts, plot_drafts, report_drafts
+    from megatron_nemotron3.post_training.measure import measure_drafts, report_drafts
 
     out = options.output
     before = None
@@ -126,9 +121,6 @@ def _boost(options: argparse.Namespace, boost: Boost, given: BoostInputs) -> int
     after = measure_drafts(out / "run", given, options, out / "after.json")
     for line in report_drafts(before, after):
         print(line)
-    if options.plot is not None:
-        plot_drafts(before, after, options.plot, f"MTP heads of {options.checkpoint}")
-        print(f"plot         {options.plot}")
     print(f"checkpoint   {out / 'run'}")
     return 0
 

@@ -38,9 +38,6 @@ from megatron_nemotron3.layers.registration import completing, keep_argument
 from megatron_nemotron3.layers.ssd import seq_idx_from_cu_seqlens
 from megatron_nemotron3.post_training.distill.divergences import divergence
 
-#: Inputs of the model that belong to the micro-batch; those of a kept one take the place of the drawn ones.
-_INPUTS = ("input_ids", "position_ids", "labels", "loss_mask")
-
 
 def training_heads(boost: Boost) -> AbstractContextManager[None]:
     """Inside, every model with a stack of this package is built with `train_heads`."""
@@ -63,19 +60,12 @@ def train_heads(model: Any, boost: Boost) -> None:
         raise ValueError("MTP heads are not trained with context parallelism or muP: use neither")
     freeze(model)
     keep_argument(ARGUMENT, boost.text())
-    trunk = Trunk(model.decoder, boost.cache, model.post_process)
+    trunk = Trunk(model.decoder, model.post_process)
     model.decoder.around = trunk
     if model.mtp_process:
         Heads(model, boost, trunk).install(model)
-    else:
-        model.register_forward_pre_hook(partial(_begin_stage, trunk))
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         print(f"megatron_nemotron3: only MTP's weights are trained: {boost.text()}", flush=True)
-
-
-def _begin_stage(trunk: Trunk, stage: Any, inputs: Any) -> None:
-    """Before a stage without MTP: count its micro-batches as the last stage does."""
-    trunk.begin(stage.training)
 
 
 @dataclass
@@ -85,8 +75,6 @@ class Heads:
     model: Any
     boost: Boost
     trunk: Trunk
-    #: Inputs of the kept micro-batches.
-    kept: list[dict[str, Tensor | None]] = field(default_factory=list)
     #: Of this micro-batch: labels [b, s], tokens [b, s], document of each token [s], logits by depth.
     labels: Tensor | None = None
     tokens: Tensor | None = None
@@ -102,25 +90,19 @@ class Heads:
         model.output_layer.register_forward_hook(self.keep_logits)
         model.register_forward_hook(self.end)
 
-    def begin(self, model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Before the model: take a kept micro-batch in place of the drawn one, and note the labels."""
+    def begin(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Before the model: note the labels."""
         self.labels = None
         self.logits, self.history = [], []
         given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
-        batch = self.trunk.begin(model.training)
         if InferenceMode.is_active() or given.get("labels") is None:
-            return None
-        if batch is not None:
-            if batch == len(self.kept):
-                self.kept.append({name: given.get(name) for name in _INPUTS})
-            given |= {name: value for name, value in self.kept[batch].items() if value is not None}
+            return
         self.labels, self.tokens = given["labels"], given["input_ids"]
         packed, self.documents = given.get("packed_seq_params"), None
         if packed is not None:
             total = self.labels.shape[1]
             borders = document_borders(packed, total).to(self.labels.device)
             self.documents = seq_idx_from_cu_seqlens(borders, total)[0]
-        return (), given
 
     def mix(self, layer: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Before an MTP depth: give some positions the hidden state of another depth."""
@@ -260,25 +242,16 @@ class _ZeroGradient(torch.autograd.Function):
 class Trunk:
     """What runs the layers of a frozen stack (`Nemotron3Stack.around`).
 
-    Attributes:
-        cache: number of micro-batches to keep.
-        last: whether this is the last stage, whose output is what MTP reads; others keep only its shape.
-        kept: outputs [s, b, d] of the first micro-batches.
-        batch: the one of this training forward, from 0; None in evaluation.
+    last: whether this is the last stage, whose output is what MTP reads.
     """
 
     stack: Any
-    cache: int
     last: bool
-    kept: list[Tensor] = field(default_factory=list)
-    batch: int | None = None
-    device: torch.device | None = None
-    _forwards: int = 0
 
     def __call__(self, run: Callable[[], Tensor]) -> Tensor:
         """Return this stage's output; its layers have no gradient."""
         with torch.no_grad():
-            output = self._output(run)
+            output = run()
         return output if self.last else self.linked(output)
 
     def linked(self, output: Tensor) -> Tensor:
@@ -288,22 +261,3 @@ class Trunk:
             return output
         linked: Tensor = _ZeroGradient.apply(received, output)
         return linked
-
-    def begin(self, training: bool) -> int | None:
-        """Count a forward pass of the model; return the micro-batch whose inputs and output are kept."""
-        self.batch = None
-        if training and self.cache:
-            self.batch = self._forwards % self.cache
-            self._forwards += 1
-        return self.batch
-
-    def _output(self, run: Callable[[], Tensor]) -> Tensor:
-        if self.batch is None or self.batch == len(self.kept):
-            output = run()
-            if self.batch is not None:
-                self.kept.append(output if self.last else output.to("meta"))
-                self.device = output.device
-            return output
-        kept = self.kept[self.batch]
-        # The last stage has kept its own, and does not look at what another one sends.
-        return kept if self.last else torch.zeros_like(kept, device=self.device)

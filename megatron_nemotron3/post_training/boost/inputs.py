@@ -77,9 +77,7 @@ def check(options: argparse.Namespace, boost: Boost, steps: int, lr: float) -> B
         require_trusted(found.checkpoint)
     config = with_own_name(_with_heads(opened.config, options, found))
     pattern = ["--hybrid-layer-pattern", config.full_pattern]
-    settings.require_trainable(
-        boost, [*pattern, "--context-parallel-size", str(options.cp or 1), *options.extra]
-    )
+    settings.require_trainable([*pattern, "--context-parallel-size", str(options.cp or 1), *options.extra])
     require_schedule(options, config)
     length = chosen_seq_length(options.seq_length, config)
     if length <= options.depths:

@@ -7,8 +7,8 @@ With p = softmax(teacher / T) and q = softmax(student / T), in nats:
     js          (KL(p || m) + KL(q || m)) / 2     m = (p + q) / 2, at most log 2
     tv          sum |p - q| / 2                   total variation, at most 1
 
-`reference` is the definition, in plain operations. `divergence` computes the same on logits whose vocabulary
-is shared by tensor-parallel ranks, and keeps one tensor of the student's dtype for its backward.
+`divergence` computes it on logits whose vocabulary is shared by tensor-parallel ranks, and keeps one tensor
+of the student's dtype for its backward.
 
 `topk_divergence` has the k most probable tokens of the teacher, and all others as one more outcome. The k + 1
 outcomes are a coarser view of both distributions, so it is at most the divergence of the whole vocabulary,
@@ -95,22 +95,6 @@ def divergence(
 
     result: Tensor = OnePass.apply(student, compute)
     return result
-
-
-def reference(
-    student: Tensor,
-    teacher: Tensor,
-    kind: str = "kl",
-    temperature: float = 1.0,
-    *,
-    vocabulary: int | None = None,
-) -> Tensor:
-    """`divergence` of whole vocabularies [..., v], by its definition."""
-    _check(student, teacher, kind, temperature)
-    dtype = dtype_of(student)
-    log_q = (student[..., :vocabulary].to(dtype) / temperature).log_softmax(-1)
-    log_p = (teacher.detach()[..., :vocabulary].to(dtype) / temperature).log_softmax(-1)
-    return terms(log_p, log_q, kind).sum(-1)
 
 
 def terms(log_p: Tensor, log_q: Tensor, kind: str) -> Tensor:

@@ -101,37 +101,24 @@ class Aligner:
             s, t = s_end + 1, t_end + 1
         return found
 
-    def batch(
-        self,
-        sequences: Sequence[Sequence[int]],
-        keep: Sequence[Sequence[bool]] | None = None,
-        length: int | None = None,
-    ) -> tuple[torch.Tensor, Alignment]:
+    def batch(self, sequences: Sequence[Sequence[int]]) -> tuple[torch.Tensor, Alignment]:
         """Return the teacher's input for the student's sequences, and the alignment of the predictions.
 
         Args:
             sequences: ids of [b, s + 1]: the student's tokens and the last label. The logits at a position
                 predict the next id.
-            keep: [b, s], whether the student's prediction counts (the loss mask). A span counts if all its
-                tokens do.
-            length: the teacher's sequence length; longer texts are cut, shorter ones padded with token 0 at
-                their end. None: the longest.
 
         Returns:
-            tokens [b, length] int64 and the alignment of [b, s] with [b, length].
+            tokens [b, m] int64, padded with token 0 at their end, and the alignment of [b, s] with [b, m].
         """
         import torch
 
         others = [self.retokenize(ids) for ids in sequences]
-        if length is None:
-            length = max(1, max(map(len, others)) - 1)
-        tokens = torch.zeros(len(sequences), length, dtype=torch.int64)
+        tokens = torch.zeros(len(sequences), max(1, max(map(len, others)) - 1), dtype=torch.int64)
         ours, theirs = torch.full((len(sequences), len(sequences[0]) - 1), -1), torch.full_like(tokens, -1)
         count = 0
         for row, (ids, other) in enumerate(zip(sequences, others)):
-            places = tokens[row], ours[row], theirs[row]
-            kept = None if keep is None else keep[row]
-            count = self._fill(places, ids, other[: length + 1], count, kept)
+            count = self._fill((tokens[row], ours[row], theirs[row]), ids, other, count)
         return tokens, Alignment(ours, theirs, count)
 
     def pack(
@@ -167,7 +154,6 @@ class Aligner:
         student: Sequence[int],
         teacher: Sequence[int],
         count: int,
-        keep: Sequence[bool] | None = None,
     ) -> int:
         """Write the teacher's input, and a span's number to the positions that predict its tokens."""
         import torch
@@ -175,7 +161,7 @@ class Aligner:
         tokens, ours, theirs = places
         tokens[: max(0, len(teacher) - 1)] = torch.tensor(teacher[:-1], dtype=torch.int64)
         for s, t in self.spans(student, teacher):
-            if s.start and t.start and (keep is None or all(keep[s.start - 1 : s.stop - 1])):
+            if s.start and t.start:
                 ours[s.start - 1 : s.stop - 1] = theirs[t.start - 1 : t.stop - 1] = count
                 count += 1
         return count

@@ -33,10 +33,7 @@ class SpanLoss:
         kind: "p-kl" projects the student's probabilities into the teacher's vocabulary; "h-kl" compares the
             tokens that the projection pairs, and the sorted probabilities of the others.
         temperature: divides both logits. The factor of its square is the caller's.
-        top_k: P-KL over this many of the teacher's tokens, those with the largest logits anywhere in the
-            call, renormalized; None: all of them. H-KL takes all.
         threshold: least weight of a pair of H-KL; 1 pairs only equal tokens, as GOLD does.
-        reverse: the divergence from the student to the teacher.
 
     Raises:
         ValueError: an unknown kind.
@@ -44,9 +41,7 @@ class SpanLoss:
 
     kind: Kind = "p-kl"
     temperature: float = 1.0
-    top_k: int | None = None
     threshold: float = COMMON
-    reverse: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -110,11 +105,9 @@ def span_losses(
             for which, logits in enumerate((student, teacher.detach()))
         )
         if loss.kind == "h-kl":
-            losses = _h_kl(ours, theirs, projection, loss)
-        elif loss.top_k is not None and loss.top_k < projection.teacher_size:
-            losses = _p_kl_of_columns(ours, theirs, projection, loss.top_k, loss.reverse)
+            losses = _h_kl(ours, theirs, projection, loss.threshold)
         else:
-            losses = _p_kl(ours, theirs, projection, loss.reverse)
+            losses = _p_kl(ours, theirs, projection)
         return _gathered(losses, groups.context, shared=True)[: alignment.spans]
 
 
@@ -162,52 +155,30 @@ class _Side:
         return self.mean(self.log_softmax().exp() * self.real)
 
 
-def _p_kl(ours: _Side, theirs: _Side, projection: Projection, reverse: bool) -> Tensor:
+def _p_kl(ours: _Side, theirs: _Side, projection: Projection) -> Tensor:
     matrix, reached, _ = _matrix(projection, ours, theirs)
     # [u / p, r]: the product is linear, so spans go through it rather than positions.
     ours_there = _scattered(matrix @ ours.mean_probabilities().T, ours.group).T
     target = theirs.mean(theirs.log_softmax())
     mass = _total(ours_there.sum(-1, keepdim=True), ours.group, shared=True)
-    here = _divergence(ours_there / _positive(mass), target, reached, theirs.real, reverse)
-    return _total(here, ours.group)
-
-
-def _p_kl_of_columns(ours: _Side, theirs: _Side, projection: Projection, top_k: int, reverse: bool) -> Tensor:
-    group = ours.group
-    importance = _gathered(_largest(theirs.logits.amax(0), ours.context), group)
-    columns = importance.topk(top_k).indices.sort().values
-    matrix, reached, _ = _matrix(projection, ours, theirs)
-    ours_there = _total(matrix.index_select(0, columns) @ ours.mean_probabilities().T, group).T
-    here = columns - theirs.first
-    mine = (here >= 0) & (here < theirs.width)
-    logits = theirs.logits[:, here.clamp(0, theirs.width - 1)]
-    target = theirs.mean(_total(torch.where(mine, logits, 0.0), group).log_softmax(-1))
-    mass = ours_there.sum(-1, keepdim=True)
-    everywhere = _gathered(reached, group)[columns]
-    return _divergence(ours_there / _positive(mass), target, everywhere, torch.ones_like(everywhere), reverse)
-
-
-def _divergence(ours: Tensor, target: Tensor, reached: Tensor, real: Tensor, reverse: bool) -> Tensor:
-    """Sum over this rank's columns. `target`: the teacher's mean log-probabilities."""
-    floor = torch.full((), FLOOR, device=ours.device).log()
-    log = torch.where(reached, _positive(ours).log(), floor)
-    terms = ours * (log - target) if reverse else target.exp() * (target - log)
-    return torch.where(real, terms, 0.0).sum(-1)
+    floor = torch.full((), FLOOR, device=ours_there.device).log()
+    log = torch.where(reached, _positive(ours_there / _positive(mass)).log(), floor)
+    terms = torch.where(theirs.real, target.exp() * (target - log), 0.0)
+    return _total(terms.sum(-1), ours.group)
 
 
 def _positive(values: Tensor) -> Tensor:
     return values.clamp(min=torch.finfo(torch.float32).tiny)
 
 
-def _h_kl(ours: _Side, theirs: _Side, projection: Projection, loss: SpanLoss) -> Tensor:
+def _h_kl(ours: _Side, theirs: _Side, projection: Projection, threshold: float) -> Tensor:
     ours_mean, target = ours.mean(ours.log_softmax()), theirs.mean(theirs.log_softmax())
-    matrix, paired, ours_paired = _matrix(projection, ours, theirs, loss.threshold)
+    matrix, paired, ours_paired = _matrix(projection, ours, theirs, threshold)
     # The student's log-probabilities in the places of the teacher's tokens.
     ours_there = _scattered(matrix @ ours_mean.T, ours.group).T
-    apart = ours_there - target if loss.reverse else target - ours_there
-    weight = ours_there.exp() if loss.reverse else target.exp()
-    common = _total(torch.where(paired, weight * apart, 0.0).sum(-1), ours.group)
-    most = min(projection.student_size, projection.teacher_size) - len(projection.common(loss.threshold)[0])
+    apart = target.exp() * (target - ours_there)
+    common = _total(torch.where(paired, apart, 0.0).sum(-1), ours.group)
+    most = min(projection.student_size, projection.teacher_size) - len(projection.common(threshold)[0])
     if most == 0:
         return common
     rest = _sorted(ours_mean.exp() * (ours.real & ~ours_paired), min(most, UNPAIRED), ours.group)

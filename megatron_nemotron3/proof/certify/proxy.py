@@ -150,7 +150,8 @@ def make(request: LaunchRequest, ranks: int, version: str | None = None) -> Prox
     if lora is not None:
         LoRASettings.parse(lora)
     if boost is not None:
-        settings.require_trainable(Boost.parse(boost), to_argv(request.flags))
+        Boost.parse(boost)
+        settings.require_trainable(to_argv(request.flags))
     merged = merged_options(request.flags)
     launch = full_launch(merged, request.world_size, request.vocab_size)
     remarks = [Remark(what, instead) for what, instead in launch.assumed]

@@ -14,6 +14,5 @@ from megatron_nemotron3.train.data.indexed import write_dataset as write_dataset
 from megatron_nemotron3.train.data.prepare import prepare as prepare
 from megatron_nemotron3.train.data.text import read_texts as read_texts
 from megatron_nemotron3.train.data.tokenizer import TokenizerInfo as TokenizerInfo
-from megatron_nemotron3.train.data.tokenizer import byte_tokenizer as byte_tokenizer
 from megatron_nemotron3.train.data.tokenizer import train_tokenizer as train_tokenizer
 from megatron_nemotron3.train.data.unigram import unigram_baseline as unigram_baseline

@@ -10,13 +10,13 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megatron_nemotron3.common import record
 from megatron_nemotron3.common.files import write_json
 from megatron_nemotron3.train.data.indexed import DatasetInfo, default_split, split_documents, write_dataset
 from megatron_nemotron3.train.data.text import Texts, read_texts
-from megatron_nemotron3.train.data.tokenizer import TokenizerInfo, byte_tokenizer, train_tokenizer
+from megatron_nemotron3.train.data.tokenizer import TokenizerInfo, train_tokenizer
 
 #: Version of what this module writes; folders of an older version are not reused.
 FORMAT = 1
@@ -66,7 +66,6 @@ def prepare(
     vocab_size: int = VOCAB_SIZE,
     max_bytes: int | None = MAX_BYTES,
     *,
-    tokenizer: Literal["bpe", "bytes"] = "bpe",
     split: str | None = None,
 ) -> PreparedData:
     """Turn the text at `path` (None: Python's own sources, see read_texts) into data for stock Megatron.
@@ -75,25 +74,23 @@ def prepare(
     reuses its folder; other input gets another folder, because Megatron names the sample indices that it
     caches by the path of a data set, not by its content.
 
-    vocab_size: of the "bpe" tokenizer; "bytes" has 257 tokens. split: --split; None: `default_split`.
+    vocab_size: of the tokenizer. split: --split; None: `default_split`.
 
     The documents must fit in memory. Call it in one process, not on every rank.
 
     Raises the errors of read_texts, train_tokenizer, write_dataset and split_documents.
     """
     texts = read_texts(path, max_bytes=max_bytes)
-    digest = _digest(texts.documents, tokenizer, vocab_size)
+    digest = _digest(texts.documents, vocab_size)
     root = Path(folder).absolute() / digest[:16]
     manifest = _read_manifest(root, digest)
     reused = manifest is not None
     if split is not None:
         split_documents(split, len(texts.documents))  # refuses a bad split before the work begins
     if manifest is None:
-        manifest = _build(root, digest, texts.documents, tokenizer, vocab_size)
+        manifest = _build(root, digest, texts.documents, vocab_size)
     _remove_cut_indices(root / _CACHE)
-    held = TokenizerInfo(**manifest["tokenizer"])
-    if held.tokenizer_model is not None:
-        held = replace(held, tokenizer_model=str(root / _TOKENIZER))
+    held = replace(TokenizerInfo(**manifest["tokenizer"]), tokenizer_model=str(root / _TOKENIZER))
     return PreparedData(
         folder=str(root),
         split=split or manifest["split"],
@@ -104,15 +101,12 @@ def prepare(
     )
 
 
-def _build(root: Path, digest: str, documents: Sequence[str], kind: str, vocab_size: int) -> dict[str, Any]:
+def _build(root: Path, digest: str, documents: Sequence[str], vocab_size: int) -> dict[str, Any]:
     """Write everything below `root`, the manifest last; return the manifest."""
     split = default_split([len(document) for document in documents])
     (root / _MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(root / _CACHE, ignore_errors=True)  # indices of files that are about to be replaced
-    if kind == "bytes":
-        tokenizer = byte_tokenizer()
-    else:
-        tokenizer = train_tokenizer(documents, vocab_size, root / _TOKENIZER)
+    tokenizer = train_tokenizer(documents, vocab_size, root / _TOKENIZER)
     dataset = write_dataset(documents, tokenizer, root / _PREFIX)
     manifest = {
         "digest": digest,
@@ -151,10 +145,9 @@ def _read_manifest(root: Path, digest: str) -> dict[str, Any] | None:
     return manifest if whole else None
 
 
-def _digest(documents: Sequence[str], kind: str, vocab_size: int) -> str:
-    library = importlib.metadata.version("tokenizers") if kind == "bpe" else None
-    vocabulary = vocab_size if kind == "bpe" else None
-    digest = hashlib.sha256(json.dumps([FORMAT, kind, vocabulary, library]).encode())
+def _digest(documents: Sequence[str], vocab_size: int) -> str:
+    library = importlib.metadata.version("tokenizers")
+    digest = hashlib.sha256(json.dumps([FORMAT, "bpe", vocab_size, library]).encode())
     for document in documents:
         data = document.encode("utf-8")
         digest.update(len(data).to_bytes(8, "little"))

@@ -3,7 +3,7 @@
 Two of Megatron 0.19's --tokenizer-type choices need no network, no GPU and no file from elsewhere:
 
 - HuggingFaceTokenizer with --tokenizer-model FOLDER, read by transformers. `eod` is its eos_token.
-- NullTokenizer with --vocab-size 257: tokens 0 to 255 are bytes, and `eod` is the last id. It cannot encode
+- NullTokenizer with --vocab-size N: tokens 0 to 255 are bytes, and `eod` is the last id. It cannot encode
   text, which training does not need.
 """
 
@@ -74,11 +74,6 @@ class TokenizerInfo:
         return tokenizer
 
 
-def byte_tokenizer() -> TokenizerInfo:
-    """UTF-8 bytes as tokens 0 to 255, and 256 for the end of document. No file, no library."""
-    return TokenizerInfo("NullTokenizer", None, vocab_size=BYTES + 1, eod=BYTES)
-
-
 def train_tokenizer(
     texts: Iterable[str],
     vocab_size: int,
@@ -104,7 +99,7 @@ def train_tokenizer(
     if vocab_size < (smallest := SMALLEST_VOCABULARY + len(special)):
         raise ValueError(
             f"vocab_size={vocab_size} does not hold the {BYTES} bytes and {2 + len(special)} special tokens: "
-            f"use {smallest} or more, or byte_tokenizer()"
+            f"use {smallest} or more"
         )
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

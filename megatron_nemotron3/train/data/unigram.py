@@ -2,9 +2,7 @@
 
 A model whose final loss is above it has learnt nothing about the order of tokens.
 
-    uniform        log V                           a model that knows nothing: the loss at step 0
-    cross entropy  -sum_t q(t) log p(t)            p: training split, smoothed; q: validation split
-    entropy        -sum_t p(t) log p(t)            p: training split, not smoothed
+    -sum_t q(t) log p(t)    q: validation split; p: training split, smoothed
 
 in nats per token, as Megatron prints its loss (`lm loss`), end-of-document tokens included. Smoothing is
 add-one (Laplace): p(t) = (n(t) + 1) / (N + V), V the vocabulary before Megatron pads it.
@@ -14,7 +12,6 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_nemotron3.train.data.indexed import read_documents, split_documents
@@ -23,21 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-@dataclass(frozen=True)
-class UnigramBaseline:
-    """Losses without context, in nats per token, and the tokens they were counted on."""
-
-    #: Validation tokens under the smoothed training frequencies: compare with the validation loss.
-    cross_entropy: float
-    #: Training tokens under their own frequencies: compare with the training loss.
-    entropy: float
-    #: log V.
-    uniform: float
-    train_tokens: int
-    valid_tokens: int
-
-
-def unigram_baseline(prefix: str | os.PathLike[str], split: str, vocab_size: int) -> UnigramBaseline:
+def unigram_baseline(prefix: str | os.PathLike[str], split: str, vocab_size: int) -> float:
     """The baseline of the data set at `prefix` under `--split split`; vocab_size is the tokenizer's.
 
     Raises ValueError if the split has no training or no validation documents, or if a token is outside the
@@ -47,15 +30,7 @@ def unigram_baseline(prefix: str | os.PathLike[str], split: str, vocab_size: int
     train, valid, _ = split_documents(split, len(dataset))
     if train is None or valid is None:
         raise ValueError(f"--split {split} has no training or no validation part: use for example 98,2,0")
-    counts = _counts(dataset, train, vocab_size)
-    held_out = _counts(dataset, valid, vocab_size)
-    return UnigramBaseline(
-        cross_entropy=cross_entropy(held_out, counts),
-        entropy=entropy(counts),
-        uniform=math.log(vocab_size),
-        train_tokens=int(counts.sum()),
-        valid_tokens=int(held_out.sum()),
-    )
+    return cross_entropy(_counts(dataset, valid, vocab_size), _counts(dataset, train, vocab_size))
 
 
 def cross_entropy(held_out: np.ndarray, counts: np.ndarray) -> float:
@@ -64,14 +39,6 @@ def cross_entropy(held_out: np.ndarray, counts: np.ndarray) -> float:
 
     log_p = np.log(counts + 1.0) - math.log(counts.sum() + counts.size)
     return float(-(held_out * log_p).sum() / held_out.sum())
-
-
-def entropy(counts: np.ndarray) -> float:
-    """Nats per token of `counts` [V] under their own frequencies."""
-    import numpy as np
-
-    p = counts[counts > 0] / counts.sum()
-    return float(-(p * np.log(p)).sum())
 
 
 def _counts(dataset: list[np.ndarray], documents: range, vocab_size: int) -> np.ndarray:

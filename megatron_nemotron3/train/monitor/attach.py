@@ -29,8 +29,7 @@ from megatron_nemotron3.models.series import (
 )
 from megatron_nemotron3.train.monitor import settings
 from megatron_nemotron3.train.monitor.alarms import Watchdog
-from megatron_nemotron3.train.monitor.reduce import measure
-from megatron_nemotron3.train.monitor.watched import WatchedLayer, WatchedLoss
+from megatron_nemotron3.train.monitor.watched import WatchedLayer, WatchedLoss, measure
 
 
 def watch_stack(stack: Any) -> None:

@@ -11,9 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_nemotron3.common.files import read_outside
-
-#: tag -> points (iteration, value), in order.
-History = dict[str, list[tuple[int, float]]]
+from megatron_nemotron3.train.log import History
 
 #: Longest file that is read, in bytes.
 _LIMIT = 4 << 30

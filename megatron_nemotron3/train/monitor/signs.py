@@ -25,47 +25,33 @@ Point = tuple[int, float]
 Series = Mapping[str, Sequence[Point]]
 
 
-@dataclass(frozen=True)
-class Threshold:
-    """A number that a rule compares with, and its source."""
-
-    value: float
-    source: str
-
-
-_RECORDED = "this package: above every healthy run of tests/golden/healthy_runs.npz"
-
-THRESHOLDS: dict[str, Threshold] = {
-    "collapse": Threshold(
-        0.9, f"{_RECORDED}; share of the way from balance (1) to the bound (experts / top-k)"
-    ),
-    "uneven": Threshold(0.5, "this package: below half of that way a layer counts as settled"),
-    "collapse_jump": Threshold(4.0, f"{_RECORDED}; times the layer's own excess over 1"),
-    "collapse_jump_share": Threshold(
-        0.5, "Ultra report: 12 of 23.3 at the divergence is 0.49, 4.8 before 0.17"
-    ),
-    "max_vio_over_median": Threshold(
-        6.0, "Ultra report: 4.8 / 1.2 = 4 while the run was healthy, 12 / 1.2 = 10 at the divergence"
-    ),
-    "min_moe_layers": Threshold(4, "this package: below that a median over layers says nothing"),
-    "dead_chance": Threshold(1e-6, "this package: chance of so many idle experts under balance"),
-    "dead_settled": Threshold(1e-2, "this package: the same, below which a layer is not settled"),
-    "alike": Threshold(20, f"{_RECORDED}; tokens of a text that count as one independent choice"),
-    "dead_share": Threshold(0.02, f"{_RECORDED}; share of a layer's experts, at least 2 of them"),
-    "dead_history": Threshold(10, "this package: measurements after which a single dead expert counts"),
-    "no_gradient": Threshold(0.99, f"{_RECORDED}; units of squared ReLU that never fire reach 0.8"),
-    "residual_jump": Threshold(10.0, f"{_RECORDED}; times the layer's own RMS, or last / first"),
-    "residual_ratio": Threshold(1e5, "Ultra report: norms differ by 4 orders of magnitude over depth"),
-    "bias_step": Threshold(1.05, "this package: 1 is the fastest that Megatron's update moves a bias"),
-    "bias_range": Threshold(1.0, "this package: the range of a sigmoid score"),
-    "mtp_jump": Threshold(0.1, "this package: share of the main loss"),
-    "mtp_jump_in_sigma": Threshold(4.0, f"{_RECORDED}, where 3.1 was the most"),
-    "mtp_rise": Threshold(0.03, "this package (the report gives no number): 3 % of the depth's own loss"),
-    "mtp_rise_in_sigma": Threshold(6.0, "this package: no false alarm from noise, see tests/train/monitor"),
-    "mtp_rise_over_shallower": Threshold(
-        2.0, "Ultra report: depth 2 rose first; a bad batch or new data moves all depths"
-    ),
-    "mtp_history": Threshold(40, "this package: points needed before a rise means anything"),
+#: What the rules compare with.
+THRESHOLDS: dict[str, float] = {
+    # Above every healthy run of tests/golden/healthy_runs.npz.
+    "collapse": 0.9,  # share of the way from balance (1) to the bound (experts / top-k)
+    "collapse_jump": 4.0,  # times the layer's own excess over 1
+    "alike": 20,  # tokens of a text that count as one independent choice
+    "dead_share": 0.02,  # of a layer's experts, at least 2 of them
+    "no_gradient": 0.99,  # units of squared ReLU that never fire reach 0.8
+    "residual_jump": 10.0,  # times the layer's own RMS, or last / first
+    "mtp_jump_in_sigma": 4.0,  # where 3.1 was the most
+    # From the Ultra report.
+    "collapse_jump_share": 0.5,  # 12 of 23.3 at the divergence is 0.49, 4.8 before 0.17
+    "max_vio_over_median": 6.0,  # 4.8 / 1.2 = 4 while the run was healthy, 12 / 1.2 = 10 at the divergence
+    "residual_ratio": 1e5,  # norms differ by 4 orders of magnitude over depth
+    "mtp_rise_over_shallower": 2.0,  # depth 2 rose first; a bad batch or new data moves all depths
+    # Of this package.
+    "uneven": 0.5,  # below half of the way to the bound a layer counts as settled
+    "min_moe_layers": 4,  # below that a median over layers says nothing
+    "dead_chance": 1e-6,  # of so many idle experts under balance
+    "dead_settled": 1e-2,  # the same, below which a layer is not settled
+    "dead_history": 10,  # measurements after which a single dead expert counts
+    "bias_step": 1.05,  # 1 is the fastest that Megatron's update moves a bias
+    "bias_range": 1.0,  # the range of a sigmoid score
+    "mtp_jump": 0.1,  # share of the main loss
+    "mtp_rise": 0.03,  # of the depth's own loss; the report gives no number
+    "mtp_rise_in_sigma": 6.0,  # no false alarm from noise, see tests/train/monitor
+    "mtp_history": 40,  # points needed before a rise means anything
 }
 #: Points of the running median, so that a single bad batch is no finding.
 SMOOTH = 5
@@ -106,10 +92,6 @@ def top_k(series: Series, row: str) -> float | None:
     return number(series, "top_k") if own is None else own
 
 
-def _threshold(name: str) -> float:
-    return THRESHOLDS[name].value
-
-
 def router_collapse(series: Series) -> Signs:
     """Find routers that send their tokens to few experts: MaxVio over the interval, against its bound."""
     experts = number(series, "experts")
@@ -123,11 +105,11 @@ def router_collapse(series: Series) -> Signs:
         before = _base(points)
         jumped = (
             before is not None
-            and share >= _threshold("collapse_jump_share")
-            and value - 1 >= _threshold("collapse_jump") * (before - 1)
+            and share >= THRESHOLDS["collapse_jump_share"]
+            and value - 1 >= THRESHOLDS["collapse_jump"] * (before - 1)
         )
-        firm = share >= _threshold("collapse") or jumped
-        if firm or share >= _threshold("uneven"):
+        firm = share >= THRESHOLDS["collapse"] or jumped
+        if firm or share >= THRESHOLDS["uneven"]:
             was = "" if before is None else f", from {before:.2f}"
             text = f"MaxVio of {display_name(row)} is {value:.2f}{was}; {bound:.2f} is the most possible"
             found[row] = Sign(text, share, firm)
@@ -141,7 +123,7 @@ def router_outlier(series: Series) -> Signs:
     layers = {
         row: points for row, points in _rows(series, "max_vio") if is_decoder(row) and len(points) >= SMOOTH
     }
-    if len(layers) < _threshold("min_moe_layers"):
+    if len(layers) < THRESHOLDS["min_moe_layers"]:
         return {}
     bounds = _bounds(series, layers)
     usual = statistics.median(bounds.values()) if bounds else math.nan
@@ -151,7 +133,7 @@ def router_outlier(series: Series) -> Signs:
         for row, value in now.items()
     }
     median = statistics.median(scaled.values())
-    limit = _threshold("max_vio_over_median") * median
+    limit = THRESHOLDS["max_vio_over_median"] * median
     found: Signs = {}
     for row, value in scaled.items():
         if value >= OVER * limit:
@@ -178,20 +160,20 @@ def dead_experts(series: Series) -> Signs:
     experts, tokens = number(series, "experts"), number(series, "interval_tokens")
     if not experts or not tokens:
         return {}
-    many = max(2, math.ceil(_threshold("dead_share") * experts))
-    history = int(_threshold("dead_history"))
+    many = max(2, math.ceil(THRESHOLDS["dead_share"] * experts))
+    history = int(THRESHOLDS["dead_history"])
     found: Signs = {}
     for row, points in _rows(series, "dead_experts_interval"):
         topk, dead = top_k(series, row), points[-1][1]
         if not topk or experts <= topk:
             continue
         # Each of T independent tokens leaves an expert out with probability 1 - k / N.
-        independent = tokens / _threshold("alike")
+        independent = tokens / THRESHOLDS["alike"]
         expected = experts * math.exp(independent * math.log1p(-topk / experts))
         chance = _at_least(int(dead), expected)
-        if chance > _threshold("dead_settled"):
+        if chance > THRESHOLDS["dead_settled"]:
             continue
-        unlikely = dead >= many and chance <= _threshold("dead_chance")
+        unlikely = dead >= many and chance <= THRESHOLDS["dead_chance"]
         long = len(points) >= history and all(value >= 1 for _, value in points[-history:])
         steps = points[-1][0] - points[-2][0] if len(points) > 1 else points[-1][0]
         text = (
@@ -204,7 +186,7 @@ def dead_experts(series: Series) -> Signs:
 
 def no_gradient(series: Series) -> Signs:
     """Find layers whose weights get no gradient."""
-    limit = _threshold("no_gradient")
+    limit = THRESHOLDS["no_gradient"]
     return {
         row: Sign(
             f"{100 * share:.1f} % of the gradients of {display_name(row)} are exactly zero",
@@ -218,7 +200,7 @@ def no_gradient(series: Series) -> Signs:
 
 def residual_jump(series: Series) -> Signs:
     """Find a sudden growth of the residual stream, or one over depth that no published run had."""
-    jump, most = _threshold("residual_jump"), _threshold("residual_ratio")
+    jump, most = THRESHOLDS["residual_jump"], THRESHOLDS["residual_ratio"]
     found: Signs = {}
     layers = [(row, points[-1][1], _base(points)) for row, points in _rows(series, "residual_rms")]
     for i, (row, now, before) in enumerate(layers):
@@ -258,7 +240,7 @@ def bias_drift(series: Series) -> Signs:
     means = dict(_rows(series, "expert_bias_mean"))
     for row, points in _rows(series, "expert_bias_spread"):
         now = points[-1][1]
-        if now >= OVER * (limit := _threshold("bias_range")):
+        if now >= OVER * (limit := THRESHOLDS["bias_range"]):
             found[row] = Sign(
                 f"the expert biases of {display_name(row)} differ by up to {now:.2f}; scores differ by less "
                 "than 1",
@@ -272,7 +254,7 @@ def bias_drift(series: Series) -> Signs:
                 continue
             (begun, before), (iteration, after) = moved[-2:]
             speed = abs(after - before) / (iteration - begun)
-            if speed > _threshold("bias_step") * most + 1e-5:
+            if speed > THRESHOLDS["bias_step"] * most + 1e-5:
                 found[row] = Sign(
                     f"the {what} of the expert biases of {display_name(row)} moved by {speed:.2g} per step; "
                     f"their update moves it by at most {most:.2g}",
@@ -292,8 +274,8 @@ def mtp_loss_jump(series: Series) -> Signs:
         if before is None:
             continue
         now, lm_loss = gap[-1][1], main[gap[-1][0]]
-        noise = _threshold("mtp_jump_in_sigma") * _point_noise(gap[-BASE - RECENT : -RECENT])
-        limit = max(_threshold("mtp_jump") * lm_loss, noise)
+        noise = THRESHOLDS["mtp_jump_in_sigma"] * _point_noise(gap[-BASE - RECENT : -RECENT])
+        limit = max(THRESHOLDS["mtp_jump"] * lm_loss, noise)
         if now - before >= OVER * limit:
             text = (
                 f"the loss of MTP depth {depth} is {points[-1][1]:.3f}, {now:+.3f} from the main loss; "
@@ -306,21 +288,21 @@ def mtp_loss_jump(series: Series) -> Signs:
 def mtp_loss_rise(series: Series) -> Signs:
     """Find a loss of the deepest MTP depth that rises more than that of the depth before (Ultra's first)."""
     depths = _depths(series)
-    if not depths or len(depths[-1][1]) < _threshold("mtp_history"):
+    if not depths or len(depths[-1][1]) < THRESHOLDS["mtp_history"]:
         return {}
     depth, points = depths[-1]
     smooth = _running_median(points)
     # Windows that share no point with the last window.
     lowest = min(range(len(smooth) - SMOOTH), key=smooth.__getitem__)
     rise = smooth[-1] - smooth[lowest]
-    noise = _threshold("mtp_rise_in_sigma") * _point_noise(points)
-    limit = max(_threshold("mtp_rise") * smooth[lowest], noise)
+    noise = THRESHOLDS["mtp_rise_in_sigma"] * _point_noise(points)
+    limit = max(THRESHOLDS["mtp_rise"] * smooth[lowest], noise)
     other = ""
     if len(depths) > 1:
         shallower = _running_median(depths[-2][1])
         # Since the same iteration: both depths saw the same batches.
         moved = shallower[-1] - shallower[lowest]
-        limit = max(limit, _threshold("mtp_rise_over_shallower") * moved)
+        limit = max(limit, THRESHOLDS["mtp_rise_over_shallower"] * moved)
         other = f", depth {depths[-2][0]}'s changed by {moved:+.3f}"
     text = f"the loss of MTP depth {depth} rose by {rise:.3f} to {smooth[-1]:.3f}{other}"
     return {f"mtp_{depth}": Sign(text, rise, rise >= limit)} if rise >= OVER * limit else {}

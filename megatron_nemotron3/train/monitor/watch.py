@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,20 +11,15 @@ from megatron_nemotron3.common import plots
 from megatron_nemotron3.common.files import require_plot
 from megatron_nemotron3.common.options import add_command, argument, json_flag, option
 from megatron_nemotron3.common.output import result, say
-from megatron_nemotron3.models.series import AGGREGATES, KINDS, display_name, is_decoder, layer_ticks
+from megatron_nemotron3.models.series import AGGREGATES, KINDS, display_name
+from megatron_nemotron3.train import log
+from megatron_nemotron3.train.log import History
 from megatron_nemotron3.train.monitor import events
 from megatron_nemotron3.train.monitor.alarms import scan
-from megatron_nemotron3.train.monitor.events import History
 
-#: Tags that Megatron writes.
-_LOSS = re.compile(r"(lm|mtp_\d+) loss")
 #: Rules that need series which earlier versions did not write.
 _NEED_AGGREGATES = ("router_collapse", "dead_experts", "mtp_loss_jump")
 COLUMNS = 3
-#: Up to this many rows are drawn as lines, more as a heat map.
-LINES = 12
-#: Most labels of layers on an axis.
-LABELS = 18
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +80,9 @@ def plot(history: History, panels: dict[str, History], path: Path, title: str) -
     size = (width * COLUMNS, height * rows)
     with plots.picture(path, rows, COLUMNS, size=size, title=title) as (_, grid):
         cells = iter(grid.flat)
-        draw_losses(next(cells), history)
+        axes = next(cells)
+        axes.set_title("Training loss")
+        log.draw_losses(axes, history)
         for kind, series in panels.items():
             draw_panel(next(cells), kind, series)
         for unused in cells:
@@ -95,73 +91,17 @@ def plot(history: History, panels: dict[str, History], path: Path, title: str) -
 
 def panels_of(history: History) -> dict[str, History]:
     """The monitored series by kind; empty if there are none."""
-    return {kind: rows for kind in KINDS if (rows := _panel_rows(history, kind))}
-
-
-def _panel_rows(history: History, kind: str) -> History:
-    prefix = f"{kind}/"
-    return {tag.removeprefix(prefix): history[tag] for tag in sorted(history) if tag.startswith(prefix)}
-
-
-def draw_losses(axes: Any, history: History) -> None:
-    """Draw the losses that Megatron writes."""
-    for tag in sorted(filter(_LOSS.fullmatch, history)):
-        name = tag.removesuffix(" loss")
-        label = "next token" if name == "lm" else display_name(name)
-        axes.plot(*zip(*history[tag]), label=label)
-    axes.set(title="Training loss", ylabel="nats per token")
-    plots.step_axis(axes)
-    if axes.lines:
-        axes.legend()
+    found: dict[str, History] = {kind: {} for kind in KINDS}
+    for tag in sorted(history):
+        kind, _, row = tag.partition("/")
+        if row and kind in found:
+            found[kind][row] = history[tag]
+    return {kind: rows for kind, rows in found.items() if rows}
 
 
 def draw_panel(axes: Any, kind: str, series: History) -> None:
-    """Draw the series of one kind: a line a layer, or a heat map of many layers."""
+    """Draw the series of one kind, a line a layer."""
     about = KINDS[kind]
     axes.set_title(about.title)
-    if len(series) <= LINES:
-        for row, points in series.items():
-            axes.plot(*zip(*points), lw=1, label=display_name(row))
-        if about.log_scale:
-            axes.set_yscale("log")
-        axes.set_ylabel(about.unit)
-        axes.legend(ncols=2, fontsize=6.5)
-    else:
-        _draw_heat_map(axes, series, about.unit, about.log_scale)
-    plots.step_axis(axes)
-
-
-def _draw_heat_map(axes: Any, series: History, unit: str, log_scale: bool) -> None:
-    """Draw layers down and steps across; MTP's rows below a line."""
-    from matplotlib.colors import LogNorm, Normalize
-
-    rows = list(series)
-    steps = sorted({step for points in series.values() for step, _ in points})
-    column = {step: i for i, step in enumerate(steps)}
-    table = [[float("nan")] * len(steps) for _ in rows]
-    for line, points in zip(table, series.values()):
-        for step, value in points:
-            line[column[step]] = value
-    values = [v for line in table for v in line if v == v]
-    low, high = min(values), max(values)
-    high = high if high > low else low + 1
-    # A measurement holds from half way to the one before it to half way to the next.
-    middles = [(a + b) / 2 for a, b in zip(steps, steps[1:])]
-    first = middles[0] - steps[0] if middles else 0.5
-    last = steps[-1] - middles[-1] if middles else 0.5
-    edges = [steps[0] - first, *middles, steps[-1] + last]
-    axes.set_facecolor("0.85")
-    axes.grid(False)
-    image = axes.pcolormesh(
-        edges,
-        [i - 0.5 for i in range(len(rows) + 1)],
-        table,
-        norm=LogNorm(low, high) if log_scale and low > 0 else Normalize(low, high),
-        rasterized=True,
-    )
-    plots.color_bar(image, axes, unit)
-    axes.set_yticks(*zip(*layer_ticks(rows, LABELS)))
-    axes.set_ylabel("layer")
-    if (decoder := sum(map(is_decoder, rows))) < len(rows):
-        axes.axhline(decoder - 0.5, color="white", lw=1)
-    axes.invert_yaxis()
+    named = {display_name(row): points for row, points in series.items()}
+    log.draw(axes, named, about.unit, log_scale=about.log_scale)

@@ -36,7 +36,7 @@ class Facts:
     folder: Path
     manifest: RunManifest
     curve: log.Curve
-    history: events.History = field(default_factory=dict)
+    history: log.History = field(default_factory=dict)
     precision: list[precision.ReportRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -73,12 +73,13 @@ class Facts:
         over = "finished" if last.iteration >= last.total else "stopped"
         return f"{over} at step {last.iteration} of {last.total}"
 
+    @cached_property
+    def series(self) -> log.History:
+        """The numbers of the log; of the event files if there is no log."""
+        return self.curve.history or self.history
+
     def points(self, name: str) -> Points:
-        """A series of the log; of the event files if there is no log."""
-        if self.curve.steps:
-            found = ((i, step.values.get(name)) for i, step in sorted(self.curve.steps.items()))
-            return [(i, value) for i, value in found if value is not None]
-        return self.history.get(_TAGS.get(name, name), [])
+        return self.series.get(name, self.series.get(_TAGS.get(name, name), []))
 
     @property
     def tokens_per_second(self) -> Points:
@@ -175,10 +176,8 @@ class Picture(NamedTuple):
 
 def training(facts: Facts) -> Iterator[Picture]:
     """Losses, learning rate, norm of the gradient, time and tokens."""
-    if facts.curve.steps:
-        yield _picture("Losses", lambda axes: log.draw(axes, facts.curve, None))
-    elif facts.points("lm loss"):
-        yield _picture("Losses", lambda axes: watch.draw_losses(axes, facts.history))
+    if facts.points("lm loss"):
+        yield _picture("Losses", lambda axes: log.draw_losses(axes, facts.series, facts.curve.validation))
     seconds = [(i, ms / 1e3) for i, ms in facts.points(TIME)]
     for title, unit, points in (
         ("Learning rate", "", facts.points(RATE)),
@@ -209,10 +208,8 @@ def quantization(facts: Facts) -> Picture | None:
 
 def _line(title: str, unit: str, points: Points) -> Picture:
     def draw(axes: Any) -> None:
-        axes.plot(*zip(*points, strict=True))
-        axes.set_ylabel(unit)
+        log.draw(axes, {title: points}, unit)
         axes.set_ylim(bottom=0)
-        plots.step_axis(axes)
 
     return _picture(title, draw)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_nemotron3 import cli
-from megatron_nemotron3.inference.generate import chat_command
+from megatron_nemotron3.inference.generate import chat as chat_module
 from megatron_nemotron3.inference.generate.chat import Chat, Template
 from megatron_nemotron3.inference.generate.checkpoint_folder import find_checkpoint
 from megatron_nemotron3.inference.generate.decode import read_weights
@@ -143,6 +143,6 @@ def test_wrong_words(
     given = [word.format(plain=plain, missing=tmp_path / "none") for word in words]
     if "--tokenizer" not in given:
         given += ["--tokenizer", str(plain)]
-    monkeypatch.setattr(chat_command, "_loop", lambda chat: pytest.fail("it began"))
+    monkeypatch.setattr(chat_module, "_loop", lambda chat: pytest.fail("it began"))
     assert cli.main(["chat", str(folder), *given]) == 2
     assert message in capsys.readouterr().err

@@ -144,7 +144,7 @@ def test_rollback_is_a_shorter_pass(name: str, before: int, n: int, keep: list[i
     if before:
         engine.forward(ids[:, :before], base)
     for numbers in (kept, [kept[0]] * 2):
-        state = base.copy()
+        state = base.select(range(base.batch))
         out = engine.forward(ids[:, before : before + n], state, rollback=True)
         assert out.rollback is not None
         state.truncate(numbers[0] if len(set(numbers)) == 1 else numbers, out.rollback)
@@ -177,7 +177,7 @@ def test_a_snapshot_is_independent() -> None:
     engine, ids = tiny("super")
     state = engine.new_state(2)
     engine.forward(ids[:, :20], state)
-    snapshot = state.copy()
+    snapshot = state.select(range(state.batch))
     for i in range(20, 23):
         engine.forward(ids[:, i : i + 1], state)
     engine.forward(ids[:, 20:23], snapshot)

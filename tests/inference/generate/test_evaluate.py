@@ -170,10 +170,10 @@ def test_json_on_held_out_data(folders_with_text: Folders, capsys: Capture) -> N
         assert len(one["acceptance_by_position"]) == one["draft"] and one["tokens_per_second"] > 0
 
 
-def test_table_and_picture_of_a_text(folders_with_text: Folders, capsys: Capture, tmp_path: Path) -> None:
+def test_table_of_a_text(folders_with_text: Folders, capsys: Capture, tmp_path: Path) -> None:
     f, path = folders_with_text, tmp_path / "text.txt"
     path.write_text(TEXT[:4000], encoding="utf-8")
-    words = ["--checkpoint", f.run, "--text", path, "--draft", 1, "--plot", tmp_path / "e.png"]
+    words = ["--checkpoint", f.run, "--text", path, "--draft", 1]
     out = run(capsys, *words)
     tokenizer = Tokenizer(f.tokenizer)
     ids = [*tokenizer.encode(TEXT[:4000]), tokenizer.stop[0]]
@@ -188,7 +188,6 @@ def test_table_and_picture_of_a_text(folders_with_text: Folders, capsys: Capture
     for depth, one in enumerate(expected.agreement, 1):
         assert re.search(rf"^ +{depth} +{one.kl:.4f} +{one.overlap:.4f} +{one.top1:.4f} ", out, re.M)
     assert re.search(r"^ +1 +[12]\.\d\d +[\d.,]+ +[01]\.\d\d$", out, re.M)
-    assert (tmp_path / "e.png").read_bytes().startswith(b"\x89PNG") and f"plot         {tmp_path}" in out
 
 
 def test_a_data_set_and_no_drafts(folders_with_text: Folders, capsys: Capture) -> None:
@@ -234,7 +233,6 @@ def test_the_loss_is_over_the_padded_vocabulary(capsys: Capture, tmp_path: Path)
     ("words", "message"),
     [
         (["--tokens", 0], "--tokens 0"),
-        (["--plot", "/nowhere/e.png"], "/nowhere is not a folder"),
         (["--seq-length", 257], "--seq-length 257: give 1 to 256"),
         (["--draft", 40], "--draft 40: give 0 to 32"),
         (["--seq-length", 5, "--draft", 5], "no label at MTP depth 5"),

@@ -9,11 +9,11 @@ import pytest
 
 from megatron_nemotron3.checkpoints.convert.quantized import quantization
 from megatron_nemotron3.cli import main
-from megatron_nemotron3.inference.refit.check import check
 from megatron_nemotron3.inference.refit.layouts import EngineLayout, Training
 from megatron_nemotron3.inference.refit.planner import make_plan
 from megatron_nemotron3.models import get
 from megatron_nemotron3.proof.certify.ranks import run_distributed
+from tests.support.refit_check import check
 from tests.support.refit_packed import Packing, packed_stream, packing_plan, refused
 
 QUICK: list[Packing] = [

@@ -62,7 +62,7 @@ def untrained(stopped: list[int]) -> Callable[..., int]:
             return cli.main(line)
         options = cli.parser("train").parse_args(line[: line.index("--")])
         assert options.steps == 4 and Path(options.tokenizer).is_absolute() and f"{BOOST}=" in prefix
-        assert os.environ[BOOST] == "loss=kl,temperature=1.0,mix=1.0,decay=1.0,cache=0,seed=1234"
+        assert os.environ[BOOST] == "loss=kl,temperature=1.0,mix=1.0,decay=1.0,seed=1234"
         if stopped:
             return stopped.pop()
         shutil.copytree(options.pretrained, options.output / "checkpoints")
@@ -75,7 +75,7 @@ def test_measured_before_and_after(
     folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     """Training that changes nothing changes no figure; a second call goes on after an interrupt."""
-    line = words(folders, tmp_path / "out", "--plot", tmp_path / "b.png")
+    line = words(folders, tmp_path / "out")
     monkeypatch.setattr(boost_command, "step", untrained([130]))
     with chdir(folders.run.parent):
         assert cli.main(["boost", folders.run.name, *line[2:]]) == 130
@@ -85,7 +85,6 @@ def test_measured_before_and_after(
     out = capsys.readouterr().out
     assert (tmp_path / "out/after.json").read_bytes() == before
     assert "  3 drafted   " in out and "+0.000 ± 0.000" in out
-    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
     assert BOOST not in os.environ
     for other in (["--mix", "0"], ["--seq-length", "32"]):
         assert cli.main([*line, *other]) == 2
@@ -139,8 +138,6 @@ def test_a_second_process(
         (["--data-path", "/nowhere/x"], "there is no /nowhere/x.bin and .idx"),
         (["--text", "/nowhere"], "/nowhere"),
         (["--tokenizer", "/nowhere"], "--tokenizer /nowhere is missing"),
-        (["--plot", "/nowhere/b.png"], "/nowhere is not a folder"),
-        (["--cache", "2", "--", "--eod-mask-loss"], "cache=2 with --eod-mask-loss"),
     ],
 )
 def test_what_is_refused(
@@ -195,7 +192,7 @@ def without_mtp(folders: Folders, folder: Path) -> Path:
 def test_trained(folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     """The heads come nearer to the model, which is the same to the bit afterwards."""
     monkeypatch.setattr(processes, "follow", follow_forked)
-    line = words(folders, tmp_path / "out", "--cache", 8)
+    line = words(folders, tmp_path / "out")
     line[line.index("--steps") + 1] = "20"
     assert cli.main(line) == 0
     before, after = (

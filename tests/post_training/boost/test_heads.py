@@ -132,26 +132,12 @@ def test_loss_is_its_definition(made: Pair, boost: Boost) -> None:
 
 
 def test_evaluation_draws_nothing(made: Pair) -> None:
-    model = boosted(made, Boost(mix=1.0, cache=1)).eval()
+    model = boosted(made, Boost(mix=1.0)).eval()
     ids = torch.randint(CONFIG.vocab_size, (1, S + 1), generator=torch.Generator().manual_seed(0))
     first, again = (forward(model, ids[:, :-1], ids[:, 1:]) for _ in range(2))
-    assert torch.equal(first, again) and model.decoder.around.kept == []
+    assert torch.equal(first, again)
     logits = forward(model, ids[:, :-1])
     assert logits.shape == (1, S, CONFIG.vocab_size)
-
-
-def test_a_cached_micro_batch_takes_the_place_of_the_drawn_one(made: Pair) -> None:
-    model = boosted(made, Boost(cache=2))
-    runs: list[int] = []
-    model.decoder.layers[0].register_forward_hook(lambda *_: runs.append(1))
-    generator = torch.Generator().manual_seed(0)
-    texts = [torch.randint(CONFIG.vocab_size, (1, S + 1), generator=generator) for _ in range(4)]
-    first, second, third, fourth = (forward(model, ids[:, :-1], ids[:, 1:]) for ids in texts)
-    assert len(runs) == 2
-    assert torch.equal(first, third) and torch.equal(second, fourth) and not torch.equal(first, second)
-    third.mean().backward()  # the kept state has no gradient and no graph
-    assert all(not kept.requires_grad for kept in model.decoder.around.kept)
-    model.zero_grad()
 
 
 def test_random_numbers_are_uniform_and_of_the_row() -> None:
@@ -173,8 +159,7 @@ def test_random_numbers_are_uniform_and_of_the_row() -> None:
         ("loss=ce,temperature=2", "loss=ce has no temperature"),
         ("mix=2", "mix=2: give 0 to 1"),
         ("decay=0", "decay=0: give more than 0"),
-        ("cache=-1", "cache=-1: give the number"),
-        ("steps=7", "'steps=7' is not one of loss=, temperature=, mix=, decay=, cache=, seed="),
+        ("steps=7", "'steps=7' is not one of loss=, temperature=, mix=, decay=, seed="),
         ("mix=1,mix=1", "'mix=1' is not one of"),
     ],
 )
@@ -185,7 +170,7 @@ def test_settings_that_are_refused(text: str, message: str) -> None:
 
 def test_settings() -> None:
     assert in_environment({}) is None and in_environment({BOOST: "1"}) == Boost()
-    boost = Boost("tv", 2.0, 0.5, 0.8, 3, 4)
+    boost = Boost("tv", 2.0, 0.5, 0.8, 3)
     assert Boost.parse(boost.text()) == boost
 
 
@@ -194,7 +179,6 @@ def test_settings() -> None:
     [
         ("1", ["--hybrid-layer-pattern", "ME*"], "no MTP block to train: give --hybrid-layer-pattern one"),
         ("1", ["--hybrid-layer-pattern", "ME/*E", "--context-parallel-size", "2"], "another rank's; use 1"),
-        ("cache=4", ["--hybrid-layer-pattern", "ME/*E", "--sft"], "cache=4 with --sft"),
     ],
 )
 def test_command_lines_that_are_refused(text: str, words: list[str], message: str) -> None:

@@ -21,13 +21,12 @@ OVERLAPPED = ("--overlap-grad-reduce", "--overlap-param-gather")
 
 
 #: Every loss with what only some of them have.
-MIXED, VARIATION, PLAIN, CACHED = (
+MIXED, VARIATION, PLAIN = (
     Case(config=CONFIG, steps=2, boost=boost.text())
     for boost in (
         Boost(temperature=2.0, mix=0.8, decay=0.7),
         Boost("tv"),
         Boost("ce", mix=1.0),
-        Boost(mix=0.5, cache=2),
     )
 )
 ONE = ParallelLayout()
@@ -43,7 +42,6 @@ ROWS = [
         ("mixed", MIXED, ParallelLayout(tp=2, pp=2, dp=2, ep=2), (), False),
         ("variation", VARIATION, ParallelLayout(tp=2), (), False),
         ("text", PLAIN, ParallelLayout(tp=2, dp=2, ep=2), (), False),
-        ("cached", CACHED, ParallelLayout(tp=2, pp=2), (), False),
     )
 ]
 

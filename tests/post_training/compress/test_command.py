@@ -14,7 +14,8 @@ import torch
 
 from megatron_nemotron3.cli import main
 from megatron_nemotron3.launch import Launch, ParallelLayout
-from megatron_nemotron3.models import get, own, tiny
+from megatron_nemotron3.models import get, tiny
+from megatron_nemotron3.models.command import model as own_model
 from megatron_nemotron3.post_training.compress.scores import Scores
 from megatron_nemotron3.proof.certify.ranks import run_distributed
 from megatron_nemotron3.proof.certify.tensors import Tensors, gather, pieces
@@ -58,7 +59,7 @@ def test_measure_then_cut(place: Path, tmp_path: Path, capsys: pytest.CaptureFix
     said = json.loads(capsys.readouterr().out)
     assert said["tokens"] == 512 and said["parameters"] < said["parameters_before"] and said["loss"] > 1
     assert Scores.load(tmp_path / "s", SUPER).tokens == 512
-    config = own.model(str(tmp_path / "out" / "model.json"))
+    config = own_model(str(tmp_path / "out" / "model.json"))
     assert {name: getattr(config, name) for name in EVERYTHING["super"]} == EVERYTHING["super"]
     assert config.name.endswith("-pruned-tiny") and config.full_pattern.count("/") == 2
     assert main(["check", str(tmp_path / "out")]) == 0
@@ -83,7 +84,7 @@ def test_a_layer_of_its_own_kind(place: Path, tmp_path: Path) -> None:
     assert (
         main([*words, "--sizes", "moe_ffn_hidden_size=96,64,32,48,96", "--output", str(tmp_path / "a")]) == 0
     )
-    config = own.model(str(tmp_path / "a/model.json"))
+    config = own_model(str(tmp_path / "a/model.json"))
     assert config.moe_layers == ((96, 6), (64, 6), (32, 6), (48, 6), (96, 6))
     assert main(["convert", "to-hf", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     assert main(["verify", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
@@ -106,7 +107,7 @@ def load_strictly(folder: Path, launch: Launch) -> Any:
 
 def loaded(folder: Path, layout: ParallelLayout) -> Any:
     """Load a pruned checkpoint: this rank's pieces."""
-    config = own.model(str(folder / "model.json"))
+    config = own_model(str(folder / "model.json"))
     return pieces(
         [load_strictly(folder, Launch.of(config, layout=layout, precision="fp32", backend="torch"))]
     )
@@ -128,7 +129,7 @@ def test_megatron_loads_it(place: Path, tmp_path: Path, layout: ParallelLayout) 
     # TP 2 divides the heads of each KV group.
     assert main([*words, "--output", str(tmp_path / "out")]) == 0
     found: Tensors = gather(run_distributed(loaded, layout.world_size, tmp_path / "out", layout))
-    same(written(tmp_path / "out"), found, own.model(str(tmp_path / "out/model.json")))
+    same(written(tmp_path / "out"), found, own_model(str(tmp_path / "out/model.json")))
 
 
 @pytest.mark.full

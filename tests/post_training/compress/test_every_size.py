@@ -11,7 +11,7 @@ import torch
 
 from megatron_nemotron3.cli import main
 from megatron_nemotron3.launch import Launch
-from megatron_nemotron3.models import own
+from megatron_nemotron3.models.command import model as own_model
 from megatron_nemotron3.proof.certify.ranks import run_distributed
 from tests.post_training.compress.silence import random_scores
 from tests.post_training.compress.test_command import load_strictly
@@ -36,7 +36,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def logits_and_training(folder: Path) -> tuple[torch.Tensor, list[float], list[str]]:
     """Logits of a checkpoint, losses of a few steps on one batch, and the parameters that did not move."""
-    config = own.model(str(folder / "model.json"))
+    config = own_model(str(folder / "model.json"))
     model = load_strictly(folder, Launch.of(config, precision="fp32", backend="torch"))
     ids, positions = TEXT[:, :-1], torch.arange(40).expand(2, -1)
     with torch.no_grad():

@@ -16,7 +16,7 @@ from megatron_nemotron3 import cli
 from megatron_nemotron3.launch.plan.hardware import GPUS
 from megatron_nemotron3.launch.plan.serving import ServingUse
 from megatron_nemotron3.models import Nemotron3Config, get
-from megatron_nemotron3.models.own import model
+from megatron_nemotron3.models.command import model
 from megatron_nemotron3.post_training.compress.candidates import (
     MEASURES,
     NoCandidate,

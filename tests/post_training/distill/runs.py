@@ -99,7 +99,7 @@ def defined(
 
 def same_vocabulary(how: Distillation) -> Apart:
     """A teacher with the student's tokens."""
-    from megatron_nemotron3.post_training.distill.divergences import reference
+    from tests.post_training.distill.reference import reference
 
     teacher = whole_teacher(how.teacher)
 

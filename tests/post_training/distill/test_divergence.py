@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from megatron_nemotron3.post_training.distill import divergences as module
-from megatron_nemotron3.post_training.distill.divergences import KINDS, divergence, reference
+from megatron_nemotron3.post_training.distill.divergences import KINDS, divergence
 from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
+from tests.post_training.distill.reference import reference
 
 
 def logits(*shape: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:

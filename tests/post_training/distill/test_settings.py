@@ -257,7 +257,7 @@ def test_no_boost_from_a_teacher(
     assert _run(*given) == 2
     assert "MTP's heads are trained on what the model itself predicts" in capsys.readouterr().err
     with pytest.raises(ValueError, match="NEMOTRON3_DISTILL is set, too, but MTP's heads"):
-        boosting.require_trainable(boosting.Boost(), [], {DISTILL: "teacher=x"})
+        boosting.require_trainable([], {DISTILL: "teacher=x"})
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ import torch
 from megatron_nemotron3.post_training.distill.divergences import (
     KINDS,
     most_probable,
-    reference,
     terms,
     topk_divergence,
 )
 from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
+from tests.post_training.distill.reference import reference
 from tests.post_training.distill.test_divergence import logits
 
 

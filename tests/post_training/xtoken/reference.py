@@ -16,9 +16,7 @@ def losses(
     projection: Projection,
     kind: str,
     temperature: float = 1.0,
-    top_k: int | None = None,
     threshold: float = 0.6,
-    reverse: bool = False,
 ) -> Tensor:
     """Loss of each span from [n, v] and [m, u] logits, of which the padded columns are cut off."""
     v, u = projection.student_size, projection.teacher_size
@@ -29,34 +27,29 @@ def losses(
         ours = [s[i] for i in range(len(s)) if alignment.student.flatten()[i] == span]
         theirs = [t[i] for i in range(len(t)) if alignment.teacher.flatten()[i] == span]
         if kind == "p-kl":
-            result.append(_p_kl(ours, theirs, teacher[:, :u], projection, top_k, reverse))
+            result.append(_p_kl(ours, theirs, projection))
         else:
-            result.append(_h_kl(ours, theirs, projection, threshold, reverse))
+            result.append(_h_kl(ours, theirs, projection, threshold))
     return torch.stack(result)
 
 
-def _p_kl(ours, theirs, logits, projection, top_k, reverse):
+def _p_kl(ours, theirs, projection):
     dense = torch.zeros(projection.student_size, projection.teacher_size, dtype=torch.float64)
     for i, (tokens, weights) in enumerate(zip(projection.tokens, projection.weights)):
         for token, weight in zip(tokens.tolist(), weights.tolist()):
             if token >= 0:
                 dense[i, token] += weight
     projected = sum(one @ dense for one in ours) / len(ours)
-    columns = list(range(projection.teacher_size))
-    if top_k is not None:
-        highest = logits.max(0).values
-        columns = sorted(columns, key=lambda c: -highest[c].item())[:top_k]
-        theirs = [one[columns].log_softmax(-1) for one in theirs]
     target = sum(theirs) / len(theirs)
-    projected = projected[columns] / projected[columns].sum()
+    projected = projected / projected.sum()
     total = 0.0
     for column, (p, log_q) in enumerate(zip(projected, target)):
-        log_p = p.log() if dense[:, columns[column]].any() else torch.tensor(1e-10).double().log()
-        total = total + (p * (log_p - log_q) if reverse else log_q.exp() * (log_q - log_p))
+        log_p = p.log() if dense[:, column].any() else torch.tensor(1e-10).double().log()
+        total = total + log_q.exp() * (log_q - log_p)
     return total
 
 
-def _h_kl(ours, theirs, projection, threshold, reverse):
+def _h_kl(ours, theirs, projection, threshold):
     best: dict[int, tuple[float, int]] = {}
     for i in range(projection.student_size):
         token, weight = int(projection.tokens[i, 0]), float(projection.weights[i, 0])
@@ -68,7 +61,7 @@ def _h_kl(ours, theirs, projection, threshold, reverse):
     total = 0.0
     for i, token in pairs.items():
         a, b = ours[i], theirs[token]
-        total = total + (a.exp() * (a - b) if reverse else b.exp() * (b - a))
+        total = total + b.exp() * (b - a)
     left = sorted((ours[i].exp() for i in range(len(ours)) if i not in pairs), reverse=True)
     right = sorted((theirs[j].exp() for j in range(len(theirs)) if j not in best), reverse=True)
     return total + sum((abs(a - b) for a, b in zip(left, right)), torch.zeros(()).double())

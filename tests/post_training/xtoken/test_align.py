@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-import torch
 
 from megatron_nemotron3.post_training.xtoken.align import Aligner
 from megatron_nemotron3.train.teacher.vocabulary import ByteVocabulary
@@ -106,21 +105,3 @@ def test_batch(vocabularies: dict[str, ByteVocabulary]) -> None:
                 b = [others[i + 1] for i in (alignment.teacher[row] == span).nonzero().flatten()]
                 assert ours.text(a) == theirs.text(b) != b""
     assert sorted(set(alignment.student.flatten().tolist()) - {-1}) == list(range(alignment.spans))
-
-
-def test_batch_drops_what_does_not_count(vocabularies: dict[str, ByteVocabulary]) -> None:
-    """A masked prediction of the student, and what the teacher's sequence length cuts off."""
-    ours, theirs = vocabularies["splits"], vocabularies["packs"]
-    aligner = Aligner(ours, theirs)
-    ids = ours.encode([b"of 201 cats and 12 dogs"])[0]
-    _, whole = aligner.batch([ids])
-    number = next(i for i, token in enumerate(ids) if ours.tokens[token] == b"0")
-    keep = [i != number - 1 for i in range(len(ids) - 1)]
-    _, masked = aligner.batch([ids], [keep])
-    assert masked.spans == whole.spans - 1
-    # All three digits are in the span of "201", of which one is masked.
-    assert (masked.student[0, number - 2 : number + 1] == -1).all()
-    assert (whole.student[0, number - 2 : number + 1] == whole.student[0, number - 1]).all()
-    tokens, cut = aligner.batch([ids], length=3)
-    assert tokens.shape == (1, 3) and 0 < cut.spans < whole.spans
-    assert torch.equal(cut.teacher[0], whole.teacher[0, :3])

@@ -6,7 +6,8 @@ import os
 import numpy as np
 import pytest
 
-from megatron_nemotron3.train.data import TokenizerInfo, byte_tokenizer, indexed, write_dataset
+from megatron_nemotron3.train.data import indexed, write_dataset
+from tests.train.data.byte_tokenizer import byte_tokenizer
 
 indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
 
@@ -29,7 +30,7 @@ def test_documents_come_back(tmp_path):
 
 @pytest.mark.parametrize("vocab_size", [257, 65499, 65500, 131072])
 def test_files_are_those_of_megatrons_builder(tmp_path, vocab_size):
-    tokenizer = TokenizerInfo("NullTokenizer", None, vocab_size=vocab_size, eod=vocab_size - 1)
+    tokenizer = byte_tokenizer(vocab_size)
     info = write_dataset(DOCS, tokenizer, tmp_path / "ours")
     dtype = indexed_dataset.DType.optimal_dtype(vocab_size)
     builder = indexed_dataset.IndexedDatasetBuilder(str(tmp_path / "upstream.bin"), dtype=dtype)
@@ -55,7 +56,7 @@ def test_what_is_not_such_a_data_set_is_refused(tmp_path):
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65499, "uint16"), (65500, "int32")])
 def test_type_on_disk(tmp_path, vocab_size, dtype):
-    tokenizer = TokenizerInfo("NullTokenizer", None, vocab_size=vocab_size, eod=vocab_size - 1)
+    tokenizer = byte_tokenizer(vocab_size)
     info = write_dataset(["a"], tokenizer, tmp_path / "x")
     assert info.dtype == dtype
     assert os.path.getsize(info.prefix + ".bin") == info.tokens * np.dtype(dtype).itemsize
@@ -66,9 +67,7 @@ def test_type_on_disk(tmp_path, vocab_size, dtype):
 
 def test_token_outside_the_vocabulary(tmp_path):
     with pytest.raises(ValueError, match=r"document 1 has a token outside 0 \.\. 99 .*largest 122"):
-        write_dataset(
-            ["a", "z"], TokenizerInfo("NullTokenizer", None, vocab_size=100, eod=99), tmp_path / "x"
-        )
+        write_dataset(["a", "z"], byte_tokenizer(100), tmp_path / "x")
     assert os.listdir(tmp_path) == []
 
 

@@ -69,13 +69,11 @@ def test_an_index_that_was_cut_short_is_removed(source, tmp_path):
 def test_other_input_gets_another_folder(source, tmp_path):
     prepared = [_prepare(source, tmp_path)]
     prepared.append(_prepare(source, tmp_path, max_bytes=2000))
-    prepared.append(_prepare(source, tmp_path, tokenizer="bytes"))
     prepared.append(prepare(source, tmp_path / "out", 320))
     (source / "0.txt").write_text((source / "0.txt").read_text().upper())  # same size
     prepared.append(_prepare(source, tmp_path))
     assert not any(p.reused for p in prepared)
     assert len({p.prefix for p in prepared}) == len(prepared)
-    assert [p.tokenizer.tokenizer_type for p in prepared].count("NullTokenizer") == 1
 
 
 def test_folder_can_be_moved(source, tmp_path):

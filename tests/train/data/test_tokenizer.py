@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_nemotron3.train.data import byte_tokenizer, read_texts, train_tokenizer
+from megatron_nemotron3.train.data import read_texts, train_tokenizer
 from megatron_nemotron3.train.data.tokenizer import END_OF_DOCUMENT
+from tests.train.data.byte_tokenizer import byte_tokenizer
 
 VOCAB = 512
 TEXTS = read_texts(max_bytes=200_000).documents

@@ -7,13 +7,21 @@ network refused; samples are drawn and turned back into the text they came from.
 import argparse
 import os
 import socket
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_nemotron3.train.data import prepare, read_texts, unigram_baseline
+from megatron_nemotron3.train.data import (
+    prepare,
+    read_texts,
+    split_documents,
+    unigram_baseline,
+    write_dataset,
+)
 from megatron_nemotron3.train.data.tokenizer import END_OF_DOCUMENT
+from tests.train.data.byte_tokenizer import byte_tokenizer
 
 arguments = pytest.importorskip("megatron.training.arguments")
 from megatron.core.datasets.blended_megatron_dataset_builder import (  # noqa: E402
@@ -57,9 +65,12 @@ def _datasets(args, tokenizer, sizes):
 @pytest.fixture(scope="module", params=["bpe", "bytes"])
 def run(request, tmp_path_factory):
     """(prepared, args, Megatron's tokenizer, one epoch of training, one epoch of validation)."""
-    prepared = prepare(
-        None, tmp_path_factory.mktemp("data"), VOCAB, MAX_BYTES, tokenizer=request.param, split="90,10,0"
-    )
+    folder = tmp_path_factory.mktemp("data")
+    prepared = prepare(None, folder, VOCAB, MAX_BYTES, split="90,10,0")
+    if request.param == "bytes":
+        tokenizer = byte_tokenizer()
+        dataset = write_dataset(prepared.texts.documents, tokenizer, folder / "bytes/corpus")
+        prepared = replace(prepared, folder=str(folder / "bytes"), tokenizer=tokenizer, dataset=dataset)
 
     def refuse(*args, **kwargs):
         raise AssertionError("the network was asked")
@@ -132,11 +143,9 @@ def test_labels_and_mask(run):
 
 def test_the_split_is_megatrons(run):
     prepared, args, tokenizer, train, valid = run
-    baseline = unigram_baseline(prepared.prefix, prepared.split, prepared.tokenizer.vocab_size)
-    lengths = train.dataset.sequence_lengths
-    assert baseline.train_tokens == lengths[train.indices].sum()
-    assert baseline.valid_tokens == lengths[valid.indices].sum()
-    assert baseline.train_tokens + baseline.valid_tokens == prepared.dataset.tokens
+    parts = split_documents(prepared.split, prepared.dataset.documents)
+    assert [list(part) for part in parts[:2]] == [train.indices.tolist(), valid.indices.tolist()]
+    assert train.dataset.sequence_lengths.sum() == prepared.dataset.tokens
 
 
 def test_the_baseline_is_the_loss_of_a_model_without_context(run):
@@ -152,8 +161,8 @@ def test_the_baseline_is_the_loss_of_a_model_without_context(run):
     logits = (counts + 1).double().log().expand(len(labels), vocab_size)
     loss = torch.nn.functional.cross_entropy(logits, labels).item()
     # All but the first token and the dropped end of the epoch.
-    assert baseline.valid_tokens - len(labels) <= SEQ_LENGTH
-    assert loss == pytest.approx(baseline.cross_entropy, rel=2e-3)
+    assert valid.dataset.sequence_lengths[valid.indices].sum() - len(labels) <= SEQ_LENGTH
+    assert loss == pytest.approx(baseline, rel=2e-3)
 
 
 def test_indices_are_cached_where_the_flags_say(run):

@@ -11,8 +11,8 @@ from torch.utils.tensorboard import SummaryWriter
 
 from megatron_nemotron3 import cli
 from megatron_nemotron3.models.series import KINDS
+from megatron_nemotron3.train.log import NAMED
 from megatron_nemotron3.train.monitor import events
-from megatron_nemotron3.train.monitor.watch import LINES
 from tests.train.monitor.test_alarms import FIRST, HEALTHY, flat, history, stops_at
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -43,12 +43,12 @@ def nothing_left(folder: Path) -> bool:
     ("points", "layers"),
     [
         (1, 2),
-        (20, LINES + 8),
-        pytest.param(1, LINES + 8, marks=pytest.mark.full),
+        (20, NAMED + 8),
+        pytest.param(1, NAMED + 8, marks=pytest.mark.full),
         pytest.param(20, 2, marks=pytest.mark.full),
     ],
 )
-def test_plots_lines_and_heat_maps(
+def test_plots_few_and_many_lines(
     layers: int, points: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path, every_kind(layers, points))

@@ -99,15 +99,6 @@ def test_names_are_no_markup(tmp_path: Path) -> None:
     assert "&lt;b&gt;mine&lt;/b&gt;" in text and "<b>mine" not in text
 
 
-def test_a_sample_of_the_last_checkpoint_needs_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = run(tmp_path)
-    assert cli.main(["report", str(folder), "--prompt", "def"]) == 2
-    assert "there is no checkpoint in it" in capsys.readouterr().err
-    assert not (folder / "report.html").exists()
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [

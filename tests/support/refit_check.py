@@ -7,6 +7,7 @@ part that is missing, doubled, or put to a wrong place would change the sum.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import numpy
@@ -29,6 +30,34 @@ def check(plan: RefitPlan) -> None:
         raise ValueError(f"{next(iter(by_tensor))[0]} is sent, but belongs to no receiver")
     if (most := plan.load().space) > plan.buffer:
         raise ValueError(f"a step needs {most:,} bytes, the buffer has {plan.buffer:,}")
+
+
+def bound(plan: RefitPlan) -> int:
+    """The least that the busiest sender of any plan sends: some bytes can be sent by few ranks only."""
+    world, stages = plan.training.layout.world_size, plan.training.layout.pp
+    named = {(held.tensor, held.target): held for held in tensors(plan.training, plan.serving)}
+    needs: dict[tuple[int, ...], int] = defaultdict(int)
+    of_stages = [0] * stages
+    for transfer in plan.transfers:
+        held = named[transfer.name, transfer.target]
+        candidates = _candidates(held, transfer)
+        size = transfer.bytes * int(transfer.between(plan.colocated).sum())
+        needs[candidates] += size
+        first, last = (rank // (world // stages) for rank in (candidates[0], candidates[-1]))
+        if first == last:
+            of_stages[first] += size
+    shared = [(size, len(ranks)) for ranks, size in needs.items()]
+    shared += [(sum(needs.values()), world), *((size, world // stages) for size in of_stages)]
+    return max(-(-size // ranks) for size, ranks in shared)
+
+
+def _candidates(held: HeldTensor, transfer: TensorTransfer) -> tuple[int, ...]:
+    """Training ranks that hold what a transfer sends."""
+    each = held.experts // held.training.layout.ep if held.row.routed else 1
+    for index, shares in enumerate(held.shares()[0]):
+        if all(any(s.start <= cut.start and cut.stop <= s.stop for s in shares) for cut in transfer.cuts):
+            return tuple(held.training.holders(held.row, held.stages[0], index, transfer.first // each))
+    raise ValueError(f"{transfer.name}: no sender holds {transfer.cuts}")
 
 
 class _Weights:
