@@ -120,7 +120,6 @@ def recipe_name(key: tuple[str, str, str]) -> str:
     return f"{NAMES[model]}_pretrain_{RUNS[key].gpus}gpu_{gpu}_{NAMES[precision]}_config"
 
 
-@lru_cache(maxsize=8192)  # a search for layouts asks for the same ones again and again
 def tuned(
     config: Nemotron3Config,
     gpu: str,
@@ -130,7 +129,23 @@ def tuned(
     without: tuple[str, ...] = (),
 ) -> Tuned:
     """Return the settings published for a model on a GPU, or else those of the nearest set."""
+    # Of pp, dp and the rest only the number of ranks matters: a search for layouts has few different ones.
+    sizes = (layout.tp, layout.sp, layout.cp, layout.ep, layout.world_size)
+    return _tuned(config, gpu, precision, sizes, version, without)
+
+
+@lru_cache(maxsize=8192)
+def _tuned(
+    config: Nemotron3Config,
+    gpu: str,
+    precision: str,
+    sizes: tuple[int, bool | None, int, int, int],
+    version: str,
+    without: tuple[str, ...],
+) -> Tuned:
     gpu, model = gpu_named(gpu), relative(config)
+    tp, sp, cp, ep, ranks = sizes
+    layout = ParallelLayout(tp=tp, sp=sp, cp=cp, ep=ep, dp=ranks // (tp * cp))
     key = _nearest(model, gpu, precision)
     chosen = _Chosen()
     for row in ROWS:

@@ -8,8 +8,8 @@ kind count at their mean.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from megatron_nemotron3.launch import Launch
 from megatron_nemotron3.launch.plan.activation_forms import DROPPED, FORMS, Form, RankShare
@@ -175,22 +175,24 @@ def _kind_bytes(config: Nemotron3Config, share: RankShare) -> Table:
     return found
 
 
-def layer_activations(launch: Launch, kind: str, *, imbalance: float = 1.0) -> dict[str, int]:
+def layer_activations(
+    launch: Launch, kind: str, *, imbalance: float = 1.0, share: RankShare | None = None
+) -> dict[str, int]:
     """Bytes that one layer keeps for one microbatch on one rank, by module.
 
     Backend "torch" is measured on a CPU; "auto", with its GPU kernels, and "te" are derived, not measured.
     When whole layers are recomputed, the layer is taken to be the first of a run: it keeps its input.
+    share: `RankShare.of(launch, imbalance)`, if it is known.
     """
     if letter(kind) not in KINDS:
         raise ValueError(f"kind={kind!r}: use one of {', '.join(KINDS)}")
-    share = RankShare.of(launch, imbalance)
+    share = share or RankShare.of(launch, imbalance)
     if share.recompute.full and letter(kind) in "M*E-":
         return {"input": share.stream(launch.config.hidden_size)}
     return dict(_kept_form(launch.config, share, kind))
 
 
-@dataclass(frozen=True)
-class _Unit:
+class _Unit(NamedTuple):
     """A layer, a run of recomputed layers, an MTP depth or the model's end, in backward."""
 
     kind: str
@@ -201,13 +203,15 @@ class _Unit:
 
 def _layer_units(pattern: str, recompute: Recompute, table: Table) -> list[_Unit]:
     saved, whole = runs(pattern, recompute)
-    found = []
-    for run in saved:
+    of_run, of_layer = {}, {}
+    for run in dict.fromkeys(saved):
         kept = table[run[0]][2]
         experts = any(letter(kind) == "E" for kind in run)
         again = sum(table[kind][0] for kind in run) - kept
-        found.append(_Unit(letter(run[0]), kept, again, experts))
-    return found + [_Unit(letter(kind), *table[kind][:2], letter(kind) == "E") for kind in whole]
+        of_run[run] = _Unit(letter(run[0]), kept, again, experts)
+    for kind in dict.fromkeys(whole):
+        of_layer[kind] = _Unit(letter(kind), *table[kind][:2], letter(kind) == "E")
+    return [of_run[run] for run in saved] + [of_layer[kind] for kind in whole]
 
 
 def _mtp_units(config: Nemotron3Config, recompute: Recompute, table: Table) -> list[_Unit]:
@@ -241,7 +245,8 @@ def stage_bytes(
         found[unit.kind] = found.get(unit.kind, 0) + unit.kept
     freed = exceeds = with_work = 0
     for unit in reversed(units):
-        exceeds = max(exceeds, unit.again - freed)
-        with_work = max(with_work, unit.again + unit.experts * expert_work - freed)
+        if unit.again or unit.experts:
+            exceeds = max(exceeds, unit.again - freed)
+            with_work = max(with_work, unit.again + unit.experts * expert_work - freed)
         freed += unit.kept
     return found, exceeds, with_work - exceeds

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_nemotron3.launch import Launch
@@ -39,7 +39,7 @@ OFFLOADED = {
 }
 
 #: The options that are read.
-READ = {
+READ = (
     "--moe-token-dispatcher-type",
     "--moe-flex-dispatcher-backend",
     "--cuda-graph-impl",
@@ -61,7 +61,7 @@ READ = {
     "--main-params-dtype",
     "--exp-avg-dtype",
     "--exp-avg-sq-dtype",
-}
+)
 
 
 def dispatcher_options(dispatcher: str) -> tuple[str, ...]:
@@ -82,9 +82,9 @@ class CostOptions:
     inputs go to the CPU. fsdp: weights and gradients are divided over the data ranks as well (Megatron-FSDP).
     instances: groups of data ranks that each hold all of it (`--num-distributed-optimizer-instances`).
     packed_weights: quantized linears hold no BF16 weight (`--fp8-param-gather`). capacity: rows of an expert
-    over their mean to which it is padded, or None. gradient, master, moments: bytes of an accumulated
-    gradient, of the optimizer's copy of a weight, and of both moments, in BF16 training. bf16: layers at
-    start and end that are not quantized.
+    over their mean to which it is padded, or None. weight, gradient, master, moments: bytes of a weight, of
+    its accumulated gradient, of the optimizer's own copy (0 where the weight is FP32 itself), and of both
+    moments. bf16: layers at start and end that are not quantized.
     """
 
     dispatcher: str = ALLTOALL
@@ -97,6 +97,7 @@ class CostOptions:
     instances: int = 1
     packed_weights: bool = False
     capacity: float | None = None
+    weight: int = 2
     gradient: int = 4
     master: int = 4
     moments: int = 8
@@ -105,7 +106,7 @@ class CostOptions:
     @staticmethod
     def of(launch: Launch) -> CostOptions:
         given = launch.options
-        words = tuple((name, given[name]) for name in sorted(READ & given.keys()))
+        words = tuple((name, given[name]) for name in READ if name in given)
         removed = launch.tuned.removed if launch.tuned else frozenset()
         overlap = launch.distributed_optimizer and launch.backend != "torch"
         if "--overlap-param-gather" in removed:
@@ -113,7 +114,11 @@ class CostOptions:
         kept = (launch.bf16_at_start, launch.bf16_at_end)
         if "--first-last-layers-bf16" in removed and "--first-last-layers-bf16" not in given:
             kept = (0, 0)
-        return _options(words, launch.precision, launch.backend, overlap, kept)
+        found = _options(words, launch.precision, launch.backend, overlap, kept)
+        if launch.precision != "fp32":
+            return found
+        gradient = 2 if "--grad-reduce-in-bf16" in launch.extra else 4
+        return replace(found, weight=4, gradient=gradient, master=0, moments=8)
 
     @property
     def deduplicates(self) -> bool:

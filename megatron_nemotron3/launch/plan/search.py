@@ -260,9 +260,9 @@ def search(request: PlanRequest, best: int = 5) -> PlanResult:
                 here = candidate(request, launch, worst)
                 if layout not in found or here.tokens > found[layout].tokens:
                     found[layout] = here
+                    if len(found) >= best:
+                        slowest = sorted(c.step.total for c in found.values())[best - 1]
                 break
-        if len(found) >= best:
-            slowest = sorted(c.step.total for c in found.values())[best - 1]
     ranked = sorted(found.values(), key=lambda c: -c.tokens)
     smallest = None
     if allowed and not fitting:

@@ -10,13 +10,14 @@ from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 
 from megatron_nemotron3.launch import Launch, ParallelLayout, TrainingSchedule
+from megatron_nemotron3.launch.plan.activation_forms import RankShare
 from megatron_nemotron3.launch.plan.activations import layer_activations, quantized_share
 from megatron_nemotron3.launch.plan.flops import BACKWARD, layer_operations, module_of
 from megatron_nemotron3.launch.plan.hardware import GPU
 from megatron_nemotron3.launch.plan.kinds import letter, resolve, symbols
 from megatron_nemotron3.launch.plan.options import GRAPHS, CostOptions
 from megatron_nemotron3.launch.plan.recompute import MODULES, Recompute
-from megatron_nemotron3.launch.plan.state import bytes_of, grid_of, kind_elements, stage_elements
+from megatron_nemotron3.launch.plan.state import grid_of, kind_elements, stage_elements
 from megatron_nemotron3.launch.plan.traffic import (
     ALL_TO_ALL,
     REDUCE_SCATTER,
@@ -181,17 +182,12 @@ def _product_seconds(launch: Launch, config: Nemotron3Config, machine: Machine, 
     return total
 
 
-@lru_cache(maxsize=65536)
-def _layer_time(launch: Launch, machine: Machine, symbol: str) -> LayerTime:
+def _layer_time(launch: Launch, machine: Machine, symbol: str, kept: RankShare) -> LayerTime:
+    """`kept`: what a rank keeps where nothing is recomputed or packed, which is what crosses its memory."""
     layout, assumed, (config, kind) = launch.layout, machine.assumed, resolve(launch.config, symbol)
     tokens = launch.seq_length * launch.micro_batch_size
     forward = _product_seconds(launch, config, machine, kind) * tokens / (layout.tp * layout.cp)
-    # The backend is Transformer Engine on a GPU: what it keeps is what crosses memory. Quantizing reads and
-    # writes what packing saves.
-    saved = layer_activations(
-        replace(launch, backend="te", precision="fp32" if launch.precision == "fp32" else "bf16", extra=()),
-        symbol,
-    )
+    saved = layer_activations(launch, symbol, share=kept)
     held = kind_elements(config, kind, grid_of(layout))
     moved = sum(saved.values()) * assumed.passes / machine.bandwidth
     weights = (held.dense + held.expert) * _WEIGHT_PASSES / machine.bandwidth
@@ -261,13 +257,21 @@ def one_replica(launch: Launch) -> Launch:
 @lru_cache(maxsize=16384)
 def layer_times(launch: Launch, machine: Machine) -> dict[str, LayerTime]:
     """Kind -> its time for a microbatch. `launch` is a result of `one_replica`."""
-    config = launch.config
-    kinds = dict.fromkeys((*symbols(config), *(config.mtp_pattern or ""), "embedding", "output", "mtp"))
     dense = replace(launch, layout=replace(launch.layout, ep=1, etp=1))  # only E layers depend on ep and etp
+    return _times(dense, machine, False) | _times(launch, machine, True)
+
+
+@lru_cache(maxsize=16384)
+def _times(launch: Launch, machine: Machine, experts: bool) -> dict[str, LayerTime]:
+    """`layer_times` of E layers, or of all other kinds."""
+    config, precision = launch.config, "fp32" if launch.precision == "fp32" else "bf16"
+    # The backend is Transformer Engine on a GPU. Quantizing reads and writes what packing saves.
+    kept = RankShare.of(replace(launch, backend="te", precision=precision, extra=()))
+    kinds = dict.fromkeys((*symbols(config), *(config.mtp_pattern or ""), "embedding", "output", "mtp"))
     return {
-        kind: _layer_time(launch if letter(kind) == "E" else dense, machine, kind)
+        kind: _layer_time(launch, machine, kind, kept)
         for kind in kinds
-        if kind != "mtp" or config.has_mtp
+        if (letter(kind) == "E") is experts and (kind != "mtp" or config.has_mtp)
     }
 
 
@@ -303,14 +307,13 @@ def step_time(launch: Launch, machine: Machine) -> StepTime:
         pp=pp,
         bubble=slowest * (layout.pp - 1) / layout.vpp,
         dp=dp,
-        optimizer=owned * _optimizer_bytes(launch) / machine.bandwidth,
+        optimizer=owned * _optimizer_bytes(options) / machine.bandwidth,
     )
 
 
-def _optimizer_bytes(launch: Launch) -> int:
+def _optimizer_bytes(options: CostOptions) -> int:
     """Bytes that the optimizer reads and writes for an element: gradient, master, both moments, weight."""
-    sizes = bytes_of(launch)
-    return sizes.gradient + 2 * (sizes.master + sizes.moments) + sizes.weight
+    return options.gradient + 2 * (options.master + options.moments) + options.weight
 
 
 def tokens_per_gpu(launch: Launch, step: StepTime) -> float:
