@@ -1,4 +1,4 @@
-"""Published training runs of Nemotron 3, to which time and memory of a plan are compared: `published.json`."""
+"""Published training runs of Nemotron 3, with which plans are compared: the table is `published.json`."""
 
 from __future__ import annotations
 
