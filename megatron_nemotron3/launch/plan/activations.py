@@ -14,8 +14,7 @@ from typing import NamedTuple
 from megatron_nemotron3.launch import Launch
 from megatron_nemotron3.launch.plan.activation_forms import DROPPED, FORMS, Form, RankShare
 from megatron_nemotron3.launch.plan.kinds import letter, resolve, symbols
-from megatron_nemotron3.launch.plan.options import OFFLOADED
-from megatron_nemotron3.launch.plan.recompute import MODULES, Recompute, runs
+from megatron_nemotron3.launch.plan.options import MODULES, OFFLOADED, Recompute, runs
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.precision.formats import BF16, FORMATS
 from megatron_nemotron3.precision.table import LINEARS, bf16_layers
@@ -154,7 +153,7 @@ def _kept_form(config: Nemotron3Config, share: RankShare, kind: str) -> Form:
     config, kind = resolve(config, kind)
     form = _whole_form(config, share, kind)
     # A name of MODULES belongs to one kind of layer; parts of other kinds may have the same names.
-    names = [name for name in share.recompute.modules if kind == MODULES[name][0]]
+    names = [name for name in share.options.recompute.modules if kind == MODULES[name][0]]
     dropped = {part for name in names for part in DROPPED[name]}
     moved = offloaded(config, share, kind)
     return {
@@ -187,7 +186,7 @@ def layer_activations(
     if letter(kind) not in KINDS:
         raise ValueError(f"kind={kind!r}: use one of {', '.join(KINDS)}")
     share = share or RankShare.of(launch, imbalance)
-    if share.recompute.full and letter(kind) in "M*E-":
+    if share.options.recompute.full and letter(kind) in "M*E-":
         return {"input": share.stream(launch.config.hidden_size)}
     return dict(_kept_form(launch.config, share, kind))
 
@@ -233,7 +232,7 @@ def stage_bytes(
 
     MTP's layers are counted under their own kinds; "mtp" is what the depths keep in addition.
     """
-    recompute, table = share.recompute, _kind_bytes(config, share)
+    recompute, table = share.options.recompute, _kind_bytes(config, share)
     units = [_Unit("embedding", table["embedding"][0], 0, False)] if stage == 0 else []
     units += _layer_units(patterns[stage], recompute, table)
     if stage == len(patterns) - 1:

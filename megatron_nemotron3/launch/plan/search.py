@@ -11,8 +11,7 @@ from megatron_nemotron3.launch.plan.activation_forms import RankShare
 from megatron_nemotron3.launch.plan.hardware import GIB, GPU, GPUS, RESERVE
 from megatron_nemotron3.launch.plan.kinds import symbols
 from megatron_nemotron3.launch.plan.memory import RankMemory, memory
-from megatron_nemotron3.launch.plan.options import dispatcher_options
-from megatron_nemotron3.launch.plan.recompute import NONE, Recompute, modules
+from megatron_nemotron3.launch.plan.options import NONE, CostOptions, Recompute, dispatcher_options, modules
 from megatron_nemotron3.launch.plan.timing import (
     Machine,
     StepTime,
@@ -67,7 +66,7 @@ class PlanRequest:
     def recomputations(self) -> tuple[Recompute, ...]:
         """Choices from recomputing nothing to recomputing everything, the cheapest in time first."""
         nothing, *others = recomputations(self.config)
-        own = Recompute.of(self.launch)
+        own = CostOptions.of(self.launch).recompute
         return tuple(dict.fromkeys((nothing, own, *others)))
 
     @property
@@ -133,7 +132,7 @@ class LaunchCandidate:
 
     @property
     def recompute(self) -> Recompute:
-        return Recompute.of(self.launch)
+        return CostOptions.of(self.launch).recompute
 
 
 @dataclass(frozen=True)

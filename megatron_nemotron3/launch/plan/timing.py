@@ -15,8 +15,7 @@ from megatron_nemotron3.launch.plan.activations import layer_activations, quanti
 from megatron_nemotron3.launch.plan.flops import BACKWARD, layer_operations, module_of
 from megatron_nemotron3.launch.plan.hardware import GPU
 from megatron_nemotron3.launch.plan.kinds import letter, resolve, symbols
-from megatron_nemotron3.launch.plan.options import GRAPHS, CostOptions
-from megatron_nemotron3.launch.plan.recompute import MODULES, Recompute
+from megatron_nemotron3.launch.plan.options import GRAPHS, MODULES, CostOptions, Recompute
 from megatron_nemotron3.launch.plan.state import grid_of, kind_elements, stage_elements
 from megatron_nemotron3.launch.plan.traffic import (
     ALL_TO_ALL,
@@ -191,8 +190,8 @@ def _layer_time(launch: Launch, machine: Machine, symbol: str, kept: RankShare) 
     held = kind_elements(config, kind, grid_of(layout))
     moved = sum(saved.values()) * assumed.passes / machine.bandwidth
     weights = (held.dense + held.expert) * _WEIGHT_PASSES / machine.bandwidth
-    recomputed = _recomputed_share(kind, Recompute.of(launch))
     options = CostOptions.of(launch)
+    recomputed = _recomputed_share(kind, options.recompute)
     copies = config.moe_router_topk if options.deduplicates else None
     comm = {"tp": 0.0, "ep": 0.0, "cp": 0.0}
     for transfer in layer_transfers(config, layout, kind, launch.seq_length, launch.micro_batch_size):

@@ -18,8 +18,7 @@ from megatron_nemotron3.launch.plan import activations
 from megatron_nemotron3.launch.plan import state as state_module
 from megatron_nemotron3.launch.plan.activation_forms import RankShare
 from megatron_nemotron3.launch.plan.memory import buffers, in_flight, memory
-from megatron_nemotron3.launch.plan.options import CostOptions
-from megatron_nemotron3.launch.plan.recompute import NONE, Recompute
+from megatron_nemotron3.launch.plan.options import NONE, CostOptions, Recompute
 from megatron_nemotron3.launch.plan.state import (
     RankState,
     kind_elements,
