@@ -17,7 +17,7 @@ The published sets use `--attention-backend fused`, with which Megatron refuses 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -98,7 +98,7 @@ class PerformanceRow:
 def _read() -> tuple[dict[tuple[str, str, str], PublishedLaunch], tuple[PerformanceRow, ...]]:
     """Return the published launches by (model, GPU, precision), and the rows."""
     content = json.loads(Path(__file__).with_name("performance.json").read_text(encoding="utf-8"))
-    runs = {}
+    runs: dict[tuple[str, str, str], PublishedLaunch] = {}
     for run in content["runs"]:
         model, gpu, precisions = run.pop("model"), run.pop("gpu"), run.pop("precision").split()
         tp, pp, ep = (run.pop(name, 1) for name in ("tp", "pp", "ep"))
@@ -234,12 +234,12 @@ def tuned(
     precision: str,
     layout: ParallelLayout,
     version: str,
-    without: tuple[str, ...] = (),
+    without: Sequence[str] = (),
 ) -> Tuned:
     """Return the settings published for a model on a GPU, or else those of the nearest set."""
     # Of pp, dp and the rest only the number of ranks matters: a search for layouts has few different ones.
     sizes = (layout.tp, layout.sp, layout.cp, layout.ep, layout.world_size)
-    return _tuned(config, gpu, precision, sizes, version, without)
+    return _tuned(config, gpu, precision, sizes, version, tuple(without))
 
 
 @lru_cache(maxsize=8192)
