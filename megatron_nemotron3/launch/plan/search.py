@@ -16,6 +16,7 @@ from megatron_nemotron3.launch.plan.timing import (
     Machine,
     StepTime,
     layer_times,
+    of_one_replica,
     one_replica,
     step_time,
     tokens_per_gpu,
@@ -310,6 +311,7 @@ class _TimeBound:
     def __init__(self, request: PlanRequest) -> None:
         self.request = request
         self.passes: dict[tuple[int, ...], float] = {}
+        self.alone = {size: one_replica(request.at(ParallelLayout(), size)) for size in MICRO_BATCHES}
         config = request.config
         applied = symbols(config) + (config.mtp_pattern or "") * config.mtp_num_layers
         self.times = {kind: applied.count(kind) for kind in applied} | {"embedding": 1, "output": 1}
@@ -324,7 +326,7 @@ class _TimeBound:
         return self.passes[key] / layout.pp * (microbatches + (layout.pp - 1) / vpp)
 
     def _microbatch(self, layout: ParallelLayout, micro_batch_size: int) -> float:
-        launch = one_replica(self.request.at(layout, micro_batch_size))
+        launch = replace(self.alone[micro_batch_size], layout=of_one_replica(layout))
         layers = layer_times(launch, self.request.machine)
         return sum(layers[kind].total * times for kind, times in self.times.items() if times)
 

@@ -245,12 +245,13 @@ def _recomputed_share(kind: str, recompute: Recompute) -> float:
 
 def one_replica(launch: Launch) -> Launch:
     """Return a launch without dp, pp and batch, which do not change a layer's time: a key of the cache."""
-    layout = launch.layout
-    return replace(
-        launch,
-        layout=ParallelLayout(tp=layout.tp, sp=layout.sp, cp=layout.cp, ep=layout.ep, etp=layout.etp),
-        schedule=TrainingSchedule(seq_length=launch.seq_length, micro_batch_size=launch.micro_batch_size),
-    )
+    schedule = TrainingSchedule(seq_length=launch.seq_length, micro_batch_size=launch.micro_batch_size)
+    return replace(launch, layout=of_one_replica(launch.layout), schedule=schedule)
+
+
+def of_one_replica(layout: ParallelLayout) -> ParallelLayout:
+    """Return a layout without dp and pp."""
+    return ParallelLayout(tp=layout.tp, sp=layout.sp, cp=layout.cp, ep=layout.ep, etp=layout.etp)
 
 
 @lru_cache(maxsize=16384)
@@ -278,10 +279,10 @@ def step_time(launch: Launch, machine: Machine) -> StepTime:
     """Time of a step of `launch.microbatches` microbatches on every data-parallel rank."""
     config, layout = launch.config, launch.layout
     layers = layer_times(one_replica(launch), machine)
-    loads = []
+    totals, loads = {kind: layer.total for kind, layer in layers.items()}, []
     for rank in range(layout.pp):
         kinds = stage_kinds(config, layout.pp, layout.vpp, rank, launch.seq_length)
-        loads.append((sum(layers[kind].total * times for kind, times in kinds.items()), rank, kinds))
+        loads.append((sum(totals[kind] * times for kind, times in kinds.items()), rank, kinds))
     slowest, rank, kinds = max(loads, key=lambda load: load[0])
     sums = {
         name: launch.microbatches * sum(getattr(layers[kind], name) * n for kind, n in kinds.items())
