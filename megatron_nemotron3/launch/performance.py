@@ -17,7 +17,7 @@ The published sets use `--attention-backend fused`, with which Megatron refuses 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -74,9 +74,9 @@ class PublishedLaunch:
 class PerformanceRow:
     """Settings of the models, GPUs and precisions named; () names all."""
 
-    models: tuple[str, ...] = ()
-    gpus: tuple[str, ...] = ()
-    precisions: tuple[str, ...] = ()
+    model: tuple[str, ...] = ()
+    gpu: tuple[str, ...] = ()
+    precision: tuple[str, ...] = ()
     #: Only with sequence parallelism over several tensor ranks.
     sequence_parallel: bool = False
     options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -87,9 +87,11 @@ class PerformanceRow:
     fields: tuple[str, ...] = ()
     #: What the run gives up, in one sentence.
     caution: str = ""
+    #: Why the row is as it is, for readers of the file.
+    about: str = ""
 
     def applies(self, model: str, gpu: str, precision: str, layout: ParallelLayout) -> bool:
-        named = ((self.models, model), (self.gpus, gpu), (self.precisions, precision))
+        named = ((self.model, model), (self.gpu, gpu), (self.precision, precision))
         sharded = layout.tp > 1 and layout.sequence_parallel
         fits = sharded or not self.sequence_parallel
         return fits and all(not words or word in words for words, word in named)
@@ -107,24 +109,22 @@ def _read() -> tuple[dict[tuple[str, str, str], PublishedLaunch], tuple[Performa
     return runs, tuple(map(_row, content["rows"]))
 
 
+#: Key of a row -> what is made of its words, of another type than a tuple.
+_MADE: dict[str, Callable[[list[str]], Any]] = {
+    "options": lambda words: {flag.name: flag.values for flag in parse(words)},
+    "environment": lambda words: dict(word.split("=", 1) for word in words),
+    "caution": " ".join,
+    "about": " ".join,
+}
+
+
 def _row(row: Mapping[str, Any]) -> PerformanceRow:
     """Return a row of the file, where a text may be a list of lines."""
-
-    def words(name: str) -> tuple[str, ...]:
-        text = row.get(name, "")
-        return tuple((text if isinstance(text, str) else " ".join(text)).split())
-
-    return PerformanceRow(
-        models=words("model"),
-        gpus=words("gpu"),
-        precisions=words("precision"),
-        sequence_parallel=row.get("sequence_parallel", False),
-        options={flag.name: flag.values for flag in parse(words("options"))},
-        without=words("without"),
-        environment=dict(word.split("=", 1) for word in words("environment")),
-        fields=words("fields"),
-        caution=" ".join(words("caution")),
-    )
+    found = {}
+    for name, value in row.items():
+        text = " ".join(value) if isinstance(value, list) else value
+        found[name] = _MADE.get(name, tuple)(text.split()) if isinstance(text, str) else text
+    return PerformanceRow(**found)
 
 
 RUNS, ROWS = _read()

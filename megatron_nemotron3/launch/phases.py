@@ -56,12 +56,10 @@ PUBLISHED: dict[str, dict[str, Any]] = json.loads(
 
 
 def _phase(row: Mapping[str, Any]) -> Phase:
-    return Phase(
-        schedule=TrainingSchedule(**row["schedule"]),
-        layout=ParallelLayout(**row["layout"]) if "layout" in row else None,
-        sft=row.get("sft", False),
-        note=row.get("note", ""),
-    )
+    found = {name: value for name, value in row.items() if name != "about"}
+    found["schedule"] = TrainingSchedule(**row["schedule"])
+    found["layout"] = ParallelLayout(**row["layout"]) if "layout" in row else None
+    return Phase(**found)
 
 
 _PHASES = {
