@@ -32,10 +32,7 @@ _TE = "Transformer Engine's quantizers; megatron/core/fp4_utils.py"
 def _local_shapes(
     model: Nemotron3Config, precision: str, by_recipe: bool, tp: int, etp: int
 ) -> tuple[tuple[str, tuple[int, ...], Format], ...]:
-    """The weights of the decoder's quantized GEMMs on one rank: (name, (output, input), format).
-
-    Without `by_recipe`, a precision file for NVFP4, every linear has the format of its layer.
-    """
+    """The weights of the decoder's quantized GEMMs on one rank: (name, (output, input), format)."""
     found = []
     for symbol, config, _ in sorted(decoder_layers(model), key=lambda layer: layer[0]):
         sizes = symbol_sizes(config)
@@ -43,6 +40,7 @@ def _local_shapes(
             kind = kind_named(row.linear)
             if kind is None or not kind.quantizable:
                 continue
+            # Without a precision file every linear has the format of its layer.
             number_format = kind.format(precision) if by_recipe else precision
             if number_format == BF16:
                 continue
