@@ -29,7 +29,7 @@ ROOMS = {
     "precision": 4770,
     "layers": 4040,
     "checkpoints": 10980,
-    "launch": 9860,
+    "launch": 9180,
     "boundary": 4540,
     "train": 8160,
     "specs": 250,

@@ -4,10 +4,11 @@ from megatron_nemotron3.launch.boosting import Boost
 from megatron_nemotron3.launch.flag import Flag, render, to_argv
 from megatron_nemotron3.launch.flags import flags
 from megatron_nemotron3.launch.launch import BACKENDS, PRECISIONS, Launch, TrainingData, mock_data
-from megatron_nemotron3.launch.layout import ParallelLayout, cut_pattern, published_layout
+from megatron_nemotron3.launch.layout import ParallelLayout, cut_pattern
+from megatron_nemotron3.launch.phases import published, published_layout
 from megatron_nemotron3.launch.rule import Rule, Violation
 from megatron_nemotron3.launch.rules import RULES, RuleError, check
-from megatron_nemotron3.launch.schedule import TrainingSchedule, adjusted, published, smoke
+from megatron_nemotron3.launch.schedule import TrainingSchedule, adjusted, smoke
 
 __all__ = [
     "BACKENDS",

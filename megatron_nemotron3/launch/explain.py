@@ -23,7 +23,6 @@ from megatron_nemotron3.launch.reference import (
     SCRIPT,
     WHY,
     PublishedOption,
-    environment,
     has_launch,
     reference,
     shown,
@@ -277,7 +276,7 @@ def _explanation(
         settings=tuple(settings),
         violations=tuple(violations),
         notes=(*notes, *published_notes),
-        environment=environment(config) if launched else (),
+        environment=tuple(launch.environment) if launch and launched else (),
     )
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 #: The order sections are printed in.
 SECTIONS = (
@@ -71,6 +72,11 @@ def parse(words: Sequence[str]) -> list[Flag]:
     Raises:
         ValueError: a value before the first option.
     """
+    return list(_parsed(tuple(words)))
+
+
+@lru_cache(maxsize=1024)  # a search for layouts asks for the same words again and again
+def _parsed(words: tuple[str, ...]) -> tuple[Flag, ...]:
     flags: list[Flag] = []
     for word in words:
         if word.startswith("--"):
@@ -80,7 +86,7 @@ def parse(words: Sequence[str]) -> list[Flag]:
             flags[-1] = Flag(flags[-1].name, (*flags[-1].values, word))
         else:
             raise ValueError(f"extra starts with {word!r}, which belongs to no option: give --option first")
-    return flags
+    return tuple(flags)
 
 
 def from_first_option(words: Sequence[str]) -> Sequence[str]:

@@ -16,8 +16,7 @@ from typing import Any
 
 from megatron_nemotron3.launch.flag import parse
 from megatron_nemotron3.launch.layout import ParallelLayout
-from megatron_nemotron3.launch.performance import Tuned, gpu_named, tuned
-from megatron_nemotron3.launch.performance_table import HARDWARE
+from megatron_nemotron3.launch.performance import HARDWARE, Tuned, gpu_named, tuned
 from megatron_nemotron3.launch.schedule import TrainingSchedule
 from megatron_nemotron3.launch.versions import chosen
 from megatron_nemotron3.models import Nemotron3Config, get

@@ -1,4 +1,4 @@
-"""How a model is spread over ranks: `ParallelLayout`, published ones, pipeline cuts.
+"""How a model is spread over ranks: `ParallelLayout`, pipeline cuts. Published layouts: `phases.py`.
 
 Attention, Mamba, shared experts and embeddings live on a grid of tp x cp x dp x pp ranks; routed experts on
 the same ranks cut another way, etp x ep x edp x pp.
@@ -73,19 +73,6 @@ class ParallelLayout:
     def __str__(self) -> str:
         shown = [f"{name.upper()}{size}" for name, size in vars(self).items() if name != "sp" and size > 1]
         return " ".join((*shown, *(["SP"] if self.sequence_parallel else []))) or "1 rank"
-
-
-# Public launch scripts: 3072 H100, 3072 GB200, 6144 GB200. All PP 1, ETP 1.
-_PUBLISHED = {
-    "nano": ParallelLayout(tp=2, ep=32, dp=1536),
-    "super": ParallelLayout(tp=2, ep=64, dp=1536),
-    "ultra": ParallelLayout(tp=8, ep=64, dp=768),
-}
-
-
-def published_layout(config: Nemotron3Config) -> ParallelLayout | None:
-    """Return the layout of the model's public pre-training launch script; None if there is none."""
-    return _PUBLISHED.get(config.name)
 
 
 def last_stage_cost(config: Nemotron3Config, seq_length: int) -> float:

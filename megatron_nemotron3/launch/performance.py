@@ -7,32 +7,140 @@
     published(launch.config, "gb200", "bf16")   # the published layout and batch, or None
 
 `flags` emits `tuned.options` in place of its own options of the same name and drops `tuned.removed`; rules
-and `plan` read `launch.options`. The settings themselves are in `performance_table.py`.
+and `plan` read `launch.options`. The settings themselves are in `performance.json`, by model, GPU and
+precision, with their source: published layouts ("runs"), and rows of options and variables, of which each
+adds to the rows above it and replaces their values.
 
 The published sets use `--attention-backend fused`, with which Megatron refuses NVTE_FUSED_ATTN=0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
 from megatron_nemotron3.launch import parser
+from megatron_nemotron3.launch.flag import parse
 from megatron_nemotron3.launch.layout import ParallelLayout
-from megatron_nemotron3.launch.performance_table import (
-    HARDWARE,
-    NAMES,
-    ROWS,
-    RUNS,
-    USED_OF_NVL72,
-    PerformanceRow,
-    PublishedLaunch,
-)
 from megatron_nemotron3.models import Nemotron3Config
 
+
+@dataclass(frozen=True)
+class Hardware:
+    """Properties of a GPU that the settings depend on."""
+
+    #: Ranks that NVLink connects.
+    nvlink_domain: int
+    #: Compute capability; None: not published.
+    capability: tuple[int, int] | None
+    #: GPUs whose settings to take where there are none for this one, nearest first.
+    nearest: tuple[str, ...]
+
+
+#: Types of GPU that `--gpu` accepts.
+HARDWARE: dict[str, Hardware] = {
+    "h100": Hardware(8, (9, 0), ("b200", "gb200")),
+    "h200": Hardware(8, (9, 0), ("h100", "b200", "gb200")),
+    "b200": Hardware(8, (10, 0), ("gb200", "b300", "gb300", "h100")),
+    "b300": Hardware(8, (10, 3), ("gb300", "b200", "gb200", "h100")),
+    "gb200": Hardware(72, (10, 0), ("gb300", "b200", "h100")),
+    "gb300": Hardware(72, (10, 3), ("gb200", "b300", "h100")),
+    "vr200": Hardware(72, None, ("gb300", "gb200", "b300", "h100")),
+}
 #: Types of GPU, in lower case.
 GPUS = tuple(HARDWARE)
+#: Ranks that the published multi-node NVLink runs use of a domain: 16 trays of 4, of 72.
+USED_OF_NVL72 = 64
+
+
+@dataclass(frozen=True)
+class PublishedLaunch:
+    """A published run: what a user chooses."""
+
+    gpus: int
+    layout: ParallelLayout
+    micro_batch_size: int
+    global_batch_size: int
+    seq_length: int = 8192
+    #: Folder of the recipe in Megatron-Bridge.
+    folder: str = "perf_recipes"
+
+
+@dataclass(frozen=True)
+class PerformanceRow:
+    """Settings of the models, GPUs and precisions named; () names all."""
+
+    model: tuple[str, ...] = ()
+    gpu: tuple[str, ...] = ()
+    precision: tuple[str, ...] = ()
+    #: Only with sequence parallelism over several tensor ranks.
+    sequence_parallel: bool = False
+    options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    #: Options and variables that the run does not have, although rows above or `flags` do.
+    without: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    #: Fields of Megatron's configuration that the run sets and no option of any version can.
+    fields: tuple[str, ...] = ()
+    #: What the run gives up, in one sentence.
+    caution: str = ""
+    #: Why the row is as it is, for readers of the file.
+    about: str = ""
+
+    def applies(self, model: str, gpu: str, precision: str, layout: ParallelLayout) -> bool:
+        named = ((self.model, model), (self.gpu, gpu), (self.precision, precision))
+        sharded = layout.tp > 1 and layout.sequence_parallel
+        fits = sharded or not self.sequence_parallel
+        return fits and all(not words or word in words for words, word in named)
+
+
+def _read() -> tuple[dict[tuple[str, str, str], PublishedLaunch], tuple[PerformanceRow, ...]]:
+    """Return the published launches by (model, GPU, precision), and the rows."""
+    content = json.loads(Path(__file__).with_name("performance.json").read_text(encoding="utf-8"))
+    runs: dict[tuple[str, str, str], PublishedLaunch] = {}
+    for run in content["runs"]:
+        model, gpu, precisions = run.pop("model"), run.pop("gpu"), run.pop("precision").split()
+        tp, pp, ep = (run.pop(name, 1) for name in ("tp", "pp", "ep"))
+        layout = ParallelLayout(tp=tp, pp=pp, ep=ep, dp=run["gpus"] // (tp * pp))
+        runs |= {(model, gpu, precision): PublishedLaunch(layout=layout, **run) for precision in precisions}
+    return runs, tuple(map(_row, content["rows"]))
+
+
+#: Key of a row -> what is made of its words, of another type than a tuple.
+_MADE: dict[str, Callable[[list[str]], Any]] = {
+    "options": lambda words: {flag.name: flag.values for flag in parse(words)},
+    "environment": lambda words: dict(word.split("=", 1) for word in words),
+    "caution": " ".join,
+    "about": " ".join,
+}
+
+
+def _row(row: Mapping[str, Any]) -> PerformanceRow:
+    """Return a row of the file, where a text may be a list of lines."""
+    found = {}
+    for name, value in row.items():
+        text = " ".join(value) if isinstance(value, list) else value
+        found[name] = _MADE.get(name, tuple)(text.split()) if isinstance(text, str) else text
+    return PerformanceRow(**found)
+
+
+RUNS, ROWS = _read()
+
+#: Words of Bridge's names of recipes.
+NAMES = {
+    "nano": "nemotron_3_nano",
+    "lightning": "nemotron_3_5_lightning",
+    "super": "nemotron_3_super",
+    "ultra": "nemotron_3_ultra",
+    "nemotron-h-56b": "nemotronh_56b",
+    "bf16": "bf16",
+    "fp8-tensorwise": "fp8cs",
+    "mxfp8": "fp8mx",
+    "nvfp4": "nvfp4",
+}
 
 _HYBRID_EP = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
 _INSTANCES = "--num-distributed-optimizer-instances"
@@ -120,17 +228,32 @@ def recipe_name(key: tuple[str, str, str]) -> str:
     return f"{NAMES[model]}_pretrain_{RUNS[key].gpus}gpu_{gpu}_{NAMES[precision]}_config"
 
 
-@lru_cache(maxsize=8192)  # a search for layouts asks for the same ones again and again
 def tuned(
     config: Nemotron3Config,
     gpu: str,
     precision: str,
     layout: ParallelLayout,
     version: str,
-    without: tuple[str, ...] = (),
+    without: Sequence[str] = (),
 ) -> Tuned:
     """Return the settings published for a model on a GPU, or else those of the nearest set."""
+    # Of pp, dp and the rest only the number of ranks matters: a search for layouts has few different ones.
+    sizes = (layout.tp, layout.sp, layout.cp, layout.ep, layout.world_size)
+    return _tuned(config, gpu, precision, sizes, version, tuple(without))
+
+
+@lru_cache(maxsize=8192)
+def _tuned(
+    config: Nemotron3Config,
+    gpu: str,
+    precision: str,
+    sizes: tuple[int, bool | None, int, int, int],
+    version: str,
+    without: tuple[str, ...],
+) -> Tuned:
     gpu, model = gpu_named(gpu), relative(config)
+    tp, sp, cp, ep, ranks = sizes
+    layout = ParallelLayout(tp=tp, sp=sp, cp=cp, ep=ep, dp=ranks // (tp * cp))
     key = _nearest(model, gpu, precision)
     chosen = _Chosen()
     for row in ROWS:
@@ -143,7 +266,7 @@ def tuned(
         options.update(_hybrid_sharding(gpu, layout))
     hopper = HARDWARE[gpu].capability == (9, 0)
     if hopper and max(layout.tp, layout.cp) > 1 and "--use-megatron-fsdp" not in options:
-        # Megatron refuses any other value (arguments.py).
+        # Megatron refuses any other value (arguments.py): collectives then start in the order of the kernels.
         chosen.environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     for name in (f"--{word.removeprefix('--')}" for word in without):
         if name not in options:
@@ -177,18 +300,16 @@ class _Chosen:
     cautions: list[str] = field(default_factory=list)
 
     def add(self, row: PerformanceRow) -> None:
-        for name, *values in (line.split() for line in row.options.splitlines() if line.strip()):
-            self.options[name] = tuple(values)
-            self.removed.discard(name)
-        for name in row.without.split():
+        self.options |= row.options
+        self.removed -= row.options.keys()
+        for name in row.without:
             if name.startswith("--"):
                 self.options.pop(name, None)
                 self.removed.add(name)
             else:
                 self.environment.pop(name, None)
-        for name, _, value in (line.partition("=") for line in row.environment.split()):
-            self.environment[name] = value
-        self.fields += row.fields.split()
+        self.environment |= row.environment
+        self.fields += row.fields
         self.cautions += [row.caution] if row.caution else []
 
 

@@ -1,16 +1,21 @@
-"""The published phases after pre-training, and the end of pre-training in BF16.
+"""The published phases of training, `published.json`, and the end of pre-training in BF16.
 
-Schedules are those of the technical reports: Nano arXiv 2512.20848 (2.5, 3.1.6), Super
-2604.12374 (2.6, 3.1), Ultra 2606.15007 (2.5, 3.1). A field or layout that is None is UNKNOWN: no source
-states it. docs/launching.md says which of them stock Megatron-LM can run.
+Pre-training is that of the public launch scripts. The schedules of the phases after it are those of the
+technical reports: Nano arXiv 2512.20848 (2.5, 3.1.6), Super 2604.12374 (2.6, 3.1), Ultra 2606.15007 (2.5,
+3.1). A field or layout that is None is UNKNOWN: no source states it. docs/launching.md says which of them
+stock Megatron-LM can run.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from megatron_nemotron3.launch.layout import ParallelLayout, published_layout
-from megatron_nemotron3.launch.schedule import TrainingSchedule, published
+from megatron_nemotron3.launch.layout import ParallelLayout
+from megatron_nemotron3.launch.schedule import TrainingSchedule
 from megatron_nemotron3.models import Nemotron3Config
 
 #: In the order of training. "published" is pre-training. A model has the phases its report names.
@@ -21,8 +26,6 @@ BF16_END = "bf16-end"
 #: 10T tokens. With the forward pass in BF16 from there on, the loss of its 12B model was 0.5 % above that of
 #: FP8 instead of 1.5 %; switching backward alone gained nothing.
 BF16_END_START = 0.82
-
-_1M, _512K, _256K, _4K = 1 << 20, 1 << 19, 1 << 18, 1 << 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,102 +49,37 @@ class Phase:
         return ("--sft", "--calculate-per-token-loss") if self.sft else ()
 
 
-def _constant(lr: float, seq_length: int, batch: int | None, iters: int | None) -> TrainingSchedule:
-    return TrainingSchedule(
-        seq_length=seq_length, global_batch_size=batch, train_iters=iters, lr=lr, lr_decay_style="constant"
-    )
+#: Model -> what is published: "launch", its public launch script (`reference.PublicLaunch`), and "phases".
+PUBLISHED: dict[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_name("published.json").read_text(encoding="utf-8")
+)
 
 
-_PUBLISHED: dict[str, dict[str, Phase]] = {
-    "nano": {
-        "long-context": Phase(
-            schedule=_constant(1e-5, _512K, 48, None),
-            layout=ParallelLayout(tp=8, pp=4, cp=8, ep=8),  # on H100
-            note="121e9 tokens at 512K and 4K together, 4808 steps if all were at 512K",
-        ),
-        "long-context-4k": Phase(
-            schedule=_constant(1e-5, _4K, None, None),
-            note="121e9 tokens at 512K and 4K together",
-        ),
-        "sft": Phase(
-            schedule=TrainingSchedule(
-                seq_length=_256K,
-                global_batch_size=64,
-                train_iters=13_000,
-                lr=5e-5,
-                lr_warmup_iters=800,
-                lr_decay_style=None,
-            ),
-            sft=True,
-            note="the report mentions no decay; Super's rate is constant, Ultra's follows a cosine",
-        ),
-    },
-    "super": {
-        "long-context": Phase(  # 34e9 tokens
-            schedule=_constant(4.5e-6, _1M, 16, 2027),
-            layout=ParallelLayout(tp=2, cp=64, ep=64),  # on GB200
-        ),
-        "long-context-2": Phase(
-            schedule=_constant(4.5e-6, _1M, 16, None),
-            layout=ParallelLayout(tp=2, cp=64, ep=64),
-            note="17e9 tokens alternating between 1M and 4K, 1013 steps if all were at 1M",
-        ),
-        "long-context-4k": Phase(
-            schedule=_constant(4.5e-6, _4K, None, None),
-            note="17e9 tokens alternating between 1M and 4K",
-        ),
-        "sft": Phase(
-            schedule=TrainingSchedule(
-                seq_length=_256K,
-                global_batch_size=64,
-                lr=1e-5,
-                lr_warmup_samples=30_000,
-                lr_decay_style="constant",
-            ),
-            sft=True,
-            note="over 7 million conversations, about 80e9 tokens, in both stages together",
-        ),
-        "sft-2": Phase(
-            schedule=_constant(1e-5, _512K, 32, None),
-            sft=True,
-            note="over 7 million conversations, about 80e9 tokens, in both stages together",
-        ),
-    },
-    # Every step has 25,165,824 tokens of one length; 33e9 tokens, 92 % of the steps at 1M.
-    "ultra": {
-        "long-context": Phase(
-            schedule=_constant(2.5e-6, _1M, 24, 1206),
-            layout=ParallelLayout(tp=8, pp=2, cp=32, ep=128),  # on GB200
-        ),
-        "long-context-4k": Phase(schedule=_constant(2.5e-6, _4K, 6144, 105)),
-        "sft": Phase(
-            schedule=TrainingSchedule(
-                seq_length=294_912,
-                global_batch_size=64,
-                train_samples=204_800,
-                lr=1.5e-5,
-                min_lr=1e-6,
-                lr_warmup_samples=9_600,
-                lr_decay_samples=204_800,
-                lr_decay_style="cosine",
-            ),
-            sft=True,
-        ),
-        "sft-2": Phase(
-            schedule=TrainingSchedule(
-                seq_length=515_000,
-                global_batch_size=64,
-                train_samples=19_200,
-                lr=1e-5,
-                min_lr=2e-6,
-                lr_warmup_samples=6_400,
-                lr_decay_samples=19_200,
-                lr_decay_style="cosine",
-            ),
-            sft=True,
-        ),
-    },
+def _phase(row: Mapping[str, Any]) -> Phase:
+    found = {name: value for name, value in row.items() if name != "about"}
+    found["schedule"] = TrainingSchedule(**row["schedule"])
+    found["layout"] = ParallelLayout(**row["layout"]) if "layout" in row else None
+    return Phase(**found)
+
+
+_PHASES = {
+    model: {name: _phase(row) for name, row in found["phases"].items()} for model, found in PUBLISHED.items()
 }
+
+
+def published(config: Nemotron3Config) -> TrainingSchedule:
+    """Return the schedule of the model's public pre-training launch script.
+
+    For a model without one (Lightning, Nano-4B, Nano 9B v2, Nemotron-H, tiny models) length, learning rate
+    and batch are UNKNOWN and stay None; `TrainingSchedule.unknown` names them.
+    """
+    return phase(config, "published").schedule
+
+
+def published_layout(config: Nemotron3Config) -> ParallelLayout | None:
+    """Return the layout of the model's public pre-training launch script; None if there is none."""
+    return phase(config, "published").layout
+
 
 #: Field of the schedule -> the option of `nemotron3 flags` that gives it, and the variable of a recipe.
 _GIVE = {
@@ -165,14 +103,11 @@ def switch_step(schedule: TrainingSchedule) -> int:
 
 def phase(config: Nemotron3Config, name: str) -> Phase:
     """Return a published phase by its name, one of `PHASES`, or `BF16_END`."""
-    if name in ("published", BF16_END):
-        precision = "bf16" if name == BF16_END else None
-        return Phase(schedule=published(config), layout=published_layout(config), precision=precision)
-    phases = _PUBLISHED.get(config.name, {})
+    phases = {"published": Phase(schedule=TrainingSchedule()), **_PHASES.get(config.name, {})}
+    if name == BF16_END:
+        return replace(phases["published"], precision="bf16")
     if name not in phases:
-        raise ValueError(
-            f"{config.name} has no published phase {name}: use {', '.join(['published', *phases])}"
-        )
+        raise ValueError(f"{config.name} has no published phase {name}: use {', '.join(phases)}")
     return phases[name]
 
 

@@ -7,7 +7,7 @@ launch script, and layout and schedule of the phases after it as far as their re
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -15,7 +15,7 @@ from megatron_nemotron3.launch.architecture import MODEL, MOE, MTP, emit
 from megatron_nemotron3.launch.flags import flags
 from megatron_nemotron3.launch.launch import Launch
 from megatron_nemotron3.launch.layout import ParallelLayout
-from megatron_nemotron3.launch.phases import phase
+from megatron_nemotron3.launch.phases import PUBLISHED, phase
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.stack_specs import MODULE, spec_name
 from megatron_nemotron3.precision.formats import FORMATS
@@ -51,7 +51,7 @@ class PublishedOption:
 
 @dataclass(frozen=True)
 class PublicLaunch:
-    """The public launch of a model, without its layout and its schedule."""
+    """The public launch of a model, without its layout and its schedule: a row of `published.json`."""
 
     #: "3072 H100", in words.
     machines: str
@@ -60,39 +60,14 @@ class PublicLaunch:
     precision_source: str
     report: str
     #: Options in place of those that `flags` emits.
-    options: tuple[tuple[str, str], ...] = ()
+    options: Mapping[str, str]
+    #: NAME=value of the variables that it exports.
+    environment: Sequence[str]
     #: What no option can express.
-    notes: tuple[str, ...] = ()
+    notes: Sequence[str]
 
 
-_HYBRID_EP = (("--moe-token-dispatcher-type", "flex"), ("--moe-flex-dispatcher-backend", "hybridep"))
-_HYBRID_EP_ENVIRONMENT = ("NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN=64", "USE_MNNVL=1")
-_ENVIRONMENT = (
-    "CUDA_DEVICE_MAX_CONNECTIONS=1",
-    "NVTE_FWD_LAYERNORM_SM_MARGIN=16",
-    "NVTE_BWD_LAYERNORM_SM_MARGIN=16",
-    "NVTE_FUSED_ATTN=0",
-    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-)
-
-_NANO, _SUPER = "Nano report (arXiv 2512.20848)", "Super report (arXiv 2604.12374)"
-_ULTRA = "Ultra report (arXiv 2606.15007)"
-
-LAUNCHES: dict[str, PublicLaunch] = {
-    "nano": PublicLaunch("3072 H100", "bf16", _NANO, _NANO),
-    "super": PublicLaunch("3072 GB200", "nvfp4", f"{_SUPER}, table 3", _SUPER, _HYBRID_EP),
-    "ultra": PublicLaunch(
-        "6144 GB200",
-        "nvfp4",
-        f"{_ULTRA}, section 2.2",
-        _ULTRA,
-        _HYBRID_EP,
-        (
-            "the launch offloaded expert activations; no source states the modules",
-            "the run stopped at 20T of the script's 25T tokens; no source states when it decayed, in samples",
-        ),
-    ),
-}
+LAUNCHES = {model: PublicLaunch(**found["launch"]) for model, found in PUBLISHED.items()}
 
 #: Why another value may matter, for options where a source says so.
 WHY: dict[str, str] = {
@@ -122,12 +97,6 @@ _FOREIGN: dict[str, str] = {
 }
 #: No group routing: Megatron's None, or one group of all experts.
 _ONE_GROUP = ("--moe-router-num-groups", "--moe-router-group-topk")
-
-
-def environment(config: Nemotron3Config) -> tuple[str, ...]:
-    """Return NAME=value of the variables that the public launch script exports."""
-    launch = LAUNCHES[config.name]
-    return _ENVIRONMENT + (_HYBRID_EP_ENVIRONMENT if launch.options == _HYBRID_EP else ())
 
 
 def has_launch(config: Nemotron3Config, name: str) -> bool:

@@ -7,12 +7,7 @@ from collections.abc import Iterable, Sequence
 from megatron_nemotron3.launch.launch import Launch
 from megatron_nemotron3.launch.rule import Rule, Violation
 from megatron_nemotron3.launch.rules_layout import LAYOUT_RULES
-from megatron_nemotron3.launch.rules_options import (
-    COMBINATION_RULES,
-    OPTION_RULES,
-    PARSER_RULES,
-    VERSION_RULES,
-)
+from megatron_nemotron3.launch.rules_options import OPTION_RULES, PARSER_RULES, VERSION_RULES
 from megatron_nemotron3.launch.rules_performance import PERFORMANCE_RULES
 from megatron_nemotron3.launch.rules_precision import PRECISION_RULES
 from megatron_nemotron3.launch.rules_schedule import SCHEDULE_RULES
@@ -23,7 +18,6 @@ RULES: tuple[Rule, ...] = (
     *SCHEDULE_RULES,
     *PRECISION_RULES,
     *OPTION_RULES,
-    *COMBINATION_RULES,
     *PERFORMANCE_RULES,
 )
 
@@ -55,10 +49,8 @@ def _violated(rules: Iterable[Rule], launch: Launch) -> list[Violation]:
     return sorted(violations, key=lambda violation: violation.severity)  # stable; "error" < "warning"
 
 
-def enforce(launch: Launch) -> list[Violation]:
-    """Raise on errors; return the warnings."""
-    violations = check(launch)
-    errors = [violation for violation in violations if violation.severity == "error"]
+def enforce(launch: Launch) -> None:
+    """Raise a RuleError if a rule of severity "error" is violated."""
+    errors = [violation for violation in check(launch) if violation.severity == "error"]
     if errors:
         raise RuleError(launch, errors)
-    return violations

@@ -285,10 +285,7 @@ OPTION_RULES: tuple[Rule, ...] = (
         ),
         "warning",
     ),
-)
-
-#: Options and layouts that work separately and fail together.
-COMBINATION_RULES: tuple[Rule, ...] = (
+    # Options and layouts that work separately and fail together.
     Rule(
         "masked-mean-cp",
         lambda c: (

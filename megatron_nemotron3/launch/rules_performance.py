@@ -10,7 +10,7 @@ from math import gcd
 
 from megatron_nemotron3.launch import parser
 from megatron_nemotron3.launch.launch import Launch
-from megatron_nemotron3.launch.performance_table import HARDWARE, USED_OF_NVL72
+from megatron_nemotron3.launch.performance import HARDWARE, USED_OF_NVL72
 from megatron_nemotron3.launch.rule import ARGUMENTS, CONFIG, Rule, divisors
 
 _OPTIMIZER = "megatron/core/optimizer/optimizer_config.py"

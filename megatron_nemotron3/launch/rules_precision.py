@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import lru_cache
 
 from megatron_nemotron3.launch.launch import Launch
 from megatron_nemotron3.launch.rule import ARGUMENTS, CONFIG, Rule
+from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.parameters import decoder_layers
 from megatron_nemotron3.models.tensors import rows_of, symbol_sizes
 from megatron_nemotron3.precision.formats import (
@@ -27,29 +28,34 @@ from megatron_nemotron3.precision.table import kind_named
 _TE = "Transformer Engine's quantizers; megatron/core/fp4_utils.py"
 
 
-def _local_shapes(c: Launch) -> Iterator[tuple[str, tuple[int, ...], Format]]:
-    """Yield the weights of the decoder's quantized GEMMs on one rank: (name, [output, input], format)."""
-    for symbol, config, _ in sorted(decoder_layers(c.config), key=lambda layer: layer[0]):
+@lru_cache(maxsize=1024)  # rules and a search for layouts ask for the same ones again and again
+def _local_shapes(
+    model: Nemotron3Config, precision: str, by_recipe: bool, tp: int, etp: int
+) -> tuple[tuple[str, tuple[int, ...], Format], ...]:
+    """The weights of the decoder's quantized GEMMs on one rank: (name, (output, input), format)."""
+    found = []
+    for symbol, config, _ in sorted(decoder_layers(model), key=lambda layer: layer[0]):
         sizes = symbol_sizes(config)
         for row in rows_of(config, symbol):
             kind = kind_named(row.linear)
             if kind is None or not kind.quantizable:
                 continue
             # Without a precision file every linear has the format of its layer.
-            by_recipe = c.precision == NVFP4 and c.precision_file
-            number_format = kind.format(c.precision) if by_recipe else c.precision
+            number_format = kind.format(precision) if by_recipe else precision
             if number_format == BF16:
                 continue
             shape = [sizes[size] for size in row.hf[0].shape]
             if row.tp != "replicated":
-                shape[row.tp == "row"] //= c.layout.etp if row.routed else c.layout.tp
-            yield f"{symbol} {row.hf[0].name}", tuple(shape), FORMATS[number_format]
+                shape[row.tp == "row"] //= etp if row.routed else tp
+            found.append((f"{symbol} {row.hf[0].name}", tuple(shape), FORMATS[number_format]))
+    return tuple(found)
 
 
 def _misaligned(c: Launch, *, documented: bool = False) -> list[str]:
     """Return weights whose local dimensions are not multiples of what their format needs or documents."""
-    found = []
-    for name, shape, fmt in _local_shapes(c):
+    found, by_recipe = [], c.precision == NVFP4 and bool(c.precision_file)
+    shapes = _local_shapes(c.config, c.precision, by_recipe, c.layout.tp, c.layout.etp)
+    for name, shape, fmt in shapes:
         multiple = fmt.documented if documented else fmt.multiple
         if any(size % multiple for size in shape):
             found.append(f"{name} {list(shape)} (multiples of {multiple})")

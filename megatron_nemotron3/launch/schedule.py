@@ -1,7 +1,7 @@
 """Batch size, length and learning rate of a run: `TrainingSchedule`.
 
 Fields have the names of Megatron's options; None means that no source states the value, and then no flag is
-emitted. The phases after pre-training (long context, fine-tuning) are in `phases.py`.
+emitted. Published schedules are in `phases.py`.
 """
 
 from __future__ import annotations
@@ -90,49 +90,6 @@ class TrainingSchedule:
         if self.lr_decay_style not in (None, "constant"):  # a constant rate has no minimum
             needed["min_lr"] = self.min_lr
         return tuple(name for name, value in needed.items() if value is None)
-
-
-# Public launch scripts. Nano warms up over 8.4B tokens, Super and Ultra over 200B. Ultra's script has Super's
-# lengths (25T tokens); the run itself stopped at 20T with an earlier decay whose samples no source states.
-_PUBLISHED = {
-    "nano": TrainingSchedule(
-        global_batch_size=3072,
-        train_samples=3_051_757_813,
-        lr=1e-3,
-        min_lr=1e-5,
-        lr_warmup_samples=1_024_000,
-        lr_decay_samples=3_050_733_813,
-        lr_wsd_decay_samples=610_351_563,
-    ),
-    "super": TrainingSchedule(
-        global_batch_size=3072,
-        train_samples=3_051_757_813,
-        lr=4.5e-4,
-        min_lr=4.5e-6,
-        lr_warmup_samples=24_414_063,
-        lr_decay_samples=3_048_706_055,
-        lr_wsd_decay_samples=610_351_563,
-    ),
-    "ultra": TrainingSchedule(
-        micro_batch_size=2,
-        global_batch_size=3072,
-        train_samples=3_051_757_813,
-        lr=2.5e-4,
-        min_lr=2.5e-6,
-        lr_warmup_samples=24_414_063,
-        lr_decay_samples=3_048_706_055,
-        lr_wsd_decay_samples=610_351_563,
-    ),
-}
-
-
-def published(config: Nemotron3Config) -> TrainingSchedule:
-    """Return the schedule of the model's public pre-training launch script.
-
-    For a model without one (Lightning, Nano-4B, Nano 9B v2, Nemotron-H, tiny models) length, learning rate
-    and batch are UNKNOWN and stay None; `TrainingSchedule.unknown` names them.
-    """
-    return _PUBLISHED.get(config.name, TrainingSchedule())
 
 
 def smoke(config: Nemotron3Config, iters: int = 20, global_batch_size: int = 4) -> TrainingSchedule:

@@ -9,8 +9,8 @@ from megatron_nemotron3.checkpoints.folders import checkpoint_path, read_tracker
 from megatron_nemotron3.checkpoints.resume import load_options
 from megatron_nemotron3.checkpoints.state import StoredState, stored_state
 from megatron_nemotron3.common.parser import option_value
-from megatron_nemotron3.launch.fields import option_of, options_of
 from megatron_nemotron3.launch.flag import Flag, is_known, to_argv
+from megatron_nemotron3.launch.parser import option_of, options_of
 from megatron_nemotron3.models.stack_specs import stored_experts
 
 OPTION = "--use-checkpoint-args"

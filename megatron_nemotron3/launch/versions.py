@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -18,6 +19,7 @@ KNOWN = ("0.19", "0.20")
 DEFAULT = "0.19"
 
 
+@cache
 def minor(version: str) -> str:
     """Return the minor version: "0.19.2" -> "0.19"; "main" is the last of `KNOWN`."""
     if version == "main":

@@ -2,7 +2,7 @@
 
 Megatron's functional and release tests keep a command line under `MODEL_ARGS`, option by option. Bridge has
 sections of fields, in the `run_config.yaml` next to each checkpoint and in files of overrides;
-`fields.options_of` turns them into the options of the same meaning. PyYAML is imported when a text is read.
+`parser.options_of` turns them into the options of the same meaning. PyYAML is imported when a text is read.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_nemotron3.launch.fields import options_of
-from megatron_nemotron3.launch.parser import is_default
+from megatron_nemotron3.launch.parser import is_default, options_of
 
 _MODEL_ARGS, _MODEL, _RECIPE = "MODEL_ARGS", "model", "recipe"
 _HEAD = re.compile(rf"^(?:{_MODEL_ARGS}|{_MODEL}|{_RECIPE}):\s*(?:#.*)?$", re.MULTILINE)

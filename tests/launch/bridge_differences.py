@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import megatron.core as core
 
 from megatron_nemotron3 import models
-from megatron_nemotron3.launch.performance_table import RUNS
+from megatron_nemotron3.launch.performance import RUNS
 
 Key = tuple[str, str, str]
 

@@ -17,10 +17,18 @@ import pytest
 
 from megatron_nemotron3 import cli, models
 from megatron_nemotron3.launch import Launch, TrainingSchedule, check, flags, performance, to_argv
-from megatron_nemotron3.launch import launch as launch_module
 from megatron_nemotron3.launch.explain import explain
-from megatron_nemotron3.launch.performance import GPUS, Tuned, published, recipe_name, relative
-from megatron_nemotron3.launch.performance_table import HARDWARE, ROWS, RUNS, PerformanceRow
+from megatron_nemotron3.launch.performance import (
+    GPUS,
+    HARDWARE,
+    ROWS,
+    RUNS,
+    PerformanceRow,
+    Tuned,
+    published,
+    recipe_name,
+    relative,
+)
 from megatron_nemotron3.launch.plan.hardware import GPUS as PLANNED
 from megatron_nemotron3.precision import yaml_file
 from tests.launch.megatron_parser import ask, plain
@@ -284,11 +292,10 @@ def test_other_backends_are_refused(backend: str) -> None:
 
 def test_options_of_another_version_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        performance, "ROWS", (*ROWS, PerformanceRow("super", options="--moe-use-grouped-tensor"))
+        performance, "ROWS", (*ROWS, PerformanceRow(("super",), options={"--moe-use-grouped-tensor": ()}))
     )
     # Its answers are kept: not those of other tests here, and not those with this row afterwards.
-    monkeypatch.setattr(performance, "tuned", performance.tuned.__wrapped__)
-    monkeypatch.setattr(launch_module, "tuned", performance.tuned)
+    monkeypatch.setattr(performance, "_tuned", performance._tuned.__wrapped__)
     old = Launch.of("super", gpu="gb200", backend="te", megatron_core="0.19")
     new = Launch.of("super", gpu="gb200", backend="te", megatron_core="main")
     assert old.tuned and new.tuned

@@ -7,7 +7,7 @@ from typing import Any
 from megatron_nemotron3.launch import Launch, ParallelLayout, TrainingSchedule
 from megatron_nemotron3.launch.plan.activation_forms import RankShare
 from megatron_nemotron3.launch.plan.activations import stage_bytes
-from megatron_nemotron3.launch.plan.recompute import NONE, Recompute
+from megatron_nemotron3.launch.plan.options import NONE, Recompute
 from megatron_nemotron3.launch.plan.state import stage_patterns
 from megatron_nemotron3.models import Nemotron3Config
 

@@ -26,7 +26,6 @@ from dataclasses import dataclass
 
 from megatron_nemotron3.launch import Launch
 from megatron_nemotron3.launch.plan.options import IN_PLACE, CostOptions
-from megatron_nemotron3.launch.plan.recompute import Recompute
 from megatron_nemotron3.launch.plan.state import padded_vocab_size
 from megatron_nemotron3.models import Nemotron3Config
 
@@ -57,7 +56,6 @@ class RankShare:
     element: int
     backend: str
     imbalance: float
-    recompute: Recompute
     precision: str
     padded_vocab: int
     sorts_received: bool = False
@@ -78,7 +76,6 @@ class RankShare:
             element=4 if launch.precision == "fp32" else 2,
             backend=launch.backend,
             imbalance=options.capacity or imbalance,
-            recompute=Recompute.of(launch),
             precision=launch.precision,
             padded_vocab=padded_vocab_size(launch.config, layout),
             sorts_received=layout.ep * layout.etp > 1 and (launch.config.num_moe_experts or 0) > layout.ep,
@@ -163,7 +160,7 @@ def attention(c: Nemotron3Config, share: RankShare) -> Form:
     mixed = share.inner((q + 2 * kv) // share.tp if groups >= 1 else q + 2 * kv)
     queries = share.inner(q // share.tp) if groups > 1 else 0
     core = mixed + queries
-    if share.cp > 1 and "core_attn" not in share.recompute.modules:
+    if share.cp > 1 and "core_attn" not in share.options.recompute.modules:
         keys_values = share.inner(max(2 * kv // share.tp, 2 * c.kv_channels))
         mask = share.seq_length // share.cp * share.seq_length * share.element
         core = core + keys_values if share.te else (queries or mixed) + share.cp * keys_values + mask

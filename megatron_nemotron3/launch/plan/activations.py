@@ -8,14 +8,13 @@ kind count at their mean.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from megatron_nemotron3.launch import Launch
 from megatron_nemotron3.launch.plan.activation_forms import DROPPED, FORMS, Form, RankShare
 from megatron_nemotron3.launch.plan.kinds import letter, resolve, symbols
-from megatron_nemotron3.launch.plan.options import OFFLOADED
-from megatron_nemotron3.launch.plan.recompute import MODULES, Recompute, runs
+from megatron_nemotron3.launch.plan.options import MODULES, OFFLOADED, Recompute, runs
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.precision.formats import BF16, FORMATS
 from megatron_nemotron3.precision.table import LINEARS, bf16_layers
@@ -154,7 +153,7 @@ def _kept_form(config: Nemotron3Config, share: RankShare, kind: str) -> Form:
     config, kind = resolve(config, kind)
     form = _whole_form(config, share, kind)
     # A name of MODULES belongs to one kind of layer; parts of other kinds may have the same names.
-    names = [name for name in share.recompute.modules if kind == MODULES[name][0]]
+    names = [name for name in share.options.recompute.modules if kind == MODULES[name][0]]
     dropped = {part for name in names for part in DROPPED[name]}
     moved = offloaded(config, share, kind)
     return {
@@ -175,22 +174,24 @@ def _kind_bytes(config: Nemotron3Config, share: RankShare) -> Table:
     return found
 
 
-def layer_activations(launch: Launch, kind: str, *, imbalance: float = 1.0) -> dict[str, int]:
+def layer_activations(
+    launch: Launch, kind: str, *, imbalance: float = 1.0, share: RankShare | None = None
+) -> dict[str, int]:
     """Bytes that one layer keeps for one microbatch on one rank, by module.
 
     Backend "torch" is measured on a CPU; "auto", with its GPU kernels, and "te" are derived, not measured.
     When whole layers are recomputed, the layer is taken to be the first of a run: it keeps its input.
+    share: `RankShare.of(launch, imbalance)`, if it is known.
     """
     if letter(kind) not in KINDS:
         raise ValueError(f"kind={kind!r}: use one of {', '.join(KINDS)}")
-    share = RankShare.of(launch, imbalance)
-    if share.recompute.full and letter(kind) in "M*E-":
+    share = share or RankShare.of(launch, imbalance)
+    if share.options.recompute.full and letter(kind) in "M*E-":
         return {"input": share.stream(launch.config.hidden_size)}
     return dict(_kept_form(launch.config, share, kind))
 
 
-@dataclass(frozen=True)
-class _Unit:
+class _Unit(NamedTuple):
     """A layer, a run of recomputed layers, an MTP depth or the model's end, in backward."""
 
     kind: str
@@ -201,13 +202,15 @@ class _Unit:
 
 def _layer_units(pattern: str, recompute: Recompute, table: Table) -> list[_Unit]:
     saved, whole = runs(pattern, recompute)
-    found = []
-    for run in saved:
+    of_run, of_layer = {}, {}
+    for run in dict.fromkeys(saved):
         kept = table[run[0]][2]
         experts = any(letter(kind) == "E" for kind in run)
         again = sum(table[kind][0] for kind in run) - kept
-        found.append(_Unit(letter(run[0]), kept, again, experts))
-    return found + [_Unit(letter(kind), *table[kind][:2], letter(kind) == "E") for kind in whole]
+        of_run[run] = _Unit(letter(run[0]), kept, again, experts)
+    for kind in dict.fromkeys(whole):
+        of_layer[kind] = _Unit(letter(kind), *table[kind][:2], letter(kind) == "E")
+    return [of_run[run] for run in saved] + [of_layer[kind] for kind in whole]
 
 
 def _mtp_units(config: Nemotron3Config, recompute: Recompute, table: Table) -> list[_Unit]:
@@ -229,7 +232,7 @@ def stage_bytes(
 
     MTP's layers are counted under their own kinds; "mtp" is what the depths keep in addition.
     """
-    recompute, table = share.recompute, _kind_bytes(config, share)
+    recompute, table = share.options.recompute, _kind_bytes(config, share)
     units = [_Unit("embedding", table["embedding"][0], 0, False)] if stage == 0 else []
     units += _layer_units(patterns[stage], recompute, table)
     if stage == len(patterns) - 1:
@@ -241,7 +244,8 @@ def stage_bytes(
         found[unit.kind] = found.get(unit.kind, 0) + unit.kept
     freed = exceeds = with_work = 0
     for unit in reversed(units):
-        exceeds = max(exceeds, unit.again - freed)
-        with_work = max(with_work, unit.again + unit.experts * expert_work - freed)
+        if unit.again or unit.experts:
+            exceeds = max(exceeds, unit.again - freed)
+            with_work = max(with_work, unit.again + unit.experts * expert_work - freed)
         freed += unit.kept
     return found, exceeds, with_work - exceeds

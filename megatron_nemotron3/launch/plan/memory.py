@@ -16,8 +16,6 @@ from megatron_nemotron3.launch.plan.kinds import expert_configs, expert_layers, 
 from megatron_nemotron3.launch.plan.options import NATIVE
 from megatron_nemotron3.launch.plan.state import (
     Grid,
-    approximate_state,
-    bytes_of,
     grid_of,
     held_elements,
     kind_elements,
@@ -63,7 +61,6 @@ def memory(
     pp_rank: int = 0,
     *,
     imbalance: float = 1.0,
-    exact: tuple[int, int] | None = None,
     share: RankShare | None = None,
 ) -> RankMemory:
     """What one rank holds at the worst moment of a step.
@@ -71,12 +68,10 @@ def memory(
     Args:
         launch: recomputation and the type of gradients come from its `extra`.
         imbalance: as for `activations.layer_activations`.
-        exact: data-parallel and expert-data-parallel rank whose weights, gradients and optimizer are counted
-            to the byte, padding included (`state.state`, which is slow); None: a mean rank.
         share: `RankShare.of(launch, imbalance)`, if it is known.
 
     Raises:
-        ValueError: an unknown precision or backend, no such rank, or fewer layers than stages.
+        ValueError: no such rank, or fewer layers than stages.
     """
     config, layout = launch.config, launch.layout
     share = share or RankShare.of(launch, imbalance)
@@ -93,10 +88,7 @@ def memory(
     for times, (kinds, *_) in zip(held_at_once, chunks, strict=True):
         for kind, number in kinds.items():
             activations[kind] = activations.get(kind, 0) + times * number
-    if exact is None:
-        held = approximate_state(launch, pp_rank)
-    else:
-        held = state(launch, pp_rank=pp_rank, dp_rank=exact[0], edp_rank=exact[1])
+    held = state(launch, pp_rank, share.options)
     packed_weights, replaced = _packed_weights(launch, share, "".join(patterns[pp_rank :: layout.pp]))
     return RankMemory(
         weights=held.weights - replaced,
@@ -111,7 +103,7 @@ def memory(
 
 def _packed_weights(launch: Launch, share: RankShare, pattern: str) -> tuple[int, int]:
     """Bytes of the packed copies of all weights, and of the BF16 weights that they replace."""
-    if not share.te:
+    if not (share.te and launch.quantized):
         return 0, 0
     grid, copies, replaced = grid_of(launch.layout), 0, 0
     for kind in set(pattern):
@@ -181,11 +173,10 @@ def buffers(launch: Launch, share: RankShare, pp_rank: int) -> dict[str, int]:
         copies += 2 * FLOAT if share.options.loss == NATIVE else 0
         found["logits"] = share.tokens * (share.padded_vocab // layout.tp) * copies
     if share.options.fsdp:
-        sizes = bytes_of(launch)
         whole = [kind_elements(config, kind, grid_of(layout)) for kind in set(kinds)]
         tables = kind_elements(config, "output", grid_of(layout))
         elements = _GATHERED * max(held.dense + held.expert for held in whole) + 2 * tables.dense
-        found["gathered layers"] = elements * (sizes.weight + sizes.gradient)
+        found["gathered layers"] = elements * (share.options.weight + share.options.gradient)
     return found
 
 

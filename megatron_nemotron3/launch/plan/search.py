@@ -11,12 +11,12 @@ from megatron_nemotron3.launch.plan.activation_forms import RankShare
 from megatron_nemotron3.launch.plan.hardware import GIB, GPU, GPUS, RESERVE
 from megatron_nemotron3.launch.plan.kinds import symbols
 from megatron_nemotron3.launch.plan.memory import RankMemory, memory
-from megatron_nemotron3.launch.plan.options import dispatcher_options
-from megatron_nemotron3.launch.plan.recompute import NONE, Recompute, modules
+from megatron_nemotron3.launch.plan.options import NONE, CostOptions, Recompute, dispatcher_options, modules
 from megatron_nemotron3.launch.plan.timing import (
     Machine,
     StepTime,
     layer_times,
+    of_one_replica,
     one_replica,
     step_time,
     tokens_per_gpu,
@@ -67,7 +67,7 @@ class PlanRequest:
     def recomputations(self) -> tuple[Recompute, ...]:
         """Choices from recomputing nothing to recomputing everything, the cheapest in time first."""
         nothing, *others = recomputations(self.config)
-        own = Recompute.of(self.launch)
+        own = CostOptions.of(self.launch).recompute
         return tuple(dict.fromkeys((nothing, own, *others)))
 
     @property
@@ -133,7 +133,7 @@ class LaunchCandidate:
 
     @property
     def recompute(self) -> Recompute:
-        return Recompute.of(self.launch)
+        return CostOptions.of(self.launch).recompute
 
 
 @dataclass(frozen=True)
@@ -260,9 +260,9 @@ def search(request: PlanRequest, best: int = 5) -> PlanResult:
                 here = candidate(request, launch, worst)
                 if layout not in found or here.tokens > found[layout].tokens:
                     found[layout] = here
+                    if len(found) >= best:
+                        slowest = sorted(c.step.total for c in found.values())[best - 1]
                 break
-        if len(found) >= best:
-            slowest = sorted(c.step.total for c in found.values())[best - 1]
     ranked = sorted(found.values(), key=lambda c: -c.tokens)
     smallest = None
     if allowed and not fitting:
@@ -311,6 +311,7 @@ class _TimeBound:
     def __init__(self, request: PlanRequest) -> None:
         self.request = request
         self.passes: dict[tuple[int, ...], float] = {}
+        self.alone = {size: one_replica(request.at(ParallelLayout(), size)) for size in MICRO_BATCHES}
         config = request.config
         applied = symbols(config) + (config.mtp_pattern or "") * config.mtp_num_layers
         self.times = {kind: applied.count(kind) for kind in applied} | {"embedding": 1, "output": 1}
@@ -325,7 +326,7 @@ class _TimeBound:
         return self.passes[key] / layout.pp * (microbatches + (layout.pp - 1) / vpp)
 
     def _microbatch(self, layout: ParallelLayout, micro_batch_size: int) -> float:
-        launch = one_replica(self.request.at(layout, micro_batch_size))
+        launch = replace(self.alone[micro_batch_size], layout=of_one_replica(layout))
         layers = layer_times(launch, self.request.machine)
         return sum(layers[kind].total * times for kind, times in self.times.items() if times)
 

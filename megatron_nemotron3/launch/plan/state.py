@@ -1,7 +1,7 @@
 """Bytes of weights, gradients and optimizer on each rank, in closed form, from the table of tensors.
 
-`state` is exact: padding and a rank's share of the distributed optimizer depend on the order of registration.
-`approximate_state` counts by layer kind, for thousands of layouts; it leaves out that padding.
+Counted by layer kind, for a mean rank of its data-parallel groups. Padding of the distributed optimizer's
+buffers is left out.
 """
 
 from __future__ import annotations
@@ -17,12 +17,7 @@ from megatron_nemotron3.launch.plan.kinds import resolve, symbols
 from megatron_nemotron3.launch.plan.options import CostOptions
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models import pattern as _pattern
-from megatron_nemotron3.models.tensors import PARAMETER, Row, registered, rows_of, symbol_sizes
-
-#: Megatron starts every parameter of a distributed optimizer's buffer at a multiple of this many elements,
-#: and ends a bucket at a multiple of the least common multiple of the ranks and `BUCKET_END`.
-PARAMETER_START, BUCKET_END = 64, 128
-
+from megatron_nemotron3.models.tensors import PARAMETER, Row, rows_of, symbol_sizes
 
 #: Sizes that divide the parameters of a layer: tensor, expert-tensor and expert parallel.
 Grid = tuple[int, int, int]
@@ -31,15 +26,6 @@ Grid = tuple[int, int, int]
 def grid_of(layout: ParallelLayout) -> Grid:
     """Return (tp, etp, ep) of a layout."""
     return layout.tp, layout.etp, layout.ep
-
-
-@dataclass(frozen=True)
-class RankParameter:
-    """A parameter of one rank. expert: its gradient is reduced over expert-data-parallel ranks only."""
-
-    name: str
-    elements: int
-    expert: bool
 
 
 def padded_vocab_size(config: Nemotron3Config, layout: ParallelLayout) -> int:
@@ -58,37 +44,15 @@ def stage_patterns(config: Nemotron3Config, stages: int, seq_length: int) -> tup
     return tuple(found)
 
 
-def parameters(launch: Launch, stage: int) -> list[RankParameter]:
-    """The parameters of a stage on one rank, in the order of registration."""
-    config, layout = launch.config, launch.layout
-    stages = stage_patterns(config, layout.stages, launch.seq_length)
-    last = stage == len(stages) - 1
-    vocab = padded_vocab_size(config, layout)
-    # MTP embeds the next tokens itself, so its stage holds the embedding table, too.
-    parts = ["embedding"] if stage == 0 or (last and config.has_mtp) else []
-    parts += stages[stage]
-    if last:
-        block = ["mtp_in", *(config.mtp_pattern or ""), "mtp_out"]
-        parts += ["final_norm", *block * config.mtp_num_blocks, "output_layer"]
-    found: list[RankParameter] = []
-    for part in parts:
-        own, kind = resolve(config, part)
-        sizes = symbol_sizes(own, vocab)
-        for row in registered(_part_rows(own, kind)):
-            elements, copies, expert = held_elements(row, grid_of(layout), sizes)
-            name = row.spelling(PARAMETER).tensors[0].name
-            found += [RankParameter(name, elements, expert)] * copies
-    return found
-
-
-def _part_rows(config: Nemotron3Config, part: str) -> tuple[Row, ...]:
+def part_rows(config: Nemotron3Config, part: str) -> tuple[Row, ...]:
     """The rows of a part of the table of tensors, the "model" part divided into its three tensors."""
     model = dict(zip(("embedding", "final_norm", "output_layer"), rows_of(config, "model"), strict=True))
     return (model[part],) if part in model else rows_of(config, part)
 
 
 def held_elements(row: Row, grid: Grid, sizes: dict[str, int]) -> tuple[int, int, bool]:
-    """(elements of one parameter of a row on a rank, number of such parameters, `RankParameter.expert`)."""
+    """(elements of one parameter of a row on a rank, number of such parameters, whether they are reduced
+    over expert-data-parallel ranks only)."""
     if not row.trainable:
         return 0, 0, False  # a buffer that no optimizer sees
     tp, etp, ep = grid
@@ -101,76 +65,12 @@ def held_elements(row: Row, grid: Grid, sizes: dict[str, int]) -> tuple[int, int
 
 
 @dataclass(frozen=True)
-class Bytes:
-    """Bytes of a parameter (`weight`), and of what training with Adam adds for it.
-
-    gradient: of its accumulation. master: of the optimizer's own copy, 0 where the parameter is FP32 itself.
-    moments: of both moments.
-    """
-
-    weight: int
-    gradient: int
-    master: int
-    moments: int
-
-
-@dataclass(frozen=True)
 class RankState:
     """Bytes on one rank."""
 
     weights: int
     gradients: int
     optimizer: int
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer
-
-
-def bytes_of(launch: Launch) -> Bytes:
-    """The bytes of a launch's precision and options (`--grad-reduce-in-bf16`, precision-aware optimizer)."""
-    if launch.precision == "fp32":
-        return Bytes(4, gradient=2 if "--grad-reduce-in-bf16" in launch.extra else 4, master=0, moments=8)
-    options = CostOptions.of(launch)
-    return Bytes(2, options.gradient, options.master, options.moments)
-
-
-def state(launch: Launch, *, pp_rank: int = 0, dp_rank: int = 0, edp_rank: int = 0) -> RankState:
-    """What one rank holds between steps, padding included, gradients in one bucket.
-
-    With overlapped gradient reduction there are several buckets, each padded by less than
-    lcm(ranks, 128) elements.
-    """
-    layout, sizes = launch.layout, bytes_of(launch)
-    weights = gradients = optimizer = 0
-    for stage in range(pp_rank, layout.stages, layout.pp):
-        mine = parameters(launch, stage)
-        groups = ((False, layout.dp * layout.cp, dp_rank), (True, layout.edp, edp_rank))
-        for expert, ranks, rank in groups:
-            elements = [p.elements for p in mine if p.expert is expert]
-            if not elements:
-                continue
-            held, owned = sum(elements), sum(elements)
-            if launch.distributed_optimizer:
-                held, owned = _optimizer_share(elements, ranks, rank)
-            weights += held * sizes.weight
-            gradients += held * sizes.gradient
-            optimizer += owned * (sizes.master + sizes.moments)
-    return RankState(weights, gradients, optimizer)
-
-
-def _optimizer_share(elements: list[int], ranks: int, rank: int) -> tuple[int, int]:
-    """(elements of the buffer, elements of parameters in this rank's share of it)."""
-    spans, end = [], 0
-    for number in reversed(elements):  # Megatron fills buffers from the last parameter on
-        start = -(-end // PARAMETER_START) * PARAMETER_START
-        end = start + number
-        spans.append((start, end))
-    multiple = math.lcm(ranks, BUCKET_END)
-    held = -(-end // multiple) * multiple
-    share = held // ranks
-    low, high = rank * share, (rank + 1) * share
-    return held, sum(max(0, min(b, high) - max(a, low)) for a, b in spans)
 
 
 @dataclass(frozen=True)
@@ -202,7 +102,7 @@ def kind_elements(config: Nemotron3Config, kind: str, grid: Grid) -> Elements:
     sizes = symbol_sizes(config, padded_vocab_size(config, ParallelLayout(tp=grid[0])))
     parts = {"output": ("final_norm", "output_layer"), "mtp": ("mtp_in", "mtp_out")}.get(kind, (kind,))
     total = Elements()
-    for row in (row for part in parts for row in _part_rows(config, part)):
+    for row in (row for part in parts for row in part_rows(config, part)):
         each, copies, expert = held_elements(row, grid, sizes)
         held = each * copies
         if expert:
@@ -240,19 +140,22 @@ def stage_elements(launch: Launch, pp_rank: int) -> Elements:
     return _rank_elements(launch.config, grid_of(layout), pipeline, launch.seq_length)
 
 
-def approximate_state(launch: Launch, pp_rank: int = 0) -> RankState:
-    """The same as `state`, for a mean rank of its data-parallel groups and without padding."""
-    layout, sizes = launch.layout, bytes_of(launch)
+def state(launch: Launch, pp_rank: int = 0, options: CostOptions | None = None) -> RankState:
+    """What a mean rank of a pipeline rank's data-parallel groups holds between steps, without padding.
+
+    Args:
+        options: `CostOptions.of(launch)`, if it is known.
+    """
+    layout, options = launch.layout, options or CostOptions.of(launch)
     held = stage_elements(launch, pp_rank)
-    whole, owned = held.dense + held.expert, float(held.dense + held.expert)
+    owned = kept = float(held.dense + held.expert)
     if launch.distributed_optimizer:
         owned = held.dense / (layout.dp * layout.cp) + held.expert / layout.edp
-    options, kept = CostOptions.of(launch), float(whole)
     if options.fsdp:  # divided inside an instance; the optimizer over all of them
         dense, expert = (max(1, n // options.instances) for n in (layout.dp * layout.cp, layout.edp))
         kept = held.dense / dense + held.expert / expert
     return RankState(
-        weights=round(kept * sizes.weight),
-        gradients=round(kept * sizes.gradient),
-        optimizer=round(owned * (sizes.master + sizes.moments)),
+        weights=round(kept * options.weight),
+        gradients=round(kept * options.gradient),
+        optimizer=round(owned * (options.master + options.moments)),
     )

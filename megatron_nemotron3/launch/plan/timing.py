@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 
 from megatron_nemotron3.launch import Launch, ParallelLayout, TrainingSchedule
+from megatron_nemotron3.launch.plan.activation_forms import RankShare
 from megatron_nemotron3.launch.plan.activations import layer_activations, quantized_share
 from megatron_nemotron3.launch.plan.flops import BACKWARD, layer_operations, module_of
 from megatron_nemotron3.launch.plan.hardware import GPU
 from megatron_nemotron3.launch.plan.kinds import letter, resolve, symbols
-from megatron_nemotron3.launch.plan.options import GRAPHS, CostOptions
-from megatron_nemotron3.launch.plan.recompute import MODULES, Recompute
-from megatron_nemotron3.launch.plan.state import bytes_of, grid_of, kind_elements, stage_elements
+from megatron_nemotron3.launch.plan.options import GRAPHS, MODULES, CostOptions, Recompute
+from megatron_nemotron3.launch.plan.state import grid_of, kind_elements, stage_elements
 from megatron_nemotron3.launch.plan.traffic import (
     ALL_TO_ALL,
     REDUCE_SCATTER,
@@ -181,22 +181,17 @@ def _product_seconds(launch: Launch, config: Nemotron3Config, machine: Machine, 
     return total
 
 
-@lru_cache(maxsize=65536)
-def _layer_time(launch: Launch, machine: Machine, symbol: str) -> LayerTime:
+def _layer_time(launch: Launch, machine: Machine, symbol: str, kept: RankShare) -> LayerTime:
+    """`kept`: what a rank keeps where nothing is recomputed or packed, which is what crosses its memory."""
     layout, assumed, (config, kind) = launch.layout, machine.assumed, resolve(launch.config, symbol)
     tokens = launch.seq_length * launch.micro_batch_size
     forward = _product_seconds(launch, config, machine, kind) * tokens / (layout.tp * layout.cp)
-    # The backend is Transformer Engine on a GPU: what it keeps is what crosses memory. Quantizing reads and
-    # writes what packing saves.
-    saved = layer_activations(
-        replace(launch, backend="te", precision="fp32" if launch.precision == "fp32" else "bf16", extra=()),
-        symbol,
-    )
+    saved = layer_activations(launch, symbol, share=kept)
     held = kind_elements(config, kind, grid_of(layout))
     moved = sum(saved.values()) * assumed.passes / machine.bandwidth
     weights = (held.dense + held.expert) * _WEIGHT_PASSES / machine.bandwidth
-    recomputed = _recomputed_share(kind, Recompute.of(launch))
     options = CostOptions.of(launch)
+    recomputed = _recomputed_share(kind, options.recompute)
     copies = config.moe_router_topk if options.deduplicates else None
     comm = {"tp": 0.0, "ep": 0.0, "cp": 0.0}
     for transfer in layer_transfers(config, layout, kind, launch.seq_length, launch.micro_batch_size):
@@ -250,24 +245,33 @@ def _recomputed_share(kind: str, recompute: Recompute) -> float:
 
 def one_replica(launch: Launch) -> Launch:
     """Return a launch without dp, pp and batch, which do not change a layer's time: a key of the cache."""
-    layout = launch.layout
-    return replace(
-        launch,
-        layout=ParallelLayout(tp=layout.tp, sp=layout.sp, cp=layout.cp, ep=layout.ep, etp=layout.etp),
-        schedule=TrainingSchedule(seq_length=launch.seq_length, micro_batch_size=launch.micro_batch_size),
-    )
+    schedule = TrainingSchedule(seq_length=launch.seq_length, micro_batch_size=launch.micro_batch_size)
+    return replace(launch, layout=of_one_replica(launch.layout), schedule=schedule)
+
+
+def of_one_replica(layout: ParallelLayout) -> ParallelLayout:
+    """Return a layout without dp and pp."""
+    return ParallelLayout(tp=layout.tp, sp=layout.sp, cp=layout.cp, ep=layout.ep, etp=layout.etp)
 
 
 @lru_cache(maxsize=16384)
 def layer_times(launch: Launch, machine: Machine) -> dict[str, LayerTime]:
     """Kind -> its time for a microbatch. `launch` is a result of `one_replica`."""
-    config = launch.config
-    kinds = dict.fromkeys((*symbols(config), *(config.mtp_pattern or ""), "embedding", "output", "mtp"))
     dense = replace(launch, layout=replace(launch.layout, ep=1, etp=1))  # only E layers depend on ep and etp
+    return _times(dense, machine, False) | _times(launch, machine, True)
+
+
+@lru_cache(maxsize=16384)
+def _times(launch: Launch, machine: Machine, experts: bool) -> dict[str, LayerTime]:
+    """`layer_times` of E layers, or of all other kinds."""
+    config, precision = launch.config, "fp32" if launch.precision == "fp32" else "bf16"
+    # The backend is Transformer Engine on a GPU. Quantizing reads and writes what packing saves.
+    kept = RankShare.of(replace(launch, backend="te", precision=precision, extra=()))
+    kinds = dict.fromkeys((*symbols(config), *(config.mtp_pattern or ""), "embedding", "output", "mtp"))
     return {
-        kind: _layer_time(launch if letter(kind) == "E" else dense, machine, kind)
+        kind: _layer_time(launch, machine, kind, kept)
         for kind in kinds
-        if kind != "mtp" or config.has_mtp
+        if (letter(kind) == "E") is experts and (kind != "mtp" or config.has_mtp)
     }
 
 
@@ -275,10 +279,10 @@ def step_time(launch: Launch, machine: Machine) -> StepTime:
     """Time of a step of `launch.microbatches` microbatches on every data-parallel rank."""
     config, layout = launch.config, launch.layout
     layers = layer_times(one_replica(launch), machine)
-    loads = []
+    totals, loads = {kind: layer.total for kind, layer in layers.items()}, []
     for rank in range(layout.pp):
         kinds = stage_kinds(config, layout.pp, layout.vpp, rank, launch.seq_length)
-        loads.append((sum(layers[kind].total * times for kind, times in kinds.items()), rank, kinds))
+        loads.append((sum(totals[kind] * times for kind, times in kinds.items()), rank, kinds))
     slowest, rank, kinds = max(loads, key=lambda load: load[0])
     sums = {
         name: launch.microbatches * sum(getattr(layers[kind], name) * n for kind, n in kinds.items())
@@ -303,14 +307,13 @@ def step_time(launch: Launch, machine: Machine) -> StepTime:
         pp=pp,
         bubble=slowest * (layout.pp - 1) / layout.vpp,
         dp=dp,
-        optimizer=owned * _optimizer_bytes(launch) / machine.bandwidth,
+        optimizer=owned * _optimizer_bytes(options) / machine.bandwidth,
     )
 
 
-def _optimizer_bytes(launch: Launch) -> int:
+def _optimizer_bytes(options: CostOptions) -> int:
     """Bytes that the optimizer reads and writes for an element: gradient, master, both moments, weight."""
-    sizes = bytes_of(launch)
-    return sizes.gradient + 2 * (sizes.master + sizes.moments) + sizes.weight
+    return options.gradient + 2 * (options.master + options.moments) + options.weight
 
 
 def tokens_per_gpu(launch: Launch, step: StepTime) -> float:

@@ -16,7 +16,7 @@ from megatron_nemotron3.launch import Launch, ParallelLayout
 from megatron_nemotron3.launch.plan.hardware import GPU
 from megatron_nemotron3.launch.plan.kinds import resolve
 from megatron_nemotron3.launch.plan.options import CostOptions
-from megatron_nemotron3.launch.plan.state import bytes_of, padded_vocab_size, stage_elements, stage_patterns
+from megatron_nemotron3.launch.plan.state import padded_vocab_size, stage_elements, stage_patterns
 from megatron_nemotron3.models import Nemotron3Config
 
 #: Bytes of an activation or weight that crosses a link (BF16; nothing is sent in FP8), and of FP32.
@@ -212,7 +212,7 @@ def _pipeline_transfers(launch: Launch, pp_rank: int) -> Iterator[Collective]:
 def _state_transfers(launch: Launch, pp_rank: int, overlap: bool) -> Iterator[Collective]:
     """Gradients and weights, once a step; with Megatron-FSDP once a microbatch."""
     config, layout, options = launch.config, launch.layout, CostOptions.of(launch)
-    held, gradient = stage_elements(launch, pp_rank), bytes_of(launch).gradient
+    held, gradient = stage_elements(launch, pp_rank), options.gradient
     gathers = 2 if held.expert and not overlap else 1
     groups = (("dp", layout.dp * layout.cp, held.dense), ("edp", layout.edp, held.expert))
     for link, ranks, elements in groups:

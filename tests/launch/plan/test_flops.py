@@ -7,8 +7,9 @@ import torch
 
 from megatron_nemotron3 import build_model, cpu_mode
 from megatron_nemotron3.launch import Launch, ParallelLayout, flags, to_argv
-from megatron_nemotron3.launch.plan.flops import model_operations, step_flops, stock_differences
-from megatron_nemotron3.models import get, names, tiny
+from megatron_nemotron3.launch.plan.flops import layer_operations, model_operations, step_flops
+from megatron_nemotron3.models import Nemotron3Config, get, names, tiny
+from megatron_nemotron3.models.parameters import weightless_flops
 from megatron_nemotron3.proof.certify.ranks import run_fresh
 from megatron_nemotron3.train.build import megatron_args
 
@@ -65,6 +66,39 @@ def stock(names: list[str]) -> list[float]:
         args.padded_vocab_size = config.vocab_size
         found.append(num_floating_point_operations(args, 4))
     return found
+
+
+def stock_differences(config: Nemotron3Config, length: int) -> dict[str, float]:
+    """Forward FLOPs of one token that Megatron 0.19 counts in addition to ours (negative: fewer), by cause.
+
+    Both counts include the layers of all MTP depths.
+    """
+    depths = config.mtp_num_layers if config.has_mtp else 0
+    applied = config.pattern + (config.mtp_pattern or "") * depths
+    mamba, moe = applied.count("M"), applied.count("E")
+    inner, stock_inner = config.mamba_inner_size, 2 * config.hidden_size
+    state = config.mamba_state_dim
+    found = {
+        # It assumes an expansion of 2, for z and x of in_proj and for out_proj.
+        "Mamba's inner size taken as 2 * hidden": mamba * 6.0 * config.hidden_size * (stock_inner - inner),
+        "7 * inner * state for the scan": mamba
+        * (7.0 * stock_inner * state - weightless_flops(config, "M", length)),
+        "convolution left out": -mamba * (layer_operations(config, "M", length)["conv1d"] if mamba else 0.0),
+        "router left out": -moe * (layer_operations(config, "E", length)["router"] if moe else 0.0),
+        "MTP's eh_proj left out": -4.0 * config.hidden_size**2 * depths,
+        # It knows one width and one number of experts per token.
+        "MoE layers taken to be alike": taken_alike(config, length),
+    }
+    return {cause: value for cause, value in found.items() if value}
+
+
+def taken_alike(config: Nemotron3Config, length: int) -> float:
+    """Operations of E layers that all have the sizes of the config, less those of its own (`moe_layers`)."""
+    owns = [config.at(layer) for layer, kind in enumerate(config.pattern) if kind == "E"]
+    if config.moe_layers is None:
+        return 0.0
+    alike = sum(layer_operations(config, "E", length).values())
+    return sum(alike - sum(layer_operations(own, "E", length).values()) for own in owns)
 
 
 def test_megatrons_own_count_differs_by_exactly_what_we_say() -> None:

@@ -18,12 +18,9 @@ from megatron_nemotron3.launch.plan import activations
 from megatron_nemotron3.launch.plan import state as state_module
 from megatron_nemotron3.launch.plan.activation_forms import RankShare
 from megatron_nemotron3.launch.plan.memory import buffers, in_flight, memory
-from megatron_nemotron3.launch.plan.recompute import NONE, Recompute
+from megatron_nemotron3.launch.plan.options import NONE, CostOptions, Recompute
 from megatron_nemotron3.launch.plan.state import (
-    Bytes,
     RankState,
-    approximate_state,
-    bytes_of,
     kind_elements,
     stage_patterns,
     state,
@@ -32,6 +29,7 @@ from megatron_nemotron3.models import Nemotron3Config, get, tiny
 from megatron_nemotron3.proof.certify.ranks import run_distributed
 from megatron_nemotron3.proof.certify.world import TrainingRun
 from tests.parallel.case import Case
+from tests.support.exact_state import exact_state
 from tests.support.launches import launch
 
 SUPER = tiny(get("super"))
@@ -292,7 +290,7 @@ def test_messages_of_a_pipeline() -> None:
 
 
 @pytest.mark.parametrize("name", ["nano", "super", "ultra"])
-def test_approximate_state_is_near_the_exact_one(name: str) -> None:
+def test_state_is_near_the_exact_one(name: str) -> None:
     config = get(name)
     published = published_layout(config)
     assert published is not None
@@ -302,27 +300,27 @@ def test_approximate_state_is_near_the_exact_one(name: str) -> None:
         ParallelLayout(pp=2, vpp=2, dp=2, cp=2),
     ):
         for pp_rank in range(layout.pp):
-            found = approximate_state(launch(config, layout), pp_rank)
-            exact = state(launch(config, layout), pp_rank=pp_rank)
+            found = state(launch(config, layout), pp_rank)
+            exact = exact_state(launch(config, layout), pp_rank=pp_rank)
             assert found.weights == pytest.approx(exact.weights, rel=1e-3)
             assert found.gradients == pytest.approx(exact.gradients, rel=1e-3)
             alone = launch(config, layout, distributed_optimizer=False)
-            assert approximate_state(alone, pp_rank) == state(alone, pp_rank=pp_rank)
+            assert state(alone, pp_rank) == exact_state(alone, pp_rank=pp_rank)
             # A rank's share of the buffer has more or less padding in it; the mean of all ranks is meant.
             assert found.optimizer == pytest.approx(exact.optimizer, rel=1e-3)
 
 
-def test_exact_memory_has_the_exact_state() -> None:
+def test_memory_has_the_state() -> None:
     layout = ParallelLayout(tp=2, pp=2, ep=2, dp=2)
-    for precision, sizes in (("bf16", Bytes(2, 4, 4, 8)), ("fp32", Bytes(4, 4, 0, 8))):
+    for precision, sizes in (("bf16", (2, 4, 4, 8)), ("fp32", (4, 4, 0, 8))):
         what = launch(SUPER, layout, precision=precision)
-        assert bytes_of(what) == sizes
-        found, near = memory(what, 1, exact=(1, 1)), memory(what, 1)
-        exact = state(what, pp_rank=1, dp_rank=1, edp_rank=1)
-        assert RankState(found.weights, found.gradients, found.optimizer) == exact
-        assert found.activations == near.activations
-        assert found.total == exact.total + sum(near.activations.values()) + near.buffers
-        assert near.buffers > sum(expected_buffers(layout, 1).values())
+        costs = CostOptions.of(what)
+        assert (costs.weight, costs.gradient, costs.master, costs.moments) == sizes
+        found, held = memory(what, 1), state(what, 1)
+        assert RankState(found.weights, found.gradients, found.optimizer) == held
+        whole = held.weights + held.gradients + held.optimizer
+        assert found.total == whole + sum(found.activations.values()) + found.buffers
+        assert found.buffers > sum(expected_buffers(layout, 1).values())
 
 
 def test_each_choice_of_recomputation_saves_memory() -> None:

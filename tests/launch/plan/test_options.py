@@ -11,7 +11,6 @@ from megatron_nemotron3.launch.plan.activations import layer_activations
 from megatron_nemotron3.launch.plan.hardware import GPUS
 from megatron_nemotron3.launch.plan.memory import RankMemory, memory
 from megatron_nemotron3.launch.plan.options import CostOptions, dispatcher_options
-from megatron_nemotron3.launch.plan.recompute import Recompute
 from megatron_nemotron3.launch.plan.timing import (
     ASSUMED,
     LayerTime,
@@ -158,7 +157,7 @@ def test_published_options_of_a_gpu() -> None:
     options = CostOptions.of(published)
     assert options.dispatcher == "hybridep" and options.graphs == {"attn", "mamba"}
     assert options.offload == ("expert_fc1",) and options.moments == 4 and options.gradient == 2
-    assert Recompute.of(published).modules == ("moe_act", "layernorm")
+    assert CostOptions.of(published).recompute.modules == ("moe_act", "layernorm")
     words = tuple(word for name, values in published.options.items() for word in (name, *values))
     given = te(" ".join(words))
     assert CostOptions.of(given) == options and memory(given) == memory(published)

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from megatron_nemotron3.launch import ParallelLayout
-from megatron_nemotron3.launch.plan.state import RankState, parameters, state
+from megatron_nemotron3.launch.plan.state import RankState
 from megatron_nemotron3.models import count, get, names, tiny
 from megatron_nemotron3.proof.certify.ranks import run_distributed
 from megatron_nemotron3.proof.certify.world import TrainingRun
 from tests.parallel.case import Case
+from tests.support.exact_state import exact_state, parameters
 from tests.support.launches import launch
 
 CONFIG = tiny(get("super")).but(pattern="MEM*EME*")
@@ -74,7 +75,7 @@ def test_equal_to_a_built_model_to_the_byte(
     distributed = "--use-distributed-optimizer" in case.argv()
     for at, found in run_distributed(held, layout.world_size, case, apart=True, timeout=200):
         what = launch(CONFIG, layout, precision=precision, distributed_optimizer=distributed)
-        assert found == state(what, **at), at
+        assert found == exact_state(what, **at), at
 
 
 def test_one_rank_holds_the_whole_model() -> None:

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from megatron_nemotron3.launch import ParallelLayout, published_layout
-from megatron_nemotron3.launch.plan.state import parameters, stage_elements
+from megatron_nemotron3.launch.plan.state import stage_elements
 from megatron_nemotron3.launch.plan.traffic import ALL_TO_ALL, step_traffic
 from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.proof.certify.ranks import run_distributed
 from megatron_nemotron3.proof.certify.world import TrainingRun
 from tests.parallel.case import Case
+from tests.support.exact_state import parameters
 from tests.support.launches import launch
 
 CONFIG = tiny(get("super")).but(pattern="MEM*E")

@@ -10,10 +10,11 @@ from megatron_nemotron3.launch.plan.flops import layer_operations, model_operati
 from megatron_nemotron3.launch.plan.hardware import GPUS
 from megatron_nemotron3.launch.plan.kinds import letter, resolve, symbols
 from megatron_nemotron3.launch.plan.memory import memory
-from megatron_nemotron3.launch.plan.state import approximate_state, parameters, stage_patterns, state
+from megatron_nemotron3.launch.plan.state import stage_patterns, state
 from megatron_nemotron3.launch.plan.timing import Machine, layer_times, one_replica, step_time
 from megatron_nemotron3.launch.plan.traffic import step_traffic
 from megatron_nemotron3.models import count, get
+from tests.support.exact_state import exact_state, parameters
 from tests.support.launches import launch, stage_activations
 
 PUZZLE = get("puzzle")
@@ -52,7 +53,8 @@ def test_weights_of_every_stage() -> None:
     assert sum(p.elements for p in parameters(whole, 0)) == count(PUZZLE).trainable
     for rank in range(4):
         at = launch(PUZZLE, PIPELINE, precision="bf16")
-        assert approximate_state(at, rank).weights == pytest.approx(state(at, pp_rank=rank).weights, rel=1e-3)
+        exact = exact_state(at, pp_rank=rank)
+        assert state(at, rank).weights == pytest.approx(exact.weights, rel=1e-3)
 
 
 def test_operations_and_traffic_follow_the_layers() -> None:
