@@ -149,7 +149,9 @@ def three(x: Any, w: Any, dy: Any) -> tuple[Any, Any, Any]:
     return x @ w.t(), dy @ w, dy.t() @ x
 
 
-def linear_row(shape: tuple[int, int, int], device: str, dtype: Any, rounds: int, compiled: bool) -> list[str]:
+def linear_row(
+    shape: tuple[int, int, int], device: str, dtype: Any, rounds: int, compiled: bool
+) -> list[str]:
     """Milliseconds of a linear's three matmuls, of quantizing each operand, and of the matmuls in BF16.
 
     Args:

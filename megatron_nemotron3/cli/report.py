@@ -52,7 +52,6 @@ def report_command(options: ReportOptions) -> int:
         training=list(page.training(facts)),
         monitors=list(page.monitors(facts)),
         precision="\n".join(summary(facts.precision)) if facts.precision else "",
-        quantization=page.quantization(facts),
         prompt=options.prompt,
         sample=continuation,
     )

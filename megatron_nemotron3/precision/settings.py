@@ -199,8 +199,8 @@ _GPU_KERNELS: EnvironmentSetting[bool | None] = EnvironmentSetting(GPU_KERNELS, 
 #: Context manager: inside it the torch backend uses our CUDA kernels (True), those of libraries alone (None),
 #: or not even torch's own that compute all experts or documents in one launch (False).
 #:
-#: Our kernels are the compiled quantizers of emulated training and its products of experts, in Triton. They are
-#: off by default until their tests (`pytest -m gpu`) have run on a GPU.
+#: Our kernels are the compiled quantizers of emulated training, and its products of experts in Triton. They
+#: are off by default until their tests (`pytest -m gpu`) have run on a GPU.
 gpu_kernels = _GPU_KERNELS.using
 
 

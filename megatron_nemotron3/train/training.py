@@ -27,7 +27,6 @@ from megatron_nemotron3.launch import (
 )
 from megatron_nemotron3.models import Nemotron3Config, count
 from megatron_nemotron3.models.lora import in_environment
-from megatron_nemotron3.precision import command as precision
 from megatron_nemotron3.precision import report as precision_report
 from megatron_nemotron3.precision import settings as emulation
 from megatron_nemotron3.precision import yaml_file
@@ -318,8 +317,8 @@ def _print_report(request: TrainRequest, curve: log.Curve, baseline: float | Non
         print(f"loss plot        {picture}")
     if request.log_precision is not None:
         try:
-            rows = precision_report.read(request.output)
-            print(precision.report(rows, request.output, request.title))
+            for line in precision_report.summary(precision_report.read(request.output)):
+                print(line)
         except precision_report.ReportError as problem:  # nothing was measured yet, or in this run
             print(f"no precision report: {problem}")
     if (saved := folders.latest_iteration(request.checkpoints)) is not None:

@@ -210,8 +210,8 @@ def test_grouped_products_where_torch_has_a_kernel(
 @pytest.mark.parametrize("pattern", ["M", "*", "-", "E"])
 @pytest.mark.parametrize("how", ["nvfp4,every_layer=1", "nvfp4,every_layer=1,wgrad=0,fprop=0", "mxfp8"])
 def test_emulated(pattern: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Experts' products in Triton. The rotation's matrix is uploaded once a process, before; a device is tried
-    for compiled quantizers once, too, and a tensor without values cannot be compiled for."""
+    """Experts' products in Triton. The rotation's matrix is uploaded once a process, before. Whether a device
+    takes compiled quantizers is tried once a process, too."""
     monkeypatch.setattr(quantizer, "_exact_on", lambda device: False)
     monkeypatch.setattr(scales, "hadamard_matrix", lambda device: torch.empty(16, 16, device=device))
     with emulating(parse_emulation(how)):
