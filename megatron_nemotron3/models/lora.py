@@ -8,9 +8,11 @@ Names of targets and parameters are those of Megatron-Bridge's LoRA, so checkpoi
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from megatron_nemotron3.common.switches import LORA, EnvironmentSetting
+from megatron_nemotron3.common.switches import LORA, EnvironmentSetting, assignments
 
 #: Linears that can have an adapter, by the last part of their name.
 LINEARS = (
@@ -61,20 +63,13 @@ class LoRASettings:
     @classmethod
     def parse(cls, text: str) -> LoRASettings:
         """Parse "dim=16,alpha=32,targets=linear_qkv+linear_proj"; what is left out keeps its default."""
-        kinds = {"dim": int, "alpha": float, "seed": int, "base": str, "targets": _targets}
-        values: dict[str, object] = {}
-        for word in filter(None, (one.strip() for one in text.split(","))):
-            name, equals, value = word.partition("=")
-            try:
-                if not equals or name in values:
-                    raise ValueError
-                values[name] = kinds[name](value)  # type: ignore[operator]
-            except (KeyError, ValueError):
-                raise ValueError(
-                    f"LoRA settings {text!r}: {word!r} is not one of dim=N, alpha=N, seed=N, base=DIR and "
-                    "targets=NAME+NAME, each at most once"
-                ) from None
-        return cls(**values)  # type: ignore[arg-type]
+        kinds: dict[str, Callable[[str], Any]] = {"dim": int, "alpha": float, "seed": int, "base": str}
+        kinds["targets"] = lambda names: tuple(names.split("+"))
+        try:
+            values = assignments(text, kinds, "dim=N, alpha=N, seed=N, base=DIR and targets=NAME+NAME")
+        except ValueError as problem:
+            raise ValueError(f"LoRA settings {problem}") from None
+        return cls(**values)
 
     def text(self) -> str:
         """The settings in the form that `parse` reads, without `base`."""
@@ -89,10 +84,6 @@ class LoRASettings:
         """Whether a linear of this name, "decoder.layers.0.mixer.in_proj", gets an adapter."""
         last = name.rpartition(".")[2]
         return last in LINEARS and any(target == last or _matches(target, name) for target in self.targets)
-
-
-def _targets(text: str) -> tuple[str, ...]:
-    return tuple(text.split("+"))
 
 
 def _matches(pattern: str, name: str) -> bool:

@@ -178,8 +178,3 @@ def _gradient_summary(now: Sequence[ReportRow]) -> Iterator[str]:
 
 def _worst_expert_text(row: ReportRow) -> str:
     return "" if row.worst_expert < 0 else f" (expert {row.worst_expert}: {row.worst:.2%})"
-
-
-def remove(folder: str | Path) -> None:
-    """Delete the report of an earlier run."""
-    (Path(folder) / FILE).unlink(missing_ok=True)

@@ -24,7 +24,6 @@ first two settings when they are built.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -137,19 +136,6 @@ def parse_emulation(text: str) -> Emulation | None:
         return Emulation(packed=first) if first in RECIPES else Emulation(**chosen, format=first)
     except ValueError as problem:
         raise ValueError(f"{EMULATE}={text!r}: {problem}") from None
-
-
-def split_option(arguments: Sequence[str]) -> tuple[list[str], str | None]:
-    """Take `OPTION` out of a command line; return the other arguments, and its last value or None."""
-    others: list[str] = []
-    value, rest = None, iter(arguments)
-    for argument in rest:
-        name, equals, text = argument.partition("=")
-        if name != OPTION:
-            others.append(argument)
-        else:
-            value = text if equals else next(rest, "")
-    return others, value
 
 
 _EMULATION = EnvironmentSetting(EMULATE, parse_emulation)

@@ -168,7 +168,7 @@ def _train_alone(request: TrainRequest, launch: Launch, key: str, started: float
     log_file = request.output / "train.log"
     if begun is None:
         log_file.unlink(missing_ok=True)  # of a run that never saved
-        precision_report.remove(request.output)
+        (request.output / precision_report.FILE).unlink(missing_ok=True)
         lora = in_environment()
         base = request.options.pretrained
         if base is None and lora is not None and lora.base:
