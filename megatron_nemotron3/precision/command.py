@@ -106,12 +106,6 @@ def render(config: Nemotron3Config, precision: str = NVFP4) -> str:
     return "\n".join((head, "=" * len(head), "", *body, "", *_recipe_notes(config, precision)))
 
 
-def markdown(config: Nemotron3Config) -> str:
-    """The table of the published recipe for docs/reference/formats.md."""
-    rows = [_COLUMNS, ("-", "-", "-"), *_rows(config, NVFP4)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
-
-
 def run(config: Nemotron3Config, precision: str = NVFP4, path: str | Path | None = None) -> str:
     """Write the precision file, if there is a path for it; return the text for stdout, the table without.
 

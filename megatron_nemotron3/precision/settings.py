@@ -1,25 +1,8 @@
 """Whether and how NVFP4 or MXFP8 is emulated, and whether errors are logged.
 
-Environment variables, each read once by a process:
-
-    NEMOTRON3_EMULATE=nvfp4                  the published recipe
-    NEMOTRON3_EMULATE=nvfp4,rht=0,sr=0       without single ingredients
-    NEMOTRON3_EMULATE=nvfp4,every_layer=1    no precision file, no BF16 layers
-    NEMOTRON3_EMULATE=nvfp4,4over6=1         weights with four-over-six scales
-    NEMOTRON3_EMULATE=mxfp8                  MXFP8 in every linear outside the BF16 layers
-    NEMOTRON3_EMULATE=super-nvfp4            the weights as `convert to-hf --quantize super-nvfp4` packs them
-    NEMOTRON3_EMULATE=0, or not set          off
-
-    NEMOTRON3_LOG_PRECISION=100:runs/mine    every 100 iterations, into runs/mine/precision.csv
-    NEMOTRON3_LOG_PRECISION=100              into the working directory
-    NEMOTRON3_LOG_PRECISION=0, or not set    off
-
-    NEMOTRON3_GPU_KERNELS not set            torch's grouped product and packed attention, mamba-ssm's scan
-    NEMOTRON3_GPU_KERNELS=1                  the same, and our kernels of emulated training
-    NEMOTRON3_GPU_KERNELS=0                  torch alone, with one product per expert and per document
-
-Inside a process, callers use `emulating`, `logging_precision` and `gpu_kernels` instead. Linears take the
-first two settings when they are built.
+NEMOTRON3_EMULATE, NEMOTRON3_LOG_PRECISION (values: docs/nvfp4.md) and NEMOTRON3_GPU_KERNELS are each read
+once by a process. Callers inside it use `emulating`, `logging_precision` and `gpu_kernels` instead. Linears
+take the first two settings when they are built.
 """
 
 from __future__ import annotations
