@@ -136,19 +136,6 @@ def option_value(argv: Sequence[str], name: str) -> str | None:
     return values[0] if values else None
 
 
-def take_options(arguments: Iterable[str], names: Iterable[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """Take options with a value out of a command line: (the other arguments, the values of each name)."""
-    found: dict[str, list[str]] = {name: [] for name in names}
-    others, rest = [], iter(arguments)
-    for argument in rest:
-        name, equals, value = argument.partition("=")
-        if name in found:
-            found[name].append(value if equals else next(rest, ""))
-        else:
-            others.append(argument)
-    return others, found
-
-
 def fail(message: str) -> NoReturn:
     """Print one line and leave with exit code 2."""
     print(f"megatron_nemotron3.run: {message}", file=sys.stderr)

@@ -120,23 +120,6 @@ SWITCHES = {
 T = TypeVar("T")
 
 
-def assignments(text: str, kinds: Mapping[str, Callable[[str], Any]], expected: str) -> dict[str, Any]:
-    """Parse "dim=16,alpha=32"; `kinds` turn each name's text into its value.
-
-    Raises ValueError for a word that is not one of `expected`, or a name that is given twice.
-    """
-    found: dict[str, Any] = {}
-    for word in filter(None, (one.strip() for one in text.split(","))):
-        name, equals, value = word.partition("=")
-        try:
-            if not equals or name in found:
-                raise ValueError
-            found[name] = kinds[name](value)
-        except (KeyError, ValueError):
-            raise ValueError(f"{text!r}: {word!r} is not one of {expected}, each at most once") from None
-    return found
-
-
 class EnvironmentSetting(Generic[T]):
     """A setting that a process receives in an environment variable, or a caller sets by a `with` block.
 

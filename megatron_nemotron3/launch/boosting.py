@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from megatron_nemotron3.common.parser import option_value
-from megatron_nemotron3.common.switches import BOOST, DISTILL, LORA, EnvironmentSetting, assignments
+from megatron_nemotron3.common.switches import BOOST, DISTILL, LORA, EnvironmentSetting
+from megatron_nemotron3.models.lora import assignments
 
 #: Where a checkpoint's stored arguments keep `Boost.text()`.
 ARGUMENT = "nemotron3_boost"

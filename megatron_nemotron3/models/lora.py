@@ -8,11 +8,11 @@ Names of targets and parameters are those of Megatron-Bridge's LoRA, so checkpoi
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_nemotron3.common.switches import LORA, EnvironmentSetting, assignments
+from megatron_nemotron3.common.switches import LORA, EnvironmentSetting
 
 #: Linears that can have an adapter, by the last part of their name.
 LINEARS = (
@@ -25,6 +25,20 @@ DEFAULT_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "in_
 MAX_RANK = 1 << 16
 #: Where a checkpoint's stored arguments keep `LoRASettings.text()`.
 ARGUMENT = "nemotron3_lora"
+
+
+def assignments(text: str, kinds: Mapping[str, Callable[[str], Any]], expected: str) -> dict[str, Any]:
+    """Parse "dim=16,alpha=32" by `kinds`; a word is one of `expected`, else ValueError."""
+    found: dict[str, Any] = {}
+    for word in filter(None, (one.strip() for one in text.split(","))):
+        name, equals, value = word.partition("=")
+        try:
+            if not equals or name in found:
+                raise ValueError
+            found[name] = kinds[name](value)
+        except (KeyError, ValueError):
+            raise ValueError(f"{text!r}: {word!r} is not one of {expected}, each at most once") from None
+    return found
 
 
 @dataclass(frozen=True)

@@ -94,10 +94,13 @@ class PrecisionFile:
         """The first matcher that matches a module; later ones have no effect."""
         return next((m for m in self.matchers if fnmatch(module, m.pattern)), None)
 
-    def format(self, module: str, ambient: str) -> str:
-        """Format in training of a module in a layer whose format is `ambient`."""
+    def format(self, module: str, ambient: str, *, training: bool = True) -> str:
+        """Format of a module in a layer whose format is `ambient`."""
         matcher = self.matcher(module)
-        return ambient if matcher is None else self.settings[matcher.config][0].applied(ambient)
+        if matcher is None:
+            return ambient
+        in_training, in_evaluation = self.settings[matcher.config]
+        return (in_training if training else in_evaluation).applied(ambient)
 
 
 NO_FILE = PrecisionFile((), {})
