@@ -29,7 +29,7 @@ def core(cp: int, rank: int) -> TorchCoreAttention:
 
 
 def run(module: TorchCoreAttention, parts: list[Tensor], borders: list[int], documents: bool) -> Tensor:
-    """[s, b, h, c] -> [s, b, h * c]; `documents`: packed at the borders, b = 1."""
+    """[s, b, h, c] -> [s, b, h * c]; `documents`: packed at the borders, b = 1 -> [s, h * c]."""
     if not documents:
         return module(*parts)
     ends = torch.tensor(borders, dtype=torch.int32)
@@ -46,8 +46,8 @@ def test_values_and_gradients(groups: int, cp: int, documents: bool, monkeypatch
     s, b = borders[-1], 1 if documents else 2
     shapes = [(s, b, 4, 16), (s, b, groups, 16), (s, b, groups, 16)]
     whole = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    weight = torch.randn(s, b, 64, dtype=torch.float64)
     wanted = run(core(1, 0), whole, borders, documents)
+    weight = torch.randn_like(wanted)
     gradients = torch.autograd.grad((wanted * weight).sum(), whole)
 
     every = gathered_positions(borders, cp)
