@@ -2,7 +2,7 @@
 
 The first 11 layers of Super at full width in BF16, without a BF16 tail, with 64 routed experts. That is what
 a rank has at EP=8, and with the tokens of one sequence it does the work of such a rank. Kernels of the torch
-backend are on in every case; torch or Triton quantizes. Then single linears of the model: their three
+backend are on in every case; quantizers are plain or compiled. Then single linears of the model: their three
 matmuls, and the quantization of each operand.
 """
 
@@ -15,13 +15,13 @@ from common import in_turn
 from gpu_setting import Setting
 from nvfp4_model import LINEAR, Case, Switched, label, linear_row, peak
 
-SIDES: dict[str, Case] = {"plain": (None, True), "torch": ("nvfp4", False), "Triton": ("nvfp4", True)}
+SIDES: dict[str, Case] = {"plain": (None, True), "torch": ("nvfp4", False), "compiled": ("nvfp4", True)}
 EXPERTS, TOKENS, SMALL_TOKENS = 64, 8192, 32
 ROUNDS = 5
 
 
 def run(setting: Setting) -> None:
-    """Measure plain, quantized by torch and quantized by Triton; on a CPU torch stands in for Triton."""
+    """Measure plain, quantized by torch and by compiled passes; on a CPU the plain ones stand in for them."""
     os.environ["NEMOTRON3_GPU_KERNELS"] = "1"
     from gpu_model import stack
     from gpu_side import quiet
@@ -39,7 +39,7 @@ def run(setting: Setting) -> None:
         in_proj = (tokens, config.hidden_size, 2 * inner + states + config.mamba_num_heads)
         shared = (tokens, config.hidden_size, config.moe_shared_expert_intermediate_size)
         for name, shape in (("in_proj", in_proj), ("shared FC1", shared)):
-            for side in ("torch", "Triton"):
+            for side in ("torch", "compiled"):
                 _linear(setting, name, shape, side, rounds)
 
 

@@ -17,7 +17,7 @@ from unittest import mock
 
 from common import peak_memory, timed
 
-#: A case: a value of NEMOTRON3_EMULATE (None for plain matmuls), and whether Triton quantizes.
+#: A case: a value of NEMOTRON3_EMULATE (None for plain matmuls), and whether torch.compile may quantize.
 Case = tuple[str | None, bool]
 #: Columns of `linear_row` after the shape.
 LINEAR = ["tokens x in x out", "products", "Q(x)", "Q(W)", "Q(dY)", "Q(dY^T)", "Q(X^T)", "products BF16"]
@@ -55,11 +55,12 @@ def peak(function: Callable[[], Any], device: str) -> int:
 
 
 @contextmanager
-def quantizing(triton: bool) -> Iterator[None]:
-    """Quantize operands by Triton or by torch; other kernels are unaffected."""
+def quantizing(compiled: bool) -> Iterator[None]:
+    """Quantize operands by compiled passes, if kernels are on, or by plain ones."""
     from megatron_nemotron3.precision import quantizer
 
-    with nullcontext() if triton else mock.patch.object(quantizer, "_triton_module", lambda x: None):
+    plain = mock.patch.object(quantizer, "_form", lambda function, x: function)
+    with nullcontext() if compiled else plain:
         yield
 
 
@@ -122,7 +123,7 @@ class Switched:
         """Measure forward and backward of one sequence. Q(W) is made anew."""
         import torch
 
-        text, triton = case
+        text, compiled = case
         for name, linear in self.linears.items():
             linear.products = self.products[text][name]
         self.module.set_is_first_microbatch()
@@ -134,7 +135,7 @@ class Switched:
         def run() -> None:
             self.module(stream[:, :-1], positions, None, labels=stream[:, 1:].contiguous()).mean().backward()
 
-        with quantizing(triton):
+        with quantizing(compiled):
             return measure(run, self._device)
 
 
@@ -148,7 +149,9 @@ def three(x: Any, w: Any, dy: Any) -> tuple[Any, Any, Any]:
     return x @ w.t(), dy @ w, dy.t() @ x
 
 
-def linear_row(shape: tuple[int, int, int], device: str, dtype: Any, rounds: int, triton: bool) -> list[str]:
+def linear_row(
+    shape: tuple[int, int, int], device: str, dtype: Any, rounds: int, compiled: bool
+) -> list[str]:
     """Milliseconds of a linear's three matmuls, of quantizing each operand, and of the matmuls in BF16.
 
     Args:
@@ -171,6 +174,6 @@ def linear_row(shape: tuple[int, int, int], device: str, dtype: Any, rounds: int
     work: list[Callable[[], Any]] = [partial(three, x, w, dy)]
     work += [partial(operand, t, how) for t, how in zip((x, w, dy, dy, x), operands, strict=True)]
     work.append(partial(three, x.bfloat16(), w.bfloat16(), dy.bfloat16()))
-    with quantizing(triton):
+    with quantizing(compiled):
         found = [[seconds(part, device) for part in work] for _ in range(rounds + 2)][2:]
     return [f"{statistics.median(column) * 1e3:.2f}" for column in zip(*found, strict=True)]

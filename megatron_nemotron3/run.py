@@ -114,11 +114,15 @@ def split_arguments(argv: list[str], read: Reader | None = None) -> RunArguments
     options = read(argv[: count + 1])
     if options.monitor is not None and options.monitor < 0:
         fail(f"--monitor {options.monitor}: give the interval in iterations, or 0 for off")
-    arguments, emulate = emulation.split_option(argv[count + 1 :])
-    emulate = options.nemotron3_emulate if emulate is None else emulate
-    arguments, teachers = distillation.split_options(arguments, options)
+    names = (emulation.OPTION, distillation.TEACHER, distillation.HOW)
+    arguments, among = emulation.take_options(argv[count + 1 :], names)
+    emulate = [options.nemotron3_emulate, *among[emulation.OPTION]][-1]
+    teachers = (*options.nemotron3_teacher, *among[distillation.TEACHER])
+    how = (*options.nemotron3_distill, *among[distillation.HOW])
     given = (options.device, options.monitor, options.script)
-    return RunArguments(*given, arguments, emulate, tuple(options.change), teachers, options.trust_checkpoint)
+    return RunArguments(
+        *given, arguments, emulate, tuple(options.change), (teachers, how), options.trust_checkpoint
+    )
 
 
 def requested_spec(argv: list[str]) -> tuple[str, Any]:

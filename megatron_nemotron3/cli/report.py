@@ -44,7 +44,6 @@ def report_command(options: ReportOptions) -> int:
         training=list(page.training(facts)),
         monitors=list(page.monitors(facts)),
         precision="\n".join(summary(facts.precision)) if facts.precision else "",
-        quantization=page.quantization(facts),
     )
     write_text(output, text)
     with result(options.json):

@@ -79,18 +79,16 @@ def step_axis(axes: Any) -> None:
             line.set_marker(".")
 
 
-def color_bar(image: Any, axes: Any, unit: str, *, extend: str = "neither") -> None:
+def color_bar(image: Any, axes: Any, unit: str) -> None:
     """Add a colour bar at the right of the axes: as high as they are, and equally wide in every panel."""
     place = axes.inset_axes((1.02, 0.0, 0.03, 1.0))
     place.grid(False)
-    bar = axes.figure.colorbar(image, cax=place, extend=extend)
+    bar = axes.figure.colorbar(image, cax=place)
     bar.set_label(unit)
 
 
-def heat_map(
-    axes: Any, table: Sequence[Sequence[float]], unit: str, *, extend: str = "neither", **how: Any
-) -> None:
+def heat_map(axes: Any, table: Sequence[Sequence[float]], unit: str, **how: Any) -> None:
     """Draw a matrix with its first row on top; gray where a value is nan."""
     axes.set_facecolor("0.85")
     axes.grid(False)
-    color_bar(axes.imshow(table, aspect="auto", interpolation="nearest", **how), axes, unit, extend=extend)
+    color_bar(axes.imshow(table, aspect="auto", interpolation="nearest", **how), axes, unit)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 
 from megatron_nemotron3.common.parser import option_value
 from megatron_nemotron3.common.switches import BOOST, DISTILL, LORA, EnvironmentSetting
+from megatron_nemotron3.models.lora import assignments
 
 #: Where a checkpoint's stored arguments keep `Boost.text()`.
 ARGUMENT = "nemotron3_boost"
@@ -70,19 +71,9 @@ class Boost:
             ValueError: the text is malformed; or as the constructor.
         """
         kinds = {one.name: type(getattr(cls, one.name)) for one in fields(cls)}
-        values: dict[str, object] = {}
-        for word in () if text.strip() == "1" else filter(None, (one.strip() for one in text.split(","))):
-            name, equals, value = word.partition("=")
-            try:
-                if not equals or name in values:
-                    raise ValueError
-                values[name] = kinds[name](value)
-            except (KeyError, ValueError):
-                known = ", ".join(f"{name}=" for name in kinds)
-                raise ValueError(
-                    f"{text!r}: {word!r} is not one of {known} with a value, each at most once"
-                ) from None
-        return cls(**values)  # type: ignore[arg-type]
+        known = ", ".join(f"{name}=" for name in kinds)
+        given = "" if text.strip() == "1" else text
+        return cls(**assignments(given, kinds, f"{known} with a value"))
 
     def text(self) -> str:
         """Return the settings as `parse` reads them."""

@@ -26,7 +26,6 @@ from megatron_nemotron3.layers.context_parallel import (
     document_borders,
     gathered_positions,
     pack_positions,
-    zigzag,
 )
 from megatron_nemotron3.precision.settings import library_kernels_enabled
 
@@ -84,21 +83,35 @@ class TorchCoreAttention(MegatronModule):
             raise ValueError("attention_bias: models of this family have none, and it is not supported")
         if packed_seq_params is not None:
             return self._packed(query, key, value, packed_seq_params)
-        mask, cp = None, self.cp_group.size()
+        cp = self.cp_group.size()
         if cp > 1:  # gathers keys and values, which are small (2 KV heads)
-            borders = [0, query.shape[0] * cp]
-            own = zigzag(borders, cp, self.cp_group.rank(), query.device)
-            mask = gathered_positions(borders, cp, query.device)[None, :] <= own[:, None]
-            key, value = self._gather(key), self._gather(value)
+            positions = gathered_positions([0, query.shape[0] * cp], cp, query.device)
+            key, value = self._in_sequence(key, value, positions)
         # [s, b, h, c] -> [b, h, s, c]
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        out = self._attend(q, k, v, mask)
+        out = self._attend(*(t.permute(1, 2, 0, 3) for t in (query, key, value)))
         return out.permute(2, 0, 1, 3).flatten(2)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Attention of [b, h, s, c] each; mask [s_q, s_k] is True where allowed, None for causal."""
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal attention of a document: this rank's q [b, h, s / cp, c]; k, v [b, g, s, c] in sequence."""
+        cp, rank = self.cp_group.size(), self.cp_group.rank()
+        if cp == 1:
+            return self._causal(q, k, v)
+        # Of each of this rank's two chunks the last query sees the last key up to its end.
+        ends = [(chunk + 1) * k.shape[2] // (2 * cp) for chunk in (rank, 2 * cp - 1 - rank)]
+        pieces = zip(q.chunk(2, 2), ends, strict=True)
+        return torch.cat([self._causal(part, k[:, :, :end], v[:, :, :end]) for part, end in pieces], 2)
+
+    def _causal(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of [b, h, s, c] each, in which the last query sees the last key."""
         dropout = self.dropout if self.training else 0.0
         own_stream = dropout and not self.config.sequence_parallel
+        mask: Any = None
+        if q.shape[2] != k.shape[2]:
+            from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler: a second
+
+            mask = causal_lower_right(
+                q.shape[2], k.shape[2]
+            )  # no mask in memory, if flash attention takes it
         with get_cuda_rng_tracker().fork() if own_stream else nullcontext():
             return F.scaled_dot_product_attention(
                 q,
@@ -117,12 +130,9 @@ class TorchCoreAttention(MegatronModule):
         if cp == 1 and self._takes_device_borders(query):
             return _flash_packed(query, key, value, cu_seqlens(packed), self.softmax_scale).flatten(1)
         borders = document_borders(packed, query.shape[0] * cp)
-        held = None  # positions of this rank's queries in the pack
         if cp > 1:
             positions = pack_positions(packed, query.shape[0] * cp, cp, query.device)
-            held = positions.view(cp, -1)[self.cp_group.rank()]
-            order = positions.argsort()
-            key, value = (self._gather(t).index_select(0, order) for t in (key, value))
+            key, value = self._in_sequence(key, value, positions)
         pieces = []
         for start, end in zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True):
             if end == start:
@@ -130,9 +140,7 @@ class TorchCoreAttention(MegatronModule):
             own = slice(start // cp, end // cp)
             # [t, h, c] -> [1, h, t, c]
             q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query[own], key[start:end], value[start:end]))
-            # Causal: positions of the keys against those of this rank's queries.
-            mask = None if held is None else torch.arange(start, end, device=k.device) <= held[own, None]
-            pieces.append(self._attend(q, k, v, mask).squeeze(0).transpose(0, 1))
+            pieces.append(self._attend(q, k, v).squeeze(0).transpose(0, 1))
         return torch.cat(pieces).flatten(1)
 
     def _takes_device_borders(self, query: Tensor) -> bool:
@@ -148,9 +156,16 @@ class TorchCoreAttention(MegatronModule):
             and not dropout
         )
 
-    def _gather(self, t: Tensor) -> Tensor:
-        """[s / cp, ...] -> [s, ...] in order of ranks; backward sums the gradients."""
-        return gather_from_sequence_parallel_region(t.contiguous(), group=self.cp_group)
+    def _in_sequence(self, key: Tensor, value: Tensor, positions: Tensor) -> list[Tensor]:
+        """Keys and values of all ranks, [s / cp, ...] -> [s, ...]; backward sums the gradients.
+
+        `positions` [s]: of the tokens in the order of ranks.
+        """
+        order = positions.argsort()
+        gathered = (
+            gather_from_sequence_parallel_region(t.contiguous(), group=self.cp_group) for t in (key, value)
+        )
+        return [t.index_select(0, order) for t in gathered]
 
 
 def _flash_packed(query: Tensor, key: Tensor, value: Tensor, borders: Tensor, scale: float) -> Tensor:

@@ -5,9 +5,8 @@
     causal_conv1d_reference   one shifted multiply-add per tap: the specification
     causal_conv1d             the fast form: blocks of tokens that stay in cache, hand-written backward
 
-x is [b, s, c], channels last as in the mixer. A token sees only its own document (`seq_idx`).
-States are the last k - 1 inputs, [b, k - 1, c], oldest first (the causal-conv1d package has [b, c, k - 1]).
-Sums are FP32 (FP64 if x is FP64); y has the dtype of x, every gradient the dtype of its input.
+x is [b, s, c], channels last as in the mixer. A token sees only its own document (`seq_idx`). Sums are FP32
+(FP64 if x is FP64); y has the dtype of x, every gradient the dtype of its input.
 """
 
 from __future__ import annotations
@@ -41,22 +40,21 @@ def causal_conv1d_reference(
     *,
     activation: str | None = "silu",
     seq_idx: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    return_final_state: bool = False,
-) -> Any:
+) -> Tensor:
     """Tap by tap, with k shifted copies; for tests. Arguments, result and errors as for `causal_conv1d`."""
-    taps = _checked_taps(x, weight, bias, activation, seq_idx, initial_state)
+    taps = _checked_taps(x, weight, bias, activation, seq_idx)
     s, k = x.shape[1], taps.shape[1]
     acc = accumulation_dtype(x)
-    padded = torch.cat([_state_or_zeros(x, k, initial_state), x], dim=1).to(acc)
-    document = _document_counts(x, seq_idx)
-    document_padded = F.pad(document, (k - 1, 0))  # the initial state belongs to document 0
+    padded = F.pad(x.to(acc), (0, 0, k - 1, 0))
+    document = torch.zeros_like(x[..., 0], dtype=torch.long)
+    if seq_idx is not None:
+        document = document_starts(seq_idx).cumsum(1)
+    document_padded = F.pad(document, (k - 1, 0))
     y = x.new_zeros(x.shape, dtype=acc) if bias is None else bias.to(acc).expand(x.shape)
     for j in range(k):
         same = document_padded[:, j : j + s] == document
         y = y + torch.where(same.unsqueeze(-1), padded[:, j : j + s], 0.0) * taps[:, j].to(acc)
-    y = (F.silu(y) if ACTIVATIONS[activation] else y).to(x.dtype)
-    return (y, _final_conv_state(x, k, seq_idx, initial_state)) if return_final_state else y
+    return (F.silu(y) if ACTIVATIONS[activation] else y).to(x.dtype)
 
 
 def causal_conv1d(
@@ -66,10 +64,8 @@ def causal_conv1d(
     *,
     activation: str | None = "silu",
     seq_idx: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    return_final_state: bool = False,
     x_gradient: Place = None,
-) -> Any:
+) -> Tensor:
     """Causal depthwise convolution and activation; differentiable once. Saves only its inputs.
 
     Args:
@@ -77,14 +73,12 @@ def causal_conv1d(
         weight: [c, 1, k] or [c, k]; the last tap multiplies the current token.
         activation: "silu" (or "swish"), or None.
         seq_idx: [b, s] integer document index, non-decreasing.
-        initial_state: [b, k - 1, c], inputs before the first token, of the same document. None: zeros.
 
-    Returns:
-        y [b, s, c] in the dtype of x; with `return_final_state` also [b, k - 1, c] in that dtype.
+    Returns: y [b, s, c] in the dtype of x. Before a document are zeros.
     """
-    taps = _checked_taps(x, weight, bias, activation, seq_idx, initial_state)
-    y = _CausalConv.apply(x, taps, bias, initial_state, seq_idx, ACTIVATIONS[activation], x_gradient)
-    return (y, _final_conv_state(x, taps.shape[1], seq_idx, initial_state)) if return_final_state else y
+    taps = _checked_taps(x, weight, bias, activation, seq_idx)
+    y: Tensor = _CausalConv.apply(x, taps, bias, seq_idx, ACTIVATIONS[activation], x_gradient)
+    return y
 
 
 @dataclass(frozen=True)
@@ -97,16 +91,12 @@ class _DocumentPiece:
     hi: int
     stop: int
 
-    def load(self, x: Tensor, hi: int, k: int, initial_state: Tensor | None) -> Tensor:
-        """Tokens lo - (k - 1) .. hi - 1 as [rows, tokens, c]; the state or zeros before the document."""
+    def load(self, x: Tensor, hi: int, k: int) -> Tensor:
+        """Tokens lo - (k - 1) .. hi - 1 as [rows, tokens, c]; zeros before the document."""
         first = self.lo - (k - 1)
         part = x[self.rows, max(first, self.start) : hi].to(accumulation_dtype(x))
         missing = self.start - first
-        if missing <= 0:
-            return part
-        if initial_state is None or self.start > 0:
-            return F.pad(part, (0, 0, missing, 0))
-        return torch.cat([initial_state[self.rows, k - 1 - missing :].to(part.dtype), part], dim=1)
+        return part if missing <= 0 else F.pad(part, (0, 0, missing, 0))
 
 
 def _document_pieces(x: Tensor, seq_idx: Tensor | None) -> list[_DocumentPiece]:
@@ -180,12 +170,11 @@ class _CausalConv(torch.autograd.Function):
         x: Tensor,
         taps: Tensor,
         bias: Tensor | None,
-        initial_state: Tensor | None,
         seq_idx: Tensor | None,
         silu: bool,
         x_gradient: Place,
     ) -> Tensor:
-        ctx.save_for_backward(x, taps, bias, initial_state, seq_idx)
+        ctx.save_for_backward(x, taps, bias, seq_idx)
         ctx.silu, ctx.x_gradient = silu, x_gradient
         k, acc = taps.shape[1], accumulation_dtype(x)
         columns, bias = taps.t().to(acc).contiguous(), None if bias is None else bias.to(acc)
@@ -194,20 +183,19 @@ class _CausalConv(torch.autograd.Function):
             pieces, same = _pieces_and_masks(x, seq_idx, k)
             for piece in pieces:
                 masks = None if same is None else same.earlier(piece.rows, piece.lo, piece.hi)
-                out = _correlate(piece.load(x, piece.hi, k, initial_state), columns, bias, masks)
+                out = _correlate(piece.load(x, piece.hi, k), columns, bias, masks)
                 y[piece.rows, piece.lo : piece.hi] = F.silu(out, inplace=True) if silu else out
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, taps_, bias_, initial_state, seq_idx = ctx.saved_tensors
+        x, taps_, bias_, seq_idx = ctx.saved_tensors
         k, acc = taps_.shape[1], accumulation_dtype(x)
         columns, bias = taps_.t().to(acc).contiguous(), None if bias_ is None else bias_.to(acc)
         flipped = columns.flip(0)
         own = ctx.x_gradient is None
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if own else ctx.x_gradient()
-        dinitial = None if initial_state is None else torch.zeros_like(initial_state)
         dcolumns = torch.zeros_like(columns)
         dbias = torch.zeros_like(columns[0])
         with torch.autocast(x.device.type, enabled=False):
@@ -216,7 +204,7 @@ class _CausalConv(torch.autograd.Function):
                 m = piece.hi - piece.lo
                 # The next k - 1 tokens, if they are of the same document, have this piece as input.
                 end = min(piece.hi + k - 1, piece.stop)
-                padded = piece.load(x, end, k, initial_state)
+                padded = piece.load(x, end, k)
                 dout = dy[piece.rows, piece.lo : end].to(acc)
                 masks = None if same is None else same.earlier(piece.rows, piece.lo, end)
                 if ctx.silu:
@@ -230,12 +218,8 @@ class _CausalConv(torch.autograd.Function):
                 # Tap i of these correlations reads the gradient i tokens later.
                 later = None if same is None else same.later(piece.rows, piece.lo, piece.hi)
                 dx[piece.rows, piece.lo : piece.hi] = _correlate(dout, flipped, None, later)
-                if dinitial is not None and piece.lo == 0 and k > 1:
-                    early = F.pad(dout[:, : k - 1], (0, 0, k - 1, 0))[:, : 2 * (k - 1)]
-                    later = None if same is None else same.later(piece.rows, 1 - k, 0)
-                    dinitial[piece.rows] = _correlate(early, flipped, None, later).to(dinitial.dtype)
         dweight = dcolumns.t().to(taps_.dtype)
-        return dx, dweight, None if bias_ is None else dbias.to(bias_.dtype), dinitial, None, None, None
+        return dx, dweight, None if bias_ is None else dbias.to(bias_.dtype), None, None, None
 
 
 def _pieces_and_masks(
@@ -247,33 +231,12 @@ def _pieces_and_masks(
     return _document_pieces(x, None), _SameDocument(seq_idx, k)
 
 
-def _document_counts(x: Tensor, seq_idx: Tensor | None) -> Tensor:
-    """Index [b, s] of each token's document in its row, from 0."""
-    if seq_idx is None:
-        return torch.zeros(x.shape[:2], dtype=torch.long, device=x.device)
-    return document_starts(seq_idx).cumsum(1)
-
-
-def _state_or_zeros(x: Tensor, k: int, initial_state: Tensor | None) -> Tensor:
-    return x.new_zeros(x.shape[0], k - 1, x.shape[2]) if initial_state is None else initial_state.to(x.dtype)
-
-
-def _final_conv_state(x: Tensor, k: int, seq_idx: Tensor | None, initial_state: Tensor | None) -> Tensor:
-    s = x.shape[1]
-    last = x[:, max(0, s - (k - 1)) :]
-    state = torch.cat([_state_or_zeros(x, k, initial_state), last], dim=1)[:, last.shape[1] :]
-    document = F.pad(_document_counts(x, seq_idx), (k - 1, 0))
-    same = document[:, s:] == document[:, -1:]
-    return torch.where(same.unsqueeze(-1), state, 0.0)
-
-
 def _checked_taps(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     activation: str | None,
     seq_idx: Tensor | None,
-    initial_state: Tensor | None,
 ) -> Tensor:
     """Check shapes and return the weight as [c, k]."""
     if activation not in ACTIVATIONS:
@@ -284,13 +247,7 @@ def _checked_taps(
     b, s, c = x.shape
     if taps.dim() != 2 or taps.shape[0] != c:
         raise ValueError(f"weight {tuple(weight.shape)} must be [c, 1, k] or [c, k] with c={c} as x")
-    k = taps.shape[1]
-    expected = {
-        "bias": (bias, (c,)),
-        "seq_idx": (seq_idx, (b, s)),
-        "initial_state": (initial_state, (b, k - 1, c)),
-    }
-    for name, (tensor, shape) in expected.items():
+    for name, tensor, shape in (("bias", bias, (c,)), ("seq_idx", seq_idx, (b, s))):
         if tensor is not None and tuple(tensor.shape) != shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, x {tuple(x.shape)} needs {shape}")
     return taps

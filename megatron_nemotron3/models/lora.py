@@ -8,7 +8,9 @@ Names of targets and parameters are those of Megatron-Bridge's LoRA, so checkpoi
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_nemotron3.common.switches import LORA, EnvironmentSetting
 
@@ -23,6 +25,20 @@ DEFAULT_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "in_
 MAX_RANK = 1 << 16
 #: Where a checkpoint's stored arguments keep `LoRASettings.text()`.
 ARGUMENT = "nemotron3_lora"
+
+
+def assignments(text: str, kinds: Mapping[str, Callable[[str], Any]], expected: str) -> dict[str, Any]:
+    """Parse "dim=16,alpha=32" by `kinds`; a word is one of `expected`, else ValueError."""
+    found: dict[str, Any] = {}
+    for word in filter(None, (one.strip() for one in text.split(","))):
+        name, equals, value = word.partition("=")
+        try:
+            if not equals or name in found:
+                raise ValueError
+            found[name] = kinds[name](value)
+        except (KeyError, ValueError):
+            raise ValueError(f"{text!r}: {word!r} is not one of {expected}, each at most once") from None
+    return found
 
 
 @dataclass(frozen=True)
@@ -61,20 +77,13 @@ class LoRASettings:
     @classmethod
     def parse(cls, text: str) -> LoRASettings:
         """Parse "dim=16,alpha=32,targets=linear_qkv+linear_proj"; what is left out keeps its default."""
-        kinds = {"dim": int, "alpha": float, "seed": int, "base": str, "targets": _targets}
-        values: dict[str, object] = {}
-        for word in filter(None, (one.strip() for one in text.split(","))):
-            name, equals, value = word.partition("=")
-            try:
-                if not equals or name in values:
-                    raise ValueError
-                values[name] = kinds[name](value)  # type: ignore[operator]
-            except (KeyError, ValueError):
-                raise ValueError(
-                    f"LoRA settings {text!r}: {word!r} is not one of dim=N, alpha=N, seed=N, base=DIR and "
-                    "targets=NAME+NAME, each at most once"
-                ) from None
-        return cls(**values)  # type: ignore[arg-type]
+        kinds: dict[str, Callable[[str], Any]] = {"dim": int, "alpha": float, "seed": int, "base": str}
+        kinds["targets"] = lambda names: tuple(names.split("+"))
+        try:
+            values = assignments(text, kinds, "dim=N, alpha=N, seed=N, base=DIR and targets=NAME+NAME")
+        except ValueError as problem:
+            raise ValueError(f"LoRA settings {problem}") from None
+        return cls(**values)
 
     def text(self) -> str:
         """The settings in the form that `parse` reads, without `base`."""
@@ -89,10 +98,6 @@ class LoRASettings:
         """Whether a linear of this name, "decoder.layers.0.mixer.in_proj", gets an adapter."""
         last = name.rpartition(".")[2]
         return last in LINEARS and any(target == last or _matches(target, name) for target in self.targets)
-
-
-def _targets(text: str) -> tuple[str, ...]:
-    return tuple(text.split("+"))
 
 
 def _matches(pattern: str, name: str) -> bool:

@@ -79,19 +79,6 @@ def display_name(row: str) -> str:
     return row
 
 
-def layer_ticks(rows: Sequence[str], room: int) -> list[tuple[int, str]]:
-    """Positions and labels of an axis with one place a row, decoder first: numbers of layers, then MTP."""
-    decoder = sum(map(is_decoder, rows))
-    every = -(-decoder // room) if len(rows) > room else 1
-    ticks = [(i, str(int(rows[i].removeprefix("layer_")))) for i in range(0, decoder, every)]
-    if len(rows) <= room:
-        return [*ticks, *((i, display_name(rows[i])) for i in range(decoder, len(rows)))]
-    if decoder == len(rows):
-        return ticks
-    middle = (decoder + len(rows) - 1) / 2
-    return [*(tick for tick in ticks if decoder - tick[0] >= every / 2), (round(middle), "MTP")]
-
-
 def aggregates(values: Values) -> dict[str, float]:
     """Numbers over all layers: those of the log line, and the median MaxVio."""
     found: dict[str, float] = {}

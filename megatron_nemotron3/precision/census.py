@@ -187,14 +187,12 @@ def census(
     model: Any,
     file: PrecisionFile | None = None,
     ambient: Ambient | None = None,
-    *,
-    training: bool = True,
 ) -> list[Entry]:
     """List every module of this rank that holds a matrix; file and ambient default to those of its config."""
     modules = dict(model.named_modules() if hasattr(model, "named_modules") else model)
     file = recipe_of(_hybrid_model(modules.values()).config) if file is None else file
     ambient = Ambient.of(_hybrid_model(modules.values()).config) if ambient is None else ambient
-    found = (_census_entry(name, modules, file, ambient, training) for name in modules)
+    found = (_census_entry(name, modules, file, ambient) for name in modules)
     return [entry for entry in found if entry is not None]
 
 
@@ -262,7 +260,7 @@ def _hybrid_model(modules: Iterable[Any]) -> Any:
 
 
 def _census_entry(
-    name: str, modules: Mapping[str, Any], file: PrecisionFile, ambient: Ambient, training: bool
+    name: str, modules: Mapping[str, Any], file: PrecisionFile, ambient: Ambient
 ) -> Entry | None:
     """The entry of a module; None if it holds no matrix."""
     module = modules[name]
@@ -280,7 +278,7 @@ def _census_entry(
     local = name[found.end() :] if (found := _ROOT.search(name)) else name
     outer = re.sub(r"^(module\.)+", "", name)
     # Megatron matches the name inside the hybrid model; a loop over an outer model matches the longer name.
-    formats_of_names = {file.format(n, around, training=training) for n in (local, outer)}
+    formats_of_names = {file.format(n, around) for n in (local, outer)}
     if len(formats_of_names) > 1:
         matcher = file.matcher(local) or file.matcher(outer)
         assert matcher is not None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.common import output
-from megatron_nemotron3.common.files import require_output, require_plot
+from megatron_nemotron3.common.files import require_output
 from megatron_nemotron3.common.options import add_command, json_flag, option
 from megatron_nemotron3.common.output import result, say
 from megatron_nemotron3.models import Nemotron3Config
@@ -50,7 +50,7 @@ class PrecisionOptions:
         "Megatron's file with the format of each module (compare it with the published)",
         "FILE",
     )
-    report: Path | None = option("summary and plot of a measured run", "DIR")
+    report: Path | None = option("summary of a measured run", "DIR")
     json: bool = json_flag()
 
 
@@ -62,14 +62,11 @@ def register(commands: Any) -> None:
 def precision_command(options: PrecisionOptions) -> int:
     """Print the recipe's table, write or compare a precision file, or summarize a run. Exit status 0."""
     if options.report is not None and not names_model(options.which) and options.output is None:
-        picture = options.report / report_file.PICTURE
-        if options.report.is_dir():  # a missing one has its own message
-            require_plot(picture, "--report")
         with result(options.json):
             rows = report_file.read(options.report)
             now = report_file.last(rows)
             facts = {"iteration": now[0].iteration, "rows": [row._asdict() for row in now]}
-            say(report(rows, options.report), folder=options.report, plot=picture, **facts)
+            say("\n".join(report_file.summary(rows)), folder=options.report, **facts)
         return 0
     if options.report is not None or not names_model(options.which):
         raise ValueError("give the NAME of a model, or --report DIR alone")
@@ -109,12 +106,6 @@ def render(config: Nemotron3Config, precision: str = NVFP4) -> str:
     return "\n".join((head, "=" * len(head), "", *body, "", *_recipe_notes(config, precision)))
 
 
-def markdown(config: Nemotron3Config) -> str:
-    """The table of the published recipe for docs/reference/formats.md."""
-    rows = [_COLUMNS, ("-", "-", "-"), *_rows(config, NVFP4)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
-
-
 def run(config: Nemotron3Config, precision: str = NVFP4, path: str | Path | None = None) -> str:
     """Write the precision file, if there is a path for it; return the text for stdout, the table without.
 
@@ -141,13 +132,6 @@ def compare(config: Nemotron3Config, path: str | Path) -> str:
     except CensusError as problem:
         raise ValueError(f"{yaml_file.FLAG} {path}: {problem}") from None
     return "\n".join(formats.in_force())
-
-
-def report(rows: Sequence[report_file.ReportRow], folder: str | Path, title: str = "") -> str:
-    """Draw `precision.png` next to the report in a run's folder; returns the summary for stdout."""
-    picture = Path(folder) / report_file.PICTURE
-    report_file.plot(rows, picture, title or str(folder))
-    return "\n".join((*report_file.summary(rows), f"precision plot   {picture}"))
 
 
 def _rows(config: Nemotron3Config, precision: str) -> Iterator[tuple[str, str, str]]:

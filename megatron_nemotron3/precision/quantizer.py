@@ -5,19 +5,20 @@ units           NVFP4 values without the tensor's scale: q * s_b, exact in BF16.
                 operands, accumulated in FP32 and multiplied once by `scales.product_scale`, is the hardware's
 
 x is read twice, for the amax of the blocks and for rounding. On a CPU both passes process pieces in buffers
-that fit the L2 cache. No step waits for the device. On CUDA `triton_quantize` does both passes if
-NEMOTRON3_GPU_KERNELS=1 enables kernels (`settings.gpu_kernels_enabled`).
+that fit the L2 cache. No step waits for the device. On CUDA torch.compile makes one kernel of each pass if
+NEMOTRON3_GPU_KERNELS=1 enables kernels (`settings.gpu_kernels_enabled`): see `_form`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from megatron_nemotron3.precision import blocks as cut
-from megatron_nemotron3.precision.numerics.grid import E2M1, E4M3
+from megatron_nemotron3.precision.numerics.grid import E2M1, E4M3, ValueGrid, draw
 from megatron_nemotron3.precision.recipe import Spec
 from megatron_nemotron3.precision.scales import (
     FOUR_OVER_SIX_MAX,
@@ -80,13 +81,7 @@ def fake_quantize(
         amax: see `Amax`; None for that of x, after rotation. MXFP8 takes none.
         dtype: of the result; None for that of x. NVFP4 values need FP32 to be exact.
     """
-    dtype = dtype or x.dtype
-    if spec.format == "mxfp8" and amax is None and (triton := _triton_module(x)) is not None:
-        cut.check(x, spec)
-        x = x.contiguous()
-        # One kernel suffices: no scale depends on the whole tensor.
-        return triton.finish(x, spec, None, None, torch.empty_like(x, dtype=dtype))
-    return _rounded_values(prepare(x, spec, amax), spec, generator, dtype, units=False)
+    return _rounded_values(prepare(x, spec, amax), spec, generator, dtype or x.dtype, units=False)
 
 
 @torch.no_grad()
@@ -119,8 +114,7 @@ def prepare(x: torch.Tensor, spec: Spec, amax: Amax | None = None) -> PreparedOp
     x = x.contiguous()
     shape = cut.grid_shape(x, spec)
     if x.numel():
-        triton = _triton_module(x)
-        x, flat = _block_magnitudes(x, spec) if triton is None else triton.magnitudes(x, spec)
+        x, flat = _block_magnitudes(x, spec)
         block_amax = flat.view(shape)
     else:
         block_amax = torch.zeros(shape, device=x.device)
@@ -133,13 +127,43 @@ def prepare(x: torch.Tensor, spec: Spec, amax: Amax | None = None) -> PreparedOp
     return PreparedOperand(x, block_amax, amax, spec.hadamard)
 
 
-def _triton_module(x: torch.Tensor) -> Any | None:
-    """The module `triton_quantize` if it applies to x, else None. Imported late: a CPU needs no Triton."""
-    if not (x.is_cuda and x.numel() and gpu_kernels_enabled()):
-        return None
-    from megatron_nemotron3.precision import triton_quantize
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    # Rounded as torch does: no fused multiply-add, and no type but FP32 in between.
+    compiled = torch.compile(function, dynamic=True, options={"emulate_precision_casts": True})
 
-    return triton_quantize if x.numel() <= triton_quantize.MAX_ELEMENTS else None
+    @torch._dynamo.config.patch(cache_size_limit=64)  # formats, axes and types
+    def run(*arguments: Any) -> Any:
+        # `.data` is no view: what another tensor's shape has to do with a view's would be a form of its own.
+        return compiled(*(a.data if isinstance(a, torch.Tensor) else a for a in arguments))
+
+    return run
+
+
+def _form(function: Callable[..., Any], x: torch.Tensor) -> Callable[..., Any]:
+    """A pass over the elements of x, compiled on CUDA if kernels are enabled, or itself."""
+    # What is compiled has only products, sums, limits and bit operations. Scales stay outside, because
+    # Triton's quotients are not torch's, and so does the rotation: inductor omits its rounding to BF16, which
+    # changed 1.6 % of the codes on the CPU's backend. There all else was equal to the bit, in 114 million.
+    return _compiled(function) if x.is_cuda and gpu_kernels_enabled() and _exact_on(x.device) else function
+
+
+@functools.cache
+def _exact_on(device: torch.device) -> bool:
+    """Whether a compiled pass has the bits of the plain one on a device; prints a warning if it has not."""
+    # Products next to the middle of two values, where a fused multiply-add rounds to the other one.
+    encode = torch.linspace(1, 2, 2**12, device=device).unsqueeze(1)
+    source = torch.arange(1, 17, device=device) / 4 / encode
+    plain, compiled = torch.empty_like(source), torch.empty_like(source)
+    _round(E2M1, source, plain, encode, encode, None)
+    try:
+        _compiled(_round)(E2M1, source, compiled, encode, encode, None)
+        problem = "" if torch.equal(plain, compiled) else "it rounds otherwise than torch"
+    except Exception as found:  # whatever a compiler may raise
+        problem = f"{type(found).__name__}: {found}"
+    if problem:
+        print(f"megatron_nemotron3: warning: quantizers run without torch.compile on {device}: {problem}")
+    return not problem
 
 
 def _block_magnitudes(x: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, torch.Tensor]:
@@ -148,17 +172,22 @@ def _block_magnitudes(x: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, torch.
     rotated = torch.empty_like(x) if spec.hadamard else x
     found = []
     for source, target in cut.pieces(blocks, cut.view(rotated, spec)):
-        work = cut.scratch(source, 0)
         if spec.hadamard:
             # Rounded to the dtype of x: the hardware rotates into BF16 and takes the amax of that.
-            source = target.copy_(rotate(source.float(), work))
-        if source.dtype == torch.float32:
-            torch.abs(source, out=work)
-        else:
-            work.copy_(source).abs_()
-        largest = cut.largest(work)
-        found.append(cut.tiles(largest, spec.block) if spec.tile else largest)
+            source = target.copy_(rotate(source.float(), cut.scratch(source, 0)))
+        found.append(_form(_magnitudes, x)(source, spec.block if spec.tile else 1))
     return rotated, found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _magnitudes(source: torch.Tensor, tile: int) -> torch.Tensor:
+    """Amax of the blocks of a piece; of `tile` neighboring columns together."""
+    work = cut.scratch(source, 0)
+    if source.dtype == torch.float32:
+        torch.abs(source, out=work)
+    else:
+        work.copy_(source).abs_()
+    largest = cut.largest(work)
+    return cut.tiles(largest, tile) if tile > 1 else largest
 
 
 def _rounded_values(
@@ -171,11 +200,11 @@ def _rounded_values(
 ) -> torch.Tensor:
     """The rounded x in `dtype`; `units` leaves out the scale of the tensor."""
     x, amax = prepared.x, prepared.amax
-    out = x if prepared.ours and x.dtype == dtype else torch.empty_like(x, dtype=dtype)
+    # torch.compile refuses an argument that shares its memory with one that is written.
+    in_place = prepared.ours and x.dtype == dtype and _form(_round, x) is _round
+    out = x if in_place else torch.empty_like(x, dtype=dtype)
     if not x.numel():
         return out
-    if not spec.four_over_six and (triton := _triton_module(x)) is not None:
-        return triton.finish(x, spec, prepared.block_amax, amax, out, units=units, generator=generator)
     if amax is None:
         encode, decode = mxfp8_scales(prepared.block_amax)
     else:
@@ -235,18 +264,32 @@ def _round_blocks(
     blocks = cut.view(x, spec)
     views = (cut.view(out, spec), cut.expand(encode, blocks, spec), cut.expand(decode, blocks, spec))
     for source, target, enc, dec in cut.pieces(blocks, *views):
-        # An FP32 result serves as its own buffer, which saves one in the cache.
-        work = target if out.dtype == torch.float32 else cut.scratch(source, 0)
-        if source.dtype == torch.float32:
-            torch.mul(source, enc, out=work)
-        else:
-            work.copy_(source).mul_(enc)
-        scratch = cut.scratch(source, 1)
+        bits = None
         if spec.stochastic:
-            grid.round_stochastic_(work, scratch, cut.scratch(source, 2), generator)
-        else:
-            grid.round_(work, scratch)
-        work.mul_(dec)
-        if work is not target:
-            target.copy_(work)
+            bits = draw(cut.scratch(source.view(-1)[: source.numel() // 2], 1), generator)
+        _form(_round, x)(grid, source, target, enc, dec, bits)
     return out
+
+
+def _round(
+    grid: ValueGrid,
+    source: torch.Tensor,
+    target: torch.Tensor,
+    encode: torch.Tensor,
+    decode: torch.Tensor,
+    bits: torch.Tensor | None,
+) -> None:
+    """target = grid(source * encode) * decode, of a piece; with `bits` rounded stochastically."""
+    # An FP32 result serves as its own buffer, which saves one in the cache.
+    work = target if target.dtype == torch.float32 else cut.scratch(source, 0)
+    if source.dtype == torch.float32:
+        torch.mul(source, encode, out=work)
+    else:
+        work.copy_(source).mul_(encode)
+    if bits is None:
+        grid.round_(work, cut.scratch(source, 1))
+    else:
+        grid.round_stochastic_(work, cut.scratch(source, 1), cut.scratch(source, 2), bits)
+    work.mul_(decode)
+    if work is not target:
+        target.copy_(work)

@@ -1,4 +1,4 @@
-"""`precision.csv`: written during a run, a row per measured iteration, linear and tensor; read and plotted.
+"""`precision.csv`: written during a run, a row per measured iteration, linear and tensor; its table.
 
 Columns: docs/nvfp4.md.
 """
@@ -7,22 +7,17 @@ from __future__ import annotations
 
 import csv
 import math
-import re
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from megatron_nemotron3.common import plots
 from megatron_nemotron3.common.files import read_outside
 from megatron_nemotron3.common.output import table
-from megatron_nemotron3.models.series import decoder_row, is_decoder, layer_ticks
-from megatron_nemotron3.precision.formats import NVFP4
 
 FILE = "precision.csv"
 #: Longest report that is read, in bytes.
 _LIMIT = 1 << 30
-PICTURE = "precision.png"
 #: Tensors of a linear in the order of reports, and their names for readers.
 TENSORS = {
     "fprop.x": "X",
@@ -137,15 +132,11 @@ def summary(rows: Sequence[ReportRow]) -> Iterator[str]:
     groups = [group for group in _rows_by_tensor(now) if group[0].tensor != GRADIENT]
     yield (
         f"precision at iteration {iterations[-1]} ({len(iterations)} measured from {iterations[0]} on), "
-        f"{_computed(now)}: median layer, worst layer"
+        f"{'as computed' if now[0].used else 'as NVFP4 would compute'}: median layer, worst layer"
     )
     head = ("module", "format", "tensor", "flushed to zero", "", "SQNR, dB", "", "largest |x|")
     yield from (f"  {line}" for line in table([head, *map(_summary_cells, groups)]))
     yield from _gradient_summary(now)
-
-
-def _computed(rows: Sequence[ReportRow]) -> str:
-    return "as computed" if rows[0].used else "as NVFP4 would compute"
 
 
 def _rows_by_tensor(rows: Sequence[ReportRow]) -> list[list[ReportRow]]:
@@ -187,91 +178,3 @@ def _gradient_summary(now: Sequence[ReportRow]) -> Iterator[str]:
 
 def _worst_expert_text(row: ReportRow) -> str:
     return "" if row.worst_expert < 0 else f" (expert {row.worst_expert}: {row.worst:.2%})"
-
-
-def remove(folder: str | Path) -> None:
-    """Delete the report of an earlier run."""
-    for name in (FILE, PICTURE):
-        (Path(folder) / name).unlink(missing_ok=True)
-
-
-#: Most labels of layers on an axis.
-LABELS = 24
-
-
-#: Column of a heat map -> its title, unit, factor and colors.
-_QUANTITIES = {
-    "flushed": ("flushed to zero", "% of nonzero elements", 100, "viridis"),
-    "sqnr_db": ("SQNR", "dB", 1, "viridis_r"),
-    "zeros": ("zeros", "% of elements", 100, "viridis"),
-}
-
-
-def plot(rows: Sequence[ReportRow], path: Path, title: str) -> None:
-    """Write a PNG of the last measurement: kinds of linears down, layers across, a heat map per quantity.
-
-    A cell is gray if the layer has no such linear, or the share has no denominator.
-    """
-    now = last(rows)
-    layers = _depth_labels(now)
-    kinds = list(dict.fromkeys((row.module, row.format) for row in now))
-    measured = {row.tensor for row in now if row.tensor != "dgrad.weight" or row.format == NVFP4}
-    tensors = [tensor for tensor in TENSORS if tensor in measured]
-    size = (15.0, 1.0 + len(tensors) * (0.75 + 0.2 * max(3, len(kinds))))
-    head = f"{title}, step {now[0].iteration}, {_computed(now)}"
-    with plots.picture(path, len(tensors), 2, size=size, title=head) as (_, grid):
-        for axes_of_tensor, tensor in zip(grid, tensors, strict=True):
-            columns = ("zeros", None) if tensor == GRADIENT else ("flushed", "sqnr_db")
-            for side, (axes, column) in enumerate(zip(axes_of_tensor, columns, strict=True)):
-                if column is None:
-                    axes.set_axis_off()
-                    continue
-                _draw_heat_map(axes, tensor, column, now, layers, kinds)
-                _label_axes(axes, layers, kinds, named=side == 0)
-
-
-def _depth_labels(rows: Sequence[ReportRow]) -> list[str]:
-    """Labels of the depth axis: every decoder layer up to the last measured one, then MTP."""
-    found = {row.layer for row in rows}
-    numbers = [int(m[1]) for name in found if (m := re.fullmatch(r"layer_(\d+)", name))]
-    decoder = [decoder_row(n) for n in range(1, max(numbers, default=0) + 1)]
-    return [*decoder, *sorted(found - set(decoder))]
-
-
-def _draw_heat_map(
-    axes: Any,
-    tensor: str,
-    column: str,
-    rows: Sequence[ReportRow],
-    layers: list[str],
-    kinds: list[tuple[str, str]],
-) -> None:
-    """Draw one heat map. Colors span the NVFP4 linears if there are any; MXFP8 is 12 dB beyond."""
-    title, unit, factor, colors = _QUANTITIES[column]
-    table = [[math.nan] * len(layers) for _ in kinds]
-    values: dict[str, list[float]] = {}
-    for row in rows:
-        value = factor * getattr(row, column)
-        if row.tensor == tensor and math.isfinite(value):
-            table[kinds.index((row.module, row.format))][layers.index(row.layer)] = value
-            values.setdefault(row.format, []).append(value)
-    every = [v for found in values.values() for v in found]
-    spanned = values.get(NVFP4) or every
-    low = 0.0 if factor == 100 else min(spanned, default=0.0)
-    high = max(spanned, default=1.0)
-    high = high if high > low else low + 1.0
-    beyond = "max" if max(every, default=high) > high else "neither"
-    plots.heat_map(axes, table, unit, extend=beyond, cmap=colors, vmin=low, vmax=high)
-    axes.set_title(f"{'Weight gradient' if tensor == GRADIENT else TENSORS[tensor]}: {title}")
-
-
-def _label_axes(axes: Any, layers: list[str], kinds: list[tuple[str, str]], *, named: bool) -> None:
-    """Label the layers, and the linears if `named`; separate MTP from the decoder."""
-    at, labels = zip(*layer_ticks(layers, LABELS))
-    spelled = any(label.startswith("MTP ") for label in labels)
-    axes.set_xticks(at, labels, rotation=30 if spelled else 0, ha="right" if spelled else "center")
-    axes.set_xlabel("layer")
-    names = [f"{re.sub(r'^(mixer|mlp)[.]', '', module)} ({fmt})" for module, fmt in kinds]
-    axes.set_yticks(range(len(kinds)), names if named else [])
-    if 0 < (decoder := sum(map(is_decoder, layers))) < len(layers):
-        axes.axvline(decoder - 0.5, color="white", lw=1.5)

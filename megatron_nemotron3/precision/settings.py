@@ -1,30 +1,13 @@
 """Whether and how NVFP4 or MXFP8 is emulated, and whether errors are logged.
 
-Environment variables, each read once by a process:
-
-    NEMOTRON3_EMULATE=nvfp4                  the published recipe
-    NEMOTRON3_EMULATE=nvfp4,rht=0,sr=0       without single ingredients
-    NEMOTRON3_EMULATE=nvfp4,every_layer=1    no precision file, no BF16 layers
-    NEMOTRON3_EMULATE=nvfp4,4over6=1         weights with four-over-six scales
-    NEMOTRON3_EMULATE=mxfp8                  MXFP8 in every linear outside the BF16 layers
-    NEMOTRON3_EMULATE=super-nvfp4            the weights as `convert to-hf --quantize super-nvfp4` packs them
-    NEMOTRON3_EMULATE=0, or not set          off
-
-    NEMOTRON3_LOG_PRECISION=100:runs/mine    every 100 iterations, into runs/mine/precision.csv
-    NEMOTRON3_LOG_PRECISION=100              into the working directory
-    NEMOTRON3_LOG_PRECISION=0, or not set    off
-
-    NEMOTRON3_GPU_KERNELS not set            torch's grouped product and packed attention, mamba-ssm's scan
-    NEMOTRON3_GPU_KERNELS=1                  the same, and our kernels of emulated training
-    NEMOTRON3_GPU_KERNELS=0                  torch alone, with one product per expert and per document
-
-Inside a process, callers use `emulating`, `logging_precision` and `gpu_kernels` instead. Linears take the
-first two settings when they are built.
+NEMOTRON3_EMULATE, NEMOTRON3_LOG_PRECISION (values: docs/nvfp4.md) and NEMOTRON3_GPU_KERNELS are each read
+once by a process. Callers inside it use `emulating`, `logging_precision` and `gpu_kernels` instead. Linears
+take the first two settings when they are built.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -139,17 +122,17 @@ def parse_emulation(text: str) -> Emulation | None:
         raise ValueError(f"{EMULATE}={text!r}: {problem}") from None
 
 
-def split_option(arguments: Sequence[str]) -> tuple[list[str], str | None]:
-    """Take `OPTION` out of a command line; return the other arguments, and its last value or None."""
-    others: list[str] = []
-    value, rest = None, iter(arguments)
+def take_options(arguments: Iterable[str], names: Iterable[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """Take options with a value out of a command line: (the other arguments, the values of each name)."""
+    found: dict[str, list[str]] = {name: [] for name in names}
+    others, rest = [], iter(arguments)
     for argument in rest:
-        name, equals, text = argument.partition("=")
-        if name != OPTION:
-            others.append(argument)
+        name, equals, value = argument.partition("=")
+        if name in found:
+            found[name].append(value if equals else next(rest, ""))
         else:
-            value = text if equals else next(rest, "")
-    return others, value
+            others.append(argument)
+    return others, found
 
 
 _EMULATION = EnvironmentSetting(EMULATE, parse_emulation)
@@ -199,9 +182,8 @@ _GPU_KERNELS: EnvironmentSetting[bool | None] = EnvironmentSetting(GPU_KERNELS, 
 #: Context manager: inside it the torch backend uses our CUDA kernels (True), those of libraries alone (None),
 #: or not even torch's own that compute all experts or documents in one launch (False).
 #:
-#: Our kernels are the NVFP4 and MXFP8 quantizers of emulated training and its products of experts, in Triton.
-#: They are off by default until their tests (`pytest -m gpu`) have run on a GPU; so far they have run in
-#: Triton's interpreter and compiler.
+#: Our kernels are the compiled quantizers of emulated training, and its products of experts in Triton. They
+#: are off by default until their tests (`pytest -m gpu`) have run on a GPU.
 gpu_kernels = _GPU_KERNELS.using
 
 

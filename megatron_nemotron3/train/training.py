@@ -31,7 +31,6 @@ from megatron_nemotron3.launch import (
 )
 from megatron_nemotron3.models import Nemotron3Config, count
 from megatron_nemotron3.models.lora import in_environment
-from megatron_nemotron3.precision import command as precision
 from megatron_nemotron3.precision import report as precision_report
 from megatron_nemotron3.precision import settings as emulation
 from megatron_nemotron3.precision import yaml_file
@@ -173,7 +172,7 @@ def _train_alone(request: TrainRequest, launch: Launch, key: str, started: float
     log_file = request.output / "train.log"
     if begun is None:
         log_file.unlink(missing_ok=True)  # of a run that never saved
-        precision_report.remove(request.output)
+        (request.output / precision_report.FILE).unlink(missing_ok=True)
         lora = in_environment()
         base = request.options.pretrained
         if base is None and lora is not None and lora.base:
@@ -322,8 +321,8 @@ def _print_report(request: TrainRequest, curve: log.Curve, baseline: float | Non
         print(f"loss plot        {picture}")
     if request.log_precision is not None:
         try:
-            rows = precision_report.read(request.output)
-            print(precision.report(rows, request.output, request.title))
+            for line in precision_report.summary(precision_report.read(request.output)):
+                print(line)
         except precision_report.ReportError as problem:  # nothing was measured yet, or in this run
             print(f"no precision report: {problem}")
     if (saved := folders.latest_iteration(request.checkpoints)) is not None:

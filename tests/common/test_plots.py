@@ -10,19 +10,9 @@ from matplotlib.figure import Figure
 
 from megatron_nemotron3.common import plots
 from megatron_nemotron3.models import get
-from megatron_nemotron3.models.series import (
-    KINDS,
-    decoder_row,
-    display_name,
-    is_decoder,
-    layer_ticks,
-    mtp_row,
-)
-from megatron_nemotron3.precision import report
-from megatron_nemotron3.precision.report import LABELS
+from megatron_nemotron3.models.series import KINDS, decoder_row, display_name, mtp_row
 from megatron_nemotron3.train.log import NAMED
 from megatron_nemotron3.train.monitor.watch import draw_panel
-from tests.precision.test_report import row
 
 ULTRA = [decoder_row(n) for n in range(1, get("ultra").num_layers + 1)]
 MTP = [mtp_row(depth, layer) for depth in (1, 2) for layer in (1, 2)]
@@ -74,32 +64,6 @@ def test_a_colour_bar_is_as_high_as_its_panel_and_names_the_unit() -> None:
     panel, beside = axes.get_window_extent(), bar.get_window_extent()
     assert (panel.y0, panel.y1) == pytest.approx((beside.y0, beside.y1))
     assert bar.get_ylabel() == "dB"
-
-
-def test_ticks_name_the_true_layers() -> None:
-    """Rows of experts alone, as for MaxVio: a label is the layer's own number, and MTP has one for all."""
-    experts = [name for name, kind in zip(ULTRA, get("ultra").pattern) if kind == "E"]
-    ticks = layer_ticks(experts + MTP, LABELS)
-    assert len(ticks) <= LABELS + 1
-    for at, label in ticks[:-1]:
-        assert decoder_row(int(label)) == experts[at]
-    assert ticks[-1][1] == "MTP" and not is_decoder((experts + MTP)[ticks[-1][0]])
-    assert [label for _, label in layer_ticks(ULTRA[:2] + MTP, LABELS)][1:3] == ["2", "MTP depth 1 layer 1"]
-
-
-def test_precision_of_ultra_is_wide_not_high(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers lie across, so that more of them do not make the picture higher."""
-    sizes = []
-    picture = plots.picture
-
-    def noted(*args: Any, **how: Any) -> Any:
-        sizes.append(how["size"])
-        return picture(*args, **how)
-
-    monkeypatch.setattr(plots, "picture", noted)
-    for layers in (4, 108):
-        report.plot([row(1, name) for name in ULTRA[:layers]], tmp_path / "p.png", "title")
-    assert sizes[0] == sizes[1]
 
 
 def test_a_picture_for_a_page_is_svg_with_its_text_and_no_date() -> None:

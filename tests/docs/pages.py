@@ -14,6 +14,7 @@ import sys
 from argparse import _SubParsersAction
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from tests.docs.pictures import PICTURES
@@ -67,10 +68,18 @@ def bisect_faults() -> str:
     return markdown()
 
 
+def published_recipe(config: Any) -> str:
+    """Its table, as `nemotron3 precision NAME` has it."""
+    from megatron_nemotron3.precision.command import table
+
+    rows = [("module", "format", "why"), ("-", "-", "-")]
+    rows += [(row["modules"], row["format"], row["why"]) for row in table(config)["modules"]]
+    return "".join("| " + " | ".join(row) + " |\n" for row in rows)
+
+
 def formats() -> str:
     """The NVFP4 recipe of every model that has a published one."""
     from megatron_nemotron3.models import get, names
-    from megatron_nemotron3.precision.command import markdown
     from megatron_nemotron3.precision.table import is_published
 
     lines = [
@@ -83,7 +92,7 @@ def formats() -> str:
     ]
     for name in names():
         if is_published(get(name)):
-            lines += ["", f"## {get(name).title}", "", markdown(get(name)).rstrip()]
+            lines += ["", f"## {get(name).title}", "", published_recipe(get(name)).rstrip()]
     return "\n".join(lines) + "\n"
 
 

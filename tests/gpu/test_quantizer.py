@@ -1,12 +1,11 @@
-"""Fake quantization on a real device: the checks of test_triton_quantize.py there, and a model's step.
+"""Fake quantization on a real device: the checks of test_quantizer_compiled.py there, and a model's step.
 
-The tests of models also run on the CPU, with torch on both sides, where they show that the comparison holds.
+The tests of models also run on the CPU, plain on both sides, where they show that the comparison holds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +15,8 @@ from torch import Tensor
 from benchmarks.gpu_world import host_waits, world
 from megatron_nemotron3.models import get
 from megatron_nemotron3.precision.recipe import Spec
-from megatron_nemotron3.precision.scales import hadamard_matrix
 from megatron_nemotron3.precision.settings import emulating, parse_emulation
-from tests.precision import test_quantizer_draws as draws
-from tests.precision import test_triton_quantize as checks
+from tests.precision import test_quantizer_compiled as checks
 from tests.support.emulation import quant_recipe
 from tests.support.model_mapping import megatron_model, randomize
 
@@ -27,8 +24,6 @@ on_gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
-#: Rotated operands are compared apart: cuBLAS may add in another order.
-PLAIN = [name for name, how in checks.SPECS.items() if not how.hadamard]
 #: Divisible into every format's blocks; the last one of several programs a row and a column.
 SHAPES = [(2, 32, 96), (3, 64, 160), (1056, 2688)]
 
@@ -42,7 +37,7 @@ def on_device(function: Any) -> Any:
 @on_device
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", checks.TYPES)
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", checks.SPECS)
 def test_values(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     checks.check_spec(name, dtype, shape, "cuda")
 
@@ -62,53 +57,34 @@ def test_amax(name: str, kind: str) -> None:
 
 
 @on_device
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", checks.SPECS)
 def test_corners(name: str) -> None:
     checks.check_corners(name, "cuda")
     checks.check_every_exponent(name, "cuda")
 
 
 @on_device
-@pytest.mark.parametrize("dtype", checks.TYPES)
-@pytest.mark.parametrize("axis", [-1, -2])
-def test_rotation(axis: int, dtype: torch.dtype) -> None:
-    """Against FP64, and how often torch's product has other bits. The maximum is of what was written."""
-    from megatron_nemotron3.precision import triton_quantize
-
-    x = checks.values(1056, 2688, device="cuda", dtype=dtype)
-    how = Spec(axis=axis, hadamard=True)
-    rotated, largest = triton_quantize.magnitudes(x, how)
-    with checks.path(None):
-        wanted = checks.quantizer.prepare(x, how)
-    h = hadamard_matrix(x.device, torch.float64)
-    blocks = (x if axis == -1 else x.t()).double().reshape(-1, 16)
-    exact = blocks @ h
-    found = (rotated if axis == -1 else rotated.t()).reshape(-1, 16)
-    size = blocks.abs().sum(1, keepdim=True) / 4
-    limit = torch.finfo(dtype).eps * exact.abs() + 16 * torch.finfo(torch.float32).eps * size + 2.0**-24
-    assert ((found.double() - exact).abs() <= limit).all()
-    grid = found.abs().amax(1).float()
-    assert torch.equal(largest, grid if axis == -1 else grid.view(2688, -1).t().flatten())
-    print(f"axis {axis}, {dtype}: {(rotated != wanted.x).double().mean().item():.1e} of the bits are others")
+def test_the_device_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
+    """So kernels are used where they are asked for; else every other test here would fail, too."""
+    assert checks.quantizer._exact_on(torch.device("cuda", torch.cuda.current_device()))
+    assert capsys.readouterr().out == ""
 
 
 @on_device
 def test_stochastic_rounding() -> None:
-    for name in ("stochastic", "wgrad_dy"):
-        draws.check_replay(name, "cuda")
-    for axis in (-1, -2):
-        draws.check_numbers(axis, (2, 48, 80), "cuda")
-        draws.check_numbers(axis, (64, 16384), "cuda")
-        draws.check_draws(axis, 2**20, "cuda")
+    for compiled in (False, True):
+        with checks.path(compiled):
+            for name in ("stochastic", "wgrad_dy"):
+                checks.check_replay(name, "cuda")
+            for axis in (-1, -2):
+                checks.check_draws(axis, 2**20, "cuda")
 
 
 @on_device
 def test_a_cuda_graph_draws_anew() -> None:
     """Captured once, replayed twice: other numbers each time, and none of them the host's to know."""
-    from megatron_nemotron3.precision import triton_quantize
-
     x = checks.values(64, 256, device="cuda")
-    with checks.path(triton_quantize):
+    with checks.path(True):
         checks.fake_quantize(x, Spec(stochastic=True))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -128,24 +104,6 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-def kernels_of(device: str) -> Any:
-    """The kernels, counting their calls; torch on a CPU."""
-    if device == "cpu":
-        return None
-    from megatron_nemotron3.precision import triton_quantize
-
-    calls = {"magnitudes": 0, "finish": 0}
-
-    def counting(name: str) -> Any:
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            calls[name] += 1
-            return getattr(triton_quantize, name)(*args, **kwargs)
-
-        return wrapper
-
-    return SimpleNamespace(calls=calls, **{name: counting(name) for name in calls})
-
-
 def build(device: str, emulation: str) -> Any:
     with emulating(parse_emulation(emulation)):
         model = megatron_model(
@@ -162,7 +120,7 @@ def build(device: str, emulation: str) -> Any:
     return model.train()
 
 
-def step(model: Any, device: str, kernels: Any, seed: int = 3) -> tuple[float, dict[str, Tensor]]:
+def step(model: Any, device: str, compiled: bool, seed: int = 3) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of one sequence."""
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -171,7 +129,7 @@ def step(model: Any, device: str, kernels: Any, seed: int = 3) -> tuple[float, d
     model.zero_grad(set_to_none=True)
     stream = torch.randint(512, (1, 129), generator=torch.Generator().manual_seed(5)).to(device)
     positions = torch.arange(128, device=device).unsqueeze(0)
-    with checks.path(kernels):
+    with checks.path(compiled and device != "cpu"):
         loss = model(stream[:, :-1], positions, None, labels=stream[:, 1:].contiguous()).mean()
         loss.backward()
     return loss.item(), {n: p.grad.float() for n, p in model.named_parameters() if p.grad is not None}
@@ -186,10 +144,9 @@ def difference(one: dict[str, Tensor], two: dict[str, Tensor]) -> float:
 
 
 def test_a_step_has_the_values_of_torch(device: str) -> None:
-    """To nearest. Sums of atomics, and a rotation's order, may move single roundings: hence a tolerance."""
-    model, kernels = build(device, "nvfp4,sr=0"), kernels_of(device)
-    wanted, found = step(model, device, None), step(model, device, kernels)
-    assert kernels is None or min(kernels.calls.values()) > 0
+    """Sums of atomics may move single roundings: hence a tolerance."""
+    model = build(device, "nvfp4")
+    wanted, found = (step(model, device, compiled) for compiled in (False, True))
     assert found[0] == pytest.approx(wanted[0], rel=1e-4)
     worst = difference(found[1], wanted[1])
     print(f"{device}: loss off by {abs(found[0] - wanted[0]):.1e}, the worst gradient by {worst:.1e}")
@@ -198,17 +155,17 @@ def test_a_step_has_the_values_of_torch(device: str) -> None:
 
 def test_a_step_replays(device: str) -> None:
     """The same state of the generators, the same draws; another state, others."""
-    model, kernels = build(device, "nvfp4"), kernels_of(device)
-    first, again, other = (step(model, device, kernels, seed) for seed in (3, 3, 4))
+    model = build(device, "nvfp4")
+    first, again, other = (step(model, device, True, seed) for seed in (3, 3, 4))
     assert first[0] == pytest.approx(again[0], rel=1e-5)
     same, another = difference(again[1], first[1]), difference(other[1], first[1])
     assert same <= 1e-2 < another, (same, another)
 
 
 def test_kernels_never_wait(device: str) -> None:
-    model, kernels = build(device, "nvfp4"), kernels_of(device)
+    model = build(device, "nvfp4")
     waits = []
-    for side in (None, kernels):
+    for side in (False, True):
         step(model, device, side)
         waits.append(host_waits(lambda side=side: step(model, device, side), device))
     assert waits[1] <= waits[0]

@@ -1,11 +1,10 @@
-"""The blocked causal convolution against its reference: values, gradients, documents, states, memory.
+"""The blocked causal convolution against its reference: values, gradients, documents, memory.
 
 Tolerance. The reference runs in FP64 on the same (already rounded) inputs. Before the activation a value is
 a sum of k + 1 terms: off by at most (k + 2) eps * sum |terms|. SiLU has slope <= 1.1 and curvature <= 0.5, so
 its gradient is off by at most (k + 8) eps * |dy| (1.1 + sum |terms|). Weight and bias gradients add b * s
 such terms, input gradients k. sum |terms| is what the convolution gives for absolute values. Results in a
-narrower dtype are rounded once more, eps(dtype) * |value|; gradients of x and initial_state, which autograd
-adds up from two rounded parts (y and the final state), by up to 2 eps(dtype) * sum |terms|.
+narrower dtype are rounded once more, eps(dtype) * |value|.
 """
 
 from __future__ import annotations
@@ -17,16 +16,15 @@ from hypothesis import strategies as st
 
 from megatron_nemotron3.layers import conv
 
-NAMES = ("x", "weight", "bias", "initial_state")
+NAMES = ("x", "weight", "bias")
 
 
-def make_inputs(b, s, c, k, *, dtype=torch.float32, seed=0, with_state=True, with_bias=True):
+def make_inputs(b, s, c, k, *, dtype=torch.float32, seed=0, with_bias=True):
     torch.manual_seed(seed)
     inputs = {
         "x": torch.randn(b, s, c, dtype=dtype),
         "weight": torch.randn(c, 1, k, dtype=dtype),
         "bias": torch.randn(c, dtype=dtype) if with_bias else None,
-        "initial_state": torch.randn(b, k - 1, c, dtype=dtype) if with_state else None,
     }
     return {name: None if v is None else v.requires_grad_() for name, v in inputs.items()}
 
@@ -39,42 +37,38 @@ def make_documents(b, s, borders):
 
 
 def convolve(form, inputs, **options):
-    rest = {"initial_state": inputs["initial_state"], **options}
-    return form(inputs["x"], inputs["weight"], inputs["bias"], **rest)
+    return form(inputs["x"], inputs["weight"], inputs["bias"], **options)
 
 
-def values_and_gradients(form, inputs, dy, dstate, **options):
-    y, state = convolve(form, inputs, return_final_state=True, **options)
+def values_and_gradients(form, inputs, dy, **options):
+    y = convolve(form, inputs, **options)
     leaves = {name: v for name, v in inputs.items() if v is not None}
-    loss = (y.to(dy.dtype) * dy).sum() + (state.to(dstate.dtype) * dstate).sum()
-    return {"y": y, "state": state} | dict(
-        zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True)
-    )
+    loss = (y.to(dy.dtype) * dy).sum()
+    return {"y": y} | dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
 
 
 def check_against_reference(inputs, seq_idx, activation, seed=1):
     torch.manual_seed(seed)
     x, k = inputs["x"], inputs["weight"].shape[-1]
-    b, s, c = x.shape
-    dy, dstate = torch.randn_like(x), torch.randn(b, k - 1, c, dtype=x.dtype)
+    b, s, _ = x.shape
+    dy = torch.randn_like(x)
     options = {"seq_idx": seq_idx, "activation": activation}
-    got = values_and_gradients(conv.causal_conv1d, inputs, dy, dstate, **options)
+    got = values_and_gradients(conv.causal_conv1d, inputs, dy, **options)
     exact = {n: None if v is None else v.detach().double().requires_grad_() for n, v in inputs.items()}
     reference = conv.causal_conv1d_reference
-    want = values_and_gradients(reference, exact, dy.double(), dstate.double(), **options)
+    want = values_and_gradients(reference, exact, dy.double(), **options)
 
     absolute = {n: None if v is None else v.detach().abs().requires_grad_() for n, v in exact.items()}
     options["activation"] = None
     terms = convolve(reference, absolute, **options)
     slope = dy.double().abs() * (1.1 + terms.detach())
-    size = values_and_gradients(reference, absolute, slope, dstate.double().abs(), **options)
+    size = values_and_gradients(reference, absolute, slope, **options)
     added = {"weight": b * s, "bias": b * s}
     eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
     for name, value in want.items():
         assert got[name].dtype == x.dtype
         m = added.get(name, k) + k + 8
-        rounded = 2 * size[name].abs() if name in ("x", "initial_state") else value.abs()
-        limit = torch.finfo(x.dtype).eps * rounded + m * eps * 1.1 * size[name].abs()
+        limit = torch.finfo(x.dtype).eps * value.abs() + m * eps * 1.1 * size[name].abs()
         assert ((got[name].double() - value).abs() <= limit).all(), name
 
 
@@ -88,17 +82,15 @@ def check_against_reference(inputs, seq_idx, activation, seed=1):
     activation=st.sampled_from(["silu", None]),
     borders=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 40)), max_size=12),
     block=st.sampled_from([1, 32, 2**18]),
-    optional=st.tuples(st.booleans(), st.booleans()),
+    with_bias=st.booleans(),
     cutting=st.booleans(),
     seed=st.integers(0, 2**20),
 )
-def test_fast_is_the_reference(s, b, c, k, dtype, activation, borders, block, optional, cutting, seed):
+def test_fast_is_the_reference(s, b, c, k, dtype, activation, borders, block, with_bias, cutting, seed):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(conv.BLOCK_ELEMENTS, "cpu", block)
         patch.setattr(conv, "CUTTING", {"cpu"} if cutting else {})
-        inputs = make_inputs(
-            b, s, c, k, dtype=dtype, seed=seed, with_state=optional[0], with_bias=optional[1]
-        )
+        inputs = make_inputs(b, s, c, k, dtype=dtype, seed=seed, with_bias=with_bias)
         check_against_reference(inputs, make_documents(b, s, borders) if borders else None, activation)
 
 
@@ -113,7 +105,7 @@ def test_formula_written_out():
     inputs = {n: v.detach() for n, v in make_inputs(2, 6, 3, 4, dtype=torch.float64).items()}
     seq_idx = make_documents(2, 6, [(0, 1), (0, 2), (1, 5)])
     for form in (conv.causal_conv1d, conv.causal_conv1d_reference):
-        y, last = convolve(form, inputs, seq_idx=seq_idx, return_final_state=True)
+        y = convolve(form, inputs, seq_idx=seq_idx)
         for row in range(2):
             for t in range(6):
                 value = inputs["bias"].clone()
@@ -121,36 +113,16 @@ def test_formula_written_out():
                     tap = inputs["weight"][:, 0, 3 - lag]
                     if t - lag >= 0 and seq_idx[row, t - lag] == seq_idx[row, t]:
                         value += tap * inputs["x"][row, t - lag]
-                    if t - lag < 0 and seq_idx[row, t] == 0:
-                        value += tap * inputs["initial_state"][row, t - lag]
                 torch.testing.assert_close(y[row, t], value * torch.sigmoid(value))
-        torch.testing.assert_close(last[0], inputs["x"][0, 3:])
-        torch.testing.assert_close(last[1], inputs["x"][1, 3:] * torch.tensor([[0.0], [0.0], [1.0]]))
 
 
 def test_against_torch_conv1d():
     """An independent implementation: grouped conv1d with padding on the left."""
-    inputs = make_inputs(2, 50, 8, 4, with_state=False)
+    inputs = make_inputs(2, 50, 8, 4)
     got = convolve(conv.causal_conv1d, inputs)
     padded = torch.nn.functional.pad(inputs["x"].transpose(1, 2), (3, 0))
     want = torch.nn.functional.conv1d(padded, inputs["weight"], inputs["bias"], groups=8).transpose(1, 2)
     torch.testing.assert_close(got, torch.nn.functional.silu(want))
-
-
-@pytest.mark.parametrize("cut", [1, 2, 3, 10, 19])
-def test_state_carries_over(cut):
-    """Two halves, or single steps, give the whole sequence, even if a part is shorter than the state."""
-    inputs = {n: v.detach() for n, v in make_inputs(2, 20, 5, 4, dtype=torch.float64).items()}
-    whole, last = convolve(conv.causal_conv1d, inputs, return_final_state=True)
-    start = inputs | {"x": inputs["x"][:, :cut]}
-    first, state = convolve(conv.causal_conv1d, start, return_final_state=True)
-    rest = inputs | {"x": inputs["x"][:, cut:], "initial_state": state}
-    torch.testing.assert_close(torch.cat([first, convolve(conv.causal_conv1d, rest)], 1), whole)
-    for t in range(cut, 20):
-        token = inputs | {"x": inputs["x"][:, t : t + 1], "initial_state": state}
-        y, state = convolve(conv.causal_conv1d, token, return_final_state=True)
-        torch.testing.assert_close(y[:, 0], whole[:, t])
-    torch.testing.assert_close(state, last)
 
 
 @pytest.mark.parametrize("cutting", [{"cpu"}, {}], ids=["pieces", "masks"])
@@ -180,7 +152,7 @@ def test_gradcheck(monkeypatch, documents, block):
 
     def function(*tensors):
         given = dict(zip(NAMES, tensors, strict=True))
-        return convolve(conv.causal_conv1d, given, seq_idx=seq_idx, return_final_state=True)
+        return convolve(conv.causal_conv1d, given, seq_idx=seq_idx)
 
     assert torch.autograd.gradcheck(function, tuple(inputs.values()))
 
@@ -215,7 +187,6 @@ def test_saves_inputs_only():
     [
         ({"weight": torch.zeros(4, 1, 4)}, r"weight \(4, 1, 4\).*c=3"),
         ({"bias": torch.zeros(4)}, r"bias has shape \(4,\)"),
-        ({"initial_state": torch.zeros(2, 4, 3)}, r"initial_state has shape \(2, 4, 3\).*\(2, 3, 3\)"),
         ({"x": torch.zeros(2, 0, 3)}, "at least one token"),
     ],
 )

@@ -26,6 +26,7 @@ from megatron_nemotron3.precision.table import (
     kind_of,
     tail,
 )
+from tests.docs.pages import published_recipe
 
 CONFIGS = [models.get(name + size) for name in models.names() for size in ("", "-tiny")]
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "formats.md"
@@ -127,7 +128,7 @@ def test_the_command_prints_it() -> None:
 
 @pytest.mark.parametrize("config", [models.SUPER, models.ULTRA], ids=lambda c: c.name)
 def test_the_page_shows_it(config: models.Nemotron3Config) -> None:
-    assert command.markdown(config) in PAGE.read_text(), "see precision.command.markdown"
+    assert published_recipe(config) in PAGE.read_text()
 
 
 def test_flags_come_from_it() -> None:

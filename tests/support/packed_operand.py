@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_nemotron3.precision.numerics import e2m1, e4m3
-from megatron_nemotron3.precision.numerics.grid import E2M1
+from megatron_nemotron3.precision.numerics.grid import E2M1, draw
 from megatron_nemotron3.precision.quantizer import Amax, _block_scales, _largest, prepare
 from megatron_nemotron3.precision.recipe import MatmulRecipe, Spec, recipe
 from megatron_nemotron3.precision.scales import mxfp8_exponents, mxfp8_scales, nvfp4_steps
@@ -70,7 +70,8 @@ def quantize(
     scaled = elements * encode
     if spec.stochastic:
         scratch = torch.empty_like(scaled)
-        E2M1.round_stochastic_(scaled, scratch, torch.empty_like(scaled), generator)
+        drawn = draw(scratch.view(-1)[: scaled.numel() // 2], generator)
+        E2M1.round_stochastic_(scaled, scratch, torch.empty_like(scaled), drawn)
     if spec.axis == -2:
         scaled, bits = scaled.mT, bits.mT.contiguous()
         if whole is not None and whole.ndim > 1:

@@ -120,15 +120,14 @@ def train(output: Path, text: Path, *words: str) -> str:
 
 @pytest.mark.full
 def test_from_the_command_line(tmp_path: Path) -> None:
-    """Emulated and plain: file, picture and table are there, and losses are those of a run without."""
+    """Emulated and plain: file and table are there, and losses are those of a run without."""
     text = tmp_path / "text.txt"
     text.write_text("\n".join(f"{n} times {n} is {n * n}." for n in range(3000)))
     for name, words in (("emulated", ["--precision", "nvfp4", "--emulate"]), ("plain", [])):
         folder = tmp_path / name
         printed = train(folder, text, *words, "--log-precision")
         assert "precision at iteration 3 (2 measured from 1 on)" in printed
-        assert "weight gradients exactly zero: " in printed and "precision plot" in printed
-        assert (folder / report.PICTURE).read_bytes().startswith(b"\x89PNG")
+        assert "weight gradients exactly zero: " in printed
         rows = report.read(folder)
         assert {(row.module, row.format) for row in rows} >= {
             ("mixer.in_proj", "nvfp4"),

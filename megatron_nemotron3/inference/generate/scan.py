@@ -172,7 +172,7 @@ class Recurrence:
             taken = window.unfold(1, kernel, 1).transpose(2, 3)  # [b, n, kernel, channels], a view
             u = F.silu((taken * self.taps).sum(2).add_(self.bias), inplace=True)
         else:
-            u = causal_conv1d(inputs.float(), self.taps.t(), self.bias, initial_state=state.window.float())
+            u = causal_conv1d(window.float(), self.taps.t(), self.bias)[:, kernel - 1 :]
         x, B, C = u.split_with_sizes(self.parts, 2)
         x, B, C = x.view(b, n, h, -1), B.view(b, n, g, -1), C.view(b, n, g, -1)
         dt = F.softplus(dt.float() + self.dt_bias).view(b, n, h)

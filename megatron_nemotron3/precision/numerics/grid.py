@@ -44,24 +44,25 @@ class ValueGrid:
         return self._nearest(x, scratch)
 
     def round_stochastic_(
-        self,
-        x: torch.Tensor,
-        scratch: torch.Tensor,
-        noise: torch.Tensor,
-        generator: torch.Generator | None = None,
+        self, x: torch.Tensor, scratch: torch.Tensor, noise: torch.Tensor, bits: torch.Tensor
     ) -> torch.Tensor:
         """Replace x by one of its two neighbors, the upper one with probability (x - lower) / spacing.
 
         The expected value is x wherever |x| <= max. Probabilities have 15 bits. Values of the format stay.
+        `bits`: of `draw`; they may lie in `scratch`.
         """
-        # One 64-bit draw serves four elements, because the generator is the expensive part on a CPU.
-        bits = scratch.view(-1)[: x.numel() // 2].view(torch.int64)
-        bits.random_(-(2**63), None, generator=generator)
-        # Odd numbers are never exactly half a spacing, which would move values that need no rounding.
-        noise.view(-1).copy_(bits.bitwise_or_(_ODD).view(torch.int16))
+        noise.view(-1).copy_(bits.view(torch.int16))
         self._powers(x, scratch)
         x.addcmul_(scratch, noise, value=2.0 ** -(16 + self.mantissa))
         return self._nearest(x, scratch)
+
+
+def draw(memory: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+    """Random bits in `memory`, which is FP32 and has half as many elements as there are to be rounded."""
+    # One 64-bit draw serves four elements, because the generator is the expensive part on a CPU.
+    bits = memory.view(torch.int64)
+    # Odd numbers are never exactly half a spacing, which would move values that need no rounding.
+    return bits.random_(-(2**63), None, generator=generator).bitwise_or_(_ODD)
 
 
 #: The 4-bit element of NVFP4, `e2m1.MAGNITUDES`.

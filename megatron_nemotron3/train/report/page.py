@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -196,16 +195,6 @@ def monitors(facts: Facts) -> Iterator[Picture]:
         yield _picture(title, lambda axes, k=kind, s=series: watch.draw_panel(axes, k, s))
 
 
-def quantization(facts: Facts) -> Picture | None:
-    """The heat maps of the precision report."""
-    if not facts.precision:
-        return None
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / precision.PICTURE
-        precision.plot(facts.precision, path, facts.title)
-        return Picture("Precision", _address("png", path.read_bytes()))
-
-
 def _line(title: str, unit: str, points: Points) -> Picture:
     def draw(axes: Any) -> None:
         log.draw(axes, {title: points}, unit)
@@ -219,11 +208,8 @@ def _picture(title: str, draw: Any) -> Picture:
         draw(axes)
         axes.set_title("")  # the page has it
 
-    return Picture(title, _address("svg+xml", plots.svg(panel).encode()))
-
-
-def _address(kind: str, data: bytes) -> str:
-    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+    data = base64.b64encode(plots.svg(panel).encode()).decode()
+    return Picture(title, f"data:image/svg+xml;base64,{data}")
 
 
 def render(**values: Any) -> str:

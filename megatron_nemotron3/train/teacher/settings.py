@@ -171,18 +171,5 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, metavar=metavar, help=what, action="append", default=[])
 
 
-def split_options(words: Sequence[str], options: argparse.Namespace) -> tuple[list[str], OptionValues]:
-    """Take both options out of a script's arguments; their values come after those of `add_options`."""
-    found = {TEACHER: list(options.nemotron3_teacher), HOW: list(options.nemotron3_distill)}
-    kept, rest = [], iter(words)
-    for word in rest:
-        name, equals, value = word.partition("=")
-        if name in found:
-            found[name].append(value if equals else next(rest, ""))
-        else:
-            kept.append(word)
-    return kept, (tuple(found[TEACHER]), tuple(found[HOW]))
-
-
 #: Value of NEMOTRON3_DISTILL as it is now, for entry points. Raises ValueError as `parse` does.
 in_environment = EnvironmentSetting[Distillations](DISTILL, parse).read

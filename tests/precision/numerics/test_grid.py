@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_nemotron3.precision.numerics import e2m1, e4m3
-from megatron_nemotron3.precision.numerics.grid import E2M1, E4M3, ValueGrid
+from megatron_nemotron3.precision.numerics.grid import E2M1, E4M3, ValueGrid, draw
 
 FORMATS = pytest.mark.parametrize(("grid", "codes"), [(E2M1, e2m1), (E4M3, e4m3)], ids=["e2m1", "e4m3"])
 
@@ -45,7 +45,8 @@ def test_tables_hold_the_grid(grid: ValueGrid, codes) -> None:
 
 def _draw(grid: ValueGrid, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     x = x.clone()
-    return grid.round_stochastic_(x, torch.empty_like(x), torch.empty_like(x), generator)
+    bits = draw(torch.empty(x.numel() // 2), generator)
+    return grid.round_stochastic_(x, torch.empty_like(x), torch.empty_like(x), bits)
 
 
 @FORMATS
