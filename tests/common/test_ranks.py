@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from torch import cuda
+
 from megatron_nemotron3.common.ranks import server
 from megatron_nemotron3.proof.certify.ranks import PRELOAD, run_fresh
 
@@ -18,7 +20,9 @@ def test_ranks_inherit_what_is_imported_and_the_environment_stays() -> None:
     server(PRELOAD)
     assert dict(os.environ) == before
     imported, frozen = run_fresh(eval, "set(__import__('sys').modules), __import__('gc').get_freeze_count()")
-    assert set(PRELOAD) - imported <= {"megatron.bridge"} and frozen > 100_000
+    assert {*PRELOAD, "megatron.training"} - imported <= {"megatron.bridge"} and frozen > 100_000
+    assert "torch._dynamo" in imported
+    assert cuda.is_available() or "torch._inductor.compile_fx" not in imported
     assert run_fresh(eval, "__import__('os').environ.get('PYTHONSAFEPATH')") == before.get("PYTHONSAFEPATH")
 
 

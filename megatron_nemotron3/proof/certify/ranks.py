@@ -17,7 +17,7 @@ from megatron_nemotron3.common.ranks import Call, environment_kept, gloo_world, 
 
 #: What the server imports that ranks are forked from; what these import is not named.
 PRELOAD = [
-    "megatron.training",
+    "megatron_nemotron3.cpu.preload",  # megatron.training
     "megatron.core.models.mimo.optimizer",
     "megatron.core.tokenizers.text",
     "megatron.bridge",
