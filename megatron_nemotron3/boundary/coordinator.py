@@ -301,11 +301,6 @@ class Coordinator:
                 f"{edge.name}: rows are {tensor.dtype}, agreed is {edge.dtype}: set config.pipeline_dtype to "
                 "the dtype of the encoders' output, or cast it"
             )
-        if edge.frozen and tensor.requires_grad:
-            self.failure.fail(
-                f"{edge.name}: {edge.source_name} is frozen, but its output requires a gradient: take it out "
-                "of frozen=, or run the module under torch.no_grad()"
-            )
         return edge.to_rows(tensor)
 
     def _plan(

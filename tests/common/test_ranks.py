@@ -10,7 +10,8 @@ from pathlib import Path
 from torch import cuda
 
 from megatron_nemotron3.common.ranks import server
-from megatron_nemotron3.proof.certify.ranks import PRELOAD, run_fresh
+from megatron_nemotron3.proof.certify.ranks import PRELOAD
+from tests.support.distributed import run_fresh
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,9 +34,9 @@ def test_another_copy_in_the_working_directory_is_not_imported(tmp_path: Path) -
     script.parent.mkdir()
     script.write_text(
         "if __name__ == '__main__':\n"
-        "    from megatron_nemotron3.proof.certify import ranks\n"
-        "    ranks.PRELOAD[:] = ['megatron_nemotron3']\n"  # light
-        "    print(ranks.run_fresh(eval, \"__import__('megatron_nemotron3').__file__\", timeout=60))\n"
+        "    from megatron_nemotron3.common.ranks import Call, run_ranks\n"
+        "    call = Call(eval, (\"__import__('megatron_nemotron3').__file__\",))\n"
+        "    print(*run_ranks(call, 1, timeout=60, preload=['megatron_nemotron3']))\n"  # light
     )
     done = subprocess.run(
         [sys.executable, str(script)],

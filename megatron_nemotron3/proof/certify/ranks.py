@@ -64,14 +64,6 @@ def run_distributed(
         return run_ranks(Call(function, args, inside), world_size, timeout=timeout, preload=PRELOAD)
 
 
-def run_fresh(function: Callable[..., Any], *args: Any, timeout: float = 120) -> Any:
-    """Call `function(*args)` in a process of its own that has imported Megatron and nothing else.
-
-    As `run_distributed`, without CPU mode and without a world.
-    """
-    return run_ranks(Call(function, args), 1, timeout=timeout, preload=PRELOAD)[0]
-
-
 @contextmanager
 def _world(store: str, timeout: float) -> Iterator[None]:
     """Be one rank: CPU mode and process group; afterwards none of it is left."""

@@ -9,8 +9,8 @@ from megatron_nemotron3 import build_model, cpu_mode
 from megatron_nemotron3.launch import Launch, ParallelLayout, flags, to_argv
 from megatron_nemotron3.launch.plan.flops import model_operations, step_flops, stock_differences
 from megatron_nemotron3.models import get, names, tiny
-from megatron_nemotron3.proof.certify.ranks import run_fresh
 from megatron_nemotron3.train.build import megatron_args
+from tests.support.distributed import run_fresh
 
 LENGTH = 128
 #: Not matrix products, or (scores on a CPU) products that torch's counter does not know.
