@@ -24,9 +24,8 @@ from megatron_nemotron3.boundary.agreement import (
 )
 from megatron_nemotron3.boundary.edge import Edge
 from megatron_nemotron3.boundary.exchange import Pending, RankTransfer, RowKind, exchange, wait_for
-from megatron_nemotron3.boundary.failure import Failure, by_value
 from megatron_nemotron3.boundary.feed import FeedStream, Microbatch
-from megatron_nemotron3.boundary.groups import Groups
+from megatron_nemotron3.boundary.groups import Failure, Groups, by_value
 from megatron_nemotron3.boundary.plan import TransferPlan
 
 _numbers = itertools.count()
