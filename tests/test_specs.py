@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed, run_fresh
+from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
+from tests.support.distributed import run_fresh
 from tests.support.models import build_hybrid
 
 ROOT = Path(__file__).parents[1]

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_nemotron3.boundary.failure import BoundaryError, Failure, by_value
-from megatron_nemotron3.boundary.groups import Groups
+from megatron_nemotron3.boundary.groups import BoundaryError, Failure, Groups, by_value
 
 #: A dtype is sent as its index.
 DTYPES = (

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_nemotron3.boundary.coordinator import Coordinator
 from megatron_nemotron3.boundary.edge import Edge
-from megatron_nemotron3.boundary.failure import BoundaryError
+from megatron_nemotron3.boundary.groups import BoundaryError
 from megatron_nemotron3.boundary.layout import Layout
 
 

@@ -27,9 +27,8 @@ from megatron_nemotron3.boundary.agreement import (
     share_counts,
 )
 from megatron_nemotron3.boundary.exchange import Indexed, RowKind, contiguous, copy, messages_by_peer
-from megatron_nemotron3.boundary.failure import Failure
 from megatron_nemotron3.boundary.feed import Microbatch
-from megatron_nemotron3.boundary.groups import Groups
+from megatron_nemotron3.boundary.groups import Failure, Groups
 from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.boundary.plan import TransferPlan
 

@@ -24,9 +24,8 @@ from megatron_nemotron3.boundary.agreement import (
 )
 from megatron_nemotron3.boundary.edge import Edge
 from megatron_nemotron3.boundary.exchange import Pending, RankTransfer, RowKind, exchange, wait_for
-from megatron_nemotron3.boundary.failure import Failure, by_value
 from megatron_nemotron3.boundary.feed import FeedStream, Microbatch
-from megatron_nemotron3.boundary.groups import Groups
+from megatron_nemotron3.boundary.groups import Failure, Groups, by_value
 from megatron_nemotron3.boundary.plan import TransferPlan
 
 _numbers = itertools.count()
@@ -300,11 +299,6 @@ class Coordinator:
             self.failure.fail(
                 f"{edge.name}: rows are {tensor.dtype}, agreed is {edge.dtype}: set config.pipeline_dtype to "
                 "the dtype of the encoders' output, or cast it"
-            )
-        if edge.frozen and tensor.requires_grad:
-            self.failure.fail(
-                f"{edge.name}: {edge.source_name} is frozen, but its output requires a gradient: take it out "
-                "of frozen=, or run the module under torch.no_grad()"
             )
         return edge.to_rows(tensor)
 

@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_nemotron3.boundary.failure import Failure
-from megatron_nemotron3.boundary.groups import Groups
+from megatron_nemotron3.boundary.groups import Failure, Groups
 from megatron_nemotron3.boundary.plan import Message, RowPiece, TransferPlan
 
 #: Messages between two ranks are sent as one buffer if they are at most this long together.

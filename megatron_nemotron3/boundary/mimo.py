@@ -26,8 +26,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP1
 
 from megatron_nemotron3.boundary.colocated import ColocatedBridge, ModalityRows, communicate
 from megatron_nemotron3.boundary.decoder_input import RankShard, build_decoder_input, place_rows
-from megatron_nemotron3.boundary.failure import CURE, BoundaryError, Failure
 from megatron_nemotron3.boundary.feed import Microbatch, RowFeed
+from megatron_nemotron3.boundary.groups import CURE, BoundaryError, Failure
 from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.boundary.multimodule import BoundaryCommunicator
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from megatron_nemotron3.boundary.bridge import Bridge, dimensions
 from megatron_nemotron3.boundary.coordinator import Coordinator, require_same_edges
 from megatron_nemotron3.boundary.edge import Edge
-from megatron_nemotron3.boundary.failure import BoundaryError, Failure
 from megatron_nemotron3.boundary.feed import FeedStream, RowFeed
+from megatron_nemotron3.boundary.groups import BoundaryError, Failure
 from megatron_nemotron3.boundary.layout import Layout
 
 Layouts = Mapping[str, Layout]

@@ -21,9 +21,7 @@ NEED_TE = ("megatron.bridge.peft.lora_layers",)
 
 
 def _empty(name: str) -> type:
-    return type(
-        name, (), {"__doc__": "Placeholder for a class of TransformerEngine, which is not installed."}
-    )
+    return type(name, (), {"__doc__": "Placeholder for a class of TransformerEngine, which is missing."})
 
 
 #: What these modules name when they are imported, and in isinstance checks.

@@ -30,18 +30,19 @@ def _about_cpu_rng(record: logging.LogRecord) -> bool:
     return "CPU RNG state changed" not in record.getMessage()
 
 
-@contextmanager
-def _no_compiler() -> Iterator[None]:
-    """Without a GPU, import without `torch.compile`: loading its compiler is a third of Megatron's import."""
+def import_megatron(module: str) -> None:
+    """Import it, without a GPU without `torch.compile`: a fifth of Megatron's import is the compiler."""
     import torch
 
     original = torch.compile
     if not torch.cuda.is_available():
         torch.compile = torch_names.uncompiled
     try:
-        yield
+        importlib.import_module(module)
     finally:
         torch.compile = original
+    # Optimizers import it, and it looks up functions of torch by identity, which `cpu_mode` replaces.
+    importlib.import_module("torch._dynamo")
 
 
 @contextmanager
@@ -61,10 +62,7 @@ def cpu_mode(announce: Callable[[str], None] = lambda message: None) -> Iterator
 
     with ExitStack() as stack:
         # Imported first, so that Megatron binds the originals at import: its bindings outlive the block.
-        with _no_compiler():
-            importlib.import_module("megatron.core")
-        # Optimizers import it, and it looks up functions of torch by identity, which are replaced below.
-        importlib.import_module("torch._dynamo")
+        import_megatron("megatron.core")
         # torch caches the functions that `with torch.device(…)` concerns, in its first use.
         with torch.device("cpu"):
             torch.empty(0)

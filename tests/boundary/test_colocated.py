@@ -303,7 +303,7 @@ def failing(kind: str) -> tuple[str, float]:
     """(the error, seconds until it was raised) where rank 1 does something wrong."""
     from datetime import timedelta
 
-    from megatron_nemotron3.boundary.failure import BoundaryError
+    from megatron_nemotron3.boundary.groups import BoundaryError
 
     comm = communicator("dp=4", "tp=4", timeout=timedelta(seconds=8))
     image = images(4, 8, seed=2)

@@ -28,8 +28,7 @@ def _counted(rows_of_samples: tuple[int, ...], leader_bytes: int) -> list[dict[s
 
     from benchmarks.wire import counted
     from megatron_nemotron3.boundary.exchange import RankTransfer, RowKind
-    from megatron_nemotron3.boundary.failure import Failure
-    from megatron_nemotron3.boundary.groups import Groups
+    from megatron_nemotron3.boundary.groups import Failure, Groups
 
     rank, found = dist.get_rank(), []
     for source, destination in RELATIONS:

@@ -13,8 +13,8 @@ import torch
 
 from megatron_nemotron3.boundary.bridge import Bridge
 from megatron_nemotron3.boundary.coordinator import Coordinator
-from megatron_nemotron3.boundary.failure import BoundaryError
 from megatron_nemotron3.boundary.feed import RowFeed
+from megatron_nemotron3.boundary.groups import BoundaryError
 from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.boundary.multimodule import BoundaryCommunicator, check_modules, stage_of
 from tests.support.boundary_pipeline import Runner, Stages, World, microbatches, reference

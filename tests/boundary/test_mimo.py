@@ -216,8 +216,8 @@ def test_one_process_and_no_waiting_for_the_device() -> None:
 
 def failing(kind: str) -> str:
     """The error on this rank where rank 1 of two lacks an input, or has too much of it."""
-    from megatron_nemotron3.boundary.failure import BoundaryError
     from megatron_nemotron3.boundary.feed import describe_ids
+    from megatron_nemotron3.boundary.groups import BoundaryError
     from megatron_nemotron3.boundary.mimo import BoundaryMimoModel
     from tests.support import boundary_batches as batches
     from tests.support import boundary_omni as omni
@@ -246,7 +246,7 @@ def refused_fsdp() -> str:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from megatron_nemotron3.boundary.failure import BoundaryError
+    from megatron_nemotron3.boundary.groups import BoundaryError
     from megatron_nemotron3.boundary.mimo import BoundaryMimoModel
     from tests.support import boundary_batches as batches
     from tests.support import boundary_omni as omni

@@ -7,8 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from torch import cuda
+
 from megatron_nemotron3.common.ranks import server
-from megatron_nemotron3.proof.certify.ranks import PRELOAD, run_fresh
+from megatron_nemotron3.proof.certify.ranks import PRELOAD
+from tests.support.distributed import run_fresh
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,7 +21,9 @@ def test_ranks_inherit_what_is_imported_and_the_environment_stays() -> None:
     server(PRELOAD)
     assert dict(os.environ) == before
     imported, frozen = run_fresh(eval, "set(__import__('sys').modules), __import__('gc').get_freeze_count()")
-    assert set(PRELOAD) - imported <= {"megatron.bridge"} and frozen > 100_000
+    assert {*PRELOAD, "megatron.training"} - imported <= {"megatron.bridge"} and frozen > 100_000
+    assert "torch._dynamo" in imported
+    assert cuda.is_available() or "torch._inductor.compile_fx" not in imported
     assert run_fresh(eval, "__import__('os').environ.get('PYTHONSAFEPATH')") == before.get("PYTHONSAFEPATH")
 
 
@@ -29,9 +34,9 @@ def test_another_copy_in_the_working_directory_is_not_imported(tmp_path: Path) -
     script.parent.mkdir()
     script.write_text(
         "if __name__ == '__main__':\n"
-        "    from megatron_nemotron3.proof.certify import ranks\n"
-        "    ranks.PRELOAD[:] = ['megatron_nemotron3']\n"  # light
-        "    print(ranks.run_fresh(eval, \"__import__('megatron_nemotron3').__file__\", timeout=60))\n"
+        "    from megatron_nemotron3.common.ranks import Call, run_ranks\n"
+        "    call = Call(eval, (\"__import__('megatron_nemotron3').__file__\",))\n"
+        "    print(*run_ranks(call, 1, timeout=60, preload=['megatron_nemotron3']))\n"  # light
     )
     done = subprocess.run(
         [sys.executable, str(script)],

@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-from megatron_nemotron3.proof.certify.ranks import run_fresh
+from tests.support.distributed import run_fresh
 
 
 def plain(value: Any) -> Any:

@@ -13,8 +13,8 @@ from megatron_nemotron3.checkpoints.convert.megatron_args import args_of
 from megatron_nemotron3.checkpoints.state import stored_state
 from megatron_nemotron3.launch import stored_model
 from megatron_nemotron3.launch.explain import Explanation, explain_command, explain_nearest
-from megatron_nemotron3.proof.certify.ranks import run_fresh
 from tests.checkpoints.convert.test_megatron_args import release
+from tests.support.distributed import run_fresh
 
 LINE = "torchrun pretrain_hybrid.py --bf16 --use-checkpoint-args --num-experts 999 --hidden-size 77 --swiglu"
 

@@ -1,9 +1,10 @@
-"""Our launcher on several ranks, as torchrun would start it. Needs torch and megatron-core."""
+"""Functions in a process that has imported Megatron, and our launcher on ranks, as torchrun starts it."""
 
 from __future__ import annotations
 
 import io
 import os
+from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
 from typing import Any
 from unittest import mock
@@ -11,6 +12,14 @@ from unittest import mock
 from megatron_nemotron3.common.ranks import Call, free_port, run_ranks
 from megatron_nemotron3.cpu.async_save import forked_results
 from megatron_nemotron3.proof.certify.ranks import PRELOAD
+
+
+def run_fresh(function: Callable[..., Any], *args: Any, timeout: float = 120) -> Any:
+    """Call `function(*args)` in a process of its own that has imported Megatron and nothing else.
+
+    As `run_distributed`, without CPU mode and without a world.
+    """
+    return run_ranks(Call(function, args), 1, timeout=timeout, preload=PRELOAD)[0]
 
 
 def run_launcher(argv: list[str], world_size: int, timeout: float = 120, *, inside: Any = nullcontext) -> str:

@@ -13,9 +13,8 @@ from subprocess import CompletedProcess
 from unittest import mock
 
 from megatron_nemotron3.common.ranks import RANK_VARIABLES
-from megatron_nemotron3.proof.certify.ranks import run_fresh
 from megatron_nemotron3.train.processes import Watcher
-from tests.support.distributed import run_launcher
+from tests.support.distributed import run_fresh, run_launcher
 
 
 def run_python(words: Sequence[str], folder: Path, timeout: float = 240, **env: str) -> CompletedProcess[str]:

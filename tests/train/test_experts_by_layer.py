@@ -101,7 +101,7 @@ def test_another_table_does_not_load(
     words = _argv(ParallelLayout(), *WORDS, load=str(folder))
     at = words.index(WORDS[0])
     words[at + 1 : at + 3] = spec
-    code, _, err = ranks.run_fresh(_main, words)
+    code, _, err = distributed.run_fresh(_main, words)
     assert code == 2 and len(err.splitlines()) == 1
     assert f"--spec {' '.join(spec)} builds" in err and said in err
     assert "iter_0000002 of --load was trained with layers of experts (width:top-k) 32:2 96:5 64:3" in err

@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_nemotron3.boundary.failure import BoundaryError, Failure
-from megatron_nemotron3.boundary.groups import Groups
+from megatron_nemotron3.boundary.groups import BoundaryError, Failure, Groups
 from megatron_nemotron3.inference.refit.held import check_source, check_target, serving_parameters
 from megatron_nemotron3.inference.refit.packer import PackedSource
 from megatron_nemotron3.inference.refit.parts import (

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.launch.flag import to_argv
 from megatron_nemotron3.launch.launch import Launch
 from megatron_nemotron3.precision.census import Ambient
@@ -77,11 +76,11 @@ def build_whole(arguments: Sequence[str], ambient: Ambient) -> tuple[Counter[str
     from megatron.training.argument_utils import hybrid_config_from_args
 
     from megatron_nemotron3.precision import census as real
-    from megatron_nemotron3.proof.certify.world import initialize_layout
+    from megatron_nemotron3.proof.certify.ranks import initialize
     from megatron_nemotron3.train.build import megatron_args
 
     args = megatron_args(arguments, 1)
-    initialize_layout(ParallelLayout())
+    initialize()
     config = hybrid_config_from_args(args)
     file = real.recipe_of(config.transformer)
     config.transformer.quant_recipe = None  # our torch linears refuse one that they would not follow

@@ -17,7 +17,7 @@ from megatron_nemotron3.common.ranks import Call, environment_kept, gloo_world, 
 
 #: What the server imports that ranks are forked from; what these import is not named.
 PRELOAD = [
-    "megatron.training",
+    "megatron_nemotron3.cpu.preload",  # megatron.training
     "megatron.core.models.mimo.optimizer",
     "megatron.core.tokenizers.text",
     "megatron.bridge",
@@ -62,14 +62,6 @@ def run_distributed(
                 with inside():
                     return [function(*args)]
         return run_ranks(Call(function, args, inside), world_size, timeout=timeout, preload=PRELOAD)
-
-
-def run_fresh(function: Callable[..., Any], *args: Any, timeout: float = 120) -> Any:
-    """Call `function(*args)` in a process of its own that has imported Megatron and nothing else.
-
-    As `run_distributed`, without CPU mode and without a world.
-    """
-    return run_ranks(Call(function, args), 1, timeout=timeout, preload=PRELOAD)[0]
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.launch.boosting import Boost
 from megatron_nemotron3.models.lora import LoRASettings, adding_lora
 from megatron_nemotron3.proof.certify.case import Batch, TrainingCase
@@ -130,15 +129,6 @@ def global_batch(case: TrainingCase, step: int) -> dict[str, Tensor]:
     }
 
 
-def initialize_layout(layout: ParallelLayout, optimizer_instances: int = 1) -> None:
-    """Megatron's groups of a layout."""
-    vpp = layout.vpp if layout.vpp > 1 else None
-    initialize(
-        tp=layout.tp, pp=layout.pp, ep=layout.ep, etp=layout.etp, cp=layout.cp, vpp=vpp,
-        optimizer_instances=optimizer_instances,
-    )  # fmt: skip
-
-
 def build(case: TrainingCase, weights: Tensors | None = None) -> tuple[list[Any], Any]:
     """Groups, this rank's chunks wrapped as the stock training loop wraps them, and its arguments."""
     from megatron_nemotron3.train.build import megatron_args
@@ -146,7 +136,9 @@ def build(case: TrainingCase, weights: Tensors | None = None) -> tuple[list[Any]
     if case.fault is not None:
         case.fault()
     args = megatron_args(case.argv(), case.layout.world_size)
-    initialize_layout(case.layout, args.num_distributed_optimizer_instances)
+    sizes = {name: getattr(case.layout, name) for name in ("tp", "pp", "ep", "etp", "cp")}
+    vpp = case.layout.vpp if case.layout.vpp > 1 else None
+    initialize(**sizes, vpp=vpp, optimizer_instances=args.num_distributed_optimizer_instances)
     if args.vocab_size is None:
         args.vocab_size = case.config.vocab_size
     return wrapped(case, args, weights), args

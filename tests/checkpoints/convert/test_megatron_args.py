@@ -23,9 +23,9 @@ from megatron_nemotron3.checkpoints.write import COMMON_OBJECT, CONFIG_TEXT, obj
 from megatron_nemotron3.launch import Flag, Launch, flags, smoke, to_argv
 from megatron_nemotron3.models import Nemotron3Config, get, tiny
 from megatron_nemotron3.models.stack_specs import ARGUMENT
-from megatron_nemotron3.proof.certify.ranks import run_fresh
 from tests.support.checkpoint_writer import index_bytes
 from tests.support.convert_models import DISTINCT, GOLDEN, random_config
+from tests.support.distributed import run_fresh
 from tests.support.megatron_tensors import megatron_tensors
 
 CATALOG = [get(name) for name in models.names()]

@@ -10,8 +10,8 @@ from megatron_nemotron3.launch import Launch, ParallelLayout, flags, to_argv
 from megatron_nemotron3.launch.plan.flops import layer_operations, model_operations, step_flops
 from megatron_nemotron3.models import Nemotron3Config, get, names, tiny
 from megatron_nemotron3.models.parameters import weightless_flops
-from megatron_nemotron3.proof.certify.ranks import run_fresh
 from megatron_nemotron3.train.build import megatron_args
+from tests.support.distributed import run_fresh
 
 LENGTH = 128
 #: Not matrix products, or (scores on a CPU) products that torch's counter does not know.
