@@ -13,8 +13,11 @@ import time
 from collections.abc import Callable
 
 
-class ChildError(OSError):
-    """The machine has no process or memory for a child: nothing is known about the work."""
+class ChildError(Exception):
+    """The machine has no process or memory for a child: nothing is known about the work.
+
+    Not an OSError or a ValueError, which many callers take for a verdict on a file, and go on.
+    """
 
 
 def in_child(work: Callable[[], object], *, memory: int, seconds: int) -> str:
@@ -35,7 +38,7 @@ def in_child(work: Callable[[], object], *, memory: int, seconds: int) -> str:
         end = mmap.mmap(-1, 1)
         child = _fork()
     except OSError as problem:
-        raise ChildError(problem.errno, f"no process to try a pickle in: {problem.strerror}") from None
+        raise ChildError(f"no process to try a pickle in: {problem.strerror}") from None
     if child == 0:
         try:
             gc.disable()  # garbage of the parent is not collected here

@@ -125,10 +125,13 @@ def find_origin(checkpoint: Path, run: Path | None, arguments: Mapping[str, Any]
     return None
 
 
-def keep_origin(source: Path, run: Path) -> None:
-    """Copy what is kept of the Hugging Face folder that `source`, a checkpoint, comes from into a run."""
+def keep_origin(source: Path, run: Path) -> list[str]:
+    """Copy what is kept of the Hugging Face folder that `source`, a checkpoint, comes from into a run.
+
+    Returns lines to print.
+    """
     shutil.rmtree(run / HUGGING_FACE, ignore_errors=True)
-    with contextlib.suppress(ValueError, OSError):
+    try:
         found = locate_one(source)
         origin = find_origin(found.folder, found.run, read_arguments(found.folder))
         if origin is not None:
@@ -139,6 +142,9 @@ def keep_origin(source: Path, run: Path) -> None:
             for name, data in files.items():
                 (partial / name).write_bytes(data)
             partial.rename(run / HUGGING_FACE)
+    except (ValueError, OSError) as problem:
+        return [f"not kept: config.json and tokenizer of the model that {source} comes from: {problem}"]
+    return []
 
 
 def prepared_data(run: Path | None, arguments: Mapping[str, Any]) -> Path | None:
