@@ -144,7 +144,6 @@ def _check_hugging_face(folder: Path, full: bool, workers: int) -> int:
 def _check_all(folder: Path, found: list[int], full: bool, workers: int) -> list[str]:
     problems: list[str] = []
     named, writer = None, holder(folder)
-    states: dict[int | str, str] = {}
     try:
         named = read_tracker(folder, 0.0 if writer is None else SAVING)
     except ValueError as problem:
@@ -157,7 +156,6 @@ def _check_all(folder: Path, found: list[int], full: bool, workers: int) -> list
         verdict = check_structure(path)
         newer = not isinstance(named, int) or (isinstance(which, int) and which > named)
         state, found_here = str(verdict.state), [shown(problem) for problem in verdict.problems]
-        states[which] = state
         text = state + "".join(f": {problem}" for problem in found_here[:1])
         if writer is not None and newer and state in ("unfinished", "damaged"):
             state, found_here, text = "being written", [], f"is being written by {writer}"
@@ -165,11 +163,8 @@ def _check_all(folder: Path, found: list[int], full: bool, workers: int) -> list
         if state == "damaged":
             problems += verdict.problems
     if named is None:
-        if not problems and states and writer is None:
-            cure = _tracker_cure(folder)
-            if not found and states[RELEASE] == "complete":
-                cure = f"; write {RELEASE} into it"
-            problems.append(f"{folder / TRACKER}: the file is missing{cure}")
+        if not problems and names and writer is None:
+            problems.append(f"{folder / TRACKER}: the file is missing{_tracker_cure(folder)}")
         return problems
     say(f"{TRACKER} names {named}", tracker=named, others=[])
     return problems + _check_one(checkpoint_path(folder, named), full, workers)
@@ -183,7 +178,8 @@ def _tracker_cure(folder: Path) -> str:
         fix = None
     if fix is None:
         return "; no checkpoint here is known to be complete"
-    return f"; the last complete checkpoint is iteration {fix.iteration}: write {fix.iteration} into it"
+    last = "" if fix.which == RELEASE else f"the last complete checkpoint is iteration {fix.which}: "
+    return f"; {last}write {fix.which} into it"
 
 
 def _check_one(path: Path, full: bool, workers: int) -> list[str]:
