@@ -76,9 +76,14 @@ def to_keep(opened: Checkpoint, base: Checkpoint | None) -> tuple[dict[str, byte
         files = copied_files(folder)
     except CheckpointError as problem:
         lines.append(shown(f"not kept     {problem}"))
+    return release_files(files, stated), lines
+
+
+def release_files(files: Mapping[str, bytes], stated: Mapping[str, Any] | None) -> dict[str, bytes]:
+    """Return what a release checkpoint keeps: `files`, and config.json with the keys `stated`."""
     if stated is not None:
-        files[CONFIG] = (json.dumps(dict(stated), indent=2) + "\n").encode()
-    return {f"{RELEASE}/{HUGGING_FACE}/{name}": data for name, data in files.items()}, lines
+        files = {**files, CONFIG: (json.dumps(dict(stated), indent=2) + "\n").encode()}
+    return {f"{RELEASE}/{HUGGING_FACE}/{name}": data for name, data in files.items()}
 
 
 def to_copy(reference: Path | None, opened: Checkpoint) -> tuple[dict[str, bytes], str]:

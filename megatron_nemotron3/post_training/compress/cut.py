@@ -22,8 +22,9 @@ from megatron_nemotron3.checkpoints.convert.block_configs import KEY, MTP_KEY
 from megatron_nemotron3.checkpoints.convert.config_keys import DENSE, FIELDS, LAYERS, MOE, MTP_LAYERS
 from megatron_nemotron3.checkpoints.convert.hf_folder import read_config
 from megatron_nemotron3.checkpoints.convert.job import Job, run
+from megatron_nemotron3.checkpoints.convert.omni_config import text_part
 from megatron_nemotron3.checkpoints.convert.opened import Checkpoint
-from megatron_nemotron3.checkpoints.convert.origin import copied_files
+from megatron_nemotron3.checkpoints.convert.origin import copied_files, release_files
 from megatron_nemotron3.checkpoints.convert.plan import Slices, bands, extent, whole
 from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource
 from megatron_nemotron3.checkpoints.convert.streams import BAND
@@ -140,7 +141,7 @@ def cut_job(
     options = {"model": pruned.to_json(), "layers": list(layers), "scores": scores.digest()}
     if opened.kind == "hugging face":
         files = to_hf.files(cut.tensors)
-        base = _reference(opened.folder, pruned, dtype)
+        base = _reference(read_config(opened.folder), pruned, dtype)
         copied = copied_files(opened.folder)
         small = to_hf.small_files(pruned, files, copied=copied, base=base, dtype=dtype)
         return Job(target, cut, files, stored | small, origin=about, options=options)
@@ -150,15 +151,18 @@ def cut_job(
     if tokenizer is not None:
         copied = copied_files(tokenizer)
         stored |= {f"{from_hf.RELEASE}/{TOKENIZER}/{name}": data for name, data in copied.items()}
+    if opened.origin is not None:
+        base = _reference(text_part(read_config(opened.origin, omni=True)), pruned, dtype)
+        stored |= release_files(copied_files(opened.origin), base)
     return Job(target, view, plan.files, stored | plan.small, plan.index, about, options)
 
 
-def _reference(folder: Path, pruned: Nemotron3Config, dtype: str) -> dict[str, object]:
-    """The model's config.json with the sizes of the pruned one; what says nothing of sizes stays."""
+def _reference(data: Mapping[str, Any], pruned: Nemotron3Config, dtype: str) -> dict[str, object]:
+    """A model's config.json with the sizes of the pruned one; what says nothing of sizes stays."""
     tables = (FIELDS, DENSE, MOE)
     stale = {key for table in tables for keys in table.values() for key in keys}
     stale |= {LAYERS[0], *LAYERS[1], MTP_LAYERS[0], *MTP_LAYERS[1], KEY, MTP_KEY, "quantization_config"}
-    there = {key: value for key, value in read_config(folder).items() if key not in stale}
+    there = {key: value for key, value in data.items() if key not in stale}
     return there | config_json.write(pruned, dtype=dtype)
 
 
