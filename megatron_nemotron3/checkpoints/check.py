@@ -70,7 +70,6 @@ def check_command(options: CheckOptions) -> int:
     with local(options.folder, every=True) as folder, result(options.json):
         if locate(folder).kind == "hugging face":
             return _check_hugging_face(folder, options.full, options.workers)
-        _say_notes(folder)
         return check(folder, full=options.full, workers=options.workers)
 
 
@@ -88,13 +87,13 @@ def check(folder: Path, *, full: bool = False, workers: int = 4) -> int:
     return _print_problems(_check_one(found.folder, full, workers))
 
 
-def _say_notes(folder: Path) -> None:
+def _say_notes(path: Path, verdict: Verdict) -> None:
     """Say what was lost in a Megatron checkpoint before; nothing of one that cannot be opened."""
     from megatron_nemotron3.checkpoints.convert.checkpoints import open_megatron
     from megatron_nemotron3.checkpoints.convert.opened import bias_notes, say_notes
 
     with contextlib.suppress(ValueError, OSError):
-        say_notes(bias_notes(open_megatron(folder, omni=True)))
+        say_notes(bias_notes(open_megatron(path, omni=True, verdict=verdict)))
 
 
 def _check_hugging_face(folder: Path, full: bool, workers: int) -> int:
@@ -184,6 +183,7 @@ def _tracker_cure(folder: Path) -> str:
 
 def _check_one(path: Path, full: bool, workers: int) -> list[str]:
     verdict = check_structure(path)
+    _say_notes(path, verdict)
     say(
         f"{shown(path)} {verdict.state}{_FORMATS.get(verdict.state, '')}",
         checkpoint=shown(path),

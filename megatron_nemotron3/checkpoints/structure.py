@@ -113,9 +113,12 @@ def check_structure(folder: Path) -> Verdict:
     return Verdict("damaged" if problems else "complete", problems, index)
 
 
-def complete_index(folder: Path) -> tuple[CheckpointIndex, dict[str, int]]:
-    """Return the index of a complete checkpoint, and the size of each file, which must lie in the folder."""
-    verdict = check_structure(folder)
+def complete_index(folder: Path, verdict: Verdict | None = None) -> tuple[CheckpointIndex, dict[str, int]]:
+    """Return the index of a complete checkpoint, and the size of each file, which must lie in the folder.
+
+    `verdict` is the folder's, if it has been checked.
+    """
+    verdict = check_structure(folder) if verdict is None else verdict
     if verdict.state == "complete" and verdict.index is not None:
         return verdict.index, {n: regular_file_size(folder / n, folder) for n in verdict.index.files}
     problem = verdict.problems[0] if verdict.problems else f"{folder}: not a torch_dist checkpoint"

@@ -25,14 +25,14 @@ from megatron_nemotron3.checkpoints.metadata import (
 )
 from megatron_nemotron3.checkpoints.pickles import Inert
 from megatron_nemotron3.checkpoints.read import ChunkLayouts
-from megatron_nemotron3.checkpoints.structure import complete_index
+from megatron_nemotron3.checkpoints.structure import Verdict, complete_index
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.tensors import symbol_sizes
 
 
-def open_torch_dist(folder: Path) -> tuple[FileSource, CheckpointIndex]:
+def open_torch_dist(folder: Path, verdict: Verdict | None = None) -> tuple[FileSource, CheckpointIndex]:
     """Open every tensor of a torch_dist folder, including optimizer state; also return its index."""
-    index, files = complete_index(folder)
+    index, files = complete_index(folder, verdict)
     opened = MappedFiles()
     return FileSource(folder, index_tensors(index, opened), files, opened), index
 
