@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from megatron_nemotron3.checkpoints.convert.plan import Shape, Slices, extent, whole
+from megatron_nemotron3.checkpoints.convert.plan import CopyPiece, Shape, Slices, extent, whole
 from megatron_nemotron3.checkpoints.mapped import MappedFiles
 from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, CheckpointError, explained
 from megatron_nemotron3.checkpoints.read import ArchiveRecord
@@ -45,11 +45,8 @@ class Block:
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    #: A function if the file must be opened to find the location.
-    location: Location | Callable[[], Location]
-
-    def locate(self) -> Location:
-        return self.location if isinstance(self.location, Location) else self.location()
+    #: In a file, or a function if the file must be opened to find it; in a view, a part of its source.
+    place: Location | Callable[[], Location] | CopyPiece
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,26 +84,30 @@ class TensorSource:
         raise NotImplementedError
 
 
-class FileSource(TensorSource):
-    """Tensors in files."""
+class BlockSource(TensorSource):
+    """Tensors that are made of blocks. A slice inside one block is not copied."""
 
-    def __init__(
-        self,
-        folder: Path,
-        tensors: Mapping[str, SourceTensor],
-        files: Mapping[str, int],
-        opened: MappedFiles | None = None,
-    ) -> None:
-        self.folder, self.tensors, self.files = folder, tensors, files
-        self.opened = MappedFiles() if opened is None else opened
+    def __init__(self) -> None:
         self._sorted: dict[str, tuple[list[int], int, list[Block]]] = {}
-        self._checked: set[tuple[Path, int]] = set()
+
+    def blocks(self, name: str) -> Sequence[Block]:
+        """The blocks of a tensor, which do not overlap."""
+        raise NotImplementedError
+
+    def read_block(self, tensor: SourceTensor, block: Block, inside: Slices) -> Tensor:
+        """Read [inside], a slice in the indices of the block."""
+        raise NotImplementedError
+
+    def padded(self, name: str) -> bool:
+        """Whether what is in no block of a tensor is zero, and not missing."""
+        return False
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
         import torch
 
         tensor = self.tensors[name]
         slices = whole(tensor.shape) if slices is None else slices
+        make = torch.zeros if self.padded(name) else torch.empty
         result, filled = None, 0
         for block in self._overlapping_blocks(name, slices):
             common = tuple(
@@ -116,25 +117,25 @@ class FileSource(TensorSource):
             if any(a >= b for a, b in common):
                 continue
             inside = tuple((a - o, b - o) for (a, b), o in zip(common, block.offsets))
-            part = self._read_block(tensor, block, inside)
+            part = self.read_block(tensor, block, inside)
             if common == slices:
                 return part
             if result is None:
-                result = torch.empty(extent(slices), dtype=tensor.torch_dtype)
+                result = make(extent(slices), dtype=tensor.torch_dtype)
             result[tuple(slice(a - s, b - s) for (a, b), (s, _) in zip(common, slices))] = part
             filled += part.numel()
-        if filled != prod(extent(slices)):
+        if filled != prod(extent(slices)) and make is torch.empty:
             raise CheckpointError(
                 f"{self.folder}: the parts of {name} at {slices} hold {filled:,} of {prod(extent(slices)):,} "
                 "elements"
             )
-        return torch.empty(extent(slices), dtype=tensor.torch_dtype) if result is None else result
+        return make(extent(slices), dtype=tensor.torch_dtype) if result is None else result
 
-    def _overlapping_blocks(self, name: str, slices: Slices) -> list[Block]:
+    def _overlapping_blocks(self, name: str, slices: Slices) -> Sequence[Block]:
         """List the blocks that may hold a part of the slice. A stack of experts has hundreds of blocks."""
-        blocks = self.tensors[name].blocks
+        blocks = self.blocks(name)
         if len(blocks) < 8 or not slices:
-            return list(blocks)
+            return blocks
         if name not in self._sorted:
             ordered = sorted(blocks, key=lambda b: b.offsets)
             longest = max(b.sizes[0] for b in ordered)
@@ -143,11 +144,29 @@ class FileSource(TensorSource):
         first, last = slices[0]
         return ordered[bisect_left(starts, first - longest + 1) : bisect_left(starts, last)]
 
-    def _read_block(self, tensor: SourceTensor, block: Block, inside: Slices) -> Tensor:
-        """Return [inside], a slice in the indices of the block, as a view of its file."""
+
+class FileSource(BlockSource):
+    """Tensors in files."""
+
+    def __init__(
+        self,
+        folder: Path,
+        tensors: Mapping[str, SourceTensor],
+        files: Mapping[str, int],
+        opened: MappedFiles | None = None,
+    ) -> None:
+        super().__init__()
+        self.folder, self.tensors, self.files = folder, tensors, files
+        self.opened = MappedFiles() if opened is None else opened
+        self._checked: set[tuple[Path, int]] = set()
+
+    def blocks(self, name: str) -> Sequence[Block]:
+        return self.tensors[name].blocks
+
+    def read_block(self, tensor: SourceTensor, block: Block, inside: Slices) -> Tensor:
         import torch
 
-        at, shape, item = block.locate(), extent(inside), ITEM_SIZE[tensor.dtype]
+        at, shape, item = located(block), extent(inside), ITEM_SIZE[tensor.dtype]
         first = at.offset + item * sum(a * step for (a, _), step in zip(inside, at.stride))
         span = item * (1 + sum((n - 1) * step for n, step in zip(shape, at.stride)))
         with explained(at.path):
@@ -158,6 +177,13 @@ class FileSource(TensorSource):
             _silence()
             data = torch.frombuffer(file(first, span), dtype=torch.uint8)
         return data.view(tensor.torch_dtype).as_strided(shape, at.stride)
+
+
+def located(block: Block) -> Location:
+    """Find a block in its file."""
+    at = block.place if isinstance(block.place, (Location, CopyPiece)) else block.place()
+    assert isinstance(at, Location)
+    return at
 
 
 @cache
