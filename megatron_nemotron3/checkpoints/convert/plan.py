@@ -51,12 +51,12 @@ class CopyPlan:
 
 def extent(slices: Slices) -> Shape:
     """Return the shape of a slice."""
-    return tuple(stop - start for start, stop in slices)
+    return tuple([stop - start for start, stop in slices])
 
 
 def whole(shape: Shape) -> Slices:
     """Return the slices of a whole tensor."""
-    return tuple((0, n) for n in shape)
+    return tuple([(0, n) for n in shape])
 
 
 def band(shape: Shape, start: int, stop: int, axis: int = 0) -> Slices:

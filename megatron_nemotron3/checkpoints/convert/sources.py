@@ -107,9 +107,11 @@ class BlockSource(TensorSource):
 
         tensor = self.tensors[name]
         slices = whole(tensor.shape) if slices is None else slices
-        make = torch.zeros if self.padded(name) else torch.empty
-        result, filled = None, 0
+        shape, begin = extent(slices), tuple([start for start, _ in slices])
+        make, result, filled = torch.zeros if self.padded(name) else torch.empty, None, 0
         for block in self._overlapping_blocks(name, slices):
+            if block.sizes == shape and block.offsets == begin:  # mostly
+                return self.read_block(tensor, block, whole(shape))
             common = tuple(
                 (max(a, o), min(b, o + n))
                 for (a, b), o, n in zip(slices, block.offsets, block.sizes, strict=True)
@@ -121,15 +123,14 @@ class BlockSource(TensorSource):
             if common == slices:
                 return part
             if result is None:
-                result = make(extent(slices), dtype=tensor.torch_dtype)
+                result = make(shape, dtype=tensor.torch_dtype)
             result[tuple(slice(a - s, b - s) for (a, b), (s, _) in zip(common, slices))] = part
             filled += part.numel()
-        if filled != prod(extent(slices)) and make is torch.empty:
+        if filled != prod(shape) and make is torch.empty:
             raise CheckpointError(
-                f"{self.folder}: the parts of {name} at {slices} hold {filled:,} of {prod(extent(slices)):,} "
-                "elements"
+                f"{self.folder}: the parts of {name} at {slices} hold {filled:,} of {prod(shape):,} elements"
             )
-        return make(extent(slices), dtype=tensor.torch_dtype) if result is None else result
+        return make(shape, dtype=tensor.torch_dtype) if result is None else result
 
     def _overlapping_blocks(self, name: str, slices: Slices) -> Sequence[Block]:
         """List the blocks that may hold a part of the slice. A stack of experts has hundreds of blocks."""

@@ -7,7 +7,7 @@ a checkpoint loads only at the TP that wrote it. `reorder_mamba` puts the rows i
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +39,10 @@ def open_torch_dist(folder: Path, verdict: Verdict | None = None) -> tuple[FileS
 
 def index_tensors(index: CheckpointIndex, opened: MappedFiles) -> dict[str, SourceTensor]:
     """Return every tensor of an index; the elements of a chunk are located when they are read."""
-    layouts = ChunkLayouts()
+    layouts, path = ChunkLayouts(), cache(index.folder.joinpath)
 
     def block(chunk: TensorChunk, dtype: str) -> Block:
-        locate = partial(_locate_chunk, layouts, opened, index.folder / chunk.file, chunk, dtype)
+        locate = partial(_locate_chunk, layouts, opened, path(chunk.file), chunk, dtype)
         return Block(chunk.offsets, chunk.sizes, locate)
 
     return {
