@@ -14,10 +14,7 @@ from collections.abc import Callable
 
 
 class ChildError(Exception):
-    """The machine has no process or memory for a child: nothing is known about the work.
-
-    Not an OSError or a ValueError, which many callers take for a verdict on a file, and go on.
-    """
+    """No process or memory for a child. Not an OSError, which callers take for a verdict on a file."""
 
 
 def in_child(work: Callable[[], object], *, memory: int, seconds: int) -> str:

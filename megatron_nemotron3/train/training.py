@@ -175,8 +175,7 @@ def _train_alone(request: TrainRequest, launch: Launch, key: str, started: float
         if base is None and lora is not None and lora.base:
             base = Path(lora.base)
         if base is not None:
-            for line in keep_origin(base, request.output):
-                print(line)
+            keep_origin(base, request.output)
     elif (last := resuming.last_step(launch)) and begun >= last:
         beyond = "" if begun == last else f", beyond the {last} steps asked for"
         print(
