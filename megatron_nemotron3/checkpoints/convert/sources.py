@@ -48,6 +48,11 @@ class Block:
     #: In a file, or a function if the file must be opened to find it; in a view, a part of its source.
     place: Location | Callable[[], Location] | CopyPiece
 
+    def locate(self) -> Location:
+        at = self.place if isinstance(self.place, (Location, CopyPiece)) else self.place()
+        assert isinstance(at, Location)
+        return at
+
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
@@ -167,7 +172,7 @@ class FileSource(BlockSource):
     def read_block(self, tensor: SourceTensor, block: Block, inside: Slices) -> Tensor:
         import torch
 
-        at, shape, item = located(block), extent(inside), ITEM_SIZE[tensor.dtype]
+        at, shape, item = block.locate(), extent(inside), ITEM_SIZE[tensor.dtype]
         first = at.offset + item * sum(a * step for (a, _), step in zip(inside, at.stride))
         span = item * (1 + sum((n - 1) * step for n, step in zip(shape, at.stride)))
         with explained(at.path):
@@ -178,13 +183,6 @@ class FileSource(BlockSource):
             _silence()
             data = torch.frombuffer(file(first, span), dtype=torch.uint8)
         return data.view(tensor.torch_dtype).as_strided(shape, at.stride)
-
-
-def located(block: Block) -> Location:
-    """Find a block in its file."""
-    at = block.place if isinstance(block.place, (Location, CopyPiece)) else block.place()
-    assert isinstance(at, Location)
-    return at
 
 
 @cache

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_nemotron3.checkpoints.convert import transforms
 from megatron_nemotron3.checkpoints.convert.keys import NameLookup, non_weight_kind
 from megatron_nemotron3.checkpoints.convert.plan import CopyPlan
-from megatron_nemotron3.checkpoints.convert.sources import Block, FileSource, Location, SourceTensor, located
+from megatron_nemotron3.checkpoints.convert.sources import Block, FileSource, Location, SourceTensor
 from megatron_nemotron3.checkpoints.mapped import MappedFiles
 from megatron_nemotron3.checkpoints.metadata import (
     ITEM_SIZE,
@@ -115,6 +115,6 @@ def _reordered(tensor: SourceTensor, plan: CopyPlan) -> tuple[Block, ...]:
 
 
 def _location_from_row(block: Block, row: int, item: int) -> Location:
-    found = located(block)
+    found = block.locate()
     offset = found.offset + row * found.stride[0] * item
     return Location(found.path, offset, found.stride, found.record)
