@@ -115,7 +115,7 @@ class BlockSource(TensorSource):
         shape, begin = extent(slices), tuple([start for start, _ in slices])
         make, result, filled = torch.zeros if self.padded(name) else torch.empty, None, 0
         for block in self._overlapping_blocks(name, slices):
-            if block.sizes == shape and block.offsets == begin:  # mostly
+            if block.sizes == shape and block.offsets == begin and 0 not in shape:  # mostly
                 return self.read_block(tensor, block, whole(shape))
             common = tuple(
                 (max(a, o), min(b, o + n))
