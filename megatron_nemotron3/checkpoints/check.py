@@ -70,21 +70,21 @@ def check_command(options: CheckOptions) -> int:
     with local(options.folder, every=True) as folder, result(options.json):
         if locate(folder).kind == "hugging face":
             return _check_hugging_face(folder, options.full, options.workers)
-        return check(folder, full=options.full, workers=options.workers)
+        return check(folder, full=options.full, workers=options.workers, notes=True)
 
 
-def check(folder: Path, *, full: bool = False, workers: int = 4) -> int:
+def check(folder: Path, *, full: bool = False, workers: int = 4, notes: bool = False) -> int:
     """Print what a folder of Megatron contains and verify it. Returns the exit status.
 
     If there are several checkpoints, all get the structural check, and `full` reads the one that the tracker
-    names.
+    names. `notes`: also say what was lost before, for which torch is imported.
     """
     found = locate(folder)
     if found.kind == "hugging face":
         raise ValueError(f"{folder}: it is a Hugging Face folder, not Megatron's")
     if found.kind == "checkpoints":
-        return _print_problems(_check_all(found.folder, iterations(found.folder), full, workers))
-    return _print_problems(_check_one(found.folder, full, workers))
+        return _print_problems(_check_all(found.folder, iterations(found.folder), full, workers, notes))
+    return _print_problems(_check_one(found.folder, full, workers, notes))
 
 
 def _say_notes(path: Path, verdict: Verdict) -> None:
@@ -140,7 +140,7 @@ def _check_hugging_face(folder: Path, full: bool, workers: int) -> int:
     return 0
 
 
-def _check_all(folder: Path, found: list[int], full: bool, workers: int) -> list[str]:
+def _check_all(folder: Path, found: list[int], full: bool, workers: int, notes: bool) -> list[str]:
     problems: list[str] = []
     named, writer = None, holder(folder)
     try:
@@ -166,7 +166,7 @@ def _check_all(folder: Path, found: list[int], full: bool, workers: int) -> list
             problems.append(f"{folder / TRACKER}: the file is missing{_tracker_cure(folder)}")
         return problems
     say(f"{TRACKER} names {named}", tracker=named, others=[])
-    return problems + _check_one(checkpoint_path(folder, named), full, workers)
+    return problems + _check_one(checkpoint_path(folder, named), full, workers, notes)
 
 
 def _tracker_cure(folder: Path) -> str:
@@ -181,9 +181,10 @@ def _tracker_cure(folder: Path) -> str:
     return f"; {last}write {fix.which} into it"
 
 
-def _check_one(path: Path, full: bool, workers: int) -> list[str]:
+def _check_one(path: Path, full: bool, workers: int, notes: bool) -> list[str]:
     verdict = check_structure(path)
-    _say_notes(path, verdict)
+    if notes:
+        _say_notes(path, verdict)
     say(
         f"{shown(path)} {verdict.state}{_FORMATS.get(verdict.state, '')}",
         checkpoint=shown(path),
