@@ -278,10 +278,11 @@ def verify_measurable(spec: Any) -> None:
 
 def prepare_folders(arguments: list[str], *given: Any) -> ExitStack:
     """Prepare folders as `script_folders.prepared`, or stop; return what holds the lock of `--save`."""
+    from megatron_nemotron3.common.limits import ChildError
     from megatron_nemotron3.launch.script_folders import prepared
 
     with ExitStack() as stack:
-        with failing(ValueError, OSError):
+        with failing(ValueError, OSError, ChildError):
             stack.enter_context(prepared(arguments, int(os.environ["RANK"]), *given))
         return stack.pop_all()
 

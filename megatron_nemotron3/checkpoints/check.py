@@ -70,31 +70,30 @@ def check_command(options: CheckOptions) -> int:
     with local(options.folder, every=True) as folder, result(options.json):
         if locate(folder).kind == "hugging face":
             return _check_hugging_face(folder, options.full, options.workers)
-        _say_notes(folder)
-        return check(folder, full=options.full, workers=options.workers)
+        return check(folder, full=options.full, workers=options.workers, notes=True)
 
 
-def check(folder: Path, *, full: bool = False, workers: int = 4) -> int:
+def check(folder: Path, *, full: bool = False, workers: int = 4, notes: bool = False) -> int:
     """Print what a folder of Megatron contains and verify it. Returns the exit status.
 
     If there are several checkpoints, all get the structural check, and `full` reads the one that the tracker
-    names.
+    names. `notes`: also say what was lost before, for which torch is imported.
     """
     found = locate(folder)
     if found.kind == "hugging face":
         raise ValueError(f"{folder}: it is a Hugging Face folder, not Megatron's")
     if found.kind == "checkpoints":
-        return _print_problems(_check_all(found.folder, iterations(found.folder), full, workers))
-    return _print_problems(_check_one(found.folder, full, workers))
+        return _print_problems(_check_all(found.folder, iterations(found.folder), full, workers, notes))
+    return _print_problems(_check_one(found.folder, full, workers, notes))
 
 
-def _say_notes(folder: Path) -> None:
+def _say_notes(path: Path, verdict: Verdict) -> None:
     """Say what was lost in a Megatron checkpoint before; nothing of one that cannot be opened."""
     from megatron_nemotron3.checkpoints.convert.checkpoints import open_megatron
     from megatron_nemotron3.checkpoints.convert.opened import bias_notes, say_notes
 
     with contextlib.suppress(ValueError, OSError):
-        say_notes(bias_notes(open_megatron(folder, omni=True)))
+        say_notes(bias_notes(open_megatron(path, omni=True, verdict=verdict)))
 
 
 def _check_hugging_face(folder: Path, full: bool, workers: int) -> int:
@@ -141,10 +140,9 @@ def _check_hugging_face(folder: Path, full: bool, workers: int) -> int:
     return 0
 
 
-def _check_all(folder: Path, found: list[int], full: bool, workers: int) -> list[str]:
+def _check_all(folder: Path, found: list[int], full: bool, workers: int, notes: bool) -> list[str]:
     problems: list[str] = []
     named, writer = None, holder(folder)
-    states: dict[int | str, str] = {}
     try:
         named = read_tracker(folder, 0.0 if writer is None else SAVING)
     except ValueError as problem:
@@ -157,7 +155,6 @@ def _check_all(folder: Path, found: list[int], full: bool, workers: int) -> list
         verdict = check_structure(path)
         newer = not isinstance(named, int) or (isinstance(which, int) and which > named)
         state, found_here = str(verdict.state), [shown(problem) for problem in verdict.problems]
-        states[which] = state
         text = state + "".join(f": {problem}" for problem in found_here[:1])
         if writer is not None and newer and state in ("unfinished", "damaged"):
             state, found_here, text = "being written", [], f"is being written by {writer}"
@@ -165,14 +162,11 @@ def _check_all(folder: Path, found: list[int], full: bool, workers: int) -> list
         if state == "damaged":
             problems += verdict.problems
     if named is None:
-        if not problems and states and writer is None:
-            cure = _tracker_cure(folder)
-            if not found and states[RELEASE] == "complete":
-                cure = f"; write {RELEASE} into it"
-            problems.append(f"{folder / TRACKER}: the file is missing{cure}")
+        if not problems and names and writer is None:
+            problems.append(f"{folder / TRACKER}: the file is missing{_tracker_cure(folder)}")
         return problems
     say(f"{TRACKER} names {named}", tracker=named, others=[])
-    return problems + _check_one(checkpoint_path(folder, named), full, workers)
+    return problems + _check_one(checkpoint_path(folder, named), full, workers, notes)
 
 
 def _tracker_cure(folder: Path) -> str:
@@ -183,11 +177,14 @@ def _tracker_cure(folder: Path) -> str:
         fix = None
     if fix is None:
         return "; no checkpoint here is known to be complete"
-    return f"; the last complete checkpoint is iteration {fix.iteration}: write {fix.iteration} into it"
+    last = "" if fix.which == RELEASE else f"the last complete checkpoint is iteration {fix.which}: "
+    return f"; {last}write {fix.which} into it"
 
 
-def _check_one(path: Path, full: bool, workers: int) -> list[str]:
+def _check_one(path: Path, full: bool, workers: int, notes: bool) -> list[str]:
     verdict = check_structure(path)
+    if notes:
+        _say_notes(path, verdict)
     say(
         f"{shown(path)} {verdict.state}{_FORMATS.get(verdict.state, '')}",
         checkpoint=shown(path),

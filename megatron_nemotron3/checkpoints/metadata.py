@@ -20,7 +20,6 @@ from typing import Any
 
 from megatron_nemotron3.checkpoints.pickles import Inert, Pickle, Refused, arguments, member, stand_ins
 from megatron_nemotron3.common.files import Unreadable, printable, read_outside
-from megatron_nemotron3.common.limits import ChildError
 
 INDEX = ".metadata"
 COMMON = "common.pt"
@@ -55,14 +54,9 @@ class ArchiveError(ValueError):
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Errors that are raised inside the block get the file's path.
-
-    An error of the machine (ChildError) stays as it is: it is no verdict on the file.
-    """
+    """Errors that are raised inside the block get the file's path."""
     try:
         yield
-    except ChildError:
-        raise
     except OSError as problem:
         raise CheckpointError(f"{path}: {problem.strerror}") from None
     except Unreadable as problem:

@@ -107,25 +107,26 @@ def local(where: Path | str, *, iteration: int | None = None, every: bool = Fals
 
 def filesystem(url: str) -> Any:
     """Return fsspec's file system of a URL, a new one in each process: sockets do not survive a fork."""
-    try:
-        import fsspec
-    except ImportError:
-        raise ValueError(f"{url}: URLs need the package fsspec: pip install fsspec") from None
-    if (url, os.getpid()) not in _filesystems:
-        try:
-            _filesystems[url, os.getpid()] = fsspec.core.url_to_fs(url, skip_instance_cache=True)
-        except (ImportError, ValueError) as problem:
-            raise ValueError(f"{url}: {problem}") from None
-    return _filesystems[url, os.getpid()][0]
-
-
-_filesystems: dict[tuple[str, int], tuple[Any, str]] = {}
+    return _opened(url)[0]
 
 
 def root(url: str) -> str:
     """Return the path of a URL in its file system."""
-    filesystem(url)
-    return _filesystems[url, os.getpid()][1].rstrip("/") or "/"
+    return _opened(url)[1].rstrip("/") or "/"
+
+
+def _opened(url: str) -> tuple[Any, str]:
+    try:
+        import fsspec
+
+        found: tuple[Any, str] = fsspec.core.url_to_fs(url)  # kept by fsspec, for each process
+    except ModuleNotFoundError as problem:
+        if problem.name != "fsspec":
+            raise ValueError(f"{url}: {problem}") from None
+        raise ValueError(f"{url}: URLs need the package fsspec: pip install fsspec") from None
+    except (ImportError, ValueError) as problem:
+        raise ValueError(f"{url}: {problem}") from None
+    return found
 
 
 class _Mirror:

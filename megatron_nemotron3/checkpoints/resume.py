@@ -26,7 +26,6 @@ from megatron_nemotron3.checkpoints.folders import (
 )
 from megatron_nemotron3.checkpoints.structure import CONFIG, MANIFEST, Verdict, check_structure
 from megatron_nemotron3.checkpoints.trust import require_trusted
-from megatron_nemotron3.common.limits import ChildError
 from megatron_nemotron3.common.lock import Holder, holder
 from megatron_nemotron3.common.parser import option_value
 
@@ -98,9 +97,10 @@ class LoadFolder:
 
 @dataclass(frozen=True)
 class TrackerFix:
-    """The iteration to write into the tracker, and why: a phrase that continues "the tracker …"."""
+    """What to write into the tracker, and why: a phrase that continues "the tracker …"."""
 
-    iteration: int
+    #: An iteration, or "release".
+    which: int | str
     why: str
 
 
@@ -150,13 +150,13 @@ def repair_tracker(source: LoadFolder, key: str = "") -> list[str]:
         _wait_for_writer(source, fix, other)
         return []
     try:
-        write_tracker(source.folder, fix.iteration)
+        write_tracker(source.folder, fix.which)
     except OSError as problem:
         raise ValueError(
-            f"{source.tracker}: it {fix.why}; the last complete checkpoint is iteration {fix.iteration}, "
-            f"but the file cannot be written ({problem.strerror}): write {fix.iteration} into it"
+            f"{source.tracker}: it {fix.why}; the last complete checkpoint is {_checkpoint_name(fix.which)}, "
+            f"but the file cannot be written ({problem.strerror}): write {fix.which} into it"
         ) from None
-    return [f"{source.tracker} {fix.why}: it now names {fix.iteration}, the last complete checkpoint"]
+    return [f"{source.tracker} {fix.why}: it now names {fix.which}, the last complete checkpoint"]
 
 
 def _wait_for_writer(source: LoadFolder, fix: TrackerFix, other: Holder) -> None:
@@ -172,10 +172,10 @@ def wait_for_repair(source: LoadFolder, patience: float = PATIENCE) -> list[str]
     """Return as soon as the tracker is usable: at once, unless rank 0 has to repair it."""
     deadline = time.monotonic() + patience
     while not _tracker_usable(source.folder) and (fix := tracker_fix(source)) is not None:
-        while latest_iteration(source.folder) != fix.iteration:
+        while named_checkpoint(source.folder) != fix.which:
             if time.monotonic() > deadline:
                 raise ValueError(
-                    f"{source.tracker}: it {fix.why}; rank 0 should have written {fix.iteration} into it, "
+                    f"{source.tracker}: it {fix.why}; rank 0 should have written {fix.which} into it, "
                     f"but did not within {patience:.0f} s: is the folder shared by all nodes?"
                 )
             time.sleep(0.05)
@@ -187,7 +187,7 @@ def tracker_fix(source: LoadFolder) -> TrackerFix | None:
 
     A checkpoint newer than the one in the tracker counts if its save ended after the tracker was written,
     because then the save was killed between the two. A tracker that a user set back by hand is newer than
-    that, and is left alone.
+    that, and is left alone. A release counts if no save of an iteration was ever finished.
     """
     folder, step = source.folder, source.step
     try:
@@ -212,7 +212,10 @@ def tracker_fix(source: LoadFolder) -> TrackerFix | None:
         if verdict.state == "damaged":
             raise ValueError(_damaged_message(source, named, verdict))
         trouble = f"named {_checkpoint_name(named)}, which is incomplete ({verdict.problems[0]})"
+    found: int | str | None
     found, others = _last_complete(source)
+    if found is None and named != RELEASE and _has_release(source, others):
+        found = RELEASE
     if found is not None:
         if step is not None:
             _require_loadable(folder, step)
@@ -247,7 +250,7 @@ def _tracker_usable(folder: Path) -> bool:
     except ValueError:
         return False
     if named is None:
-        return not iterations(folder)
+        return not iterations(folder) and not checkpoint_path(folder, RELEASE).is_dir()
     path = checkpoint_path(folder, named)
     return (path / CONFIG).exists() or next(path.glob("mp_rank_0*"), None) is not None
 
@@ -268,8 +271,6 @@ def _finished_later(source: LoadFolder, named: int | str) -> int | None:
                 and check_structure(path).state == "complete"
             ):
                 return iteration
-    except ChildError:
-        raise
     except OSError:  # a run that is still saving here may remove an old checkpoint meanwhile
         pass
     return None
@@ -285,6 +286,16 @@ def _last_complete(source: LoadFolder) -> tuple[int | None, dict[int, Verdict]]:
             return iteration, others
         others[iteration] = verdict
     return None, others
+
+
+def _has_release(source: LoadFolder, others: dict[int, Verdict]) -> bool:
+    """Whether a folder has a complete release and otherwise only unfinished saves."""
+    path = checkpoint_path(source.folder, RELEASE)
+    return (
+        all(verdict.state == "unfinished" for verdict in others.values())
+        and path.is_dir()
+        and check_structure(path).state == "complete"
+    )
 
 
 def _require_loadable(folder: Path, step: int) -> None:

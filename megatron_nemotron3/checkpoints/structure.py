@@ -113,9 +113,12 @@ def check_structure(folder: Path) -> Verdict:
     return Verdict("damaged" if problems else "complete", problems, index)
 
 
-def complete_index(folder: Path) -> tuple[CheckpointIndex, dict[str, int]]:
-    """Return the index of a complete checkpoint, and the size of each file, which must lie in the folder."""
-    verdict = check_structure(folder)
+def complete_index(folder: Path, verdict: Verdict | None = None) -> tuple[CheckpointIndex, dict[str, int]]:
+    """Return the index of a complete checkpoint, and the size of each file, which must lie in the folder.
+
+    `verdict` is the folder's, if it has been checked.
+    """
+    verdict = check_structure(folder) if verdict is None else verdict
     if verdict.state == "complete" and verdict.index is not None:
         return verdict.index, {n: regular_file_size(folder / n, folder) for n in verdict.index.files}
     problem = verdict.problems[0] if verdict.problems else f"{folder}: not a torch_dist checkpoint"
@@ -190,9 +193,10 @@ def tiling_problem(
 
     The number of boxes that cover a point is determined by its mixed differences, which are +1 or -1 at the
     corners of a box and 0 elsewhere. Boxes cover every point once if and only if the summed differences equal
-    those of the whole tensor; the first point where they differ has too many boxes, or too few.
+    those of the whole tensor; the first point where they differ has too many boxes, or too few. Axes that no
+    box cuts change nothing.
     """
-    shape = tuple(shape)
+    shape, boxes = tuple(shape), list(boxes)
     corners: defaultdict[tuple[int, ...], int] = defaultdict(int)
     held = 0
     for offsets, sizes in boxes:
@@ -200,14 +204,17 @@ def tiling_problem(
             return f"a chunk at {list(offsets)} of shape {list(sizes)} does not have {len(shape)} dimensions"
         if any(o + s > n for o, s, n in zip(offsets, sizes, shape)):
             return f"the chunk at {list(offsets)} of shape {list(sizes)} reaches beyond {list(shape)}"
-        _add_corners(corners, offsets, sizes, 1)
         held += math.prod(sizes)
-    _add_corners(corners, (0,) * len(shape), shape, -1)
+    cut = [a for a, n in enumerate(shape) if not n or any(sizes[a] != n for _, sizes in boxes)]
+    for offsets, sizes in boxes:
+        _add_corners(corners, [offsets[a] for a in cut], [sizes[a] for a in cut], 1)
+    _add_corners(corners, [0] * len(cut), [shape[a] for a in cut], -1)
     wrong = min((point for point, count in corners.items() if count), default=None)
     if wrong is None:
         return None
     what = "two chunks overlap" if corners[wrong] > 0 else "no chunk covers the elements"
-    return f"{what} at {list(wrong)}; its chunks hold {held:,} of {math.prod(shape):,} elements"
+    place = [dict(zip(cut, wrong)).get(axis, 0) for axis in range(len(shape))]
+    return f"{what} at {place}; its chunks hold {held:,} of {math.prod(shape):,} elements"
 
 
 def _add_corners(

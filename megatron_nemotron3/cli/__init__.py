@@ -95,6 +95,7 @@ def _run(argv: list[str]) -> int:
         print(versions() if options.version else top.format_help(), end="", flush=True)
         return 0
     from megatron_nemotron3.common.files import printable
+    from megatron_nemotron3.common.limits import ChildError
 
     try:
         if extra and not hasattr(options, "extra"):
@@ -106,7 +107,7 @@ def _run(argv: list[str]) -> int:
         return status
     except BrokenPipeError:
         raise
-    except (ValueError, OSError) as problem:
+    except (ValueError, OSError, ChildError) as problem:
         try:
             sys.stdout.flush()
         except OSError:  # a full disk; Python would flush again when it ends, and print a traceback

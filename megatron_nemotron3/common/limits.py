@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 
 
-class ChildError(OSError):
-    """The machine has no process or memory for a child: nothing is known about the work."""
+class ChildError(Exception):
+    """No process or memory for a child. Not an OSError, which callers take for a verdict on a file."""
 
 
 def in_child(work: Callable[[], object], *, memory: int, seconds: int) -> str:
@@ -35,7 +35,7 @@ def in_child(work: Callable[[], object], *, memory: int, seconds: int) -> str:
         end = mmap.mmap(-1, 1)
         child = _fork()
     except OSError as problem:
-        raise ChildError(problem.errno, f"no process to try a pickle in: {problem.strerror}") from None
+        raise ChildError(f"no process to try a pickle in: {problem.strerror}") from None
     if child == 0:
         try:
             gc.disable()  # garbage of the parent is not collected here

@@ -173,6 +173,46 @@ def test_release(root: Path) -> None:
         repair_tracker(LoadFolder(root))
 
 
+@pytest.mark.parametrize("tracker", [None, "", "6"])
+def test_a_complete_release_without_a_tracker(root: Path, tracker: str | None) -> None:
+    """Megatron would start from random weights, silently; an iteration goes before the release."""
+    shutil.copytree(root / "iter_0000004", root / "release")
+    (root / writer.TRACKER).unlink()
+    assert "it now names 4" in repair_tracker(LoadFolder(root))[0]
+    shutil.rmtree(root / "iter_0000002")
+    (root / "iter_0000004" / "metadata.json").unlink()  # the first save of a run was interrupted
+    (root / writer.TRACKER).unlink()
+    if tracker is not None:
+        (root / writer.TRACKER).write_text(tracker)
+    (line,) = repair_tracker(LoadFolder(root))
+    assert line.endswith("it now names release, the last complete checkpoint")
+    assert _tracker(root) == "release" and repair_tracker(LoadFolder(root)) == []
+    assert resume.wait_for_repair(LoadFolder(root), 0.1) == []
+    shutil.rmtree(root / "iter_0000004")
+    (root / writer.TRACKER).unlink()
+    with pytest.raises(ValueError, match=r"iter_0000004: does not exist .*--ckpt-step 4 cannot be loaded"):
+        repair_tracker(LoadFolder(root, step=4))
+    assert not (root / writer.TRACKER).exists()
+    assert resume.tracker_fix(LoadFolder(root)) == resume.TrackerFix("release", "was missing")
+
+
+def test_a_release_does_not_replace_what_a_save_finished(root: Path) -> None:
+    """Neither a damaged checkpoint nor one of another format; and it must be complete itself."""
+    shutil.copytree(root / "iter_0000004", root / "release")
+    (root / writer.TRACKER).write_text("")
+    for iteration in (2, 4):
+        (root / f"iter_{iteration:07d}" / ".metadata").unlink()
+    with pytest.raises(ValueError, match="it is empty .* and no checkpoint in .* is complete"):
+        repair_tracker(LoadFolder(root))
+    for iteration in (2, 4):
+        shutil.rmtree(root / f"iter_{iteration:07d}")
+    (root / "release" / "metadata.json").unlink()
+    with pytest.raises(ValueError, match="it is empty .* and no checkpoint in .* is complete"):
+        repair_tracker(LoadFolder(root))
+    (root / writer.TRACKER).unlink()
+    assert repair_tracker(LoadFolder(root)) == []
+
+
 def test_legacy_and_foreign_folders_are_upstreams_business(root: Path) -> None:
     (root / "iter_0000006" / "mp_rank_00").mkdir(parents=True)
     (root / "iter_0000006" / "mp_rank_00" / "model_optim_rng.pt").touch()

@@ -8,8 +8,16 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_nemotron3.checkpoints.convert import config_json, inventory
+from megatron_nemotron3.checkpoints.convert import config_json, inventory, omni_inventory
+from megatron_nemotron3.checkpoints.convert.inventory import Tensor
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.omni import OmniConfig
+
+
+def omni_tensors(config: OmniConfig, dtype: str = "bfloat16") -> list[Tensor]:
+    """The tensors of a folder with encoders, without those that only some folders have."""
+    found = [t for one in omni_inventory.mappings(config.language, config, {}) for t in one.hf]
+    return [t._replace(dtype=dtype) if t.dtype == "bfloat16" else t for t in found]
 
 
 def hf_values(config: Nemotron3Config, seed: int = 0, dtype: str = "bfloat16") -> dict[str, torch.Tensor]:

@@ -21,7 +21,6 @@ from megatron_nemotron3.checkpoints.convert import (
     from_hf,
     inventory,
     job,
-    omni_inventory,
     streams,
     to_hf,
 )
@@ -35,6 +34,7 @@ from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE
 from megatron_nemotron3.checkpoints.write import write_tensor
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.omni import OmniConfig
+from tests.support.hf_folders import omni_tensors
 
 
 def write_hf(folder: Path, config: Nemotron3Config, limit: int = SHARD_BYTES) -> None:
@@ -46,7 +46,7 @@ def write_hf(folder: Path, config: Nemotron3Config, limit: int = SHARD_BYTES) ->
 
 def write_omni(folder: Path, config: OmniConfig) -> None:
     """The Hugging Face folder of a model with encoders, as released."""
-    tensors = {t.name: SourceTensor(t.dtype, t.shape) for t in omni_inventory.hf_tensors(config)}
+    tensors = {t.name: SourceTensor(t.dtype, t.shape) for t in omni_tensors(config)}
     files = to_hf.files(tensors)
     _write(folder, files, to_hf.small_files(config, files))
 

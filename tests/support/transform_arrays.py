@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_nemotron3.checkpoints.convert.plan import CopyPlan, apply, extent
+from megatron_nemotron3.checkpoints.convert.plan import CopyPlan, Slices, apply, extent
 from megatron_nemotron3.checkpoints.convert.transforms import (
     concat,
     qkv,
@@ -127,8 +127,8 @@ def _vocabulary_rows(row: Row, weight: Any) -> int | None:
     return int(weight.shape[0]) if row.spellings[0].rule == "vocabulary" else None
 
 
-def check_plan(plan: CopyPlan) -> None:
-    """Check that a plan uses every element of both sides exactly once.
+def check_plan(plan: CopyPlan, padding: Mapping[str, Slices] | None = None) -> None:
+    """Check that a plan uses every element of both sides exactly once, but for `padding`, which it does not.
 
     Raises:
         ValueError: an element is used twice or not at all, or the two sides of a piece differ in shape.
@@ -137,9 +137,10 @@ def check_plan(plan: CopyPlan) -> None:
         sides = (extent(piece.source_slices), extent(piece.destination_slices))
         if [n for n in sides[0] if n != 1] != [n for n in sides[1] if n != 1]:
             raise ValueError(f"{piece}: the shapes of the two sides differ")
-    read = [(p.source, p.source_slices) for p in plan.pieces] + [(r.name, r.slices) for r in plan.unused]
+    read = [(p.source, p.source_slices) for p in plan.pieces]
     written = [(p.destination, p.destination_slices) for p in plan.pieces]
-    written += [(r.name, r.slices) for r in plan.filled]
+    for name, slices in (padding or {}).items():
+        (read if name in plan.sources else written).append((name, slices))
     for side, shapes, regions in (
         ("source", plan.sources, read),
         ("destination", plan.destinations, written),

@@ -30,6 +30,8 @@ from megatron_nemotron3.checkpoints.convert.config_keys import (
     MTP_BLOCKS,
     MTP_LAYERS,
     OF_LAYERS,
+    named_errors,
+    positive_number,
 )
 from megatron_nemotron3.common.files import printable
 from megatron_nemotron3.models import Nemotron3Config
@@ -172,14 +174,6 @@ def _set_common(result: dict[str, Any], decoder: list[dict[str, Any]], mtp: list
 
 
 def _experts(outside: Mapping[str, Any], at: str, block: Mapping[str, Any]) -> tuple[int, int]:
-    found = []
-    for key in (WIDTH, TOPK):
-        value = block.get(key, outside.get(key))
-        if type(value) is not int or value <= 0:
-            problem = (
-                f"has no {key}" if value is None else f"{key}={value!r:.40} is not a whole number above 0"
-            )
-            raise ValueError(f"{at}: {problem}")
-        found.append(value)
-    width, topk = found
+    with named_errors(at):
+        width, topk = (positive_number({**outside, **block}, (key,)) for key in (WIDTH, TOPK))
     return width, topk

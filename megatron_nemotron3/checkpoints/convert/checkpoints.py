@@ -46,6 +46,7 @@ from megatron_nemotron3.checkpoints.metadata import CheckpointError, read_json
 from megatron_nemotron3.checkpoints.pickles import Inert
 from megatron_nemotron3.checkpoints.state import read_state, stored_arguments
 from megatron_nemotron3.checkpoints.structure import CONFIG as METADATA
+from megatron_nemotron3.checkpoints.structure import Verdict
 from megatron_nemotron3.models import Nemotron3Config, identify, named
 from megatron_nemotron3.models.lora import ARGUMENT, LoRASettings
 from megatron_nemotron3.models.omni import OmniConfig
@@ -79,6 +80,8 @@ class OpenMegatron(OpenOptions):
     from_masters: bool = False
     #: Of LoRA adapters in it; default: from the stored arguments.
     alpha: float | None = None
+    #: That on the folder, which is one checkpoint, if it has been checked.
+    verdict: Verdict | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +113,7 @@ def open_megatron(folder: Path, **options: Any) -> Checkpoint:
     if located.kind == "hugging face":
         raise ValueError(f"{folder}: it is a Hugging Face folder, not Megatron's")
     place = located.folder
-    source, index = open_torch_dist(place)
+    source, index = open_torch_dist(place, settings.verdict)
     fsdp = not (place / METADATA).exists()
     kind, state = "fsdp_dtensor" if fsdp else "torch_dist", {}
     try:

@@ -55,6 +55,8 @@ from megatron_nemotron3.checkpoints.convert.config_keys import (
     WRITTEN,
     WRITTEN_MOE,
     named_errors,
+    positive_number,
+    stated,
 )
 from megatron_nemotron3.common.files import printable
 from megatron_nemotron3.models import Nemotron3Config
@@ -87,9 +89,9 @@ def _stated_model(data: Mapping[str, Any], base: Nemotron3Config | None) -> dict
         raise ValueError(
             f"config.json has none of {LAYERS[0]}, {', '.join(LAYERS[1])}, so its layers are unknown"
         )
-    stated = data.get("num_hidden_layers")
-    if stated is not None and stated != len(pattern):
-        raise ValueError(f"num_hidden_layers={stated}, but the pattern {pattern!r} has {len(pattern)} layers")
+    number = data.get("num_hidden_layers")
+    if number is not None and number != len(pattern):
+        raise ValueError(f"num_hidden_layers={number}, but the pattern {pattern!r} has {len(pattern)} layers")
     blocks = data.get(MTP_BLOCKS) or 0
     if type(blocks) is not int or blocks < 0:
         raise ValueError(f"{MTP_BLOCKS}={blocks!r} is not a number of MTP blocks: give 0 or more")
@@ -101,7 +103,10 @@ def _stated_model(data: Mapping[str, Any], base: Nemotron3Config | None) -> dict
             "the layers of an MTP block are unknown"
         )
     kinds = pattern + (mtp or "")
-    values = {field: _positive_number(data, field, keys) for field, keys in _fields_of(kinds).items()}
+    values = {
+        field: positive_number(data, keys, real=field in FLOATS, optional=field in OPTIONAL)
+        for field, keys in _fields_of(kinds).items()
+    }
     _check_built(kinds, values)
     if "E" in kinds:
         for topk in sorted({values["moe_router_topk"], *(topk for _, topk in rows or ())}):
@@ -242,17 +247,6 @@ def clamp_note(data: Mapping[str, Any]) -> str | None:
     )
 
 
-def _positive_number(data: Mapping[str, Any], field: str, keys: tuple[str, ...]) -> Any:
-    found = {key: data[key] for key in keys if data.get(key) is not None}
-    if not found and field not in OPTIONAL:
-        raise ValueError(f"config.json has no {' or '.join(keys)}")
-    for key, value in found.items():
-        kinds = (int, float) if field in FLOATS else (int,)
-        if type(value) not in kinds or not 0 < value < math.inf:
-            raise ValueError(f"{key}={value!r} is not a {'' if field in FLOATS else 'whole '}number above 0")
-    return _only_value(found)
-
-
 def _layer_pattern(data: Mapping[str, Any], keys: tuple[str, tuple[str, ...]]) -> str | None:
     found = {}
     for key in (keys[0], *keys[1]):
@@ -271,14 +265,8 @@ def _layer_pattern(data: Mapping[str, Any], keys: tuple[str, tuple[str, ...]]) -
         if not isinstance(value, str):
             raise ValueError(f"{key} is a {type(value).__name__}, expected a string")
         found[key] = value
-    return _only_value(found)
-
-
-def _only_value(found: Mapping[str, Any]) -> Any:
-    if len(set(found.values())) > 1:
-        stated = ", ".join(f"{key}={value!r}" for key, value in found.items())
-        raise ValueError(f"{stated} contradict each other")
-    return next(iter(found.values()), None)
+    pattern: str | None = stated(found, found)
+    return pattern
 
 
 #: Training fields, which config.json does not contain.

@@ -7,7 +7,7 @@ and so are all others: no reader of the family uses them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -169,6 +169,31 @@ MTP_KEYS = {MTP_BLOCKS, MTP_LAYERS[0], *MTP_LAYERS[1], "mtp_block_configs", OWN}
 OF_LAYERS = {key for table in (FIELDS, DENSE, MOE) for keys in table.values() for key in keys}
 OF_LAYERS |= {*FIXED, NORMALIZED}
 KNOWN = OF_LAYERS | IGNORED | {OWN, MTP_BLOCKS, LAYERS[0], *LAYERS[1], MTP_LAYERS[0], *MTP_LAYERS[1]}
+
+
+def stated(data: Mapping[str, Any], keys: Iterable[str]) -> Any:
+    """Return what a file says under any of the names of a value; None if it says nothing."""
+    found = {key: data[key] for key in keys if data.get(key) is not None}
+    first = next(iter(found.values()), None)
+    if any(value != first for value in found.values()):
+        each = ", ".join(f"{key}={value!r:.100}" for key, value in found.items())
+        raise ValueError(f"{each} contradict each other")
+    return first
+
+
+def positive_number(
+    data: Mapping[str, Any], keys: Sequence[str], *, real: bool = False, optional: bool = False
+) -> Any:
+    """Return a number above 0 under any of its names; None if it is optional and not stated."""
+    for key in keys:
+        value = data.get(key)
+        right = type(value) is int or (real and type(value) is float)
+        if value is not None and not (right and 0 < value < math.inf):
+            raise ValueError(f"{key}={value!r:.60} is not a {'' if real else 'whole '}number above 0")
+    found = stated(data, keys)
+    if found is None and not optional:
+        raise ValueError(f"config.json has no {' or '.join(keys)}")
+    return found
 
 
 @contextmanager

@@ -121,17 +121,14 @@ def open_files(folder: Path, names: Sequence[str], listed: Mapping[str, str] | N
     tensors: dict[str, SourceTensor] = {}
     sizes = {name: regular_file_size(folder / name, folder) for name in names}
     for name in names:
-        for tensor, entry in read_safetensors_header(folder / name)[0].items():
+        path = folder / name
+        for tensor, entry in read_safetensors_header(path)[0].items():
             if tensor in tensors:
-                raise CheckpointError(
-                    f"{folder / name}: {tensor!r:.100} is in another file of the folder as well"
-                )
+                raise CheckpointError(f"{path}: {tensor!r:.100} is in another file of the folder as well")
             if listed is not None and listed.get(tensor) != name:
-                raise CheckpointError(
-                    f"{folder / name}: it holds {tensor!r:.100}, which {INDEX} has in "
-                    f"{listed.get(tensor)!r:.100}"
-                )
-            tensors[tensor] = header_tensor(folder / name, entry)
+                other = f"{listed.get(tensor)!r:.100}"
+                raise CheckpointError(f"{path}: it holds {tensor!r:.100}, which {INDEX} has in {other}")
+            tensors[tensor] = header_tensor(path, entry)
     return FileSource(folder, tensors, sizes)
 
 

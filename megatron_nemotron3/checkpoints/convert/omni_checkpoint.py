@@ -38,11 +38,7 @@ def open_omni(
     given = Selected(source, {name: name for name in source.tensors if name not in left})
     kept = omni_inventory.without_made(config, given)
     weights = Selected(source, {name: name for name in kept})
-    constants = omni_inventory.constants_of(weights.tensors)
-    found = (
-        *omni_inventory.in_omni(inventory.mappings(config.language)),
-        *omni_inventory.encoder_mappings(config, constants=constants),
-    )
+    found = tuple(omni_inventory.mappings(config.language, config, weights.tensors))
     expected = {tensor.name: tensor.shape for mapping in found for tensor in mapping.hf}
     omni_inventory.check(config, expected, {name: t.shape for name, t in weights.tensors.items()})
     check_types(folder, weights, (tensor for mapping in found for tensor in mapping.hf))

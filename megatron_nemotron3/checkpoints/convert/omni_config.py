@@ -18,6 +18,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_nemotron3.checkpoints.convert import config_json
+from megatron_nemotron3.checkpoints.convert.config_keys import named_errors, positive_number, stated
 from megatron_nemotron3.common.files import printable
 from megatron_nemotron3.models import Nemotron3Config, identify, named
 from megatron_nemotron3.models.omni import OmniConfig, Sound, Vision, get_omni, omni_names
@@ -129,11 +130,11 @@ def is_omni(data: Mapping[str, Any]) -> bool:
     return data.get("model_type") in MODEL_TYPES
 
 
-def part(data: Mapping[str, Any], names: tuple[str, ...], name: str = "model") -> dict[str, Any] | None:
+def part(data: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any] | None:
     """Return a part of the file under any of its names; None if there is none."""
-    value = _one(name, data, names)
+    value = stated(data, names)
     if value is not None and not isinstance(value, dict):
-        raise ValueError(f"{name}: {names[0]} is a {type(value).__name__}, expected an object")
+        raise ValueError(f"{names[0]} is a {type(value).__name__}, expected an object")
     return value
 
 
@@ -151,30 +152,29 @@ def omni_config(
             f"{name}: config.json has model_type={data.get('model_type')!r:.60}: not a Nemotron Omni model, "
             f"which has {' or '.join(MODEL_TYPES)}"
         )
-    text, vision, sound = (part(data, names, name) for names in (TEXT, VISION, SOUND))
-    if text is None or vision is None:
-        raise ValueError(f"{name}: config.json has no {TEXT[0] if text is None else VISION[0]}")
-    sizes = (*TEXT, *VISION, *SOUND, *_IMAGE_ID, *_SOUND_ID, *_WIDTH, _PROJECTOR, _RATIO, _FRAMES)
-    _check(name, "", data, sizes, _FIXED, _IGNORED)
+    with named_errors(name):
+        text, vision, sound = (part(data, names) for names in (TEXT, VISION, SOUND))
+        if text is None or vision is None:
+            raise ValueError(f"config.json has no {TEXT[0] if text is None else VISION[0]}")
+        sizes = (*TEXT, *VISION, *SOUND, *_IMAGE_ID, *_SOUND_ID, *_WIDTH, _PROJECTOR, _RATIO, _FRAMES)
+        _check("", data, sizes, _FIXED, _IGNORED)
+        encoders: dict[str, Any] = {
+            "vision": _vision(data, vision),
+            "vision_projector_size": positive_number(data, (_PROJECTOR,)),
+            "image_token_id": positive_number(data, _IMAGE_ID),
+            **{"sound": None, "sound_projector_size": 0, "sound_token_id": None},
+        }
+        if sound is not None:
+            encoders["sound"], encoders["sound_projector_size"] = _sound(sound)
+            encoders["sound_token_id"] = positive_number(data, _SOUND_ID)
     language = config_json.read(text, name=f"{name}: {TEXT[0]}", base=base)
     if language.has_mtp:
         raise ValueError(
             f"{name}: its language model has MTP, with which transformers normalizes the rows of pictures: "
             "not supported"
         )
-    return named_omni(
-        OmniConfig(
-            name=name,
-            title=name,
-            language=base or named(language, identify(language)),
-            vision=_vision(name, data, vision),
-            sound=None if sound is None else _sound(name, sound),
-            vision_projector_size=_size(name, data, (_PROJECTOR,)),
-            sound_projector_size=_size(f"{name}: {SOUND[0]}", sound, (_SOUND_PROJECTOR,)) if sound else 0,
-            image_token_id=_size(name, data, _IMAGE_ID),
-            sound_token_id=None if sound is None else _size(name, data, _SOUND_ID),
-        )
-    )
+    language = base or named(language, identify(language))
+    return named_omni(OmniConfig(name=name, title=name, language=language, **encoders))
 
 
 def omni_json(
@@ -249,48 +249,56 @@ def _fields(config: OmniConfig) -> list[tuple[str, Any]]:
     return found + [(name, getattr(config, name)) for name in names]
 
 
-def _vision(name: str, data: Mapping[str, Any], vision: dict[str, Any]) -> Vision:
+def _vision(data: Mapping[str, Any], vision: dict[str, Any]) -> Vision:
     """Return RADIO's sizes, which the rest of the file repeats in part."""
-    where = f"{name}: {VISION[0]}"
-    _check(where, f"{VISION[0]}.", vision, (*_VISION, _MLP_RATIO, _ARGS), _VISION_FIXED, _VISION_IGNORED)
-    stated = dict(vision)
-    if isinstance(args := vision.get(_ARGS), dict):
-        if args.get(_VIT, _VITS[0]) not in _VITS:
-            raise ValueError(f"{where}: {_ARGS}.{_VIT}={args[_VIT]!r:.60}: known is {', '.join(_VITS)}")
-        stated.setdefault("max_img_size", args.get(_LONGEST))
-    values: dict[str, Any] = {
-        field: _size(where, stated, (key,)) for key, field in _VISION.items() if stated.get(key) is not None
-    }
-    if values.get("temporal_patch_size", 2) < 2:
-        raise ValueError(f"{where}: {_FRAMES}=1: a video's patch has 2 frames or more")
-    width = values.get("hidden_size", Vision.hidden_size)
-    ratio = stated.get(_MLP_RATIO) or Vision.ffn_hidden_size / Vision.hidden_size
-    if not isinstance(ratio, (int, float)) or not (width * ratio).is_integer():
-        raise ValueError(f"{where}: {_MLP_RATIO}={ratio!r:.40} of the width {width} is no whole number")
-    values["ffn_hidden_size"] = int(width * ratio)
-    if (repeated := _one(name, data, _WIDTH)) not in (None, width):
-        raise ValueError(f"{name}: {_WIDTH[0]}={repeated!r:.40}, but {VISION[0]} has hidden_size={width}")
+    with named_errors(VISION[0]):
+        values, width = _radio(vision)
+    if (repeated := stated(data, _WIDTH)) not in (None, width):
+        raise ValueError(f"{_WIDTH[0]}={repeated!r:.40}, but {VISION[0]} has hidden_size={width}")
     joined = data.get(_RATIO, 1 / Vision.merged_patches)
     if not isinstance(joined, (int, float)) or not 0 < joined <= 1 or not math.isclose(1 / joined % 1, 0):
-        raise ValueError(f"{name}: {_RATIO}={joined!r:.40}: give 1, 1/2, 1/3, …")
+        raise ValueError(f"{_RATIO}={joined!r:.40}: give 1, 1/2, 1/3, …")
     frames = values.setdefault("temporal_patch_size", data.get(_FRAMES) or Vision.temporal_patch_size)
     if data.get(_FRAMES) not in (None, frames):
-        raise ValueError(f"{name}: {_FRAMES}={data[_FRAMES]!r:.40}, but {VISION[0]} has {frames}")
+        raise ValueError(f"{_FRAMES}={data[_FRAMES]!r:.40}, but {VISION[0]} has {frames}")
     return Vision(**values, merged_patches=round(1 / joined))
 
 
-def _sound(name: str, sound: dict[str, Any]) -> Sound:
-    where = f"{name}: {SOUND[0]}"
+def _radio(vision: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    """Return the fields that RADIO's part states, and the width."""
+    _check(f"{VISION[0]}.", vision, (*_VISION, _MLP_RATIO, _ARGS), _VISION_FIXED, _VISION_IGNORED)
+    found = dict(vision)
+    if isinstance(args := vision.get(_ARGS), dict):
+        if args.get(_VIT, _VITS[0]) not in _VITS:
+            raise ValueError(f"{_ARGS}.{_VIT}={args[_VIT]!r:.60}: known is {', '.join(_VITS)}")
+        found.setdefault("max_img_size", args.get(_LONGEST))
+    values: dict[str, Any] = {
+        field: positive_number(found, (key,), real=key == "layer_norm_eps")
+        for key, field in _VISION.items()
+        if found.get(key) is not None
+    }
+    if values.get("temporal_patch_size", 2) < 2:
+        raise ValueError(f"{_FRAMES}=1: a video's patch has 2 frames or more")
+    width: int = values.get("hidden_size", Vision.hidden_size)
+    ratio = found.get(_MLP_RATIO) or Vision.ffn_hidden_size / Vision.hidden_size
+    if not isinstance(ratio, (int, float)) or not (width * ratio).is_integer():
+        raise ValueError(f"{_MLP_RATIO}={ratio!r:.40} of the width {width} is no whole number")
+    values["ffn_hidden_size"] = int(width * ratio)
+    return values, width
+
+
+def _sound(sound: dict[str, Any]) -> tuple[Sound, int]:
+    """Return Parakeet's sizes, and that of its projector."""
     known = (*_SOUND, _SOUND_PROJECTOR, "num_key_value_heads")
-    _check(where, f"{SOUND[0]}.", sound, known, _SOUND_FIXED, _SOUND_IGNORED)
-    values = {field: _size(where, sound, (key,)) for key, field in _SOUND.items()}
-    if (heads := sound.get("num_key_value_heads")) not in (None, values["num_attention_heads"]):
-        raise ValueError(f"{where}: num_key_value_heads={heads!r:.40} is not num_attention_heads")
-    return Sound(**values)
+    with named_errors(SOUND[0]):
+        _check(f"{SOUND[0]}.", sound, known, _SOUND_FIXED, _SOUND_IGNORED)
+        values = {field: positive_number(sound, (key,)) for key, field in _SOUND.items()}
+        if (heads := sound.get("num_key_value_heads")) not in (None, values["num_attention_heads"]):
+            raise ValueError(f"num_key_value_heads={heads!r:.40} is not num_attention_heads")
+        return Sound(**values), positive_number(sound, (_SOUND_PROJECTOR,))
 
 
 def _check(
-    name: str,
     prefix: str,
     data: Mapping[str, Any],
     sizes: tuple[str, ...],
@@ -300,30 +308,12 @@ def _check(
     if unknown := sorted(set(data) - {*sizes, *fixed, *ignored}):
         keys = ", ".join(prefix + printable(key) for key in unknown)
         raise ValueError(
-            f"{name}: config.json has {len(unknown)} unknown keys: {keys}: remove those that change neither "
+            f"config.json has {len(unknown)} unknown keys: {keys}: remove those that change neither "
             "a tensor nor a result"
         )
     for key, value in fixed.items():
         if data.get(key) is not None and data[key] != value:
-            raise ValueError(f"{name}: {key}={data[key]!r:.60} cannot be built, only {value!r}")
-
-
-def _size(name: str, data: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
-    """Return a positive number under any of its names."""
-    value = _one(name, data, keys)
-    if value is None:
-        raise ValueError(f"{name}: config.json has no {' or '.join(keys)}")
-    real = keys == ("layer_norm_eps",)
-    if type(value) is not (float if real else int) or not 0 < value < math.inf:
-        raise ValueError(f"{name}: {keys[0]}={value!r:.60} is not a {'' if real else 'whole '}number above 0")
-    return value
-
-
-def _one(name: str, data: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
-    found = [(key, data[key]) for key in keys if data.get(key) is not None]
-    if any(value != found[0][1] for _, value in found):
-        raise ValueError(f"{name}: {' and '.join(key for key, _ in found)} contradict each other")
-    return found[0][1] if found else None
+            raise ValueError(f"{key}={data[key]!r:.60} cannot be built, only {value!r}")
 
 
 def named_omni(config: OmniConfig) -> OmniConfig:

@@ -26,6 +26,7 @@ from megatron_nemotron3.checkpoints.convert import inventory
 from megatron_nemotron3.checkpoints.convert.inventory import Tensor, TensorMapping
 from megatron_nemotron3.checkpoints.convert.plan import Shape
 from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource
+from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.omni import OmniConfig
 from megatron_nemotron3.models.omni_tensors import CONSTANTS, MODULES, rows, symbol_sizes
 from megatron_nemotron3.models.prefixes import Prefix
@@ -61,30 +62,32 @@ def in_omni(mappings: Iterable[TensorMapping]) -> Iterator[TensorMapping]:
         )
 
 
-def encoder_mappings(
-    config: OmniConfig, *, dtype: str = inventory.BF16, constants: Mapping[str, SourceTensor] | None = None
-) -> Iterator[TensorMapping]:
+def encoder_mappings(config: OmniConfig, *, constants: Mapping[str, SourceTensor]) -> Iterator[TensorMapping]:
     """Yield every mapping of the encoders and projectors, in the order of the layers."""
     for part, module in _MODULE.items():
         at, sizes = Prefix(part, module, "", config.language), symbol_sizes(config, part)
         for row in rows(config, part):
-            kind = INTEGER if row.hf[0].name.endswith(_COUNTED) else dtype
+            kind = INTEGER if row.hf[0].name.endswith(_COUNTED) else inventory.BF16
             yield inventory.joined(at, row, row.spelling(MODULES), sizes, kind)
     at = Prefix("constant", "", "", config.language)
-    for name, constant in (constants or {}).items():
+    for name, constant in constants.items():
         side = [(Tensor(one, constant.shape, constant.dtype),) for one in (_CONSTANTS[name], name)]
         # Its type is its own, whatever that of the weights is.
         row = Row("constant", (NamedShape(name, ()),), (), float32=True, trainable=False)
         yield TensorMapping(row, at, Spelling(MODULES, "copy", ()), *side)
 
 
-def hf_tensors(config: OmniConfig, *, dtype: str = inventory.BF16) -> list[Tensor]:
-    """List the tensors of a Hugging Face folder, without those that only some folders have."""
-    found = [
-        *in_omni(inventory.mappings(config.language, dtype=dtype)),
-        *encoder_mappings(config, dtype=dtype),
-    ]
-    return [tensor for mapping in found for tensor in mapping.hf]
+def mappings(
+    config: Nemotron3Config,
+    omni: OmniConfig | None,
+    tensors: Mapping[str, SourceTensor],
+    padded_vocab_size: int | None = None,
+) -> list[TensorMapping]:
+    """Return every mapping of a model; `tensors` are a checkpoint's, which may have constants."""
+    language = inventory.mappings(config, padded_vocab_size=padded_vocab_size)
+    if omni is None:
+        return list(language)
+    return [*in_omni(language), *encoder_mappings(omni, constants=constants_of(tensors))]
 
 
 def constants_of(tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor]:

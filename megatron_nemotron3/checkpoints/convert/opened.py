@@ -106,12 +106,7 @@ class Checkpoint:
 
     def to_megatron(self, padded_vocab_size: int) -> list[TensorMapping]:
         """Return the mappings from a Hugging Face checkpoint to the keys that Megatron writes."""
-        language = inventory.mappings(self.config, padded_vocab_size=padded_vocab_size)
-        if self.omni is None:
-            return list(language)
-        constants = omni_inventory.constants_of(self.weights.tensors)
-        encoders = omni_inventory.encoder_mappings(self.omni, constants=constants)
-        return [*omni_inventory.in_omni(language), *encoders]
+        return omni_inventory.mappings(self.config, self.omni, self.weights.tensors, padded_vocab_size)
 
     def hf_view(self) -> TensorSource:
         """Return the weights under their Hugging Face names, the adapter merged into them."""

@@ -76,9 +76,16 @@ def to_keep(opened: Checkpoint, base: Checkpoint | None) -> tuple[dict[str, byte
         files = copied_files(folder)
     except CheckpointError as problem:
         lines.append(shown(f"not kept     {problem}"))
+    return release_files(files, HUGGING_FACE, stated), lines
+
+
+def release_files(
+    files: Mapping[str, bytes], place: str, stated: Mapping[str, Any] | None = None
+) -> dict[str, bytes]:
+    """Return files for a folder `place` in a release checkpoint, and a config.json with the keys `stated`."""
     if stated is not None:
-        files[CONFIG] = (json.dumps(dict(stated), indent=2) + "\n").encode()
-    return {f"{RELEASE}/{HUGGING_FACE}/{name}": data for name, data in files.items()}, lines
+        files = {**files, CONFIG: (json.dumps(dict(stated), indent=2) + "\n").encode()}
+    return {f"{RELEASE}/{place}/{name}": data for name, data in files.items()}
 
 
 def to_copy(reference: Path | None, opened: Checkpoint) -> tuple[dict[str, bytes], str]:
@@ -128,7 +135,7 @@ def find_origin(checkpoint: Path, run: Path | None, arguments: Mapping[str, Any]
 def keep_origin(source: Path, run: Path) -> None:
     """Copy what is kept of the Hugging Face folder that `source`, a checkpoint, comes from into a run."""
     shutil.rmtree(run / HUGGING_FACE, ignore_errors=True)
-    with contextlib.suppress(ValueError, OSError):
+    try:
         found = locate_one(source)
         origin = find_origin(found.folder, found.run, read_arguments(found.folder))
         if origin is not None:
@@ -139,6 +146,8 @@ def keep_origin(source: Path, run: Path) -> None:
             for name, data in files.items():
                 (partial / name).write_bytes(data)
             partial.rename(run / HUGGING_FACE)
+    except (ValueError, OSError) as problem:
+        print(f"not kept     config.json and tokenizer of the model that {source} comes from: {problem}")
 
 
 def prepared_data(run: Path | None, arguments: Mapping[str, Any]) -> Path | None:
@@ -169,9 +178,14 @@ def with_context(config: Nemotron3Config, origin: Path | None) -> Nemotron3Confi
     return config.but(max_position_embeddings=stated) if stated is not None and stated > 0 else config
 
 
+def stated_keys(folder: Path) -> Mapping[str, Any]:
+    """Return what the config.json of a folder has of the language model."""
+    return text_part(read_config(folder, omni=True))
+
+
 def stated_number(folder: Path, key: str) -> int | None:
     """Return a number that the config.json of a folder has of the language model."""
-    found = text_part(read_config(folder, omni=True)).get(key)
+    found = stated_keys(folder).get(key)
     return found if type(found) is int else None
 
 

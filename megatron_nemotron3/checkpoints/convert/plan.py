@@ -20,14 +20,6 @@ Slices = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Region:
-    """A part of a tensor."""
-
-    name: str
-    slices: Slices
-
-
-@dataclass(frozen=True)
 class CopyPiece:
     """`destination[destination_slices] = source[source_slices]`, up to axes of length 1."""
 
@@ -41,33 +33,30 @@ class CopyPiece:
 class CopyPlan:
     """Pieces that make all destinations from the sources.
 
-    Every element of every destination is in exactly one piece or in `filled`. Every element of every source
-    is in exactly one piece or in `unused`. Only padding rows of a vocabulary are in `filled` or `unused`.
+    Every element of every destination and of every source is in exactly one piece, but for the padding rows
+    of a vocabulary, which are zeros.
     """
 
     sources: Mapping[str, Shape]
     destinations: Mapping[str, Shape]
     pieces: tuple[CopyPiece, ...]
-    unused: tuple[Region, ...] = ()
-    #: Written as zeros.
-    filled: tuple[Region, ...] = ()
 
     def inverse(self) -> CopyPlan:
         """Return the plan that makes the sources from the destinations."""
         back = tuple(
             CopyPiece(p.destination, p.destination_slices, p.source, p.source_slices) for p in self.pieces
         )
-        return CopyPlan(self.destinations, self.sources, back, self.filled, self.unused)
+        return CopyPlan(self.destinations, self.sources, back)
 
 
 def extent(slices: Slices) -> Shape:
     """Return the shape of a slice."""
-    return tuple(stop - start for start, stop in slices)
+    return tuple([stop - start for start, stop in slices])
 
 
 def whole(shape: Shape) -> Slices:
     """Return the slices of a whole tensor."""
-    return tuple((0, n) for n in shape)
+    return tuple([(0, n) for n in shape])
 
 
 def band(shape: Shape, start: int, stop: int, axis: int = 0) -> Slices:
@@ -103,7 +92,7 @@ def apply(plan: CopyPlan, sources: Mapping[str, Any]) -> dict[str, Any]:
     for piece in plan.pieces:
         source = sources[piece.source]
         if piece.destination not in result:
-            result[piece.destination] = _empty_like(source, plan.destinations[piece.destination])
+            result[piece.destination] = _zeros_like(source, plan.destinations[piece.destination])
         target = result[piece.destination]
         if target.dtype != source.dtype:
             raise ValueError(
@@ -111,8 +100,6 @@ def apply(plan: CopyPlan, sources: Mapping[str, Any]) -> dict[str, Any]:
             )
         part = source[_slice_objects(piece.source_slices)].reshape(extent(piece.destination_slices))
         target[_slice_objects(piece.destination_slices)] = part
-    for region in plan.filled:
-        result[region.name][_slice_objects(region.slices)] = 0
     return result
 
 
@@ -120,9 +107,9 @@ def _slice_objects(slices: Slices) -> tuple[slice, ...]:
     return tuple(slice(*s) for s in slices)
 
 
-def _empty_like(like: Any, shape: Shape) -> Any:
-    if hasattr(like, "new_empty"):  # torch
-        return like.new_empty(shape)
+def _zeros_like(like: Any, shape: Shape) -> Any:
+    if hasattr(like, "new_zeros"):  # torch
+        return like.new_zeros(shape)
     import numpy
 
-    return numpy.empty(shape, like.dtype)
+    return numpy.zeros(shape, like.dtype)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from megatron_nemotron3.checkpoints.convert.plan import Shape, Slices, extent, whole
+from megatron_nemotron3.checkpoints.convert.plan import CopyPiece, Shape, Slices, extent, whole
 from megatron_nemotron3.checkpoints.mapped import MappedFiles
 from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, CheckpointError, explained
 from megatron_nemotron3.checkpoints.read import ArchiveRecord
@@ -45,11 +45,13 @@ class Block:
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    #: A function if the file must be opened to find the location.
-    location: Location | Callable[[], Location]
+    #: In a file, or a function if the file must be opened to find it; in a view, a part of its source.
+    place: Location | Callable[[], Location] | CopyPiece
 
     def locate(self) -> Location:
-        return self.location if isinstance(self.location, Location) else self.location()
+        at = self.place if isinstance(self.place, (Location, CopyPiece)) else self.place()
+        assert isinstance(at, Location)
+        return at
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,69 @@ class TensorSource:
         raise NotImplementedError
 
 
-class FileSource(TensorSource):
+class BlockSource(TensorSource):
+    """Tensors that are made of blocks. A slice inside one block is not copied."""
+
+    def __init__(self) -> None:
+        self._sorted: dict[str, tuple[list[int], int, list[Block]]] = {}
+
+    def blocks(self, name: str) -> Sequence[Block]:
+        """The blocks of a tensor, which do not overlap."""
+        raise NotImplementedError
+
+    def read_block(self, tensor: SourceTensor, block: Block, inside: Slices) -> Tensor:
+        """Read [inside], a slice in the indices of the block."""
+        raise NotImplementedError
+
+    def padded(self, name: str) -> bool:
+        """Whether what is in no block of a tensor is zero, and not missing."""
+        return False
+
+    def read(self, name: str, slices: Slices | None = None) -> Tensor:
+        import torch
+
+        tensor = self.tensors[name]
+        slices = whole(tensor.shape) if slices is None else slices
+        shape, begin = extent(slices), tuple([start for start, _ in slices])
+        make, result, filled = torch.zeros if self.padded(name) else torch.empty, None, 0
+        for block in self._overlapping_blocks(name, slices):
+            if block.sizes == shape and block.offsets == begin and 0 not in shape:  # mostly
+                return self.read_block(tensor, block, whole(shape))
+            common = tuple(
+                (max(a, o), min(b, o + n))
+                for (a, b), o, n in zip(slices, block.offsets, block.sizes, strict=True)
+            )
+            if any(a >= b for a, b in common):
+                continue
+            inside = tuple((a - o, b - o) for (a, b), o in zip(common, block.offsets))
+            part = self.read_block(tensor, block, inside)
+            if common == slices:
+                return part
+            if result is None:
+                result = make(shape, dtype=tensor.torch_dtype)
+            result[tuple(slice(a - s, b - s) for (a, b), (s, _) in zip(common, slices))] = part
+            filled += part.numel()
+        if filled != prod(shape) and make is torch.empty:
+            raise CheckpointError(
+                f"{self.folder}: the parts of {name} at {slices} hold {filled:,} of {prod(shape):,} elements"
+            )
+        return make(shape, dtype=tensor.torch_dtype) if result is None else result
+
+    def _overlapping_blocks(self, name: str, slices: Slices) -> Sequence[Block]:
+        """List the blocks that may hold a part of the slice. A stack of experts has hundreds of blocks."""
+        blocks = self.blocks(name)
+        if len(blocks) < 8 or not slices:
+            return blocks
+        if name not in self._sorted:
+            ordered = sorted(blocks, key=lambda b: b.offsets)
+            longest = max(b.sizes[0] for b in ordered)
+            self._sorted[name] = ([b.offsets[0] for b in ordered], longest, ordered)
+        starts, longest, ordered = self._sorted[name]
+        first, last = slices[0]
+        return ordered[bisect_left(starts, first - longest + 1) : bisect_left(starts, last)]
+
+
+class FileSource(BlockSource):
     """Tensors in files."""
 
     def __init__(
@@ -97,54 +161,15 @@ class FileSource(TensorSource):
         files: Mapping[str, int],
         opened: MappedFiles | None = None,
     ) -> None:
+        super().__init__()
         self.folder, self.tensors, self.files = folder, tensors, files
         self.opened = MappedFiles() if opened is None else opened
-        self._sorted: dict[str, tuple[list[int], int, list[Block]]] = {}
         self._checked: set[tuple[Path, int]] = set()
 
-    def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        import torch
+    def blocks(self, name: str) -> Sequence[Block]:
+        return self.tensors[name].blocks
 
-        tensor = self.tensors[name]
-        slices = whole(tensor.shape) if slices is None else slices
-        result, filled = None, 0
-        for block in self._overlapping_blocks(name, slices):
-            common = tuple(
-                (max(a, o), min(b, o + n))
-                for (a, b), o, n in zip(slices, block.offsets, block.sizes, strict=True)
-            )
-            if any(a >= b for a, b in common):
-                continue
-            inside = tuple((a - o, b - o) for (a, b), o in zip(common, block.offsets))
-            part = self._read_block(tensor, block, inside)
-            if common == slices:
-                return part
-            if result is None:
-                result = torch.empty(extent(slices), dtype=tensor.torch_dtype)
-            result[tuple(slice(a - s, b - s) for (a, b), (s, _) in zip(common, slices))] = part
-            filled += part.numel()
-        if filled != prod(extent(slices)):
-            raise CheckpointError(
-                f"{self.folder}: the parts of {name} at {slices} hold {filled:,} of {prod(extent(slices)):,} "
-                "elements"
-            )
-        return torch.empty(extent(slices), dtype=tensor.torch_dtype) if result is None else result
-
-    def _overlapping_blocks(self, name: str, slices: Slices) -> list[Block]:
-        """List the blocks that may hold a part of the slice. A stack of experts has hundreds of blocks."""
-        blocks = self.tensors[name].blocks
-        if len(blocks) < 8 or not slices:
-            return list(blocks)
-        if name not in self._sorted:
-            ordered = sorted(blocks, key=lambda b: b.offsets)
-            longest = max(b.sizes[0] for b in ordered)
-            self._sorted[name] = ([b.offsets[0] for b in ordered], longest, ordered)
-        starts, longest, ordered = self._sorted[name]
-        first, last = slices[0]
-        return ordered[bisect_left(starts, first - longest + 1) : bisect_left(starts, last)]
-
-    def _read_block(self, tensor: SourceTensor, block: Block, inside: Slices) -> Tensor:
-        """Return [inside], a slice in the indices of the block, as a view of its file."""
+    def read_block(self, tensor: SourceTensor, block: Block, inside: Slices) -> Tensor:
         import torch
 
         at, shape, item = block.locate(), extent(inside), ITEM_SIZE[tensor.dtype]

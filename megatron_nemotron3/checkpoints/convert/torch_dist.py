@@ -7,7 +7,7 @@ a checkpoint loads only at the TP that wrote it. `reorder_mamba` puts the rows i
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +25,24 @@ from megatron_nemotron3.checkpoints.metadata import (
 )
 from megatron_nemotron3.checkpoints.pickles import Inert
 from megatron_nemotron3.checkpoints.read import ChunkLayouts
-from megatron_nemotron3.checkpoints.structure import complete_index
+from megatron_nemotron3.checkpoints.structure import Verdict, complete_index
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.tensors import symbol_sizes
 
 
-def open_torch_dist(folder: Path) -> tuple[FileSource, CheckpointIndex]:
+def open_torch_dist(folder: Path, verdict: Verdict | None = None) -> tuple[FileSource, CheckpointIndex]:
     """Open every tensor of a torch_dist folder, including optimizer state; also return its index."""
-    index, files = complete_index(folder)
+    index, files = complete_index(folder, verdict)
     opened = MappedFiles()
     return FileSource(folder, index_tensors(index, opened), files, opened), index
 
 
 def index_tensors(index: CheckpointIndex, opened: MappedFiles) -> dict[str, SourceTensor]:
     """Return every tensor of an index; the elements of a chunk are located when they are read."""
-    layouts = ChunkLayouts()
+    layouts, path = ChunkLayouts(), cache(index.folder.joinpath)
 
     def block(chunk: TensorChunk, dtype: str) -> Block:
-        locate = partial(_locate_chunk, layouts, opened, index.folder / chunk.file, chunk, dtype)
+        locate = partial(_locate_chunk, layouts, opened, path(chunk.file), chunk, dtype)
         return Block(chunk.offsets, chunk.sizes, locate)
 
     return {

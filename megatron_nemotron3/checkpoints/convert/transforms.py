@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from megatron_nemotron3.checkpoints.convert.plan import CopyPiece, CopyPlan, Region, Shape, band, whole
+from megatron_nemotron3.checkpoints.convert.plan import CopyPiece, CopyPlan, Shape, band, whole
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.tensors import PARAMETER, Row, symbol_sizes
 
@@ -27,7 +27,7 @@ def copy(megatron: Shapes, hf: Shapes, head_dim: int = 0) -> CopyPlan:
 
 def vocabulary(megatron: Shapes, hf: Shapes, head_dim: int = 0) -> CopyPlan:
     """Take the first rows: Megatron's table is [padded vocabulary, d], HF's is [vocabulary, d]."""
-    pieces, unused = [], []
+    pieces = []
     for a, b, shape in _paired_tensors(megatron, hf):
         rows = hf[b][0]
         if shape[0] < rows or shape[1:] != hf[b][1:]:
@@ -36,9 +36,7 @@ def vocabulary(megatron: Shapes, hf: Shapes, head_dim: int = 0) -> CopyPlan:
                 "at its end, never cut"
             )
         pieces.append(CopyPiece(a, band(shape, 0, rows), b, whole(hf[b])))
-        if shape[0] > rows:
-            unused.append(Region(a, band(shape, rows, shape[0])))
-    return CopyPlan(megatron, hf, tuple(pieces), unused=tuple(unused))
+    return CopyPlan(megatron, hf, tuple(pieces))
 
 
 def concat(megatron: Shapes, hf: Shapes, head_dim: int = 0) -> CopyPlan:

@@ -7,24 +7,22 @@ slice.
 from __future__ import annotations
 
 import os
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Mapping
-from math import prod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from megatron_nemotron3.checkpoints.convert.inventory import TensorMapping
-from megatron_nemotron3.checkpoints.convert.plan import CopyPiece, Slices, extent, whole
-from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource
+from megatron_nemotron3.checkpoints.convert.plan import CopyPiece, Slices, extent
+from megatron_nemotron3.checkpoints.convert.sources import Block, BlockSource, SourceTensor, TensorSource
 from megatron_nemotron3.checkpoints.metadata import CheckpointError
 
 
-class Converted(TensorSource):
+class Converted(BlockSource):
     """The tensors of one side of `mappings`, made from those of the other side."""
 
     def __init__(self, source: TensorSource, mappings: Iterable[TensorMapping], *, to_hf: bool) -> None:
+        super().__init__()
         self.folder, self.files, self.to_hf = source.folder, source.files, to_hf
         self._source = source
         self._mappings: dict[str, TensorMapping] = {}
@@ -48,40 +46,24 @@ class Converted(TensorSource):
                 self._mappings[tensor.name] = mapping
         self.tensors = tensors
         self.rows = {name: mapping.row for name, mapping in self._mappings.items()}
-        self._pieces: dict[str, list[CopyPiece]] = {}
+        self._blocks: dict[str, list[Block]] = {}
 
-    def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        pieces, tensor = self._pieces_of(name), self.tensors[name]
-        slices = whole(tensor.shape) if slices is None else slices
-        shape = extent(slices)
-        if len(pieces) == 1 and extent(pieces[0].destination_slices) == tensor.shape:
-            return self._source.read(pieces[0].source, _source_slices(pieces[0], slices)).reshape(shape)
-        first, last = slices[0]  # pieces are sorted bands of rows
-        begin = max(0, bisect_right(pieces, first, key=_first_row) - 1)
-        parts = []
-        for piece in pieces[begin : bisect_left(pieces, last, key=_first_row)]:
-            common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(slices, piece.destination_slices))
-            if common == slices:  # mostly one expert of a stack
-                return self._source.read(piece.source, _source_slices(piece, common)).reshape(shape)
-            if all(a < b for a, b in common):
-                parts.append((piece, common))
-        covered = sum(prod(extent(common)) for _, common in parts) == prod(shape)
-        make = torch.empty if covered else torch.zeros  # zeros: padded rows
-        result = make(shape, dtype=tensor.torch_dtype)
-        for piece, common in parts:
-            part = self._source.read(piece.source, _source_slices(piece, common))
-            window = tuple(slice(a - s, b - s) for (a, b), (s, _) in zip(common, slices))
-            result[window] = part.reshape(extent(common))
-        return result
+    def blocks(self, name: str) -> Sequence[Block]:
+        if name not in self._blocks:
+            plan = self._mappings[name].to_hf()
+            for piece in (plan if self.to_hf else plan.inverse()).pieces:
+                begin = tuple(start for start, _ in piece.destination_slices)
+                block = Block(begin, extent(piece.destination_slices), piece)
+                self._blocks.setdefault(piece.destination, []).append(block)
+        return self._blocks[name]
 
-    def _pieces_of(self, name: str) -> list[CopyPiece]:
-        """Return the pieces of a tensor, in order of their rows."""
-        if name not in self._pieces:
-            mapping = self._mappings[name]
-            plan = mapping.to_hf() if self.to_hf else mapping.to_hf().inverse()
-            for piece in sorted(plan.pieces, key=lambda p: p.destination_slices):
-                self._pieces.setdefault(piece.destination, []).append(piece)
-        return self._pieces[name]
+    def padded(self, name: str) -> bool:
+        return not self.to_hf and self._mappings[name].spelling.rule == "vocabulary"
+
+    def read_block(self, tensor: SourceTensor, block: Block, inside: Slices) -> Tensor:
+        piece = block.place
+        assert isinstance(piece, CopyPiece)
+        return self._source.read(piece.source, _source_slices(piece, inside)).reshape(extent(inside))
 
 
 class Cast(TensorSource):
@@ -144,20 +126,11 @@ class InMemory(TensorSource):
         return tensor if slices is None else tensor[tuple(slice(*s) for s in slices)]
 
 
-def _first_row(piece: CopyPiece) -> int:
-    return piece.destination_slices[0][0]
-
-
-def _source_slices(piece: CopyPiece, destination: Slices) -> Slices:
-    """Return the slices of a piece's source that make [destination], a part of its destination."""
-    long = [i for i, n in enumerate(extent(piece.destination_slices)) if n != 1]
-    offsets = [(destination[i][0] - piece.destination_slices[i][0], destination[i]) for i in long]
-    result, at = [], 0
-    for (start, _), n in zip(piece.source_slices, extent(piece.source_slices)):
-        if n == 1:
-            result.append((start, start + 1))
-        else:
-            shift, (a, b) = offsets[at]
-            result.append((start + shift, start + shift + b - a))
-            at += 1
+def _source_slices(piece: CopyPiece, inside: Slices) -> Slices:
+    """Return the slices of a piece's source that make [inside], in the indices of its destination's part."""
+    long = iter([one for one, n in zip(inside, extent(piece.destination_slices)) if n != 1])
+    result = []
+    for start, stop in piece.source_slices:
+        a, b = (0, 1) if stop - start == 1 else next(long)
+        result.append((start + a, start + b))
     return tuple(result)

@@ -22,13 +22,13 @@ from megatron_nemotron3.checkpoints.convert.block_configs import KEY, MTP_KEY
 from megatron_nemotron3.checkpoints.convert.config_keys import DENSE, FIELDS, LAYERS, MOE, MTP_LAYERS
 from megatron_nemotron3.checkpoints.convert.hf_folder import read_config
 from megatron_nemotron3.checkpoints.convert.job import Job, run
-from megatron_nemotron3.checkpoints.convert.opened import Checkpoint
-from megatron_nemotron3.checkpoints.convert.origin import copied_files
+from megatron_nemotron3.checkpoints.convert.opened import EMBEDDING, Checkpoint
+from megatron_nemotron3.checkpoints.convert.origin import copied_files, release_files, stated_keys
 from megatron_nemotron3.checkpoints.convert.plan import Slices, bands, extent, whole
 from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource
 from megatron_nemotron3.checkpoints.convert.streams import BAND
 from megatron_nemotron3.checkpoints.convert.views import Converted, InMemory
-from megatron_nemotron3.checkpoints.folders import TOKENIZER
+from megatron_nemotron3.checkpoints.folders import HUGGING_FACE, TOKENIZER
 from megatron_nemotron3.checkpoints.remote import shown
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.prefixes import Prefix, prefixes
@@ -140,29 +140,27 @@ def cut_job(
     options = {"model": pruned.to_json(), "layers": list(layers), "scores": scores.digest()}
     if opened.kind == "hugging face":
         files = to_hf.files(cut.tensors)
-        base = _reference(opened.folder, pruned, dtype)
-        copied = copied_files(opened.folder)
-        small = to_hf.small_files(pruned, files, copied=copied, base=base, dtype=dtype)
+        base = _reference(read_config(opened.folder), pruned, dtype)
+        small = to_hf.small_files(pruned, files, copied=copied_files(opened.folder), base=base, dtype=dtype)
         return Job(target, cut, files, stored | small, origin=about, options=options)
     rows = opened.padded_vocab_size or pruned.vocab_size
     view = Converted(cut, inventory.mappings(pruned, padded_vocab_size=rows), to_hf=False)
     plan = from_hf.plan(view, pruned, padded_vocab_size=rows, dtype=dtype)
     if tokenizer is not None:
-        copied = copied_files(tokenizer)
-        stored |= {f"{from_hf.RELEASE}/{TOKENIZER}/{name}": data for name, data in copied.items()}
+        stored |= release_files(copied_files(tokenizer), TOKENIZER)
+    if opened.origin is not None:
+        base = _reference(stated_keys(opened.origin), pruned, dtype)
+        stored |= release_files(copied_files(opened.origin), HUGGING_FACE, base)
     return Job(target, view, plan.files, stored | plan.small, plan.index, about, options)
 
 
-def _reference(folder: Path, pruned: Nemotron3Config, dtype: str) -> dict[str, object]:
-    """The model's config.json with the sizes of the pruned one; what says nothing of sizes stays."""
+def _reference(data: Mapping[str, Any], pruned: Nemotron3Config, dtype: str) -> dict[str, object]:
+    """A model's config.json with the sizes of the pruned one; what says nothing of sizes stays."""
     tables = (FIELDS, DENSE, MOE)
     stale = {key for table in tables for keys in table.values() for key in keys}
     stale |= {LAYERS[0], *LAYERS[1], MTP_LAYERS[0], *MTP_LAYERS[1], KEY, MTP_KEY, "quantization_config"}
-    there = {key: value for key, value in read_config(folder).items() if key not in stale}
+    there = {key: value for key, value in data.items() if key not in stale}
     return there | config_json.write(pruned, dtype=dtype)
-
-
-_EMBEDDING = "embedding.word_embeddings.weight"
 
 
 def prune(
@@ -174,7 +172,7 @@ def prune(
     layers = scores.layers(number)
     pruned = candidate_config(scores.config, sizes, layers)
     weights = model.state_dict()
-    rows = weights[_EMBEDDING].shape[0]
+    rows = weights[EMBEDDING].shape[0]
     cut = CutTensors(_hf_view(weights, scores.config), scores, pruned, layers)
     mappings = inventory.mappings(pruned, dialect=PARAMETER, padded_vocab_size=rows)
     view = Converted(cut, mappings, to_hf=False)
@@ -197,7 +195,7 @@ def load(model: torch.nn.Module, weights: Mapping[str, Any]) -> None:
 def save(model: torch.nn.Module, config: Nemotron3Config, folder: Path) -> None:
     """Write a release checkpoint (torch_dist) to a new folder, as `nemotron3 convert from-hf` does."""
     weights = model.state_dict()
-    embedding = weights[_EMBEDDING]
+    embedding = weights[EMBEDDING]
     rows, dtype = embedding.shape[0], str(embedding.dtype).removeprefix("torch.")
     mappings = inventory.mappings(config, padded_vocab_size=rows)
     view = Converted(_hf_view(weights, config), mappings, to_hf=False)
@@ -211,6 +209,6 @@ def _hf_view(weights: Mapping[str, Any], config: Nemotron3Config) -> TensorSourc
         for name, t in weights.items()
         if isinstance(t, torch.Tensor) and not name.endswith("_extra_state")
     }
-    rows = weights[_EMBEDDING].shape[0]
+    rows = weights[EMBEDDING].shape[0]
     mappings = inventory.mappings(config, dialect=PARAMETER, padded_vocab_size=rows)
     return Converted(InMemory(Path(os.devnull), tensors), mappings, to_hf=True)

@@ -475,7 +475,7 @@ def test_blocks_that_are_alike_are_an_ordinary_model() -> None:
             with_blocks({4: {"moe_latent_size": None}}) | {"moe_latent_size": None},
             r"block_configs\[4\] has no moe_latent_size, which block_configs\[1\] has",
         ),
-        (with_blocks({4: {"num_experts_per_tok": None}}), r"block_configs\[4\]: has no num_experts_per_tok"),
+        (with_blocks({4: {"num_experts_per_tok": None}}), r"block_configs\[4\]: config.json has no num_exp"),
         (
             with_blocks({4: {"num_experts_per_tok": 0}}),
             r"num_experts_per_tok=0 is not a whole number above 0",

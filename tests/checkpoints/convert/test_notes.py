@@ -10,10 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_nemotron3 import cli
+from megatron_nemotron3.checkpoints import structure
 from megatron_nemotron3.checkpoints.convert import from_hf, inventory, job
 from megatron_nemotron3.checkpoints.convert.checkpoints import open_megatron
 from megatron_nemotron3.checkpoints.convert.hf_folder import open_hf
 from megatron_nemotron3.checkpoints.convert.views import Converted
+from megatron_nemotron3.checkpoints.metadata import read_metadata
 from megatron_nemotron3.models import get
 from tests.support.engines import agreeing_tensors
 from tests.support.hf_folders import read_hf, write_hf
@@ -68,7 +70,9 @@ def test_a_rounded_bias_is_named_and_written_in_fp32(
         assert line in run(capsys, "verify", tmp_path / "hf", tmp_path / "m")
 
 
-def test_a_narrow_bias_in_megatrons_checkpoint(tmp_path: Path, capsys: Capture) -> None:
+def test_a_narrow_bias_in_megatrons_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
     """As a converter that casts everything writes it: 60 for all, in every layer."""
     values = folder(tmp_path / "hf", torch.float32)
     write_hf(tmp_path / "cast", CONFIG, values=values | {n: values[n].bfloat16() for n in BIASES})
@@ -76,7 +80,12 @@ def test_a_narrow_bias_in_megatrons_checkpoint(tmp_path: Path, capsys: Capture) 
     plan = from_hf.plan(view, CONFIG, padded_vocab_size=CONFIG.vocab_size, dtype="float32")
     job.run(job.Job(tmp_path / "m", view, plan.files, plan.small, plan.index))
     line = "expert bias  bfloat16 instead of float32 in 2 of 2 tensors: 1 distinct of 32 values in decoder"
+    parsed: list[Path] = []
+    monkeypatch.setattr(
+        structure, "read_metadata", lambda place: parsed.append(place) or read_metadata(place)
+    )
     assert line in run(capsys, "check", tmp_path / "m")
+    assert parsed == [tmp_path / "m/release"]  # once: the index of a large model takes seconds
     assert line in run(capsys, "convert", "to-hf", tmp_path / "m", tmp_path / "back", "--dtype", "bfloat16")
     assert read_hf(tmp_path / "back")[BIASES[0]].equal(torch.full((32,), 60.0))
     assert cli.main(["verify", str(tmp_path / "hf"), str(tmp_path / "m")]) == 1

@@ -23,6 +23,7 @@ from tests.support import omni_checkpoints as folders
 from tests.support import parity
 from tests.support.checkpoint_writer import same_bytes
 from tests.support.counted_job import digest
+from tests.support.hf_folders import omni_tensors
 from tests.support.omni_checkpoints import is_scale, nemotron3, tensors
 from tests.support.omni_oracle import pair
 from tests.support.world import world_of_one
@@ -58,7 +59,7 @@ def equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 
 def test_the_inventory_is_what_transformers_saves(place: Path) -> None:
     saved = {name: tuple(tensor.shape) for name, tensor in tensors(place / "hf").items()}
-    stated = {t.name: t.shape for t in omni_inventory.hf_tensors(MODEL)}
+    stated = {t.name: t.shape for t in omni_tensors(MODEL)}
     made = {n: tuple(v.shape) for n, v in omni_inventory.made(MODEL, "float32").items()}
     assert saved == stated | made and not stated.keys() & made.keys()
     assert all(map(is_scale, made))
@@ -66,7 +67,7 @@ def test_the_inventory_is_what_transformers_saves(place: Path) -> None:
 
 def test_the_inventory_of_the_release() -> None:
     """7,349 tensors, of which 4 are constants (Megatron-Bridge's card of the released checkpoint)."""
-    found = {tensor.name: tensor.dtype for tensor in omni_inventory.hf_tensors(NANO_OMNI)}
+    found = {tensor.name: tensor.dtype for tensor in omni_tensors(NANO_OMNI)}
     assert len(found) + len(CONSTANTS) == 7349 == released_tensors(NANO_OMNI)
     # The card counts 7,300 in BF16 and 25 in FP32: two constants are in each.
     assert Counter(found.values()) == {"bfloat16": 7298, "float32": 23, "int64": 24}

@@ -16,7 +16,7 @@ from megatron_nemotron3.checkpoints.convert.checkpoints import open_checkpoint
 from megatron_nemotron3.checkpoints.convert.omni_config import omni_json
 from megatron_nemotron3.models.omni import NANO_OMNI, tiny
 from tests.support import omni_checkpoints as folders
-from tests.support.hf_folders import write_hf
+from tests.support.hf_folders import omni_tensors, write_hf
 from tests.support.omni_checkpoints import nemotron3
 
 MODEL = tiny(NANO_OMNI)
@@ -32,7 +32,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = torch.Generator().manual_seed(3)
     values = {
         t.name: torch.randn(t.shape, generator=made).to(getattr(torch, t.dtype))
-        for t in omni_inventory.hf_tensors(MODEL, dtype="float32")
+        for t in omni_tensors(MODEL, "float32")
     }
     values |= {name: value.clone() for name, value in omni_inventory.made(MODEL, "float32").items()}
     save_file(values, folder / "hf/model.safetensors", {"format": "pt"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from argparse import Namespace
 from pathlib import Path
@@ -11,11 +12,13 @@ from typing import Any
 import pytest
 
 from megatron_nemotron3 import cli
+from megatron_nemotron3.checkpoints import pickles
 from megatron_nemotron3.checkpoints.convert import config_json, from_hf
 from megatron_nemotron3.checkpoints.convert.checkpoints import open_megatron
 from megatron_nemotron3.checkpoints.convert.origin import keep_origin
 from megatron_nemotron3.checkpoints.metadata import CheckpointError
 from megatron_nemotron3.checkpoints.state import read_arguments
+from megatron_nemotron3.common import limits
 from megatron_nemotron3.models import get
 from tests.support.hf_folders import read_hf, write_hf
 
@@ -155,6 +158,33 @@ def test_a_run_of_train_keeps_a_copy(
     run(capsys, "convert", "to-hf", tmp_path / "run", tmp_path / "back")
     assert data.items() <= said(tmp_path / "back").items()
     assert {name: (tmp_path / "back" / name).read_bytes() for name in FILES} == FILES
+
+
+def test_what_cannot_be_kept_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """A machine that has no process to try a pickle in says nothing about the source: it is no verdict."""
+    release(tmp_path / "hf")
+    run(capsys, "convert", "from-hf", tmp_path / "hf", tmp_path / "m")
+    (tmp_path / "run").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(pickles, "_tried", set())
+        patch.setattr(pickles, "_is_harmless", lambda data: False)
+        patch.setattr(limits, "_fork", lambda: os.open("/nowhere", os.O_RDONLY))
+        with pytest.raises(limits.ChildError, match="no process to try a pickle in: No such file"):
+            keep_origin(tmp_path / "m", tmp_path / "run")
+        with pytest.raises(limits.ChildError):
+            open_megatron(tmp_path / "m")
+        assert cli.main(["check", str(tmp_path / "m")]) == 2
+        assert (
+            capsys.readouterr().err
+            == "nemotron3 check: no process to try a pickle in: No such file or directory\n"
+        )
+    (tmp_path / "m/release/metadata.json").unlink()
+    keep_origin(tmp_path / "m", tmp_path / "run")
+    line = capsys.readouterr().out
+    assert line.startswith("not kept     config.json") and "metadata.json: the file is missing" in line
+    assert not (tmp_path / "run/hugging_face").exists()
 
 
 def test_the_length_of_a_released_model_without_its_files(

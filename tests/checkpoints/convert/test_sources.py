@@ -102,6 +102,28 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
             source.read(name)
 
 
+@pytest.mark.parametrize("present", [40, 0])
+def test_a_file_that_becomes_shorter(tmp_path: Path, present: int) -> None:
+    """Before it is mapped, and after it: what is gone is not touched, which would end the process."""
+    path = tmp_path / "a"
+    path.write_bytes(bytes(100))
+    block = Block((0,), (100,), Location(path, 0, (1,)))
+    late, early = (FileSource(tmp_path, {"t": SourceTensor("uint8", (100,), (block,))}, {}) for _ in "ab")
+    assert early.read("t").numel() == 100
+    os.truncate(path, present)
+
+    def read() -> None:
+        faulthandler.disable()
+        for source, message in (
+            (early, f"{path}: the file had 100 bytes when it was opened, now it has {present}"),
+            (late, f"{path}: the file ends at byte {present}, inside the 100 from 0"),
+        ):
+            with pytest.raises(CheckpointError, match=message):
+                source.read("t").sum()
+
+    assert os.waitpid(forked(read), 0)[1] == 0
+
+
 def test_a_read_tensor_cannot_change_the_file(tmp_path: Path) -> None:
     """It is a view of a mapping that cannot be written to: a process that tries ends."""
     (tmp_path / "a").write_bytes(bytes(range(100)))

@@ -15,8 +15,8 @@ from megatron_nemotron3.checkpoints.convert import inventory, transforms
 from megatron_nemotron3.checkpoints.convert.plan import (
     CopyPiece,
     CopyPlan,
-    Region,
     apply,
+    band,
     bands,
     extent,
     whole,
@@ -123,10 +123,12 @@ def test_every_plan_of_a_model_tiles_both_sides(seed: int, dialect: str) -> None
     config = random_config(seed)
     for mapping in inventory.mappings(config, dialect=dialect, padded_vocab_size=config.vocab_size + seed):
         plan = mapping.to_hf()
-        padded = plan.unused and mapping.spelling.rule == "vocabulary"
-        assert bool(plan.unused) == bool(padded) and not plan.filled
+        padded = {}
+        if mapping.spelling.rule == "vocabulary" and seed:
+            (table,) = mapping.megatron
+            padded = {table.name: band(table.shape, config.vocab_size, config.vocab_size + seed)}
         for one in (plan, plan.inverse()):
-            arrays.check_plan(one)
+            arrays.check_plan(one, padded)
         megatron = {t.name: numbered(*t.shape) for t in mapping.megatron}
         made = apply(plan, megatron)
         assert {t.name: t.shape for t in mapping.hf} == {name: a.shape for name, a in made.items()}
@@ -166,11 +168,11 @@ def test_check_sees_what_is_wrong(pieces: tuple[CopyPiece, ...], text: str) -> N
 
 def test_check_sees_an_overlap_with_padding() -> None:
     plan = transforms.vocabulary({"a": (6, 2)}, {"b": (4, 2)})
-    arrays.check_plan(plan)
+    arrays.check_plan(plan, {"a": ((4, 6), (0, 2))})
     with pytest.raises(ValueError, match="overlap"):
-        arrays.check_plan(
-            CopyPlan(plan.sources, plan.destinations, plan.pieces, (Region("a", ((3, 6), (0, 2))),))
-        )
+        arrays.check_plan(plan, {"a": ((3, 6), (0, 2))})
+    with pytest.raises(ValueError, match="8 of 12 elements"):
+        arrays.check_plan(plan)
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,21 @@ def test_measure_then_cut(place: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert (tmp_path / "out-hf/generation_config.json").exists()
 
 
+def test_the_source_of_a_cut_checkpoint_is_kept(place: Path, tmp_path: Path) -> None:
+    """As a training keeps it: its Hugging Face form has the keys and files of the folder it comes from."""
+    hf, m, cut, back = (tmp_path / name for name in ("hf", "m", "cut", "back"))
+    assert main(["convert", "to-hf", str(place / "model"), str(hf)]) == 0
+    kept = json.loads((hf / "config.json").read_text())
+    (hf / "config.json").write_text(json.dumps(kept | {"eos_token_id": 11, "use_cache": True}))
+    (hf / "generation_config.json").write_text("{}")
+    assert main(["convert", "from-hf", str(hf), str(m)]) == 0
+    words = ["prune", str(m), "--scores", str(place / "scores"), "--sizes", *WORDS, "--output", str(cut)]
+    assert main(words) == 0 and main(["convert", "to-hf", str(cut), str(back)]) == 0
+    found = json.loads((back / "config.json").read_text())
+    assert (found["eos_token_id"], found["use_cache"], found["hidden_size"]) == (11, True, 96)
+    assert (back / "generation_config.json").read_text() == "{}"
+
+
 def test_a_layer_of_its_own_kind(place: Path, tmp_path: Path) -> None:
     """Expert widths by layer become a model with such layers, in both formats."""
     words = ["prune", str(place / "model"), "--scores", str(place / "scores")]

@@ -77,7 +77,7 @@ class HuggingFace:
             raise ValueError(f"{path} is missing: transformers builds its layers from it")
         data = read_json(path)
         if is_omni(data):
-            data = part(data, TEXT, str(path)) or {}
+            data = part(data, TEXT) or {}
         data = config_json.with_mtp(data, config)  # which may be another's, or left out
         config_json.read(data, name=str(path), base=config)
         #: What this side leaves out of transformers' computation, for a message; None if nothing.
