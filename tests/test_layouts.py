@@ -47,7 +47,7 @@ CONFIG = tiny(get("super")).but(pattern="MEM*EME*", vocab_size=255)
 
 
 def _argv(layout: ParallelLayout, extra: tuple[str, ...], **data: object) -> list[str]:
-    schedule = short_schedule(STEPS, eval_iters=1, save_interval=2)
+    schedule = short_schedule(STEPS, eval_iters=1)
     return mock_argv(CONFIG, layout, schedule, extra, **data)
 
 

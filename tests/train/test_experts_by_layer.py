@@ -35,7 +35,7 @@ STEPS = 3
 
 
 def _argv(layout: ParallelLayout, *extra: str, **folders: str) -> list[str]:
-    schedule = short_schedule(STEPS, seq_length=32, global_batch_size=2, save_interval=2)
+    schedule = short_schedule(STEPS, seq_length=32, global_batch_size=2)
     return ["--device", "cpu", str(processes.ENTRY), *mock_argv(CONFIG, layout, schedule, extra, **folders)]
 
 

@@ -22,7 +22,7 @@ STEPS = 5
 
 
 def _train(config, layout: ParallelLayout, folder: Path, load: Path, *extra: str) -> log.Curve:
-    schedule = short_schedule(STEPS, seq_length=32, global_batch_size=4, save_interval=2)
+    schedule = short_schedule(STEPS, seq_length=32, global_batch_size=4)
     argv = mock_argv(config, layout, schedule, extra, save=str(folder), load=str(load))
     output = distributed.run_launcher(
         ["--device", "cpu", str(processes.ENTRY), *argv], layout.world_size, timeout=240
