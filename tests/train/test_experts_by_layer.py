@@ -41,12 +41,8 @@ def _argv(layout: ParallelLayout, *extra: str, **folders: str) -> list[str]:
 
 def _train(layout: ParallelLayout, *extra: str, **folders: str) -> log.Curve:
     """Train with the model's flags alone; `WORDS` in `extra` name a module of one's own instead."""
-    curve = log.Curve()
     words = _argv(layout, *extra, **folders)
-    output = distributed.run_launcher(words, layout.world_size, 240)
-    for line in output.splitlines():
-        curve.add(line)
-    return curve
+    return distributed.curve_of(distributed.run_launcher(words, layout.world_size, 240))
 
 
 @pytest.fixture(scope="module")
