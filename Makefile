@@ -28,7 +28,7 @@ demo: environment
 	$(WRITE) --draft 2
 	@test -z "$(QUICK)" || { echo; echo "30 steps teach it common words, not Python; make demo trains 300."; }
 
-# The light files, of every package: an answer in three minutes on two cores.
+# The light files, of every package: an answer in about a minute on two cores.
 quick: environment
 	$(PYTEST) --maxprocesses 2 -m "not full" --quick --durations=0 --durations-min=5 $(TESTS)
 

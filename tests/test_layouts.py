@@ -13,7 +13,7 @@ import pytest
 from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.train import log, processes
-from tests.support.distributed import run_launcher
+from tests.support.distributed import curve_of, trained
 from tests.support.programs import run_python
 from tests.support.short_run import mock_argv, short_schedule
 
@@ -47,24 +47,20 @@ CONFIG = tiny(get("super")).but(pattern="MEM*EME*", vocab_size=255)
 
 
 def _argv(layout: ParallelLayout, extra: tuple[str, ...], **data: object) -> list[str]:
-    schedule = short_schedule(STEPS, eval_iters=1, save_interval=2)
+    schedule = short_schedule(STEPS, eval_iters=1)
     return mock_argv(CONFIG, layout, schedule, extra, **data)
 
 
 def _train(script: Path, layout: ParallelLayout, argv: list[str]) -> log.Curve:
     if script == processes.ENTRY:
-        output = run_launcher(["--device", "cpu", str(script), *argv], layout.world_size)
-    else:  # as a user starts it: the checkout's Megatron, not the one installed
-        words = processes.command(argv, layout.world_size, "cpu")
-        words[words.index(str(processes.ENTRY))] = str(script)
-        env = {**processes.environment(layout.world_size, "cpu"), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(words, env=env, cwd="/", capture_output=True, text=True, timeout=240)
-        assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-        output = done.stdout
-    curve = log.Curve()
-    for line in output.splitlines():
-        curve.add(line)
-    return curve
+        return trained(argv, layout.world_size)
+    # As a user starts it: the checkout's Megatron, not the one installed.
+    words = processes.command(argv, layout.world_size, "cpu")
+    words[words.index(str(processes.ENTRY))] = str(script)
+    env = {**processes.environment(layout.world_size, "cpu"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, env=env, cwd="/", capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return curve_of(done.stdout)
 
 
 @functools.cache

@@ -427,7 +427,7 @@ STOCK = CHECKOUT / "pretrain_hybrid.py"
 @pytest.mark.skipif(not STOCK.is_file(), reason="MEGATRON_LM_DIR names no Megatron-LM checkout")
 def test_the_stock_script_trains_as_our_entry(tmp_path: Path) -> None:
     """Two stages, two MTP depths: the same losses, step by step, from the script and from our entry."""
-    from megatron_nemotron3.train.log import Curve
+    from tests.support.distributed import curve_of
     from tests.support.short_run import mock_argv, short_schedule
 
     config = models.tiny(models.SUPER).but(pattern="MEM*EME*", vocab_size=255)
@@ -439,9 +439,8 @@ def test_the_stock_script_trains_as_our_entry(tmp_path: Path) -> None:
         env = {**processes.environment(2, "cpu"), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(words, env=env, cwd="/", capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-        curve = Curve()
-        for line in done.stdout.splitlines():
-            curve.add(line)
-        losses.append([value for step in curve.steps.values() for value in (step.loss, *step.mtp)])
+        losses.append(
+            [value for step in curve_of(done.stdout).steps.values() for value in (step.loss, *step.mtp)]
+        )
     assert len(losses[0]) == 9
     assert losses[0] == pytest.approx(losses[1], rel=3e-6)

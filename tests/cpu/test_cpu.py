@@ -20,8 +20,7 @@ from megatron_nemotron3.cpu import megatron, products, torch_names
 from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.models import get
 from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
-from megatron_nemotron3.train import log, processes
-from tests.support.distributed import run_launcher
+from tests.support.distributed import trained
 from tests.support.short_run import mock_argv, short_schedule
 
 
@@ -296,11 +295,7 @@ def test_a_checkpoint_of_a_plain_adam_goes_on_with_the_fused_one(tmp_path: Path)
     schedule = short_schedule(4, seq_length=32, global_batch_size=2)
 
     def losses(inside: Any, *extra: str, **folders: str) -> dict[int, float]:
-        words = ["--device", "cpu", str(processes.ENTRY)]
-        words += mock_argv(config, ParallelLayout(), schedule, extra, **folders)
-        curve = log.Curve()
-        for line in run_launcher(words, 1, 240, inside=inside).splitlines():
-            curve.add(line)
+        curve = trained(mock_argv(config, ParallelLayout(), schedule, extra, **folders), 1, inside=inside)
         return {step: values.loss for step, values in curve.steps.items()}
 
     place = {"save": str(tmp_path), "load": str(tmp_path)}

@@ -1,10 +1,10 @@
 """The code blocks of README and docs/, and how a test runs them.
 
-Every ```bash and ```python block of README.md and of the pages written by hand runs as it stands, unless a
-comment on the line above says otherwise:
+Every ```bash and ```python block of README.md and of the pages written by hand runs as it stands (`make
+test-full`; `make test` parses it), unless a comment on the line above says otherwise:
 
     <!-- not run: REASON -->    it cannot run here
-    <!-- full -->               it takes long: only `make test-full` runs it
+    <!-- full -->               it takes long: it runs in bash, not in a forked process
 
 The blocks of a page share one folder, from top to bottom. The folder looks like a checkout in which
 `runs/demo` has been trained for two steps.

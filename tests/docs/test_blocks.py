@@ -1,4 +1,7 @@
-"""The code blocks of README and docs/ run as they stand (`tests.docs.blocks` has the rules)."""
+"""The code blocks of README and docs/ run as they stand (`tests.docs.blocks` has the rules).
+
+All blocks are parsed; that they run, and the examples that take long, is for `make test-full`.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,9 @@ from megatron_nemotron3.train import processes
 from tests.docs.blocks import NEMOTRON3, PAGES, ROOT, Block, blocks, write_stand_ins
 from tests.support.programs import follow_forked, run_python
 
-#: Commands whose example takes ten seconds or more; blocks of the pages train and run, too.
+#: Commands whose example takes more than a second; files of their own test them.
 SLOW = {"doctor", "certify", "train", "run", "finetune", "boost", "logits", "evaluate", "bisect"}
-#: Commands whose example is run with --json alone: what else they print is tested beside them.
-JSON_ALONE = {"report", "watch", "refit"}
+SLOW |= {"report", "watch", "refit", "chat", "prune"}
 #: Commands whose result is not a report.
 NO_JSON = {"train", "run", "finetune", "boost", "chat", "logits", "prune"}
 REPORTING = [
@@ -71,15 +73,38 @@ def page_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     return folder_of
 
 
+def parses(block: Block) -> None:
+    """Fail unless Python or bash reads the block, and `nemotron3` the options of its commands."""
+    if block.language == "python":
+        compile(block.text, f"{block.page}:{block.line}", "exec")
+        return
+    read = subprocess.run(["bash", "-n", "-c", block.text], capture_output=True, text=True)
+    assert read.returncode == 0, (block.page, block.line, read.stderr)
+    for words in block.nemotron3_commands() or []:
+        end = words.index("--") if "--" in words else len(words)
+        if words[0] != "run" and "…" not in words:  # run passes on what it does not know
+            cli.parser(words[0]).parse_args(words[:end])
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_blocks_parse(page: str) -> None:
+    """Also those that cannot run here."""
+    for block in blocks(page):
+        try:
+            parses(block)
+        except SystemExit as refused:
+            pytest.fail(f"{page}:{block.line}: {block.text} exits with {refused.code}")
+
+
+def test_what_does_not_parse_is_found() -> None:
+    for language, text in (("python", "a b"), ("bash", "if x"), ("bash", "nemotron3 plan super --layers 3")):
+        with pytest.raises((SyntaxError, AssertionError, SystemExit)):
+            parses(Block("page", 1, language, text, ""))
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
-    "block",
-    [
-        pytest.param(
-            block, id=f"{block.page}:{block.line}", marks=pytest.mark.full if block.mark == "full" else ()
-        )
-        for block in BLOCKS
-        if block.runs
-    ],
+    "block", [pytest.param(block, id=f"{block.page}:{block.line}") for block in BLOCKS if block.runs]
 )
 def test_block(block: Block, page_folder: Callable[[str], Path], programs: Path) -> None:
     """Each runs to its end with exit code 0.
@@ -118,7 +143,7 @@ def write_chat_model(folder: Path) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param(command, id=name, marks=pytest.mark.full if name in SLOW | JSON_ALONE else ())
+        pytest.param(command, id=name, marks=pytest.mark.full if name in SLOW else ())
         for name, command in table.COMMANDS.items()
     ],
 )

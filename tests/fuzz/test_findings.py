@@ -27,6 +27,7 @@ def test_fixed(name: str) -> None:
     assert not left, left[0][1]
 
 
+@pytest.mark.full
 def test_some_hundred_cases(tmp_path: Path) -> None:
     """The same ones each time, of every target that is quick."""
     assert fuzz(["header", "index", "journal", "manifest"], 2.0, seed=5, keep=tmp_path, batch=25) == []

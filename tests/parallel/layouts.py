@@ -48,10 +48,10 @@ _MOE = ("super", "nano")
 _ALLGATHER = ("--moe-token-dispatcher-type", "allgather")
 
 LAYOUTS: dict[str, Layout] = {
-    "TP2 SP": Layout(_L(tp=2), quick=("super",)),
+    "TP2 SP": Layout(_L(tp=2)),
     "TP2": Layout(_L(tp=2, sp=False), models=("dense",)),
     "TP4 SP": Layout(_L(tp=4)),
-    "EP2 alltoall": Layout(_L(dp=2, ep=2), quick=("super",), models=_MOE),
+    "EP2 alltoall": Layout(_L(dp=2, ep=2), models=_MOE),
     "EP2 allgather": Layout(_L(dp=2, ep=2), _ALLGATHER, models=_MOE),
     "EP4 alltoall": Layout(_L(dp=4, ep=4), models=_MOE),
     "EP4 allgather": Layout(_L(dp=4, ep=4), _ALLGATHER, models=_MOE),
@@ -61,7 +61,7 @@ LAYOUTS: dict[str, Layout] = {
     "TP2 SP EP2 alltoall": Layout(_L(tp=2, ep=2), quick=("super",), models=_MOE),
     "TP2 SP EP2 allgather": Layout(_L(tp=2, ep=2), _ALLGATHER, models=_MOE),
     "TP2 SP EP4 DP2": Layout(_L(tp=2, ep=4, dp=2), models=_MOE),
-    "PP2": Layout(_L(pp=2), quick=("super",)),
+    "PP2": Layout(_L(pp=2)),
     "PP4": Layout(_L(pp=4)),
     "PP2 VPP2": Layout(_L(pp=2, vpp=2), quick=("super",)),
     "PP2 VPP4": Layout(_L(pp=2, vpp=4)),

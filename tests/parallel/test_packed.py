@@ -36,7 +36,7 @@ ROWS = [
     ("nano", ParallelLayout(cp=2), True),
     ("nano", ParallelLayout(tp=2), True),
     ("nano", ParallelLayout(cp=2, tp=2), True),
-    ("super", ParallelLayout(), False),
+    ("super", ParallelLayout(), True),
     ("super", ParallelLayout(cp=2), False),
     ("super", ParallelLayout(tp=2), True),
     ("super", ParallelLayout(cp=2, tp=2), True),

@@ -74,7 +74,6 @@ def check(cases: list[Case], ranks: int) -> None:
     ("ranks", "number"),
     [
         (2, 10),
-        (4, 5),
         pytest.param(2, 120, marks=pytest.mark.full),
         pytest.param(3, 40, marks=pytest.mark.full),
         pytest.param(4, 120, marks=pytest.mark.full),

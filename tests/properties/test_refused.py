@@ -74,9 +74,10 @@ def is_wrong(case: Case, result: Any) -> bool:
     return isinstance(result, Refusal) or result.parameters != count(case.config).trainable
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("ranks", "number"),
-    [(2, 8), pytest.param(2, 80, marks=pytest.mark.full), pytest.param(4, 80, marks=pytest.mark.full)],
+    [(2, 80), (4, 80)],
 )
 def test_random_runs_that_are_refused_do_not_work(ranks: int, number: int) -> None:
     """On one pipeline stage, where a rank that gives up leaves none waiting for it."""

@@ -184,9 +184,8 @@ def _debug(model: str, **variables: str) -> str:
     return run_launcher(words[words.index("megatron_nemotron3.run") + 1 :], ranks)
 
 
-@pytest.mark.parametrize(
-    "model", ["super", *(pytest.param(name, marks=pytest.mark.full) for name in ("nano", "ultra"))]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("model", ["super", "nano", "ultra"])
 def test_debug_cpu_trains_every_model(model: str) -> None:
     assert _iterations(_debug(model)) == [1, 2]
 

@@ -12,6 +12,8 @@ from unittest import mock
 from megatron_nemotron3.common.ranks import Call, free_port, run_ranks
 from megatron_nemotron3.cpu.async_save import forked_results
 from megatron_nemotron3.proof.certify.ranks import PRELOAD
+from megatron_nemotron3.train.log import Curve
+from megatron_nemotron3.train.processes import ENTRY
 
 
 def run_fresh(function: Callable[..., Any], *args: Any, timeout: float = 120) -> Any:
@@ -31,6 +33,21 @@ def run_launcher(argv: list[str], world_size: int, timeout: float = 120, *, insi
     with mock.patch.dict(os.environ, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}):
         call = Call(_launch_and_save_quickly, (argv, inside))
     return "".join(run_ranks(call, world_size, timeout=timeout, preload=PRELOAD))
+
+
+def trained(argv: list[str], world_size: int, *, inside: Any = nullcontext) -> Curve:
+    """The losses that `run_launcher` prints for a training on the CPU with our script."""
+    return curve_of(
+        run_launcher(["--device", "cpu", str(ENTRY), *argv], world_size, timeout=240, inside=inside)
+    )
+
+
+def curve_of(output: str) -> Curve:
+    """The losses in what a training printed."""
+    curve = Curve()
+    for line in output.splitlines():
+        curve.add(line)
+    return curve
 
 
 def launch(argv: list[str]) -> str:

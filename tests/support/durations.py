@@ -3,8 +3,7 @@
     OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 4 --dist loadfile -m "not full" --junitxml=build/tests.xml
     python -m tests.support.durations build/tests.xml      # write tests/durations.txt from it
 
-tests/durations.txt has a line for each file that took more than a second. A file that it does not list is
-light.
+tests/durations.txt has a line for each file that is not light.
 """
 
 from __future__ import annotations
@@ -17,10 +16,8 @@ from xml.etree import ElementTree
 TESTS = Path(__file__).parents[1]
 FILE = TESTS / "durations.txt"
 #: `make quick` leaves out files that took longer than this, in seconds.
-LIGHT = 4.0
-_HEAD = (
-    "# seconds  file (written by python -m tests.support.durations; make quick leaves out those above 4 s)"
-)
+LIGHT = 1.0
+_HEAD = "# seconds  file (written by python -m tests.support.durations; make quick leaves them out)"
 
 
 def read() -> dict[str, float]:
@@ -40,7 +37,7 @@ def measured(report: Path) -> dict[str, float]:
 
 def write(seconds: dict[str, float]) -> None:
     """Write tests/durations.txt, the longest file first."""
-    listed = sorted(((s, name) for name, s in seconds.items() if s > 1), reverse=True)
+    listed = sorted(((s, name) for name, s in seconds.items() if s > LIGHT), reverse=True)
     FILE.write_text("\n".join([_HEAD, *(f"{s:8.1f}  {name}" for s, name in listed)]) + "\n", encoding="utf-8")
 
 

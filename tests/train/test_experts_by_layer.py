@@ -35,18 +35,14 @@ STEPS = 3
 
 
 def _argv(layout: ParallelLayout, *extra: str, **folders: str) -> list[str]:
-    schedule = short_schedule(STEPS, seq_length=32, global_batch_size=2, save_interval=2)
+    schedule = short_schedule(STEPS, seq_length=32, global_batch_size=2)
     return ["--device", "cpu", str(processes.ENTRY), *mock_argv(CONFIG, layout, schedule, extra, **folders)]
 
 
 def _train(layout: ParallelLayout, *extra: str, **folders: str) -> log.Curve:
     """Train with the model's flags alone; `WORDS` in `extra` name a module of one's own instead."""
-    curve = log.Curve()
     words = _argv(layout, *extra, **folders)
-    output = distributed.run_launcher(words, layout.world_size, 240)
-    for line in output.splitlines():
-        curve.add(line)
-    return curve
+    return distributed.curve_of(distributed.run_launcher(words, layout.world_size, 240))
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.models import get, tiny
-from megatron_nemotron3.train import log, processes
+from megatron_nemotron3.train import log
 from tests.support import distributed
 from tests.support.short_run import mock_argv, short_schedule
 
@@ -22,15 +22,9 @@ STEPS = 5
 
 
 def _train(config, layout: ParallelLayout, folder: Path, load: Path, *extra: str) -> log.Curve:
-    schedule = short_schedule(STEPS, seq_length=32, global_batch_size=4, save_interval=2)
+    schedule = short_schedule(STEPS, seq_length=32, global_batch_size=4)
     argv = mock_argv(config, layout, schedule, extra, save=str(folder), load=str(load))
-    output = distributed.run_launcher(
-        ["--device", "cpu", str(processes.ENTRY), *argv], layout.world_size, timeout=240
-    )
-    curve = log.Curve()
-    for line in output.splitlines():
-        curve.add(line)
-    return curve
+    return distributed.trained(argv, layout.world_size)
 
 
 @pytest.mark.parametrize(

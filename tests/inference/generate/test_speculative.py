@@ -253,7 +253,10 @@ def _the_same_number_twice(
     return accept(p, q, drafted, limits, a, a[:, 0] if a.shape[1] else d)
 
 
-@pytest.mark.parametrize("mutant", [_always, _resample_from_p, _the_same_number_twice])
+@pytest.mark.parametrize(
+    "mutant",
+    [pytest.param(m, marks=pytest.mark.full) for m in (_always, _the_same_number_twice)] + [_resample_from_p],
+)
 def test_wrong_rules_are_noticed(mutant: Callable[..., object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate_module, "accept", mutant)
     assert drawn(SAMPLINGS[0]) < FALSE_ALARMS

@@ -14,8 +14,10 @@ from megatron_nemotron3 import cli
 SUPER = ["plan", "super", "--gpus", "128", "--gpu", "h100"]
 
 
-def test_prints_layouts_memory_time_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(SUPER) == 0
+def test_prints_layouts_memory_time_and_reasons(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "memory.png"
+    assert cli.main([*SUPER, "--plot", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG") and [picture] == list(tmp_path.iterdir())
     text = capsys.readouterr().out
     assert "super on 128 h100" in text and "2 is " in text and "slower: " in text
     assert "activations of Mamba" in text and "expert exchange" in text
@@ -57,12 +59,6 @@ def test_reads_the_options_published_for_the_gpu(capsys: pytest.CaptureFixture[s
     assert "--gpu h100" in first["flags"] and "--gpu" not in other["flags"]
     assert first["tokens_per_second_per_gpu"] > 1.2 * other["tokens_per_second_per_gpu"]
     assert answer("--dispatcher", "deepep")["dispatcher"] == "deepep"
-
-
-def test_plot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    picture = tmp_path / "memory.png"
-    assert cli.main([*SUPER, "--plot", str(picture)]) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG") and [picture] == list(tmp_path.iterdir())
 
 
 def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,7 +51,12 @@ EVERYTHING: dict[str, dict[str, Any]] = {
         "dense_ffn_hidden_size": 320,
     },
 }
-ONE_BY_ONE = [("super", name) for name in EVERYTHING["super"]] + [("nano-4b", "dense_ffn_hidden_size")]
+#: Whole layers, parts of a mixer, and those of an expert; `test_all_sizes` cuts the others, too.
+QUICK = ("num_layers", "mamba_num_heads", "moe_latent_size")
+ONE_BY_ONE = [
+    *(pytest.param("super", n, marks=() if n in QUICK else pytest.mark.full) for n in EVERYTHING["super"]),
+    pytest.param("nano-4b", "dense_ffn_hidden_size", marks=pytest.mark.full),
+]
 
 
 def cut(name: str, sizes: Sizes) -> tuple[Nemotron3Config, list[float], float]:

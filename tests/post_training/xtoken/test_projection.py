@@ -21,17 +21,7 @@ from megatron_nemotron3.train.teacher.projection import (
     rows,
 )
 from megatron_nemotron3.train.teacher.vocabulary import ByteVocabulary
-from tests.post_training.xtoken.tokenizers_of import TEXT, sentence_piece, train
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("tokenizers")
-    return {
-        "packs": train(folder / "packs", 380, digits=3),
-        "splits": train(folder / "splits", 340, digits=1, special=("<eos>", "<pad>"), eos="<eos>"),
-        "sentence": sentence_piece(folder / "sentence"),
-    }
+from tests.post_training.xtoken.tokenizers_of import TEXT, train
 
 
 def _named(student: ByteVocabulary, teacher: ByteVocabulary, text: bytes, **options: int) -> tuple[str, dict]:
