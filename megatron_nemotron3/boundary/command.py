@@ -1,19 +1,15 @@
-"""`nemotron3 boundary`: print or plot the transfer plan between two layouts. Needs no GPU and no torch."""
+"""`nemotron3 boundary`: print the transfer plan between two layouts. Needs no GPU and no torch."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.plan import Side, TransferPlan, make_plan, slices_of
-from megatron_nemotron3.boundary.traffic import LINES, describe, explain, ranks_text
-from megatron_nemotron3.common import plots
-from megatron_nemotron3.common.files import require_plot
+from megatron_nemotron3.boundary.plan import TransferPlan, make_plan, slices_of
+from megatron_nemotron3.boundary.traffic import LINES, describe, explain
 from megatron_nemotron3.common.options import NEEDED, add_command, flag, json_flag, option
 from megatron_nemotron3.common.output import print_json
 
@@ -22,8 +18,6 @@ DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
 MOST_RANKS = 16384
 MOST_SAMPLES = 1_000_000
 ROWS_PER_SAMPLE = 256
-#: Maximum number of labels on an axis of the plot.
-LABELS = 32
 
 
 _LAYOUT = "tp=,cp=,pp=,dp=,offset= and sp, separated by commas"
@@ -60,7 +54,6 @@ class BoundaryOptions:
     backward: bool = flag("plan of the gradients")
     lines: int = option(f"lines of a table ({LINES})", "N", default=LINES, least=1)
     json: bool = json_flag()
-    plot: Path | None = option("write a matrix of senders and receivers", "PNG")
 
 
 def register(commands: Any) -> None:
@@ -69,9 +62,7 @@ def register(commands: Any) -> None:
 
 
 def boundary(options: BoundaryOptions) -> int:
-    """Print the plan and write its plot if requested. Returns exit status 0."""
-    if options.plot is not None:
-        require_plot(options.plot, "--plot")
+    """Print the plan. Returns exit status 0."""
     source, destination = _parsed_layouts(options)
     media = _sample_media(options, source, destination)
     rows = [sum(sample) for sample in media]
@@ -79,9 +70,6 @@ def boundary(options: BoundaryOptions) -> int:
     if options.backward:
         plan = plan.backward
     way = "backward" if options.backward else "forward"
-    if options.plot is not None:
-        ends = (destination, source) if options.backward else (source, destination)
-        plot(plan, options.plot, f"{way.capitalize()}: {sum(rows):,} rows from {ends[0]} to {ends[1]}")
     if options.json:
         facts = {
             "source": str(source),
@@ -106,8 +94,6 @@ def boundary(options: BoundaryOptions) -> int:
     if length:
         print(f"sequences        {length:,} positions, rows at the start; each rank wants those it computes")
     print(f"\n{way}, {explain(plan, lines=options.lines)}")
-    if options.plot is not None:
-        print(f"\n{options.plot}")
     return 0
 
 
@@ -159,37 +145,3 @@ def _forward_plan(
     length = options.seq_length or max(-(-max(rows) // multiple), 1) * multiple
     slices = slices_of(destination, [((0, n),) if n else () for n in rows], [length] * len(rows))
     return make_plan(source, destination, rows, row_bytes=row_bytes, slices=slices, media=media), length
-
-
-def plot(plan: TransferPlan, path: Path, title: str) -> None:
-    """Plot the bytes between senders and receivers as a matrix, ranks lane by lane; write it atomically."""
-    senders, receivers = _ranks_by_lane(plan.senders), _ranks_by_lane(plan.receivers)
-    row, column = (
-        {rank: i for i, rank in enumerate(itertools.chain.from_iterable(lanes))}
-        for lanes in (senders, receivers)
-    )
-    table = [[float("nan")] * len(column) for _ in row]
-    for message in plan.messages:
-        table[row[message.source]][column[message.destination]] = message.rows * plan.row_bytes / 1e6
-    with plots.picture(path, size=(8, 6), title=title) as (_, grid):
-        axes = grid[0][0]
-        plots.heat_map(axes, table, "MB", vmin=0, cmap="viridis_r")
-        axes.set(xlabel="receiving ranks", ylabel="sending ranks")
-        for lanes, axis, line in (
-            (senders, axes.yaxis, axes.axhline),
-            (receivers, axes.xaxis, axes.axvline),
-        ):
-            starts = [0, *itertools.accumulate(map(len, lanes))]
-            labelled = range(0, len(lanes), -(-len(lanes) // LABELS))  # as many lanes as there is room for
-            axis.set_ticks(
-                [(starts[lane] + starts[lane + 1] - 1) / 2 for lane in labelled],
-                [f"lane {lane}: {ranks_text(lanes[lane])}" for lane in labelled],
-                fontsize=7,
-                rotation=90 if axis is axes.xaxis else 0,
-            )
-            for start in starts[1:-1] if len(lanes) <= 2 * LABELS else ():
-                line(start - 0.5, color="0.6", lw=0.5)
-
-
-def _ranks_by_lane(side: Side) -> list[list[int]]:
-    return [[rank for group in lane for rank in group.ranks] for lane in side]

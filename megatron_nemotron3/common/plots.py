@@ -1,10 +1,10 @@
-"""The style of all plots, colour bars, heat maps, and their files."""
+"""The style of all plots, and their files."""
 
 from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "lines.linewidth": 1.3,
-    "image.cmap": "viridis",
     # Text of an SVG stays text.
     "svg.fonttype": "none",
     "font.family": "sans-serif",
@@ -77,18 +76,3 @@ def step_axis(axes: Any) -> None:
     for line in axes.lines:
         if len(line.get_xdata()) == 1 and line.get_marker() == "None":
             line.set_marker(".")
-
-
-def color_bar(image: Any, axes: Any, unit: str) -> None:
-    """Add a colour bar at the right of the axes: as high as they are, and equally wide in every panel."""
-    place = axes.inset_axes((1.02, 0.0, 0.03, 1.0))
-    place.grid(False)
-    bar = axes.figure.colorbar(image, cax=place)
-    bar.set_label(unit)
-
-
-def heat_map(axes: Any, table: Sequence[Sequence[float]], unit: str, **how: Any) -> None:
-    """Draw a matrix with its first row on top; gray where a value is nan."""
-    axes.set_facecolor("0.85")
-    axes.grid(False)
-    color_bar(axes.imshow(table, aspect="auto", interpolation="nearest", **how), axes, unit)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -57,14 +56,6 @@ def test_context_and_sequence_parallelism(capsys: pytest.CaptureFixture[str]) ->
     assert received == {0: 0, 1: 0, 2: 2 * 8 * 2, 3: 0, 4: 2 * 2 * 2, 5: 0}
 
 
-def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "plan.png"
-    assert cli.main([*PAIR, "--plot", str(file)]) == 0
-    assert file.read_bytes().startswith(b"\x89PNG\r\n")
-    assert [f.name for f in tmp_path.iterdir()] == ["plan.png"]
-    assert str(file) in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -90,10 +81,6 @@ def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ),
         (["--from", "dp=99999", "--to", "dp=2"], "99,999 ranks: use 16,384 at most"),
         (["--from", "dp=4097", "--to", "dp=4096"], "16,781,312 samples (DP=4097 and DP=4096): use 1,000,000"),
-        (
-            ["--from", "dp=2", "--to", "dp=2", "--plot", "/nowhere/plan.png"],
-            "/nowhere is not a folder: mkdir -p",
-        ),
         (["--from", "dp=2", "--to", "dp=2", "--dtype", "fp64"], "invalid choice"),
         (["--to", "dp=2"], "required: --from"),
     ],
@@ -108,13 +95,3 @@ def test_wrong_input(words: list[str], message: str, capsys: pytest.CaptureFixtu
     printed = capsys.readouterr()
     assert status == 2 and printed.out == ""
     assert message in printed.err and printed.err.count("\n") == 1
-
-
-def test_nothing_is_left_of_a_picture_that_cannot_be(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "plan.png").mkdir()
-    assert cli.main([*PAIR, "--plot", str(tmp_path / "plan.png")]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.count("\n") == 1
-    assert [f.name for f in tmp_path.iterdir()] == ["plan.png"]

@@ -54,18 +54,6 @@ def test_labels_of_layers_are_readable(rows: list[str], steps: list[int]) -> Non
     assert len({line.get_color() for line in axes.lines}) == len(rows)
 
 
-def test_a_colour_bar_is_as_high_as_its_panel_and_names_the_unit() -> None:
-    with matplotlib.rc_context(plots.STYLE):
-        figure = Figure(figsize=plots.PANEL, dpi=plots.DPI, layout="constrained")
-        axes = figure.subplots()
-        plots.heat_map(axes, [[1.0, 2.0], [3.0, 4.0]], "dB")
-        figure.canvas.draw()
-    (bar,) = axes.child_axes
-    panel, beside = axes.get_window_extent(), bar.get_window_extent()
-    assert (panel.y0, panel.y1) == pytest.approx((beside.y0, beside.y1))
-    assert bar.get_ylabel() == "dB"
-
-
 def test_a_picture_for_a_page_is_svg_with_its_text_and_no_date() -> None:
     def draw(figure: Any, axes: Any) -> None:
         axes.plot([1], [2.0])
