@@ -27,7 +27,7 @@ from torch import Tensor
 from megatron_nemotron3.checkpoints.convert.checkpoints import open_hugging_face
 from megatron_nemotron3.checkpoints.convert.logits.hugging_face import HuggingFace
 from megatron_nemotron3.models import Nemotron3Config, get
-from megatron_nemotron3.models.prefixes import prefixes
+from megatron_nemotron3.models.parameters import prefixes
 from megatron_nemotron3.proof.bisect.recording import Recording, Sequence, write
 from tests.proof.bisect.systems import moments
 from tests.support.sparse_checkpoints import write_hf

@@ -43,10 +43,7 @@ from megatron.bridge.models.conversion.param_mapping import (
     RowParallelMapping,
 )
 from megatron.bridge.models.hybrid.hybrid_builder import HybridModelBuilder, HybridModelConfig
-from megatron.bridge.models.hybrid.hybrid_provider import (
-    HybridModelProvider,
-    get_default_hybrid_stack_spec,
-)
+from megatron.bridge.models.hybrid.hybrid_provider import HybridModelProvider, get_default_hybrid_stack_spec
 from megatron.bridge.models.nemotronh.nemotron_h_bridge import NemotronHBridge
 from megatron.bridge.models.transformer_config import TransformerConfig
 from megatron.bridge.peft import lora

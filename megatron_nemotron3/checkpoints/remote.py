@@ -29,8 +29,8 @@ from megatron_nemotron3.checkpoints.folders import (
     iteration_of,
     named_checkpoint,
 )
-from megatron_nemotron3.checkpoints.mapped import REMOTE
 from megatron_nemotron3.checkpoints.metadata import CheckpointError, read_json
+from megatron_nemotron3.checkpoints.read import REMOTE
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*(::[^/]*)?://")
 _ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.checkpoints.folders import checkpoint_path, latest_iteration
-from megatron_nemotron3.checkpoints.mapped import MappedFile
 from megatron_nemotron3.checkpoints.metadata import (
     COMMON,
     CheckpointError,
@@ -20,7 +19,7 @@ from megatron_nemotron3.checkpoints.metadata import (
     explained,
 )
 from megatron_nemotron3.checkpoints.pickles import Inert, Pickle, arguments, inert
-from megatron_nemotron3.checkpoints.read import read_pickle
+from megatron_nemotron3.checkpoints.read import MappedFile, read_pickle
 from megatron_nemotron3.checkpoints.resume import load_options
 from megatron_nemotron3.checkpoints.structure import CONFIG, check_structure, complete_index
 

@@ -20,7 +20,6 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Literal
 
-from megatron_nemotron3.checkpoints.mapped import MappedFile
 from megatron_nemotron3.checkpoints.metadata import (
     COMMON,
     INDEX,
@@ -37,7 +36,7 @@ from megatron_nemotron3.checkpoints.metadata import (
     regular_file_size,
 )
 from megatron_nemotron3.checkpoints.pickles import Refused
-from megatron_nemotron3.checkpoints.read import chunk_layout, records
+from megatron_nemotron3.checkpoints.read import MappedFile, chunk_layout, records
 
 CONFIG = "metadata.json"
 #: Longest metadata.json that is read, in bytes.

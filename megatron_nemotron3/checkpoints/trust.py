@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.checkpoints.mapped import HeldBytes, MappedFile
 from megatron_nemotron3.checkpoints.metadata import (
     INDEX,
     ITEM_SIZE,
@@ -35,7 +34,7 @@ from megatron_nemotron3.checkpoints.pickles import (
     stand_ins,
     try_all,
 )
-from megatron_nemotron3.checkpoints.read import STORAGES, ArchiveRecord, records
+from megatron_nemotron3.checkpoints.read import STORAGES, ArchiveRecord, HeldBytes, MappedFile, records
 from megatron_nemotron3.common.options import flag
 from megatron_nemotron3.common.switches import TRUST_CHECKPOINT, environment
 

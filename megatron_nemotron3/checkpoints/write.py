@@ -20,9 +20,8 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_nemotron3.checkpoints.mapped import HeldBytes
 from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, StoredObject, TensorChunk
-from megatron_nemotron3.checkpoints.read import STORAGES, records
+from megatron_nemotron3.checkpoints.read import STORAGES, HeldBytes, records
 
 #: Key of the object that holds the common state, a list of one dict.
 COMMON_OBJECT = "common_state/shard_0_1"

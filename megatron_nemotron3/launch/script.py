@@ -19,12 +19,7 @@ from megatron_nemotron3.common.files import printable
 from megatron_nemotron3.common.switches import BOOST, EMULATE, LORA
 from megatron_nemotron3.launch import jail, parser, versions
 from megatron_nemotron3.launch.flag import Flag, from_first_option, parse
-from megatron_nemotron3.launch.script_ranks import (
-    launcher_options,
-    ranks_of,
-    sbatch_options,
-    slurm_variables,
-)
+from megatron_nemotron3.launch.script_ranks import launcher_options, ranks_of, sbatch_options, slurm_variables
 
 #: Variables in a command's environment that say something about the launch.
 _REPORTED = (EMULATE, LORA, BOOST, "WORLD_SIZE")

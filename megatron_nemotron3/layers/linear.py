@@ -12,10 +12,7 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
-from megatron.core.tensor_parallel.random import (
-    get_cuda_rng_tracker,
-    get_data_parallel_rng_tracker_name,
-)
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_data_parallel_rng_tracker_name
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_pg_size, get_tensor_model_parallel_group_if_none
 from torch import Tensor

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_nemotron3.models.config import GATED_NORM_EPSILON, Nemotron3Config
-from megatron_nemotron3.models.prefixes import Prefix, prefixes
+from megatron_nemotron3.models.parameters import Prefix, prefixes
 from megatron_nemotron3.models.tensors import hf_root
 
 Model = TypeVar("Model", bound="Definition")

@@ -15,18 +15,28 @@ the token is not sent to. Publications differ in what they add to the layers, he
 Super's 12.77B is published as 12.7B. Without the routers' 84M the count is 12.69B, and the total 120.59B
 (published: 120.6B, exact: 120.67B), so its authors may have left the routers out; no source says so.
 MTP does not count as active, because it does not run when the next token is predicted.
+
+The prefixes of a layer's names: Megatron numbers MTP blocks and the layers in each block; Hugging Face
+numbers all MTP layers consecutively. P is the number of layers in a block:
+
+    mtp.layers.o.mtp_model_layer.layers.i.…   <->   mtp.layers.{o * P + i}.…
+    mtp.layers.o.enorm.weight                 <->   mtp.layers.{o * P}.enorm.weight
+    mtp.layers.o.final_layernorm.weight       <->   mtp.layers.{o * P + P - 1}.final_layernorm.weight
+
+Where experts differ by layer, Hugging Face's names begin with `model.` instead of `backbone.`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 
 from megatron_nemotron3.models import pattern as _pattern
 from megatron_nemotron3.models.config import Nemotron3Config
-from megatron_nemotron3.models.tensors import rows_of, symbol_sizes
+from megatron_nemotron3.models.tensors import hf_root, rows_of, symbol_sizes
 
 #: What is counted as active, from the narrowest to the widest.
 ACTIVE_CONVENTIONS = ("without_embeddings", "with_output_layer", "with_embeddings")
@@ -208,3 +218,41 @@ def stored_tensors(config: Nemotron3Config, *, mtp: bool = True) -> int:
     blocks = config.mtp_num_blocks if mtp else 0
     parts = ["model", *config.pattern, *("mtp_in", *(config.mtp_pattern or ""), "mtp_out") * blocks]
     return sum(tensor.copies for part in parts for tensor in part_tensors(config, part))
+
+
+#: Limits for damaged or hostile configurations. Ultra has 110 layers and 25,600 experts.
+_MOST_LAYERS, _MOST_EXPERTS = 10_000, 1_000_000
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """A layer, or the model itself: its part of the table, and the prefix of its names on both sides."""
+
+    part: str
+    megatron: str
+    hf: str
+    #: Of the layer (`Nemotron3Config.at`); the model's own outside the decoder.
+    config: Nemotron3Config = field(repr=False, compare=False)
+
+
+def prefixes(config: Nemotron3Config) -> Iterator[Prefix]:
+    """Yield the prefixes of a model in the order of its layers: model, decoder, MTP blocks."""
+    layers = len(config.pattern) + config.mtp_num_blocks * len(config.mtp_pattern or "")
+    experts = layers * (config.num_moe_experts or 1)
+    if layers > _MOST_LAYERS or experts > _MOST_EXPERTS:
+        raise ValueError(
+            f"{config.name}: {layers:,} layers with {config.num_moe_experts or 0:,} experts each exceed the "
+            f"limits of {_MOST_LAYERS:,} layers and {_MOST_EXPERTS:,} experts in all"
+        )
+    yield Prefix("model", "", "", config)
+    root = hf_root(config)
+    for layer, kind in enumerate(config.pattern):
+        yield Prefix(kind, f"decoder.layers.{layer}.", f"{root}.layers.{layer}.", config.at(layer))
+    inner = config.mtp_pattern or ""
+    for block in range(config.mtp_num_blocks):
+        prefix, first = f"mtp.layers.{block}.", block * len(inner)
+        yield Prefix("mtp_in", prefix, f"mtp.layers.{first}.", config)
+        for layer, kind in enumerate(inner):
+            below = f"{prefix}mtp_model_layer.layers.{layer}."
+            yield Prefix(kind, below, f"mtp.layers.{first + layer}.", config)
+        yield Prefix("mtp_out", prefix, f"mtp.layers.{first + len(inner) - 1}.", config)

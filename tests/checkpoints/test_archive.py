@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_nemotron3.checkpoints.mapped import MappedFile
 from megatron_nemotron3.checkpoints.metadata import (
     ArchiveError,
     CheckpointError,
@@ -22,7 +21,7 @@ from megatron_nemotron3.checkpoints.metadata import (
     TensorChunk,
 )
 from megatron_nemotron3.checkpoints.pickles import Refused
-from megatron_nemotron3.checkpoints.read import chunk_layout, records
+from megatron_nemotron3.checkpoints.read import MappedFile, chunk_layout, records
 from megatron_nemotron3.checkpoints.state import stored_object
 from megatron_nemotron3.checkpoints.write import write_tensor
 from tests.support import checkpoint_writer as writer

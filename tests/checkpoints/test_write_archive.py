@@ -19,7 +19,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_nemotron3.checkpoints.mapped import MappedFile
 from megatron_nemotron3.checkpoints.metadata import (
     ITEM_SIZE,
     CheckpointIndex,
@@ -27,7 +26,7 @@ from megatron_nemotron3.checkpoints.metadata import (
     StoredObject,
     TensorChunk,
 )
-from megatron_nemotron3.checkpoints.read import chunk_layout, records
+from megatron_nemotron3.checkpoints.read import MappedFile, chunk_layout, records
 from megatron_nemotron3.checkpoints.structure import check_integrity
 from megatron_nemotron3.checkpoints.write import object_archive, overhead, write_tensor
 from tests.support.checkpoint_reading import read_rows

@@ -23,9 +23,8 @@ from megatron_nemotron3.checkpoints.convert.origin import copied_files
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.checkpoints.convert.streams import FilePlan, OutputFile, write_parts
 from megatron_nemotron3.checkpoints.convert.views import Converted
-from megatron_nemotron3.checkpoints.mapped import MappedFile
 from megatron_nemotron3.checkpoints.metadata import explained, read_metadata
-from megatron_nemotron3.checkpoints.read import chunk_layout
+from megatron_nemotron3.checkpoints.read import MappedFile, chunk_layout
 from megatron_nemotron3.models import get, tiny
 from tests.checkpoints.convert.test_dialects import config as golden
 from tests.support import sparse_checkpoints as sparse

@@ -6,8 +6,8 @@ import torch
 
 from megatron_nemotron3.checkpoints.convert.sources import FileSource
 from megatron_nemotron3.checkpoints.convert.torch_dist import index_tensors
-from megatron_nemotron3.checkpoints.mapped import MappedFiles
 from megatron_nemotron3.checkpoints.metadata import CheckpointIndex
+from megatron_nemotron3.checkpoints.read import MappedFiles
 
 
 def read_rows(index: CheckpointIndex, name: str, rows: slice | None = None) -> torch.Tensor:

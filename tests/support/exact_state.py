@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from megatron_nemotron3.launch import Launch
-from megatron_nemotron3.launch.plan.kinds import resolve
+from megatron_nemotron3.launch.plan.flops import resolve
 from megatron_nemotron3.launch.plan.options import CostOptions
 from megatron_nemotron3.launch.plan.state import (
     RankState,

@@ -23,7 +23,7 @@ from megatron_nemotron3.checkpoints.structure import CONFIG
 from megatron_nemotron3.checkpoints.write import COMMON_OBJECT, CONFIG_TEXT, index_bytes, object_archive
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.omni import ARGUMENT as ENCODERS
-from megatron_nemotron3.models.prefixes import prefixes
+from megatron_nemotron3.models.parameters import prefixes
 from megatron_nemotron3.models.tensors import Row
 
 #: Large column-parallel tensors are stored in several chunks, so that a rank reads little beyond its shard.

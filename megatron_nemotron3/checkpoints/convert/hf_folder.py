@@ -34,7 +34,6 @@ from megatron_nemotron3.checkpoints.convert.sources import (
 from megatron_nemotron3.checkpoints.folders import HF_CONFIG as CONFIG
 from megatron_nemotron3.checkpoints.folders import HF_INDEX as INDEX
 from megatron_nemotron3.checkpoints.folders import HF_SINGLE as SINGLE
-from megatron_nemotron3.checkpoints.mapped import MappedFile
 from megatron_nemotron3.checkpoints.metadata import (
     ITEM_SIZE,
     CheckpointError,
@@ -42,6 +41,7 @@ from megatron_nemotron3.checkpoints.metadata import (
     read_json,
     regular_file_size,
 )
+from megatron_nemotron3.checkpoints.read import MappedFile
 from megatron_nemotron3.common.files import first_repeated
 
 #: The file that ModelOpt's exporter writes next to config.json.

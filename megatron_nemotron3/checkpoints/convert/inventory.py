@@ -19,7 +19,7 @@ from megatron_nemotron3.checkpoints.convert import transforms
 from megatron_nemotron3.checkpoints.convert.keys import NameLookup, plain_name
 from megatron_nemotron3.checkpoints.convert.plan import CopyPlan, Shape
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.models.prefixes import Prefix, prefixes
+from megatron_nemotron3.models.parameters import Prefix, prefixes
 from megatron_nemotron3.models.tensors import DIALECTS, TORCH_DIST, Row, Spelling, rows_of, symbol_sizes
 
 #: Type of released checkpoints and of torch_dist folders of BF16 runs, except for rows marked `float32`.

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from megatron_nemotron3.checkpoints.convert.sources import SourceTensor
 from megatron_nemotron3.checkpoints.metadata import DistTensor
 from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.models.parameters import Prefix, prefixes
 from megatron_nemotron3.models.pattern import HybridPattern
-from megatron_nemotron3.models.prefixes import Prefix, prefixes
 from megatron_nemotron3.models.tensors import ROWS, NamedShape, Row, Spelling, rows_of
 
 #: The layer prefix of a Megatron name.

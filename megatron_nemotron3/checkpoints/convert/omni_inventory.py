@@ -29,7 +29,7 @@ from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorS
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.omni import OmniConfig
 from megatron_nemotron3.models.omni_tensors import CONSTANTS, MODULES, rows, symbol_sizes
-from megatron_nemotron3.models.prefixes import Prefix
+from megatron_nemotron3.models.parameters import Prefix
 from megatron_nemotron3.models.tensors import NamedShape, Row, Spelling
 
 #: What the names of the language model's tensors begin with, on both sides; and Megatron's of all others.

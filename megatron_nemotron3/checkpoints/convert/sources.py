@@ -18,9 +18,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from megatron_nemotron3.checkpoints.convert.plan import CopyPiece, Shape, Slices, extent, whole
-from megatron_nemotron3.checkpoints.mapped import MappedFiles
 from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, CheckpointError, explained
-from megatron_nemotron3.checkpoints.read import ArchiveRecord
+from megatron_nemotron3.checkpoints.read import ArchiveRecord, MappedFiles
 from megatron_nemotron3.models.tensors import Row
 
 if TYPE_CHECKING:  # much that only names tensors starts without torch

@@ -15,7 +15,6 @@ from megatron_nemotron3.checkpoints.convert import transforms
 from megatron_nemotron3.checkpoints.convert.keys import NameLookup, non_weight_kind
 from megatron_nemotron3.checkpoints.convert.plan import CopyPlan
 from megatron_nemotron3.checkpoints.convert.sources import Block, FileSource, Location, SourceTensor
-from megatron_nemotron3.checkpoints.mapped import MappedFiles
 from megatron_nemotron3.checkpoints.metadata import (
     ITEM_SIZE,
     CheckpointError,
@@ -24,7 +23,7 @@ from megatron_nemotron3.checkpoints.metadata import (
     explained,
 )
 from megatron_nemotron3.checkpoints.pickles import Inert
-from megatron_nemotron3.checkpoints.read import ChunkLayouts
+from megatron_nemotron3.checkpoints.read import ChunkLayouts, MappedFiles
 from megatron_nemotron3.checkpoints.structure import Verdict, complete_index
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.tensors import symbol_sizes

@@ -22,8 +22,8 @@ from megatron_nemotron3.checkpoints.convert.opened import (
 from megatron_nemotron3.checkpoints.convert.plan import bands, whole
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource, raw
 from megatron_nemotron3.checkpoints.convert.streams import BAND
-from megatron_nemotron3.checkpoints.mapped import MappedFile
 from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, CheckpointError, explained, read_json
+from megatron_nemotron3.checkpoints.read import MappedFile
 from megatron_nemotron3.checkpoints.remote import shown
 from megatron_nemotron3.common.output import BYTES, Bar, say, size_text
 from megatron_nemotron3.common.processes import bulk_work, parallel_map

@@ -29,11 +29,7 @@ from megatron_nemotron3.inference.generate.text import OutputText, Tokenizer, wr
 
 if TYPE_CHECKING:
     from megatron_nemotron3.inference.generate.engine import Engine
-    from megatron_nemotron3.inference.generate.prompts import (
-        ConversationState,
-        Generation,
-        GenerationOptions,
-    )
+    from megatron_nemotron3.inference.generate.prompts import ConversationState, Generation, GenerationOptions
 
 TOP_P = 0.9
 RESET, EXIT = "/reset", "/exit"

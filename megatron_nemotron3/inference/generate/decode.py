@@ -26,7 +26,7 @@ from megatron_nemotron3.inference.generate.scan import MambaPass, MambaState, Re
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.config import GATED_NORM_EPSILON
 from megatron_nemotron3.models.definition import Definition, Forward
-from megatron_nemotron3.models.prefixes import Prefix, prefixes
+from megatron_nemotron3.models.parameters import Prefix, prefixes
 from megatron_nemotron3.models.tensors import Row, hf_root, rows_of
 
 #: Tensors of `Recurrence`, below the layer.

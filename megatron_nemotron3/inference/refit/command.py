@@ -10,8 +10,8 @@ from typing import Any
 from megatron_nemotron3.checkpoints.convert.quantized import read_scales
 from megatron_nemotron3.common.options import NEEDED, add_command, flag, json_flag, option
 from megatron_nemotron3.common.output import print_json
-from megatron_nemotron3.inference.refit.engines import ENGINES
 from megatron_nemotron3.inference.refit.layouts import DTYPES, EngineLayout, Training
+from megatron_nemotron3.inference.refit.shares import ENGINES
 from megatron_nemotron3.models.command import ModelOptions, chosen_model
 
 _MIB = 1 << 20

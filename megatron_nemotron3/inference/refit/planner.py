@@ -16,12 +16,14 @@ from typing import Any
 
 import numpy
 
-from megatron_nemotron3.inference.refit.engines import PARAMETERS, EngineParameter, Role
 from megatron_nemotron3.inference.refit.layouts import EngineLayout, Training
 from megatron_nemotron3.inference.refit.plan import ALIGNMENT, RefitPlan, TensorTransfer, aligned
 from megatron_nemotron3.inference.refit.quantized import Stored, stored_of
 from megatron_nemotron3.inference.refit.shares import (
+    PARAMETERS,
     AxisCut,
+    EngineParameter,
+    Role,
     Shares,
     TensorShare,
     axis_of,
@@ -30,7 +32,7 @@ from megatron_nemotron3.inference.refit.shares import (
     serving_shares,
     training_shares,
 )
-from megatron_nemotron3.models.prefixes import Prefix, prefixes
+from megatron_nemotron3.models.parameters import Prefix, prefixes
 from megatron_nemotron3.models.tensors import Row, hf_root, rows_of
 
 _Ranks = Any  # numpy int32 [ranks]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from megatron_nemotron3.launch import Launch
 from megatron_nemotron3.launch.plan.activation_forms import DROPPED, FORMS, Form, RankShare
-from megatron_nemotron3.launch.plan.kinds import letter, resolve, symbols
+from megatron_nemotron3.launch.plan.flops import letter, resolve, symbols
 from megatron_nemotron3.launch.plan.options import MODULES, OFFLOADED, Recompute, runs
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.precision.formats import BF16, FORMATS

@@ -12,7 +12,7 @@ from functools import lru_cache
 from megatron_nemotron3.launch import Launch, ParallelLayout
 from megatron_nemotron3.launch.plan.activation_forms import FLOAT, RankShare, moe_backward
 from megatron_nemotron3.launch.plan.activations import PACKED, bytes_by_linear, quantized_share, stage_bytes
-from megatron_nemotron3.launch.plan.kinds import expert_configs, expert_layers, resolve, symbols
+from megatron_nemotron3.launch.plan.flops import expert_configs, expert_layers, resolve, symbols
 from megatron_nemotron3.launch.plan.options import NATIVE
 from megatron_nemotron3.launch.plan.state import (
     Grid,

@@ -8,8 +8,8 @@ from functools import cached_property, lru_cache
 
 from megatron_nemotron3.launch import Launch, ParallelLayout, TrainingSchedule, check
 from megatron_nemotron3.launch.plan.activation_forms import RankShare
+from megatron_nemotron3.launch.plan.flops import symbols
 from megatron_nemotron3.launch.plan.hardware import GIB, GPU, GPUS, RESERVE
-from megatron_nemotron3.launch.plan.kinds import symbols
 from megatron_nemotron3.launch.plan.memory import RankMemory, memory
 from megatron_nemotron3.launch.plan.options import NONE, CostOptions, Recompute, dispatcher_options, modules
 from megatron_nemotron3.launch.plan.timing import (

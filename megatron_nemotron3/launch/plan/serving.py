@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from megatron_nemotron3.launch.plan.flops import resolve, symbols
 from megatron_nemotron3.launch.plan.hardware import GPU
-from megatron_nemotron3.launch.plan.kinds import resolve, symbols
 from megatron_nemotron3.launch.plan.timing import ASSUMED, Assumptions
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.parameters import count, elements_outside_layers, layer_flops, layer_tensors

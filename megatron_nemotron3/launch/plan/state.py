@@ -13,7 +13,7 @@ from functools import lru_cache
 from megatron_nemotron3.launch import Launch, ParallelLayout
 from megatron_nemotron3.launch.architecture import VOCAB_DIVISOR, vocab_divisor
 from megatron_nemotron3.launch.layout import cut_pattern
-from megatron_nemotron3.launch.plan.kinds import resolve, symbols
+from megatron_nemotron3.launch.plan.flops import resolve, symbols
 from megatron_nemotron3.launch.plan.options import CostOptions
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models import pattern as _pattern

@@ -12,9 +12,15 @@ from functools import lru_cache
 from megatron_nemotron3.launch import Launch, ParallelLayout, TrainingSchedule
 from megatron_nemotron3.launch.plan.activation_forms import RankShare
 from megatron_nemotron3.launch.plan.activations import layer_activations, quantized_share
-from megatron_nemotron3.launch.plan.flops import BACKWARD, layer_operations, module_of
+from megatron_nemotron3.launch.plan.flops import (
+    BACKWARD,
+    layer_operations,
+    letter,
+    module_of,
+    resolve,
+    symbols,
+)
 from megatron_nemotron3.launch.plan.hardware import GPU
-from megatron_nemotron3.launch.plan.kinds import letter, resolve, symbols
 from megatron_nemotron3.launch.plan.options import GRAPHS, MODULES, CostOptions, Recompute
 from megatron_nemotron3.launch.plan.state import grid_of, kind_elements, stage_elements
 from megatron_nemotron3.launch.plan.traffic import (

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from megatron_nemotron3.launch import Launch, ParallelLayout
+from megatron_nemotron3.launch.plan.flops import resolve
 from megatron_nemotron3.launch.plan.hardware import GPU
-from megatron_nemotron3.launch.plan.kinds import resolve
 from megatron_nemotron3.launch.plan.options import CostOptions
 from megatron_nemotron3.launch.plan.state import padded_vocab_size, stage_elements, stage_patterns
 from megatron_nemotron3.models import Nemotron3Config

@@ -31,7 +31,7 @@ from megatron_nemotron3.checkpoints.convert.views import Converted, InMemory
 from megatron_nemotron3.checkpoints.folders import HUGGING_FACE, TOKENIZER
 from megatron_nemotron3.checkpoints.remote import shown
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.models.prefixes import Prefix, prefixes
+from megatron_nemotron3.models.parameters import Prefix, prefixes
 from megatron_nemotron3.models.tensors import PARAMETER, rows_of, symbol_sizes
 from megatron_nemotron3.post_training.compress.scores import Array, Axes, Scores
 from megatron_nemotron3.post_training.compress.sizes import Sizes, candidate_config

@@ -29,7 +29,7 @@ from megatron_nemotron3.layers.experts import GroupedExperts
 from megatron_nemotron3.layers.functional import rms_norm
 from megatron_nemotron3.layers.norm import norm_gain
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.models.prefixes import Prefix, prefixes
+from megatron_nemotron3.models.parameters import Prefix, prefixes
 from megatron_nemotron3.models.series import decoder_layers
 from megatron_nemotron3.post_training.compress.scores import MEANS, Scores, statistics
 from megatron_nemotron3.train.build import build

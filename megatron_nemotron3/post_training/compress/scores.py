@@ -37,7 +37,7 @@ from megatron_nemotron3.checkpoints.convert.hf_folder import (
 from megatron_nemotron3.checkpoints.convert.sources import FileSource
 from megatron_nemotron3.common.files import atomic
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.models.prefixes import Prefix, prefixes
+from megatron_nemotron3.models.parameters import Prefix, prefixes
 
 Array = numpy.ndarray[Any, Any]
 #: Axis of a tensor -> indices that stay, ascending; None: all. "ffn" of experts: [N, f], one row for each.

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_nemotron3.checkpoints.convert.logits.reader import StoredDefinition
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.definition import Forward
-from megatron_nemotron3.models.prefixes import Prefix
+from megatron_nemotron3.models.parameters import Prefix
 from megatron_nemotron3.proof.bisect.causes import (
     SHARDS,
     Cause,

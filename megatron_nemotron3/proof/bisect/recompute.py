@@ -21,7 +21,7 @@ from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.inference.generate.checkpoint_folder import find_checkpoint
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.definition import Forward, Routing
-from megatron_nemotron3.models.prefixes import Prefix
+from megatron_nemotron3.models.parameters import Prefix
 
 #: Relative rounding error of a number of each type. Types below BF16 are treated as it.
 ROUNDING = {"float64": 2.0**-24, "float32": 2.0**-24, "float16": 2.0**-11}

@@ -13,13 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import megatron_nemotron3
-from megatron_nemotron3.common.files import (
-    atomic_group,
-    json_outside,
-    read_outside,
-    write_bytes,
-    write_text,
-)
+from megatron_nemotron3.common.files import atomic_group, json_outside, read_outside, write_bytes, write_text
 from megatron_nemotron3.launch import parser
 from megatron_nemotron3.launch import versions as core
 from megatron_nemotron3.proof.certify import options as table

@@ -22,8 +22,7 @@ from megatron_nemotron3.common import lock
 from megatron_nemotron3.common.options import add_option, add_options, json_flag, option
 from megatron_nemotron3.common.output import Bar, result, say
 from megatron_nemotron3.common.processes import handling
-from megatron_nemotron3.launch.command import add_launch, add_published
-from megatron_nemotron3.launch.script_options import add_set
+from megatron_nemotron3.launch.command import add_launch, add_published, add_set
 from megatron_nemotron3.models.command import ModelOptions
 from megatron_nemotron3.proof.certify import certificate
 from megatron_nemotron3.proof.certify.bench import Bench, Finding, PropertyState, failed, last_line

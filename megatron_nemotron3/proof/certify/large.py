@@ -15,11 +15,10 @@ from typing import Any
 
 from megatron_nemotron3.checkpoints.convert.megatron_args import config_of
 from megatron_nemotron3.launch import ParallelLayout, command_line, parser, versions
-from megatron_nemotron3.launch.command import chosen_launch
+from megatron_nemotron3.launch.command import chosen_launch, given_options, source_of
 from megatron_nemotron3.launch.flag import Flag, is_known
 from megatron_nemotron3.launch.flags import flags
 from megatron_nemotron3.launch.script import LaunchSource
-from megatron_nemotron3.launch.script_options import given_options, source_of
 from megatron_nemotron3.launch.stored_model import MergedOptions
 from megatron_nemotron3.models import Nemotron3Config, names
 from megatron_nemotron3.models import pattern as patterns

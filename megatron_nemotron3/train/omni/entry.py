@@ -25,7 +25,7 @@ from megatron.training.training import pretrain
 from megatron.training.utils import print_rank_0
 
 from megatron_nemotron3.boundary.feed import RowFeed
-from megatron_nemotron3.boundary.grids import grid, groups
+from megatron_nemotron3.boundary.groups import grid, groups
 from megatron_nemotron3.boundary.multimodule import BoundaryCommunicator
 from megatron_nemotron3.train.data.packing import conversation_multiple
 from megatron_nemotron3.train.omni import data

@@ -30,7 +30,7 @@ from megatron.core.utils import unwrap_model
 from megatron.training.models.dist_utils import prepare_existing_model_chunks_for_distributed_training
 
 from megatron_nemotron3.boundary.feed import RowFeed
-from megatron_nemotron3.boundary.grids import grid, groups
+from megatron_nemotron3.boundary.groups import grid, groups
 from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.boundary.mimo import BoundaryMimoModel
 from megatron_nemotron3.boundary.training import finalize_model_grads

@@ -15,7 +15,7 @@ from megatron_nemotron3.checkpoints.convert.inventory import mappings
 from megatron_nemotron3.checkpoints.convert.keys import non_weight_kind
 from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.models import Nemotron3Config, get, tiny
-from megatron_nemotron3.models.prefixes import prefixes
+from megatron_nemotron3.models.parameters import prefixes
 from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
 from tests.support.convert_models import DISTINCT, GOLDEN, random_config
 from tests.support.models import golden_file

@@ -25,9 +25,8 @@ from megatron_nemotron3.checkpoints.convert.sources import (
     row_major,
 )
 from megatron_nemotron3.checkpoints.convert.torch_dist import index_tensors
-from megatron_nemotron3.checkpoints.mapped import MappedFiles
 from megatron_nemotron3.checkpoints.metadata import CheckpointError, read_metadata
-from megatron_nemotron3.checkpoints.read import ArchiveRecord
+from megatron_nemotron3.checkpoints.read import ArchiveRecord, MappedFiles
 from tests.support import checkpoint_writer as writer
 from tests.support.counted_job import forked
 

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_nemotron3.cli import main
-from megatron_nemotron3.inference.refit.engines import ENGINES, PARAMETERS
 from megatron_nemotron3.inference.refit.held import serving_parameters
 from megatron_nemotron3.inference.refit.layouts import EngineLayout, Training
 from megatron_nemotron3.inference.refit.parts import pack, parts_of, space_of, unpack
 from megatron_nemotron3.inference.refit.plan import RefitPlan
 from megatron_nemotron3.inference.refit.planner import make_plan, spread
+from megatron_nemotron3.inference.refit.shares import ENGINES, PARAMETERS
 from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.launch.rules import RuleError
 from megatron_nemotron3.models import get

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.launch.plan.activations import KINDS, layer_activations
-from megatron_nemotron3.launch.plan.kinds import letter, symbols
+from megatron_nemotron3.launch.plan.flops import letter, symbols
 from megatron_nemotron3.launch.plan.options import MODULES, NONE, Recompute, modules
 from megatron_nemotron3.models import Nemotron3Config, get, names, tiny
 from megatron_nemotron3.proof.certify.ranks import run_distributed

@@ -6,9 +6,8 @@ import pytest
 
 from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.launch.plan.activations import layer_activations
-from megatron_nemotron3.launch.plan.flops import layer_operations, model_operations
+from megatron_nemotron3.launch.plan.flops import layer_operations, letter, model_operations, resolve, symbols
 from megatron_nemotron3.launch.plan.hardware import GPUS
-from megatron_nemotron3.launch.plan.kinds import letter, resolve, symbols
 from megatron_nemotron3.launch.plan.memory import memory
 from megatron_nemotron3.launch.plan.state import stage_patterns, state
 from megatron_nemotron3.launch.plan.timing import Machine, layer_times, one_replica, step_time

@@ -10,7 +10,7 @@ import torch
 
 from megatron_nemotron3 import build_model
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.models.prefixes import prefixes
+from megatron_nemotron3.models.parameters import prefixes
 from megatron_nemotron3.post_training.compress.scores import Axes, Scores, statistics
 
 

@@ -15,7 +15,7 @@ from megatron_nemotron3.checkpoints.convert.plan import Slices, extent, whole
 from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource, row_major
 from megatron_nemotron3.checkpoints.convert.streams import BAND
 from megatron_nemotron3.models import Nemotron3Config, get, tiny
-from megatron_nemotron3.models.prefixes import prefixes
+from megatron_nemotron3.models.parameters import prefixes
 from megatron_nemotron3.post_training import compress
 from megatron_nemotron3.post_training.compress.cut import CutTensors
 from megatron_nemotron3.post_training.compress.scores import Scores

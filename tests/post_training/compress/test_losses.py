@@ -11,7 +11,7 @@ from megatron_nemotron3 import cli
 from megatron_nemotron3.launch.plan.hardware import GPUS
 from megatron_nemotron3.launch.plan.serving import ServingUse
 from megatron_nemotron3.models import get
-from megatron_nemotron3.models.prefixes import prefixes
+from megatron_nemotron3.models.parameters import prefixes
 from megatron_nemotron3.post_training.compress.candidates import search
 from megatron_nemotron3.post_training.compress.scores import ScoredLosses, Scores, statistics
 from megatron_nemotron3.post_training.compress.sizes import candidate_config

@@ -34,7 +34,7 @@ from megatron_nemotron3.checkpoints.convert.logits.report import (
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.definition import Forward, Routing
-from megatron_nemotron3.models.prefixes import Prefix
+from megatron_nemotron3.models.parameters import Prefix
 
 #: Indices of the streams in [3, s, d].
 OWN, PERTURBED, THEIRS = range(3)

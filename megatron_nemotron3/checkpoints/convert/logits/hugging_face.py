@@ -31,7 +31,7 @@ from megatron_nemotron3.checkpoints.convert.omni_config import TEXT, is_omni, pa
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.checkpoints.metadata import read_json
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.models.prefixes import Prefix
+from megatron_nemotron3.models.parameters import Prefix
 from megatron_nemotron3.models.tensors import hf_root
 
 #: Earlier versions compute the scan incorrectly on a CPU after its first chunk (transformers #47246).

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from megatron_nemotron3.checkpoints.convert.logits.reader import StoredRows, TensorReader
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.models.prefixes import Prefix, prefixes
+from megatron_nemotron3.models.parameters import Prefix, prefixes
 from megatron_nemotron3.models.tensors import hf_root
 
 #: Names of the norm before a mixer, by layer kind: fused into the first linear layer, or separate.
