@@ -53,7 +53,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
     "run": [("missing.py", "missing.py does not exist")],
     "train": [("super --tiny --steps 1", "package torch is not installed: pip install")],
     "watch": [("missing", "missing is not a folder")],
-    "plan": [("super --gpus 128 --gpu h100 --plot a.png", "package matplotlib is not installed")],
+    "plan": [("super --gpus 0 --gpu h100", "0")],
     "check": [("missing", "does not exist")],
     "chat": [("missing", "package torch is not installed: pip install")],
     "report": [("missing", "does not exist")],

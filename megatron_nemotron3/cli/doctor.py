@@ -85,9 +85,7 @@ def doctor_command(options: DoctorOptions) -> int:
     if options.step is not None:
         named_model(options.step)  # reports a wrong name before the checks start
     have = packages.installed()
-    sections: list[tuple[str, Sequence[DoctorFinding]]] = [
-        ("packages", [*packages.check(have), *packages.compiled()])
-    ]
+    sections: list[tuple[str, Sequence[DoctorFinding]]] = [("packages", packages.check(have))]
     if imported := ", ".join(name for name in packages.PURPOSE if name in have):
         _say(f"importing {imported}, which takes up to a minute")
     imports = packages.load_all()

@@ -6,7 +6,6 @@ each import has its own process, and a table translates the linker's messages.
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -15,7 +14,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata, util
-from pathlib import Path
 from typing import Literal
 
 #: "error": training will fail; the exit code is 1. "warning": training works with a loss or a risk. "absent":
@@ -164,25 +162,6 @@ def _unbroken(name: str, version: str | None) -> DoctorFinding:
     tested = TESTED.get(name)
     same = tested is None or parse(version)[: len(parse(tested))] == parse(tested)
     return DoctorFinding(name, "ok", version + ("" if same else f" (tested with {tested})"))
-
-
-def compiled() -> list[DoctorFinding]:
-    """A warning if every process compiles torch's Python files again, because the result cannot be stored."""
-    spec = util.find_spec("torch")
-    if spec is None or spec.origin is None or os.path.exists(cache := util.cache_from_source(spec.origin)):
-        return []
-    if not sys.dont_write_bytecode and os.access(Path(spec.origin).parent, os.W_OK):
-        return []  # the next import stores it
-    reason = "PYTHONDONTWRITEBYTECODE is set" if sys.dont_write_bytecode else f"{cache} cannot be written"
-    return [
-        DoctorFinding(
-            "python",
-            "warning",
-            f"{reason} and torch is not compiled to bytecode, so every rank compiles torch and Megatron when "
-            "it starts, which takes longer than their import",
-            f"python -m compileall -q -j 0 {Path(spec.origin).parents[1]}",
-        )
-    ]
 
 
 @dataclass(frozen=True)

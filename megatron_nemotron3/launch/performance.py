@@ -320,11 +320,7 @@ def _hybrid_ep(gpu: str, layout: ParallelLayout) -> dict[str, str]:
     # Its ranks are those of one expert-parallel group, and must divide it.
     most = min(layout.ep, USED_OF_NVL72 if multi_node else domain)
     ranks = max(size for size in range(1, most + 1) if layout.ep % size == 0)
-    return {
-        _HYBRID_EP: str(ranks),
-        "NVLINK_DOMAIN_SIZE": str(domain),
-        "USE_MNNVL": str(int(multi_node)),
-    }
+    return {_HYBRID_EP: str(ranks), "NVLINK_DOMAIN_SIZE": str(domain), "USE_MNNVL": str(int(multi_node))}
 
 
 def _hybrid_sharding(gpu: str, layout: ParallelLayout) -> dict[str, tuple[str, ...]]:

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.mamba_context_parallel import MambaContextParallel
 from torch import Tensor
@@ -169,3 +171,28 @@ class PackedContextParallel(MambaContextParallel):
         plain = gathered_positions([0, total], self.cp_size, tokens.device)
         # Upstream puts gathered token i at plain[i]; its position in the pack is packs[i].
         return torch.empty_like(packs).scatter_(0, plain, packs)
+
+
+def borders_of(packed: Any, length: int) -> tuple[Tensor | None, list[int]]:
+    """Borders of the documents of a row of `length` tokens."""
+    borders = None if packed is None else cu_seqlens(packed).cpu()
+    ends = [0] if borders is None else borders.tolist()
+    return borders, ends + ([length] if ends[-1] < length else [])
+
+
+def all_gathered(mine: Tensor, group: Any) -> list[Tensor]:
+    """The tensor of each rank of a group; all have one shape."""
+    parts = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(parts, mine.contiguous(), group=group)
+    return parts
+
+
+def gathered(mine: Tensor, ends: list[int], cp: Any) -> Tensor:
+    """Rows [b, s, …] of which each context rank has its part [b, s / cp, …]; `ends` as of `borders_of`."""
+    if cp.size() == 1:
+        return mine
+    parts = all_gathered(mine, cp)
+    whole = torch.cat(parts, 1)
+    for rank, part in enumerate(parts):
+        whole[:, zigzag(ends, cp.size(), rank, mine.device)] = part
+    return whole

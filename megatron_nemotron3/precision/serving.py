@@ -59,12 +59,7 @@ RECIPES: dict[str, ServingRecipe] = {
         bf16_before_attention=True,
     ),
     "lightning-nvfp4": ServingRecipe(
-        {
-            "routed experts": NVFP4,
-            "shared experts": NVFP4,
-            "output head": NVFP4,
-            "Mamba projections": FP8,
-        },
+        {"routed experts": NVFP4, "shared experts": NVFP4, "output head": NVFP4, "Mamba projections": FP8},
         "ModelOpt 0.47, NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16/ptq/w4a16_nvfp4_4o6. Its weight scales "
         "were chosen for least error",
         weight_only=True,

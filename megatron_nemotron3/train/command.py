@@ -30,7 +30,7 @@ from megatron_nemotron3.precision import settings as emulation
 from megatron_nemotron3.train.inputs import START, TrainOptions, require_inputs
 from megatron_nemotron3.train.monitor import settings as monitor
 from megatron_nemotron3.train.teacher import settings as distillation
-from megatron_nemotron3.train.teacher.manifest import rows_of_teacher
+from megatron_nemotron3.train.teacher.settings import rows_of_teacher
 
 #: Option of Megatron -> the option of this command that sets it.
 _OWN = {
@@ -65,7 +65,7 @@ def train_command(options: argparse.Namespace) -> int:
 def _train(options: argparse.Namespace) -> int:
     with exit_at_interrupt("nemotron3 train"):
         from megatron_nemotron3.common.parser import resolve_device
-        from megatron_nemotron3.train.machine import shortages
+        from megatron_nemotron3.train.processes import shortages
         from megatron_nemotron3.train.training import TrainRequest, train_interruptibly
 
     config = chosen_model(options)

@@ -71,7 +71,7 @@ COMMANDS = {
     "watch": {"--output", "--json"},
     "boundary": {
         "--from", "--to", "--rows", "--samples", "--rows-per-sample", "--seq-length", "--hidden", "--dtype",
-        "--backward", "--lines", "--json", "--plot",
+        "--backward", "--lines", "--json",
     },
     "refit": {
         "--model", "--tiny", "--from", "--to", "--engine", "--dtype", "--colocated", "--buffer",
@@ -87,7 +87,7 @@ COMMANDS = {
     "plan": {
         "--model", "--tiny", "--gpus", "--gpu", "--nvlink-domain", "--seq-length", "--seq",
         "--global-batch-size", "--gbs", "--precision", "--dispatcher", "--plain",
-        "--best", "--json", "--plot",
+        "--best", "--json",
     },
     "recipe": {"--output", "--json"},
     "check": {"--full", "--workers", "--json"},
@@ -147,7 +147,7 @@ def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParse
 
 
 #: Options that write, whose kind of file differs.
-WRITES = {"--output": "where to write", "--plot": "write"}
+WRITES = {"--output": "where to write"}
 
 
 def test_an_option_means_the_same_in_every_command() -> None:

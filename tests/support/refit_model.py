@@ -10,8 +10,8 @@ import torch.distributed as dist
 from megatron_nemotron3.checkpoints.convert.inventory import mappings
 from megatron_nemotron3.checkpoints.convert.plan import apply
 from megatron_nemotron3.inference.refit.execute import Refit
-from megatron_nemotron3.inference.refit.held import training_tensors
 from megatron_nemotron3.inference.refit.layouts import EngineLayout, Training
+from megatron_nemotron3.inference.refit.parts import training_tensors
 from megatron_nemotron3.inference.refit.planner import make_plan
 from megatron_nemotron3.launch import Launch, ParallelLayout
 from megatron_nemotron3.launch.plan.state import padded_vocab_size

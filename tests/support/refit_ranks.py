@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_nemotron3.inference.refit.execute import Refit, RefitError
-from megatron_nemotron3.inference.refit.held import serving_parameters
 from megatron_nemotron3.inference.refit.layouts import EngineLayout, Training
+from megatron_nemotron3.inference.refit.parts import serving_parameters
 from megatron_nemotron3.inference.refit.plan import RefitPlan
 from megatron_nemotron3.inference.refit.planner import make_plan
 from megatron_nemotron3.models import get

@@ -61,7 +61,7 @@ class PackedAdapter(TensorSource):
         packings: dict[str, list[str]] = {}
         for stem, match in found.items():
             inner = match is not None and match[3] == "up_proj" and match[1] in with_down
-            name = _peft_name(match[1] if match else stem) + (".base_layer" if inner else "")
+            name = _ROOT + _module_name(match[1] if match else stem) + (".base_layer" if inner else "")
             packings.setdefault(name, []).append(stem)
         tensors: dict[str, SourceTensor] = {}
         for name, stems in packings.items():
@@ -237,10 +237,6 @@ def _parameter(stem: str) -> str:
     match = _EXPERT.fullmatch(stem)
     assert match is not None
     return f"{_module_name(match[1])}.{match[3]}"
-
-
-def _peft_name(stem: str) -> str:
-    return _ROOT + _module_name(stem)
 
 
 def _common_name(name: str, folder: Path, root: str) -> str:

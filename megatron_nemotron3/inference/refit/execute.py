@@ -20,14 +20,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_nemotron3.boundary.groups import BoundaryError, Failure, Groups
-from megatron_nemotron3.inference.refit.held import check_source, check_target, serving_parameters
 from megatron_nemotron3.inference.refit.packer import PackedSource
 from megatron_nemotron3.inference.refit.parts import (
     Part,
     added,
+    check_source,
+    check_target,
     name_of,
     pack,
     parts_of,
+    serving_parameters,
     space_of,
     sum_held,
     sum_sent,

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from megatron_nemotron3.common.files import require_plot
 from megatron_nemotron3.common.options import NEEDED, add_command, flag, json_flag, option
 from megatron_nemotron3.common.output import print_json
 from megatron_nemotron3.launch import PRECISIONS, Launch, TrainingSchedule, published
 from megatron_nemotron3.launch.plan.hardware import GPUS, gpu_named
 from megatron_nemotron3.launch.plan.options import DISPATCHERS
-from megatron_nemotron3.launch.plan.report import describe, memory_bars, render
+from megatron_nemotron3.launch.plan.report import describe, render
 from megatron_nemotron3.launch.plan.search import PlanRequest, remedies, search
 from megatron_nemotron3.models.command import ModelOptions, chosen_model
 
@@ -50,7 +48,6 @@ class PlanOptions:
         "how many layouts or candidates to print (5)", "N", default=5, group="output", least=1, most=1000
     )
     json: bool = json_flag(group="output")
-    plot: Path | None = option("write a bar chart of the memory of the best layouts", "PNG", group="output")
 
 
 def register(commands: Any) -> None:
@@ -61,8 +58,6 @@ def register(commands: Any) -> None:
 def plan(options: PlanOptions) -> int:
     """Print the best layouts. Exit status 0, or 1 if nothing fits."""
     config = chosen_model(options.which)
-    if options.plot is not None:
-        require_plot(options.plot, "--plot")
     length, batch = options.seq_length, options.global_batch_size  # 0 is wrong, not "as published"
     schedule = TrainingSchedule(
         seq_length=config.seq_length if length is None else length,
@@ -82,12 +77,8 @@ def plan(options: PlanOptions) -> int:
     )
     result = search(request, options.best)
     cures = [] if result.best else remedies(request)
-    if options.plot is not None:
-        memory_bars(result, options.plot)
     if options.json:
         print_json(describe(result, cures))
     else:
         print(render(result, cures))
-        if options.plot is not None:
-            print(f"wrote {options.plot}")
     return 0 if result.best else 1

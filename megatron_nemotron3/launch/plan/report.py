@@ -1,9 +1,8 @@
-"""The result of a search as text, JSON and bars., matplotlib for the bars."""
+"""The result of a search as text and JSON."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.launch import ParallelLayout
@@ -219,33 +218,3 @@ def describe(result: PlanResult, remedies: list[str] | None = None) -> dict[str,
         "smallest": one(result.smallest) if result.smallest else None,
         "remedies": remedies or [],
     }
-
-
-def memory_bars(result: PlanResult, path: Path) -> None:
-    """Draw the memory of each layout as a stacked bar, with a line at the limit."""
-    import matplotlib
-
-    from megatron_nemotron3.common import plots
-
-    shown = result.best or ((result.smallest,) if result.smallest else ())
-    if not shown:
-        raise ValueError("no layout to plot: nothing is legal")
-    request = result.request
-    bars = [memory_classes(found.memory) for found in shown]
-    classes = list(dict.fromkeys(name for bar in bars for name in bar))
-    labels = [f"{found.layout}\nmicro {found.launch.micro_batch_size}, {found.recompute}" for found in shown]
-    colors = matplotlib.colormaps["tab20"]
-    where = f"{request.gpus:,} {request.gpu.name.upper()}, {request.launch.precision}"
-    title = f"{request.config.title} on {where}: memory of the fullest rank"
-    with plots.picture(path, size=(10, 1.5 + 0.7 * len(shown)), title=title) as (_, grid):
-        axes = grid[0][0]
-        left = [0.0] * len(shown)
-        for number, name in enumerate(classes):
-            sizes = [bar.get(name, 0.0) / GIB for bar in bars]
-            axes.barh(labels, sizes, left=left, label=name, color=colors(number % colors.N))
-            left = [a + b for a, b in zip(left, sizes, strict=True)]
-        axes.axvline(request.limit / GIB, color="black", linestyle="--", linewidth=1, label="fits")
-        axes.invert_yaxis()
-        axes.grid(False, axis="y")
-        axes.set_xlabel("GiB")
-        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -308,18 +308,15 @@ def step_time(launch: Launch, machine: Machine) -> StepTime:
             dp += time
     held = stage_elements(launch, rank)
     owned = held.dense / (layout.dp * layout.cp) + held.expert / layout.edp
+    # Bytes that the optimizer reads and writes for an element: gradient, master, both moments, weight.
+    touched = options.gradient + 2 * (options.master + options.moments) + options.weight
     return StepTime(
         **sums,
         pp=pp,
         bubble=slowest * (layout.pp - 1) / layout.vpp,
         dp=dp,
-        optimizer=owned * _optimizer_bytes(options) / machine.bandwidth,
+        optimizer=owned * touched / machine.bandwidth,
     )
-
-
-def _optimizer_bytes(options: CostOptions) -> int:
-    """Bytes that the optimizer reads and writes for an element: gradient, master, both moments, weight."""
-    return options.gradient + 2 * (options.master + options.moments) + options.weight
 
 
 def tokens_per_gpu(launch: Launch, step: StepTime) -> float:

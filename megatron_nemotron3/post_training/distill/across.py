@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_nemotron3.common.switches import megatron_options
-from megatron_nemotron3.layers.context_parallel import zigzag
-from megatron_nemotron3.post_training.distill.rows import borders_of, gathered
+from megatron_nemotron3.layers.context_parallel import borders_of, gathered, zigzag
 from megatron_nemotron3.post_training.distill.teacher import Teacher, TeacherChunk
 from megatron_nemotron3.post_training.xtoken.align import Aligner, Alignment
 from megatron_nemotron3.post_training.xtoken.loss import RankGroups, SpanLoss, span_losses

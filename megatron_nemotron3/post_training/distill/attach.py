@@ -28,14 +28,12 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor
 
 from megatron_nemotron3.common.hooks import at_first_forward
-from megatron_nemotron3.layers.context_parallel import zigzag
+from megatron_nemotron3.layers.context_parallel import borders_of, gathered, zigzag
 from megatron_nemotron3.post_training.distill.across import across_tokenizers
 from megatron_nemotron3.post_training.distill.divergences import divergence, topk_divergence
-from megatron_nemotron3.post_training.distill.rows import borders_of, gathered
 from megatron_nemotron3.post_training.distill.stored import Reader
 from megatron_nemotron3.post_training.distill.teacher import Teacher
-from megatron_nemotron3.train.teacher.manifest import is_stored
-from megatron_nemotron3.train.teacher.settings import Distillation, Distillations, rest_of
+from megatron_nemotron3.train.teacher.settings import Distillation, Distillations, is_stored, rest_of
 
 if TYPE_CHECKING:  # Python 3.10 has none
     from typing import Self

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_nemotron3.post_training.distill.rows import all_gathered
+from megatron_nemotron3.layers.context_parallel import all_gathered
 from megatron_nemotron3.train.teacher.settings import KINDS
 
 #: Logits that are computed in FP32 at a time: 16 MiB for each intermediate tensor.

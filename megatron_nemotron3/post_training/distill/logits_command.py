@@ -26,7 +26,7 @@ from megatron_nemotron3.train.inputs import (
     require_tokenizer,
 )
 from megatron_nemotron3.train.teacher.check import TeacherCheckpoint, find
-from megatron_nemotron3.train.teacher.manifest import (
+from megatron_nemotron3.train.teacher.settings import (
     LogitsManifest,
     is_stored,
     part_path,

@@ -25,14 +25,14 @@ from torch.utils.data import default_collate
 
 from megatron_nemotron3.common.hooks import unwrapped
 from megatron_nemotron3.common.switches import LOGITS_FOLDER, LOGITS_TEACHER
+from megatron_nemotron3.layers.context_parallel import borders_of, gathered
 from megatron_nemotron3.post_training.distill.divergences import most_probable
-from megatron_nemotron3.post_training.distill.rows import borders_of, gathered
 from megatron_nemotron3.post_training.distill.stored import key_of, missing_parts, write_part
 from megatron_nemotron3.post_training.distill.teacher import load_teacher
 from megatron_nemotron3.train import fine_tuning
 from megatron_nemotron3.train.build import model_provider
 from megatron_nemotron3.train.pretrain_script import conversations_provider, datasets_provider, get_batch
-from megatron_nemotron3.train.teacher.manifest import read_manifest
+from megatron_nemotron3.train.teacher.settings import read_manifest
 
 
 def _forward(sft: bool, entries: int, manifest: Any, iterator: Iterator[Any], model: Any) -> tuple[Any, Any]:

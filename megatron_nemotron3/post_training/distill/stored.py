@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from megatron_nemotron3.common.files import atomic
-from megatron_nemotron3.train.teacher.manifest import (
+from megatron_nemotron3.train.teacher.settings import (
     KEY,
     LogitsManifest,
     part_path,

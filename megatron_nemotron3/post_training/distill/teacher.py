@@ -22,9 +22,9 @@ from megatron_nemotron3.checkpoints.convert.into_model import load_base, load_we
 from megatron_nemotron3.checkpoints.folders import is_hugging_face
 from megatron_nemotron3.common.switches import megatron_options
 from megatron_nemotron3.launch import Launch, ParallelLayout
+from megatron_nemotron3.layers.context_parallel import all_gathered
 from megatron_nemotron3.models.lora import adding_lora
 from megatron_nemotron3.models.stack_specs import ARGUMENT
-from megatron_nemotron3.post_training.distill.rows import all_gathered
 from megatron_nemotron3.precision import settings as emulation
 from megatron_nemotron3.train.build import built, model_config
 from megatron_nemotron3.train.monitor.settings import monitoring

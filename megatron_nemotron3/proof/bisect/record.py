@@ -20,9 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_nemotron3.common.hooks import first_forward, unwrapped
-from megatron_nemotron3.layers.context_parallel import zigzag
+from megatron_nemotron3.layers.context_parallel import all_gathered, borders_of, gathered, zigzag
 from megatron_nemotron3.post_training.distill.divergences import normalizer, real_entries
-from megatron_nemotron3.post_training.distill.rows import all_gathered, borders_of, gathered
 from megatron_nemotron3.proof.bisect.recording import Recording, Sequence, write
 
 #: What a rank has of one micro-batch: "ids" [b, s], "logprobs", ("mtp", depth), ("routing", layer), …

@@ -48,10 +48,7 @@ _GIVEN_BY_MEGATRON = (
     *("--mamba-head-dim", "--mamba-state-dim", "--mamba-num-groups"),
 )
 #: Switch -> the argument that it turns off.
-_OFF = {
-    "--disable-bias-linear": "add_bias_linear",
-    "--no-position-embedding": "add_position_embedding",
-}
+_OFF = {"--disable-bias-linear": "add_bias_linear", "--no-position-embedding": "add_position_embedding"}
 #: Options of the router that `config_of` knows no model with.
 _GROUPS = ("--moe-router-num-groups", "--moe-router-group-topk")
 #: Stacks that compute the family's layers: Megatron's, and those of this package.

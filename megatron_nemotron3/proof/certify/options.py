@@ -60,10 +60,7 @@ FSDP = {"--use-megatron-fsdp": ("--ckpt-format", "fsdp_dtensor")}
 DROPOUT = ("--attention-dropout", "--hidden-dropout")
 #: Option -> values that the proxy can have; others need a package or a GPU.
 _ONLY: Mapping[str, tuple[tuple[str, ...], OptionGroup]] = {
-    "--optimizer": (
-        ("adam", "sgd"),
-        OptionGroup(Treatment.UNTESTED, "optimizers of other packages", "Adam"),
-    ),
+    "--optimizer": (("adam", "sgd"), OptionGroup(Treatment.UNTESTED, "optimizers of other packages", "Adam")),
     "--moe-token-dispatcher-type": (("alltoall", "allgather"), GROUPS["dispatcher kernels"]),
 }
 

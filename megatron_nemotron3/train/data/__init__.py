@@ -12,7 +12,7 @@ from megatron_nemotron3.train.data.indexed import default_split as default_split
 from megatron_nemotron3.train.data.indexed import split_documents as split_documents
 from megatron_nemotron3.train.data.indexed import write_dataset as write_dataset
 from megatron_nemotron3.train.data.prepare import prepare as prepare
+from megatron_nemotron3.train.data.prepare import unigram_baseline as unigram_baseline
 from megatron_nemotron3.train.data.text import read_texts as read_texts
 from megatron_nemotron3.train.data.tokenizer import TokenizerInfo as TokenizerInfo
 from megatron_nemotron3.train.data.tokenizer import train_tokenizer as train_tokenizer
-from megatron_nemotron3.train.data.unigram import unigram_baseline as unigram_baseline

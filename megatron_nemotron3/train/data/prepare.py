@@ -5,16 +5,23 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_nemotron3.common import record
 from megatron_nemotron3.common.files import write_json
-from megatron_nemotron3.train.data.indexed import DatasetInfo, default_split, split_documents, write_dataset
+from megatron_nemotron3.train.data.indexed import (
+    DatasetInfo,
+    default_split,
+    read_documents,
+    split_documents,
+    write_dataset,
+)
 from megatron_nemotron3.train.data.text import Texts, read_texts
 from megatron_nemotron3.train.data.tokenizer import TokenizerInfo, train_tokenizer
 
@@ -153,3 +160,51 @@ def _digest(documents: Sequence[str], vocab_size: int) -> str:
         digest.update(len(data).to_bytes(8, "little"))
         digest.update(data)
     return digest.hexdigest()
+
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+def unigram_baseline(prefix: str | os.PathLike[str], split: str, vocab_size: int) -> float:
+    """The loss of a model that knows only how often each token occurs, of the data set at `prefix`.
+
+        -sum_t q(t) log p(t)    q: validation split; p: training split, p(t) = (n(t) + 1) / (N + V)
+
+    in nats per token, as Megatron prints its loss, end-of-document tokens included. A model whose final loss
+    is above it has learnt nothing about the order of tokens.
+
+    Args:
+        vocab_size: V, the tokenizer's, before Megatron pads it.
+
+    Raises ValueError if the split has no training or no validation documents, or if a token is outside the
+    vocabulary.
+    """
+    dataset = read_documents(prefix)
+    train, valid, _ = split_documents(split, len(dataset))
+    if train is None or valid is None:
+        raise ValueError(f"--split {split} has no training or no validation part: use for example 98,2,0")
+    return cross_entropy(_counts(dataset, valid, vocab_size), _counts(dataset, train, vocab_size))
+
+
+def cross_entropy(held_out: np.ndarray, counts: np.ndarray) -> float:
+    """Nats per token of counts `held_out` [V] under the add-one smoothed frequencies of `counts` [V]."""
+    import numpy as np
+
+    log_p = np.log(counts + 1.0) - math.log(counts.sum() + counts.size)
+    return float(-(held_out * log_p).sum() / held_out.sum())
+
+
+def _counts(dataset: list[np.ndarray], documents: range, vocab_size: int) -> np.ndarray:
+    import numpy as np
+
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for document in documents:
+        found = np.bincount(dataset[document], minlength=vocab_size)
+        if found.size > vocab_size:
+            raise ValueError(
+                f"document {document} holds token {found.size - 1}, outside a vocabulary of {vocab_size}: "
+                "pass the vocab_size of the tokenizer that wrote the data set"
+            )
+        counts += found
+    return counts

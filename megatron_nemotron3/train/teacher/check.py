@@ -22,19 +22,17 @@ from megatron_nemotron3.launch import check as violations
 from megatron_nemotron3.launch.command_line import layout_of as of_options
 from megatron_nemotron3.launch.flag import parse
 from megatron_nemotron3.models import Nemotron3Config
-from megatron_nemotron3.train.teacher.manifest import (
-    LogitsManifest,
-    is_stored,
-    part_path,
-    read_manifest,
-    require_parts,
-)
 from megatron_nemotron3.train.teacher.settings import (
     Distillation,
     Distillations,
+    LogitsManifest,
     OptionValues,
     in_environment,
+    is_stored,
+    part_path,
     read,
+    read_manifest,
+    require_parts,
 )
 from megatron_nemotron3.train.teacher.vocabulary import Vocabulary, of_tokenizer
 

@@ -18,9 +18,8 @@ import pytest
 import torch
 
 from megatron_nemotron3.checkpoints.convert.inventory import hf_tensors
-from megatron_nemotron3.inference.refit.held import serving_parameters
 from megatron_nemotron3.inference.refit.layouts import EngineLayout, Training
-from megatron_nemotron3.inference.refit.parts import pack, parts_of, space_of, unpack
+from megatron_nemotron3.inference.refit.parts import pack, parts_of, serving_parameters, space_of, unpack
 from megatron_nemotron3.inference.refit.planner import make_plan
 from megatron_nemotron3.models import get
 from tests.golden.make_engine_parameters import crc, model, numbers

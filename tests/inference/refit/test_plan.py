@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_nemotron3.cli import main
-from megatron_nemotron3.inference.refit.held import serving_parameters
 from megatron_nemotron3.inference.refit.layouts import EngineLayout, Training
-from megatron_nemotron3.inference.refit.parts import pack, parts_of, space_of, unpack
+from megatron_nemotron3.inference.refit.parts import pack, parts_of, serving_parameters, space_of, unpack
 from megatron_nemotron3.inference.refit.plan import RefitPlan
 from megatron_nemotron3.inference.refit.planner import make_plan, spread
 from megatron_nemotron3.inference.refit.shares import ENGINES, PARAMETERS

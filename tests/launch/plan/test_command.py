@@ -14,10 +14,8 @@ from megatron_nemotron3 import cli
 SUPER = ["plan", "super", "--gpus", "128", "--gpu", "h100"]
 
 
-def test_prints_layouts_memory_time_and_reasons(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    picture = tmp_path / "memory.png"
-    assert cli.main([*SUPER, "--plot", str(picture)]) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG") and [picture] == list(tmp_path.iterdir())
+def test_prints_layouts_memory_time_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(SUPER) == 0
     text = capsys.readouterr().out
     assert "super on 128 h100" in text and "2 is " in text and "slower: " in text
     assert "activations of Mamba" in text and "expert exchange" in text

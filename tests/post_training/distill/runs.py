@@ -164,7 +164,7 @@ def _write_logits(case: Case, teacher: str, folder: str, temperature: float) -> 
     from megatron_nemotron3.post_training.distill.divergences import most_probable
     from megatron_nemotron3.post_training.distill.stored import key_of, write_part
     from megatron_nemotron3.proof.certify.world import batches
-    from megatron_nemotron3.train.teacher.manifest import LogitsManifest
+    from megatron_nemotron3.train.teacher.settings import LogitsManifest
     from megatron_nemotron3.train.teacher.vocabulary import Vocabulary
 
     words = case.config.vocab_size

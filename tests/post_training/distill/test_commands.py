@@ -19,7 +19,7 @@ from megatron_nemotron3.common import lock
 from megatron_nemotron3.common.processes import descendants
 from megatron_nemotron3.post_training.distill.stored import Reader
 from megatron_nemotron3.train import log, processes
-from megatron_nemotron3.train.teacher.manifest import part_path, read_manifest
+from megatron_nemotron3.train.teacher.settings import part_path, read_manifest
 from tests.support.generation_folders import make
 
 SAMPLES = 80  # two parts of at most 64 rows

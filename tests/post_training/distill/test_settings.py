@@ -15,8 +15,7 @@ from megatron_nemotron3.common.switches import BOOST, DISTILL
 from megatron_nemotron3.launch import boosting
 from megatron_nemotron3.launch.script_folders import update_manifest
 from megatron_nemotron3.train.teacher import check, settings
-from megatron_nemotron3.train.teacher.manifest import LogitsManifest, part_path, read_manifest
-from megatron_nemotron3.train.teacher.settings import Distillation
+from megatron_nemotron3.train.teacher.settings import Distillation, LogitsManifest, part_path, read_manifest
 from megatron_nemotron3.train.teacher.vocabulary import Vocabulary, of_tokenizer
 from tests.train.data.test_conversations import write_tokenizer
 

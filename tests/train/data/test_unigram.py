@@ -17,7 +17,7 @@ from megatron_nemotron3.train.data import (
     write_dataset,
 )
 from megatron_nemotron3.train.data.indexed import _bounds
-from megatron_nemotron3.train.data.unigram import cross_entropy
+from megatron_nemotron3.train.data.prepare import cross_entropy
 from tests.train.data.byte_tokenizer import byte_tokenizer
 
 pytest.importorskip("megatron.core")
