@@ -1,7 +1,7 @@
 """Checkpoints elsewhere: URLs through fsspec (s3://, gs://, hf://, memory://, …) and Hugging Face ids.
 
 A remote folder is read through a local one with the same names (`local`): small files are copied, files with
-tensors are sparse files of the right size, for which `mapped` fetches the range that is read. Zeros, which a
+tensors are sparse files of the right size, for which `read` fetches the range that is read. Zeros, which a
 reader that passed by would find, are no valid header of any format.
 """
 
