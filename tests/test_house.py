@@ -28,7 +28,7 @@ ROOMS = {
     "cpu": 1010,
     "precision": 4300,
     "layers": 4040,
-    "checkpoints": 10960,
+    "checkpoints": 10970,
     "launch": 9110,
     "boundary": 4470,
     "train": 8120,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_nemotron3.checkpoints.convert import config_json, from_hf, inventory, omni_parts, to_hf
-from megatron_nemotron3.checkpoints.convert.adapters import (
+from megatron_nemotron3.checkpoints.convert.adapter_options import (
     adapter_folder,
     adapter_state,
     megatron_adapter,

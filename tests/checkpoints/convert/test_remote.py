@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron_nemotron3 import cli
-from megatron_nemotron3.checkpoints import mapped, remote
+from megatron_nemotron3.checkpoints import remote
+from megatron_nemotron3.checkpoints.read import REMOTE
 from megatron_nemotron3.models import get, tiny
 from tests.support.counted_job import digest
 from tests.support.hf_folders import write_hf
@@ -42,7 +43,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     yield
-    assert not mapped.REMOTE and not remote._shown
+    assert not REMOTE and not remote._shown
 
 
 def urls(folders: Path, kind: str) -> str:
