@@ -15,7 +15,7 @@ else:
         __name__,
         {
             "execute": ["Refit"],
-            "held": ["training_tensors"],
+            "parts": ["training_tensors"],
             "layouts": ["EngineLayout", "Training"],
             "planner": ["make_plan"],
         },
