@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 
 from megatron_nemotron3.checkpoints.trust import OPTION, trust_option, trusting
 from megatron_nemotron3.common import processes, spawned
+from megatron_nemotron3.common.limits import ChildError
 from megatron_nemotron3.common.options import add_option, device_option
 from megatron_nemotron3.common.parser import OptionParser, fail, option_value, option_values, resolve_device
 from megatron_nemotron3.common.switches import BOOST, EMULATE, LOG_PRECISION, MONITOR
@@ -190,7 +191,9 @@ def verify_stack(words: str, spec: Any, arguments: list[str]) -> None:
         fail(f"{words}: {te_problem()}")
     # `--use-checkpoint-args` replaces `--spec` by the checkpoint's.
     require_our_stack(f"{words} was given", " (does --use-checkpoint-args override --spec?)")
-    if "--use-checkpoint-args" in arguments or (found := loaded(arguments)) is None:
+    with failing(ValueError, OSError, ChildError):
+        found = None if "--use-checkpoint-args" in arguments else loaded(arguments)
+    if found is None:
         return
     before, now = stack_specs.stored_experts(found[1].args), stack_specs.experts_text(spec.submodules.model)
     if before not in (None, now):
@@ -278,7 +281,6 @@ def verify_measurable(spec: Any) -> None:
 
 def prepare_folders(arguments: list[str], *given: Any) -> ExitStack:
     """Prepare folders as `script_folders.prepared`, or stop; return what holds the lock of `--save`."""
-    from megatron_nemotron3.common.limits import ChildError
     from megatron_nemotron3.launch.script_folders import prepared
 
     with ExitStack() as stack:
@@ -301,7 +303,7 @@ def _launch(given: RunArguments) -> None:
         fail(f"script {script} does not exist")
     if emulate == "":
         fail(f"{emulation.OPTION}: give a value of {EMULATE}: nvfp4 or nvfp4,sr=0, or 0 for off")
-    with failing(ValueError, OSError):
+    with failing(ValueError, OSError, ChildError):
         emulated = (
             emulation.emulation_in_environment() if emulate is None else emulation.parse_emulation(emulate)
         )

@@ -6,7 +6,7 @@ records are not compressed, so the elements of a tensor are a plain range of the
 torch_dist and safetensors files hold tensors as they are in memory, so a mapped file is read without a copy,
 and the pages belong to the system's cache, not to this process. Touching a page that the file no longer has
 ends the process (SIGBUS). So every read compares its bounds with the size at the mapping, and that with the
-present size; only a file that is truncated in the milliseconds in which a band is used still ends it.
+present size; only a file that is truncated while what was read is still used ends the process.
 """
 
 from __future__ import annotations

@@ -214,8 +214,14 @@ def tracker_fix(source: LoadFolder) -> TrackerFix | None:
         trouble = f"named {_checkpoint_name(named)}, which is incomplete ({verdict.problems[0]})"
     found: int | str | None
     found, others = _last_complete(source)
-    if found is None and named != RELEASE and _has_release(source, others):
-        found = RELEASE
+    unfinished = all(verdict.state == "unfinished" for verdict in others.values())
+    release = checkpoint_path(folder, RELEASE)
+    if found is None and named != RELEASE and unfinished and release.is_dir():
+        verdict = check_structure(release)
+        if verdict.state == "complete":
+            found = RELEASE
+        elif verdict.state == "damaged":
+            raise ValueError(f"{verdict.problems[0]} ({folder} has no other checkpoint)")
     if found is not None:
         if step is not None:
             _require_loadable(folder, step)
@@ -286,16 +292,6 @@ def _last_complete(source: LoadFolder) -> tuple[int | None, dict[int, Verdict]]:
             return iteration, others
         others[iteration] = verdict
     return None, others
-
-
-def _has_release(source: LoadFolder, others: dict[int, Verdict]) -> bool:
-    """Whether a folder has a complete release and otherwise only unfinished saves."""
-    path = checkpoint_path(source.folder, RELEASE)
-    return (
-        all(verdict.state == "unfinished" for verdict in others.values())
-        and path.is_dir()
-        and check_structure(path).state == "complete"
-    )
 
 
 def _require_loadable(folder: Path, step: int) -> None:

@@ -69,8 +69,8 @@ SWITCHES = {
     ),
     GPU_KERNELS: Switch(
         "kernels of the torch backend on CUDA",
-        "1: all kernels; 0: not even torch's grouped ones",
-        "torch alone, with its grouped product and packed attention",
+        "1: also those of emulated training; 0: plain torch",
+        "torch's grouped product and packed attention, and mamba-ssm's scan where it is installed",
         "nothing",
         "nvfp4.md",
     ),

@@ -24,8 +24,6 @@ from typing import Any
 
 #: Limits of all processes together: seconds, bytes in memory, processes.
 SECONDS, MEMORY, PROCESSES = 10, 1 << 30, 64
-#: Exit status of this file if there is no filter.
-_NO_FILTER = 97
 #: Descriptor of the record: scripts use small ones, and 200 for locks.
 RECORD = 251
 _LIBRARY = "libseccomp.so.2"
@@ -33,21 +31,21 @@ _LIBRARY = "libseccomp.so.2"
 _PASS, _FAIL = 0x7FFF0000, 0x00050000
 _EQUAL, _GREATER, _MASKED = 4, 6, 7
 _EPERM, _ENOSYS = 1, 38
-_WRITES = (os.O_WRONLY, os.O_RDWR, os.O_CREAT)
+_WRITES = (os.O_WRONLY, os.O_RDWR, os.O_CREAT, os.O_TRUNC)
+#: F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC.
+_FCNTL = (0, 1, 2, 3, 4, 1030)
 #: CLONE_VM and the namespaces of clone(2).
 _CLONE = 0x7E020100
 #: What bash itself needs. Kernels and C libraries differ in which of these they use.
 _ALLOWED = """
 access faccessat faccessat2 stat lstat fstat fstat64 newfstatat statx readlink readlinkat getcwd chdir fchdir
-read pread64 readv write writev lseek dup dup2 dup3 fcntl pipe pipe2 select pselect6 poll ppoll getdents64
+read pread64 readv write writev lseek dup dup2 dup3 pipe pipe2 select pselect6 poll ppoll getdents64
 brk mmap munmap mprotect mremap madvise rt_sigaction rt_sigprocmask rt_sigreturn rt_sigsuspend sigaltstack
-wait4 waitid exit exit_group execveat restart_syscall futex set_tid_address set_robust_list rseq arch_prctl
+wait4 waitid exit exit_group fork restart_syscall futex set_tid_address set_robust_list rseq arch_prctl
 getpid getppid getpgrp getpgid getsid gettid getuid geteuid getgid getegid getgroups getresuid getresgid
 uname sysinfo umask times getrusage getrlimit clock_gettime gettimeofday time getrandom sched_getaffinity
 nanosleep clock_nanosleep
 """
-#: Calls whose failure bash reports: with EPERM it says "Operation not permitted".
-_REFUSED = "execve kill socket"
 
 
 class _ArgumentTest(ctypes.Structure):
@@ -111,9 +109,12 @@ def run(
         )
     try:
         exceeded = _watch(process, seconds or SECONDS)
-    finally:
+    except BaseException:
         _end(process)
-    if process.returncode == _NO_FILTER:
+        raise
+    if exceeded:
+        _end(process)
+    if process.returncode == -signal.SIGUSR2:  # bash sends no signals
         raise JailError((folder / "printed").read_text(errors="replace").strip())
     return exceeded
 
@@ -168,20 +169,22 @@ def _become_bash(record: int, trusted: bool, bash: str, arguments: Sequence[str]
     if record != RECORD:
         os.dup2(record, RECORD)
         os.close(record)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # ignored by Python
+        signal.signal(number, signal.SIG_DFL)
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     program = os.open(bash, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        _filter()
+        _filter(program)
     except (OSError, AttributeError) as problem:
         if not trusted:
-            print(f"no filter of system calls ({problem})", file=sys.stderr)
-            sys.exit(_NO_FILTER)
+            print(f"no filter of system calls ({problem})", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), signal.SIGUSR2)
         os.execv(bash, ["bash", *arguments])
     os.execve(program, ["bash", *arguments], os.environ)  # execveat, which bash itself never calls
 
 
-def _filter() -> None:
-    """Load the filter into this process; OSError or AttributeError if that is impossible."""
+def _filter(program: int) -> None:
+    """Load the filter, which lets `program` alone be executed; OSError or AttributeError if that fails."""
     library: Any = ctypes.CDLL(_LIBRARY)
     library.seccomp_init.restype = ctypes.c_void_p
     context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(_FAIL | _ENOSYS)))
@@ -195,22 +198,25 @@ def _filter() -> None:
             context, ctypes.c_uint32(result), number, bool(comparison), compared
         )
         if status:
-            raise OSError(-status, f"{_LIBRARY} takes no rule for {call}")
+            raise OSError(-status, f"{_LIBRARY} rejects a rule for {call}")
 
     for call in _ALLOWED.split():
         rule(_PASS, call)
-    for call in _REFUSED.split():
+    for call in ("execve", "kill", "socket"):  # bash says "Operation not permitted"
         rule(_FAIL | _EPERM, call)
     for call, flags in (("open", 1), ("openat", 2)):
         rule(_PASS, call, flags, _MASKED, sum(_WRITES), 0)
         for bit in _WRITES:
             rule(_FAIL | 0, call, flags, _MASKED, bit, bit)
+    rule(_PASS, "execveat", 0, _EQUAL, program)
+    for command in _FCNTL:
+        rule(_PASS, "fcntl", 1, _EQUAL, command)
     rule(_PASS, "close", 0, _GREATER, 0)
     rule(_FAIL | 0, "close", 0, _EQUAL, 0)
     rule(_PASS, "clone", 0, _MASKED, _CLONE, 0)
     rule(_PASS, "prlimit64", 2, _EQUAL, 0)  # asks for a limit, sets none
     if status := library.seccomp_load(context):
-        raise OSError(-status, "the kernel takes no filter")
+        raise OSError(-status, "the kernel rejects the filter")
 
 
 if __name__ == "__main__":

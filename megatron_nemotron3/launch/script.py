@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import shlex
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,16 +26,22 @@ _REPORTED = (EMULATE, LORA, BOOST, "WORLD_SIZE")
 _USED = re.compile(r"\$\{?[#!]?([A-Za-z_]\w*|[1-9])")
 #: Names in arithmetic have no $.
 _ARITHMETIC, _NAME = re.compile(r"\(\((.*?)\)\)", re.DOTALL), re.compile(r"(?<![\w$])[A-Za-z_]\w*")
-_ASSIGNED = re.compile(r"(?<![\w$-])([A-Za-z_]\w*)\+?=")
+_ASSIGNED = re.compile(r"(?<![\w$-])([A-Za-z_]\w*)(?:\[[^]\n]*\])?\+?=")
 #: Variables for which the script says what holds if they are not set.
 _DEFAULTED = re.compile(r"\$\{([A-Za-z_]\w*|[1-9]):?[-=+?]")
 _COMMENT = re.compile(r"^[ \t]*#.*$", re.MULTILINE)
 #: The script's own name: what runs is a copy.
 _SOURCE = re.compile(r"\$\{BASH_SOURCE(?:\[0\])?\}|\$BASH_SOURCE\b")
-#: The folder of a program that starts Python, or of a shell: bash would look for the file there.
+#: The folder of a program, where a command begins or a variable names one: bash would look there for it.
 _FOLDER = re.compile(
-    r"(?<![\w./$}-])(?:[~\w./-]|\$\w+|\$\{\w+\})*/(?=(?:torchrun|python[\d.]*|srun|bash|sh)(?![\w./-]))"
+    r"((?:^|[;&|({`]|\b(?:do|then|else|exec|env|nohup|time)\b|\b\w*(?:PY|TORCH|LAUNCH|EXE|CMD)\w*=)"
+    r"[ \t]*[\"']?)"
+    r"(?:[~\w./-]|\$\w+|\$\{\w+\})*/"
+    r"(?=(?:torchrun|python[\d.]*|srun|mpirun|mpiexec|env|nohup|numactl|bash|sh)(?![\w./-]))",
+    re.MULTILINE,
 )
+#: A search path for one command.
+_SEARCHED = re.compile(r"(?<![\w$])PATH=[^\s;&|]+[ \t]+(?=[\w$\"'])")
 #: A test of a file.
 _FILE_TEST = re.compile(r"((?:\[|\btest|&&|\|\|)[ \t]+(?:![ \t]+)?)-[defrs](?=[ \t])")
 _UNBOUND = re.compile(r"(\w+): unbound variable")
@@ -60,6 +66,8 @@ _HARMLESS = (
 _STARTERS = ("srun", "mpirun", "mpiexec", "salloc")
 #: So many variables without a value are tried one by one.
 _MOST_TRIED = 16
+#: So much of a printed line is looked at.
+_LONGEST = 400
 #: Seconds of each trial with names for values.
 _TRIAL = 3
 #: A script that reads its arguments one by one: a name in place of one would change more than a value.
@@ -155,12 +163,15 @@ class _ScriptRun:
     def launches(self) -> list[_Call]:
         """The commands with most of Megatron's options."""
         most = max((call.known for call in self.calls), default=0)
-        return [call for call in self.calls if call.flags and call.known == most]
+        found = [call for call in self.calls if call.flags and call.known == most]
+        return sorted(found, key=lambda call: call.line)
 
-    @property
-    def form(self) -> list[tuple[str, int]]:
-        """Every command with its number of options: the same where only values differ."""
-        return sorted((call.words[0], len(call.flags)) for call in self.calls)
+    def commands(self, shown: Iterable[str]) -> list[tuple[str, ...]]:
+        """The words of every command, without the names of variables that stand for their values."""
+        names = "|".join(sorted(map(re.escape, shown), key=len, reverse=True))
+        cut = re.compile(rf"\$(?:{names})" if names else "(?!)")
+        words = ((cut.sub("", word) for word in call.words) for call in self.calls)
+        return sorted(tuple(filter(None, each)) for each in words)
 
 
 def follow(source: LaunchSource) -> Script:
@@ -193,7 +204,7 @@ def follow(source: LaunchSource) -> Script:
     for flag in launch.flags:
         options.pop(flag.name, None)
         options[flag.name] = flag.values
-    for starter in (call for call in run.calls if call.words[0] in _STARTERS):
+    for starter in (call for call in run.calls if call.words[0] in _STARTERS and call.line == launch.line):
         job |= launcher_options([word for word in starter.words if "\n" not in word])
     job |= launcher_options(launch.words[: launch.program + 1])
     world = ranks_of(job, given.get("WORLD_SIZE", launch.variables.get("WORLD_SIZE", "")))
@@ -211,7 +222,8 @@ def _plain_words(text: str) -> list[str] | None:
         except ValueError:  # bash says what is wrong
             return None
         # Options may stand on lines of their own, as `nemotron3 flags` prints them.
-        if "|" in found or (words and found and not found[0].startswith("--")):
+        further = words and found and (not found[0].startswith("--") or any(w.endswith(".py") for w in words))
+        if "|" in found or further:
             return None
         words += found
     return words
@@ -226,11 +238,15 @@ def _run_shown(source: LaunchSource, job: Mapping[str, str]) -> _ScriptRun:
             break
         job = {**job, unbound[-1]: f"${unbound[-1]}"}
         run = _run(source, job)
-    if not run.launches and run.end and run.end[1]:
+    if not run.launches and (run.exceeded or (run.end and run.end[1])):
         exists = replace(source, text=_FILE_TEST.sub(r"\1-n", source.text))
         if (other := _run(exists, job)).launches:
-            note = f"line {run.end[0]}: the script ends here with status {run.end[1]}; "
-            other.notes.append(note + "it is read as if every file that it tests existed")
+            note = (
+                f"line {run.end[0]}: the script ends here with status {run.end[1]}"
+                if run.end
+                else run.exceeded
+            )
+            other.notes.append(f"{note}; it is read as if every file that it tests existed")
             source, run = exists, other
     unset = run.launches[0].unset if run.launches else ()
     text = _COMMENT.sub("", source.text)
@@ -238,12 +254,13 @@ def _run_shown(source: LaunchSource, job: Mapping[str, str]) -> _ScriptRun:
     if _READS_ARGUMENTS.search(text):
         known |= set("123456789")
     names = [name for name in _used(text) if (name in unset or name.isdecimal()) and name not in known]
-    if not run.launches or not names:
+    if not run.launches or not names or run.exceeded:
         return run
-    shown, form, notes, errors = dict(job), run.form, run.notes, run.errors
+    shown, commands, notes, errors = dict(job), run.commands(()), run.notes, run.errors
     for tried in (names, *([name] for name in names[:_MOST_TRIED])):
         values = {**shown, **{name: f"${name}" for name in tried}}
-        if (trial := _run(source, values, _TRIAL)).form == form:
+        trial = _run(source, values, _TRIAL)
+        if not trial.exceeded and trial.commands(set(values) - set(job)) == commands:
             shown, run = values, trial
         if tried == names == [name for name in names if name in shown]:
             break
@@ -267,23 +284,22 @@ def _run(source: LaunchSource, others: Mapping[str, str], seconds: float | None 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         script, before = folder / "launch.sh", folder / "recorded.sh"
-        script.write_text(_SOURCE.sub("$0", _FOLDER.sub("", source.text.replace("\r\n", "\n"))))
-        before.write_text(_prepared(source))
+        text = _SEARCHED.sub("", _FOLDER.sub(r"\1", source.text.replace("\r\n", "\n")))
+        script.write_text(_SOURCE.sub("$0", text), encoding="utf-8")
+        before.write_text(_prepared(source), encoding="utf-8")
         environment = {"PATH": "/nowhere", "HOME": str(Path.home()), **values, "BASH_ENV": str(before)}
+        words = [str(script), *arguments]
         try:
-            exceeded = jail.run(
-                [str(script), *arguments], environment, folder, trusted=source.trusted, seconds=seconds
-            )
+            run = _ScriptRun(jail.run(words, environment, folder, trusted=source.trusted, seconds=seconds))
         except jail.JailError as problem:
             raise ValueError(
                 f"{problem}: install libseccomp2, pass --trust-script if the script may run on this machine, "
                 "or give the command alone, without variables"
             ) from None
-        run = _ScriptRun(exceeded)
         _read((folder / "record").read_bytes().decode(errors="replace"), run)
         printed = (folder / "printed").read_text(errors="replace").splitlines()
     # Without the lines of set -x, and the text that bash shows after a syntax error.
-    lines = [line for line in printed if not re.match(r"\+|\S*launch\.sh: line \d+: `", line)]
+    lines = [line[:_LONGEST] for line in printed if not re.match(r"\+|\S*launch\.sh: line \d+: `", line)]
     for match in filter(None, map(_ERROR.match, lines)):
         run.errors.append(printable(f"line {match[1]}: {match[2]}" if match[1] else match[2]))
     run.printed = printable(_ERROR.sub(r"\2", lines[-1])) if lines else ""
@@ -328,9 +344,13 @@ def _read(record: str, run: _ScriptRun) -> None:
                 values.setdefault(process, {})[name] = value
             case ["call", line, _, *_]:
                 environment, missing = values.pop(process, {}), tuple(unset.pop(process, ()))
-                call = _Call(int(line), tuple(words[2:]), environment, missing)
+                call = _Call(_number(line), tuple(words[2:]), environment, missing)
                 if run.calls and call.words[0].startswith("--"):  # options on a line of their own
                     before = run.calls.pop()
+                    if before.program >= 0:
+                        run.notes.append(
+                            f"line {line}: the line before does not continue, so bash ends the command"
+                        )
                     call = replace(before, words=before.words + call.words)
                 run.calls.append(call)
             case ["output", name]:
@@ -338,7 +358,11 @@ def _read(record: str, run: _ScriptRun) -> None:
             case ["variable", name, *held]:
                 run.variables[name] = tuple(held)
             case ["exit", line, status]:
-                run.end = int(line), int(status), tuple(unset.pop(process, ()))
+                run.end = _number(line), _number(status), tuple(unset.pop(process, ()))
+
+
+def _number(word: str) -> int:
+    return int(word) if word.isascii() and word.isdecimal() else 0  # the script wrote to the record
 
 
 def _notes(run: _ScriptRun) -> list[str]:

@@ -31,7 +31,8 @@ def slurm_variables(job: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
 
 def launcher_options(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Return options of torchrun, srun and sbatch, in the spelling with dashes."""
-    long = [_SHORT.get(word, word) for word in words]
+    apart = [part for word in words for part in re.sub(r"^(-[Nn])(\d+)$", r"\1 \2", word).split(" ")]
+    long = [_SHORT.get(word, word) for word in apart]
     return {flag.name.replace("_", "-"): flag.values for flag in parse(from_first_option(long))}
 
 

@@ -20,6 +20,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_nemotron3.layers.context_parallel import (
     cu_seqlens,
@@ -109,9 +110,9 @@ class TorchCoreAttention(MegatronModule):
         if q.shape[2] != k.shape[2]:
             from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler: a second
 
-            mask = causal_lower_right(
-                q.shape[2], k.shape[2]
-            )  # no mask in memory, if flash attention takes it
+            # Flash attention needs no mask in memory. Modes that count or fake operations cannot make one.
+            with _disable_current_modes():
+                mask = causal_lower_right(q.shape[2], k.shape[2])
         with get_cuda_rng_tracker().fork() if own_stream else nullcontext():
             return F.scaled_dot_product_attention(
                 q,

@@ -1,4 +1,4 @@
-"""RMS norms and squared ReLU, each as a reference and a memory-saving form with one signature. Plain torch.
+"""RMS norms and squared ReLU in memory-saving forms. Plain torch.
 
     rms_norm                y = x / rms(x) * weight
     gated_group_rms_norm    u = x * silu(z);  y = u / rms(u over each group of channels) * weight
@@ -92,13 +92,6 @@ class _Split(torch.autograd.Function):
         return ctx.joined.join(gradients), None
 
 
-def rms_norm_reference(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; arguments as for `rms_norm`."""
-    wide = x.to(accumulation_dtype(x))
-    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * rstd * weight.to(wide.dtype)).to(x.dtype)
-
-
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
     """RMS norm over the last dimension (arXiv 1910.07467): [..., d], weight [d] -> [..., d], dtype of x."""
     return _RMSNorm.apply(x, None, weight, x.shape[-1], eps, None)
@@ -108,17 +101,6 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Te
     """Layer norm over the last dimension (arXiv 1607.06450): as `rms_norm`, with bias [d]."""
     wide = accumulation_dtype(x)
     return F.layer_norm(x.to(wide), weight.shape, weight.to(wide), bias.to(wide), eps).to(x.dtype)
-
-
-def gated_group_rms_norm_reference(
-    x: Tensor, z: Tensor, weight: Tensor, *, group_size: int, eps: float = 1e-5
-) -> Tensor:
-    """The definition of `gated_group_rms_norm`; backward by autograd."""
-    _check_norm_groups(x, weight, group_size)
-    wide = x.to(accumulation_dtype(x))
-    gated = (wide * F.silu(z.to(wide.dtype))).unflatten(-1, (-1, group_size))
-    rstd = torch.rsqrt(gated.square().mean(-1, keepdim=True) + eps)
-    return ((gated * rstd).flatten(-2) * weight.to(wide.dtype)).to(x.dtype)
 
 
 def gated_group_rms_norm(
@@ -131,12 +113,6 @@ def gated_group_rms_norm(
     """
     _check_norm_groups(x, weight, group_size)
     return _RMSNorm.apply(x, z, weight, group_size, eps, z_gradient)
-
-
-def weighted_squared_relu_reference(x: Tensor, w: Tensor) -> Tensor:
-    """The definition of `weighted_squared_relu`; backward by autograd."""
-    wide = x.to(accumulation_dtype(x))
-    return (F.relu(wide).square() * w.to(wide.dtype).unsqueeze(-1)).to(x.dtype)
 
 
 def weighted_squared_relu(x: Tensor, w: Tensor) -> Tensor:

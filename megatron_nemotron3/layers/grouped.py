@@ -37,11 +37,6 @@ MAJOR_CAPABILITIES = (9, 10)
 grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
 
-def grouped_linear_reference(x: Tensor, weights: list[Tensor], counts: list[int]) -> Tensor:
-    """The definition: split, one `F.linear` per expert, concatenate. Arguments as for `grouped_linear`."""
-    return torch.cat([F.linear(part, w) for part, w in zip(torch.split(x, counts), weights, strict=True)])
-
-
 def grouped_linear(x: Tensor, weights: list[Any], counts: list[int]) -> Tensor:
     """y[rows of expert e] = x[rows of expert e] @ weights[e].T, [t, out].
 

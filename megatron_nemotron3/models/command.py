@@ -116,6 +116,10 @@ def show_command(options: ShowOptions) -> int:
 def model(text: str) -> Nemotron3Config:
     """Return the model that a user names: the name of a catalog model, or a JSON file."""
     if not text.lower().endswith(SUFFIX):
+        if Path(text).is_file() or text.lower().endswith(".py"):
+            raise ValueError(
+                f"{text}: give a name of the catalog or JSON (Nemotron3Config.to_json writes it)"
+            )
         return catalog.get(text)
     file = Path(text)
     content = read_outside(file, limit=LONGEST)

@@ -55,12 +55,12 @@ class Operand(NamedTuple):
 
 class PreparedOperand(NamedTuple):
     """x: contiguous. block_amax: float32, on the block grid. amax: broadcasts to it; None in MXFP8.
-    ours: x is a rotated copy that may be overwritten."""
+    overwritable: x is a rotated copy that may be overwritten."""
 
     x: torch.Tensor
     block_amax: torch.Tensor
     amax: torch.Tensor | None
-    ours: bool
+    overwritable: bool
 
 
 @torch.no_grad()
@@ -131,8 +131,9 @@ def prepare(x: torch.Tensor, spec: Spec, amax: Amax | None = None) -> PreparedOp
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     # Rounded as torch does: no fused multiply-add, and no type but FP32 in between.
     compiled = torch.compile(function, dynamic=True, options={"emulate_precision_casts": True})
+    limits = torch._dynamo.config
+    limits.cache_size_limit = max(64, limits.cache_size_limit)  # formats, axes and types
 
-    @torch._dynamo.config.patch(cache_size_limit=64)  # formats, axes and types
     def run(*arguments: Any) -> Any:
         # `.data` is no view: what another tensor's shape has to do with a view's would be a form of its own.
         return compiled(*(a.data if isinstance(a, torch.Tensor) else a for a in arguments))
@@ -158,9 +159,13 @@ def _exact_on(device: torch.device) -> bool:
     _round(E2M1, source, plain, encode, encode, None)
     try:
         _compiled(_round)(E2M1, source, compiled, encode, encode, None)
-        problem = "" if torch.equal(plain, compiled) else "it rounds otherwise than torch"
-    except Exception as found:  # whatever a compiler may raise
-        problem = f"{type(found).__name__}: {found}"
+        found = _compiled(_magnitudes)(source.bfloat16(), 1)
+        same = torch.equal(plain, compiled) and torch.equal(_magnitudes(source.bfloat16(), 1), found)
+        problem = "" if same else "it rounds otherwise than torch"
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as failure:  # whatever a compiler may raise
+        problem = f"{type(failure).__name__}: {str(failure).partition(chr(10))[0]}"
     if problem:
         print(f"megatron_nemotron3: warning: quantizers run without torch.compile on {device}: {problem}")
     return not problem
@@ -201,7 +206,7 @@ def _rounded_values(
     """The rounded x in `dtype`; `units` leaves out the scale of the tensor."""
     x, amax = prepared.x, prepared.amax
     # torch.compile refuses an argument that shares its memory with one that is written.
-    in_place = prepared.ours and x.dtype == dtype and _form(_round, x) is _round
+    in_place = prepared.overwritable and x.dtype == dtype and _form(_round, x) is _round
     out = x if in_place else torch.empty_like(x, dtype=dtype)
     if not x.numel():
         return out

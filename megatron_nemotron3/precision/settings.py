@@ -1,8 +1,8 @@
 """Whether and how NVFP4 or MXFP8 is emulated, and whether errors are logged.
 
-NEMOTRON3_EMULATE, NEMOTRON3_LOG_PRECISION (values: docs/nvfp4.md) and NEMOTRON3_GPU_KERNELS are each read
-once by a process. Callers inside it use `emulating`, `logging_precision` and `gpu_kernels` instead. Linears
-take the first two settings when they are built.
+NEMOTRON3_EMULATE, NEMOTRON3_LOG_PRECISION and NEMOTRON3_GPU_KERNELS (docs/environment.md) are each read once
+by a process. Callers inside it use `emulating`, `logging_precision` and `gpu_kernels` instead. Linears take
+the first two settings when they are built.
 """
 
 from __future__ import annotations

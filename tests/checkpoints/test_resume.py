@@ -213,6 +213,15 @@ def test_a_release_does_not_replace_what_a_save_finished(root: Path) -> None:
     assert repair_tracker(LoadFolder(root)) == []
 
 
+def test_a_damaged_release_without_a_tracker_is_not_random_weights(root: Path) -> None:
+    (root / "iter_0000004").rename(root / "release")
+    shutil.rmtree(root / "iter_0000002")
+    (root / writer.TRACKER).unlink()
+    (root / "release" / ".metadata").write_bytes(b"damaged")
+    with pytest.raises(ValueError, match="has no other checkpoint"):
+        repair_tracker(LoadFolder(root))
+
+
 def test_legacy_and_foreign_folders_are_upstreams_business(root: Path) -> None:
     (root / "iter_0000006" / "mp_rank_00").mkdir(parents=True)
     (root / "iter_0000006" / "mp_rank_00" / "model_optim_rng.pt").touch()

@@ -254,6 +254,50 @@ def test_variables_without_a_value_show_their_names() -> None:
     assert follow("DATA=$1\npretrain.py --data-path $DATA --seed 1").options["--data-path"] == ("$1",)
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('if [[ -z "$KEY" ]]; then W=(--seed 1); else W=(--seed 2); fi; pretrain.py "${W[@]}"', ("1",)),
+        ("S=2; [[ $PROC -eq 0 ]] && S=1; pretrain.py --seed $S", ("1",)),
+        ('case "$STAGE" in "") S=1;; *) S=2;; esac\npretrain.py --seed $S', ("1",)),
+        ("S=$((NODES * 8)); pretrain.py --seed $S", ("0",)),
+        ("A[1]=x; declare -A M; M[lr]=1; pretrain.py --seed \"${A[@]}\"", ("x",)),
+        ("export name=foo; srun bash -c 'pretrain.py --seed $name'", ("foo",)),
+        ("NAME=x; srun bash -c 'pretrain.py --seed /c/$NAME'", ("/c/",)),
+        ("srun bash -euo pipefail -c 'pretrain.py \"$@\"' _ --seed 1", ("1",)),
+        ("S=1; pretrain.py --seed /data/starcoder/python", ("/data/starcoder/python",)),
+        ("PY=/opt/conda/bin/python3\nexport PATH=/opt:$PATH\n$PY -m x pretrain.py --seed 3", ("3",)),
+        ("PATH=/usr/bin:$PATH python3 pretrain.py --seed 3", ("3",)),
+        ("/usr/bin/env python3 pretrain.py --seed 3", ("3",)),
+        ("set -e\ncd /cluster/megatron\npretrain.py --seed $PWD/x", ("/cluster/megatron/x",)),
+        ("set -e; cat <<E > f\na\nE\nwhile read h; do echo $h > f; done <<< a\npretrain.py --seed 1", ("1",)),
+        ("set -e; read -r M < <(scontrol show); pretrain.py --seed $M", ("$(scontrol)",)),
+        ("command -v python || exit 1\ntype torchrun || exit 1\npretrain.py --seed 1", ("1",)),
+        ("until [ -f x ]; do sleep 1; done\nwhile kill -0 9; do sleep 1; done\npretrain.py --seed 1", ("1",)),
+    ],
+)  # fmt: skip
+def test_as_bash_starts_it(text: str, expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values that real bash passes (with stub programs); what decides more than a value is not replaced."""
+    monkeypatch.setattr(jail, "SECONDS", 3)
+    assert follow(text).options == {"--seed": expected}
+
+
+def test_what_bash_does_otherwise_is_said() -> None:
+    found = follow("torchrun pretrain.py \\\n # comment\n --seed 1")
+    assert found.notes == ["line 3: the line before does not continue, so bash ends the command"]
+    found = follow("S=$(cat nowhere.txt)\npretrain.py --seed $S")
+    assert found.notes == ["line 1: cat is not run and counts as successful, with unknown output"]
+    with pytest.raises(ValueError, match="line 2: the script ends with status 3 before a training: missing"):
+        follow("trap 'rm -f t' EXIT\necho missing >&2; exit 3")
+    with pytest.raises(ValueError, match="ends with status 97"):
+        follow("A=1; exit 97")
+    with pytest.raises(ValueError, match="no Megatron option"):
+        follow(f"echo {'launch ' * 20000}")
+    text = "#SBATCH --nodes=4 --ntasks-per-node=8\nip=$(srun -N 1 -n 1 hostname)\nsrun pretrain.py --seed 1"
+    assert follow(text).world_size == 32
+    assert follow("srun -N2 --ntasks-per-node=4 pretrain.py --seed 1 $A").world_size == 8
+
+
 def test_what_is_not_run_is_said() -> None:
     text = """GPUS=$(nvidia-smi -L | wc -l)
     curl x.org && STEPS=4
@@ -391,6 +435,7 @@ HOSTILE = {
     "arithmetic": "a[$(/bin/touch FOLDER/new)]=1; echo $((a[$(/bin/touch FOLDER/new)]))",
     "a socket": "exec 3<> /dev/tcp/127.0.0.1/PORT; echo > /dev/tcp/localhost/PORT; read < /dev/udp/::1/1",
     "signals": "builtin kill -9 PARENT; builtin kill -9 $PPID; unset -f kill; kill -9 -1; kill 0",
+    "truncation": "exec 7< FOLDER/kept; : 7<> FOLDER/kept; builtin enable -f FOLDER/x.so x",
     "a library": "enable -f FOLDER/x.so evil; enable -f /usr/lib/bash/mkdir mkdir; mkdir FOLDER/new",
     "limits": "unset -f ulimit; ulimit -v unlimited; ulimit -f unlimited; umask 0; : > FOLDER/new",
     "history": "HISTFILE=FOLDER/new; set -o history; history -s x; history -w; history -a FOLDER/b",

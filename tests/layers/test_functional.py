@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from megatron_nemotron3.layers import functional, grouped
 from megatron_nemotron3.layers.experts import GroupedExperts, GroupedLinear
+from tests.support import references
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float64])
 BLOCKS = st.sampled_from([1, 64, 2**18])
@@ -78,7 +79,7 @@ def test_rms_norm(lead, d, dtype, block, seed):
     m = [d + 12, 4 * (d + 12), rows + d + 12]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(functional, "BLOCK_ELEMENTS", block)
-        check(functional.rms_norm, functional.rms_norm_reference, inputs, norm_sizes(d, 1e-5), m, eps=1e-5)
+        check(functional.rms_norm, references.rms_norm_reference, inputs, norm_sizes(d, 1e-5), m, eps=1e-5)
 
 
 @settings(max_examples=40)
@@ -101,7 +102,7 @@ def test_gated_group_rms_norm(lead, groups, group_size, dtype, block, seed):
         patch.setattr(functional, "BLOCK_ELEMENTS", block)
         check(
             functional.gated_group_rms_norm,
-            functional.gated_group_rms_norm_reference,
+            references.gated_group_rms_norm_reference,
             inputs,
             norm_sizes(group_size, 1e-5),
             [m, 4 * m, 4 * m, rows + m],
@@ -135,7 +136,7 @@ def test_rms_norm_rounds_once():
     """BF16 in, FP32 weight: product and weight are rounded together, not one after the other."""
     torch.manual_seed(0)
     x, weight = torch.randn(50, 64).bfloat16(), torch.rand(64) + 0.5
-    wide = functional.rms_norm_reference(x.double(), weight.double())
+    wide = references.rms_norm_reference(x.double(), weight.double())
     assert torch.equal(functional.rms_norm(x, weight), wide.float().bfloat16())
 
 
@@ -156,7 +157,7 @@ def test_weighted_squared_relu(n, d, dtype, block, seed):
         patch.setattr(functional, "BLOCK_ELEMENTS", block)
         check(
             functional.weighted_squared_relu,
-            functional.weighted_squared_relu_reference,
+            references.weighted_squared_relu_reference,
             inputs,
             weighted_sizes,
             [4, 4, d + 4],
@@ -231,9 +232,9 @@ def test_experts_are_three_steps(counts, sizes, block, recompute, seed):
     (width, f, out), t = sizes, sum(counts)
     x, probs = draw(t, width), draw(t)
     fc1, fc2 = [draw(f, width) for _ in counts], [draw(out, f) for _ in counts]
-    hidden = grouped.grouped_linear_reference(x, fc1, counts)
-    theirs = grouped.grouped_linear_reference(
-        functional.weighted_squared_relu_reference(hidden, probs), fc2, counts
+    hidden = references.grouped_linear_reference(x, fc1, counts)
+    theirs = references.grouped_linear_reference(
+        references.weighted_squared_relu_reference(hidden, probs), fc2, counts
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grouped, "BLOCK_ELEMENTS", block)
@@ -254,9 +255,9 @@ def test_experts_in_bfloat16(recompute):
     leaves, cotangent = [torch.randn(shape) for shape in shapes], torch.randn(80, 16).bfloat16()
 
     def apart(x, probs, *weights):
-        hidden = grouped.grouped_linear_reference(x, list(weights[:3]), counts)
-        activation = functional.weighted_squared_relu_reference(hidden, probs)
-        return grouped.grouped_linear_reference(activation, list(weights[3:]), counts)
+        hidden = references.grouped_linear_reference(x, list(weights[:3]), counts)
+        activation = references.weighted_squared_relu_reference(hidden, probs)
+        return references.grouped_linear_reference(activation, list(weights[3:]), counts)
 
     def together(x, probs, *weights):
         return grouped.squared_relu_experts(
@@ -302,13 +303,13 @@ def test_experts_call_their_linears(recompute):
     y, _ = experts(x, counts, probs)
     assert called == [experts.linear_fc1, experts.linear_fc2]
     hidden, _ = experts.linear_fc1(x, [4, 3])
-    activation = functional.weighted_squared_relu_reference(hidden, probs)
+    activation = references.weighted_squared_relu_reference(hidden, probs)
     torch.testing.assert_close(y, experts.linear_fc2(activation, [4, 3])[0])
 
 
 def test_errors_name_the_numbers():
     x = torch.zeros(2, 6)
-    for form in (functional.gated_group_rms_norm, functional.gated_group_rms_norm_reference):
+    for form in (functional.gated_group_rms_norm, references.gated_group_rms_norm_reference):
         with pytest.raises(ValueError, match="6 channels are not a multiple of group_size=4"):
             form(x, x, torch.ones(6), group_size=4)
         with pytest.raises(ValueError, match=r"weight has shape \(5,\)"):
@@ -333,7 +334,7 @@ def test_joined_gradient(rows: int) -> None:
     loss = out.square().sum() + b.pow(3).sum() + 0 * unused.detach().sum()
     first, second = (torch.autograd.grad(loss, x, retain_graph=True)[0] for _ in range(2))
     expected_z = x.detach()[..., :4].clone().requires_grad_()
-    plain = functional.gated_group_rms_norm_reference(y, expected_z, weight, group_size=2).square().sum()
+    plain = references.gated_group_rms_norm_reference(y, expected_z, weight, group_size=2).square().sum()
     expected = torch.cat(
         [torch.autograd.grad(plain, expected_z)[0], 3 * x[..., 4:7].square(), 0 * x[..., 7:]], -1
     )

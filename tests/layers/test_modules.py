@@ -24,12 +24,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_nemotron3.layers.attention import TorchCoreAttention
 from megatron_nemotron3.layers.experts import ColumnParallelGroupedLinear, GroupedExperts
-from megatron_nemotron3.layers.grouped import grouped_linear, grouped_linear_reference
+from megatron_nemotron3.layers.grouped import grouped_linear
 from megatron_nemotron3.layers.linear import LayerNormColumnParallelLinear
 from megatron_nemotron3.layers.mamba import Mamba2Mixer
 from megatron_nemotron3.layers.norm import NormBuilder, RMSNorm
 from megatron_nemotron3.models import get
 from tests.support.model_mapping import megatron_model, randomize, transformer_config
+from tests.support.references import grouped_linear_reference
 from tests.support.world import world_of_one
 
 #: "ME*/*E/*E": each kind once (their place in it below), then two depths of one MTP block.

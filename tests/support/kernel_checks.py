@@ -11,8 +11,8 @@ import torch
 
 from megatron_nemotron3.layers import grouped, ssd
 from megatron_nemotron3.layers.chunked_scan import LOG_DECAY_FLOOR
-from megatron_nemotron3.layers.grouped import grouped_linear_reference
 from tests.layers.test_ssd import DROPPED, magnitudes, make_documents, make_inputs, values_and_gradients
+from tests.support.references import grouped_linear_reference
 
 #: b, s, h, p, g, n, borders of documents, initial state and D
 SCANS = [

@@ -186,7 +186,7 @@ class FileSource(BlockSource):
 
 @cache
 def _silence() -> None:
-    """Have torch say now, unheard, what it says once in a process: that a buffer cannot be written to."""
+    """Trigger unseen the warning that torch prints once: a buffer cannot be written to."""
     import torch
 
     with warnings.catch_warnings():

@@ -20,8 +20,7 @@ from megatron_nemotron3.checkpoints.convert.logits.reader import TensorReader
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.inference.generate.attention import KVCache, attend
 from megatron_nemotron3.inference.generate.batch import ForwardBatch
-from megatron_nemotron3.inference.generate.experts import Experts
-from megatron_nemotron3.inference.generate.linear import DecodeLinear
+from megatron_nemotron3.inference.generate.experts import DecodeLinear, Experts
 from megatron_nemotron3.inference.generate.scan import MambaPass, MambaState, Recurrence
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.config import GATED_NORM_EPSILON

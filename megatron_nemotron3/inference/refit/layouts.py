@@ -13,8 +13,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from megatron_nemotron3.checkpoints.convert.quantized import Weight
-from megatron_nemotron3.inference.refit.quantized import packed
-from megatron_nemotron3.inference.refit.shares import ENGINES, EngineNames, Role
+from megatron_nemotron3.inference.refit.shares import ENGINES, EngineNames, Role, packed
 from megatron_nemotron3.launch import Launch, ParallelLayout
 from megatron_nemotron3.launch import rules as _rules
 from megatron_nemotron3.launch.layout import cut_pattern

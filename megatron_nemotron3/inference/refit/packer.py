@@ -16,8 +16,7 @@ from torch import Tensor
 from megatron_nemotron3.checkpoints.convert.quantized import Weight
 from megatron_nemotron3.inference.refit.plan import RefitPlan
 from megatron_nemotron3.inference.refit.planner import tensors
-from megatron_nemotron3.inference.refit.quantized import BLOCK, Stored, grid_of, stored_of
-from megatron_nemotron3.inference.refit.shares import axis_of
+from megatron_nemotron3.inference.refit.shares import BLOCK, Stored, axis_of, grid_of, stored_of
 from megatron_nemotron3.precision.numerics import e4m3, fp8, nvfp4
 
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")

@@ -18,18 +18,19 @@ import numpy
 
 from megatron_nemotron3.inference.refit.layouts import EngineLayout, Training
 from megatron_nemotron3.inference.refit.plan import ALIGNMENT, RefitPlan, TensorTransfer, aligned
-from megatron_nemotron3.inference.refit.quantized import Stored, stored_of
 from megatron_nemotron3.inference.refit.shares import (
     PARAMETERS,
     AxisCut,
     EngineParameter,
     Role,
     Shares,
+    Stored,
     TensorShare,
     axis_of,
     cuts,
     hf_shape,
     serving_shares,
+    stored_of,
     training_shares,
 )
 from megatron_nemotron3.models.parameters import Prefix, prefixes

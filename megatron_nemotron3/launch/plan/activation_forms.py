@@ -162,8 +162,13 @@ def attention(c: Nemotron3Config, share: RankShare) -> Form:
     core = mixed + queries
     if share.cp > 1 and "core_attn" not in share.options.recompute.modules:
         keys_values = share.inner(max(2 * kv // share.tp, 2 * c.kv_channels))
-        mask = share.seq_length // share.cp * share.seq_length * share.element
-        core = core + keys_values if share.te else (queries or mixed) + share.cp * keys_values + mask
+        # One mask for each of the rank's two chunks, up to its end, but for the very first chunk: the mean of
+        # the ranks. Flash attention on a GPU needs none. The chunks' outputs are joined by a copy.
+        share_of_square = (2 * share.cp**2 + share.cp - 1) / (4 * share.cp**3)
+        mask = int(share.seq_length**2 * share_of_square) * share.element + 8 * share.seq_length
+        joined = share.inner(q // share.tp)
+        torch_core = (queries or mixed) + joined + share.cp * keys_values + mask
+        core = core + keys_values if share.te else torch_core
     return {
         "norm": norm(c, share),
         "linear_qkv": share.stream(c.hidden_size),

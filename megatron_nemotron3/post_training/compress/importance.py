@@ -75,7 +75,8 @@ class _Sums:
 
     def __init__(self, chunks: Sequence[HybridModel], config: Nemotron3Config) -> None:
         self.config = config
-        self.shapes = {key: _summed(kind, shape) for key, _, kind, shape in statistics(config)}
+        summed = statistics(config)
+        self.shapes = {key: (*shape, 2) if kind in MEANS else shape for key, _, kind, shape in summed}
         self.parts: dict[str, tuple[Tensor, tuple[int, ...]]] = {}
         self.device = next(chunks[0].parameters()).device
         groups, built = chunks[0].pg_collection, chunks[0].config
@@ -214,10 +215,6 @@ class _Sums:
         yield moe.router.register_forward_hook(ranks)
         yield moe.experts.register_forward_hook(outputs)
         yield moe.experts.linear_fc2.register_forward_pre_hook(inputs)
-
-
-def _summed(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (*shape, 2) if kind in MEANS else shape
 
 
 def _squares(x: Tensor) -> Tensor:

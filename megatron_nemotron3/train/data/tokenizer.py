@@ -1,10 +1,9 @@
-"""A byte-level BPE that is trained here and that stock Megatron loads by flags; and plain bytes.
+"""A byte-level BPE that is trained here and that stock Megatron loads by flags.
 
 Two of Megatron 0.19's --tokenizer-type choices need no network, no GPU and no file from elsewhere:
 
 - HuggingFaceTokenizer with --tokenizer-model FOLDER, read by transformers. `eod` is its eos_token.
-- NullTokenizer with --vocab-size N: tokens 0 to 255 are bytes, and `eod` is the last id. It cannot encode
-  text, which training does not need.
+- NullTokenizer with --vocab-size N: ids without text, of which `eod` is the last one.
 """
 
 from __future__ import annotations

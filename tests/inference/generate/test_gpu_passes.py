@@ -11,7 +11,7 @@ import pytest
 import torch
 import triton  # noqa: F401  (imports of Triton's modules make tensors)
 
-from megatron_nemotron3.inference.generate import batch, experts, linear
+from megatron_nemotron3.inference.generate import batch, experts
 from megatron_nemotron3.inference.generate.decode import read_weights
 from megatron_nemotron3.inference.generate.engine import Engine
 from megatron_nemotron3.inference.generate.mtp import MTP
@@ -74,7 +74,7 @@ def on_fake_device() -> Iterator[tuple[Engine, Device]]:
     """An engine in BF16 on a CUDA device that is not there."""
     made = {name: t.bfloat16() for name, t in tensors(get("super-tiny")).items()}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear, "packs", lambda dtype: False)
+        patch.setattr(experts, "packs", lambda dtype: False)
         weights = read_weights(InMemory(made, Path()), get("super-tiny"))
     _token_ranges.cache_clear()  # copied to the device once a process
     try:

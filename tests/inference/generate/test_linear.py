@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_nemotron3.inference.generate import linear
+from megatron_nemotron3.inference.generate import experts as linear
 from megatron_nemotron3.inference.generate.decode import read_weights
-from megatron_nemotron3.inference.generate.linear import DecodeLinear
+from megatron_nemotron3.inference.generate.experts import DecodeLinear
 from megatron_nemotron3.models import get
 from tests.support.checkpoint_pair import InMemory
 from tests.support.engines import tensors

@@ -193,7 +193,8 @@ def compare(*pairs: tuple[Case, Recompute]) -> None:
                     both = sums.setdefault(kind, [0, 0])
                     both[0] += kinds[kind]
                     both[1] += form[kind]
-                    if kind != "E":
+                    # Masks of context parallelism differ by rank, as routed tokens do.
+                    if kind != "E" and (kind != "*" or layout.cp == 1):
                         assert form[kind] == pytest.approx(kinds[kind], rel=TOLERANCE), (where, kind)
         for kind, (found, form_sum) in sums.items():
             assert form_sum == pytest.approx(found, rel=TOLERANCE), (case, recompute, kind)
