@@ -241,12 +241,8 @@ def _run_shown(source: LaunchSource, job: Mapping[str, str]) -> _ScriptRun:
     if not run.launches and (run.exceeded or (run.end and run.end[1])):
         exists = replace(source, text=_FILE_TEST.sub(r"\1-n", source.text))
         if (other := _run(exists, job)).launches:
-            note = (
-                f"line {run.end[0]}: the script ends here with status {run.end[1]}"
-                if run.end
-                else run.exceeded
-            )
-            other.notes.append(f"{note}; it is read as if every file that it tests existed")
+            ending = f"ends with status {run.end[1]} in line {run.end[0]}" if run.end else run.exceeded
+            other.notes.append(f"the script {ending}; it is read as if every file that it tests existed")
             source, run = exists, other
     unset = run.launches[0].unset if run.launches else ()
     text = _COMMENT.sub("", source.text)
@@ -256,15 +252,16 @@ def _run_shown(source: LaunchSource, job: Mapping[str, str]) -> _ScriptRun:
     names = [name for name in _used(text) if (name in unset or name.isdecimal()) and name not in known]
     if not run.launches or not names or run.exceeded:
         return run
-    shown, commands, notes, errors = dict(job), run.commands(()), run.notes, run.errors
+    shown, first = dict(job), run
     for tried in (names, *([name] for name in names[:_MOST_TRIED])):
         values = {**shown, **{name: f"${name}" for name in tried}}
         trial = _run(source, values, _TRIAL)
-        if not trial.exceeded and trial.commands(set(values) - set(job)) == commands:
+        added = set(values) - set(job)
+        if not trial.exceeded and trial.commands(added) == first.commands(added):
             shown, run = values, trial
         if tried == names == [name for name in names if name in shown]:
             break
-    run.notes, run.errors = notes, errors
+    run.notes, run.errors = first.notes, first.errors
     if empty := [name for name in names if name not in shown and name in unset]:
         run.notes.append(f"not set, so empty: {', '.join(empty)}; --set {empty[0]}=VALUE gives a value")
     return run

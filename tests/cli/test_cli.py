@@ -31,12 +31,12 @@ COMMANDS = {
     | RUN,
     "explain": {
         "--model", "--tiny", "--argv",
-        "--all", "--full", "--set", "--json", "--te-precision-config-file", "--schedule", "--emulate",
-        "--gpu", "--without",
+        "--all", "--full", "--set", "--trust-script", "--json", "--te-precision-config-file", "--schedule",
+        "--emulate", "--gpu", "--without",
     }
     | RUN,
     "certify": {
-        "--model", "--tiny", "--set", "--ranks", "--gpus", "--output", "--check", "--json",
+        "--model", "--tiny", "--set", "--trust-script", "--ranks", "--gpus", "--output", "--check", "--json",
         "--te-precision-config-file", "--schedule", "--emulate", "--gpu", "--without",
     }
     | RUN,

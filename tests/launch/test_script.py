@@ -367,7 +367,7 @@ def test_files_of_the_cluster() -> None:
     pretrain.py --seed 1"""
     found = follow(text)
     assert found.options == {"--seed": ("1",)}
-    note = "line 2: the script ends here with status 1; it is read as if every file that it tests existed"
+    note = "the script ends with status 1 in line 2; it is read as if every file that it tests existed"
     assert found.notes == [note]
 
 

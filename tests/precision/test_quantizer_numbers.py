@@ -45,7 +45,7 @@ def test_rotating_both_operands_of_wgrad_changes_nothing() -> None:
 def test_the_rotation_rounds_to_the_dtype_before_the_scales() -> None:
     x = _normal(64, 32).bfloat16()
     found = prepare(x, Spec(axis=-2, hadamard=True))
-    assert found.x.dtype == torch.bfloat16 and found.ours
+    assert found.x.dtype == torch.bfloat16 and found.overwritable
     assert found.amax == found.x.float().abs().max()
     exact = hadamard_matrix(x.device).t() @ x.float().view(4, 16, 32)
     assert torch.equal(found.x, exact.bfloat16().view(64, 32))

@@ -188,7 +188,7 @@ def positive_number(
     for key in keys:
         value = data.get(key)
         right = type(value) is int or (real and type(value) is float)
-        if value is not None and not (right and 0 < value < 1 << 62):
+        if value is not None and not (right and 0 < value < (1 << 62 if real else math.inf)):
             raise ValueError(f"{key}={value!r:.60} is not a {'' if real else 'whole '}number above 0")
     found = stated(data, keys)
     if found is None and not optional:

@@ -281,7 +281,7 @@ def _radio(vision: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
         raise ValueError(f"{_FRAMES}=1: a video's patch has 2 frames or more")
     width: int = values.get("hidden_size", Vision.hidden_size)
     ratio = found.get(_MLP_RATIO) or Vision.ffn_hidden_size / Vision.hidden_size
-    if not isinstance(ratio, (int, float)) or not 0 < ratio < 1 << 31 or width * ratio % 1:
+    if not isinstance(ratio, (int, float)) or not 0 < ratio < 1 << 31 or width >> 62 or width * ratio % 1:
         raise ValueError(f"{_MLP_RATIO}={ratio!r:.40} of the width {width} is no whole number")
     values["ffn_hidden_size"] = int(width * ratio)
     return values, width
