@@ -88,18 +88,9 @@ def run(
     if bash is None:
         raise JailError("there is no bash on this machine")
     with (folder / "printed").open("wb") as printed, (folder / "record").open("ab") as recorded:
-        os.set_inheritable(recorded.fileno(), True)
+        own = [__file__, str(recorded.fileno()), str(int(trusted)), bash]
         process = subprocess.Popen(
-            [
-                sys.executable,
-                "-I",
-                "-S",
-                __file__,
-                str(recorded.fileno()),
-                str(int(trusted)),
-                bash,
-                *arguments,
-            ],
+            [sys.executable, "-I", "-S", *own, *arguments],
             env=dict(environment),
             stdin=subprocess.DEVNULL,
             stdout=printed,
@@ -162,9 +153,8 @@ def _become_bash(record: int, trusted: bool, bash: str, arguments: Sequence[str]
         (resource.RLIMIT_FSIZE, MEMORY // 64),
         (resource.RLIMIT_CORE, 0),
     ):
-        with contextlib.suppress(
-            ValueError, OSError
-        ):  # the hard limit is lower, or the system knows no such limit
+        # The hard limit is lower, or the system knows no such limit.
+        with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(kind, (limit, limit))
     if record != RECORD:
         os.dup2(record, RECORD)
