@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from megatron_nemotron3 import cli
+from megatron_nemotron3 import cli, run
+from megatron_nemotron3.common.limits import ChildError
 from megatron_nemotron3.launch import Launch
 from megatron_nemotron3.train import processes as machine
 
@@ -171,6 +172,22 @@ def test_stdout_on_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
         done = subprocess.run(words, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 2
     assert done.stderr == "nemotron3 flags: [Errno 28] No space left on device\n"
+
+
+def test_a_rank_without_processes_for_a_pickle_ends_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also while it checks the teacher, before its folders."""
+
+    def check(*_: Any) -> None:
+        raise ChildError("no process to try a pickle in: Resource temporarily unavailable")
+
+    monkeypatch.setattr(run, "check_distillation", check)
+    (tmp_path / "script.py").touch()
+    with pytest.raises(SystemExit) as ended:
+        run.main([str(tmp_path / "script.py")])
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and "no process to try a pickle in" in error and error.count("\n") == 1
 
 
 def test_doctor_without_torch(tmp_path: Path) -> None:

@@ -131,3 +131,12 @@ def test_one_model_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "give the NAME of a model (nano, " in capsys.readouterr().err
     assert cli.main(["show", "--model", "super", "--tiny"]) == 0
     assert tiny(SUPER).title in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["mine.py", "MINE.PY"])
+def test_a_program_is_no_model_and_is_not_run(name: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    file.write_text("raise SystemExit(7)")
+    for text in (str(file), name):  # there, and missing
+        with pytest.raises(ValueError, match="Nemotron3Config.to_json writes it"):
+            model(text)

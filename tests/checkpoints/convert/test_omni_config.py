@@ -130,6 +130,7 @@ def test_pruning_is_told() -> None:
         ("", {"vision_config": 3}, "vision_config is a int"),
         ("", {"image_token_id": None}, "no image_token_id or img_context_token_id"),
         ("", {"img_context_token_id": 19}, "image_token_id=18, img_context_token_id=19 contradict"),
+        ("vision_config", {"hidden_size": 10**400}, "is no whole number"),
         ("", {"projector_hidden_size": -5}, "projector_hidden_size=-5 is not a whole number"),
         ("", {"vision_hidden_size": 65}, "vision_hidden_size=65, but vision_config has hidden_size=64"),
         ("", {"downsample_ratio": 0.3}, "downsample_ratio=0.3: give"),
