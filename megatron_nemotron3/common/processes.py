@@ -33,6 +33,10 @@ GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 INTERVAL = 1.0
 #: Exit status of a process that ends because its parent has ended.
 ORPHANED = 1
+#: Hidden size up to which one thread of a CPU computes faster than two (measured at 128).
+NARROW = 256
+#: Variable with the number of threads of a process.
+THREADS = "OMP_NUM_THREADS"
 
 #: This process's id if its children are to end with it, else 0.
 _family = 0

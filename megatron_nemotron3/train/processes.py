@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_nemotron3.common.processes import GROUP_SIGNALS, descendants, handling
+from megatron_nemotron3.common.processes import GROUP_SIGNALS, NARROW, THREADS, descendants, handling
 from megatron_nemotron3.common.switches import CONTROL
 from megatron_nemotron3.launch import Launch
 from megatron_nemotron3.launch.plan.memory import memory
@@ -26,10 +26,6 @@ ENTRY = Path(__file__).parent / "pretrain_script.py"
 INTERVAL = 0.2
 #: Seconds from the request to end until processes are killed.
 PATIENCE = 5.0
-#: Hidden size up to which one thread computes a step faster than two (measured at 128): operations are short.
-NARROW = 256
-#: Variable with the number of threads of a process.
-THREADS = "OMP_NUM_THREADS"
 
 
 class Watcher(Protocol):

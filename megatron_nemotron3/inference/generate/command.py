@@ -24,7 +24,7 @@ from megatron_nemotron3.common.options import (
     tokenizer_option,
 )
 from megatron_nemotron3.common.output import print_json
-from megatron_nemotron3.common.processes import no_garbage_collection
+from megatron_nemotron3.common.processes import NARROW, THREADS, no_garbage_collection
 from megatron_nemotron3.inference.generate.media import (
     Prompt,
     PromptReader,
@@ -34,7 +34,6 @@ from megatron_nemotron3.inference.generate.media import (
 )
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import StoredModelOptions, stored_model
-from megatron_nemotron3.train.processes import NARROW, THREADS
 
 if TYPE_CHECKING:
     from megatron_nemotron3.checkpoints.convert.opened import Checkpoint
