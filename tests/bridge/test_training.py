@@ -139,7 +139,7 @@ def test_the_config_and_builder_path_trains_and_resumes_the_same(runs: Any) -> N
 
     from tests.bridge import training
 
-    if __version__ == "0.6.2":
+    if __version__.startswith("0.6.2"):  # "0.6.2+1c5bc7fc"
         pytest.skip("Bridge 0.6.2 reads seq_length of a TransformerConfig, which has none (mended on main)")
     folder, sizes, whole = runs
     steps = bridges(folder, "builder", "builder", sizes, builder=True)
