@@ -2,8 +2,7 @@
 
     y_t = silu(bias + sum_j weight_j x_{t - (k - 1) + j})       per channel, j = 0 .. k - 1
 
-    causal_conv1d_reference   one shifted multiply-add per tap: the specification
-    causal_conv1d             the fast form: blocks of tokens that stay in cache, hand-written backward
+It is computed in blocks of tokens that stay in cache, with a hand-written backward.
 
 x is [b, s, c], channels last as in the mixer. A token sees only its own document (`seq_idx`). Sums are FP32
 (FP64 if x is FP64); y has the dtype of x, every gradient the dtype of its input.
@@ -31,30 +30,6 @@ BLOCK_ELEMENTS = {"cpu": 2**17, "cuda": 2**26}
 CUTTING = {"cpu"}
 #: Name of the activation -> whether SiLU is applied.
 ACTIVATIONS = {"silu": True, "swish": True, None: False}
-
-
-def causal_conv1d_reference(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    activation: str | None = "silu",
-    seq_idx: Tensor | None = None,
-) -> Tensor:
-    """Tap by tap, with k shifted copies; for tests. Arguments, result and errors as for `causal_conv1d`."""
-    taps = _checked_taps(x, weight, bias, activation, seq_idx)
-    s, k = x.shape[1], taps.shape[1]
-    acc = accumulation_dtype(x)
-    padded = F.pad(x.to(acc), (0, 0, k - 1, 0))
-    document = torch.zeros_like(x[..., 0], dtype=torch.long)
-    if seq_idx is not None:
-        document = document_starts(seq_idx).cumsum(1)
-    document_padded = F.pad(document, (k - 1, 0))
-    y = x.new_zeros(x.shape, dtype=acc) if bias is None else bias.to(acc).expand(x.shape)
-    for j in range(k):
-        same = document_padded[:, j : j + s] == document
-        y = y + torch.where(same.unsqueeze(-1), padded[:, j : j + s], 0.0) * taps[:, j].to(acc)
-    return (F.silu(y) if ACTIVATIONS[activation] else y).to(x.dtype)
 
 
 def causal_conv1d(
