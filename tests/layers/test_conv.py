@@ -48,13 +48,13 @@ def values_and_gradients(form, inputs, dy, **options):
     return {"y": y} | dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
 
 
-def check_against_reference(inputs, seq_idx, activation, seed=1):
+def check_against_reference(inputs, seq_idx, activation, seed=1, form=conv.causal_conv1d):
     torch.manual_seed(seed)
     x, k = inputs["x"], inputs["weight"].shape[-1]
     b, s, _ = x.shape
     dy = torch.randn_like(x)
     options = {"seq_idx": seq_idx, "activation": activation}
-    got = values_and_gradients(conv.causal_conv1d, inputs, dy, **options)
+    got = values_and_gradients(form, inputs, dy, **options)
     exact = {n: None if v is None else v.detach().double().requires_grad_() for n, v in inputs.items()}
     reference = causal_conv1d_reference
     want = values_and_gradients(reference, exact, dy.double(), **options)
