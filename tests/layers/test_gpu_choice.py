@@ -118,7 +118,7 @@ def test_broken_mamba_ssm_is_passed_over(monkeypatch):
 
 
 class CompiledConvolution(torch.autograd.Function):
-    """Stands in for `CausalConv1dFn` of causal-conv1d (v1.4.0 to v1.6.1): checks what its C++ checks, and
+    """Stands in for `CausalConv1dFn` of causal-conv1d (v1.4.0 to v1.7.0): checks what its C++ checks, and
     what its kernels rely on without a check; computes with the definition, into the memory it allocates."""
 
     @staticmethod
