@@ -265,7 +265,7 @@ class Mamba2Mixer(MambaMixer):
         xbc = causal_conv1d(xbc, weight, bias, seq_idx=seq_idx, x_gradient=xbc_gradient)
         joined = JoinedGradient(xbc, sizes.conv)
         x, B, C = joined.split(xbc)
-        ssd = select_scan(x) if library_kernels_enabled() else ssd_chunked
+        ssd: Any = select_scan(x) if library_kernels_enabled() else ssd_chunked
         # Our own scan writes its gradients side by side; kernels allocate theirs, which are copied.
         places = {"gradients": tuple(map(joined.place, range(3)))} if ssd is ssd_chunked else {}
         y = ssd(
