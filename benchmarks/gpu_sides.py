@@ -42,13 +42,14 @@ class Megatron(Side):
 
 
 class Ours(Megatron):
-    """Our torch spec. Unless `mamba_ssm`, that package is hidden, so that torch's scan runs."""
+    """Our torch spec. Unless `mamba_ssm`, mamba-ssm and causal-conv1d are hidden, so that torch runs."""
 
     def __init__(self, device: str, environment: dict[str, str], mamba_ssm: bool = False) -> None:
         super().__init__(device, environment)
         self._mamba_ssm = mamba_ssm
         if not mamba_ssm:
-            sys.modules["mamba_ssm"] = None  # type: ignore[assignment]  # importing it now fails
+            for package in ("mamba_ssm", "causal_conv1d"):
+                sys.modules[package] = None  # type: ignore[assignment]  # importing it now fails
 
     def make(self) -> Any:
         from tests.support.model_mapping import megatron_model

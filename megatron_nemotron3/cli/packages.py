@@ -51,7 +51,7 @@ PURPOSE = {
     "triton": "megatron-core imports it; our GPU kernels",
     "transformer-engine": "the te backend: fast linears, FP8 and FP4 on GPUs",
     "mamba-ssm": "a fast scan, and stock Megatron's Mamba layers",
-    "causal-conv1d": "stock Megatron's Mamba layers",
+    "causal-conv1d": "a fast convolution, and stock Megatron's Mamba layers",
     "apex": "fused Adam where TransformerEngine is absent",
     "transformers": "tokenizers; comparison of logits",
     "nvidia-modelopt": "quantized checkpoints",

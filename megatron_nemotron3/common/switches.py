@@ -70,7 +70,8 @@ SWITCHES = {
     GPU_KERNELS: Switch(
         "kernels of the torch backend on CUDA",
         "1: also those of emulated training; 0: plain torch",
-        "torch's grouped product and packed attention, and mamba-ssm's scan where it is installed",
+        "torch's grouped product and packed attention, mamba-ssm's scan and causal-conv1d's convolution "
+        "where they are installed",
         "nothing",
         "nvfp4.md",
     ),

@@ -16,6 +16,7 @@ from megatron.core.transformer.moe.experts import GroupedMLPSubmodules
 
 from megatron_nemotron3 import cpu
 from megatron_nemotron3.layers.attention import TorchCoreAttention
+from megatron_nemotron3.layers.conv import library_kernel
 from megatron_nemotron3.layers.experts import (
     ColumnParallelGroupedLinear,
     GroupedExperts,
@@ -29,8 +30,7 @@ from megatron_nemotron3.layers.linear import (
 )
 from megatron_nemotron3.layers.mamba import Mamba2Mixer
 from megatron_nemotron3.layers.norm import NormBuilder
-from megatron_nemotron3.layers.ssd import TORCH as TORCH_SCAN
-from megatron_nemotron3.layers.ssd import cuda_scans
+from megatron_nemotron3.layers.ssd import mamba_ssm
 from megatron_nemotron3.precision.settings import library_kernels_enabled
 
 
@@ -63,15 +63,17 @@ def _torch_parts() -> dict[str, str]:
         "linear": "Megatron local",
         "norm": "torch",
         "attention": "torch SDPA",
-        "scan": TORCH_SCAN.name,
+        "scan": "torch chunked SSD",
         "experts": "torch grouped",
         "latent": "torch",
     }
     on_gpu = torch.cuda.is_available() and not cpu.is_active()
     if on_gpu and library_kernels_enabled():
         parts["experts"] = "torch grouped_mm (BF16)"
-        if (scan := cuda_scans()[0]) is not TORCH_SCAN:
-            parts["scan"] = f"{scan.name} (BF16)"
+        if mamba_ssm() is not None:
+            parts["scan"] = "mamba-ssm Triton SSD (BF16)"
+        if library_kernel() is not None:
+            parts["convolution"] = "causal-conv1d (BF16)"
     return parts
 
 

@@ -1,9 +1,9 @@
-"""Causal depthwise convolution and activation of the Mamba-2 mixer. Plain torch: CPU and GPU.
+"""Causal depthwise convolution and activation of the Mamba-2 mixer.
 
     y_t = silu(bias + sum_j weight_j x_{t - (k - 1) + j})       per channel, j = 0 .. k - 1
 
-    causal_conv1d_reference   one shifted multiply-add per tap: the specification
-    causal_conv1d             the fast form: blocks of tokens that stay in cache, hand-written backward
+On CUDA in BF16 and FP16 the package causal-conv1d computes it, if it is installed. Else this does, in blocks
+of tokens that stay in cache, with a hand-written backward.
 
 x is [b, s, c], channels last as in the mixer. A token sees only its own document (`seq_idx`). Sums are FP32
 (FP64 if x is FP64); y has the dtype of x, every gradient the dtype of its input.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from torch.autograd.function import once_differentiable
 
 from megatron_nemotron3.layers.chunked_scan import document_starts
 from megatron_nemotron3.layers.functional import Place, accumulation_dtype
+from megatron_nemotron3.layers.ssd import HALF, library
+from megatron_nemotron3.precision.settings import library_kernels_enabled
 
 #: Elements [rows, tokens, c] per block, by device type. On a CPU 512 KiB in FP32, so that the few live
 #: tensors fit the second-level cache: the fastest of 2^15 to 2^18 on two AVX-512 cores.
@@ -29,32 +32,10 @@ BLOCK_ELEMENTS = {"cpu": 2**17, "cuda": 2**26}
 #: Devices on which the host reads the borders of documents, to cut x at them. That is less work than masks,
 #: but on a GPU the host would wait, and launch kernels for each document.
 CUTTING = {"cpu"}
+#: The package's kernel computes offsets, in elements, in 32 bits without a check.
+LIBRARY_ELEMENTS = 2**32
 #: Name of the activation -> whether SiLU is applied.
 ACTIVATIONS = {"silu": True, "swish": True, None: False}
-
-
-def causal_conv1d_reference(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    activation: str | None = "silu",
-    seq_idx: Tensor | None = None,
-) -> Tensor:
-    """Tap by tap, with k shifted copies; for tests. Arguments, result and errors as for `causal_conv1d`."""
-    taps = _checked_taps(x, weight, bias, activation, seq_idx)
-    s, k = x.shape[1], taps.shape[1]
-    acc = accumulation_dtype(x)
-    padded = F.pad(x.to(acc), (0, 0, k - 1, 0))
-    document = torch.zeros_like(x[..., 0], dtype=torch.long)
-    if seq_idx is not None:
-        document = document_starts(seq_idx).cumsum(1)
-    document_padded = F.pad(document, (k - 1, 0))
-    y = x.new_zeros(x.shape, dtype=acc) if bias is None else bias.to(acc).expand(x.shape)
-    for j in range(k):
-        same = document_padded[:, j : j + s] == document
-        y = y + torch.where(same.unsqueeze(-1), padded[:, j : j + s], 0.0) * taps[:, j].to(acc)
-    return (F.silu(y) if ACTIVATIONS[activation] else y).to(x.dtype)
 
 
 def causal_conv1d(
@@ -73,12 +54,45 @@ def causal_conv1d(
         weight: [c, 1, k] or [c, k]; the last tap multiplies the current token.
         activation: "silu" (or "swish"), or None.
         seq_idx: [b, s] integer document index, non-decreasing.
+        x_gradient: not used by the package's kernel, which allocates.
 
     Returns: y [b, s, c] in the dtype of x. Before a document are zeros.
     """
     taps = _checked_taps(x, weight, bias, activation, seq_idx)
+    if library_computes(x, taps) and (kernel := library_kernel()) is not None:
+        return by_library(kernel, x, taps, bias, activation, seq_idx)
     y: Tensor = _CausalConv.apply(x, taps, bias, seq_idx, ACTIVATIONS[activation], x_gradient)
     return y
+
+
+@cache
+def library_kernel() -> Any:
+    """`causal_conv1d_fn` of the package causal-conv1d, None if it is not installed or not compiled."""
+    compiled, package = library("causal_conv1d_cuda"), library("causal_conv1d")
+    return package.causal_conv1d_fn if package and hasattr(compiled, "causal_conv1d_fwd") else None
+
+
+def library_computes(x: Tensor, taps: Tensor) -> bool:
+    """Whether the package's kernel is used. Its gradients of taps and bias are sums in no fixed order."""
+    (c, k), elements = taps.shape, x.numel()
+    supported = x.is_cuda and x.dtype in HALF and c % 8 == 0 and 2 <= k <= 4 and elements < LIBRARY_ELEMENTS
+    return supported and library_kernels_enabled() and not torch.are_deterministic_algorithms_enabled()
+
+
+def by_library(
+    kernel: Any, x: Tensor, taps: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None
+) -> Tensor:
+    """Call the package's function, whose x is [b, c, s], with channels next to each other."""
+    (b, s, c), (row, token, channel) = x.shape, x.stride()
+    # It reads 16 bytes at a time.
+    aligned = channel == 1 and row % 8 == token % 8 == x.data_ptr() % 16 == 0
+    if not aligned or min(row, token) < c or max(b * row, s * token) >= LIBRARY_ELEMENTS:
+        x = x.clone(memory_format=torch.contiguous_format)
+    if seq_idx is not None:
+        seq_idx = document_starts(seq_idx).cumsum(1, dtype=torch.int32)  # to the kernel negative is padding
+    bias = None if bias is None else bias.to(taps.dtype)
+    y: Tensor = kernel(x.transpose(1, 2), taps, bias, seq_idx, activation=activation)
+    return y.transpose(1, 2)
 
 
 @dataclass(frozen=True)

@@ -210,6 +210,8 @@ class GroupedExperts(TEGroupedMLP):
     #: Call the linears one after the other, so that hooks see what enters FC2
     #: (`post_training.compress.importance`).
     separate = False
+    #: Rows and counts come from the last local expert to the first; set by `reverse`.
+    reversed = False
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         activation = getattr(config.activation_func, "__name__", str(config.activation_func))
@@ -229,21 +231,39 @@ class GroupedExperts(TEGroupedMLP):
 
         Routing weights [t] are applied before FC2, which is linear, so that is equivalent.
         """
-        linears, on_device = (self.linear_fc1, self.linear_fc2), self.takes_device_counts()
+        on_device = self.takes_device_counts()
         counts = tokens_per_expert if on_device else tokens_per_expert.tolist()
         x, probs = permuted_local_hidden_states, permuted_probs
         recompute = self.activation_recompute and self.training
-        plain = all(one.replaced() is None and "adapter" not in one._modules for one in linears)
-        if plain and not self.separate:
+        if self._together():
             fc1, fc2 = self.linear_fc1(None, counts)[0], self.linear_fc2(None, counts)[0]
+            if self.reversed:
+                fc1, fc2 = fc1[::-1], fc2[::-1]
             form: Any = squared_relu_experts_cuda if on_device else squared_relu_experts
             return form(x, probs, fc1, fc2, counts, recompute=recompute), None
+        assert not self.reversed
         if recompute:
             # Forward draws no random numbers, so the RNG state need not be restored.
             return checkpoint(
                 self.one_by_one, x, probs, counts, use_reentrant=False, preserve_rng_state=False
             ), None
         return self.one_by_one(x, probs, counts), None
+
+    def _together(self) -> bool:
+        """Whether one function computes FC1, activation and FC2."""
+        linears = (self.linear_fc1, self.linear_fc2)
+        plain = all(one.replaced() is None and "adapter" not in one._modules for one in linears)
+        return plain and not self.separate
+
+    def reverse(self, possible: bool) -> bool:
+        """Whether rows are to come from the last expert to the first now; never if it is not `possible`.
+
+        Only so are the matrices a tensor [E, out, in] without a copy where their addresses decrease.
+        """
+        useful = possible and self._together() and self.takes_device_counts()
+        weights = self.linear_fc1.weights()
+        self.reversed = useful and weights[-1].data_ptr() < weights[0].data_ptr()
+        return self.reversed
 
     def takes_device_counts(self) -> bool:
         """Whether `forward` takes the counts on the device."""

@@ -8,7 +8,8 @@ for all experts: torch's `grouped_mm`, whose CUTLASS kernel takes BF16 on SM 9 a
 tensor [E, out, in]:
 
     a view    if they lie at equal distances in one allocation, as `one_allocation` arranges. In the buffer of
-              Megatron's distributed optimizer addresses decrease from expert to expert, and a copy is needed.
+              Megatron's distributed optimizer addresses decrease from expert to expert: there experts and
+              rows come in reverse order (`GroupedExperts.reverse`).
     a copy    otherwise, in forward and again in backward: on an H200 it should take as long as the product at
               330 rows per expert, and a tenth of it at 3,300.
 """

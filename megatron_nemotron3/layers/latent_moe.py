@@ -93,6 +93,8 @@ class AlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
     num_global_tokens_per_local_expert: Tensor | None
     #: Whether the experts take counts on the device now; the layer sets it.
     experts_take_device_counts: Callable[[], bool] = staticmethod(lambda: False)
+    #: Whether the experts take rows from the last to the first now, if it is possible; the layer sets it.
+    reverse_experts: Callable[[bool], bool] = staticmethod(lambda possible: False)
     #: Rows of each (source rank, local expert), on the device of the tokens; None without local choice.
     _pieces: Tensor | None = None
     #: What sorts the received tokens by expert, and what restores their order; None if they are sorted.
@@ -109,6 +111,13 @@ class AlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             or config.moe_permute_fusion
             or config.cuda_graph_impl != "none"
         )
+
+    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> Any:
+        """Upstream's, for choices and weights [t, N]. Its first expert of a rank may be our last."""
+        if self.reverse_experts(self._reorders and routing_map.is_cuda):
+            ranks = (-1, self.num_local_experts)
+            routing_map, probs = (t.unflatten(1, ranks).flip(2).flatten(1) for t in (routing_map, probs))
+        return super().dispatch_preprocess(hidden_states, routing_map, probs)
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
         """Count tokens: [t, N] -> [E_local]."""
@@ -243,6 +252,7 @@ class LatentMoELayer(MoELayer):
             )
             if (takes := getattr(self.experts, "takes_device_counts", None)) is not None:
                 self.token_dispatcher.experts_take_device_counts = takes
+                self.token_dispatcher.reverse_experts = self.experts.reverse
         # Useful only where a side stream can compute while tokens are exchanged.
         self.overlaps_shared_expert = (
             config.moe_shared_expert_overlap

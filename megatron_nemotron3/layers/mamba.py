@@ -34,7 +34,7 @@ from megatron_nemotron3.layers.context_parallel import PackedContextParallel, cu
 from megatron_nemotron3.layers.conv import causal_conv1d
 from megatron_nemotron3.layers.functional import JoinedGradient, Place
 from megatron_nemotron3.layers.norm import GatedGroupRMSNorm, parameter_device
-from megatron_nemotron3.layers.ssd import TORCH, select_scan, seq_idx_from_cu_seqlens
+from megatron_nemotron3.layers.ssd import select_scan, seq_idx_from_cu_seqlens, ssd_chunked
 from megatron_nemotron3.models.config import GATED_NORM_EPSILON
 from megatron_nemotron3.precision.settings import library_kernels_enabled
 
@@ -265,9 +265,9 @@ class Mamba2Mixer(MambaMixer):
         xbc = causal_conv1d(xbc, weight, bias, seq_idx=seq_idx, x_gradient=xbc_gradient)
         joined = JoinedGradient(xbc, sizes.conv)
         x, B, C = joined.split(xbc)
-        ssd = select_scan(x) if library_kernels_enabled() else TORCH
+        ssd: Any = select_scan(x) if library_kernels_enabled() else ssd_chunked
         # Our own scan writes its gradients side by side; kernels allocate theirs, which are copied.
-        places = {"gradients": tuple(map(joined.place, range(3)))} if ssd is TORCH else {}
+        places = {"gradients": tuple(map(joined.place, range(3)))} if ssd is ssd_chunked else {}
         y = ssd(
             x.reshape(b, s, sizes.heads, sizes.head_dim),
             F.softplus(dt.float() + self.cp.get_dt_bias().float()),

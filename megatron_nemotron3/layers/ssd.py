@@ -21,9 +21,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -131,45 +129,33 @@ def ssd_chunked(
     return (y, state) if return_final_state else y
 
 
-@dataclass(frozen=True)
-class Scan:
-    """A callable with the signature of `ssd_chunked`, and its name for the log line."""
-
-    name: str
-    function: Callable[..., Any]
-    dtypes: frozenset[torch.dtype]  # of x
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs)
+#: dtypes of x that libraries' kernels are used for.
+HALF = (torch.bfloat16, torch.float16)
 
 
-HALF = frozenset({torch.bfloat16, torch.float16})
-TORCH = Scan("torch chunked SSD", ssd_chunked, HALF | {torch.float32, torch.float64})
-
-
-def select_scan(x: Tensor) -> Scan:
+def select_scan(x: Tensor) -> Callable[..., Any]:
     """The fastest scan for the device and dtype of x. Cheap enough for every step."""
-    if not x.is_cuda:
-        return TORCH
-    return next(scan for scan in cuda_scans() if x.dtype in scan.dtypes)
+    kernel = mamba_ssm() if x.is_cuda and x.dtype in HALF else None
+    return ssd_chunked if kernel is None else kernel
 
 
 @cache
-def cuda_scans() -> tuple[Scan, ...]:
-    """The scans that can run on CUDA here, fastest first; the last is plain torch."""
-    return tuple(scan for scan in (_installed_mamba_ssm(), TORCH) if scan is not None)
+def mamba_ssm() -> Callable[..., Any] | None:
+    """mamba-ssm's scan with the signature of `ssd_chunked`, None if it is not installed."""
+    module = library("mamba_ssm.ops.triton.ssd_combined")
+    return None if module is None else mamba_ssm_scan(module)
 
 
-def _installed_mamba_ssm() -> Scan | None:
+def library(name: str) -> Any:
+    """A module of an optional package, None if it cannot be imported."""
     try:
-        module = importlib.import_module("mamba_ssm.ops.triton.ssd_combined")
+        return importlib.import_module(name)
     # A package built for another torch fails with any of these.
     except (ImportError, OSError, RuntimeError):
         return None
-    return mamba_ssm_scan(module)
 
 
-def mamba_ssm_scan(module: ModuleType | Any) -> Scan:
+def mamba_ssm_scan(module: Any) -> Callable[..., Any]:
     """`mamba_chunk_scan_combined` of `module` with our signature.
 
     Its `initial_states` belong to document 0 and ours to the first token's, so documents are renumbered from
@@ -207,4 +193,4 @@ def mamba_ssm_scan(module: ModuleType | Any) -> Scan:
             return_final_states=return_final_state,
         )
 
-    return Scan("mamba-ssm Triton SSD", scan, HALF)
+    return scan

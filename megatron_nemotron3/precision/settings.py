@@ -193,5 +193,5 @@ def gpu_kernels_enabled() -> bool:
 
 
 def library_kernels_enabled() -> bool:
-    """Whether `grouped_mm`, `varlen_attn` and mamba-ssm's scan are used: unless NEMOTRON3_GPU_KERNELS=0."""
+    """Whether kernels of torch, mamba-ssm and causal-conv1d are used: unless NEMOTRON3_GPU_KERNELS=0."""
     return _GPU_KERNELS.current() is not False

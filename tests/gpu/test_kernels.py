@@ -5,11 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_nemotron3.layers import grouped, ssd
+from megatron_nemotron3.layers import conv, grouped, ssd
 from megatron_nemotron3.layers.attention import _flash_packed
 from tests.layers.test_fewer_waits import check_flash_packed
 from tests.precision.test_triton_grouped import check_rows, check_weights
-from tests.support.kernel_checks import SCANS, check_experts, check_grouped, check_scan
+from tests.support.kernel_checks import (
+    CONVOLUTIONS,
+    SCANS,
+    check_convolution,
+    check_experts,
+    check_grouped,
+    check_scan,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,9 +28,9 @@ MODEL_SIZED = [
     (1, 200, 4, 64, 2, 128, [], False),
     (2, 150, 4, 64, 1, 128, [(0, 64), (0, 100), (1, 31), (1, 128)], True),
 ]
-#: Where factors of a term are rounded to BF16: at most twice by torch; mamba-ssm also rounds the
-#: states, their gradients and its partial results.
-ROUNDINGS = {"torch chunked SSD": 2, "mamba-ssm Triton SSD": 8}
+#: Factors of a term that are rounded to BF16, at most, by torch; mamba-ssm also rounds the states, their
+#: gradients and its partial results.
+TORCH_ROUNDINGS, MAMBA_SSM_ROUNDINGS = 2, 8
 
 
 @pytest.fixture(autouse=True)
@@ -37,10 +44,34 @@ def only_on_gpu():
 @pytest.mark.parametrize("strided", [False, True])
 def test_scan(shape, dtype, strided):
     """Every scan that can run here."""
-    for form in ssd.cuda_scans():
-        if dtype in form.dtypes and not (form.name.startswith("mamba-ssm") and min(shape[3], shape[5]) < 8):
-            roundings = ROUNDINGS[form.name]
-            check_scan(form, shape, dtype=dtype, device="cuda", strided=strided, roundings=roundings)
+    forms = [(ssd.ssd_chunked, TORCH_ROUNDINGS)]
+    if (kernel := ssd.mamba_ssm()) is not None and dtype in ssd.HALF and min(shape[3], shape[5]) >= 8:
+        forms.append((kernel, MAMBA_SSM_ROUNDINGS))
+    for form, roundings in forms:
+        check_scan(form, shape, dtype=dtype, device="cuda", strided=strided, roundings=roundings)
+
+
+#: x, B and C of a small Super behind z, 4 rows of 300 tokens.
+MODEL_SIZED_CONVOLUTION = (4, 300, 6144, 4, 4096, 64, [(0, 64), (1, 100), (2, 299), (3, 1)])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [*CONVOLUTIONS, MODEL_SIZED_CONVOLUTION])
+@pytest.mark.parametrize("activation", ["silu", None])
+def test_convolution(shape, dtype, activation):
+    """With documents and without: causal-conv1d in 16 bits where it is installed, else torch."""
+    for with_bias in (True, False):
+        options = {"activation": activation, "with_bias": with_bias, "device": "cuda"}
+        check_convolution(conv.causal_conv1d, shape, dtype=dtype, **options)
+
+
+def test_causal_conv1d_is_used():
+    x, taps = torch.zeros(1, 4, 8).cuda().bfloat16(), torch.zeros(8, 4).cuda().bfloat16()
+    assert conv.library_computes(x, taps)
+    if conv.library_kernel() is None:
+        pytest.skip("causal-conv1d is not installed")
+    y = conv.causal_conv1d(x.requires_grad_(), taps, None)
+    assert "CausalConv1dFn" in type(y.grad_fn.next_functions[0][0]).__name__
 
 
 @pytest.mark.parametrize("together", [False, True])

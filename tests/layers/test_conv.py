@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_nemotron3.layers import conv
+from tests.support.references import causal_conv1d_reference
 
 NAMES = ("x", "weight", "bias")
 
@@ -47,15 +48,15 @@ def values_and_gradients(form, inputs, dy, **options):
     return {"y": y} | dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
 
 
-def check_against_reference(inputs, seq_idx, activation, seed=1):
+def check_against_reference(inputs, seq_idx, activation, seed=1, form=conv.causal_conv1d):
     torch.manual_seed(seed)
     x, k = inputs["x"], inputs["weight"].shape[-1]
     b, s, _ = x.shape
     dy = torch.randn_like(x)
     options = {"seq_idx": seq_idx, "activation": activation}
-    got = values_and_gradients(conv.causal_conv1d, inputs, dy, **options)
+    got = values_and_gradients(form, inputs, dy, **options)
     exact = {n: None if v is None else v.detach().double().requires_grad_() for n, v in inputs.items()}
-    reference = conv.causal_conv1d_reference
+    reference = causal_conv1d_reference
     want = values_and_gradients(reference, exact, dy.double(), **options)
 
     absolute = {n: None if v is None else v.detach().abs().requires_grad_() for n, v in exact.items()}
@@ -104,7 +105,7 @@ def test_at_the_default_block_border(s):
 def test_formula_written_out():
     inputs = {n: v.detach() for n, v in make_inputs(2, 6, 3, 4, dtype=torch.float64).items()}
     seq_idx = make_documents(2, 6, [(0, 1), (0, 2), (1, 5)])
-    for form in (conv.causal_conv1d, conv.causal_conv1d_reference):
+    for form in (conv.causal_conv1d, causal_conv1d_reference):
         y = convolve(form, inputs, seq_idx=seq_idx)
         for row in range(2):
             for t in range(6):
@@ -181,7 +182,7 @@ def test_saves_inputs_only():
     assert set(saved) <= {v.data_ptr() for v in inputs.values()}
 
 
-@pytest.mark.parametrize("form", [conv.causal_conv1d, conv.causal_conv1d_reference])
+@pytest.mark.parametrize("form", [conv.causal_conv1d, causal_conv1d_reference])
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -1,4 +1,5 @@
-"""The torch backend's choice of kernels on CUDA, mamba-ssm with our signature, and grouped products."""
+"""The torch backend's choice of kernels on CUDA, mamba-ssm and causal-conv1d with our signatures, and grouped
+products."""
 
 from __future__ import annotations
 
@@ -8,13 +9,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_nemotron3.layers import grouped, ssd
+from megatron_nemotron3.layers import conv, grouped, ssd
+from megatron_nemotron3.precision.settings import gpu_kernels
 from tests.layers.test_ssd import (
     make_documents,
     make_inputs,
     scan,
 )
-from tests.support.kernel_checks import SCANS, check_experts, check_grouped, check_scan
+from tests.support.kernel_checks import (
+    CONVOLUTIONS,
+    SCANS,
+    check_convolution,
+    check_experts,
+    check_grouped,
+    check_scan,
+)
+from tests.support.references import causal_conv1d_reference
+from tests.support.world import world_of_one
 
 
 def reference_mamba_ssm(seen):
@@ -88,17 +99,14 @@ def test_mamba_ssm_signature():
 def test_choice(monkeypatch):
     """By device and dtype, among the scans that can be imported; plain torch is the last choice."""
     fake = ssd.mamba_ssm_scan(reference_mamba_ssm([]))
-    for mamba, names in (
-        (fake, ["mamba-ssm Triton SSD", "torch chunked SSD", "torch chunked SSD"]),
-        (None, ["torch chunked SSD"] * 3),
-    ):
-        monkeypatch.setattr(ssd, "_installed_mamba_ssm", lambda mamba=mamba: mamba)
-        ssd.cuda_scans.cache_clear()
-        dtypes = (torch.bfloat16, torch.float32, torch.float64)
+    for installed in (fake, None):
+        monkeypatch.setattr(ssd, "mamba_ssm", lambda installed=installed: installed)
+        dtypes = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
         on_gpu = [SimpleNamespace(is_cuda=True, dtype=dtype) for dtype in dtypes]
-        assert [ssd.select_scan(x).name for x in on_gpu] == names
-        assert ssd.select_scan(torch.zeros(1)).name == "torch chunked SSD"
-    ssd.cuda_scans.cache_clear()
+        half = installed or ssd.ssd_chunked
+        assert [ssd.select_scan(x) for x in on_gpu] == [half, half, ssd.ssd_chunked, ssd.ssd_chunked]
+        assert ssd.select_scan(torch.zeros(1)) is ssd.ssd_chunked
+        assert ssd.select_scan(torch.zeros(1).bfloat16()) is ssd.ssd_chunked
 
 
 def test_broken_mamba_ssm_is_passed_over(monkeypatch):
@@ -106,7 +114,190 @@ def test_broken_mamba_ssm_is_passed_over(monkeypatch):
         raise OSError("undefined symbol")
 
     monkeypatch.setattr(ssd.importlib, "import_module", broken)
-    assert ssd._installed_mamba_ssm() is None
+    assert ssd.mamba_ssm.__wrapped__() is None
+
+
+class CompiledConvolution(torch.autograd.Function):
+    """Stands in for `CausalConv1dFn` of causal-conv1d (v1.4.0 to v1.7.0): checks what its C++ checks, and
+    what its kernels rely on without a check; computes with the definition, into the memory it allocates."""
+
+    @staticmethod
+    def check(x, weight, bias, seq_idx):
+        b, c, s = x.shape
+        assert x.dtype in (torch.bfloat16, torch.float16)
+        assert weight.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        assert weight.shape[0] == c and 2 <= weight.shape[1] <= 4 and weight.dim() == 2
+        assert c % 8 == 0
+        CompiledConvolution.check_strides(x)
+        if bias is not None:
+            assert bias.dtype == weight.dtype and bias.stride(-1) == 1 and bias.shape == (c,)
+        if seq_idx is not None:
+            assert seq_idx.dtype == torch.int32 and seq_idx.is_contiguous() and seq_idx.shape == (b, s)
+            assert seq_idx.min() >= 0  # padding since v1.5.3
+
+    @staticmethod
+    def check_strides(t):
+        b, _, s = t.shape
+        assert t.stride(1) == 1 and t.stride(2) > 1  # channels last, which documents need
+        assert t.stride(2) % 8 == 0 and t.stride(0) % 8 == 0
+        assert t.data_ptr() % 16 == 0  # vectors of 16 bytes
+        assert b * t.stride(0) < 2**32 and s * t.stride(2) < 2**32  # uint32_t
+
+    @staticmethod
+    def compute(x, weight, bias, seq_idx, activation):
+        options = {"activation": activation, "seq_idx": seq_idx}
+        return causal_conv1d_reference(x.transpose(1, 2), weight, bias, **options).transpose(1, 2)
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, seq_idx, activation):
+        CompiledConvolution.check(x, weight, bias, seq_idx)
+        ctx.save_for_backward(x, weight, bias, seq_idx)
+        ctx.activation = activation
+        out = torch.empty_like(x)
+        CompiledConvolution.check_strides(out)
+        return out.copy_(CompiledConvolution.compute(x, weight, bias, seq_idx, activation))
+
+    @staticmethod
+    def backward(ctx, dout):
+        x, weight, bias, seq_idx = ctx.saved_tensors
+        assert not (x.stride(1) == 1 and dout.stride(1) != 1)  # else it copies
+        CompiledConvolution.check_strides(dout)
+        leaves = [t.detach().requires_grad_() for t in (x, weight, bias) if t is not None]
+        with torch.enable_grad():
+            given = leaves if bias is not None else [*leaves, None]
+            y = CompiledConvolution.compute(*given, seq_idx, ctx.activation)
+        dx, *rest = torch.autograd.grad(y, leaves, dout)
+        placed = torch.empty_like(x)
+        assert placed.stride(1) == 1
+        return placed.copy_(dx), rest[0], rest[1] if bias is not None else None, None, None
+
+
+def compiled_convolution(seen):
+    def causal_conv1d_fn(
+        x,
+        weight,
+        bias=None,
+        seq_idx=None,
+        initial_states=None,
+        return_final_states=False,
+        final_states_out=None,
+        activation=None,
+    ):
+        assert activation in (None, "silu", "swish")
+        assert initial_states is None and not return_final_states and final_states_out is None
+        seen.append(x)
+        return CompiledConvolution.apply(x, weight, bias, seq_idx, activation)
+
+    return causal_conv1d_fn
+
+
+@pytest.fixture
+def given_to_the_library(monkeypatch):
+    """x as the stand-in for causal-conv1d gets it, where a GPU would use it."""
+    seen = []
+    monkeypatch.setattr(conv, "library_computes", lambda x, taps: True)
+    monkeypatch.setattr(conv, "library_kernel", lambda: compiled_convolution(seen))
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", CONVOLUTIONS)
+def test_causal_conv1d(shape, dtype, given_to_the_library):
+    """Values and gradients; x is read where it lies if the kernel can read it there."""
+    for activation, with_bias in (("silu", True), ("swish", False), (None, True)):
+        check_convolution(conv.causal_conv1d, shape, dtype=dtype, activation=activation, with_bias=with_bias)
+    assert len(given_to_the_library) == 3
+    b, _, c, _, before, behind, _ = shape
+    width = before + c + behind
+    in_place = width % 8 == 0 and before % 8 == 0
+    assert given_to_the_library[-1].stride(2) == (b * width if in_place else c)
+
+
+def test_causal_conv1d_gets_no_offset_over_32_bits(given_to_the_library, monkeypatch):
+    b, s, c, _, before, behind, _ = CONVOLUTIONS[1]
+    monkeypatch.setattr(conv, "LIBRARY_ELEMENTS", s * b * (before + c + behind))
+    check_convolution(conv.causal_conv1d, CONVOLUTIONS[1], dtype=torch.bfloat16)
+    assert given_to_the_library[-1].stride(2) == c
+    x = torch.zeros(2, 1, 8).bfloat16().expand(2, 5, 8)  # every token at the same address
+    conv.causal_conv1d(x, torch.zeros(8, 4).bfloat16(), None)
+    assert given_to_the_library[-1].stride(2) == 8
+
+
+def test_what_causal_conv1d_computes():
+    def computes(c=8, k=4, *, dtype=torch.bfloat16, is_cuda=True, elements=64):
+        x = SimpleNamespace(is_cuda=is_cuda, dtype=dtype, numel=lambda: elements)
+        return conv.library_computes(x, torch.zeros(c, k))
+
+    assert computes() and computes(dtype=torch.float16) and computes(k=2)
+    assert not computes(dtype=torch.float32) and not computes(dtype=torch.float64)
+    assert not computes(12) and not computes(k=5) and not computes(k=1)
+    assert not computes(is_cuda=False) and not computes(elements=2**32)
+    with gpu_kernels(False):
+        assert not computes()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not computes()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("missing", [None, "causal_conv1d", "causal_conv1d_cuda", "compiled"])
+def test_where_causal_conv1d_is_found(missing, monkeypatch):
+    """Not without its compiled module, nor with one that is empty."""
+    found = {
+        "causal_conv1d": SimpleNamespace(causal_conv1d_fn=len),
+        "causal_conv1d_cuda": SimpleNamespace(causal_conv1d_fwd=len),
+    }
+    if missing == "compiled":
+        found["causal_conv1d_cuda"] = SimpleNamespace()
+
+    def imported(name):
+        if name == missing:
+            raise ImportError(name)
+        return found[name]
+
+    monkeypatch.setattr(ssd.importlib, "import_module", imported)
+    assert conv.library_kernel.__wrapped__() is (None if missing else len)
+
+
+def test_causal_conv1d_signature():
+    """Against the installed package, if there is one."""
+    module = pytest.importorskip("causal_conv1d", reason="causal-conv1d is not installed")
+    fake, real = (inspect.signature(f) for f in (compiled_convolution([]), module.causal_conv1d_fn))
+    assert list(real.parameters) == list(fake.parameters)
+
+
+@pytest.fixture
+def small_world():
+    with world_of_one():
+        yield
+
+
+def test_mixer_with_causal_conv1d(given_to_the_library, monkeypatch, small_world):
+    """The gradient of x lands among those of z, B, C and dt; packed documents; no copy of x."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from megatron_nemotron3.specs import nemotron3_torch_stack_spec
+    from tests.support.models import build_hybrid
+
+    half = {"bf16": True, "params_dtype": torch.bfloat16}
+    mixer = build_hybrid("M", nemotron3_torch_stack_spec, **half).decoder.layers[0].mixer
+    borders = torch.tensor([0, 9, 9, 30], dtype=torch.int32)
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=borders, cu_seqlens_kv=borders)
+    torch.manual_seed(3)
+    hidden, dy = (torch.randn(40, 1, 64).bfloat16() for _ in range(2))
+
+    def run():
+        x = hidden.clone().requires_grad_()
+        y, _ = mixer(x, packed_seq_params=packed)
+        return [y, *torch.autograd.grad(y, [x, *mixer.parameters()], dy)]
+
+    found = run()
+    assert len(given_to_the_library) == 1
+    assert given_to_the_library[0].stride(2) == mixer.in_proj.weight.shape[0]
+    monkeypatch.setattr(conv, "library_computes", lambda x, taps: False)
+    for a, b in zip(found, run(), strict=True):
+        assert (a - b).float().norm() <= 0.02 * b.float().norm()
 
 
 # The grouped product: torch has it on the CPU, too

@@ -16,6 +16,7 @@ import triton  # noqa: F401  (imports of Triton's modules make tensors)
 
 from benchmarks.gpu_world import world
 from megatron_nemotron3.layers import context_parallel, grouped
+from megatron_nemotron3.layers.experts import GroupedExperts
 from megatron_nemotron3.layers.lora import add_adapters
 from megatron_nemotron3.models import get
 from megatron_nemotron3.models.lora import LoRASettings
@@ -97,6 +98,20 @@ def step(
 def test_a_layer_of_each_kind(pattern: str, how: str | None) -> None:
     """torch's own kernels take the counts of experts and the borders of documents."""
     assert step(pattern, how) == set()
+
+
+def test_experts_from_the_last_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they lie in DDP's buffer."""
+    asked = []
+
+    def reverse(self: Any, possible: bool) -> bool:
+        asked.append(possible)
+        self.reversed = possible
+        return possible
+
+    monkeypatch.setattr(GroupedExperts, "reverse", reverse)
+    assert step("E") == set()
+    assert asked == [True]
 
 
 def test_mtp() -> None:

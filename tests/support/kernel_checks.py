@@ -8,9 +8,11 @@ eps. In BF16 at most `roundings` factors of every term are rounded on the way, b
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from megatron_nemotron3.layers import grouped, ssd
 from megatron_nemotron3.layers.chunked_scan import LOG_DECAY_FLOOR
+from tests.layers import test_conv
 from tests.layers.test_ssd import DROPPED, magnitudes, make_documents, make_inputs, values_and_gradients
 from tests.support.references import grouped_linear_reference
 
@@ -22,6 +24,30 @@ SCANS = [
     (2, 32, 3, 17, 1, 16, [(0, 16), (1, 29)], True),
     (1, 19, 2, 4, 2, 5, [(0, t) for t in range(19)], True),
 ]
+
+#: b, s, channels, taps, columns of a wider tensor before x and behind it, borders of documents
+CONVOLUTIONS = [
+    (1, 1, 8, 4, 0, 0, []),
+    (2, 40, 16, 4, 8, 8, []),
+    (2, 37, 24, 3, 8, 5, [(0, 10), (1, 16), (1, 17), (0, 35)]),  # rows at odd distances
+    (1, 130, 8, 2, 3, 5, [(0, 64)]),  # an odd start
+    (3, 19, 8, 4, 0, 8, [(row, t) for row in range(3) for t in range(19)]),
+]
+
+
+def check_convolution(form, shape, *, dtype, activation="silu", with_bias=True, device="cpu"):
+    """A convolution of columns of a wider tensor [s, b, …], as the mixer has them, against its definition."""
+    b, s, c, k, before, behind, borders = shape
+
+    def embedded(x, weight, bias, *, seq_idx, activation):
+        wide = F.pad(x, (before, behind)).transpose(0, 1).contiguous().to(device)
+        weight, bias, seq_idx = (None if t is None else t.to(device) for t in (weight, bias, seq_idx))
+        part = wide.transpose(0, 1)[..., before : before + c]
+        return form(part, weight, bias, seq_idx=seq_idx, activation=activation).cpu()
+
+    inputs = test_conv.make_inputs(b, s, c, k, dtype=dtype, with_bias=with_bias)
+    seq_idx = test_conv.make_documents(b, s, borders) + 5 if borders else None
+    test_conv.check_against_reference(inputs, seq_idx, activation, form=embedded)
 
 
 def check_scan(form, shape, *, dtype, device="cpu", roundings=2, strided=False):

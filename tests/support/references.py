@@ -1,4 +1,4 @@
-"""Definitions of the fast forms of `layers.functional` and `layers.grouped`; their backward is autograd's."""
+"""Definitions of the fast forms of `layers.functional`, `conv` and `grouped`; backward is autograd's."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_nemotron3.layers.chunked_scan import document_starts
+from megatron_nemotron3.layers.conv import ACTIVATIONS, _checked_taps
 from megatron_nemotron3.layers.functional import _check_norm_groups, accumulation_dtype
 
 
@@ -36,3 +38,27 @@ def weighted_squared_relu_reference(x: Tensor, w: Tensor) -> Tensor:
 def grouped_linear_reference(x: Tensor, weights: list[Tensor], counts: list[int]) -> Tensor:
     """The definition: split, one `F.linear` per expert, concatenate. Arguments as for `grouped_linear`."""
     return torch.cat([F.linear(part, w) for part, w in zip(torch.split(x, counts), weights, strict=True)])
+
+
+def causal_conv1d_reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    activation: str | None = "silu",
+    seq_idx: Tensor | None = None,
+) -> Tensor:
+    """Tap by tap, with k shifted copies. Arguments, result and errors as for `causal_conv1d`."""
+    taps = _checked_taps(x, weight, bias, activation, seq_idx)
+    s, k = x.shape[1], taps.shape[1]
+    acc = accumulation_dtype(x)
+    padded = F.pad(x.to(acc), (0, 0, k - 1, 0))
+    document = torch.zeros_like(x[..., 0], dtype=torch.long)
+    if seq_idx is not None:
+        document = document_starts(seq_idx).cumsum(1)
+    document_padded = F.pad(document, (k - 1, 0))
+    y = x.new_zeros(x.shape, dtype=acc) if bias is None else bias.to(acc).expand(x.shape)
+    for j in range(k):
+        same = document_padded[:, j : j + s] == document
+        y = y + torch.where(same.unsqueeze(-1), padded[:, j : j + s], 0.0) * taps[:, j].to(acc)
+    return (F.silu(y) if ACTIVATIONS[activation] else y).to(x.dtype)

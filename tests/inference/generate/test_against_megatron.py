@@ -17,12 +17,12 @@ from megatron_nemotron3.inference.generate.decode import read_weights
 from megatron_nemotron3.inference.generate.engine import Engine
 from megatron_nemotron3.inference.generate.mtp import MTP
 from megatron_nemotron3.inference.generate.scan import MambaState
-from megatron_nemotron3.layers.conv import causal_conv1d_reference
 from megatron_nemotron3.layers.ssd import ssd_reference
 from megatron_nemotron3.models import get
 from tests.support.checkpoint_pair import pair
 from tests.support.engines import CONTEXT, NAMES, ROWS, TOKENS, close, text
 from tests.support.parity import forward
+from tests.support.references import causal_conv1d_reference
 
 
 class Model:

@@ -125,12 +125,12 @@ def mamba_state_leaks() -> None:
 
     from megatron_nemotron3.layers import mamba
 
-    torch_scan = mamba.TORCH
+    torch_scan = mamba.ssd_chunked
 
     def scan(*args: Any, **kwargs: Any) -> Any:
         return torch_scan(*args, **{**kwargs, "seq_idx": None})
 
-    in_place_of(MIXER, "TORCH", scan)
+    in_place_of(MIXER, "ssd_chunked", scan)
     wrap(MIXER, "select_scan", make)
 
 
