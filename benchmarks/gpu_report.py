@@ -1,390 +1,147 @@
-"""Tables of the results of gpu.py, written into docs/measurements.md.
+"""Tables of the results of gpu.py. Needs neither torch nor a GPU.
 
-    python benchmarks/gpu_report.py build/gpu/results.jsonl            # replaces what is between the markers
-    python benchmarks/gpu_report.py build/gpu/results.jsonl --print    # to standard output
-    python benchmarks/gpu_report.py build/gpu/results.jsonl --print --operations   # and the profiles
-
-Results of a rehearsal (--small, or a CPU) are only printed. Sides are compared by sketches (gpu_weights.py),
-the reference being transformers, or else the first side there is. A side that differs by more than two BF16
-implementations may is marked "differs", and its speed means nothing. Needs neither torch nor a GPU.
+Sides of a training step are compared by sketches (weights.py), the reference being transformers, or else the
+first side there is. A side that differs by more than two BF16 implementations may is marked "differs", and its
+speed means nothing.
 """
 
 from __future__ import annotations
 
-import argparse
+import math
 import statistics
-import sys
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from common import ROOT, parser
-from gpu import SIDES, WIDTHS
-from gpu_compare import agrees, differences
-from gpu_results import Record, Results
+from common import GIB, table
+from gpu import SIDES, STAGES, WIDTHS, Record, Results
 
-from megatron_nemotron3.common.files import write_text
 from megatron_nemotron3.launch.plan.hardware import GPUS
 
-PAGE = ROOT / "docs" / "measurements.md"
-BEGIN, END = "<!-- results of gpu.py: begin -->", "<!-- results of gpu.py: end -->"
-GIB, MIB = 2**30, 2**20
-
-Lines = list[str]
-
-
-def table(header: str, rows: Iterable[Sequence[Any]]) -> Lines:
-    """A Markdown table, or nothing without rows. The columns of `header` are separated by `|`."""
-    body = ["| " + " | ".join(str(cell).replace("|", "/") for cell in row) + " |" for row in rows]
-    names = header.split("|")
-    return ["", f"| {' | '.join(names)} |", "|" + "-|" * len(names), *body] if body else []
+EPS = 2.0**-7
+#: Of two sides in BF16. The root mean square error of one rounding is 0.21 eps (eps / sqrt(12) where the
+#: significand is 1, half of it just below 2). A layer rounds about 9 times between its input and the residual
+#: stream, and squares of independent errors add: for 12 layers 0.21 eps * sqrt(9 * 12) = 2.2 eps per side,
+#: 3.1 eps between two.
+LOGITS = 4 * EPS
+#: Gradients read the roundings of forward and add as many; a single one may be a sum with cancellation, such
+#: as those of A_log and dt_bias (tests/gpu/test_model.py). Median and worst of all tensors.
+GRADIENTS = (2**0.5 * 5 * EPS, 2**0.5 * 20 * EPS)
 
 
-def report(results: Results, operations: bool = False) -> Lines:
+def distance(found: Sequence[float], expected: Sequence[float]) -> float:
+    """|difference| / |expected| of two sketches."""
+    norm = math.hypot(*expected)
+    return math.hypot(*(a - b for a, b in zip(found, expected, strict=True))) / norm if norm else math.inf
+
+
+def differences(found: Record, expected: Record) -> tuple[float, float, float, str]:
+    """Of logits, the median and the largest of the gradients, and whose it is."""
+    logits = distance(found["logits"], expected["logits"])
+    mine, theirs = found["gradients"], expected["gradients"]
+    if missing := mine.keys() ^ theirs.keys():
+        return logits, math.inf, math.inf, f"{len(missing)} gradients of one side only: {min(missing)}"
+    each = {name: distance(mine[name], theirs[name]) for name in mine}
+    # nan is larger than every number here
+    worst = max(each, key=lambda name: math.inf if math.isnan(each[name]) else each[name])
+    return logits, statistics.median(each.values()), each[worst], worst
+
+
+def agrees(logits: float, median: float, worst: float) -> bool:
+    """Whether two sides in BF16 may differ so; never with nan."""
+    return logits <= LOGITS and median <= GRADIENTS[0] and worst <= GRADIENTS[1]
+
+
+def report(results: Results) -> list[str]:
     """Every table for which there are results."""
-    found: Lines = [*heading(results)]
-    for part in (stages, tests, doctor, steps, nvfp4, generation, long_text, boundary, plan):
-        found += part(results)
-    return found + (profiles(results) if operations else [])
+    if not results.runs:
+        return [f"{results.path} has no results: make gpu writes it"]
+    found = results.stages()
+    lines = [*heading(results), ""]
+    lines += table(
+        {"stage": name, "result": one["status"], "s": round(one["seconds"]), "said": one["said"][:160]}
+        for name, one in found.items()
+    )
+    for width in WIDTHS:
+        lines += steps(results, width)
+    for stage in STAGES:
+        for kind, rows in kinds(found[stage.name]["rows"] if stage.name in found else []):
+            if stage.name.startswith("step.") and kind != "profile":
+                continue
+            lines += ["", f"{stage.title}: {kind}", "", *table(rows)]
+    return lines
 
 
-def rehearsal(results: Results) -> bool:
-    """Whether the figures are no measurements of a GPU."""
-    return any(run["small"] or run["device"] == "CPU" for run in results.runs)
+def kinds(rows: Sequence[Record]) -> Iterator[tuple[str, list[Record]]]:
+    """Kind -> rows without it."""
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        yield kind, [{k: v for k, v in row.items() if k != "kind"} for row in rows if row["kind"] == kind]
 
 
-def heading(results: Results) -> Lines:
+def heading(results: Results) -> Iterator[str]:
     """Device, versions, dates and commands."""
     runs = results.runs
     last = runs[-1]
-    versions = ", ".join(f"{name} {version}" for name, version in last["versions"].items())
-    dates = sorted({line["date"][:10] for line in results.lines})
-    commits = ", ".join(dict.fromkeys(run.get("commit") or "unknown" for run in runs))
-    rates = next((row for _, row in results.rows("versions", "rates")), None)
-    said = "A rehearsal with tiny models: no figure here is a measurement. " if rehearsal(results) else ""
+    if any(run["small"] or run["device"] == "CPU" for run in runs):
+        yield "A rehearsal with tiny models: no figure here is a measurement."
+    dates = dict.fromkeys([min(x["date"] for x in results.lines)[:10], last["date"][:10]])
+    commits = dict.fromkeys(run["commit"] or "unknown" for run in runs)
+    yield f"{last['device']}, {' to '.join(dates)}, commit {', '.join(commits)}."
+    yield f"{', '.join(f'{name} {version}' for name, version in last['versions'].items())}."
+    yield f"Commands: {', '.join(dict.fromkeys(f'`{run["command"]}`' for run in runs))}."
+
+
+def steps(results: Results, width: str) -> list[str]:
+    """The sides of a training step of one width."""
+    sides: dict[str, dict[str, Any]] = {}
+    for side in SIDES:
+        stage = results.stages().get(f"step.{width}.{side}", {"rows": ()})
+        rows = {row["kind"]: row for row in stage["rows"]}
+        if "model" in rows:
+            sides[side] = rows
+    if not sides:
+        return []
+    model = next(iter(sides.values()))["model"]
     lines = [
-        f"{said}{last['device']}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}, commit {commits}."
+        "",
+        f"{model['title']}, a training step: layers {model['pattern']}, {model['experts']} of "
+        f"{model['published_experts']} experts, top-{model['topk']}, {model['parameters'] / 1e9:.3g}B "
+        f"parameters, {model['tokens']:,} tokens, {model['flops_per_token'] / 1e9:,.3g} GFLOP per token; "
+        "BF16, forward and backward, no optimizer.",
+        "",
+        *(f"- {SIDES[side]}: {rows['settings']['text']}" for side, rows in sides.items() if "settings" in rows),
+        "",
     ]
-    lines += [f"{versions}."]
-    commands = dict.fromkeys(f"`{run['command']}`" for run in runs)
-    lines += [f"Commands: {', '.join(commands)}."]
-    if rates:
-        lines += [
-            f"The device multiplies BF16 matrices at {rates['matmul_tflops']:,.3g} TFLOP/s and copies "
-            f"{rates['copy_gbytes']:,.0f} GB/s (bytes read and written)."
-        ]
-    return lines
+    return lines + table(step_row(results, side, sides) for side in sides)
 
 
-def stages(results: Results) -> Lines:
-    """What became of each stage."""
-    found = results.stages().values()
-    rows = [[s["stage"], s["status"], f"{s['seconds']:.0f}", s["error"][:160]] for s in found]
-    return table("stage|result|s|error", rows)
-
-
-def tests(results: Results) -> Lines:
-    """Numbers of the tests, and those that failed."""
-    counts = [row for _, row in results.rows("tests", "tests")]
-    if not counts:
-        return []
-    last = counts[-1]
-    told = ", ".join(f"{n} {name}" for name, n in last.items() if name not in ("kind", "ended"))
-    lines = ["", f"`pytest -m gpu`: {told or 'no test'}{'' if last['ended'] else ', then it was stopped'}."]
-    lines += [f"- {row['test']}: {row['why'][:200]}" for _, row in results.rows("tests", "failure")]
-    return lines
-
-
-def doctor(results: Results) -> Lines:
-    """What the doctor found wrong."""
-    bad = [row for _, row in results.rows("versions", "doctor") if row["level"] in ("warning", "error")]
-    return (
-        ["", *(f"- doctor, {row['level']}: {row['subject']}: {row['message']}" for row in bad)] if bad else []
-    )
-
-
-# --- training steps -----------------------------------------------------------------------------------
-
-
-def of_side(results: Results, width: str, side: str) -> dict[str, Record]:
-    """Kind -> row of a stage."""
-    name = f"step.{width}.{side}"
-    return {row["kind"]: row for stage, row in results.rows(name) if stage == name}
-
-
-def peak_of(device: str) -> float | None:
-    """TFLOP/s of dense BF16 products by the data sheet."""
-    return next((gpu.bf16 / 1e12 for name, gpu in GPUS.items() if name in device.lower().split()), None)
-
-
-def steps(results: Results) -> Lines:
-    """Sides of a training step, one table for each width."""
-    lines: Lines = []
-    rates = next((row for _, row in results.rows("versions", "rates")), None)
-    peak = peak_of(results.runs[-1]["device"])
-    for width in WIDTHS:
-        sides = {side: of_side(results, width, side) for side in SIDES}
-        sides = {side: rows for side, rows in sides.items() if "model" in rows}
-        if not sides:
-            continue
-        model = next(iter(sides.values()))["model"]
-        reference = next((s for s in ("hf", *sides) if "parity" in sides.get(s, {})), None)
-        lines += ["", f"### A training step of {width}'s width", "", described(model)]
-        if reference:
-            lines[-1] += f" Differences are from {SIDES[reference]}."
-        rows = [step_row(side, sides, reference, peak, rates) for side in sides]
-        header = "side|tok/s|ms|MFU %|of measured matmul %|peak GiB|activations GiB|waits|loss"
-        lines += table(header + "|logits|gradients: median, worst|verdict|tok/s of hf|of te", rows)
-        lines += [
-            "",
-            *(f"- {SIDES[s]}: {r['settings']['text']}" for s, r in sides.items() if "settings" in r),
-        ]
-    return lines
-
-
-def described(model: Record) -> str:
-    """The model of a step."""
-    experts = f"{model['experts']} experts top-{model['topk']}"
-    if model["experts"] != model["published_experts"]:
-        experts += f" (published: {model['published_experts']}; more do not fit)"
-    return (
-        f"{model['title']}: layers {model['pattern']}, {experts}, {model['parameters'] / 1e9:.3g}B "
-        f"parameters, {model['tokens']:,} tokens, {model['flops_per_token'] / 1e9:,.3g} GFLOP "
-        "per token; BF16, forward and backward, no optimizer."
-    )
-
-
-def step_row(
-    side: str, sides: dict[str, dict[str, Record]], reference: str | None, peak: float | None, rates: Any
-) -> list[str]:
-    """One side; what it did not reach is "-"."""
+def step_row(results: Results, side: str, sides: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """One side; what it did not reach is None."""
     rows = sides[side]
-    cells = [SIDES[side], *["-"] * 13]
-    if "speed" in rows:
-        speed, seconds = rows["speed"], statistics.median(rows["speed"]["seconds"])
-        tflops = rows["model"]["flops_per_token"] * speed["tokens"] / seconds / 1e12
-        cells[1:9] = [
-            f"{speed['tokens'] / seconds:,.0f}",
-            f"{seconds * 1e3:,.1f}",
-            f"{100 * tflops / peak:.1f}" if peak else "-",
-            f"{100 * tflops / rates['matmul_tflops']:.1f}" if peak and rates else "-",
-            f"{speed['peak'] / GIB:.3g}",
-            f"{speed['held'] / GIB:.3g}",
-            str(speed["waits"]),
-            f"{speed['loss']:.4f}",
-        ]
-        for place, other in ((12, "hf"), (13, "te")):
+    speed, parity = rows.get("speed"), rows.get("parity")
+    names = "tok/s|ms|MFU %|of measured matmul %|peak GiB|activations GiB|waits|loss|of hf|of te"
+    row: dict[str, Any] = {"side": SIDES[side], **dict.fromkeys(names.split("|"))}
+    row |= dict.fromkeys(("logits", "gradients: median", "worst", "verdict"))
+    if speed:
+        took = statistics.median(speed["seconds"])
+        tflops = rows["model"]["flops_per_token"] * speed["tokens"] / took / 1e12
+        device = results.runs[-1]["device"].lower().split()
+        peak = next((gpu.bf16 / 1e12 for name, gpu in GPUS.items() if name in device), None)
+        rates = results.stages().get("rates", {"rows": ()})["rows"]
+        row["tok/s"], row["ms"] = round(speed["tokens"] / took), f"{1e3 * took:,.1f}"
+        row["MFU %"] = f"{100 * tflops / peak:.1f}" if peak else None
+        row["of measured matmul %"] = f"{100 * tflops / rates[0]['matmul TFLOP/s']:.1f}" if rates else None
+        row["peak GiB"], row["activations GiB"] = speed["peak"] / GIB, speed["held"] / GIB
+        row["waits"], row["loss"] = speed["waits"], f"{speed['loss']:.4f}"
+        for other in ("hf", "te"):
             if "speed" in sides.get(other, {}):
-                cells[place] = f"{statistics.median(sides[other]['speed']['seconds']) / seconds:.2f}"
-    if "parity" in rows and reference:
-        if side == reference:
-            cells[11] = "reference"
-        else:
-            logits, median, worst, name = differences(rows["parity"], sides[reference]["parity"])
-            good = agrees(logits, median, worst)
-            cells[9:12] = [
-                f"{logits:.1e}",
-                f"{median:.1e}, {worst:.1e}" + ("" if good else f" ({name})"),
-                "agrees" if good else "**differs**",
-            ]
-    return cells
-
-
-def profiles(results: Results) -> Lines:
-    """The operations that take most of the time."""
-    lines: Lines = []
-    for stage, row in results.rows("step.", "profile"):
-        lines += ["", f"### {stage}", *table("operation|calls|ms", row["operations"])]
-    return lines
-
-
-# --- everything else ----------------------------------------------------------------------------------
-
-
-def nvfp4(results: Results) -> Lines:
-    """A step with emulated NVFP4, and single linears."""
-    sides = [row for _, row in results.rows("nvfp4", "step")]
-    model = next((row for _, row in results.rows("nvfp4", "model")), None)
-    if model is None:
-        return []
-    text = f"Layers {model['pattern']}, {model['experts']} experts, {model['tokens']:,} tokens, BF16."
-    lines = ["", "### NVFP4 emulation", "", text]
-    lines += table(
-        "quantizer|ms|ratio|peak GiB|waits",
-        [
-            [
-                r["side"],
-                f"{r['seconds'] * 1e3:,.1f}",
-                f"{r['ratio']:.2f}",
-                f"{r['peak'] / GIB:.2f}",
-                r["waits"],
-            ]
-            for r in sides
-        ],
-    )
-    linears = [row for _, row in results.rows("nvfp4", "linear")]
-    columns = "|".join(linears[0]["milliseconds"]) if linears else ""
-    return lines + table(
-        f"linear, ms|quantizer|{columns}",
-        [[r["linear"], r["quantizer"], *r["milliseconds"].values()] for r in linears],
-    )
-
-
-def generation(results: Results) -> Lines:
-    """Decoding of one sequence."""
-    lines: Lines = []
-    for stage, kind in (("generate.plain", "decode"), ("generate.drafts", "drafts")):
-        model = next((row for _, row in results.rows(stage, "model")), None)
-        rows = [row for _, row in results.rows(stage, kind)]
-        if model is None:
-            continue
-        memory = f", {model['memory'] / GIB:.3g} GiB" if model["memory"] else ""
-        lines += [
-            "",
-            f"### Generation, {'plain' if kind == 'decode' else 'drafts'}",
-            "",
-            f"{model['title']}: layers {model['pattern']}, {model['parameters'] / 1e9:.3g}B parameters, "
-            f"{model['experts']} experts, {model['dtype']}{memory}; batch 1, greedy, random weights.",
-        ]
-        if kind == "decode":
-            header = "context|tokens/s|prefill s"
-            cells = [
-                [
-                    f"{r['context']:,}",
-                    f"{r['tokens_per_second']:.1f}",
-                    f"{r['prefill_seconds']:.2f}",
-                ]
-                for r in rows
-            ]
-        else:
-            header = "drafts|ms a pass|acceptance length|tokens/s"
-            header += "|pays from acceptance length|equal tokens"
-            cells = [
-                [
-                    r["drafts"],
-                    f"{r['seconds_per_pass'] * 1e3:.2f}",
-                    f"{r['acceptance_length']:.2f}",
-                    f"{r['tokens_per_second']:.1f}",
-                    f"{r['break_even']:.2f}" if r["drafts"] else "-",
-                    f"{r['equal']} of {r['new']}",
-                ]
-                for r in rows
-            ]
-            lines[-1] += " The weights make MTP agree with the model: acceptance is not a measurement."
-        lines += table(header, cells)
-    return lines
-
-
-def long_text(results: Results) -> Lines:
-    """Prefill of a long text."""
-    model = next((row for _, row in results.rows("prefill", "model")), None)
-    if model is None:
-        return []
-    lines = ["", "### Prefill of a long text", "", f"{model['title']}: layers {model['pattern']}."]
-    for _, row in results.rows("prefill", "one pass"):
-        share = row["difference"] / row["norm"]
-        lines[-1] += (
-            f" Logits after {row['tokens']:,} tokens in chunks are {share:.1e} from one pass (norms)."
-        )
-    return lines + table(
-        "tokens|s|states MiB|KV cache MiB|other memory MiB",
-        [
-            [
-                f"{r['tokens']:,}",
-                f"{r['seconds']:.1f}",
-                f"{r['states'] / MIB:.1f}",
-                f"{r['kv_cache'] / MIB:,.1f}",
-                "-" if r["other"] is None else f"{r['other'] / MIB:,.1f}",
-            ]
-            for _, r in results.rows("prefill", "prefill")
-        ],
-    )
-
-
-def boundary(results: Results) -> Lines:
-    """What one device does for rows between modules."""
-    packs = [row for _, row in results.rows("boundary", "pack")]
-    lines = ["", "### Rows between modules, on one device"] if packs else []
-    lines += table(
-        "pieces|MiB|pack GB/s|unpack GB/s",
-        [
-            [r["pieces"], f"{r['bytes'] / MIB:.1f}", f"{r['pack'] / 1e9:,.0f}", f"{r['unpack'] / 1e9:,.0f}"]
-            for r in packs
-        ],
-    )
-    return lines + table(
-        "length|CP x TP|slices us|upstream us|slices MiB|upstream MiB",
-        [
-            [
-                f"{r['length']:,}",
-                r["layout"],
-                *(f"{s * 1e6:,.0f}" for s in r["seconds"]),
-                *(f"{b / MIB:,.1f}" for b in r["peak"]),
-            ]
-            for _, r in results.rows("boundary", "align")
-        ],
-    )
-
-
-def plan(results: Results) -> Lines:
-    """The plan beside what was measured."""
-    rows = []
-    for _, r in results.rows("plan", "plan"):
-        planned = r["planned_seconds"]
-        rows.append(
-            [
-                f"{r['width']}, {SIDES[r['side']]}",
-                f"{r['bytes'] / GIB:.3g}",
-                f"{r['planned_bytes'] / GIB:.3g}",
-                f"{r['planned_bytes'] / r['bytes'] - 1:+.0%}" if r["bytes"] else "-",
-                f"{r['seconds'] * 1e3:,.1f}",
-                f"{planned * 1e3:,.1f}" if planned else "-",
-                f"{planned / r['seconds'] - 1:+.0%}" if planned else "-",
-            ]
-        )
-    header = "step|activations GiB|planned|error|ms|planned|error"
-    return ["", "### The plan beside these steps", *table(header, rows)] if rows else []
-
-
-def put(page: str, lines: Lines) -> str:
-    """The page with the tables between its markers.
-
-    Raises:
-        ValueError: it does not have each marker once.
-    """
-    if page.count(BEGIN) != 1 or page.count(END) != 1 or page.index(BEGIN) > page.index(END):
-        raise ValueError(f"the page needs one line {BEGIN} and one line {END} after it")
-    return (
-        page[: page.index(BEGIN) + len(BEGIN)] + "\n\n" + "\n".join(lines) + "\n\n" + page[page.index(END) :]
-    )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    options: argparse.ArgumentParser = parser(__doc__)
-    options.add_argument("results", type=Path)
-    options.add_argument("--page", type=Path, default=PAGE, help="default: docs/measurements.md")
-    options.add_argument("--print", action="store_true", help="print the tables and write nothing")
-    options.add_argument("--operations", action="store_true", help="also the operations of each step")
-    args = options.parse_args(argv)
-    try:
-        if not args.results.exists():
-            raise ValueError(f"{args.results} does not exist: make gpu writes it")
-        results = Results(args.results)
-        if not results.lines:
-            raise ValueError(f"{args.results} is empty")
-        lines = report(results, args.operations)
-        if args.print or rehearsal(results):
-            print("\n".join(lines))
-            if not args.print:
-                print(f"gpu_report.py: a rehearsal: {args.page} is left as it is", file=sys.stderr)
-            return 0
-        write_text(args.page, put(args.page.read_text(encoding="utf-8"), lines))
-    except (ValueError, OSError) as error:
-        print(f"gpu_report.py: {error}", file=sys.stderr)
-        return 2
-    print(f"{args.page}: {len(results.stages())} stages")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+                theirs = statistics.median(sides[other]["speed"]["seconds"])
+                row[f"of {other}"] = f"{theirs / took:.2f}"
+    reference = next((name for name in ("hf", *sides) if "parity" in sides.get(name, {})), None)
+    if parity and side == reference:
+        row["verdict"] = "reference"
+    elif parity and reference:
+        logits, median, worst, name = differences(parity, sides[reference]["parity"])
+        good = agrees(logits, median, worst)
+        row |= {"logits": f"{logits:.1e}", "gradients: median": f"{median:.1e}"}
+        row |= {"worst": f"{worst:.1e} ({name})", "verdict": "agrees" if good else "**differs**"}
+    return row

@@ -1,266 +1,72 @@
 """Forward and backward of a whole model: our torch layers against transformers' NemotronHForCausalLM.
 
-    OMP_NUM_THREADS=2 python benchmarks/train_step.py [--quick] [--packed]
+    OMP_NUM_THREADS=2 python benchmarks/train_step.py [--quick]
+    OMP_NUM_THREADS=1 python benchmarks/train_step.py --limit
+    python benchmarks/train_step.py --side te --width nano --device cuda      # a stage of gpu.py
 
 Same weights, same tokens, FP32, batch 1, on the CPU; the logits must agree before anything is timed. Each
 side runs in a process of its own; they take turns, and the medians are compared. Peak memory is the increase
 of resident memory over the idle model during one step (activations and gradients, without weights).
-transformers runs with SDPA attention and the fastest of its expert implementations at the first length. Our
-side is Megatron's stock HybridModel in training mode, with the load-balancing loss that transformers lacks.
-Where our layers compute dense products by oneDNN (`cpu/products.py`), transformers takes torch's library.
+transformers runs with SDPA attention and the fastest of its expert implementations (sides.py). Our side is
+Megatron's stock HybridModel in training mode, with the load-balancing loss that transformers lacks. Where our
+layers compute dense products by oneDNN (`cpu/products.py`), transformers takes torch's library.
 
-`--packed` times our model with two MTP depths alone, on rows of four documents: borders as stock Megatron
-takes them against the same tokens with padded borders, which our MTP layer handles. CPU seconds, alternately.
+--limit: CPU time of our step on one thread, against what its own matrix products (dense layers, router,
+experts) and attention take in steps of the same run. The products of the scan are a choice of algorithm, so
+they stand apart. One thread and CPU time make the result robust against other load on the machine.
+
+--side: one side alone, a stack with the widths of Nano or Super and the first 8 to 12 layers of its pattern
+(models.py), in BF16 with 8,192 tokens. First sketches of logits and gradients, by which gpu.py compares sides
+that ran at different times; then time, memory and host waits; last the operations that take most of the time.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
-from contextlib import ExitStack
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from common import (
-    MIB,
-    Worker,
-    available_memory,
-    do_not_clamp_time_steps,
-    in_turn,
-    machine,
-    model,
-    parser,
-    peak_memory,
-    print_table,
-    timed,
-)
+from common import MIB, Worker, emit, in_turn, machine, model, parser, show
+from process_tree import proc_bytes
 
 LENGTHS = (512, 2048, 8192)
 #: Largest difference of logits.
 LOGITS_ATOL = 1e-3
-EXPERT_IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
 #: Share of the available memory that a step may use.
 MEMORY_SHARE = 0.8
+#: Operations of torch that are matrix products, and those that are attention.
+PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_grouped_mm", "_linear_pointwise"}
+ATTENTION = {
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+}
+#: Of --side: tokens, those for which logits and gradients are compared, steps, and rows of the profile.
+TOKENS, COMPARED_TOKENS, STEPS, OPERATIONS = 8192, 1024, 8, 20
+SMALL_TOKENS = 48
 
 
-class Side:
-    """A model with one random set of weights: `logits`, `step` and `peak` for the same tokens."""
+def side(name: str, dtype: str = "float32") -> Any:
+    """A side on the CPU, with the benchmarks' model."""
+    from sides import SIDES
 
-    def __init__(self, dtype: str = "float32") -> None:
-        import torch
-
-        from tests.support.world import world_of_one
-
-        self.config = model()
-        self.dtype = getattr(torch, dtype)
-        self._stack = ExitStack()
-        self._stack.enter_context(world_of_one())
-        self.module = self.build()
-        for length in (64, 64):
-            self.step(length)
-
-    def weights(self) -> tuple[Any, dict[str, Any]]:
-        """Our model, and its weights under transformers' names."""
-        from tests.support.model_mapping import megatron_model, randomize, to_transformers
-
-        ours = megatron_model(self.config, bf16=self.dtype.itemsize == 2, params_dtype=self.dtype)
-        randomize(ours, seed=6)
-        state = {n: t for n, t in ours.state_dict().items() if t is not None}
-        return ours, to_transformers(state, self.config)
-
-    def build(self) -> Any:
-        raise NotImplementedError
-
-    def loss(self, tokens: Any, labels: Any) -> Any:
-        raise NotImplementedError
-
-    def batch(self, length: int) -> tuple[Any, Any]:
-        """Tokens and labels [1, length]."""
-        import torch
-
-        generator = torch.Generator().manual_seed(length)
-        stream = torch.randint(self.config.vocab_size, (1, length + 1), generator=generator)
-        return stream[:, :-1].contiguous(), stream[:, 1:].contiguous()
-
-    def step(self, length: int) -> float:
-        """Seconds of one forward and backward."""
-        tokens, labels = self.batch(length)
-        self.module.zero_grad(set_to_none=True)
-        return timed(lambda: self.loss(tokens, labels).backward())
-
-    def peak(self, length: int) -> int:
-        """Bytes that one forward and backward adds to the idle model."""
-        self.module.zero_grad(set_to_none=True)
-        return peak_memory(lambda: self.step(length))
-
-    def logits(self, length: int) -> Any:
-        """[1, length, vocabulary] as a NumPy array."""
-        import torch
-
-        with torch.no_grad():
-            return self.forward(self.batch(length)[0]).float().numpy()
-
-    def forward(self, tokens: Any) -> Any:
-        raise NotImplementedError
+    made = SIDES[name]("cpu", dtype)
+    made.build(model())
+    return made
 
 
-class Ours(Side):
-    """Megatron's HybridModel with our torch layers."""
-
-    def build(self) -> Any:
-        return self.weights()[0].to(self.dtype).train()
-
-    def forward(self, tokens: Any, labels: Any = None) -> Any:
-        import torch
-
-        positions = torch.arange(tokens.shape[1]).unsqueeze(0)
-        return self.module(tokens, positions, None, labels=labels)
-
-    def loss(self, tokens: Any, labels: Any) -> Any:
-        return self.forward(tokens, labels).mean()
-
-
-class Theirs(Side):
-    """transformers' NemotronHForCausalLM on its torch path."""
-
-    def build(self) -> Any:
-        import transformers
-
-        from tests.support.model_mapping import transformers_config
-
-        config = transformers_config(self.config)
-        config._attn_implementation = "sdpa"
-        result = transformers.NemotronHForCausalLM(config).to(self.dtype).train()
-        result.load_state_dict(self.weights()[1], strict=True)
-        do_not_clamp_time_steps(result)
-        return result
-
-    def forward(self, tokens: Any) -> Any:
-        return self.module(tokens).logits
-
-    def loss(self, tokens: Any, labels: Any) -> Any:
-        import torch.nn.functional as F
-
-        return F.cross_entropy(self.forward(tokens).flatten(0, 1).float(), labels.flatten())
-
-    def fastest_experts(self, length: int) -> str:
-        """Choose the fastest expert implementation, and return its name."""
-        seconds = {}
-        for name in EXPERT_IMPLEMENTATIONS:
-            self.module.config._experts_implementation = name
-            seconds[name] = min(self.step(length) for _ in range(3))
-        best = min(seconds, key=lambda name: seconds[name])
-        self.module.config._experts_implementation = best
-        return best
-
-
-class Packed(Ours):
-    """Our model with MTP on a row of four documents, each with padding behind it or none."""
-
-    DEPTHS, DOCUMENTS, PADDING = 2, 4, 3
-
-    def __init__(self) -> None:
-        super().__init__()
-        for padded in (False, True):
-            self.packed_step(64, padded)
-
-    def build(self) -> Any:
-        self.config = self.config.but(mtp_pattern="*E", mtp_num_layers=self.DEPTHS)
-        return super().build()
-
-    def weights(self) -> tuple[Any, dict[str, Any]]:
-        """Our model; transformers has no MTP to compare with."""
-        from tests.support.model_mapping import megatron_model, randomize
-
-        ours = megatron_model(
-            self.config, mtp_num_layers=self.DEPTHS, mtp_use_repeated_layer=True, mtp_loss_scaling_factor=0.1
-        )
-        randomize(ours, seed=6)
-        return ours, {}
-
-    def packed_step(self, length: int, padded: bool) -> float:
-        """CPU seconds of one forward and backward."""
-        import torch
-        from megatron.core.packed_seq_params import PackedSeqParams
-
-        tokens, labels = self.batch(length)
-        each = length // self.DOCUMENTS
-        borders = torch.arange(self.DOCUMENTS + 1, dtype=torch.int32) * each
-        logical = torch.arange(self.DOCUMENTS + 1, dtype=torch.int32) * (each - self.PADDING)
-        own = logical if padded else borders
-        mask = (torch.arange(length) % each < each - self.PADDING).float().unsqueeze(0)
-        self.module.zero_grad(set_to_none=True)
-        start = time.process_time()
-        params = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=own,
-            cu_seqlens_kv=own,
-            cu_seqlens_q_padded=borders if padded else None,
-            cu_seqlens_kv_padded=borders if padded else None,
-            max_seqlen_q=each,
-            max_seqlen_kv=each,
-            total_tokens=length,
-        )
-        positions = (torch.arange(length) % each).unsqueeze(0)
-        loss = self.module(
-            tokens, positions, None, labels=labels, loss_mask=mask, packed_seq_params=params
-        ).mean()
-        loss.backward()
-        return time.process_time() - start
-
-
-def measure_packed(lengths: Any, repetitions: int) -> None:
-    model, rows = Worker(Packed), []
-    for length in lengths:
-        calls = [lambda s=length, p=p: model.call("packed_step", s, p) for p in (False, True)]
-        plain, padded = in_turn(calls, repetitions)
-        rows.append([str(length), f"{plain:.3f}", f"{padded:.3f}", f"{padded / plain:.3f}"])
-    print_table(["tokens", "no padding, CPU s", "padded borders, CPU s", "ratio"], rows)
-
-
-def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("--quick", action="store_true", help="lengths 512 and 2048, three repetitions")
-    arguments.add_argument("--lengths", type=int, nargs="+", default=None, help=f"default: {LENGTHS}")
-    arguments.add_argument("--repetitions", type=int, default=None)
-    arguments.add_argument("--ours-only", action="store_true", help="do not run transformers")
-    arguments.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="bfloat16: ours only"
-    )
-    arguments.add_argument("--packed", action="store_true", help="padded packs with MTP; ours only")
-    args = arguments.parse_args()
-    lengths = args.lengths or (LENGTHS[:2] if args.quick else LENGTHS)
-    repetitions = args.repetitions or (3 if args.quick else 5)
-    print(machine(), flush=True)
-    if args.packed:
-        measure_packed(lengths, repetitions)
-        return
-    ours = Worker(Ours, args.dtype)
-    if args.ours_only or args.dtype != "float32":
-        measure_ours(ours, lengths, repetitions)
-        return
-    theirs = Worker(Theirs)
-    print("transformers' experts:", theirs.call("fastest_experts", lengths[0]), flush=True)
-    compare(ours, theirs, lengths, repetitions)
-
-
-def measure_ours(ours: Worker, lengths: Any, repetitions: int) -> None:
-    rows = []
-    for length in lengths:
-        (seconds,) = in_turn([lambda s=length: ours.call("step", s)], repetitions)
-        rows.append([str(length), f"{length / seconds:,.0f}", f"{ours.call('peak', length) / MIB:,.0f}"])
-    print_table(["tokens", "ours tok/s", "ours peak MiB"], rows)
-
-
-def compare(ours: Worker, theirs: Worker, lengths: Any, repetitions: int) -> None:
+def compare(ours: Worker, theirs: Worker, lengths: Sequence[int], repetitions: int) -> None:
+    """Print both sides at each length; of transformers only what fits."""
     import numpy as np
 
-    rows: list[list[str]] = []
+    rows: list[dict[str, Any]] = []
     per_token = 0.0  # of the other side's peak, to predict what does not fit
     for length in lengths:
         mine = ours.call("peak", length)
-        if per_token * length > MEMORY_SHARE * available_memory():
-            need = f"needs about {per_token * length / MIB:,.0f} MiB"
-            (seconds,) = in_turn([lambda s=length: ours.call("step", s)], repetitions)
-            rows.append([str(length), f"{length / seconds:,.0f}", need, "", f"{mine / MIB:,.0f}", "", "", ""])
+        if per_token * length > MEMORY_SHARE * proc_bytes("meminfo")["MemAvailable"]:
+            print(f"{length} tokens: transformers needs about {per_token * length / MIB:,.0f} MiB")
+            measure(ours, [length], repetitions)
             continue
         # Before timing, both sides must give the same logits.
         difference = float(np.abs(ours.call("logits", length) - theirs.call("logits", length)).max())
@@ -272,22 +78,148 @@ def compare(ours: Worker, theirs: Worker, lengths: Any, repetitions: int) -> Non
         per_token = other / length
         a, b = in_turn([lambda s=length, w=w: w.call("step", s) for w in (ours, theirs)], repetitions)
         rows.append(
-            [
-                str(length),
-                f"{length / a:,.0f}",
-                f"{length / b:,.0f}",
-                f"{b / a:.2f}",
-                f"{mine / MIB:,.0f}",
-                f"{other / MIB:,.0f}",
-                f"{mine / other:.2f}",
-                f"{difference:.1e}",
-            ]
+            {
+                "tokens": length,
+                "ours tok/s": round(length / a),
+                "HF tok/s": round(length / b),
+                "ratio": f"{b / a:.2f}",
+                "ours peak MiB": round(mine / MIB),
+                "HF peak MiB": round(other / MIB),
+                "peak ratio": f"{mine / other:.2f}",
+                "logits diff": f"{difference:.1e}",
+            }
         )
         print(f"  {length} tokens done", flush=True)
-    print_table(
-        ["tokens", "ours tok/s", "HF tok/s", "ratio", "ours peak MiB", "HF peak MiB", "ratio", "logits diff"],
-        rows,
-    )
+    show(rows)
+
+
+def measure(ours: Worker, lengths: Sequence[int], repetitions: int) -> None:
+    """Print our side alone."""
+    rows = []
+    for length in lengths:
+        (seconds,) = in_turn([lambda s=length: ours.call("step", s)], repetitions)
+        held = round(ours.call("peak", length) / MIB)
+        rows.append({"tokens": length, "ours tok/s": round(length / seconds), "ours peak MiB": held})
+    show(rows)
+
+
+class Clock:
+    """CPU seconds of matrix products and attention, and of the products inside the scan."""
+
+    def __init__(self) -> None:
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        from megatron_nemotron3.layers.chunked_scan import ChunkedScan
+
+        clock, self.inside = self, False
+        self.seconds: dict[str, float] = defaultdict(float)
+        for name in ("forward", "backward"):
+            setattr(ChunkedScan, name, staticmethod(self._marked(getattr(ChunkedScan, name))))
+
+        class Timed(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                start = time.thread_time()
+                result = func(*args, **(kwargs or {}))
+                name = func.__name__.split(".")[0]
+                if name in PRODUCTS | ATTENTION:
+                    clock.seconds["scan" if clock.inside else "limit"] += time.thread_time() - start
+                return result
+
+        self.mode = Timed
+
+    def _marked(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.inside = True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.inside = False
+
+        return call
+
+
+def against_limit(lengths: Sequence[int], repetitions: int) -> None:
+    """Print CPU time of our step beside its limit; both kinds of steps take turns."""
+    import torch
+
+    torch.set_num_threads(1)
+    ours, clock, rows = side("plain"), Clock(), []
+    for length in lengths:
+        found: dict[str, list[float]] = defaultdict(list)
+        ours.step(length)
+        for _ in range(repetitions):
+            start = time.process_time()
+            ours.step(length)
+            found["step"].append(time.process_time() - start)
+            clock.seconds.clear()
+            with clock.mode():
+                ours.step(length)
+            for name, value in clock.seconds.items():
+                found[name].append(value)
+        step, limit, scan = (1e3 * statistics.median(found[name]) for name in ("step", "limit", "scan"))
+        rows.append(
+            {
+                "tokens": length,
+                "step, CPU ms": f"{step:,.1f}",
+                "limit": f"{limit:,.1f}",
+                "products of the scan": f"{scan:,.1f}",
+                "step / limit": f"{step / limit:.2f}",
+                "step / (limit + scan)": f"{step / (limit + scan):.2f}",
+            }
+        )
+    show(rows)
+
+
+def alone(name: str, width: str, device: str, small: bool) -> None:
+    """Measure one side."""
+    import models
+    from sides import SIDES
+
+    from megatron_nemotron3.models.parameters import count
+
+    made = SIDES[name](device)
+    config = models.stack(width, tiny=small)
+    fitted = config if small else models.fitting(config, models.capacity(device))
+    tokens = SMALL_TOKENS if small else TOKENS
+    about = {
+        "title": fitted.title,
+        "pattern": fitted.pattern,
+        "experts": fitted.num_moe_experts,
+        "published_experts": config.num_moe_experts,
+        "topk": fitted.moe_router_topk,
+        "parameters": count(fitted).stored,
+        "tokens": tokens,
+        "flops_per_token": sum(models.flops_per_token(fitted, tokens).values()),
+    }
+    emit("model", about)
+    emit("settings", {"text": made.build(fitted)})
+    emit("parity", made.parity(min(tokens, COMPARED_TOKENS)))
+    emit("speed", made.measure(tokens, 1 if small else STEPS))
+    show(made.profile(tokens, OPERATIONS), "profile")
+
+
+def main() -> None:
+    options = parser(__doc__, gpu=True)
+    options.add_argument("--quick", action="store_true", help="lengths 512 and 2048, three repetitions")
+    options.add_argument("--lengths", type=int, nargs="+", default=None, help=f"default: {LENGTHS}")
+    options.add_argument("--repetitions", type=int, default=None)
+    options.add_argument("--ours-only", action="store_true", help="do not run transformers")
+    options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of --ours-only")
+    options.add_argument("--limit", action="store_true", help="our step against its own products")
+    options.add_argument("--side", choices=("plain", "mamba-ssm", "hf", "te"), help="this one alone")
+    options.add_argument("--width", choices=("nano", "super"), default="nano", help="of --side")
+    args = options.parse_args()
+    lengths = args.lengths or (LENGTHS[:2] if args.quick else LENGTHS)
+    repetitions = args.repetitions or (3 if args.quick else 5)
+    print(machine(), flush=True)
+    if args.side:
+        alone(args.side, args.width, args.device, args.small)
+    elif args.limit:
+        against_limit(lengths, repetitions)
+    elif args.ours_only or args.dtype != "float32":
+        measure(Worker(side, "plain", args.dtype), lengths, repetitions)
+    else:
+        compare(Worker(side, "plain"), Worker(side, "hf"), lengths, repetitions)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_world import host_waits, world
+from tests.support.gpu_world import host_waits, world
 from megatron_nemotron3.layers import experts, mamba
 from megatron_nemotron3.models import Nemotron3Config, get
 from megatron_nemotron3.precision.settings import gpu_kernels

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_world import host_waits, world
+from tests.support.gpu_world import host_waits, world
 from megatron_nemotron3.models import get
 from megatron_nemotron3.precision.recipe import Spec
 from megatron_nemotron3.precision.settings import emulating, parse_emulation

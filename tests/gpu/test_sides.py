@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import gpu_model, gpu_weights
-from benchmarks.gpu_world import host_waits, world
+from tests.support.gpu_world import host_waits, world
 from megatron_nemotron3.cpu import cpu_mode
 from megatron_nemotron3.models import Nemotron3Config, get
 from megatron_nemotron3.models.parameters import count

@@ -14,7 +14,7 @@ import pytest
 import torch
 import triton  # noqa: F401  (imports of Triton's modules make tensors)
 
-from benchmarks.gpu_world import world
+from tests.support.gpu_world import world
 from megatron_nemotron3.layers import context_parallel, grouped
 from megatron_nemotron3.layers.lora import add_adapters
 from megatron_nemotron3.models import get
