@@ -202,7 +202,9 @@ def main() -> None:
     with contextlib.redirect_stdout(io.StringIO()):
         sides = [run_distributed(measure, 8, ours, *work, timeout=580) for ours in (True, False)]
     total = args.rows * args.hidden * 4
-    print(f"V = {args.rows} rows of {args.hidden} FP32 = {total / MIB:.2f} MiB; 4 + 4 ranks; second microbatch")
+    print(
+        f"V = {args.rows} rows of {args.hidden} FP32 = {total / MIB:.2f} MiB; 4 + 4 ranks; second microbatch"
+    )
     rows, ratios = [], []
     for (number, case), way in itertools.product(enumerate(todo), (0, 1)):
         ours, theirs = (summary([rank[number][way] for rank in side], total) for side in sides)
@@ -211,9 +213,10 @@ def main() -> None:
         if ratio and not case.kind:
             ratios.append(ratio)
         other = dict.fromkeys(theirs) if refused else theirs
+        destination = case.destination.replace(",offset=4", "")
         rows.append(
             {
-                "layouts": f"{case.source} to {case.destination.replace(',offset=4', '')} {case.kind}".strip(),
+                "layouts": f"{case.source} to {destination} {case.kind}".strip(),
                 "way": "back" if way else "forward",
                 "bound": f"{bound_of(case, args.rows, bool(way)):.3f}",
                 "ours": f"{ours['busiest']:.3f}",

@@ -32,8 +32,8 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 MIB, GIB = 2**20, 2**30
-#: Variable that names the file for the rows of a stage of gpu.py, and exit status of one that cannot run here.
-ROWS, SKIPPED = "NEMOTRON3_BENCHMARK_ROWS", 3
+#: Variable that names the file for the rows of a stage of gpu.py.
+ROWS = "NEMOTRON3_BENCHMARK_ROWS"
 
 
 def model(pattern: str = "MEMEM*EMEME") -> Any:
@@ -81,8 +81,14 @@ def parser(description: str | None, *, gpu: bool = False) -> argparse.ArgumentPa
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     if gpu:
+        if ROWS in os.environ:
+            from megatron_nemotron3.common.processes import end_with_parent
+
+            end_with_parent(os.getppid())  # gpu.py may be killed
         made.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-        made.add_argument("--small", action="store_true", help="tiny models: a rehearsal of a stage of gpu.py")
+        made.add_argument(
+            "--small", action="store_true", help="tiny models: a rehearsal of a stage of gpu.py"
+        )
     return made
 
 
@@ -150,7 +156,7 @@ class Worker:
     """An object in a process of its own; `call` runs one of its methods there.
 
     Args:
-        factory: module-level callable that creates the object, called in the new process.
+        factory: module-level callable that creates the object, called in the new process by the first call.
     """
 
     def __init__(self, factory: Callable[..., Any], *args: Any) -> None:
@@ -168,19 +174,25 @@ class Worker:
         except EOFError as error:
             raise RuntimeError(f"the process died in {method}{args}, likely out of memory") from error
         if not fine:
-            raise RuntimeError(f"{method}{args}: {result}")
+            raise RuntimeError(result)
         return result
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.join()
 
 
 def _serve(pipe: Any, factory: Callable[..., Any], args: tuple[Any, ...]) -> None:
     set_threads()
-    served = factory(*args)
+    served = None
     while True:
         try:
             method, arguments = pipe.recv()
         except EOFError:
             return
         try:
+            served = served or factory(*args)
             pipe.send((True, getattr(served, method)(*arguments)))
         except Exception as error:
             pipe.send((False, f"{type(error).__name__}: {error}"))
@@ -249,11 +261,3 @@ def emit(kind: str, row: Mapping[str, Any]) -> None:
     if path := os.environ.get(ROWS):
         with open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps({"kind": kind, **row}) + "\n")
-
-
-class Skipped(SystemExit):
-    """A side or a stage cannot run here: the reason is printed, and the process ends with `SKIPPED`."""
-
-    def __init__(self, reason: str) -> None:
-        print(reason, flush=True)
-        super().__init__(SKIPPED)

@@ -2,16 +2,16 @@
 
     make gpu                                               # all of it, into build/gpu/results.jsonl
     python benchmarks/gpu.py --budget 9                    # as much as fits into 9 minutes; it goes on later
-    python benchmarks/gpu.py --only step.nano.te           # these alone, even if they are done
+    python benchmarks/gpu.py --only step.nano              # these alone, even if they are done
     python benchmarks/gpu.py --list
     python benchmarks/gpu.py --tables                      # of the results, for docs/measurements.md
-    python benchmarks/gpu.py --packages build/gpu-pack     # install them first (gpu_pack.py), without an index
+    python benchmarks/gpu.py --packages build/gpu-pack     # install them first, see gpu_pack.py
     python benchmarks/gpu.py --device cpu --small          # a rehearsal with tiny models
 
 Every stage is another benchmark, a process of its own with a time limit. It writes its rows when they are
 known, and its result is written to the results file when it ends, whatever its end was: an error, a crash and
-the limit are results, too, and the next stage starts. Stages with a result are skipped in the next call;
---retry repeats those that went wrong. What the stages print goes to a file beside the results, .log.
+the limit are results, too, and the next stage starts. Stages with a result are not repeated in the next call,
+unless --retry is given and they went wrong. What the stages print goes to a file beside the results, .log.
 
 Exit status: 0 every stage has a good result; 1 one of them went wrong; 2 wrong arguments; 3 the budget ended
 before all had run; 130 interrupted.
@@ -34,20 +34,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, ROWS, SKIPPED, parser
+from common import ROOT, ROWS, parser, table
 from gpu_pack import install
 
 from megatron_nemotron3.common.files import read_outside, write_text
 
 HERE = Path(__file__).parent
 RESULTS = Path("build/gpu/results.jsonl")
-#: ok: it ended. skipped: something that it needs is not here. failed: an error, a failed test or a signal.
-#: timeout: it was killed at its limit. interrupted: it was killed because the call ended, and is run again by
-#: the next one.
-STATUSES = ("ok", "skipped", "failed", "timeout", "interrupted")
+#: ok: it ended. failed: an error, a failed test or a signal. timeout: it was killed at its limit.
+#: interrupted: it was killed because the call ended, and is run again by the next one.
+STATUSES = ("ok", "failed", "timeout", "interrupted")
 #: Seconds in which a killed process should be gone; one that hangs in the driver may stay.
 GRACE = 15
 #: Bytes of the largest results file that is read, and characters of a log that are kept with a bad result.
@@ -65,9 +65,9 @@ Record = dict[str, Any]
 class Stage:
     """One stage.
 
-    words: a script of this folder or a module (-m), and its arguments. small: more of them in a rehearsal.
     expected: seconds that it may take on an H200, an estimate: nothing of it has run on a GPU yet. It starts
-    only if so much of the budget is left. limit: seconds after which it is killed.
+    only if so much of the budget is left. limit: seconds after which it is killed. words: a script of this
+    folder, which gets --device and --small, or a module (-m).
     """
 
     name: str
@@ -77,40 +77,25 @@ class Stage:
     words: tuple[str, ...]
 
     def command(self, device: str, small: bool) -> list[str]:
-        """What runs; the tests take no options, and in a rehearsal they are few."""
+        """What runs."""
         if self.words[0] == "-m":
-            words = [*self.words, *(("tests/gpu/test_kernels.py",) if small else TESTS)]
-            return [sys.executable, *words]
+            workers = ["-n", "6"] if "pytest" in self.words and find_spec("xdist") else []
+            return [sys.executable, *self.words, *workers]
         options = ["--device", device, *(["--small"] if small else [])]
         return [sys.executable, str(HERE / self.words[0]), *self.words[1:], *options]
 
 
-WIDTHS = ("nano", "super")
-#: Of a training step -> title. The order is that of their value.
-SIDES = {
-    "plain": "torch backend without mamba-ssm",
-    "hf": "transformers at its best setting",
-    "te": "stock TransformerEngine spec",
-    "mamba-ssm": "torch backend with mamba-ssm's scan",
-}
-
-
-def _steps(*sides: str) -> Iterator[Stage]:
-    for side in sides:
-        for width in WIDTHS:
-            words = ("train_step.py", "--side", side, "--width", width)
-            yield Stage(f"step.{width}.{side}", f"training step, {width}, {SIDES[side]}", 70, 240, words)
-
-
 STAGES = (
-    Stage("rates", "doctor, rates of the device", 60, 240, ("rates.py",)),
-    Stage("tests", "pytest -m gpu", 240, 480, ("-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider")),
-    *_steps("plain", "hf", "te"),
+    Stage("doctor", "what is here", 20, 120, ("-m", "megatron_nemotron3", "doctor")),
+    Stage(
+        "tests", "pytest -m gpu", 240, 480, ("-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", *TESTS)
+    ),
+    Stage("step.nano", "training step, Nano's width", 250, 480, ("train_step.py", "--width", "nano")),
+    Stage("step.super", "training step, Super's width", 250, 480, ("train_step.py", "--width", "super")),
     Stage("nvfp4", "cost of NVFP4 emulation", 80, 240, ("nvfp4.py",)),
     Stage("generate.plain", "generation, plain", 45, 240, ("generate.py",)),
     Stage("generate.drafts", "what drafts cost", 90, 300, ("generate.py", "--passes", "0")),
-    Stage("boundary", "packing of rows between modules", 30, 120, ("boundary_rows.py",)),
-    *_steps("mamba-ssm"),
+    Stage("boundary", "rows between modules, on one device", 30, 120, ("boundary_rows.py",)),
 )
 
 
@@ -120,7 +105,7 @@ class Results:
     A reader therefore finds a valid file, whenever the program that writes it was killed. Two kinds of lines:
 
         {"kind": "run", "device": "NVIDIA H200", "small": false, "date": …, "versions": …, "command": …}
-        {"kind": "stage", "stage": "tests", "status": "ok", "seconds": 71.2, "said": "", "rows": […], "date": …}
+        {"kind": "stage", "stage": "tests", "status": "ok", "seconds": 71.2, "said": "…", "rows": […], …}
 
     If a stage has several lines, the last one counts.
 
@@ -137,7 +122,10 @@ class Results:
                 found = json.loads(line)
                 good = found["kind"] == "run" and "device" in found
                 good = good or bool(
-                    self.lines and found["stage"] and found["status"] in STATUSES and found["rows"] is not None
+                    self.lines
+                    and found["stage"]
+                    and found["status"] in STATUSES
+                    and found["rows"] is not None
                 )
             except (ValueError, TypeError, KeyError):
                 good = False
@@ -212,7 +200,7 @@ class Driver:
             )
             try:
                 code = process.wait(limit)
-                status = {0: "ok", SKIPPED: "skipped"}.get(code, "failed")
+                status = "failed" if code else "ok"
                 said = f"killed by {signal.Signals(-code).name}" if code < 0 else ""
             except subprocess.TimeoutExpired:
                 # At its own limit it has failed; at the end of the budget the next call tries it again.
@@ -229,7 +217,7 @@ class Driver:
                     "said": said or last_line(printed),
                     "rows": whole_lines(rows),
                 }
-                if status not in ("ok", "skipped"):
+                if status != "ok":
                     record["tail"] = printed
                 self.results.add(record)
                 say(
@@ -285,6 +273,7 @@ def environment_of(packages: Path | None, into: Path) -> dict[str, str]:
     extra = {"PYTHONPATH": [str(ROOT)]}
     for name, folders in (install(packages, into) if packages else {}).items():
         extra.setdefault(name, []).extend(folders)
+    sys.path[:0] = extra["PYTHONPATH"]  # for what is asked for by name here
     for name, folders in extra.items():
         made[name] = os.pathsep.join([*folders, *filter(None, [os.environ.get(name)])])
     return made
@@ -319,13 +308,15 @@ def device_of(kind: str, environment: dict[str, str]) -> str:
     return done.stdout.strip()
 
 
-def versions(folders: Sequence[str]) -> dict[str, str]:
-    """Package -> version, of what the stages import, and that of the driver of the GPU."""
+def versions() -> dict[str, str]:
+    """Package -> version, and that of the driver of the GPU."""
     found = {"python": sys.version.split()[0]}
-    for one in metadata.distributions(path=[*folders, *sys.path]):
-        name = re.sub(r"[-_.]+", "-", one.metadata["Name"] or "").lower()
-        if name in PACKAGES:
-            found.setdefault(name, one.version)
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            if find_spec(name.replace("-", "_")) is not None:
+                found[name] = "sources"
     words = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
     with contextlib.suppress(OSError):
         found["driver"] = subprocess.run(words, capture_output=True, text=True).stdout.strip() or "unknown"
@@ -364,7 +355,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.add_argument("--results", type=Path, default=RESULTS, help=f"default: {RESULTS}")
     options.add_argument("--budget", type=float, default=25.0, help="minutes of this call; default: 25")
     options.add_argument("--only", nargs="+", default=[], metavar="STAGE", help="these alone, done or not")
-    options.add_argument("--retry", action="store_true", help="repeat what went wrong or was skipped")
+    options.add_argument("--retry", action="store_true", help="repeat what went wrong")
     options.add_argument("--list", action="store_true", help="print the stages and their results, and end")
     options.add_argument("--tables", action="store_true", help="print tables of the results, and end")
     options.add_argument("--packages", type=Path, help="a folder that gpu_pack.py made")
@@ -387,8 +378,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.results.parent.mkdir(parents=True, exist_ok=True)
         environment = environment_of(args.packages, args.results.parent / "site")
         device = device_of(args.device, environment)
-        known = versions(environment["PYTHONPATH"].split(os.pathsep))
-        begin(results, {"device": device, "small": args.small, "versions": known})
+        begin(results, {"device": device, "small": args.small, "versions": versions()})
     except (ValueError, OSError, RuntimeError) as error:
         print(f"gpu.py: {error}", file=sys.stderr)
         return 2
@@ -401,7 +391,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("gpu.py: interrupted; the same command goes on from here", file=sys.stderr)
         return 130
     found = results.stages()
-    good = all(found[s.name]["status"] in ("ok", "skipped") for s in stages if s.name in found)
+    good = all(found[s.name]["status"] == "ok" for s in stages if s.name in found)
     said = f"tables: python benchmarks/gpu.py --tables --results {args.results}"
     print(said if enough else f"not finished: the same command goes on from here; {said}", flush=True)
     return 3 if not enough else 0 if good else 1
@@ -417,10 +407,32 @@ def listed(stages: Sequence[Stage], results: Results) -> list[str]:
     return [*lines, f"together about {sum(stage.expected for stage in stages) / 60:.0f} min"]
 
 
-def tables(results: Results) -> list[str]:
-    from gpu_report import report
-
-    return report(results)
+def tables(results: Results) -> Iterator[str]:
+    """Everything for which there are results, as Markdown."""
+    runs, found = results.runs, results.stages()
+    if not runs:
+        raise ValueError(f"{results.path} has no results: make gpu writes it")
+    if any(run["small"] or run["device"] == "CPU" for run in runs):
+        yield "A rehearsal with tiny models: no figure here is a measurement."
+    last, dates = runs[-1], sorted({line["date"][:10] for line in results.lines})
+    commits = dict.fromkeys(run["commit"] or "unknown" for run in runs)
+    commands = dict.fromkeys("`{command}`".format(**run) for run in runs)
+    days = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+    yield f"{last['device']}, {days}, commit {', '.join(commits)}."
+    yield ", ".join(f"{name} {version}" for name, version in last["versions"].items()) + "."
+    yield f"Commands: {', '.join(commands)}."
+    yield ""
+    yield from table(
+        {"stage": name, "result": one["status"], "s": round(one["seconds"]), "said": one["said"]}
+        for name, one in found.items()
+    )
+    for name, one in found.items():
+        # Rows of a kind with other columns stand in a table of their own.
+        groups: dict[tuple[str, ...], list[Record]] = {}
+        for row in one["rows"]:
+            groups.setdefault((row.pop("kind"), *row), []).append(row)
+        for (kind, *_), rows in groups.items():
+            yield from ("", f"{name}: {kind}", "", *table(rows))
 
 
 if __name__ == "__main__":

@@ -155,7 +155,9 @@ def install(folder: Path, site: Path) -> dict[str, list[str]]:
     if (te := sorted(folder.glob("transformer_engine_cu*"))) and (here := cuda_of_torch(torch)) is not None:
         made_for = te[0].name.removeprefix("transformer_engine_cu").split("-")[0]
         if here.split(".")[0] != made_for:
-            raise ValueError(f"TransformerEngine is for CUDA {made_for}, torch for {here}: use another --cuda")
+            raise ValueError(
+                f"TransformerEngine is for CUDA {made_for}, torch for {here}: use another --cuda"
+            )
     if not site.exists():
         site.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=site.parent) as made:
@@ -199,12 +201,14 @@ def main() -> int:
     options.add_argument("--have", type=Path, help="what `pip freeze` prints on the target machine")
     args = options.parse_args()
     try:
+        if args.te_wheel and not args.te_wheel.is_file():
+            raise ValueError(f"{args.te_wheel} is no file")
         lines = args.have.read_text().splitlines() if args.have else []
         have = [line.strip() for line in lines if re.match(r"[A-Za-z]", line.strip())]
         args.pack.mkdir(parents=True)
         gather(args.pack, args.te_wheel, have, args.cuda)
         divide(args.pack)
-    except (OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         print(f"gpu_pack.py: {error}", file=sys.stderr)
         return 2
     sizes = [path.stat().st_size for path in args.pack.iterdir()]

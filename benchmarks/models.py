@@ -53,9 +53,29 @@ def fitting(config: Nemotron3Config, memory: int) -> Nemotron3Config:
     return halved(config, lambda c: BYTES_PER_PARAMETER * count(c).stored + RESERVE, memory)
 
 
-def halved(
-    config: Nemotron3Config, needed: Callable[[Nemotron3Config], int], memory: int
-) -> Nemotron3Config:
+def data_sheet(device: str) -> float | None:
+    """TFLOP/s of dense BF16 products by the data sheet; None for a device that the plan does not know."""
+    import torch
+
+    from megatron_nemotron3.launch.plan.hardware import GPUS
+
+    words = torch.cuda.get_device_name().lower().split() if device == "cuda" else []
+    return next((gpu.bf16 / 1e12 for name, gpu in GPUS.items() if name in words), None)
+
+
+def described(config: Nemotron3Config, published: Nemotron3Config, tokens: int) -> str:
+    """A line about the model of a step."""
+    from megatron_nemotron3.models.parameters import count
+
+    return (
+        f"{config.title}: layers {config.pattern}, {config.num_moe_experts} of {published.num_moe_experts} "
+        f"experts, top-{config.moe_router_topk}, {count(config).stored / 1e9:.3g}B parameters, {tokens:,} "
+        f"tokens, {sum(flops_per_token(config, tokens).values()) / 1e9:,.3g} GFLOP per token; BF16, forward "
+        "and backward, no optimizer"
+    )
+
+
+def halved(config: Nemotron3Config, needed: Callable[[Nemotron3Config], int], memory: int) -> Nemotron3Config:
     """Halve the routed experts of `config` until `needed` bytes are at most `memory`.
 
     Raises:

@@ -20,11 +20,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import Skipped, do_not_clamp_time_steps, peak
-from weights import fill, megatron_pieces, rounded, sketch, sketches, transformers_pieces
+from common import do_not_clamp_time_steps, peak
+from weights import fill, megatron_pieces, transformers_pieces
 
-#: Warm-up steps, and tokens of the first step: they cover autotuning and the compilation of Triton kernels.
-WARM_UP, PROBE_TOKENS = 2, 160
+#: Tokens of the first step.
+PROBE_TOKENS = 160
 #: Logits that are compared: the last rows, and every n-th entry of the vocabulary.
 LAST_ROWS, VOCABULARY_STRIDE = 128, 8
 
@@ -54,14 +54,12 @@ class Side:
         self._world = ExitStack()
         self.module: Any = None
 
-    # -- the model ----------------------------------------------------------------------------
-
     def make(self) -> Any:
         """Create the module on the device with undefined weights."""
         raise NotImplementedError
 
-    def pieces(self, gradients: bool = False) -> Iterator[tuple[str, Any]]:
-        """Its tensors, or their gradients, under Hugging Face names: for weights.py."""
+    def pieces(self) -> Iterator[tuple[str, Any]]:
+        """Its tensors under Hugging Face names: for weights.py."""
         raise NotImplementedError
 
     def forward(self, tokens: Any) -> Any:
@@ -76,8 +74,6 @@ class Side:
         """Describe the implementations in use."""
         raise NotImplementedError
 
-    # -- lifetime --------------------------------------------------------------------------------------
-
     def build(self, config: Any) -> str:
         """Make the model of `config`, run it once, and return its settings."""
         from tests.support.gpu_world import world
@@ -89,6 +85,10 @@ class Side:
         self.probe()
         self.module.zero_grad(set_to_none=True)
         return self.settings()
+
+    def close(self) -> None:
+        """Destroy the process groups; not needed in a process that ends."""
+        self._world.close()
 
     def probe(self) -> None:
         """Run one short step; raises if the settings do not work here."""
@@ -110,65 +110,39 @@ class Side:
         stream = torch.randint(self.config.vocab_size, (1, length + 1), generator=generator).to(self.device)
         return stream[:, :-1].contiguous(), stream[:, 1:].contiguous()
 
-    # -- figures -----------------------------------------------------------------------------------
-
     def step(self, length: int) -> float:
-        """Seconds of one forward and backward."""
-        return self._seconds(*self.batch(length), 1)[0]
+        """Seconds of one forward and backward; on a GPU the mean of several, queued one after the other."""
+        seconds = self._seconds(*self.batch(length), 8 if self.device == "cuda" else 1)
+        return sum(seconds) / len(seconds)
 
-    def peak(self, length: int) -> int:
-        """Bytes that one forward and backward adds to the idle model, gradients included."""
+    def peak(self, length: int) -> tuple[int, int]:
+        """Bytes that one forward and backward adds to the idle model, without and with gradients before it.
+
+        The second is that of Megatron's gradient buffers: activations and temporary memory.
+        """
         self.module.zero_grad(set_to_none=True)
-        return peak(partial(self._step, *self.batch(length)), self.device)
+        first, second = (peak(partial(self._step, *self.batch(length)), self.device) for _ in range(2))
+        self.module.zero_grad(set_to_none=True)
+        return first, second
+
+    def waits(self, length: int) -> int:
+        """How often the host waits for the device in one step."""
+        from tests.support.gpu_world import host_waits
+
+        return host_waits(partial(self._step, *self.batch(length)), self.device)
 
     @torch.no_grad()
     def logits(self, length: int) -> Any:
-        """[1, length, vocabulary] as a NumPy array."""
-        return self.forward(self.batch(length)[0]).float().cpu().numpy()
+        """[rows, vocabulary] as a NumPy array; in BF16 the last rows, and part of the vocabulary.
 
-    def parity(self, length: int) -> dict[str, Any]:
-        """Loss, and sketches of logits and gradients, with pinned routing.
-
-        BF16 rounding could otherwise swap nearly equal experts. The logits are the last rows and part of the
-        vocabulary.
+        In BF16 the routing is pinned: rounding could otherwise swap nearly equal experts.
         """
+        if self.dtype == torch.float32:
+            return self.forward(self.batch(length)[0])[0].cpu().numpy()
         fill(self.pieces(), pinned=True)
-        self.module.zero_grad(set_to_none=True)
-        tokens, labels = self.batch(length)
-        with torch.no_grad():
-            logits = self.forward(tokens)[0, -LAST_ROWS:, ::VOCABULARY_STRIDE]
-        found: dict[str, Any] = {"tokens": length, "logits": rounded(sketch("logits", logits))}
-        del logits
-        found["loss"] = self._step(tokens, labels).item()
-        found["gradients"] = sketches(self.pieces(gradients=True))
-        self.module.zero_grad(set_to_none=True)
-        return found
-
-    def measure(self, length: int, steps: int) -> dict[str, Any]:
-        """Seconds of `steps` steps, loss, memory that a step adds, and its host waits; free routing.
-
-        peak is the largest increase over the idle model, gradients included; held is the same where
-        gradients exist before the step, as in Megatron's buffers: activations and temporary memory.
-        """
-        from tests.support.gpu_world import host_waits
-
+        found = self.forward(self.batch(length)[0])[0, -LAST_ROWS:, ::VOCABULARY_STRIDE].float().cpu()
         fill(self.pieces())
-        tokens, labels = self.batch(length)
-        for _ in range(WARM_UP):
-            loss = self._step(tokens, labels).item()
-        seconds = self._seconds(tokens, labels, steps)
-        self.module.zero_grad(set_to_none=True)
-        most, held = (peak(partial(self._step, tokens, labels), self.device) for _ in range(2))
-        self.module.zero_grad(set_to_none=True)
-        return {
-            "tokens": length,
-            "seconds": seconds,
-            "loss": loss,
-            "peak": most,
-            "held": held,
-            "weights": sum(p.nbytes for p in self.module.parameters()),
-            "waits": host_waits(partial(self._step, tokens, labels), self.device),
-        }
+        return found.numpy()
 
     def profile(self, length: int, rows: int) -> list[dict[str, Any]]:
         """The operations that take most device time in one step."""
@@ -221,8 +195,8 @@ class Megatron(Side):
             "perform_initialization": False,
         }
 
-    def pieces(self, gradients: bool = False) -> Iterator[tuple[str, Any]]:
-        return megatron_pieces(self.module, self.config, gradients)
+    def pieces(self) -> Iterator[tuple[str, Any]]:
+        return megatron_pieces(self.module, self.config)
 
     def forward(self, tokens: Any, labels: Any = None) -> Any:
         positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
@@ -245,7 +219,7 @@ class Ours(Megatron):
         from tests.support.model_mapping import megatron_model
 
         if self._mamba_ssm and importlib.util.find_spec("mamba_ssm") is None:
-            raise Skipped("package mamba-ssm is not installed")
+            raise RuntimeError("package mamba-ssm is not installed")
         return megatron_model(self.config, **self._changes())
 
     def settings(self) -> str:
@@ -261,9 +235,9 @@ class StockTE(Megatron):
         from megatron_nemotron3.layers.backend import te_problem
 
         if problem := te_problem():
-            raise Skipped(problem)
+            raise RuntimeError(problem)
         if self.device != "cuda":
-            raise Skipped("TransformerEngine runs on a GPU only")
+            raise RuntimeError("TransformerEngine runs on a GPU only")
         from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
         from megatron.core.models.hybrid.hybrid_model import HybridModel
         from megatron.core.ssm import mamba_mixer
@@ -356,8 +330,8 @@ class Transformers(Side):
                 part.e_score_correction_bias = part.e_score_correction_bias.float()  # as after loading
         return module
 
-    def pieces(self, gradients: bool = False) -> Iterator[tuple[str, Any]]:
-        return transformers_pieces(self.module, self.config, gradients)
+    def pieces(self) -> Iterator[tuple[str, Any]]:
+        return transformers_pieces(self.module)
 
     def forward(self, tokens: Any) -> Any:
         return self.module(tokens).logits

@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=2 python benchmarks/train_step.py [--quick]
     OMP_NUM_THREADS=1 python benchmarks/train_step.py --limit
-    python benchmarks/train_step.py --side te --width nano --device cuda      # a stage of gpu.py
+    python benchmarks/train_step.py --width nano --device cuda         # a stage of gpu.py
 
 Same weights, same tokens, FP32, batch 1, on the CPU; the logits must agree before anything is timed. Each
 side runs in a process of its own; they take turns, and the medians are compared. Peak memory is the increase
@@ -15,9 +15,11 @@ layers compute dense products by oneDNN (`cpu/products.py`), transformers takes 
 experts) and attention take in steps of the same run. The products of the scan are a choice of algorithm, so
 they stand apart. One thread and CPU time make the result robust against other load on the machine.
 
---side: one side alone, a stack with the widths of Nano or Super and the first 8 to 12 layers of its pattern
-(models.py), in BF16 with 8,192 tokens. First sketches of logits and gradients, by which gpu.py compares sides
-that ran at different times; then time, memory and host waits; last the operations that take most of the time.
+With --device cuda, a stage of gpu.py: a stack with the widths of Nano or Super and the first 8 to 12 layers
+of its pattern (models.py), in BF16 with 8,192 tokens. Sides run one after the other: transformers, our
+layers, the stock TransformerEngine spec, and our layers with mamba-ssm's scan. A side whose logits differ by
+more than two BF16 implementations may is marked, and its speed means nothing; gradients are compared by
+`pytest -m gpu` (tests/gpu/test_model.py). Last the operations that take most of the time of our layers.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from common import MIB, Worker, emit, in_turn, machine, model, parser, show
+from common import GIB, MIB, Worker, emit, in_turn, machine, model, parser, seconds, show, table
 from process_tree import proc_bytes
 
 LENGTHS = (512, 2048, 8192)
@@ -42,17 +44,28 @@ ATTENTION = {
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_flash_attention_for_cpu_backward",
 }
-#: Of --side: tokens, those for which logits and gradients are compared, steps, and rows of the profile.
-TOKENS, COMPARED_TOKENS, STEPS, OPERATIONS = 8192, 1024, 8, 20
+#: On a GPU: tokens, those for which logits are compared, and rows of the profile.
+TOKENS, COMPARED_TOKENS, OPERATIONS = 8192, 1024, 20
 SMALL_TOKENS = 48
+#: Largest distance of logits of two sides in BF16, relative, by norm: 4 eps. The root mean square error of
+#: one rounding is 0.21 eps (eps / sqrt(12) where the significand is 1, half of it just below 2). A layer
+#: rounds about 9 times between its input and the residual stream, and squares of independent errors add: for
+#: 12 layers 0.21 eps * sqrt(9 * 12) = 2.2 eps per side, 3.1 eps between two.
+LOGITS_RTOL = 4 * 2.0**-7
+TITLES = {
+    "hf": "transformers at its best setting",
+    "plain": "torch backend without mamba-ssm",
+    "te": "stock TransformerEngine spec",
+    "mamba-ssm": "torch backend with mamba-ssm's scan",
+}
 
 
-def side(name: str, dtype: str = "float32") -> Any:
-    """A side on the CPU, with the benchmarks' model."""
+def side(name: str, device: str = "cpu", dtype: str = "float32", config: Any = None) -> Any:
+    """A side, by default on the CPU with the benchmarks' model."""
     from sides import SIDES
 
-    made = SIDES[name]("cpu", dtype)
-    made.build(model())
+    made = SIDES[name](device, dtype)
+    made.build(config or model())
     return made
 
 
@@ -63,7 +76,7 @@ def compare(ours: Worker, theirs: Worker, lengths: Sequence[int], repetitions: i
     rows: list[dict[str, Any]] = []
     per_token = 0.0  # of the other side's peak, to predict what does not fit
     for length in lengths:
-        mine = ours.call("peak", length)
+        mine, _ = ours.call("peak", length)
         if per_token * length > MEMORY_SHARE * proc_bytes("meminfo")["MemAvailable"]:
             print(f"{length} tokens: transformers needs about {per_token * length / MIB:,.0f} MiB")
             measure(ours, [length], repetitions)
@@ -74,7 +87,7 @@ def compare(ours: Worker, theirs: Worker, lengths: Sequence[int], repetitions: i
             print(f"logits differ by {difference:.2g} at {length} tokens: limit {LOGITS_ATOL}", flush=True)
             if length == lengths[0]:
                 raise SystemExit(1)
-        other = theirs.call("peak", length)
+        other, _ = theirs.call("peak", length)
         per_token = other / length
         a, b = in_turn([lambda s=length, w=w: w.call("step", s) for w in (ours, theirs)], repetitions)
         rows.append(
@@ -97,9 +110,9 @@ def measure(ours: Worker, lengths: Sequence[int], repetitions: int) -> None:
     """Print our side alone."""
     rows = []
     for length in lengths:
-        (seconds,) = in_turn([lambda s=length: ours.call("step", s)], repetitions)
-        held = round(ours.call("peak", length) / MIB)
-        rows.append({"tokens": length, "ours tok/s": round(length / seconds), "ours peak MiB": held})
+        (took,) = in_turn([lambda s=length: ours.call("step", s)], repetitions)
+        held = round(ours.call("peak", length)[0] / MIB)
+        rows.append({"tokens": length, "ours tok/s": round(length / took), "ours peak MiB": held})
     show(rows)
 
 
@@ -170,32 +183,57 @@ def against_limit(lengths: Sequence[int], repetitions: int) -> None:
     show(rows)
 
 
-def alone(name: str, width: str, device: str, small: bool) -> None:
-    """Measure one side."""
+def on_gpu(width: str, device: str, small: bool) -> None:
+    """Measure every side that runs here, one after the other."""
     import models
-    from sides import SIDES
+    import numpy as np
+    import torch
 
-    from megatron_nemotron3.models.parameters import count
-
-    made = SIDES[name](device)
     config = models.stack(width, tiny=small)
     fitted = config if small else models.fitting(config, models.capacity(device))
     tokens = SMALL_TOKENS if small else TOKENS
-    about = {
-        "title": fitted.title,
-        "pattern": fitted.pattern,
-        "experts": fitted.num_moe_experts,
-        "published_experts": config.num_moe_experts,
-        "topk": fitted.moe_router_topk,
-        "parameters": count(fitted).stored,
-        "tokens": tokens,
-        "flops_per_token": sum(models.flops_per_token(fitted, tokens).values()),
-    }
-    emit("model", about)
-    emit("settings", {"text": made.build(fitted)})
-    emit("parity", made.parity(min(tokens, COMPARED_TOKENS)))
-    emit("speed", made.measure(tokens, 1 if small else STEPS))
-    show(made.profile(tokens, OPERATIONS), "profile")
+    about = models.described(fitted, config, tokens)
+    print(about, flush=True)
+    emit("model", {"model": about})
+    flops = tokens * sum(models.flops_per_token(fitted, tokens).values()) / 1e12
+    n = 256 if small else 8192
+    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
+    rate = 2 * n**3 / min(seconds(lambda: a @ b, device) for _ in range(10)) / 1e12
+    peak = models.data_sheet(device)
+    expected, theirs, rows = None, None, []
+    for name, title in TITLES.items():
+        worker = Worker(side, name, device, "bfloat16", fitted)
+        row: dict[str, Any] = {"side": title}
+        rows.append(row)
+        try:
+            row["settings"] = worker.call("settings")
+            logits = worker.call("logits", min(tokens, COMPARED_TOKENS))
+            expected = logits if expected is None else expected
+            distance = float(np.linalg.norm(logits - expected) / np.linalg.norm(expected))
+            for _ in range(2):  # kernels are compiled and chosen
+                took = worker.call("step", tokens)
+            most, held = worker.call("peak", tokens)
+            theirs = theirs or took
+            row |= {
+                "tok/s": round(tokens / took),
+                "ms": 1e3 * took,
+                "of the first": f"{theirs / took:.2f}",
+                "MFU %": 100 * flops / took / peak if peak else None,
+                f"of {rate:,.3g} TFLOP/s measured": f"{100 * flops / took / rate:.1f} %",
+                "peak GiB": most / GIB,
+                "activations GiB": held / GIB,
+                "waits": worker.call("waits", tokens),
+                "logits": f"{distance:.1e} " + ("agree" if distance <= LOGITS_RTOL else "**differ**"),
+            }
+            profile = worker.call("profile", tokens, OPERATIONS) if name == "plain" else []
+        except RuntimeError as error:
+            row["settings"], profile = f"{error}"[:300], []
+        worker.close()
+        emit("side", row)
+        for operation in profile:
+            emit("operation", operation)
+    print("\n".join(f"- {row['side']}: {row.pop('settings')}" for row in rows))
+    print("\n".join(table(row for row in rows if len(row) > 1)))
 
 
 def main() -> None:
@@ -206,18 +244,17 @@ def main() -> None:
     options.add_argument("--ours-only", action="store_true", help="do not run transformers")
     options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of --ours-only")
     options.add_argument("--limit", action="store_true", help="our step against its own products")
-    options.add_argument("--side", choices=("plain", "mamba-ssm", "hf", "te"), help="this one alone")
-    options.add_argument("--width", choices=("nano", "super"), default="nano", help="of --side")
+    options.add_argument("--width", choices=("nano", "super"), default="nano", help="on a GPU")
     args = options.parse_args()
     lengths = args.lengths or (LENGTHS[:2] if args.quick else LENGTHS)
     repetitions = args.repetitions or (3 if args.quick else 5)
     print(machine(), flush=True)
-    if args.side:
-        alone(args.side, args.width, args.device, args.small)
+    if args.device == "cuda" or args.small:
+        on_gpu(args.width, args.device, args.small)
     elif args.limit:
         against_limit(lengths, repetitions)
     elif args.ours_only or args.dtype != "float32":
-        measure(Worker(side, "plain", args.dtype), lengths, repetitions)
+        measure(Worker(side, "plain", "cpu", args.dtype), lengths, repetitions)
     else:
         compare(Worker(side, "plain"), Worker(side, "hf"), lengths, repetitions)
 
