@@ -103,7 +103,7 @@ RESULTS ?= build/gpu/results.jsonl
 gpu:
 	$(GPU_PYTHON) benchmarks/gpu.py --results $(RESULTS) $(OPTIONS)
 
-# On a machine with a package index: what `make gpu` needs on one without, in files of at most 52 MiB.
+# On a machine with a package index: what `make gpu` needs on one without, in folders of at most 52 MiB.
 PACK ?= build/gpu-pack
 gpu-pack: environment
 	$(VENV)/bin/python benchmarks/gpu_pack.py $(PACK) $(OPTIONS)

@@ -324,14 +324,10 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of the checkout, "+" if files are changed; "" where git cannot say."""
-
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True)
-        return done.stdout.strip() if done.returncode == 0 else ""
-
+    """The commit of the checkout, with "-dirty" if files are changed; "" where git cannot say."""
+    words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     with contextlib.suppress(OSError):
-        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain") else "")
+        return subprocess.run(words, capture_output=True, text=True).stdout.strip()
     return ""
 
 
@@ -399,12 +395,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def listed(stages: Sequence[Stage], results: Results) -> list[str]:
     """The stages with what is known of each."""
-    found, lines = results.stages(), []
-    for stage in stages:
-        status = found[stage.name]["status"] if stage.name in found else ""
-        seconds = f"about {stage.expected:3} s, limit {stage.limit:3} s"
-        lines.append(f"{stage.name:22} {seconds}  {status:11} {stage.title}")
-    return [*lines, f"together about {sum(stage.expected for stage in stages) / 60:.0f} min"]
+    found = results.stages()
+    return table(
+        {
+            "stage": stage.name,
+            "what": stage.title,
+            "about s": stage.expected,
+            "limit s": stage.limit,
+            "result": found.get(stage.name, {}).get("status"),
+        }
+        for stage in stages
+    )
 
 
 def tables(results: Results) -> Iterator[str]:

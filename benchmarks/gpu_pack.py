@@ -1,4 +1,4 @@
-"""What gpu.py needs on a machine without a package index, as files of limited size: a folder of wheels.
+"""What gpu.py needs on a machine without a package index: folders of wheels, each of limited size.
 
     python benchmarks/gpu_pack.py build/gpu-pack [--te-wheel FILE [--cuda 13]] [--have FILE]
     python3 benchmarks/gpu.py --packages build/gpu-pack      # there; needs no network, but torch and pip
@@ -10,7 +10,7 @@ on the index as source only, and compiling it needs CUDA, so a wheel is given. I
 CUDA 12 or 13: --cuda gives that of the target's torch, and installing compares them.
 
 --have is what `pip freeze` prints on the target machine: what it names is left out, but for megatron-core and
-transformers. A file that is larger than a transfer is divided into parts, which are joined again.
+transformers. Each folder is for one transfer; a file that is larger is cut, and put together there.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SOURCES = {
     "mamba-ssm==2.3.2.post1": ("mamba_ssm", "selective_scan_cuda"),
     "causal-conv1d==1.7.0": ("causal_conv1d", "causal_conv1d_cuda"),
 }
-#: Bytes of a part: transfers of 64 MiB carry the checkout, too.
+#: Bytes of a folder: transfers of 64 MiB carry the checkout, too.
 PART = 52 * MIB
 
 
@@ -114,32 +114,43 @@ def gather(folder: Path, te_wheel: Path | None, have: Iterable[str], cuda: str) 
 
 
 def divide(folder: Path, size: int = PART) -> None:
-    """Replace each file above `size` bytes by parts: NAME.00of06 and so on."""
-    for path in [path for path in folder.iterdir() if path.stat().st_size > size]:
-        number = -(-path.stat().st_size // size)
+    """Move the files into folders part00, part01, … of at most `size` bytes; larger files are cut.
+
+    The pieces of a file are NAME.00of06 and so on.
+    """
+    number, free = 0, size
+    for path in sorted(folder.iterdir()):
+        pieces = -(-path.stat().st_size // size)
         with path.open("rb") as file:
-            for part in range(number):
-                path.with_name(f"{path.name}.{part:02}of{number:02}").write_bytes(file.read(size))
+            for piece in range(pieces):
+                data = file.read(size)
+                if len(data) > free:
+                    number, free = number + 1, size
+                part = folder / f"part{number:02}"
+                part.mkdir(exist_ok=True)
+                free -= len(data)
+                name = path.name if pieces == 1 else f"{path.name}.{piece:02}of{pieces:02}"
+                (part / name).write_bytes(data)
         path.unlink()
 
 
 def join(folder: Path, into: Path) -> None:
-    """Copy a pack with its parts joined.
+    """Copy the files of a pack, those that were cut as one again.
 
     Raises:
-        ValueError: a part is missing.
+        ValueError: a piece is missing.
     """
-    for path in sorted(folder.iterdir()):
-        match = re.fullmatch(r"(.+)\.(\d\d)of(\d\d)", path.name)
+    files = {path.name: path for path in folder.glob("part*/*")}
+    for name, path in files.items():
+        match = re.fullmatch(r"(.+)\.\d\dof(\d\d)", name)
         if not match:
             shutil.copy(path, into)
-        elif match[2] == "00":
+        elif not (into / match[1]).exists():
             with (into / match[1]).open("wb") as file:
-                for part in range(int(match[3])):
-                    source = path.with_name(f"{match[1]}.{part:02}of{match[3]}")
-                    if not source.is_file():
-                        raise ValueError(f"{source} is missing: carry it, too")
-                    file.write(source.read_bytes())
+                for piece in (f"{match[1]}.{number:02}of{match[2]}" for number in range(int(match[2]))):
+                    if piece not in files:
+                        raise ValueError(f"{folder}: {piece} is missing: carry every folder of the pack")
+                    file.write(files[piece].read_bytes())
 
 
 def install(folder: Path, site: Path) -> dict[str, list[str]]:
@@ -149,10 +160,12 @@ def install(folder: Path, site: Path) -> dict[str, list[str]]:
         ValueError: there is no pack, a part is missing, or TransformerEngine is for another CUDA than torch.
         RuntimeError: pip failed; a damaged wheel has a wrong checksum.
     """
-    if not folder.is_dir():
-        raise ValueError(f"{folder} does not exist: make it by gpu_pack.py")
+    if not (folder / "part00").is_dir():
+        raise ValueError(f"{folder} has no folder part00: it is no pack, or was not carried")
     torch = torch_folder()
-    if (te := sorted(folder.glob("transformer_engine_cu*"))) and (here := cuda_of_torch(torch)) is not None:
+    if (te := sorted(folder.glob("part*/transformer_engine_cu*"))) and (
+        here := cuda_of_torch(torch)
+    ) is not None:
         made_for = te[0].name.removeprefix("transformer_engine_cu").split("-")[0]
         if here.split(".")[0] != made_for:
             raise ValueError(
@@ -211,8 +224,9 @@ def main() -> int:
     except (ValueError, OSError, RuntimeError) as error:
         print(f"gpu_pack.py: {error}", file=sys.stderr)
         return 2
-    sizes = [path.stat().st_size for path in args.pack.iterdir()]
-    print(f"{args.pack}: {len(sizes)} files, {sum(sizes) / MIB:.0f} MiB, the largest {max(sizes) / MIB:.0f}")
+    for part in sorted(args.pack.iterdir()):
+        sizes = [path.stat().st_size for path in part.iterdir()]
+        print(f"{part}: {len(sizes)} files, {sum(sizes) / MIB:.0f} MiB")
     return 0
 
 

@@ -40,12 +40,21 @@ def quiet() -> None:
 
 
 class Side:
-    """A model on one device.
+    """A model on one device, "cuda" or "cpu".
+
+    A subclass has `make`, the module with undefined weights; `pieces`, its tensors under Hugging Face names;
+    `forward`, logits [1, s, vocabulary] of tokens [1, s]; `loss`, the mean cross-entropy; and `settings`, the
+    implementations in use, in words.
 
     Args:
-        device: "cuda" or "cpu".
         dtype: of its weights, a name of torch.
     """
+
+    make: Callable[[], Any]
+    pieces: Callable[[], Iterator[tuple[str, Any]]]
+    forward: Callable[..., Any]
+    loss: Callable[[Any, Any], Any]
+    settings: Callable[[], str]
 
     def __init__(self, device: str, dtype: str = "bfloat16") -> None:
         os.environ["NEMOTRON3_GPU_KERNELS"] = ""  # the default, whatever the caller's is
@@ -53,26 +62,6 @@ class Side:
         self.device, self.dtype = device, getattr(torch, dtype)
         self._world = ExitStack()
         self.module: Any = None
-
-    def make(self) -> Any:
-        """Create the module on the device with undefined weights."""
-        raise NotImplementedError
-
-    def pieces(self) -> Iterator[tuple[str, Any]]:
-        """Its tensors under Hugging Face names: for weights.py."""
-        raise NotImplementedError
-
-    def forward(self, tokens: Any) -> Any:
-        """Logits [1, s, vocabulary] of tokens [1, s]."""
-        raise NotImplementedError
-
-    def loss(self, tokens: Any, labels: Any) -> Any:
-        """Mean cross-entropy."""
-        raise NotImplementedError
-
-    def settings(self) -> str:
-        """Describe the implementations in use."""
-        raise NotImplementedError
 
     def build(self, config: Any) -> str:
         """Make the model of `config`, run it once, and return its settings."""

@@ -76,18 +76,16 @@ def compare(ours: Worker, theirs: Worker, lengths: Sequence[int], repetitions: i
     rows: list[dict[str, Any]] = []
     per_token = 0.0  # of the other side's peak, to predict what does not fit
     for length in lengths:
-        mine, _ = ours.call("peak", length)
         if per_token * length > MEMORY_SHARE * proc_bytes("meminfo")["MemAvailable"]:
             print(f"{length} tokens: transformers needs about {per_token * length / MIB:,.0f} MiB")
-            measure(ours, [length], repetitions)
-            continue
+            break
         # Before timing, both sides must give the same logits.
         difference = float(np.abs(ours.call("logits", length) - theirs.call("logits", length)).max())
         if difference > LOGITS_ATOL:
             print(f"logits differ by {difference:.2g} at {length} tokens: limit {LOGITS_ATOL}", flush=True)
             if length == lengths[0]:
                 raise SystemExit(1)
-        other, _ = theirs.call("peak", length)
+        mine, other = (worker.call("peak", length)[0] for worker in (ours, theirs))
         per_token = other / length
         a, b = in_turn([lambda s=length, w=w: w.call("step", s) for w in (ours, theirs)], repetitions)
         rows.append(
@@ -103,16 +101,6 @@ def compare(ours: Worker, theirs: Worker, lengths: Sequence[int], repetitions: i
             }
         )
         print(f"  {length} tokens done", flush=True)
-    show(rows)
-
-
-def measure(ours: Worker, lengths: Sequence[int], repetitions: int) -> None:
-    """Print our side alone."""
-    rows = []
-    for length in lengths:
-        (took,) = in_turn([lambda s=length: ours.call("step", s)], repetitions)
-        held = round(ours.call("peak", length)[0] / MIB)
-        rows.append({"tokens": length, "ours tok/s": round(length / took), "ours peak MiB": held})
     show(rows)
 
 
@@ -241,8 +229,6 @@ def main() -> None:
     options.add_argument("--quick", action="store_true", help="lengths 512 and 2048, three repetitions")
     options.add_argument("--lengths", type=int, nargs="+", default=None, help=f"default: {LENGTHS}")
     options.add_argument("--repetitions", type=int, default=None)
-    options.add_argument("--ours-only", action="store_true", help="do not run transformers")
-    options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of --ours-only")
     options.add_argument("--limit", action="store_true", help="our step against its own products")
     options.add_argument("--width", choices=("nano", "super"), default="nano", help="on a GPU")
     args = options.parse_args()
@@ -253,8 +239,6 @@ def main() -> None:
         on_gpu(args.width, args.device, args.small)
     elif args.limit:
         against_limit(lengths, repetitions)
-    elif args.ours_only or args.dtype != "float32":
-        measure(Worker(side, "plain", "cpu", args.dtype), lengths, repetitions)
     else:
         compare(Worker(side, "plain"), Worker(side, "hf"), lengths, repetitions)
 

@@ -86,7 +86,6 @@ SMALL = {
     ),
 }
 LARGER = {
-    "ours": Case("train_step.py", ("--ours-only", *ONE_LENGTH), ("tokens", "64"), "ours tok/s"),
     "nvfp4": Case("nvfp4.py", ("--quick",), ("model", "super-tiny"), "plain ms"),
     "whole model": Case("train_step.py", ONE_LENGTH, ("tokens", "64"), "HF tok/s"),
     "monitor": Case(

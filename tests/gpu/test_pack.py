@@ -55,9 +55,11 @@ def pack(tmp_path: Path) -> Path:
 
 
 def test_what_was_packed_can_be_used(pack: Path, tmp_path: Path) -> None:
-    parts = sorted(path.name for path in pack.iterdir() if "second" in path.name)
-    assert parts == [f"second-1.0-py3-none-any.whl.{n:02}of03" for n in range(3)]
-    assert all(path.stat().st_size <= PART for path in pack.iterdir())
+    pieces = sorted(path.name for path in pack.glob("*/second*"))
+    assert pieces == [f"second-1.0-py3-none-any.whl.{n:02}of03" for n in range(3)]
+    parts = sorted(pack.iterdir())
+    assert [part.name for part in parts] == [f"part{n:02}" for n in range(len(parts))] and len(parts) > 2
+    assert all(sum(path.stat().st_size for path in part.iterdir()) <= PART for part in parts)
     site = tmp_path / "space here" / "site"
     variables = gpu_pack.install(pack, site)
     assert variables["PYTHONPATH"] == [str(site)] and variables["LD_LIBRARY_PATH"][-1].endswith("torch/lib")
@@ -66,24 +68,24 @@ def test_what_was_packed_can_be_used(pack: Path, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.stdout == "3\n", done.stderr
     assert list(site.parent.iterdir()) == [site]
-    for path in pack.iterdir():
+    for path in pack.glob("*/*"):
         path.unlink()
     assert gpu_pack.install(pack, site) == variables  # once
 
 
 @pytest.mark.parametrize("case", ["missing", "damaged", "none"])
 def test_what_is_wrong_is_said_before_anything_is_made(pack: Path, tmp_path: Path, case: str) -> None:
-    part = pack / "second-1.0-py3-none-any.whl.01of03"
+    (part,) = pack.glob("*/second-1.0-py3-none-any.whl.01of03")
     if case == "missing":
         part.unlink()
-        message = "01of03 is missing: carry it, too"
+        message = "01of03 is missing: carry every folder"
     elif case == "damaged":
         data = bytearray(part.read_bytes())
         data[10] ^= 1
         part.write_bytes(data)
         message = "pip install failed"
     else:
-        pack, message = tmp_path / "none", "does not exist"
+        pack, message = tmp_path / "none", "is no pack, or was not carried"
     with pytest.raises((ValueError, RuntimeError), match=message):
         gpu_pack.install(pack, tmp_path / "gpu" / "site")
     assert not (tmp_path / "gpu" / "site").exists()
@@ -97,7 +99,7 @@ def test_transformer_engine_is_for_the_cuda_of_torch(
     torch.mkdir()
     monkeypatch.setattr(gpu_pack, "torch_folder", lambda: torch)
     monkeypatch.setattr(gpu_pack, "pip", lambda *words: Path(words[words.index("--target") + 1]).mkdir())
-    other = pack / "transformer_engine_cu13-2.20.2-py3-none-manylinux_2_28_x86_64.whl.00of01"
+    other = pack / "part00" / "transformer_engine_cu13-2.20.2-py3-none-manylinux_2_28_x86_64.whl.00of01"
     for number, (text, problem) in enumerate(
         (
             ("cuda: Optional[str] = '12.8'\n", "is for CUDA 13, torch for 12.8: use another --cuda"),
