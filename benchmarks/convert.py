@@ -139,7 +139,7 @@ class Side:
             Path("/proc/sys/vm/drop_caches").write_text("3")
         else:
             block = bytearray(8 * MIB)
-            for path in self.source.rglob("*"):
+            for path in filter(Path.is_file, self.source.rglob("*")):
                 with open(path, "rb", buffering=0) as file:
                     while file.readinto(block):
                         pass

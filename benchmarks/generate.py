@@ -12,9 +12,10 @@ to the side in the first row, "by CPU time" the same in CPU time of the thread, 
 equal to its tokens.
 
 --passes: what drafts cost at that hidden size in the family's proportions: a pass over 1 to 8 tokens, and a
-step that drafts 1 to 7 tokens of which all are accepted, in turn. Least CPU time of the thread, which other
-processes disturb less than the clock. A step costs as many plain ones as "of one token" says, so drafts are
-faster than plain decoding from that acceptance length on.
+step that drafts 1 to 7 tokens, in turn. MTP agrees with the model, so nearly all drafts are accepted
+("tokens"); what they cost does not depend on that. Least CPU time of the thread, which other processes
+disturb less than the clock. A step costs as many plain ones as "of one token" says, so drafts are faster than
+plain decoding from that acceptance length on.
 
 With --device cuda, stages of gpu.py, in BF16: plain decoding of Nano after short and long contexts; --passes:
 11 layers of Super's width and its MTP, timed on the device.
@@ -53,8 +54,7 @@ from megatron_nemotron3.inference.generate.engine import Engine
 from megatron_nemotron3.inference.generate.prompts import Decoder, GenerationOptions, generate
 from megatron_nemotron3.models import Nemotron3Config, get
 from megatron_nemotron3.models.parameters import count
-from tests.support.checkpoint_pair import InMemory
-from tests.support.engines import agreeing_tensors, engine_of, tensors
+from tests.support.engines import engine_of, tensors
 
 DRAFTS = (1, 2, 3, 5, 7)
 PASSES = (1, 2, 3, 4, 8)
@@ -228,28 +228,31 @@ def passes(engine: Engine, context: int, device: str, repetitions: int) -> None:
 
         return lambda: took(run, device)
 
-    def step(decoder: Decoder) -> Callable[[], float]:
+    def step(decoder: Decoder, tokens: list[int]) -> Callable[[], float]:
         def run() -> None:
-            assert len(decoder.step([decoder.draft])[0]) == decoder.draft + 1
+            tokens.append(len(decoder.step([decoder.draft])[0]))
 
         return lambda: took(run, device)
 
     sides = {f"pass over {n}": over(n) for n in PASSES}
+    tokens: dict[str, list[int]] = {name: [n] for name, n in zip(sides, PASSES, strict=True)}
     for draft in (0, *DRAFTS):
         options = GenerationOptions((draft + 1) * (repetitions + 2), draft=draft)
-        sides[f"step with {draft} drafts"] = step(Decoder(engine, prompt.tolist(), options))
+        given = tokens[f"step with {draft} drafts"] = []
+        sides[f"step with {draft} drafts"] = step(Decoder(engine, prompt.tolist(), options), given)
     with torch.inference_mode():
         found = [min(times) for times in rounds(list(sides.values()), repetitions)]
     plain = {"pass": found[0], "step": found[len(PASSES)]}
     rows = []
     for name, least in zip(sides, found, strict=True):
         ratio = least / plain[name.split()[0]]
-        rows.append({"what": name, "ms": f"{1e3 * least:.2f}", "of one token": f"{ratio:.2f}"})
+        row = {"what": name, "tokens": f"{statistics.mean(tokens[name]):.2f}", "ms": f"{1e3 * least:.2f}"}
+        rows.append(row | {"of one token": f"{ratio:.2f}"})
     show(rows, "passes")
 
 
-def drawn(config: Nemotron3Config, device: str, *, agreeing: bool = False) -> Engine:
-    """An engine in BF16 with weights that depend on their names alone, drawn on the device.
+def drawn(config: Nemotron3Config, device: str, dtype: torch.dtype, *, agreeing: bool = False) -> Engine:
+    """An engine with weights that depend on their names alone, drawn on the device.
 
     Args:
         agreeing: the model predicts from its last token alone, and so does its MTP: its layers add nothing
@@ -259,7 +262,7 @@ def drawn(config: Nemotron3Config, device: str, *, agreeing: bool = False) -> En
 
     def read(name: str) -> torch.Tensor:
         generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
-        tensor = torch.randn(shapes[name], generator=generator, device=device, dtype=torch.bfloat16)
+        tensor = torch.randn(shapes[name], generator=generator, device=device, dtype=dtype)
         if name.endswith("e_score_correction_bias"):
             tensor.zero_()
         else:
@@ -267,7 +270,7 @@ def drawn(config: Nemotron3Config, device: str, *, agreeing: bool = False) -> En
             tensor = tensor.mul_(std).add_(mean)
         return agree(name, tensor) if agreeing else tensor
 
-    engine = Engine(Decode(config, read, torch.bfloat16, device), max_context=2**20)
+    engine = Engine(Decode(config, read, dtype, device), max_context=2**20)
     about = {
         "title": config.title,
         "pattern": config.pattern,
@@ -296,7 +299,7 @@ def decode(device: str, small: bool) -> None:
     config = get("nano-tiny" if small else "nano").but(mtp_pattern=None, mtp_num_layers=0)
     if device == "cuda" and 2 * count(config).stored + RESERVE > capacity(device):
         config = config.but(pattern=cut(config.pattern))
-    engine = drawn(config, device)
+    engine = drawn(config, device, torch.bfloat16)
     options = GenerationOptions(8 if small else 128, chunk=CHUNK)
     repetitions = 1 if small else 3
     rows = []
@@ -320,7 +323,8 @@ def drafts(device: str, small: bool) -> None:
     config = get("super-tiny") if small else get("super").but(pattern=stack("super").pattern)
     if device == "cuda":
         config = halved(config, lambda c: 2 * count(c).stored + RESERVE, capacity(device))
-    passes(drawn(config, device, agreeing=True), 48 if small else 2048, device, 1 if small else 20)
+    engine = drawn(config, device, torch.bfloat16, agreeing=True)
+    passes(engine, 48 if small else 2048, device, 1 if small else 20)
 
 
 def main() -> None:
@@ -342,9 +346,7 @@ def main() -> None:
     elif args.passes is not None:
         config = scaled(args.passes)
         print(f"{config.title.replace('256', str(args.passes))}, {dtype}, context {args.context}")
-        made = InMemory(agreeing_tensors(config, 0.0), Path())
-        engine = Engine(read_weights(made, config, dtype=dtype), max_context=10**6)
-        passes(engine, args.context, "cpu", args.rounds)
+        passes(drawn(config, "cpu", dtype, agreeing=True), args.context, "cpu", args.rounds)
     elif args.run is None:
         random_weights(args.context, args.new, args.rounds)
     else:

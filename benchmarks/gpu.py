@@ -50,6 +50,8 @@ RESULTS = Path("build/gpu/results.jsonl")
 STATUSES = ("ok", "failed", "timeout", "interrupted")
 #: Seconds in which a killed process should be gone; one that hangs in the driver may stay.
 GRACE = 15
+#: Seconds for the process that only names the device.
+IDENTIFY = 120
 #: Bytes of the largest results file that is read, and characters of a log that are kept with a bad result.
 LIMIT, TAIL = 64 * 2**20, 3000
 PACKAGES = ("torch", "triton", "megatron-core", "transformers", "transformer-engine", "mamba-ssm")
@@ -301,7 +303,8 @@ def device_of(kind: str, environment: dict[str, str]) -> str:
     if kind == "cpu":
         return "CPU"
     code = "import torch; assert torch.cuda.is_available(); print(torch.cuda.get_device_name())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=IDENTIFY, env=environment)
     if done.returncode:
         said = last_line(done.stderr)
         raise ValueError(f"no CUDA device here ({said}): rehearse with --device cpu --small")
@@ -375,7 +378,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         environment = environment_of(args.packages, args.results.parent / "site")
         device = device_of(args.device, environment)
         begin(results, {"device": device, "small": args.small, "versions": versions()})
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError, subprocess.TimeoutExpired) as error:
         print(f"gpu.py: {error}", file=sys.stderr)
         return 2
     say(f"{device}; {len(stages)} stages, {args.budget:.0f} min, results in {args.results}")
