@@ -210,22 +210,21 @@ class Driver:
                 said = f"killed after {limit:.0f} s"
             finally:
                 said += "" if end(process) else "; still there"
-                printed = tail(log, start)
+                printed, found = tail(log, start), whole_lines(rows)
+                if status != "ok" or not found:
+                    said = said or last_line(printed)
                 record = {
                     "kind": "stage",
                     "stage": stage.name,
                     "status": status,
                     "seconds": round(time.monotonic() - began, 1),
-                    "said": said or last_line(printed),
-                    "rows": whole_lines(rows),
+                    "said": said,
+                    "rows": found,
                 }
                 if status != "ok":
                     record["tail"] = printed
                 self.results.add(record)
-                say(
-                    f"{stage.name}: {status}, {record['seconds']:.0f} s, {len(record['rows'])} rows: "
-                    f"{record['said']}"
-                )
+                say(f"{stage.name}: {status}, {record['seconds']:.0f} s, {len(found)} rows {said}".rstrip())
 
 
 def end(process: subprocess.Popen[bytes]) -> bool:

@@ -78,11 +78,11 @@ def gone(pid: int) -> bool:
 
 
 KINDS = {
-    "good": ("end", "ok", "done"),
+    "good": ("end", "ok", ""),
     "wrong": ("raise", "failed", "RuntimeError: this is wrong"),
     "dead": ("die", "failed", "killed by SIGSEGV"),
     "stuck": ("hang", "timeout", "killed after 2 s"),
-    "last": ("end", "ok", "done"),
+    "last": ("end", "ok", ""),
 }
 
 
