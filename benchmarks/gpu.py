@@ -209,7 +209,7 @@ class Driver:
                 status = "timeout" if limit == stage.limit else "interrupted"
                 said = f"killed after {limit:.0f} s"
             finally:
-                said += "" if end(process) else "; still there"
+                said += "" if end(process) else " (still there)"
                 printed, found = tail(log, start), whole_lines(rows)
                 if status != "ok" or not found:
                     said = said or last_line(printed)
