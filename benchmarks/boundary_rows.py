@@ -93,6 +93,7 @@ def main() -> None:
     small = args.small or args.device == "cpu"
     rows, hidden, rounds = (2048, 64, 2) if small else (32768, 4096, 30)
     show([pack_row(args.device, rows, hidden, pieces, rounds) for pieces in PIECES], "pack")
+    print()
     lengths = (512,) if small else (8192, 32768, 131072)
     cases = itertools.product(lengths, ((1, 8), (4, 8)))
     show([align_row(args.device, length, *layout, hidden, rounds) for length, layout in cases], "align")
