@@ -96,21 +96,21 @@ docs: environment
 docs-look: docs
 	$(RUN) tests.docs.look build/site --pictures build/look
 
-# On a machine with a GPU: all that is measured there, in 25 minutes (docs/contributing.md). GPU_PYTHON has torch and
-# megatron-core; OPTIONS are those of benchmarks/gpu.py.
+# On a machine with a GPU: all that is measured there, in 20 minutes (docs/contributing.md). GPU_PYTHON has torch;
+# OPTIONS are those of benchmarks/gpu.py, --packages build/gpu-pack for one without megatron-core.
 GPU_PYTHON ?= python3
 RESULTS ?= build/gpu/results.jsonl
 gpu:
 	$(GPU_PYTHON) benchmarks/gpu.py --results $(RESULTS) $(OPTIONS)
 
-# On a machine with a package index: what `make gpu` needs on one without, in parts of at most 55 MiB.
+# On a machine with a package index: what `make gpu` needs on one without, in folders of at most 52 MiB.
 PACK ?= build/gpu-pack
 gpu-pack: environment
-	$(VENV)/bin/python benchmarks/gpu_pack.py make $(PACK) $(OPTIONS)
+	$(VENV)/bin/python benchmarks/gpu_pack.py $(PACK) $(OPTIONS)
 
 # The benchmarks that run on a CPU.
 bench: environment
-	@for name in train_step parts ssd memory monitor convert convert_shapes nvfp4 boundary plan_error generate; do \
+	@for name in train_step monitor convert convert_shapes nvfp4 boundary plan_error generate refit_plan; do \
 		echo "== $$name"; $(VENV)/bin/python benchmarks/$$name.py || exit 1; \
 	done
 

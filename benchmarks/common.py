@@ -1,4 +1,4 @@
-"""Helpers of the benchmarks: the model they run, worker processes, memory and time, a table.
+"""The frame of every benchmark: the model, sides in processes of their own that take turns, memory, tables.
 
 Every side of a comparison runs in a process of its own (`Worker`), so that memory can be attributed to it.
 The parent process calls the sides alternately, so that other load on the machine affects all of them alike.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import json
 import math
 import multiprocessing
 import os
@@ -18,7 +19,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +31,9 @@ if str(ROOT) not in sys.path:
     # `python benchmarks/x.py` finds the package and tests.support.
     sys.path.insert(0, str(ROOT))
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
+#: Variable that names the file for the rows of a stage of gpu.py.
+ROWS = "NEMOTRON3_BENCHMARK_ROWS"
 
 
 def model(pattern: str = "MEMEM*EMEME") -> Any:
@@ -68,11 +71,25 @@ def model(pattern: str = "MEMEM*EMEME") -> Any:
     )
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser that prints the module's docstring as it is."""
-    return argparse.ArgumentParser(
+def parser(description: str | None, *, gpu: bool = False) -> argparse.ArgumentParser:
+    """A parser that prints the module's docstring as it is.
+
+    Args:
+        gpu: with the options of a stage of gpu.py.
+    """
+    made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    if gpu:
+        if ROWS in os.environ:
+            from megatron_nemotron3.common.processes import end_with_parent
+
+            end_with_parent(os.getppid())  # gpu.py may be killed
+        made.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+        made.add_argument(
+            "--small", action="store_true", help="tiny models: a rehearsal of a stage of gpu.py"
+        )
+    return made
 
 
 def do_not_clamp_time_steps(module: Any) -> None:
@@ -89,18 +106,45 @@ def set_threads() -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 
 
-def peak_memory(function: Callable[[], Any]) -> int:
-    """Largest increase of this process's resident memory while `function` runs, in bytes.
+def seconds(function: Callable[[], Any], device: str = "cpu") -> float:
+    """Time of one call in seconds; on a GPU between two events, after the queue is empty."""
+    import torch
 
-    Freed memory is returned to the system first, and the kernel's high-water mark (VmHWM) is reset, so the
-    result does not depend on what ran before.
-    """
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    reset_peak()
-    before = proc_bytes("self/status")["VmRSS"]
+    if device == "cpu":
+        start = time.perf_counter()
+        function()
+        return time.perf_counter() - start
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
     function()
-    return max(0, proc_bytes("self/status")["VmHWM"] - before)
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def peak(function: Callable[[], Any], device: str = "cpu") -> int:
+    """Largest increase of memory while `function` runs, in bytes: on a CPU that of resident memory.
+
+    Freed memory is returned to the system first, and the high-water mark is reset, so the result does not
+    depend on what ran before.
+    """
+    import torch
+
+    gc.collect()
+    if device == "cpu":
+        ctypes.CDLL(None).malloc_trim(0)
+        reset_peak()
+        before = proc_bytes("self/status")["VmRSS"]
+        function()
+        return max(0, proc_bytes("self/status")["VmHWM"] - before)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    idle = torch.cuda.memory_allocated()
+    function()
+    torch.cuda.synchronize()
+    return int(torch.cuda.max_memory_allocated() - idle)
 
 
 def reset_peak() -> None:
@@ -108,16 +152,11 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def available_memory() -> int:
-    """Bytes of memory that are available on the machine."""
-    return proc_bytes("meminfo")["MemAvailable"]
-
-
 class Worker:
     """An object in a process of its own; `call` runs one of its methods there.
 
     Args:
-        factory: module-level callable that creates the object, called in the new process.
+        factory: module-level callable that creates the object, called in the new process by the first call.
     """
 
     def __init__(self, factory: Callable[..., Any], *args: Any) -> None:
@@ -135,36 +174,28 @@ class Worker:
         except EOFError as error:
             raise RuntimeError(f"the process died in {method}{args}, likely out of memory") from error
         if not fine:
-            raise RuntimeError(f"{method}{args}: {result}")
+            raise RuntimeError(result)
         return result
 
     def close(self) -> None:
         """End the process."""
-        self._pipe.close()
-        self._process.join(timeout=10)
-        if self._process.is_alive():
-            self._process.kill()
+        self._process.kill()
+        self._process.join()
 
 
 def _serve(pipe: Any, factory: Callable[..., Any], args: tuple[Any, ...]) -> None:
     set_threads()
-    served = factory(*args)
+    served = None
     while True:
         try:
             method, arguments = pipe.recv()
         except EOFError:
             return
         try:
+            served = served or factory(*args)
             pipe.send((True, getattr(served, method)(*arguments)))
         except Exception as error:
             pipe.send((False, f"{type(error).__name__}: {error}"))
-
-
-def timed(function: Callable[[], Any]) -> float:
-    """Seconds of one call."""
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
 
 
 def in_turn(calls: Sequence[Callable[[], float]], repetitions: int) -> list[float]:
@@ -194,15 +225,39 @@ def machine() -> str:
     return f"{cpu}, {threads}, torch {torch.__version__}, load {load}"
 
 
-def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a Markdown table."""
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+def table(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A Markdown table of rows with the same keys, or nothing without rows."""
+    made = list(rows)
+    if not made:
+        return []
+    cells = [list(made[0]), *([text(value) for value in row.values()] for row in made)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for row in cells:
+        lines.append("| " + " | ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) + " |")
+    return [lines[0], "|" + "|".join("-" * (w + 1) + ":" for w in widths) + "|", *lines[1:]]
 
-    def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(c.rjust(w) for c, w in zip(cells, widths, strict=True)) + " |"
 
-    print(line(header))
-    print("|" + "|".join("-" * (w + 1) + ":" for w in widths) + "|")
-    for row in rows:
-        print(line(row))
-    sys.stdout.flush()
+def text(value: Any) -> str:
+    """A cell: three significant digits, or what was formatted before."""
+    if isinstance(value, float):
+        digits = max(0, 2 - math.floor(math.log10(abs(value)))) if math.isfinite(value) and value else 0
+        return f"{value:,.{digits}f}" if digits < 6 else f"{value:.1e}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return "-" if value is None else str(value).replace("|", "/")
+
+
+def show(rows: Iterable[Mapping[str, Any]], kind: str = "row") -> None:
+    """Print a table, and emit its rows."""
+    made = list(rows)
+    print("\n".join(table(made)), flush=True)
+    for row in made:
+        emit(kind, row)
+
+
+def emit(kind: str, row: Mapping[str, Any]) -> None:
+    """Add a row to the file of the stage of gpu.py that this process runs; elsewhere nothing happens."""
+    if path := os.environ.get(ROWS):
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"kind": kind, **row}) + "\n")

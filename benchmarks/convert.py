@@ -12,13 +12,12 @@ writes, `cp` and `save_pretrained` are followed by `sync` of theirs. `save_pretr
 round. Cold: the page cache is dropped before a side starts, which takes root; warm: the source has just
 been read. The ratio to `cp` is the median over the rounds of ratios within a round.
 
-Memory is that of the process and all its children, less an idle interpreter: see process_tree.py. The last
-side converts back; the two ends must be the same bits, or the script fails.
+Memory is that of the process and all its children, less an idle interpreter: see process_tree.py. The files
+that come back must be those that went there, to the bit, or the script fails.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -26,15 +25,14 @@ import statistics
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
-from common import MIB, ROOT, machine, print_table, timed
-from process_tree import Usage, idle, watch
+from common import MIB, ROOT, machine, parser, seconds, show
+from process_tree import idle, watch
 
 from megatron_nemotron3.checkpoints.convert import inventory, to_hf
 from megatron_nemotron3.checkpoints.convert.job import MANIFEST, Job, run
@@ -43,45 +41,38 @@ from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorS
 from megatron_nemotron3.models import Nemotron3Config, get
 
 PATTERN = "MEMEME*"
-#: Bytes of random numbers; tensors begin anywhere in them.
-BLOCK = 64 * MIB
-#: What --quick divides widths and gigabytes by.
+#: What --quick divides widths by.
 QUICK = 8
+WIDTHS = ("hidden_size", "mamba_num_heads", "num_attention_heads", "moe_latent_size") + (
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+)
+SAVE = "save_pretrained"
 
 
-def checkpoint(gigabytes: float, *, narrow: int = 1) -> Nemotron3Config:
-    """Super with few layers, and as many experts as make the size.
-
-    Args:
-        narrow: what widths are divided by.
+def checkpoint(gigabytes: float, narrow: int) -> Nemotron3Config:
+    """Super with few layers, widths divided by `narrow`, and as many experts as make the size.
 
     Raises:
-        ValueError: too small for two experts a layer.
+        SystemExit: too small for two experts a layer.
     """
-    whole = get("super")
-    config = whole.but(
+    model = get("super")
+    config = model.but(
         name="super-shaped",
         pattern=PATTERN,
         mtp_pattern=None,
         mtp_num_layers=0,
-        vocab_size=-(-int(gigabytes / 247 * whole.vocab_size / narrow) // 128) * 128,
-        num_moe_experts=whole.moe_router_topk,
-        **{name: getattr(whole, name) // narrow for name in _WIDTHS},
+        vocab_size=-(-int(gigabytes / 247 * model.vocab_size / narrow) // 128) * 128,
+        num_moe_experts=model.moe_router_topk,
+        **{name: getattr(model, name) // narrow for name in WIDTHS},
     )
-    expert = (
-        2 * 2 * config.moe_latent_size * config.moe_ffn_hidden_size * PATTERN.count("E")
-    )  # BF16, two matrices
+    # BF16, two matrices
+    expert = 2 * 2 * config.moe_latent_size * config.moe_ffn_hidden_size * PATTERN.count("E")
     rest = size(config) - expert * config.num_moe_experts
     experts = round((gigabytes * 1e9 - rest) / expert)
     if experts < 2:
-        raise ValueError(f"{gigabytes:g} GB: the layers without experts need {rest / 1e9:.2f} GB: give more")
-    return config.but(num_moe_experts=experts, moe_router_topk=min(whole.moe_router_topk, experts))
-
-
-_WIDTHS = ("hidden_size", "mamba_num_heads", "num_attention_heads", "moe_latent_size") + (
-    "moe_ffn_hidden_size",
-    "moe_shared_expert_intermediate_size",
-)
+        raise SystemExit(f"the layers without experts need {rest / 1e9:.2f} GB: give more --gigabytes")
+    return config.but(num_moe_experts=experts, moe_router_topk=min(model.moe_router_topk, experts))
 
 
 def size(config: Nemotron3Config) -> int:
@@ -95,8 +86,7 @@ class Random(TensorSource):
     def __init__(self, config: Nemotron3Config) -> None:
         self.folder, self.files = Path("/"), {}
         self.tensors = {t.name: SourceTensor(t.dtype, t.shape) for t in inventory.hf_tensors(config)}
-        made = torch.Generator().manual_seed(0)
-        self._pool = torch.randn(BLOCK // 4, generator=made) * 0.02
+        self._pool = torch.randn(16 * MIB, generator=torch.Generator().manual_seed(0)) * 0.02
 
     def read(self, name: str, slices: Slices | None = None) -> torch.Tensor:
         tensor = self.tensors[name]
@@ -107,13 +97,6 @@ class Random(TensorSource):
         return some.repeat(-(-prod(shape) // max(1, len(some))))[: prod(shape)].reshape(shape)
 
 
-def make(folder: Path, config: Nemotron3Config) -> None:
-    """Write the checkpoint as a Hugging Face folder."""
-    source = Random(config)
-    files = to_hf.files(source.tensors)
-    run(Job(folder, source, files, to_hf.small_files(config, files)))
-
-
 def save_pretrained(source: Path, target: Path) -> None:
     """Load with transformers, then time what it writes; the seconds are printed."""
     from transformers import AutoModelForCausalLM
@@ -122,210 +105,145 @@ def save_pretrained(source: Path, target: Path) -> None:
 
     def save() -> None:
         model.save_pretrained(target, max_shard_size="5GB")
-        sync(target)
+        for path in (*target.rglob("*"), target):
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
 
-    print(json.dumps({"seconds": timed(save), "parameters": sum(p.numel() for p in model.parameters())}))
-
-
-def sync(folder: Path) -> None:
-    """Have every file of a folder on the disk."""
-    for path in (*folder.rglob("*"), folder):
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+    print(seconds(save))
 
 
 @dataclass
 class Side:
-    """A command that makes `target` of `source`."""
+    """A command that makes `target` of `source`; `base` is `cp` of the same source, or its own name."""
 
     name: str
+    base: str
     command: Sequence[str]
     source: Path
     target: Path
-    #: `cp` of the same source; None: it is one.
-    beside: str | None = None
     #: Seconds by cache state.
-    seconds: dict[str, list[float]] = field(default_factory=dict)
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {"cold": [], "warm": []})
     rss: int = 0
     anonymous: int = 0
 
     def run(self, cache: str) -> None:
-        """One time; the target is left where it is.
+        """One time; what it makes replaces what is there.
 
         Raises:
-            SystemExit: it failed.
+            SystemExit: it failed, or what it made differs from what it should be.
         """
         shutil.rmtree(self.target, ignore_errors=True)
-        CACHES[cache](self.source)
-        used: Usage = watch(self.command, environment={**os.environ, "PYTHONPATH": str(ROOT)})
+        os.sync()
+        if cache == "cold":
+            Path("/proc/sys/vm/drop_caches").write_text("3")
+        else:
+            block = bytearray(8 * MIB)
+            for path in filter(Path.is_file, self.source.rglob("*")):
+                with open(path, "rb", buffering=0) as file:
+                    while file.readinto(block):
+                        pass
+        used = watch(self.command, environment={**os.environ, "PYTHONPATH": str(ROOT)})
         if used.returncode:
             raise SystemExit(f"{self.name}: {used.output[-2000:]}")
-        seconds = used.seconds
-        if self.name == SAVE:
-            seconds = json.loads(used.output.splitlines()[-1])["seconds"]
-        self.seconds.setdefault(cache, []).append(seconds)
+        took = float(used.output.split()[-1]) if self.name == SAVE else used.seconds
+        self.seconds[cache].append(took)
         self.rss, self.anonymous = max(self.rss, used.rss), max(self.anonymous, used.anonymous)
+        if self.name == SAVE:
+            one, other = (weights_bytes(folder) for folder in (self.source, self.target))
+            if abs(one - other) > 0.01 * one:
+                raise SystemExit(f"{self.name}: it wrote {other:,} bytes, the source has {one:,}")
+        if self.target.name == "hf-back":
+            checksums = [(self.target.with_name(name) / MANIFEST).read_text() for name in ("hf", "hf-back")]
+            one, other = (json.loads(text)["files"] for text in checksums)
+            if one != other:
+                raise SystemExit(f"{self.name}: the files differ from those they came from: {one}, {other}")
 
 
-SAVE = "save_pretrained"
-
-
-def drop(source: Path) -> None:
-    """Forget every clean page of the page cache."""
-    os.sync()
-    Path("/proc/sys/vm/drop_caches").write_text("3")
-
-
-def warm(source: Path) -> None:
-    """Have a folder in the page cache, and nothing left to be written."""
-    os.sync()
-    block = bytearray(8 * MIB)
-    for path in source.rglob("*"):
-        if path.is_file():
-            with open(path, "rb", buffering=0) as file:
-                while file.readinto(block):
-                    pass
-
-
-CACHES: dict[str, Callable[[Path], None]] = {"cold": drop, "warm": warm}
-
-
-def sides(folder: Path, workers: int) -> list[Side]:
-    """Everything that is compared."""
-    hf, dist = folder / "hf", folder / "megatron"
-    ours = [sys.executable, "-m", "megatron_nemotron3", "convert"]
-    result = []
-    for source in (hf, dist):
-        target = folder / f"{source.name}-cp"
-        copy = 'cp -r "$0" "$1" && find "$1" -exec sync {} +'
-        result.append(Side(f"cp {source.name}", ["sh", "-c", copy, str(source), str(target)], source, target))
-    for count in dict.fromkeys((1, workers)):
-        for way, source, target in (("from-hf", hf, dist), ("to-hf", dist, folder / "hf-back")):
-            name = f"{way}, {count} worker{'s' * (count > 1)}"
-            command = [*ours, way, str(source), str(target), "--workers", str(count)]
-            result.append(Side(name, command, source, target, f"cp {source.name}"))
-    saved = folder / "hf-saved"
-    command = [sys.executable, __file__, "--save-pretrained", str(hf), str(saved)]
-    result.append(Side(SAVE, command, hf, saved, "cp hf"))
-    return result
-
-
-def measure(folder: Path, every: list[Side], rounds: int, caches: Sequence[str]) -> None:
-    """Let the sides take turns; what a side leaves is removed unless another one reads it."""
-    read = {side.source for side in every}
-    for number in range(rounds):
-        for cache in caches:
-            order = every if number % 2 == 0 else every[::-1]
-            # A source that is there no more is a target of the side before: keep one copy of it.
-            for side in order:
-                keep = folder / "kept"
-                if side.target in read and side.target.exists():
-                    os.replace(side.target, keep)
-                side.run(cache)
-                if keep.exists():
-                    shutil.rmtree(side.target)
-                    os.replace(keep, side.target)
-                elif side.target not in read:
-                    _check_back(side)
-                    shutil.rmtree(side.target)
-
-
-def _check_back(side: Side) -> None:
-    """What came back from Megatron must be what went there; transformers must have written as much."""
-    if side.name == SAVE:
-        one, other = (_length(folder) for folder in (side.source, side.target))
-        if abs(one - other) > 0.01 * one:
-            raise SystemExit(f"{side.name}: it wrote {other:,} bytes, the source has {one:,}")
-    if side.target.name != "hf-back":
-        return
-    one, other = (_checksums(side.target.with_name(name)) for name in ("hf", "hf-back"))
-    if one != other:
-        raise SystemExit(f"{side.name}: the files differ from those they came from: {one} and {other}")
-
-
-def _length(folder: Path) -> int:
+def weights_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
-def _checksums(folder: Path) -> Any:
-    return json.loads((folder / MANIFEST).read_text())["files"]
+def sides(folder: Path, workers: int, with_transformers: bool) -> list[Side]:
+    """Everything that is compared. What comes back is made of a Megatron folder that is not made anew."""
+    hf, dist = folder / "hf", folder / "megatron"
+    copy = 'cp -r "$0" "$1" && find "$1" -exec sync {} +'
+    result = []
+    for source in (hf, dist):
+        name, target = f"cp {source.name}", folder / f"{source.name}-cp"
+        result.append(Side(name, name, ["sh", "-c", copy, str(source), str(target)], source, target))
+    for count in dict.fromkeys((1, workers)):
+        for way, source, target in (("from-hf", hf, folder / "new"), ("to-hf", dist, folder / "hf-back")):
+            name = f"{way}, {count} worker{'s' * (count > 1)}"
+            command = [sys.executable, "-m", "megatron_nemotron3", "convert", way, str(source), str(target)]
+            command += ["--workers", str(count)]
+            result.append(Side(name, f"cp {source.name}", command, source, target))
+    saved = folder / "hf-saved"
+    command = [sys.executable, __file__, "--save-pretrained", str(hf), str(saved)]
+    return result + ([Side(SAVE, "cp hf", command, hf, saved)] if with_transformers else [])
 
 
-def table(
-    every: Sequence[Side], caches: Sequence[str], length: int, idle_rss: int, idle_anonymous: int
-) -> None:
+def table(every: Sequence[Side], caches: Sequence[str], length: int) -> None:
     """Print it."""
-    by_name = {side.name: side for side in every}
-    header = [
-        "side",
-        *(f"{c} {what}" for c in caches for what in ("s", "MB/s", "of cp")),
-        "RSS MiB",
-        "anonymous MiB",
-    ]
-    rows = []
+    by_name, nothing, rows = {side.name: side for side in every}, idle(), []
     for side in every:
-        row = [side.name]
+        row = {"side": side.name}
         for cache in caches:
-            seconds = side.seconds[cache]
-            base = by_name[side.beside or side.name].seconds[cache]
-            ratio = statistics.median(b / s for b, s in zip(base, seconds, strict=True))
-            median = statistics.median(seconds)
-            row += [f"{median:.2f}", f"{length / median / 1e6:,.0f}", f"{ratio:.2f}"]
-        above = (max(0, side.rss - idle_rss), max(0, side.anonymous - idle_anonymous))
-        rows.append(row + [f"{n / MIB:,.0f}" for n in above])
-    print_table(header, rows)
+            base, own = by_name[side.base].seconds[cache], side.seconds[cache]
+            ratio = statistics.median(b / s for b, s in zip(base, own, strict=True))
+            median = statistics.median(own)
+            row |= {f"{cache} s": f"{median:.2f}", f"{cache} MB/s": f"{length / median / 1e6:,.0f}"}
+            row[f"{cache} of cp"] = f"{ratio:.2f}"
+        row["RSS MiB"] = f"{max(0, side.rss - nothing.rss) / MIB:,.0f}"
+        row["anonymous MiB"] = f"{max(0, side.anonymous - nothing.anonymous) / MIB:,.0f}"
+        rows.append(row)
+    show(rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
+    options = parser(__doc__)
+    options.add_argument(
         "--quick", action="store_true", help="an eighth of the widths, 0.1 GB, one warm round"
     )
-    parser.add_argument("--gigabytes", type=float, default=None, help="of the checkpoint (default 8)")
-    parser.add_argument(
-        "--folder", type=Path, default=None, help="where to work; default: the temporary folder"
-    )
-    parser.add_argument("--rounds", type=int, default=None, help="default 3")
-    parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1))
-    parser.add_argument("--without-transformers", action="store_true", help="leave save_pretrained out")
-    parser.add_argument("--save-pretrained", type=Path, nargs=2, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    options.add_argument("--gigabytes", type=float, default=None, help="of the checkpoint (default 8)")
+    options.add_argument("--folder", type=Path, help="where to work; default: the temporary folder")
+    options.add_argument("--rounds", type=int, default=None, help="default 3")
+    options.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1))
+    options.add_argument("--without-transformers", action="store_true", help="leave save_pretrained out")
+    options.add_argument("--save-pretrained", type=Path, nargs=2, help="FROM TO: that side alone")
+    args = options.parse_args()
     if args.save_pretrained:
         save_pretrained(*args.save_pretrained)
         return
     print(machine(), flush=True)
-    config = checkpoint(args.gigabytes or (0.1 if args.quick else 8.0), narrow=QUICK if args.quick else 1)
+    config = checkpoint(args.gigabytes or (0.1 if args.quick else 8.0), QUICK if args.quick else 1)
     length = size(config)
-    caches = ["warm"] if args.quick else list(CACHES)
-    if "cold" in caches and not os.access("/proc/sys/vm/drop_caches", os.W_OK):
-        print("not root: the page cache stays, so there is no cold run")
-        caches = ["warm"]
+    root = os.access("/proc/sys/vm/drop_caches", os.W_OK)
+    caches = ["cold", "warm"] if root and not args.quick else ["warm"]
     print(
         f"layers {config.pattern}, hidden size {config.hidden_size}, {config.num_moe_experts} experts, "
-        "vocabulary "
-        f"{config.vocab_size:,}: {length / 1e9:.2f} GB in {len(inventory.hf_tensors(config)):,} tensors",
+        f"vocabulary {config.vocab_size:,}: {length / 1e9:.2f} GB in "
+        f"{len(inventory.hf_tensors(config)):,} tensors",
         flush=True,
     )
     with tempfile.TemporaryDirectory(prefix="convert-", dir=args.folder) as name:
-        folder = Path(name)
+        folder, source = Path(name), Random(config)
         free = shutil.disk_usage(folder).free
         if free < 3.3 * length:
-            raise SystemExit(
-                f"{folder}: {3.3 * length:,.0f} bytes are needed, {free:,} are free: give --folder"
-            )
-        make(folder / "hf", config)
-        every = sides(folder, args.workers)
-        if args.without_transformers:
-            every = [side for side in every if side.name != SAVE]
-        first = next(side for side in every if side.target == folder / "megatron")
+            raise SystemExit(f"{folder}: {3.3 * length:,.0f} bytes are needed, {free:,} free: give --folder")
+        files = to_hf.files(source.tensors)
+        run(Job(folder / "hf", source, files, to_hf.small_files(config, files)))
+        every = sides(folder, args.workers, not args.without_transformers)
+        first = next(side for side in every if side.target.name == "new")
         first.run("warm")  # so that the Megatron folder is there; it does not count
-        first.seconds.clear()
-        measure(folder, every, args.rounds or (1 if args.quick else 3), caches)
-    nothing = idle()
-    table(every, caches, length, nothing.rss, nothing.anonymous)
+        first.seconds["warm"].clear()
+        first.target.rename(folder / "megatron")
+        for number in range(args.rounds or (1 if args.quick else 3)):
+            for cache in caches:
+                for side in every if number % 2 == 0 else every[::-1]:
+                    side.run(cache)
+                    shutil.rmtree(side.target)
+    table(every, caches, length)
 
 
 if __name__ == "__main__":

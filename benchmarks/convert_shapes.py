@@ -12,14 +12,13 @@ target are planned. With --whole both conversions and `verify` run to their end:
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import sys
 import tempfile
 from pathlib import Path
 
-from common import MIB, ROOT, machine, print_table
+from common import MIB, ROOT, machine, parser, show
 from process_tree import Usage, idle, watch
 
 from megatron_nemotron3.models import get, names
@@ -37,66 +36,61 @@ def nemotron3(*words: object) -> Usage:
     return used
 
 
-def plans(hf: Path, megatron: Path) -> list[tuple[str, Usage]]:
-    """Both plans; the Megatron folder is made of the other one's."""
+def commands(folder: Path, hf: Path, whole: bool, workers: int) -> dict[str, tuple[object, ...]]:
+    """What is measured: both plans; or there, back and compared, which must say that all is equal."""
     from tests.support.sparse_checkpoints import write_megatron
 
+    megatron, back, count = folder / "megatron", folder / "back", ("--workers", workers)
+    if whole:
+        return {
+            "from-hf": ("convert", "from-hf", hf, megatron, *count),
+            "to-hf": ("convert", "to-hf", megatron, back, *count),
+            "verify": ("verify", megatron, back, *count),
+        }
     write_megatron(megatron, hf)
-    target = hf.parent / "out"
-    return [
-        ("plan from-hf", nemotron3("convert", "from-hf", hf, target, "--dry-run")),
-        ("plan to-hf", nemotron3("convert", "to-hf", megatron, target, "--dry-run")),
-    ]
-
-
-def conversions(hf: Path, megatron: Path, workers: int) -> list[tuple[str, Usage]]:
-    """There, back and compared; what `verify` says must be that all is equal."""
-    back, count = hf.parent / "back", ("--workers", workers)
-    result = []
-    for what, words in (
-        ("from-hf", ("convert", "from-hf", hf, megatron)),
-        ("to-hf", ("convert", "to-hf", megatron, back)),
-        ("verify", ("verify", megatron, back)),
-    ):
-        result.append((what, nemotron3(*words, *count)))
-        print(f"  {what}: {result[-1][1].seconds:,.0f} s", flush=True)
-    return result
+    return {
+        "plan from-hf": ("convert", "from-hf", hf, folder / "out", "--dry-run"),
+        "plan to-hf": ("convert", "to-hf", megatron, folder / "out", "--dry-run"),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
     known = [name for name in names() if not name.endswith("-tiny")]
-    parser.add_argument("--models", nargs="+", choices=known, default=["nano", "lightning", "super", "ultra"])
-    parser.add_argument("--whole", action="store_true", help="convert, not only plan")
-    parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1))
-    parser.add_argument(
-        "--folder", type=Path, default=None, help="where to work; default: the temporary folder"
+    options = parser(__doc__)
+    options.add_argument(
+        "--models", nargs="+", choices=known, default=["nano", "lightning", "super", "ultra"]
     )
-    args = parser.parse_args()
+    options.add_argument("--whole", action="store_true", help="convert, not only plan")
+    options.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1))
+    options.add_argument("--folder", type=Path, help="where to work; default: the temporary folder")
+    args = options.parse_args()
     from tests.support.sparse_checkpoints import write_hf
 
     print(machine(), flush=True)
-    own = idle()
-    rows = []
+    own, rows = idle(), []
     for name in args.models:
         with tempfile.TemporaryDirectory(prefix="shapes-", dir=args.folder) as parent:
-            hf, megatron = Path(parent) / "hf", Path(parent) / "megatron"
+            folder, hf = Path(parent), Path(parent) / "hf"
             write_hf(hf, get(name))
             length = sum(path.stat().st_size for path in hf.iterdir())
-            done = conversions(hf, megatron, args.workers) if args.whole else plans(hf, megatron)
-            for what, used in done:
+            for what, words in commands(folder, hf, args.whole, args.workers).items():
+                used = nemotron3(*words)
                 tensors = re.search(r"([\d,]+) tensors", used.output)
                 assert tensors is not None
-                rate = f"{length / used.seconds / 1e6:,.0f}" if args.whole else ""
-                memory = [
-                    f"{max(0, n) / MIB:,.0f}" for n in (used.rss - own.rss, used.anonymous - own.anonymous)
-                ]
                 rows.append(
-                    [name, f"{length / 1e9:,.1f}", what, tensors[1], f"{used.seconds:,.1f}", rate, *memory]
+                    {
+                        "model": name,
+                        "GB": f"{length / 1e9:,.1f}",
+                        "what": what,
+                        "tensors": tensors[1],
+                        "s": f"{used.seconds:,.1f}",
+                        "MB/s": f"{length / used.seconds / 1e6:,.0f}" if args.whole else None,
+                        "RSS MiB": f"{max(0, used.rss - own.rss) / MIB:,.0f}",
+                        "anonymous MiB": f"{max(0, used.anonymous - own.anonymous) / MIB:,.0f}",
+                    }
                 )
-    print_table(["model", "GB", "what", "tensors", "s", "MB/s", "RSS MiB", "anonymous MiB"], rows)
+                print(f"  {name}, {what}: {used.seconds:,.0f} s", flush=True)
+    show(rows)
 
 
 if __name__ == "__main__":

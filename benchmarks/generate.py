@@ -5,44 +5,85 @@
     OMP_NUM_THREADS=1 python benchmarks/generate.py --passes 1024 [--dtype bfloat16] [--rounds 30]
 
 Greedy, batch 1. Without --run, in FP32, the family's proportions at hidden size 256 with random weights:
-transformers and plain decoding, and how many of their tokens are equal (random MTP heads draft nothing
-useful). With --run, the model of `nemotron3 train --output DIR`: continuations of Python sources, plain and
-with 1 to 7 drafts. The figures are for decoding only, without the prefill, and are medians of the rounds;
-"by CPU time" is what "of plain" is in CPU time of the thread.
+transformers and plain decoding (random MTP heads draft nothing useful). With --run, the model of
+`nemotron3 train --output DIR`: continuations of Python sources, plain and with 1 to 7 drafts. The figures are
+for decoding only, without the prefill, and are medians of the rounds. "of the first" is the ratio of tokens/s
+to the side in the first row, "by CPU time" the same in CPU time of the thread, "equal" the tokens that are
+equal to its tokens.
 
-With --passes, what drafts cost at that hidden size in the family's proportions: a pass over 1 to 8 tokens,
-and a step that drafts 1 to 3 tokens of which all are accepted, in turn. Least CPU time of the thread, which
-other processes disturb less than the clock; "pays from" is the acceptance length from which drafts are faster
-than plain decoding.
+--passes: what drafts cost at that hidden size in the family's proportions: a pass over 1 to 8 tokens, and a
+step that drafts 1 to 7 tokens, in turn. MTP agrees with the model, so nearly all drafts are accepted
+("tokens"); what they cost does not depend on that. Least CPU time of the thread, which other processes
+disturb less than the clock. A step costs as many plain ones as "of one token" says, so drafts are faster than
+plain decoding from that acceptance length on.
+
+With --device cuda, stages of gpu.py, in BF16: plain decoding of Nano after short and long contexts; --passes:
+11 layers of Super's width and its MTP, timed on the device.
 """
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from common import do_not_clamp_time_steps, machine, model, parser, print_table, rounds, set_threads
+from common import (
+    GIB,
+    do_not_clamp_time_steps,
+    emit,
+    machine,
+    model,
+    parser,
+    rounds,
+    seconds,
+    set_threads,
+    show,
+)
+from models import capacity, cut, halved, stack
+from weights import spread
 
-from megatron_nemotron3.inference.generate.decode import read_weights
+from megatron_nemotron3.checkpoints.convert.inventory import hf_tensors
+from megatron_nemotron3.inference.generate.decode import Decode, read_weights
 from megatron_nemotron3.inference.generate.engine import Engine
 from megatron_nemotron3.inference.generate.prompts import Decoder, GenerationOptions, generate
-from megatron_nemotron3.models import Nemotron3Config
-from tests.support.checkpoint_pair import InMemory
-from tests.support.engines import agreeing_tensors, engine_of, tensors
+from megatron_nemotron3.models import Nemotron3Config, get
+from megatron_nemotron3.models.parameters import count
+from tests.support.engines import engine_of, tensors
 
 DRAFTS = (1, 2, 3, 5, 7)
 PASSES = (1, 2, 3, 4, 8)
 #: Prompts for --run: Python's own sources, which `nemotron3 train` trains on.
 SOURCES = ("argparse.py", "tarfile.py", "typing.py", "asyncio/base_events.py")
+#: Tokens of a chunk of a prompt on a GPU, and bytes that state, caches and a pass need besides the weights.
+CHUNK, RESERVE = 4096, 8 * GIB
+#: Matrices whose products a layer adds to the residual stream.
+_LAYER_ENDS = re.compile(r"(out_proj|o_proj|fc2_latent_proj|shared_experts\.down_proj)\.weight$")
 
 
-def theirs(config: Nemotron3Config, prompt: Sequence[int], new: int) -> Callable[[], tuple[float, list[int]]]:
-    """transformers' model with the weights of `engine_of`, as a function that times its decoding."""
+class Decoded(NamedTuple):
+    """A continuation: its tokens, seconds from the first to the last, the same in CPU time of the thread.
+
+    given, steps: tokens that verifications of drafts gave, and their number.
+    """
+
+    tokens: list[int]
+    seconds: float
+    cpu: float
+    given: int = 1
+    steps: int = 1
+
+
+Side = Callable[[], list[Decoded]]
+
+
+def theirs(config: Nemotron3Config, prompt: Sequence[int], new: int) -> Side:
+    """transformers' model with the weights of `engine_of`; it chooses its attention and experts."""
     import transformers
     from transformers.generation.streamers import BaseStreamer
 
@@ -52,68 +93,86 @@ def theirs(config: Nemotron3Config, prompt: Sequence[int], new: int) -> Callable
         """Records when each token arrives; the prompt comes first."""
 
         def __init__(self) -> None:
-            self.times: list[float] = []
+            self.times: list[tuple[float, float]] = []
 
         def put(self, value: Any) -> None:
-            self.times.append(time.perf_counter())
+            self.times.append((time.perf_counter(), time.thread_time()))
 
         def end(self) -> None:
             pass
 
-    # transformers chooses its implementation of attention and experts.
     reference = transformers.NemotronHForCausalLM(transformers_config(config)).eval()
     reference.load_state_dict(stack_experts(tensors(config)))
     do_not_clamp_time_steps(reference)
     ids = torch.tensor([list(prompt)])
+    options = {"max_new_tokens": new, "do_sample": False, "use_cache": True, "pad_token_id": 0}
 
-    def run() -> tuple[float, list[int]]:
+    def run() -> list[Decoded]:
         clock = Clock()
         with torch.inference_mode():
-            out = reference.generate(
-                ids,
-                max_new_tokens=new,
-                do_sample=False,
-                use_cache=True,
-                eos_token_id=None,
-                pad_token_id=0,
-                streamer=clock,
-            )
+            out = reference.generate(ids, **options, eos_token_id=None, streamer=clock)
         # times: the prompt, the first token (from the prefill), all other tokens.
-        return (new - 1) / (clock.times[-1] - clock.times[1]), out[0, len(prompt) :].tolist()
+        (_, (began, cpu), *_, (ended, used)) = clock.times
+        return [Decoded(out[0, len(prompt) :].tolist(), ended - began, used - cpu)]
 
     return run
 
 
-def plain(engine: Engine, prompt: Sequence[int], new: int) -> Callable[[], tuple[float, list[int]]]:
-    """Our plain decoding."""
+def ours(engine: Engine, prompts: Sequence[Sequence[int]], new: int, draft: int = 0) -> Side:
+    """Our decoding of some prompts, one after the other."""
 
-    def run() -> tuple[float, list[int]]:
-        result = generate(engine, [prompt], GenerationOptions(new))
-        return result.tokens_per_second, result.rows[0].tokens
+    def one(prompt: Sequence[int]) -> Decoded:
+        times: list[float] = []
+        options = GenerationOptions(new, draft=draft)
+        result = generate(engine, [prompt], options, lambda row, token: times.append(time.thread_time()))
+        counts = (result.speculation.tokens, result.speculation.steps) if draft else (1, 1)
+        return Decoded(result.rows[0].tokens, result.decode_seconds, times[-1] - times[0], *counts)
 
-    return run
+    return lambda: [one(prompt) for prompt in prompts]
+
+
+def compare(sides: Mapping[str, Side], repetitions: int) -> None:
+    """Let the sides take turns and print them beside the first one."""
+    found = dict(zip(sides, rounds(list(sides.values()), repetitions), strict=True))
+
+    def speed(name: str) -> float:
+        return statistics.median(
+            sum(len(one.tokens) - 1 for one in run) / sum(one.seconds for one in run) for run in found[name]
+        )
+
+    def cost(name: str) -> float:
+        return statistics.median(sum(one.cpu for one in run) for run in found[name])
+
+    first, *_ = found
+    expected = [token for one in found[first][0] for token in one.tokens]
+    rows = []
+    for name, runs in found.items():
+        tokens = [token for one in runs[-1] for token in one.tokens]
+        same = sum(a == b for a, b in zip(tokens, expected, strict=True))
+        accepted = sum(one.given for one in runs[-1]) / sum(one.steps for one in runs[-1])
+        rows.append(
+            {
+                "side": name,
+                "acceptance length": f"{accepted:.2f}",
+                "tokens/s": f"{speed(name):.1f}",
+                "of the first": f"{speed(name) / speed(first):.2f}",
+                "by CPU time": f"{cost(first) / cost(name):.2f}",
+                "equal": f"{same} of {len(expected)}",
+            }
+        )
+    show(rows)
 
 
 def random_weights(context: int, new: int, repetitions: int) -> None:
     """Compare with transformers."""
     config = replace(model(), mtp_pattern=None, mtp_num_layers=0)
-    engine = engine_of(config)
     prompt = torch.randint(config.vocab_size, (context,), generator=torch.Generator().manual_seed(1)).tolist()
-    sides = {"transformers": theirs(config, prompt, new), "plain": plain(engine, prompt, new)}
-    found = dict(zip(sides, rounds(list(sides.values()), repetitions), strict=True))
-    same = sum(a == b for a, b in zip(found["plain"][0][1], found["transformers"][0][1], strict=True))
-    print(f"{config.title}, context {context}: {same} of {new} tokens equal")
-    base = statistics.median(speed for speed, _ in found["transformers"])
-    rows = []
-    for name, results in found.items():
-        speed = statistics.median(speed for speed, _ in results)
-        rows.append([name, f"{speed:.1f}", f"{speed / base:.2f}"])
-    print_table(["side", "tokens/s", "of transformers"], rows)
+    print(f"{config.title}, context {context}")
+    sides = {"transformers": theirs(config, prompt, new), "plain": ours(engine_of(config), [prompt], new)}
+    compare(sides, repetitions)
 
 
-def trained(
-    run: Path, context: int, new: int, repetitions: int, drafts: Sequence[int], dtype: torch.dtype
-) -> None:
+def trained(run: Path, args: Any, dtype: torch.dtype) -> None:
     """Compare plain decoding with drafting, on text like that of the training."""
     import argparse as stdlib
 
@@ -124,49 +183,13 @@ def trained(
     tokenizer = folder.tokenizer()
     opened = open_for_tokenizer(folder, tokenizer, None)
     weights = read_weights(opened.hf_view(), opened.config, dtype=dtype)
-    engine = Engine(weights, max_context=context + new)
+    engine = Engine(weights, max_context=args.context + args.new)
     library = Path(stdlib.__file__).parent
     texts = [(library / name).read_text(encoding="utf-8")[5000:] for name in SOURCES]
-    prompts = [tokenizer.encode(text)[:context] for text in texts]
-
-    def decoded(prompt: Sequence[int], draft: int) -> tuple[Any, float]:
-        """A continuation, and the thread's CPU seconds from its first token to its last."""
-        times: list[float] = []
-        options = GenerationOptions(new, draft=draft)
-        result = generate(engine, [prompt], options, lambda row, token: times.append(time.thread_time()))
-        return result, times[-1] - times[0]
-
-    def side(draft: int) -> Callable[[], list[tuple[Any, float]]]:
-        return lambda: [decoded(prompt, draft) for prompt in prompts]
-
-    results = rounds([side(draft) for draft in (0, *drafts)], repetitions)
-    found = {str(draft): result for draft, result in zip((0, *drafts), results, strict=True)}
-    print(
-        f"{run}: {opened.config.title}, {dtype}, context {context}, {len(prompts)} prompts of "
-        f"{', '.join(SOURCES)}"
-    )
-    expected = [result.rows[0].tokens for result, _ in found["0"][0]]
-
-    def speed(results: Sequence[tuple[Any, float]]) -> float:
-        tokens = sum(result.new_tokens - 1 for result, _ in results)
-        return tokens / sum(result.decode_seconds for result, _ in results)
-
-    def cost(rounds_of: Sequence[Sequence[tuple[Any, float]]]) -> float:
-        return statistics.median(sum(seconds for _, seconds in results) for results in rounds_of)
-
-    base = statistics.median(speed(results) for results in found["0"])
-    rows = []
-    for name, rounds_of in found.items():
-        last = [result for result, _ in rounds_of[-1]]
-        equal = sum(r.rows[0].tokens == want for r, want in zip(last, expected, strict=True))
-        tokens = sum(r.speculation.tokens for r in last)
-        steps = sum(r.speculation.steps for r in last)
-        rate = statistics.median(speed(results) for results in rounds_of)
-        by_cpu = cost(found["0"]) / cost(rounds_of)
-        cells = (f"{tokens / steps:.2f}", f"{rate:.1f}", f"{rate / base:.2f}", f"{by_cpu:.2f}")
-        rows.append([name, *cells, f"{equal} of {len(last)}"])
-    heads = ["drafts", "acceptance length", "tokens/s", "of plain", "by CPU time", "equal to plain"]
-    print_table(heads, rows)
+    prompts = [tokenizer.encode(text)[: args.context] for text in texts]
+    print(f"{run}: {opened.config.title}, {dtype}, context {args.context}, prompts of {', '.join(SOURCES)}")
+    sides = {f"{draft} drafts": ours(engine, prompts, args.new, draft) for draft in (0, *args.drafts)}
+    compare(sides, args.rounds)
 
 
 def scaled(hidden_size: int) -> Nemotron3Config:
@@ -179,19 +202,20 @@ def scaled(hidden_size: int) -> Nemotron3Config:
     return replace(model(), hidden_size=hidden_size, **changes, **mtp)
 
 
-def cpu_seconds(function: Callable[[], Any]) -> float:
-    """CPU seconds of this thread in one call."""
+def took(function: Callable[[], Any], device: str) -> float:
+    """Seconds of one call: CPU time of this thread, or time on the device."""
+    if device == "cuda":
+        return seconds(function, device)
     began = time.thread_time()
     function()
     return time.thread_time() - began
 
 
-def passes(hidden_size: int, context: int, dtype: torch.dtype, repetitions: int) -> None:
+def passes(engine: Engine, context: int, device: str, repetitions: int) -> None:
     """Print what passes over few tokens and steps with drafts cost."""
-    config = scaled(hidden_size)
-    made = agreeing_tensors(config, 0.0)
-    engine = Engine(read_weights(InMemory(made, Path()), config, dtype=dtype), max_context=10**6)
+    config = engine.config
     prompt = torch.randint(config.vocab_size, (1, context), generator=torch.Generator().manual_seed(1))
+    prompt = prompt.to(device)
     state = engine.new_state(1, 2 * context)
     engine.prefill(prompt, state)
 
@@ -202,49 +226,131 @@ def passes(hidden_size: int, context: int, dtype: torch.dtype, repetitions: int)
             if out.rollback is not None:
                 state.truncate(n - 1, out.rollback)
 
-        return lambda: cpu_seconds(run)
+        return lambda: took(run, device)
 
-    def step(decoder: Decoder) -> Callable[[], float]:
+    def step(decoder: Decoder, tokens: list[int]) -> Callable[[], float]:
         def run() -> None:
-            assert len(decoder.step([decoder.draft])[0]) == decoder.draft + 1
+            tokens.append(len(decoder.step([decoder.draft])[0]))
 
-        return lambda: cpu_seconds(run)
+        return lambda: took(run, device)
 
     sides = {f"pass over {n}": over(n) for n in PASSES}
-    for draft in (0, 1, 2, 3):
-        options = GenerationOptions(4 * (repetitions + 2), draft=draft)
-        sides[f"step with {draft} drafts"] = step(Decoder(engine, prompt.tolist(), options))
+    tokens: dict[str, list[int]] = {name: [n] for name, n in zip(sides, PASSES, strict=True)}
+    for draft in (0, *DRAFTS):
+        options = GenerationOptions((draft + 1) * (repetitions + 2), draft=draft)
+        given = tokens[f"step with {draft} drafts"] = []
+        sides[f"step with {draft} drafts"] = step(Decoder(engine, prompt.tolist(), options), given)
     with torch.inference_mode():
         found = [min(times) for times in rounds(list(sides.values()), repetitions)]
-    print(f"{config.title.replace('256', str(hidden_size))}, {dtype}, context {context}")
     plain = {"pass": found[0], "step": found[len(PASSES)]}
     rows = []
-    for name, seconds in zip(sides, found, strict=True):
-        cost = seconds / plain[name.split()[0]]
-        rows.append([name, f"{1e3 * seconds:.2f}", f"{cost:.2f}", f"{cost:.2f}" if "step" in name else ""])
-    print_table(["what", "ms", "of one token", "pays from"], rows)
+    for name, least in zip(sides, found, strict=True):
+        ratio = least / plain[name.split()[0]]
+        row = {"what": name, "tokens": f"{statistics.mean(tokens[name]):.2f}", "ms": f"{1e3 * least:.2f}"}
+        rows.append(row | {"of one token": f"{ratio:.2f}"})
+    show(rows, "passes")
+
+
+def drawn(config: Nemotron3Config, device: str, dtype: torch.dtype, *, agreeing: bool = False) -> Engine:
+    """An engine with weights that depend on their names alone, drawn on the device.
+
+    Args:
+        agreeing: the model predicts from its last token alone, and so does its MTP: its layers add nothing
+            to the residual stream, though they are computed. What drafts cost does not depend on the weights.
+    """
+    shapes = {tensor.name: tensor.shape for tensor in hf_tensors(config)}
+
+    def read(name: str) -> torch.Tensor:
+        generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+        tensor = torch.randn(shapes[name], generator=generator, device=device, dtype=dtype)
+        if name.endswith("e_score_correction_bias"):
+            tensor.zero_()
+        else:
+            mean, std = spread(name, shapes[name][-1])
+            tensor = tensor.mul_(std).add_(mean)
+        return agree(name, tensor) if agreeing else tensor
+
+    engine = Engine(Decode(config, read, dtype, device), max_context=2**20)
+    about = {
+        "title": config.title,
+        "pattern": config.pattern,
+        "experts": config.num_moe_experts,
+        "parameters": count(config).stored,
+        "GiB": torch.cuda.memory_allocated() / GIB if device == "cuda" else None,
+    }
+    emit("model", about)
+    return engine
+
+
+def agree(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of a model whose MTP agrees with it."""
+    d = len(tensor)
+    if _LAYER_ENDS.search(name):
+        return tensor.zero_()
+    if name.endswith("eh_proj.weight"):
+        tensor.zero_()[:, :d].fill_diagonal_(1.0)
+    elif re.search(r"(norm|norm_f)\.weight$", name) and "mixer" not in name:
+        tensor.fill_(1.0)
+    return tensor
+
+
+def decode(device: str, small: bool) -> None:
+    """Print plain decoding of Nano after a short and a long context."""
+    config = get("nano-tiny" if small else "nano").but(mtp_pattern=None, mtp_num_layers=0)
+    if device == "cuda" and 2 * count(config).stored + RESERVE > capacity(device):
+        config = config.but(pattern=cut(config.pattern))
+    engine = drawn(config, device, torch.bfloat16)
+    options = GenerationOptions(8 if small else 128, chunk=CHUNK)
+    repetitions = 1 if small else 3
+    rows = []
+    for context in (48,) if small else (512, 32768):
+        generator = torch.Generator().manual_seed(context)
+        prompt = torch.randint(config.vocab_size, (context,), generator=generator).tolist()
+        found = [generate(engine, [prompt], options) for _ in range(repetitions + 1)][1:]
+        rows.append(
+            {
+                "context": context,
+                "tokens/s": statistics.median(one.tokens_per_second for one in found),
+                "prefill s": statistics.median(one.prefill_seconds for one in found),
+            }
+        )
+    show(rows, "decode")
+
+
+def drafts(device: str, small: bool) -> None:
+    """Print what drafts cost at Super's width."""
+    # Super's own pattern of MTP, which `stack` leaves out
+    config = get("super-tiny") if small else get("super").but(pattern=stack("super").pattern)
+    if device == "cuda":
+        config = halved(config, lambda c: 2 * count(c).stored + RESERVE, capacity(device))
+    engine = drawn(config, device, torch.bfloat16, agreeing=True)
+    passes(engine, 48 if small else 2048, device, 1 if small else 20)
 
 
 def main() -> None:
     """Print the table."""
-    arguments = parser(__doc__)
+    arguments = parser(__doc__, gpu=True)
     arguments.add_argument("--run", type=Path)
     arguments.add_argument("--context", type=int, default=512)
     arguments.add_argument("--new", type=int, default=128)
     arguments.add_argument("--rounds", type=int, default=3)
     arguments.add_argument("--drafts", type=int, nargs="+", default=DRAFTS)
-    arguments.add_argument("--passes", type=int, metavar="HIDDEN_SIZE")
+    arguments.add_argument("--passes", type=int, metavar="HIDDEN_SIZE", help="on a GPU its own, give any")
     arguments.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    options = arguments.parse_args()
+    args = arguments.parse_args()
     set_threads()
-    print(machine())
-    dtype = getattr(torch, options.dtype)
-    if options.passes is not None:
-        passes(options.passes, options.context, dtype, options.rounds)
-    elif options.run is None:
-        random_weights(options.context, options.new, options.rounds)
+    print(machine(), flush=True)
+    dtype = getattr(torch, args.dtype)
+    if args.device == "cuda" or args.small:
+        (decode if args.passes is None else drafts)(args.device, args.small)
+    elif args.passes is not None:
+        config = scaled(args.passes)
+        print(f"{config.title.replace('256', str(args.passes))}, {dtype}, context {args.context}")
+        passes(drawn(config, "cpu", dtype, agreeing=True), args.context, "cpu", args.rounds)
+    elif args.run is None:
+        random_weights(args.context, args.new, args.rounds)
     else:
-        trained(options.run, options.context, options.new, options.rounds, options.drafts, dtype)
+        trained(args.run, args, dtype)
 
 
 if __name__ == "__main__":

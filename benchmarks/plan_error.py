@@ -1,40 +1,22 @@
-"""How far `nemotron3 plan` is from published runs: time, peak memory, and the place of their layouts.
+"""How far `nemotron3 plan` is from published runs: time and peak memory.
 
-python benchmarks/plan_error.py          every published run: tokens/s/GPU and memory by the model
-python benchmarks/plan_error.py --fit    fits the two constants anew, leaving out one run, then one model
-python benchmarks/plan_error.py --places where the published layouts rank among all that fit
+python benchmarks/plan_error.py          # every published run: tokens/s/GPU and memory by the model
+python benchmarks/plan_error.py --fit    # fits the two constants anew, without one run, without one model
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_nemotron3.launch import Launch, TrainingSchedule, published_layout
-from megatron_nemotron3.launch.plan.hardware import GIB, GPUS, RESERVE
-from megatron_nemotron3.launch.plan.options import ALLTOALL, HYBRIDEP
-from megatron_nemotron3.launch.plan.published import CARDS, RUNS, SEQUENCE, PublishedRun
-from megatron_nemotron3.launch.plan.search import (
-    MICRO_BATCHES,
-    LaunchCandidate,
-    PlanRequest,
-    candidate,
-    recomputations,
-    search,
-    worst_memory,
-)
-from megatron_nemotron3.launch.plan.timing import ASSUMED, Assumptions, Machine, step_time, tokens_per_gpu
-from megatron_nemotron3.models import get
+from common import parser, show
 
-#: Public pre-training launches: model -> (GPU, GPUs, precision, dispatcher, micro batch).
-#: Sequences of 8,192 tokens, 3,072 a step.
-LAUNCHES = {
-    "nano": ("h100", 3072, "bf16", ALLTOALL, 1),
-    "super": ("gb200", 3072, "nvfp4", HYBRIDEP, 1),
-    "ultra": ("gb200", 6144, "nvfp4", HYBRIDEP, 2),
-}
+from megatron_nemotron3.launch.plan.hardware import GIB, GPUS
+from megatron_nemotron3.launch.plan.published import CARDS, RUNS, SEQUENCE, PublishedRun
+from megatron_nemotron3.launch.plan.search import worst_memory
+from megatron_nemotron3.launch.plan.timing import ASSUMED, Assumptions, Machine, step_time, tokens_per_gpu
+
 #: The runs to which the constants are fitted: balanced routing, mock data. Nano-4B has no experts.
 FITTED = tuple(run for run in RUNS + CARDS if not run.natural)
 
@@ -101,20 +83,27 @@ def fit(lines: Sequence[Line]) -> tuple[float, float]:
 
 def show_runs() -> None:
     """The runs, and the table of errors of docs/measurements.md."""
-    columns = "model GPUs precision layout micro source tokens/s/GPU plan error GiB plan error"
-    print(f"| {' | '.join(columns.split())} |")
-    print("|-|-|-|-|-:|-|-:|-:|-:|-:|-:|-:|")
+    rows = []
     for run in RUNS + CARDS:
         (error,) = errors([run])
         held, free = worst_memory(run.launch()).total, GPUS[run.gpu].memory
-        length = f", {run.seq_length}" if run.seq_length != SEQUENCE else ""
-        print(
-            f"| {run.model}{' *' if run.natural else ''} | {run.gpus} {run.gpu} | {run.precision} | "
-            f"{run.layout}{length} | {run.micro_batch_size} | {run.source} | {run.tokens:,.0f} | "
-            f"{run.tokens * (1 + error):,.0f} | {error:+.0%} | {run.memory or ''} | "
-            f"{held / GIB:.1f}{' DOES NOT FIT' if held > free else ''} | "
-            f"{format(memory_error(run), '+.1%') if run.memory else ''} |"
+        rows.append(
+            {
+                "model": f"{run.model}{' *' if run.natural else ''}",
+                "GPUs": f"{run.gpus} {run.gpu}",
+                "precision": run.precision,
+                "layout": f"{run.layout}{f', {run.seq_length}' if run.seq_length != SEQUENCE else ''}",
+                "micro": run.micro_batch_size,
+                "source": run.source,
+                "tokens/s/GPU": f"{run.tokens:,.0f}",
+                "plan": f"{run.tokens * (1 + error):,.0f}",
+                "error": f"{error:+.0%}",
+                "GiB": run.memory,
+                "plan GiB": f"{held / GIB:.1f}{' DOES NOT FIT' if held > free else ''}",
+                "error GiB": f"{memory_error(run):+.1%}" if run.memory else None,
+            }
         )
+    show(rows)
     for name, runs in {
         "throughput table": RUNS,
         "and cards, balanced routing": FITTED,
@@ -151,53 +140,11 @@ def show_fit() -> None:
     print(f"one model left out: {_summary(unseen)}")
 
 
-def show_places() -> None:
-    """Rank of the public launches' layouts, each with its best micro batch and recomputation."""
-    for name, (gpu, gpus, precision, dispatcher, micro) in LAUNCHES.items():
-        config = get(name)
-        layout = published_layout(config)
-        assert layout is not None
-        schedule = TrainingSchedule(seq_length=SEQUENCE, global_batch_size=3072)
-        launch = Launch(config=config, precision=precision, schedule=schedule)
-        request = PlanRequest(launch, gpus, GPUS[gpu], dispatcher)
-        best = search(request, best=100000).best
-        tried = [
-            candidate(request, request.at(layout, size, recompute))
-            for size in MICRO_BATCHES
-            for recompute in recomputations(config)
-            if 3072 // layout.dp % size == 0
-        ]
-        fitting = [c for c in tried if c.memory.total <= request.limit]
-
-        def place(found: LaunchCandidate) -> str:
-            rank = 1 + sum(other.tokens > found.tokens for other in best)  # noqa: B023
-            return f"{rank} of {len(best)}, {found.tokens / best[0].tokens:.0%} of the best"  # noqa: B023
-
-        own = max(fitting, key=lambda c: c.tokens)
-        launched = next(c for c in fitting if c.launch.micro_batch_size == micro)
-        spare = (request.limit - launched.memory.total) / GIB
-        print(
-            f"{name} on {gpus} {gpu}: {layout}: fits with {spare:.0f} GiB to spare "
-            f"(reserve {RESERVE / GIB:.0f}); as launched (micro {micro}) {place(launched)}; "
-            f"its best (micro {own.launch.micro_batch_size}, {own.recompute}) {place(own)}; "
-            f"fastest: {best[0].layout} micro {best[0].launch.micro_batch_size} {best[0].recompute}"
-        )
-
-
 def main() -> None:
     """Print what is asked for."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--fit", action="store_true")
-    parser.add_argument("--places", action="store_true")
-    options = parser.parse_args()
-    if options.fit:
-        show_fit()
-    elif options.places:
-        show_places()
-    else:
-        show_runs()
+    options = parser(__doc__)
+    options.add_argument("--fit", action="store_true")
+    (show_fit if options.parse_args().fit else show_runs)()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ kernel's proportional size (PSS) divides them, but takes milliseconds per proces
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import subprocess
 import sys
@@ -115,15 +114,12 @@ def proc_bytes(name: str) -> dict[str, int]:
     return {w[0].rstrip(":"): int(w[1]) * 1024 for w in words if len(w) == 3 and w[2] == "kB"}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Run a command, print its memory, and return its exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="a program")
-    command = parser.parse_args(arguments).command
-    if not command:
-        parser.error("name a command")
+    command = sys.argv[1:]
+    if not command or command[0] in ("-h", "--help"):
+        print(f"usage: process_tree.py COMMAND…\n\n{__doc__}")
+        return 0 if command else 2
     usage = watch(command, proportional=True)
     print(usage.output, end="")
     print(f"{usage.processes} processes, {usage.seconds:.0f} s, {usage.proportional / 2**30:.2f} GiB at once")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import time
+
+from common import parser, show
 
 from megatron_nemotron3.inference.refit.layouts import EngineLayout, Training
 from megatron_nemotron3.inference.refit.planner import make_plan
@@ -19,20 +20,26 @@ CASES = (
 
 def main() -> None:
     """Print one line for each case."""
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    parser(__doc__).parse_args()
+    rows = []
     for name, source, target in CASES:
         config = get(name)
         training, serving = Training.of(config, source), EngineLayout.of(config, target)
-        begin = time.process_time()
+        began = time.process_time()
         plan = make_plan(training, serving)
-        made = time.process_time()
-        load = plan.load()
-        print(
-            f"{name}: {training.layout.world_size:,} to {serving.size:,} ranks, {len(plan.transfers):,} "
-            f"transfers in {plan.steps:,} steps: planned in {made - begin:.1f} s; "
-            f"busiest sender {load.sent:,} bytes",
-            flush=True,
+        took = time.process_time() - began
+        rows.append(
+            {
+                "model": name,
+                "trainer": f"{source}: {training.layout.world_size:,} ranks",
+                "servers": f"{target}: {serving.size:,} ranks",
+                "transfers": len(plan.transfers),
+                "steps": plan.steps,
+                "planned, s": f"{took:.1f}",
+                "busiest sender, bytes": plan.load().sent,
+            }
         )
+    show(rows)
 
 
 if __name__ == "__main__":

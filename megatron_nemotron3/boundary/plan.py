@@ -37,9 +37,7 @@ from megatron_nemotron3.boundary.partition import (
 Mode = Literal["once", "copies"]
 Ranks = tuple[int, ...]
 #: Two groups that exchange with no other group use their leaders up to this many bytes, because latency then
-#: dominates. The value is cautious, not measured: in the alpha-beta model of benchmarks/boundary_model.py
-#: equal parts begin to pay at 0.4 (4 ranks each) or 1.1 MiB (8) over NICs and at 2 or 6 MiB over NVLink;
-#: below that the two differ by 20 us.
+#: dominates. The value is cautious, not measured.
 LEADER_BYTES = 64 * 1024
 
 

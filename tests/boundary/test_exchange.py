@@ -26,9 +26,9 @@ def _counted(rows_of_samples: tuple[int, ...], leader_bytes: int) -> list[dict[s
     """On this rank, for every relation and direction: bytes between modules, inside them, and messages."""
     import torch.distributed as dist
 
-    from benchmarks.wire import counted
     from megatron_nemotron3.boundary.exchange import RankTransfer, RowKind
     from megatron_nemotron3.boundary.groups import Failure, Groups
+    from tests.support.wire import counted
 
     rank, found = dist.get_rank(), []
     for source, destination in RELATIONS:
@@ -101,10 +101,10 @@ def _two_edges(fed: bool) -> list[tuple[int, int, int, int]]:
     """Per exchange after the first: control messages, row messages, host waits, collectives."""
     import torch.distributed as dist
 
-    from benchmarks.wire import counted
     from megatron_nemotron3.boundary.coordinator import Coordinator
     from megatron_nemotron3.boundary.edge import Edge
     from megatron_nemotron3.boundary.feed import FeedStream, Microbatch, RowFeed
+    from tests.support.wire import counted
 
     rank, found = dist.get_rank(), []
     language = Layout.of(offset=2)

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_world import host_waits, world
 from megatron_nemotron3.layers import experts, mamba
 from megatron_nemotron3.models import Nemotron3Config, get
 from megatron_nemotron3.precision.settings import gpu_kernels
 from tests.support import parity
+from tests.support.gpu_world import host_waits, world
 from tests.support.model_mapping import megatron_model, randomize, to_transformers
 
 transformers = pytest.importorskip("transformers")

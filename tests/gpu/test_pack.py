@@ -6,6 +6,7 @@ import base64
 import contextlib
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import tarfile
@@ -14,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu_pack
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # it imports its neighbor `common`
+import gpu_pack
 
 PART = 4000
 
 
 def wheel(folder: Path, name: str, code: str) -> None:
-    """A wheel with one module."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """A wheel with one module, which is not compressed."""
     info = f"{name}-1.0.dist-info"
     files = {
         f"{name}.py": code,
@@ -37,113 +38,81 @@ def wheel(folder: Path, name: str, code: str) -> None:
             archive.writestr(path, text)
 
 
-@pytest.fixture(scope="module")
-def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two groups, each in several parts."""
-    made = tmp_path_factory.mktemp("made")
-    wheel(made / "wheels", "first", "VALUE = 1\n" + "# long\n" * 500)
-    wheel(made / "te" / "wheels", "second", "VALUE = 2\n" + "# long\n" * 500)
-    sources = made / "sources"
-    (sources / "third").mkdir(parents=True)
-    (sources / "third" / "__init__.py").write_text("import third_compiled\n")
-    (sources / "third_compiled.py").write_text("")
-    (made / "benchmarks").mkdir()
-    (made / "benchmarks" / "gpu.py").write_text("print('measured')\n")
-    checkout = made / "checkout.tar"
-    with tarfile.open(checkout, "w") as archive:
-        archive.add(made / "benchmarks", "benchmarks")
-    folder = made / "pack"
-    groups = {"base": [made / "wheels", sources, checkout], "te": [made / "te" / "wheels"]}
-    gpu_pack.write_pack(groups, folder, PART)
-    return folder
-
-
-def copy(pack: Path, folder: Path) -> Path:
+@pytest.fixture
+def pack(tmp_path: Path) -> Path:
+    """Two wheels, of which one is divided, and the sources of a package."""
+    folder = tmp_path / "pack"
     folder.mkdir()
-    for path in pack.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
+    wheel(folder, "first", "VALUE = 1\n")
+    wheel(folder, "second", "VALUE = 2\n" + "# long\n" * 1200)
+    sources = tmp_path / "causal_conv1d-1.7.0" / "causal_conv1d"
+    sources.mkdir(parents=True)
+    (sources / "__init__.py").write_text("import causal_conv1d_cuda\n")
+    with tarfile.open(folder / "causal_conv1d-1.7.0.tar.gz", "w:gz") as archive:
+        archive.add(sources.parent, "causal_conv1d-1.7.0")
+    gpu_pack.divide(folder, PART)
     return folder
-
-
-def unpacked(pack: Path, into: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """By the program in the pack, as on the target machine."""
-    command = [sys.executable, str(pack / "gpu_pack.py"), "unpack", str(pack), "--into", str(into), *words]
-    return subprocess.run(command, capture_output=True, text=True)
-
-
-def shell(into: Path, code: str) -> str:
-    words = ["bash", "-c", f'. "{into}/env.sh" && cd "{into}/checkout" && {code}']
-    done = subprocess.run(words, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"})
-    return done.stdout + done.stderr
 
 
 def test_what_was_packed_can_be_used(pack: Path, tmp_path: Path) -> None:
-    parts = sorted(path.name for path in pack.glob("*.tar.*"))
-    assert parts[0] == "base.tar.00" and "te.tar.01" in parts and len(parts) > 4
-    assert all(path.stat().st_size <= PART for path in pack.glob("*.tar.*"))
-    into = tmp_path / "space here" / "gpu"
-    done = unpacked(pack, into)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f". {into}/env.sh && cd {into}/checkout && make gpu\n"
-    python = sys.executable
-    code = "import first, second, third; print(first.VALUE + second.VALUE)"
-    assert shell(into, f"{python} -c '{code}' && {python} benchmarks/gpu.py") == "3\nmeasured\n"
-    assert sorted(path.name for path in into.iterdir()) == ["checkout", "env.sh", "site"]
-    assert list(into.parent.iterdir()) == [into]
-    again = unpacked(pack, into)
-    assert again.returncode == 2 and "exists: give another folder" in again.stderr
+    pieces = sorted(path.name for path in pack.glob("*/second*"))
+    assert pieces == [f"second-1.0-py3-none-any.whl.{n:02}of03" for n in range(3)]
+    parts = sorted(pack.iterdir())
+    assert [part.name for part in parts] == [f"part{n:02}" for n in range(len(parts))] and len(parts) > 2
+    assert all(sum(path.stat().st_size for path in part.iterdir()) <= PART for part in parts)
+    site = tmp_path / "space here" / "site"
+    variables = gpu_pack.install(pack, site)
+    assert variables["PYTHONPATH"] == [str(site)] and variables["LD_LIBRARY_PATH"][-1].endswith("torch/lib")
+    code = "import first, second, causal_conv1d; print(first.VALUE + second.VALUE)"
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.stdout == "3\n", done.stderr
+    assert list(site.parent.iterdir()) == [site]
+    for path in pack.glob("*/*"):
+        path.unlink()
+    assert gpu_pack.install(pack, site) == variables  # once
 
 
-def test_a_group_alone(pack: Path, tmp_path: Path) -> None:
-    """The other group's parts need not have been carried."""
-    mine = copy(pack, tmp_path / "pack")
-    for part in mine.glob("te.tar.*"):
-        part.unlink()
-    assert unpacked(mine, tmp_path / "gpu", "--groups", "base").returncode == 0
-    assert "No module named 'second'" in shell(tmp_path / "gpu", f"{sys.executable} -c 'import second'")
-
-
-@pytest.mark.parametrize("case", ["missing", "damaged", "manifest", "group"])
+@pytest.mark.parametrize("case", ["missing", "damaged", "none"])
 def test_what_is_wrong_is_said_before_anything_is_made(pack: Path, tmp_path: Path, case: str) -> None:
-    mine, words = copy(pack, tmp_path / "pack"), []
+    (part,) = pack.glob("*/second-1.0-py3-none-any.whl.01of03")
     if case == "missing":
-        (mine / "te.tar.01").unlink()
-        message = "te.tar.01 is missing: carry it, too, or unpack with --groups base"
+        part.unlink()
+        message = "01of03 is missing: carry every folder"
     elif case == "damaged":
-        data = bytearray((mine / "base.tar.01").read_bytes())
+        data = bytearray(part.read_bytes())
         data[10] ^= 1
-        (mine / "base.tar.01").write_bytes(data)
-        message = "base.tar.01 is damaged"
-    elif case == "manifest":
-        (mine / "MANIFEST.json").unlink()
-        message = "has no MANIFEST.json"
+        part.write_bytes(data)
+        message = "pip install failed"
     else:
-        words, message = ["--groups", "all"], "no group 'all': use base, te"
-    done = unpacked(mine, tmp_path / "gpu", *words)
-    assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1
-    assert not (tmp_path / "gpu").exists()
+        pack, message = tmp_path / "none", "is no pack, or was not carried"
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        gpu_pack.install(pack, tmp_path / "gpu" / "site")
+    assert not (tmp_path / "gpu" / "site").exists()
 
 
 def test_transformer_engine_is_for_the_cuda_of_torch(
     pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its core library is published for 12 and for 13; the base group does not depend on it."""
-    assert gpu_pack.transformer_engine("12")[1].startswith("transformer-engine-cu12==")
+    """Its core library is published for 12 and for 13; a pack without it does not depend on that."""
     torch = tmp_path / "torch"
     torch.mkdir()
     monkeypatch.setattr(gpu_pack, "torch_folder", lambda: torch)
-    for text, problem in (
+    monkeypatch.setattr(gpu_pack, "pip", lambda *words: Path(words[words.index("--target") + 1]).mkdir())
+    other = pack / "part00" / "transformer_engine_cu13-2.20.2-py3-none-manylinux_2_28_x86_64.whl.00of01"
+    for number, (text, problem) in enumerate(
         (
-            "cuda: Optional[str] = '12.8'\n",
-            "is for CUDA 13, the torch here for 12.8: make the pack with --cuda 12",
-        ),
-        ("__all__ = ['cuda']\ncuda: Optional[str] = '13.0'\n", None),
-        ("cuda: Optional[str] = None\n", None),
+            ("cuda: Optional[str] = '12.8'\n", "is for CUDA 13, torch for 12.8: use another --cuda"),
+            ("__all__ = ['cuda']\ncuda: Optional[str] = '13.0'\n", None),
+            ("cuda: Optional[str] = None\n", None),
+        )
     ):
         (torch / "version.py").write_text(text)
+        gpu_pack.install(pack, tmp_path / f"without{number}")
+        other.touch()
         with pytest.raises(ValueError, match=problem) if problem else contextlib.nullcontext():
-            assert set(gpu_pack.check(pack, [])) == {"base", "te"}
-        assert set(gpu_pack.check(pack, ["base"])) == {"base"}
+            gpu_pack.install(pack, tmp_path / f"with{number}")
+        other.unlink()
 
 
 def test_a_part_travels_with_the_checkout() -> None:
@@ -176,21 +145,18 @@ def test_torch_and_what_is_there_are_left_out() -> None:
     assert gpu_pack.missing(report, []) == [
         f"{name}==1" for name in ("einops", "megatron-core", "numpy", "pandas", "transformers")
     ]
-    have = gpu_pack.names_of("# freeze\nEinops==0.7\nnumpy @ file:///x\n-e git+x\nmegatron.core==0.18\n\n")
-    assert have == ["Einops", "numpy", "megatron.core"]
+    have = ["Einops==0.7", "numpy @ file:///x", "megatron.core==0.18"]
     assert gpu_pack.missing(report, have) == ["megatron-core==1", "pandas==1", "transformers==1"]
 
 
-def test_sizes() -> None:
-    assert [gpu_pack.size(text) for text in ("1000", "3K", "60M")] == [1000, 3072, 60 * 2**20]
-    for wrong in ("0M", "60 M", "60MB", "-1"):
-        with pytest.raises(Exception, match="is no size"):
-            gpu_pack.size(wrong)
-
-
-def test_bad_arguments_of_make(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").touch()
-    assert gpu_pack.main(["make", str(tmp_path)]) == 2
-    assert gpu_pack.main(["make", str(tmp_path / "new"), "--te-wheel", str(tmp_path / "none")]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert "is not empty" in lines[0] and "none is no file" in lines[1] and not (tmp_path / "new").exists()
+def test_bad_arguments(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for words, message in (
+        ([str(tmp_path)], "File exists"),
+        ([str(tmp_path / "new"), "--te-wheel", str(tmp_path / "none")], "none is no file"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["gpu_pack.py", *words])
+        assert gpu_pack.main() == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()

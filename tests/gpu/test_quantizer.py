@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_world import host_waits, world
 from megatron_nemotron3.models import get
 from megatron_nemotron3.precision.recipe import Spec
 from megatron_nemotron3.precision.settings import emulating, parse_emulation
 from tests.precision import test_quantizer_compiled as checks
 from tests.support.emulation import quant_recipe
+from tests.support.gpu_world import host_waits, world
 from tests.support.model_mapping import megatron_model, randomize
 
 on_gpu = [

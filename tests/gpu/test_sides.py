@@ -1,19 +1,26 @@
-"""What the sides of the GPU measurements share: weights, sketches, model FLOPs, host waits."""
+"""The sides of a training step (benchmarks/sides.py): weights, model FLOPs, host waits."""
 
 from __future__ import annotations
 
+import sys
 import warnings
 from argparse import Namespace
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from benchmarks import gpu_model, gpu_weights
-from benchmarks.gpu_world import host_waits, world
 from megatron_nemotron3.cpu import cpu_mode
 from megatron_nemotron3.models import Nemotron3Config, get
 from megatron_nemotron3.models.parameters import count
+from tests.support.gpu_world import host_waits, world
 from tests.support.model_mapping import megatron_model, to_transformers, transformers_config
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # they import their neighbors
+import models
+import sides
+import weights
 
 
 def test_waits_on_cuda_are_warnings_and_calls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,20 +44,20 @@ def test_waits_on_cuda_are_warnings_and_calls(monkeypatch: pytest.MonkeyPatch) -
 
 def test_stacks_keep_the_published_proportions() -> None:
     """Nano: 23 M, 23 E, 6 *; Super: 40, 40, 8."""
-    assert gpu_model.stack("nano").pattern == "MEMEM*EME"
-    assert gpu_model.stack("super").pattern == "MEMEMEM*EME"
+    assert models.stack("nano").pattern == "MEMEM*EME"
+    assert models.stack("super").pattern == "MEMEMEM*EME"
     for name in ("nano", "super"):
-        config, published = gpu_model.stack(name), get(name)
+        config, published = models.stack(name), get(name)
         assert config.but(pattern=published.pattern) == published.but(mtp_pattern=None, mtp_num_layers=0)
 
 
 def test_experts_are_halved_until_they_fit() -> None:
     """On an H200 none are; on 80 GB half of Super's."""
-    config = gpu_model.stack("super")
-    assert gpu_model.fitting(config, 139 * 2**30) is config
-    assert gpu_model.fitting(config, 80 * 10**9).num_moe_experts == 256
+    config = models.stack("super")
+    assert models.fitting(config, 139 * 2**30) is config
+    assert models.fitting(config, 80 * 10**9).num_moe_experts == 256
     with pytest.raises(ValueError, match="Super 120B-A12B with 64 experts needs .* use a larger device"):
-        gpu_model.fitting(config, 44 * 2**30)
+        models.fitting(config, 44 * 2**30)
 
 
 #: What Megatron's function asks of a layer kind that this family does not have.
@@ -62,7 +69,7 @@ def test_flops_are_megatrons(tokens: int) -> None:
     """Megatron leaves out the router; for Super all else is the same."""
     from megatron.training.training import num_floating_point_operations
 
-    config = gpu_model.stack("super")
+    config = models.stack("super")
     args = Namespace(
         **{name: getattr(config, name) for name in dir(config) if not name.startswith("_")},
         group_query_attention=True,
@@ -73,7 +80,7 @@ def test_flops_are_megatrons(tokens: int) -> None:
     )
     args.seq_length, args.mtp_num_layers = tokens, 0
     router = 6 * config.pattern.count("E") * value(config.num_moe_experts) * config.hidden_size
-    ours = sum(gpu_model.flops_per_token(config, tokens).values())
+    ours = sum(models.flops_per_token(config, tokens).values())
     assert ours - router == pytest.approx(num_floating_point_operations(args, 1) / tokens, rel=1e-12)
 
 
@@ -84,8 +91,8 @@ def value(n: int | None) -> int:
 
 def test_matmul_flops_are_six_a_parameter() -> None:
     """Without embedding, norms, convolution and the scan's vectors, less than 1 % of Super."""
-    active = count(gpu_model.stack("super")).active["with_output_layer"]
-    matmul = gpu_model.flops_per_token(gpu_model.stack("super"), 8192)["matmul"]
+    active = count(models.stack("super")).active["with_output_layer"]
+    matmul = models.flops_per_token(models.stack("super"), 8192)["matmul"]
     assert 0.99 * active < matmul / 6 < active
 
 
@@ -94,52 +101,27 @@ def test_matmul_flops_are_six_a_parameter() -> None:
 def test_sides_hold_the_same_weights(name: str, pinned: bool) -> None:
     """Filled by name, converted by the parity tests' own table."""
     transformers = pytest.importorskip("transformers")
-    config: Nemotron3Config = gpu_model.stack(name, tiny=True)
+    config: Nemotron3Config = models.stack(name, tiny=True)
     theirs = transformers.NemotronHForCausalLM(transformers_config(config))
-    gpu_weights.fill(gpu_weights.transformers_pieces(theirs, config), pinned=pinned)
+    weights.fill(weights.transformers_pieces(theirs), pinned=pinned)
     expected = theirs.state_dict()
     with world("cpu"):
         ours = megatron_model(config)
-    gpu_weights.fill(gpu_weights.megatron_pieces(ours, config), pinned=pinned)
+    weights.fill(weights.megatron_pieces(ours, config), pinned=pinned)
     found = to_transformers({n: t for n, t in ours.state_dict().items() if t is not None}, config)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[n], t) for n, t in expected.items())
     assert all(t.std() > 0 for n, t in found.items() if pinned or not n.endswith("correction_bias"))
-    # Sketches of the same tensors are the same, whatever the module that holds them.
-    mine = gpu_weights.sketches(gpu_weights.megatron_pieces(ours, config))
-    assert mine == gpu_weights.sketches(gpu_weights.transformers_pieces(theirs, config))
 
 
-def relative(a: list[float], b: list[float]) -> float:
-    x, y = torch.tensor(a), torch.tensor(b)
-    return ((x - y).norm() / y.norm()).item()
-
-
-@pytest.mark.parametrize("where", ["everywhere", "one column", "one element"])
-@pytest.mark.parametrize("shape", [(64, 122), (1000, 61), (7, 3, 5)])
-def test_sketches_tell_how_far_tensors_are_apart(shape: tuple[int, ...], where: str) -> None:
-    """On average over names; single estimates scatter most where the difference is one column."""
-    generator = torch.Generator().manual_seed(1)
-    a = torch.randn(shape, generator=generator)
-    change = 0.05 * torch.randn(shape, generator=generator)
-    if where != "everywhere":
-        mask = torch.zeros(shape)
-        mask[..., 2] = 1.0
-        if where == "one element":
-            mask.view(-1)[:] = 0.0
-            mask.view(-1)[3] = 1.0
-        change = change * mask
-    true = (change.norm() / a.norm()).item()
-    found = []
-    for number in range(40):
-        sketch = [gpu_weights.sketch(f"t{number}", t).tolist() for t in (a + change, a)]
-        found.append(relative(*sketch) ** 2)
-    assert sum(found) / len(found) == pytest.approx(true**2, rel=0.35)
-
-
-def test_sketches_of_experts_are_added() -> None:
-    """A wrong expert shows in the sketch of its layer; experts in another order, too."""
-    x, y = torch.randn(4, 6, generator=torch.Generator().manual_seed(2)).chunk(2)
-    (both,) = gpu_weights.sketches([("up#0", x), ("up#1", y)]).values()
-    (swapped,) = gpu_weights.sketches([("up#0", y), ("up#1", x)]).values()
-    assert relative(both, both) == 0.0 and relative(swapped, both) > 0.5
+def test_a_side_on_a_cpu() -> None:
+    """What is measured of ours; the programs on a GPU call the same methods."""
+    side = sides.SIDES["plain"]("cpu")
+    assert side.build(models.stack("super", tiny=True)).startswith("backend torch")
+    logits = side.logits(48)
+    assert logits.shape == (48, side.config.vocab_size // sides.VOCABULARY_STRIDE)
+    assert np.isfinite(logits).all() and np.array_equal(logits, side.logits(48))
+    assert side.step(48) > 0 and min(side.peak(48)) >= 0 and side.waits(48) >= 0
+    profile = side.profile(48, 20)
+    assert len(profile) == 20 and all(row["calls"] > 0 for row in profile)
+    side.close()

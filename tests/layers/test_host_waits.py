@@ -14,7 +14,6 @@ import pytest
 import torch
 import triton  # noqa: F401  (imports of Triton's modules make tensors)
 
-from benchmarks.gpu_world import world
 from megatron_nemotron3.layers import context_parallel, grouped
 from megatron_nemotron3.layers.experts import GroupedExperts
 from megatron_nemotron3.layers.lora import add_adapters
@@ -23,6 +22,7 @@ from megatron_nemotron3.models.lora import LoRASettings
 from megatron_nemotron3.precision import quantizer, scales, triton_grouped  # noqa: F401
 from megatron_nemotron3.precision.settings import emulating, gpu_kernels, parse_emulation
 from tests.support.fake_cuda import DEVICE, HostWait, backward, fake_cuda, first_of_two_ranks
+from tests.support.gpu_world import world
 from tests.support.model_mapping import megatron_model
 
 #: Widths that `grouped_mm` takes, head 64 and state 128 as published.

@@ -1,12 +1,12 @@
-"""Models of gpu.py: stacks of published width with a few layers, and their model FLOPs.
-
-Needs only the standard library and `megatron_nemotron3.models`.
-"""
+"""Models for a GPU: stacks of published width with a few layers, and their model FLOPs."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+from common import GIB
 
 if TYPE_CHECKING:
     from megatron_nemotron3.models import Nemotron3Config
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 LAYERS = range(8, 13)
 #: Bytes per parameter and gradient in BF16, and a reserve for activations and logits.
 BYTES_PER_PARAMETER = 4
-RESERVE = 40 * 2**30
+RESERVE = 40 * GIB
 
 
 def cut(pattern: str) -> str:
@@ -37,27 +37,56 @@ def stack(name: str, *, tiny: bool = False) -> Nemotron3Config:
     return make_tiny(config) if tiny else config.but(pattern=cut(config.pattern))
 
 
-def fitting(config: Nemotron3Config, capacity: int) -> Nemotron3Config:
-    """`halved` for a training step: weights, gradients and `RESERVE` fit in `capacity` bytes."""
+def capacity(device: str) -> int:
+    """Memory of the device in bytes."""
+    import torch
+
+    if device == "cuda":
+        return int(torch.cuda.get_device_properties(0).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def fitting(config: Nemotron3Config, memory: int) -> Nemotron3Config:
+    """`halved` for a training step: weights, gradients and `RESERVE` fit in `memory` bytes."""
     from megatron_nemotron3.models.parameters import count
 
-    return halved(config, lambda c: BYTES_PER_PARAMETER * count(c).stored + RESERVE, capacity)
+    return halved(config, lambda c: BYTES_PER_PARAMETER * count(c).stored + RESERVE, memory)
 
 
-def halved(
-    config: Nemotron3Config, needed: Callable[[Nemotron3Config], int], capacity: int
-) -> Nemotron3Config:
-    """Halve the routed experts of `config` until `needed` bytes are at most `capacity`.
+def data_sheet(device: str) -> float | None:
+    """TFLOP/s of dense BF16 products by the data sheet; None for a device that the plan does not know."""
+    import torch
+
+    from megatron_nemotron3.launch.plan.hardware import GPUS
+
+    words = torch.cuda.get_device_name().lower().split() if device == "cuda" else []
+    return next((gpu.bf16 / 1e12 for name, gpu in GPUS.items() if name in words), None)
+
+
+def described(config: Nemotron3Config, published: Nemotron3Config, tokens: int) -> str:
+    """A line about the model of a step."""
+    from megatron_nemotron3.models.parameters import count
+
+    return (
+        f"{config.title}: layers {config.pattern}, {config.num_moe_experts} of {published.num_moe_experts} "
+        f"experts, top-{config.moe_router_topk}, {count(config).stored / 1e9:.3g}B parameters, {tokens:,} "
+        f"tokens, {sum(flops_per_token(config, tokens).values()) / 1e9:,.3g} GFLOP per token; BF16, forward "
+        "and backward, no optimizer"
+    )
+
+
+def halved(config: Nemotron3Config, needed: Callable[[Nemotron3Config], int], memory: int) -> Nemotron3Config:
+    """Halve the routed experts of `config` until `needed` bytes are at most `memory`.
 
     Raises:
         ValueError: it does not fit with twice as many experts as a token selects.
     """
-    while (need := needed(config)) > capacity:
+    while (need := needed(config)) > memory:
         experts, topk = config.num_moe_experts or 0, config.moe_router_topk or 0
         if experts // 2 < 2 * topk:
             raise ValueError(
-                f"{config.title} with {experts} experts needs {need / 2**30:.0f} GiB, "
-                f"the device has {capacity / 2**30:.0f}: use a larger device"
+                f"{config.title} with {experts} experts needs {need / GIB:.0f} GiB, "
+                f"the device has {memory / GIB:.0f}: use a larger device"
             )
         config = config.but(num_moe_experts=experts // 2)
     return config

@@ -1,39 +1,193 @@
-"""The sides of a training step in gpu.py: our torch spec, upstream's TE spec, transformers' model."""
+"""The sides of a training step: our torch layers, upstream's TransformerEngine stack, transformers' model.
+
+A side is one model in a process of its own, on a CPU or a GPU, with weights that depend on their names only
+(weights.py). `SIDES` names them.
+"""
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import inspect
+import logging
+import os
 import sys
+import time
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from gpu_setting import Skipped
-from gpu_side import Side
+import torch
+from common import do_not_clamp_time_steps, peak
+from weights import fill, megatron_pieces, transformers_pieces
+
+#: Tokens of the first step.
+PROBE_TOKENS = 160
+#: Logits that are compared: the last rows, and every n-th entry of the vocabulary.
+LAST_ROWS, VOCABULARY_STRIDE = 128, 8
+
+
+def quiet() -> None:
+    """Suppress warnings about missing packages: `settings` says what each side uses."""
+    from megatron_nemotron3.cpu import quiet_on_cpu
+
+    quiet_on_cpu()
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)
+
+
+class Side:
+    """A model on one device, "cuda" or "cpu".
+
+    A subclass has `make`, the module with undefined weights; `pieces`, its tensors under Hugging Face names;
+    `forward`, logits [1, s, vocabulary] of tokens [1, s]; `loss`, the mean cross-entropy; and `settings`, the
+    implementations in use, in words.
+
+    Args:
+        dtype: of its weights, a name of torch.
+    """
+
+    make: Callable[[], Any]
+    pieces: Callable[[], Iterator[tuple[str, Any]]]
+    forward: Callable[..., Any]
+    loss: Callable[[Any, Any], Any]
+    settings: Callable[[], str]
+
+    def __init__(self, device: str, dtype: str = "bfloat16") -> None:
+        os.environ["NEMOTRON3_GPU_KERNELS"] = ""  # the default, whatever the caller's is
+        quiet()
+        self.device, self.dtype = device, getattr(torch, dtype)
+        self._world = ExitStack()
+        self.module: Any = None
+
+    def build(self, config: Any) -> str:
+        """Make the model of `config`, run it once, and return its settings."""
+        from tests.support.gpu_world import world
+
+        self._world.enter_context(world(self.device))
+        self.config = config
+        self.module = self.make().train()
+        fill(self.pieces())
+        self.probe()
+        self.module.zero_grad(set_to_none=True)
+        return self.settings()
+
+    def close(self) -> None:
+        """Destroy the process groups; not needed in a process that ends."""
+        self._world.close()
+
+    def probe(self) -> None:
+        """Run one short step; raises if the settings do not work here."""
+        self._short_step()
+
+    def _short_step(self) -> None:
+        self._step(*self.batch(min(PROBE_TOKENS, self.config.seq_length)))
+
+    def clean(self) -> None:
+        """Free cached memory."""
+        gc.collect()
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+    def batch(self, length: int) -> tuple[Any, Any]:
+        """Tokens and labels [1, length]."""
+        generator = torch.Generator().manual_seed(length)
+        stream = torch.randint(self.config.vocab_size, (1, length + 1), generator=generator).to(self.device)
+        return stream[:, :-1].contiguous(), stream[:, 1:].contiguous()
+
+    def step(self, length: int) -> float:
+        """Seconds of one forward and backward; on a GPU the mean of several, queued one after the other."""
+        seconds = self._seconds(*self.batch(length), 8 if self.device == "cuda" else 1)
+        return sum(seconds) / len(seconds)
+
+    def peak(self, length: int) -> tuple[int, int]:
+        """Bytes that one forward and backward adds to the idle model, without and with gradients before it.
+
+        The second is that of Megatron's gradient buffers: activations and temporary memory.
+        """
+        self.module.zero_grad(set_to_none=True)
+        first, second = (peak(partial(self._step, *self.batch(length)), self.device) for _ in range(2))
+        self.module.zero_grad(set_to_none=True)
+        return first, second
+
+    def waits(self, length: int) -> int:
+        """How often the host waits for the device in one step."""
+        from tests.support.gpu_world import host_waits
+
+        return host_waits(partial(self._step, *self.batch(length)), self.device)
+
+    @torch.no_grad()
+    def logits(self, length: int) -> Any:
+        """[rows, vocabulary] as a NumPy array; in BF16 the last rows, and part of the vocabulary.
+
+        In BF16 the routing is pinned: rounding could otherwise swap nearly equal experts.
+        """
+        if self.dtype == torch.float32:
+            return self.forward(self.batch(length)[0])[0].cpu().numpy()
+        fill(self.pieces(), pinned=True)
+        found = self.forward(self.batch(length)[0])[0, -LAST_ROWS:, ::VOCABULARY_STRIDE].float().cpu()
+        fill(self.pieces())
+        return found.numpy()
+
+    def profile(self, length: int, rows: int) -> list[dict[str, Any]]:
+        """The operations that take most device time in one step."""
+        from torch.profiler import profile
+
+        batch = self.batch(length)
+        with profile() as run:
+            self._step(*batch)
+            self.clean()
+        self.module.zero_grad(set_to_none=True)
+        attribute = f"self_{'device' if self.device == 'cuda' else 'cpu'}_time_total"
+        found = sorted(run.key_averages(), key=lambda event: -getattr(event, attribute))
+        return [
+            {"operation": e.key[:80], "calls": e.count, "ms": round(getattr(e, attribute) / 1e3, 3)}
+            for e in found[:rows]
+        ]
+
+    def _step(self, tokens: Any, labels: Any) -> Any:
+        loss = self.loss(tokens, labels)
+        loss.backward()
+        return loss.detach()
+
+    def _seconds(self, tokens: Any, labels: Any, steps: int) -> list[float]:
+        if self.device != "cuda":
+            seconds = []
+            for _ in range(steps):
+                self.module.zero_grad(set_to_none=True)
+                start = time.perf_counter()
+                self._step(tokens, labels)
+                seconds.append(time.perf_counter() - start)
+            return seconds
+        pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(steps)]
+        for start, end in pairs:
+            self.module.zero_grad(set_to_none=True)
+            start.record()
+            self._step(tokens, labels)
+            end.record()
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) / 1e3 for start, end in pairs]
 
 
 class Megatron(Side):
     """Stock `HybridModel`, with the load-balancing loss of training, which transformers lacks."""
 
     def _changes(self) -> dict[str, Any]:
-        import torch
-
         return {
-            "bf16": True,
-            "params_dtype": torch.bfloat16,
+            "bf16": self.dtype.itemsize == 2,
+            "params_dtype": self.dtype,
             "use_cpu_initialization": self.device == "cpu",
             "perform_initialization": False,
         }
 
-    def pieces(self, gradients: bool = False) -> Iterator[tuple[str, Any]]:
-        from gpu_weights import megatron_pieces
-
-        return megatron_pieces(self.module, self.config, gradients)
+    def pieces(self) -> Iterator[tuple[str, Any]]:
+        return megatron_pieces(self.module, self.config)
 
     def forward(self, tokens: Any, labels: Any = None) -> Any:
-        import torch
-
         positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
         return self.module(tokens, positions, None, labels=labels)
 
@@ -44,8 +198,8 @@ class Megatron(Side):
 class Ours(Megatron):
     """Our torch spec. Unless `mamba_ssm`, mamba-ssm and causal-conv1d are hidden, so that torch runs."""
 
-    def __init__(self, device: str, environment: dict[str, str], mamba_ssm: bool = False) -> None:
-        super().__init__(device, environment)
+    def __init__(self, device: str, dtype: str = "bfloat16", mamba_ssm: bool = False) -> None:
+        super().__init__(device, dtype)
         self._mamba_ssm = mamba_ssm
         if not mamba_ssm:
             for package in ("mamba_ssm", "causal_conv1d"):
@@ -55,7 +209,7 @@ class Ours(Megatron):
         from tests.support.model_mapping import megatron_model
 
         if self._mamba_ssm and importlib.util.find_spec("mamba_ssm") is None:
-            raise Skipped("package mamba-ssm is not installed")
+            raise RuntimeError("package mamba-ssm is not installed")
         return megatron_model(self.config, **self._changes())
 
     def settings(self) -> str:
@@ -71,9 +225,9 @@ class StockTE(Megatron):
         from megatron_nemotron3.layers.backend import te_problem
 
         if problem := te_problem():
-            raise Skipped(problem)
+            raise RuntimeError(problem)
         if self.device != "cuda":
-            raise Skipped("TransformerEngine runs on a GPU only")
+            raise RuntimeError("TransformerEngine runs on a GPU only")
         from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
         from megatron.core.models.hybrid.hybrid_model import HybridModel
         from megatron.core.ssm import mamba_mixer
@@ -108,8 +262,6 @@ class StockTE(Megatron):
 
 def conv1d_problem() -> str | None:
     """Why causal-conv1d's CUDA kernel cannot run here, or None. An import alone does not show it."""
-    import torch
-
     try:
         from causal_conv1d import causal_conv1d_fn
 
@@ -127,11 +279,9 @@ SCANS: dict[str, tuple[tuple[str, ...], bool]] = {
     "scan kernel, torch's convolution": (("causal_conv1d_fn",), True),
     "torch": (("causal_conv1d_fn", "mamba2_chunk_scan"), True),
 }
-
-
 #: transformers' implementations of experts, and the tokens of the step that decides between them.
 EXPERTS = ("grouped_mm", "eager", "batched_mm")
-CHOICE_TOKENS = 2048
+CHOICE_TOKENS = {"cuda": 2048, "cpu": 512}
 
 
 class Transformers(Side):
@@ -141,16 +291,14 @@ class Transformers(Side):
     implementations of experts.
     """
 
-    def __init__(self, device: str, environment: dict[str, str]) -> None:
-        super().__init__(device, environment)
+    def __init__(self, device: str, dtype: str = "bfloat16") -> None:
+        super().__init__(device, dtype)
         self._scan = ""
         #: Implementation of experts -> milliseconds of a step, or why it does not run.
         self.tried: dict[str, float | str] = {}
 
     def make(self) -> Any:
-        import torch
         import transformers
-        from common import do_not_clamp_time_steps
 
         from tests.support.model_mapping import transformers_config
 
@@ -159,7 +307,7 @@ class Transformers(Side):
         config._attn_implementation = "flash_attention_2" if flash else "sdpa"
         config._experts_implementation = EXPERTS[0]
         before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)
+        torch.set_default_dtype(self.dtype)
         try:
             with torch.device("meta"):
                 module = transformers.NemotronHForCausalLM(config)
@@ -172,10 +320,8 @@ class Transformers(Side):
                 part.e_score_correction_bias = part.e_score_correction_bias.float()  # as after loading
         return module
 
-    def pieces(self, gradients: bool = False) -> Iterator[tuple[str, Any]]:
-        from gpu_weights import transformers_pieces
-
-        return transformers_pieces(self.module, self.config, gradients)
+    def pieces(self) -> Iterator[tuple[str, Any]]:
+        return transformers_pieces(self.module)
 
     def forward(self, tokens: Any) -> Any:
         return self.module(tokens).logits
@@ -188,13 +334,12 @@ class Transformers(Side):
     def probe(self) -> None:
         """Choose the first scan of `SCANS` that runs, and the fastest of `EXPERTS`."""
         self._choose_scan()
-        length, times = (CHOICE_TOKENS, 3) if self.device == "cuda" else (CHOICE_TOKENS // 64, 1)
-        batch = self.batch(min(length, self.config.seq_length))
+        batch = self.batch(min(CHOICE_TOKENS[self.device], self.config.seq_length))
         for name in EXPERTS:
             self.module.config._experts_implementation = name
             try:
                 self._step(*batch)
-                self.tried[name] = 1e3 * min(self._seconds(*batch, times))
+                self.tried[name] = 1e3 * min(self._seconds(*batch, 3))
             except Exception as error:  # out of memory, or not implemented here
                 self.tried[name] = f"{type(error).__name__}: {error}"[:120]
             self.module.zero_grad(set_to_none=True)
@@ -243,11 +388,10 @@ def is_kernel(function: Any) -> bool:
     return bool(inspect.getclosurevars(function).nonlocals.get("is_new_implementation"))
 
 
-_DEFAULT = {"NEMOTRON3_GPU_KERNELS": ""}
-#: Name of the stage -> factory of the side, called with the device.
-SIDES: dict[str, Callable[[str], Side]] = {
-    "plain": partial(Ours, environment=_DEFAULT),
-    "mamba-ssm": partial(Ours, environment=_DEFAULT, mamba_ssm=True),
-    "hf": partial(Transformers, environment=_DEFAULT),
-    "te": partial(StockTE, environment=_DEFAULT),
+#: Name -> factory of the side, called with the device and the name of a dtype.
+SIDES: dict[str, Callable[..., Side]] = {
+    "plain": Ours,
+    "mamba-ssm": partial(Ours, mamba_ssm=True),
+    "hf": Transformers,
+    "te": StockTE,
 }

@@ -3,15 +3,13 @@
 Each tensor is a function of its Hugging Face name, so no weights are sent between processes, and sides that
 run at different times hold the same ones. Values are rounded to BF16, so that sides which keep a few
 parameters in FP32 hold the same numbers.
-
-What a side computes is compared by sketches (`sketch`), which are small enough for the file of results.
 """
 
 from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -30,29 +28,12 @@ _BIAS = "e_score_correction_bias"
 _PINNED_GAP = 10.0
 
 
-def _tensors(module: torch.nn.Module, gradients: bool) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of parameters and buffers, or of the parameters' gradients."""
-    for name, parameter in module.named_parameters():
-        if not gradients:
-            yield name, parameter
-        elif parameter.grad is not None:
-            yield name, parameter.grad
-    if not gradients:
-        yield from module.named_buffers()
-
-
-def megatron_pieces(
-    module: torch.nn.Module, config: Any, gradients: bool = False
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, part of a tensor) for Megatron's model; expert e of a tensor is "name#e".
-
-    Args:
-        gradients: those of the parameters instead of parameters and buffers.
-    """
+def megatron_pieces(module: torch.nn.Module, config: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield (Hugging Face name, part of a tensor) for Megatron's model; expert e of a tensor is "name#e"."""
     from tests.support import model_mapping as mapping
 
     queries = config.num_attention_heads // config.num_query_groups
-    for name, tensor in _tensors(module, gradients):
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if name.endswith("local_tokens_per_expert"):
             continue
         if match := mapping._EXPERT.fullmatch(name):
@@ -66,11 +47,9 @@ def megatron_pieces(
             yield mapping._same(name), tensor
 
 
-def transformers_pieces(
-    module: torch.nn.Module, config: Any, gradients: bool = False
-) -> Iterator[tuple[str, Tensor]]:
+def transformers_pieces(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     """As `megatron_pieces`, for transformers' model."""
-    for name, tensor in _tensors(module, gradients):
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if ".experts." in name:
             for expert, matrix in enumerate(tensor.detach()):
                 yield f"{name}#{expert}", matrix
@@ -101,35 +80,3 @@ def spread(name: str, columns: int) -> tuple[float, float]:
     """Mean and standard deviation of a tensor with that Hugging Face name."""
     fixed = (scale for pattern, scale in _SCALES.items() if re.search(pattern, name))
     return next(fixed, (0.0, columns**-0.5))
-
-
-#: Numbers of a sketch; a prime, so that the columns of a matrix are spread over them.
-SKETCH = 61
-
-
-def sketch(name: str, tensor: Tensor) -> Tensor:
-    """`SKETCH` sums of the elements with random signs, which depend on `name`, in FP32.
-
-    The expected square of a sketch's norm is that of the tensor's, and sketches are linear: two of them, made
-    on the same kind of device, tell how far two tensors are apart, with a standard deviation of about 9 %
-    (sqrt(2 / 61) / 2). Sketches of several tensors with different names may be added.
-    """
-    flat = tensor.detach().float().flatten()
-    generator = torch.Generator(flat.device).manual_seed(zlib.crc32(name.encode()))
-    signs = torch.randint(0, 2, (len(flat),), generator=generator, device=flat.device, dtype=torch.int8)
-    signed = torch.nn.functional.pad(flat * (2 * signs - 1), (0, -len(flat) % SKETCH))
-    return signed.view(-1, SKETCH).sum(0)
-
-
-def sketches(pieces: Iterable[tuple[str, Tensor]]) -> dict[str, list[float]]:
-    """The sketch of each tensor, those of its experts added."""
-    found: dict[str, Tensor] = {}
-    for name, tensor in pieces:
-        whole, part = name.partition("#")[0], sketch(name, tensor)
-        found[whole] = found[whole] + part if whole in found else part
-    return {name: rounded(part) for name, part in found.items()}
-
-
-def rounded(values: Tensor) -> list[float]:
-    """Numbers with seven digits, as FP32 has them."""
-    return [float(f"{value:.7g}") for value in values.tolist()]

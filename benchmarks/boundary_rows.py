@@ -1,7 +1,10 @@
 """Stage `boundary` of gpu.py: what one device does for rows that cross between modules.
 
-Bandwidth of packing and unpacking; time and peak memory of building a decoder input from owner slices
-(boundary/decoder_input.py) beside upstream's scatter of the whole sequence followed by the slice.
+    python benchmarks/boundary_rows.py [--device cuda]
+
+Bandwidth of packing and unpacking, bytes read and written; time and peak memory of building a decoder input
+from owner slices (boundary/decoder_input.py) beside upstream's scatter of the whole sequence followed by the
+slice.
 """
 
 from __future__ import annotations
@@ -11,30 +14,14 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from gpu_setting import Setting
-from nvfp4_model import peak
-from nvfp4_model import seconds as once
+import torch
+from common import MIB, parser, peak, seconds, show
 
-ROWS, HIDDEN, ROUNDS = 32768, 4096, 30
-SMALL = (2048, 64, 2)
-LENGTHS, SMALL_LENGTHS = (8192, 32768, 131072), (512,)
 PIECES = (1, 16, 256)
-
-
-def run(setting: Setting) -> None:
-    """Measure one device."""
-    rows, hidden, rounds = SMALL if setting.small else (ROWS, HIDDEN, ROUNDS)
-    for pieces in PIECES:
-        setting.emit("pack", **pack_row(setting.device, rows, hidden, pieces, rounds))
-    lengths = SMALL_LENGTHS if setting.small else LENGTHS
-    for length, (cp, tp) in itertools.product(lengths, ((1, 8), (4, 8))):
-        setting.emit("align", **align_row(setting.device, length, cp, tp, hidden, rounds))
 
 
 def pack_row(device: str, rows: int, hidden: int, pieces_of: int, rounds: int) -> dict[str, Any]:
     """Bytes per second that `pack` and `unpack` read and write."""
-    import torch
-
     from megatron_nemotron3.boundary.exchange import pack, unpack
     from megatron_nemotron3.boundary.plan import RowPiece
 
@@ -47,15 +34,14 @@ def pack_row(device: str, rows: int, hidden: int, pieces_of: int, rounds: int) -
     unpacking = median(lambda: unpack(out, spread, source), device, rounds)
     return {
         "pieces": pieces_of,
-        "bytes": out.nbytes,
-        "pack": 2 * out.nbytes / packing,
-        "unpack": 2 * out.nbytes / unpacking,
+        "MiB": out.nbytes / MIB,
+        "pack GB/s": 2e-9 * out.nbytes / packing,
+        "unpack GB/s": 2e-9 * out.nbytes / unpacking,
     }
 
 
 def align_row(device: str, length: int, cp: int, tp: int, hidden: int, rounds: int) -> dict[str, Any]:
     """The decoder input of one rank: owner slices beside upstream's whole sequence and the slice of it."""
-    import torch
     from megatron.core.models.mimo.model.base import MimoModel
 
     from megatron_nemotron3.boundary.decoder_input import assemble, make_placement
@@ -84,14 +70,34 @@ def align_row(device: str, length: int, cp: int, tp: int, hidden: int, rounds: i
 
     if slices().shape != scatter().shape:
         raise RuntimeError(f"slices {tuple(slices().shape)}, upstream {tuple(scatter().shape)}")
+    ours, theirs = (median(function, device, rounds) for function in (slices, scatter))
+    held, other = (peak(function, device) for function in (slices, scatter))
     return {
         "length": length,
-        "layout": f"{cp} x {tp}",
-        "seconds": [median(function, device, rounds) for function in (slices, scatter)],
-        "peak": [peak(function, device) for function in (slices, scatter)],
+        "CP x TP": f"{cp} x {tp}",
+        "slices us": 1e6 * ours,
+        "upstream us": 1e6 * theirs,
+        "ratio": theirs / ours,
+        "slices MiB": held / MIB,
+        "upstream MiB": other / MIB,
     }
 
 
 def median(function: Callable[[], Any], device: str, rounds: int) -> float:
     """Median seconds of a call, after two that do not count."""
-    return statistics.median([once(function, device) for _ in range(rounds + 2)][2:])
+    return statistics.median([seconds(function, device) for _ in range(rounds + 2)][2:])
+
+
+def main() -> None:
+    args = parser(__doc__, gpu=True).parse_args()
+    small = args.small or args.device == "cpu"
+    rows, hidden, rounds = (2048, 64, 2) if small else (32768, 4096, 30)
+    show([pack_row(args.device, rows, hidden, pieces, rounds) for pieces in PIECES], "pack")
+    print()
+    lengths = (512,) if small else (8192, 32768, 131072)
+    cases = itertools.product(lengths, ((1, 8), (4, 8)))
+    show([align_row(args.device, length, *layout, hidden, rounds) for length, layout in cases], "align")
+
+
+if __name__ == "__main__":
+    main()
