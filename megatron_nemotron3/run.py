@@ -224,7 +224,8 @@ def verify_quantized(arguments: list[str]) -> None:
     wanted = [name_of(option_value(arguments, f"--{k}-recipe") or DEFAULT_RECIPES[k]) for k in kinds]
     if len(wanted) != 1 or wanted[0] not in FORMATS:  # Megatron refuses two; "custom" is the user's own
         return
-    from megatron_nemotron3.precision.census import CensusError, require_format
+    from megatron_nemotron3.precision.census import require_format
+    from megatron_nemotron3.precision.model_formats import CensusError
     from megatron_nemotron3.precision.yaml_file import PrecisionFileError
 
     def require_linears(model: Any) -> None:
@@ -250,7 +251,8 @@ def require_well_formed_file(arguments: list[str]) -> None:
 
 def verify_formats(arguments: list[str], words: str, spec: Any, *, emulate: bool, measured: bool) -> None:
     """Stop unless linears will compute in the formats that options request."""
-    from megatron_nemotron3.precision.census import CensusError, require_usable
+    from megatron_nemotron3.precision.census import require_usable
+    from megatron_nemotron3.precision.model_formats import CensusError
     from megatron_nemotron3.specs import is_torch
 
     torch_spec = is_torch(spec)
@@ -356,7 +358,7 @@ def _launch(given: RunArguments) -> None:
             verify_formats(
                 arguments, spec_words, spec, emulate=emulated is not None, measured=measured is not None
             )
-        from megatron_nemotron3.precision.census import CensusError
+        from megatron_nemotron3.precision.model_formats import CensusError
         from megatron_nemotron3.precision.yaml_file import PrecisionFileError
 
         try:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from megatron_nemotron3.launch.launch import Launch
 from megatron_nemotron3.precision import yaml_file
-from megatron_nemotron3.precision.census import Ambient, CensusError, ModelFormats, require_usable
+from megatron_nemotron3.precision.census import require_usable
 from megatron_nemotron3.precision.formats import NVFP4
+from megatron_nemotron3.precision.model_formats import Ambient, CensusError, ModelFormats
 from megatron_nemotron3.precision.table import Structure
 
 

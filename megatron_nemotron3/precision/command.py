@@ -16,8 +16,8 @@ from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import ModelOptions, chosen_model, names_model
 from megatron_nemotron3.precision import report as report_file
 from megatron_nemotron3.precision import yaml_file
-from megatron_nemotron3.precision.census import Ambient, CensusError, ModelFormats
 from megatron_nemotron3.precision.formats import BF16, FORMATS, MXFP8, NVFP4, counted
+from megatron_nemotron3.precision.model_formats import Ambient, CensusError, ModelFormats
 from megatron_nemotron3.precision.table import (
     LINEARS,
     NEVER,

@@ -26,9 +26,6 @@ from megatron_nemotron3.common.switches import EMULATE, LOG_PRECISION
 from megatron_nemotron3.models.series import decoder_layers, decoder_row, mtp_row
 from megatron_nemotron3.precision import settings, yaml_file
 from megatron_nemotron3.precision.census import (
-    Ambient,
-    CensusError,
-    ModelFormats,
     recipe_of,
     require_followed,
     require_format,
@@ -37,6 +34,7 @@ from megatron_nemotron3.precision.census import (
 )
 from megatron_nemotron3.precision.formats import BF16, FORMATS, MXFP8, NVFP4, counted
 from megatron_nemotron3.precision.linear import Emulated
+from megatron_nemotron3.precision.model_formats import Ambient, CensusError, ModelFormats
 from megatron_nemotron3.precision.observe import Observed, PrecisionObserver
 from megatron_nemotron3.precision.packed import PackedProducts
 from megatron_nemotron3.precision.recipe import BLOCK, recipe

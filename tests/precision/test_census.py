@@ -13,7 +13,8 @@ import megatron_nemotron3 as n3
 from megatron_nemotron3 import models
 from megatron_nemotron3.models.parameters import elements_outside_layers, layer_tensors
 from megatron_nemotron3.precision import yaml_file
-from megatron_nemotron3.precision.census import Ambient, Entry, census, structure_of
+from megatron_nemotron3.precision.census import Entry, census, structure_of
+from megatron_nemotron3.precision.model_formats import Ambient
 from megatron_nemotron3.precision.table import Structure, bf16_tail, expected, kind_named
 from megatron_nemotron3.precision.yaml_file import NO_FILE, PrecisionFile
 from megatron_nemotron3.proof.certify import built

@@ -15,14 +15,8 @@ import torch
 
 from megatron_nemotron3 import models
 from megatron_nemotron3.precision import yaml_file
-from megatron_nemotron3.precision.census import (
-    Ambient,
-    CensusError,
-    Entry,
-    census,
-    recipe_of,
-    require_format,
-)
+from megatron_nemotron3.precision.census import Entry, census, recipe_of, require_format
+from megatron_nemotron3.precision.model_formats import Ambient, CensusError
 from megatron_nemotron3.precision.yaml_file import NO_FILE, PrecisionFileError
 from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
 from tests.support.models import GOLDEN_MODELS, build_hybrid

@@ -10,8 +10,8 @@ from megatron_nemotron3 import cli, models
 from megatron_nemotron3.launch import Launch, check
 from megatron_nemotron3.launch.plan.activations import PACKED
 from megatron_nemotron3.launch.plan.hardware import GPUS
-from megatron_nemotron3.precision.census import Ambient
 from megatron_nemotron3.precision.formats import DEFAULT_RECIPES, FORMATS, either, name_of, runnable
+from megatron_nemotron3.precision.model_formats import Ambient
 from megatron_nemotron3.precision.table import PRECISIONS, bf16_layers, expected
 from megatron_nemotron3.precision.yaml_file import RECIPE_FIELDS, parse
 

@@ -15,7 +15,7 @@ import yaml
 from megatron_nemotron3 import cli, models, run
 from megatron_nemotron3.common.switches import EMULATE
 from megatron_nemotron3.precision import yaml_file
-from megatron_nemotron3.precision.census import Ambient, CensusError, ModelFormats
+from megatron_nemotron3.precision.model_formats import Ambient, CensusError, ModelFormats
 from megatron_nemotron3.precision.settings import (
     OPTION,
     Emulation,

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from megatron_nemotron3.precision import install
-from megatron_nemotron3.precision.census import Ambient, CensusError, census
+from megatron_nemotron3.precision.census import census
+from megatron_nemotron3.precision.model_formats import Ambient, CensusError
 from megatron_nemotron3.precision.settings import Emulation
 from megatron_nemotron3.precision.yaml_file import NO_FILE
 from tests.support.emulation import FIELDS, Step, assert_same, built, seed, step

@@ -10,7 +10,8 @@ import pytest
 
 from megatron_nemotron3 import run
 from megatron_nemotron3.precision import install
-from megatron_nemotron3.precision.census import Ambient, ModelFormats, census, recipe_of, structure_of
+from megatron_nemotron3.precision.census import census, recipe_of, structure_of
+from megatron_nemotron3.precision.model_formats import Ambient, ModelFormats
 from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
 
 from .test_census_upstream import FP4, listening, tiny_super

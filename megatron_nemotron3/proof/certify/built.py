@@ -11,8 +11,8 @@ from typing import Any
 
 from megatron_nemotron3.launch.flag import to_argv
 from megatron_nemotron3.launch.launch import Launch
-from megatron_nemotron3.precision.census import Ambient
 from megatron_nemotron3.precision.formats import EMULATED, counted
+from megatron_nemotron3.precision.model_formats import Ambient
 from megatron_nemotron3.precision.settings import Emulation
 from megatron_nemotron3.precision.table import Structure
 from megatron_nemotron3.proof.certify.bench import Bench, Finding, failed, last_line, passed, untested

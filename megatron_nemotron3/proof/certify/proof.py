@@ -16,8 +16,8 @@ from megatron_nemotron3.launch.flag import is_known
 from megatron_nemotron3.launch.parser import misused, unknown
 from megatron_nemotron3.launch.plan.hardware import GIB, GPUS, RESERVE
 from megatron_nemotron3.precision import yaml_file
-from megatron_nemotron3.precision.census import Ambient, CensusError, ModelFormats
 from megatron_nemotron3.precision.formats import counted
+from megatron_nemotron3.precision.model_formats import Ambient, CensusError, ModelFormats
 from megatron_nemotron3.precision.table import Structure
 from megatron_nemotron3.proof.certify import built
 from megatron_nemotron3.proof.certify.bench import (
