@@ -32,6 +32,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 from megatron_nemotron3.checkpoints.trust import OPTION, trust_option, trusting
@@ -218,10 +219,9 @@ def verify_quantized(arguments: list[str]) -> None:
     Megatron silently drops a format if layer counts or the precision file leave no linear for it, and drops
     FP8 in a dense model without Transformer Engine.
     """
-    from megatron_nemotron3.precision.formats import DEFAULT_RECIPES, FORMATS, name_of
+    from megatron_nemotron3.precision.formats import FORMATS, requested
 
-    kinds = [kind for kind in DEFAULT_RECIPES if option_value(arguments, f"--{kind}-format") is not None]
-    wanted = [name_of(option_value(arguments, f"--{k}-recipe") or DEFAULT_RECIPES[k]) for k in kinds]
+    wanted = requested(partial(option_value, arguments))
     if len(wanted) != 1 or wanted[0] not in FORMATS:  # Megatron refuses two; "custom" is the user's own
         return
     from megatron_nemotron3.precision.census import require_format

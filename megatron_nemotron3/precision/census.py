@@ -49,16 +49,20 @@ class Entry:
         return self.format if self.follows or not self.kind.quantizable else BF16
 
 
-def census(
-    model: Any,
-    file: PrecisionFile | None = None,
-    ambient: Ambient | None = None,
-) -> list[Entry]:
-    """List every module of this rank that holds a matrix; file and ambient default to those of its config."""
+def formats_of(model: Any, ambient: Ambient | None = None) -> ModelFormats:
+    """The formats of the whole model that a `HybridModel` belongs to, on any pipeline stage.
+
+    `ambient`: None for that of the config, which TransformerEngine reads.
+    """
+    ambient = Ambient.of(model.config) if ambient is None else ambient
+    return ModelFormats(structure_of(model), recipe_of(model.config), ambient)
+
+
+def census(model: Any, formats: ModelFormats | None = None) -> list[Entry]:
+    """List every module of this rank that holds a matrix; `formats`: None for those of its config."""
     modules = dict(model.named_modules() if hasattr(model, "named_modules") else model)
-    file = recipe_of(_hybrid_model(modules.values()).config) if file is None else file
-    ambient = Ambient.of(_hybrid_model(modules.values()).config) if ambient is None else ambient
-    found = (_census_entry(name, modules, file, ambient) for name in modules)
+    formats = formats_of(_hybrid_model(modules.values())) if formats is None else formats
+    found = (_census_entry(name, modules, formats) for name in modules)
     return [entry for entry in found if entry is not None]
 
 
@@ -77,22 +81,17 @@ def recipe_of(config: Any) -> PrecisionFile:
 def require_format(model: Any, wanted: str, ambient: Ambient | None = None) -> list[Entry]:
     """The census of a model; raise CensusError if its run asks for a format and would compute without it.
 
-    Ranks decide without communication. `ambient`: None for the config's, which TransformerEngine reads.
+    Ranks decide without communication. `ambient` is that of `formats_of`.
     """
-    root = _hybrid_model(model.modules())
-    config, structure = root.config, structure_of(root)
-    file = recipe_of(config)
-    ambient = Ambient.of(config) if ambient is None else ambient
-    fmt = FORMATS[wanted]
-    if ambient.format != wanted:
+    formats, fmt = formats_of(_hybrid_model(model.modules()), ambient), FORMATS[wanted]
+    if formats.ambient.format != wanted:
         options = " and ".join(" ".join(map(str, (name, *values))) for name, values in fmt.options[:2])
         raise CensusError(
-            f"{wanted} was asked for, but the layers' format is {ambient.format}: pass {options}"
+            f"{wanted} was asked for, but the layers' format is {formats.ambient.format}: pass {options}"
         )
-    if file is not NO_FILE:
-        require_fit(file, structure, "config.quant_recipe")
-    ModelFormats(structure, file, ambient).require_some()
-    entries = census(model, file, ambient)
+    require_fit(formats.file, formats.structure, "config.quant_recipe")
+    formats.require_some()
+    entries = census(model, formats)
     unfit = [entry for entry in entries if entry.format == wanted and entry.effective != wanted]
     if unfit:
         total = sum(entry.format == wanted for entry in entries)
@@ -121,15 +120,13 @@ def _hybrid_model(modules: Iterable[Any]) -> Any:
     """The outermost hybrid model."""
     found = next((module for module in modules if hasattr(module, "hybrid_layer_pattern")), None)
     if found is None:
-        raise CensusError("no HybridModel among these modules: give file and ambient")
+        raise CensusError("no HybridModel among these modules: give formats")
     return found
 
 
-def _census_entry(
-    name: str, modules: Mapping[str, Any], file: PrecisionFile, ambient: Ambient
-) -> Entry | None:
+def _census_entry(name: str, modules: Mapping[str, Any], formats: ModelFormats) -> Entry | None:
     """The entry of a module; None if it holds no matrix."""
-    module = modules[name]
+    module, file = modules[name], formats.file
     parameters = sum(p.numel() for p in module.parameters(recurse=False) if p.dim() >= 2)
     if not parameters:
         return None
@@ -138,7 +135,7 @@ def _census_entry(
         raise CensusError(
             f"{name} ({type(module).__name__}) holds a matrix, but no row of the table covers it"
         )
-    layer, around = _layer_format(name, modules, ambient)
+    layer, around = _layer_format(name, modules, formats.ambient)
     if not kind.quantizable:
         return Entry(name, kind, layer, around, kind.recipe, parameters, False)
     local = name[found.end() :] if (found := _ROOT.search(name)) else name

@@ -26,7 +26,7 @@ from megatron_nemotron3.common.switches import EMULATE, LOG_PRECISION
 from megatron_nemotron3.models.series import decoder_layers, decoder_row, mtp_row
 from megatron_nemotron3.precision import settings, yaml_file
 from megatron_nemotron3.precision.census import (
-    recipe_of,
+    formats_of,
     require_followed,
     require_format,
     require_well_formed_file,
@@ -34,7 +34,7 @@ from megatron_nemotron3.precision.census import (
 )
 from megatron_nemotron3.precision.formats import BF16, FORMATS, MXFP8, NVFP4, counted
 from megatron_nemotron3.precision.linear import Emulated
-from megatron_nemotron3.precision.model_formats import Ambient, CensusError, ModelFormats
+from megatron_nemotron3.precision.model_formats import Ambient, CensusError
 from megatron_nemotron3.precision.observe import Observed, PrecisionObserver
 from megatron_nemotron3.precision.packed import PackedProducts
 from megatron_nemotron3.precision.recipe import BLOCK, recipe
@@ -55,10 +55,10 @@ def ambient_of(config: Any, chosen: Emulation) -> Ambient:
         )
     if chosen.packed:  # its kinds of linears; never in MTP
         return Ambient(BF16, config.num_layers)
-    whole_mtp = FORMATS[chosen.format].kind == "fp8"
     if chosen.every_layer:
-        return Ambient(chosen.format, config.num_layers, whole_mtp=whole_mtp)
-    ambient = dataclasses.replace(Ambient.of(config), format=chosen.format, whole_mtp=whole_mtp)
+        return Ambient.of_run(chosen.format, config.num_layers)
+    kept = Ambient.of(config)
+    ambient = Ambient.of_run(chosen.format, config.num_layers, kept.at_start, kept.at_end)
     if min(ambient.at_start, ambient.at_end) < 0 or ambient.at_start + ambient.at_end > ambient.num_layers:
         raise ValueError(
             f"{ambient.at_start} BF16 layers at the start and {ambient.at_end} at the end of "
@@ -150,12 +150,13 @@ def _prepare_linears(
     """`where` is for messages ("decoder layer 3"), `row` for the report ("layer_003")."""
     for name, module in tree.named_modules():
         if hasattr(module, "products"):
-            fmt, kind = ambient, kind_of(f"{prefix}layers.0.{name}")
+            path = f"{prefix}layers.0.{name}"
+            fmt, kind = ambient, kind_of(path)
             if plan.chosen.packed:
                 packs = kind is not None and kind.name in PACKED_KINDS[plan.chosen.packed]
                 fmt = NVFP4 if packs else BF16
-            elif plan.by_table and kind is not None:
-                fmt = kind.format(ambient)
+            elif plan.by_table:
+                fmt = yaml_file.PUBLISHED.format(path, ambient)
             place, row_and_module = f"{where}, {name}" if name else where, (row, name or "eh_proj")
             module.finish_init = partial(_finish_linear, module, plan, place, row_and_module, fmt)
 
@@ -290,7 +291,7 @@ def _announcement(model: Any, ambient: Ambient, chosen: Emulation | None) -> Ite
     if chosen is not None:
         found = Counter(products.formats[0] for _, products in emulated(model))
         yield f"emulating {chosen.text()}: linears of this rank: {counted(found)}"
-    yield from ModelFormats(structure_of(model), recipe_of(model.config), ambient).in_force(chosen)
+    yield from formats_of(model, ambient).in_force(chosen)
 
 
 def _print_on_rank_0(lines: Iterable[str]) -> None:

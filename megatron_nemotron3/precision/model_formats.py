@@ -1,23 +1,24 @@
-"""The format of each linear of a model, by the formats of its layers and its precision file.
+"""In which format each linear of a model computes: `ModelFormats`, by its layers and its precision file.
 
 By the rules of megatron-core 0.19.2 a Transformer Engine linear has the format of its layer, or the one that
 the first matching glob of the precision file gives it. A layer has the format of the flags, unless its global
-number lies in the BF16 layers at the start or end. The stack inside an MTP block numbers its layers from 0, and
-its `eh_proj` is in no FP4 layer.
+number lies in the BF16 layers at the start or end. The stack inside an MTP block numbers its layers from 0,
+and its `eh_proj` is in no FP4 layer.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_nemotron3.common.switches import EMULATE
-from megatron_nemotron3.precision.formats import BF16, NVFP4, counted, name_of
+from megatron_nemotron3.models import Nemotron3Config
+from megatron_nemotron3.precision.formats import BF16, FORMATS, NVFP4, counted, name_of
 from megatron_nemotron3.precision.settings import Emulation
-from megatron_nemotron3.precision.table import LinearRow, Structure, tail_of_depth
-from megatron_nemotron3.precision.yaml_file import PrecisionFile
+from megatron_nemotron3.precision.table import LinearRow, Structure, bf16_layers, tail_of_depth
+from megatron_nemotron3.precision.yaml_file import NO_FILE, PUBLISHED, PrecisionFile
 
 
 class CensusError(RuntimeError):
@@ -37,7 +38,14 @@ class Ambient:
     whole_mtp: bool = False
 
     @classmethod
+    def of_run(cls, precision: str, num_layers: int, at_start: int = 0, at_end: int = 0) -> Ambient:
+        """Formats of the layers in a run of `precision`: a name of `FORMATS`, "bf16" or "fp32"."""
+        whole_mtp = precision in FORMATS and FORMATS[precision].kind == "fp8"
+        return cls(precision, num_layers, at_start, at_end, whole_mtp)
+
+    @classmethod
     def of(cls, config: Any) -> Ambient:
+        """Formats of the layers that a TransformerConfig asks Transformer Engine for."""
         fp8, fp4 = getattr(config, "fp8", None), getattr(config, "fp4", None)
         kept = (config.num_layers_at_start_in_bf16, config.num_layers_at_end_in_bf16)
         start, end = kept if config.first_last_layers_bf16 else (0, 0)
@@ -77,11 +85,35 @@ class Deviation:
 
 @dataclass(frozen=True)
 class ModelFormats:
-    """The format of each linear of a whole model, by its precision file and the formats of its layers."""
+    """The format of each linear of a whole model, by its precision file and the formats of its layers.
+
+    Reports, checks and estimates of formats are all derived from this.
+    """
 
     structure: Structure
     file: PrecisionFile
     ambient: Ambient
+
+    @classmethod
+    def of(
+        cls,
+        config: Nemotron3Config,
+        precision: str,
+        kept: tuple[int, int] | None = None,
+        file: PrecisionFile | None = None,
+    ) -> ModelFormats:
+        """The formats in a run of `precision`.
+
+        Args:
+            kept: numbers of BF16 layers at the start and end; None for those of the recipe.
+            file: None for the published recipe; it changes NVFP4 alone.
+        """
+        if kept is None:
+            recommended = bf16_layers(config, precision)
+            kept = recommended.start, recommended.end
+        if file is None:
+            file = PUBLISHED if precision == NVFP4 else NO_FILE
+        return cls(Structure.of(config), file, Ambient.of_run(precision, config.num_layers, *kept))
 
     def linears(self) -> Iterator[tuple[LinearRow, str, str]]:
         """(linear, format of its layer, its format)."""
@@ -91,6 +123,18 @@ class ModelFormats:
 
     def count(self) -> Counter[str]:
         return Counter(has for _, _, has in self.linears())
+
+    def decoder_shares(self) -> dict[str, dict[str, float]]:
+        """Kind of linear -> format -> its share of the decoder's linears of this kind."""
+        found: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        for linear, _, has in self.linears():
+            if linear.layer is not None:
+                found[linear.kind.name][has] += 1
+        shares = {}
+        for kind, counts in found.items():
+            quantized = {fmt: n / counts.total() for fmt, n in counts.items() if fmt != BF16}
+            shares[kind] = {**quantized, BF16: 1 - sum(quantized.values())}
+        return shares
 
     def require_some(self) -> None:
         ambient, found = self.ambient, self.count()
@@ -114,7 +158,7 @@ class ModelFormats:
         found: Counter[tuple[str, str, str, str]] = Counter()
         for linear, around, has in self.linears():
             totals[linear.kind.name] += 1
-            wanted = BF16 if around == BF16 else linear.kind.recipe
+            wanted = PUBLISHED.format(linear.name, around)
             if has != wanted:
                 matcher = self.file.matcher(linear.name)
                 found[linear.kind.name, has, wanted, matcher.name if matcher else ""] += 1

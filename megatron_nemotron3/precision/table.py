@@ -257,14 +257,3 @@ class Structure:
                     kind = kind_of(name := f"{path}.{module}")  # in MTP it is "mtp"
                     assert kind is not None and kind.quantizable, name
                     yield LinearRow(name, kind, layer, in_mtp)
-
-
-def expected(config: Nemotron3Config, precision: str) -> dict[str, str]:
-    """Module name -> format, from the table alone."""
-    kept = bf16_layers(config, precision)
-    return {
-        linear.name: BF16
-        if linear.layer is not None and not kept.start <= linear.layer < config.num_layers - kept.end
-        else linear.kind.format(precision)
-        for linear in Structure.of(config).linears()
-    }

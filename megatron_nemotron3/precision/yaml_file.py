@@ -104,6 +104,11 @@ class PrecisionFile:
 
 
 NO_FILE = PrecisionFile((), {})
+#: The published recipe for any model: `render` writes the matchers of the kinds that a model has.
+PUBLISHED = PrecisionFile(
+    tuple(Matcher(name, glob, kind.recipe) for kind in LINEARS for name, glob in kind.matchers),
+    {fmt: (FormatSetting(fmt), FormatSetting(fmt)) for fmt in _BODIES},
+)
 
 
 def render(config: Nemotron3Config) -> str:

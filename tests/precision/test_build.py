@@ -14,10 +14,10 @@ from megatron_nemotron3.launch.rules import RuleError
 from megatron_nemotron3.models import tiny
 from megatron_nemotron3.precision import install, yaml_file
 from megatron_nemotron3.precision.settings import current, emulating, parse_emulation
-from megatron_nemotron3.precision.table import expected
 from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
 from megatron_nemotron3.train.build import model_config
 from tests.support.emulation import seed
+from tests.support.recipe_table import expected
 
 TINY = tiny(n3.get("super"))
 

@@ -17,7 +17,7 @@ from megatron_nemotron3.launch.plan.flops import letter, resolve, symbols
 from megatron_nemotron3.launch.plan.options import MODULES, OFFLOADED, Recompute, runs
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.precision.formats import BF16, FORMATS
-from megatron_nemotron3.precision.table import LINEARS, bf16_layers
+from megatron_nemotron3.precision.model_formats import ModelFormats
 
 #: Kind -> bytes of one microbatch, see `_kind_bytes`.
 Table = dict[str, tuple[int, int, int]]
@@ -28,30 +28,23 @@ PACKED = {BF16: 2.0, **{fmt.name: fmt.stored for fmt in FORMATS.values()}}
 
 
 @lru_cache(maxsize=1024)
-def quantized_share(
-    config: Nemotron3Config, layer: str, precision: str, kept: tuple[int, int] | None = None
-) -> float:
-    """The share of the decoder's layers of kind `layer` that do not stay BF16, from 0 to 1."""
-    layers, published = config.pattern.count(layer), bf16_layers(config, precision)
-    start, end = (published.start, published.end) if kept is None else kept
-    body = config.pattern[start : config.num_layers - end]
-    return body.count(layer) / layers if layers else 0.0
+def decoder_shares(
+    config: Nemotron3Config, precision: str, kept: tuple[int, int] | None = None
+) -> dict[str, dict[str, float]]:
+    """Linear of the precision table -> format -> share of the decoder's, with the published recipe."""
+    return ModelFormats.of(config, precision, kept).decoder_shares() if precision in FORMATS else {}
 
 
 @lru_cache(maxsize=1024)
 def bytes_by_linear(
     config: Nemotron3Config, precision: str, kept: tuple[int, int] | None = None
 ) -> dict[str, float]:
-    """Linear of the precision table -> mean bytes of a packed element, over the decoder's layers."""
-    if precision not in FORMATS:
-        return {}
-    found = {}
-    for kind in LINEARS:
-        format = kind.format(precision)
-        if kind.layer and kind.layer in config.pattern and format != BF16:
-            share = quantized_share(config, kind.layer, precision, kept)
-            found[kind.name] = share * PACKED[format] + (1 - share) * PACKED[BF16]
-    return found
+    """Quantized linear of the precision table -> mean bytes of an element of its input, over all layers."""
+    return {
+        linear: sum(share * PACKED[format] for format, share in shares.items())
+        for linear, shares in decoder_shares(config, precision, kept).items()
+        if shares[BF16] < 1
+    }
 
 
 def packing_saves(config: Nemotron3Config, share: RankShare, kind: str) -> Form:
