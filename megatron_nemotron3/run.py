@@ -42,6 +42,7 @@ from megatron_nemotron3.common.options import add_option, device_option
 from megatron_nemotron3.common.parser import OptionParser, fail, option_value, option_values, resolve_device
 from megatron_nemotron3.common.switches import BOOST, EMULATE, LOG_PRECISION, MONITOR
 from megatron_nemotron3.launch import boosting, manifest
+from megatron_nemotron3.launch.flag import take_options
 from megatron_nemotron3.launch.stored_model import loaded
 from megatron_nemotron3.launch.versions import require_supported
 from megatron_nemotron3.models import stack_specs
@@ -117,7 +118,7 @@ def split_arguments(argv: list[str], read: Reader | None = None) -> RunArguments
     if options.monitor is not None and options.monitor < 0:
         fail(f"--monitor {options.monitor}: give the interval in iterations, or 0 for off")
     names = (emulation.OPTION, distillation.TEACHER, distillation.HOW)
-    arguments, among = emulation.take_options(argv[count + 1 :], names)
+    arguments, among = take_options(argv[count + 1 :], names)
     emulate = [options.nemotron3_emulate, *among[emulation.OPTION]][-1]
     teachers = (*options.nemotron3_teacher, *among[distillation.TEACHER])
     how = (*options.nemotron3_distill, *among[distillation.HOW])

@@ -50,10 +50,7 @@ class Entry:
 
 
 def formats_of(model: Any, ambient: Ambient | None = None) -> ModelFormats:
-    """The formats of the whole model that a `HybridModel` belongs to, on any pipeline stage.
-
-    `ambient`: None for that of the config, which TransformerEngine reads.
-    """
+    """The formats of a whole `HybridModel`; `ambient`: None for that of its config, which TE reads."""
     ambient = Ambient.of(model.config) if ambient is None else ambient
     return ModelFormats(structure_of(model), recipe_of(model.config), ambient)
 

@@ -79,8 +79,10 @@ def precision_command(options: PrecisionOptions) -> int:
         require_output(options.output, "--output")
     with result(options.json):
         config = chosen_model(options.which)
-        text = run(config, options.format, options.output)
-        facts = table(config, options.format) if options.output is None else {"file": options.output}
+        if options.output is None:
+            text, facts = render(config, options.format), table(config, options.format)
+        else:
+            text, facts = write(config, options.format, options.output), {"file": options.output}
         say(text, model=config.name, precision=options.format, **facts)
     return 0
 
@@ -103,15 +105,8 @@ def render(config: Nemotron3Config, precision: str = NVFP4) -> str:
     return "\n".join((head, "=" * len(head), "", *body, "", *_recipe_notes(config, precision)))
 
 
-def run(config: Nemotron3Config, precision: str = NVFP4, path: str | Path | None = None) -> str:
-    """Write the precision file, if there is a path for it; return the text for stdout, the table without.
-
-    Raises:
-        ValueError: a file is asked for, and the format is not nvfp4. Other formats need no file.
-        FileExistsError: a file with other text exists.
-    """
-    if path is None:
-        return render(config, precision)
+def write(config: Nemotron3Config, precision: str, path: str | Path) -> str:
+    """Write the precision file of NVFP4, and say what it is for."""
     if precision != NVFP4:
         raise ValueError(
             f"--precision {precision} needs no file: every linear follows its layer; drop --output"

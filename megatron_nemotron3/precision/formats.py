@@ -113,10 +113,7 @@ def name_of(recipe: object) -> str:
 
 
 def requested(value: Callable[[str], str | None]) -> list[str]:
-    """Our names of the recipes that Megatron's options ask for, FP4's last.
-
-    `value` returns that of an option: "" if it has none, None if it is not given.
-    """
+    """Our names of the recipes that options ask for, FP4's last; `value` of an option not given is None."""
     kinds = [kind for kind in DEFAULT_RECIPES if value(f"--{kind}-format") is not None]
     return [name_of(value(f"--{kind}-recipe") or DEFAULT_RECIPES[kind]) for kind in kinds]
 

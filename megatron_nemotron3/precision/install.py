@@ -41,7 +41,7 @@ from megatron_nemotron3.precision.recipe import BLOCK, recipe
 from megatron_nemotron3.precision.serving import PACKED_KINDS, unquantized_layers
 from megatron_nemotron3.precision.settings import Emulation
 from megatron_nemotron3.precision.table import kind_of, tail_of_depth
-from megatron_nemotron3.precision.yaml_file import read_config
+from megatron_nemotron3.precision.yaml_file import NO_FILE, PUBLISHED, PrecisionFile, read_config
 
 _MODEL_PARALLEL = "model-parallel-rng"
 
@@ -76,8 +76,8 @@ class _LinearsPlan:
     #: Whether the linears compute in their formats.
     emulate: bool
     observer: PrecisionObserver | None
-    #: Whether formats are those of the published recipe: a plain run is measured without a precision file.
-    by_table: bool = False
+    #: Applied to the formats of the layers, before the entries that Megatron passes to the linears.
+    file: PrecisionFile = NO_FILE
 
     @classmethod
     def of(cls, config: Any, observer: PrecisionObserver | None) -> _LinearsPlan | None:
@@ -90,7 +90,9 @@ class _LinearsPlan:
         ambient = ambient_of(config, Emulation())
         if not config.first_last_layers_bf16:
             ambient = dataclasses.replace(ambient, at_end=tail_of_depth(config.num_layers).end)
-        return cls(ambient, Emulation(), False, observer, config.quant_recipe is None)
+        # Without a precision file it is measured in the formats of the published recipe.
+        file = PUBLISHED if config.quant_recipe is None else NO_FILE
+        return cls(ambient, Emulation(), False, observer, file)
 
 
 #: Observer of the stack that was built last. Megatron builds the MTP blocks of the same model next.
@@ -151,12 +153,11 @@ def _prepare_linears(
     for name, module in tree.named_modules():
         if hasattr(module, "products"):
             path = f"{prefix}layers.0.{name}"
-            fmt, kind = ambient, kind_of(path)
+            fmt = plan.file.format(path, ambient)
             if plan.chosen.packed:
+                kind = kind_of(path)
                 packs = kind is not None and kind.name in PACKED_KINDS[plan.chosen.packed]
                 fmt = NVFP4 if packs else BF16
-            elif plan.by_table:
-                fmt = yaml_file.PUBLISHED.format(path, ambient)
             place, row_and_module = f"{where}, {name}" if name else where, (row, name or "eh_proj")
             module.finish_init = partial(_finish_linear, module, plan, place, row_and_module, fmt)
 

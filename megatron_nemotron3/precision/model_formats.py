@@ -8,7 +8,7 @@ and its `eh_proj` is in no FP4 layer.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -85,10 +85,7 @@ class Deviation:
 
 @dataclass(frozen=True)
 class ModelFormats:
-    """The format of each linear of a whole model, by its precision file and the formats of its layers.
-
-    Reports, checks and estimates of formats are all derived from this.
-    """
+    """The format of each linear of a whole model, by its precision file and the formats of its layers."""
 
     structure: Structure
     file: PrecisionFile
@@ -102,12 +99,7 @@ class ModelFormats:
         kept: tuple[int, int] | None = None,
         file: PrecisionFile | None = None,
     ) -> ModelFormats:
-        """The formats in a run of `precision`.
-
-        Args:
-            kept: numbers of BF16 layers at the start and end; None for those of the recipe.
-            file: None for the published recipe; it changes NVFP4 alone.
-        """
+        """Formats in a run of `precision`. `kept`: BF16 layers at start and end. None: as published."""
         if kept is None:
             recommended = bf16_layers(config, precision)
             kept = recommended.start, recommended.end
@@ -123,18 +115,6 @@ class ModelFormats:
 
     def count(self) -> Counter[str]:
         return Counter(has for _, _, has in self.linears())
-
-    def decoder_shares(self) -> dict[str, dict[str, float]]:
-        """Kind of linear -> format -> its share of the decoder's linears of this kind."""
-        found: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        for linear, _, has in self.linears():
-            if linear.layer is not None:
-                found[linear.kind.name][has] += 1
-        shares = {}
-        for kind, counts in found.items():
-            quantized = {fmt: n / counts.total() for fmt, n in counts.items() if fmt != BF16}
-            shares[kind] = {**quantized, BF16: 1 - sum(quantized.values())}
-        return shares
 
     def require_some(self) -> None:
         ambient, found = self.ambient, self.count()

@@ -253,7 +253,6 @@ class Structure:
         for row in registered(row for row in ROWS if row.part == part):
             kind = kind_named(row.linear)
             if kind and kind.quantizable and (self.latent or row.needs != "moe_latent_size"):
+                kind = _BY_NAME["mtp"] if layer is None else kind
                 for module in row.modules:
-                    kind = kind_of(name := f"{path}.{module}")  # in MTP it is "mtp"
-                    assert kind is not None and kind.quantizable, name
-                    yield LinearRow(name, kind, layer, in_mtp)
+                    yield LinearRow(f"{path}.{module}", kind, layer, in_mtp)

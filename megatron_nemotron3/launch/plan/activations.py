@@ -8,6 +8,7 @@ kind count at their mean.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -32,7 +33,15 @@ def decoder_shares(
     config: Nemotron3Config, precision: str, kept: tuple[int, int] | None = None
 ) -> dict[str, dict[str, float]]:
     """Linear of the precision table -> format -> share of the decoder's, with the published recipe."""
-    return ModelFormats.of(config, precision, kept).decoder_shares() if precision in FORMATS else {}
+    found: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for linear, _, has in ModelFormats.of(config, precision, kept).linears() if precision in FORMATS else ():
+        if linear.layer is not None:
+            found[linear.kind.name][has] += 1
+    shares = {}
+    for kind, counts in found.items():
+        quantized = {format: n / counts.total() for format, n in counts.items() if format != BF16}
+        shares[kind] = {**quantized, BF16: 1 - sum(quantized.values())}
+    return shares
 
 
 @lru_cache(maxsize=1024)
