@@ -10,10 +10,11 @@ from megatron_nemotron3 import cli, models
 from megatron_nemotron3.launch import Launch, check
 from megatron_nemotron3.launch.plan.activations import PACKED
 from megatron_nemotron3.launch.plan.hardware import GPUS
+from megatron_nemotron3.launch.precision_file import formats_of
 from megatron_nemotron3.precision.formats import DEFAULT_RECIPES, FORMATS, either, name_of, runnable
-from megatron_nemotron3.precision.model_formats import Ambient
+from megatron_nemotron3.precision.model_formats import Ambient, ModelFormats
 from megatron_nemotron3.precision.table import PRECISIONS, bf16_layers
-from megatron_nemotron3.precision.yaml_file import PARAMS, RECIPE_FIELDS, TYPE, parse
+from megatron_nemotron3.precision.yaml_file import NO_FILE, PARAMS, RECIPE_FIELDS, TYPE, parse
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 FP8 = tuple(name for name, fmt in FORMATS.items() if fmt.kind == "fp8")
@@ -77,6 +78,11 @@ def test_layers_that_stay_bf16() -> None:
         "fp8-delayed": (0, 0),
         "bf16": (0, 0),
     }
+    for precision in ("mxfp8", "fp8-blockwise"):  # in FP8 all of MTP, eh_proj too
+        launch = Launch.of("super", precision=precision, backend="te")
+        formats = formats_of(launch, NO_FILE)
+        assert formats == ModelFormats.of(models.SUPER, precision)
+        assert {has for linear, _, has in formats.linears() if linear.layer is None} == {precision}
     one = models.SUPER.but(pattern="M")
     assert all(bf16_layers(one, p).start + bf16_layers(one, p).end <= 1 for p in PRECISIONS)
 

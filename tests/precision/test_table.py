@@ -77,11 +77,6 @@ def test_the_formats_of_a_run_are_the_tables(precision: str) -> None:
         formats = ModelFormats.of(config, precision)
         assert {linear.name: has for linear, _, has in formats.linears()} == expected(config, precision)
         assert formats.deviations() == []
-        for kind, shares in formats.decoder_shares().items():
-            number = sum(linear.kind.name == kind for linear in formats.structure.linears())
-            assert sum(shares.values()) == pytest.approx(1) and all(
-                share * number == pytest.approx(round(share * number)) for share in shares.values()
-            )
 
 
 def test_every_name_has_exactly_one_row() -> None:

@@ -274,7 +274,7 @@ def test_the_command_writes_it(tmp_path: Path) -> None:
     path = tmp_path / "nvfp4.yaml"
     launch = Launch.of("super", precision="nvfp4", backend="te", te_precision_config_file=str(path))
     assert "is not on this machine" in precision_file.check(launch)[0]
-    assert "--te-precision-config-file" in command.run(models.SUPER, path=path)
+    assert "--te-precision-config-file" in command.write(models.SUPER, "nvfp4", path)
     assert path.read_text() == GOOD and precision_file.check(launch) == []
     with pytest.raises(ValueError, match="--precision mxfp8 needs no file"):
-        command.run(models.SUPER, "mxfp8", tmp_path / "other.yaml")
+        command.write(models.SUPER, "mxfp8", tmp_path / "other.yaml")
