@@ -13,8 +13,7 @@ from megatron_nemotron3.precision.model_formats import CensusError, ModelFormats
 
 def formats_of(launch: Launch, file: yaml_file.PrecisionFile) -> ModelFormats:
     """The formats of a launch with this content of its precision file."""
-    kept = launch.bf16_at_start, launch.bf16_at_end
-    return ModelFormats.of(launch.config, launch.precision, kept, file)
+    return ModelFormats.of(launch.config, launch.precision, (launch.bf16_at_start, launch.bf16_at_end), file)
 
 
 def check(launch: Launch) -> list[str]:

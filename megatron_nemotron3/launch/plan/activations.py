@@ -28,13 +28,17 @@ KINDS = tuple(FORMS)
 PACKED = {BF16: 2.0, **{fmt.name: fmt.stored for fmt in FORMATS.values()}}
 
 
-@lru_cache(maxsize=1024)
 def decoder_shares(
     config: Nemotron3Config, precision: str, kept: tuple[int, int] | None = None
 ) -> dict[str, dict[str, float]]:
     """Linear of the precision table -> format -> share of the decoder's, with the published recipe."""
+    return _shares(ModelFormats.of(config, precision, kept)) if precision in FORMATS else {}
+
+
+@lru_cache(maxsize=64)  # layers of different experts have the same
+def _shares(formats: ModelFormats) -> dict[str, dict[str, float]]:
     found: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    for linear, _, has in ModelFormats.of(config, precision, kept).linears() if precision in FORMATS else ():
+    for linear, _, has in formats.linears():
         if linear.layer is not None:
             found[linear.kind.name][has] += 1
     shares = {}
