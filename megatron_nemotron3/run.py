@@ -32,6 +32,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 from megatron_nemotron3.checkpoints.trust import OPTION, trust_option, trusting
@@ -41,6 +42,7 @@ from megatron_nemotron3.common.options import add_option, device_option
 from megatron_nemotron3.common.parser import OptionParser, fail, option_value, option_values, resolve_device
 from megatron_nemotron3.common.switches import BOOST, EMULATE, LOG_PRECISION, MONITOR
 from megatron_nemotron3.launch import boosting, manifest
+from megatron_nemotron3.launch.flag import take_options
 from megatron_nemotron3.launch.stored_model import loaded
 from megatron_nemotron3.launch.versions import require_supported
 from megatron_nemotron3.models import stack_specs
@@ -116,7 +118,7 @@ def split_arguments(argv: list[str], read: Reader | None = None) -> RunArguments
     if options.monitor is not None and options.monitor < 0:
         fail(f"--monitor {options.monitor}: give the interval in iterations, or 0 for off")
     names = (emulation.OPTION, distillation.TEACHER, distillation.HOW)
-    arguments, among = emulation.take_options(argv[count + 1 :], names)
+    arguments, among = take_options(argv[count + 1 :], names)
     emulate = [options.nemotron3_emulate, *among[emulation.OPTION]][-1]
     teachers = (*options.nemotron3_teacher, *among[distillation.TEACHER])
     how = (*options.nemotron3_distill, *among[distillation.HOW])
@@ -218,13 +220,13 @@ def verify_quantized(arguments: list[str]) -> None:
     Megatron silently drops a format if layer counts or the precision file leave no linear for it, and drops
     FP8 in a dense model without Transformer Engine.
     """
-    from megatron_nemotron3.precision.formats import DEFAULT_RECIPES, FORMATS, name_of
+    from megatron_nemotron3.precision.formats import FORMATS, requested
 
-    kinds = [kind for kind in DEFAULT_RECIPES if option_value(arguments, f"--{kind}-format") is not None]
-    wanted = [name_of(option_value(arguments, f"--{k}-recipe") or DEFAULT_RECIPES[k]) for k in kinds]
+    wanted = requested(partial(option_value, arguments))
     if len(wanted) != 1 or wanted[0] not in FORMATS:  # Megatron refuses two; "custom" is the user's own
         return
-    from megatron_nemotron3.precision.census import CensusError, require_format
+    from megatron_nemotron3.precision.census import require_format
+    from megatron_nemotron3.precision.model_formats import CensusError
     from megatron_nemotron3.precision.yaml_file import PrecisionFileError
 
     def require_linears(model: Any) -> None:
@@ -250,7 +252,8 @@ def require_well_formed_file(arguments: list[str]) -> None:
 
 def verify_formats(arguments: list[str], words: str, spec: Any, *, emulate: bool, measured: bool) -> None:
     """Stop unless linears will compute in the formats that options request."""
-    from megatron_nemotron3.precision.census import CensusError, require_usable
+    from megatron_nemotron3.precision.census import require_usable
+    from megatron_nemotron3.precision.model_formats import CensusError
     from megatron_nemotron3.specs import is_torch
 
     torch_spec = is_torch(spec)
@@ -356,7 +359,7 @@ def _launch(given: RunArguments) -> None:
             verify_formats(
                 arguments, spec_words, spec, emulate=emulated is not None, measured=measured is not None
             )
-        from megatron_nemotron3.precision.census import CensusError
+        from megatron_nemotron3.precision.model_formats import CensusError
         from megatron_nemotron3.precision.yaml_file import PrecisionFileError
 
         try:

@@ -16,7 +16,8 @@ from megatron.core.models.hybrid import hybrid_layer_allocation
 from megatron_nemotron3.checkpoints.convert.keys import numbered_by_layer
 from megatron_nemotron3.models.pattern import parse
 from megatron_nemotron3.models.series import decoder_layers
-from megatron_nemotron3.precision.census import CensusError, structure_of
+from megatron_nemotron3.precision.census import structure_of
+from megatron_nemotron3.precision.model_formats import CensusError
 from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
 from megatron_nemotron3.specs import nemotron3_torch_stack_spec
 from tests.support.models import build_hybrid, describe

@@ -100,6 +100,7 @@ LIGHT = (
     "precision",
     "precision.census",
     "precision.command",
+    "precision.model_formats",
     "precision.settings",
     "precision.table",
     "proof.bisect",

@@ -144,3 +144,16 @@ def exports(environment: Mapping[str, str]) -> str:
     return "\n".join(
         f"export {name}=${{{name}:-{shlex.quote(value)}}}" for name, value in environment.items()
     )
+
+
+def take_options(arguments: Iterable[str], names: Iterable[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """Take options with a value out of a command line: (the other arguments, the values of each name)."""
+    found: dict[str, list[str]] = {name: [] for name in names}
+    others, rest = [], iter(arguments)
+    for argument in rest:
+        name, equals, value = argument.partition("=")
+        if name in found:
+            found[name].append(value if equals else next(rest, ""))
+        else:
+            others.append(argument)
+    return others, found

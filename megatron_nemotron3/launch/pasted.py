@@ -17,7 +17,7 @@ from megatron_nemotron3.launch.rules import check
 from megatron_nemotron3.launch.schedule import TrainingSchedule
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.stack_specs import MODULE, spec_name
-from megatron_nemotron3.precision.formats import DEFAULT_RECIPES, FORMATS, name_of
+from megatron_nemotron3.precision.formats import BF16, FORMATS, requested
 from megatron_nemotron3.precision.settings import OPTION as EMULATE_OPTION
 from megatron_nemotron3.precision.settings import Emulation
 
@@ -63,12 +63,8 @@ def launch_of(
 
 def _precision_of(options: Mapping[str, tuple[str, ...]]) -> str:
     """Return the precision that a command line asks for; BF16 for recipes of the user's own ("custom")."""
-    for kind in ("fp4", "fp8"):
-        if f"--{kind}-format" in options:
-            fallback = DEFAULT_RECIPES[kind]
-            name = name_of((options.get(f"--{kind}-recipe") or (fallback,))[0])
-            return name if name in FORMATS else "bf16"
-    return "bf16"
+    found = requested(lambda name: (options[name] or ("",))[0] if name in options else None)
+    return found[-1] if found and found[-1] in FORMATS else BF16
 
 
 def sections(config: Nemotron3Config) -> dict[str, str]:

@@ -6,9 +6,14 @@ from pathlib import Path
 
 from megatron_nemotron3.launch.launch import Launch
 from megatron_nemotron3.precision import yaml_file
-from megatron_nemotron3.precision.census import Ambient, CensusError, ModelFormats, require_usable
+from megatron_nemotron3.precision.census import require_usable
 from megatron_nemotron3.precision.formats import NVFP4
-from megatron_nemotron3.precision.table import Structure
+from megatron_nemotron3.precision.model_formats import CensusError, ModelFormats
+
+
+def formats_of(launch: Launch, file: yaml_file.PrecisionFile) -> ModelFormats:
+    """The formats of a launch with this content of its precision file."""
+    return ModelFormats.of(launch.config, launch.precision, (launch.bf16_at_start, launch.bf16_at_end), file)
 
 
 def check(launch: Launch) -> list[str]:
@@ -34,8 +39,7 @@ def check(launch: Launch) -> list[str]:
         raise ValueError(f"{yaml_file.FLAG} with packed weights of {emulate.packed}: drop the file")
     if launch.precision != NVFP4 or (emulate is not None and (emulate.every_layer or emulate.packed)):
         return []
-    ambient = Ambient(NVFP4, config.num_layers, launch.bf16_at_start, launch.bf16_at_end)
-    formats = ModelFormats(Structure.of(config), file, ambient)
+    formats = formats_of(launch, file)
     try:
         formats.require_some()
     except CensusError as problem:

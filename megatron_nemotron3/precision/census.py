@@ -1,162 +1,28 @@
-"""The format that Megatron gives each linear, and checks that runs compute in the formats they ask for.
+"""The census of a built model, and checks that runs compute in the formats they ask for.
 
-By the rules of megatron-core 0.19.2 a linear with `finish_init` (TE's, and emulated ones) has the format of
-its layer, or the one that the first matching glob of the precision file gives it; any other computes in the
-model's dtype. A layer has the format of the flags, unless its global number lies in the BF16 layers at the
-start or end. The stack inside an MTP block numbers its layers from 0, and its `eh_proj` is in no FP4 layer.
+A linear with `finish_init` (TE's, and emulated ones) has its format of `model_formats`; any other computes in
+the model's dtype.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_nemotron3.common.parser import option_value, option_values
 from megatron_nemotron3.common.switches import EMULATE, megatron_options
 from megatron_nemotron3.models.pattern import MTP_SEPARATOR, without_layout
-from megatron_nemotron3.precision.formats import BF16, FORMATS, NVFP4, counted, name_of
-from megatron_nemotron3.precision.settings import OPTION, Emulation
-from megatron_nemotron3.precision.table import LinearRow, ModuleKind, Structure, kind_of, tail_of_depth
+from megatron_nemotron3.precision.formats import BF16, FORMATS
+from megatron_nemotron3.precision.model_formats import Ambient, CensusError, ModelFormats
+from megatron_nemotron3.precision.settings import OPTION
+from megatron_nemotron3.precision.table import ModuleKind, Structure, kind_of
 from megatron_nemotron3.precision.yaml_file import FLAG, NO_FILE, PrecisionFile, parse, read, require_fit
 
 _TORCH_SPEC = "--spec megatron_nemotron3.specs nemotron3_torch_stack_spec"
 _LAYER = re.compile(r"(?:^|\.)layers\.\d+(?=\.|$)")
 _ROOT = re.compile(r"(?:^|\.)(?=(?:decoder|mtp|embedding|output_layer)\.|output_layer$)")
-
-
-class CensusError(RuntimeError):
-    """The built model is not what the flags ask for."""
-
-
-@dataclass(frozen=True)
-class Ambient:
-    """Formats of the layers, as fields of TransformerConfig decide them."""
-
-    #: A name of `formats.FORMATS`, "custom", or "bf16" for none.
-    format: str
-    num_layers: int
-    at_start: int = 0
-    at_end: int = 0
-    #: Whether the format applies to a whole MTP block (FP8) or only to the layers inside it (FP4).
-    whole_mtp: bool = False
-
-    @classmethod
-    def of(cls, config: Any) -> Ambient:
-        fp8, fp4 = getattr(config, "fp8", None), getattr(config, "fp4", None)
-        kept = (config.num_layers_at_start_in_bf16, config.num_layers_at_end_in_bf16)
-        start, end = kept if config.first_last_layers_bf16 else (0, 0)
-        fmt = name_of(config.fp4_recipe if fp4 else config.fp8_recipe) if fp4 or fp8 else BF16
-        return cls(fmt, config.num_layers, start, end, bool(fp8))
-
-    def of_layer(self, number: int) -> str:
-        """Format of layer `number` (from 0) of any hybrid stack."""
-        kept = number < self.at_start or number >= self.num_layers - self.at_end
-        return BF16 if kept else self.format
-
-    def of_mtp(self, number: int | None) -> str:
-        """Format of layer `number` (from 0) of the stack in an MTP block; None: of the block outside it."""
-        if self.whole_mtp:
-            return self.format
-        return BF16 if number is None else self.of_layer(number)
-
-    def of_linear(self, linear: LinearRow) -> str:
-        return self.of_mtp(linear.in_mtp) if linear.layer is None else self.of_layer(linear.layer)
-
-
-@dataclass(frozen=True)
-class Deviation:
-    """A difference from the published recipe: what, and what asks for it."""
-
-    text: str
-    #: The matcher or switch that asks for it; "" if it is merely left out.
-    source: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.text}, as {self.source} says" if self.source else self.text
-
-    def line(self) -> str:
-        """A line for a log; a warning unless a matcher or switch asks for it."""
-        return f"{'' if self.source else 'warning: '}not the published recipe: {self}"
-
-
-@dataclass(frozen=True)
-class ModelFormats:
-    """The format of each linear of a whole model, by its precision file and the formats of its layers."""
-
-    structure: Structure
-    file: PrecisionFile
-    ambient: Ambient
-
-    def linears(self) -> Iterator[tuple[LinearRow, str, str]]:
-        """(linear, format of its layer, its format)."""
-        for linear in self.structure.linears():
-            around = self.ambient.of_linear(linear)
-            yield linear, around, self.file.format(linear.name, around)
-
-    def count(self) -> Counter[str]:
-        return Counter(has for _, _, has in self.linears())
-
-    def require_some(self) -> None:
-        ambient, found = self.ambient, self.count()
-        if not found[ambient.format]:
-            raise CensusError(
-                f"{ambient.format} was asked for, but none of the model's {sum(found.values())} linears is "
-                f"{ambient.format} ({counted(found)}): {ambient.at_start} layers at the start and "
-                f"{ambient.at_end} at the end of {ambient.num_layers} stay BF16 and "
-                f"{len(self.file.matchers)} matchers of the precision file take the rest"
-            )
-
-    def deviations(self) -> list[Deviation]:
-        """Differences of an NVFP4 run from the published recipe, by kind; empty for another format.
-
-        Megatron says nothing about a file that leaves a kind of linear out: its linears follow their layer,
-        which is NVFP4. A kind that a matcher names is taken to be meant, even in another format.
-        """
-        if self.ambient.format != NVFP4:
-            return []
-        totals: Counter[str] = Counter()
-        found: Counter[tuple[str, str, str, str]] = Counter()
-        for linear, around, has in self.linears():
-            totals[linear.kind.name] += 1
-            wanted = BF16 if around == BF16 else linear.kind.recipe
-            if has != wanted:
-                matcher = self.file.matcher(linear.name)
-                found[linear.kind.name, has, wanted, matcher.name if matcher else ""] += 1
-        result = [
-            Deviation(
-                f"{kind}: {number} of {totals[kind]} linears in {has}, published {wanted}"
-                + ("" if matcher else " (no matcher names them)"),
-                f"matcher {matcher}" if matcher else "",
-            )
-            for (kind, has, wanted, matcher), number in found.items()
-        ]
-        ambient, published = self.ambient, tail_of_depth(self.ambient.num_layers).end
-        if (ambient.at_start, ambient.at_end) != (0, published):
-            result.append(
-                Deviation(
-                    f"BF16 layers: {ambient.at_start} at the start and {ambient.at_end} at the end of "
-                    f"{ambient.num_layers}, published 0 and {published}"
-                )
-            )
-        return result
-
-    def in_force(self, chosen: Emulation | None = None) -> Iterator[str]:
-        """Lines: the linears by format, and what deviates from the published recipe.
-
-        `chosen` is None where TransformerEngine computes.
-        """
-        found: list[Deviation] = []
-        if chosen is None or not chosen.every_layer:
-            found = self.deviations()
-            as_published = ", as published" if self.ambient.format == NVFP4 and not found else ""
-            yield f"linears of the whole model: {counted(self.count())}{as_published}"
-        if chosen is not None:
-            for word, deviation in chosen.switched().items():
-                found.append(Deviation(deviation, f"{EMULATE} {word}"))
-        yield from (deviation.line() for deviation in found)
 
 
 @dataclass(frozen=True)
@@ -183,16 +49,17 @@ class Entry:
         return self.format if self.follows or not self.kind.quantizable else BF16
 
 
-def census(
-    model: Any,
-    file: PrecisionFile | None = None,
-    ambient: Ambient | None = None,
-) -> list[Entry]:
-    """List every module of this rank that holds a matrix; file and ambient default to those of its config."""
+def formats_of(model: Any, ambient: Ambient | None = None) -> ModelFormats:
+    """The formats of a whole `HybridModel`; `ambient`: None for that of its config, which TE reads."""
+    ambient = Ambient.of(model.config) if ambient is None else ambient
+    return ModelFormats(structure_of(model), recipe_of(model.config), ambient)
+
+
+def census(model: Any, formats: ModelFormats | None = None) -> list[Entry]:
+    """List every module of this rank that holds a matrix; `formats`: None for those of its config."""
     modules = dict(model.named_modules() if hasattr(model, "named_modules") else model)
-    file = recipe_of(_hybrid_model(modules.values()).config) if file is None else file
-    ambient = Ambient.of(_hybrid_model(modules.values()).config) if ambient is None else ambient
-    found = (_census_entry(name, modules, file, ambient) for name in modules)
+    formats = formats_of(_hybrid_model(modules.values())) if formats is None else formats
+    found = (_census_entry(name, modules, formats) for name in modules)
     return [entry for entry in found if entry is not None]
 
 
@@ -211,22 +78,17 @@ def recipe_of(config: Any) -> PrecisionFile:
 def require_format(model: Any, wanted: str, ambient: Ambient | None = None) -> list[Entry]:
     """The census of a model; raise CensusError if its run asks for a format and would compute without it.
 
-    Ranks decide without communication. `ambient`: None for the config's, which TransformerEngine reads.
+    Ranks decide without communication. `ambient` is that of `formats_of`.
     """
-    root = _hybrid_model(model.modules())
-    config, structure = root.config, structure_of(root)
-    file = recipe_of(config)
-    ambient = Ambient.of(config) if ambient is None else ambient
-    fmt = FORMATS[wanted]
-    if ambient.format != wanted:
+    formats, fmt = formats_of(_hybrid_model(model.modules()), ambient), FORMATS[wanted]
+    if formats.ambient.format != wanted:
         options = " and ".join(" ".join(map(str, (name, *values))) for name, values in fmt.options[:2])
         raise CensusError(
-            f"{wanted} was asked for, but the layers' format is {ambient.format}: pass {options}"
+            f"{wanted} was asked for, but the layers' format is {formats.ambient.format}: pass {options}"
         )
-    if file is not NO_FILE:
-        require_fit(file, structure, "config.quant_recipe")
-    ModelFormats(structure, file, ambient).require_some()
-    entries = census(model, file, ambient)
+    require_fit(formats.file, formats.structure, "config.quant_recipe")
+    formats.require_some()
+    entries = census(model, formats)
     unfit = [entry for entry in entries if entry.format == wanted and entry.effective != wanted]
     if unfit:
         total = sum(entry.format == wanted for entry in entries)
@@ -255,15 +117,13 @@ def _hybrid_model(modules: Iterable[Any]) -> Any:
     """The outermost hybrid model."""
     found = next((module for module in modules if hasattr(module, "hybrid_layer_pattern")), None)
     if found is None:
-        raise CensusError("no HybridModel among these modules: give file and ambient")
+        raise CensusError("no HybridModel among these modules: give formats")
     return found
 
 
-def _census_entry(
-    name: str, modules: Mapping[str, Any], file: PrecisionFile, ambient: Ambient
-) -> Entry | None:
+def _census_entry(name: str, modules: Mapping[str, Any], formats: ModelFormats) -> Entry | None:
     """The entry of a module; None if it holds no matrix."""
-    module = modules[name]
+    module, file = modules[name], formats.file
     parameters = sum(p.numel() for p in module.parameters(recurse=False) if p.dim() >= 2)
     if not parameters:
         return None
@@ -272,7 +132,7 @@ def _census_entry(
         raise CensusError(
             f"{name} ({type(module).__name__}) holds a matrix, but no row of the table covers it"
         )
-    layer, around = _layer_format(name, modules, ambient)
+    layer, around = _layer_format(name, modules, formats.ambient)
     if not kind.quantizable:
         return Entry(name, kind, layer, around, kind.recipe, parameters, False)
     local = name[found.end() :] if (found := _ROOT.search(name)) else name

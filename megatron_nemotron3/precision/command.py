@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +15,8 @@ from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import ModelOptions, chosen_model, names_model
 from megatron_nemotron3.precision import report as report_file
 from megatron_nemotron3.precision import yaml_file
-from megatron_nemotron3.precision.census import Ambient, CensusError, ModelFormats
 from megatron_nemotron3.precision.formats import BF16, FORMATS, MXFP8, NVFP4, counted
+from megatron_nemotron3.precision.model_formats import CensusError, ModelFormats
 from megatron_nemotron3.precision.table import (
     LINEARS,
     NEVER,
@@ -25,9 +24,7 @@ from megatron_nemotron3.precision.table import (
     ModuleKind,
     Structure,
     bf16_layers,
-    expected,
     is_published,
-    tail,
 )
 
 _COLUMNS = ("module", "format", "why")
@@ -82,8 +79,10 @@ def precision_command(options: PrecisionOptions) -> int:
         require_output(options.output, "--output")
     with result(options.json):
         config = chosen_model(options.which)
-        text = run(config, options.format, options.output)
-        facts = table(config, options.format) if options.output is None else {"file": options.output}
+        if options.output is None:
+            text, facts = render(config, options.format), table(config, options.format)
+        else:
+            text, facts = write(config, options.format, options.output), {"file": options.output}
         say(text, model=config.name, precision=options.format, **facts)
     return 0
 
@@ -92,7 +91,7 @@ def table(config: Nemotron3Config, precision: str = NVFP4) -> dict[str, Any]:
     """What the table says, for a JSON document; `linears` counts them by format."""
     return {
         "modules": [dict(zip(("modules", "format", "why"), row)) for row in _rows(config, precision)],
-        "linears": dict(Counter(expected(config, precision).values())),
+        "linears": dict(ModelFormats.of(config, precision).count()),
         "notes": list(_recipe_notes(config, precision)),
     }
 
@@ -106,15 +105,8 @@ def render(config: Nemotron3Config, precision: str = NVFP4) -> str:
     return "\n".join((head, "=" * len(head), "", *body, "", *_recipe_notes(config, precision)))
 
 
-def run(config: Nemotron3Config, precision: str = NVFP4, path: str | Path | None = None) -> str:
-    """Write the precision file, if there is a path for it; return the text for stdout, the table without.
-
-    Raises:
-        ValueError: a file is asked for, and the format is not nvfp4. Other formats need no file.
-        FileExistsError: a file with other text exists.
-    """
-    if path is None:
-        return render(config, precision)
+def write(config: Nemotron3Config, precision: str, path: str | Path) -> str:
+    """Write the precision file of NVFP4, and say what it is for."""
     if precision != NVFP4:
         raise ValueError(
             f"--precision {precision} needs no file: every linear follows its layer; drop --output"
@@ -125,8 +117,7 @@ def run(config: Nemotron3Config, precision: str = NVFP4, path: str | Path | None
 
 def compare(config: Nemotron3Config, path: str | Path) -> str:
     """Say in which formats a precision file puts a model's linears, and what is not the published recipe."""
-    ambient = Ambient(NVFP4, config.num_layers, at_end=tail(config).end)
-    formats = ModelFormats(Structure.of(config), yaml_file.read(path, config), ambient)
+    formats = ModelFormats.of(config, NVFP4, file=yaml_file.read(path, config))
     try:
         formats.require_some()
     except CensusError as problem:
@@ -158,7 +149,7 @@ def _modules_text(kind: ModuleKind) -> str:
 
 
 def _recipe_notes(config: Nemotron3Config, precision: str) -> Iterator[str]:
-    yield f"linears: {counted(Counter(expected(config, precision).values()))}"
+    yield f"linears: {counted(ModelFormats.of(config, precision).count())}"
     if precision == BF16:
         return
     kept, recipe = bf16_layers(config, precision), FORMATS[precision]

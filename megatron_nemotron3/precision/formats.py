@@ -15,7 +15,7 @@ support checks of Transformer Engine (TE) 2.20 (pytorch/quantization.py) and its
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_nemotron3.precision.numerics import MXFP8_BLOCK, NVFP4_BLOCK
@@ -110,6 +110,12 @@ def name_of(recipe: object) -> str:
     """Our name of Megatron's recipe (an enum or text); an unknown one ("custom") keeps its name."""
     text = str(getattr(recipe, "value", recipe))
     return _BY_RECIPE[text].name if text in _BY_RECIPE else text
+
+
+def requested(value: Callable[[str], str | None]) -> list[str]:
+    """Our names of the recipes that options ask for, FP4's last; `value` of an option not given is None."""
+    kinds = [kind for kind in DEFAULT_RECIPES if value(f"--{kind}-format") is not None]
+    return [name_of(value(f"--{kind}-recipe") or DEFAULT_RECIPES[kind]) for kind in kinds]
 
 
 def runnable(capability: Capability) -> tuple[str, ...]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 #: Parameter -> (bucket, (start, end) in the bucket, process group over which the bucket is sharded).
@@ -28,16 +27,6 @@ def gradient_places(ddp: Any) -> GradientPlaces | None:
         for bucket in group.buckets
         for parameter in bucket.params_list
     }
-
-
-def zero_gradients(module: torch.nn.Module, where: GradientPlaces, groups: Any) -> Tensor:
-    """Count exact zeros in this rank's part of the gradients of `module`: [zeros, elements], float64."""
-    found = torch.zeros(2, dtype=torch.float64, device=next(module.parameters()).device)
-    for parameter in module.parameters():
-        if (gradient := local_gradient(parameter, where, groups)) is not None:
-            found[0] += gradient.numel() - torch.count_nonzero(gradient)
-            found[1] += gradient.numel()
-    return found
 
 
 def _sharding_group(bucket_group: Any) -> Any:

@@ -26,10 +26,7 @@ from megatron_nemotron3.common.switches import EMULATE, LOG_PRECISION
 from megatron_nemotron3.models.series import decoder_layers, decoder_row, mtp_row
 from megatron_nemotron3.precision import settings, yaml_file
 from megatron_nemotron3.precision.census import (
-    Ambient,
-    CensusError,
-    ModelFormats,
-    recipe_of,
+    formats_of,
     require_followed,
     require_format,
     require_well_formed_file,
@@ -37,13 +34,14 @@ from megatron_nemotron3.precision.census import (
 )
 from megatron_nemotron3.precision.formats import BF16, FORMATS, MXFP8, NVFP4, counted
 from megatron_nemotron3.precision.linear import Emulated
+from megatron_nemotron3.precision.model_formats import Ambient, CensusError
 from megatron_nemotron3.precision.observe import Observed, PrecisionObserver
 from megatron_nemotron3.precision.packed import PackedProducts
 from megatron_nemotron3.precision.recipe import BLOCK, recipe
 from megatron_nemotron3.precision.serving import PACKED_KINDS, unquantized_layers
 from megatron_nemotron3.precision.settings import Emulation
 from megatron_nemotron3.precision.table import kind_of, tail_of_depth
-from megatron_nemotron3.precision.yaml_file import read_config
+from megatron_nemotron3.precision.yaml_file import NO_FILE, PUBLISHED, PrecisionFile, read_config
 
 _MODEL_PARALLEL = "model-parallel-rng"
 
@@ -57,10 +55,10 @@ def ambient_of(config: Any, chosen: Emulation) -> Ambient:
         )
     if chosen.packed:  # its kinds of linears; never in MTP
         return Ambient(BF16, config.num_layers)
-    whole_mtp = FORMATS[chosen.format].kind == "fp8"
     if chosen.every_layer:
-        return Ambient(chosen.format, config.num_layers, whole_mtp=whole_mtp)
-    ambient = dataclasses.replace(Ambient.of(config), format=chosen.format, whole_mtp=whole_mtp)
+        return Ambient.of_run(chosen.format, config.num_layers)
+    kept = Ambient.of(config)
+    ambient = Ambient.of_run(chosen.format, config.num_layers, kept.at_start, kept.at_end)
     if min(ambient.at_start, ambient.at_end) < 0 or ambient.at_start + ambient.at_end > ambient.num_layers:
         raise ValueError(
             f"{ambient.at_start} BF16 layers at the start and {ambient.at_end} at the end of "
@@ -78,8 +76,8 @@ class _LinearsPlan:
     #: Whether the linears compute in their formats.
     emulate: bool
     observer: PrecisionObserver | None
-    #: Whether formats are those of the published recipe: a plain run is measured without a precision file.
-    by_table: bool = False
+    #: Applied to the formats of the layers, before the entries that Megatron passes to the linears.
+    file: PrecisionFile = NO_FILE
 
     @classmethod
     def of(cls, config: Any, observer: PrecisionObserver | None) -> _LinearsPlan | None:
@@ -92,7 +90,9 @@ class _LinearsPlan:
         ambient = ambient_of(config, Emulation())
         if not config.first_last_layers_bf16:
             ambient = dataclasses.replace(ambient, at_end=tail_of_depth(config.num_layers).end)
-        return cls(ambient, Emulation(), False, observer, config.quant_recipe is None)
+        # Without a precision file it is measured in the formats of the published recipe.
+        file = PUBLISHED if config.quant_recipe is None else NO_FILE
+        return cls(ambient, Emulation(), False, observer, file)
 
 
 #: Observer of the stack that was built last. Megatron builds the MTP blocks of the same model next.
@@ -152,12 +152,12 @@ def _prepare_linears(
     """`where` is for messages ("decoder layer 3"), `row` for the report ("layer_003")."""
     for name, module in tree.named_modules():
         if hasattr(module, "products"):
-            fmt, kind = ambient, kind_of(f"{prefix}layers.0.{name}")
+            path = f"{prefix}layers.0.{name}"
+            fmt = plan.file.format(path, ambient)
             if plan.chosen.packed:
+                kind = kind_of(path)
                 packs = kind is not None and kind.name in PACKED_KINDS[plan.chosen.packed]
                 fmt = NVFP4 if packs else BF16
-            elif plan.by_table and kind is not None:
-                fmt = kind.format(ambient)
             place, row_and_module = f"{where}, {name}" if name else where, (row, name or "eh_proj")
             module.finish_init = partial(_finish_linear, module, plan, place, row_and_module, fmt)
 
@@ -292,7 +292,7 @@ def _announcement(model: Any, ambient: Ambient, chosen: Emulation | None) -> Ite
     if chosen is not None:
         found = Counter(products.formats[0] for _, products in emulated(model))
         yield f"emulating {chosen.text()}: linears of this rank: {counted(found)}"
-    yield from ModelFormats(structure_of(model), recipe_of(model.config), ambient).in_force(chosen)
+    yield from formats_of(model, ambient).in_force(chosen)
 
 
 def _print_on_rank_0(lines: Iterable[str]) -> None:

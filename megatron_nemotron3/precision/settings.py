@@ -7,7 +7,6 @@ the first two settings when they are built.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -120,19 +119,6 @@ def parse_emulation(text: str) -> Emulation | None:
         return Emulation(packed=first) if first in RECIPES else Emulation(**chosen, format=first)
     except ValueError as problem:
         raise ValueError(f"{EMULATE}={text!r}: {problem}") from None
-
-
-def take_options(arguments: Iterable[str], names: Iterable[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """Take options with a value out of a command line: (the other arguments, the values of each name)."""
-    found: dict[str, list[str]] = {name: [] for name in names}
-    others, rest = [], iter(arguments)
-    for argument in rest:
-        name, equals, value = argument.partition("=")
-        if name in found:
-            found[name].append(value if equals else next(rest, ""))
-        else:
-            others.append(argument)
-    return others, found
 
 
 _EMULATION = EnvironmentSetting(EMULATE, parse_emulation)

@@ -253,18 +253,6 @@ class Structure:
         for row in registered(row for row in ROWS if row.part == part):
             kind = kind_named(row.linear)
             if kind and kind.quantizable and (self.latent or row.needs != "moe_latent_size"):
+                kind = _BY_NAME["mtp"] if layer is None else kind
                 for module in row.modules:
-                    kind = kind_of(name := f"{path}.{module}")  # in MTP it is "mtp"
-                    assert kind is not None and kind.quantizable, name
-                    yield LinearRow(name, kind, layer, in_mtp)
-
-
-def expected(config: Nemotron3Config, precision: str) -> dict[str, str]:
-    """Module name -> format, from the table alone."""
-    kept = bf16_layers(config, precision)
-    return {
-        linear.name: BF16
-        if linear.layer is not None and not kept.start <= linear.layer < config.num_layers - kept.end
-        else linear.kind.format(precision)
-        for linear in Structure.of(config).linears()
-    }
+                    yield LinearRow(f"{path}.{module}", kind, layer, in_mtp)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,7 @@ class PrecisionFile:
     """A valid precision file: matchers in order; config -> its settings in training and in evaluation."""
 
     matchers: tuple[Matcher, ...]
-    settings: Mapping[str, tuple[FormatSetting, FormatSetting]]
+    settings: Mapping[str, tuple[FormatSetting, FormatSetting]] = field(hash=False)
 
     def matcher(self, module: str) -> Matcher | None:
         """The first matcher that matches a module; later ones have no effect."""
@@ -104,6 +104,11 @@ class PrecisionFile:
 
 
 NO_FILE = PrecisionFile((), {})
+#: The published recipe for any model: `render` writes the matchers of the kinds that a model has.
+PUBLISHED = PrecisionFile(
+    tuple(Matcher(name, glob, kind.recipe) for kind in LINEARS for name, glob in kind.matchers),
+    {fmt: (FormatSetting(fmt), FormatSetting(fmt)) for fmt in _BODIES},
+)
 
 
 def render(config: Nemotron3Config) -> str:
@@ -241,8 +246,8 @@ def read_config(problems: list[str], at: str, body: Any) -> tuple[FormatSetting,
 def _read_recipe(problems: list[str], at: str, body: Any) -> FormatSetting:
     body = _as_mapping(problems, at, body)
     _check_keys(problems, at, body, tuple(RECIPE_FIELDS))
-    for field, value in body.items():
-        allowed = RECIPE_FIELDS.get(field)
+    for key, value in body.items():
+        allowed = RECIPE_FIELDS.get(key)
         if allowed == "":
             fits, wanted = isinstance(value, str), "a dotted name"
         elif allowed is None:
@@ -252,7 +257,7 @@ def _read_recipe(problems: list[str], at: str, body: Any) -> FormatSetting:
             wanted = "use " + ", ".join(["true", "false"] if allowed is _BOOL else map(str, allowed))
         if not fits:
             problems.append(
-                f"{at}.{field}: {_shown(value)} is unknown: {wanted}{hint(str(value), map(str, allowed))}"
+                f"{at}.{key}: {_shown(value)} is unknown: {wanted}{hint(str(value), map(str, allowed))}"
             )
     fp8, fp4 = body.get("fp8_quantization_recipe"), body.get("fp4_quantization_recipe")
     if fp8 and fp4:

@@ -143,7 +143,7 @@ def test_every_option_exists_once_per_field() -> None:
 
 
 #: Modules of `precision` that import nothing but the standard library (PyYAML when they read a file).
-LIGHT_PRECISION = ("census", "formats", "numerics", "settings", "table", "yaml_file")
+LIGHT_PRECISION = ("census", "formats", "model_formats", "numerics", "settings", "table", "yaml_file")
 
 
 def test_standard_library_only() -> None:

@@ -10,14 +10,13 @@ import torch
 
 import megatron_nemotron3 as n3
 from megatron_nemotron3.launch import Launch
-from megatron_nemotron3.launch.rules import RuleError
 from megatron_nemotron3.models import tiny
 from megatron_nemotron3.precision import install, yaml_file
 from megatron_nemotron3.precision.settings import current, emulating, parse_emulation
-from megatron_nemotron3.precision.table import expected
 from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
 from megatron_nemotron3.train.build import model_config
 from tests.support.emulation import seed
+from tests.support.recipe_table import expected
 
 TINY = tiny(n3.get("super"))
 
@@ -63,12 +62,6 @@ def test_a_model_built_in_python(tmp_path: Path) -> None:
     assert found["off"][0] == {} and not torch.equal(found["off"][2], found["text"][2])
 
 
-def test_refused() -> None:
-    with pytest.raises(
-        RuleError, match="emulation supports only precision nvfp4 and mxfp8 on .*asks for bf16"
-    ):
-        model_config(Launch.of("super", tiny=True, backend="torch", emulate=True))
-    with pytest.raises(RuleError, match="nvfp4 without --te-precision-config-file"):
-        model_config(Launch.of("super", tiny=True, backend="torch", precision="nvfp4", emulate=True))
+def test_bad_emulation_is_refused() -> None:
     with pytest.raises(ValueError, match="'st' is no switch"):
         model_config(Launch.of("super", tiny=True, backend="torch", precision="nvfp4", emulate="nvfp4,st=0"))

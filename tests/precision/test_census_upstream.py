@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,16 +14,11 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_nemotron3 import models
-from megatron_nemotron3.precision import yaml_file
-from megatron_nemotron3.precision.census import (
-    Ambient,
-    CensusError,
-    Entry,
-    census,
-    recipe_of,
-    require_format,
-)
+from megatron_nemotron3 import models, run
+from megatron_nemotron3.precision import install, yaml_file
+from megatron_nemotron3.precision.census import Entry, census, formats_of, recipe_of, require_format
+from megatron_nemotron3.precision.model_formats import Ambient, CensusError, ModelFormats
+from megatron_nemotron3.precision.table import Structure
 from megatron_nemotron3.precision.yaml_file import NO_FILE, PrecisionFileError
 from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
 from tests.support.models import GOLDEN_MODELS, build_hybrid
@@ -126,6 +122,7 @@ def test_layer_range_is_upstreams(counts: tuple[int, int]) -> None:
 def mtp_formats() -> list[dict[str, str]]:
     initialize()
     model = tiny_super()
+    plain = replace(formats_of(model), file=NO_FILE)
     ambients = (
         Ambient("nvfp4", 5),
         Ambient("nvfp4", 5, at_start=1),
@@ -133,7 +130,7 @@ def mtp_formats() -> list[dict[str, str]]:
         Ambient("mxfp8", 5, at_end=5, whole_mtp=True),
     )
     return [
-        {e.name: e.format for e in census(model, NO_FILE, ambient) if e.kind.name == "mtp"}
+        {e.name: e.format for e in census(model, replace(plain, ambient=ambient)) if e.kind.name == "mtp"}
         for ambient in ambients
     ]
 
@@ -153,51 +150,90 @@ def test_mtp_numbers_its_own_layers() -> None:
 
 # -- runs that would have none -------------------------------------------------------------------------------
 
+ASKED = ["--bf16", "--fp4-format", "e2m1", "--fp4-recipe", "nvfp4"]
+#: Run -> what `require_format` and the launcher say at its first forward.
+REFUSED = {
+    "nobody listens": "6 of 6 nvfp4 linears of this rank cannot compute it, first decoder.layers.0.",
+    "bf16": "the layers' format is bf16: pass --fp4-format e2m1",
+    "all tail": "none of the model's 27 linears is nvfp4 (27 bf16): 0 layers at the start and 500",
+    "all taken": "6 matchers of the precision file take the rest",
+    "typo": "'*mixer.output_proj' matches no linear of this model",
+}
 
-def refuse_all() -> dict[str, str]:
-    """What `require_format` says to runs without NVFP4."""
+
+def first_forward(model: Any, arguments: list[str]) -> tuple[int | None, str]:
+    """(exit code or None, what was said) of the first forward of a run that was given `arguments`."""
+    run.verify_quantized(arguments)
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            model(None, None, None)
+    except SystemExit as end:
+        return int(end.code or 0), said.getvalue()
+    except Exception:  # nothing was given to multiply: the launcher let it pass
+        return None, said.getvalue()
+    raise AssertionError("a forward of nothing")
+
+
+def look_at_runs() -> tuple[dict[str, str], dict[str, tuple[int | None, str]]]:
+    """What `require_format` and the launcher say to runs with and without NVFP4."""
+    from megatron.core.quantization.quant_config import RecipeConfig
+
     initialize()
-    said: dict[str, str] = {}
-
-    def refused(name: str, hear: bool, **overrides: Any) -> None:
-        with ExitStack() as stack:
-            if hear:
-                stack.enter_context(listening())
+    star, typo = content(models.SUPER), content(models.SUPER)
+    star["matchers"]["rest"] = {"config": "bf16", "type": "glob", "pattern": "*", "enabled": True}
+    typo["matchers"]["mamba_out"]["pattern"] = "*mixer.output_proj"
+    runs: dict[str, dict[str, Any]] = {
+        "good": {},
+        "no file": {"quant_recipe": None},
+        "nobody listens": {},
+        "bf16": {"fp4": None},
+        "all tail": {"num_layers_at_end_in_bf16": 500},
+        "all taken": {"quant_recipe": RecipeConfig.from_config_dict(star)},
+        "typo": {"quant_recipe": RecipeConfig.from_config_dict(typo)},
+    }
+    refused: dict[str, str] = {}
+    ended: dict[str, tuple[int | None, str]] = {}
+    for name, overrides in runs.items():
+        with nullcontext() if name == "nobody listens" else listening():
             model = tiny_super(**{**FP4, "num_layers_at_end_in_bf16": 1, **overrides})
             try:
                 require_format(model, "nvfp4")
             except (CensusError, PrecisionFileError) as error:
-                said[name] = str(error)
-
-    from megatron.core.quantization.quant_config import RecipeConfig
-
-    star = content(models.SUPER)
-    star["matchers"]["rest"] = {"config": "bf16", "type": "glob", "pattern": "*", "enabled": True}
-    typo = content(models.SUPER)
-    typo["matchers"]["mamba_out"]["pattern"] = "*mixer.output_proj"
-    refused("good", True)
-    refused("nobody listens", False)
-    refused("bf16", True, fp4=None)
-    refused("all tail", True, num_layers_at_end_in_bf16=500)
-    refused("all taken", True, quant_recipe=RecipeConfig.from_config_dict(star))
-    refused("typo", True, quant_recipe=RecipeConfig.from_config_dict(typo))
-    refused("no file", True, quant_recipe=None)
-    return said
+                refused[name] = str(error)
+            ended[name] = first_forward(model, ASKED)
+    for name, arguments in (("not asked", ["--bf16"]), ("custom", [*ASKED[:-1], "custom"])):
+        ended[name] = first_forward(tiny_super(**FP4, num_layers_at_end_in_bf16=1), arguments)
+    return refused, ended
 
 
 def test_a_run_that_asked_for_nvfp4_and_has_none_ends() -> None:
-    said = run_distributed(refuse_all, 1)[0]
-    assert set(said) == {"nobody listens", "bf16", "all tail", "all taken", "typo"}
-    assert (
-        "6 of 6 nvfp4 linears of this rank cannot compute it, first decoder.layers.0."
-        in said["nobody listens"]
-    )
-    assert "the layers' format is bf16: pass --fp4-format e2m1" in said["bf16"]
-    assert (
-        "none of the model's 27 linears is nvfp4 (27 bf16): 0 layers at the start and 500" in said["all tail"]
-    )
-    assert "6 matchers of the precision file take the rest" in said["all taken"]
-    assert "'*mixer.output_proj' matches no linear of this model" in said["typo"]
+    refused, ended = run_distributed(look_at_runs, 1)[0]
+    assert set(refused) == set(REFUSED)
+    for name, (code, said) in ended.items():
+        if name not in REFUSED:
+            assert (code, said) == (None, ""), name
+            continue
+        assert code == 2 and REFUSED[name] in refused[name]
+        assert said.startswith("megatron_nemotron3.run: ") and REFUSED[name] in said
+
+
+def announced() -> tuple[str, list[str]]:
+    """What a stack on FP4 hardware prints at its first forward, and formats of the census."""
+    initialize()
+    with listening():
+        model = tiny_super(**FP4, num_layers_at_end_in_bf16=1)
+        install._check_at_first_forward(model.decoder, None, None)
+        said = io.StringIO()
+        with redirect_stdout(said), suppress(Exception):  # nothing was given to multiply
+            model(None, None, None)
+        return said.getvalue(), [e.effective for e in census(model) if e.kind.name == "mamba_out"]
+
+
+def test_a_stack_on_fp4_hardware_says_what_is_in_force() -> None:
+    said, mamba_out = run_distributed(announced, 1)[0]
+    assert "linears of the whole model: 19 bf16, 2 mxfp8, 6 nvfp4, as published" in said
+    assert mamba_out == ["mxfp8"] * 2
 
 
 def stages() -> tuple[dict[str, str], int]:
@@ -226,7 +262,7 @@ def nested(pattern: str) -> list[Entry]:
     file = yaml_file.parse(body, replace(models.SUPER))
     outer = torch.nn.Module()
     outer.language_model = tiny_super()
-    return census(outer, file, Ambient("nvfp4", 5, at_end=1))
+    return census(outer, ModelFormats(Structure(""), file, Ambient("nvfp4", 5, at_end=1)))
 
 
 def test_a_model_in_a_model() -> None:
@@ -238,7 +274,7 @@ def test_a_model_in_a_model() -> None:
 def test_a_matrix_nobody_knows() -> None:
     modules = [("decoder.layers.0.mixer.new_proj", torch.nn.Linear(2, 2))]
     with pytest.raises(CensusError, match=r"new_proj \(Linear\) holds a matrix, but no row"):
-        census(modules, NO_FILE, Ambient("nvfp4", 1))
+        census(modules, ModelFormats(Structure(""), NO_FILE, Ambient("nvfp4", 1)))
     with pytest.raises(CensusError, match="no HybridModel"):
         census(modules)
 
@@ -260,7 +296,7 @@ def take(module, name):
     from megatron.core.transformer.spec_utils import import_module
     from megatron_nemotron3.precision.census import census, require_format
 
-    distributed.initialize()
+    ranks.initialize()
     pattern, fields = models.GOLDEN_MODELS["super_like"]
     recipe = RecipeConfig.from_config_dict(yaml.safe_load(yaml_file.render(SUPER)))
     model = models.build_hybrid(

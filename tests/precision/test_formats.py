@@ -10,10 +10,11 @@ from megatron_nemotron3 import cli, models
 from megatron_nemotron3.launch import Launch, check
 from megatron_nemotron3.launch.plan.activations import PACKED
 from megatron_nemotron3.launch.plan.hardware import GPUS
-from megatron_nemotron3.precision.census import Ambient
+from megatron_nemotron3.launch.precision_file import formats_of
 from megatron_nemotron3.precision.formats import DEFAULT_RECIPES, FORMATS, either, name_of, runnable
-from megatron_nemotron3.precision.table import PRECISIONS, bf16_layers, expected
-from megatron_nemotron3.precision.yaml_file import RECIPE_FIELDS, parse
+from megatron_nemotron3.precision.model_formats import Ambient, ModelFormats
+from megatron_nemotron3.precision.table import PRECISIONS, bf16_layers
+from megatron_nemotron3.precision.yaml_file import NO_FILE, PARAMS, RECIPE_FIELDS, TYPE, parse
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 FP8 = tuple(name for name, fmt in FORMATS.items() if fmt.kind == "fp8")
@@ -51,35 +52,20 @@ def test_what_a_gpu_runs() -> None:
     assert either(runnable((8, 9))) == "fp8-tensorwise, fp8-delayed or bf16" and either(["a"]) == "a"
 
 
-@pytest.mark.parametrize("precision", ["nvfp4", "mxfp8"])
-def test_the_owner_of_an_h200_is_told_what_it_runs(
-    precision: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = check(
-        Launch.of(
-            "super",
-            precision=precision,
-            backend="te",
-            compute_capability=HOPPER,
-            te_precision_config_file="x",
-        )
-    )
-    told = next(v.message for v in found if v.rule == "quantized-hardware")
-    assert "use precision fp8-tensorwise, fp8-blockwise, fp8-delayed or bf16" in told
-    status = cli.main(["plan", "super", "--gpus", "64", "--gpu", "h200", "--precision", precision])
-    said = capsys.readouterr().err
-    assert status and "use --precision fp8-tensorwise, fp8-blockwise, fp8-delayed or bf16" in said
-
-
-@pytest.mark.parametrize("precision", FP8[1:])
-def test_hopper_trains_in_fp8(precision: str, capsys: pytest.CaptureFixture[str]) -> None:
-    launch = Launch.of("super", precision=precision, backend="te", compute_capability=HOPPER)
-    assert [v.rule for v in check(launch) if v.severity == "error"] == []
-    status = cli.main(["plan", "nano", "--gpus", "16", "--gpu", "h200", "--precision", precision])
-    said = capsys.readouterr().out
-    assert status == 0 and f"--precision {precision} --backend te" in said
-    assert GPUS["h200"].flops(precision) == GPUS["h200"].fp8
-    assert 1 <= PACKED[precision] < PACKED["bf16"]
+def test_the_owner_of_an_h200_is_told_what_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    cure = "fp8-tensorwise, fp8-blockwise, fp8-delayed or bf16"
+    nvfp4 = {"precision": "nvfp4", "backend": "te", "te_precision_config_file": "x"}
+    found = check(Launch.of("super", compute_capability=HOPPER, **nvfp4))
+    assert f"use precision {cure}" in next(v.message for v in found if v.rule == "quantized-hardware")
+    assert cli.main(["plan", "super", "--gpus", "64", "--gpu", "h200", "--precision", "nvfp4"])
+    assert f"use --precision {cure}" in capsys.readouterr().err
+    for precision in FP8[1:]:
+        launch = Launch.of("super", precision=precision, backend="te", compute_capability=HOPPER)
+        assert [v.rule for v in check(launch) if v.severity == "error"] == []
+        assert GPUS["h200"].flops(precision) == GPUS["h200"].fp8
+        assert 1 <= PACKED[precision] < PACKED["bf16"]
+    assert cli.main(["plan", "nano", "--gpus", "16", "--gpu", "h200", "--precision", precision]) == 0
+    assert f"--precision {precision} --backend te" in capsys.readouterr().out
 
 
 def test_layers_that_stay_bf16() -> None:
@@ -92,13 +78,13 @@ def test_layers_that_stay_bf16() -> None:
         "fp8-delayed": (0, 0),
         "bf16": (0, 0),
     }
+    for precision in ("mxfp8", "fp8-blockwise"):  # in FP8 all of MTP, eh_proj too
+        launch = Launch.of("super", precision=precision, backend="te")
+        formats = formats_of(launch, NO_FILE)
+        assert formats == ModelFormats.of(models.SUPER, precision)
+        assert {has for linear, _, has in formats.linears() if linear.layer is None} == {precision}
     one = models.SUPER.but(pattern="M")
     assert all(bf16_layers(one, p).start + bf16_layers(one, p).end <= 1 for p in PRECISIONS)
-    found = expected(models.SUPER, "fp8-blockwise")
-    assert {found["decoder.layers.0.mixer.in_proj"], found["decoder.layers.87.mlp.experts.linear_fc1"]} == {
-        "bf16"
-    }
-    assert found["decoder.layers.2.mixer.in_proj"] == found["mtp.layers.0.eh_proj"] == "fp8-blockwise"
 
 
 @pytest.mark.parametrize("name", FP8)
@@ -114,23 +100,22 @@ def test_a_config_and_a_file_say_it_by_one_name(name: str) -> None:
         first_last_layers_bf16=fmt.bf16_layers,
     )
     ambient = Ambient.of(config)
+    kept = (1, 1) if fmt.bf16_layers else (0, 0)
+    assert ambient == Ambient.of_run(name, 8, *kept)
     assert ambient.of_layer(3) == ambient.of_mtp(None) == name
     assert ambient.of_layer(7) == ("bf16" if fmt.bf16_layers else name)
     if fmt.recipe in RECIPE_FIELDS["fp8_quantization_recipe"]:
-        body = {
-            "transformer_engine_config_type": "TEQuantizationParams",
-            "training_recipe": {"fp8_quantization_recipe": fmt.recipe},
-        }
+        body = {TYPE: PARAMS, "training_recipe": {"fp8_quantization_recipe": fmt.recipe}}
         matcher = {"config": "a", "type": "glob", "pattern": "*", "enabled": True}
         file = parse({"configs": {"a": body}, "matchers": {"m": matcher}})
         assert file.format("decoder.layers.3.mixer.in_proj", "nvfp4") == name
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_the_table_is_printed_for_each(precision: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["precision", "nano", "--precision", precision]) == 0
-    said = capsys.readouterr().out
-    assert precision in said.splitlines()[0] + said.splitlines()[4]
-    if precision in FORMATS:
-        fmt = FORMATS[precision]
-        assert f"compute capability {fmt.needs}" in said and f"--{fmt.kind}-recipe {fmt.recipe}" in said
+def test_the_table_is_printed_for_each(capsys: pytest.CaptureFixture[str]) -> None:
+    for precision in PRECISIONS:
+        assert cli.main(["precision", "nano", "--precision", precision]) == 0
+        said = capsys.readouterr().out
+        assert precision in said.splitlines()[0] + said.splitlines()[4]
+        if precision in FORMATS:
+            fmt = FORMATS[precision]
+            assert f"compute capability {fmt.needs}" in said and f"--{fmt.kind}-recipe {fmt.recipe}" in said

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_nemotron3.precision import install
-from megatron_nemotron3.precision.census import Ambient, CensusError, census
+from megatron_nemotron3.precision.census import census, formats_of
+from megatron_nemotron3.precision.model_formats import Ambient, CensusError
 from megatron_nemotron3.precision.settings import Emulation
-from megatron_nemotron3.precision.yaml_file import NO_FILE
 from tests.support.emulation import FIELDS, Step, assert_same, built, seed, step
 from tests.support.models import hybrid_config
-from tests.support.world import world_of_one
 
-
-@pytest.fixture(scope="module", autouse=True)
-def world() -> Iterator[None]:
-    with world_of_one():
-        yield
+pytestmark = pytest.mark.usefixtures("world")
 
 
 def formats(model: Any) -> dict[str, str]:
@@ -31,7 +25,7 @@ def formats(model: Any) -> dict[str, str]:
 def test_modules_have_the_formats_of_the_census() -> None:
     model = built("nvfp4")
     found = formats(model)
-    entries = census(model, ambient=install.ambient_of(model.config, Emulation()))
+    entries = census(model, formats_of(model, install.ambient_of(model.config, Emulation())))
     wanted = {e.name: e.effective for e in entries if e.kind.quantizable and e.effective != "bf16"}
     assert found == wanted
     assert {"nvfp4", "mxfp8"} == set(found.values())
@@ -50,7 +44,8 @@ def test_a_whole_run_in_mxfp8_is_what_megatron_means_by_it() -> None:
         )
     )
     asked = dataclasses.replace(asked, format="mxfp8", whole_mtp=True)
-    wanted = {e.name for e in census(model, NO_FILE, asked) if e.kind.quantizable and e.effective == "mxfp8"}
+    entries = census(model, formats_of(model, asked))
+    wanted = {e.name for e in entries if e.kind.quantizable and e.effective == "mxfp8"}
     assert set(found) == wanted and set(found.values()) == {"mxfp8"}
     assert "mtp.layers.0.eh_proj" in found and "decoder.layers.3.self_attention.linear_qkv" in found
     assert not any(name.startswith("decoder.layers.4.") for name in found)

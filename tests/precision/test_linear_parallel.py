@@ -7,12 +7,14 @@ a result exactly where the largest magnitudes of the parts differ.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatron_nemotron3.layers.linear import ColumnParallelLinear, DuplicatedLinear, RowParallelLinear
 from megatron_nemotron3.precision import install
 from megatron_nemotron3.precision.recipe import recipe
 from megatron_nemotron3.precision.settings import Emulation
@@ -43,9 +45,6 @@ def case(kind: str, twins: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 def on_ranks(kind: str, twins: bool, sequence_parallel: bool) -> tuple[Tensor, Tensor, Tensor]:
     """This rank's y, dx and dw."""
-    from megatron_nemotron3.layers.linear import ColumnParallelLinear, RowParallelLinear
-
-    initialize(tp=2)
     rank = torch.distributed.get_rank()
     config = hybrid_config("M", sequence_parallel=sequence_parallel)
     x, w, dy = case(kind, twins)
@@ -83,12 +82,25 @@ def by_definition(x: Tensor, w: Tensor, dy: Tensor) -> Step:
     return definition(x.flatten(0, 1), w.contiguous(), dy.flatten(0, 1), how)
 
 
+@pytest.fixture(scope="module")
+def two_ranks() -> list[tuple[dict[tuple[Any, ...], Any], tuple[Tensor, Tensor]]]:
+    """Of each rank: case -> result of `on_ranks`; the result of `gradients_of_equal_inputs`."""
+    return run_distributed(all_cases, 2)
+
+
+def all_cases() -> tuple[dict[tuple[Any, ...], Any], tuple[Tensor, Tensor]]:
+    initialize(tp=2)
+    cases = itertools.product(("column", "row"), (True, False), (True, False))
+    return {case: on_ranks(*case) for case in cases}, gradients_of_equal_inputs()
+
+
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_tensor_parallel(kind: str, sequence_parallel: bool) -> None:
+def test_tensor_parallel(kind: str, sequence_parallel: bool, two_ranks: Any) -> None:
     """Twin parts: as one rank. Else: as the parts one by one, added or joined, and not as one rank."""
     for twins in (True, False):
-        found = whole(kind, sequence_parallel, run_distributed(on_ranks, 2, kind, twins, sequence_parallel))
+        results = [cases[kind, twins, sequence_parallel] for cases, _ in two_ranks]
+        found = whole(kind, sequence_parallel, results)
         x, w, dy = case(kind, twins)
         one = by_definition(x, w, dy)
         if twins:
@@ -107,9 +119,6 @@ def test_tensor_parallel(kind: str, sequence_parallel: bool) -> None:
 
 def gradients_of_equal_inputs() -> tuple[Tensor, Tensor]:
     """dw of a linear that every rank holds, and of one that is split; x and dy are the same on all ranks."""
-    from megatron_nemotron3.layers.linear import ColumnParallelLinear, DuplicatedLinear
-
-    initialize(tp=2)
     config = hybrid_config("M", sequence_parallel=False)
     common: dict[str, Any] = {"config": config, "init_method": config.init_method}
     whole_one: Any = DuplicatedLinear(WIDTH, OUTER, **common)
@@ -123,9 +132,9 @@ def gradients_of_equal_inputs() -> tuple[Tensor, Tensor]:
     return gradients[0], gradients[1]
 
 
-def test_replicas_round_alike() -> None:
+def test_replicas_round_alike(two_ranks: Any) -> None:
     """A replicated weight's gradient must not drift apart between TP ranks; the draws of parts differ."""
-    (held, split), (held2, split2) = run_distributed(gradients_of_equal_inputs, 2)
+    (_, (held, split)), (_, (held2, split2)) = two_ranks
     assert torch.equal(held, held2)
     assert away(split, split2) > QUANTIZED
 

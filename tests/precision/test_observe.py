@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import tempfile
 from types import SimpleNamespace
 from typing import Any
@@ -35,14 +36,32 @@ OUT_PROJ, SHARED_FC2 = "decoder.layers.0.mixer.out_proj", "decoder.layers.1.mlp.
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-def once(*args: Any, **kwargs: Any) -> Run:
-    """`train` in a process of its own: Megatron's DDP is never freed."""
-    run: Run = run_distributed(train_with, 1, args, kwargs, apart=True)[0]
-    return run
+#: Settings of runs -> keywords of `train`.
+RUNS: dict[str, dict[str, Any]] = {
+    "plain, watched": {"watch": (OUT_PROJ, SHARED_FC2), "evaluate": True},
+    "emulated, watched": {"emulate": "nvfp4,sr=0", "watch": (OUT_PROJ, SHARED_FC2), "evaluate": True},
+    "seven steps": {"interval": 3, "steps": 7, "microbatches": 1},
+    "every layer": {"emulate": "nvfp4,every_layer=1", "microbatches": 1},
+    "no file": {"microbatches": 1, "quant_recipe": None, "first_last_layers_bf16": False},
+}
+for emulate, interval, more in itertools.product((None, "nvfp4"), (None, 1), ({}, FULL)):
+    RUNS[f"{emulate}, every {interval}, {len(more)}"] = {
+        "emulate": emulate,
+        "interval": interval,
+        "steps": 2,
+        **more,
+    }
 
 
-def train_with(args: Any, kwargs: Any) -> Run:
-    return train(*args, **kwargs)
+def train_all() -> dict[str, Run]:
+    return {name: train(**keywords) for name, keywords in RUNS.items()}
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[str, Run]:
+    """`RUNS` in a process of their own: Megatron's DDP is never freed."""
+    found: dict[str, Run] = run_distributed(train_all, 1, apart=True)[0]
+    return found
 
 
 # -- the numbers ---------------------------------------------------------------------------------------------
@@ -91,18 +110,17 @@ def assert_linear(
     assert row.flushed != row.flushed and row.sqnr_db != row.sqnr_db
 
 
-@pytest.mark.parametrize("emulate", [None, "nvfp4", "nvfp4,sr=0"])
-def test_what_is_written_is_what_was_multiplied(emulate: str | None) -> None:
+@pytest.mark.parametrize("which", ["plain, watched", "emulated, watched"])
+def test_what_is_written_is_what_was_multiplied(which: str, runs: dict[str, Run]) -> None:
     """Of two microbatches; X and dY by hooks of torch's, evaluation in between. Mamba's out_proj is MXFP8."""
-    run = once(emulate, watch=(OUT_PROJ, SHARED_FC2), evaluate=True)
-    stochastic = emulate != "nvfp4,sr=0"
+    run, emulated = runs[which], which.startswith("emulated")
     for name, place, how in (
         (OUT_PROJ, ("layer_001", "mixer.out_proj"), MXFP8),
         (SHARED_FC2, ("layer_002", "mlp.shared_experts.linear_fc2"), NVFP4),
     ):
         rows = run.of(*place)
         assert len(run.seen[name].x) == len(run.seen[name].dy) == 2
-        assert_linear(rows, run.seen[name], how, run.gradients[f"{name}.weight"], stochastic)
+        assert_linear(rows, run.seen[name], how, run.gradients[f"{name}.weight"], not emulated)
     formats = {(r.layer, r.module): r.format for r in run.rows}
     assert formats == {
         **{("layer_001", f"mixer.{n}"): f for n, f in (("in_proj", "nvfp4"), ("out_proj", "mxfp8"))},
@@ -113,7 +131,7 @@ def test_what_is_written_is_what_was_multiplied(emulate: str | None) -> None:
             for i in (1, 2)
         },
     }
-    assert {r.used for r in run.rows} == {emulate is not None}
+    assert {r.used for r in run.rows} == {emulated}
     experts = run.of("layer_002", "mlp.experts.linear_fc1")
     assert experts["fprop.x"].elements == 2 * 64 * 2 * 32  # microbatches, tokens, top-k, latent width
     assert experts["fprop.weight"].elements == experts[GRADIENT].elements == 8 * 64 * 32
@@ -124,9 +142,9 @@ def test_what_is_written_is_what_was_multiplied(emulate: str | None) -> None:
     assert {r.worst_expert for r in run.of("layer_001", "mixer.in_proj").values()} == {-1}
 
 
-def test_the_gradient_of_an_expert() -> None:
+def test_the_gradient_of_an_expert(runs: dict[str, Run]) -> None:
     """Zeros of the eight experts together, and which is worst."""
-    run = once("nvfp4", microbatches=1)
+    run = runs["emulated, watched"]
     row = run.of("layer_002", "mlp.experts.linear_fc2")[GRADIENT]
     parts = [run.gradients[f"decoder.layers.1.mlp.experts.linear_fc2.weight{e}"] for e in range(8)]
     shares = [float((part == 0).double().mean()) for part in parts]
@@ -138,15 +156,14 @@ def test_the_gradient_of_an_expert() -> None:
 # -- what must not change ------------------------------------------------------------------------------------
 
 
-def four_runs(emulate: str | None) -> list[Run]:
-    """Not measured and measured; the same with everything recomputed."""
-    return [train(emulate, interval, steps=2, **more) for more in ({}, FULL) for interval in (None, 1)]
-
-
 @pytest.mark.parametrize("emulate", [None, "nvfp4"])
-def test_measuring_changes_no_bit(emulate: str | None) -> None:
+def test_measuring_changes_no_bit(emulate: str | None, runs: dict[str, Run]) -> None:
     """Losses and weights of two steps; and what recomputation repeats is measured once."""
-    off, on, off_again, on_again = run_distributed(four_runs, 1, emulate, apart=True)[0]
+    off, on, off_again, on_again = (
+        runs[f"{emulate}, every {interval}, {options}"]
+        for options in (0, len(FULL))
+        for interval in (None, 1)
+    )
     for without, measured in ((off, on), (off_again, on_again)):
         assert not without.rows and measured.rows
         assert all(map(torch.equal, without.losses, measured.losses))
@@ -181,9 +198,8 @@ def compare_experts(changes: dict[str, Any]) -> None:
 # -- when and where ------------------------------------------------------------------------------------------
 
 
-def test_first_step_and_multiples() -> None:
-    run = once(None, 3, steps=7, microbatches=1)
-    assert sorted({row.iteration for row in run.rows}) == [1, 3, 6]
+def test_first_step_and_multiples(runs: dict[str, Run]) -> None:
+    assert sorted({row.iteration for row in runs["seven steps"].rows}) == [1, 3, 6]
 
 
 def test_a_model_that_is_gone_leaves_optimizers_alone() -> None:
@@ -203,18 +219,17 @@ def forget() -> None:
     gc.collect()
 
 
-def test_depths_that_share_a_block_are_one_row() -> None:
-    run = once("nvfp4,every_layer=1", microbatches=1)
+def test_depths_that_share_a_block_are_one_row(runs: dict[str, Run]) -> None:
+    run = runs["every layer"]
     row = run.of("mtp_layer_1", "self_attention.linear_qkv")["fprop.x"]
     assert row.elements == 2 * 64 * 64  # depths, tokens, width
     assert not any(row.module == "eh_proj" for row in run.rows)  # in no quantized layer
     assert run.of("layer_005", "mlp.experts.linear_fc2")  # every layer means the last one, too
 
 
-def test_the_tail_of_a_plain_run_is_the_published_one() -> None:
+def test_the_tail_of_a_plain_run_is_the_published_one(runs: dict[str, Run]) -> None:
     assert [tail_of_depth(layers).end for layers in (88, 108, 52, 10)] == [14, 16, 8, 2]
-    run = once(None, microbatches=1, quant_recipe=None, first_last_layers_bf16=False)
-    found = {(row.layer, row.module, row.format) for row in run.rows}
+    found = {(row.layer, row.module, row.format) for row in runs["no file"].rows}
     assert {layer for layer, _, _ in found} == {"layer_001", "layer_002", "layer_003"}  # 1 of 5 stays BF16
     assert ("layer_003", "mixer.out_proj", "mxfp8") in found and len(found) == 8
 

@@ -97,38 +97,30 @@ def test_tensor_parallel() -> None:
             close(row, wanted[tensor], 1e-3 if both else 0.02, 0.02 if both else 0.7)
 
 
-def disagree() -> str:
-    initialize()
-    with logging_precision(Logging(5) if torch.distributed.get_rank() == 0 else None):
-        try:
-            built(None, "M", mtp_use_repeated_layer=False)
-        except RuntimeError as problem:
-            return str(problem)
-    return ""
-
-
-def test_ranks_must_agree() -> None:
-    said = run_distributed(disagree, 2)
-    assert len([text for text in said if text]) == 1
-    (rank, text), *_ = ((rank, text) for rank, text in enumerate(said) if text)
-    assert f"is {[5, 0][rank]} on rank {rank} and {[0, 5][rank]} on another (0: off)" in text
-
-
-def odd_shapes() -> tuple[str, set[str]]:
-    """What is said at TP=2 of an in_proj of 328 rows, 164 on a rank; and what is measured all the same."""
+def two_ranks() -> tuple[str, set[str], str]:
+    """What is said at TP=2 of an in_proj of 328 rows, 164 on a rank; what is measured all the same; and what
+    a rank says whose interval is another."""
     initialize(tp=2)
     said = io.StringIO()
     with logging_precision(Logging(5)), redirect_stdout(said):
         changes = {"mamba_num_heads": 8, "mamba_head_dim": 16, "num_layers_at_end_in_bf16": 0}
         model = built(None, "M", mtp_use_repeated_layer=False, **changes)
     measured = {n for n, m in model.named_modules() if isinstance(getattr(m, "products", None), Observed)}
-    return said.getvalue(), measured
+    problem = ""
+    with logging_precision(Logging(5) if torch.distributed.get_rank() == 0 else None):
+        try:
+            built(None, "M", mtp_use_repeated_layer=False)
+        except RuntimeError as error:
+            problem = str(error)
+    return said.getvalue(), measured, problem
 
 
-def test_what_does_not_fill_blocks_is_left_out() -> None:
-    (first, measured), (second, _) = run_distributed(odd_shapes, 2)
+def test_what_does_not_fill_blocks_is_left_out_and_ranks_must_agree() -> None:
+    (first, measured, _), (second, _, _) = ranks = run_distributed(two_ranks, 2)
     assert "not measured: decoder layer 1, mixer.in_proj: this rank's weight [164, 64]" in first
     assert "not measured" not in second and measured == {"decoder.layers.0.mixer.out_proj"}
+    ((rank, text),) = ((rank, problem) for rank, (_, _, problem) in enumerate(ranks) if problem)
+    assert f"is {[5, 0][rank]} on rank {rank} and {[0, 5][rank]} on another (0: off)" in text
 
 
 CONFIG = tiny(get("super")).but(pattern="EM*EM", vocab_size=255)

@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_nemotron3.checkpoints.convert.quantized import quantization
 from megatron_nemotron3.checkpoints.convert.quantized_views import Dequantized, Quantized
 from megatron_nemotron3.launch import Launch, flags, precision_file
+from megatron_nemotron3.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_nemotron3.models import get
 from megatron_nemotron3.precision import install, yaml_file
 from megatron_nemotron3.precision.numerics import nvfp4
@@ -135,11 +136,13 @@ def test_what_cannot_be_packed_is_refused() -> None:
         step(model)
 
 
+def both_kinds() -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    initialize(tp=2)
+    return {kind: on_ranks(kind) for kind in ("column", "row")}
+
+
 def on_ranks(kind: str) -> tuple[Tensor, Tensor, Tensor]:
     """This rank's y, dx and dw of a linear over two ranks with sequence parallelism."""
-    from megatron_nemotron3.layers.linear import ColumnParallelLinear, RowParallelLinear
-
-    initialize(tp=2)
     rank = torch.distributed.get_rank()
     config = hybrid_config("M", sequence_parallel=True)
     x, w, dy = whole(kind)
@@ -167,19 +170,19 @@ def whole(kind: str) -> tuple[Tensor, Tensor, Tensor]:
     return x, w, dy
 
 
-@pytest.mark.parametrize("kind", ["column", "row"])
-def test_shards_have_the_scale_of_the_whole_weight(kind: str) -> None:
+def test_shards_have_the_scale_of_the_whole_weight() -> None:
     """A stored weight has one scale, so ranks agree on it: the layout of training does not matter."""
-    (y, dx, dw), (y2, dx2, dw2) = run_distributed(on_ranks, 2, kind)
-    x, w, dy = whole(kind)
-    values = converted(w)
-    join = {"column": (-1, 0, 0), "row": (0, -1, 1)}[kind]
-    found = [torch.cat(pair, axis) for pair, axis in zip(((y, y2), (dx, dx2), (dw, dw2)), join, strict=True)]
-    expected = [x @ values.t(), dy @ values, dy.flatten(0, 1).t() @ x.flatten(0, 1)]
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
-    shard = torch.cat([converted(part) for part in w.chunk(2, 0 if kind == "column" else 1)], join[2])
-    assert (x @ shard.t() - found[0]).abs().max() > 1  # what scales of the shards would give
+    first, second = run_distributed(both_kinds, 2)
+    for kind, axes in {"column": (-1, 0, 0), "row": (0, -1, 1)}.items():
+        x, w, dy = whole(kind)
+        values = converted(w)
+        pairs = zip(first[kind], second[kind], axes, strict=True)
+        found = [torch.cat((a, b), axis) for a, b, axis in pairs]
+        expected = [x @ values.t(), dy @ values, dy.flatten(0, 1).t() @ x.flatten(0, 1)]
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
+        shards = [converted(part) for part in w.chunk(2, axes[2])]
+        assert (x @ torch.cat(shards, axes[2]).t() - found[0]).abs().max() > 1  # what their scales would give
 
 
 def test_a_launch_needs_neither_a_precision_file_nor_bf16_layers(tmp_path: Path) -> None:

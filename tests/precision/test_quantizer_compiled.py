@@ -29,13 +29,13 @@ SPECS = {
     "rotated": Spec(axis=-2, hadamard=True),
     "rotated_row": Spec(hadamard=True),
     "stochastic": Spec(stochastic=True),
-    "stochastic_column": Spec(axis=-2, stochastic=True),
     "wgrad_dy": PUBLISHED.wgrad[0],
     "mxfp8": Spec("mxfp8"),
     "mxfp8_column": Spec("mxfp8", axis=-2),
 }
 EVERY_SPEC = pytest.mark.parametrize("name", SPECS)
-DIFFERENT = ("row", "tile_column", "wgrad_dy", "mxfp8")
+#: One of each format, of NVFP4 the one with most passes; the others take some seconds each.
+SHORT = ("wgrad_dy", "mxfp8")
 
 
 @contextmanager
@@ -229,14 +229,14 @@ on_inductor = pytest.mark.filterwarnings("ignore::UserWarning")
 
 @on_inductor
 @pytest.mark.parametrize(
-    "name", [name if name in DIFFERENT else pytest.param(name, marks=pytest.mark.full) for name in SPECS]
+    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.full) for name in SPECS]
 )
 def test_compiled(name, monkeypatch):
     on_cpu_as_on_gpu(monkeypatch)
     check_spec(name, torch.bfloat16, (2, SPECS[name].block, 96))
     made = counters["stats"]["unique_graphs"]
     assert made > 0
-    check_spec(name, torch.bfloat16, (1056, 2688))
+    check_spec(name, torch.bfloat16, (544, 1344))
     assert counters["stats"]["unique_graphs"] == made  # one form for all sizes
 
 

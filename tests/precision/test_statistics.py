@@ -75,16 +75,6 @@ def test_normal_numbers() -> None:
         flushed, abs=2e-5
     )
     assert 20.2 < sqnr < 20.6 and 0.063 < flushed < 0.072  # what the format does to N(0, 1)
-    weight = Spec(tile=True)
-    assert 18.8 < of(measure(x, weight, fake_quantize(x, weight))).sqnr_db < 19.3
-
-
-def test_low_norm_rows_flush_under_tiles() -> None:
-    """The Super report's cause of zero gradients: a tile over channels of unlike norms."""
-    x = normal(256, 256)
-    x[torch.rand(256, generator=torch.Generator().manual_seed(1)) < 0.3] *= 1e-3
-    row, tile = (of(measure(x, how, fake_quantize(x, how))).flushed for how in (ROW, Spec(tile=True)))
-    assert row < 0.08 and tile > 0.3
 
 
 def test_tiny_gradients_do_not_underflow() -> None:
@@ -96,20 +86,20 @@ def test_tiny_gradients_do_not_underflow() -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rotated_is_what_the_quantizer_rounds(dtype: torch.dtype) -> None:
-    x = normal(64, 48).to(dtype)
-    assert torch.equal(rotated(x, ROTATED), prepare(x, ROTATED).x)
-    found = of(measure(x, ROTATED, fake_quantize(x, ROTATED)))
-    assert found.amax == float(prepare(x, ROTATED).x.abs().max())
+def test_rotated_is_what_the_quantizer_rounds() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        x = normal(64, 48).to(dtype)
+        assert torch.equal(rotated(x, ROTATED), prepare(x, ROTATED).x)
+        found = of(measure(x, ROTATED, fake_quantize(x, ROTATED)))
+        assert found.amax == float(prepare(x, ROTATED).x.abs().max())
 
 
-@pytest.mark.parametrize("how", [ROW, Spec(tile=True), ROTATED, Spec("mxfp8"), Spec("mxfp8", axis=-2)])
-def test_operands_mean_their_values(how: Spec) -> None:
-    x = normal(64, 64)
-    values, wanted = dequantized(operand(x, how)), fake_quantize(x, how)
-    assert torch.equal(values == 0, wanted == 0)
-    torch.testing.assert_close(values, wanted, rtol=1e-6, atol=0)
+def test_operands_mean_their_values() -> None:
+    for how in (ROW, Spec(tile=True), ROTATED, Spec("mxfp8"), Spec("mxfp8", axis=-2)):
+        x = normal(64, 64)
+        values, wanted = dequantized(operand(x, how)), fake_quantize(x, how)
+        assert torch.equal(values == 0, wanted == 0)
+        torch.testing.assert_close(values, wanted, rtol=1e-6, atol=0)
 
 
 def test_microbatches_add_up_to_the_batch() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -13,20 +11,19 @@ from megatron_nemotron3 import models
 from megatron_nemotron3.launch import Launch, ParallelLayout, flags
 from megatron_nemotron3.models.parameters import layer_tensors
 from megatron_nemotron3.precision import command
+from megatron_nemotron3.precision.model_formats import ModelFormats
 from megatron_nemotron3.precision.table import (
     KINDS,
-    LINEARS,
-    NEVER,
     PRECISIONS,
     Structure,
     bf16_tail,
-    expected,
     is_published,
     kind_named,
     kind_of,
     tail,
 )
 from tests.docs.pages import published_recipe
+from tests.support.recipe_table import expected
 
 CONFIGS = [models.get(name + size) for name in models.names() for size in ("", "-tiny")]
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "formats.md"
@@ -64,6 +61,7 @@ def test_the_published_table(config: models.Nemotron3Config, number: int) -> Non
     body = {i: formats[i] - {"bf16"} for i in range(first)}
     wanted: dict[str, set[str]] = {"M": {"nvfp4", "mxfp8"}, "E": {"nvfp4"}, "*": set()}
     assert body == {i: wanted[config.pattern[i]] for i in range(first)}
+    assert published_recipe(config) in PAGE.read_text()
 
 
 def test_nothing_else_claims_to_be_published() -> None:
@@ -72,14 +70,17 @@ def test_nothing_else_claims_to_be_published() -> None:
     assert all(kind.source and kind.why for kind in KINDS)
 
 
-@pytest.mark.parametrize("prefix", ["", "module.", "module.module.", "language_model."])
-def test_every_name_has_exactly_one_row(prefix: str) -> None:
-    """Outside MTP the rows do not overlap; inside it MTP's comes first of the linears."""
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_formats_of_a_run_are_the_tables(precision: str) -> None:
+    """Linear by linear: MTP, the layers that stay BF16, and the kinds that NVFP4's file names."""
     for config in CONFIGS:
-        for linear in Structure.of(config).linears():
-            rows = [k for k in KINDS if any(fnmatchcase(prefix + linear.name, g) for g in k.modules)]
-            assert rows[0] is kind_of(prefix + linear.name) is linear.kind
-            assert len(rows) == 1 or rows[0].name == "mtp" and linear.name.startswith("mtp.")
+        formats = ModelFormats.of(config, precision)
+        assert {linear.name: has for linear, _, has in formats.linears()} == expected(config, precision)
+        assert formats.deviations() == []
+
+
+def test_every_name_has_exactly_one_row() -> None:
+    """Outside MTP the rows do not overlap; inside it MTP's comes first of the linears."""
     never = {
         "output_layer": "output_layer",
         "embedding.word_embeddings": "embedding",
@@ -87,21 +88,16 @@ def test_every_name_has_exactly_one_row(prefix: str) -> None:
         "mtp.layers.0.mtp_model_layer.layers.1.mlp.router": "router",
         "decoder.layers.0.mixer.conv1d": "convolution",
     }
-    for name, row in never.items():
-        kind = kind_of(prefix + name)
-        assert kind is not None and kind.name == row and not kind.quantizable
-    assert kind_of(prefix + "decoder.layers.0.mixer.norm") is None
-
-
-def test_matchers_say_what_the_rows_say() -> None:
-    """The globs of the file, alone, take exactly the modules of their row (MTP aside, which is first)."""
-    for config in CONFIGS:
-        names = [linear for linear in Structure.of(config).linears() if linear.kind.name != "mtp"]
-        for kind in LINEARS:
-            taken = {ln.name for ln in names if any(fnmatchcase(ln.name, g) for _, g in kind.matchers)}
-            assert taken == ({ln.name for ln in names if ln.kind is kind} if kind.matchers else set())
-    assert [kind.name for kind in LINEARS if bool(kind.matchers) != (kind.recipe != "nvfp4")] == []
-    assert LINEARS[0].matchers == (("mtp", "*mtp.*"),)
+    for prefix in ("", "module.module.", "language_model."):
+        for config in CONFIGS:
+            for linear in Structure.of(config).linears():
+                rows = [k for k in KINDS if any(fnmatchcase(prefix + linear.name, g) for g in k.modules)]
+                assert rows[0] is kind_of(prefix + linear.name) is linear.kind
+                assert len(rows) == 1 or rows[0].name == "mtp" and linear.name.startswith("mtp.")
+        for name, row in never.items():
+            kind = kind_of(prefix + name)
+            assert kind is not None and kind.name == row and not kind.quantizable
+        assert kind_of(prefix + "decoder.layers.0.mixer.norm") is None
 
 
 def test_every_matrix_of_a_layer_is_in_a_row() -> None:
@@ -126,17 +122,11 @@ def test_the_command_prints_it() -> None:
         command.render(models.SUPER, "fp16")
 
 
-@pytest.mark.parametrize("config", [models.SUPER, models.ULTRA], ids=lambda c: c.name)
-def test_the_page_shows_it(config: models.Nemotron3Config) -> None:
-    assert published_recipe(config) in PAGE.read_text()
-
-
 def test_flags_come_from_it() -> None:
     """Start count 0, the tail, router padding; and from there into Megatron's config (tests/launch)."""
     for config in (models.SUPER, models.ULTRA):
-        emitted = flags(
-            Launch.of(config, ParallelLayout(), precision="nvfp4", te_precision_config_file="file.yaml")
-        )
+        file = {"precision": "nvfp4", "te_precision_config_file": "file.yaml"}
+        emitted = flags(Launch.of(config, ParallelLayout(), **file))
         ours = {flag.name: flag.values for flag in emitted if flag.section == "precision"}
         assert ours == {
             "--bf16": (),
@@ -149,32 +139,7 @@ def test_flags_come_from_it() -> None:
             "--te-precision-config-file": ("file.yaml",),
             "--moe-router-dtype": ("fp32",),
         }
-        emulated = flags(
-            Launch.of(
-                config,
-                precision="nvfp4",
-                backend="torch",
-                emulate=True,
-                te_precision_config_file="file.yaml",
-            )
-        )
+        emulated = flags(Launch.of(config, backend="torch", emulate=True, **file))
         fewer = {flag.name: flag.values for flag in emulated if flag.section == "precision"}
         gone = {"--fp4-format", "--fp4-recipe", "--moe-router-padding-for-quantization"}
         assert fewer == {name: values for name, values in ours.items() if name not in gone}
-
-
-def test_rows_that_cannot_be_quantized_have_one_format() -> None:
-    for kind in NEVER:
-        assert len({kind.format(precision) for precision in PRECISIONS}) == 1
-    for kind in LINEARS:
-        assert [kind.format(p) for p in PRECISIONS[1:]] == list(PRECISIONS[1:])
-
-
-@pytest.mark.parametrize("module", ["table", "yaml_file", "census", "command"])
-def test_light(module: str) -> None:
-    code = (
-        f"import sys, megatron_nemotron3.precision.{module}; "
-        "print([m for m in ('torch', 'megatron.core', 'numpy', 'yaml') if m in sys.modules])"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.strip() == "[]"

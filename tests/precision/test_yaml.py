@@ -10,73 +10,86 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from megatron_nemotron3 import models
 from megatron_nemotron3.launch import Launch, precision_file
 from megatron_nemotron3.precision import command, yaml_file
-from megatron_nemotron3.precision.table import Structure, bf16_tail
+from megatron_nemotron3.precision.table import Structure
 from megatron_nemotron3.precision.yaml_file import RECIPE_FIELDS, PrecisionFileError
 
 CONFIGS = [models.get(name + size) for name in models.names() for size in ("", "-tiny")]
-
 GOOD = yaml_file.render(models.SUPER)
 MTP = '  mtp:\n    config: "bf16"\n    type: "glob"\n    pattern: "*mtp.*"\n    enabled: true\n'
 QKV = 'pattern: "*.linear_qkv"'
+REST = '  rest:\n    config: "bf16"\n    type: "glob"\n    pattern: "*"\n    enabled: true\n'
+MATCHERS = GOOD[GOOD.index("matchers:") :]
 
-#: What is done to the text -> what the message must say. Megatron 0.19.2 takes it, or fails late.
-BAD: dict[str, tuple[str, str, str]] = {
-    "matchers misspelt": ("matchers:", "matcher:", "unknown key 'matcher'; did you mean 'matchers'"),
-    "configs misspelt": ("configs:", "config:", "unknown key 'config'; did you mean 'configs'"),
-    "field misspelt": (
-        "fp8_quantization_recipe",
-        "fp8_quantisation_recipe",
-        "mean 'fp8_quantization_recipe'",
+
+def but(old: str, new: str) -> str:
+    assert old in GOOD, old
+    return GOOD.replace(old, new, 1)
+
+
+#: Text of a file -> what its message must say. Megatron 0.19.2 takes most of these, or fails late.
+BAD: dict[str, tuple[str, str]] = {
+    "empty": ("# nothing yet\n", "empty, so not a mapping .*nemotron3 precision super --output FILE writes"),
+    "a list": ("- configs\n- matchers\n", r"\['configs', 'matchers'\] is not a mapping"),
+    "parts no mappings": ("configs: 1\nmatchers: [mtp]\n", r"configs: 1 is not .*\n.*matchers: \['mtp'\] is"),
+    "two documents": ("a: 1\n---\nb: 2\n", "not YAML: expected a single document"),
+    "not YAML": ("configs: {\n", "not YAML: "),
+    "binary": ("\udcff\udcfe\0configs", "not YAML: "),
+    "quotes forgotten": (but('"*mtp.*"', "*mtp.*"), "not YAML: .*put globs in quotes"),
+    "a Python object": ("!!python/object/apply:os.getcwd []\n", "could not determine a constructor"),
+    "a date that is none": (but(QKV, "pattern: 2026-99-99"), "not YAML: month must be in 1..12"),
+    "nested": ("[" * 5000, "nested too deeply"),
+    "aliases": (
+        "a: &a [1,1,1,1,1,1,1,1,1]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a,*a]\nconfigs: *b\nmatchers: {}\n",
+        r"configs: \[\[1, 1, 1, .*\.\.\.\] is not a mapping",
     ),
-    "recipe misspelt": ("    training_recipe: {}", "    training: {}", "configs.bf16: no training_recipe"),
-    "type misspelt": ('type: "glob"', 'type: "regex"', "type: 'regex' is unknown: Megatron has only glob"),
-    "type key misspelt": (QKV, 'patern: "*.linear_qkv"', "unknown key 'patern'; did you mean 'pattern'"),
-    "unknown format": ('"mxfp8"}', '"mxfp9"}', "'mxfp9' is unknown: use mxfp8, .*did you mean 'mxfp8'"),
-    "delayed": ('"mxfp8"}', '"delayed"}', "'delayed' is unknown: use mxfp8, tensorwise"),
-    "fp4 as fp8": (
-        'fp8_quantization_recipe: "mxfp8"',
-        'fp4_quantization_recipe: "mxfp8"',
-        "use nvfp4, custom",
+    "key no text": ("? [a]\n: b\n", "is not text, line 1"),
+    "key twice": (but("  mamba_out:", "  latent:"), "key 'latent' is given twice, line"),
+    "control characters": (GOOD + '  "a\\eb": 3\n', r"matchers\.'a\\x1bb': 3 is not a mapping"),
+    "part misspelt": (but("matchers:", "matcher:"), "unknown key 'matcher'; did you mean 'matchers'"),
+    "unknown part": (GOOD + "defaults: {}\n", "unknown key 'defaults'; known are configs, matchers"),
+    "no matchers": (but(MATCHERS, ""), "no matchers"),
+    "matchers none": (but(MATCHERS, "matchers: {}\n"), "the file would do nothing"),
+    "all disabled": (but(MATCHERS, f"matchers:\n{MTP}".replace("true", "false")), "do nothing"),
+    "a matcher empty": (GOOD + "  more:\n", "matchers.more: None is not a mapping"),
+    "key of a matcher": (but("    enabled:", "    enable:"), "'enable'; did you mean 'enabled'"),
+    "no enabled": (but("\n    enabled: true", ""), "matchers.mtp: no enabled: write enabled: true"),
+    "enabled as text": (but("    enabled: true", "    enabled: 'on'"), "enabled: 'on': write enabled: true"),
+    "another type": (but('type: "glob"', 'type: "regex"'), "'regex' is unknown: Megatron has only glob"),
+    "no such config": (but('config: "bf16"', 'config: "bf61"'), "'bf61' is none .*did you mean 'bf16'"),
+    "config no text": (but('config: "bf16"', "config: [bf16]"), r"\['bf16'\] is none of bf16, mxfp8"),
+    "key of a config": (but("training_recipe", "trainig_recipe"), "did you mean 'training_recipe'"),
+    "no type": (but("transformer_engine_config_type", "config_type"), "unknown key 'config_type'"),
+    "another kind": (but("TEQuantizationParams", "QLinearParams"), "'QLinearParams' .*TEQuantizationParams"),
+    "empty recipe": (but("training_recipe: {}", "training_recipe:"), "None is not a mapping: write {}"),
+    "key of a recipe": (but("fp8_quantization", "fp8_quantisation"), "mean 'fp8_quantization_recipe'"),
+    "no such format": (but('"mxfp8"}', '"mxfp4"}'), "'mxfp4' is unknown: use mxfp8.*did you mean 'mxfp8'"),
+    "format no text": (but('"mxfp8"}', "8}"), "8 is unknown: use mxfp8"),
+    "delayed": (but('"mxfp8"}', '"delayed"}'), "'delayed' is unknown: use mxfp8, tensorwise"),
+    "fp4 as fp8": (but("{fp8_quantization", "{fp4_quantization"), "use nvfp4, custom"),
+    "both": (
+        but('"mxfp8"}', '"mxfp8", fp4_quantization_recipe: "nvfp4"}'),
+        "mxfp8 and .*nvfp4: give one",
     ),
-    "both": ('"mxfp8"}', '"mxfp8", fp4_quantization_recipe: "nvfp4"}', "mxfp8 and .*nvfp4: give one"),
-    "custom alone": ('"mxfp8"}', '"custom"}', "custom recipe needs custom_recipe_factory"),
-    "no value": ('{fp8_quantization_recipe: "mxfp8"}', "{fp8_quantization_recipe: }", "None is unknown: use"),
-    "not a switch": ('"mxfp8"}', '"mxfp8", fp8_param: 1}', "fp8_param: 1 is unknown: use true, false"),
-    "params type": ('"TEQuantizationParams"', '"QLinearParams"', "'QLinearParams' is unknown"),
-    "empty recipe": ("training_recipe: {}", "training_recipe:", "None is not a mapping: write {}"),
-    "no enabled": ("\n    enabled: true", "", "matchers.mtp: no enabled: write enabled: true"),
-    "enabled as text": ("    enabled: true", '    enabled: "yes"', "enabled: 'yes': write enabled: true"),
-    "unknown config": ('config: "mxfp8"', 'config: "mxfp4"', "'mxfp4' is none of bf16, mxfp8; did you mean"),
-    "matches nothing": (QKV, 'pattern: "*.linear_qvk"', "attention_qkv: pattern .*qvk' matches no linear"),
-    "never quantized": (QKV, 'pattern: "*output_layer"', "'\\*output_layer' matches no linear"),
+    "custom alone": (but('"mxfp8"}', '"custom"}'), "custom recipe needs custom_recipe_factory"),
+    "not a switch": (but('"mxfp8"}', '"mxfp8", fp8_param: 1}'), "fp8_param: 1 is unknown: use true, false"),
+    "a regular expression": (but(QKV, 'pattern: ".*(qkv|proj)$"'), r"no module name contains '\$', '\('"),
+    "a bracket": (but("fc[12]", "fc[12"), "a bracket that is not closed"),
+    "pattern empty": (but(QKV, 'pattern: ""'), 'is empty: "\\*" stands for all linears'),
+    "pattern no text": (but(QKV, "pattern: [a]"), r"\['a'\] is not text"),
+    "by number": (but(QKV, 'pattern: "decoder.layers.8[0-7].*"'), "number, .*--num-layers-at-end-in-bf16"),
+    "matches nothing": (but(QKV, 'pattern: "*.linear_qvk"'), r"no linear .*did you mean '\*.*linear_qkv'"),
     "two kinds": (
-        "*mixer.out_proj",
-        "*linear_fc2",
+        but("*mixer.out_proj", "*linear_fc2"),
         "2 kinds: experts .*shared_experts .*one matcher for each",
     ),
-    "shared experts too": ("*mixer.out_proj", "*experts.linear_fc1", "2 kinds: experts .*shared_experts"),
-    "shadowed": (QKV, 'pattern: "*mtp.layers.0.*.linear_qkv"', "has no effect: mtp comes first and takes"),
-    "mtp comes last": (MTP, "", "attention_qkv: .*2 kinds: attention .*mtp"),
-    "by number": (QKV, 'pattern: "decoder.layers.8[0-7].*"', "by number, .*--num-layers-at-end-in-bf16"),
-    "all disabled": (
-        GOOD[GOOD.index("matchers:") :],
-        f"matchers:\n{MTP}".replace("true", "false"),
-        "do nothing",
-    ),
-    "quotes forgotten": ('"*mtp.*"', "*mtp.*", "not YAML: .*put globs in quotes"),
-    "key twice": ("  mamba_out:", "  latent:", "key 'latent' is given twice, line"),
-    "pattern no text": (QKV, "pattern: 7", "7 is not text"),
+    "shadowed": (but(QKV, 'pattern: "*mtp.layers.0.*.linear_qkv"'), "has no effect: mtp comes first"),
+    "mtp comes last": (but(MTP, "") + MTP, "attention_qkv: .*2 kinds: attention .*mtp"),
 }
-
-
-def spoiled(old: str, new: str) -> str:
-    assert old in GOOD
-    text = GOOD.replace(old, new, 1)
-    return text + MTP if old == MTP else text
 
 
 def upstream(path: Path) -> Any:
@@ -85,38 +98,31 @@ def upstream(path: Path) -> Any:
     return load_quantization_recipe(str(path))
 
 
-def test_good_is_good(tmp_path: Path) -> None:
-    """The texts below fail for what is done to them, and for nothing else."""
+def parsed(text: str, config: models.Nemotron3Config = models.SUPER) -> yaml_file.PrecisionFile:
+    return yaml_file.parse(yaml.safe_load(text), config)
+
+
+def test_a_written_file_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "file.yaml"
-    yaml_file.write_precision_file(models.SUPER, path)
+    for _ in range(2):
+        yaml_file.write_precision_file(models.SUPER, path)
     assert path.read_text() == GOOD
-    yaml_file.write_precision_file(models.SUPER, path)  # again: the same
-    assert len(yaml_file.read(path, models.SUPER).matchers) == 5
     with pytest.raises(FileExistsError, match="remove it first"):
         yaml_file.write_precision_file(models.NANO, path)
     assert path.read_text() == GOOD
+    assert len(yaml_file.read(path, models.SUPER).matchers) == 5
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_files_are_named(case: str, tmp_path: Path) -> None:
-    old, new, message = BAD[case]
+def test_bad_files_are_named(tmp_path: Path) -> None:
+    """The good text fails for what is done to it, and for nothing else."""
     path = tmp_path / "bad.yaml"
-    path.write_text(spoiled(old, new))
-    with pytest.raises(PrecisionFileError) as caught:
-        yaml_file.read(path, models.SUPER)
-    assert re.search(message, str(caught.value)), str(caught.value)
-    assert str(caught.value).startswith(f"--te-precision-config-file {path}:\n  - ")
-    assert isinstance(caught.value, ValueError)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[]", "just text", "configs: {}\nmatchers: 3\n", "configs: 1\nmatchers: {}\n"]
-)
-def test_other_contents(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "bad.yaml"
-    path.write_text(text)
-    with pytest.raises(PrecisionFileError, match="not a mapping"):
-        yaml_file.read(path)
+    for case, (text, message) in BAD.items():
+        path.write_text(text, errors="surrogateescape")
+        with pytest.raises(PrecisionFileError) as caught:
+            yaml_file.read(path, models.SUPER)
+        assert re.search(message, str(caught.value)), (case, str(caught.value))
+        assert str(caught.value).startswith(f"--te-precision-config-file {path}:\n  - "), case
+        assert isinstance(caught.value, ValueError)
 
 
 JUNK: tuple[Any, ...] = (None, 3, [], {}, "x", True, ["a", {}], {"b": 1}, float("nan"))
@@ -130,8 +136,6 @@ def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 def test_any_value_anywhere() -> None:
     """Junk in place of every value and beside it: taken as it is, or named; never another exception."""
-    import yaml
-
     refused = 0
     whole = yaml.safe_load(GOOD)
     for path, junk, new_key in itertools.product(list(places(whole)), JUNK, (False, True)):
@@ -153,27 +157,13 @@ def test_any_value_anywhere() -> None:
     assert refused > 400
 
 
-def test_keys_that_are_no_text(tmp_path: Path) -> None:
-    path = tmp_path / "bad.yaml"
-    for text in ("? [a]\n: b\n", "3: b\n", "on: b\n"):
-        path.write_text(text)
-        with pytest.raises(PrecisionFileError, match="is not text, line 1"):
-            yaml_file.read(path)
-
-
-def test_binary_file(tmp_path: Path) -> None:
-    path = tmp_path / "bad.yaml"
-    path.write_bytes(b"\xff\xfe\x00configs")
-    with pytest.raises(PrecisionFileError, match="not YAML"):
-        yaml_file.read(path)
-
-
-def test_all_problems_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "bad.yaml"
-    path.write_text(GOOD.replace("\n    enabled: true", "").replace('"mxfp8"}', '"mxfp9"}'))
+def test_all_problems_at_once() -> None:
     with pytest.raises(PrecisionFileError) as caught:
-        yaml_file.read(path, models.SUPER)
+        parsed(GOOD.replace("\n    enabled: true", "").replace('"mxfp8"}', '"mxfp9"}'))
     assert len(caught.value.problems) == 6  # five matchers and a format
+    with pytest.raises(PrecisionFileError) as caught:
+        parsed(GOOD, models.NANO)  # no MTP and no latent experts
+    assert len(caught.value.problems) == 2
 
 
 def test_what_upstream_does_with_them(tmp_path: Path) -> None:
@@ -184,39 +174,20 @@ def test_what_upstream_does_with_them(tmp_path: Path) -> None:
     path = tmp_path / "file.yaml"
     path.write_text(GOOD)
     assert get_quant_config_or_none(name, upstream(path)).config_key == "bf16"
-    for case in ("matchers misspelt", "matches nothing"):
-        path.write_text(spoiled(*BAD[case][:2]))
+    silent = [BAD[case][0] for case in ("part misspelt", "matches nothing")]
+    for text in (*silent, GOOD.replace("\n    enabled: true", "")):
+        path.write_text(text)
         assert get_quant_config_or_none(name, upstream(path)) is None
-    path.write_text(GOOD.replace("\n    enabled: true", ""))
-    assert get_quant_config_or_none(name, upstream(path)) is None
 
 
-def test_a_last_star_stands_for_the_rest() -> None:
-    text = GOOD + '  rest:\n    config: "bf16"\n    type: "glob"\n    pattern: "*"\n    enabled: true\n'
-    import yaml
-
-    file = yaml_file.parse(yaml.safe_load(text), models.SUPER)
+def test_matchers_that_take_the_rest_or_nothing() -> None:
+    out_proj = "decoder.layers.0.mixer.out_proj"
+    file = parsed(GOOD + REST)
     assert file.format("decoder.layers.0.mixer.in_proj", "nvfp4") == "bf16"
-    assert file.format("decoder.layers.0.mixer.out_proj", "nvfp4") == "mxfp8"
-
-
-def test_a_disabled_matcher_is_none() -> None:
-    import yaml
-
+    assert file.format(out_proj, "nvfp4") == "mxfp8"
     content = yaml.safe_load(GOOD)
     content["matchers"]["mamba_out"]["enabled"] = False
-    file = yaml_file.parse(content, models.SUPER)
-    assert file.format("decoder.layers.0.mixer.out_proj", "nvfp4") == "nvfp4"
-
-
-def test_a_file_for_another_model() -> None:
-    """Nano has no MTP and no latent experts: Super's globs would match nothing."""
-    import yaml
-
-    with pytest.raises(PrecisionFileError) as caught:
-        yaml_file.parse(yaml.safe_load(GOOD), models.NANO)
-    assert len(caught.value.problems) == 2
-    assert yaml_file.parse(yaml.safe_load(yaml_file.render(models.NANO)), models.NANO)
+    assert yaml_file.parse(content, models.SUPER).format(out_proj, "nvfp4") == "nvfp4"
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.name)
@@ -228,55 +199,41 @@ def test_upstreams_loader_resolves_the_same(config: models.Nemotron3Config, tmp_
     path = tmp_path / "file.yaml"
     yaml_file.write_precision_file(config, path)
     ours, theirs = yaml_file.read(path, config), upstream(path)
-    table = {linear.name: linear.kind.format("nvfp4") for linear in Structure.of(config).linears()}
-    for prefix in ("", "language_model.", "module.language_model."):
+    for prefix in ("", "module.language_model."):
         for linear in Structure.of(config).linears():
-            found = get_quant_config_or_none(prefix + linear.name, theirs)
-            matcher = ours.matcher(prefix + linear.name)
+            name, wanted = prefix + linear.name, linear.kind.recipe
+            assert ours.format(name, "nvfp4") == yaml_file.PUBLISHED.format(name, "nvfp4") == wanted
+            # In the BF16 tail nothing is overridden.
+            assert ours.format(name, "bf16") == yaml_file.PUBLISHED.format(name, "bf16") == "bf16"
+            found, matcher = get_quant_config_or_none(name, theirs), ours.matcher(name)
             assert (found and found.config_key) == (matcher and matcher.config)
             if found is None:
-                assert table[linear.name] == "nvfp4"
+                assert wanted == "nvfp4"
                 continue
             recipe = TEQuantizationParams.parse_from_config(found).training_recipe
-            fmt = recipe.fp8_quantization_recipe or recipe.fp4_quantization_recipe or "bf16"
-            assert fmt == table[linear.name] == ours.format(prefix + linear.name, "nvfp4")
-            # In the BF16 tail nothing is overridden.
+            assert (recipe.fp8_quantization_recipe or recipe.fp4_quantization_recipe or "bf16") == wanted
             assert recipe.override_quantized_autocast and not recipe.override_nonquantized_autocast
-            assert ours.format(prefix + linear.name, "bf16") == "bf16"
             assert not (recipe.fp8_param or recipe.fp4_param)
 
 
-def test_our_fields_are_upstreams() -> None:
+def test_recipes_upstream_refuses_we_refuse() -> None:
+    """Nothing that Megatron's parser of a recipe refuses is taken here: the bad ones are a superset."""
     from megatron.core.extensions.transformer_engine import TEQuantizationRecipe
 
     assert set(RECIPE_FIELDS) == TEQuantizationRecipe.get_config_keys()
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_recipes_upstream_refuses_we_refuse(case: str, tmp_path: Path) -> None:
-    """Nothing that Megatron's parser of a recipe refuses is taken here: the bad ones are a superset."""
-    import yaml
-    from megatron.core.extensions.transformer_engine import TEQuantizationRecipe
-
-    try:
-        configs = yaml.safe_load(spoiled(*BAD[case][:2])).get("configs", {})
-    except yaml.YAMLError:
-        return
-    for body in configs.values():
+    refused = 0
+    for case in ("no such format", "delayed", "fp4 as fp8", "both", "custom alone", "key of a recipe"):
+        configs = yaml.safe_load(BAD[case][0])["configs"]
         try:
-            TEQuantizationRecipe.parse_from_config(body["training_recipe"])
+            TEQuantizationRecipe.parse_from_config(configs["mxfp8"]["training_recipe"])
         except (ValueError, KeyError, TypeError):
+            refused += 1
             with pytest.raises(PrecisionFileError):
                 yaml_file.parse({"configs": configs, "matchers": {}})
+    assert refused
 
 
-OVERRIDES = [(quantized, plain) for quantized in (True, False) for plain in (True, False)]
-
-
-@pytest.mark.parametrize("fmt", ["bf16", "mxfp8", "nvfp4"])
-@pytest.mark.parametrize("ambient", ["bf16", "nvfp4"])
-@pytest.mark.parametrize("overrides", OVERRIDES)
-def test_overrides_are_upstreams(fmt: str, ambient: str, overrides: tuple[bool, bool]) -> None:
+def test_overrides_are_upstreams() -> None:
     """Whether a linear is quantized, as `_get_should_context_be_quantized_params` has it; both recipes."""
     from megatron.core.extensions.transformer_engine import (
         TEQuantizationParams,
@@ -284,45 +241,40 @@ def test_overrides_are_upstreams(fmt: str, ambient: str, overrides: tuple[bool, 
     )
     from megatron.core.quantization.quant_config import MatchContext, RecipeConfig
 
-    field = {"bf16": {}, "mxfp8": {"fp8_quantization_recipe": "mxfp8"}}
-    body = field.get(fmt, {"fp4_quantization_recipe": "nvfp4"}) | {
-        "override_quantized_autocast": overrides[0],
-        "override_nonquantized_autocast": overrides[1],
+    fields: dict[str, dict[str, Any]] = {
+        "bf16": {},
+        "mxfp8": {"fp8_quantization_recipe": "mxfp8"},
+        "nvfp4": {"fp4_quantization_recipe": "nvfp4"},
     }
-    content = {
-        "configs": {
-            "c": {
-                "transformer_engine_config_type": "TEQuantizationParams",
-                "training_recipe": body,
-                "evaluation_recipe": {},
-            }
-        },
-        "matchers": {"m": {"config": "c", "type": "glob", "pattern": "x", "enabled": True}},
-    }
-    found = RecipeConfig.from_config_dict(content).match(MatchContext("x", None))
-    params = TEQuantizationParams.parse_from_config(found)
-    file = yaml_file.parse(content)
-    for training in (True, False):
-        theirs = _get_should_context_be_quantized_params(params, training, ambient != "bf16")
-        assert (file.format("x", ambient, training=training) != "bf16") == theirs
-    if overrides[ambient == "bf16"]:
-        assert file.format("x", ambient) == fmt
+    matcher = {"config": "c", "type": "glob", "pattern": "x", "enabled": True}
+    switches = (True, False)
+    for (fmt, field), over_quantized, over_bf16 in itertools.product(fields.items(), switches, switches):
+        overrides = {
+            "override_quantized_autocast": over_quantized,
+            "override_nonquantized_autocast": over_bf16,
+        }
+        body = {
+            "transformer_engine_config_type": "TEQuantizationParams",
+            "training_recipe": {**field, **overrides},
+            "evaluation_recipe": {},
+        }
+        content = {"configs": {"c": body}, "matchers": {"m": matcher}}
+        params = TEQuantizationParams.parse_from_config(
+            RecipeConfig.from_config_dict(content).match(MatchContext("x", None))
+        )
+        file = yaml_file.parse(content)
+        for training, ambient in itertools.product(switches, ("bf16", "nvfp4")):
+            theirs = _get_should_context_be_quantized_params(params, training, ambient != "bf16")
+            assert (file.format("x", ambient, training=training) != "bf16") == theirs
+        assert not over_quantized or file.format("x", "nvfp4") == fmt
+        assert not over_bf16 or file.format("x", "bf16") == fmt
 
 
 def test_the_command_writes_it(tmp_path: Path) -> None:
     path = tmp_path / "nvfp4.yaml"
     launch = Launch.of("super", precision="nvfp4", backend="te", te_precision_config_file=str(path))
     assert "is not on this machine" in precision_file.check(launch)[0]
-    assert "--te-precision-config-file" in command.run(models.SUPER, path=path)
+    assert "--te-precision-config-file" in command.write(models.SUPER, "nvfp4", path)
     assert path.read_text() == GOOD and precision_file.check(launch) == []
     with pytest.raises(ValueError, match="--precision mxfp8 needs no file"):
-        command.run(models.SUPER, "mxfp8", tmp_path / "other.yaml")
-    path.write_text(spoiled(*BAD["no enabled"][:2]))
-    with pytest.raises(PrecisionFileError, match="enabled"):
-        precision_file.check(launch)
-
-
-def test_tail_and_file_are_apart() -> None:
-    """The file knows nothing of layers; the flags say where it ends."""
-    assert "layers" not in "\n".join(ln for ln in GOOD.splitlines() if not ln.startswith("#"))
-    assert bf16_tail(models.SUPER) == 14
+        command.write(models.SUPER, "mxfp8", tmp_path / "other.yaml")

@@ -8,6 +8,7 @@ kind count at their mean.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from megatron_nemotron3.launch.plan.flops import letter, resolve, symbols
 from megatron_nemotron3.launch.plan.options import MODULES, OFFLOADED, Recompute, runs
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.precision.formats import BF16, FORMATS
-from megatron_nemotron3.precision.table import LINEARS, bf16_layers
+from megatron_nemotron3.precision.model_formats import ModelFormats
 
 #: Kind -> bytes of one microbatch, see `_kind_bytes`.
 Table = dict[str, tuple[int, int, int]]
@@ -27,31 +28,36 @@ KINDS = tuple(FORMS)
 PACKED = {BF16: 2.0, **{fmt.name: fmt.stored for fmt in FORMATS.values()}}
 
 
-@lru_cache(maxsize=1024)
-def quantized_share(
-    config: Nemotron3Config, layer: str, precision: str, kept: tuple[int, int] | None = None
-) -> float:
-    """The share of the decoder's layers of kind `layer` that do not stay BF16, from 0 to 1."""
-    layers, published = config.pattern.count(layer), bf16_layers(config, precision)
-    start, end = (published.start, published.end) if kept is None else kept
-    body = config.pattern[start : config.num_layers - end]
-    return body.count(layer) / layers if layers else 0.0
+def decoder_shares(
+    config: Nemotron3Config, precision: str, kept: tuple[int, int] | None = None
+) -> dict[str, dict[str, float]]:
+    """Linear of the precision table -> format -> share of the decoder's, with the published recipe."""
+    return _shares(ModelFormats.of(config, precision, kept)) if precision in FORMATS else {}
+
+
+@lru_cache(maxsize=64)  # layers of different experts have the same
+def _shares(formats: ModelFormats) -> dict[str, dict[str, float]]:
+    found: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for linear, _, has in formats.linears():
+        if linear.layer is not None:
+            found[linear.kind.name][has] += 1
+    shares = {}
+    for kind, counts in found.items():
+        quantized = {format: n / counts.total() for format, n in counts.items() if format != BF16}
+        shares[kind] = {**quantized, BF16: 1 - sum(quantized.values())}
+    return shares
 
 
 @lru_cache(maxsize=1024)
 def bytes_by_linear(
     config: Nemotron3Config, precision: str, kept: tuple[int, int] | None = None
 ) -> dict[str, float]:
-    """Linear of the precision table -> mean bytes of a packed element, over the decoder's layers."""
-    if precision not in FORMATS:
-        return {}
-    found = {}
-    for kind in LINEARS:
-        format = kind.format(precision)
-        if kind.layer and kind.layer in config.pattern and format != BF16:
-            share = quantized_share(config, kind.layer, precision, kept)
-            found[kind.name] = share * PACKED[format] + (1 - share) * PACKED[BF16]
-    return found
+    """Quantized linear of the precision table -> mean bytes of an element of its input, over all layers."""
+    return {
+        linear: sum(share * PACKED[format] for format, share in shares.items())
+        for linear, shares in decoder_shares(config, precision, kept).items()
+        if shares[BF16] < 1
+    }
 
 
 def packing_saves(config: Nemotron3Config, share: RankShare, kind: str) -> Form:

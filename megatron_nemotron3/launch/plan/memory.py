@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from megatron_nemotron3.launch import Launch, ParallelLayout
 from megatron_nemotron3.launch.plan.activation_forms import FLOAT, RankShare, moe_backward
-from megatron_nemotron3.launch.plan.activations import PACKED, bytes_by_linear, quantized_share, stage_bytes
+from megatron_nemotron3.launch.plan.activations import PACKED, decoder_shares, stage_bytes
 from megatron_nemotron3.launch.plan.flops import expert_configs, expert_layers, resolve, symbols
 from megatron_nemotron3.launch.plan.options import NATIVE
 from megatron_nemotron3.launch.plan.state import (
@@ -24,7 +24,7 @@ from megatron_nemotron3.launch.plan.state import (
 )
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.tensors import rows_of, symbol_sizes
-from megatron_nemotron3.precision.table import kind_named
+from megatron_nemotron3.precision.formats import BF16
 
 #: Layers that Megatron-FSDP holds whole at once: the one in use, and the next.
 _GATHERED = 2
@@ -126,14 +126,13 @@ def weight_copies(
     first microbatch of a step to the next step. Derived from its modules, not measured.
     """
     config, kind = resolve(config, kind)
-    sizes = bytes_by_linear(config, precision, kept)
-    total = 0.0
+    shares, total = decoder_shares(config, precision, kept), 0.0
     for row in rows_of(config, kind):
-        linear = kind_named(row.linear)
-        if linear is not None and linear.name in sizes:
+        quantized = {f: share for f, share in shares.get(row.linear or "", {}).items() if f != BF16}
+        for format, share in quantized.items():
             elements, copies, _ = held_elements(row, grid, symbol_sizes(config))
-            total += 2 * PACKED[linear.format(precision)] * elements * copies
-    return round(total * quantized_share(config, kind, precision, kept))
+            total += 2 * PACKED[format] * elements * copies * share
+    return round(total)
 
 
 def buffers(launch: Launch, share: RankShare, pp_rank: int) -> dict[str, int]:

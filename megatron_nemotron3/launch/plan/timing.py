@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from megatron_nemotron3.launch import Launch, ParallelLayout, TrainingSchedule
 from megatron_nemotron3.launch.plan.activation_forms import RankShare
-from megatron_nemotron3.launch.plan.activations import layer_activations, quantized_share
+from megatron_nemotron3.launch.plan.activations import decoder_shares, layer_activations
 from megatron_nemotron3.launch.plan.flops import (
     BACKWARD,
     layer_operations,
@@ -40,7 +40,6 @@ from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.parameters import elements_outside_layers
 from megatron_nemotron3.models.tensors import ROWS
 from megatron_nemotron3.precision.formats import FORMATS
-from megatron_nemotron3.precision.table import kind_named
 
 
 @dataclass(frozen=True)
@@ -150,16 +149,12 @@ def module_formats(
     config: Nemotron3Config, precision: str, kept: tuple[int, int] | None = None
 ) -> dict[tuple[str, str], dict[str, float]]:
     """(layer kind, module) -> format -> share of the decoder's layers of that kind."""
-    if precision in ("bf16", "fp32"):
-        return {}
-    found: dict[tuple[str, str], dict[str, float]] = {}
-    for row in ROWS:
-        kind, module = kind_named(row.linear), module_of(row)
-        if kind is None or module is None or not (kind.quantizable and kind.layer):
-            continue
-        share, format = quantized_share(config, kind.layer, precision, kept), kind.format(precision)
-        found[kind.layer, module] = {"bf16": 1 - share, format: share} if format != "bf16" else {"bf16": 1.0}
-    return found
+    shares = decoder_shares(config, precision, kept)
+    return {
+        (row.part, module): shares[row.linear]
+        for row in ROWS
+        if row.linear in shares and (module := module_of(row)) is not None
+    }
 
 
 def _product_seconds(launch: Launch, config: Nemotron3Config, machine: Machine, kind: str) -> float:

@@ -11,10 +11,12 @@ from typing import Any
 
 from megatron_nemotron3.launch.flag import to_argv
 from megatron_nemotron3.launch.launch import Launch
-from megatron_nemotron3.precision.census import Ambient
+from megatron_nemotron3.launch.precision_file import formats_of
 from megatron_nemotron3.precision.formats import EMULATED, counted
+from megatron_nemotron3.precision.model_formats import Ambient
 from megatron_nemotron3.precision.settings import Emulation
 from megatron_nemotron3.precision.table import Structure
+from megatron_nemotron3.precision.yaml_file import NO_FILE
 from megatron_nemotron3.proof.certify.bench import Bench, Finding, failed, last_line, passed, untested
 
 WHOLE, PROXY = "number formats of the built model", "number formats that the proxy computes in"
@@ -51,7 +53,7 @@ def _whole(bench: Bench, launch: Launch) -> Iterator[Finding]:
     arguments += to_argv(flag for flag in bench.flags if flag.name in _KEPT)
     arguments += ["--vocab-size", str(model.vocab_size), "--micro-batch-size", "1"]
     arguments += ["--no-initialization", "--use-cpu-initialization", "--train-iters", "1", "--lr", "1e-4"]
-    ambient = Ambient(launch.precision, model.num_layers, launch.bf16_at_start, launch.bf16_at_end)
+    ambient = formats_of(launch, NO_FILE).ambient
     try:
         ((found, wrong),) = run_distributed(
             build_whole, 1, arguments, ambient, timeout=bench.timeout, apart=True
@@ -75,23 +77,24 @@ def build_whole(arguments: Sequence[str], ambient: Ambient) -> tuple[Counter[str
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.argument_utils import hybrid_config_from_args
 
-    from megatron_nemotron3.precision import census as real
+    from megatron_nemotron3.precision.census import census as listed
+    from megatron_nemotron3.precision.census import formats_of as formats_of_model
     from megatron_nemotron3.proof.certify.ranks import initialize
     from megatron_nemotron3.train.build import megatron_args
 
     args = megatron_args(arguments, 1)
     initialize()
     config = hybrid_config_from_args(args)
-    file = real.recipe_of(config.transformer)
+    recipe = config.transformer.quant_recipe
     config.transformer.quant_recipe = None  # our torch linears refuse one that they would not follow
     with on_meta():
         model = config.get_builder_cls()(config).build_model(
             ProcessGroupCollection.use_mpu_process_groups(), True, True, None
         )
-    listed = real.ModelFormats(real.structure_of(model), file, ambient)
-    entries = real.census(model, file, ambient)
-    count = Counter(entry.format for entry in entries if entry.kind.quantizable)
-    wrong = [str(one) for one in listed.deviations() if not one.source]
+    model.config.quant_recipe = recipe
+    formats = formats_of_model(model, ambient)
+    count = Counter(entry.format for entry in listed(model, formats) if entry.kind.quantizable)
+    wrong = [str(one) for one in formats.deviations() if not one.source]
     return count, wrong
 
 
@@ -149,6 +152,7 @@ def emulated(launch: Launch) -> list[tuple[str, str, str]]:
     import torch
 
     from megatron_nemotron3.precision.census import census as listed
+    from megatron_nemotron3.precision.census import formats_of as formats_of_model
     from megatron_nemotron3.precision.formats import BF16
     from megatron_nemotron3.precision.install import ambient_of
     from megatron_nemotron3.train.build import build
@@ -162,7 +166,7 @@ def emulated(launch: Launch) -> list[tuple[str, str, str]]:
     modules = dict(model.named_modules())
     result = []
     assert launch.emulate is not None
-    for entry in listed(model, ambient=ambient_of(model.config, launch.emulate)):
+    for entry in listed(model, formats_of_model(model, ambient_of(model.config, launch.emulate))):
         if entry.kind.quantizable:
             products = getattr(modules[entry.name], "products", None)
             ran = products.formats[0] if products is not None else BF16

@@ -15,9 +15,10 @@ from megatron_nemotron3.launch import pasted, versions
 from megatron_nemotron3.launch.flag import is_known
 from megatron_nemotron3.launch.parser import misused, unknown
 from megatron_nemotron3.launch.plan.hardware import GIB, GPUS, RESERVE
+from megatron_nemotron3.launch.precision_file import formats_of
 from megatron_nemotron3.precision import yaml_file
-from megatron_nemotron3.precision.census import Ambient, CensusError, ModelFormats
 from megatron_nemotron3.precision.formats import counted
+from megatron_nemotron3.precision.model_formats import CensusError
 from megatron_nemotron3.precision.table import Structure
 from megatron_nemotron3.proof.certify import built
 from megatron_nemotron3.proof.certify.bench import (
@@ -82,22 +83,21 @@ def rules(bench: Bench) -> Iterator[Finding]:
 
 def formats(bench: Bench) -> Iterator[Finding]:
     """Yield the format of each kind of linear of the real model, as options and precision file decide it."""
-    launch, model = bench.launch, bench.proxy.model
+    launch = bench.launch
     if launch is None:
         yield untested(FORMATS, "the layout's sizes are unresolved shell variables")
         return
-    path, structure, file = launch.precision_file, Structure.of(model), yaml_file.NO_FILE
-    ambient = Ambient(launch.precision, model.num_layers, launch.bf16_at_start, launch.bf16_at_end)
+    path, file = launch.precision_file, yaml_file.NO_FILE
     if path is not None:
         if not Path(path).exists():
             yield untested(FORMATS, f"{yaml_file.FLAG} {path} is not on this machine")
             return
         try:
-            file = yaml_file.read(path, structure)
+            file = yaml_file.read(path, Structure.of(launch.config))
         except yaml_file.PrecisionFileError as problem:
             yield failed(FORMATS, path, " ".join(str(problem).split()))
             return
-    listed = ModelFormats(structure, file, ambient)
+    listed = formats_of(launch, file)
     if launch.quantized:
         try:
             listed.require_some()

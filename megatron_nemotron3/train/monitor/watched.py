@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_nemotron3.common.hooks import MeasuredSteps, first_forward, gather_stages, no_wrapper
 from megatron_nemotron3.models.series import Values
-from megatron_nemotron3.precision.gradients import gradient_places, zero_gradients
+from megatron_nemotron3.precision.gradients import GradientPlaces, gradient_places, local_gradient
 
 #: Maximum number of visits kept without a report, for training loops that never request one.
 LIMIT = 16_384
@@ -174,12 +174,11 @@ def _router_numbers(layers: Sequence[WatchedLayer], parts: Sequence[_LayerSums])
     for layer, part in zip(layers, parts):
         if "interval" not in part:
             continue
-        config = layer.router.config
         tokens = float(part["interval"].sum()) / layer.router.topk
         found["experts"], found[f"top_k/{layer.name}"] = part["interval"].numel(), layer.router.topk
         found["interval_tokens"] = min(tokens, found.get("interval_tokens", tokens))
         if getattr(layer.router, "expert_bias", None) is not None:
-            found["bias_update_rate"] = config.moe_router_bias_update_rate
+            found["bias_update_rate"] = layer.router.config.moe_router_bias_update_rate
     return found
 
 
@@ -192,8 +191,18 @@ def _layer_sums(layer: WatchedLayer, where: Any, groups: Any) -> _LayerSums:
         part["loads"] = torch.stack(layer.loads).double()
         part["interval"] = layer.interval_load.double()
     if where is not None:
-        part["zeros"] = zero_gradients(layer.module, where, groups)
+        part["zeros"] = _zero_gradients(layer.module, where, groups)
     return part
+
+
+def _zero_gradients(module: torch.nn.Module, where: GradientPlaces, groups: Any) -> Tensor:
+    """Count exact zeros in this rank's part of the gradients of `module`: [zeros, elements], float64."""
+    found = torch.zeros(2, dtype=torch.float64, device=next(module.parameters()).device)
+    for parameter in module.parameters():
+        if (gradient := local_gradient(parameter, where, groups)) is not None:
+            found[0] += gradient.numel() - torch.count_nonzero(gradient)
+            found[1] += gradient.numel()
+    return found
 
 
 def _visit_squares(visits: list[tuple[Tensor, int]], depths: int) -> Tensor:

@@ -17,16 +17,7 @@ from megatron_nemotron3.precision.numerics import e2m1, e4m3, fp8, nvfp4
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "nvfp4_weights.npz"
 CASES = (
-    "normal",
-    "float32",
-    "float16",
-    "spread",
-    "holes",
-    "outlier",
-    "exact",
-    "tiny",
-    "large",
-    "column",
+    *("normal", "float32", "float16", "spread", "holes", "outlier", "exact", "tiny", "large", "column"),
     "order",
 )
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -42,19 +33,19 @@ def _nvfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     return (*nvfp4.quantize(weight, scale), scale)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_bytes_are_modelopts(case: str) -> None:
+def test_bytes_are_modelopts() -> None:
     with numpy.load(GOLDEN) as file:
-        assert {key.split(".")[0] for key in file} == set(CASES)
-        data = {key.removeprefix(f"{case}."): file[key] for key in file if key.startswith(f"{case}.")}
-    weight = torch.from_numpy(data["weight"]).view(getattr(torch, str(data["dtype"])))
-    codes, bits, scale = _nvfp4(weight)
-    assert scale.numpy().tobytes() == data["scale_2"].tobytes()
-    assert numpy.array_equal(bits.numpy(), data["scale"])
-    assert numpy.array_equal(codes.numpy(), data["codes"])
-    values = nvfp4.dequantize(codes, bits, scale)
-    # As numbers: ModelOpt's table has +0 for the code of -0.
-    assert torch.equal(values, torch.from_numpy(data["values"]).view(torch.bfloat16))
+        data = dict(file)
+    assert {key.split(".")[0] for key in data} == set(CASES)
+    for case in CASES:
+        weight = torch.from_numpy(data[f"{case}.weight"]).view(getattr(torch, str(data[f"{case}.dtype"])))
+        codes, bits, scale = _nvfp4(weight)
+        assert scale.numpy().tobytes() == data[f"{case}.scale_2"].tobytes(), case
+        assert numpy.array_equal(bits.numpy(), data[f"{case}.scale"]), case
+        assert numpy.array_equal(codes.numpy(), data[f"{case}.codes"]), case
+        values = nvfp4.dequantize(codes, bits, scale)
+        # As numbers: ModelOpt's table has +0 for the code of -0.
+        assert torch.equal(values, torch.from_numpy(data[f"{case}.values"]).view(torch.bfloat16)), case
 
 
 MODELOPT = """
@@ -143,20 +134,6 @@ def test_what_was_quantized_once_stays(dtype: torch.dtype) -> None:
     assert torch.equal(fp8.quantize(fp8.dequantize(once, eight, torch.float32), eight), once)
 
 
-def test_normal_numbers_have_the_known_signal_to_noise_ratio() -> None:
-    weight = _weight(0, 256, 1024, torch.float32, 1.0)
-    codes, bits, scale = _nvfp4(weight)
-    for values, expected in (
-        (nvfp4.dequantize(codes, bits, scale, torch.float32), 20.4),
-        (
-            fp8.dequantize(fp8.quantize(weight, s := fp8.tensor_scale(fp8.amax(weight))), s, torch.float32),
-            31.5,
-        ),
-    ):
-        noise = (values - weight).square().mean()
-        assert 10 * torch.log10(weight.square().mean() / noise) == pytest.approx(expected, abs=0.25)
-
-
 def test_a_tensor_of_zeros_has_scales_that_are_numbers() -> None:
     weight = torch.zeros(4, 32, dtype=torch.bfloat16)
     codes, bits, scale = _nvfp4(weight)
@@ -175,15 +152,15 @@ def test_blocks_of_zeros_and_of_little_have_scales_above_zero() -> None:
     assert codes[1:].count_nonzero() == 0
 
 
-@pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
-def test_infinity_and_nan_are_refused(bad: float) -> None:
-    weight = torch.ones(4, 32)
-    weight[2, 3] = bad
-    with pytest.raises(ValueError, match="holds infinity or NaN"):
-        nvfp4.amax(weight)
-    for module in (nvfp4, fp8):
-        with pytest.raises(ValueError, match="cannot be scaled"):
-            module.tensor_scale(torch.tensor(abs(bad)))
+def test_infinity_and_nan_are_refused() -> None:
+    for bad in (float("inf"), -float("inf"), float("nan")):
+        weight = torch.ones(4, 32)
+        weight[2, 3] = bad
+        with pytest.raises(ValueError, match="holds infinity or NaN"):
+            nvfp4.amax(weight)
+        for module in (nvfp4, fp8):
+            with pytest.raises(ValueError, match="cannot be scaled"):
+                module.tensor_scale(torch.tensor(abs(bad)))
 
 
 def test_magnitudes_that_no_scale_can_reach_are_refused() -> None:
