@@ -119,22 +119,17 @@ def _one(ours: bool, case: Case, rows: int, hidden: int) -> tuple[Measured, Meas
     from megatron_nemotron3.boundary.edge import Edge
     from megatron_nemotron3.boundary.feed import FeedStream, RowFeed, tokens
     from megatron_nemotron3.boundary.layout import Layout
-    from tests.support.boundary_reference import every_row, lane_of, of_lane, of_rank
+    from tests.support.boundary_reference import rows_given, rows_wanted
 
     rank = dist.get_rank()
     source, destination = Layout.parse(case.source), Layout.parse(case.destination)
     grids = [_grid(source), _grid(destination)]
     ids = batch(case, rows)
-    samples = every_row(rows_of(case, rows), hidden, torch.float32)
-    give, take = lane_of(source, 0, rank), lane_of(destination, 0, rank)
-    mine = None if give is None else of_lane(samples, source.dp, give)
-    theirs = None
-    if take is not None:
-        theirs = (
-            of_rank(samples, ids.astype(bool).tolist(), destination, take, rank)
-            if case.sliced
-            else of_lane(samples, destination.dp, take)
-        )
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(sum(rows_of(case, rows)), hidden, generator=generator)
+    given = rows_given(source, ids.astype(bool)).get(rank)
+    wanted = rows_wanted(destination, ids.astype(bool)).get(rank)
+    mine, theirs = (None if numbers is None else values[numbers] for numbers in (given, wanted))
     if ours:
         edge = Edge("images", "language", source, destination, 2, 0, torch.float32)
         bridge: Any = Bridge(*grids, comm_dtype=torch.float32, tensor_ndim=2, edge=edge)
