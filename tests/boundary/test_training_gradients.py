@@ -14,7 +14,7 @@ from megatron_nemotron3.proof.certify.ranks import run_distributed
 
 SAMPLES, MICROBATCHES, LENGTH, WIDTH, WORDS = 8, 2, 7, 8, 11
 #: DP of the encoder, DP of the language model.
-SIZES: list[tuple[int, int]] = [(e, d) for e in (1, 2, 4) for d in (1, 2, 4)]
+SIZES: list[tuple[int, int]] = [(1, 1), (4, 1), (1, 4), (2, 4)]
 #: calculate_per_token_loss of the language model, of the encoder.
 CONVENTIONS = [(True, True), (False, False), (True, False), (False, True)]
 #: A step so large that a wrong factor shows: plain gradient descent, since Adam forgives one.
@@ -202,7 +202,7 @@ def _microbatch(
 
 
 def test_one_step_equals_that_of_a_single_process() -> None:
-    """Largest relative difference of a weight over 9 pairs of sizes and 4 pairs of conventions."""
+    """Largest relative difference of a weight over 4 pairs of sizes and 4 pairs of conventions."""
     expected = {(d, c): _expected(d, c) for d in (1, 2, 4) for c in CONVENTIONS}
     seen = set()
     for rank, steps in enumerate(run_distributed(_steps, 8)):
