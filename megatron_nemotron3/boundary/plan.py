@@ -304,13 +304,6 @@ def _merged_pieces(pieces: list[RowPiece]) -> tuple[RowPiece, ...]:
     return tuple(joined)
 
 
-def sender_groups(layout: Layout, rows: Sequence[int], media: Sequence[Sequence[int]] | None = None) -> Side:
-    """Groups of ranks of the last stage, with the rows that they hold; `media`: rows of each, by lane."""
-    layout.check_sender()
-    held = [rows_held(mine, layout) for mine in media or [[n] for n in rows]] if layout.sliced else None
-    return groups_of(layout, layout.pp - 1, rows, held)
-
-
 def groups_of(
     layout: Layout, stage: int, rows: Sequence[int], slices: Sequence[Sequence[Intervals]] | None = None
 ) -> Side:
@@ -346,11 +339,18 @@ def make_plan(
             a destination with context parallelism.
     """
     sent, received = sample_shares(len(rows), source.dp), sample_shares(len(rows), destination.dp)
-    receivers = groups_of(destination, 0, lane_rows(rows, received), slices)
-    by_sample = media or [(n,) if n else () for n in rows]
-    by_lane = [[n for sample in mine for n in by_sample[sample]] for mine in sent]
-    senders = sender_groups(source, lane_rows(rows, sent), by_lane)
-    plan = TransferPlan(senders, receivers, segments(rows, sent, received), row_bytes)
+    if any(n < 0 for n in rows):
+        raise ValueError(f"row counts {list(rows)[:20]}: counts start at 0")
+    held, wanted = lane_rows(rows, sent), lane_rows(rows, received)
+    source.check_sender()
+    parts = None
+    if source.sliced:
+        by_sample = media or [(n,) if n else () for n in rows]
+        by_lane = [[n for sample in mine for n in by_sample[sample]] for mine in sent]
+        parts = [rows_held(mine, source) for mine in by_lane]
+    senders = groups_of(source, source.pp - 1, held, parts)
+    receivers = groups_of(destination, 0, wanted, slices)
+    plan = TransferPlan(senders, receivers, segments(held, wanted), row_bytes)
     if plan.mode == "once" and slices is None and destination.cp > 1:
         raise ValueError(
             f"the destination layout {destination} has CP={destination.cp}, so the rows of a context rank "

@@ -20,8 +20,8 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 
 from megatron_nemotron3.boundary import intervals
 from megatron_nemotron3.boundary.layout import SHARES, Layout
-from megatron_nemotron3.boundary.partition import lane_rows, positions, sample_shares, segments
-from megatron_nemotron3.boundary.plan import TransferPlan, groups_of, make_plan, sender_groups, slices_of
+from megatron_nemotron3.boundary.partition import positions, sample_shares
+from megatron_nemotron3.boundary.plan import TransferPlan, make_plan, slices_of
 from megatron_nemotron3.boundary.traffic import bounds, describe, explain, traffic
 from tests.support.boundary_reference import media_of, rows_given, rows_wanted, runs_of, unit
 from tests.support.boundary_simulation import deliver
@@ -251,22 +251,6 @@ def test_sides_that_disagree_are_refused() -> None:
 def test_what_cannot_cross(source: str, destination: str, rows: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_plan(Layout.parse(source), Layout.parse(destination), rows, row_bytes=2)
-
-
-def test_samples_need_not_lie_in_equal_shares() -> None:
-    """Two lanes own samples (0, 3, 1) and (2); the other side 0 to 3 in order."""
-    rows, sent, taken = [1, 2, 3, 4], [(0, 3, 1), (2,)], sample_shares(4, 1)
-    plan = TransferPlan(
-        sender_groups(Layout.of(dp=2), lane_rows(rows, sent)),
-        groups_of(Layout.of(offset=2), 0, lane_rows(rows, taken)),
-        segments(rows, sent, taken),
-        row_bytes=2,
-    )
-    assert flat(plan) == [(0, 2, 0, 0, 1), (0, 2, 5, 1, 2), (0, 2, 1, 6, 4), (1, 2, 0, 3, 3)]
-    with pytest.raises(
-        ValueError, match=r"source lanes own samples \[0, 0\]: each of 0..1 must be owned once"
-    ):
-        segments([1, 1], [(0,), (0,)], sample_shares(2, 1))
 
 
 def test_a_few_bytes_go_from_leader_to_leader() -> None:
