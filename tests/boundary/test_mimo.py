@@ -9,9 +9,17 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.mimo.model.base import MimoModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_nemotron3.boundary.decoder_input import RankShard
+from megatron_nemotron3.boundary.feed import describe_ids
+from megatron_nemotron3.boundary.groups import BoundaryError
+from megatron_nemotron3.boundary.mimo import BoundaryMimoModel
 from megatron_nemotron3.proof.certify.ranks import run_distributed
+from tests.support import boundary_batches as batches
+from tests.support import boundary_omni as omni
 from tests.support.boundary_reference import zigzag
 
 LENGTH = 16
@@ -39,13 +47,6 @@ class Widest(TorchDispatchMode):
 
 def beside_upstream(tp: int, cp: int, sp: bool) -> dict[str, Any]:
     """Both models forward and backward on this rank, ours with a feed and without; what differs."""
-    from megatron.core.models.mimo.model.base import MimoModel
-
-    from megatron_nemotron3.boundary.feed import describe_ids
-    from megatron_nemotron3.boundary.mimo import BoundaryMimoModel
-    from tests.support import boundary_batches as batches
-    from tests.support import boundary_omni as omni
-
     rank, world = dist.get_rank(), dist.get_world_size()
     lanes = world // (tp * cp)
     own = omni.grid(dp=world)
@@ -123,13 +124,6 @@ def test_values_and_gradients_are_upstreams(world: int, tp: int, cp: int, sp: bo
 
 def check_packed() -> None:
     """Documents of a packed sequence, without TransformerEngine's library; by the feed and without."""
-    from megatron.core.models.mimo.model.base import MimoModel
-
-    from megatron_nemotron3.boundary.feed import describe_ids
-    from megatron_nemotron3.boundary.mimo import BoundaryMimoModel
-    from tests.support import boundary_batches as batches
-    from tests.support import boundary_omni as omni
-
     rank = dist.get_rank()
     one_lane, alone = omni.grid(tp=2), omni.grid(dp=2)
     grids = {"vision": one_lane, "audio": one_lane, "language": omni.grid(cp=2)}
@@ -167,14 +161,6 @@ def test_packed_documents_equal_a_single_process() -> None:
 
 def check_single() -> None:
     """No grids, no groups: as upstream; wrong counts are named; nothing on the way reads a device."""
-    from megatron.core.models.mimo.model.base import MimoModel
-
-    from megatron_nemotron3.boundary.decoder_input import RankShard
-    from megatron_nemotron3.boundary.feed import describe_ids
-    from megatron_nemotron3.boundary.mimo import BoundaryMimoModel
-    from tests.support import boundary_batches as batches
-    from tests.support import boundary_omni as omni
-
     grids = dict.fromkeys(("vision", "audio", "language"), omni.grid())
     theirs = omni.build(MimoModel, grids, on_grids=False)
     ours = omni.build(BoundaryMimoModel, grids, on_grids=False)
@@ -213,12 +199,6 @@ def test_one_process_and_no_waiting_for_the_device() -> None:
 
 def failing(kind: str) -> str:
     """The error on this rank where rank 1 of two lacks an input, or has too much of it."""
-    from megatron_nemotron3.boundary.feed import describe_ids
-    from megatron_nemotron3.boundary.groups import BoundaryError
-    from megatron_nemotron3.boundary.mimo import BoundaryMimoModel
-    from tests.support import boundary_batches as batches
-    from tests.support import boundary_omni as omni
-
     rank, own = dist.get_rank(), omni.grid(dp=2)
     model = omni.build(BoundaryMimoModel, dict.fromkeys(("vision", "audio", "language"), own))
     ids = batches.tokens(4, LENGTH, seed=0)
@@ -243,11 +223,6 @@ def refused_fsdp() -> str:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from megatron_nemotron3.boundary.groups import BoundaryError
-    from megatron_nemotron3.boundary.mimo import BoundaryMimoModel
-    from tests.support import boundary_batches as batches
-    from tests.support import boundary_omni as omni
-
     own = omni.grid(dp=2)
     model = omni.build(BoundaryMimoModel, dict.fromkeys(("vision", "audio", "language"), own))
     fully_shard(model.modality_submodules["vision"].encoders["tiny"], mesh=init_device_mesh("cpu", (2,)))
@@ -264,13 +239,6 @@ def test_fsdp_is_refused_before_any_exchange() -> None:
 
 def check_overlap() -> float:
     """Gradient sync that hooks start while backward runs: norm of a gradient, rank 1 having no input."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
-    from megatron_nemotron3.boundary.feed import describe_ids
-    from megatron_nemotron3.boundary.mimo import BoundaryMimoModel
-    from tests.support import boundary_batches as batches
-    from tests.support import boundary_omni as omni
-
     rank, own = dist.get_rank(), omni.grid(dp=2)
     grids = dict.fromkeys(("vision", "audio", "language"), own)
     model = omni.build(BoundaryMimoModel, grids)

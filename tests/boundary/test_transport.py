@@ -16,11 +16,19 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.hyper_comm_grid import HyperCommGrid
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.wire import counted
 from megatron_nemotron3.boundary.agreement import SPLIT_SIZES, share_counts
+from megatron_nemotron3.boundary.bridge import Bridge
+from megatron_nemotron3.boundary.colocated import ColocatedBridge, ModalityRows, communicate
+from megatron_nemotron3.boundary.coordinator import Coordinator
+from megatron_nemotron3.boundary.edge import Edge
+from megatron_nemotron3.boundary.feed import FeedStream, Microbatch, RowFeed
+from megatron_nemotron3.boundary.groups import BoundaryError
 from megatron_nemotron3.boundary.layout import Layout
+from megatron_nemotron3.boundary.traffic import traffic
 from megatron_nemotron3.proof.certify.ranks import run_distributed
 from tests.support.boundary_reference import media_of, rows_given, rows_wanted, runs_of, unit
 
@@ -65,12 +73,6 @@ SHARED = [
 
 def bridge(source: str, destination: str, dtype: torch.dtype = torch.float32, ndim: int = 2) -> Any:
     """The communicator of two modules, as `Layout.parse` reads their layouts."""
-    from megatron.core.hyper_comm_grid import HyperCommGrid
-
-    from megatron_nemotron3.boundary.bridge import Bridge
-    from megatron_nemotron3.boundary.colocated import ColocatedBridge
-    from megatron_nemotron3.boundary.edge import Edge
-
     a, b = Layout.parse(source), Layout.parse(destination)
     grids = [
         HyperCommGrid([size for _, size in at.dimensions], [name for name, _ in at.dimensions], at.offset)
@@ -101,8 +103,6 @@ def images(source: Layout, samples: int, length: int, seed: int) -> np.ndarray:
 
 
 def described(source: Layout, image: np.ndarray, **more: np.ndarray) -> Any:
-    from megatron_nemotron3.boundary.feed import Microbatch
-
     runs = {
         name: [runs_of(np.flatnonzero(sample).tolist()) for sample in marked]
         for name, marked in {"images": image, **more}.items()
@@ -121,9 +121,6 @@ def crossed(
     comm: Any, image: np.ndarray, dtype: torch.dtype, *, fed: bool, header: bool, combined: bool
 ) -> int:
     """One microbatch there and back on this rank; how many rows were compared."""
-    from megatron_nemotron3.boundary.feed import FeedStream, RowFeed
-    from megatron_nemotron3.boundary.traffic import traffic
-
     edge, rank = comm.edge, dist.get_rank()
     known = described(edge.source, image)
     wanting = edge.destination
@@ -171,8 +168,6 @@ def crossed(
 
 def check(pairs: list[tuple[str, str]]) -> list[int]:
     """All pairs, with a feed and without, with several microbatches: how many rows of each were compared."""
-    from megatron_nemotron3.boundary.bridge import Bridge
-
     found = []
     for number, (source, destination) in enumerate(pairs):
         dtype = (torch.float32, torch.bfloat16)[number % 2]
@@ -234,8 +229,6 @@ def test_all_layouts() -> None:
 
 def modalities() -> None:
     """Two modalities, one message to each rank and each way; frozen ones have no way back."""
-    from megatron_nemotron3.boundary.colocated import ColocatedBridge, ModalityRows, communicate
-
     rank = dist.get_rank()
     vision = bridge("dp=4", "tp=4,sp")
     audio = ColocatedBridge(
@@ -325,8 +318,6 @@ WRONG = {
 
 def failing() -> list[tuple[str, float]]:
     """(the error, seconds until it was raised) where rank 1 does something wrong, in every case."""
-    from megatron_nemotron3.boundary.groups import BoundaryError
-
     found = []
     for kind, (spoil, _) in WRONG.items():
         replicas = kind in ("header replicas", "header shares")
@@ -368,10 +359,6 @@ def test_shares_of_the_samples_of_a_lane() -> None:
 
 def two_edges() -> None:
     """Small messages of two modalities are one message; a feed leaves nothing but rows."""
-    from megatron_nemotron3.boundary.coordinator import Coordinator
-    from megatron_nemotron3.boundary.edge import Edge
-    from megatron_nemotron3.boundary.feed import FeedStream, Microbatch, RowFeed
-
     rank = dist.get_rank()
     for fed in (True, False):
         edges = [
