@@ -95,7 +95,7 @@ def _one(ours: bool, case: Case, rows: int, hidden: int) -> list[tuple[Any, str]
     from megatron_nemotron3.boundary.edge import Edge
     from megatron_nemotron3.boundary.feed import FeedStream, RowFeed, tokens
     from megatron_nemotron3.boundary.layout import Layout
-    from tests.support.boundary_reference import every_row, lane_of, of_lane, of_rank
+    from tests.support.boundary_reference import rows_given, rows_wanted
     from tests.support.wire import Wire
 
     rank, names = dist.get_rank(), ["tp", "cp", "pp", "dp"]
@@ -103,12 +103,11 @@ def _one(ours: bool, case: Case, rows: int, hidden: int) -> list[tuple[Any, str]
     layouts = (source, destination)
     grids = [HyperCommGrid([one.size_of(name) for name in names], names, one.offset) for one in layouts]
     ids = case.ids(rows)
-    samples = every_row(case.rows(rows), hidden, torch.float32)
-    give, take = lane_of(source, 0, rank), lane_of(destination, 0, rank)
-    mine = None if give is None else of_lane(samples, source.dp, give)
-    theirs = None if take is None else of_lane(samples, destination.dp, take)
-    if take is not None and case.sliced:
-        theirs = of_rank(samples, ids.astype(bool).tolist(), destination, take, rank)
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(sum(case.rows(rows)), hidden, generator=generator)
+    given = rows_given(source, ids.astype(bool)).get(rank)
+    wanted = rows_wanted(destination, ids.astype(bool)).get(rank)
+    mine, theirs = (None if numbers is None else values[numbers] for numbers in (given, wanted))
     if ours:
         edge = Edge("images", "language", source, destination, 2, 0, torch.float32)
         bridge: Any = Bridge(*grids, comm_dtype=torch.float32, tensor_ndim=2, edge=edge)

@@ -17,7 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_nemotron3.boundary.edge import Edge
+from megatron_nemotron3.boundary.exchange import RowKind, other_rows
 from megatron_nemotron3.boundary.groups import BoundaryError, Failure, Groups, by_value
+from megatron_nemotron3.boundary.partition import sample_shares
 
 #: A dtype is sent as its index.
 DTYPES = (
@@ -29,8 +32,8 @@ SPLIT_SIZES = "_mimo_bridge_split_sizes"
 #: The row count of a share that the rank does not know.
 UNKNOWN = -1
 _ROW_DIMENSIONS = 3
-#: present, dtype, dimensions of a row and their sizes, gradient, digest and total of the feed, rows.
-_FIXED = 3 + _ROW_DIMENSIONS + 4
+#: Single integers at the start of a header: dtype, dimensions of a row, digest, total, rows, gradient.
+_FIXED = 6
 
 
 class RowsError(BoundaryError, ValueError):
@@ -38,56 +41,84 @@ class RowsError(BoundaryError, ValueError):
 
 
 class Announcement(NamedTuple):
-    """What this rank announces about the rows of one edge.
+    """What this rank has for one edge.
 
-    senders, receivers: ranks that send rows, and those that announce what they expect, by data lane.
-    shares: number of equal shares into which a lane's samples are cut.
-    rows: [n, ...] that this rank sends; None if it sends none.
-    counts: rows of each share; None if not known.
-    sharded: each rank of a lane holds a part of its rows; otherwise all hold the same rows.
+    rows: [n, ...], contiguous; None: it sends none.
+    sizes: rows of each of its samples, if known.
+    positions: number of positions for rows in each sample of its receiving lane, if known.
+    needs_gradient: whether the rows require a gradient.
     described: row counts and description of the microbatch by the feed; None without a feed.
-    expected: rows of each of the `expected_shares` of this rank's receiving lane; None if not known.
+    backward: the rows are gradients, which the receivers of the edge send.
     """
 
-    name: str
-    senders: tuple[tuple[int, ...], ...]
-    shares: int
+    edge: Edge
     rows: Tensor | None
-    counts: tuple[int, ...] | None
-    sharded: bool = False
-    described: tuple[tuple[int, ...], object] | None = None
+    sizes: Sequence[int] | None = None
+    positions: Sequence[int] | None = None
     needs_gradient: bool = False
-    receivers: tuple[tuple[int, ...], ...] = ()
-    expected: tuple[int, ...] | None = None
-    expected_shares: int = 0
+    described: tuple[tuple[int, ...], object] | None = None
+    backward: bool = False
+
+    @property
+    def senders(self) -> tuple[tuple[int, ...], ...]:
+        return self.edge.receivers if self.backward else self.edge.senders
+
+    @property
+    def shares(self) -> int:
+        """Number of equal shares into which the samples of a sending lane are cut."""
+        return self.edge.shares // len(self.senders)
+
+    @property
+    def expected_shares(self) -> int:
+        """The same of a receiving lane. Only ranks on both sides have both rows and positions."""
+        return self.edge.shares // self.edge.destination.dp if self.edge.shared and not self.backward else 0
+
+    def counts(self) -> tuple[int, ...] | None:
+        """Rows of each share of this rank's lane; None: not known. ValueError if other ranks cannot know."""
+        edge, sizes = self.edge, self.sizes
+        if self.rows is None:
+            return (0,) * self.shares
+        uneven = edge.source.cp > 1 or edge.shares in (edge.source.dp, edge.destination.dp)
+        if self.described is not None:  # rows are checked against its counts
+            uneven, sizes = True, None
+        try:
+            return share_counts(len(self.rows), self.shares, sizes, uneven and not edge.shared)
+        except ValueError:
+            if edge.shared:
+                return None
+            raise
+
+    def expected(self) -> tuple[int, ...] | None:
+        """Rows of each share for which this rank's receiving lane has positions; None: not known."""
+        if self.positions is None or len(self.positions) % self.expected_shares:
+            return None
+        return share_counts(sum(self.positions), self.expected_shares, self.positions, uneven=False)
 
 
 class HeaderAgreement(NamedTuple):
     """What the headers of all ranks say together.
 
-    counts: rows of each share over all source lanes, or UNKNOWN.
-    row, dtype: shape and dtype of a row; None if no rank has rows.
-    expected: rows that each share over all receiving lanes expects, or UNKNOWN; empty without receivers.
+    counts: rows of each share over all source lanes; empty with a feed, which has them.
+    kind: None if no rank has rows.
+    needs_gradient: whether the rows of any rank require a gradient.
     """
 
     counts: tuple[int, ...]
-    row: tuple[int, ...] | None
-    dtype: torch.dtype | None
-    lane_rows: tuple[int, ...] = ()
-    expected: tuple[int, ...] = ()
-    needs_gradient: bool = False
+    kind: RowKind | None
+    needs_gradient: bool
 
 
 class _Header(NamedTuple):
-    present: bool
+    """What a rank announces; dtype: index in DTYPES, or -1 without rows; digest, total: of the feed."""
+
     dtype: int
-    row: tuple[int, ...]
     digest: int
     total: int
-    counts: tuple[int, ...]
-    rows: int = 0
-    needs_gradient: bool = False
-    expected: tuple[int, ...] = ()
+    rows: int
+    needs_gradient: int
+    row: tuple[int, ...]
+    counts: list[int]
+    expected: list[int]
 
 
 def share_counts(rows: int, shares: int, sizes: Sequence[int] | None, uneven: bool) -> tuple[int, ...]:
@@ -111,92 +142,115 @@ def share_counts(rows: int, shares: int, sizes: Sequence[int] | None, uneven: bo
     return tuple(share + (i < rest) for i in range(shares))
 
 
-def agree(announcements: Sequence[Announcement], groups: Groups, failure: Failure) -> list[HeaderAgreement]:
-    """Exchange headers: one agreement for each edge, the same on every rank of `groups`."""
-    width = _FIXED + max(a.shares + a.expected_shares for a in announcements)
-    own = torch.tensor([_encode(a, width, failure) for a in announcements], dtype=torch.int64)
-    own = own.to(groups.device).view(-1)
+def agree(
+    announcements: Sequence[Announcement], groups: Groups, failure: Failure
+) -> dict[Edge, HeaderAgreement]:
+    """Exchange headers; the result is the same on every rank of `groups`."""
+    if not announcements:
+        return {}
+    records = [_encoded(announcement, failure) for announcement in announcements]
+    width = max(map(len, records))
+    filled = [record + [0] * (width - len(record)) for record in records]
+    own = torch.tensor(filled, dtype=torch.int64).to(groups.device).view(-1)
     gathered = torch.empty(len(groups.ranks) * own.numel(), dtype=torch.int64, device=groups.device)
-    names = ", ".join(a.name for a in announcements)
+    names = ", ".join(announcement.edge.name for announcement in announcements)
     with failure.guarded(lambda: f"{names}: waited for the headers of ranks {list(groups.ranks)}"):
         dist.all_gather_into_tensor(gathered, own, group=groups.group)
         numbers = gathered.view(len(groups.ranks), len(announcements), width).tolist()
-    found = []
+    found = {}
     for i, announcement in enumerate(announcements):
-        headers = {rank: _decode(numbers[at][i], announcement) for at, rank in enumerate(groups.ranks)}
+        headers = {rank: _decoded(numbers[at][i], announcement) for at, rank in enumerate(groups.ranks)}
         try:
-            found.append(_agreement(announcement, headers))
+            found[announcement.edge] = _agreement(announcement, headers)
         except ValueError as error:
-            raise RowsError(f"{announcement.name}: {error}") from None
+            raise RowsError(f"{announcement.edge.name}: {error}") from None
     return found
 
 
-def _encode(announcement: Announcement, width: int, failure: Failure) -> list[int]:
-    name, rows, described = announcement.name, announcement.rows, announcement.described
+def _encoded(announcement: Announcement, failure: Failure) -> list[int]:
+    edge, rows, described = announcement.edge, announcement.rows, announcement.described
+    dtype, row = -1, []
+    if rows is not None:
+        row = list(rows.shape[1:])
+        if rows.dtype not in DTYPES or len(row) > _ROW_DIMENSIONS:
+            failure.fail(
+                f"{edge.name}: rows of shape {tuple(row)} in {rows.dtype} cannot be sent: use at most "
+                f"{_ROW_DIMENSIONS} dimensions and one of {[str(d) for d in DTYPES]}"
+            )
+        dtype = DTYPES.index(rows.dtype)
     digest, total = -1, -1
     if described is not None:
         digest, total = zlib.crc32(repr(described).encode()), sum(described[0])
-    kind = [0] * (3 + _ROW_DIMENSIONS)
-    unknown = 0
-    if rows is not None:
-        row, unknown = list(rows.shape[1:]), UNKNOWN
-        if rows.dtype not in DTYPES or len(row) > _ROW_DIMENSIONS:
-            failure.fail(
-                f"{name}: rows of shape {tuple(row)} in {rows.dtype} cannot be sent: use at most "
-                f"{_ROW_DIMENSIONS} dimensions and one of {[str(d) for d in DTYPES]}"
-            )
-        kind = [1, DTYPES.index(rows.dtype), len(row), *row, *[0] * (_ROW_DIMENSIONS - len(row))]
-    record = [
-        *(*kind, announcement.needs_gradient, digest, total, 0 if rows is None else len(rows)),
-        *(announcement.counts or (unknown,) * announcement.shares),
-        *(announcement.expected or (UNKNOWN,) * announcement.expected_shares),
+    try:
+        counts = announcement.counts()
+    except ValueError as error:
+        failure.fail(f"{edge.name}: {error}", error)
+    return [
+        *(dtype, len(row), digest, total, 0 if rows is None else len(rows), announcement.needs_gradient),
+        *(row + [0] * (_ROW_DIMENSIONS - len(row))),
+        *(counts or (UNKNOWN,) * announcement.shares),
+        *(announcement.expected() or (UNKNOWN,) * announcement.expected_shares),
     ]
-    return record + [0] * (width - len(record))
 
 
-def _decode(record: list[int], announcement: Announcement) -> _Header:
-    needs_gradient, digest, total, rows = record[_FIXED - 4 : _FIXED]
-    rows_end = _FIXED + announcement.shares
-    return _Header(
-        present=bool(record[0]),
-        dtype=record[1],
-        row=tuple(record[3 : 3 + record[2]]),
-        digest=digest,
-        total=total,
-        counts=tuple(record[_FIXED:rows_end]),
-        rows=rows,
-        needs_gradient=bool(needs_gradient),
-        expected=tuple(record[rows_end : rows_end + announcement.expected_shares]),
-    )
+def _decoded(record: list[int], announcement: Announcement) -> _Header:
+    dtype, dimensions, digest, total, rows, needs_gradient = record[:_FIXED]
+    start = _FIXED + _ROW_DIMENSIONS
+    row, numbers = record[_FIXED : _FIXED + dimensions], record[start:]
+    counts, numbers = numbers[: announcement.shares], numbers[announcement.shares :]
+    expected = numbers[: announcement.expected_shares]
+    return _Header(dtype, digest, total, rows, needs_gradient, tuple(row), counts, expected)
 
 
 def _agreement(announcement: Announcement, headers: dict[int, _Header]) -> HeaderAgreement:
-    described = {rank: (h.digest, h.total) for rank, h in headers.items()}
+    senders, sliced = announcement.senders, announcement.edge.source.sliced and not announcement.backward
+    described = {rank: (header.digest, header.total) for rank, header in headers.items()}
     _require_equal(described, _feed_text, "describe the microbatch")
-    sending = {rank: headers[rank] for lane in announcement.senders for rank in lane if headers[rank].present}
-    _require_equal({rank: h.dtype for rank, h in sending.items()}, lambda d: str(DTYPES[d]), "have the dtype")
-    _require_equal({rank: h.row for rank, h in sending.items()}, str, "have rows of the shape")
+    kinds = {
+        rank: RowKind(headers[rank].row, DTYPES[headers[rank].dtype])
+        for lane in senders
+        for rank in lane
+        if headers[rank].dtype >= 0
+    }
+    _require_equal({rank: kind.dtype for rank, kind in kinds.items()}, str, "have the dtype")
+    _require_equal({rank: kind.row for rank, kind in kinds.items()}, str, "have rows of the shape")
     counts: list[int] = []
-    lane_rows: list[int] = []
-    for lane in announcement.senders:
-        if announcement.sharded:
-            columns = zip(*(headers[rank].counts for rank in lane), strict=True)
-            counts += [UNKNOWN if UNKNOWN in column else sum(column) for column in columns]
-            lane_rows.append(sum(headers[rank].rows for rank in lane))
-        else:
+    expected = [rows for lane in announcement.edge.receivers for rows in headers[lane[0]].expected]
+    for number, lane in enumerate(senders):
+        holding = [headers[rank] for rank in lane]
+        if not sliced:
             _require_equal({rank: headers[rank].rows for rank in lane}, str, "of one lane have row counts")
-            _require_equal({rank: headers[rank].counts for rank in lane}, str, "have rows in numbers")
-            counts += headers[lane[0]].counts
-            lane_rows.append(headers[lane[0]].rows)
-    first = next(iter(sending.values()), None)
-    return HeaderAgreement(
-        tuple(counts),
-        first and first.row,
-        DTYPES[first.dtype] if first else None,
-        tuple(lane_rows),
-        tuple(rows for lane in announcement.receivers for rows in headers[lane[0]].expected),
-        any(h.needs_gradient for h in headers.values()),
-    )
+            _require_equal({rank: tuple(headers[rank].counts) for rank in lane}, str, "have rows in numbers")
+            holding = holding[:1]
+        own = slice(number * announcement.shares, (number + 1) * announcement.shares)
+        if announcement.described is None:
+            counts += _share_rows(number, holding, expected[own] if UNKNOWN not in expected else [])
+        elif not sliced:
+            known = announcement.described[0]
+            mine = sum(known[sample] for sample in sample_shares(len(known), len(senders))[number])
+            if holding[0].rows != mine:
+                raise ValueError(f"lane {number}: {other_rows(holding[0].rows, mine)}")
+    needs_gradient = any(header.needs_gradient for header in headers.values())
+    return HeaderAgreement(tuple(counts), next(iter(kinds.values()), None), needs_gradient)
+
+
+def _share_rows(number: int, holding: Sequence[_Header], expected: Sequence[int]) -> Sequence[int]:
+    """Rows of each share of a source lane: what the receivers expect, if they know, or what its ranks say."""
+    total = sum(header.rows for header in holding)
+    if expected:
+        if sum(expected) != total:
+            raise ValueError(
+                f"lane {number} gave {total} rows, but input_ids have {sum(expected)} positions for them: "
+                "encoder input and input_ids must be of the same samples"
+            )
+        return expected
+    counts = [header.counts for header in holding]
+    if any(UNKNOWN in shares for shares in counts):
+        raise ValueError(
+            f"the batch dim size {total} of lane {number} is not divisible by fan_out "
+            f"scale={len(counts[0])}: give the rows of each sample (a Microbatch, or {SPLIT_SIZES})"
+        )
+    return [sum(column) for column in zip(*counts, strict=True)]
 
 
 def _feed_text(described: tuple[int, int]) -> str:

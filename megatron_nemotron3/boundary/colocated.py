@@ -1,14 +1,12 @@
 """Rows between modules that share ranks: upstream's `ColocatedBridgeCommunicator` for any two layouts.
 
-The plans, of mode "copies", say which rows each rank lacks; one all-to-all moves exactly those, forward and
+The plans, of mode "copies", say which rows each rank lacks; exactly those are sent, forward and, in autograd,
 backward. Lanes may be ragged or empty, and the receiving module may have pipeline stages.
 """
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -18,19 +16,13 @@ from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.models.mimo.comm.colocated_communicator import BridgeDirection, ColocatedBridgeCommunicator
 from torch import Tensor
 
-from megatron_nemotron3.boundary.agreement import (
-    SPLIT_SIZES,
-    UNKNOWN,
-    Announcement,
-    RowsError,
-    agree,
-    share_counts,
-)
-from megatron_nemotron3.boundary.exchange import Indexed, RowKind, contiguous, copy, messages_by_peer
+from megatron_nemotron3.boundary.agreement import SPLIT_SIZES, Announcement
+from megatron_nemotron3.boundary.coordinator import Agreed, Coordinator
+from megatron_nemotron3.boundary.edge import Edge
+from megatron_nemotron3.boundary.exchange import RankTransfer, exchange
 from megatron_nemotron3.boundary.feed import Microbatch
-from megatron_nemotron3.boundary.groups import Failure, Groups
+from megatron_nemotron3.boundary.groups import Failure
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.plan import TransferPlan
 
 
 class ColocatedBridge(ColocatedBridgeCommunicator):
@@ -44,7 +36,8 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
         sequence_parallel: whether the destination uses `--sequence-parallel`.
         source_sequence_parallel: whether the source's rows are split over its TP; needs a feed.
         source_share: how the source's context ranks share its rows (`Layout.share`); needs a feed.
-        groups_from: another communicator of the same ranks, whose process group is used; None: a new one.
+        groups_from: another communicator of the same ranks, whose process group is used; rows of both can go
+            in one exchange. None: a new one.
         timeout: of every wait; None: that of the default group.
     """
 
@@ -76,15 +69,21 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
         self._set_direction()
         self._gather_pg: Any = None
         self._destroyed = False
-        #: Agreed upon in the first exchange.
-        self._kind: RowKind | None = None
+        self.edge = Edge(
+            src_module_name,
+            dest_module_name,
+            self.source,
+            self.destination,
+            batch_dimension=self.dim_mapping["b"],
+        )
         self._owns_groups = groups_from is None
-        if groups_from is None:
-            self.groups = Groups(self.source.ranks, timeout=timeout)
-            self.failure = Failure(self.groups.abort)
-        else:
-            self.groups, self.failure = groups_from.groups, groups_from.failure
-        self._cached_plan = functools.lru_cache(maxsize=32)(self._make_plan)
+        self.coordinator: Coordinator = (
+            groups_from.coordinator if groups_from else Coordinator([self.edge], timeout=timeout)
+        )
+
+    @property
+    def failure(self) -> Failure:
+        return self.coordinator.failure
 
     def communicate(
         self, tensor: Tensor, microbatch: Microbatch | None = None, *, backward: bool | None = None
@@ -100,93 +99,6 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
                 rank's tensor requires a gradient; else whether this one does.
         """
         return communicate([ModalityRows(self, tensor, backward)], microbatch)[0]
-
-    def _prepare(
-        self, modality: ModalityRows, microbatch: Microbatch | None
-    ) -> tuple[TransferPlan, Tensor, bool]:
-        """The plan, the rows [n, ...], and whether gradients come back."""
-        tensor, backward = modality.tensor, modality.backward
-        batch = self.dim_mapping["b"] if tensor.ndim != 2 else 0
-        rows = tensor.movedim(batch, 0).contiguous()
-        kind = RowKind(tuple(rows.shape[1:]), rows.dtype)
-        needs_gradient = tensor.requires_grad if backward is None else backward
-        if microbatch is None or self._kind is None:
-            counts, any_needs = self._agree(modality, rows, needs_gradient, microbatch)
-            self._kind = kind
-            needs_gradient = any_needs if backward is None else backward
-            if microbatch is None:
-                microbatch = Microbatch.of({self.src_module_name: counts})
-        plan = self._cached_plan(microbatch, kind.row_bytes)
-        expected = plan.rows_held(self.current_rank)
-        if (len(rows), kind) != (expected, self._kind):
-            self.failure.fail(
-                f"{self.src_module_name} gave {_kind_text(len(rows), kind)}, expected were "
-                f"{_kind_text(expected, self._kind)}: the counts of the feed and the encoder's input must be "
-                "of the same samples, and all lanes of one dtype and width"
-            )
-        return plan, rows, needs_gradient
-
-    def _agree(
-        self, modality: ModalityRows, rows: Tensor, needs_gradient: bool, microbatch: Microbatch | None
-    ) -> tuple[tuple[int, ...], bool]:
-        """Exchange headers: rows of each share of the samples, and whether any rank requires a gradient."""
-        name, sizes = self.src_module_name, getattr(modality.tensor, SPLIT_SIZES, None)
-        total_shares = math.lcm(self.source.dp, self.destination.dp)
-        source_shares, shares = total_shares // self.source.dp, total_shares // self.destination.dp
-        sharded = self.source.sliced
-        described = None
-        if microbatch is not None:
-            described = dict(microbatch.rows).get(name, ()), microbatch
-        elif sharded:
-            raise RowsError(
-                f"rows of {name} are split over TP={self.source.tp} or CP={self.source.cp}: give the row "
-                "counts (RowFeed)"
-            )
-        if sizes is not None and sum(sizes) != len(rows):
-            sizes = None
-        marked = modality.marked
-        announcement = Announcement(
-            name,
-            senders=self.source.lanes(0),
-            shares=source_shares,
-            rows=rows,
-            counts=_share_counts_if_known(len(rows), source_shares, sizes),
-            sharded=sharded,
-            described=described,
-            needs_gradient=needs_gradient,
-            receivers=self.destination.lanes(0),
-            expected=None if marked is None else _share_counts_if_known(sum(marked), shares, marked),
-            expected_shares=shares,
-        )
-        (found,) = agree([announcement], self.groups, self.failure)
-        counts: list[int] = []
-        for lane, total in enumerate(found.lane_rows if microbatch is None else ()):
-            own = slice(lane * source_shares, (lane + 1) * source_shares)
-            if UNKNOWN not in found.expected:
-                if sum(found.expected[own]) != total:
-                    raise RowsError(
-                        f"lane {lane} of {name} gave {total} rows, but input_ids have "
-                        f"{sum(found.expected[own])} positions for them: encoder input and input_ids must be "
-                        "of the same samples"
-                    )
-                counts += found.expected[own]
-            elif UNKNOWN in found.counts[own]:
-                raise RowsError(
-                    f"lane {lane} of {name}: its batch dim size {total} is not divisible by "
-                    f"{self.direction.value} scale={source_shares}: give the rows of each sample (a "
-                    f"Microbatch, or {SPLIT_SIZES})"
-                )
-            else:
-                counts += found.counts[own]
-        return tuple(counts), found.needs_gradient
-
-    def _make_plan(self, microbatch: Microbatch, row_bytes: int) -> TransferPlan:
-        name, known = self.src_module_name, dict(microbatch.rows)
-        if name not in known:
-            raise ValueError(
-                f"the feed describes {sorted(known)}, but not {name!r}: its `describe` must include it"
-            )
-        return microbatch.plan(name, self.source, self.destination, known[name], row_bytes)
 
     def _validate_grids(self) -> None:
         src, dest = self.src_grid, self.dest_grid
@@ -241,7 +153,7 @@ class ColocatedBridge(ColocatedBridgeCommunicator):
             dist.destroy_process_group(self._gather_pg)
             self._gather_pg = None
         if self._owns_groups:
-            self.groups.close()
+            self.coordinator.close()
 
 
 class ModalityRows(NamedTuple):
@@ -259,114 +171,61 @@ class ModalityRows(NamedTuple):
 
 def communicate(modalities: Sequence[ModalityRows], microbatch: Microbatch | None = None) -> list[Tensor]:
     """Exchange the rows of several modalities at once."""
-    prepared = [modality.comm._prepare(modality, microbatch) for modality in modalities]
-    arrived: dict[int, Tensor] = {}
-    kinds = [(rows.dtype, rows.shape[1:]) for _, rows, _ in prepared]
-    for kind in dict.fromkeys(kinds):
-        chosen = [i for i, k in enumerate(kinds) if k == kind]
-        plans, rows, back = zip(*(prepared[i] for i in chosen), strict=True)
-        comm = modalities[chosen[0]].comm
-        # The anchor requires a gradient, so each rank takes part in backward, whatever it sent.
-        anchor = torch.empty(0, requires_grad=any(back))
-        out = AllToAll.apply(comm.groups, comm.failure, plans, back, anchor, *rows)
-        arrived |= dict(zip(chosen, out, strict=True))
-    return [
-        arrived[i].movedim(0, m.comm.dim_mapping["b"]).contiguous() if arrived[i].ndim != 2 else arrived[i]
-        for i, m in enumerate(modalities)
+    coordinator = modalities[0].comm.coordinator
+    offers = [
+        Announcement(
+            comm.edge,
+            comm.edge.to_rows(tensor),
+            getattr(tensor, SPLIT_SIZES, None),
+            marked,
+            tensor.requires_grad if backward is None else backward,
+        )
+        for comm, tensor, backward, marked in modalities
     ]
+    agreed = coordinator.agree(offers, microbatch)
+    back = [
+        found.needs_gradient if modality.backward is None else modality.backward
+        for modality, found in zip(modalities, agreed, strict=True)
+    ]
+    # The anchor requires a gradient, so each rank takes part in backward, whatever it sent.
+    anchor = torch.empty(0, requires_grad=any(back))
+    arrived = _Crossing.apply(coordinator, agreed, back, anchor, *(offer.rows for offer in offers))
+    return [found.edge.from_rows(rows) for found, rows in zip(agreed, arrived, strict=True)]
 
 
-def _share_counts_if_known(rows: int, shares: int, sizes: Sequence[int] | None) -> tuple[int, ...] | None:
-    try:
-        return share_counts(rows, shares, sizes, uneven=False)
-    except ValueError:
-        return None
-
-
-def _kind_text(rows: int, kind: RowKind | None) -> str:
-    assert kind is not None
-    return f"{rows} rows of {list(kind.row)} in {kind.dtype}"
-
-
-def _lane_and_tp(layout: Layout) -> dict[int, tuple[int, int]]:
-    return {rank: (layout.lane_of(rank), layout.coordinates(rank)["tp"]) for rank in layout.ranks}
-
-
-def deliver(plans: Sequence[TransferPlan], held: Sequence[Tensor], groups: Groups) -> list[Tensor]:
-    """For each plan contiguous rows [held, ...] -> [wanted, ...]: a view if this rank holds all of them."""
-    sends, receives, own = messages_by_peer(plans, groups.rank)
-    to_itself = dict(own)
-    wanted = []
-    for index, (plan, rows) in enumerate(zip(plans, held, strict=True)):
-        size, message = plan.rows_wanted(groups.rank), to_itself.get(index)
-        if message and len(message.pieces) == 1 and message.rows == size:
-            wanted.append(rows if len(rows) == size else rows.narrow(0, message.pieces[0].sent, size))
-            continue
-        wanted.append(rows.new_empty(size, *rows.shape[1:]))
-        if message:
-            copy(message.pieces, rows, wanted[index])
-    # Plans are the same on all ranks, so all ranks skip the collective or none.
-    if any(message.source != message.destination for plan in plans for message in plan.messages):
-        _all_to_all(sends, receives, held, wanted, groups)
-    return wanted
-
-
-def _all_to_all(
-    sends: Mapping[int, list[Indexed]],
-    receives: Mapping[int, list[Indexed]],
-    held: Sequence[Tensor],
-    wanted: Sequence[Tensor],
-    groups: Groups,
-) -> None:
-    out_splits = [sum(message.rows for _, message in sends.get(peer, ())) for peer in groups.ranks]
-    in_splits = [sum(message.rows for _, message in receives.get(peer, ())) for peer in groups.ranks]
-    leaving = [entry for peer in groups.ranks for entry in sends.get(peer, ())]
-    coming = [entry for peer in groups.ranks for entry in receives.get(peer, ())]
-    sent = [(index, piece.sent, piece.rows) for index, message in leaving for piece in message.pieces]
-    places = [(index, piece.received, piece.rows) for index, message in coming for piece in message.pieces]
-    outgoing = contiguous(held, sent)
-    if outgoing is None:
-        nothing = held[0].narrow(0, 0, 0)
-        outgoing = torch.cat([nothing, *(held[index].narrow(0, at, rows) for index, at, rows in sent)])
-    direct = contiguous(wanted, places)
-    incoming = outgoing.new_empty(sum(in_splits), *outgoing.shape[1:]) if direct is None else direct
-    dist.all_to_all_single(incoming, outgoing, in_splits, out_splits, group=groups.group)
-    if direct is None:
-        parts = incoming.split([rows for _, _, rows in places])
-        for (index, at, rows), part in zip(places, parts, strict=True):
-            wanted[index].narrow(0, at, rows).copy_(part)
-
-
-class AllToAll(torch.autograd.Function):
-    """Send rows forward and gradients back, all modalities together."""
+class _Crossing(torch.autograd.Function):
+    """Sends rows forward and gradients back, all modalities together."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        groups: Groups,
-        failure: Failure,
-        plans: Sequence[TransferPlan],
+        coordinator: Coordinator,
+        agreed: Sequence[Agreed],
         back: Sequence[bool],
         anchor: Tensor,
         *rows: Tensor,
-    ) -> tuple[Tensor, ...]:
-        ctx.groups, ctx.failure, ctx.plans, ctx.back = groups, failure, plans, back
-        with failure.guarded(lambda: _all_to_all_text(plans, groups.rank, "rows")):
-            arrived = tuple(deliver(plans, rows, groups))
+    ) -> tuple[Tensor | None, ...]:
+        ctx.coordinator, ctx.agreed, ctx.back = coordinator, agreed, back
+        transfers = [
+            RankTransfer(found.plan, mine, True, found.kind, f"{found.edge.name}, forward")
+            for found, mine in zip(agreed, rows, strict=True)
+        ]
+        arrived = exchange(transfers, coordinator.groups, coordinator.failure)
         ctx.mark_non_differentiable(*(out for out, need in zip(arrived, back, strict=True) if not need))
-        return arrived
+        return tuple(arrived)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        chosen = [i for i, need in enumerate(ctx.back) if need]
-        plans = [ctx.plans[i].backward for i in chosen]
-        with ctx.failure.guarded(lambda: _all_to_all_text(plans, ctx.groups.rank, "gradients of rows")):
-            returned = deliver(plans, [grads[i].contiguous() for i in chosen], ctx.groups)
-        by_plan = dict(zip(chosen, returned, strict=True))
-        return None, None, None, None, None, *(by_plan.get(i) for i in range(len(ctx.back)))
+        chosen = [number for number, need in enumerate(ctx.back) if need]
+        transfers = []
+        for number in chosen:
+            found, rows = ctx.agreed[number], grads[number].contiguous()
+            name = f"{found.edge.name}, backward"
+            transfers.append(RankTransfer(found.plan.backward, rows, True, found.kind, name))
+        returned = exchange(transfers, ctx.coordinator.groups, ctx.coordinator.failure)
+        by_number = dict(zip(chosen, returned, strict=True))
+        return None, None, None, None, *(by_number.get(number) for number in range(len(ctx.back)))
 
 
-def _all_to_all_text(plans: Sequence[TransferPlan], rank: int, what: str) -> str:
-    held = [plan.rows_held(rank) for plan in plans]
-    wanted = [plan.rows_wanted(rank) for plan in plans]
-    return f"all-to-all of {what}: holds {held}, wants {wanted} of each modality"
+def _lane_and_tp(layout: Layout) -> dict[int, tuple[int, int]]:
+    return {rank: (layout.lane_of(rank), layout.coordinates(rank)["tp"]) for rank in layout.ranks}

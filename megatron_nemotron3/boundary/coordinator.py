@@ -1,4 +1,4 @@
-"""All edges into one module: one exchange for each microbatch and direction, whichever modules send."""
+"""All edges into one module: the plans that its ranks agree on, and the exchanges of a pipeline."""
 
 from __future__ import annotations
 
@@ -14,14 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_nemotron3.boundary.agreement import (
-    SPLIT_SIZES,
-    Announcement,
-    HeaderAgreement,
-    RowsError,
-    agree,
-    share_counts,
-)
+from megatron_nemotron3.boundary.agreement import SPLIT_SIZES, Announcement, RowsError, agree
 from megatron_nemotron3.boundary.edge import Edge
 from megatron_nemotron3.boundary.exchange import Pending, RankTransfer, RowKind, exchange, wait_for
 from megatron_nemotron3.boundary.feed import FeedStream, Microbatch
@@ -32,17 +25,22 @@ _numbers = itertools.count()
 
 
 @dataclass(eq=False)
-class _Outstanding:
-    """A microbatch whose gradients have not come back."""
+class Agreed:
+    """What all ranks know of a microbatch's rows of an edge before they are sent.
 
+    needs_gradient: whether the rows of any rank require a gradient, or of this rank if there was no header.
+    tensor: what was sent or received; the schedule keeps it until backward. None: there was none.
+    """
+
+    edge: Edge
     plan: TransferPlan
     kind: RowKind
-    #: The tensor that was sent or received; the schedule keeps it until backward. None: there was none.
+    needs_gradient: bool
     tensor: weakref.ref[Tensor] | None = None
 
 
 class Coordinator:
-    """Exchanges rows between the first stage of a module and the modules that feed it.
+    """The exchanges between the first stage of a module and the modules that feed it.
 
     Every rank of the world constructs it, in one order.
 
@@ -67,9 +65,10 @@ class Coordinator:
         self.failure = failure or Failure(self.abort)
         self.training, self.evaluation = FeedStream(), FeedStream()
         self._kinds: dict[Edge, RowKind] = {}
-        self._outstanding: dict[Edge, deque[_Outstanding]] = {edge: deque() for edge in edges}
+        #: Microbatches whose gradients have not come back.
+        self._outstanding: dict[Edge, deque[Agreed]] = {edge: deque() for edge in edges}
         #: Of the current exchange.
-        self._newest: dict[Edge, _Outstanding] = {}
+        self._newest: dict[Edge, Agreed] = {}
         #: Names of transfers, and the digests of all ranks as soon as the handle has completed.
         self._comparisons: deque[tuple[list[str], Any, Tensor]] = deque()
         self._forwards = self._backwards = 0
@@ -79,6 +78,59 @@ class Coordinator:
     def abort(self) -> None:
         self._pending.clear()  # peers that wait for these sends fail
         self.groups.abort()
+
+    def agree(self, offers: Sequence[Announcement], microbatch: Microbatch | None) -> list[Agreed]:
+        """Agree on the plan of each offer; in a header, unless counts and shapes are known.
+
+        Raises:
+            RowsError: the headers do not fit together; on every rank.
+        """
+        known = dict(microbatch.rows) if microbatch is not None else {}
+        counts: dict[Edge, tuple[int, ...]] = {}
+        announced = []
+        for offer in offers:
+            edge = offer.edge
+            if edge.ndim == 2 and edge.source_name in known:
+                counts[edge] = known[edge.source_name]
+                if edge not in self._kinds:
+                    announced.append(offer._replace(described=(counts[edge], microbatch)))
+                continue
+            if edge.shared and microbatch is not None:
+                raise ValueError(
+                    f"the feed describes {sorted(known)}, but not {edge.source_name!r}: its `describe` must "
+                    "include it"
+                )
+            if edge.shared and edge.source.sliced:
+                raise RowsError(
+                    f"rows of {edge.source_name} are split over TP={edge.source.tp} or CP={edge.source.cp}: "
+                    "give the row counts (RowFeed)"
+                )
+            announced.append(offer)
+        needs_gradient = {offer.edge: offer.needs_gradient for offer in offers}
+        for edge, answer in agree(announced, self.groups, self.failure).items():
+            if edge.ndim == 2 and answer.kind is not None and edge.hidden not in (None, *answer.kind.row):
+                self.failure.fail(
+                    f"{edge.name}: rows are {answer.kind.row[0]} wide, the language model takes "
+                    f"{edge.hidden}: set the projector's output size to its hidden size"
+                )
+            if answer.kind is not None:
+                self._kinds[edge] = RowKind(answer.kind.row, edge.dtype or answer.kind.dtype)
+            counts.setdefault(edge, answer.counts)
+            needs_gradient[edge] = answer.needs_gradient
+        return [
+            self._planned(edge, counts[edge], microbatch, needs_gradient[edge]) for edge in needs_gradient
+        ]
+
+    def _planned(
+        self, edge: Edge, counts: tuple[int, ...], microbatch: Microbatch | None, needs_gradient: bool
+    ) -> Agreed:
+        kind = self._kinds.get(edge)
+        if kind is None:  # no rank has had a row so far
+            kind = RowKind((edge.hidden or 0,) * (edge.ndim - 1), edge.dtype or torch.get_default_dtype())
+        try:
+            return Agreed(edge, edge.plan(counts, kind.row_bytes, microbatch), kind, needs_gradient)
+        except ValueError as error:
+            self.failure.fail(f"{edge.name}: {error}", error)
 
     def sends(self, edge: Edge) -> bool:
         return any(self.groups.rank in lane for lane in edge.senders)
@@ -148,8 +200,11 @@ class Coordinator:
         self.failure.check()
         self._compare()
         self._newest = {}
-        ahead = self._forward(outputs or {}) if forward else []
-        back = self._backward(gradients or {}) if backward else []
+        try:
+            ahead = self._forward(outputs or {}) if forward else []
+            back = self._backward(gradients or {}) if backward else []
+        except RowsError as error:  # for middle stages, too, which had no header
+            self.failure.fail(str(error), error)
         # What this rank sends forward in training has arrived when its gradient comes back.
         later = torch.is_grad_enabled() and any(self.sends(e) and not e.frozen for e in self.edges)
         transfers = [transfer for _, transfer in (*ahead, *back)]
@@ -175,70 +230,51 @@ class Coordinator:
 
     def _forward(self, outputs: Mapping[str, Tensor | None]) -> list[tuple[Edge, RankTransfer]]:
         microbatch = self._next_microbatch()
-        rows = {edge: self._rows_to_send(edge, outputs) for edge in self.edges if self.sends(edge)}
-        counts: dict[Edge, tuple[int, ...]] = {}
-        for edge in self.edges:
-            if microbatch is not None and edge.ndim == 2 and edge.source_name in dict(microbatch.rows):
-                counts[edge] = microbatch.rows_of(edge.source_name)
-        announcements = {}
-        for edge in self.edges:
-            if edge not in counts or edge not in self._kinds:
-                described = (counts[edge], microbatch) if edge in counts else None
-                # With a feed, rows are checked against its counts later.
-                sizes = None if described else getattr(outputs.get(edge.source_name), SPLIT_SIZES, None)
-                shares = edge.shares // edge.source.dp
-                announcements[edge] = Announcement(
-                    edge.name,
-                    edge.senders,
-                    shares,
-                    rows.get(edge),
-                    self._share_counts(edge, rows.get(edge), shares, sizes, uneven=described is not None),
-                    edge.source.sliced,
-                    described,
-                )
-        for edge, answer in self._agree(announcements).items():
-            if edge.ndim == 2 and answer.row is not None and edge.hidden not in (None, *answer.row):
-                self.failure.fail(
-                    f"{edge.name}: rows are {answer.row[0]} wide, the language model takes {edge.hidden}: "
-                    "set the projector's output size to its hidden size"
-                )
-            if answer.row is not None and answer.dtype is not None:
-                self._kinds[edge] = RowKind(answer.row, answer.dtype)
-            counts.setdefault(edge, answer.counts)
+        offers = [Announcement(edge, *self._rows_to_send(edge, outputs)) for edge in self.edges]
         self._forwards += 1
         transfers = []
-        for edge in self.edges:
-            plan, kind = self._plan(edge, counts[edge], microbatch)
+        for offer, agreed in zip(offers, self.agree(offers, microbatch), strict=True):
+            edge, rows, kind = offer.edge, offer.rows, agreed.kind
             if torch.is_grad_enabled() and not edge.frozen:
-                self._newest[edge] = _Outstanding(plan, kind)
-                self._outstanding[edge].append(self._newest[edge])
-            tensor = rows.get(edge)
-            if tensor is None and self.sends(edge):  # an absent output has no rows
-                tensor = torch.zeros(0, *kind.row, dtype=kind.dtype, device=self.groups.device)
+                self._newest[edge] = agreed
+                self._outstanding[edge].append(agreed)
+            if rows is None and self.sends(edge):  # an absent output has no rows
+                rows = torch.zeros(0, *kind.row, dtype=kind.dtype, device=self.groups.device)
             name = f"{edge.name}, forward {self._forwards}"
-            transfers.append((edge, RankTransfer(plan, tensor, self.receives(edge), kind, name)))
+            transfers.append((edge, RankTransfer(agreed.plan, rows, self.receives(edge), kind, name)))
         return transfers
+
+    def _rows_to_send(
+        self, edge: Edge, outputs: Mapping[str, Tensor | None]
+    ) -> tuple[Tensor | None, Sequence[int] | None]:
+        """The rows, and the number of each sample's, if known."""
+        if not self.sends(edge):
+            return None, None
+        if edge.source_name not in outputs:
+            self.failure.fail(f"{edge.name}: no output of {edge.source_name} among {sorted(outputs)}")
+        tensor = outputs[edge.source_name]
+        if tensor is None:
+            return None, None
+        if tensor.ndim != edge.ndim:
+            self.failure.fail(
+                f"{edge.name}: a tensor of shape {tuple(tensor.shape)}, agreed are {edge.ndim} dimensions: "
+                "set module_output_ndim of the module"
+            )
+        return edge.to_rows(tensor.detach()), getattr(tensor, SPLIT_SIZES, None)
 
     def _backward(self, gradients: Mapping[str, Tensor | None]) -> list[tuple[Edge, RankTransfer]]:
         edges = [edge for edge in self.edges if not edge.frozen]
         rows: dict[Edge, Tensor | None] = {}
         for edge in edges:
             if self.receives(edge) and (gradient := gradients.get(edge.source_name)) is not None:
-                rows[edge] = edge.to_rows(gradient)
-        announcements = {}
-        for edge in edges:
-            if not self._outstanding[edge]:  # gradients of rows that were never exchanged
-                if edge.destination.sliced:
-                    self.failure.fail(
-                        f"{edge.name}: a gradient without a forward exchange: send the rows first"
-                    )
-                shares, tensor = edge.shares // edge.destination.dp, rows.get(edge)
-                counts = self._share_counts(edge, tensor, shares, None)
-                announcements[edge] = Announcement(edge.name, edge.receivers, shares, tensor, counts)
-        for edge, answer in self._agree(announcements).items():
-            if answer.row is not None and answer.dtype is not None:
-                self._kinds.setdefault(edge, RowKind(answer.row, answer.dtype))
-            self._outstanding[edge].append(_Outstanding(*self._plan(edge, answer.counts, None)))
+                rows[edge] = edge.to_rows(gradient.detach())
+        alone = [edge for edge in edges if not self._outstanding[edge]]  # their rows were never exchanged
+        for edge in alone:
+            if edge.destination.sliced:
+                self.failure.fail(f"{edge.name}: a gradient without a forward exchange: send the rows first")
+        offers = [Announcement(edge, rows.get(edge), backward=True) for edge in alone]
+        for edge, agreed in zip(alone, self.agree(offers, None), strict=True):
+            self._outstanding[edge].append(agreed)
         self._backwards += 1
         transfers = []
         for edge in edges:
@@ -251,67 +287,12 @@ class Coordinator:
             transfers.append((edge, RankTransfer(plan, tensor, self.sends(edge), kind, name)))
         return transfers
 
-    def _share_counts(
-        self,
-        edge: Edge,
-        rows: Tensor | None,
-        shares: int,
-        sizes: Sequence[int] | None,
-        uneven: bool = False,
-    ) -> tuple[int, ...] | None:
-        """Rows of each share of the samples that this rank announces; None if it sends none."""
-        if rows is None:
-            return None
-        uneven = uneven or edge.source.cp > 1 or edge.shares in (edge.source.dp, edge.destination.dp)
-        try:
-            return share_counts(rows.shape[0], shares, sizes, uneven)
-        except ValueError as error:
-            self.failure.fail(f"{edge.name}: {error}", error)
-
-    def _agree(self, announcements: Mapping[Edge, Announcement]) -> dict[Edge, HeaderAgreement]:
-        if not announcements:
-            return {}
-        try:
-            found = agree(list(announcements.values()), self.groups, self.failure)
-        except RowsError as error:
-            self.failure.fail(str(error), error)
-        return dict(zip(announcements, found, strict=True))
-
     def _next_microbatch(self) -> Microbatch | None:
         stream = self.training if torch.is_grad_enabled() else self.evaluation
         try:
             return stream.next()
         except Exception as error:
             self.failure.fail(f"microbatch {stream.exchanged - 1} has no description: {error!r}", error)
-
-    def _rows_to_send(self, edge: Edge, outputs: Mapping[str, Tensor | None]) -> Tensor | None:
-        if edge.source_name not in outputs:
-            self.failure.fail(f"{edge.name}: no output of {edge.source_name} among {sorted(outputs)}")
-        tensor = outputs[edge.source_name]
-        if tensor is None:
-            return None
-        if tensor.ndim != edge.ndim:
-            self.failure.fail(
-                f"{edge.name}: a tensor of shape {tuple(tensor.shape)}, agreed are {edge.ndim} dimensions: "
-                "set module_output_ndim of the module"
-            )
-        if edge.dtype is not None and tensor.dtype != edge.dtype:
-            self.failure.fail(
-                f"{edge.name}: rows are {tensor.dtype}, agreed is {edge.dtype}: set config.pipeline_dtype to "
-                "the dtype of the encoders' output, or cast it"
-            )
-        return edge.to_rows(tensor)
-
-    def _plan(
-        self, edge: Edge, counts: tuple[int, ...], microbatch: Microbatch | None
-    ) -> tuple[TransferPlan, RowKind]:
-        kind = self._kinds.get(edge)
-        if kind is None:  # no rank has had a row so far
-            kind = RowKind((edge.hidden or 0,) * (edge.ndim - 1), edge.dtype or torch.get_default_dtype())
-        try:
-            return edge.plan(counts, kind.row_bytes, microbatch), kind
-        except ValueError as error:
-            self.failure.fail(f"{edge.name}: {error}", error)
 
 
 def require_same_edges(

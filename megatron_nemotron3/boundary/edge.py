@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ class Edge:
     """The connection from the last stage of one module to the first stage of another.
 
     ndim: dimensions of a tensor: 2 for [rows, hidden], or 3.
-    batch_dimension: along which the tensors of lanes are concatenated. The slice at one of its indices is
+    batch_dimension: along which 3-D tensors of lanes are concatenated. The slice at one of its indices is
         called a row here.
     dtype: of the rows; None: that of the first exchange.
     hidden: width of a 2-D row; None: that of the first exchange.
@@ -60,19 +60,30 @@ class Edge:
     def ranks(self) -> set[int]:
         return {rank for lane in (*self.senders, *self.receivers) for rank in lane}
 
+    @functools.cached_property
+    def shared(self) -> bool:
+        """Whether a rank is on both sides; each rank is then sent all that it lacks, and none gather."""
+        sending = {rank for lane in self.senders for rank in lane}
+        return any(rank in sending for lane in self.receivers for rank in lane)
+
     @property
     def gathers(self) -> set[tuple[int, ...]]:
         """Groups of ranks that may gather rows: the ranks of a lane that have the same rows."""
+        if self.shared:
+            return set()
         sides = ((self.source, self.senders), (self.destination, self.receivers))
         found = {ranks for layout, lanes in sides for lane in lanes for ranks in layout.same_rows(lane)}
         return {ranks for ranks in found if len(ranks) > 1}
 
     def to_rows(self, tensor: Tensor) -> Tensor:
         """Convert a module's tensor to contiguous rows [rows, ...]."""
-        return tensor.detach().movedim(self.batch_dimension, 0).contiguous()
+        return tensor.movedim(self._axis(tensor), 0).contiguous()
 
     def from_rows(self, rows: Tensor) -> Tensor:
-        return rows.movedim(0, self.batch_dimension).contiguous()
+        return rows.movedim(0, self._axis(rows)).contiguous()
+
+    def _axis(self, tensor: Tensor) -> int:
+        return 0 if tensor.ndim == 2 else self.batch_dimension
 
     def plan(self, counts: tuple[int, ...], row_bytes: int, microbatch: Microbatch | None) -> TransferPlan:
         """The forward plan of one microbatch; `TransferPlan.backward` is that of the gradients."""
@@ -84,7 +95,9 @@ class Edge:
         if not self.destination.sliced:
             if self.source.cp == 1:
                 microbatch = None  # plans of equal counts are equal
-        elif microbatch is None or not microbatch.lengths or microbatch.runs_of(self.source_name) is None:
+        elif not self.shared and (
+            microbatch is None or not microbatch.lengths or microbatch.runs_of(self.source_name) is None
+        ):
             raise ValueError(
                 f"{self.destination_name} ({self.destination}) receives the rows of its own positions, which "
                 "are not known: set communicator.feed to a RowFeed whose description has runs and lengths"
@@ -98,7 +111,5 @@ def _cached_plan(
 ) -> TransferPlan:
     layouts = edge.source, edge.destination
     if microbatch is None:
-        plan = make_plan(*layouts, counts, row_bytes=row_bytes)
-    else:
-        plan = microbatch.plan(edge.source_name, *layouts, counts, row_bytes)
-    return replace(plan, mode="once")
+        return make_plan(*layouts, counts, row_bytes=row_bytes)
+    return microbatch.plan(edge.source_name, *layouts, counts, row_bytes)

@@ -1,4 +1,4 @@
-"""Executes plans point to point: all messages of all modalities in one batch, then the gathers.
+"""Carries rows by plans, point to point: all messages of all modalities in one batch, then the gathers.
 
 All ranks of an exchange pass the same transfers in the same order; from those and the plans each rank knows
 what the others send. Small messages between two ranks are coalesced into one buffer. The tag of a message is
@@ -54,9 +54,8 @@ class RankTransfer(NamedTuple):
     name: str
 
     def tag(self) -> int:
-        plan = self.plan
         row, dtype = self.kind
-        description = (self.name, row, str(dtype), plan.segments, plan.senders, plan.receivers)
+        description = (self.name, row, str(dtype), self.plan.digest)
         return zlib.crc32(repr(description).encode()) & 0xFFFFFF
 
     def text(self, rank: int) -> str:
@@ -124,7 +123,7 @@ def exchange(
     with failure.guarded(lambda: f"waited for {', '.join(transfer.text(rank) for transfer in transfers)}"):
         if pending is not None:
             wait_for(pending)
-        buffers = [_allocate(transfer, rank, groups.device) for transfer in transfers]
+        buffers = [_room(transfer, rank, groups.device) for transfer in transfers]
         _send_and_receive(transfers, tags, buffers, groups, pending)
         return [_gather_rows(t, buffer, groups) for t, buffer in zip(transfers, buffers, strict=True)]
 
@@ -147,21 +146,32 @@ def _check_rows(transfer: RankTransfer, rank: int, failure: Failure) -> None:
             "to the language model's hidden size"
         )
     if rows.shape[0] != held:
-        failure.fail(
-            f"{name}: {rows.shape[0]} rows, but the row counts of the batch say {held}: the description of a "
-            "batch must count the rows that the encoder makes of it"
-        )
+        failure.fail(f"{name}: {other_rows(rows.shape[0], held)}")
 
 
-def _allocate(transfer: RankTransfer, rank: int, device: torch.device) -> Tensor | None:
-    """Buffer for the rows that this rank receives; an all-gather needs equal parts for every rank."""
+def other_rows(found: int, described: int) -> str:
+    """Text of an error: a rank has another number of rows than the feed describes."""
+    return (
+        f"{found} rows, but the row counts of the batch say {described}: the description must be of the same "
+        "samples and count the rows that the encoder makes of them"
+    )
+
+
+def _room(transfer: RankTransfer, rank: int, device: torch.device) -> Tensor | None:
+    """Buffer for the rows that this rank receives, with those that it holds itself in their places."""
     if not transfer.receives:
         return None
-    gather = transfer.plan.gather(rank)
-    rows = transfer.plan.rows_wanted(rank)
-    if gather is not None and not gather.is_broadcast:
+    plan = transfer.plan
+    rows, gather = plan.rows_wanted(rank), plan.gather(rank)
+    own = next((message for message in plan.receives(rank) if message.source == rank), None)
+    if own is not None and gather is None and len(own.pieces) == 1 and own.rows == rows:
+        return _present(transfer.rows).narrow(0, own.pieces[0].sent, rows)
+    if gather is not None and not gather.is_broadcast:  # an all-gather needs equal parts for every rank
         rows = gather.part * len(gather.ranks)
-    return torch.empty(rows, *transfer.kind.row, dtype=transfer.kind.dtype, device=device)
+    buffer = torch.empty(rows, *transfer.kind.row, dtype=transfer.kind.dtype, device=device)
+    for sent, received, number in own.pieces if own is not None else ():
+        buffer.narrow(0, received, number).copy_(_present(transfer.rows).narrow(0, sent, number))
+    return buffer
 
 
 def _send_and_receive(
@@ -180,9 +190,7 @@ def _send_and_receive(
         return target.new_empty(message.rows, *target.shape[1:]) if view is None else view
 
     rank, device = groups.rank, groups.device
-    sent, received, own = messages_by_peer([transfer.plan for transfer in transfers], rank)
-    for index, message in own:
-        copy(message.pieces, _present(transfers[index].rows), _present(buffers[index]))
+    sent, received = _messages_by_peer([transfer.plan for transfer in transfers], rank)
     outgoing = {peer: _payloads(transfers, messages, device, packed) for peer, messages in sent.items()}
     incoming = {peer: _payloads(transfers, messages, device, room) for peer, messages in received.items()}
     for payload in itertools.chain.from_iterable(outgoing.values()):
@@ -225,10 +233,10 @@ def _payloads(
     return [Payload(((index, message),), buffer_of(index, message), False) for index, message in messages]
 
 
-def messages_by_peer(
+def _messages_by_peer(
     plans: Sequence[TransferPlan], rank: int
-) -> tuple[dict[int, list[Indexed]], dict[int, list[Indexed]], list[Indexed]]:
-    """Messages of several plans that a rank sends and receives, by peer, and those to itself."""
+) -> tuple[dict[int, list[Indexed]], dict[int, list[Indexed]]]:
+    """Messages of several plans that a rank sends to others and receives from them, by peer."""
     sent: dict[int, list[Indexed]] = defaultdict(list)
     received: dict[int, list[Indexed]] = defaultdict(list)
     for index, plan in enumerate(plans):
@@ -236,9 +244,9 @@ def messages_by_peer(
             sent[message.destination].append((index, message))
         for message in plan.receives(rank):
             received[message.source].append((index, message))
-    received.pop(rank, None)
-    own = sent.pop(rank, [])
-    return dict(sent), dict(received), own
+    for by_peer in (sent, received):
+        by_peer.pop(rank, None)
+    return sent, received
 
 
 def _aligned(size: int) -> int:
@@ -278,25 +286,11 @@ def unpack(message: Tensor, pieces: Sequence[RowPiece], buffer: Tensor) -> None:
         buffer.narrow(0, piece.received, piece.rows).copy_(part)
 
 
-def copy(pieces: Sequence[RowPiece], rows: Tensor, buffer: Tensor) -> None:
-    """Copy what a rank sends to itself, from its sender's buffer [n, ...] to its receiver's [m, ...]."""
-    for sent, received, number in pieces:
-        buffer.narrow(0, received, number).copy_(rows.narrow(0, sent, number))
-
-
 def view_of(pieces: Sequence[RowPiece], buffer: Tensor) -> Tensor | None:
     """The part of the receiver's buffer [m, ...] that a message fills, or None if it is not contiguous."""
-    return contiguous([buffer], [(0, piece.received, piece.rows) for piece in pieces])
-
-
-def contiguous(tensors: Sequence[Tensor], blocks: Sequence[tuple[int, int, int]]) -> Tensor | None:
-    """The rows of one tensor that the blocks (tensor, row, rows) cover in order without gaps, or None."""
-    if not blocks:
-        return None
-    tensor, first, _ = blocks[0]
-    at = tensor, first
-    for index, start, rows in blocks:
-        if (index, start) != at:
+    at = first = pieces[0].received
+    for piece in pieces:
+        if piece.received != at:
             return None
-        at = index, start + rows
-    return tensors[tensor].narrow(0, first, at[1] - first)
+        at += piece.rows
+    return buffer.narrow(0, first, at - first)

@@ -149,40 +149,21 @@ def sample_shares(samples: int, lanes: int) -> tuple[range, ...]:
     return tuple(range(lane * share, (lane + 1) * share) for lane in range(lanes))
 
 
-def segments(
-    rows: Sequence[int], source: Sequence[Sequence[int]], destination: Sequence[Sequence[int]]
-) -> tuple[RowSegment, ...]:
-    """Blocks of rows that are contiguous on both sides, over all samples."""
-    for side, lanes in (("source", source), ("destination", destination)):
-        owned = [sample for lane in lanes for sample in lane]
-        if sorted(owned) != list(range(len(rows))):
-            raise ValueError(
-                f"{side} lanes own samples {owned[:20]}: each of 0..{len(rows) - 1} must be owned once"
-            )
-    if any(n < 0 for n in rows):
-        raise ValueError(f"row counts {list(rows)[:20]}: counts start at 0")
-    place: dict[int, tuple[int, int]] = {}
-    for lane, mine in enumerate(source):
-        starts = accumulate((rows[sample] for sample in mine), initial=0)
-        place |= {sample: (lane, start) for sample, start in zip(mine, starts, strict=False)}
+def segments(source: Sequence[int], destination: Sequence[int]) -> tuple[RowSegment, ...]:
+    """Blocks of rows that are contiguous on both sides, from the number of rows of each lane."""
+    source_ends, ends = list(accumulate(source)), list(accumulate(destination))
     found: list[RowSegment] = []
-    for lane, mine in enumerate(destination):
-        start = 0
-        for sample in mine:
-            n = rows[sample]
-            source_lane, source_start = place[sample]
-            last = found[-1] if found else None
-            if not n:
-                continue
-            if (
-                last
-                and (last.lane, last.source_lane) == (lane, source_lane)
-                and last.source_start + last.rows == source_start
-            ):
-                found[-1] = last._replace(rows=last.rows + n)
-            else:
-                found.append(RowSegment(source_lane, source_start, lane, start, n))
-            start += n
+    first = source_lane = lane = 0
+    while first < ends[-1]:
+        while source_ends[source_lane] <= first:
+            source_lane += 1
+        while ends[lane] <= first:
+            lane += 1
+        source_start = first - source_ends[source_lane] + source[source_lane]
+        start = first - ends[lane] + destination[lane]
+        last = min(source_ends[source_lane], ends[lane])
+        found.append(RowSegment(source_lane, source_start, lane, start, last - first))
+        first = last
     return tuple(found)
 
 

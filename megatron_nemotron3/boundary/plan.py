@@ -15,6 +15,7 @@ bytes), one rank of the group, its leader, sends or receives everything, and a r
 from __future__ import annotations
 
 import functools
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -34,7 +35,6 @@ from megatron_nemotron3.boundary.partition import (
     segments,
 )
 
-Mode = Literal["once", "copies"]
 Ranks = tuple[int, ...]
 #: Two groups that exchange with no other group use their leaders up to this many bytes, because latency then
 #: dominates. The value is cautious, not measured.
@@ -99,9 +99,18 @@ class TransferPlan:
     receivers: Side
     segments: tuple[RowSegment, ...]
     row_bytes: int
-    mode: Mode = "once"
     #: Largest transfer for which leaders are used.
     leader_bytes: int = LEADER_BYTES
+
+    @functools.cached_property
+    def mode(self) -> Literal["once", "copies"]:
+        holding, wanting = self._rows_by_rank
+        return "once" if holding.keys().isdisjoint(wanting) else "copies"
+
+    @functools.cached_property
+    def digest(self) -> int:
+        """The same on ranks that count the rows alike."""
+        return zlib.crc32(repr((self.segments, self.senders, self.receivers)).encode())
 
     @functools.cached_property
     def messages(self) -> tuple[Message, ...]:
@@ -253,9 +262,7 @@ class TransferPlan:
         segments = tuple(
             RowSegment(s.lane, s.start, s.source_lane, s.source_start, s.rows) for s in self.segments
         )
-        return TransferPlan(
-            self.receivers, self.senders, segments, self.row_bytes, self.mode, self.leader_bytes
-        )
+        return TransferPlan(self.receivers, self.senders, segments, self.row_bytes, self.leader_bytes)
 
 
 def indexed(side: Side) -> list[list[tuple[ReplicaGroup, IntervalIndex]]]:
@@ -295,13 +302,6 @@ def _merged_pieces(pieces: list[RowPiece]) -> tuple[RowPiece, ...]:
     return tuple(joined)
 
 
-def sender_groups(layout: Layout, rows: Sequence[int], media: Sequence[Sequence[int]] | None = None) -> Side:
-    """Groups of ranks of the last stage, with the rows that they hold; `media`: rows of each, by lane."""
-    layout.check_sender()
-    held = [rows_held(mine, layout) for mine in media or [[n] for n in rows]] if layout.sliced else None
-    return groups_of(layout, layout.pp - 1, rows, held)
-
-
 def groups_of(
     layout: Layout, stage: int, rows: Sequence[int], slices: Sequence[Sequence[Intervals]] | None = None
 ) -> Side:
@@ -337,19 +337,24 @@ def make_plan(
             a destination with context parallelism.
     """
     sent, received = sample_shares(len(rows), source.dp), sample_shares(len(rows), destination.dp)
-    receivers = groups_of(destination, 0, lane_rows(rows, received), slices)
-    sending = {rank for lane in source.lanes(source.pp - 1) for rank in lane}
-    shared = any(rank in sending for lane in destination.lanes(0) for rank in lane)
-    mode: Mode = "copies" if shared else "once"
-    if mode == "once" and slices is None and destination.cp > 1:
+    if any(n < 0 for n in rows):
+        raise ValueError(f"row counts {list(rows)[:20]}: counts start at 0")
+    held, wanted = lane_rows(rows, sent), lane_rows(rows, received)
+    source.check_sender()
+    parts = None
+    if source.sliced:
+        by_sample = media or [(n,) if n else () for n in rows]
+        by_lane = [[n for sample in mine for n in by_sample[sample]] for mine in sent]
+        parts = [rows_held(mine, source) for mine in by_lane]
+    senders = groups_of(source, source.pp - 1, held, parts)
+    receivers = groups_of(destination, 0, wanted, slices)
+    plan = TransferPlan(senders, receivers, segments(held, wanted), row_bytes)
+    if plan.mode == "once" and slices is None and destination.cp > 1:
         raise ValueError(
             f"the destination layout {destination} has CP={destination.cp}, so the rows of a context rank "
             "depend on their positions: give them (RowFeed)"
         )
-    by_sample = media or [(n,) if n else () for n in rows]
-    by_lane = [[n for sample in mine for n in by_sample[sample]] for mine in sent]
-    senders = sender_groups(source, lane_rows(rows, sent), by_lane)
-    return TransferPlan(senders, receivers, segments(rows, sent, received), row_bytes, mode)
+    return plan
 
 
 def slices_of(

@@ -3,7 +3,7 @@
 The bounds follow from the two sides of a plan alone, not from its messages, so that the two can be compared:
 
 crossing    A group (ranks that want the same rows of a lane) can share what one of its ranks received, but
-            each row that no rank of the group holds has to be sent to one of them.
+            each row has to be sent to one of them.
 entering    The rows that enter a group of k ranks enter through k ranks, so one of them receives at least
             ceil(rows / k).
 leaving     The same on the sending side: the rows that leave a group leave through its k ranks.
@@ -68,8 +68,6 @@ def bounds(plan: TransferPlan) -> Bounds:
     owed: dict[Ranks, int] = defaultdict(int)
     #: Rank -> rows that it wants and holds.
     has: dict[int, int] = defaultdict(int)
-    #: Ranks of a receiving group -> rows that it wants and one of its ranks holds.
-    inside: dict[Ranks, int] = defaultdict(int)
     senders, receivers = indexed(plan.senders), indexed(plan.receivers)
     for source_lane, source_start, lane, start, rows in plan.segments:
         by = start - source_start
@@ -80,9 +78,7 @@ def bounds(plan: TransferPlan) -> Bounds:
                 members = [rank for rank in receiver.ranks if rank in sender.ranks] if n else []
                 for rank in members:
                     has[rank] += n
-                inside[receiver.ranks] += n * bool(members)
-                copies = len(receiver.ranks) - len(members) if plan.mode == "copies" else not members
-                owed[sender.ranks] += n * copies
+                owed[sender.ranks] += n * (len(receiver.ranks) - len(members) if plan.mode == "copies" else 1)
     leaving = {
         rank: -(-owed[group.ranks] // len(group.ranks))
         for lane in plan.senders
@@ -100,9 +96,8 @@ def bounds(plan: TransferPlan) -> Bounds:
                 entering |= {rank: missing[rank] for rank in ranks}
                 crossing += sum(missing[rank] for rank in ranks)
             else:
-                enter = total - inside[ranks]
-                entering |= dict.fromkeys(ranks, -(-enter // len(ranks)))
-                crossing += enter
+                entering |= dict.fromkeys(ranks, -(-total // len(ranks)))
+                crossing += total
     return Bounds(leaving, entering, missing, crossing)
 
 

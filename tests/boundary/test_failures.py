@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -29,66 +30,50 @@ WAIT = 6.0
 LOOK = "the log of the rank that failed or ended first has the reason"
 
 
+class Fault(NamedTuple):
+    """What is wrong, and what some rank says of it.
+
+    rank, change: in microbatch 1 a rank's outputs are changed; None: it ends.
+    batches: rank 0 counts other rows from this microbatch on; -1: never.
+    """
+
+    words: tuple[str, ...]
+    rank: int = -1
+    change: Callable[[torch.Tensor], torch.Tensor] | None = None
+    batches: int = -1
+
+
 class Spoiled(Stages):
     """Stages that do something wrong on one rank at one microbatch."""
 
-    spoil: Any = None
+    fault: Fault
     step = -1
 
     def __call__(self, batch: dict[str, Any]) -> Any:
         self.step += 1
         outputs = super().__call__(batch)
-        return self.spoil(self.rank, self.step, outputs)
+        if (self.rank, self.step) != (self.fault.rank, 1):
+            return outputs
+        if self.fault.change is None:
+            os._exit(1)
+        return {name: self.fault.change(tensor) for name, tensor in outputs.items()}
 
 
-def _other_dtype(rank: int, step: int, outputs: Any) -> Any:
-    return {"images": outputs["images"].float()} if (rank, step) == (0, 1) else outputs
-
-
-def _other_width(rank: int, step: int, outputs: Any) -> Any:
-    return {"audio": outputs["audio"][:, :3]} if (rank, step) == (1, 1) else outputs
-
-
-def _more_rows(rank: int, step: int, outputs: Any) -> Any:
-    return {"images": outputs["images"].repeat(2, 1)} if (rank, step) == (0, 1) else outputs
-
-
-def _death(rank: int, step: int, outputs: Any) -> Any:
-    if (rank, step) == (1, 1):
-        os._exit(1)
-    return outputs
-
-
-def _death_of_host(rank: int, step: int, outputs: Any) -> Any:
-    if (rank, step) == (0, 1):
-        os._exit(1)
-    return outputs
-
-
-def _honest(rank: int, step: int, outputs: Any) -> Any:
-    return outputs
-
-
-def _other_batches(first: int) -> Any:
-    """One side counts other rows, from microbatch `first` on."""
-
-    def change(rank: int, batches: list[Any]) -> list[Any]:
-        other = microbatches(WORLD, STEPS, seed=1)
-        return batches[:first] + other[first:] if rank == 0 else batches
-
-    return change
-
-
+OTHER_DTYPE = ("images -> language", "torch.float32", "torch.float64", "pipeline_dtype")
 CASES = {
-    "dtype": (_other_dtype, -1, ["images -> language", "torch.float32", "torch.float64", "pipeline_dtype"]),
-    "width": (_other_width, -1, ["audio -> language", "(3,)", "(4,)", "hidden size"]),
-    "rows": (_more_rows, -1, ["images -> language", "rows, but the row counts of the batch say"]),
-    "counts differ": (_honest, 0, ["images -> language", "ranks [0]", "ranks [1, 2]", "must agree"]),
-    "counts differ later": (_honest, 2, ["waited for", "same batches"]),
-    "death": (_death, -1, ["waited", "cure:"]),
+    "dtype": Fault(OTHER_DTYPE, 0, torch.Tensor.float),
+    "width": Fault(("audio -> language", "(3,)", "(4,)", "hidden size"), 1, lambda rows: rows[:, :3]),
+    "rows": Fault(
+        ("images -> language", "rows, but the row counts of the batch say"), 0, lambda rows: rows.repeat(2, 1)
+    ),
+    "counts differ": Fault(("images -> language", "ranks [0]", "ranks [1, 2]", "must agree"), batches=0),
+    "counts differ later": Fault(("waited for", "same batches"), batches=2),
+    "death": Fault(("waited", "cure:"), 1),
     # Rank 0 hosts the store of the default group and ends right after it has failed, or dies.
-    "the host of the store fails": (_other_dtype, -1, ["rank 0: images -> language", "torch.float32"]),
-    "the host of the store dies": (_death_of_host, -1, ["waited", "cure:"]),
+    "the host of the store fails": Fault(
+        ("rank 0: images -> language", "torch.float32"), 0, torch.Tensor.float
+    ),
+    "the host of the store dies": Fault(("waited", "cure:"), 0),
 }
 
 
@@ -97,13 +82,13 @@ DEFAULT = ("dtype", "counts differ", "death", "the host of the store dies")
 
 
 def _train(case: str) -> str:
-    spoil, first, _ = CASES[case]
+    fault = CASES[case]
     runner = Runner(WORLD._replace(fed=True), timeout=timedelta(seconds=WAIT))
     runner.model.__class__ = Spoiled
-    runner.model.spoil = spoil
+    runner.model.fault = fault
     batches = microbatches(WORLD, STEPS)
-    if first >= 0:
-        batches = _other_batches(first)(runner.model.rank, batches)
+    if fault.batches >= 0 and runner.model.rank == 0:
+        batches[fault.batches :] = microbatches(WORLD, STEPS, seed=1)[fault.batches :]
     return f"no error, loss {runner.run(batches).loss}"
 
 
@@ -117,11 +102,11 @@ def test_an_error_ends_every_rank(case):
     took = time.monotonic() - begun
     if "death" in case or "dies" in case:
         assert found.pop(0 if "host" in case else 1) == NOTHING
-    _require_reason(found, CASES[case][2])
+    _require_reason(found, CASES[case].words)
     assert took < 45, f"{took} s"
 
 
-def _require_reason(found: list[str], words: list[str]) -> None:
+def _require_reason(found: list[str], words: Sequence[str]) -> None:
     """All ranks have an error; some say these words, and the others where to look."""
     assert all(said.startswith("BoundaryError: ") for said in found), found
     known = [all(word in said for word in words) for said in found]
@@ -177,29 +162,6 @@ def test_refused_when_constructed(case):
         check_modules(layouts, topology or default, 4)
 
 
-def _idle_rank() -> str:
-    runner = Runner(WORLD, timeout=timedelta(seconds=WAIT))
-    if torch.distributed.get_rank() == 4:
-        communicator = runner.communicator
-        assert communicator.current_stage == 0 and not communicator.is_pp_last_stage
-        assert communicator.recv_forward() == {}
-        communicator.close()
-        return "idle"
-    loss = runner.run(microbatches(WORLD, STEPS)).loss
-    runner.communicator.close()
-    return f"loss {loss:.9f}"
-
-
-def test_a_rank_in_no_module_is_idle():
-    """As in upstream's communicator."""
-    found = run_apart(_idle_rank, 5, wait=20.0, timeout=60)
-    assert found == [
-        *["loss 0.000000000"] * 3,
-        f"loss {reference(WORLD, microbatches(WORLD, STEPS)).loss:.9f}",
-        "idle",
-    ]
-
-
 class Reading(Stages):
     """Stages that look at the pipeline while it runs, as a progress bar may do."""
 
@@ -210,22 +172,30 @@ class Reading(Stages):
         return super().__call__(batch)
 
 
-def _read_stage() -> str:
+def _watched() -> str:
     runner = Runner(WORLD, timeout=timedelta(seconds=WAIT))
+    communicator = runner.communicator
+    if torch.distributed.get_rank() == 4:
+        assert communicator.current_stage == 0 and not communicator.is_pp_last_stage
+        assert communicator.recv_forward() == {}
+        communicator.close()
+        return "idle"
     runner.model.__class__ = Reading
-    runner.model.communicator = runner.communicator
+    runner.model.communicator = communicator
     result = runner.run(microbatches(WORLD, STEPS))
+    communicator.close()
     total = sum(abs(gradient).sum() for gradient in result.gradients.values())
     return f"loss {result.loss:.9f}, {result.left} left, {total:.9f}"
 
 
-def test_reading_the_stage_changes_nothing():
-    found = run_apart(_read_stage, 4, wait=20.0, timeout=60)
-    gradients = reference(WORLD, microbatches(WORLD, STEPS)).gradients
-    loss = reference(WORLD, microbatches(WORLD, STEPS)).loss
+def test_an_idle_rank_and_reading_the_stage_change_nothing():
+    """A rank in no module is idle, as in upstream's communicator."""
+    *found, idle = run_apart(_watched, 5, wait=20.0, timeout=60)
+    assert idle == "idle"
+    expected = reference(WORLD, microbatches(WORLD, STEPS))
     at = [("images", 0), ("audio", 0), ("language", 0), ("language", 1)]
     assert found == [
-        f"loss {loss if rank == 3 else 0:.9f}, 0 left, {abs(gradients[which]).sum():.9f}"
+        f"loss {expected.loss if rank == 3 else 0:.9f}, 0 left, {abs(expected.gradients[which]).sum():.9f}"
         for rank, which in enumerate(at)
     ]
 

@@ -6,19 +6,20 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.model_parallel_config import ModelParallelConfig
 
+from megatron_nemotron3.boundary.coordinator import Coordinator
+from megatron_nemotron3.boundary.edge import Edge
+from megatron_nemotron3.boundary.feed import FeedStream, Microbatch, RowFeed
+from megatron_nemotron3.boundary.layout import Layout
+from megatron_nemotron3.boundary.multimodule import BoundaryCommunicator
 from megatron_nemotron3.proof.certify.ranks import run_distributed
 
 AXES = {"s": 0, "b": 1, "h": 2}
 
 
 def _communicator(texts: dict[str, str], topology: dict[str, list[str]], ndim: dict[str, int]) -> Any:
-    from megatron.core.hyper_comm_grid import HyperCommGrid
-    from megatron.core.model_parallel_config import ModelParallelConfig
-
-    from megatron_nemotron3.boundary.layout import Layout
-    from megatron_nemotron3.boundary.multimodule import BoundaryCommunicator
-
     grids = {}
     for name, text in texts.items():
         layout = Layout.parse(text)
@@ -89,11 +90,6 @@ def test_chain_and_two_consumers():
 
 def _by_itself(device: str) -> None:
     """Source and destination on one rank: what an exchange costs the host."""
-    from megatron_nemotron3.boundary.coordinator import Coordinator
-    from megatron_nemotron3.boundary.edge import Edge
-    from megatron_nemotron3.boundary.feed import FeedStream, Microbatch, RowFeed
-    from megatron_nemotron3.boundary.layout import Layout
-
     coordinator = Coordinator(
         [Edge(name, "language", Layout.of(), Layout.of()) for name in ("images", "audio")]
     )

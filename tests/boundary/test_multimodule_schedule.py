@@ -54,41 +54,40 @@ def test_encoders_of_unequal_depth():
     )
 
 
-def test_owner_slices_fan_in_and_two_encoders_on_one_rank():
-    """Three lanes of images and two of audio into CP 2 with sequence parallelism; then two encoders on the
-    same ranks before a language model of two lanes and three stages."""
+def test_layouts():
+    """Every module in a layout of its own:
+
+    slices      three lanes of images and two of audio into CP 2 with sequence parallelism
+    shared      two encoders on the same ranks, a language model of two lanes and three stages
+    cut         context ranks with chunks of every picture, and with equal parts of the sounds' rows
+    whole       context ranks with whole media and TP 2, into context-parallel slices
+    three, five lanes that do not divide: a lane's samples go to two lanes
+    deep        images in three stages, audio in one, the language model in two; many microbatches
+    """
     slices = {"images": "dp=3", "audio": "tp=1,offset=3", "language": "tp=2,cp=2,offset=4,sp"}
     shared = {"images": "dp=2", "audio": "dp=2", "language": "dp=2,pp=3,offset=2"}
-    check(8, (World(slices, samples=3, fed=True), (1, 5)), (World(shared), (3,)))
-
-
-def test_encoders_with_context_parallelism():
-    """Chunks of every picture on two context ranks, and equal parts of the sounds' rows; then whole media on
-    two context ranks with TP 2, into context-parallel slices."""
     cut = {
         "images": "cp=2,share=zigzag",
         "audio": "cp=2,offset=2,share=contiguous",
         "language": "offset=4,tp=2",
     }
     whole = {"images": "tp=2,cp=2,share=media", "language": "cp=2,offset=4"}
-    check(
-        6,
-        (World(cut, length=32, fed=True, text_only=(1,)), (1, 5)),
-        (World(whole, length=32, fed=True), (3,)),
-    )
-
-
-def test_lanes_that_do_not_divide():
-    """DP 3 to 2 and 5 to 3: a lane's samples go to two lanes, with and without a feed."""
     three = World({"images": "dp=3", "language": "dp=2,offset=3"}, samples=6)
     five = World({"images": "dp=5", "language": "dp=3,offset=5"}, samples=15)
-    check(8, (three, (3,)), (three._replace(fed=True), (3,)), (five, (2,)), (five._replace(fed=True), (2,)))
-
-
-def test_unequal_depth_and_many_microbatches():
-    """Images in three stages, audio in one, and the language model in two; 12 and 17 microbatches."""
     deep = {"images": "pp=3", "audio": "tp=1,offset=3", "language": "pp=2,offset=4"}
-    check(6, (World(deep, text_only=(0, 11)), (12,)), (World(deep, fed=True), (17,)))
+    check(
+        8,
+        (World(slices, samples=3, fed=True), (1, 5)),
+        (World(shared), (3,)),
+        (World(cut, length=32, fed=True, text_only=(1,)), (1, 5)),
+        (World(whole, length=32, fed=True), (3,)),
+        (three, (3,)),
+        (three._replace(fed=True), (3,)),
+        (five, (2,)),
+        (five._replace(fed=True), (2,)),
+        (World(deep, text_only=(0, 11)), (12,)),
+        (World(deep, fed=True), (17,)),
+    )
 
 
 def _evaluated(worlds: list[World]) -> list[list[Any]]:

@@ -54,6 +54,23 @@ def test_experts_across_data_lanes_on_ranks_of_their_own(reference: Reference) -
     check(reference, 7, across, across._replace(fed=False))
 
 
+@pytest.mark.full
+def test_stages_on_shared_ranks(reference: Reference) -> None:
+    """Two stages and two data lanes; with a feed, or without one and with a frozen encoder."""
+    staged = Case(("dp=4", "dp=4", "pp=2,dp=2"), pattern="M*|E")
+    check(reference, 4, staged, staged._replace(fed=False, frozen=("audio",)))
+
+
+@pytest.mark.full
+def test_the_stock_schedule_on_ranks_of_their_own(reference: Reference) -> None:
+    """A language model of two context ranks, of two data lanes, and of two stages."""
+    context, lanes, stages = (
+        Case(("dp=2", "offset=2", language), pattern="M*|E" if "pp" in language else PATTERN)
+        for language in ("cp=2,offset=3", "dp=2,offset=3", "pp=2,offset=3")
+    )
+    check(reference, 5, context, lanes, lanes._replace(fed=False), stages, stages._replace(fed=False))
+
+
 def test_frozen_encoders_on_shared_ranks(reference: Reference) -> None:
     """Bytes and exchanges of a step: both encoders trained, none, and one projector only."""
     trained, frozen, one, projector = (
@@ -62,9 +79,9 @@ def test_frozen_encoders_on_shared_ranks(reference: Reference) -> None:
     )
     everything, nothing, vision, last = check(reference, 4, trained, frozen, one, projector)
     _check_traffic(everything, nothing, vision, last)
-    # Both encoders' rows go in one all-to-all forward, and in one backward.
-    assert {outcome.exchanges for outcome in everything + vision + last} == {2 * MICROBATCHES}
-    assert {outcome.exchanges for outcome in nothing} == {MICROBATCHES}
+    # Both encoders' rows go in one batch of messages forward, and in one backward.
+    assert max(outcome.exchanges for outcome in everything + vision + last) == 2 * MICROBATCHES
+    assert max(outcome.exchanges for outcome in nothing) == MICROBATCHES
 
 
 @pytest.mark.full
@@ -103,11 +120,14 @@ def _check_traffic(
     ids=["colocated with PP", "colocated", "disjoint"],
 )
 def test_recompute(reference: Reference, layouts: tuple[str, str, str], pattern: str, ranks: int) -> None:
-    """Encoders' and the language model's activations are computed twice, and the step is the same."""
-    plain = Case(layouts, pattern=pattern)
+    """Encoders' and the language model's activations are computed twice, and the step is the same; with PP
+    also after an evaluation, which gives the same losses."""
+    plain = Case(layouts, pattern=pattern, evaluated="|" in pattern)
+    passes = 1 + plain.evaluated
     without, again = check(reference, ranks, plain, plain._replace(recompute=True))
     for one, other in zip(without, again, strict=True):
-        assert (other.encoded, other.layers) == (2 * one.encoded, 2 * one.layers)
+        assert other.encoded == one.encoded + one.encoded // passes
+        assert other.layers == one.layers + one.layers // passes
         assert other.sent == one.sent, "an exchange was repeated"
 
 
@@ -125,7 +145,7 @@ def _failed(case: Case, folder: str) -> str:
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
-                (2, ("dp=2", "dp=2", "dp=2"), True, "vision gave"),
+                (2, ("dp=2", "dp=2", "dp=2"), True, "rows, but the row counts of the batch say"),
                 (3, ("tp=1", "offset=1", "offset=2"), True, "rows, but the row counts of the batch say"),
                 (2, ("tp=1", "dp=2", "dp=2"), True, "give them the same ranks or none in common"),
                 (2, ("offset=2", "dp=2", "dp=2"), True, "over sized with world size 2 and rank offset 2"),

@@ -64,20 +64,6 @@ def test_packed_documents_are_cut_one_by_one() -> None:
     assert parts == [[0, 1, 6, 7, 8, 9, 10, 11, 20, 21, 22, 23], [2, 3, 4, 5, *range(12, 20)]]
 
 
-def test_gradients_are_the_rows_at_the_places() -> None:
-    kinds = kinds_of_ids(ids(), TOKENS)
-    placed = make_placement(kinds, list(TOKENS), [[((0, 16),)] * 3], 0)
-    parts = [
-        (places, torch.randn(len(places), 2, requires_grad=True))
-        for places in (placed.text, *placed.rows.values())
-    ]
-    built = assemble(placed, parts)
-    weight = torch.randn_like(built)
-    (built * weight).sum().backward()
-    for places, rows in parts:
-        assert rows.grad is not None and torch.equal(rows.grad, weight.view(-1, 2)[places])
-
-
 @pytest.mark.parametrize(
     ("runs", "words"),
     [

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import pairwise
 
 import numpy as np
-import torch
 
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.partition import positions
-
-
-def every_row(rows: Sequence[int], hidden: int, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
-    """Rows of every sample: [n, hidden] each."""
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(n, hidden, generator=generator).to(dtype) for n in rows]
+from megatron_nemotron3.boundary.partition import sample_shares
 
 
 def runs_of(positions: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -27,37 +21,6 @@ def runs_of(positions: Sequence[int]) -> tuple[tuple[int, int], ...]:
         else:
             found.append((position, 1))
     return tuple(found)
-
-
-def lane_of(layout: Layout, stage: int, rank: int) -> int | None:
-    """The data lane of a rank of a stage; None if the rank is not in the stage."""
-    return next((i for i, ranks in enumerate(layout.lanes(stage)) if rank in ranks), None)
-
-
-def of_lane(samples: list[torch.Tensor], lanes: int, lane: int) -> torch.Tensor:
-    """Rows of an equal share of the samples, one sample after the other."""
-    share = len(samples) // lanes
-    return torch.cat(samples[lane * share : (lane + 1) * share])
-
-
-def of_rank(
-    samples: list[torch.Tensor], marks: list[list[bool]], layout: Layout, lane: int, rank: int
-) -> torch.Tensor:
-    """Rows at the positions that a context- or sequence-parallel rank owns.
-
-    Args:
-        marks: of each sample, whether a position holds a row.
-    """
-    share = len(samples) // layout.dp
-    at = layout.lanes(0)[lane].index(rank)
-    found = []
-    for sample in range(lane * share, (lane + 1) * share):
-        mask = marks[sample]
-        owned = positions(len(mask), layout.cp, layout.tp, sequence_parallel=layout.sequence_parallel)[at]
-        mine = {p for start, stop in owned for p in range(start, stop)}
-        places = [p for p, marked in enumerate(mask) if marked]
-        found.append(samples[sample][[i for i, p in enumerate(places) if p in mine]])
-    return torch.cat(found)
 
 
 def zigzag(length: int, cp: int, rank: int) -> list[int]:
@@ -93,3 +56,40 @@ def of_context(source: Layout, media: list[int], rank: int) -> np.ndarray:
             found.append(start + np.arange(n))
         start += n
     return np.concatenate([np.arange(0), *found])
+
+
+def packed(bounds: Sequence[int], cp: int, rank: int) -> list[int]:
+    """Positions of a context rank of packed documents, document by document."""
+    return [int(b + p) for b, e in pairwise(bounds) for p in zigzag(e - b, cp, rank)]
+
+
+def rows_given(source: Layout, image: np.ndarray) -> dict[int, np.ndarray]:
+    """Row numbers that each last-stage rank has; image: [samples, length], positions with rows."""
+    ends = np.cumsum([0, *image.sum(1)])
+    found = {}
+    for mine, ranks in zip(sample_shares(len(image), source.dp), source.lanes(source.pp - 1), strict=True):
+        rows = np.arange(ends[mine[0]], ends[mine[-1] + 1])
+        media = [n for sample in mine for n in media_of(source, int(image[sample].sum()))]
+        for c in range(source.cp):
+            part = rows[of_context(source, media, c)]
+            parts = np.split(part, source.tp) if source.sequence_parallel else [part] * source.tp
+            found |= dict(zip(ranks[c * source.tp : (c + 1) * source.tp], parts, strict=True))
+    return found
+
+
+def rows_wanted(
+    layout: Layout, image: np.ndarray, documents: Sequence[Sequence[int]] = ()
+) -> dict[int, list[int]]:
+    """Row numbers that each first-stage rank must have, sample by sample, position by position."""
+    number = np.where(image, image.cumsum().reshape(image.shape) - 1, -1)
+    found = {}
+    for samples, ranks in zip(sample_shares(len(image), layout.dp), layout.lanes(0), strict=True):
+        for index, rank in enumerate(ranks):
+            c, t = divmod(index, layout.tp)
+            found[rank] = []
+            for s in samples:
+                mine = packed(documents[s] if documents else (0, image.shape[1]), layout.cp, c)
+                if layout.sequence_parallel:
+                    mine = np.array_split(mine, layout.tp)[t].tolist()
+                found[rank] += [int(number[s, p]) for p in mine if image[s, p]]
+    return found

@@ -38,6 +38,7 @@ class Case(NamedTuple):
     recompute: activations of encoders and of the language model are computed again in backward.
     fed: row counts come with the batch.
     extra: rows of the first vision rank that no position is for.
+    evaluated: before the step all batches run forward only. For modules that share ranks, with stages.
     """
 
     layouts: tuple[str, str, str]
@@ -47,6 +48,7 @@ class Case(NamedTuple):
     recompute: bool = False
     fed: bool = True
     extra: int = 0
+    evaluated: bool = False
 
 
 class Outcome(NamedTuple):
@@ -55,9 +57,9 @@ class Outcome(NamedTuple):
     loss: sum over microbatches, on the ranks that have it.
     error: largest difference of a gradient, relative to the largest number of that gradient.
     compared: parameters with a gradient other than zero, by name.
-    sent: bytes that this rank sends to other ranks in all-to-alls and point to point, which are those of
-        boundaries if the language model has neither EP, CP nor PP.
-    exchanges: number of all-to-alls, or of batches of point-to-point operations.
+    sent: bytes that this rank sends to other ranks point to point, which are those of boundaries if the
+        language model has no PP.
+    exchanges: number of batches of point-to-point operations.
     encoded: calls of the encoders, those for recompute included.
     layers: calls of the first layer of the language model, too.
     """
@@ -163,7 +165,13 @@ def step(case: Case, folder: str) -> Outcome:
             model.language_model = wrapped
         else:
             model.modality_submodules[name] = wrapped
-    config.finalize_model_grads_func = partial(finalize_model_grads, groups=mine)
+    finalized = []
+
+    def finalize(*args: Any, **kwargs: Any) -> None:
+        finalized.append(args)
+        finalize_model_grads(*args, **kwargs, groups=mine)
+
+    config.finalize_model_grads_func = finalize
     encoders = [part for part in model.modules() if isinstance(part, omni.Encoder)]
     layers = [0]
     if model.language_model is not None:
@@ -171,6 +179,7 @@ def step(case: Case, folder: str) -> Outcome:
         first.register_forward_hook(lambda *_: layers.__setitem__(0, layers[0] + 1))
     with _counted() as counts:
         loss = _run(case, model, layouts, grids, mine, apart)
+    assert len(finalized) == 1  # an evaluation does not
     errors = {}
     for name, p in parameters.items():
         wanted = expected[name].detach()
@@ -196,18 +205,28 @@ def _run(case: Case, model: Any, layouts: Any, grids: Any, mine: Any, apart: boo
     arguments: dict[str, Any] = {"num_microbatches": MICROBATCHES, "seq_length": LENGTH}
     arguments |= {"micro_batch_size": SAMPLES // layouts["language"].dp, "model": [model]}
     arguments["forward_step_func"] = _forward_step
-    batches: Any = iter(_of_rank(layouts, mine, case.extra))
-    if case.fed:
-        known = iter([description for _, description in _batches(layouts)])
-        batches = model.feed = RowFeed(batches, lambda batch: next(known))
+
+    def drawn() -> Any:
+        batches: Any = iter(_of_rank(layouts, mine, case.extra))
+        if case.fed:
+            known = iter([description for _, description in _batches(layouts)])
+            batches = model.feed = RowFeed(batches, lambda batch: next(known))
+        return batches
+
+    batches = drawn()
     if not apart:
         pg = mine["language"]
         arguments |= {"data_iterator": batches, "pg_collection": pg}
         if pg.pp.size() == 1:
             result = schedules.forward_backward_no_pipelining(**arguments)
         else:
-            p2p = P2PCommunicator(pp_group=pg.pp, config=model.config)
-            result = forward_backward_colocated(**arguments, p2p_communicator=p2p)
+            arguments["p2p_communicator"] = P2PCommunicator(pp_group=pg.pp, config=model.config)
+            if case.evaluated:
+                with torch.no_grad():
+                    evaluated = forward_backward_colocated(**arguments, forward_only=True)
+                arguments["data_iterator"] = drawn()
+            result = forward_backward_colocated(**arguments)
+            assert not case.evaluated or evaluated == result
         return sum(float(part["loss"]) for part in result)
     communicator = BoundaryCommunicator(
         grids,
@@ -324,23 +343,16 @@ def _load(model: Any, folder: str, name: str) -> None:
 def _counted() -> Any:
     """[bytes that leave this rank, exchanges] while the block runs."""
     counts = [0, 0]
-    calls = {"batch_isend_irecv": dist.batch_isend_irecv, "all_to_all_single": dist.all_to_all_single}
+    original = dist.batch_isend_irecv
 
     def batched(operations: Any) -> Any:
         sends = [o for o in operations if o.op is dist.isend]
         counts[0] += sum(o.tensor.numel() * o.tensor.element_size() for o in sends)
         counts[1] += 1
-        return calls["batch_isend_irecv"](operations)
-
-    def all_to_all(out: Tensor, rows: Tensor, *args: Any, **kwargs: Any) -> Any:
-        counts[0] += rows.numel() * rows.element_size()
-        counts[1] += 1
-        return calls["all_to_all_single"](out, rows, *args, **kwargs)
+        return original(operations)
 
     dist.batch_isend_irecv = batched  # type: ignore[assignment]
-    dist.all_to_all_single = all_to_all  # type: ignore[assignment]
     try:
         yield counts
     finally:
-        for name, call in calls.items():
-            setattr(dist, name, call)
+        dist.batch_isend_irecv = original  # type: ignore[assignment]
