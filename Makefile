@@ -8,7 +8,7 @@ RUN = $(VENV)/bin/python -m
 # A file's tests stay in one process: they share what they built. Long files start first (tests/conftest.py).
 PYTEST = OMP_NUM_THREADS=1 $(RUN) pytest -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: demo certificates quick test test-full test-te test-bridge test-rl test-upstream test-matrix test-main lint docs docs-look bench gpu gpu-pack \
+.PHONY: demo certificates quick test test-full test-te test-bridge test-rl test-upstream test-matrix test-main lint docs bench gpu gpu-pack \
 	fuzz environment clean
 
 environment:
@@ -91,10 +91,6 @@ lint: environment
 # The documentation as a site, build/site/index.html. Warnings are errors; the variable turns off an advertisement.
 docs: environment
 	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict
-
-# Every page in Chromium at 1366 and 390 pixels: what does not fit, and a picture of each in build/look.
-docs-look: docs
-	$(RUN) tests.docs.look build/site --pictures build/look
 
 # On a machine with a GPU: all that is measured there, in 25 minutes (docs/contributing.md). GPU_PYTHON has torch and
 # megatron-core; OPTIONS are those of benchmarks/gpu.py.

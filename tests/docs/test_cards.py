@@ -33,10 +33,6 @@ def figures(text: str) -> set[str]:
     return {figure for figure in found if len(figure.replace(",", "")) > 2}
 
 
-def test_the_page_is_up_to_date() -> None:
-    assert PAGE.read_text(encoding="utf-8") == markdown(CARDS), "python -m tests.docs.pages"
-
-
 @EACH
 def test_what_the_command_names_exists(card: Card) -> None:
     assert missing(card.command, ROOT, subcommands()) == []
@@ -103,8 +99,3 @@ def test_half_a_card_is_an_error(fields: dict[str, object]) -> None:
 )
 def test_what_does_not_exist_is_found(command: str, words: str, tmp_path: Path) -> None:
     assert missing(command, ROOT, subcommands()) == [words]
-
-
-def test_figures() -> None:
-    text = "1.2e-05 of 31,577,940,288, TP 2, FP4, 0.49 ± 0.10 %, 23%, v0.19.2, 3,486 passed; 256 s"
-    assert figures(text) == {"1.2e-05", "31,577,940,288", "0.49", "0.10", "3,486", "256"}
