@@ -24,14 +24,7 @@ SPECS = ("nemotron3_stack_spec", "nemotron3_torch_stack_spec", "nemotron3_te_sta
 OPTIONAL = ("transformer_engine", "mamba_ssm", "causal_conv1d", "apex", "flash_attn")
 
 #: Command lines of megatron_nemotron3.run that must end in exit code 2, and what the message must name.
-REFUSED_EARLY: dict[str, tuple[list[str], tuple[str, ...]]] = {
-    "no script": ([], ("required: SCRIPT",)),
-    "missing script": (["nowhere.py", "--seed", "1"], ("nowhere.py", "does not exist")),
-    "unknown device": (["--device", "tpu", "script.py"], ("tpu", "choose from auto, cpu, cuda")),
-    "unknown option": (["--fast", "script.py"], ("unknown option --fast",)),
-}
-#: The same, refused when Megatron has been imported.
-REFUSED_LATE: dict[str, tuple[list[str], tuple[str, ...]]] = {
+REFUSED: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "unknown spec": (
         ["script.py", "--spec", MODULE, "nemotron9_stack_spec"],
         ("nemotron9_stack_spec", *SPECS),
@@ -94,28 +87,18 @@ def without() -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("case", REFUSED_EARLY)
-def test_refused_before_megatron_is_imported(case: str, folder: Path) -> None:
-    arguments, expected = REFUSED_EARLY[case]
-    with start(["-m", "megatron_nemotron3.run", *arguments], folder) as process:
-        out, err = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert out == ""
-    assert_refusal(err, expected)
-
-
-@pytest.mark.parametrize("case", REFUSED_LATE)
+@pytest.mark.parametrize("case", REFUSED)
 def test_refused_before_the_script_runs(case: str, folder: Path) -> None:
     if case == "TE spec" and te_installed():
         pytest.skip("TransformerEngine is installed: its spec is accepted")
-    arguments, expected = REFUSED_LATE[case]
+    arguments, expected = REFUSED[case]
     code, out, err = run_fresh(call_main, ["--device", "cpu", *arguments], str(folder))
     assert code == 2
     assert "THE SCRIPT RAN" not in out
     assert_refusal(err, expected)
 
 
-@pytest.mark.parametrize("spec", [[], ["--spec", MODULE, SPECS[1]], ["--spec", "some.module", "nothing"]])
+@pytest.mark.parametrize("spec", [["--spec", MODULE, SPECS[1]], ["--spec", "some.module", "nothing"]])
 def test_other_command_lines_run_the_script(spec: list[str], folder: Path) -> None:
     """Valid command lines run, so the refusals above mean something."""
     code, out, err = run_fresh(call_main, ["--device", "cpu", "script.py", *spec], str(folder))

@@ -5,15 +5,12 @@ Held elsewhere: launching.md (tests/recipes/test_commands.py), generated pages a
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
 
 from megatron_nemotron3.checkpoints.convert.quantized import quantization
-from megatron_nemotron3.launch import published
 from megatron_nemotron3.models import get, series
 from megatron_nemotron3.precision.serving import RECIPES
-from megatron_nemotron3.train import log
 from megatron_nemotron3.train.monitor.alarms import RULES
 from tests.parallel.layouts import LAYOUTS
 from tests.support.quantized_models import all_scales
@@ -58,34 +55,3 @@ def test_sizes_of_quantized_checkpoints() -> None:
         config = get(model)
         plan = quantization(config, recipe, all_scales(config, recipe))
         assert size == f"{plan.nbytes / 1e9:.1f} GB", name
-
-
-FIRST = (DOCS / "monitor.md").read_text(encoding="utf-8")
-FLAT = " ".join(FIRST.split())
-
-
-def first_loss(name: str) -> str:
-    """Mean log-sum-exp of normal logits, as the page has it."""
-    config = get(name)
-    return f"{math.log(config.vocab_size) + config.hidden_size * config.init_method_std**2 / 2:.2f}"
-
-
-def test_what_the_page_on_the_first_thousand_steps_calculates() -> None:
-    nano, tiny = first_loss("nano"), first_loss("super-tiny")
-    assert first_loss("ultra") == first_loss("super")
-    assert f"{nano} for Nano, {first_loss('super')} for Super and Ultra, {tiny} for tiny Super" in FLAT
-    warmup, rate = {}, {}
-    for name in ("nano", "super", "ultra"):
-        plan = published(get(name))
-        assert plan.global_batch_size == 3072 and plan.lr_warmup_samples and plan.lr
-        warmup[name] = math.ceil(plan.lr_warmup_samples / plan.global_batch_size)
-        rate[name] = (plan.lr * 1000 * plan.global_batch_size / plan.lr_warmup_samples, plan.lr)
-    assert f"Nano's warm-up ends after {warmup['nano']} steps" in FLAT
-    assert warmup["super"] == warmup["ultra"]
-    assert f"lasts {warmup['super']:,} steps" in FLAT and f"at step {warmup['super']:,}." in FLAT
-    for name in ("super", "ultra"):
-        now, peak = rate[name]
-        assert f"{now:.2e} of {peak:.1e} for {name.capitalize()}" in FLAT
-    configs = [get(name) for name in ("super", "nano", "super-tiny")]
-    bounds = [(config.num_moe_experts or 0) / (config.moe_router_topk or 1) for config in configs]
-    assert "({:.2f} for Super and Ultra, {:.2f} for Nano, {:.2f} for tiny Super)".format(*bounds) in FLAT

@@ -70,7 +70,7 @@ def different(explanation: Explanation) -> dict[str, str | None]:
     return {setting.name: setting.published for setting in explanation.differences}
 
 
-@pytest.mark.parametrize("name", [*models.names(), "super-tiny"])
+@pytest.mark.parametrize("name", ["super", "puzzle", "nano-4b", "super-tiny"])
 def test_lists_what_flags_passes(name: str) -> None:
     config = models.get(name)
     emitted = flags(Launch.of(config, schedule=published(config), extra=("--seed", "7")))
@@ -174,12 +174,6 @@ def test_a_model_without_a_launch_is_compared_with_itself() -> None:
     assert "the model alone" in render(found)
 
 
-def test_a_precision_that_was_not_published() -> None:
-    found = explain(Launch.of(models.NANO, published_layout(models.NANO), precision="mxfp8", backend="te"))
-    names = [name for name, value in different(found).items() if value == NOT_PASSED]
-    assert "--fp8-format" in names and "--first-last-layers-bf16" in names
-
-
 @pytest.mark.parametrize("name", ["nano", "super", "ultra", "lightning", "nano-4b", "super-tiny"])
 def test_a_pasted_launch_of_ours_differs_in_nothing_else(name: str) -> None:
     config = models.get(name)
@@ -212,17 +206,6 @@ def test_every_number_of_a_pasted_command_is_checked(name: str) -> None:
             changed = explain_command(config, command([*to_argv(rest), flag.name, other]))
             assert set(different(changed)) - before == {flag.name}, flag
             assert by_name(changed)[flag.name].of_model and by_name(changed)[flag.name].origin == "user"
-
-
-def test_what_a_wrong_number_reads_like() -> None:
-    words = launch_words(models.SUPER)
-    words[words.index("--num-experts") + 1] = "256"
-    text = render(explain_command(models.SUPER, command([*words, "--swiglu"])))
-    section = text.partition("differs from the model")[2].partition("\n\n")[0].split()
-    assert section == [
-        "--num-experts", "256", "config.num_moe_experts", "512",
-        "--swiglu", "on", "family:", "squared", "ReLU,", "ungated", "not", "passed",
-    ]  # fmt: skip
 
 
 def test_cuts_of_the_pipeline_are_no_other_model() -> None:

@@ -118,7 +118,7 @@ def test_the_last_of_several_values_is_said() -> None:
     assert said == "--lr is given 2 times with different values: the last one counts, --lr 2"
 
 
-@pytest.mark.parametrize("command", [["flags", "nano"], ["explain", "nano"], ["train", "nano", "--tiny"]])
+@pytest.mark.parametrize("command", [["explain", "nano"], ["train", "nano", "--tiny"]])
 def test_commands_refuse_unknown_options(
     command: list[str], capsys: pytest.CaptureFixture[str], tmp_path: object
 ) -> None:

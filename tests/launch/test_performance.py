@@ -17,7 +17,6 @@ import pytest
 
 from megatron_nemotron3 import cli, models
 from megatron_nemotron3.launch import Launch, TrainingSchedule, check, flags, performance, to_argv
-from megatron_nemotron3.launch.explain import explain
 from megatron_nemotron3.launch.performance import (
     GPUS,
     HARDWARE,
@@ -342,15 +341,6 @@ def test_variables_in_a_shell(capfd: pytest.CaptureFixture[str]) -> None:
         check=True,
     )
     assert done.stdout == "36 expandable_segments:True,graph_capture_record_stream_reuse:True\n"
-
-
-def test_explain_says_where_every_option_comes_from() -> None:
-    found = explain(launch(("super", "gb200", "bf16")))
-    settings = {setting.name: setting for setting in found.settings}
-    for name in of(("super", "gb200", "bf16")).options:
-        assert settings[name].origin == "gpu"
-        assert settings[name].field == "gpu.nemotron_3_super_pretrain_64gpu_gb200_bf16_config"
-    assert any("USE_MNNVL=1" in note for note in found.notes)
 
 
 def test_what_a_run_gives_up_is_said() -> None:

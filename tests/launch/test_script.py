@@ -111,11 +111,11 @@ EOF
 }
 #: Of texts that are no scripts.
 PIECES = (
-    *"if |then |fi\n|case x in |esac |a) |;; |$(|${|(|)|{ |} |[ |]|A=1 |A=(|--lr |x.py |<<E |E\n".split("|"),
-    *"for i in |do |done |f() |$A |eval |[[ |]] |function |else |! |<(|>(|((|))|exit 1 |2>&1|> ".split("|"),
-    *"declare |f |return |&&|\"|'|\n|\\|#|`|;|\0|\x1b[2J|é".split("|"),
-    *(" | ", " || "),
-)
+    "if ", "then ", "else ", "fi\n", "case x in ", "esac ", "a) ", ";; ", "for i in ", "do ", "done ",
+    "f() ", "f ", "function ", "return ", "declare ", "eval ", "exit 1 ", "! ", "[ ", "]", "[[ ", "]] ",
+    "$(", "${", "$A ", "<(", ">(", "((", "))", "(", ")", "{ ", "} ", "A=1 ", "A=(", "--lr ", "x.py ",
+    " && ", " || ", "|", ";", "\n", "<<E ", "E\n", "2>&1", "> ", '"', "'", "\\", "#", "`", "\0", "\x1b[2J",
+)  # fmt: skip
 
 
 def follow(text: str, variables: dict[str, str] | None = None, path: str = "launch.sh") -> script.Script:

@@ -10,13 +10,11 @@ import pytest
 
 from megatron_nemotron3.models import Nemotron3Config, get, names
 from megatron_nemotron3.models.parameters import layer_tensors, mtp_tensors, part_tensors
-from megatron_nemotron3.models.pattern import KINDS
 from megatron_nemotron3.models.tensors import (
     DIALECTS,
     PARAMETER,
     ROWS,
     Row,
-    registered,
     rows_of,
     symbol_sizes,
 )
@@ -24,10 +22,6 @@ from megatron_nemotron3.precision.table import KINDS as LINEAR_KINDS
 
 CONFIGS = [get(name + size) for name in names() for size in ("", "-tiny")]
 IDS = [f"{row.part} {row.hf[0].name}" for row in ROWS]
-
-
-def test_every_part_of_a_model_has_rows_and_every_row_a_part() -> None:
-    assert {row.part for row in ROWS} == {*KINDS, "model", "mtp_in", "mtp_out"}
 
 
 @pytest.mark.parametrize("dialect", [*DIALECTS, "hf"])
@@ -84,12 +78,3 @@ def test_counts_are_of_the_rows_a_model_has(config: Nemotron3Config) -> None:
         for tensor in tensors:
             assert tensor.copies == ((config.num_moe_experts or 0) if "{e}" in tensor.name else 1)
             assert tensor.active_copies <= tensor.copies
-
-
-def test_registration_keeps_the_rows() -> None:
-    """That the order is Megatron's is tested on a built model in tests/launch/plan."""
-    for part in dict.fromkeys(row.part for row in ROWS):
-        rows = [row for row in ROWS if row.part == part]
-        assert Counter(registered(rows)) == Counter(rows)
-        numbers = [row.registered for row in rows if row.registered is not None]
-        assert sorted(numbers) == list(range(1, len(numbers) + 1))
