@@ -26,7 +26,10 @@ def _run(words: list[str], folder: Path = ROOT, **env: str) -> subprocess.Comple
     return subprocess.run(words, cwd=folder, env=full, capture_output=True, text=True, timeout=240)
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "example",
+    [pytest.param(p, id=p.stem, marks=pytest.mark.full if p.stem.startswith("04") else ()) for p in EXAMPLES],
+)
 def test_example(example: Path, tmp_path: Path) -> None:
     """From any folder, on a machine without a GPU."""
     if example.stem.startswith("04"):  # it starts the launcher, which needs a process of its own

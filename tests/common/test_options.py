@@ -80,12 +80,6 @@ def test_the_values_have_the_types_of_the_fields() -> None:
     )
 
 
-def test_defaults_are_those_of_the_fields() -> None:
-    found = from_arguments(Example, _parser().parse_args(["in", "--lines", "4"]))
-    assert found == Example(source=Path("in"), rows=4, shared=More(), extra=["x"])
-    assert found.names == [] and found.files is None and not found.shared.only_here
-
-
 def test_the_parser_is_the_one_that_argparse_would_make_by_hand() -> None:
     parser = argparse.ArgumentParser(prog="example")
     parser.add_argument("source", type=Path, metavar="DIR", help="what to read")

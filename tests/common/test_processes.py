@@ -202,26 +202,6 @@ def test_a_parent_can_terminate_its_child(tmp_path: Path) -> None:
     assert result.stdout == "143\n", result.stderr
 
 
-def test_imports_are_not_searched_for_garbage() -> None:
-    """Not while they happen, and not when the process ends; what comes later is."""
-    code = (
-        "import gc, atexit\nfrom megatron_nemotron3.common import processes\n"
-        "atexit.register(lambda: print(len(gc.get_objects()) < 1000))\n"
-        "with processes.no_garbage_collection():\n"
-        "    inside = gc.isenabled()\n"
-        "    with processes.exit_at_interrupt('x'): import argparse\n"
-        "    nested = gc.isenabled()\n"
-        "made = [[] for _ in range(5000)]\n"
-        "print(inside, nested, gc.isenabled(), gc.get_freeze_count() > 1000, gc.is_tracked(made))\n"
-        "class Cycle: pass\n"
-        "import weakref; one = Cycle(); one.me = one; gone = weakref.ref(one); del one; gc.collect()\n"
-        "print(gone() is None)\n"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    # Functions registered last run first: freeze is re-registered behind this one.
-    assert out.stdout.split() == ["False", "False", "True", "True", "True", "True", "True"], out
-
-
 def test_a_free_port_is_none_that_the_kernel_gives_away() -> None:
     """A connection that gloo opens before the store listens cannot get it."""
     with open("/proc/sys/net/ipv4/ip_local_port_range") as file:

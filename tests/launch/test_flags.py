@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
-
-import pytest
-
 import megatron_nemotron3.launch
 from megatron_nemotron3 import models
 from megatron_nemotron3.launch import (
@@ -22,7 +17,6 @@ from megatron_nemotron3.launch import (
     to_argv,
 )
 from megatron_nemotron3.launch.flag import SECTIONS
-from megatron_nemotron3.precision.table import bf16_tail
 
 
 def named(result: list[Flag]) -> dict[str, tuple[str, ...]]:
@@ -61,42 +55,6 @@ def test_extra_replaces_and_goes_last() -> None:
     assert len(named(result)) == len(result)
 
 
-@pytest.mark.parametrize(("name", "tail"), [("super", 14), ("ultra", 16), ("nano", 8), ("super-tiny", 2)])
-def test_bf16_tail(name: str, tail: int) -> None:
-    config = models.get(name)
-    assert bf16_tail(config) == tail
-    assert abs(tail - 0.15 * config.num_layers) <= 1
-    assert bf16_tail(config.but(name="x")) == math.ceil(0.15 * config.num_layers)
-    # A shortened Super is not Super.
-    assert bf16_tail(models.SUPER.but(pattern="ME*")) == 1
-
-
-def test_nvfp4_flags() -> None:
-    ours = named(
-        flags(Launch.of(models.ULTRA, precision="nvfp4", backend="te", te_precision_config_file="/p q.yaml"))
-    )
-    assert ours["--te-precision-config-file"] == ("/p q.yaml",)
-    assert ours["--num-layers-at-start-in-bf16"] == ("0",)  # Megatron's default is 1
-    assert "--fp4-param-gather" not in ours
-    plain = named(flags(Launch.of(models.ULTRA, precision="nvfp4", backend="te", allow_plain_nvfp4=True)))
-    assert "--te-precision-config-file" not in plain
-    assert plain.items() <= ours.items()
-
-
-def test_router_is_fp32_in_every_precision() -> None:
-    for precision in megatron_nemotron3.launch.PRECISIONS:
-        assert named(
-            flags(Launch.of(models.NANO, precision=precision, backend="te", allow_plain_nvfp4=True))
-        )["--moe-router-dtype"] == ("fp32",)
-    assert "--moe-router-dtype" not in named(flags(Launch.of(models.NANO_4B)))
-
-
-def test_unknown_schedule_emits_no_schedule() -> None:
-    ours = named(flags(Launch.of(models.LIGHTNING, schedule=published(models.LIGHTNING))))
-    assert not {"--lr", "--min-lr", "--global-batch-size", "--train-samples", "--train-iters"} & set(ours)
-    assert not [name for name in ours if name.startswith("--lr-")]
-
-
 def test_distributed_optimizer() -> None:
     """Also at dp=1: its checkpoints do not load into the plain optimizer."""
     for backend in megatron_nemotron3.launch.BACKENDS:
@@ -116,18 +74,3 @@ def test_data_flags() -> None:
     assert ours["--save-interval"] == ("7",)
     assert "--mock-data" not in ours
     assert named(flags(Launch.of(models.NANO, data=mock_data(models.NANO))))["--mock-data"] == ()
-
-
-def test_every_option_exists_once_per_field() -> None:
-    """No field of a schedule is forgotten: it is a flag, or consumed elsewhere."""
-    config = models.SUPER
-    options = set(
-        named(flags(Launch.of(config, schedule=published(config), data=mock_data(config, save="x"))))
-    )
-    options |= set(named(flags(Launch.of(config, schedule=smoke(config)))))
-    missing = [
-        field.name
-        for field in dataclasses.fields(TrainingSchedule)
-        if f"--{field.name.replace('_', '-')}" not in options
-    ]
-    assert missing == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 from pathlib import Path
 
@@ -153,12 +152,3 @@ def test_a_damaged_file(text: str, tmp_path: Path) -> None:
     (tmp_path / manifest.NAME).write_text(text)
     with pytest.raises(ValueError, match=r"run\.json: it is damaged: remove it"):
         manifest.RunManifest(tmp_path)
-
-
-def test_what_it_says(tmp_path: Path) -> None:
-    _written(tmp_path, _parts())
-    found = json.loads((tmp_path / manifest.NAME).read_text())
-    assert found["parts"]["model"]["name"] == "super-tiny" and found["format"] == 1
-    assert "megatron-core" in found["versions"] and "--save" not in found["parts"]["launch"]
-    assert manifest.folder_of(tmp_path / "checkpoints") == tmp_path
-    assert manifest.folder_of(tmp_path) == tmp_path

@@ -191,22 +191,6 @@ def test_hardware_is_plans() -> None:
     assert set(PLANNED) <= set(GPUS)
 
 
-@pytest.mark.parametrize("gpu", GPUS)
-@pytest.mark.parametrize("model", models.names())
-def test_every_model_has_options_on_every_gpu(model: str, gpu: str) -> None:
-    """And says what it took where none were published."""
-    for precision in ("bf16", "mxfp8", "nvfp4"):
-        found = Launch.of(model, gpu=gpu, precision=precision, backend="te").tuned
-        assert found is not None
-        assert "--attention-backend" in found.options or not models.get(model).is_moe
-        assert (not found.instead) == ((model, gpu, precision) in RUNS)
-        assert not found.instead or (f"for {model} on {gpu} in {precision}" in found.notes[0])
-        # The op fuser and what rests on it are published for MXFP8 alone.
-        if precision != "mxfp8":
-            assert "--use-transformer-engine-op-fuser" not in found.options
-            assert "fused_group_mlp" not in found.options.get("--offload-modules", ())
-
-
 def test_what_is_taken_instead() -> None:
     def instead(model: str, gpu: str, precision: str = "bf16") -> str:
         found = Launch.of(model, gpu=gpu, precision=precision, backend="te").tuned
@@ -253,14 +237,6 @@ def test_sharding_follows_the_number_of_gpus() -> None:
     assert "--outer-dp-sharding-strategy" not in options(64)  # one domain: nothing to replicate
 
 
-def test_words_of_the_users_own_win() -> None:
-    launched = launch(("super", "gb200", "bf16"), extra=("--moe-flex-dispatcher-num-sms", "24"))
-    words = [str(flag) for flag in flags(launched)]
-    assert "--moe-flex-dispatcher-num-sms 24" in words and "--moe-flex-dispatcher-num-sms 32" not in words
-    assert launched.option("--moe-flex-dispatcher-num-sms", "") == "24"
-    assert launched.option("--cuda-graph-impl", "none") == "transformer_engine"  # what rules read
-
-
 def test_options_can_be_left_out() -> None:
     key = ("super", "gb200", "bf16")
     left = launch(key, without=("grad-reduce-in-bf16",))
@@ -281,12 +257,6 @@ def test_another_gpu_has_its_own_capability() -> None:
     assert dataclasses.replace(given, gpu="gb300").capability == (10, 0)
     fp4 = dataclasses.replace(hopper, precision="nvfp4", gpu="gb200", allow_plain_nvfp4=True)
     assert not [v for v in check(fp4) if v.rule == "quantized-hardware"]
-
-
-@pytest.mark.parametrize("backend", ["torch", "auto"])
-def test_other_backends_are_refused(backend: str) -> None:
-    with pytest.raises(ValueError, match="use backend te, or leave gpu out"):
-        Launch.of("super", gpu="h100", backend=backend)
 
 
 def test_options_of_another_version_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,13 +9,11 @@ from math import prod
 import pytest
 
 from megatron_nemotron3.models import Nemotron3Config, get, names
-from megatron_nemotron3.models.parameters import layer_tensors, mtp_tensors, part_tensors
 from megatron_nemotron3.models.tensors import (
     DIALECTS,
     PARAMETER,
     ROWS,
     Row,
-    rows_of,
     symbol_sizes,
 )
 from megatron_nemotron3.precision.table import KINDS as LINEAR_KINDS
@@ -43,12 +41,6 @@ def test_a_row_is_consistent(row: Row) -> None:
     assert row.trainable or row.linear is None
 
 
-@pytest.mark.parametrize("row", ROWS, ids=IDS)
-def test_a_matrix_belongs_to_a_linear_and_a_vector_to_none(row: Row) -> None:
-    for tensor in (*row.hf, *row.spelling(PARAMETER).tensors):
-        assert (len(tensor.shape) > 1) == (row.linear is not None), tensor
-
-
 def test_the_recipe_and_the_table_name_the_same_linears() -> None:
     assert {row.linear for row in ROWS} - {None} == {kind.name for kind in LINEAR_KINDS}
     assert all(kind.rows and kind.modules for kind in LINEAR_KINDS)
@@ -66,15 +58,3 @@ def test_both_sides_of_a_row_hold_the_same_elements(config: Nemotron3Config) -> 
                 experts = sizes["experts"] if spelling.rule == "stack" else 1
                 megatron = sum(prod(sizes[s] for s in tensor.shape) for tensor in spelling.tensors)
                 assert megatron == hf * experts, (row.hf, spelling.dialect)
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
-def test_counts_are_of_the_rows_a_model_has(config: Nemotron3Config) -> None:
-    parts = {"model": part_tensors(config, "model"), "mtp": mtp_tensors(config)}
-    parts |= {kind: layer_tensors(config, kind) for kind in set(config.pattern)}
-    for part, tensors in parts.items():
-        rows = [r for p in ((part,) if part != "mtp" else ("mtp_in", "mtp_out")) for r in rows_of(config, p)]
-        assert [tensor.name for tensor in tensors] == [tensor.name for row in rows for tensor in row.hf]
-        for tensor in tensors:
-            assert tensor.copies == ((config.num_moe_experts or 0) if "{e}" in tensor.name else 1)
-            assert tensor.active_copies <= tensor.copies

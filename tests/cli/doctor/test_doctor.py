@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from megatron_nemotron3 import cli
 from megatron_nemotron3.cli import packages
-from megatron_nemotron3.cli.doctor import emulation, judge, render, step_findings
+from megatron_nemotron3.cli.doctor import emulation, judge, step_findings
 from megatron_nemotron3.common.switches import EMULATE
 from megatron_nemotron3.proof.certify.ranks import run_distributed
 from megatron_nemotron3.train import build
@@ -165,9 +164,3 @@ def test_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     assert list(found) == ["packages", "imports", "gpu", "precision", "verdict"]
     assert cli.main(["doctor", "--step", "supper"]) == 2
     assert "did you mean 'super'" in capsys.readouterr().err
-
-
-def test_rendering() -> None:
-    text = render([("packages", packages.check({**GOOD, "python": "3.10.2"}))])
-    assert text.splitlines()[0] == "packages" and "-> make the environment with python3.12" in text
-    assert torch.__version__.startswith(packages.TESTED["torch"])

@@ -242,14 +242,6 @@ def test_each_kind_in_a_layout(layout: ParallelLayout) -> None:
     )
 
 
-@pytest.mark.full
-def test_dense_model_over_tensor_ranks() -> None:
-    compare(
-        case(DENSE, 128, 2, layout=ParallelLayout(tp=2)),
-        case(DENSE, 128, 1, "fp32", layout=ParallelLayout(tp=2, sp=False)),
-    )
-
-
 def test_busiest_expert_rank() -> None:
     layout = ParallelLayout(dp=2, ep=2)
     what, recompute = case(SUPER, 256, 1, layout=layout)

@@ -16,9 +16,8 @@ import pytest
 from megatron_nemotron3.launch import ParallelLayout, published_layout
 from megatron_nemotron3.launch.plan.activation_forms import RankShare
 from megatron_nemotron3.launch.plan.memory import buffers, in_flight, memory
-from megatron_nemotron3.launch.plan.options import NONE, CostOptions, Recompute
+from megatron_nemotron3.launch.plan.options import NONE, Recompute
 from megatron_nemotron3.launch.plan.state import (
-    RankState,
     state,
 )
 from megatron_nemotron3.models import Nemotron3Config, get, tiny
@@ -300,39 +299,3 @@ def test_state_is_near_the_exact_one(name: str) -> None:
             assert state(alone, pp_rank) == exact_state(alone, pp_rank=pp_rank)
             # A rank's share of the buffer has more or less padding in it; the mean of all ranks is meant.
             assert found.optimizer == pytest.approx(exact.optimizer, rel=1e-3)
-
-
-def test_memory_has_the_state() -> None:
-    layout = ParallelLayout(tp=2, pp=2, ep=2, dp=2)
-    for precision, sizes in (("bf16", (2, 4, 4, 8)), ("fp32", (4, 4, 0, 8))):
-        what = launch(SUPER, layout, precision=precision)
-        costs = CostOptions.of(what)
-        assert (costs.weight, costs.gradient, costs.master, costs.moments) == sizes
-        found, held = memory(what, 1), state(what, 1)
-        assert RankState(found.weights, found.gradients, found.optimizer) == held
-        whole = held.weights + held.gradients + held.optimizer
-        assert found.total == whole + sum(found.activations.values()) + found.buffers
-        assert found.buffers > sum(expected_buffers(layout, 1).values())
-
-
-def test_each_choice_of_recomputation_saves_memory() -> None:
-    config, layout = get("super"), ParallelLayout(tp=2, pp=4, ep=8, dp=8)
-
-    def total(recompute: Recompute, pp_rank: int) -> int:
-        return memory(
-            launch(config, layout, microbatches=16, recompute=recompute, backend="te"), pp_rank
-        ).total
-
-    for pp_rank in range(layout.pp):
-        totals = [
-            total(choice, pp_rank)
-            for choice in (
-                Recompute("full"),
-                Recompute("selective", ("moe",)),
-                Recompute("selective", ("shared_experts", "moe_act")),
-                Recompute("selective", ("shared_experts",)),
-                NONE,
-            )
-        ]
-        assert totals == sorted(totals)
-        assert len(set(totals)) == len(totals)
