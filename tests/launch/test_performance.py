@@ -1,6 +1,6 @@
 """`--gpu`: what Megatron makes of our options equals what Megatron-Bridge's recipes set, field by field.
 
-The oracle is tests/golden/bridge_performance.json, which `make_bridge_performance.py` read off Bridge's
+The oracle is tests/golden/bridge_performance.json, which was read off Bridge's
 recipe functions. Every difference is in `bridge_differences.DIFFERENCES`, with its reason.
 """
 

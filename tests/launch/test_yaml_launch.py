@@ -74,7 +74,7 @@ MODEL_ARGS_2:
 
 
 def test_bridges_configuration_of_super() -> None:
-    """Recorded from Bridge's provider (tests/golden/make_bridge_config.py)."""
+    """Recorded from Bridge's provider (tests/golden/README.md)."""
     found = explain_nearest(BRIDGE.read_text())
     assert found.config is models.SUPER
     assert [s.name for s in found.differences if s.of_model] == []
