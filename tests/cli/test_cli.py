@@ -13,17 +13,6 @@ from megatron_nemotron3 import cli
 from megatron_nemotron3.cli import table
 
 
-@pytest.mark.parametrize("name", [*table.COMMANDS, "convert to-hf", "convert from-hf"])
-def test_help_of_a_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A purpose in one sentence, and an example at the end."""
-    with pytest.raises(SystemExit, match="0"):
-        cli.main([*name.split(), "-h"])
-    out = capsys.readouterr().out
-    purpose, example = out.split("\n\n")[1], out.splitlines()[-1]
-    assert purpose[0].isupper() and purpose.rstrip().endswith("."), purpose
-    assert out.splitlines()[-2] == "example:" and example.startswith(f"  nemotron3 {name}")
-
-
 @pytest.mark.parametrize(
     ("old", "new"),
     [

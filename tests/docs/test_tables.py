@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from megatron_nemotron3.checkpoints.convert.quantized import quantization
 from megatron_nemotron3.models import get, series
 from megatron_nemotron3.precision.serving import RECIPES
@@ -47,6 +49,7 @@ def test_series_and_warnings_of_the_monitor_page() -> None:
     assert named == [rule.name for rule in RULES]
 
 
+@pytest.mark.full
 def test_sizes_of_quantized_checkpoints() -> None:
     table = rows("checkpoints.md", "| recipe | NVFP4 | FP8 | size | source |")
     assert sorted(row[0].strip("`") for row in table) == sorted(RECIPES)
