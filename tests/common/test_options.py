@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -78,26 +77,6 @@ def test_the_values_have_the_types_of_the_fields() -> None:
         json=True,
         extra=["x"],
     )
-
-
-def test_the_parser_is_the_one_that_argparse_would_make_by_hand() -> None:
-    parser = argparse.ArgumentParser(prog="example")
-    parser.add_argument("source", type=Path, metavar="DIR", help="what to read")
-    parser.add_argument("target", type=Path, nargs="?", metavar="DIR", help="where to write")
-    parser.add_argument("--lines", dest="rows", type=int, required=True, metavar="N", help="rows")
-    parser.add_argument("--model", metavar="MODEL", help="the model")
-    parser.add_argument("--only-here", action="store_true", help="an option of this class alone")
-    parser.add_argument("--size", type=float, default=1.5, metavar="N", help="its size")
-    more = parser.add_argument_group("more")
-    more.add_argument("--kind", choices=("a", "b-c"), help="the kind")
-    parser.add_argument("--place", type=str.upper, metavar="URL", help="a place")
-    parser.add_argument("--names", action="append", default=[], metavar="NAME", help="names")
-    parser.add_argument("--files", nargs="+", type=Path, metavar="FILE", help="files")
-    more.add_argument("--every", type=float, nargs="?", const=30.0, metavar="S", help="seconds")
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
-    made = argparse.ArgumentParser(prog="example")
-    add_options(made, Example)
-    assert made.format_help() == parser.format_help()
 
 
 @pytest.mark.parametrize(

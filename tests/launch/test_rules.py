@@ -42,7 +42,8 @@ def layout(**sizes: Any) -> ParallelLayout:
 
 
 #: Rule -> arguments of check that violate it in another way than the run of tests/properties/evidence.py, and
-#: what the message must contain. That every rule fires is in tests/properties/test_refused.py, what it says on docs/reference/rules.md.
+#: what the message must contain. That every rule fires is in tests/properties/test_refused.py,
+#: and what it says on docs/reference/rules.md.
 VIOLATED: dict[str, tuple[dict[str, Any], str]] = {
     "mamba-groups-tp": ({"layout": layout(tp=16)}, "mamba_num_groups=8 .* TP=16: use TP 1, 2, 4, 8$"),
     "schedule-unknown": ({"schedule": published(models.get("lightning"))}, "train, lr, min_lr"),
