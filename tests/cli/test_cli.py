@@ -17,8 +17,8 @@ from megatron_nemotron3.cli import table
     ("old", "new"),
     [
         (
-            "plan nano --gpus 8 --gpu h100 --seq 4096 --gbs 64 --json",
-            "--seq-length 4096 --global-batch-size 64",
+            "plan nano-4b --gpus 1 --gpu h100 --seq 4096 --gbs 4 --json",
+            "--seq-length 4096 --global-batch-size 4",
         ),
         ("precision super --format mxfp8", "--precision mxfp8"),
     ],

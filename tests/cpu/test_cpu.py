@@ -64,6 +64,7 @@ def test_modules_that_compile_functions_are_imported_inside() -> None:
             assert decorator(lambda x: x + 1)(torch.zeros(1)) == 1
 
 
+@pytest.mark.full
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU Megatron binds torch.compile")
 def test_megatron_is_imported_without_the_compiler() -> None:
     """In a fresh process: inductor stays out, torch has its function again, an optimizer can be made."""

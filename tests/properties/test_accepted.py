@@ -73,7 +73,7 @@ def check(cases: list[Case], ranks: int) -> None:
 @pytest.mark.parametrize(
     ("ranks", "number"),
     [
-        (2, 10),
+        (2, 6),
         pytest.param(2, 120, marks=pytest.mark.full),
         pytest.param(3, 40, marks=pytest.mark.full),
         pytest.param(4, 120, marks=pytest.mark.full),

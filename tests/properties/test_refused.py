@@ -14,6 +14,7 @@ from megatron_nemotron3.models import count
 from megatron_nemotron3.proof.certify.ranks import run_distributed
 from tests.properties.entries import Refused, Wrong
 from tests.properties.evidence import EVIDENCE
+from tests.properties.evidence_combination import COMBINATIONS
 from tests.properties.measure import _GPT_VALUES, attempts, nothing
 from tests.properties.step import Case, Refusal
 from tests.properties.strategies import draw_many, errors, refused
@@ -66,7 +67,14 @@ def test_megatron_refuses_too(rule: str) -> None:
     assert evidence.message in result.message
 
 
-@pytest.mark.parametrize("rule", [name for name, e in EVIDENCE.items() if isinstance(e, Wrong)])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        pytest.param(name, marks=pytest.mark.full if name in COMBINATIONS else ())
+        for name, e in EVIDENCE.items()
+        if isinstance(e, Wrong)
+    ],
+)
 def test_megatron_computes_something_else(rule: str) -> None:
     from megatron.core import __version__
 

@@ -242,6 +242,7 @@ def test_each_kind_in_a_layout(layout: ParallelLayout) -> None:
     )
 
 
+@pytest.mark.full
 def test_busiest_expert_rank() -> None:
     layout = ParallelLayout(dp=2, ep=2)
     what, recompute = case(SUPER, 256, 1, layout=layout)

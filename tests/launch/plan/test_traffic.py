@@ -28,7 +28,7 @@ LAYOUTS = {
     "pp2-vpp2": ParallelLayout(pp=2, vpp=2),
     "dp4-ep2": ParallelLayout(dp=4, ep=2),
 }
-QUICK = ("tp2-ep2", "pp2")
+QUICK = ("tp2-ep2",)
 SEQUENCES, LENGTH = 8, 128
 
 
