@@ -131,6 +131,23 @@ def test_ranks_of_one_run_may_start_in_any_order(tmp_path: Path, start: Start) -
     assert len((tmp_path / lock.NAME).read_text().splitlines()) == 3
 
 
+def test_a_reader_does_not_get_in_the_way(tmp_path: Path) -> None:
+    """`holder` takes the lock for a moment; a writer that comes just then waits."""
+    end = time.monotonic() + 0.4
+    reader = os.fork()
+    if not reader:
+        while time.monotonic() < end + 1:
+            lock.holder(tmp_path)
+        os._exit(0)
+    taken = 0
+    while time.monotonic() < end:
+        with lock.held(tmp_path):
+            taken += 1
+    os.kill(reader, signal.SIGKILL)
+    os.waitpid(reader, 0)
+    assert taken > 5
+
+
 def _no_flock(descriptor: int, kind: int) -> None:
     raise OSError(errno.ENOLCK, "No locks available")
 

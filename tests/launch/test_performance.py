@@ -191,6 +191,22 @@ def test_hardware_is_plans() -> None:
     assert set(PLANNED) <= set(GPUS)
 
 
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("model", models.names())
+def test_every_model_has_options_on_every_gpu(model: str, gpu: str) -> None:
+    """And says what it took where none were published."""
+    for precision in ("bf16", "mxfp8", "nvfp4"):
+        found = Launch.of(model, gpu=gpu, precision=precision, backend="te").tuned
+        assert found is not None
+        assert "--attention-backend" in found.options or not models.get(model).is_moe
+        assert (not found.instead) == ((model, gpu, precision) in RUNS)
+        assert not found.instead or (f"for {model} on {gpu} in {precision}" in found.notes[0])
+        # The op fuser and what rests on it are published for MXFP8 alone.
+        if precision != "mxfp8":
+            assert "--use-transformer-engine-op-fuser" not in found.options
+            assert "fused_group_mlp" not in found.options.get("--offload-modules", ())
+
+
 def test_what_is_taken_instead() -> None:
     def instead(model: str, gpu: str, precision: str = "bf16") -> str:
         found = Launch.of(model, gpu=gpu, precision=precision, backend="te").tuned
@@ -235,6 +251,14 @@ def test_sharding_follows_the_number_of_gpus() -> None:
     assert options(512)["--num-distributed-optimizer-instances"] == ("8",)
     assert options(512)["--outer-dp-sharding-strategy"] == ("optim",)
     assert "--outer-dp-sharding-strategy" not in options(64)  # one domain: nothing to replicate
+
+
+def test_words_of_the_users_own_win() -> None:
+    launched = launch(("super", "gb200", "bf16"), extra=("--moe-flex-dispatcher-num-sms", "24"))
+    words = [str(flag) for flag in flags(launched)]
+    assert "--moe-flex-dispatcher-num-sms 24" in words and "--moe-flex-dispatcher-num-sms 32" not in words
+    assert launched.option("--moe-flex-dispatcher-num-sms", "") == "24"
+    assert launched.option("--cuda-graph-impl", "none") == "transformer_engine"  # what rules read
 
 
 def test_options_can_be_left_out() -> None:
