@@ -196,27 +196,16 @@ SCRIPT = r"""#!/bin/bash
 set -euo pipefail
 TP=${TP:-2}
 export EP=64
-OUT=${OUT:-/runs}/super_tp${TP}
-mkdir -p "$OUT"
 if [ -n "${X:-}" ]; then echo --no-option; fi
-DISTRIBUTED_ARGS=(
-    --nproc_per_node 8
-    --nnodes "${NODES:-1}"
-)
 MODEL_ARGS=(
-    --hybrid-override-pattern "ME*|ME"
-    --mtp-hybrid-override-pattern "*E" --mtp-num-layers 2
+    --hybrid-override-pattern "ME*|ME" --mtp-hybrid-override-pattern "*E" --mtp-num-layers 2
     --tensor-model-parallel-size "${TP}"  # of the node
-    --expert-model-parallel-size $EP
-    --bf16
+    --expert-model-parallel-size $EP --bf16
 )
 MODEL_ARGS+=(--sequence-parallel)
-MORE_ARGS=" \
-    --lr=1e-3 \
-    --data-path $BLEND 0.5 \
-    --num-experts 4 "
-NVTE_FUSED_ATTN=0 python -m torch.distributed.run "${DISTRIBUTED_ARGS[@]}" \
-    pretrain_hybrid.py "${MODEL_ARGS[@]}" $MORE_ARGS --num-experts 8 --save "$OUT" "$@" 2>&1 | tee log
+MORE_ARGS=" --lr=1e-3 --data-path $BLEND 0.5 --num-experts 4 "
+NVTE_FUSED_ATTN=0 python -m torch.distributed.run --nproc_per_node 8 --nnodes "${NODES:-1}" \
+    pretrain_hybrid.py "${MODEL_ARGS[@]}" $MORE_ARGS --num-experts 8 --save "/runs/super_tp${TP}" "$@" 2>&1
 """
 
 
