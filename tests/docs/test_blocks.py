@@ -150,8 +150,9 @@ def test_example(command: table.Command, page_folder: Callable[[str], Path], pro
         write_chat_model(folder)
     if command.name == "bisect":
         run_python([str(ROOT / "examples" / "recordings.py"), "runs/demo"], folder)
-    if command.name in ("run", "chat"):  # chat reads stdin to its end
-        done = run(["bash", "-euo", "pipefail", "-c", f"{command.example} </dev/null"], folder, programs)
+    if command.name in ("run", "chat"):  # the words in ARGS; chat reads stdin to its end
+        script = f"ARGS=(--spec megatron_nemotron3.specs nemotron3_stack_spec); {command.example} </dev/null"
+        done = run(["bash", "-euo", "pipefail", "-c", script], folder, programs)
     else:
         done = run_python(["-c", NEMOTRON3, *shlex.split(command.example)[1:]], folder)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
