@@ -155,6 +155,7 @@ def test_an_interrupted_environment_is_made_anew_and_a_folder_is_not(folder: Pat
     assert (folder / "env/thesis.txt").exists()
 
 
+@pytest.mark.full
 def test_a_terminal_sees_what_goes_on(folder: Path) -> None:
     """A line that is rewritten, and one for each stage in the end."""
     program = (folder / "python").read_text().replace('echo "check"', 'sleep 1.5; echo "check"')

@@ -130,7 +130,11 @@ def test_the_death_of_a_process_is_seen_with_many_open_files() -> None:
 
 @pytest.mark.parametrize(
     "signum",
-    [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.full)],
+    [
+        signal.SIGINT,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.full),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.full),
+    ],
     ids=str,
 )
 def test_a_signal_to_the_group_lets_a_rank_save(tmp_path: Path, signum: signal.Signals) -> None:
@@ -164,6 +168,7 @@ def test_the_control_pipe_asks_and_its_end_ends(tmp_path: Path) -> None:
         assert rank.wait(timeout=10) == processes.ORPHANED
 
 
+@pytest.mark.full
 def test_a_rank_ends_with_the_agent_of_torchrun() -> None:
     code = LAUNCH.format(before="", run="import time; print('ready', flush=True); time.sleep(60)")
     agent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"

@@ -300,6 +300,7 @@ def test_all_needs_megatron(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert "--all asks the installed Megatron" in capsys.readouterr().err
 
 
+@pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
 def test_defaults_and_names_are_megatrons() -> None:
     """In a process of its own: the parser's modules change the environment."""

@@ -412,7 +412,10 @@ ENDLESS = {
 }
 
 
-@pytest.mark.parametrize("name", ENDLESS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.full if name == "processes" else ()) for name in ENDLESS],
+)
 def test_every_script_ends(name: str, tmp_path: Path) -> None:
     file = tmp_path / "launch.sh"
     file.write_text(ENDLESS[name])

@@ -57,7 +57,14 @@ def made(ranks: int) -> dict[str, Any]:
     return dict(zip(names, found[0], strict=True))
 
 
-@pytest.mark.parametrize("rule", [name for name, e in EVIDENCE.items() if isinstance(e, Refused)])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        pytest.param(name, marks=pytest.mark.full if e.case.layout.world_size > 2 else ())
+        for name, e in EVIDENCE.items()
+        if isinstance(e, Refused)
+    ],
+)
 def test_megatron_refuses_too(rule: str) -> None:
     evidence = EVIDENCE[rule]
     assert isinstance(evidence, Refused)

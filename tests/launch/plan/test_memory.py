@@ -219,7 +219,7 @@ def everything(case: Case) -> int:
 
 WHOLE = [
     # The worst moment is at the loss; then in the experts' backward, where a CPU has blocks of FP32 besides.
-    pytest.param(SUPER.but(vocab_size=8192), NONE, TOLERANCE, id="loss"),
+    pytest.param(SUPER.but(vocab_size=8192), NONE, TOLERANCE, id="loss", marks=pytest.mark.full),
     pytest.param(
         get("nano").but(pattern="M*E", num_moe_experts=8, vocab_size=1024),
         NONE,
