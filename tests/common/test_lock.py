@@ -27,7 +27,7 @@ from megatron_nemotron3.common import lock
 from megatron_nemotron3.common.switches import LOCK
 folder, command, key, then = sys.argv[1:]
 try:
-    with lock.held(Path(folder), command, key=key or None, patience=0.4):
+    with lock.held(Path(folder), command, key=key or None, patience=1.0):
         if then == "fork" and not os.fork():
             time.sleep(600)
         print("holds", flush=True)
@@ -116,7 +116,7 @@ def test_it_waits_for_orphans_and_then_names_them(tmp_path: Path, start: Start) 
     message = r"one that it started has not \(process \d+\): end it first"
     with (
         pytest.raises(ValueError, match=message) as caught,
-        lock.held(tmp_path, patience=0.4, say=lines.append),
+        lock.held(tmp_path, patience=1.0, say=lines.append),
     ):
         pass
     assert len(lines) == 1 and "waiting for processes that a killed command left" in lines[0]
