@@ -70,6 +70,16 @@ def test_a_page_begins_with_its_one_title(name: str) -> None:
     assert len(re.findall(r"^# ", text, re.M)) == 1
 
 
+@pytest.mark.parametrize("name", PAGES)
+def test_links_and_asterisks(name: str) -> None:
+    """A link's text is no file name and not "here"; TP*CP*DP without backslashes would lose its asterisks."""
+    text = prose(name)
+    for shown, target in re.findall(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)", text):
+        if re.search(r"\.md(#|$)", target):
+            assert ".md" not in shown and shown.lower() not in ("here", "page", "link"), (shown, target)
+    assert re.findall(r"\w+\*\w+", re.sub("`[^`]*`", "", text).replace("**", "")) == []
+
+
 class Texts(HTMLParser):
     """Texts of a page's paragraphs, and what it loads from elsewhere."""
 

@@ -155,9 +155,10 @@ def test_an_interrupted_environment_is_made_anew_and_a_folder_is_not(folder: Pat
     assert (folder / "env/thesis.txt").exists()
 
 
+@pytest.mark.full
 def test_a_terminal_sees_what_goes_on(folder: Path) -> None:
     """A line that is rewritten, and one for each stage in the end."""
-    program = (folder / "python").read_text().replace('echo "check"', 'sleep 2.5; echo "check"')
+    program = (folder / "python").read_text().replace('echo "check"', 'sleep 1.5; echo "check"')
     (folder / "python").write_text(program)
     main, other = pty.openpty()
     environment = {"PATH": os.environ["PATH"], "HOME": str(folder), "PYTHON": str(folder / "python")}

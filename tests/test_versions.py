@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-import json
 import os
 import re
 import subprocess
@@ -34,8 +33,6 @@ from megatron_nemotron3.launch import (
     flags,
     mock_data,
     published,
-    smoke,
-    to_argv,
     versions,
 )
 from megatron_nemotron3.launch.flag import Flag
@@ -138,15 +135,6 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "megatron-core 0.18 is not supported: use 0.19 (pip install" in capsys.readouterr().err
 
 
-def test_an_installed_version_that_is_not_supported(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One line on any command that makes flags for it."""
-    monkeypatch.setattr(metadata, "version", lambda name: "0.18.2")
-    assert cli.main(["flags", "super"]) == 2
-    assert "nemotron3 flags: megatron-core 0.18.2 is not supported" in capsys.readouterr().err
-
-
 def test_train_and_build_model_name_an_unsupported_version(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -196,34 +184,6 @@ def test_the_installed_parser_has_these_options() -> None:
     """Types, values, sections and defaults: a new file would be the same, byte for byte."""
     done = run_python(["-m", "tests.launch.make_options", "--check"], Path.cwd())
     assert done.returncode == 0, done.stderr[-2000:]
-
-
-@full
-@pytest.mark.parametrize("name", ["nano", "super", "ultra", "nemotron-h-8b"])
-def test_the_installed_parser_takes_the_flags(name: str) -> None:
-    from megatron_nemotron3.cpu import cpu_mode
-    from megatron_nemotron3.train.build import megatron_args
-
-    config = models.tiny(models.get(name))
-    layout = ParallelLayout(tp=2, pp=2, dp=2, ep=2 if config.is_moe else 1)
-    for precision in ("fp32", "bf16"):
-        words = to_argv(
-            flags(
-                Launch.of(
-                    config,
-                    layout,
-                    precision=precision,
-                    backend="torch",
-                    schedule=smoke(config, global_batch_size=8),
-                )
-            )
-        )
-        with cpu_mode():
-            args = megatron_args(words, layout.world_size)
-        assert args.num_layers == len(config.pattern)
-        assert args.mtp_num_layers == (config.mtp_num_layers or None)
-        assert args.moe_latent_size == config.moe_latent_size
-        assert args.hybrid_layer_pattern.count("|") == 1
 
 
 @contextlib.contextmanager
@@ -385,36 +345,6 @@ def test_full_recompute() -> None:
     layers = len(set(map(id, seen)))
     assert layers == 5
     assert len(seen) == 2 * layers
-
-
-@full
-def test_checkpoint_keys_are_the_same_on_every_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-    from megatron.core.activations import squared_relu
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
-    from megatron.core.transformer import TransformerConfig
-
-    from megatron_nemotron3.specs import nemotron3_torch_stack_spec
-    from tests.support.models import GOLDEN_MODELS, SIZES, VOCABULARY, describe, golden_file
-
-    pattern, fields = GOLDEN_MODELS["super_like"]
-    stock = json.loads(golden_file().read_text())["super_like"]
-    with built():  # makes the groups
-        for name in [name for name in os.environ if name.startswith("NVTE_")]:
-            monkeypatch.delenv(name)  # the attention backend of the model just built
-        config = TransformerConfig(
-            **SIZES,
-            **fields,
-            num_layers=4,
-            mtp_num_layers=2,
-            activation_func=squared_relu,
-            params_dtype=torch.float32,
-            is_hybrid_model=True,
-        )
-        model = HybridModel(config, nemotron3_torch_stack_spec, VOCABULARY, 64, hybrid_layer_pattern=pattern)
-        mine = describe(model)
-    assert mine["parameters"] == stock["parameters"]
-    assert mine["checkpoint"] == stock["checkpoint"]
 
 
 #: Stock script and our own entry; a checkout's Megatron is the one it brings.

@@ -57,15 +57,10 @@ def completed(line: str, folder: Path) -> list[str]:
     ("line", "words"),
     [
         ("nemotron3 ", set(COMMANDS)),
-        ("nemotron3 pre", {"precision"}),
         ("nemotron3 --ver", {"--version"}),
         ("nemotron3 show super --", {"--help", "--json", "--model", "--tiny"}),
-        ("nemotron3 flags super --gpu g", {"gb200", "gb300"}),
         ("nemotron3 train --model m", {"mine.json"}),
-        ("nemotron3 run --d", {"--device"}),
         ("nemotron3 run --device c", {"cpu", "cuda"}),
-        ("nemotron3 convert ", {"to-hf", "from-hf"}),
-        ("nemotron3 convert to-hf ru", {"runs/"}),
         ("nemotron3 generate --checkpoint runs/d", {"runs/demo/"}),
         ("nemotron3 convert to-hf runs/demo out --dtype b", {"bfloat16"}),
     ],
@@ -79,8 +74,6 @@ def test_bash(line: str, words: set[str], folder: Path) -> None:
     ("line", "shown"),
     [
         ("nemotron3 flags super --gpu gb", (b"gb200", b"gb300")),
-        ("nemotron3 run --dev", (b"--device",)),
-        ("nemotron3 generate --checkpoint runs/d", (b"runs/demo/",)),
     ],
 )
 def test_zsh(line: str, shown: tuple[bytes, ...], folder: Path) -> None:

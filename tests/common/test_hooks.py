@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_nemotron3.common.hooks import MeasuredSteps, at_first_forward, until_first_forward, unwrapped
+from megatron_nemotron3.common.hooks import at_first_forward, until_first_forward
 
 
 class Stack(torch.nn.Linear):
@@ -49,19 +49,3 @@ def test_modules_around_a_stack_are_seen_until_its_forward_begins(hooks: Ordered
     until_first_forward(Stack(2, 2), seen.append)  # gone at once
     around(x)
     assert len(seen) == 2 and not hooks
-
-
-def test_the_first_step_and_those_that_the_interval_divides_are_measured() -> None:
-    steps, on = MeasuredSteps(3), []
-    for iteration in range(5, 11):
-        on.append(steps.on)
-        steps.step_done(iteration)
-    assert on == [True, True, False, False, True, False]
-
-
-def test_wrappers_are_taken_off() -> None:
-    inner = Stack(2, 2)
-    wrapper = torch.nn.Module()
-    wrapper.module = torch.nn.Module()
-    wrapper.module.module = inner
-    assert unwrapped(wrapper) is unwrapped(inner) is inner

@@ -88,15 +88,6 @@ def test_the_lock_ends_with_its_block_and_leaves_nothing(tmp_path: Path) -> None
     assert [path.name for path in folder.iterdir()] == ["kept"]
 
 
-def test_kill_frees_it(tmp_path: Path, start: Start) -> None:
-    first = start(tmp_path)
-    assert _said(first) == "holds"
-    first.kill()
-    first.wait()
-    assert lock.holder(tmp_path) is None
-    assert _said(start(tmp_path)) == "holds"
-
-
 def test_a_killed_command_leaves_the_folder_to_its_ranks(tmp_path: Path, start: Start) -> None:
     first, rank = start(tmp_path, key="run"), None
     assert _said(first) == "holds"
@@ -134,22 +125,15 @@ def test_it_waits_for_orphans_and_then_names_them(tmp_path: Path, start: Start) 
         pass
 
 
-def test_many_at_once_have_it_one_after_another(tmp_path: Path, start: Start) -> None:
-    racing = [start(tmp_path) for _ in range(6)]
-    said = [_said(process) for process in racing]
-    assert said.count("holds") <= 1
-    assert sum("is in use by" in text for text in said) >= 5
-
-
 def test_ranks_of_one_run_may_start_in_any_order(tmp_path: Path, start: Start) -> None:
-    ranks = [start(tmp_path, f"rank {rank}", key="run") for rank in range(4)]
-    assert [_said(rank) for rank in ranks] == ["holds"] * 4
-    assert len((tmp_path / lock.NAME).read_text().splitlines()) == 4
+    ranks = [start(tmp_path, f"rank {rank}", key="run") for rank in range(3)]
+    assert [_said(rank) for rank in ranks] == ["holds"] * 3
+    assert len((tmp_path / lock.NAME).read_text().splitlines()) == 3
 
 
 def test_a_reader_does_not_get_in_the_way(tmp_path: Path) -> None:
     """`holder` takes the lock for a moment; a writer that comes just then waits."""
-    end = time.monotonic() + 1.0
+    end = time.monotonic() + 0.4
     reader = os.fork()
     if not reader:
         while time.monotonic() < end + 1:
@@ -188,7 +172,7 @@ def test_without_kernel_locks_the_record_counts(tmp_path: Path, monkeypatch: pyt
 
 def test_without_kernel_locks_one_of_many_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", _no_flock)
-    begin, end = time.time() + 0.2, time.time() + 2.0
+    begin, end = time.time() + 0.2, time.time() + 1.0
     racing = []
     for _ in range(6):
         if pid := os.fork():

@@ -25,14 +25,6 @@ def test_each_name_has_one_constant() -> None:
     assert sorted(constants.values()) == sorted(SWITCHES)
 
 
-def test_the_documentation_names_each() -> None:
-    environment = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
-    for name, switch in SWITCHES.items():
-        assert f"| `{name}` |" in environment
-        if switch.page:
-            assert name in (ROOT / "docs" / switch.page).read_text(encoding="utf-8"), switch.page
-
-
 def test_a_setting_is_of_the_table() -> None:
     with pytest.raises(KeyError, match="NEMOTRON3_NOTHING"):
         EnvironmentSetting("NEMOTRON3_" + "NOTHING", str)

@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.docs.pictures import PICTURES
-
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PACKAGE = ROOT / "megatron_nemotron3"
@@ -173,7 +171,6 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/bisect_faults.md": bisect_faults,
     "reference/commands.md": commands,
     "reference/upstream_tests.md": upstream_tests,
-    **{f"pictures/{name}.svg": draw for name, draw in PICTURES.items()},
 }
 #: Page below docs/ -> tables in it that are generated, by name. They stand between two comments.
 TABLES: dict[str, dict[str, Callable[[], str]]] = {

@@ -140,13 +140,8 @@ def write_chat_model(folder: Path) -> None:
     shutil.copy(folder / "template.jinja", folder / "demo-hf" / "chat_template.jinja")
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        pytest.param(command, id=name, marks=pytest.mark.full if name in SLOW else ())
-        for name, command in table.COMMANDS.items()
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("command", table.COMMANDS.values(), ids=list(table.COMMANDS))
 def test_example(command: table.Command, page_folder: Callable[[str], Path], programs: Path) -> None:
     """The example of each command in `nemotron3 --help` runs, in the order of the help."""
     folder = page_folder("examples of commands")
@@ -155,8 +150,9 @@ def test_example(command: table.Command, page_folder: Callable[[str], Path], pro
         write_chat_model(folder)
     if command.name == "bisect":
         run_python([str(ROOT / "examples" / "recordings.py"), "runs/demo"], folder)
-    if command.name in ("run", "chat"):  # chat reads stdin to its end
-        done = run(["bash", "-euo", "pipefail", "-c", f"{command.example} </dev/null"], folder, programs)
+    if command.name in ("run", "chat"):  # the words in ARGS; chat reads stdin to its end
+        script = f"ARGS=(--spec megatron_nemotron3.specs nemotron3_stack_spec); {command.example} </dev/null"
+        done = run(["bash", "-euo", "pipefail", "-c", script], folder, programs)
     else:
         done = run_python(["-c", NEMOTRON3, *shlex.split(command.example)[1:]], folder)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
@@ -181,15 +177,10 @@ def test_json(command: table.Command, page_folder: Callable[[str], Path]) -> Non
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_marks_have_a_reason(page: str) -> None:
-    """A mark is `full`, or says why its block cannot run."""
+def test_every_command_is_tried_or_says_why_not(page: str) -> None:
+    """A mark is `full`, or a reason; no command hides in an indented block."""
     for block in blocks(page):
         assert block.mark in ("", "full") or len(block.mark) > len("not run: "), (page, block.line)
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_commands_are_fenced(page: str) -> None:
-    """No command hides from the test in an indented block."""
     text = (ROOT / page).read_text(encoding="utf-8")
     outside = "".join(text.split("```")[::2])
     assert [line for line in outside.splitlines() if line.startswith("    ")] == []

@@ -1,21 +1,18 @@
 """Tables of the documentation that no other test compares with the code they speak of.
 
-Held elsewhere: reference/models.md (tests/models/test_table.py), reference/checkpoint_names.md
-(tests/checkpoints/convert/test_table.py), reference/rules.md (tests/properties/test_page.py), launching.md
-(tests/recipes/test_commands.py), the other generated pages (test_pages.py).
+Held elsewhere: launching.md (tests/recipes/test_commands.py), generated pages and tables (test_pages.py).
 """
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
 
+import pytest
+
 from megatron_nemotron3.checkpoints.convert.quantized import quantization
-from megatron_nemotron3.launch import published
 from megatron_nemotron3.models import get, series
 from megatron_nemotron3.precision.serving import RECIPES
-from megatron_nemotron3.train import log
 from megatron_nemotron3.train.monitor.alarms import RULES
 from tests.parallel.layouts import LAYOUTS
 from tests.support.quantized_models import all_scales
@@ -52,6 +49,7 @@ def test_series_and_warnings_of_the_monitor_page() -> None:
     assert named == [rule.name for rule in RULES]
 
 
+@pytest.mark.full
 def test_sizes_of_quantized_checkpoints() -> None:
     table = rows("checkpoints.md", "| recipe | NVFP4 | FP8 | size | source |")
     assert sorted(row[0].strip("`") for row in table) == sorted(RECIPES)
@@ -60,72 +58,3 @@ def test_sizes_of_quantized_checkpoints() -> None:
         config = get(model)
         plan = quantization(config, recipe, all_scales(config, recipe))
         assert size == f"{plan.nbytes / 1e9:.1f} GB", name
-
-
-FIRST = (DOCS / "monitor.md").read_text(encoding="utf-8")
-FLAT = " ".join(FIRST.split())
-
-
-def first_loss(name: str) -> str:
-    """Mean log-sum-exp of normal logits, as the page has it."""
-    config = get(name)
-    return f"{math.log(config.vocab_size) + config.hidden_size * config.init_method_std**2 / 2:.2f}"
-
-
-def test_what_the_page_on_the_first_thousand_steps_calculates() -> None:
-    nano, tiny = first_loss("nano"), first_loss("super-tiny")
-    assert first_loss("ultra") == first_loss("super")
-    assert f"{nano} for Nano, {first_loss('super')} for Super and Ultra, {tiny} for tiny Super" in FLAT
-    warmup, rate = {}, {}
-    for name in ("nano", "super", "ultra"):
-        plan = published(get(name))
-        assert plan.global_batch_size == 3072 and plan.lr_warmup_samples and plan.lr
-        warmup[name] = math.ceil(plan.lr_warmup_samples / plan.global_batch_size)
-        rate[name] = (plan.lr * 1000 * plan.global_batch_size / plan.lr_warmup_samples, plan.lr)
-    assert f"Nano's warm-up ends after {warmup['nano']} steps" in FLAT
-    assert warmup["super"] == warmup["ultra"]
-    assert f"lasts {warmup['super']:,} steps" in FLAT and f"at step {warmup['super']:,}." in FLAT
-    for name in ("super", "ultra"):
-        now, peak = rate[name]
-        assert f"{now:.2e} of {peak:.1e} for {name.capitalize()}" in FLAT
-    configs = [get(name) for name in ("super", "nano", "super-tiny")]
-    bounds = [(config.num_moe_experts or 0) / (config.moe_router_topk or 1) for config in configs]
-    assert "({:.2f} for Super and Ultra, {:.2f} for Nano, {:.2f} for tiny Super)".format(*bounds) in FLAT
-
-
-def test_series_of_that_page_exist() -> None:
-    table = rows("monitor.md", "| signal | in the log line | TensorBoard, wandb | other |")
-    tags = {tag for row in table for tag in re.findall(r"`([^`]+)`", row[2])}
-    monitored = {tag.partition("/")[0] for tag in tags if "/" in tag}
-    assert monitored <= {*series.KINDS, series.AGGREGATES}
-    # Megatron's own.
-    assert {tag for tag in tags if "/" not in tag} == {
-        *("lm loss", "lm loss validation", "grad-norm", "learning-rate", "mtp_1 loss", "mtp_2 loss")
-    }
-    words = {word for row in table for word in re.findall(r"`([^`]+)`", row[1])}
-    sample = FIRST.partition("```\niteration")[2].partition("```")[0]
-    shown = [word for word in words if f"{word}: " in sample]
-    assert {"lm loss", "grad norm", "worst MaxVio", "dead experts", "zero gradients", "mtp_1 loss"} <= {
-        *shown
-    }
-
-
-def test_its_sample_is_what_its_text_speaks_of() -> None:
-    """Our own reader of Megatron's log reads the sample; the text rounds the same figures."""
-    lines = [line.replace("… ", "") for line in re.findall(r"^iteration .*\n  .*$", FIRST, re.M)]
-    steps = {}
-    for line in lines:
-        step = log.parse(line.replace("\n ", ""))
-        assert isinstance(step, log.LogStep) and step.total == 60
-        steps[step.iteration] = step
-    assert list(steps) == [1, 10, 30, 60]
-    first, tenth, last = steps[1], steps[10], steps[60]
-    assert f"*Tiny*: {first.loss:.3f}." in FLAT
-    norms = [step.values["grad norm"] for step in (first, tenth, last)]
-    assert "{:.1f} at step 1, {:.1f} at step 10, {:.1f} at step 60".format(*norms) in FLAT
-    zeros = [step.values["zero gradients"] for step in (first, tenth, last)]
-    assert "{:.3f} % at step 1, {:.1f} % at step 10, {:.1f} % at step 60".format(*zeros) in FLAT
-    assert "{:.3f} and {:.3f} against {:.3f}".format(*last.mtp, last.loss) in FLAT
-    assert f"{tenth.values['dead experts']:.0f} of 192 routed experts" in FLAT
-    growth = [step.values["residual RMS last/first"] for step in (first, tenth)]
-    assert "last / first {:.1f} at step 1, {:.1f} at step 10".format(*growth) in FLAT

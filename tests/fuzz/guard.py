@@ -29,22 +29,9 @@ _READABLE = tuple(
     dict.fromkeys((sys.prefix, sys.base_prefix, sys.exec_prefix, str(ROOT), "/proc", "/dev/null", "/usr/lib"))
 )
 _CODE = (
-    "os.system",
-    "os.exec",
-    "os.posix_spawn",
-    "os.spawn",
-    "subprocess.Popen",
-    "socket.",
-    "pickle.find_class",
-)
-_CODE += (
-    "code.__new__",
-    "webbrowser.open",
-    "ctypes.dlopen",
-    "urllib.Request",
-    "ftplib.",
-    "smtplib.",
-)
+    "os.system", "os.exec", "os.posix_spawn", "os.spawn", "subprocess.Popen", "socket.", "pickle.find_class",
+    "code.__new__", "webbrowser.open", "ctypes.dlopen", "urllib.Request", "ftplib.", "smtplib.",
+)  # fmt: skip
 #: A lock names its host.
 _HARMLESS = ("socket.gethostname",)
 _PATHS = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.chmod", "os.chown")

@@ -21,35 +21,9 @@ EXTREMES = (0, 1, 2, 7, 8, 64, 255, 256, 65535, 65536, 2**31 - 1, 2**31, 2**32 -
 EXTREMES += (2**61, 2**62, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 10**30, 10**400)
 #: What JSON has, and what Python's reader takes for it.
 VALUES: tuple[Any, ...] = (
-    None,
-    True,
-    False,
-    0,
-    1,
-    -1,
-    0.0,
-    -0.0,
-    1e308,
-    float("inf"),
-    float("-inf"),
-    float("nan"),
-)
-VALUES += (
-    "",
-    "\0",
-    "..",
-    "../x",
-    "/etc/passwd",
-    "\ud800",
-    "x" * 5000,
-    "M*E-",
-    [],
-    {},
-    [[]],
-    {"": None},
-    [0] * 70,
-)
-VALUES += EXTREMES
+    None, True, False, 0, 1, -1, 0.0, -0.0, 1e308, float("inf"), float("-inf"), float("nan"), *EXTREMES,
+    "", "\0", "..", "../x", "/etc/passwd", "\ud800", "x" * 5000, "M*E-", [], {}, [[]], {"": None}, [0] * 70,
+)  # fmt: skip
 
 
 def flip(pick: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
@@ -184,70 +158,15 @@ def safetensors_header(pick: random.Random, data: bytes, others: Sequence[bytes]
 #: A tuple of tuples of tuples …: 200 bytes whose text would have 2^30.
 BOMB = b"()q\x05" + b"h\x05h\x05\x86q\x05" * 30 + b"t"
 _OPCODES = (
-    *(
-        b"0",
-        b"1",
-        b"2",
-        b"(",
-        b"t",
-        b"]",
-        b"}",
-        b")",
-        b"N",
-        b"\x88",
-        b"\x8f",
-        b"\x91",
-        b"\x90",
-        b"a",
-        b"e",
-        b"s",
-    ),
-    *(
-        b"u",
-        b"b",
-        b"R",
-        b"\x81",
-        b"\x92",
-        b"\x93",
-        b"\x94",
-        b"\x85",
-        b"\x86",
-        b"\x87",
-        b"Q",
-        b"h\x00",
-        b"h\x01",
-    ),
-    *(
-        b"K\xff",
-        b"J\xff\xff\xff\xff",
-        b"J\xff\xff\xff\x7f",
-        b"\x8a\x09" + b"\xff" * 8 + b"\0",
-        b"\x8a\xff" + b"\x7f" * 255,
-    ),
-    *(
-        b"G\x7f\xf0" + bytes(6),
-        b"G\x7f\xf8" + bytes(6),
-        b"X\x02\0\0\0..",
-        b"X\x05\0\0\0\xed\xa0\x80ab",
-        b"\x8c\x00",
-    ),
-    *(
-        b"cos\nsystem\n",
-        b"cbuiltins\neval\n",
-        b"cbuiltins\ngetattr\n",
-        b"ctorch\nfloat32\n",
-        b"ctorch\nSize\n",
-    ),
-    *(
-        b"ccollections\nOrderedDict\n",
-        b"cargparse\nNamespace\n",
-        b"cmegatron.core.x\nY\n",
-        b"I99\n",
-        b"S'x'\n",
-        b".",
-    ),
-    *(BOMB, BOMB, b"r\xff\xff\xff\x7f", b"q\xff", b"j\0\0\0\0", b"\x96" + b"\xff" * 8, b"B\xff\xff\xff\xff"),
-)
+    b"0", b"1", b"2", b"(", b"t", b"]", b"}", b")", b"N", b"\x88", b"\x8f", b"\x91", b"\x90", b"a", b"e",
+    b"s", b"u", b"b", b"R", b"\x81", b"\x92", b"\x93", b"\x94", b"\x85", b"\x86", b"\x87", b"Q", b"h\x00",
+    b"h\x01", b"K\xff", b"J\xff\xff\xff\xff", b"J\xff\xff\xff\x7f", b"\x8a\x09" + b"\xff" * 8 + b"\0",
+    b"\x8a\xff" + b"\x7f" * 255, b"G\x7f\xf0" + bytes(6), b"G\x7f\xf8" + bytes(6), b"X\x02\0\0\0..",
+    b"X\x05\0\0\0\xed\xa0\x80ab", b"\x8c\x00", b"I99\n", b"S'x'\n", b".", BOMB, BOMB,
+    b"cos\nsystem\n", b"cbuiltins\neval\n", b"cbuiltins\ngetattr\n", b"ctorch\nfloat32\n", b"ctorch\nSize\n",
+    b"ccollections\nOrderedDict\n", b"cargparse\nNamespace\n", b"cmegatron.core.x\nY\n",
+    b"r\xff\xff\xff\x7f", b"q\xff", b"j\0\0\0\0", b"\x96" + b"\xff" * 8, b"B\xff\xff\xff\xff",
+)  # fmt: skip
 
 
 def opcodes(pick: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.fuzz import guard
-from tests.fuzz.fuzz import FINDINGS, Case, Finding, fuzz, load, run_cases, workplace
+from tests.fuzz.fuzz import FINDINGS, fuzz, load, run_cases, workplace
 from tests.fuzz.targets import TARGETS
 
-FOUND = {path.stem: path for path in sorted(FINDINGS.glob("*.json"))}
+FOUND = [load(path) for path in sorted(FINDINGS.glob("*.json"))]
 
 
-@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.parametrize("name", sorted({finding.target for finding in FOUND}))
 def test_fixed(name: str) -> None:
-    """It once ended in something else than a ValueError, or not in time."""
-    finding = load(FOUND[name])
-    target = TARGETS[finding.target]
+    """They once ended in something else than a ValueError, or not in time."""
+    target, cases = TARGETS[name], [finding.case for finding in FOUND if finding.target == name]
     with workplace() as place:
-        left = run_cases(target, target.samples(), [finding.case], place)
+        left = run_cases(target, target.samples(), cases, place)
     assert not left, left[0][1]
 
 
@@ -35,20 +33,16 @@ def test_some_hundred_cases(tmp_path: Path) -> None:
 
 BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "wrong exception": (lambda folder: {}["x"], "KeyError: 'x'"),
-    "fatal exception": (lambda folder: os.stat(folder / "x" / "y"), "FileNotFoundError"),
     "recursion": (lambda folder: BAD["recursion"][0](folder), "RecursionError"),
-    "endless": (lambda folder: [1 for _ in iter(int, 1)], "more than 0.2 s"),
     "in C": (lambda folder: 10 ** (10**9) and None, "more than 0.2 s"),
     "memory": (lambda folder: bytearray(1 << 30), "MemoryError"),
     "dies": (lambda folder: os._exit(7), "the process died, status 1792"),
     "reads outside": (lambda folder: open("/etc/passwd").close(), "read '/etc/passwd'"),
-    "reads above": (lambda folder: open(folder / "../../../etc/passwd").close(), "etc/passwd'"),
     "writes outside": (
         lambda folder: open("/tmp/nemotron3-fuzz-x", "w").close(),
         "wrote '/tmp/nemotron3-fuzz-x'",
     ),
     "removes": (lambda folder: os.remove("/tmp/nemotron3-fuzz-x"), "os.remove ('/tmp/nemotron3-fuzz-x'"),
-    "runs": (lambda folder: os.system("true"), "os.system (b'true',)"),
     "hidden": (lambda folder: _hide(lambda: os.system("true")), "os.system (b'true',)"),
 }
 
@@ -73,18 +67,3 @@ def test_the_guard_sees(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPat
     found = guard.run(range(4), lambda case: None, do, tmp_path)
     assert [v.case for v in found] == [1] and what in found[0].what
     assert not os.path.exists("/tmp/nemotron3-fuzz-x")
-
-
-def test_findings_are_kept(tmp_path: Path) -> None:
-    case = Case("small", {"x.safetensors": bytes(9), "y": b"\xff"})
-    one = Finding("header", case, "KeyError: 1 (x.py, f)")
-    path = one.save(tmp_path)
-    assert load(path) == one
-    assert Finding("header", case, "KeyError: 2 (x.py, f)").save(tmp_path) == path
-    assert Finding("header", case, "KeyError: 2 (x.py, g)").save(tmp_path) != path
-
-
-def test_time_is_kept(tmp_path: Path) -> None:
-    began = time.monotonic()
-    fuzz(["header"], 0.3, seed=1, keep=tmp_path, batch=10)
-    assert time.monotonic() - began < 10

@@ -178,18 +178,6 @@ def test_three_steps_then_six() -> None:
     assert _rate(resumed) == MINIMUM and more != held
 
 
-def test_a_warm_up_that_has_begun_is_finished() -> None:
-    words = _words(300)
-    begun = _scheduler(words)
-    begun.step(4 * 10)
-    wanted = schedule_of_arguments(_words(600))
-    assert wanted is not None
-    more, (line,) = continued(_saved(begun, words, 10), wanted)
-    plan = schedule_of_arguments(_merged(_words(600), more))
-    assert plan is not None and (plan.warmup, plan.init) == (4 * 30, 0.0)
-    assert "up to 0.004 at step 30, from step 482 down to 4e-05 at step 600" in line
-
-
 def test_another_unit_is_refused() -> None:
     words = _words(3)
     begun = _scheduler(words)

@@ -32,7 +32,7 @@ from megatron_nemotron3.launch.explain import (
 from megatron_nemotron3.launch.explain_text import render
 from megatron_nemotron3.launch.parser import default
 from megatron_nemotron3.launch.phases import PHASES, phase
-from megatron_nemotron3.launch.reference import LAUNCHES, NOT_PASSED, ON, WHY, reference, shown
+from megatron_nemotron3.launch.reference import LAUNCHES, NOT_PASSED, WHY, reference, shown
 from megatron_nemotron3.models import Nemotron3Config
 from tests.support.programs import run_python
 
@@ -70,7 +70,7 @@ def different(explanation: Explanation) -> dict[str, str | None]:
     return {setting.name: setting.published for setting in explanation.differences}
 
 
-@pytest.mark.parametrize("name", [*models.names(), "super-tiny"])
+@pytest.mark.parametrize("name", ["super", "puzzle", "nano-4b", "super-tiny"])
 def test_lists_what_flags_passes(name: str) -> None:
     config = models.get(name)
     emitted = flags(Launch.of(config, schedule=published(config), extra=("--seed", "7")))
@@ -133,32 +133,6 @@ def test_origins() -> None:
     assert explained["--lr"].section == "optimization"
 
 
-def test_differences_from_the_published_run() -> None:
-    found = explain(Launch.of(models.SUPER, SMALL, schedule=published(models.SUPER), extra=["--lr", "1e-4"]))
-    assert different(found) == {
-        "world size": "3072",
-        "--tensor-model-parallel-size": "2",
-        "--expert-model-parallel-size": "64",
-        "--moe-token-dispatcher-type": "flex",
-        "--moe-flex-dispatcher-backend": "hybridep",
-        "--fp4-format": "e2m1",
-        "--fp4-recipe": "nvfp4",
-        "--first-last-layers-bf16": ON,
-        "--num-layers-at-start-in-bf16": "0",
-        "--num-layers-at-end-in-bf16": "14",
-        "--moe-router-padding-for-quantization": ON,
-        "--te-precision-config-file": "FILE",
-        "--lr": "0.00045",
-    }
-    # Without a schedule it is not passed, and Megatron's defaults hold.
-    silent = explain(Launch.of(models.SUPER, SMALL))
-    assert {"--global-batch-size", "--train-samples", "--lr", "--lr-wsd-decay-samples"} <= set(
-        different(silent)
-    )
-    assert by_name(silent)["--min-lr"].value == "0.0" and not by_name(silent)["--min-lr"].passed
-    assert "--weight-decay" not in different(silent)
-
-
 def test_numbers_are_compared_as_numbers() -> None:
     config = models.NANO
     same = explain(
@@ -166,18 +140,6 @@ def test_numbers_are_compared_as_numbers() -> None:
     )
     assert different(same) == {}
     assert "nothing differs from the published recipe" in render(same)
-
-
-def test_a_model_without_a_launch_is_compared_with_itself() -> None:
-    found = explain(Launch.of(models.LIGHTNING, ParallelLayout(ep=2, dp=2), extra=["--num-experts", "64"]))
-    assert different(found) == {"--num-experts": "128"} and found.launch == ""
-    assert "the model alone" in render(found)
-
-
-def test_a_precision_that_was_not_published() -> None:
-    found = explain(Launch.of(models.NANO, published_layout(models.NANO), precision="mxfp8", backend="te"))
-    names = [name for name, value in different(found).items() if value == NOT_PASSED]
-    assert "--fp8-format" in names and "--first-last-layers-bf16" in names
 
 
 @pytest.mark.parametrize("name", ["nano", "super", "ultra", "lightning", "nano-4b", "super-tiny"])
@@ -214,17 +176,6 @@ def test_every_number_of_a_pasted_command_is_checked(name: str) -> None:
             assert by_name(changed)[flag.name].of_model and by_name(changed)[flag.name].origin == "user"
 
 
-def test_what_a_wrong_number_reads_like() -> None:
-    words = launch_words(models.SUPER)
-    words[words.index("--num-experts") + 1] = "256"
-    text = render(explain_command(models.SUPER, command([*words, "--swiglu"])))
-    section = text.partition("differs from the model")[2].partition("\n\n")[0].split()
-    assert section == [
-        "--num-experts", "256", "config.num_moe_experts", "512",
-        "--swiglu", "on", "family:", "squared", "ReLU,", "ungated", "not", "passed",
-    ]  # fmt: skip
-
-
 def test_cuts_of_the_pipeline_are_no_other_model() -> None:
     config = models.SUPER
     words = to_argv(flags(Launch.of(config, ParallelLayout(tp=2, pp=4, ep=2))))
@@ -245,27 +196,16 @@ SCRIPT = r"""#!/bin/bash
 set -euo pipefail
 TP=${TP:-2}
 export EP=64
-OUT=${OUT:-/runs}/super_tp${TP}
-mkdir -p "$OUT"
 if [ -n "${X:-}" ]; then echo --no-option; fi
-DISTRIBUTED_ARGS=(
-    --nproc_per_node 8
-    --nnodes "${NODES:-1}"
-)
 MODEL_ARGS=(
-    --hybrid-override-pattern "ME*|ME"
-    --mtp-hybrid-override-pattern "*E" --mtp-num-layers 2
+    --hybrid-override-pattern "ME*|ME" --mtp-hybrid-override-pattern "*E" --mtp-num-layers 2
     --tensor-model-parallel-size "${TP}"  # of the node
-    --expert-model-parallel-size $EP
-    --bf16
+    --expert-model-parallel-size $EP --bf16
 )
 MODEL_ARGS+=(--sequence-parallel)
-MORE_ARGS=" \
-    --lr=1e-3 \
-    --data-path $BLEND 0.5 \
-    --num-experts 4 "
-NVTE_FUSED_ATTN=0 python -m torch.distributed.run "${DISTRIBUTED_ARGS[@]}" \
-    pretrain_hybrid.py "${MODEL_ARGS[@]}" $MORE_ARGS --num-experts 8 --save "$OUT" "$@" 2>&1 | tee log
+MORE_ARGS=" --lr=1e-3 --data-path $BLEND 0.5 --num-experts 4 "
+NVTE_FUSED_ATTN=0 python -m torch.distributed.run --nproc_per_node 8 --nnodes "${NODES:-1}" \
+    pretrain_hybrid.py "${MODEL_ARGS[@]}" $MORE_ARGS --num-experts 8 --save "/runs/super_tp${TP}" "$@" 2>&1
 """
 
 
@@ -318,16 +258,6 @@ def test_a_phase_is_compared_with_itself(name: str, which: str) -> None:
     assert {"--seq-length", "--lr"} <= set(different(other))
 
 
-def test_notes_and_environment_are_of_the_launch() -> None:
-    ultra = explain(Launch.of(models.ULTRA, ParallelLayout(tp=8, ep=64, dp=8)))
-    assert any("20T" in note for note in ultra.notes)
-    assert (
-        "USE_MNNVL=1" in ultra.environment
-        and "USE_MNNVL=1" not in explain(Launch.of(models.NANO)).environment
-    )
-    assert explain(Launch.of(models.LIGHTNING)).environment == ()
-
-
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ["super", "--tp", "8", "--ep", "8", "--dp", "2", "--schedule", "published"]
     assert cli.main(["explain", *words, "--json", "--", "--lr", "1e-4"]) == 0
@@ -370,6 +300,7 @@ def test_all_needs_megatron(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert "--all asks the installed Megatron" in capsys.readouterr().err
 
 
+@pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
 def test_defaults_and_names_are_megatrons() -> None:
     """In a process of its own: the parser's modules change the environment."""

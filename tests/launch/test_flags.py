@@ -2,14 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import dataclasses
-import math
-import sys
-from pathlib import Path
-
-import pytest
-
 import megatron_nemotron3.launch
 from megatron_nemotron3 import models
 from megatron_nemotron3.launch import (
@@ -21,12 +13,10 @@ from megatron_nemotron3.launch import (
     flags,
     mock_data,
     published,
-    published_layout,
     smoke,
     to_argv,
 )
 from megatron_nemotron3.launch.flag import SECTIONS
-from megatron_nemotron3.precision.table import bf16_tail
 
 
 def named(result: list[Flag]) -> dict[str, tuple[str, ...]]:
@@ -58,52 +48,11 @@ def test_origin_names_a_field_that_holds_the_value() -> None:
             assert flag.values in ((), (str(value),)), flag
 
 
-def test_deterministic_and_pure() -> None:
-    config, layout = models.SUPER, published_layout(models.SUPER)
-    assert flags(Launch.of(config, layout)) == flags(Launch.of(config, layout))
-
-
 def test_extra_replaces_and_goes_last() -> None:
     result = flags(Launch.of(models.NANO, extra=("--moe-token-dispatcher-type", "flex", "--log-interval=7")))
     assert [flag.name for flag in result[-2:]] == ["--moe-token-dispatcher-type", "--log-interval"]
     assert to_argv(result)[-4:] == ["--moe-token-dispatcher-type", "flex", "--log-interval", "7"]
     assert len(named(result)) == len(result)
-
-
-@pytest.mark.parametrize(("name", "tail"), [("super", 14), ("ultra", 16), ("nano", 8), ("super-tiny", 2)])
-def test_bf16_tail(name: str, tail: int) -> None:
-    config = models.get(name)
-    assert bf16_tail(config) == tail
-    assert abs(tail - 0.15 * config.num_layers) <= 1
-    assert bf16_tail(config.but(name="x")) == math.ceil(0.15 * config.num_layers)
-    # A shortened Super is not Super.
-    assert bf16_tail(models.SUPER.but(pattern="ME*")) == 1
-
-
-def test_nvfp4_flags() -> None:
-    ours = named(
-        flags(Launch.of(models.ULTRA, precision="nvfp4", backend="te", te_precision_config_file="/p q.yaml"))
-    )
-    assert ours["--te-precision-config-file"] == ("/p q.yaml",)
-    assert ours["--num-layers-at-start-in-bf16"] == ("0",)  # Megatron's default is 1
-    assert "--fp4-param-gather" not in ours
-    plain = named(flags(Launch.of(models.ULTRA, precision="nvfp4", backend="te", allow_plain_nvfp4=True)))
-    assert "--te-precision-config-file" not in plain
-    assert plain.items() <= ours.items()
-
-
-def test_router_is_fp32_in_every_precision() -> None:
-    for precision in megatron_nemotron3.launch.PRECISIONS:
-        assert named(
-            flags(Launch.of(models.NANO, precision=precision, backend="te", allow_plain_nvfp4=True))
-        )["--moe-router-dtype"] == ("fp32",)
-    assert "--moe-router-dtype" not in named(flags(Launch.of(models.NANO_4B)))
-
-
-def test_unknown_schedule_emits_no_schedule() -> None:
-    ours = named(flags(Launch.of(models.LIGHTNING, schedule=published(models.LIGHTNING))))
-    assert not {"--lr", "--min-lr", "--global-batch-size", "--train-samples", "--train-iters"} & set(ours)
-    assert not [name for name in ours if name.startswith("--lr-")]
 
 
 def test_distributed_optimizer() -> None:
@@ -125,46 +74,3 @@ def test_data_flags() -> None:
     assert ours["--save-interval"] == ("7",)
     assert "--mock-data" not in ours
     assert named(flags(Launch.of(models.NANO, data=mock_data(models.NANO))))["--mock-data"] == ()
-
-
-def test_every_option_exists_once_per_field() -> None:
-    """No field of a schedule is forgotten: it is a flag, or consumed elsewhere."""
-    config = models.SUPER
-    options = set(
-        named(flags(Launch.of(config, schedule=published(config), data=mock_data(config, save="x"))))
-    )
-    options |= set(named(flags(Launch.of(config, schedule=smoke(config)))))
-    missing = [
-        field.name
-        for field in dataclasses.fields(TrainingSchedule)
-        if f"--{field.name.replace('_', '-')}" not in options
-    ]
-    assert missing == []
-
-
-#: Modules of `precision` that import nothing but the standard library (PyYAML when they read a file).
-LIGHT_PRECISION = ("census", "formats", "model_formats", "numerics", "settings", "table", "yaml_file")
-
-
-def test_standard_library_only() -> None:
-    folder = Path(megatron_nemotron3.launch.__file__).parent
-    for file in folder.glob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            modules = (
-                [alias.name for alias in node.names]
-                if isinstance(node, ast.Import)
-                else [node.module or ""]
-                if isinstance(node, ast.ImportFrom)
-                else []
-            )
-            for module in modules:
-                top, *rest = module.split(".")
-                if not rest and isinstance(node, ast.ImportFrom):
-                    rest = [alias.name for alias in node.names]
-                inside = top == "megatron_nemotron3" and (
-                    rest[0] in ("checkpoints", "common", "launch", "models")
-                    or rest == ["precision"]
-                    or rest in [["precision", name] for name in LIGHT_PRECISION]
-                )
-                on_demand = (file.name, module) in [("yaml_launch.py", "yaml"), ("jail.py", "psutil")]
-                assert inside or on_demand or top in sys.stdlib_module_names, f"{file.name} imports {module}"

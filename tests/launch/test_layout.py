@@ -58,13 +58,3 @@ def test_cut_balances_the_work_not_the_layers() -> None:
     equal = tuple(config.pattern[i : i + 27] for i in range(0, 108, 27))
     assert worst(ours) < 1.05 < worst(equal)
     assert len(ours[-1]) < 27  # the output layer and MTP take the place of layers
-
-
-def test_layer_cost_terms() -> None:
-    """Only attention grows with the sequence; the scan does not beyond one chunk."""
-    config = models.SUPER
-    for kind in "ME":
-        assert layer_cost(config, kind, 1 << 20) == layer_cost(config, kind, 8192)
-    grown = layer_cost(config, "*", 2 * 8192) - layer_cost(config, "*", 8192)
-    # Two GEMMs (QK and PV) of 2 FLOPs over half the sequence.
-    assert grown == 2 * 2 * (8192 / 2) * config.num_attention_heads * config.kv_channels

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 from megatron_nemotron3.checkpoints.convert.megatron_args import args_of
 from megatron_nemotron3.common.switches import EMULATE
 from megatron_nemotron3.launch import Launch, ParallelLayout, TrainingData, flags, manifest, to_argv
-from megatron_nemotron3.models import get, names, tiny
+from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.precision import yaml_file
 
 ALL = ("model", *manifest.CHANGES)
@@ -85,7 +84,7 @@ def test_margins_of_multiprocessors_are_no_part_of_the_precision(tmp_path: Path)
         assert found.write(manifest.parts_of(words, environment), 7) == []
 
 
-@pytest.mark.parametrize("other", sorted(set(names()) - {"super"}))
+@pytest.mark.parametrize("other", ["nano", "puzzle"])
 def test_no_option_allows_another_model(other: str, tmp_path: Path) -> None:
     found = _written(tmp_path, _published("super"))
     with pytest.raises(ValueError, match=f"holds a training of super, not of {other} .*another --output"):
@@ -153,12 +152,3 @@ def test_a_damaged_file(text: str, tmp_path: Path) -> None:
     (tmp_path / manifest.NAME).write_text(text)
     with pytest.raises(ValueError, match=r"run\.json: it is damaged: remove it"):
         manifest.RunManifest(tmp_path)
-
-
-def test_what_it_says(tmp_path: Path) -> None:
-    _written(tmp_path, _parts())
-    found = json.loads((tmp_path / manifest.NAME).read_text())
-    assert found["parts"]["model"]["name"] == "super-tiny" and found["format"] == 1
-    assert "megatron-core" in found["versions"] and "--save" not in found["parts"]["launch"]
-    assert manifest.folder_of(tmp_path / "checkpoints") == tmp_path
-    assert manifest.folder_of(tmp_path) == tmp_path

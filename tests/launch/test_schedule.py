@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_nemotron3 import models
-from megatron_nemotron3.launch import TrainingSchedule, adjusted, published, smoke
+from megatron_nemotron3.launch import TrainingSchedule, adjusted, published
 from megatron_nemotron3.launch.phases import phase
 
 
@@ -35,20 +35,6 @@ def test_schedule_refuses_two_units() -> None:
         TrainingSchedule(micro_batch_size=0)
     assert TrainingSchedule(train_iters=1).unit == "iters"
     assert TrainingSchedule(train_samples=1, lr_warmup_samples=0).unit == "samples"
-
-
-@pytest.mark.parametrize("iters", [1, 2, 20])
-def test_smoke_schedule_reaches_every_phase(iters: int) -> None:
-    schedule = smoke(models.get("super-tiny"), iters)
-    assert schedule.unknown == ()
-    assert (schedule.lr_warmup_iters or 0) < iters
-    assert 1 <= (schedule.lr_wsd_decay_iters or 0) <= iters
-
-
-def test_published_without_source_stays_none() -> None:
-    schedule = published(models.LIGHTNING)
-    assert schedule.unknown == ("train", "lr", "min_lr")
-    assert schedule.global_batch_size is None
 
 
 def test_the_minimum_follows_the_peak() -> None:

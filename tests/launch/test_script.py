@@ -44,34 +44,15 @@ torchrun --nproc_per_node 8 pretrain_hybrid.py ${options} --bf16
 #: Scripts that need nothing from outside.
 DECIDED = {
     "case": SIZES,
-    "case by a pattern": SIZES.replace('"small" #', '"large" #').replace('"large" | huge', "l* | h?ge"),
-    "if and elif": """
-        TP=4
-        if [ "$TP" = 1 ]; then A="--lr 1"; elif [[ $TP -gt 2 && -n "$TP" ]]; then A="--lr 2"
-        else A="--lr 3"; fi
-        torchrun pretrain_hybrid.py $A
-    """,
-    "not, and, or": """
-        X=
+    "conditions": """
+        X=; TP=4; MODE=${MODE:-fast}
         ARGS=(--lr 1)
         [ -z "$X" ] && ARGS+=(--seed 2)
-        [ -n "$X" ] && ARGS+=(--seed 3)
         [[ "$X" == abc ]] || ARGS+=(--bf16)
-        if ! [ -n "$X" ]; then ARGS+=(--num-layers 1); fi
-        cd . && torchrun pretrain_hybrid.py "${ARGS[@]}"
-    """,
-    "a default": """
-        MODE=${MODE:-fast}
-        if test "$MODE" = fast; then STEPS=3; else STEPS=9; fi
-        torchrun pretrain_hybrid.py --train-iters $STEPS
-    """,
-    "a string that grows": """
-        options="--lr 1"
-        if false; then
-            options="$options --seed 9"
-        fi
-        if true; then options="${options} --seed 1"; fi
-        torchrun pretrain_hybrid.py $options --bf16
+        if [ "$TP" = 1 ]; then A="--train-iters 1"; elif [[ $TP -gt 2 && -n "$TP" ]]; then A="--train-iters 2"
+        else A="--train-iters 3"; fi
+        if ! test "$MODE" = fast; then A="$A --num-layers 1"; fi
+        cd . && torchrun pretrain_hybrid.py "${ARGS[@]}" $A
     """,
     "functions": """
         launch() {
@@ -84,52 +65,27 @@ DECIDED = {
         else
             launch
         fi
-    """,
-    "nested": """
-        A=1; B=2
-        if [ $A -eq 1 ]; then
-            case $B in
-                1) S=10 ;;
-                2) if [ $A != $B ]; then S=20; else S=30; fi ;;
-            esac
-        else
-            S=40
-        fi
-        torchrun pretrain_hybrid.py --seed $S
-    """,
-    "a branch after the command": """
-        torchrun pretrain_hybrid.py --seed 1
-        if [ 2 -lt 1 ]; then torchrun pretrain_hybrid.py --seed 2; fi
         exit 0
         torchrun pretrain_hybrid.py --seed 3
     """,
-    "loops and arithmetic": """
-        layers=0; ARGS=()
+    "loops and strings": r"""
+        layers=0; NAME=model-8b.yaml; declare -A MAP=([x]=4 [y]=5)
         for size in 8 16 24; do ((layers += size)); done
         while [ $layers -gt 40 ]; do layers=$((layers - 1)); done
-        for ((i = 0; i < 2; i++)); do ARGS+=("--seed" "$i"); done
-        torchrun pretrain_hybrid.py --num-layers $layers --train-iters $((2 ** 10 / 3)) "${ARGS[@]}"
-    """,
-    "strings": r"""
-        NAME=model-8b.yaml; LIST=(a b c); declare -A MAP=([x]=4 [y]=5)
-        ARGS=(--wandb-exp-name "${NAME%.yaml}_${#LIST[@]}" --seed ${MAP[y]})
-        ARGS+=(--split "${LIST[*]:1:2}" --run ${NAME^^} --lr ${NAME/model-8b.yaml/1e-4})
         printf -v padded '%05d' 42
-        torchrun pretrain_hybrid.py "${ARGS[@]}" --train-iters $padded
+        torchrun pretrain_hybrid.py --num-layers $layers --wandb-exp-name "${NAME%.yaml}" \
+            --seed ${MAP[y]} --train-iters $padded
     """,
-    "a here-document": """
+    "here-documents": """
         cat > /dev/null <<EOF
 if [ this is not a script; --seed 5
 EOF
-        torchrun pretrain_hybrid.py --seed 6  # --seed 7
-    """,
-    "options from a here-document": """
         ARGS=$(cat <<EOF
 --seed 5
 --lr $((1 + 1))
 EOF
 )
-        torchrun pretrain_hybrid.py $ARGS
+        torchrun pretrain_hybrid.py $ARGS  # --seed 7
     """,
     "tools": """
         D=$(dirname /data/text/part.bin); B=$(basename /data/text/part.bin .bin)
@@ -155,42 +111,11 @@ EOF
 }
 #: Of texts that are no scripts.
 PIECES = (
-    *(
-        "if ",
-        "then ",
-        "fi\n",
-        "case x in ",
-        "esac ",
-        "a) ",
-        ";; ",
-        "$(",
-        "${",
-        '"',
-        "'",
-        "(",
-        ")",
-        "{ ",
-        "} ",
-    ),
-    *(
-        "[ ",
-        "]",
-        " && ",
-        " || ",
-        "|",
-        "\n",
-        "A=1 ",
-        "A=(",
-        "--lr ",
-        "x.py ",
-        "<<E ",
-        "E\n",
-        "for i in ",
-        "do ",
-    ),
-    *("done ", "f() ", "$A ", "\\", "#", "`", "eval ", "[[ ", "]] ", "function ", "else ", "! ", ";", "\0"),
-    *("<(", ">(", "((", "))", "exit 1 ", "2>&1", "> ", "declare ", "f ", "return ", "\x1b[2J", "é"),
-)
+    "if ", "then ", "else ", "fi\n", "case x in ", "esac ", "a) ", ";; ", "for i in ", "do ", "done ",
+    "f() ", "f ", "function ", "return ", "declare ", "eval ", "exit 1 ", "! ", "[ ", "]", "[[ ", "]] ",
+    "$(", "${", "$A ", "<(", ">(", "((", "))", "(", ")", "{ ", "} ", "A=1 ", "A=(", "--lr ", "x.py ",
+    " && ", " || ", "|", ";", "\n", "<<E ", "E\n", "2>&1", "> ", '"', "'", "\\", "#", "`", "\0", "\x1b[2J",
+)  # fmt: skip
 
 
 def follow(text: str, variables: dict[str, str] | None = None, path: str = "launch.sh") -> script.Script:
@@ -287,7 +212,7 @@ def test_variables_without_a_value_show_their_names() -> None:
 )  # fmt: skip
 def test_as_bash_starts_it(text: str, expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Values that real bash passes (with stub programs); what decides more than a value is not replaced."""
-    monkeypatch.setattr(jail, "SECONDS", 3)
+    monkeypatch.setattr(jail, "SECONDS", 1)
     assert follow(text).options == {"--seed": expected}
 
 
@@ -418,7 +343,7 @@ def test_what_starts_no_training_is_refused(
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=40).map("".join))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_any_text_is_read_or_refused(text: str) -> None:
     with contextlib.suppress(ValueError):
         follow(text)
@@ -479,42 +404,38 @@ ENDLESS = {
     "a loop": "while :; do :; done",
     "output": "while :; do echo xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx; done",
     "a string": "x=x; while :; do x=$x$x; done",
-    "an array": "while :; do a+=(xxxxxxxxxxxxxxxx {1..1000}); done",
-    "a range": "echo {1..1000000000}",
     "processes": "f() { f | f & }; f; while :; do :; done",
-    "many processes": "while :; do (while :; do :; done) & done",
-    "many strings": "f() { x=x; while :; do x=$x$x; done; }; for i in {1..40}; do f & done; wait",
     "a device": "read -d x < /dev/zero; x=$(< /dev/zero)",
-    "recursion": "f() { f; }; f",
     "signals": "trap '' TERM INT HUP XCPU; while :; do :; done",
     "left behind": "(trap '' HUP TERM; while :; do :; done) & exit 0",
     "records": "while :; do pretrain.py --seed 1; done",
 }
 
 
-@pytest.mark.parametrize("name", ENDLESS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.full if name == "processes" else ()) for name in ENDLESS],
+)
 def test_every_script_ends(name: str, tmp_path: Path) -> None:
     file = tmp_path / "launch.sh"
     file.write_text(ENDLESS[name])
     environment = {"PATH": "/nowhere", "MARK": f"{tmp_path}", "BASH_ENV": str(tmp_path / "before")}
     (tmp_path / "before").write_text("command_not_found_handle() { echo $* >&251; }\n")
     started = time.monotonic()
-    jail.run([str(file)], environment, tmp_path, seconds=0.5)
+    jail.run([str(file)], environment, tmp_path, seconds=0.25)
     assert time.monotonic() - started < 60  # far from what it would take
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 100 << 20
     assert not running(tmp_path)
 
 
 def test_limits_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jail, "SECONDS", 2)
-    with pytest.raises(ValueError, match="the script takes more than 2 s before a training"):
-        follow("while :; do :; done")
     with pytest.raises(ValueError, match="the script starts more than 64 processes before a training"):
         follow("while :; do (while :; do :; done) & done")
-    assert (
-        "the script takes more than 2 s and was ended"
-        in follow("pretrain.py --seed 1\nwhile :; do :; done").notes
-    )
+    monkeypatch.setattr(jail, "SECONDS", 1)
+    with pytest.raises(ValueError, match="the script takes more than 1 s before a training"):
+        follow("while :; do :; done")
+    notes = follow("pretrain.py --seed 1\nwhile :; do :; done").notes
+    assert "the script takes more than 1 s and was ended" in notes
 
 
 def test_without_a_filter_a_script_needs_trust(

@@ -2,49 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-import megatron_nemotron3
 from megatron_nemotron3.models import (
-    NANO,
-    NANO_12B_V2,
-    NEMOTRON_H_8B,
-    NEMOTRON_H_56B,
     PUZZLE,
     SUPER,
-    ULTRA,
     count,
     get,
     names,
     tiny,
 )
-from megatron_nemotron3.models.pattern import count as count_layers
-
-
-@pytest.mark.parametrize(
-    ("model", "layers"),
-    [
-        ("nano", {"M": 23, "E": 23, "*": 6, "-": 0}),
-        ("super", {"M": 40, "E": 40, "*": 8, "-": 0}),
-        ("ultra", {"M": 48, "E": 48, "*": 12, "-": 0}),
-        ("lightning", {"M": 23, "E": 23, "*": 6, "-": 0}),
-        ("puzzle", {"M": 40, "E": 40, "*": 8, "-": 0}),
-        ("nano-4b", {"M": 21, "E": 0, "*": 4, "-": 17}),
-        ("nano-9b-v2", {"M": 27, "E": 0, "*": 4, "-": 25}),
-        ("nano-12b-v2", {"M": 28, "E": 0, "*": 6, "-": 28}),
-        ("nemotron-h-4b", {"M": 24, "E": 0, "*": 4, "-": 24}),
-        ("nemotron-h-8b", {"M": 24, "E": 0, "*": 4, "-": 24}),
-        ("nemotron-h-47b", {"M": 45, "E": 0, "*": 5, "-": 48}),
-        ("nemotron-h-56b", {"M": 54, "E": 0, "*": 10, "-": 54}),
-    ],
-)
-def test_layers_per_kind(model: str, layers: dict[str, int]) -> None:
-    assert count_layers(get(model).pattern) == layers
 
 
 def test_every_catalog_model_is_listed_once_and_has_a_source() -> None:
@@ -59,23 +26,14 @@ def test_every_catalog_model_is_listed_once_and_has_a_source() -> None:
     [
         ("super", "super"),
         ("Super", "super"),
-        (" SUPER ", "super"),
         ("nemotron-3-super", "super"),
         ("Nemotron 3 Super 120B-A12B", "super"),
         ("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16", "super"),
-        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16", "nano"),
-        ("nemotron-3-nano", "nano"),
         ("nemotron_3_nano_4b", "nano-4b"),
         ("Nemotron 3.5 Lightning", "lightning"),
         ("nvidia/NVIDIA-Nemotron-Labs-3-Puzzle-75B-A9B-BF16", "puzzle"),
-        ("Nemotron Labs 3 Puzzle", "puzzle"),
         ("nvidia/Nemotron-H-8B-Base-8K", "nemotron-h-8b"),
         ("nvidia/NVIDIA-Nemotron-Nano-9B-v2", "nano-9b-v2"),
-        ("nvidia/NVIDIA-Nemotron-Nano-12B-v2-Base", "nano-12b-v2"),
-        ("nvidia/Nemotron-H-4B-Base-8K", "nemotron-h-4b"),
-        ("nvidia/Nemotron-H-47B-Base-8K", "nemotron-h-47b"),
-        ("nvidia/Nemotron-H-56B-Base-8K", "nemotron-h-56b"),
-        ("Super-tiny", "super-tiny"),
         ("nemotron-3-ultra-tiny", "ultra-tiny"),
     ],
 )
@@ -88,12 +46,6 @@ def test_get_names_the_nearest() -> None:
         get("supra")
     with pytest.raises(ValueError, match="unknown model 'llama-3'"):
         get("llama-3")
-
-
-def test_initialization_follows_the_width() -> None:
-    # The rule that `tiny` and the pruned models rely on; the published values have 2 or 3 digits.
-    for config in (NANO, SUPER, ULTRA, NEMOTRON_H_8B, NEMOTRON_H_56B, NANO_12B_V2):
-        assert config.init_method_std == pytest.approx((0.8 / config.hidden_size) ** 0.5, rel=4e-3)
 
 
 @pytest.mark.parametrize(
@@ -121,17 +73,13 @@ def test_config_refuses(change: dict[str, object], message: str) -> None:
     [
         ({"moe_layers": PUZZLE.moe_layers[:-1]}, "moe_layers has 39 rows, but pattern has 40 E layers"),
         ({"pattern": "MEM*"}, "moe_layers has 40 rows, but pattern has 1 E layers: give one for each"),
-        ({"moe_layers": ()}, "moe_layers=(): give a pair"),
         ({"moe_layers": "1280/4"}, "moe_layers='1280/4': give a pair"),
-        ({"moe_layers": ((1280, 4, 1),) * 40}, "moe_layers[0]=(1280, 4, 1): give two positive integers"),
         ({"moe_layers": ((1280, 4),) * 39 + ((1280, True),)}, "moe_layers[39]=(1280, True): give two"),
         ({"moe_layers": ((0, 4),) * 40}, "moe_layers[0]=(0, 4): give two positive integers"),
-        ({"moe_layers": ((1280.0, 4),) * 40}, "moe_layers[0]=(1280.0, 4): give two positive integers"),
         (
             {"moe_layers": ((1280, 513),) * 40},
             "moe_layers[0]: 513 experts per token exceed num_moe_experts=512",
         ),
-        ({"pattern": "M*", "mtp_pattern": None, "mtp_num_layers": 0}, "pattern has 0 E layers"),
     ],
 )
 def test_rows_of_experts_are_checked(change: dict[str, object], message: str) -> None:
@@ -157,14 +105,6 @@ def test_experts_of_each_layer() -> None:
     # Lists, as JSON has them, make an equal model.
     assert PUZZLE.but(moe_layers=[list(row) for row in PUZZLE.moe_layers]) == PUZZLE
     assert hash(PUZZLE) != hash(SUPER.but(name="puzzle"))
-
-
-def test_derived_numbers() -> None:
-    assert SUPER.full_pattern == SUPER.pattern + "/*E/*E"
-    assert (SUPER.num_layers, SUPER.mtp_num_blocks, SUPER.expert_input_size) == (88, 1, 1024)
-    assert (NANO.full_pattern, NANO.has_mtp, NANO.expert_input_size) == (NANO.pattern, False, 2688)
-    assert (SUPER.ffn_hidden_size, NEMOTRON_H_8B.ffn_hidden_size) == (2688, 21504)
-    assert NANO.mamba_inner_size == 4096 and not NEMOTRON_H_8B.is_moe
 
 
 @pytest.mark.parametrize("name", names())
@@ -193,26 +133,3 @@ def test_tiny_splits(name: str) -> None:
         assert all(number % tp == 0 for number in (*heads, small.vocab_size, small.ffn_hidden_size))
     if small.is_moe:
         assert small.num_moe_experts is not None and small.num_moe_experts % 16 == 0
-
-
-def test_tiny_of_a_model_with_both_feed_forward_kinds() -> None:
-    both = SUPER.but(pattern="ME*M-*", dense_ffn_hidden_size=512)
-    assert tiny(both).pattern == "MEM*-MEM*-ME"
-
-
-def test_import_is_light() -> None:
-    program = (
-        "import sys, megatron_nemotron3.models; "
-        "heavy = sorted({'torch', 'numpy', 'megatron', 'yaml', 'transformers'} & set(sys.modules)); "
-        "print(*heavy)"
-    )
-    root = str(Path(next(iter(megatron_nemotron3.__path__))).parent)
-    # -S leaves out site-packages: the package must work with the standard library alone.
-    result = subprocess.run(
-        [sys.executable, "-S", "-c", program],
-        env={**os.environ, "PYTHONPATH": root},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert result.stdout.split() == []

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_nemotron3.models import Nemotron3Config, get, names
-from megatron_nemotron3.models.definition import Definition, Routing, shifted
+from megatron_nemotron3.models.definition import Definition, Routing
 from tests.support.engines import tensors
 from tests.support.model_mapping import stack_experts
 from tests.support.parity import loss_and_gradients, oracle, relative_differences, text, without_mtp
@@ -178,13 +178,6 @@ def experts(u: Tensor) -> Tensor:
     return torch.stack([torch.stack([token(x) for x in row]) for row in u])
 
 
-def test_shifted_documents() -> None:
-    row = torch.tensor([[1, 2, 3, 4, 5, 6, 7]])
-    assert shifted(row, (3, 0, 1, 3), 0).tolist() == row.tolist()
-    assert shifted(row, (3, 0, 1, 3), 1).tolist() == [[2, 3, 0, 0, 6, 7, 0]]
-    assert shifted(row, (3, 0, 1, 3), 2).tolist() == [[3, 0, 0, 0, 7, 0, 0]]
-
-
 @pytest.mark.parametrize("cuts", [(1,) * 12, (5, 1, 6), (2, 10)])
 def test_a_state_continues_a_sequence(cuts: tuple[int, ...]) -> None:
     tokens, state = ids(2, 12), dict[str, Any]()
@@ -245,11 +238,3 @@ def test_a_step_is_replaced_wherever_it_is_called() -> None:
         small().but(rope=lambda original: None)
     with pytest.raises(ValueError, match="no step 'config'"):
         small().but(config=lambda original: None)
-
-
-def test_float64() -> None:
-    tokens = ids(1, 20)
-    for found, single in zip(small(dtype=torch.float64)(tokens).logits, small()(tokens).logits, strict=True):
-        assert found.dtype == torch.float64
-        close(found.float(), single)
-        assert not torch.equal(found.float(), single)

@@ -76,7 +76,6 @@ def test_the_same_model_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture
         ("[1]", "give an object of fields"),
         ("{}", "pattern, hidden_size, "),
         ({"base": "nan"}, "did you mean 'nano'?"),
-        ({"base": 3}, '"base" is 3'),
         ({"base": "nano", "hiddensize": 1}, "unknown field \"hiddensize\"; did you mean 'hidden_size'?"),
         ({"base": "nano", "moe-latent-size": 1}, "did you mean 'moe_latent_size'?"),
         ({"base": "nano", "num_layers": 3}, '"num_layers" follows from other fields'),
@@ -88,10 +87,6 @@ def test_the_same_model_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture
         ({"base": "nano", "mtp_num_layers": -1}, "mtp_num_layers=-1: give a positive number or 0"),
         ('{"base": "nano", "init_method_std": NaN}', "init_method_std=nan: give a positive number or 0"),
         ({"base": "nano", "hidden_size": None}, "hidden_size=None is not an integer"),
-        ({"base": "nano", "pattern": "MEX"}, "'X'"),
-        ({"base": "nano", "num_query_groups": 3}, "num_attention_heads=32 is not divisible by"),
-        ({"base": "nano", "moe_router_topk": 500}, "moe_router_topk=500 exceeds num_moe_experts=128"),
-        ({"base": "nano", "mtp_num_layers": 1}, "contradict each other"),
         (
             {"base": "nano", "mamba_conv_kernel": 8},
             "mamba_conv_kernel=8: Megatron builds Mamba-2 with 4 only",

@@ -23,7 +23,13 @@ transformers = pytest.importorskip("transformers")
 ORACLE_IS_RIGHT = (5, 15, 1)
 
 
-@pytest.fixture(scope="module", params=parity.SEEDS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=() if name in ("super", "puzzle", "nano-9b-v2") else pytest.mark.full)
+        for name in parity.SEEDS
+    ],
+)
 def run(request: pytest.FixtureRequest, world: None) -> Comparison:
     return compare(without_mtp(get(f"{request.param}-tiny")), seed=parity.SEEDS[request.param])
 
@@ -97,14 +103,8 @@ def each(theirs: Any, attribute: str, change: Callable[[Any], Any]) -> None:
 #: Mistake -> the attribute of transformers' modules that it changes, and how.
 MISTAKES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "dt clamped at 0.001, as transformers has it": ("time_step_limit", lambda old: (1e-3, float("inf"))),
-    "A_log rounded to bfloat16": ("A_log", lambda old: old.bfloat16().float()),
-    "no skip connection D": ("D", torch.zeros_like),
-    "dt_bias off by 0.001": ("dt_bias", lambda old: old + 1e-3),
     "gated norm over all channels at once": ("group_size", lambda old: 8 * old),
-    "epsilon 1e-6 instead of 1e-5": ("variance_epsilon", lambda old: 1e-6),
     "no expert bias": ("e_score_correction_bias", torch.zeros_like),
-    "scaling factor off by 0.1 %": ("routed_scaling_factor", lambda old: 1.001 * old),
-    "one expert fewer": ("top_k", lambda old: old - 1),
     "attention scale off by 0.1 %": ("scaling", lambda old: 1.001 * old),
 }
 

@@ -20,7 +20,7 @@ from tests.support.parity import compare, without_mtp
 
 pytest.importorskip("transformers")
 
-FEW, MANY = 40, 400
+FEW, MANY = 15, 400
 EXAMPLES = int(os.environ.get("NEMOTRON3_EXAMPLES", "0"))
 #: At least this share must be compared; the rest have two experts nearly equal (`ROUTING_MARGIN`).
 COMPARED = 0.6

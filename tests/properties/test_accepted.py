@@ -73,7 +73,7 @@ def check(cases: list[Case], ranks: int) -> None:
 @pytest.mark.parametrize(
     ("ranks", "number"),
     [
-        (2, 10),
+        (2, 6),
         pytest.param(2, 120, marks=pytest.mark.full),
         pytest.param(3, 40, marks=pytest.mark.full),
         pytest.param(4, 120, marks=pytest.mark.full),
@@ -104,6 +104,7 @@ def test_any_model_trains(number: int) -> None:
     run_distributed(any_model, 1, number)
 
 
+@pytest.mark.full
 def test_a_difference_is_noticed() -> None:
     """That layouts agree means something only if a model with one other number does not."""
     (case,) = draw_many(accepted(2).filter(lambda c: "E" in c.config.pattern and c.precision == "fp32"), 1)

@@ -84,7 +84,7 @@ def check_cures(case: Case) -> set[str]:
 
 
 @settings(
-    max_examples=100,
+    max_examples=50,
     derandomize=True,
     database=None,
     suppress_health_check=[HealthCheck.too_slow],

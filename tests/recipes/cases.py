@@ -115,10 +115,10 @@ def command(case: Case) -> list[str]:
     return shlex.split(done.stdout)
 
 
-def commands() -> dict[str, list[str]]:
-    """The commands of all cases, by name."""
+def commands(cases: list[Case]) -> dict[str, list[str]]:
+    """The commands of cases, by name."""
     with ThreadPoolExecutor(4) as pool:
-        return dict(zip([case.name for case in CASES], pool.map(command, CASES), strict=True))
+        return dict(zip([case.name for case in cases], pool.map(command, cases), strict=True))
 
 
 def golden_text(words: list[str]) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from tests.recipes.cases import GOLDEN, commands, golden_text
+from tests.recipes.cases import CASES, GOLDEN, commands, golden_text
 
 
 def main() -> None:
     """One file for each case; what no case writes is removed."""
     GOLDEN.mkdir(exist_ok=True)
-    texts = {f"{name}.txt": golden_text(words) for name, words in commands().items()}
+    texts = {f"{name}.txt": golden_text(words) for name, words in commands(CASES).items()}
     for file in GOLDEN.glob("*.txt"):
         if file.name not in texts:
             file.unlink()

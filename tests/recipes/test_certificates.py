@@ -17,7 +17,13 @@ def test_no_certificate_is_left_over() -> None:
     assert CERTIFIED
 
 
-@pytest.mark.parametrize("case", CERTIFIED, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=() if case.model == "super" else pytest.mark.full)
+        for case in CERTIFIED
+    ],
+)
 def test_certificate(case: Case) -> None:
     """After a change of a recipe that is meant: make certificates."""
     found = check(case)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +20,48 @@ pytest.importorskip("megatron.training")
 BY_NAME = {case.name: case for case in CASES}
 
 
-@pytest.fixture(scope="module")
-def printed() -> dict[str, list[str]]:
-    return commands()
+#: Recipes of one model are those of the others, but for its numbers.
+EACH = pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=() if case.model == "super" else pytest.mark.full)
+        for case in CASES
+    ],
+)
+
+
+@cache
+def printed(model: str) -> dict[str, list[str]]:
+    """The commands of a model's recipes."""
+    return commands([case for case in CASES if case.model == model])
+
+
+@pytest.fixture
+def args(case: Case, parsed: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+    """What Megatron makes of a case's words."""
+    answer = parsed(case.model)[case.name]
+    assert "error" not in answer, answer.get("error")
+    found: dict[str, Any] = answer["args"]
+    return found
 
 
 @pytest.fixture(scope="module")
-def parsed(printed: dict[str, list[str]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What Megatron's parser and validation make of each."""
-    jobs, folder = [], tmp_path_factory.mktemp("recipes")
-    for case in CASES:
-        argv = arguments(printed[case.name])
+def parsed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """A function from a model to what Megatron's parser and validation make of each of its recipes."""
+    folder = tmp_path_factory.mktemp("recipes")
+    return cache(lambda model: _parsed(model, folder))
+
+
+def _parsed(model: str, folder: Path) -> dict[str, Any]:
+    jobs = []
+    for case in (BY_NAME[name] for name in printed(model)):
+        argv = arguments(printed(model)[case.name])
         if case.recipe == "nvfp4":  # a launch writes it; Megatron reads it
             place = argv.index("--te-precision-config-file") + 1
             argv[place] = str(folder / f"{case.model}.yaml")
             yaml_file.write_precision_file(models.get(case.model), argv[place])
         jobs.append({"argv": argv, "world_size": case.world_size, "patched": case.recipe != "debug_cpu"})
-    return dict(zip(BY_NAME, ask(jobs), strict=True))
+    return dict(zip(printed(model), ask(jobs), strict=True))
 
 
 def test_every_recipe_has_a_case() -> None:
@@ -53,21 +80,18 @@ def _has(model: str, name: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_golden(case: Case, printed: dict[str, list[str]]) -> None:
+@EACH
+def test_golden(case: Case) -> None:
     """The whole command. After a change that is meant: python -m tests.recipes.regenerate"""
-    assert golden_text(printed[case.name]) == (GOLDEN / f"{case.name}.txt").read_text()
+    assert golden_text(printed(case.model)[case.name]) == (GOLDEN / f"{case.name}.txt").read_text()
 
 
 def test_no_golden_file_is_left_over() -> None:
     assert {file.stem for file in GOLDEN.glob("*.txt")} == set(BY_NAME)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_megatron_accepts(case: Case, parsed: dict[str, Any]) -> None:
-    answer = parsed[case.name]
-    assert "error" not in answer, answer.get("error")
-    args = answer["args"]
+@EACH
+def test_megatron_accepts(case: Case, args: dict[str, Any]) -> None:
     model_ranks = (
         args["tensor_model_parallel_size"]
         * args["pipeline_model_parallel_size"]
@@ -83,10 +107,16 @@ def test_megatron_accepts(case: Case, parsed: dict[str, Any]) -> None:
     assert args["sft"] is (case.recipe == "sft")
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.phase != "none"], ids=lambda case: case.name)
-def test_the_published_numbers_arrive(case: Case, parsed: dict[str, Any]) -> None:
-    args = parsed[case.name]["args"]
+@EACH
+def test_the_published_numbers_arrive(case: Case, args: dict[str, Any]) -> None:
     config = models.get(case.model)
+    if case.phase == "none":
+        return
+    if case.recipe == "pretrain":
+        layout, schedule = published_layout(config), published(config)
+        assert layout is not None and case.world_size == layout.world_size
+        assert args["train_samples"] == schedule.train_samples
+        assert args["micro_batch_size"] == schedule.micro_batch_size
     chosen = phase(config, case.phase)
     schedule = chosen.schedule
     assert args["seq_length"] == (schedule.seq_length or config.seq_length)
@@ -113,15 +143,6 @@ def test_the_published_numbers_arrive(case: Case, parsed: dict[str, Any]) -> Non
         assert [args[f"{name}_size"] for name in sizes] == [
             getattr(chosen.layout, short) for short in ("tp", "pp", "cp", "ep")
         ]
-
-
-def test_pretraining_is_the_published_launch(parsed: dict[str, Any]) -> None:
-    for model in ("nano", "super", "ultra"):
-        case, layout = BY_NAME[f"{model}-pretrain"], published_layout(models.get(model))
-        assert layout is not None and case.world_size == layout.world_size
-        args, schedule = parsed[case.name]["args"], published(models.get(model))
-        assert args["train_samples"] == schedule.train_samples
-        assert args["micro_batch_size"] == schedule.micro_batch_size
 
 
 def _row(model: str, name: str) -> str:

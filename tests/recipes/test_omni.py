@@ -63,18 +63,13 @@ def test_what_is_launched(name: str, layouts: tuple[str, str], language: str, ch
 @pytest.mark.parametrize(
     ("name", "variables", "message"),
     [
-        ("disjoint", {"MEGATRON_LM_DIR": ""}, "set MEGATRON_LM_DIR to a Megatron-LM checkout"),
         ("disjoint", {"MEGATRON_LM_DIR": "/nowhere"}, "use tag core_v0.19.0"),
         ("disjoint", {"VISION": "tp=1,dp=30"}, "need ranks 0 to 33, and the world has 32"),
-        ("disjoint", {"VISION": "tp=1,dp=5"}, "has 23 of 32 ranks, which is no multiple of TP * PP * CP = 2"),
         ("disjoint", {"VISION": "tp=1,dp=8", "EP": "1"}, "10 samples of a microbatch"),
         ("disjoint", {"VISION": "cp=2"}, "--vision-layout cp=2: encoders have tp=, dp= and offset= only"),
-        ("disjoint", {"SOUND": "tp=1,dp=4,offset=2"}, "share some of their ranks"),
         ("disjoint", {"SOUND": "tp=1,dp=4,offset=0"}, "as many modules on each rank as on the others"),
-        ("disjoint", {"EP": "7"}, "EP * ETP = 7 * 1 does not divide TP * CP * DP = 2 * 1 * 12"),
         ("disjoint", {"DATA_PATH": "/data/talks.jsonl"}, "set PROCESSOR"),
         ("colocated", {"PP": "2"}, "give the encoders ranks of their own"),
-        ("colocated", {"MBS": "1"}, "16 samples of a microbatch"),
         ("colocated", {"EXTRA": "--freeze all"}, "--freeze"),
         ("sft", {}, "set DATA_PATH"),
         ("sft", {"DATA_PATH": "/data/talks.jsonl", "PROCESSOR": "/model"}, "set LOAD"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.upstream.__main__ import main, version_of
-from tests.upstream.page import OTHERWISE, RESULTS, reason
+from tests.upstream.page import OTHERWISE, RESULTS
 
 ROOT = os.environ.get("MEGATRON_LM_DIR")
 FILE = "ssm/test_mlp_layer.py"
@@ -22,24 +22,6 @@ def test_what_passes_with_stock_and_not_with_ours_is_named(path: Path) -> None:
     assert set(lost) == set(OTHERWISE) & set(tests)
     passed = [sum(outcomes[at][0] == "passed" for outcomes in tests.values()) for at in (0, 1)]
     assert passed[1] > passed[0] > 0
-
-
-@pytest.mark.parametrize(
-    ("message", "expected"),
-    [
-        ("RuntimeError: world_size (1) is not divisible by 4", "more than one rank"),
-        ("ImportError: Transformer Engine is not installed.", "TransformerEngine"),
-        ("ImportError: MambaSSM is not installed.", "mamba-ssm"),
-        ("AssertionError: 3 != 4", "AssertionError: 3 != 4"),
-    ],
-)
-def test_reasons(message: str, expected: str) -> None:
-    assert reason(message).startswith(expected)
-
-
-def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--megatron-lm", str(tmp_path)]) == 2
-    assert "not a checkout of Megatron-LM" in capsys.readouterr().err
 
 
 @pytest.mark.full

@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from megatron_nemotron3 import cli
 from megatron_nemotron3.cli import packages
-from megatron_nemotron3.cli.doctor import emulation, judge, render, step_findings
+from megatron_nemotron3.cli.doctor import emulation, judge, step_findings
 from megatron_nemotron3.common.switches import EMULATE
 from megatron_nemotron3.proof.certify.ranks import run_distributed
 from megatron_nemotron3.train import build
@@ -78,12 +77,14 @@ def test_real_imports_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     found = {
-        name: packages.load(packages.Probe(name, name, name, "build it"), timeout=3)
+        name: packages.load(
+            packages.Probe(name, name, name, "build it"), timeout=1 if name == "hanging" else 30
+        )
         for name in (*bodies, "nowhere_to_be_found")
     }
     assert [f.level for f in found.values()] == ["ok", "error", "error", "error", "absent"]
     assert "another torch" in found["broken"].message and found["broken"].cure == "build it"
-    assert "SIGSEGV" in found["crashing"].message and "3 s" in found["hanging"].message
+    assert "SIGSEGV" in found["crashing"].message and "1 s" in found["hanging"].message
 
 
 def answer(capability: list[int], architectures: list[str]) -> dict[str, object]:
@@ -161,14 +162,5 @@ def test_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     assert cli.main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert list(found) == ["packages", "imports", "gpu", "precision", "verdict"]
-    monkeypatch.setattr(packages, "installed", lambda: {**GOOD, "python": "3.10.2"})
-    assert cli.main(["doctor"]) == 1
-    assert "ERROR" in capsys.readouterr().out
     assert cli.main(["doctor", "--step", "supper"]) == 2
     assert "did you mean 'super'" in capsys.readouterr().err
-
-
-def test_rendering() -> None:
-    text = render([("packages", packages.check({**GOOD, "python": "3.10.2"}))])
-    assert text.splitlines()[0] == "packages" and "-> make the environment with python3.12" in text
-    assert torch.__version__.startswith(packages.TESTED["torch"])

@@ -25,7 +25,6 @@ def test_its_flags_are_accepted(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     for name, words in {
         "super": ["--gpus", "128", "--gpu", "h100"],
         "ultra": ["--gpus", "512", "--gpu", "gb300", "--precision", "nvfp4", "--dispatcher", "hybridep"],
-        "lightning": ["--gpus", "16", "--gpu", "h100", "--plain"],
         "nano-4b": ["--gpus", "8", "--gpu", "h200", "--seq", "131072", "--gbs", "16"],
     }.items():
         assert cli.main(["plan", name, *words, "--json", "--best", "3"]) == 0

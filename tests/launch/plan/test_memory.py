@@ -14,15 +14,10 @@ from unittest import mock
 import pytest
 
 from megatron_nemotron3.launch import ParallelLayout, published_layout
-from megatron_nemotron3.launch.plan import activations
-from megatron_nemotron3.launch.plan import state as state_module
 from megatron_nemotron3.launch.plan.activation_forms import RankShare
 from megatron_nemotron3.launch.plan.memory import buffers, in_flight, memory
-from megatron_nemotron3.launch.plan.options import NONE, CostOptions, Recompute
+from megatron_nemotron3.launch.plan.options import NONE, Recompute
 from megatron_nemotron3.launch.plan.state import (
-    RankState,
-    kind_elements,
-    stage_patterns,
     state,
 )
 from megatron_nemotron3.models import Nemotron3Config, get, tiny
@@ -169,12 +164,9 @@ def stepped(
 
 
 PEAKS = [
-    pytest.param(ParallelLayout(), Recompute("full"), 2, id="one-full"),
-    pytest.param(ParallelLayout(pp=2), NONE, 4, id="pp2"),
     pytest.param(ParallelLayout(), Recompute("selective", ("moe",)), 1, id="one-moe", marks=pytest.mark.full),
-    pytest.param(ParallelLayout(pp=2), Recompute("full"), 4, id="pp2-full", marks=pytest.mark.full),
+    pytest.param(ParallelLayout(pp=2), Recompute("full"), 4, id="pp2-full"),
     pytest.param(ParallelLayout(pp=2, vpp=2), NONE, 6, id="pp2-vpp2", marks=pytest.mark.full),
-    pytest.param(ParallelLayout(pp=4), NONE, 3, id="pp4", marks=pytest.mark.full),
 ]
 
 
@@ -227,7 +219,7 @@ def everything(case: Case) -> int:
 
 WHOLE = [
     # The worst moment is at the loss; then in the experts' backward, where a CPU has blocks of FP32 besides.
-    pytest.param(SUPER.but(vocab_size=8192), NONE, TOLERANCE, id="loss"),
+    pytest.param(SUPER.but(vocab_size=8192), NONE, TOLERANCE, id="loss", marks=pytest.mark.full),
     pytest.param(
         get("nano").but(pattern="M*E", num_moe_experts=8, vocab_size=1024),
         NONE,
@@ -289,13 +281,12 @@ def test_messages_of_a_pipeline() -> None:
         assert 2 * found["message"] == expected_buffers(layout, found["pp_rank"])["pipeline"]
 
 
-@pytest.mark.parametrize("name", ["nano", "super", "ultra"])
+@pytest.mark.parametrize("name", ["super", "ultra", "puzzle"])
 def test_state_is_near_the_exact_one(name: str) -> None:
     config = get(name)
     published = published_layout(config)
-    assert published is not None
     for layout in (
-        published,
+        *([published] if published else []),
         ParallelLayout(tp=2, pp=4, ep=4, dp=8),
         ParallelLayout(pp=2, vpp=2, dp=2, cp=2),
     ):
@@ -308,62 +299,3 @@ def test_state_is_near_the_exact_one(name: str) -> None:
             assert state(alone, pp_rank) == exact_state(alone, pp_rank=pp_rank)
             # A rank's share of the buffer has more or less padding in it; the mean of all ranks is meant.
             assert found.optimizer == pytest.approx(exact.optimizer, rel=1e-3)
-
-
-def test_memory_has_the_state() -> None:
-    layout = ParallelLayout(tp=2, pp=2, ep=2, dp=2)
-    for precision, sizes in (("bf16", (2, 4, 4, 8)), ("fp32", (4, 4, 0, 8))):
-        what = launch(SUPER, layout, precision=precision)
-        costs = CostOptions.of(what)
-        assert (costs.weight, costs.gradient, costs.master, costs.moments) == sizes
-        found, held = memory(what, 1), state(what, 1)
-        assert RankState(found.weights, found.gradients, found.optimizer) == held
-        whole = held.weights + held.gradients + held.optimizer
-        assert found.total == whole + sum(found.activations.values()) + found.buffers
-        assert found.buffers > sum(expected_buffers(layout, 1).values())
-
-
-def test_each_choice_of_recomputation_saves_memory() -> None:
-    config, layout = get("super"), ParallelLayout(tp=2, pp=4, ep=8, dp=8)
-
-    def total(recompute: Recompute, pp_rank: int) -> int:
-        return memory(
-            launch(config, layout, microbatches=16, recompute=recompute, backend="te"), pp_rank
-        ).total
-
-    for pp_rank in range(layout.pp):
-        totals = [
-            total(choice, pp_rank)
-            for choice in (
-                Recompute("full"),
-                Recompute("selective", ("moe",)),
-                Recompute("selective", ("shared_experts", "moe_act")),
-                Recompute("selective", ("shared_experts",)),
-                NONE,
-            )
-        ]
-        assert totals == sorted(totals)
-        assert len(set(totals)) == len(totals)
-
-
-def test_thousands_of_layouts_share_their_work() -> None:
-    """Activations are computed once for each tp, cp and recomputation, with and without exchanged tokens;
-    elements for each tp, etp and ep."""
-    config = get("ultra")
-    layouts = [
-        ParallelLayout(tp=tp, pp=pp, ep=ep, cp=cp, dp=dp)
-        for tp in (1, 2, 4, 8)
-        for pp in (1, 2, 4, 6, 12)
-        for ep in (1, 2, 4, 8, 16, 32, 64)
-        for cp in (1, 2, 4)
-        for dp in (64, 128, 256)
-    ]
-    for cached in (activations._kind_bytes, state_module._rank_elements, stage_patterns, kind_elements):
-        cached.cache_clear()
-    for layout in layouts:
-        for recompute in (NONE, Recompute("full"), Recompute("selective", ("moe",))):
-            memory(launch(config, layout, microbatches=16, recompute=recompute))
-    assert activations._kind_bytes.cache_info().misses == 4 * 3 * 3 * 2
-    assert stage_patterns.cache_info().misses == 5
-    kinds = {*config.pattern, *(config.mtp_pattern or ""), "mtp", "embedding", "output"}
-    assert kind_elements.cache_info().misses == 4 * 7 * len(kinds)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import pytest
 
@@ -95,17 +94,6 @@ def test_published_launches_are_feasible_and_near_the_top(name: str) -> None:
     assert layout in legal(request) and place < len(result.best) / 8
 
 
-def test_bad_questions() -> None:
-    with pytest.raises(
-        ValueError, match=r"h100 .* has no nvfp4 units: use --precision fp8-tensorwise, fp8-blockwise"
-    ):
-        PlanRequest(asked("super", 8192, 8, "nvfp4"), 8, GPUS["h100"])
-    with pytest.raises(ValueError, match="gpus=0: give 1 or more"):
-        PlanRequest(asked("super", 8192, 8), 0, GPUS["h100"])
-    with pytest.raises(ValueError, match="without a global batch size"):
-        PlanRequest(Launch(config=get("super")), 8, GPUS["h100"])
-
-
 def test_says_what_would_make_it_fit() -> None:
     request = PlanRequest(asked("super", 8192, 64), 16, GPUS["h100"])
     assert search(request).fitting == 0
@@ -120,17 +108,3 @@ def test_says_what_would_make_it_fit() -> None:
 def test_nothing_divides() -> None:
     result = search(PlanRequest(asked("super", 8192, 3), 101, GPUS["h100"]))
     assert (result.legal, result.best, result.smallest) == (0, (), None)
-
-
-def _seconds(precision: str = "bf16", **changes: Any) -> float:
-    layout = ParallelLayout(tp=2, ep=8, pp=4, dp=16)
-    request = PlanRequest(asked("nano", 8192, 256, precision), 128, **{"gpu": GPUS["h100"], **changes})
-    return candidate(request, request.at(layout)).step.total
-
-
-def test_time_goes_the_right_way() -> None:
-    assert _seconds(gpu=GPUS["b200"]) < _seconds(gpu=GPUS["h200"]) <= _seconds()
-    assert _seconds(gpu=GPUS["b200"], precision="mxfp8") < _seconds(gpu=GPUS["b200"])
-    narrow = replace(GPUS["h100"], nvlink_domain=4)
-    assert _seconds(gpu=narrow) > _seconds()
-    assert _seconds(gpu=narrow, dispatcher="hybridep") < _seconds(gpu=narrow)

@@ -12,7 +12,6 @@ from megatron_nemotron3.launch.plan.serving import (
     layer_seconds,
     layer_state_bytes,
     serving_bytes,
-    step_seconds,
 )
 from megatron_nemotron3.launch.plan.timing import ASSUMED
 from megatron_nemotron3.models import count, get
@@ -49,18 +48,3 @@ def test_a_step_reads_what_it_needs_of_each_layer() -> None:
     weights = 2 * (4096 + 4096 * 128 * (32 + 2 * 2) + 32 * 128 * 4096)
     attention = layer_seconds(config, "*", ServingUse(H100, 1, 100_000))
     assert attention == pytest.approx((weights + 2 * 2 * 128 * 100_000 * 2) / rate, rel=1e-6)
-
-
-def test_layers_have_their_own_time() -> None:
-    """A model whose E layers differ takes the sum over them; fewer experts, less time."""
-    puzzle, serving = get("puzzle"), ServingUse(H100)
-    plain = puzzle.but(moe_layers=None)
-    difference = sum(
-        layer_seconds(plain, "E", serving) - layer_seconds(puzzle.at(layer), "E", serving)
-        for layer, kind in enumerate(puzzle.pattern)
-        if kind == "E"
-    )
-    assert step_seconds(plain, serving) - step_seconds(puzzle, serving) == pytest.approx(difference)
-    assert difference > 0
-    with pytest.raises(ValueError, match="context 0: give 1 or more"):
-        ServingUse(H100, context=0)
