@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import random
 import signal
 import sys
 import time
@@ -180,27 +178,6 @@ class Moved(dict[str, Tensor]):
         return tensor
 
 
-def random_cases(seed: int, number: int) -> list[Case]:
-    """Cases of four trainers and four servers, or of the same four, drawn from all layouts that fit."""
-    draw = random.Random(seed)
-    found: list[Case] = []
-    while len(found) < number:
-        name = draw.choice(("super-tiny", "nano-tiny", "nano-4b-tiny", "puzzle-tiny", "nemotron-h-8b-tiny"))
-        source = {key: draw.choice((1, 1, 2, 4)) for key in ("tp", "cp", "pp", "vpp", "ep", "etp", "dp")}
-        engine = draw.choice(("vllm", "sglang", "hf"))
-        target = {key: draw.choice((1, 1, 2, 4)) for key in ("tp", "pp", "dp", "ep", "replicas")}
-        settings = {"buffer": draw.choice((200_000, 1 << 28)), "colocated": draw.random() < 0.5}
-        words = [",".join(f"{key}={size}" for key, size in sizes.items()) for sizes in (source, target)]
-        if target["pp"] > 1:
-            words[1] += ",mtp=0"
-        case: Case = (name, words[0], engine, words[1], settings)
-        with contextlib.suppress(ValueError):
-            plan = plan_of(case)
-            if plan.training.layout.world_size == plan.serving.size == 4:
-                found.append(case)
-    return found
-
-
 def streamed(case: Case) -> tuple[list[str], bool]:
     """The names that this rank got from the stream, and whether all tensors are right."""
     plan, hf = plan_of(case), whole(get(case[0]))
@@ -237,11 +214,6 @@ def _killed_before_the_proof(rank: Rank) -> None:
 def _killed_packing(rank: Rank) -> None:
     if rank.refit.sender == 1:
         rank.wrap = lambda tensors: Killed(tensors, "__missing__", 100)
-
-
-def _dies(rank: Rank) -> None:
-    if rank.refit.receiver == 1:
-        os._exit(1)
 
 
 def _dies_as_host(rank: Rank) -> None:
@@ -332,7 +304,6 @@ class Hurt(dict[str, Tensor]):
 
 
 FAULTS: dict[str, Callable[[Rank], None]] = {
-    "a server dies": _dies,
     "the first trainer dies": _dies_as_host,
     "a wrong byte": _hurts,
     "a name is missing": _lacks,

@@ -10,11 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_nemotron3.inference.generate import experts
 from megatron_nemotron3.inference.generate.attention import KVCache
-from megatron_nemotron3.inference.generate.batch import ForwardBatch
 from megatron_nemotron3.inference.generate.decode import DecodeState
 from megatron_nemotron3.inference.generate.engine import EncoderRows, Engine
 from megatron_nemotron3.inference.generate.experts import Experts
@@ -35,17 +33,6 @@ def cuts(draw: st.DrawFn) -> list[int]:
         if sum(passes) + n <= TOKENS:
             passes.append(n)
     return passes
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_step_by_step_is_one_pass(name: str) -> None:
-    engine, ids = tiny(name)
-    whole = engine.forward(ids, once := engine.new_state(len(ids)))
-    state = engine.new_state(len(ids), capacity=1)
-    parts = [engine.forward(ids[:, i : i + 1], state) for i in range(TOKENS)]
-    close(torch.cat([p.logits for p in parts], 1), whole.logits)
-    close(torch.cat([p.hidden for p in parts], 1), whole.hidden)
-    assert_states_equal(state, once)
 
 
 @repeatable(12)
@@ -161,29 +148,6 @@ def test_rollback_is_a_shorter_pass(name: str, before: int, n: int, keep: list[i
         close(then[row], engine.forward(ids[row : row + 1, :5], single).hidden[0])
 
 
-def test_the_whole_pass_kept_is_the_pass_bit_for_bit() -> None:
-    engine, ids = tiny("super")
-    first, second = engine.new_state(2), engine.new_state(2)
-    engine.forward(ids[:, :9], first)
-    out = engine.forward(ids[:, :9], second, rollback=True)
-    assert out.rollback is not None
-    second.truncate(9, out.rollback)
-    for mine, other in zip(first.layers.values(), second.layers.values(), strict=True):
-        if isinstance(mine, MambaState) and isinstance(other, MambaState):
-            assert torch.equal(mine.ssm, other.ssm) and torch.equal(mine.window, other.window)
-
-
-def test_a_snapshot_is_independent() -> None:
-    engine, ids = tiny("super")
-    state = engine.new_state(2)
-    engine.forward(ids[:, :20], state)
-    snapshot = state.select(range(state.batch))
-    for i in range(20, 23):
-        engine.forward(ids[:, i : i + 1], state)
-    engine.forward(ids[:, 20:23], snapshot)
-    assert_states_equal(snapshot, state)
-
-
 @repeatable(20)
 @given(st.integers(1, 40), st.integers(0, 1000))
 def test_the_short_scan_is_the_recurrence(n: int, seed: int) -> None:
@@ -223,62 +187,6 @@ def test_implementations_of_experts_agree(way: str, monkeypatch: pytest.MonkeyPa
     close(engine.forward(ids, engine.new_state(2)).hidden, expected)
 
 
-def test_the_implementation_depends_on_the_tokens() -> None:
-    """Tokens of plain decoding, of a verification, and of a prefill."""
-    layer, topk = experts_of("super")
-    found = {
-        device: [layer._implementation(n, topk, device).__name__ for n in (1, 4, 2**17)]
-        for device in ("cpu", "cuda")
-    }
-    assert found == {
-        "cpu": ["_in_place", "_in_place", "_sorted"],
-        "cuda": ["_gathered", "_gathered", "_sorted"],
-    }
-
-
-class _Made(TorchDispatchMode):
-    """Names of operations that make tensors, and the most elements of one of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-        self.largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            self.names.add(func.name().removeprefix("aten::").partition(".")[0])
-            made = result if isinstance(result, (tuple, list)) else [result]
-            self.largest = max([self.largest, *(t.numel() for t in made if isinstance(t, Tensor))])
-        return result
-
-
-@pytest.mark.parametrize("n", [2, 8])
-def test_few_tokens_copy_no_weights_and_build_no_mask(n: int) -> None:
-    """A pass over drafts: the experts' matrices are read where they are, and the mask is there already."""
-    engine, ids = tiny("super")
-    state = engine.new_state(1)
-    engine.prefill(ids[:1, :30], state)
-    for _ in range(2):
-        with _Made() as made:
-            out = engine.forward(ids[:1, 30 : 30 + n], state, rollback=True)
-            assert out.logits.shape == (1, n, engine.config.vocab_size) and out.rollback is not None
-        state.truncate(n - 1, out.rollback)
-    layer, topk = experts_of("super")
-    matrices = n * topk * layer.inner * layer.width
-    assert made.largest == out.logits.numel() < matrices
-    assert not made.names & {"full", "triu_", "repeat", "where", "masked_fill_"}
-
-
-@repeatable(30)
-@given(st.integers(1, 9), st.integers(0, 700), st.integers(1, 4))
-def test_kept_masks_are_those_that_are_built(n: int, before: int, queries: int) -> None:
-    one = ForwardBatch([before], n, None, torch.device("cpu"))
-    built = one._build_mask(0, n, one.end).repeat(1, 1, queries, 1)
-    kept = one.mask((0, n), one.end, queries, torch.float32)
-    assert kept is None if n == 1 else kept is not None and torch.equal(kept, built)
-
-
 def test_many_tokens_in_place_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, topk = experts_of("super")
     made = torch.Generator().manual_seed(0)
@@ -288,15 +196,6 @@ def test_many_tokens_in_place_are_read_in_parts(monkeypatch: pytest.MonkeyPatch)
     close(whole, layer._sorted(z, chosen, weight))
     monkeypatch.setattr(experts, "INDEX_ELEMENTS", 5 * topk * layer.width)
     assert torch.equal(layer._in_place(z, chosen, weight), whole)
-
-
-def test_attention_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, ids = tiny("super")
-    expected = engine.forward(ids, engine.new_state(2)).hidden
-    monkeypatch.setattr("megatron_nemotron3.inference.generate.batch.MASK_ELEMENTS", 1)
-    state = engine.new_state(2)
-    engine.forward(ids[:, :40], state)
-    close(engine.forward(ids[:, 40:], state).hidden, expected[:, 40:])
 
 
 def _empty(engine: Engine) -> DecodeState:

@@ -86,14 +86,6 @@ def test_agreement_is_its_definition() -> None:
             assert getattr(one, name) == pytest.approx(expected[name].tolist(), abs=1e-5)
 
 
-def test_mtp_that_is_the_model_agrees_with_it() -> None:
-    engine = agreeing(0.0)
-    found = losses(engine, random_text(engine, 2, 40), 4).agreement
-    for depth, one in enumerate(found, 1):
-        assert (one.overlap, one.top1) == (pytest.approx(1, abs=1e-4), 1.0)
-        assert one.greedy == pytest.approx([depth + 1.0] * 2) and one.kl == pytest.approx(0, abs=1e-4)
-
-
 def test_windows() -> None:
     text = list(range(23))
     assert windows(text, 5).tolist() == [[i, i + 1, i + 2, i + 3, i + 4, i + 5] for i in (0, 5, 10, 15)]
@@ -190,19 +182,6 @@ def test_table_of_a_text(folders_with_text: Folders, capsys: Capture, tmp_path: 
     assert re.search(r"^ +1 +[12]\.\d\d +[\d.,]+ +[01]\.\d\d$", out, re.M)
 
 
-def test_a_data_set_and_no_drafts(folders_with_text: Folders, capsys: Capture) -> None:
-    """A data set needs no tokenizer."""
-    f = folders_with_text
-    prefix = next(f.run.glob("data/*/corpus.idx")).with_suffix("")
-    words = ["--checkpoint", f.hf, "--data-path", prefix, "--draft", 0, "--tokens", 512, "--json"]
-    found = json.loads(run(capsys, *words))
-    ids = data_tokens(str(prefix), None, 16 * 513)
-    assert found["loss"] == pytest.approx(
-        measured(windows(ids, 256, 512), f.megatron, 0).next_token, abs=1e-5
-    )
-    assert found["acceptance"] == []
-
-
 def test_the_loss_is_over_the_padded_vocabulary(capsys: Capture, tmp_path: Path) -> None:
     """As in Megatron, although the checkpoint states how many rows are tokens."""
     config = small_config().but(vocab_size=500)
@@ -279,14 +258,6 @@ def test_the_validation_loss_of_a_run(trained: Path) -> None:
     engine = Engine(load(trained / "checkpoints"))
     # Five validations of 8 iterations with 4 sequences; the last one is at the end.
     assert losses(engine, samples[-32:], 0).next_token == pytest.approx(float(logged), abs=1e-5)
-
-
-@pytest.mark.full
-def test_drafts_of_a_trained_model_are_accepted(trained: Path, capsys: Capture) -> None:
-    found = json.loads(run(capsys, "--checkpoint", trained, "--json", "--tokens", 4096))
-    lengths = [a["acceptance_length"] for a in found["acceptance"]]
-    assert lengths[0] == 1.0 and all(length > 1.1 for length in lengths[1:])
-    assert all(loss < 8.0 for loss in [found["loss"], *found["mtp_loss"]])
 
 
 def _validation_samples(folder: Path, s: int) -> Tensor:

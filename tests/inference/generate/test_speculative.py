@@ -96,7 +96,7 @@ def test_greedy_texts_are_those_of_naive_decoding(
     assert found.speculation.steps <= found.speculation.tokens
 
 
-@pytest.mark.parametrize("draft", [0, 1, 3, 7])
+@pytest.mark.parametrize("draft", [0, 7])
 def test_the_context_may_be_full(draft: int) -> None:
     """The last tokens reach the limit, and no draft exceeds it."""
     whole = agreeing(0.0)
@@ -228,7 +228,7 @@ def drawn(sampling: Sampling, rows: int = 3000) -> float:
 
 @pytest.mark.parametrize(
     "sampling",
-    [pytest.param(s, marks=pytest.mark.full if s in SAMPLINGS[1:3] else (), id=str(s)) for s in SAMPLINGS],
+    [pytest.param(s, marks=pytest.mark.full if s in SAMPLINGS[:3] else (), id=str(s)) for s in SAMPLINGS],
 )
 def test_sampled_texts_have_the_distribution_of_plain_sampling(sampling: Sampling) -> None:
     assert drawn(sampling) > FALSE_ALARMS
@@ -255,8 +255,9 @@ def _the_same_number_twice(
 
 @pytest.mark.parametrize(
     "mutant",
-    [pytest.param(m, marks=pytest.mark.full) for m in (_always, _the_same_number_twice)] + [_resample_from_p],
+    [_resample_from_p, _always, _the_same_number_twice],
 )
+@pytest.mark.full
 def test_wrong_rules_are_noticed(mutant: Callable[..., object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate_module, "accept", mutant)
     assert drawn(SAMPLINGS[0]) < FALSE_ALARMS
@@ -311,13 +312,6 @@ def test_every_draft_is_accepted_where_mtp_is_the_model() -> None:
     assert (s.steps, s.tokens, s.drafted, s.accepted) == (3, 11, [2, 2, 2, 2], [2, 2, 2, 2])
     assert s.acceptance_length == pytest.approx(11 / 3) and s.by_position == [1.0] * 4
     assert found.passes == 3 and found.new_tokens == 12
-
-
-def test_no_draft_is_accepted_of_a_model_that_disagrees() -> None:
-    found = generate(tiny("super")[0], [[1, 2, 3]], GenerationOptions(9, draft=2))
-    s = found.speculation
-    assert (s.steps, s.acceptance_length, s.accepted) == (8, 1.0, [0, 0])
-    assert s.drafted == [7, 6] and s.by_position == [0.0, 0.0]
 
 
 def test_a_draft_that_ends_the_row_ends_the_count() -> None:

@@ -19,7 +19,6 @@ from tests.support.refit_ranks import (
     left,
     opposite,
     plan_of,
-    random_cases,
     refitted,
     side_by_side,
     streamed,
@@ -124,18 +123,10 @@ def test_a_refit_after_one_that_failed_and_a_rank_without_a_part() -> None:
     assert all(said.startswith("ValueError: rank 4 neither sends nor receives") for said in other)
 
 
+@pytest.mark.full
 def test_two_refits_in_turn_and_one_that_fails() -> None:
     found = run_distributed(side_by_side, 4, [QUICK[0], ("nano-tiny", "pp=2", "sglang", "tp=2", {})])
     assert all("'model.norm_f.weight'" in first and second == "right" for first, second in found)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("seed", range(3))
-def test_random_layouts(seed: int) -> None:
-    cases = random_cases(seed, 12)
-    apart = [case for case in cases if not case[4]["colocated"]]
-    run_distributed(refitted, 8, apart, "bfloat16", timeout=400)
-    run_distributed(refitted, 4, [case for case in cases if case not in apart], "bfloat16", timeout=400)
 
 
 def test_the_stream_has_whole_tensors() -> None:
@@ -179,8 +170,7 @@ WORDS = {
     "a trainer cannot read its tensors": ["rank 1: OSError: the disk has gone", "untouched True"],
     "a trainer cannot pack": ["moved step", "OSError: the disk has gone"],
     "a server cannot prove": ["rank 3: OSError: the disk has gone"],
-    "a server dies": ["waited while", "cure:", "are not to be used"],
-    "the first trainer dies": ["waited while", "cure:"],
+    "the first trainer dies": ["waited while", "cure:", "are not to be used"],
     "a server is killed while it unpacks": ["moved step", "are not to be used"],
     "a server is killed before the proof": ["compared the checksums", "are not to be used"],
     "a trainer is killed while it packs": ["moved step", "are not to be used"],
@@ -218,8 +208,7 @@ def test_numbers_that_do_not_fit_fp16_are_refused() -> None:
     sum_sent(part, weight)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize(("dtype", "axis"), [(torch.bfloat16, 0), (torch.float32, 1)])
 def test_checksums_of_parts_add_up_and_notice_places(dtype: torch.dtype, axis: int) -> None:
     tensor = torch.randn(12, 10).to(dtype)
     whole = checksum(tensor)

@@ -15,7 +15,6 @@ from megatron_nemotron3.checkpoints.convert.plan import Slices, extent, whole
 from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource, row_major
 from megatron_nemotron3.checkpoints.convert.streams import BAND
 from megatron_nemotron3.models import Nemotron3Config, get, tiny
-from megatron_nemotron3.models.parameters import prefixes
 from megatron_nemotron3.post_training import compress
 from megatron_nemotron3.post_training.compress.cut import CutTensors
 from megatron_nemotron3.post_training.compress.scores import Scores
@@ -51,12 +50,6 @@ EVERYTHING: dict[str, dict[str, Any]] = {
         "dense_ffn_hidden_size": 320,
     },
 }
-#: Whole layers, parts of a mixer, and those of an expert; `test_all_sizes` cuts the others, too.
-QUICK = ("num_layers", "mamba_num_heads", "moe_latent_size")
-ONE_BY_ONE = [
-    *(pytest.param("super", n, marks=() if n in QUICK else pytest.mark.full) for n in EVERYTHING["super"]),
-    pytest.param("nano-4b", "dense_ffn_hidden_size", marks=pytest.mark.full),
-]
 
 
 def cut(name: str, sizes: Sizes) -> tuple[Nemotron3Config, list[float], float]:
@@ -82,14 +75,6 @@ def cut(name: str, sizes: Sizes) -> tuple[Nemotron3Config, list[float], float]:
     except ValueError:  # another number of E layers
         wrong = 1.0
     return pruned, errors, wrong
-
-
-@pytest.mark.parametrize(("name", "size"), ONE_BY_ONE)
-def test_one_size(name: str, size: str) -> None:
-    ((pruned, errors, wrong),) = run_distributed(cut, 1, name, {size: EVERYTHING[name][size]})
-    assert getattr(pruned, size) == EVERYTHING[name][size]
-    assert len(errors) == 1 + pruned.mtp_num_layers
-    assert max(errors) < 1e-4 < 0.01 < wrong
 
 
 @pytest.mark.parametrize("name", EVERYTHING)
@@ -119,20 +104,6 @@ def same_sizes(name: str) -> bool:
 
 def test_the_sizes_that_a_model_has_change_nothing() -> None:
     assert run_distributed(same_sizes, 1, "super") == [True]
-
-
-def test_heads_stay_in_their_groups() -> None:
-    config = CONFIGS["super"]
-    scores = random_scores(config)
-    pruned = candidate_config(config, {"mamba_num_heads": 8, "num_attention_heads": 4})
-    for there, here in zip(prefixes(config), prefixes(pruned), strict=True):
-        axes = scores.axes(there, here)
-        if there.part == "M":
-            assert axes["heads"] is not None
-            assert (axes["heads"] // 2).tolist() == list(range(8))  # one of the two heads of each group
-        elif there.part == "*":
-            assert axes["q"] is not None
-            assert (numpy.unique(axes["q"] // 32) // 4).tolist() == [0, 0, 1, 1]
 
 
 class Numbered(TensorSource):

@@ -235,17 +235,6 @@ def test_an_interrupt(
     assert "the processes ended with 1; the parts that are written stay" in capsys.readouterr().err
 
 
-def test_a_projection_that_is_missing(
-    logits: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["--device", "cpu", "--text", str(tmp_path / "text.txt"), "--output", str(tmp_path / "student")]
-    words += ["--teacher", logits[1], "--distill", f"projection={tmp_path}/none"]
-    assert cli.main(["train", "nano", "--tiny", *words]) == 2
-    said = capsys.readouterr().err
-    assert "/none is no file: nemotron3 xtoken STUDENT_TOKENIZER " in said and "--output FILE" in said
-    assert not (tmp_path / "student").exists()
-
-
 @pytest.mark.full
 def test_no_rank_outlives_the_command(teacher: Path, tmp_path: Path) -> None:
     """SIGTERM, which a batch system sends to the command alone, while two ranks store."""
@@ -261,13 +250,3 @@ def test_no_rank_outlives_the_command(teacher: Path, tmp_path: Path) -> None:
     said = process.communicate(timeout=60)[0]
     assert process.returncode == 130 and " parts are stored; the same command goes on" in said
     wait_until(lambda: not any(rank.is_running() for rank in ranks), seconds=10)
-
-
-@pytest.mark.full
-def test_another_text_has_another_tokenizer(teacher: Path, tmp_path: Path) -> None:
-    file = tmp_path / "other.jsonl"
-    file.write_text('{"text": "Quite different words, many of them."}\n' * 200)
-    words = ["--steps", "2", "--seq-length", "64", "--text", str(file), "--output", str(tmp_path / "run")]
-    said = nemotron3("train", "nano", "--tiny", "--device", "cpu", *words, "--teacher", str(teacher), code=2)
-    assert "have different vocabularies (their tokenizers differ in tokens or ids)" in said
-    assert not (tmp_path / "run" / "train.log").exists()

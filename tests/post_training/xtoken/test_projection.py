@@ -57,14 +57,6 @@ def test_joined(tmp_path: Path) -> None:
         assert not row.weights or sum(w for _, w in row.weights) == pytest.approx(1)
 
 
-@pytest.mark.parametrize("pair", [("packs", "splits"), ("splits", "sentence"), ("sentence", "packs")])
-def test_every_byte_has_a_token(folders: dict[str, Path], pair: tuple[str, str]) -> None:
-    """All three vocabularies have all bytes, so that every ordinary token has a row."""
-    student, teacher = (ByteVocabulary(folders[name]) for name in pair)
-    empty = [i for i, row in enumerate(rows(student, teacher)) if row.rule == NONE]
-    assert all(i in student.special or not student.tokens[i] or student.tokens[i] == b"<unk>" for i in empty)
-
-
 @pytest.mark.parametrize("name", ["packs", "splits", "sentence"])
 def test_tokens_spell_the_text(folders: dict[str, Path], name: str) -> None:
     """Also a text that is cut inside of a character, and one that mentions a special token."""
