@@ -91,33 +91,12 @@ def changed(place: Path, edit: Callable[[Recording], Any]) -> str:
     return "changed.pt"
 
 
-def other_model(place: Path) -> str:
-    (place / "trainer2.pt").unlink(missing_ok=True)
-    return changed(place, lambda r: r.sequences[0].hidden.update({1: torch.zeros(TOKENS, 64)}))
-
-
 #: What is wrong -> a function that makes the engine's file and gives its name, and the message.
 REFUSED: dict[str, tuple[Callable[[Path], str], str]] = {
     "no file": (lambda place: "missing.pt", "missing.pt: No such file or directory"),
-    "a text": (
-        lambda place: ((place / "text.pt").write_text("hello"), "text.pt")[1],
-        "text.pt: not a readable recording",
-    ),
     "other tokens": (
         lambda place: changed(place, lambda r: r.sequences[1].ids[7].add_(1)),
         "sequence 1: the tokens differ from position 7 on (48 tokens of megatron, 48 of vllm)",
-    ),
-    "fewer sequences": (
-        lambda place: changed(place, lambda r: r.sequences.pop()),
-        "megatron has 2 sequences, vllm 1",
-    ),
-    "another width": (other_model, "vllm, sequence 0: hidden of layer 1 has width 64"),
-    "half of a file": (
-        lambda place: (
-            (place / "half.pt").write_bytes((place / "engine.pt").read_bytes()[:3000]),
-            "half.pt",
-        )[1],
-        "half.pt: not a readable recording, its end is missing",
     ),
     "a layer too many": (
         lambda place: changed(place, lambda r: r.sequences[0].hidden.update({4: torch.zeros(TOKENS, 128)})),

@@ -57,8 +57,3 @@ def test_table_is_complete() -> None:
     for mode in MODES:
         named = [cell(row[mode]) == "**yes**" for row in rows.values() if mode in row]
         assert sum(named) >= 18, mode
-
-
-def test_fault_of_nobody_is_an_error() -> None:
-    with pytest.raises(SystemExit, match="no such fault: nothing"):
-        faults.main(["nothing"])

@@ -34,7 +34,6 @@ ROWS: dict[str, tuple[ParallelLayout, dict[str, Any], bool]] = {
     "PP2 VPP2": (_L(pp=2, vpp=2), {}, False),
     "EP2 DP2": (_L(dp=2, ep=2), {}, False),
     "CP2, logits": (_L(cp=2), {"labels": False}, False),
-    "TP2 SP CP2": (_L(tp=2, cp=2), {}, False),
     "PP2 DP2, packed": (_L(pp=2, dp=2), PACKED, False),
 }
 

@@ -114,14 +114,3 @@ def experts_exchanged_in_export() -> None:
         tensors[first], tensors[second] = tensors[second], tensors[first]
 
     _exported(exchange)
-
-
-def decay_exported_as_rate() -> None:
-    """The export holds A instead of its logarithm."""
-
-    def exponentiate(tensors: dict[str, torch.Tensor]) -> None:
-        for name in tensors:
-            if name.endswith("A_log"):
-                tensors[name] = tensors[name].exp()
-
-    _exported(exponentiate)

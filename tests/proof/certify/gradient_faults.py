@@ -48,16 +48,6 @@ def norms_not_reduced() -> None:
     _unmarked(lambda name: name.endswith("layer_norm_weight"))
 
 
-def latent_not_reduced() -> None:
-    """Gradients of the latent projections are not summed over tensor-parallel ranks."""
-    _unmarked(lambda name: "latent_proj" in name)
-
-
-def router_not_reduced() -> None:
-    """Gradients of the routers are not summed over tensor-parallel ranks."""
-    _unmarked(lambda name: name.endswith("router.weight"))
-
-
 def norms_reduced_twice() -> None:
     """The sum over tensor-parallel ranks is made twice."""
 
@@ -84,20 +74,6 @@ def only_first_chunk_finalized() -> None:
             scale(self, 1.0 if getattr(self.module, "vp_stage", None) == 1 else factor)
 
         return first_only
-
-    wrap(DistributedDataParallel, "scale_gradients", make)
-
-
-def experts_scaled_by_ep() -> None:
-    """Gradients of experts are multiplied by the number of expert-parallel ranks."""
-
-    def make(scale: Any) -> Any:
-        def scaled(self: Any, factor: Any) -> None:
-            scale(self, factor)
-            for buffer in self.expert_parallel_buffers:
-                buffer.scale_gradients(float(parallel_state.get_expert_model_parallel_world_size()))
-
-        return scaled
 
     wrap(DistributedDataParallel, "scale_gradients", make)
 
@@ -152,25 +128,6 @@ class _Instead:
 def tokens_of_one_rank() -> None:
     """Every data-parallel rank divides by the number of its own tokens."""
     _without_collective("all_reduce")
-
-
-def tokens_not_sent_to_stages() -> None:
-    """Only the last stage learns the number of tokens; the others divide by one."""
-    _without_collective("broadcast")
-
-
-def divided_by_microbatches() -> None:
-    """A loss per token is divided by the number of micro-batches, too."""
-
-    def make(calculate: Any) -> Any:
-        def divided(model: Any, output: Any, loss_func: Any, *args: Any, **kwargs: Any) -> Any:
-            loss, tokens = calculate(model, output, loss_func, *args, **kwargs)
-            number = args[3]
-            return loss / number, tokens
-
-        return divided
-
-    wrap("megatron.core.pipeline_parallel.schedules", "forward_step_calc_loss", make)
 
 
 def last_bucket_not_reduced() -> None:

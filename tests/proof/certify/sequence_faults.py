@@ -8,18 +8,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.ssm.mamba_context_parallel import MambaContextParallel
 from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
 )
-from megatron.core.transformer.attention import SelfAttention
 
 from megatron_nemotron3.layers.attention import TorchCoreAttention
 from megatron_nemotron3.layers.context_parallel import PackedContextParallel
 from megatron_nemotron3.layers.mtp import LossHooks, PhysicalBorders
-from megatron_nemotron3.layers.stack import Nemotron3Stack
 from tests.proof.certify.patching import in_place_of, wrap
 
 MTP = "megatron.core.transformer.multi_token_prediction"
@@ -53,19 +50,6 @@ def cp_document_order() -> None:
     in_place_of(
         PackedContextParallel, "post_conv_ssm", lambda self, t, packed=None: plain.post_conv_ssm(self, t)
     )
-
-
-def cp_heads_shifted() -> None:
-    """A context-parallel rank decays its heads with the A of other heads."""
-
-    def make(slice_of: Any) -> Any:
-        def other(self: Any, parameter: Any, *args: Any, **kwargs: Any) -> Any:
-            size = self.nheads_local_tpcp if self.cp_size > 1 else 0
-            return slice_of(self, parameter.roll(size), *args, **kwargs)
-
-        return other
-
-    wrap(MambaContextParallel, "_slice_vector_param", make)
 
 
 def cp_kv_gradient_local() -> None:
@@ -114,26 +98,6 @@ def mtp_without_mask() -> None:
     wrap("megatron.core.models.hybrid.hybrid_model", "process_mtp_loss", make)
 
 
-def mamba_state_leaks() -> None:
-    """The state of the scan goes on from one document into the next."""
-
-    def make(select: Any) -> Any:
-        def leaking(x: Any) -> Any:
-            return lambda *args, **kwargs: select(x)(*args, **{**kwargs, "seq_idx": None})
-
-        return leaking
-
-    from megatron_nemotron3.layers import mamba
-
-    torch_scan = mamba.TORCH
-
-    def scan(*args: Any, **kwargs: Any) -> Any:
-        return torch_scan(*args, **{**kwargs, "seq_idx": None})
-
-    in_place_of(MIXER, "TORCH", scan)
-    wrap(MIXER, "select_scan", make)
-
-
 def convolution_leaks() -> None:
     """The convolution sees the last tokens of the document before."""
 
@@ -156,39 +120,6 @@ def attention_leaks() -> None:
         return one
 
     wrap("megatron_nemotron3.layers.attention", "document_borders", make)
-
-
-def stage_drops_last_layer() -> None:
-    """Every stage but the last leaves out its last layer."""
-
-    def make(init: Any) -> Any:
-        def short(self: Any, *args: Any, **kwargs: Any) -> None:
-            init(self, *args, **kwargs)
-            if not self.post_process:
-                self.layers[-1].forward = _passed_on
-
-        return short
-
-    wrap(Nemotron3Stack, "__init__", make)
-
-
-def _passed_on(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-    return hidden_states, None
-
-
-def key_and_value_swapped() -> None:
-    """Tensor-parallel ranks other than the first take keys for values."""
-
-    def make(split: Any) -> Any:
-        def swapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-            query, key, value, *rest = split(self, *args, **kwargs)
-            if parallel_state.get_tensor_model_parallel_rank() > 0:
-                key, value = value, key
-            return query, key, value, *rest
-
-        return swapped
-
-    wrap(SelfAttention, "get_query_key_value_tensors", make)
 
 
 def logits_gathered() -> None:

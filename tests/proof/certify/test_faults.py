@@ -35,8 +35,3 @@ def test_catalogue_is_complete() -> None:
     assert faults.measured().keys() == FAULTS.keys()
     for name, row in faults.measured().items():
         assert row["found by"] in FAULTS[name].found_by, name
-
-
-def test_fault_of_nobody_is_an_error() -> None:
-    with pytest.raises(SystemExit, match="no such fault: nothing"):
-        faults.main(["nothing"])

@@ -58,9 +58,3 @@ def test_a_missing_series_fails(bench: Bench) -> None:
     write(bench, "layout", 1.0, "max_vio/layer_002")
     (one,) = script_stage.monitors(bench)
     assert one.state is PropertyState.FAIL and "max_vio/layer_002 is missing" in one.detail
-
-
-def test_runs_that_ended_early_are_not_compared(bench: Bench) -> None:
-    write(bench, "one-0")
-    (one,) = script_stage.monitors(bench)
-    assert one.state is PropertyState.UNTESTED

@@ -17,7 +17,6 @@ from megatron_nemotron3.launch import flags as flags_of
 from megatron_nemotron3.launch.flag import Flag
 from megatron_nemotron3.models import pattern as patterns
 from megatron_nemotron3.models.stack_specs import experts_text, stored_experts
-from megatron_nemotron3.proof.certify import options
 from megatron_nemotron3.proof.certify.bench import Bench, PropertyState
 from megatron_nemotron3.proof.certify.certificate import normalised
 from megatron_nemotron3.proof.certify.definition import definition
@@ -75,12 +74,6 @@ def test_every_option_of_megatron_has_one_treatment() -> None:
     assert len(lines) == len(table["options"]) + len(table["treatments"]) > 900
     assert list(table["options"]) == sorted(table["options"])
     assert {row["treatment"] for row in table["options"].values()} == set(table["treatments"])
-
-
-def test_every_option_of_a_treatment_exists() -> None:
-    for name, row in parser.table()["treatments"].items():
-        assert set(row.get("switches", ())) <= set(parser.table()["options"]), name
-    assert len({group.what for group in options.GROUPS.values()}) == len(options.GROUPS)
 
 
 def test_an_unknown_option_is_kept_and_said() -> None:
@@ -218,11 +211,6 @@ def test_a_schedule_of_the_pipeline_has_the_shape_of_the_launch() -> None:
     assert relation(64, SUPER.replace("size 4 --expert-model", "size 2 --expert-model")) == {1}
 
 
-def test_a_batch_that_the_script_does_not_say() -> None:
-    proxy = proxy_of(SUPER.replace("--global-batch-size 64", "--global-batch-size $BATCH"), world_size=64)
-    assert proxy.case == proxy_of(SUPER, world_size=64).case
-
-
 def test_dropout_by_default_is_said() -> None:
     proxy = proxy_of(SUPER.replace("--attention-dropout 0.0 --hidden-dropout 0.0", "--hidden-dropout 0.3"))
     assert option(proxy.arguments(None), "--hidden-dropout") == option(
@@ -269,11 +257,6 @@ def test_adapters(text: str, expected: str | None, tmp_path: Path) -> None:
     assert lora == expected
     bench = Bench(proxy=make(request(flags, lora=lora), 8), flags=tuple(flags), folder=tmp_path)
     assert bench.case(None).lora == expected
-
-
-def test_adapters_that_are_none() -> None:
-    with pytest.raises(ValueError, match="rank"):
-        make(request(command_line.read_launch(SUPER).flags, lora="rank=x"), 8)
 
 
 def test_heads_alone(tmp_path: Path) -> None:
@@ -363,7 +346,7 @@ def test_ranks_of_a_launch(text: str, ranks: int | None) -> None:
     assert launch.world_size == ranks
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(layout=st.integers(0, 6).flatmap(lambda n: layouts(2**n)), instances=st.sampled_from((1, 1, 2)))
 def test_small_layouts_cover_a_large_one(layout: ParallelLayout, instances: int) -> None:
     grid = layout.cp * layout.dp
@@ -382,7 +365,7 @@ def test_small_layouts_cover_a_large_one(layout: ParallelLayout, instances: int)
     assert len(cover(large, 16)[1]) <= len(cover(large, 8)[1])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(layout=st.integers(0, 6).flatmap(lambda n: layouts(2**n)), experts=st.sampled_from((1, 4)))
 def test_small_layouts_fit_the_small_model(layout: ParallelLayout, experts: int) -> None:
     stage = ("MEM*EMEME", "MEMEM*EM", "*EMEMEME")

@@ -45,7 +45,7 @@ def failed(findings: Iterable[Finding]) -> set[str]:
 
 
 def test_a_killed_run_resumes_to_the_bit(tmp_path: Path) -> None:
-    """TP2: all ranks are killed in the second save; an optimizer that forgets its steps is noticed."""
+    """TP2: all ranks are killed in the second save."""
     tried = bench(tmp_path, _L(tp=2))
     scripts, (sizes,) = script_stage.ScriptRuns(tried), tried.proxy.sizes
     scripts.write_data()
@@ -57,9 +57,6 @@ def test_a_killed_run_resumes_to_the_bit(tmp_path: Path) -> None:
         *script_stage.resume_findings(scripts, sizes, killed),
     ]
     assert len(findings) == 7 and not failed(findings), findings
-    scripts.bench = replace(tried, fault=faults.forget_steps)
-    again = scripts.run("again", sizes, *scripts.loading)
-    assert failed(script_stage.loading_findings(again, killed, "")) == {"optimizer state loaded"}
 
 
 def test_a_stage_that_trains_nothing(tmp_path: Path) -> None:
@@ -115,7 +112,7 @@ def test_the_launch_says_how_checkpoints_are_written(tmp_path: Path) -> None:
 def test_a_run_that_hangs_or_dies_is_a_finding(tmp_path: Path) -> None:
     """And no process of it is left."""
     for fault, timeout, said in (
-        (faults.hang_in_the_last_rank, 5, r"ranks \[0, 1\] of 2 did not finish in 5 s"),
+        (faults.hang_in_the_last_rank, 2, r"ranks \[0, 1\] of 2 did not finish in 2 s"),
         (faults.die_in_the_last_rank, 240, "rank 1 of 2: OSError: no space left on a device"),
     ):
         tried = replace(bench(tmp_path / fault.__name__, _L(tp=2), fault=fault), timeout=timeout)
@@ -160,18 +157,6 @@ def test_a_good_launch(layout: ParallelLayout, pattern: str, extra: tuple[str, .
     if _RESHARDABLE in extra:
         elsewhere = {f.name for f in findings if f.state is PropertyState.PASS and " to " in f.where}
         assert elsewhere >= {"optimizer state loaded", "weights after loading"}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("fault", "found"),
-    [
-        (faults.forget_expert_biases, "weights after resuming"),
-    ],
-)
-def test_a_fault_is_found(fault: Callable[[], None], found: str, tmp_path: Path) -> None:
-    launch = bench(tmp_path, _L(tp=2, dp=2, ep=2), pattern="M*E", fault=fault)
-    assert found in failed(script_stage.script(launch))
 
 
 @pytest.mark.full
