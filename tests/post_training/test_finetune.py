@@ -133,7 +133,6 @@ def test_a_model_that_has_lost_mtp(
     ("change", "message"),
     [
         (lambda at: (at / "hf/model.safetensors").unlink(), "hf"),
-        (lambda at: shutil.rmtree(at / "hf"), "does not exist"),
         (lambda at: (at / "chat/tokenizer.json").unlink(), "holds no tokenizer"),
         (lambda at: write_tokenizer(at / "chat", None), "/chat has no chat template"),
         (
@@ -143,7 +142,6 @@ def test_a_model_that_has_lost_mtp(
         ),
         (lambda at: write_lines(at / "chats.jsonl", [{"text": "a"}]), 'chats.jsonl:1: give an object'),
         (lambda at: write_lines(at / "chats.jsonl", LINES[:1]), "too few to hold one in 8 out"),
-        (lambda at: write_lines(at / "chats.jsonl", []), "it has no conversations"),
         (lambda at: write_lines(at / "tuned", [{}]), "is no fine-tuning"),
         (lambda at: shutil.rmtree(at / "hf") or inputs(at, 512), "training would drop the rest"),
     ],
@@ -170,7 +168,6 @@ def test_wrong_input_ends_before_anything_is_written(
     [
         (["--adapter-only"], "goes with --lora"),
         (["--lora", "base=x"], "leave base= out"),
-        (["--lora", "rank=3"], "is not one of"),
         (["--steps", "0"], "--steps 0: give more than 0"),
     ],
 )

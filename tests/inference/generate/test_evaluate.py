@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_nemotron3 import cli
 from megatron_nemotron3.inference.generate.decode import load, read_weights
 from megatron_nemotron3.inference.generate.engine import Engine
-from megatron_nemotron3.inference.generate.evaluate import acceptance, losses, windows
+from megatron_nemotron3.inference.generate.evaluate import losses, windows
 from megatron_nemotron3.inference.generate.evaluate_command import data_tokens
 from megatron_nemotron3.inference.generate.mtp import MTP
 from megatron_nemotron3.inference.generate.text import Tokenizer
@@ -104,12 +104,6 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="max_context=8"):
         losses(engine, torch.ones(1, 10, dtype=torch.long), 0)
     assert losses(engine, torch.ones(1, 9, dtype=torch.long), 0).tokens == 8
-
-
-def test_acceptance_grows_with_drafts_where_mtp_is_the_model() -> None:
-    found = acceptance(agreeing(0.0), [[1, 2], [3]], 13, range(4))
-    assert [a.speculation.acceptance_length for a in found] == pytest.approx([1.0, 2.0, 3.0, 4.0])
-    assert all(a.tokens_per_second > 0 for a in found)
 
 
 def test_held_out_tokens_are_those_of_the_split(folders_with_text: Folders) -> None:
@@ -213,11 +207,8 @@ def test_the_loss_is_over_the_padded_vocabulary(capsys: Capture, tmp_path: Path)
     [
         (["--tokens", 0], "--tokens 0"),
         (["--seq-length", 257], "--seq-length 257: give 1 to 256"),
-        (["--draft", 40], "--draft 40: give 0 to 32"),
         (["--seq-length", 5, "--draft", 5], "no label at MTP depth 5"),
         (["--data-path", "/nowhere/x"], "/nowhere/x: there is no /nowhere/x.bin and .idx"),
-        (["--text", "/nowhere/x"], "/nowhere/x does not exist"),
-        (["--text", "x", "--data-path", "y"], "not allowed with argument"),
     ],
 )
 def test_bad_options(folders_with_text: Folders, capsys: Capture, words: list[Any], message: str) -> None:

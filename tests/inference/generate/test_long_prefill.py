@@ -9,14 +9,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_nemotron3.inference.generate.attention import KVCache
-from megatron_nemotron3.inference.generate.batch import MASK_ELEMENTS, ForwardBatch
 from megatron_nemotron3.inference.generate.engine import Engine
 from megatron_nemotron3.models import get
 from tests.support.engines import engine_of
 
 CHUNK = 256
-#: Fewest queries in a tile.
-QUERIES = 8
 
 
 class Largest(TorchDispatchMode):
@@ -91,14 +88,3 @@ def test_what_grows_with_the_text(engine: Engine, chunks: int, monkeypatch: pyte
     assert large <= max(small, tokens + CHUNK)
     assert kv_large == chunks // 8 * kv
     assert states_large == states
-
-
-def test_masks_have_a_bound(engine: Engine) -> None:
-    """At any length, down to the smallest tile."""
-    for before in (0, 1 << 12, 1 << 16, 1 << 20):
-        batch = ForwardBatch([before], 512, None, engine.device)
-        tiles = batch.query_tiles(1)
-        assert [first for first, _ in tiles] == [0, *(stop for _, stop in tiles[:-1])]
-        assert tiles[-1][1] == 512
-        most = max(stop - first for first, stop in tiles)
-        assert most * (before + 512) <= max(MASK_ELEMENTS, QUERIES * (before + 512))

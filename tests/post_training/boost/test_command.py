@@ -126,17 +126,12 @@ def test_a_second_process(
     ("more", "message"),
     [
         (["--grow", "*E"], "has an MTP block (*E), which is trained: leave --grow out"),
-        (["--loss", "ce", "--loss-temperature", "2"], "loss=ce has no temperature"),
-        (["--mix", "1.5"], "mix=1.5: give 0 to 1"),
         (["--depths", "0"], "--depths 0: give 1 to 32"),
         (["--cp", "2"], "--context-parallel-size 2"),
-        (["--lr", "0"], "--lr 0.0: give more than 0"),
         (["--seq-length", "3"], "--seq-length 3: depth 3 has no label: give more"),
-        (["--seq-length", "100000"], "--seq-length 100000: give 1 to "),
         (["--ep", "3"], "is not divisible by EP=3"),
         (["--dp", "3"], "global_batch_size"),
         (["--data-path", "/nowhere/x"], "there is no /nowhere/x.bin and .idx"),
-        (["--text", "/nowhere"], "/nowhere"),
         (["--tokenizer", "/nowhere"], "--tokenizer /nowhere is missing"),
     ],
 )

@@ -216,13 +216,11 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (("--budget", "size=1M"), "--budget size=1M: give MEASURE=N of params, active, memory, latency"),
         (("--budget", "parms=1M"), "or latency=12ms; did you mean 'params'?"),
-        (("--budget", "latency=12"), "--budget latency=12: give latency in s, ms, us"),
         (("--budget", "params=1B", "params=2B"), "params is given twice"),
         (("--budget", "params=9B", "--vary", "mtp=1"), "mtp cannot be pruned: choose from hidden_size"),
         (("--budget", "params=9B", "--vary", "hidden_size=0"), "--vary hidden_size=0: give NAME=N,N"),
         (("--budget", "params=9B", "--vary", "num_layers=4", "moe_router_topk=1"), "cuts the depth first"),
         (("--budget", "params=9B", "--output", "best.txt"), "give a file that ends with .json"),
-        (("--budget", "params=9B", "--sequences", "0"), "sequences 0: give 1 or more"),
         (("--budget", "params=9B", "--scores", "none.safetensors"), "none.safetensors"),
     ],
 )

@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel.random import CheckpointFunction
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_nemotron3.layers.latent_moe import CountingRouter
-from tests.proof.certify.patching import in_place_of, wrap
+from tests.proof.certify.patching import in_place_of, then, wrap
 
 FINALIZE = "megatron.core.distributed.finalize_model_grads"
 
@@ -29,14 +29,10 @@ def counts_of_one_rank() -> None:
 def counts_in_bf16() -> None:
     """Tokens are counted in BF16, where 256 + 1 is 256."""
 
-    def make(init: Any) -> Any:
-        def rounded(self: Any, *args: Any, **kwargs: Any) -> None:
-            init(self, *args, **kwargs)
-            self.local_tokens_per_expert.data = self.local_tokens_per_expert.data.bfloat16()
+    def rounded(router: Any) -> None:
+        router.local_tokens_per_expert.data = router.local_tokens_per_expert.data.bfloat16()
 
-        return rounded
-
-    wrap(TopKRouter, "__init__", make)
+    then(TopKRouter, "__init__", rounded)
     in_place_of(CountingRouter, "_maintain_float32_expert_bias", lambda self: None)
 
     def sum_in_bf16(self: Any, routing_map: Any, padding_mask: Any = None) -> None:
@@ -49,11 +45,8 @@ def counts_in_bf16() -> None:
 
 def balance_of_local_tokens() -> None:
     """The load-balancing loss takes the tokens of this rank for all of the sequence."""
-
-    def local(tensor: Any, _group: Any) -> Any:
-        return tensor
-
-    in_place_of("megatron.core.transformer.moe.moe_utils", "reduce_from_tensor_model_parallel_region", local)
+    utils = "megatron.core.transformer.moe.moe_utils"
+    in_place_of(utils, "reduce_from_tensor_model_parallel_region", lambda tensor, _group: tensor)
 
 
 def dispatched_to_neighbor() -> None:

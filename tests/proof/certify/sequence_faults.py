@@ -17,10 +17,9 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron_nemotron3.layers.attention import TorchCoreAttention
 from megatron_nemotron3.layers.context_parallel import PackedContextParallel
 from megatron_nemotron3.layers.mtp import LossHooks, PhysicalBorders
-from tests.proof.certify.patching import in_place_of, wrap
+from tests.proof.certify.patching import arguments, in_place_of, result, wrap
 
 MTP = "megatron.core.transformer.multi_token_prediction"
-MIXER = "megatron_nemotron3.layers.mamba"
 
 
 def cp_positions_shifted() -> None:
@@ -100,26 +99,12 @@ def mtp_without_mask() -> None:
 
 def convolution_leaks() -> None:
     """The convolution sees the last tokens of the document before."""
-
-    def make(convolve: Any) -> Any:
-        def leaking(*args: Any, **kwargs: Any) -> Any:
-            return convolve(*args, **{**kwargs, "seq_idx": None})
-
-        return leaking
-
-    wrap(MIXER, "causal_conv1d", make)
+    arguments("megatron_nemotron3.layers.mamba", "causal_conv1d", seq_idx=None)
 
 
 def attention_leaks() -> None:
     """Tokens attend to documents before their own."""
-
-    def make(borders_of: Any) -> Any:
-        def one(packed: Any, total: int) -> Any:
-            return borders_of(packed, total)[[0, -1]]
-
-        return one
-
-    wrap("megatron_nemotron3.layers.attention", "document_borders", make)
+    result("megatron_nemotron3.layers.attention", "document_borders", lambda borders: borders[[0, -1]])
 
 
 def logits_gathered() -> None:

@@ -13,7 +13,7 @@ from megatron_nemotron3.common import lock, ranks
 from megatron_nemotron3.launch import Launch, flags
 from megatron_nemotron3.launch.flag import render
 from megatron_nemotron3.proof.certify import certificate, command
-from megatron_nemotron3.proof.certify.bench import Bench, Finding, PropertyState, passed, untested
+from megatron_nemotron3.proof.certify.bench import Bench, Finding, passed
 from megatron_nemotron3.proof.certify.proof import STAGES, Stage
 
 NO_TRAINING = (
@@ -234,23 +234,6 @@ def test_two_at_once_in_one_folder(
         assert certificate.read(folder / "certificate.json")["title"] == title
         assert (folder / "certificate.md").read_text().startswith(f"# Certificate: {title}\n")
         assert not (folder / lock.NAME).exists()
-
-
-def test_what_was_not_tried_everywhere_is_said(
-    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def partly(bench: Bench) -> Iterator[Finding]:
-        yield Finding("gradients", PropertyState.PASS, "TP2", 0.25, 1.0, "one.weight")
-        yield Finding("gradients", PropertyState.PASS, "PP2", 0.5, 1.0, "two.weight")
-        yield untested("gradients", "too many ranks", "EP2")
-        yield Finding("rules", PropertyState.PASS, "a-rule", detail="warning: slow")
-
-    monkeypatch.setattr(command, "STAGES", (Stage("partly", partly),))
-    assert cli.main(["certify", "launch.sh"]) == 0
-    found = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["pass", "gradients", *["0.5", "of", "1", "PP2:", "two.weight", "(and", "1", "more)"]] in found
-    assert ["-", "gradients", *["EP2:", "too", "many", "ranks"]] in found
-    assert ["pass", "rules", *["a-rule:", "warning:", "slow"]] in found
 
 
 def test_a_stage_that_breaks_fails_and_the_others_go_on(

@@ -246,7 +246,6 @@ def test_experts_that_differ_by_layer() -> None:
     ("text", "expected"),
     [
         (f"NEMOTRON3_LORA=dim=4,alpha=8 {SUPER.strip()}", "dim=4,alpha=8"),
-        (f"export NEMOTRON3_LORA=1\n{SUPER}", ""),
         (f"NEMOTRON3_LORA=0 {SUPER.strip()}", None),
         (SUPER, None),
     ],
@@ -304,13 +303,10 @@ def test_router_groups() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("#!/bin/bash\necho hello", "no Megatron option"),
         ("torchrun pretrain_gpt.py --num-layers 32 --hidden-size 4096 --swiglu", "no --hybrid-layer-pattern"),
         (SUPER.replace("--squared-relu", "--swiglu"), "not a Nemotron-H model"),
-        (SUPER.replace("--hidden-size 4096", ""), "no hidden_size"),
         (SUPER.replace("-parallel-size 4", "-parallel-size $PP"), "--set"),
         (f"{SUPER} --norm-epsilon $EPSILON", "norm-epsilon .*--set"),
-        (SUPER.replace("-parallel-size 4", "-parallel-size four"), "four is no number"),
         (SUPER.replace("-parallel-size 4", "-parallel-size 0"), "1 or more"),
         (f"{SUPER} --use-checkpoint-args --load /none".replace("--hidden-size 4096", ""), "cannot be read"),
     ],
