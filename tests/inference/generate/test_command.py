@@ -20,6 +20,7 @@ from megatron_nemotron3.inference.generate.decode import load
 from megatron_nemotron3.inference.generate.engine import Engine
 from megatron_nemotron3.inference.generate.prompts import GenerationOptions, generate
 from megatron_nemotron3.inference.generate.text import Detokenizer, OutputStream, OutputText, Tokenizer
+from megatron_nemotron3.models import get
 from megatron_nemotron3.train.data import train_tokenizer
 from tests.support.engines import agreeing_tensors, repeatable
 from tests.support.generation_folders import TEXT, TOKENS, Folders, small_config
@@ -72,6 +73,8 @@ def test_every_kind_of_folder(folders_with_text: Folders, capsys: Capture, tmp_p
         json.loads(run(capsys, "--checkpoint", place, *asked))["texts"]
         for place in (f.run, f.megatron, iteration, f.hf, moved)
     ]
+    with pytest.raises(ValueError):
+        load(f.hf, get("nano-tiny"))
     # A Hugging Face folder states the size of the vocabulary, so nothing is taken for padding there.
     del texts[3]
     assert all(found == texts[0] for found in texts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from megatron_nemotron3.inference.generate.engine import Engine
 from megatron_nemotron3.inference.generate.prompts import GenerationOptions, generate
 from megatron_nemotron3.inference.generate.sampling import Sampling
 from megatron_nemotron3.inference.generate.scan import MambaState
-from megatron_nemotron3.models import get
 from tests.support.engines import CONTEXT, tensors, tiny
 from tests.support.hf_folders import write_hf
 from tests.support.naive_decoding import naive_continuation
@@ -64,31 +62,6 @@ def test_what_is_refused(ids: list[list[int]], new: int, message: str) -> None:
 # --- checkpoints --------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: Any) -> tuple[Path, Path]:
-    """One model as a Hugging Face folder, and converted to torch_dist."""
-    from megatron_nemotron3.cli import main
-
-    folder = tmp_path_factory.mktemp("generate")
-    config = get("super-tiny")
-    write_hf(folder / "hf", config, values=tensors(config), dtype="float32")
-    words = ["convert", "from-hf", str(folder / "hf"), str(folder / "megatron"), "--workers", "1"]
-    assert main([*words, "--dtype", "float32"]) == 0
-    return folder / "hf", folder / "megatron"
-
-
-def test_checkpoints_of_both_kinds(folders: tuple[Path, Path]) -> None:
-    engine, ids = tiny("super")
-    expected = engine.forward(ids, engine.new_state(2)).logits
-    for folder in folders:
-        loaded = Engine(load(folder), max_context=CONTEXT)
-        assert loaded.dtype == torch.float32
-        found = loaded.forward(ids, loaded.new_state(2)).logits
-        assert torch.equal(found, expected)
-        assert len(loaded.model.blocks) == 1
-    assert load(folders[0], mtp=False).blocks == []
-
-
 def test_bfloat16(tmp_path: Path) -> None:
     """Less precise, but the same model; states of Mamba-2 stay FP32, and single steps equal one pass.
 
@@ -107,10 +80,3 @@ def test_bfloat16(tmp_path: Path) -> None:
         assert (one.float() - other.float()).square().mean().sqrt() < 0.05 * expected.std()
     ssm = [layer.ssm for layer in state.layers.values() if isinstance(layer, MambaState)]
     assert ssm and all(s.dtype == torch.float32 for s in ssm)
-
-
-def test_a_folder_of_another_model_is_refused(folders: tuple[Path, Path]) -> None:
-    with pytest.raises(ValueError):
-        load(folders[0], get("nano-tiny"))
-    with pytest.raises(ValueError):
-        load(folders[0] / "nothing")

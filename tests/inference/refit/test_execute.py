@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from megatron_nemotron3.inference.refit.planner import make_plan
 from megatron_nemotron3.models import get
 from megatron_nemotron3.proof.certify.ranks import run_distributed
 from tests.support.boundary_processes import NOTHING, run_apart
+from tests.support.refit_model import built_and_refitted
 from tests.support.refit_ranks import (
     TWO,
     Case,
@@ -224,3 +227,25 @@ def test_checksums_of_parts_add_up_and_notice_places(dtype: torch.dtype, axis: i
     bits = tensor.clone()
     bits.view(torch.int16 if dtype == torch.bfloat16 else torch.int32)[3, 3] ^= 1
     assert checksum(bits) != whole
+
+
+# --- models that Megatron built, against the Hugging Face export of the same model --------------------------
+
+MODELS: list[tuple[str, dict[str, int], str, dict[str, int]]] = [
+    ("super-tiny", {"tp": 2, "pp": 2}, "vllm", {"tp": 4}),
+    ("super-tiny", {"pp": 2, "vpp": 2, "dp": 2, "ep": 2}, "sglang", {"tp": 4, "dp": 2, "ep": 2}),
+    ("nano-tiny", {"tp": 4, "ep": 2, "etp": 2}, "vllm", {"tp": 2, "pp": 2}),
+    ("super-tiny", {"cp": 2, "tp": 2, "ep": 4}, "hf", {"replicas": 2}),
+]
+
+
+def test_a_model_that_megatron_built() -> None:
+    found = run_distributed(built_and_refitted, 2, "super-tiny", {"tp": 2, "ep": 2}, "vllm", {"tp": 2})
+    assert min(found) > 50
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", MODELS, ids=str)
+def test_models_that_megatron_built(case: Any) -> None:
+    found = run_distributed(built_and_refitted, 4, *case)
+    assert max(found) > 30

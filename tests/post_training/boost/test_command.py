@@ -79,6 +79,9 @@ def test_measured_before_and_after(
     monkeypatch.setattr(boost_command, "step", untrained([130]))
     with chdir(folders.run.parent):
         assert cli.main(["boost", folders.run.name, *line[2:]]) == 130
+    with lock.held(tmp_path / "out", "the other one"):
+        assert cli.main(line) == 2
+    assert "the other one (wait for it or choose another --output)" in capsys.readouterr().err
     before = (tmp_path / "out/before.json").read_bytes()
     assert json.loads((tmp_path / "out/model.json").read_text())["config"]["mtp_num_layers"] == 3
     assert cli.main(line) == 0
@@ -100,26 +103,6 @@ def test_measured_before_and_after(
     (checkpoints / TRACKER).write_text("8")
     assert cli.main(line) == 0 and "7.5000" not in capsys.readouterr().out
     assert json.loads((tmp_path / "out/after.json").read_text())["checkpoint"] == "iter_0000008"
-
-
-def test_a_second_process(
-    folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
-    """While one writes the folder's first files, and while one measures or trains: before any work."""
-    out = tmp_path / "out"
-    line = words(folders, out)
-    with lock.held(tmp_path / ".out.part", "the other one"):
-        assert cli.main(line) == 2
-    assert "is in use by" in capsys.readouterr().err and not out.exists()
-    monkeypatch.setattr(boost_command, "step", untrained([130]))
-    assert cli.main(line) == 130
-    (out / "before.json").unlink()
-    capsys.readouterr()
-    with lock.held(out, "the other one"):
-        assert cli.main(line) == 2
-    assert "the other one (wait for it or choose another --output)" in capsys.readouterr().err
-    assert not (out / "before.json").exists()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
 @pytest.mark.parametrize(

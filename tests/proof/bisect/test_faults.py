@@ -10,8 +10,7 @@ import torch
 from megatron_nemotron3.proof.bisect.diagnose import Investigation, cause_table
 from tests.proof.bisect import faults
 from tests.proof.bisect.fault_list import FAULTS
-from tests.proof.bisect.faults import MODES
-from tests.proof.bisect.faults_page import cell
+from tests.proof.bisect.faults import MODES, cell
 
 #: Of an engine with hidden states, and of the trainer without.
 QUICK = (

@@ -112,24 +112,6 @@ def test_an_unknown_option_fails(script: Path, capsys: pytest.CaptureFixture[str
     assert "no option --no-such-option" in capsys.readouterr().out
 
 
-def test_dropped_enabled_in_the_precision_file(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from megatron_nemotron3 import models
-    from megatron_nemotron3.precision import yaml_file
-
-    yaml_file.write_precision_file(models.get("super"), "p.yaml")
-    layout = ["--tp", "2", "--ep", "4", "--dp", "4", "--backend", "te", "--precision", "nvfp4"]
-    words = ["certify", "super", *layout, "--te-precision-config-file", "p.yaml"]
-    assert cli.main(words) == 0, capsys.readouterr()
-    text = Path("p.yaml").read_text()
-    Path("p.yaml").write_text(text.replace("    enabled: true\n", "", 1))
-    assert cli.main(words) == 1
-    assert "number formats" in (printed := capsys.readouterr().out) and "no enabled" in printed
-    # Another file makes another certificate.
-    assert cli.main([*words, "--check", "certificate.json"]) == 0
-    Path("p.yaml").write_text(text)
-    assert cli.main([*words, "--check", "certificate.json"]) == 1
-
-
 def refusals(tmp_path: Path) -> Iterator[tuple[str, list[str], str]]:
     (tmp_path / "empty.sh").write_text("echo hello\n")
     (tmp_path / "gpt.sh").write_text("torchrun pretrain_gpt.py --num-layers 8 --hidden-size 64 --swiglu\n")
