@@ -121,8 +121,8 @@ def test_a_mixture(omni: OmniFolder, capsys: Capture) -> None:
         ["--image", omni.images[0], "--audio", omni.sounds[1], "--image", omni.images[1]],
     )
     for words in others:
-        [other] = run(capsys, *asked, *words)
-        assert other["tokens"] != expected
+        [other] = run(capsys, *asked, *words, "--max-new-tokens", 8)
+        assert other["tokens"] != expected[:8]
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
 # --- greedy -------------------------------------------------------------------------------------------
 
 
-@repeatable(25)
+@repeatable(10)
 @given(
     strength=st.sampled_from([0.0, 0.03, 1.0]),
     lengths=st.lists(st.integers(1, 20), min_size=1, max_size=4),

@@ -150,12 +150,7 @@ def test_a_server_that_is_killed_in_a_stream_is_an_error_everywhere() -> None:
 
 #: What a rank says that does not know the reason.
 LOOK = "the log of the rank that failed or ended first has the reason"
-QUICK_FAULTS = (
-    "a server is killed while it unpacks",
-    "a wrong byte",
-    "a tensor of another layout",
-    "a trainer cannot read its tensors",
-)
+QUICK_FAULTS = ("a server is killed while it unpacks", "a wrong byte", "a trainer cannot read its tensors")
 WORDS = {
     "a wrong byte": ["differ from the trainer's", "backbone.layers.0.mixer.conv1d.weight of rank 3"],
     "a name is missing": [

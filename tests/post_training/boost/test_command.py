@@ -76,6 +76,8 @@ def test_measured_before_and_after(
 ) -> None:
     """Training that changes nothing changes no figure; a second call goes on after an interrupt."""
     line = words(folders, tmp_path / "out")
+    with lock.held(tmp_path / ".out.part", "the other one"):  # which writes the first files
+        assert cli.main(line) == 2
     monkeypatch.setattr(boost_command, "step", untrained([130]))
     with chdir(folders.run.parent):
         assert cli.main(["boost", folders.run.name, *line[2:]]) == 130

@@ -72,13 +72,13 @@ def test_two_that_agree(place: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_the_wrong_side_is_named_on_either_side(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    few = [cause for cause in cause_table() if cause.name.startswith("a routed scaling")]
+    monkeypatch.setattr(diagnose, "cause_table", lambda: few)
     assert run(place, "wrong.pt", "--json") == 1
     found = json.loads(capsys.readouterr().out)
     assert found["deviates"] == ["engine"] and found["model"] == "custom" and found["tokens"] == 96
     assert found["engine"]["cause"] is not None and found["engine"]["layer"] == 2
     assert any(line.startswith("engine (vllm, float32) deviates") for line in found["findings"])
-    few = [cause for cause in cause_table() if cause.name.startswith("a routed scaling")]
-    monkeypatch.setattr(diagnose, "cause_table", lambda: few)  # the whole search was run above
     assert run(place, "engine.pt", "--first", "1", trainer="wrong.pt") == 1
     said = capsys.readouterr().out
     assert "trainer (vllm, float32) deviates" in said and "sequences 1, tokens 48" in said

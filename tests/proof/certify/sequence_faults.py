@@ -5,12 +5,12 @@ Every function is called once on each rank before anything is built, and patches
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from megatron.core.ssm.mamba_context_parallel import MambaContextParallel
 from megatron.core.tensor_parallel.mappings import (
-    gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
 )
 
@@ -25,13 +25,17 @@ MTP = "megatron.core.transformer.multi_token_prediction"
 def cp_positions_shifted() -> None:
     """Each context-parallel rank masks its queries as if it held the tokens of the next rank."""
 
-    def make(zigzag: Any) -> Any:
-        def shifted(borders: Any, cp: int, rank: int, *args: Any) -> Any:
-            return zigzag(borders, cp, (rank + 1) % cp, *args)
+    def make(attend: Any) -> Any:
+        def shifted(self: Any, *tensors: Any) -> Any:
+            own = self.cp_group
+            self.cp_group = SimpleNamespace(size=own.size, rank=lambda: (own.rank() + 1) % own.size())
+            found = attend(self, *tensors)
+            self.cp_group = own
+            return found
 
         return shifted
 
-    wrap("megatron_nemotron3.layers.attention", "zigzag", make)
+    wrap(TorchCoreAttention, "_attend", make)
 
 
 def cp_tokens_in_rank_order() -> None:
@@ -54,12 +58,8 @@ def cp_document_order() -> None:
 def cp_kv_gradient_local() -> None:
     """Gradients of gathered keys and values are cut, not summed over context-parallel ranks."""
 
-    def cut(self: Any, tensor: Any) -> Any:
-        return gather_from_sequence_parallel_region(
-            tensor.contiguous(), tensor_parallel_output_grad=False, group=self.cp_group
-        )
-
-    in_place_of(TorchCoreAttention, "_gather", cut)
+    gather = "gather_from_sequence_parallel_region"
+    arguments("megatron_nemotron3.layers.attention", gather, tensor_parallel_output_grad=False)
 
 
 def mtp_tokens_of_cp_rank() -> None:

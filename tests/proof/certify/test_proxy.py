@@ -114,7 +114,7 @@ def test_every_option_of_a_recipe_has_a_treatment(file: Path) -> None:
     assert proxy_lines(proxy)
 
 
-@pytest.mark.parametrize("file", RECIPES[:: len(RECIPES) // 4], ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", RECIPES[:: len(RECIPES) // 2], ids=lambda file: file.stem)
 def test_megatron_accepts_the_words_of_a_proxy(file: Path, tmp_path: Path) -> None:
     flags = command_line.read_launch(recipe(file)).flags
     proxy = make(request(flags), 8)
