@@ -8,8 +8,7 @@ from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.proof.certify import proof
 from megatron_nemotron3.proof.certify.bench import PropertyState
 from megatron_nemotron3.proof.certify.layouts import Sizes, cover
-from tests.proof.certify.drawn import RandomLaunch, launches
-from tests.proof.certify.random_launches import findings, proxy_of
+from tests.proof.certify.random_launches import RandomLaunch, findings, launches, proxy_of
 from tests.properties.strategies import draw_many
 
 #: The stages that a launch of few ranks passes in seconds.
