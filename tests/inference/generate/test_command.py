@@ -100,6 +100,20 @@ def test_json(folders_with_text: Folders, capsys: Capture) -> None:
     assert drafted["passes"] < plain["passes"]
 
 
+def test_a_narrow_model_computes_in_one_thread(
+    folders_with_text: Folders, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr("torch.set_num_threads", asked.append)
+    words = ["--checkpoint", folders_with_text.run, "--prompt", PROMPT, "--max-new-tokens", 1]
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    run(capsys, *words)
+    assert asked == []
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    run(capsys, *words)
+    assert asked == [1]
+
+
 def test_a_stop_text_ends_the_text(folders_with_text: Folders, capsys: Capture) -> None:
     f = folders_with_text
     words = ["--checkpoint", f.run, "--prompt", PROMPT, "--max-new-tokens", 40, "--draft", 3]

@@ -39,6 +39,24 @@ def test_products(dtype: torch.dtype, packed: bool, monkeypatch: pytest.MonkeyPa
         torch.testing.assert_close(found.double(), expected, rtol=rtol, atol=rtol * 30)
 
 
+def test_the_layout_of_a_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    def layouts(capability: str) -> list[str]:
+        linear.packs.cache_clear()
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+        small, large = torch.ones(64, 64), torch.ones(1024, 512)
+        return [DecodeLinear(w.to(dtype)).layout for dtype in TYPES for w in (small, large)]
+
+    can = [linear.packs(dtype) for dtype in TYPES]
+    large, half = ("packed" if can[0] else "transposed"), ("packed" if can[1] else "rows")
+    try:
+        assert layouts(torch.backends.cpu.get_cpu_capability()) == ["transposed", large, half, half]
+        assert layouts("AVX2") == ["transposed", "transposed", "rows", "rows"]
+        monkeypatch.setattr(linear, "_pack", lambda weight: torch.ops.mkldnn.no_such_operation(weight))
+        assert layouts("AVX512") == ["transposed", "transposed", "rows", "rows"]
+    finally:
+        linear.packs.cache_clear()
+
+
 def test_logits_are_fp32_on_a_cpu() -> None:
     """Of a BF16 model too: its logits have 8 bits, so that many steps would have several best tokens."""
     config = get("super-tiny")

@@ -131,6 +131,15 @@ def test_loss_is_its_definition(made: Pair, boost: Boost) -> None:
     model.zero_grad()
 
 
+def test_evaluation_draws_nothing(made: Pair) -> None:
+    model = boosted(made, Boost(mix=1.0)).eval()
+    ids = torch.randint(CONFIG.vocab_size, (1, S + 1), generator=torch.Generator().manual_seed(0))
+    first, again = (forward(model, ids[:, :-1], ids[:, 1:]) for _ in range(2))
+    assert torch.equal(first, again)
+    logits = forward(model, ids[:, :-1])
+    assert logits.shape == (1, S, CONFIG.vocab_size)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -233,6 +233,17 @@ def test_an_interrupt(
     assert "the processes ended with 1; the parts that are written stay" in capsys.readouterr().err
 
 
+def test_a_projection_that_is_missing(
+    logits: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--device", "cpu", "--text", str(tmp_path / "text.txt"), "--output", str(tmp_path / "student")]
+    words += ["--teacher", logits[1], "--distill", f"projection={tmp_path}/none"]
+    assert cli.main(["train", "nano", "--tiny", *words]) == 2
+    said = capsys.readouterr().err
+    assert "/none is no file: nemotron3 xtoken STUDENT_TOKENIZER " in said and "--output FILE" in said
+    assert not (tmp_path / "student").exists()
+
+
 @pytest.mark.full
 def test_no_rank_outlives_the_command(teacher: Path, tmp_path: Path) -> None:
     """SIGTERM, which a batch system sends to the command alone, while two ranks store."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from megatron_nemotron3.train import log
-from tests.post_training.distill.test_commands import nemotron3
+from tests.post_training.distill.test_commands import interrupted, nemotron3
 
 #: The same words; numerals of one digit, of three, and of two, which are tokens of the student's only.
 FIRST = {"teacher": 0, "other": 100, "student": 10}
@@ -58,3 +59,37 @@ def test_train(tmp_path: Path) -> None:
 
     said = nemotron3("xtoken", str(teacher), str(student), "--projection", str(projection), code=2)
     assert "is for another tokenizer of the student" in said
+
+
+@pytest.mark.full  # tests/post_training/distill/test_across.py has a step without a run
+def test_two_teachers(tmp_path: Path) -> None:
+    """Each has its tokenizer, projection, weight and layout; the run goes on with both, or is refused."""
+    _write_texts(tmp_path)
+    student, text = tmp_path / "student", ("--text", str(tmp_path / "student.jsonl"))
+    both: list[str] = []
+    for name, how in (("teacher", "kind=p-kl,weight=0.5"), ("other", "kind=h-kl,weight=0.25,pp=1")):
+        teacher, projection = str(tmp_path / name), str(tmp_path / f"{name}.safetensors")
+        _train(tmp_path / name, "--text", str(tmp_path / f"{name}.jsonl"), steps=2)
+        if not both:  # refused, but its tokenizer is there then
+            _train(student, *text, "--teacher", teacher, code=2)
+        nemotron3("xtoken", str(student), teacher, "--output", projection)
+        both += ["--teacher", teacher, "--distill", f"{how},projection={projection}"]
+    megatron = ["--", "--log-interval", "1", "--save-interval", "2"]
+    step = interrupted(student, *_words(student, 40), *text, *both, "--pp", "2", *megatron)
+    record = json.loads((student / "run.json").read_text())["parts"]["teacher"]
+    assert (record["weight"], record["weight 2"]) == ("0.5", "0.25")
+    assert record["projection"] != record["projection 2"] and record["weights"] != record["weights 2"]
+    before = (student / "run.json").read_bytes()
+    said = _train(student, *text, *both[:4], "--pp", "2", *megatron, code=2)
+    assert (
+        f"with teacher {tmp_path / 'teacher'} and {tmp_path / 'other'}, not {tmp_path / 'teacher'} (" in said
+    )
+    said = _train(student, *text, *both[:-1], f"{both[-1]},temperature=2", "--pp", "2", *megatron, code=2)
+    assert "with another distillation (temperature 2 1.0 -> 2.0)" in said
+    assert (student / "run.json").read_bytes() == before
+    _train(student, *text, *both, "--pp", "2", *megatron, steps=step + 2)
+    curve = log.read(str(student / "train.log")).steps
+    assert step + 2 in curve and step >= 2
+    # Megatron prints no negative value, which a mean of H-KL may have.
+    assert all(one.values["divergence 1"] > 0 for one in curve.values())
+    assert any(one.values.get("divergence 2", 0) > 0 for one in curve.values())

@@ -22,6 +22,8 @@ from megatron_nemotron3.proof.bisect.recording import Recording, read, write
 from tests.support import engines
 from tests.support.hf_folders import write_hf
 
+Capture = pytest.CaptureFixture[str]
+
 CONFIG = get("nano-tiny").but(pattern="M*EM", vocab_size=300)
 TOKENS = 48
 
@@ -62,7 +64,7 @@ def run(place: Path, engine: str = "engine.pt", *more: str, trainer: str = "trai
     )
 
 
-def test_two_that_agree(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_that_agree(place: Path, capsys: Capture) -> None:
     assert run(place) == 0
     said = capsys.readouterr().out
     assert "layers M*EM; sequences 2, tokens 96, in the longest 48" in said
@@ -70,7 +72,7 @@ def test_two_that_agree(place: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_the_wrong_side_is_named_on_either_side(
-    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    place: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few = [cause for cause in cause_table() if cause.name.startswith("a routed scaling")]
     monkeypatch.setattr(diagnose, "cause_table", lambda: few)
@@ -106,16 +108,14 @@ REFUSED: dict[str, tuple[Callable[[Path], str], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_refused(place: Path, what: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refused(place: Path, what: str, capsys: Capture) -> None:
     make, message = REFUSED[what]
     assert run(place, make(place)) == 2
     captured = capsys.readouterr()
     assert message in captured.err and captured.err.count("\n") == 1 and captured.out == ""
 
 
-def test_where_a_log_probability_is_nan_no_cause_is_tried(
-    place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_where_a_log_probability_is_nan_no_cause_is_tried(place: Path, capsys: Capture) -> None:
     name = changed(place, lambda r: r.sequences[1].logprobs[3:5].fill_(torch.nan))
     assert run(place, name) == 1
     said = capsys.readouterr().out
@@ -129,7 +129,7 @@ def test_where_a_log_probability_is_nan_no_cause_is_tried(
     assert found["deviates"] == ["engine"] and found["engine"]["none"] == 2 * (TOKENS - 1)
 
 
-def test_tokens_outside_the_vocabulary(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokens_outside_the_vocabulary(place: Path, capsys: Capture) -> None:
     for name in ("trainer", "engine"):
         recording = read(place / f"{name}.pt")
         recording.sequences[0].ids[5] = 300

@@ -127,6 +127,15 @@ def test_unknown_cause_is_not_guessed() -> None:
     assert side.position == (0, 150) and side.cause is None
 
 
+def test_few_hidden_states_bound_the_layer() -> None:
+    recording = recorded(_noisy(3), FP32)
+    for one in recording.sequences:
+        one.hidden = {n: x for n, x in one.hidden.items() if n in (1, 4, 7)}
+        one.routing = {}
+    side = plain().side("engine", recording)
+    assert side.deviates and not side.exactly and side.layer is None
+
+
 def test_router_choices_bound_the_layer() -> None:
     recording = recorded(_noisy(3), FP32)
     for one in recording.sequences:
@@ -194,6 +203,11 @@ def test_experts_that_deviate_are_seen_in_the_tokens() -> None:
     stale = d.stale(r"backbone\.layers\.4\.mixer\.experts\.7\.")(checkpoint())
     side = _among().side("engine", _damaged(stale))
     assert side.experts == (7,) and side.cause == "routed expert 7 of the previous checkpoint"
+
+
+def test_a_single_stale_tensor_is_named() -> None:
+    side = _among().side("engine", _damaged(d.stale(r"backbone\.layers\.5\.mixer\.out_proj")(checkpoint())))
+    assert side.cause == "mixer.out_proj.weight of the previous checkpoint" and side.layer == 5
 
 
 def test_negative_time_steps_are_recomputed(tmp_path: Path) -> None:

@@ -211,6 +211,11 @@ def test_a_schedule_of_the_pipeline_has_the_shape_of_the_launch() -> None:
     assert relation(64, SUPER.replace("size 4 --expert-model", "size 2 --expert-model")) == {1}
 
 
+def test_a_batch_that_the_script_does_not_say() -> None:
+    proxy = proxy_of(SUPER.replace("--global-batch-size 64", "--global-batch-size $BATCH"), world_size=64)
+    assert proxy.case == proxy_of(SUPER, world_size=64).case
+
+
 def test_dropout_by_default_is_said() -> None:
     proxy = proxy_of(SUPER.replace("--attention-dropout 0.0 --hidden-dropout 0.0", "--hidden-dropout 0.3"))
     assert option(proxy.arguments(None), "--hidden-dropout") == option(

@@ -207,6 +207,13 @@ def test_first_values_of_monitors(
     assert one.where == str(tried.proxy.sizes[0])
 
 
+def test_monitors_of_runs_that_ended_early(tmp_path: Path) -> None:
+    tried = bench(tmp_path, _L(tp=2))
+    write_events(tried, "one-0", 1.0)
+    (one,) = script_stage.monitors(tried)
+    assert one.state is PropertyState.UNTESTED
+
+
 _EMBEDDING = "embedding.word_embeddings.weight"
 
 
