@@ -22,6 +22,8 @@ from tests.support.hf_folders import write_hf
 from tests.support.programs import follow_forked
 from tests.train.data.test_conversations import CHAT, THINKING, say, write_lines, write_tokenizer
 
+Capture = pytest.CaptureFixture[str]
+
 #: Keys of a release that a training has no place for, and the length of the model, not of the rows.
 SAID = {
     "auto_map": {"AutoConfig": "configuration_nemotron_h.NemotronHConfig"},
@@ -81,7 +83,7 @@ def untrained(stopped: list[int]) -> Callable[..., int]:
 
 
 def test_the_steps_and_a_start_after_an_interrupt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     """What comes out of training that changes nothing is what went in, to the bit."""
     words, tuned = inputs(tmp_path), tmp_path / "tuned"
@@ -110,7 +112,7 @@ def test_the_steps_and_a_start_after_an_interrupt(
 
 @pytest.mark.parametrize("way", ["--mtp-from", "--mtp-num-layers"])
 def test_a_model_that_has_lost_mtp(
-    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     """Another fine-tune's folder: MTP of the original is put back, or left out."""
     words, original = inputs(tmp_path), tmp_path / "original"
@@ -151,7 +153,7 @@ def test_wrong_input_ends_before_anything_is_written(
     message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capture,
 ) -> None:
     words = inputs(tmp_path)
     change(tmp_path)
@@ -171,18 +173,14 @@ def test_wrong_input_ends_before_anything_is_written(
         (["--steps", "0"], "--steps 0: give more than 0"),
     ],
 )
-def test_wrong_words(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_words(words: list[str], message: str, tmp_path: Path, capsys: Capture) -> None:
     assert cli.main([*inputs(tmp_path), *words]) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "tuned").exists()
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("lora", [[], ["--lora", "dim=4"], ["--lora", "dim=4", "--adapter-only"]])
-def test_trained(
-    lora: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trained(lora: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     """A few steps move the held-out loss, and the folder holds what was trained."""
     monkeypatch.setattr(processes, "follow", follow_forked)
     words, tuned = inputs(tmp_path), tmp_path / "tuned"

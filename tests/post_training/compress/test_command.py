@@ -25,6 +25,8 @@ from tests.post_training.compress.test_importance import write
 from tests.support.hf_folders import write_tokenizer
 from tests.support.loaded_weights import same, written
 
+Capture = pytest.CaptureFixture[str]
+
 SUPER = tiny(get("super"))
 WORDS = [f"{name}={size}" for name, size in EVERYTHING["super"].items()]
 MEASURE = ["--sample-tokens", "512", "--seq-length", "64", "--device", "cpu"]
@@ -51,7 +53,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_measure_then_cut(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_measure_then_cut(place: Path, tmp_path: Path, capsys: Capture) -> None:
     """One command measures and cuts; its scores cut the Hugging Face form to the same weights."""
     words = ["prune", str(place / "model"), "--data-path", str(place / "data"), *MEASURE]
     words += ["--scores", str(tmp_path / "s"), "--sizes", *WORDS, "--output", str(tmp_path / "out"), "--json"]
@@ -192,7 +194,7 @@ def test_bad_input(
     words: list[str],
     said: str,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capture,
 ) -> None:
     """One line, exit status 2, before any work, and nothing written."""
     monkeypatch.chdir(place)
@@ -205,7 +207,7 @@ def test_bad_input(
 
 
 def test_a_missing_package(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     """It is said before the model is built, and nothing is written."""
     write_tokenizer(tmp_path)

@@ -24,6 +24,8 @@ from megatron_nemotron3.train import log, processes
 from megatron_nemotron3.train.teacher.settings import part_path, read_manifest
 from tests.support.generation_folders import make
 
+Capture = pytest.CaptureFixture[str]
+
 SAMPLES = 80  # two parts of at most 64 rows
 
 
@@ -159,9 +161,7 @@ def test_goes_on_where_it_ended(teacher: Path, stored: Path) -> None:
 
 
 @pytest.mark.full
-def test_interrupted_and_gone_on(
-    text: str, teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_interrupted_and_gone_on(text: str, teacher: Path, tmp_path: Path, capsys: Capture) -> None:
     """Ctrl-C after the first save; then only the same teacher and loss go on, or those that are asked for."""
     output, other, moved = (tmp_path / name for name in ("student", "other", "moved"))
     train("super", text, other, "--lr", "1e-3")
@@ -195,9 +195,7 @@ def logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ["logits", str(run), "--output", str(tmp_path / "logits"), *given]
 
 
-def test_a_folder_that_is_not_free(
-    logits: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_is_not_free(logits: list[str], tmp_path: Path, capsys: Capture) -> None:
     """Another process writes there, or it holds something else, such as the teacher's own run."""
     output = tmp_path / "logits"
     with lock.held(output, "another command"):
@@ -210,7 +208,7 @@ def test_a_folder_that_is_not_free(
 
 
 def test_an_interrupt(
-    logits: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    logits: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     """It ends the processes, says what there is, and the next start removes a part that was being written."""
     output = tmp_path / "logits"
@@ -233,9 +231,7 @@ def test_an_interrupt(
     assert "the processes ended with 1; the parts that are written stay" in capsys.readouterr().err
 
 
-def test_a_projection_that_is_missing(
-    logits: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_projection_that_is_missing(logits: list[str], tmp_path: Path, capsys: Capture) -> None:
     words = ["--device", "cpu", "--text", str(tmp_path / "text.txt"), "--output", str(tmp_path / "student")]
     words += ["--teacher", logits[1], "--distill", f"projection={tmp_path}/none"]
     assert cli.main(["train", "nano", "--tiny", *words]) == 2

@@ -18,6 +18,8 @@ from megatron_nemotron3.train.teacher.settings import Distillation, LogitsManife
 from megatron_nemotron3.train.teacher.vocabulary import Vocabulary, of_tokenizer
 from tests.train.data.test_conversations import write_tokenizer
 
+Capture = pytest.CaptureFixture[str]
+
 SCRIPT = str(Path(settings.__file__).parents[1] / "pretrain_script.py")
 
 
@@ -133,17 +135,13 @@ def stored(tmp_path: Path) -> Path:
         (["--nemotron3-teacher", "LOGITS", "--use-megatron-fsdp"], "--use-megatron-fsdp does not go with"),
     ],
 )
-def test_wrong_lines_of_run(
-    words: list[str], said: str, stored: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_lines_of_run(words: list[str], said: str, stored: Path, capsys: Capture) -> None:
     assert _run(*(str(stored) if word == "LOGITS" else word for word in words)) == 2
     found = capsys.readouterr().err
     assert said.replace("LOGITS", str(stored)) in found and found.count("\n") == 1
 
 
-def test_a_folder_of_another_tokenizer(
-    stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_of_another_tokenizer(stored: Path, tmp_path: Path, capsys: Capture) -> None:
     other = tmp_path / "other"
     other.mkdir()
     data = json.loads((tmp_path / "tokenizer" / "tokenizer.json").read_text())
@@ -155,9 +153,7 @@ def test_a_folder_of_another_tokenizer(
     assert "their tokenizers differ in tokens or ids" in capsys.readouterr().err
 
 
-def test_a_run_goes_on_with_its_teacher_only(
-    stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_goes_on_with_its_teacher_only(stored: Path, tmp_path: Path, capsys: Capture) -> None:
     """The script is never started: the folder of --save is compared before."""
     part_path(stored, read_manifest(stored).parts()[0]).write_bytes(b"log-probabilities")
     other, save = tmp_path / "other-logits", tmp_path / "save"
@@ -214,7 +210,7 @@ def test_wrong_lines_of_train(
     said: str,
     stored: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     output = tmp_path / "run"
@@ -226,9 +222,7 @@ def test_wrong_lines_of_train(
     assert said in found and found.count("\n") == 1 and not output.exists()
 
 
-def test_no_boost_from_a_teacher(
-    stored: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_boost_from_a_teacher(stored: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     """Neither a script, nor `nemotron3 boost`, whose check sees the environment before any work."""
     monkeypatch.setenv(BOOST, "1")
     given = ("--nemotron3-teacher", str(stored), "--nemotron3-distill", "temperature=2")
@@ -245,9 +239,7 @@ def test_no_boost_from_a_teacher(
         (["--samples", "8"], "/nowhere: it does not exist"),
     ],
 )
-def test_wrong_lines_of_logits(
-    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_lines_of_logits(words: list[str], said: str, tmp_path: Path, capsys: Capture) -> None:
     output = tmp_path / "logits"
     assert cli.main(["logits", "/nowhere", "--output", str(output), *words]) == 2
     found = capsys.readouterr().err

@@ -23,6 +23,8 @@ from megatron_nemotron3.train.teacher.projection import (
 from megatron_nemotron3.train.teacher.vocabulary import ByteVocabulary
 from tests.post_training.xtoken.tokenizers_of import TEXT, train
 
+Capture = pytest.CaptureFixture[str]
+
 
 def _named(student: ByteVocabulary, teacher: ByteVocabulary, text: bytes, **options: int) -> tuple[str, dict]:
     row = rows(student, teacher, **options)[student.ids[text]]
@@ -99,7 +101,7 @@ def _damaged(path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["cut", "weight", "sum", "token", "format"])
 def test_a_damaged_file_is_refused(
-    folders: dict[str, Path], tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+    folders: dict[str, Path], tmp_path: Path, kind: str, capsys: Capture
 ) -> None:
     words = ["xtoken", str(folders["packs"]), str(folders["splits"])]
     path = tmp_path / "p"
@@ -132,7 +134,7 @@ def test_tokens_without_bytes_are_refused(tmp_path: Path) -> None:
         ByteVocabulary(tmp_path)
 
 
-def test_command(folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command(folders: dict[str, Path], tmp_path: Path, capsys: Capture) -> None:
     words = ["xtoken", str(folders["packs"]), str(folders["splits"])]
     path = tmp_path / "projection.safetensors"
     assert cli.main([*words, "--output", str(path)]) == 0
@@ -152,9 +154,7 @@ def test_command(folders: dict[str, Path], tmp_path: Path, capsys: pytest.Captur
         (["--output", "none/x"], "mkdir -p"),
     ],
 )
-def test_bad_input(
-    folders: dict[str, Path], more: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input(folders: dict[str, Path], more: list[str], said: str, capsys: Capture) -> None:
     import re
 
     assert cli.main(["xtoken", str(folders["packs"]), str(folders["splits"]), *more]) == 2
