@@ -17,6 +17,7 @@ from megatron_nemotron3.checkpoints.folders import TRACKER
 from megatron_nemotron3.common import lock
 from megatron_nemotron3.common.switches import BOOST
 from megatron_nemotron3.inference.generate.checkpoint_folder import find_checkpoint
+from megatron_nemotron3.post_training import measure
 from megatron_nemotron3.post_training.boost import command as boost_command
 from megatron_nemotron3.post_training.boost import inputs as boost_inputs
 from megatron_nemotron3.train import processes
@@ -75,6 +76,7 @@ def test_measured_before_and_after(
     folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     """Training that changes nothing changes no figure; a second call goes on after an interrupt."""
+    monkeypatch.setattr(measure, "TOKENS", 2048)
     line = words(folders, tmp_path / "out")
     with lock.held(tmp_path / ".out.part", "the other one"):  # which writes the first files
         assert cli.main(line) == 2

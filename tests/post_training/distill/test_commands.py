@@ -187,12 +187,17 @@ def test_interrupted_and_gone_on(text: str, teacher: Path, tmp_path: Path, capsy
     assert latest_iteration(output / "checkpoints") == step + 4
 
 
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of a small model; its text is beside it."""
+    return make(tmp_path_factory.mktemp("small"), pytest.MonkeyPatch()).run
+
+
 @pytest.fixture
-def logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def logits(small: Path, tmp_path: Path) -> list[str]:
     """Words of `nemotron3 logits` for two parts of a small model; `tmp_path / "logits"` is the folder."""
-    run = make(tmp_path, monkeypatch).run
     given = ["--samples", str(SAMPLES), "--topk", "4", "--seq-length", "64", "--device", "cpu"]
-    return ["logits", str(run), "--output", str(tmp_path / "logits"), *given]
+    return ["logits", str(small), "--output", str(tmp_path / "logits"), *given]
 
 
 def test_a_folder_that_is_not_free(logits: list[str], tmp_path: Path, capsys: Capture) -> None:
@@ -232,12 +237,13 @@ def test_an_interrupt(
 
 
 def test_a_projection_that_is_missing(logits: list[str], tmp_path: Path, capsys: Capture) -> None:
-    words = ["--device", "cpu", "--text", str(tmp_path / "text.txt"), "--output", str(tmp_path / "student")]
+    text, student = Path(logits[1]).with_name("text.txt"), tmp_path / "student"
+    words = ["--device", "cpu", "--text", str(text), "--output", str(student)]
     words += ["--teacher", logits[1], "--distill", f"projection={tmp_path}/none"]
     assert cli.main(["train", "nano", "--tiny", *words]) == 2
     said = capsys.readouterr().err
     assert "/none is no file: nemotron3 xtoken STUDENT_TOKENIZER " in said and "--output FILE" in said
-    assert not (tmp_path / "student").exists()
+    assert not student.exists()
 
 
 @pytest.mark.full
