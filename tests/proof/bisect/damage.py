@@ -328,6 +328,12 @@ def bf16_stream(engine: Engine) -> None:
         block.register_forward_hook(lambda module, args, out: out.bfloat16().to(out.dtype))
 
 
+def eps_1e_6(engine: Engine) -> None:
+    """The norms before layers have the epsilon of other models."""
+    for block in engine.layers:
+        block.norm.variance_epsilon = 1e-6
+
+
 def no_final_norm(engine: Engine) -> None:
     """The head gets the stream as it is."""
     engine.model.model.norm_f.forward = lambda x: x

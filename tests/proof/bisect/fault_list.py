@@ -121,6 +121,11 @@ FAULTS: dict[str, Fault] = {
         "a limit at 0 instead of softplus",
         engine=d.scan(dt_softplus=False),
     ),
+    "dt clamped": mamba(
+        "Time steps are limited to [0.001, 0.1]",
+        r"time steps limited to \[0.001, 0.1\]",
+        engine=d.each("M", "time_step_limit", (0.001, 0.1)),
+    ),
     "A without exp": mamba(
         "A is the negative A_log, not its exponential",
         "A_log instead of its exponential",
@@ -223,7 +228,18 @@ FAULTS: dict[str, Fault] = {
         "the residual stream in BF16",
         engine=d.bf16_stream,
     ),
+    "norm epsilon": mamba(
+        "The norms before layers have epsilon 1e-6",
+        "epsilon 1e-06 in the norms before layers",
+        engine=d.eps_1e_6,
+    ),
     "no final norm": Fault("The final norm is left out", "model", "no final norm", engine=d.no_final_norm),
+    "softcap": Fault(
+        "Logits are capped at 30 by tanh",
+        "model",
+        "logits capped at 30 by tanh",
+        engine=d.head(lambda y: 30 * torch.tanh(y / 30)),
+    ),
     "temperature": Fault(
         "Log-probabilities are reported at the sampling temperature 0.7",
         "model",
