@@ -25,11 +25,14 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "sampling",
-    [None, Sampling(1.2, top_p=0.9, seed=9), Sampling(1.0, top_k=30, top_p=0.6, seed=13)],
+    ("name", "sampling"),
+    [
+        ("super", None),
+        ("nano-4b", Sampling(1.2, top_p=0.9, seed=9)),
+        ("super", Sampling(1.0, top_k=30, top_p=0.6, seed=13)),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["super", "nano-4b"])
 def test_plain_decoding_is_naive_decoding(name: str, sampling: Sampling | None) -> None:
     """Prompts of unequal lengths with states, against full passes over each growing text without any."""
     engine, _ = tiny(name)

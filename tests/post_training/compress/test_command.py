@@ -80,6 +80,7 @@ def test_measure_then_cut(place: Path, tmp_path: Path, capsys: Capture) -> None:
     assert (tmp_path / "out-hf/generation_config.json").exists()
 
 
+@pytest.mark.full
 def test_the_source_of_a_cut_checkpoint_is_kept(place: Path, tmp_path: Path) -> None:
     """As a training keeps it: its Hugging Face form has the keys and files of the folder it comes from."""
     hf, m, cut, back = (tmp_path / name for name in ("hf", "m", "cut", "back"))

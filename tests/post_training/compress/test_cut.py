@@ -69,7 +69,10 @@ def cut(name: str, sizes: Sizes) -> tuple[Nemotron3Config, list[float]]:
     return pruned, [float((a - b).abs().max()) for a, b in zip(before, after, strict=True)]
 
 
-@pytest.mark.parametrize("name", EVERYTHING)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.full if n in ("nano", "two blocks") else ()) for n in EVERYTHING],
+)
 def test_all_sizes(name: str) -> None:
     """Decoder and MTP compute what they computed."""
     ((pruned, errors),) = run_distributed(cut, 1, name, EVERYTHING[name])

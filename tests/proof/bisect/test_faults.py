@@ -12,11 +12,8 @@ from tests.proof.bisect import faults
 from tests.proof.bisect.fault_list import FAULTS
 from tests.proof.bisect.faults import MODES, cell
 
-#: Of an engine with hidden states, and of the trainer without.
-QUICK = (
-    ("conv state off by one", "FP32, hidden states"),
-    ("norm over all groups", "BF16, hidden states"),
-)
+#: Of an engine with hidden states.
+QUICK = (("conv state off by one", "FP32, hidden states"),)
 
 
 def _parameters() -> list[Any]:

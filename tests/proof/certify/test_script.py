@@ -47,6 +47,7 @@ def failed(findings: Iterable[Finding]) -> set[str]:
     return {finding.name for finding in findings if finding.state is PropertyState.FAIL}
 
 
+@pytest.mark.full
 def test_a_killed_run_resumes_to_the_bit(tmp_path: Path) -> None:
     """TP2: all ranks are killed in the second save."""
     tried = bench(tmp_path, _L(tp=2))
