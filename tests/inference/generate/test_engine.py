@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_nemotron3.inference.generate import experts
-from megatron_nemotron3.inference.generate.attention import KVCache
 from megatron_nemotron3.inference.generate.decode import DecodeState
 from megatron_nemotron3.inference.generate.engine import EncoderRows, Engine
 from megatron_nemotron3.inference.generate.experts import Experts
 from megatron_nemotron3.inference.generate.mtp import MTP
 from megatron_nemotron3.inference.generate.prompts import GenerationOptions, generate
-from megatron_nemotron3.inference.generate.scan import MambaPass, MambaState, decay_table, short_scan
+from megatron_nemotron3.inference.generate.scan import MambaPass, decay_table, short_scan
 from megatron_nemotron3.layers.ssd import ssd_reference
 from tests.support.engines import NAMES, TOKENS, assert_states_equal, close, repeatable, tiny
 
@@ -90,29 +89,6 @@ def test_rows_replace_embeddings(chunk: int, positions: list[int]) -> None:
     found = engine.prefill(texts, state, chunk=chunk, rows=[rows, None, rows])
     assert torch.equal(found.logits, engine.prefill(meant, expected, chunk=chunk).logits)
     assert_states_equal(state, expected)
-
-
-def test_padding_has_no_effect() -> None:
-    """Other ids in the padding do not change a row's result by one bit.
-
-    Dense layers only: with experts, padding is computed beside the row's tokens, and the number of rows of
-    a matrix product moves its last bits.
-    """
-    engine, ids = tiny("nano-4b")
-    results = []
-    for padding in (0, 7):
-        state = engine.new_state(2)
-        tokens = ids[:, :40].clone()
-        tokens[1, 25:] = padding
-        out = engine.forward(tokens, state, counts=[40, 25])
-        results.append((torch.cat((out.logits[0], out.logits[1, :25])), state.select([1])))
-    (first, one), (second, two) = results
-    assert torch.equal(first, second)
-    for mine, other in zip(one.layers.values(), two.layers.values(), strict=True):
-        if isinstance(mine, MambaState) and isinstance(other, MambaState):
-            assert torch.equal(mine.ssm, other.ssm) and torch.equal(mine.window, other.window)
-        elif isinstance(mine, KVCache) and isinstance(other, KVCache):
-            assert torch.equal(mine.cache[:, :, :, :25], other.cache[:, :, :, :25])
 
 
 @repeatable(12)

@@ -58,18 +58,6 @@ def test_a_draw_is_where_the_running_sum_passes() -> None:
         assert draw((p * scale).expand(4, -1), points).tolist() == [1, 1, 3, 3]
 
 
-def test_a_row_draws_its_own_numbers() -> None:
-    """A row's numbers do not depend on the other rows, and differ between rows."""
-    logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(0))
-    sampling = Sampling(temperature=1.0, seed=9)
-    together = Sampler(sampling, range(3))
-    found = torch.stack([together(logits), together(logits)])
-    alone = Sampler(sampling, [2])
-    assert found[:, 2].tolist() == [alone(logits[2:])[0].item(), alone(logits[2:])[0].item()]
-    same = Sampler(sampling, range(2)).uniform(1)
-    assert same[0] != same[1]
-
-
 @pytest.mark.parametrize(
     "arguments, message",
     [

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from torch import Tensor
 
+from megatron_nemotron3.inference.generate import prompts as generate_module
 from megatron_nemotron3.inference.generate.engine import Engine
 from megatron_nemotron3.inference.generate.mtp import MTP
 from megatron_nemotron3.inference.generate.prompts import (
@@ -19,7 +22,7 @@ from megatron_nemotron3.inference.generate.prompts import (
     Speculation,
     generate,
 )
-from megatron_nemotron3.inference.generate.sampling import Sampling, accept, probabilities
+from megatron_nemotron3.inference.generate.sampling import Sampling, accept, draw, probabilities
 from megatron_nemotron3.models import get
 from tests.support.engines import (
     MARGIN,
@@ -229,6 +232,30 @@ def drawn(sampling: Sampling, rows: int = 3000) -> float:
 )
 def test_sampled_texts_have_the_distribution_of_plain_sampling(sampling: Sampling) -> None:
     assert drawn(sampling) > FALSE_ALARMS
+
+
+def _always(*given: Tensor) -> tuple[Tensor, Tensor]:
+    *rest, a, d = given
+    return accept(*rest, torch.zeros_like(a), d)
+
+
+def _resample_from_p(p: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+    accepted, _ = accept(p, *rest)
+    return accepted, draw(p[torch.arange(len(p)), accepted], rest[-1])
+
+
+def _the_same_number_twice(*given: Tensor) -> tuple[Tensor, Tensor]:
+    *rest, a, d = given
+    return accept(*rest, a, a[:, 0] if a.shape[1] else d)
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [pytest.param(m, marks=pytest.mark.full) for m in (_always, _the_same_number_twice)] + [_resample_from_p],
+)
+def test_wrong_rules_are_noticed(mutant: Callable[..., object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate_module, "accept", mutant)
+    assert drawn(SAMPLINGS[0]) < FALSE_ALARMS
 
 
 @repeatable(20)

@@ -57,6 +57,8 @@ def test_weights_of_a_tokens_experts(checkpoint: tuple[Path, Scores, float]) -> 
 
 LAYOUTS = [
     ParallelLayout(tp=2, pp=2, ep=2),
+    pytest.param(ParallelLayout(tp=2, ep=2), marks=pytest.mark.full),
+    pytest.param(ParallelLayout(pp=2), marks=pytest.mark.full),
     pytest.param(ParallelLayout(dp=2, ep=2), marks=pytest.mark.full),
     pytest.param(ParallelLayout(tp=2, etp=2), marks=pytest.mark.full),
     # More ranks than KV groups.
@@ -171,6 +173,63 @@ def test_definition_of_experts() -> None:
     for found, defined in entries:
         assert found.any()
         numpy.testing.assert_allclose(found, defined.numpy(), rtol=1e-4, atol=1e-9)
+
+
+def silent_first(name: str) -> float:
+    """Silence parts, measure, prune as many, and compare logits."""
+    from megatron_nemotron3.post_training.compress.importance import measure
+
+    blocks = SUPER.but(mtp_use_repeated_layer=False)
+    config = {"super": SUPER, "nano-4b": DENSE, "two blocks": blocks}[name]
+    model = build(config)
+    with torch.no_grad():
+        layers = [*model.decoder.layers]
+        for block in model.mtp.layers if config.has_mtp else ():
+            layers += block.mtp_model_layer.layers
+        for number, layer in enumerate(layers):
+            if hasattr(layer, "mixer"):  # a Mamba head of each group
+                heads = torch.tensor([2 * group + (group + number) % 2 for group in range(8)])
+                rows = (heads[:, None] * 16 + torch.arange(16)).flatten()
+                layer.mixer.in_proj.weight[256 + rows] = 0
+                layer.mixer.conv1d_bias[rows] = 0
+            elif hasattr(layer.mlp, "router"):
+                layer.mlp.router.expert_bias[(torch.arange(32) + number) % 4 == 0] = -10.0
+                layer.mlp.shared_experts.linear_fc1.weight[(torch.arange(192) + number) % 3 == 0] = 0
+                for e in range(32):  # other channels in each expert
+                    fc1 = getattr(layer.mlp.experts.linear_fc1, f"weight{e}")
+                    fc1[(torch.arange(96) + number + e) % 3 == 0] = 0
+            elif hasattr(layer.mlp, "linear_fc1"):
+                layer.mlp.linear_fc1.weight[(torch.arange(512) + number) % 4 == 0] = 0
+            else:  # a KV group: its values
+                width = layer.self_attention.linear_qkv.weight.shape[0] // 2
+                group = number % 2
+                layer.self_attention.linear_qkv.weight[(group + 1) * width - 32 : (group + 1) * width] = 0
+    scores = measure(model, config, lambda: all_logits(model, 1))
+    sizes: dict[str, Any] = {"mamba_num_heads": 8, "num_query_groups": 1}
+    if config.is_moe:
+        sizes |= {
+            "num_moe_experts": 24,
+            "moe_ffn_hidden_size": 64,
+            "moe_shared_expert_intermediate_size": 128,
+        }
+    else:
+        sizes["dense_ffn_hidden_size"] = 384
+    pruned, weights = compress.prune(model, scores, sizes)
+    for key, t in weights.items():
+        if key.endswith("mixer.norm.weight"):  # silent heads count in the norm's mean
+            t.mul_(2**0.5)
+    student = build(pruned)
+    compress.load(student, weights)
+    pairs = zip(all_logits(model), all_logits(student), strict=True)
+    return max(float((a - b).abs().max()) for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    "name", ["super", *(pytest.param(n, marks=pytest.mark.full) for n in ("two blocks", "nano-4b"))]
+)
+def test_what_is_silent_goes_first(name: str) -> None:
+    """Which parts are silent differs by layer, and by expert; MTP is pruned with the decoder."""
+    assert run_distributed(silent_first, 1, name)[0] < 1e-4
 
 
 def test_scores_are_kept(tmp_path: Path, checkpoint: tuple[Path, Scores, float]) -> None:

@@ -17,7 +17,6 @@ import pytest
 from megatron_nemotron3 import cli
 from megatron_nemotron3.checkpoints.folders import TRACKER, latest_iteration
 from megatron_nemotron3.common import lock
-from megatron_nemotron3.common.processes import descendants
 from megatron_nemotron3.common.switches import EMULATE
 from megatron_nemotron3.post_training.distill.stored import Reader
 from megatron_nemotron3.train import log, processes
@@ -244,23 +243,6 @@ def test_a_projection_that_is_missing(logits: list[str], tmp_path: Path, capsys:
     said = capsys.readouterr().err
     assert "/none is no file: nemotron3 xtoken STUDENT_TOKENIZER " in said and "--output FILE" in said
     assert not student.exists()
-
-
-@pytest.mark.full
-def test_no_rank_outlives_the_command(teacher: Path, tmp_path: Path) -> None:
-    """SIGTERM, which a batch system sends to the command alone, while two ranks store."""
-    words = ["logits", str(teacher), "--output", str(tmp_path / "logits"), "--samples", "4000"]
-    given = ["--topk", "40", "--seq-length", "64", "--device", "cpu", "--dp", "2"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "megatron_nemotron3", *words, *given], stdout=subprocess.PIPE, text=True
-    )
-    wait_until(lambda: any((tmp_path / "logits").glob("part-*.npy")), seconds=240)
-    ranks = descendants(process.pid)
-    assert len(ranks) >= 3
-    process.send_signal(signal.SIGTERM)
-    said = process.communicate(timeout=60)[0]
-    assert process.returncode == 130 and " parts are stored; the same command goes on" in said
-    wait_until(lambda: not any(rank.is_running() for rank in ranks), seconds=10)
 
 
 @pytest.mark.full

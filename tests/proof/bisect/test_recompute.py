@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +15,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.process_tree import watch
+from megatron_nemotron3.inference.generate.decode import read_weights
+from megatron_nemotron3.inference.generate.engine import Engine
+from megatron_nemotron3.inference.generate.mtp import MTP
 from megatron_nemotron3.models import get
 from megatron_nemotron3.proof.bisect.recompute import Recomputation, Steps
 from megatron_nemotron3.proof.bisect.recording import Recording, Sequence, write
 from tests.support import engines
 from tests.support import sparse_checkpoints as sparse
+from tests.support.checkpoint_pair import InMemory
 from tests.support.hf_folders import write_hf
 
 CONFIG = get("super-tiny").but(pattern="M-*EM", vocab_size=300, dense_ffn_hidden_size=128)
@@ -70,6 +75,22 @@ def test_streams_routing_and_logprobs_are_those_of_transformers(place: Path, ids
     mine = steps[3].routing.chosen.flatten(0, 1)
     assert torch.equal(mine.sort(-1).values, seen["experts"].view(mine.shape).sort(-1).values)
     assert [step.routing is not None for step in steps] == [False, False, False, True, False]
+
+
+def test_mtp_is_that_of_the_engine(place: Path, ids: Tensor) -> None:
+    config = CONFIG.but(mtp_num_layers=2)
+    source = InMemory(engines.tensors(CONFIG, seed=1), place)
+    engine = Engine(read_weights(source, config), max_context=engines.CONTEXT)  # type: ignore[arg-type]
+    model = Recomputation.open(place, config)
+    *_, last = model.run(model.embed(ids))
+    found = model.mtp_logprobs(last.stream, ids)
+    assert found.keys() == {1, 2}
+    hidden, mtp = engine.forward(ids, engine.new_state(2)).hidden, MTP(engine, 2)
+    for depth in found:
+        tokens, n = ids[:, depth:], TOKENS - depth
+        hidden = mtp.forward(depth, hidden[:, :n], tokens).hidden
+        expected = engine.logits(hidden[:, :-1]).log_softmax(-1)
+        close(found[depth], expected.gather(-1, ids[:, depth + 1 :, None]).squeeze(-1))
 
 
 def test_rows_in_groups_and_a_restart_change_nothing(place: Path, ids: Tensor) -> None:
@@ -138,6 +159,30 @@ def test_a_change_is_an_edited_checkpoint(
     assert torch.equal(model.logprobs(last.stream, ids), plain)
 
 
+#: One layer of each kind of Super, whose 512 experts are 5.6 GB, and its output layer.
+MEMORY = """
+import resource, sys
+from pathlib import Path
+import torch
+from benchmarks.process_tree import watch
+from megatron_nemotron3.proof.bisect.recompute import Recomputation
+from megatron_nemotron3.inference.generate.decode import read_weights
+from megatron_nemotron3.inference.generate.engine import Engine
+from megatron_nemotron3.inference.generate.mtp import MTP
+from megatron_nemotron3.models import get
+from megatron_nemotron3.checkpoints.convert import inventory
+from megatron_nemotron3.checkpoints.convert.views import Converted
+from tests.support.synthetic_checkpoint import Synthetic
+config = get("super").but(name="cut", pattern="M*E")
+source = Converted(Synthetic(config, Path(".")), inventory.mappings(config), to_hf=True)
+model = Recomputation(source, config)
+ids = torch.randint(config.vocab_size, (1, int(sys.argv[1])), generator=torch.Generator().manual_seed(0))
+*_, last = model.run(model.embed(ids))
+assert model.logprobs(last.stream, ids).isfinite().all()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+"""
+
+
 @pytest.mark.full
 def test_memory_of_the_command_at_the_real_widths_of_super(tmp_path: Path) -> None:
     """One layer of each kind and the tables are 8 GB of zeros, so that all tokens are as likely."""
@@ -158,3 +203,12 @@ def test_memory_of_the_command_at_the_real_widths_of_super(tmp_path: Path) -> No
     )
     assert used.returncode == 0 and "neither deviates" in used.output, used.output[-2000:]
     assert used.rss < 1.5 * 2**30, used.rss
+
+
+@pytest.mark.full
+def test_memory_at_the_real_widths_of_super() -> None:
+    """Seen: 0.82 GiB with 1,024 tokens."""
+    command, root = [sys.executable, "-c", MEMORY, "64"], Path(__file__).parents[3]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert float(done.stdout) < 1.2
