@@ -166,9 +166,6 @@ from pathlib import Path
 import torch
 from benchmarks.process_tree import watch
 from megatron_nemotron3.proof.bisect.recompute import Recomputation
-from megatron_nemotron3.inference.generate.decode import read_weights
-from megatron_nemotron3.inference.generate.engine import Engine
-from megatron_nemotron3.inference.generate.mtp import MTP
 from megatron_nemotron3.models import get
 from megatron_nemotron3.checkpoints.convert import inventory
 from megatron_nemotron3.checkpoints.convert.views import Converted
@@ -202,7 +199,8 @@ def test_memory_of_the_command_at_the_real_widths_of_super(tmp_path: Path) -> No
         cwd=Path(__file__).parents[3],
     )
     assert used.returncode == 0 and "neither deviates" in used.output, used.output[-2000:]
-    assert used.rss < 1.5 * 2**30, used.rss
+    # Files are mapped, so the size of the process has their pages, too.
+    assert used.anonymous < 1.5 * 2**30, used
 
 
 @pytest.mark.full
