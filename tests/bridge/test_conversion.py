@@ -5,7 +5,6 @@ Opt-in: `make test-bridge`.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -16,18 +15,13 @@ from megatron_nemotron3.cli import main
 from megatron_nemotron3.models import Nemotron3Config, get
 from megatron_nemotron3.proof.certify.ranks import run_distributed
 from megatron_nemotron3.proof.certify.tensors import gather
+from tests.bridge.marks import MARKS
 from tests.support.convert_models import DISTINCT
 from tests.support.engines import tensors
 from tests.support.hf_folders import write_hf
 from tests.support.loaded_weights import same, written
 
-pytestmark = [
-    pytest.mark.bridge,
-    pytest.mark.skipif(
-        importlib.util.find_spec("megatron.bridge") is None,
-        reason="Megatron-Bridge is not installed: make test-bridge",
-    ),
-]
+pytestmark = MARKS
 LAYOUTS: dict[str, dict[str, int]] = {"one rank": {}, "TP2": {"tp": 2}, "PP2": {"pp": 2}, "EP2": {"ep": 2}}
 MODELS = {name: get(f"{name}-tiny") for name in ("nano", "super", "ultra", "nemotron-h-8b", "lightning")} | {
     # All kinds of layers inside MTP, a block per depth, every size of its own.

@@ -5,7 +5,6 @@ Opt-in: `make test-bridge`.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from typing import Any
 from unittest import mock
@@ -13,14 +12,9 @@ from unittest import mock
 import pytest
 
 from megatron_nemotron3.proof.certify.ranks import run_distributed
+from tests.bridge.marks import MARKS
 
-pytestmark = [
-    pytest.mark.bridge,
-    pytest.mark.skipif(
-        importlib.util.find_spec("megatron.bridge") is None,
-        reason="Megatron-Bridge is not installed: make test-bridge",
-    ),
-]
+pytestmark = MARKS
 #: Bridge's class knows these; ours also the routed experts' and the latent projections.
 SHARED = ["*shared_experts.linear_fc1", "*shared_experts.linear_fc2"]
 DENSE = ["linear_qkv", "linear_proj", "in_proj", "out_proj", *SHARED]

@@ -5,7 +5,6 @@ Opt-in: `make test-bridge`.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,10 @@ import pytest
 
 from megatron_nemotron3.checkpoints.convert.config_json import MTP_BLOCKS, OWN
 from megatron_nemotron3.models import Nemotron3Config, get
+from tests.bridge.marks import MARKS
 from tests.support.hf_folders import write_hf
 
-pytestmark = [
-    pytest.mark.bridge,
-    pytest.mark.skipif(
-        importlib.util.find_spec("megatron.bridge") is None,
-        reason="Megatron-Bridge is not installed: make test-bridge",
-    ),
-]
+pytestmark = MARKS
 SUPER = get("super-tiny")
 #: In no catalog, and not as often as any catalog model.
 OTHER = SUPER.but(name="other", pattern="M*E", mtp_num_layers=3, mtp_loss_scaling_factor=0.25)

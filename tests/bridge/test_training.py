@@ -5,7 +5,6 @@ Opt-in: `make test-bridge`.
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,12 @@ from megatron_nemotron3.checkpoints.convert.bridge_checkpoint import add_argumen
 from megatron_nemotron3.cli import main
 from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.proof.certify.ranks import run_distributed
+from tests.bridge.marks import MARKS
 from tests.support.checkpoint_runs import copy
 from tests.support.engines import tensors
 from tests.support.hf_folders import read_hf, write_hf, write_tokenizer
 
-pytestmark = [
-    pytest.mark.bridge,
-    pytest.mark.skipif(
-        importlib.util.find_spec("megatron.bridge") is None,
-        reason="Megatron-Bridge is not installed: make test-bridge",
-    ),
-]
+pytestmark = MARKS
 #: Printed digits: sums in another order may move the last one.
 REL = 3e-6
 LAYOUTS = {"one rank": {}, "TP2": {"tp": 2}}

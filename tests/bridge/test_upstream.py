@@ -31,16 +31,8 @@ def test_bridges_own_tests_pass_with_our_converter() -> None:
     found = subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "-q", "-p", "tests.bridge.upstream", "-p", "no:cacheprovider"),
-            *(
-                "-c",
-                os.devnull,
-                "--rootdir",
-                CHECKOUT,
-                "--noconftest",
-                "--import-mode=importlib",
-                "-W",
-                "ignore",
-            ),
+            *("-c", os.devnull, "--rootdir", CHECKOUT, "--noconftest", "--import-mode=importlib"),
+            *("-W", "ignore"),
             f"{CHECKOUT}/tests/unit_tests/models/nemotronh/test_nemotron_h_bridge.py",
         ],
         cwd=ROOT,

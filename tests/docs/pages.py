@@ -54,14 +54,14 @@ def verification() -> str:
 
 def certified_faults() -> str:
     """Every seeded fault with the property that finds it."""
-    from tests.proof.certify.faults_page import markdown
+    from tests.proof.certify.faults import markdown
 
     return markdown()
 
 
 def bisect_faults() -> str:
     """Every seeded fault of two systems, and what bisect says of it."""
-    from tests.proof.bisect.faults_page import markdown
+    from tests.proof.bisect.faults import markdown
 
     return markdown()
 

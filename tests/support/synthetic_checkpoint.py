@@ -14,7 +14,6 @@ import time
 import zlib
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -49,7 +48,7 @@ class Synthetic(TensorSource):
         self.folder, self.files = folder, {}
         self.tensors = {t.name: SourceTensor(t.dtype, t.shape) for t in megatron_tensors(config)}
 
-    def read(self, name: str, slices: tuple[tuple[int, int], ...]) -> Any:
+    def read(self, name: str, slices: tuple[tuple[int, int], ...]) -> torch.Tensor:
         shape, extent = self.tensors[name].shape, [stop - start for start, stop in slices]
         strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
         assert prod(extent) < len(_POOL), f"{name}: {prod(extent):,} elements are read at once"
@@ -63,9 +62,7 @@ class Synthetic(TensorSource):
         if len(shape) > 1 and "conv1d" not in name:
             mean, std = 0.0, shape[-1] ** -0.5
         values = run.mul_(2 * std).add_(mean).view(extent)
-        if self.tensors[name].dtype == "float32":
-            return values.view(torch.uint32).numpy()
-        return values.bfloat16().view(torch.uint16).numpy()
+        return values if self.tensors[name].dtype == "float32" else values.bfloat16()
 
 
 def main(name: str, tokens: int, whole: bool) -> None:

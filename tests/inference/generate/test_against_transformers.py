@@ -43,7 +43,7 @@ def theirs(model: Any, prompt: Tensor) -> tuple[list[int], float]:
 
 
 @pytest.mark.parametrize(
-    "name", ["super", "nano-4b", *(pytest.param(n, marks=FULL) for n in ("nano", "nemotron-h-8b"))]
+    "name", ["super", *(pytest.param(n, marks=FULL) for n in ("nano", "nano-4b", "nemotron-h-8b"))]
 )
 def test_greedy_continuations(name: str) -> None:
     config = without_mtp(get(f"{name}-tiny"))

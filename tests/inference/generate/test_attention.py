@@ -66,16 +66,3 @@ def test_the_causal_kernel_on_a_gpu(lengths: list[int]) -> None:
     expected = one_by_one(q.float(), cache.float(), lengths)
     # The result and the weights are rounded to BF16 (eps 2^-7).
     assert (found.float() - expected).norm() <= 2.0**-7 * expected.norm()
-
-
-@pytest.mark.parametrize("lengths", [[5], [5, 5], [3, 9]])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_reversed_mask_is_the_mask_upside_down(lengths: list[int], dtype: torch.dtype) -> None:
-    batch = ForwardBatch(lengths, 4, None, CPU)
-    for row, before in enumerate(lengths):
-        end = before + 4
-        mask = batch.mask((0, 4), batch.end if batch.start is None else end, 1, dtype)
-        assert mask is not None
-        reversed_mask = batch.reversed_mask(row, dtype)
-        assert torch.equal(reversed_mask.flip(0), mask[row if batch.start is None else 0, 0, :, :end])
-        assert reversed_mask.untyped_storage().nbytes() == (batch.end + 3) * dtype.itemsize

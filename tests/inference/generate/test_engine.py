@@ -10,17 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_nemotron3.inference.generate import experts
-from megatron_nemotron3.inference.generate.attention import KVCache
-from megatron_nemotron3.inference.generate.batch import ForwardBatch
 from megatron_nemotron3.inference.generate.decode import DecodeState
 from megatron_nemotron3.inference.generate.engine import EncoderRows, Engine
 from megatron_nemotron3.inference.generate.experts import Experts
 from megatron_nemotron3.inference.generate.mtp import MTP
 from megatron_nemotron3.inference.generate.prompts import GenerationOptions, generate
-from megatron_nemotron3.inference.generate.scan import MambaPass, MambaState, decay_table, short_scan
+from megatron_nemotron3.inference.generate.scan import MambaPass, decay_table, short_scan
 from megatron_nemotron3.layers.ssd import ssd_reference
 from tests.support.engines import NAMES, TOKENS, assert_states_equal, close, repeatable, tiny
 
@@ -35,17 +32,6 @@ def cuts(draw: st.DrawFn) -> list[int]:
         if sum(passes) + n <= TOKENS:
             passes.append(n)
     return passes
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_step_by_step_is_one_pass(name: str) -> None:
-    engine, ids = tiny(name)
-    whole = engine.forward(ids, once := engine.new_state(len(ids)))
-    state = engine.new_state(len(ids), capacity=1)
-    parts = [engine.forward(ids[:, i : i + 1], state) for i in range(TOKENS)]
-    close(torch.cat([p.logits for p in parts], 1), whole.logits)
-    close(torch.cat([p.hidden for p in parts], 1), whole.hidden)
-    assert_states_equal(state, once)
 
 
 @repeatable(12)
@@ -105,29 +91,6 @@ def test_rows_replace_embeddings(chunk: int, positions: list[int]) -> None:
     assert_states_equal(state, expected)
 
 
-def test_padding_has_no_effect() -> None:
-    """Other ids in the padding do not change a row's result by one bit.
-
-    Dense layers only: with experts, padding is computed beside the row's tokens, and the number of rows of
-    a matrix product moves its last bits.
-    """
-    engine, ids = tiny("nano-4b")
-    results = []
-    for padding in (0, 7):
-        state = engine.new_state(2)
-        tokens = ids[:, :40].clone()
-        tokens[1, 25:] = padding
-        out = engine.forward(tokens, state, counts=[40, 25])
-        results.append((torch.cat((out.logits[0], out.logits[1, :25])), state.select([1])))
-    (first, one), (second, two) = results
-    assert torch.equal(first, second)
-    for mine, other in zip(one.layers.values(), two.layers.values(), strict=True):
-        if isinstance(mine, MambaState) and isinstance(other, MambaState):
-            assert torch.equal(mine.ssm, other.ssm) and torch.equal(mine.window, other.window)
-        elif isinstance(mine, KVCache) and isinstance(other, KVCache):
-            assert torch.equal(mine.cache[:, :, :, :25], other.cache[:, :, :, :25])
-
-
 @repeatable(12)
 @given(
     st.sampled_from(NAMES),
@@ -159,29 +122,6 @@ def test_rollback_is_a_shorter_pass(name: str, before: int, n: int, keep: list[i
         if kept[0]:
             engine.forward(ids[row : row + 1, before : before + kept[0]], single)
         close(then[row], engine.forward(ids[row : row + 1, :5], single).hidden[0])
-
-
-def test_the_whole_pass_kept_is_the_pass_bit_for_bit() -> None:
-    engine, ids = tiny("super")
-    first, second = engine.new_state(2), engine.new_state(2)
-    engine.forward(ids[:, :9], first)
-    out = engine.forward(ids[:, :9], second, rollback=True)
-    assert out.rollback is not None
-    second.truncate(9, out.rollback)
-    for mine, other in zip(first.layers.values(), second.layers.values(), strict=True):
-        if isinstance(mine, MambaState) and isinstance(other, MambaState):
-            assert torch.equal(mine.ssm, other.ssm) and torch.equal(mine.window, other.window)
-
-
-def test_a_snapshot_is_independent() -> None:
-    engine, ids = tiny("super")
-    state = engine.new_state(2)
-    engine.forward(ids[:, :20], state)
-    snapshot = state.select(range(state.batch))
-    for i in range(20, 23):
-        engine.forward(ids[:, i : i + 1], state)
-    engine.forward(ids[:, 20:23], snapshot)
-    assert_states_equal(snapshot, state)
 
 
 @repeatable(20)
@@ -223,62 +163,6 @@ def test_implementations_of_experts_agree(way: str, monkeypatch: pytest.MonkeyPa
     close(engine.forward(ids, engine.new_state(2)).hidden, expected)
 
 
-def test_the_implementation_depends_on_the_tokens() -> None:
-    """Tokens of plain decoding, of a verification, and of a prefill."""
-    layer, topk = experts_of("super")
-    found = {
-        device: [layer._implementation(n, topk, device).__name__ for n in (1, 4, 2**17)]
-        for device in ("cpu", "cuda")
-    }
-    assert found == {
-        "cpu": ["_in_place", "_in_place", "_sorted"],
-        "cuda": ["_gathered", "_gathered", "_sorted"],
-    }
-
-
-class _Made(TorchDispatchMode):
-    """Names of operations that make tensors, and the most elements of one of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-        self.largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            self.names.add(func.name().removeprefix("aten::").partition(".")[0])
-            made = result if isinstance(result, (tuple, list)) else [result]
-            self.largest = max([self.largest, *(t.numel() for t in made if isinstance(t, Tensor))])
-        return result
-
-
-@pytest.mark.parametrize("n", [2, 8])
-def test_few_tokens_copy_no_weights_and_build_no_mask(n: int) -> None:
-    """A pass over drafts: the experts' matrices are read where they are, and the mask is there already."""
-    engine, ids = tiny("super")
-    state = engine.new_state(1)
-    engine.prefill(ids[:1, :30], state)
-    for _ in range(2):
-        with _Made() as made:
-            out = engine.forward(ids[:1, 30 : 30 + n], state, rollback=True)
-            assert out.logits.shape == (1, n, engine.config.vocab_size) and out.rollback is not None
-        state.truncate(n - 1, out.rollback)
-    layer, topk = experts_of("super")
-    matrices = n * topk * layer.inner * layer.width
-    assert made.largest == out.logits.numel() < matrices
-    assert not made.names & {"full", "triu_", "repeat", "where", "masked_fill_"}
-
-
-@repeatable(30)
-@given(st.integers(1, 9), st.integers(0, 700), st.integers(1, 4))
-def test_kept_masks_are_those_that_are_built(n: int, before: int, queries: int) -> None:
-    one = ForwardBatch([before], n, None, torch.device("cpu"))
-    built = one._build_mask(0, n, one.end).repeat(1, 1, queries, 1)
-    kept = one.mask((0, n), one.end, queries, torch.float32)
-    assert kept is None if n == 1 else kept is not None and torch.equal(kept, built)
-
-
 def test_many_tokens_in_place_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, topk = experts_of("super")
     made = torch.Generator().manual_seed(0)
@@ -288,15 +172,6 @@ def test_many_tokens_in_place_are_read_in_parts(monkeypatch: pytest.MonkeyPatch)
     close(whole, layer._sorted(z, chosen, weight))
     monkeypatch.setattr(experts, "INDEX_ELEMENTS", 5 * topk * layer.width)
     assert torch.equal(layer._in_place(z, chosen, weight), whole)
-
-
-def test_attention_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, ids = tiny("super")
-    expected = engine.forward(ids, engine.new_state(2)).hidden
-    monkeypatch.setattr("megatron_nemotron3.inference.generate.batch.MASK_ELEMENTS", 1)
-    state = engine.new_state(2)
-    engine.forward(ids[:, :40], state)
-    close(engine.forward(ids[:, 40:], state).hidden, expected[:, 40:])
 
 
 def _empty(engine: Engine) -> DecodeState:
@@ -317,14 +192,9 @@ ERRORS: dict[str, Callable[[Engine], Any]] = {
     r"prompt 0 has token id 2048; super-tiny has the ids 0 to 2047": lambda e: e.prefill(
         [[5, 2048], [1]], _empty(e)
     ),
-    r"token id -1": lambda e: e.prefill([[1], [3, -1]], _empty(e)),
     r"1 prompts for a state of 2 rows: give one per row": lambda e: e.prefill([[1]], _empty(e)),
-    r"chunk=0 tokens": lambda e: e.prefill([[1], [1]], _empty(e), chunk=0),
     r"row 1 would have 257 tokens, more than max_context=256": lambda e: Engine(e.model).prefill(
         [[1], [1] * 257], _empty(e)
-    ),
-    r"row 0 would have 257 tokens": lambda e: Engine(e.model).forward(
-        torch.zeros(2, 257, dtype=torch.long), _empty(e)
     ),
     r"tokens \(1, 3\) must be \[b, n\] with n > 0 and b=2": lambda e: e.forward(
         torch.zeros(1, 3, dtype=torch.long), _empty(e)
@@ -333,7 +203,6 @@ ERRORS: dict[str, Callable[[Engine], Any]] = {
         torch.zeros(2, 3, dtype=torch.long), _empty(e), counts=[4, 1]
     ),
     r"cannot keep \[4, 4\] tokens of a pass with \[3, 3\]": lambda e: _truncate(e, 4),
-    r"cannot keep \[1\] tokens": lambda e: _truncate(e, [1]),
     r"lengths \[4, 4\], but the pass added \[3, 3\] tokens to \[0, 0\]": lambda e: _truncate(
         e, 1, again=True
     ),
@@ -349,16 +218,12 @@ ERRORS: dict[str, Callable[[Engine], Any]] = {
     r"prompt 1 has 1 rows for 2 positions in its 2 tokens": lambda e: e.prefill(
         [[1], [1, 1]], _empty(e), rows=[None, EncoderRows([0, 1], torch.zeros(1, 128))]
     ),
-    r"prompt 0 has 1 rows for 1 positions in its 1 tokens": lambda e: e.prefill(
-        [[1], [1]], _empty(e), rows=[EncoderRows([1], torch.zeros(1, 128)), None]
-    ),
     r"prompt 1 has token id 5, which stands for a row of an encoder, without the row": lambda e: Engine(
         e.model, media=[5]
     ).prefill([[5], [1, 5]], _empty(e), rows=[EncoderRows([0], torch.zeros(1, 128)), None]),
     r"draft=1: MTP does not see the rows of encoders": lambda e: generate(
         e, [[1]], GenerationOptions(1, draft=1), rows=[EncoderRows([0], torch.zeros(1, 128))]
     ),
-    r"depths=0": lambda e: MTP(e, depths=0),
 }
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from torch import Tensor
 from megatron_nemotron3 import cli
 from megatron_nemotron3.inference.generate.decode import load, read_weights
 from megatron_nemotron3.inference.generate.engine import Engine
-from megatron_nemotron3.inference.generate.evaluate import acceptance, losses, windows
+from megatron_nemotron3.inference.generate.evaluate import losses, windows
 from megatron_nemotron3.inference.generate.evaluate_command import data_tokens
 from megatron_nemotron3.inference.generate.mtp import MTP
 from megatron_nemotron3.inference.generate.text import Tokenizer
@@ -86,14 +84,6 @@ def test_agreement_is_its_definition() -> None:
             assert getattr(one, name) == pytest.approx(expected[name].tolist(), abs=1e-5)
 
 
-def test_mtp_that_is_the_model_agrees_with_it() -> None:
-    engine = agreeing(0.0)
-    found = losses(engine, random_text(engine, 2, 40), 4).agreement
-    for depth, one in enumerate(found, 1):
-        assert (one.overlap, one.top1) == (pytest.approx(1, abs=1e-4), 1.0)
-        assert one.greedy == pytest.approx([depth + 1.0] * 2) and one.kl == pytest.approx(0, abs=1e-4)
-
-
 def test_windows() -> None:
     text = list(range(23))
     assert windows(text, 5).tolist() == [[i, i + 1, i + 2, i + 3, i + 4, i + 5] for i in (0, 5, 10, 15)]
@@ -112,12 +102,6 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="max_context=8"):
         losses(engine, torch.ones(1, 10, dtype=torch.long), 0)
     assert losses(engine, torch.ones(1, 9, dtype=torch.long), 0).tokens == 8
-
-
-def test_acceptance_grows_with_drafts_where_mtp_is_the_model() -> None:
-    found = acceptance(agreeing(0.0), [[1, 2], [3]], 13, range(4))
-    assert [a.speculation.acceptance_length for a in found] == pytest.approx([1.0, 2.0, 3.0, 4.0])
-    assert all(a.tokens_per_second > 0 for a in found)
 
 
 def test_held_out_tokens_are_those_of_the_split(folders_with_text: Folders) -> None:
@@ -190,19 +174,6 @@ def test_table_of_a_text(folders_with_text: Folders, capsys: Capture, tmp_path: 
     assert re.search(r"^ +1 +[12]\.\d\d +[\d.,]+ +[01]\.\d\d$", out, re.M)
 
 
-def test_a_data_set_and_no_drafts(folders_with_text: Folders, capsys: Capture) -> None:
-    """A data set needs no tokenizer."""
-    f = folders_with_text
-    prefix = next(f.run.glob("data/*/corpus.idx")).with_suffix("")
-    words = ["--checkpoint", f.hf, "--data-path", prefix, "--draft", 0, "--tokens", 512, "--json"]
-    found = json.loads(run(capsys, *words))
-    ids = data_tokens(str(prefix), None, 16 * 513)
-    assert found["loss"] == pytest.approx(
-        measured(windows(ids, 256, 512), f.megatron, 0).next_token, abs=1e-5
-    )
-    assert found["acceptance"] == []
-
-
 def test_the_loss_is_over_the_padded_vocabulary(capsys: Capture, tmp_path: Path) -> None:
     """As in Megatron, although the checkpoint states how many rows are tokens."""
     config = small_config().but(vocab_size=500)
@@ -234,11 +205,8 @@ def test_the_loss_is_over_the_padded_vocabulary(capsys: Capture, tmp_path: Path)
     [
         (["--tokens", 0], "--tokens 0"),
         (["--seq-length", 257], "--seq-length 257: give 1 to 256"),
-        (["--draft", 40], "--draft 40: give 0 to 32"),
         (["--seq-length", 5, "--draft", 5], "no label at MTP depth 5"),
         (["--data-path", "/nowhere/x"], "/nowhere/x: there is no /nowhere/x.bin and .idx"),
-        (["--text", "/nowhere/x"], "/nowhere/x does not exist"),
-        (["--text", "x", "--data-path", "y"], "not allowed with argument"),
     ],
 )
 def test_bad_options(folders_with_text: Folders, capsys: Capture, words: list[Any], message: str) -> None:
@@ -255,58 +223,6 @@ def test_bad_options(folders_with_text: Folders, capsys: Capture, words: list[An
 def test_no_data(folders_with_text: Folders, capsys: Capture) -> None:
     assert cli.main(["evaluate", "--checkpoint", str(folders_with_text.hf), "--device", "cpu"]) == 2
     assert "give --text PATH or --data-path PREFIX" in capsys.readouterr().err
-
-
-# --- a trained model ----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`nemotron3 train super --tiny`, some steps."""
-    folder = tmp_path_factory.mktemp("trained") / "run"
-    words = ["-m", "megatron_nemotron3", "train", "super", "--tiny", "--steps", "60", "--output", str(folder)]
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return folder
-
-
-@pytest.mark.full
-def test_the_validation_loss_of_a_run(trained: Path) -> None:
-    """The last validation of Megatron's loop, on the same samples."""
-    log = (trained / "train.log").read_text(errors="replace")
-    [logged] = re.findall(r"on validation set \| lm loss value: (\S+)", log)
-    samples = _validation_samples(trained, 256)
-    engine = Engine(load(trained / "checkpoints"))
-    # Five validations of 8 iterations with 4 sequences; the last one is at the end.
-    assert losses(engine, samples[-32:], 0).next_token == pytest.approx(float(logged), abs=1e-5)
-
-
-@pytest.mark.full
-def test_drafts_of_a_trained_model_are_accepted(trained: Path, capsys: Capture) -> None:
-    found = json.loads(run(capsys, "--checkpoint", trained, "--json", "--tokens", 4096))
-    lengths = [a["acceptance_length"] for a in found["acceptance"]]
-    assert lengths[0] == 1.0 and all(length > 1.1 for length in lengths[1:])
-    assert all(loss < 8.0 for loss in [found["loss"], *found["mtp_loss"]])
-
-
-def _validation_samples(folder: Path, s: int) -> Tensor:
-    """[160, s + 1], from the indices that GPTDataset wrote to the cache."""
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-    data = IndexedDataset(str(next(folder.glob("data/*/corpus.idx")).with_suffix("")))
-    documents, starts, order = (
-        np.load(next(folder.glob(f"data/*/cache/*-valid-{name}_index.npy")))
-        for name in ("document", "sample", "shuffle")
-    )
-    found = []
-    for i in order[:160]:
-        (first, start), (last, end) = starts[i], starts[i + 1]
-        pieces = [
-            data[int(documents[d])][start if d == first else 0 : end + 1 if d == last else None]
-            for d in range(first, last + 1)
-        ]
-        found.append(np.concatenate(pieces).astype(np.int64))
-    return torch.tensor(np.stack(found))
 
 
 def test_conversations_are_measured_alone(world: None, tmp_path: Path) -> None:

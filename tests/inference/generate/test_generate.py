@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from megatron_nemotron3.inference.generate.engine import Engine
 from megatron_nemotron3.inference.generate.prompts import GenerationOptions, generate
 from megatron_nemotron3.inference.generate.sampling import Sampling
 from megatron_nemotron3.inference.generate.scan import MambaState
-from megatron_nemotron3.models import get
 from tests.support.engines import CONTEXT, tensors, tiny
 from tests.support.hf_folders import write_hf
 from tests.support.naive_decoding import naive_continuation
@@ -26,55 +24,21 @@ def prompts() -> list[list[int]]:
     return [ids[i % 2, 10 : 10 + n].tolist() for i, n in enumerate(LENGTHS)]
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, top_k=50, top_p=0.95, seed=3)])
-def test_a_batch_continues_as_its_rows(sampling: Sampling) -> None:
-    engine, _ = tiny("super")
-    seen: list[tuple[int, int]] = []
-    together = generate(
-        engine,
-        prompts(),
-        GenerationOptions(12, sampling=sampling, chunk=7),
-        on_token=lambda *token: seen.append(token),
-    )
-    for row, prompt in enumerate(prompts()):
-        own = Sampling(sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed + row)
-        alone = generate(engine, [prompt], GenerationOptions(12, sampling=own))
-        assert together.rows[row].tokens == alone.rows[0].tokens
-        assert [token for place, token in seen if place == row] == together.rows[row].tokens
-    assert together.new_tokens == 36 and together.passes == 11 and together.prompt_tokens == sum(LENGTHS)
-    assert together.tokens_per_second > 0 and together.prefill_seconds > 0
-
-
 @pytest.mark.parametrize(
-    "sampling",
+    ("name", "sampling"),
     [
-        None,
-        Sampling(1.0, seed=1),
-        Sampling(0.7, top_k=40, seed=5),
-        Sampling(1.2, top_p=0.9, seed=9),
-        Sampling(1.0, top_k=30, top_p=0.6, seed=13),
+        ("super", None),
+        ("nano-4b", Sampling(1.2, top_p=0.9, seed=9)),
+        ("super", Sampling(1.0, top_k=30, top_p=0.6, seed=13)),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["super", "nano-4b"])
 def test_plain_decoding_is_naive_decoding(name: str, sampling: Sampling | None) -> None:
     """Prompts of unequal lengths with states, against full passes over each growing text without any."""
     engine, _ = tiny(name)
     found = generate(engine, prompts(), GenerationOptions(12, sampling or Sampling(), chunk=7)).rows
     for row, prompt in enumerate(prompts()):
         assert found[row].tokens == naive_continuation(engine, prompt, 12, sampling, row)
-
-
-def test_a_stop_token_ends_its_row_alone() -> None:
-    engine, _ = tiny("super")
-    free = [row.tokens for row in generate(engine, prompts(), GenerationOptions(10)).rows]
-    stop = {free[0][3], free[2][0]}
-    found = generate(engine, prompts(), GenerationOptions(10, stop=stop)).rows
-    for row, tokens in zip(found, free, strict=True):
-        first = next((i for i, t in enumerate(tokens) if t in stop), None)
-        assert row.tokens == (tokens if first is None else tokens[: first + 1])
-        assert row.stopped == (first is not None)
-    assert len({len(row.tokens) for row in found}) > 1
 
 
 def test_every_row_may_stop_at_once() -> None:
@@ -89,9 +53,7 @@ def test_every_row_may_stop_at_once() -> None:
     "ids, new, message",
     [
         ([], 1, "no prompts"),
-        ([[1], []], 1, "prompt 1 is empty"),
         ([[1]], 0, "max_new_tokens=0"),
-        ([[2048]], 1, "token id 2048"),
         ([[1] * 200, [1] * 250], 7, "row 1 would have 257 tokens, more than max_context=256"),
     ],
 )
@@ -100,38 +62,7 @@ def test_what_is_refused(ids: list[list[int]], new: int, message: str) -> None:
         generate(Engine(tiny("super")[0].model), ids, GenerationOptions(new))
 
 
-def test_the_context_may_be_full() -> None:
-    """The limit applies to prompt and new tokens together."""
-    found = generate(Engine(tiny("super")[0].model), [[1] * 250], GenerationOptions(6))
-    assert len(found.rows[0].tokens) == 6
-
-
 # --- checkpoints --------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: Any) -> tuple[Path, Path]:
-    """One model as a Hugging Face folder, and converted to torch_dist."""
-    from megatron_nemotron3.cli import main
-
-    folder = tmp_path_factory.mktemp("generate")
-    config = get("super-tiny")
-    write_hf(folder / "hf", config, values=tensors(config), dtype="float32")
-    words = ["convert", "from-hf", str(folder / "hf"), str(folder / "megatron"), "--workers", "1"]
-    assert main([*words, "--dtype", "float32"]) == 0
-    return folder / "hf", folder / "megatron"
-
-
-def test_checkpoints_of_both_kinds(folders: tuple[Path, Path]) -> None:
-    engine, ids = tiny("super")
-    expected = engine.forward(ids, engine.new_state(2)).logits
-    for folder in folders:
-        loaded = Engine(load(folder), max_context=CONTEXT)
-        assert loaded.dtype == torch.float32
-        found = loaded.forward(ids, loaded.new_state(2)).logits
-        assert torch.equal(found, expected)
-        assert len(loaded.model.blocks) == 1
-    assert load(folders[0], mtp=False).blocks == []
 
 
 def test_bfloat16(tmp_path: Path) -> None:
@@ -152,10 +83,3 @@ def test_bfloat16(tmp_path: Path) -> None:
         assert (one.float() - other.float()).square().mean().sqrt() < 0.05 * expected.std()
     ssm = [layer.ssm for layer in state.layers.values() if isinstance(layer, MambaState)]
     assert ssm and all(s.dtype == torch.float32 for s in ssm)
-
-
-def test_a_folder_of_another_model_is_refused(folders: tuple[Path, Path]) -> None:
-    with pytest.raises(ValueError):
-        load(folders[0], get("nano-tiny"))
-    with pytest.raises(ValueError):
-        load(folders[0] / "nothing")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import pytest
 import torch
@@ -11,15 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_nemotron3.inference.generate.decode import Decode
 from megatron_nemotron3.inference.generate.engine import Engine
 from megatron_nemotron3.inference.generate.mtp import MTP
-from megatron_nemotron3.inference.generate.prompts import Decoder, GenerationOptions
 from megatron_nemotron3.models import get
 from tests.support.engines import (
     ROWS,
     TOKENS,
-    agreeing,
     assert_mtp_equal,
     close,
     engine_of,
@@ -60,24 +56,6 @@ def test_final_tokens_in_any_chunks(pieces: list[int]) -> None:
         assert_mtp_equal(state, expected)
         for depth in range(1, DEPTHS + 1):
             close(state.pending[depth - 1], steps[depth - 1][:, total - depth])
-
-
-@repeatable(10)
-@given(st.lists(st.integers(1, 40), min_size=2, max_size=3), st.integers(1, 50))
-def test_a_ragged_prefill_is_its_rows(lengths: list[int], chunk: int) -> None:
-    engine, ids = tiny("super")
-    prompts = [ids[i % ROWS, :n].tolist() for i, n in enumerate(lengths)]
-    together = MTP(engine, len(prompts), DEPTHS)
-    engine.prefill(prompts, engine.new_state(len(prompts)), chunk=chunk, on_chunk=together.append)
-    assert together.lengths == lengths
-    drafted = together.draft(torch.arange(len(prompts)), lambda x: x.argmax(-1))
-    for row, prompt in enumerate(prompts):
-        alone = MTP(engine, 1, DEPTHS)
-        engine.prefill([prompt], engine.new_state(1), on_chunk=alone.append)
-        assert_mtp_equal(together.select([row]), alone)
-        for depth in range(min(len(prompt), DEPTHS)):
-            close(together.pending[depth][row], alone.pending[depth][0])
-        assert drafted[row].tolist() == alone.draft(torch.tensor([row]), lambda x: x.argmax(-1))[0].tolist()
 
 
 @pytest.mark.parametrize("pattern", ["*E", "*EM-"])
@@ -177,39 +155,6 @@ def _text_and_hidden(pattern: str) -> tuple[Engine, Tensor, Tensor]:
     engine = engine_of(config, seed=1)
     ids = text(engine, ROWS, TOKENS)
     return engine, ids, engine.forward(ids, engine.new_state(ROWS)).hidden
-
-
-@pytest.mark.parametrize("draft", [1, 3])
-def test_a_step_passes_each_depth_once(draft: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where every draft is accepted, depth k passes over the new tokens and its k - 1 earlier drafts.
-
-    The experts of the last depth see only the token that gives the draft.
-    """
-    rows: list[int] = []
-    routed: list[int] = []
-    project, route, engine = Decode.mtp_input, Decode.routed, agreeing(0.0)
-
-    def counted(self: Decode, name: str, embedded: Tensor, hidden: Tensor) -> Tensor:
-        rows.append(len(embedded))
-        return project(self, name, embedded, hidden)
-
-    def counted_experts(self: Decode, name: str, z: Tensor, *rest: Any) -> Tensor:
-        if name.startswith("mtp."):
-            routed.append(len(z))
-        return route(self, name, z, *rest)
-
-    monkeypatch.setattr(Decode, "mtp_input", counted)
-    monkeypatch.setattr(Decode, "routed", counted_experts)
-    decoder = Decoder(engine, [[1, 2, 3, 4, 5]], GenerationOptions(40, draft=draft))
-    for _ in range(2):
-        decoder.step([draft])
-    rows.clear()
-    routed.clear()
-    for _ in range(3):
-        assert len(decoder.step([draft])[0]) == draft + 1
-    # Of n = draft + 1 new tokens depth 1 has the newest one from the draft before.
-    assert rows == [draft + depth for depth in range(1, draft + 1)] * 3
-    assert routed == [*(draft + depth for depth in range(1, draft)), 1] * 3
 
 
 def test_drafting_needs_a_text_and_depths() -> None:

@@ -121,8 +121,8 @@ def test_a_mixture(omni: OmniFolder, capsys: Capture) -> None:
         ["--image", omni.images[0], "--audio", omni.sounds[1], "--image", omni.images[1]],
     )
     for words in others:
-        [other] = run(capsys, *asked, *words)
-        assert other["tokens"] != expected
+        [other] = run(capsys, *asked, *words, "--max-new-tokens", 8)
+        assert other["tokens"] != expected[:8]
 
 
 @pytest.mark.parametrize(
@@ -260,12 +260,8 @@ def test_chat_reads_text_only(omni: OmniFolder, capsys: Capture, monkeypatch: py
             ["--prompt", "a <image>"],
             "the prompt has <image>, which stands for a medium, but no file is given",
         ),
-        (["--prompt", "a <video>", "--chat"], "the prompt has <video>, which stands for a medium"),
         (["--image", "IMAGE", "--prompt", "<so_embedding><image>"], "--audio is given 0 times"),
-        (["--image", "/no.png", "--prompt", "<image>"], "the prompt: /no.png: there is no such file"),
         (["--image", "SOUND", "--prompt", "<image>"], "not a picture that can be decoded"),
-        (["--audio", "IMAGE", "--prompt", "<so_embedding>"], "that can be decoded"),
-        (["--video", "SOUND", "--prompt", "<video>"], "it has no video"),
         (["--image", "CUT", "--prompt", "<image>"], "cut.png: not a picture that can be decoded"),
         (
             ["--image", "IMAGE", "--prompt", "<image>", "--max-new-tokens", 512],
@@ -273,7 +269,6 @@ def test_chat_reads_text_only(omni: OmniFolder, capsys: Capture, monkeypatch: py
         ),
         (["--image", "IMAGE", "--prompt", "<image>", "--draft", 1], "has no MTP block to draft with"),
         (["--prompt", "a", "--prompt", "b", "--image", "IMAGE"], "follows the last prompt"),
-        (["--image", "IMAGE"], "no prompt: give --prompt TEXT"),
     ],
 )
 def test_bad_media(

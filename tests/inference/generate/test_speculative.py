@@ -60,7 +60,7 @@ def prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
 # --- greedy -------------------------------------------------------------------------------------------
 
 
-@repeatable(25)
+@repeatable(10)
 @given(
     strength=st.sampled_from([0.0, 0.03, 1.0]),
     lengths=st.lists(st.integers(1, 20), min_size=1, max_size=4),
@@ -96,7 +96,7 @@ def test_greedy_texts_are_those_of_naive_decoding(
     assert found.speculation.steps <= found.speculation.tokens
 
 
-@pytest.mark.parametrize("draft", [0, 1, 3, 7])
+@pytest.mark.parametrize("draft", [0, 7])
 def test_the_context_may_be_full(draft: int) -> None:
     """The last tokens reach the limit, and no draft exceeds it."""
     whole = agreeing(0.0)
@@ -228,29 +228,25 @@ def drawn(sampling: Sampling, rows: int = 3000) -> float:
 
 @pytest.mark.parametrize(
     "sampling",
-    [pytest.param(s, marks=pytest.mark.full if s in SAMPLINGS[1:3] else (), id=str(s)) for s in SAMPLINGS],
+    [pytest.param(s, marks=pytest.mark.full if s in SAMPLINGS[:3] else (), id=str(s)) for s in SAMPLINGS],
 )
 def test_sampled_texts_have_the_distribution_of_plain_sampling(sampling: Sampling) -> None:
     assert drawn(sampling) > FALSE_ALARMS
 
 
-def _always(
-    p: Tensor, q: Tensor, drafted: Tensor, limits: Tensor, a: Tensor, d: Tensor
-) -> tuple[Tensor, Tensor]:
-    return accept(p, q, drafted, limits, torch.zeros_like(a), d)
+def _always(*given: Tensor) -> tuple[Tensor, Tensor]:
+    *rest, a, d = given
+    return accept(*rest, torch.zeros_like(a), d)
 
 
-def _resample_from_p(
-    p: Tensor, q: Tensor, drafted: Tensor, limits: Tensor, a: Tensor, d: Tensor
-) -> tuple[Tensor, Tensor]:
-    accepted, _ = accept(p, q, drafted, limits, a, d)
-    return accepted, draw(p[torch.arange(len(p)), accepted], d)
+def _resample_from_p(p: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+    accepted, _ = accept(p, *rest)
+    return accepted, draw(p[torch.arange(len(p)), accepted], rest[-1])
 
 
-def _the_same_number_twice(
-    p: Tensor, q: Tensor, drafted: Tensor, limits: Tensor, a: Tensor, d: Tensor
-) -> tuple[Tensor, Tensor]:
-    return accept(p, q, drafted, limits, a, a[:, 0] if a.shape[1] else d)
+def _the_same_number_twice(*given: Tensor) -> tuple[Tensor, Tensor]:
+    *rest, a, d = given
+    return accept(*rest, a, a[:, 0] if a.shape[1] else d)
 
 
 @pytest.mark.parametrize(
@@ -311,13 +307,6 @@ def test_every_draft_is_accepted_where_mtp_is_the_model() -> None:
     assert (s.steps, s.tokens, s.drafted, s.accepted) == (3, 11, [2, 2, 2, 2], [2, 2, 2, 2])
     assert s.acceptance_length == pytest.approx(11 / 3) and s.by_position == [1.0] * 4
     assert found.passes == 3 and found.new_tokens == 12
-
-
-def test_no_draft_is_accepted_of_a_model_that_disagrees() -> None:
-    found = generate(tiny("super")[0], [[1, 2, 3]], GenerationOptions(9, draft=2))
-    s = found.speculation
-    assert (s.steps, s.acceptance_length, s.accepted) == (8, 1.0, [0, 0])
-    assert s.drafted == [7, 6] and s.by_position == [0.0, 0.0]
 
 
 def test_a_draft_that_ends_the_row_ends_the_count() -> None:

@@ -140,27 +140,13 @@ def test_evaluation_draws_nothing(made: Pair) -> None:
     assert logits.shape == (1, S, CONFIG.vocab_size)
 
 
-def test_random_numbers_are_uniform_and_of_the_row() -> None:
-    tokens = torch.randint(1000, (64, 256), generator=torch.Generator().manual_seed(0))
-    found = _uniform(tokens, 1, 2)
-    counts = torch.histc(found.float(), 16, 0, 1)
-    expected = found.numel() / 16
-    assert float(((counts - expected) ** 2 / expected).sum()) < 40  # chi-square, 15 degrees: p = 5e-4
-    torch.testing.assert_close(_uniform(tokens[3:5], 1, 2), found[3:5], rtol=0, atol=0)
-    for other in (_uniform(tokens, 1, 3), _uniform(tokens, 2, 1), _uniform(tokens + 1, 1, 2)):
-        assert abs(float(torch.corrcoef(torch.stack((found.flatten(), other.flatten())))[0, 1])) < 0.03
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("loss=mse", "loss=mse: use kl, tv, ce"),
-        ("temperature=0", "temperature=0: give more than 0"),
         ("loss=ce,temperature=2", "loss=ce has no temperature"),
         ("mix=2", "mix=2: give 0 to 1"),
-        ("decay=0", "decay=0: give more than 0"),
         ("steps=7", "'steps=7' is not one of loss=, temperature=, mix=, decay=, seed="),
-        ("mix=1,mix=1", "'mix=1' is not one of"),
     ],
 )
 def test_settings_that_are_refused(text: str, message: str) -> None:

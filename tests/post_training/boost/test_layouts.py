@@ -34,9 +34,6 @@ ROWS = [
     pytest.param(case, layout, extra, marks=() if quick else pytest.mark.full, id=f"{name}-{layout}")
     for name, case, layout, extra, quick in (
         ("mixed", MIXED, ParallelLayout(tp=2, pp=2), (), True),
-        ("mixed", MIXED, ParallelLayout(tp=2, ep=2), (), False),
-        ("mixed", MIXED, ParallelLayout(dp=2, ep=2), (), False),
-        ("mixed", MIXED, ParallelLayout(pp=4), (), False),
         ("overlapped", MIXED, ParallelLayout(dp=2), OVERLAPPED, False),
         ("mixed", MIXED, ParallelLayout(pp=2, vpp=2), (), False),
         ("mixed", MIXED, ParallelLayout(tp=2, pp=2, dp=2, ep=2), (), False),
@@ -79,11 +76,3 @@ def test_one_block_for_each_depth() -> None:
     case = replace(MIXED, config=CONFIG.but(mtp_use_repeated_layer=False, mtp_num_layers=2))
     require_frozen(weights(case), reference(case))
     check(case, case.at(ParallelLayout(tp=2, pp=2)))
-
-
-@pytest.mark.full
-def test_recomputed_layers() -> None:
-    full = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
-    found = train(replace(MIXED, extra=full), weights(MIXED))
-    require_frozen(weights(MIXED), found)
-    assert found.losses == pytest.approx(reference(MIXED).losses, rel=1e-5)

@@ -15,10 +15,8 @@ from megatron_nemotron3.checkpoints.convert.plan import Slices, extent, whole
 from megatron_nemotron3.checkpoints.convert.sources import SourceTensor, TensorSource, row_major
 from megatron_nemotron3.checkpoints.convert.streams import BAND
 from megatron_nemotron3.models import Nemotron3Config, get, tiny
-from megatron_nemotron3.models.parameters import prefixes
 from megatron_nemotron3.post_training import compress
 from megatron_nemotron3.post_training.compress.cut import CutTensors
-from megatron_nemotron3.post_training.compress.scores import Scores
 from megatron_nemotron3.post_training.compress.sizes import Sizes, candidate_config
 from megatron_nemotron3.proof.certify.ranks import run_distributed
 from tests.post_training.compress.silence import all_logits, build, random_scores, scale_norms, silence
@@ -51,16 +49,10 @@ EVERYTHING: dict[str, dict[str, Any]] = {
         "dense_ffn_hidden_size": 320,
     },
 }
-#: Whole layers, parts of a mixer, and those of an expert; `test_all_sizes` cuts the others, too.
-QUICK = ("num_layers", "mamba_num_heads", "moe_latent_size")
-ONE_BY_ONE = [
-    *(pytest.param("super", n, marks=() if n in QUICK else pytest.mark.full) for n in EVERYTHING["super"]),
-    pytest.param("nano-4b", "dense_ffn_hidden_size", marks=pytest.mark.full),
-]
 
 
-def cut(name: str, sizes: Sizes) -> tuple[Nemotron3Config, list[float], float]:
-    """Cut a model with silent parts: its config, errors of all logits, and what cutting others changes."""
+def cut(name: str, sizes: Sizes) -> tuple[Nemotron3Config, list[float]]:
+    """Cut a model with silent parts: its config, and errors of all logits."""
     config = CONFIGS[name]
     scores = random_scores(config)
     layers = scores.layers(sizes.get("num_layers", config.num_layers))  # type: ignore[arg-type]
@@ -69,44 +61,30 @@ def cut(name: str, sizes: Sizes) -> tuple[Nemotron3Config, list[float], float]:
     silence(model, scores, pruned, layers)
     before = all_logits(model)
 
-    def after(scores: Scores) -> list[torch.Tensor]:
-        found, weights = compress.prune(model, scores, sizes)
-        student = build(found)
-        scale_norms(weights, config, found)
-        compress.load(student, weights)
-        return all_logits(student)
-
-    errors = [float((a - b).abs().max()) for a, b in zip(before, after(scores), strict=True)]
-    try:
-        wrong = float((before[-1] - after(random_scores(config, seed=1))[-1]).abs().max())
-    except ValueError:  # another number of E layers
-        wrong = 1.0
-    return pruned, errors, wrong
+    found, weights = compress.prune(model, scores, sizes)
+    student = build(found)
+    scale_norms(weights, config, found)
+    compress.load(student, weights)
+    after = all_logits(student)
+    return pruned, [float((a - b).abs().max()) for a, b in zip(before, after, strict=True)]
 
 
-@pytest.mark.parametrize(("name", "size"), ONE_BY_ONE)
-def test_one_size(name: str, size: str) -> None:
-    ((pruned, errors, wrong),) = run_distributed(cut, 1, name, {size: EVERYTHING[name][size]})
-    assert getattr(pruned, size) == EVERYTHING[name][size]
-    assert len(errors) == 1 + pruned.mtp_num_layers
-    assert max(errors) < 1e-4 < 0.01 < wrong
-
-
-@pytest.mark.parametrize("name", EVERYTHING)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.full if n in ("nano", "two blocks") else ()) for n in EVERYTHING],
+)
 def test_all_sizes(name: str) -> None:
     """Decoder and MTP compute what they computed."""
-    ((pruned, errors, wrong),) = run_distributed(cut, 1, name, EVERYTHING[name])
+    ((pruned, errors),) = run_distributed(cut, 1, name, EVERYTHING[name])
     assert {size: getattr(pruned, size) for size in EVERYTHING[name]} == EVERYTHING[name]
     assert len(errors) == 1 + pruned.mtp_num_layers
-    assert max(errors) < 1e-4 < 0.01 < wrong
+    assert max(errors) < 1e-4
 
 
 def test_experts_of_each_layer_have_a_width_of_their_own() -> None:
-    ((pruned, errors, wrong),) = run_distributed(
-        cut, 1, "super", {"moe_ffn_hidden_size": (96, 64, 32, 48, 96)}
-    )
+    ((pruned, errors),) = run_distributed(cut, 1, "super", {"moe_ffn_hidden_size": (96, 64, 32, 48, 96)})
     assert pruned.moe_layers == ((96, 6), (64, 6), (32, 6), (48, 6), (96, 6))
-    assert max(errors) < 1e-4 < 0.01 < wrong
+    assert max(errors) < 1e-4
 
 
 def same_sizes(name: str) -> bool:
@@ -119,20 +97,6 @@ def same_sizes(name: str) -> bool:
 
 def test_the_sizes_that_a_model_has_change_nothing() -> None:
     assert run_distributed(same_sizes, 1, "super") == [True]
-
-
-def test_heads_stay_in_their_groups() -> None:
-    config = CONFIGS["super"]
-    scores = random_scores(config)
-    pruned = candidate_config(config, {"mamba_num_heads": 8, "num_attention_heads": 4})
-    for there, here in zip(prefixes(config), prefixes(pruned), strict=True):
-        axes = scores.axes(there, here)
-        if there.part == "M":
-            assert axes["heads"] is not None
-            assert (axes["heads"] // 2).tolist() == list(range(8))  # one of the two heads of each group
-        elif there.part == "*":
-            assert axes["q"] is not None
-            assert (numpy.unique(axes["q"] // 32) // 4).tolist() == [0, 0, 1, 1]
 
 
 class Numbered(TensorSource):

@@ -216,19 +216,11 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (("--budget", "size=1M"), "--budget size=1M: give MEASURE=N of params, active, memory, latency"),
         (("--budget", "parms=1M"), "or latency=12ms; did you mean 'params'?"),
-        (("--budget", "latency=12"), "--budget latency=12: give latency in s, ms, us"),
-        (("--budget", "params=0"), "--budget params=0: give a positive number"),
         (("--budget", "params=1B", "params=2B"), "params is given twice"),
         (("--budget", "params=9B", "--vary", "mtp=1"), "mtp cannot be pruned: choose from hidden_size"),
         (("--budget", "params=9B", "--vary", "hidden_size=0"), "--vary hidden_size=0: give NAME=N,N"),
-        (("--budget", "params=9B", "--vary", "hidden_size=4096"), "hidden_size=4096: super-tiny has 128"),
-        (
-            ("--budget", "params=9B", "--vary", "mamba_num_heads=3"),
-            "mamba_num_heads=3: heads are pruned within",
-        ),
         (("--budget", "params=9B", "--vary", "num_layers=4", "moe_router_topk=1"), "cuts the depth first"),
         (("--budget", "params=9B", "--output", "best.txt"), "give a file that ends with .json"),
-        (("--budget", "params=9B", "--sequences", "0"), "sequences 0: give 1 or more"),
         (("--budget", "params=9B", "--scores", "none.safetensors"), "none.safetensors"),
     ],
 )
@@ -237,12 +229,6 @@ def test_bad_input(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixt
     assert nemotron3("search", "super", "--tiny", *vary, *words) == 2
     captured = capsys.readouterr()
     assert said in captured.err and captured.err.count("\n") == 1 and not captured.out
-
-
-def test_a_value_given_twice_is_one_candidate(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("search", "super", "--tiny", "--vary", "hidden_size=128,96,128", "--budget", "params=9B")
-    assert nemotron3(*words, "--json") == 0
-    assert json.loads(capsys.readouterr().out)["met"] == 2
 
 
 def test_amounts() -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.launch import ParallelLayout
+from megatron_nemotron3.proof.certify import world
 from megatron_nemotron3.proof.certify.ranks import run_distributed
 from megatron_nemotron3.proof.certify.tensors import Tensors, gather
 from megatron_nemotron3.proof.certify.world import TrainingRun
@@ -112,10 +113,7 @@ def same_vocabulary(how: Distillation) -> Apart:
 
 
 def _defined(case: Case, weights: Tensors, taught: Sequence[Distillation], apart_from: Any) -> Any:
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
     from megatron_nemotron3.common.hooks import unwrapped
-    from megatron_nemotron3.proof.certify.world import _mean_loss, batches
 
     run = TrainingRun(case, weights)
     teachers = [(how, apart_from(how)) for how in taught]
@@ -123,7 +121,7 @@ def _defined(case: Case, weights: Tensors, taught: Sequence[Distillation], apart
     student = unwrapped(run.chunks[0])
     student.output_layer.register_forward_hook(lambda _m, _i, output: made.append(output[0].clone()))
 
-    def step(iterator: Any, model: Any) -> Any:
+    def step(_labels: bool, iterator: Any, model: Any) -> Any:
         batch, packed = next(iterator)
         entropy = model(
             *(batch["tokens"], batch["position_ids"], None),
@@ -135,23 +133,11 @@ def _defined(case: Case, weights: Tensors, taught: Sequence[Distillation], apart
         tokens = (1 - sum(how.weight for how in taught)) * entropy
         for how, apart in teachers:
             tokens = tokens + how.weight * how.temperature**2 * apart(batch, packed, logits)
-        return tokens, partial(_loss, batch["loss_mask"])
+        return tokens, partial(world._loss, batch["loss_mask"])
 
-    for chunk in run.chunks:
-        chunk.zero_grad_buffer()
-        chunk.force_all_reduce = True
-    reported = get_forward_backward_func()(
-        forward_step_func=step,
-        data_iterator=batches(case)(0),
-        model=run.chunks[0],
-        num_microbatches=run.case.microbatches,
-        seq_length=case.seq_length,
-        micro_batch_size=case.micro_batch_size,
-        decoder_seq_length=case.seq_length,
-        forward_only=False,
-        force_all_reduce=True,
-    )
-    return _mean_loss(reported), run.gradients()
+    with mock.patch.object(world, "_forward_step", step):
+        loss = run.forward_backward(0, whole_gradients=True)
+    return loss, run.gradients()
 
 
 def write_logits(case: Case, teacher: str, folder: str, temperature: float) -> None:
@@ -191,8 +177,3 @@ def whole_teacher(folder: str) -> Any:
     model = build_model(TEACHER.but(mtp_pattern=None, mtp_num_layers=0), precision="fp32", backend="torch")
     load_base(model, Path(folder))
     return model.eval()
-
-
-def _loss(mask: Tensor, tokens: Tensor) -> Any:
-    loss, number = (tokens * mask).sum(), mask.sum().to(torch.int)
-    return loss, number, {"lm loss": torch.stack([loss.detach(), number.float()])}

@@ -37,17 +37,12 @@ HOW: dict[str, Any] = {"kind": "kl", "temperature": 2.0, "weight": 0.7}
 #: Name -> layout, changes of the case and of `HOW`, in the short suite.
 ROWS: dict[str, tuple[ParallelLayout, dict[str, Any], dict[str, Any], bool]] = {
     "one process": (_L(), {}, {}, False),
-    "packed": (_L(), PACKED, {}, False),
-    "TP2 SP": (_L(tp=2), {}, {}, False),
     "TP2 SP, reverse KL": (_L(tp=2), {}, {"kind": "reverse-kl", "weight": 1.0}, False),
     "TP2 SP, total variation": (_L(tp=2), {}, {"kind": "tv"}, False),
     "TP2 SP, JS": (_L(tp=2), {}, {"kind": "js", "temperature": 1.0}, False),
-    "PP2": (_L(pp=2), {}, {}, False),
-    "PP2 VPP2": (_L(pp=2, vpp=2), {}, {}, False),
     "PP2 VPP2, packed": (_L(pp=2, vpp=2), PACKED, {}, False),
     "EP2 DP2": (_L(dp=2, ep=2), {}, {}, False),
-    "CP2": (_L(cp=2), {}, {}, False),
-    "CP2, packed": (_L(cp=2), PACKED, {}, True),
+    "CP2, packed": (_L(cp=2), PACKED, {}, False),  # in the short suite with stored logits
     "TP2 SP PP2": (_L(tp=2, pp=2), {}, {}, True),
 }
 
@@ -91,7 +86,6 @@ def test_a_step(
     ("layout", "changes"),
     [
         pytest.param(_L(cp=2), PACKED, id="CP2, packed"),
-        pytest.param(_L(tp=2), {}, id="TP2 SP", marks=pytest.mark.full),
         pytest.param(_L(pp=2, dp=2), TWO, id="PP2 DP2", marks=pytest.mark.full),
         pytest.param(_L(cp=2, tp=2), {}, id="CP2 TP2 SP", marks=pytest.mark.full),
     ],
@@ -111,6 +105,7 @@ def test_stored_logits_of_all_tokens(
     compare(found, by_definition(how, **changes))
 
 
+@pytest.mark.full
 def test_a_hugging_face_teacher(
     teacher: str, weights: Tensors, by_definition: Callable[..., tuple[float, Tensors]], tmp_path: Path
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,8 @@ from megatron_nemotron3.train.teacher import check, settings
 from megatron_nemotron3.train.teacher.settings import Distillation, LogitsManifest, part_path, read_manifest
 from megatron_nemotron3.train.teacher.vocabulary import Vocabulary, of_tokenizer
 from tests.train.data.test_conversations import write_tokenizer
+
+Capture = pytest.CaptureFixture[str]
 
 SCRIPT = str(Path(settings.__file__).parents[1] / "pretrain_script.py")
 
@@ -52,14 +53,10 @@ def test_several_teachers() -> None:
     [
         ("kind=l2,teacher=x", "kind=l2: use one of kl"),
         ("kind=p-kl,teacher=x", "kind=p-kl: use one of kl, .*; those with projection=FILE are p-kl, h-kl"),
-        ("kind=kl,projection=p,teacher=x", "kind=kl: use one of p-kl, h-kl"),
         ("temperature=0,teacher=x", "temperature=0: give a positive number"),
         ("weight=1.5,teacher=x", "weight=1.5: give a number above 0, up to 1"),
-        ("weight=much,teacher=x", "'weight=much': give a number"),
         ("dp=2,teacher=x", "'dp=2': use kind="),
-        ("weight=1,weight=0.5,teacher=x", "weight is given twice"),
         ("weight=1", "end with teacher=FOLDER"),
-        ("teacher=", "no teacher"),
     ],
 )
 def test_wrong_text(text: str, said: str) -> None:
@@ -85,13 +82,6 @@ def test_the_script_does_not_see_the_options() -> None:
     assert (words.arguments, words.teachers) == (["--lr", "1"], (("a", "b"), ("kind=js",)))
 
 
-def test_a_layout_of_its_own_is_refused() -> None:
-    """With what to do instead."""
-    cure = re.escape("store its logits in that layout first (nemotron3 logits runs/big --pp N)")
-    with pytest.raises(ValueError, match=f"pp=2: a teacher runs in the student's layout: .*{cure}"):
-        settings.parse("weight=0.5,pp=2,teacher=runs/big")
-
-
 @pytest.mark.parametrize(
     ("one", "other", "said"),
     [
@@ -99,10 +89,8 @@ def test_a_layout_of_its_own_is_refused() -> None:
         (Vocabulary(100), Vocabulary(101), "100 and 101 tokens"),
         (Vocabulary(None, 256, 128), Vocabulary(200), None),
         (Vocabulary(None, 256, 128), Vocabulary(100), "129 to 256 and 100 tokens"),
-        (Vocabulary(None, 256, 128), Vocabulary(None, 512, 256), "129 to 256 and 257 to 512 tokens"),
         (Vocabulary(100, digest="a"), Vocabulary(100, digest="b"), "differ in tokens or ids"),
         (Vocabulary(100, digest="a"), Vocabulary(100, digest="a"), None),
-        (Vocabulary(None), Vocabulary(7), None),
     ],
 )
 def test_vocabularies(one: Vocabulary, other: Vocabulary, said: str | None) -> None:
@@ -136,10 +124,6 @@ def stored(tmp_path: Path) -> Path:
         (["--nemotron3-teacher", "LOGITS", "--vocab-size", "17"], "have different vocabularies"),
         (["--nemotron3-teacher", "LOGITS"], "temperature=1: LOGITS was stored at 2"),
         (
-            ["--nemotron3-teacher", "LOGITS", "--nemotron3-distill", "tp=2"],
-            "in the student's layout: leave tp out",
-        ),
-        (
             ["--nemotron3-teacher", "LOGITS", "--nemotron3-distill", "temperature=2", "--seq-length", "32"],
             "--seq-length 32: LOGITS has rows of 64 tokens",
         ),
@@ -151,17 +135,13 @@ def stored(tmp_path: Path) -> Path:
         (["--nemotron3-teacher", "LOGITS", "--use-megatron-fsdp"], "--use-megatron-fsdp does not go with"),
     ],
 )
-def test_wrong_lines_of_run(
-    words: list[str], said: str, stored: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_lines_of_run(words: list[str], said: str, stored: Path, capsys: Capture) -> None:
     assert _run(*(str(stored) if word == "LOGITS" else word for word in words)) == 2
     found = capsys.readouterr().err
     assert said.replace("LOGITS", str(stored)) in found and found.count("\n") == 1
 
 
-def test_a_folder_of_another_tokenizer(
-    stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_of_another_tokenizer(stored: Path, tmp_path: Path, capsys: Capture) -> None:
     other = tmp_path / "other"
     other.mkdir()
     data = json.loads((tmp_path / "tokenizer" / "tokenizer.json").read_text())
@@ -173,9 +153,7 @@ def test_a_folder_of_another_tokenizer(
     assert "their tokenizers differ in tokens or ids" in capsys.readouterr().err
 
 
-def test_a_run_goes_on_with_its_teacher_only(
-    stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_goes_on_with_its_teacher_only(stored: Path, tmp_path: Path, capsys: Capture) -> None:
     """The script is never started: the folder of --save is compared before."""
     part_path(stored, read_manifest(stored).parts()[0]).write_bytes(b"log-probabilities")
     other, save = tmp_path / "other-logits", tmp_path / "save"
@@ -220,9 +198,6 @@ def test_a_damaged_manifest(stored: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--teacher", "/nowhere"], "/nowhere: it does not exist"),
-        (["--distill", "kind=kl"], "--distill goes with --teacher: give both"),
-        (["--teacher", "x", "--distill", "kind=l2"], "train: --distill kind=l2: kind=l2: use one of kl"),
         (
             ["--teacher", "x", "--distill", "temprature=2"],
             "weight=; did you mean 'temperature'?",
@@ -235,7 +210,7 @@ def test_wrong_lines_of_train(
     said: str,
     stored: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     output = tmp_path / "run"
@@ -247,9 +222,7 @@ def test_wrong_lines_of_train(
     assert said in found and found.count("\n") == 1 and not output.exists()
 
 
-def test_no_boost_from_a_teacher(
-    stored: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_boost_from_a_teacher(stored: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     """Neither a script, nor `nemotron3 boost`, whose check sees the environment before any work."""
     monkeypatch.setenv(BOOST, "1")
     given = ("--nemotron3-teacher", str(stored), "--nemotron3-distill", "temperature=2")
@@ -263,13 +236,10 @@ def test_no_boost_from_a_teacher(
     ("words", "said"),
     [
         (["--samples", "0"], "--samples 0: give 1 or more"),
-        (["--samples", "8", "--logit-temperature", "0"], "--logit-temperature 0: give a positive number"),
         (["--samples", "8"], "/nowhere: it does not exist"),
     ],
 )
-def test_wrong_lines_of_logits(
-    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_lines_of_logits(words: list[str], said: str, tmp_path: Path, capsys: Capture) -> None:
     output = tmp_path / "logits"
     assert cli.main(["logits", "/nowhere", "--output", str(output), *words]) == 2
     found = capsys.readouterr().err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -155,13 +154,7 @@ def test_documents_of_a_pack_are_texts_of_their_own(folders: Folders) -> None:
 
 
 @pytest.mark.parametrize(
-    ("packed", "tp", "cp"),
-    [
-        (False, 2, 1),
-        (False, 1, 2),
-        (True, 1, 2),
-        pytest.param(True, 2, 2, marks=pytest.mark.full),
-    ],
+    ("packed", "tp", "cp"), [(True, 2, 2), pytest.param(False, 2, 2, marks=pytest.mark.full)]
 )
 def test_on_ranks(folders: Folders, packed: bool, tp: int, cp: int) -> None:
     """Losses and gradients of one process; the teacher's rows divide by 2 CP, and by TP for its sequence."""
@@ -170,7 +163,6 @@ def test_on_ranks(folders: Folders, packed: bool, tp: int, cp: int) -> None:
     length = found.shape[0]
     borders = [0, *PADDED, length - sum(PADDED)] if packed else [0, length]
     ends = torch.tensor(borders).cumsum(0)
-    assert all(b > a for a, b in pairwise(ends.tolist()))
     for rank, (losses, mine, (seen,)) in enumerate(ranks):
         here = zigzag(ends, cp, rank // tp) if cp > 1 else torch.arange(length)
         torch.testing.assert_close(losses, found[here])

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 
 from megatron_nemotron3.post_training.xtoken.align import Aligner
 from megatron_nemotron3.train.teacher.vocabulary import ByteVocabulary
-from tests.post_training.xtoken.tokenizers_of import TEXT, sentence_piece, train
+from tests.post_training.xtoken.tokenizers_of import TEXT
 
 NAMES = ("packs", "splits", "sentence")
 
 
 @pytest.fixture(scope="module")
-def vocabularies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ByteVocabulary]:
-    folder = tmp_path_factory.mktemp("tokenizers")
-    return {
-        "packs": ByteVocabulary(train(folder / "packs", 380, digits=3, special=("<|end|>", "<|mask|>"))),
-        "splits": ByteVocabulary(
-            train(folder / "splits", 340, digits=1, special=("<pad>", "<eos>"), eos="<eos>")
-        ),
-        "sentence": ByteVocabulary(sentence_piece(folder / "sentence")),
-    }
+def vocabularies(folders: dict[str, Path]) -> dict[str, ByteVocabulary]:
+    return {name: ByteVocabulary(folder) for name, folder in folders.items()}
 
 
 def _borders(vocabulary: ByteVocabulary, ids: list[int]) -> list[int]:

@@ -69,12 +69,6 @@ def reordered(w: Tensor) -> Tensor:
     return torch.cat([x, z, *rest])
 
 
-def b_and_c(w: Tensor) -> Tensor:
-    """B and C in the order C, B."""
-    z, x, b, c, dt = w.split(SPLIT)
-    return torch.cat([z, x, c, b, dt])
-
-
 def experts(order: Callable[[int], int], layers: str = r"\d+") -> Callable[[Weights], Weights]:
     """Expert e of the decoder has the weights of another."""
     pattern = rf"^(backbone\.layers\.{layers}\.mixer\.experts\.)(\d+)(\..*)"
@@ -162,11 +156,6 @@ def roll_conv(layer: Any) -> None:
     """The convolution's state ends one token before the prompt does."""
     state = _states(layer, "conv_states")
     state.copy_(state.roll(1, -1))
-
-
-def zero_conv(layer: Any) -> None:
-    """The convolution's state is empty."""
-    _states(layer, "conv_states").zero_()
 
 
 def zero_ssm(layer: Any) -> None:
@@ -339,19 +328,10 @@ def bf16_stream(engine: Engine) -> None:
         block.register_forward_hook(lambda module, args, out: out.bfloat16().to(out.dtype))
 
 
-def norms(change: Callable[[Any], None]) -> Callable[[Engine], None]:
-    """Every norm before a layer."""
-
-    def patch(engine: Engine) -> None:
-        for block in engine.layers:
-            change(block.norm)
-
-    return patch
-
-
-def eps_1e_6(norm: Any) -> None:
-    """The epsilon of other models."""
-    norm.variance_epsilon = 1e-6
+def eps_1e_6(engine: Engine) -> None:
+    """The norms before layers have the epsilon of other models."""
+    for block in engine.layers:
+        block.norm.variance_epsilon = 1e-6
 
 
 def no_final_norm(engine: Engine) -> None:

@@ -10,15 +10,10 @@ import torch
 from megatron_nemotron3.proof.bisect.diagnose import Investigation, cause_table
 from tests.proof.bisect import faults
 from tests.proof.bisect.fault_list import FAULTS
-from tests.proof.bisect.faults import MODES
-from tests.proof.bisect.faults_page import cell
+from tests.proof.bisect.faults import MODES, cell
 
-#: Of an engine with hidden states, and of the trainer without.
-QUICK = (
-    ("expert shards swapped", "FP32, hidden states"),
-    ("conv state off by one", "FP32, hidden states"),
-    ("norm over all groups", "BF16, hidden states"),
-)
+#: Of an engine with hidden states.
+QUICK = (("conv state off by one", "FP32, hidden states"),)
 
 
 def _parameters() -> list[Any]:
@@ -37,9 +32,9 @@ def test_fault_is_found(world: None, name: str, mode: str) -> None:
     assert cell(row) == cell(faults.measured()[name][mode]), row
 
 
-@pytest.mark.parametrize("name", ["scaling factor", "latent of another layer"])
-def test_cause_from_log_probabilities_alone(name: str) -> None:
+def test_cause_from_log_probabilities_alone() -> None:
     """With a third of the hypotheses about experts."""
+    name = "scaling factor"
     words = "factor", "latent", "shared", "normalisation", "fewer"
     causes = [c for c in cause_table() if c.kind == "E" and any(word in c.name for word in words)]
     quick = Investigation(faults.investigation().model, None, causes)
@@ -57,8 +52,3 @@ def test_table_is_complete() -> None:
     for mode in MODES:
         named = [cell(row[mode]) == "**yes**" for row in rows.values() if mode in row]
         assert sum(named) >= 18, mode
-
-
-def test_fault_of_nobody_is_an_error() -> None:
-    with pytest.raises(SystemExit, match="no such fault: nothing"):
-        faults.main(["nothing"])

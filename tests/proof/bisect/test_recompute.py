@@ -159,21 +159,6 @@ def test_a_change_is_an_edited_checkpoint(
     assert torch.equal(model.logprobs(last.stream, ids), plain)
 
 
-def test_unknown_steps(place: Path, ids: Tensor) -> None:
-    model = Recomputation.open(place)
-    with pytest.raises(ValueError, match="StoredDefinition has no step 'rope'"):
-        model.layer(0, model.embed(ids), {"rope": lambda plain: plain})
-
-
-def test_a_megatron_folder(tmp_path: Path, place: Path, ids: Tensor) -> None:
-    from megatron_nemotron3.checkpoints.convert.conversion import FromHfOptions, convert_from_hf
-
-    convert_from_hf(place, tmp_path / "megatron", FromHfOptions(config=CONFIG, workers=1))
-    _, expected = whole(place, ids)
-    _, found = whole(tmp_path / "megatron", ids)
-    assert torch.equal(found, expected)
-
-
 #: One layer of each kind of Super, whose 512 experts are 5.6 GB, and its output layer.
 MEMORY = """
 import resource, sys
@@ -214,7 +199,8 @@ def test_memory_of_the_command_at_the_real_widths_of_super(tmp_path: Path) -> No
         cwd=Path(__file__).parents[3],
     )
     assert used.returncode == 0 and "neither deviates" in used.output, used.output[-2000:]
-    assert used.rss < 1.5 * 2**30, used.rss
+    # Files are mapped, so the size of the process has their pages, too.
+    assert used.anonymous < 1.5 * 2**30, used
 
 
 @pytest.mark.full

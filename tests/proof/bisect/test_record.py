@@ -18,7 +18,7 @@ from megatron_nemotron3.proof.bisect.recompute import Recomputation
 from megatron_nemotron3.proof.bisect.recording import Recording, check, check_model, read
 from megatron_nemotron3.proof.certify.ranks import run_distributed
 from megatron_nemotron3.proof.certify.tensors import Tensors
-from megatron_nemotron3.proof.certify.world import initial_weights
+from megatron_nemotron3.proof.certify.world import TrainingRun, initial_weights
 from tests.parallel.case import Case
 from tests.parallel.layouts import CASES
 
@@ -34,42 +34,28 @@ ROWS: dict[str, tuple[ParallelLayout, dict[str, Any], bool]] = {
     "PP2 VPP2": (_L(pp=2, vpp=2), {}, False),
     "EP2 DP2": (_L(dp=2, ep=2), {}, False),
     "CP2, logits": (_L(cp=2), {"labels": False}, False),
-    "TP2 SP CP2": (_L(tp=2, cp=2), {}, False),
     "PP2 DP2, packed": (_L(pp=2, dp=2), PACKED, False),
 }
 
 
 def recorded(case: Case, weights: Tensors, folder: str) -> Recording:
-    """What all ranks record in the forward passes of one step."""
+    """What all ranks record in one step."""
     run_distributed(_record, case.layout.world_size, case, weights, folder, apart=True)
     return read(f"{folder}/trainer.pt")
 
 
 def _record(case: Case, weights: Tensors, folder: str) -> None:
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
     from megatron_nemotron3.post_training import compress
     from megatron_nemotron3.proof.bisect.record import Recorder, unwrapped
-    from megatron_nemotron3.proof.certify.world import _forward_step, batches, build
 
-    chunks, _ = build(case, weights)
-    several, data = len(chunks) > 1, batches(case)
-    for chunk in chunks:
+    run = TrainingRun(case, weights)
+    for chunk in run.chunks:
         chunk.eval()
-    with Recorder(chunks, vocab_size=case.config.vocab_size, routing=True, hidden=HIDDEN) as recorder:
-        get_forward_backward_func()(
-            forward_step_func=functools.partial(_forward_step, case.labels),
-            data_iterator=[data(0) for _ in chunks] if several else data(0),
-            model=chunks if several else chunks[0],
-            num_microbatches=case.sequences // case.micro_batch_size // case.layout.dp,
-            seq_length=case.seq_length,
-            micro_batch_size=case.micro_batch_size,
-            decoder_seq_length=case.seq_length,
-            forward_only=True,
-        )
+    with Recorder(run.chunks, vocab_size=case.config.vocab_size, routing=True, hidden=HIDDEN) as recorder:
+        run.forward_backward(0)
     recorder.write(f"{folder}/trainer.pt")
     if case.layout.world_size == 1:
-        compress.save(unwrapped(chunks[0]), case.config, Path(folder) / "checkpoint")
+        compress.save(unwrapped(run.chunks[0]), case.config, Path(folder) / "checkpoint")
 
 
 @pytest.fixture(scope="module")

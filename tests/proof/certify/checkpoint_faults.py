@@ -5,7 +5,6 @@ Every function is called once on each rank before anything is built, and patches
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,59 +16,44 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from safetensors.torch import load_file, save_file
 
-from tests.proof.certify.patching import wrap
+from tests.proof.certify.patching import then, wrap
 
 
 def layers_exchanged() -> None:
     """Two layers of one kind take each other's weights from a checkpoint."""
 
-    def make(load: Any) -> Any:
-        def exchanged(self: Any, *args: Any, **kwargs: Any) -> Any:
-            result = load(self, *args, **kwargs)
-            vectors = [p for name, p in self.named_parameters() if name.endswith("mixer.A_log")]
-            with torch.no_grad():
-                first, last = vectors[0].clone(), vectors[-1].clone()
-                vectors[0].copy_(last)
-                vectors[-1].copy_(first)
-            return result
+    @torch.no_grad()
+    def exchange(model: Any) -> None:
+        vectors = [p for name, p in model.named_parameters() if name.endswith("mixer.A_log")]
+        first, last = vectors[0].clone(), vectors[-1].clone()
+        vectors[0].copy_(last)
+        vectors[-1].copy_(first)
 
-        return exchanged
-
-    wrap(HybridModel, "load_state_dict", make)
+    then(HybridModel, "load_state_dict", exchange)
 
 
 def moments_forgotten() -> None:
     """The moments of Adam begin at zero after a checkpoint is loaded."""
 
-    def make(load: Any) -> Any:
-        def forgotten(self: Any, *args: Any, **kwargs: Any) -> Any:
-            result = load(self, *args, **kwargs)
-            for state in self.optimizer.state.values():
-                for name in ("exp_avg", "exp_avg_sq"):
-                    if name in state:
-                        state[name].zero_()
-            return result
-
-        return forgotten
+    def forget(optimizer: Any) -> None:
+        for state in optimizer.optimizer.state.values():
+            for name in ("exp_avg", "exp_avg_sq"):
+                if name in state:
+                    state[name].zero_()
 
     for kind in (DistributedOptimizer, FP32Optimizer):
-        wrap(kind, "load_state_dict", make)
+        then(kind, "load_state_dict", forget)
 
 
 def biases_reset() -> None:
     """The biases of the experts begin at zero after a checkpoint is loaded."""
 
-    def make(load: Any) -> Any:
-        def reset(self: Any, *args: Any, **kwargs: Any) -> Any:
-            result = load(self, *args, **kwargs)
-            for name, buffer in self.named_buffers():
-                if name.endswith("expert_bias"):
-                    buffer.zero_()
-            return result
+    def reset(model: Any) -> None:
+        for name, buffer in model.named_buffers():
+            if name.endswith("expert_bias"):
+                buffer.zero_()
 
-        return reset
-
-    wrap(HybridModel, "load_state_dict", make)
+    then(HybridModel, "load_state_dict", reset)
 
 
 def part_not_saved() -> None:
@@ -88,40 +72,20 @@ def part_not_saved() -> None:
     wrap("megatron.core.dist_checkpointing", "save", make)
 
 
-def _exported(edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    """Let the export to Hugging Face write other tensors."""
+def experts_exchanged_in_export() -> None:
+    """Two experts take each other's place in the export."""
 
     def make(export: Any) -> Any:
         def edited(checkpoint: Any, folder: Path, *args: Any, **kwargs: Any) -> Any:
-            result = export(checkpoint, folder, *args, **kwargs)
+            found = export(checkpoint, folder, *args, **kwargs)
             (file,) = folder.glob("*.safetensors")
             tensors = load_file(file)
-            edit(tensors)
+            first = next(name for name in tensors if ".experts.0.up_proj" in name)
+            second = first.replace(".experts.0.", ".experts.1.")
+            tensors[first], tensors[second] = tensors[second], tensors[first]
             save_file(tensors, file, metadata={"format": "pt"})
-            return result
+            return found
 
         return edited
 
     wrap("megatron_nemotron3.proof.certify.checkpoints", "convert_to_hf", make)
-
-
-def experts_exchanged_in_export() -> None:
-    """Two experts take each other's place in the export."""
-
-    def exchange(tensors: dict[str, torch.Tensor]) -> None:
-        first = next(name for name in tensors if ".experts.0.up_proj" in name)
-        second = first.replace(".experts.0.", ".experts.1.")
-        tensors[first], tensors[second] = tensors[second], tensors[first]
-
-    _exported(exchange)
-
-
-def decay_exported_as_rate() -> None:
-    """The export holds A instead of its logarithm."""
-
-    def exponentiate(tensors: dict[str, torch.Tensor]) -> None:
-        for name in tensors:
-            if name.endswith("A_log"):
-                tensors[name] = tensors[name].exp()
-
-    _exported(exponentiate)

@@ -11,13 +11,12 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
 from megatron_nemotron3.layers import mamba
 from megatron_nemotron3.layers.mtp import MTPLayer
-from tests.proof.certify.patching import in_place_of, wrap
+from tests.proof.certify.patching import arguments, in_place_of, result, then, wrap
 
 MTP = "megatron.core.transformer.multi_token_prediction"
 ROUTER = "megatron.core.transformer.moe.router"
@@ -27,26 +26,12 @@ FINALIZE = "megatron.core.distributed.finalize_model_grads"
 def shared_expert_twice() -> None:
     """The shared expert is added twice."""
 
-    def make(compute: Any) -> Any:
-        def twice(self: Any, hidden: Any) -> Any:
-            output = compute(self, hidden)
-            return None if output is None else 2 * output
-
-        return twice
-
-    wrap(MoELayer, "shared_experts_compute", make)
-
-
-def _larger(scaler: Any, factor: float) -> None:
-    def make(set_scale: Any) -> Any:
-        return lambda scale: set_scale(scale * factor)
-
-    wrap(scaler, "set_loss_scale", make)
+    result(MoELayer, "shared_experts_compute", lambda output: None if output is None else 2 * output)
 
 
 def mtp_weighs_twice() -> None:
     """The gradient of MTP's losses is that of their sum over two depths, not of their mean."""
-    _larger(MTPLossAutoScaler, 2.0)
+    wrap(MTPLossAutoScaler, "set_loss_scale", lambda set_scale: lambda scale: set_scale(2 * scale))
 
 
 def megatrons_z_loss() -> None:
@@ -54,33 +39,20 @@ def megatrons_z_loss() -> None:
     in_place_of("megatron_nemotron3.layers.mtp", "_count_z_loss_once", lambda router: None)
 
 
-def balance_weighs_twice() -> None:
-    """The gradient of the load-balancing loss counts every call of MTP's block."""
-    _larger(MoEAuxLossAutoScaler, 2.0)
-
-
 def mtp_is_no_mtp() -> None:
     """Routers do not know that they belong to MTP: their load-balancing loss counts once per depth."""
 
-    def make(init: Any) -> Any:
-        def unaware(self: Any, *args: Any, **kwargs: Any) -> None:
-            init(self, *args, **kwargs)
-            for module in self.modules():
-                if isinstance(module, (TopKRouter, BaseMoELayer)):
-                    module.is_mtp_layer = False
+    def unaware(layer: Any) -> None:
+        for module in layer.modules():
+            if isinstance(module, (TopKRouter, BaseMoELayer)):
+                module.is_mtp_layer = False
 
-        return unaware
-
-    wrap(MTPLayer, "__init__", make)
+    then(MTPLayer, "__init__", unaware)
 
 
 def tokens_of_two_microbatches() -> None:
     """Gradients of three micro-batches are divided by the tokens of two."""
-
-    def make(scale: Any) -> Any:
-        return lambda self, factor: scale(self, factor * 1.5)
-
-    wrap(DistributedDataParallel, "scale_gradients", make)
+    wrap(DistributedDataParallel, "scale_gradients", lambda scale: lambda self, n: scale(self, 1.5 * n))
 
 
 def bias_weighs() -> None:
@@ -134,11 +106,7 @@ def everything_decays() -> None:
 
 def norm_counts_twice() -> None:
     """The squares of all gradients enter their norm twice."""
-
-    def make(norm: Any) -> Any:
-        return lambda *args, **kwargs: 2**0.5 * norm(*args, **kwargs)
-
-    wrap("megatron.core.optimizer.optimizer", "get_grad_norm_fp32", make)
+    result("megatron.core.optimizer.optimizer", "get_grad_norm_fp32", lambda norm: 2**0.5 * norm)
 
 
 def mamba_ignores_borders() -> None:
@@ -148,11 +116,4 @@ def mamba_ignores_borders() -> None:
 
 def mtp_ignores_borders() -> None:
     """MTP's targets come from the next document."""
-
-    def make(roll: Any) -> Any:
-        def whole(*args: Any, **kwargs: Any) -> Any:
-            return roll(*args, **(kwargs | {"packed_seq_params": None}))
-
-        return whole
-
-    wrap(MTP, "roll_tensor", make)
+    arguments(MTP, "roll_tensor", packed_seq_params=None)

@@ -23,3 +23,27 @@ def wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
 def in_place_of(owner: Any, name: str, new: Any) -> None:
     """Replace an attribute."""
     wrap(owner, name, lambda _original: new)
+
+
+def result(owner: Any, name: str, change: Callable[[Any], Any]) -> None:
+    """Change what a function returns."""
+    wrap(owner, name, lambda original: lambda *args, **kwargs: change(original(*args, **kwargs)))
+
+
+def arguments(owner: Any, name: str, **other: Any) -> None:
+    """Give a function other keyword arguments."""
+    wrap(owner, name, lambda original: lambda *args, **kwargs: original(*args, **(kwargs | other)))
+
+
+def then(owner: Any, name: str, act: Callable[[Any], Any]) -> None:
+    """Act on an object after one of its methods."""
+
+    def make(method: Any) -> Any:
+        def both(self: Any, *args: Any, **kwargs: Any) -> Any:
+            found = method(self, *args, **kwargs)
+            act(self)
+            return found
+
+        return both
+
+    wrap(owner, name, make)

@@ -5,37 +5,37 @@ Every function is called once on each rank before anything is built, and patches
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.ssm.mamba_context_parallel import MambaContextParallel
 from megatron.core.tensor_parallel.mappings import (
-    gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
 )
-from megatron.core.transformer.attention import SelfAttention
 
 from megatron_nemotron3.layers.attention import TorchCoreAttention
 from megatron_nemotron3.layers.context_parallel import PackedContextParallel
 from megatron_nemotron3.layers.mtp import LossHooks, PhysicalBorders
-from megatron_nemotron3.layers.stack import Nemotron3Stack
-from tests.proof.certify.patching import in_place_of, wrap
+from tests.proof.certify.patching import arguments, in_place_of, result, wrap
 
 MTP = "megatron.core.transformer.multi_token_prediction"
-MIXER = "megatron_nemotron3.layers.mamba"
 
 
 def cp_positions_shifted() -> None:
     """Each context-parallel rank masks its queries as if it held the tokens of the next rank."""
 
-    def make(zigzag: Any) -> Any:
-        def shifted(borders: Any, cp: int, rank: int, *args: Any) -> Any:
-            return zigzag(borders, cp, (rank + 1) % cp, *args)
+    def make(attend: Any) -> Any:
+        def shifted(self: Any, *tensors: Any) -> Any:
+            own = self.cp_group
+            self.cp_group = SimpleNamespace(size=own.size, rank=lambda: (own.rank() + 1) % own.size())
+            found = attend(self, *tensors)
+            self.cp_group = own
+            return found
 
         return shifted
 
-    wrap("megatron_nemotron3.layers.attention", "zigzag", make)
+    wrap(TorchCoreAttention, "_attend", make)
 
 
 def cp_tokens_in_rank_order() -> None:
@@ -55,28 +55,11 @@ def cp_document_order() -> None:
     )
 
 
-def cp_heads_shifted() -> None:
-    """A context-parallel rank decays its heads with the A of other heads."""
-
-    def make(slice_of: Any) -> Any:
-        def other(self: Any, parameter: Any, *args: Any, **kwargs: Any) -> Any:
-            size = self.nheads_local_tpcp if self.cp_size > 1 else 0
-            return slice_of(self, parameter.roll(size), *args, **kwargs)
-
-        return other
-
-    wrap(MambaContextParallel, "_slice_vector_param", make)
-
-
 def cp_kv_gradient_local() -> None:
     """Gradients of gathered keys and values are cut, not summed over context-parallel ranks."""
 
-    def cut(self: Any, tensor: Any) -> Any:
-        return gather_from_sequence_parallel_region(
-            tensor.contiguous(), tensor_parallel_output_grad=False, group=self.cp_group
-        )
-
-    in_place_of(TorchCoreAttention, "_gather", cut)
+    gather = "gather_from_sequence_parallel_region"
+    arguments("megatron_nemotron3.layers.attention", gather, tensor_parallel_output_grad=False)
 
 
 def mtp_tokens_of_cp_rank() -> None:
@@ -136,59 +119,12 @@ def mamba_state_leaks() -> None:
 
 def convolution_leaks() -> None:
     """The convolution sees the last tokens of the document before."""
-
-    def make(convolve: Any) -> Any:
-        def leaking(*args: Any, **kwargs: Any) -> Any:
-            return convolve(*args, **{**kwargs, "seq_idx": None})
-
-        return leaking
-
-    wrap(MIXER, "causal_conv1d", make)
+    arguments("megatron_nemotron3.layers.mamba", "causal_conv1d", seq_idx=None)
 
 
 def attention_leaks() -> None:
     """Tokens attend to documents before their own."""
-
-    def make(borders_of: Any) -> Any:
-        def one(packed: Any, total: int) -> Any:
-            return borders_of(packed, total)[[0, -1]]
-
-        return one
-
-    wrap("megatron_nemotron3.layers.attention", "document_borders", make)
-
-
-def stage_drops_last_layer() -> None:
-    """Every stage but the last leaves out its last layer."""
-
-    def make(init: Any) -> Any:
-        def short(self: Any, *args: Any, **kwargs: Any) -> None:
-            init(self, *args, **kwargs)
-            if not self.post_process:
-                self.layers[-1].forward = _passed_on
-
-        return short
-
-    wrap(Nemotron3Stack, "__init__", make)
-
-
-def _passed_on(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-    return hidden_states, None
-
-
-def key_and_value_swapped() -> None:
-    """Tensor-parallel ranks other than the first take keys for values."""
-
-    def make(split: Any) -> Any:
-        def swapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-            query, key, value, *rest = split(self, *args, **kwargs)
-            if parallel_state.get_tensor_model_parallel_rank() > 0:
-                key, value = value, key
-            return query, key, value, *rest
-
-        return swapped
-
-    wrap(SelfAttention, "get_query_key_value_tensors", make)
+    result("megatron_nemotron3.layers.attention", "document_borders", lambda borders: borders[[0, -1]])
 
 
 def logits_gathered() -> None:

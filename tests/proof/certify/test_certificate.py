@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import random
 from pathlib import Path
@@ -155,23 +154,3 @@ def test_a_changed_file_is_refused(launch: list[Flag], tmp_path: Path) -> None:
     file.write_text(json.dumps(data | {"schema": 99}))
     with pytest.raises(ValueError, match="schema 99"):
         certificate.read(file)
-
-
-def test_differences_name_the_options(launch: list[Flag]) -> None:
-    before = certificate.normalised(request(launch))
-    other = changed(launch, "--tensor-model-parallel-size", "4")
-    other = [flag for flag in other if flag.name != "--sequence-parallel"]
-    assert certificate.differences(before, certificate.normalised(request(other))) == [
-        "--sequence-parallel: certified on, now not passed",
-        "--tensor-model-parallel-size: certified 2, now 4",
-    ]
-
-
-def test_findings_are_all_in_the_certificate(launch: list[Flag]) -> None:
-    one = Finding("gradients", PropertyState.PASS, "TP2", 0.25, 1.0, "decoder.weight")
-    (row,) = make(launch, [one])["findings"]
-    names = {"name": "property"}
-    expected = {
-        names.get(field.name, field.name): getattr(one, field.name) for field in dataclasses.fields(one)
-    }
-    assert row == expected | {"state": "pass"}

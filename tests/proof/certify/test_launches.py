@@ -39,7 +39,9 @@ def test_what_is_said_of_a_launch(name: str) -> None:
     assert ("refused: " in found) == (name in REFUSED) and REFUSED.get(name, "") in found
 
 
-@pytest.mark.parametrize("name", PROVEN)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.full if i % 4 else ()) for i, n in enumerate(PROVEN)]
+)
 def test_megatron_accepts_the_proxy(name: str, tmp_path: Path) -> None:
     bench = Bench(proxy=proxy_of(name), flags=tuple(flags_of(name)), folder=tmp_path)
     for sizes in (None, *bench.proxy.sizes):

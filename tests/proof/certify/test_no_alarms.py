@@ -8,8 +8,7 @@ from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.proof.certify import proof
 from megatron_nemotron3.proof.certify.bench import PropertyState
 from megatron_nemotron3.proof.certify.layouts import Sizes, cover
-from tests.proof.certify.drawn import RandomLaunch, launches
-from tests.proof.certify.random_launches import findings, proxy_of
+from tests.proof.certify.random_launches import RandomLaunch, findings, launches, proxy_of
 from tests.properties.strategies import draw_many
 
 #: The stages that a launch of few ranks passes in seconds.
@@ -31,9 +30,9 @@ def failures(launch: RandomLaunch, stages: list[proof.Stage] | None = None) -> l
     ]
 
 
-def test_two_random_launches_raise_no_alarm() -> None:
-    for launch in draw_many(launches().filter(lambda launch: ranks(launch) == 2), 2, draw=1):
-        assert not failures(launch, QUICK), launch
+def test_a_random_launch_raises_no_alarm() -> None:
+    (launch,) = draw_many(launches().filter(lambda launch: ranks(launch) == 2), 1, draw=1)
+    assert not failures(launch, QUICK), launch
 
 
 @pytest.mark.full
@@ -41,23 +40,6 @@ def test_random_launches_raise_no_alarm() -> None:
     """The first of those of docs/measurements.md, with every stage."""
     wrong = {number: failures(launch) for number, launch in enumerate(draw_many(launches(), 20, draw=0))}
     assert not any(wrong.values()), wrong
-
-
-@pytest.mark.full
-def test_a_draw_has_every_kind_of_launch() -> None:
-    """No alarm means something only where there is something to be wrong."""
-    drawn = draw_many(launches(), 100, draw=0)
-    options = {word for launch in drawn for word in launch.words}
-    wanted = (
-        *("--sft", "--dataloader-inter-document-masking", "--eod-mask-loss", "--calculate-per-token-loss"),
-        *("--overlap-grad-reduce", "--overlap-param-gather", "--num-distributed-optimizer-instances"),
-        *("--use-distributed-optimizer", "--recompute-granularity", "--moe-z-loss-coeff", "--mtp-num-layers"),
-        *("--num-experts", "--moe-latent-size", "--bf16", "--fp4-format", "--moe-token-dispatcher-type"),
-    )
-    assert not set(wanted) - options
-    layouts = [proxy_of(launch).large.layout for launch in drawn]
-    for name in ("tp", "pp", "vpp", "cp", "dp", "ep", "etp"):
-        assert sum(getattr(layout, name) > 1 for layout in layouts) >= 5, name
 
 
 def test_optimizer_instances_divide_the_copies_of_experts() -> None:

@@ -17,7 +17,6 @@ from megatron_nemotron3.launch import flags as flags_of
 from megatron_nemotron3.launch.flag import Flag
 from megatron_nemotron3.models import pattern as patterns
 from megatron_nemotron3.models.stack_specs import experts_text, stored_experts
-from megatron_nemotron3.proof.certify import options
 from megatron_nemotron3.proof.certify.bench import Bench, PropertyState
 from megatron_nemotron3.proof.certify.certificate import normalised
 from megatron_nemotron3.proof.certify.definition import definition
@@ -77,12 +76,6 @@ def test_every_option_of_megatron_has_one_treatment() -> None:
     assert {row["treatment"] for row in table["options"].values()} == set(table["treatments"])
 
 
-def test_every_option_of_a_treatment_exists() -> None:
-    for name, row in parser.table()["treatments"].items():
-        assert set(row.get("switches", ())) <= set(parser.table()["options"]), name
-    assert len({group.what for group in options.GROUPS.values()}) == len(options.GROUPS)
-
-
 def test_an_unknown_option_is_kept_and_said() -> None:
     proxy = proxy_of(f"{SUPER} --moe-new-thing 3")
     assert proxy.treatments["--moe-new-thing"] is Treatment.KEPT
@@ -121,7 +114,7 @@ def test_every_option_of_a_recipe_has_a_treatment(file: Path) -> None:
     assert proxy_lines(proxy)
 
 
-@pytest.mark.parametrize("file", RECIPES[:: len(RECIPES) // 4], ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", RECIPES[:: len(RECIPES) // 2], ids=lambda file: file.stem)
 def test_megatron_accepts_the_words_of_a_proxy(file: Path, tmp_path: Path) -> None:
     flags = command_line.read_launch(recipe(file)).flags
     proxy = make(request(flags), 8)
@@ -258,7 +251,6 @@ def test_experts_that_differ_by_layer() -> None:
     ("text", "expected"),
     [
         (f"NEMOTRON3_LORA=dim=4,alpha=8 {SUPER.strip()}", "dim=4,alpha=8"),
-        (f"export NEMOTRON3_LORA=1\n{SUPER}", ""),
         (f"NEMOTRON3_LORA=0 {SUPER.strip()}", None),
         (SUPER, None),
     ],
@@ -269,11 +261,6 @@ def test_adapters(text: str, expected: str | None, tmp_path: Path) -> None:
     assert lora == expected
     bench = Bench(proxy=make(request(flags, lora=lora), 8), flags=tuple(flags), folder=tmp_path)
     assert bench.case(None).lora == expected
-
-
-def test_adapters_that_are_none() -> None:
-    with pytest.raises(ValueError, match="rank"):
-        make(request(command_line.read_launch(SUPER).flags, lora="rank=x"), 8)
 
 
 def test_heads_alone(tmp_path: Path) -> None:
@@ -321,13 +308,10 @@ def test_router_groups() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("#!/bin/bash\necho hello", "no Megatron option"),
         ("torchrun pretrain_gpt.py --num-layers 32 --hidden-size 4096 --swiglu", "no --hybrid-layer-pattern"),
         (SUPER.replace("--squared-relu", "--swiglu"), "not a Nemotron-H model"),
-        (SUPER.replace("--hidden-size 4096", ""), "no hidden_size"),
         (SUPER.replace("-parallel-size 4", "-parallel-size $PP"), "--set"),
         (f"{SUPER} --norm-epsilon $EPSILON", "norm-epsilon .*--set"),
-        (SUPER.replace("-parallel-size 4", "-parallel-size four"), "four is no number"),
         (SUPER.replace("-parallel-size 4", "-parallel-size 0"), "1 or more"),
         (f"{SUPER} --use-checkpoint-args --load /none".replace("--hidden-size 4096", ""), "cannot be read"),
     ],
@@ -363,7 +347,7 @@ def test_ranks_of_a_launch(text: str, ranks: int | None) -> None:
     assert launch.world_size == ranks
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(layout=st.integers(0, 6).flatmap(lambda n: layouts(2**n)), instances=st.sampled_from((1, 1, 2)))
 def test_small_layouts_cover_a_large_one(layout: ParallelLayout, instances: int) -> None:
     grid = layout.cp * layout.dp
@@ -382,7 +366,7 @@ def test_small_layouts_cover_a_large_one(layout: ParallelLayout, instances: int)
     assert len(cover(large, 16)[1]) <= len(cover(large, 8)[1])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(layout=st.integers(0, 6).flatmap(lambda n: layouts(2**n)), experts=st.sampled_from((1, 4)))
 def test_small_layouts_fit_the_small_model(layout: ParallelLayout, experts: int) -> None:
     stage = ("MEM*EMEME", "MEMEM*EM", "*EMEMEME")

@@ -26,20 +26,8 @@ SPECIAL: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
         "--vocab-size 131000 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
         (("-parallel-size 4 --expert-model", "-parallel-size 2 --expert-model"),),
     ),
-    "documents": (
-        "--dataloader-inter-document-masking --calculate-per-token-loss --eod-mask-loss",
-        (_FLAT, ("|", "")),
-    ),
     "groups of experts": ("--moe-router-num-groups 8 --moe-router-group-topk 4", ()),
     "MTP alone": ("", (("EMEMMEMM|EMEM*EMEME/", "EMEMMEMMEMEM*EMEME|/"),)),
-    "optimizer instances": (
-        "--num-distributed-optimizer-instances 2 --use-distributed-optimizer",
-        (_FLAT, ("|", "")),
-    ),
-    "expert TP, large micro-batches": (
-        "",
-        (("tensor-parallel-size 1", "tensor-parallel-size 2"), ("size 1 --g", "size 4 --g")),
-    ),
 }
 
 
