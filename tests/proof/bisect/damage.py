@@ -69,6 +69,12 @@ def reordered(w: Tensor) -> Tensor:
     return torch.cat([x, z, *rest])
 
 
+def b_and_c(w: Tensor) -> Tensor:
+    """B and C in the order C, B."""
+    z, x, b, c, dt = w.split(SPLIT)
+    return torch.cat([z, x, c, b, dt])
+
+
 def experts(order: Callable[[int], int], layers: str = r"\d+") -> Callable[[Weights], Weights]:
     """Expert e of the decoder has the weights of another."""
     pattern = rf"^(backbone\.layers\.{layers}\.mixer\.experts\.)(\d+)(\..*)"
@@ -156,6 +162,11 @@ def roll_conv(layer: Any) -> None:
     """The convolution's state ends one token before the prompt does."""
     state = _states(layer, "conv_states")
     state.copy_(state.roll(1, -1))
+
+
+def zero_conv(layer: Any) -> None:
+    """The convolution's state is empty."""
+    _states(layer, "conv_states").zero_()
 
 
 def zero_ssm(layer: Any) -> None:

@@ -69,6 +69,12 @@ FAULTS: dict[str, Fault] = {
         engine=d.between(d.roll_conv),
         decode=True,
     ),
+    "conv state empty": mamba(
+        "Decoding begins with an empty convolution state",
+        "a convolution state empty after the prompt",
+        engine=d.between(d.zero_conv),
+        decode=True,
+    ),
     "SSM state empty": mamba(
         "Decoding begins with an empty SSM state",
         "an SSM state that is empty after the prompt",
@@ -86,10 +92,26 @@ FAULTS: dict[str, Fault] = {
         "no SSM state from one chunk to the next",
         engine=d.function("mamba2_chunk_scan", d.scan_by_chunk),
     ),
+    "conv bias zero": mamba(
+        "The convolution's bias is zero after a reload",
+        "no bias of the convolution",
+        weights=d.changed(r"backbone.*conv1d\.bias", torch.zeros_like),
+    ),
     "conv1d corrupted": mamba(
         "The convolution's weight [c, 1, k] was written through a view of [k, c] on a reload",
         "the convolution's weight read .*",
         weights=d.changed(r"backbone.*conv1d\.weight", d.tap_by_tap),
+    ),
+    "conv1d corrupted in one layer": mamba(
+        "The same in layer 2 only",
+        "the convolution's weight read .*",
+        layer=2,
+        weights=d.changed(r"s\.2\..*conv1d\.weight", d.tap_by_tap),
+    ),
+    "taps reversed": mamba(
+        "The convolution applies its taps in reverse order",
+        "the convolution's taps in reverse",
+        weights=d.changed(r"backbone.*conv1d\.weight", lambda w: w.flip(-1)),
     ),
     "no SiLU after conv1d": mamba(
         "The convolution has no activation",
@@ -101,11 +123,22 @@ FAULTS: dict[str, Fault] = {
         "z and x of in_proj in each other's place",
         weights=d.changed(r"backbone.*in_proj", d.reordered),
     ),
+    "B and C swapped": mamba(
+        "in_proj's rows are in the order z, x, C, B, dt",
+        "B and C of in_proj in each other's place",
+        weights=d.changed(r"backbone.*in_proj", d.b_and_c),
+    ),
     "in_proj by rank": mamba(
         "The shards of in_proj of two ranks are joined as they are, in one layer",
         "the shards of 2 ranks of in_proj joined .*",
         layer=5,
         weights=d.changed(r"s\.5\..*in_proj", lambda w: d.by_rank(w, d.SPLIT)),
+    ),
+    "out_proj shards swapped": mamba(
+        "The shards of out_proj of two ranks are in each other's place, in one layer",
+        "the shards of 2 ranks of out_proj reversed",
+        layer=2,
+        weights=d.changed(r"s\.2\..*out_proj", lambda w: d.swap(w, 1)),
     ),
     "norm over all groups": mamba(
         "The norm after the scan is one over all groups",
@@ -116,6 +149,9 @@ FAULTS: dict[str, Fault] = {
         "The gate is applied after the norm", "the norm before the gate", engine=d.norm_then_gate
     ),
     "no D": mamba("The skip connection D is missing", "no D", engine=d.scan(D=None)),
+    "no dt_bias": mamba(
+        "dt_bias is zero", "no dt_bias", weights=d.changed(r"backbone.*dt_bias", torch.zeros_like)
+    ),
     "no softplus": mamba(
         "The time steps have no softplus, only the limit at 0",
         "a limit at 0 instead of softplus",
@@ -185,12 +221,22 @@ FAULTS: dict[str, Fault] = {
         "experts .* in turn",
         weights=d.experts(lambda e: e % 4 * 4 + e // 4),
     ),
+    "experts of a rank zero": experts(
+        "The experts of the last of 4 ranks were never loaded",
+        "no experts of rank 3 of 4",
+        weights=d.changed(r"backbone.*experts\.1[2-5]\.down", torch.zeros_like),
+    ),
     "scaling factor": experts(
         "The routed scaling factor is 2.5 instead of 5",
         "a routed scaling factor of 2.5",
         engine=d.each("E", "gate.routed_scaling_factor", 2.5),
     ),
     "no shared expert": experts("The shared expert is left out", "no shared expert", engine=d.unshared),
+    "no expert bias": experts(
+        "The router's correction bias was not loaded",
+        "no expert bias in the router",
+        weights=d.changed(r"backbone.*correction_bias", torch.zeros_like),
+    ),
     "expert bias in weights": experts(
         "The weights of the experts contain the correction bias",
         "the expert bias in the probabilities",
@@ -252,6 +298,12 @@ FAULTS: dict[str, Fault] = {
         "the embedding cut into 2 shards by the vocabulary instead .*",
         weights=d.changed("embeddings", d.shifted_rows),
     ),
+    "output shards swapped": Fault(
+        "The shards of the output layer of two ranks are in each other's place",
+        "model",
+        "the two halves of the output layer swapped",
+        weights=d.changed("lm_head", lambda w: d.swap(w, 0)),
+    ),
     "late by one": Fault(
         "The log-probability of each token is reported for the next one",
         "model",
@@ -259,6 +311,12 @@ FAULTS: dict[str, Fault] = {
         shift=lambda p: torch.cat([p[:1], p[:-1]]),
     ),
     # Weights of an older version
+    "stale layer": mamba(
+        "Layer 5 was not updated",
+        "weights of the previous checkpoint",
+        layer=5,
+        weights=d.stale(r"backbone\.layers\.5\."),
+    ),
     "stale experts": experts(
         "Routed experts were not updated",
         "routed experts of the previous checkpoint",
@@ -279,10 +337,25 @@ FAULTS: dict[str, Fault] = {
         "a softmax over .*|softmax scores .*",
         options={"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False},
     ),
+    "trainer: scaling factor": experts(
+        "moe_router_topk_scaling_factor is left out",
+        "a routed scaling factor of 1",
+        options={"moe_router_topk_scaling_factor": 1.0},
+    ),
     "trainer: expert bias": experts(
         "The expert bias of the checkpoint was not loaded",
         "no expert bias in the router",
         trainer=d.parameters(r"decoder.*expert_bias", torch.zeros_like),
+    ),
+    "trainer: in_proj by rank": mamba(
+        "A checkpoint of two ranks was joined rank by rank",
+        "the shards of 2 ranks of in_proj joined .*",
+        trainer=d.parameters(r"decoder.*in_proj\.weight", lambda w: d.by_rank(w, d.SPLIT)),
+    ),
+    "trainer: D": mamba(
+        "D was initialised to 1 and not loaded",
+        "D of 1",
+        trainer=d.parameters(r"decoder.*\.D$", torch.ones_like),
     ),
     "trainer: packed": Fault(
         "Sequences are packed, and states and attention run from one into the next",

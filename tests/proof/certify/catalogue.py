@@ -75,6 +75,7 @@ LAUNCHES: dict[str, Launch] = {
         f"--context-parallel-size 2 --sft {_TOKEN}", documents=(21, 5, 30), padded=(24, 8, 32)
     ),
     "DP2": Launch(f"{_OVERLAP} --eod-mask-loss {_TOKEN}"),
+    "DP2 per batch": Launch(_OVERLAP),
     "DP4, 2 optimizers": Launch(f"{_OVERLAP} --num-distributed-optimizer-instances 2 {_TOKEN}", ranks=4),
     "Super, NVFP4": Launch(ranks=0, recipe="super-nvfp4"),
     "Super": Launch(ranks=0, recipe="super-pretrain", gpu="b200"),
@@ -121,12 +122,19 @@ def _defined(
 
 FAULTS: dict[str, Fault] = {
     "norm gains under SP": Fault(gradients.norms_not_reduced, "TP2", _COPIES),
+    "latent projections under SP": Fault(gradients.latent_not_reduced, "TP2", _COPIES),
+    "router under SP": Fault(gradients.router_not_reduced, "TP2", _COPIES),
     "norm gains summed twice": Fault(gradients.norms_reduced_twice, "TP2", _GRADIENTS),
     "shared embedding at PP": Fault(gradients.embedding_not_tied, "PP2", _COPIES),
     "second chunk not divided": Fault(gradients.only_first_chunk_finalized, "PP2 VPP2", _COPIES),
+    "experts times EP": Fault(gradients.experts_scaled_by_ep, "EP2", _GRADIENTS),
     "experts summed as dense": Fault(gradients.experts_summed_as_dense, "EP2", _GRADIENTS),
     "mean over DP": Fault(gradients.averaged_over_dp, "DP2", _GRADIENTS),
     "tokens of one rank": Fault(gradients.tokens_of_one_rank, "DP2", _COPIES),
+    "tokens of the last stage": Fault(gradients.tokens_not_sent_to_stages, "PP2", _COPIES),
+    "loss scale with accumulation": Fault(
+        gradients.divided_by_microbatches, "DP2", _GRADIENTS, everywhere=True
+    ),
     "bucket not reduced": Fault(gradients.last_bucket_not_reduced, "DP2", _COPIES),
     "optimizer instances": Fault(gradients.instances_not_reduced, "DP4, 2 optimizers", _COPIES),
     "stale gathered weights": Fault(gradients.stale_gathered_weights, "DP2", _LOSS),
@@ -141,6 +149,8 @@ FAULTS: dict[str, Fault] = {
     "experts not clipped": Fault(gradients.experts_not_clipped, "EP2", _WEIGHTS),
     "norm of one stage": Fault(gradients.norm_of_one_stage, "PP2", _COPIES),
     "counts of one rank": Fault(experts.counts_of_one_rank, "DP2", _COPIES),
+    "counts without CP": Fault(experts.counts_without_cp, "CP2", _COPIES),
+    "counts of one micro-batch": Fault(experts.counts_of_last_microbatch, "DP2", _BIAS, everywhere=True),
     "counts in BF16": Fault(
         experts.counts_in_bf16,
         "DP4, 2 optimizers",
@@ -148,12 +158,20 @@ FAULTS: dict[str, Fault] = {
         "prime-rl #2338, Megatron-LM #1482",
         everywhere=True,
     ),
+    "balance times TP": Fault(experts.balance_times_tp, "TP2", _GRADIENTS),
     "balance of local tokens": Fault(experts.balance_of_local_tokens, "TP2", _GRADIENTS),
+    "balance per micro-batch": Fault(
+        experts.balance_not_averaged, "DP2 per batch", _GRADIENTS, everywhere=True
+    ),
+    "shared expert per TP rank": Fault(experts.shared_expert_per_tp_rank, "TP2", _LOSS),
     "tokens at other experts": Fault(experts.dispatched_to_neighbor, "EP2", _LOSS),
+    "parts of experts averaged": Fault(experts.expert_parts_averaged, "TP2", _LOSS),
+    "probabilities of other tokens": Fault(experts.probabilities_of_other_experts, "EP2", _LOSS),
     "recompute routes anew": Fault(experts.recompute_routes_anew, "DP2, recomputed", _GRADIENTS),
     "CP positions shifted": Fault(sequence.cp_positions_shifted, "CP2", _LOSS),
     "CP order of Mamba": Fault(sequence.cp_tokens_in_rank_order, "CP2", _LOSS),
     "CP order of documents": Fault(sequence.cp_document_order, "CP2 packed", _LOSS),
+    "CP heads shifted": Fault(sequence.cp_heads_shifted, "CP2", _LOSS),
     "CP gradients of keys": Fault(sequence.cp_kv_gradient_local, "CP2", _GRADIENTS, "Megatron-LM #1464"),
     "MTP tokens of a CP rank": Fault(
         sequence.mtp_tokens_of_cp_rank, "CP2", _MTP, "Megatron-LM #7452, finding 3; #7498"
@@ -161,12 +179,15 @@ FAULTS: dict[str, Fault] = {
     "MTP at borders without padding": Fault(
         sequence.mtp_borders_without_padding, "CP2, padded documents", _MTP, "Megatron-LM #6205, #4495"
     ),
+    "last layer of a stage": Fault(sequence.stage_drops_last_layer, "PP2", _LOSS),
+    "key and value swapped": Fault(sequence.key_and_value_swapped, "TP2", _LOSS),
     "logits gathered": Fault(sequence.logits_gathered, "TP2", _LOSS, "Megatron-LM #7452"),
     "shared expert twice": _defined(everywhere.shared_expert_twice, ("logits",)),
     "expert bias weighs": _defined(everywhere.bias_weighs, ("logits",)),
     "expert bias ignored": _defined(everywhere.bias_does_not_choose, ("router choices",)),
     "expert bias in the wrong direction": _defined(everywhere.bias_moves_the_wrong_way, _BIAS),
     "MTP weighs twice": _defined(everywhere.mtp_weighs_twice, _GRADIENTS, "Megatron-LM #1532"),
+    "balance weighs twice": _defined(everywhere.balance_weighs_twice, _GRADIENTS),
     "MTP's balance per depth": _defined(everywhere.mtp_is_no_mtp, _GRADIENTS, "Megatron-LM #6748"),
     "tokens of some micro-batches": _defined(everywhere.tokens_of_two_microbatches, _GRADIENTS),
     "norm gains decay": _defined(everywhere.everything_decays, ("optimizer",)),
@@ -175,12 +196,17 @@ FAULTS: dict[str, Fault] = {
     "documents without index": _defined(
         everywhere.mamba_ignores_borders, ("logits",), "SkyRL #2056", "CP2 packed"
     ),
+    "Mamba's state leaks": _defined(sequence.mamba_state_leaks, ("logits",), launch="CP2 packed"),
     "convolution leaks": _defined(sequence.convolution_leaks, ("logits",), launch="CP2 packed"),
     "attention leaks": _defined(sequence.attention_leaks, ("logits",), launch="CP2 packed"),
     "MTP labels of the next document": _defined(everywhere.mtp_ignores_borders, _MTP, launch="CP2 packed"),
     "matcher not enabled": Fault(launches.enabled_dropped, "Super, NVFP4", _FORMATS, stage="formats"),
     "glob that matches nothing": Fault(
         launches.glob_matches_nothing, "Super, NVFP4", _FORMATS, stage="formats"
+    ),
+    "matcher missing": Fault(launches.matcher_dropped, "Super, NVFP4", _FORMATS, stage="formats"),
+    "precision file without matchers": Fault(
+        launches.file_dropped, "Super, NVFP4", _FORMATS, stage="formats"
     ),
     "tail counted per stage": Fault(
         launches.tail_counted_per_stage, "Super, NVFP4", _FORMATS, "Megatron-Bridge #3095", stage="formats"
@@ -199,5 +225,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "experts exchanged in the export": Fault(
         checkpoints.experts_exchanged_in_export, "TP2", ("Hugging Face export",), stage="export"
+    ),
+    "A exported for its logarithm": Fault(
+        checkpoints.decay_exported_as_rate, "TP2", ("Hugging Face export",), stage="export"
     ),
 }

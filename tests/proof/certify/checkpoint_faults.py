@@ -5,6 +5,7 @@ Every function is called once on each rank before anything is built, and patches
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,20 +73,39 @@ def part_not_saved() -> None:
     wrap("megatron.core.dist_checkpointing", "save", make)
 
 
-def experts_exchanged_in_export() -> None:
-    """Two experts take each other's place in the export."""
+def _exported(change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """Edit the tensors of an export."""
 
     def make(export: Any) -> Any:
         def edited(checkpoint: Any, folder: Path, *args: Any, **kwargs: Any) -> Any:
             found = export(checkpoint, folder, *args, **kwargs)
             (file,) = folder.glob("*.safetensors")
-            tensors = load_file(file)
-            first = next(name for name in tensors if ".experts.0.up_proj" in name)
-            second = first.replace(".experts.0.", ".experts.1.")
-            tensors[first], tensors[second] = tensors[second], tensors[first]
+            change(tensors := load_file(file))
             save_file(tensors, file, metadata={"format": "pt"})
             return found
 
         return edited
 
     wrap("megatron_nemotron3.proof.certify.checkpoints", "convert_to_hf", make)
+
+
+def experts_exchanged_in_export() -> None:
+    """Two experts take each other's place in the export."""
+
+    def exchange(tensors: dict[str, torch.Tensor]) -> None:
+        first = next(name for name in tensors if ".experts.0.up_proj" in name)
+        second = first.replace(".experts.0.", ".experts.1.")
+        tensors[first], tensors[second] = tensors[second], tensors[first]
+
+    _exported(exchange)
+
+
+def decay_exported_as_rate() -> None:
+    """The export holds A instead of its logarithm."""
+
+    def exponentiate(tensors: dict[str, torch.Tensor]) -> None:
+        for name in tensors:
+            if name.endswith("A_log"):
+                tensors[name] = tensors[name].exp()
+
+    _exported(exponentiate)

@@ -11,6 +11,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
@@ -37,6 +38,11 @@ def mtp_weighs_twice() -> None:
 def megatrons_z_loss() -> None:
     """The z-loss of a repeated MTP block counts once per depth, as Megatron 0.19 and main have it."""
     in_place_of("megatron_nemotron3.layers.mtp", "_count_z_loss_once", lambda router: None)
+
+
+def balance_weighs_twice() -> None:
+    """The gradient of the load-balancing loss counts every call of MTP's block."""
+    wrap(MoEAuxLossAutoScaler, "set_loss_scale", lambda set_scale: lambda scale: set_scale(2 * scale))
 
 
 def mtp_is_no_mtp() -> None:

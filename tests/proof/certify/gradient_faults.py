@@ -21,8 +21,8 @@ from tests.proof.certify.patching import in_place_of, then, wrap
 FINALIZE = "megatron.core.distributed.finalize_model_grads"
 
 
-def norms_not_reduced() -> None:
-    """Gradients of norm gains are not summed over tensor-parallel ranks."""
+def _unmarked(belongs: Callable[[str], bool]) -> None:
+    """Leave parameters out of the sum over tensor-parallel ranks that sequence parallelism needs."""
 
     def make(reduce: Any) -> Any:
         def without(model: Any, *args: Any, **kwargs: Any) -> None:
@@ -30,7 +30,7 @@ def norms_not_reduced() -> None:
                 parameter
                 for chunk in model
                 for name, parameter in chunk.named_parameters()
-                if name.endswith("layer_norm_weight") and getattr(parameter, "sequence_parallel", False)
+                if belongs(name) and getattr(parameter, "sequence_parallel", False)
             ]
             for parameter in marked:
                 parameter.sequence_parallel = False
@@ -41,6 +41,21 @@ def norms_not_reduced() -> None:
         return without
 
     wrap(FINALIZE, "_allreduce_non_tensor_model_parallel_grads", make)
+
+
+def norms_not_reduced() -> None:
+    """Gradients of norm gains are not summed over tensor-parallel ranks."""
+    _unmarked(lambda name: name.endswith("layer_norm_weight"))
+
+
+def latent_not_reduced() -> None:
+    """Gradients of the latent projections are not summed over tensor-parallel ranks."""
+    _unmarked(lambda name: "latent_proj" in name)
+
+
+def router_not_reduced() -> None:
+    """Gradients of the routers are not summed over tensor-parallel ranks."""
+    _unmarked(lambda name: name.endswith("router.weight"))
 
 
 def norms_reduced_twice() -> None:
@@ -73,6 +88,20 @@ def only_first_chunk_finalized() -> None:
     wrap(DistributedDataParallel, "scale_gradients", make)
 
 
+def experts_scaled_by_ep() -> None:
+    """Gradients of experts are multiplied by the number of expert-parallel ranks."""
+
+    def make(scale: Any) -> Any:
+        def scaled(self: Any, factor: Any) -> None:
+            scale(self, factor)
+            for buffer in self.expert_parallel_buffers:
+                buffer.scale_gradients(float(parallel_state.get_expert_model_parallel_world_size()))
+
+        return scaled
+
+    wrap(DistributedDataParallel, "scale_gradients", make)
+
+
 def experts_summed_as_dense() -> None:
     """Gradients of experts are summed over ranks that hold other experts."""
 
@@ -95,6 +124,17 @@ def averaged_over_dp() -> None:
     wrap(DistributedDataParallel, "scale_gradients", make)
 
 
+def _without_collective(name: str) -> None:
+    """Leave one kind of collective of the number of tokens out of `finalize_model_grads`."""
+
+    def skip(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if tensor.numel() > 1:
+            return getattr(torch.distributed, name)(tensor, *args, **kwargs)
+        return None
+
+    in_place_of(FINALIZE, "torch", _Instead(torch, distributed=_Instead(torch.distributed, **{name: skip})))
+
+
 class _Instead:
     """A module with some other attributes."""
 
@@ -107,13 +147,26 @@ class _Instead:
 
 def tokens_of_one_rank() -> None:
     """Every data-parallel rank divides by the number of its own tokens."""
+    _without_collective("all_reduce")
 
-    def skip(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if tensor.numel() > 1:
-            return torch.distributed.all_reduce(tensor, *args, **kwargs)
-        return None
 
-    in_place_of(FINALIZE, "torch", _Instead(torch, distributed=_Instead(torch.distributed, all_reduce=skip)))
+def tokens_not_sent_to_stages() -> None:
+    """Only the last stage learns the number of tokens; the others divide by one."""
+    _without_collective("broadcast")
+
+
+def divided_by_microbatches() -> None:
+    """A loss per token is divided by the number of micro-batches, too."""
+
+    def make(calculate: Any) -> Any:
+        def divided(model: Any, output: Any, loss_func: Any, *args: Any, **kwargs: Any) -> Any:
+            loss, tokens = calculate(model, output, loss_func, *args, **kwargs)
+            number = args[3]
+            return loss / number, tokens
+
+        return divided
+
+    wrap("megatron.core.pipeline_parallel.schedules", "forward_step_calc_loss", make)
 
 
 def last_bucket_not_reduced() -> None:

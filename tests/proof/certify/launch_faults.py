@@ -34,6 +34,19 @@ def glob_matches_nothing(folder: Path) -> str:
     return ""
 
 
+def matcher_dropped(folder: Path) -> str:
+    """The precision file has no matcher for attention's output, which takes NVFP4."""
+    matcher = '  attention_proj:\n    config: "bf16"\n    type: "glob"\n    pattern: "*.linear_proj"\n'
+    _edit(folder, f"{matcher}    enabled: true\n", "")
+    return ""
+
+
+def file_dropped(folder: Path) -> str:
+    """The precision file is another, with no matcher at all."""
+    (folder / FILE).write_text("configs: {}\nmatchers: {}\n")
+    return ""
+
+
 def tail_counted_per_stage(folder: Path) -> str:
     """The BF16 layers at the end are counted in one of two stages instead of the whole model."""
     return "--num-layers-at-end-in-bf16 7"

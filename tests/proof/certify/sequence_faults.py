@@ -9,17 +9,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.ssm.mamba_context_parallel import MambaContextParallel
 from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
 )
+from megatron.core.transformer.attention import SelfAttention
 
 from megatron_nemotron3.layers.attention import TorchCoreAttention
 from megatron_nemotron3.layers.context_parallel import PackedContextParallel
 from megatron_nemotron3.layers.mtp import LossHooks, PhysicalBorders
+from megatron_nemotron3.layers.stack import Nemotron3Stack
 from tests.proof.certify.patching import arguments, in_place_of, result, wrap
 
 MTP = "megatron.core.transformer.multi_token_prediction"
+MIXER = "megatron_nemotron3.layers.mamba"
 
 
 def cp_positions_shifted() -> None:
@@ -53,6 +57,19 @@ def cp_document_order() -> None:
     in_place_of(
         PackedContextParallel, "post_conv_ssm", lambda self, t, packed=None: plain.post_conv_ssm(self, t)
     )
+
+
+def cp_heads_shifted() -> None:
+    """A context-parallel rank decays its heads with the A of other heads."""
+
+    def make(slice_of: Any) -> Any:
+        def other(self: Any, parameter: Any, *args: Any, **kwargs: Any) -> Any:
+            size = self.nheads_local_tpcp if self.cp_size > 1 else 0
+            return slice_of(self, parameter.roll(size), *args, **kwargs)
+
+        return other
+
+    wrap(MambaContextParallel, "_slice_vector_param", make)
 
 
 def cp_kv_gradient_local() -> None:
@@ -106,25 +123,51 @@ def mamba_state_leaks() -> None:
 
         return leaking
 
-    from megatron_nemotron3.layers import mamba
-
-    torch_scan = mamba.ssd_chunked
-
-    def scan(*args: Any, **kwargs: Any) -> Any:
-        return torch_scan(*args, **{**kwargs, "seq_idx": None})
-
-    in_place_of(MIXER, "ssd_chunked", scan)
+    arguments(MIXER, "ssd_chunked", seq_idx=None)
     wrap(MIXER, "select_scan", make)
 
 
 def convolution_leaks() -> None:
     """The convolution sees the last tokens of the document before."""
-    arguments("megatron_nemotron3.layers.mamba", "causal_conv1d", seq_idx=None)
+    arguments(MIXER, "causal_conv1d", seq_idx=None)
 
 
 def attention_leaks() -> None:
     """Tokens attend to documents before their own."""
     result("megatron_nemotron3.layers.attention", "document_borders", lambda borders: borders[[0, -1]])
+
+
+def stage_drops_last_layer() -> None:
+    """Every stage but the last leaves out its last layer."""
+
+    def make(init: Any) -> Any:
+        def short(self: Any, *args: Any, **kwargs: Any) -> None:
+            init(self, *args, **kwargs)
+            if not self.post_process:
+                self.layers[-1].forward = _passed_on
+
+        return short
+
+    wrap(Nemotron3Stack, "__init__", make)
+
+
+def _passed_on(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+    return hidden_states, None
+
+
+def key_and_value_swapped() -> None:
+    """Tensor-parallel ranks other than the first take keys for values."""
+
+    def make(split: Any) -> Any:
+        def swapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+            query, key, value, *rest = split(self, *args, **kwargs)
+            if parallel_state.get_tensor_model_parallel_rank() > 0:
+                key, value = value, key
+            return query, key, value, *rest
+
+        return swapped
+
+    wrap(SelfAttention, "get_query_key_value_tensors", make)
 
 
 def logits_gathered() -> None:
