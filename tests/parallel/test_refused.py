@@ -23,6 +23,7 @@ def runs(case: Case, other: Case | None = None) -> tuple[Result, Result]:
     return one_step(case, (other or case).at(CP2))
 
 
+@pytest.mark.full
 def test_masked_mean_loss_under_context_parallelism_is_a_mean_of_means() -> None:
     """masked-mean-cp: without --calculate-per-token-loss every rank divides by its own number of tokens."""
     one, two = runs(replace(CASES["nano"], mask="random"))
