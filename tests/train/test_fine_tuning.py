@@ -30,12 +30,10 @@ def inputs(tmp_path: Path) -> list[str]:
     ("more", "message"),
     [
         (["--text", "x"], "--text and --conversations both say what to train on"),
-        (["--data-path", "x"], "--data-path and --conversations both say what to train on"),
         (["--micro-batch-size", "2"], "--micro-batch-size 2: conversations are packed into rows"),
         (["--pretrained", "/nowhere"], "--pretrained /nowhere has no latest_checkpointed_iteration.txt"),
         (["--", "--sft"], "--sft (give --conversations before --)"),
         (["--conversations", "/nowhere"], "--conversations /nowhere: there is no such file"),
-        (["--tokenizer", "/nowhere"], "--tokenizer /nowhere is missing"),
     ],
 )
 def test_wrong_lines(

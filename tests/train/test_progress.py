@@ -42,7 +42,6 @@ def _after(*lines: str, interrupts: int = 0) -> TrainProgress:
     ("lines", "expected"),
     [
         (["OSError: [Errno 28] No space left on device"], "the disk is full"),
-        (["Local worker 0 encountered an error: [Errno 28] No space left on device"], "the disk is full"),
         (["OSError: [Errno 122] Disk quota exceeded"], "the disk quota is used up"),
         (["OSError: [Errno 27] File too large"], "ulimit -f"),
         (
@@ -54,10 +53,8 @@ def _after(*lines: str, interrupts: int = 0) -> TrainProgress:
             "Read-only file system: make the folder writable",
         ),
         (["OSError: [Errno 5] Input/output error"], "Input/output error: check the disk"),
-        (["OSError: [Errno 116] Stale file handle"], "Stale file handle: check the disk"),
         (["FileNotFoundError: [Errno 2] No such file or directory: '/x'"], "is missing"),
         (["BrokenPipeError: [Errno 32] Broken pipe"], "collects the results of Megatron's checkpoint writer"),
-        (["EOFError"], "collects the results of Megatron's checkpoint writer"),
         (["RuntimeError: results_queue should not be empty"], "checkpoint writer ended early"),
         (["MemoryError"], "memory is used up"),
         (["RuntimeError: Failed to validate global plan"], "cannot save this model in this layout"),
