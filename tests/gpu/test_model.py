@@ -343,34 +343,3 @@ def test_host_never_waits_without_experts(device: str, kernels: bool | None) -> 
     with gpu_kernels(kernels):
         training_loss(ours, tokens).backward()
         assert host_waits(lambda: training_loss(ours, tokens).backward(), device) == 0
-
-
-#: Function of a tensor -> how often the host has to wait for it.
-WAITING: dict[str, tuple[Any, int]] = {
-    "item": (lambda t: (t.sum().item(), t.max().item()), 2),
-    "nonzero": (lambda t: t.nonzero(), 1),
-    "mask": (lambda t: t[t > 0], 1),
-    "backward": (lambda t: (t.requires_grad_() * 2).sum().backward(), 0),
-    "arithmetic": (lambda t: (t + 1).sum(), 0),
-    "fill by mask": (lambda t: t.masked_fill(t > 0, 0.0), 0),
-}
-
-
-@pytest.mark.parametrize("case", WAITING)
-def test_waits_are_counted(device: str, case: str) -> None:
-    function, number = WAITING[case]
-    t = torch.arange(-3.0, 3.0).to(device)
-    function(t.clone())
-    u = t.clone()
-    assert host_waits(lambda: function(u), device) == number
-
-
-@pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_gpu)])
-def test_waits_for_events_are_counted(device: str) -> None:
-    def wait() -> None:
-        event = torch.cuda.current_stream().record_event()
-        event.synchronize()
-        torch.cuda.synchronize()
-        torch.cuda.current_stream().synchronize()
-
-    assert host_waits(wait, device) == 3

@@ -94,15 +94,6 @@ def test_what_was_packed_can_be_used(pack: Path, tmp_path: Path) -> None:
     assert again.returncode == 2 and "exists: give another folder" in again.stderr
 
 
-def test_a_group_alone(pack: Path, tmp_path: Path) -> None:
-    """The other group's parts need not have been carried."""
-    mine = copy(pack, tmp_path / "pack")
-    for part in mine.glob("te.tar.*"):
-        part.unlink()
-    assert unpacked(mine, tmp_path / "gpu", "--groups", "base").returncode == 0
-    assert "No module named 'second'" in shell(tmp_path / "gpu", f"{sys.executable} -c 'import second'")
-
-
 @pytest.mark.parametrize("case", ["missing", "damaged", "manifest", "group"])
 def test_what_is_wrong_is_said_before_anything_is_made(pack: Path, tmp_path: Path, case: str) -> None:
     mine, words = copy(pack, tmp_path / "pack"), []
@@ -179,18 +170,3 @@ def test_torch_and_what_is_there_are_left_out() -> None:
     have = gpu_pack.names_of("# freeze\nEinops==0.7\nnumpy @ file:///x\n-e git+x\nmegatron.core==0.18\n\n")
     assert have == ["Einops", "numpy", "megatron.core"]
     assert gpu_pack.missing(report, have) == ["megatron-core==1", "pandas==1", "transformers==1"]
-
-
-def test_sizes() -> None:
-    assert [gpu_pack.size(text) for text in ("1000", "3K", "60M")] == [1000, 3072, 60 * 2**20]
-    for wrong in ("0M", "60 M", "60MB", "-1"):
-        with pytest.raises(Exception, match="is no size"):
-            gpu_pack.size(wrong)
-
-
-def test_bad_arguments_of_make(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").touch()
-    assert gpu_pack.main(["make", str(tmp_path)]) == 2
-    assert gpu_pack.main(["make", str(tmp_path / "new"), "--te-wheel", str(tmp_path / "none")]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert "is not empty" in lines[0] and "none is no file" in lines[1] and not (tmp_path / "new").exists()

@@ -190,14 +190,6 @@ def test_mixer_joins_no_gradients_by_copying(model: Any) -> None:
     assert "bmm" in operations and "cat" not in operations
 
 
-def test_core_attention_is_softmax(model: Any) -> None:
-    core = model.decoder.layers[ATTENTION].self_attention.core_attention
-    heads, groups, c = MODEL.num_attention_heads, MODEL.num_query_groups, MODEL.kv_channels
-    q, k, v = (random(40, BATCH, n, c, seed=i) for i, n in enumerate((heads, groups, groups)))
-    expected = [softmax_attention(q[:, i], k[:, i], v[:, i]) for i in range(BATCH)]
-    assert_same(core(q, k, v), torch.stack(expected, dim=1), [q, k, v])
-
-
 @pytest.mark.parametrize("zero_centered", [False, True])
 def test_norm_and_fused_linear(world: None, zero_centered: bool) -> None:
     alone = norm(layernorm_zero_centered_gamma=zero_centered)

@@ -207,10 +207,9 @@ def test_seq_idx_from_cu_seqlens():
     assert got.dtype == torch.int32
 
 
-@pytest.mark.parametrize("with_documents", [False, True])
-def test_gradcheck(monkeypatch, with_documents):
+def test_gradcheck(monkeypatch):
     monkeypatch.setattr(chunked_scan, "CHUNK", 3)
-    seq_idx = make_documents(2, 8, [(0, 3), (1, 1), (1, 2), (1, 7)]) if with_documents else None
+    seq_idx = make_documents(2, 8, [(0, 3), (1, 1), (1, 2), (1, 7)])
     inputs = make_inputs(2, 8, 4, 2, 2, 2, dtype=torch.float64)
 
     def function(*tensors):

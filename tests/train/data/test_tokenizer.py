@@ -51,13 +51,6 @@ def test_the_name_of_the_end_of_document_does_not_end_one(bpe):
     assert bpe.decode(ids) == f"see {END_OF_DOCUMENT} there"
 
 
-def test_it_compresses(bpe):
-    bpe_tokens = sum(map(len, bpe.encode(TEXTS)))
-    byte_tokens = sum(map(len, byte_tokenizer().encode(TEXTS)))
-    assert byte_tokens == sum(len(text.encode()) for text in TEXTS)
-    assert bpe_tokens < 0.6 * byte_tokens
-
-
 _TRAIN = """
 import sys
 from megatron_nemotron3.train.data import read_texts, train_tokenizer
@@ -65,9 +58,8 @@ train_tokenizer(read_texts(max_bytes=200_000).documents, 512, sys.argv[1])
 """
 
 
-@pytest.mark.parametrize("threads", ["1", "4"])
-def test_same_input_same_bytes_in_another_process(bpe, tmp_path, threads):
-    environment = {**os.environ, "RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads}
+def test_same_input_same_bytes_in_another_process(bpe, tmp_path):
+    environment = {**os.environ, "RAYON_NUM_THREADS": "4", "PYTHONHASHSEED": "4"}
     subprocess.run([sys.executable, "-c", _TRAIN, str(tmp_path)], env=environment, check=True)
     for name in os.listdir(bpe.tokenizer_model):
         digests = [

@@ -17,7 +17,6 @@ from megatron_nemotron3.train.data import (
     write_dataset,
 )
 from megatron_nemotron3.train.data.indexed import _bounds
-from megatron_nemotron3.train.data.prepare import cross_entropy
 from tests.train.data.byte_tokenizer import byte_tokenizer
 
 pytest.importorskip("megatron.core")
@@ -41,22 +40,6 @@ def test_against_torch(tmp_path):
     logits = (counts + 1).log().expand(len(valid), 257)
     assert baseline == pytest.approx(torch.nn.functional.cross_entropy(logits, valid).item())
     assert entropy(counts.numpy()) < baseline < math.log(257)
-
-
-def test_by_hand():
-    # p = (3+1)/(4+2), (1+1)/(4+2); q = one of each.
-    expected = -(math.log(4 / 6) + math.log(2 / 6)) / 2
-    assert cross_entropy(np.array([1, 1]), np.array([3, 1])) == pytest.approx(expected)
-    assert entropy(np.array([2, 2, 0])) == pytest.approx(math.log(2))
-    # A token never seen in training costs a finite amount.
-    assert cross_entropy(np.array([0, 0, 1]), np.array([7, 0, 0])) == pytest.approx(math.log(10))
-
-
-@given(st.lists(st.integers(0, 50), min_size=1).filter(any))
-def test_no_other_prediction_beats_the_entropy(counts):
-    array = np.array(counts)
-    assert 0 <= entropy(array) <= math.log(len(counts)) + 1e-12
-    assert cross_entropy(array, array) >= entropy(array) - 1e-12
 
 
 def test_errors(tmp_path):

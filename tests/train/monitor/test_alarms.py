@@ -13,7 +13,6 @@ from megatron_nemotron3.train.monitor.signs import (
     SMOOTH,
     THRESHOLDS,
     WINDOW,
-    _at_least,
     mtp_loss_rise,
     router_outlier,
 )
@@ -88,25 +87,14 @@ def test_ultras_first_divergence() -> None:
     assert "MTP depth 2 rose by" in finding.message and "--grad-reduce-in-bf16" in finding.message
 
 
-def test_both_are_said_once_each() -> None:
-    series = history(
-        2,
-        stops_at(0.3, flat(FIRST), 12 - FIRST),
-        (HEALTHY[0], stops_at(0.5, HEALTHY[1], 2.0)),
-    )
-    assert sorted(finding.rule for finding in scan(series)) == ["mtp_loss_rise", "router_outlier"]
-
-
 def test_one_mtp_depth_alone() -> None:
     assert [f.rule for f in scan(history(3, flat(2), (stops_at(0.7, HEALTHY[0], 0.8),)))] == ["mtp_loss_rise"]
 
 
-@pytest.mark.parametrize(
-    "seeds", [range(100), pytest.param(range(100, 334), marks=pytest.mark.full)], ids=str
-)
+@pytest.mark.parametrize("seeds", [range(30), pytest.param(range(30, 334), marks=pytest.mark.full)], ids=str)
 @pytest.mark.parametrize("first_layer", [MEDIAN, 2.0, FIRST])
 def test_no_false_alarm(first_layer: float, seeds: range) -> None:
-    """1,000 healthy runs, 300 if not full: three levels of the first layer, several lengths and noises."""
+    """1,000 healthy runs, 90 if not full: three levels of the first layer, several lengths and noises."""
     for seed in seeds:
         chance = random.Random(1000 + seed)
         series = history(
@@ -254,15 +242,6 @@ def test_idle_experts_of_a_small_sample_are_chance(dead: float, tokens: float, f
     """Of 60 tokens even balance leaves most experts out. A single one counts if it stays idle."""
     findings = scan(routers(range(2000, 2300, 10), lambda i: 0.1, dead, tokens))
     assert [finding.rule for finding in findings] == ["dead_experts"] * found
-
-
-@pytest.mark.parametrize(("count", "expected"), [(1, 1e-4), (3, 0.5), (8, 1.0), (24, 1.03), (30, 20.0)])
-def test_the_chance_of_idle_experts_is_bounded_from_above(count: int, expected: float) -> None:
-    exact = math.fsum(
-        math.exp(i * math.log(expected) - expected - math.lgamma(i + 1)) for i in range(count, count + 400)
-    )
-    assert exact <= _at_least(count, expected) * (1 + 1e-9) and _at_least(count, expected) <= 3 * exact
-    assert _at_least(1, 0.0) == 0.0 and _at_least(0, 0.0) == _at_least(2, 5.0) == 1.0
 
 
 def test_a_frozen_layer_is_no_finding() -> None:

@@ -48,7 +48,7 @@ def drawn(seed: int) -> History:
     return super_like(seed)
 
 
-@pytest.mark.parametrize("seed", [pytest.param(s, marks=pytest.mark.full if s else ()) for s in range(8)])
+@pytest.mark.parametrize("seed", [pytest.param(s, marks=pytest.mark.full if s else ()) for s in range(3)])
 def test_healthy_runs_of_supers_size_give_no_warning(seed: int) -> None:
     history = drawn(seed)
     assert len([tag for tag in history if tag.startswith("residual_rms/")]) == 88
@@ -125,13 +125,12 @@ SUPER: dict[str, tuple[Callable[[History, int], History], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("fault", SUPER)
-def test_a_fault_at_supers_size(fault: str, seed: int) -> None:
+def test_a_fault_at_supers_size(fault: str) -> None:
     """One line for the fault, in time, and none for the next 30 measurements of it. The loss stays."""
     change, rule, words = SUPER[fault]
     begin = 1300
-    history = change(drawn(seed), begin)
+    history = change(drawn(0), begin)
     window = {t: [(i, v) for i, v in p if begin - 300 < i <= begin + 300] for t, p in history.items()}
     (finding,) = scan(window)
     assert finding.rule == rule and words in finding.message, finding
@@ -254,12 +253,10 @@ TINY: dict[str, tuple[Callable[[Patient], Any], str, set[str]]] = {
     "residual stream": (lambda p: faults.louder(layers(p)[-1], 2e5), "residual_jump", {"layer_005"}),
     "MTP losses": (tire_mtp, "mtp_loss_jump", {"mtp_1", "mtp_2"}),
 }
-QUICK = ("one router", "a layer's gradients", "MTP losses")
 
 
-@pytest.mark.parametrize(
-    "fault", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in TINY]
-)
+@pytest.mark.full  # values: test_values.py; a warning of a real run: test_layouts.py
+@pytest.mark.parametrize("fault", TINY)
 def test_a_fault_of_a_real_run(fault: str, patients: Callable[[str], Patient]) -> None:
     action, rule, rows = TINY[fault]
     patient = patients("young" if fault == "all routers" else "late")

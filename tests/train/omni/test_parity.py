@@ -112,9 +112,12 @@ def models() -> Iterator[tuple[Any, Any]]:
 
 
 KINDS = ("text", "picture", "images", "video", "videos", "sound", "mixture", "everything", "batch")
+QUICK = ("text", "images", "everything", "batch")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.full) for kind in KINDS]
+)
 def test_logits_and_gradients(models: tuple[Any, Any], kind: str) -> None:
     ours, theirs = models
     media = media_of(kind)
