@@ -192,20 +192,28 @@ def routers(
     return series
 
 
-def test_a_router_that_never_balances_is_reported_when_the_early_phase_ends() -> None:
-    """1 / update rate: 1,000 iterations."""
-    (finding,) = scan(routers(range(10, 3000, 10), lambda i: 1.0 if i > 20 else 0.1))
-    assert (finding.rule, finding.iteration, finding.rows) == ("router_collapse", 1010, ("layer_004",))
-
-
-def test_a_layer_that_had_settled_is_reported_in_the_early_phase() -> None:
-    (finding,) = scan(routers(range(10, 500, 10), lambda i: 1.0 if 20 < i < 60 or i > 300 else 0.1))
-    assert (finding.rule, finding.iteration) == ("router_collapse", 320)
-
-
-def test_a_resumed_run_reports_what_it_finds() -> None:
-    (finding,) = scan(routers(range(5000, 5200, 10), lambda i: 1.0))
-    assert (finding.rule, finding.iteration) == ("router_collapse", 5010)
+@pytest.mark.parametrize(
+    ("iterations", "share", "found"),
+    [
+        # The early phase ends after 1 / update rate: 1,000 iterations.
+        pytest.param(range(10, 3000, 10), lambda i: 1.0 if i > 20 else 0.1, [1010], id="never balances"),
+        pytest.param(
+            range(10, 500, 10),
+            lambda i: 1.0 if 20 < i < 60 or i > 300 else 0.1,
+            [320],
+            id="had settled",
+        ),
+        pytest.param(range(5000, 5200, 10), lambda i: 1.0, [5010], id="resumed"),
+        # A value that moves around the threshold, here 0.9, is not over before it is well below.
+        pytest.param(
+            range(2000, 12_000, 10), lambda i: 0.92 if i // 10 % 8 < 3 else 0.85, [2010], id="trembles"
+        ),
+    ],
+)
+def test_when_a_router_is_reported(iterations: range, share: Shape, found: list[int]) -> None:
+    findings = scan(routers(iterations, share))
+    assert [finding.iteration for finding in findings] == found
+    assert findings[0].rule == "router_collapse" and findings[0].rows == ("layer_004",)
 
 
 def test_each_router_is_judged_by_its_own_number_of_experts() -> None:
@@ -226,12 +234,6 @@ def test_a_fault_that_comes_and_goes_is_reported_ever_more_rarely() -> None:
     assert 3 <= len(found) <= 6 and {finding.rule for finding in found} == {"router_collapse"}
     waits = [after.iteration - before.iteration for before, after in zip(found, found[1:])]
     assert waits == sorted(waits)
-
-
-def test_a_level_that_trembles_is_one_fault() -> None:
-    """A value that moves around the threshold, here 0.9, is not over before it is well below."""
-    series = routers(range(2000, 12_000, 10), lambda i: 0.92 if i // 10 % 8 < 3 else 0.85)
-    assert [finding.iteration for finding in scan(series)] == [2010]
 
 
 @pytest.mark.parametrize(
