@@ -25,12 +25,8 @@ SPEC = ["--spec", "megatron_nemotron3.specs"]
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--log-precision", "0"], "--log-precision 0: give at least 1 iteration"),
         (["--log-precision=often"], "--log-precision often: give at least 1 iteration"),
-        (
-            ["--log-precision", "--backend", "auto", "--precision", "mxfp8"],
-            "use backend te, or emulate=True",
-        ),
+        (["--log-precision", "0"], "--log-precision 0: give at least 1 iteration"),
     ],
 )
 def test_refused(
@@ -72,11 +68,7 @@ def test_when() -> None:
     ("value", "arguments", "message"),
     [
         ("0.5", [], f"{LOG_PRECISION}='0.5': give an interval"),
-        (
-            "5",
-            [],
-            "--spec names another one: use --spec megatron_nemotron3.specs nemotron3_torch_stack_spec",
-        ),
+        ("5", [], "another one: use --spec megatron_nemotron3.specs nemotron3_torch_stack_spec"),
         ("5", [*SPEC, "nemotron3_te_stack_spec"], "nemotron3_te_stack_spec"),
     ],
 )
