@@ -1,8 +1,6 @@
 """The unigram baseline against sums written out, and the split against its own laws."""
 
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -70,19 +68,6 @@ def test_splits_are_read_as_megatron_reads_them(weights):
 def test_a_split_that_says_nothing_is_refused(split):
     with pytest.raises(ValueError, match="give up to three weights"):
         split_documents(split, 10)
-
-
-def test_preparing_data_imports_no_megatron(tmp_path):
-    code = (
-        "import sys; from megatron_nemotron3.train.data import prepare, unigram_baseline\n"
-        f"found = prepare({str(tmp_path)!r}, {str(tmp_path / 'out')!r}, 300)\n"
-        "unigram_baseline(found.prefix, found.split, found.tokenizer.vocab_size)\n"
-        "print([name for name in ('torch', 'megatron.core') if name in sys.modules])"
-    )
-    for number in range(20):
-        (tmp_path / f"{number}.txt").write_text(f"text {number} " * 50)
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.strip() == "[]"
 
 
 @given(st.tuples(*[st.integers(0, 100)] * 3).filter(any), st.integers(1, 10_000))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ require_media()
 pytestmark = pytest.mark.filterwarnings("ignore:.* is experimental:UserWarning")
 
 from megatron_nemotron3.boundary.feed import RowFeed  # noqa: E402
+from megatron_nemotron3.proof.certify.ranks import run_distributed  # noqa: E402
 from megatron_nemotron3.train.omni.data import ChatFile, MediaRows, build_loader, check, describe, in_order  # noqa: E402
 from megatron_nemotron3.train.omni.media import MediaError  # noqa: E402
 from tests.support.world import world_of_one  # noqa: E402
@@ -216,14 +216,6 @@ def test_documents_stay_apart_in_the_model(processor: Any, chats: Path) -> None:
     assert float(packed[batch["loss_mask"] > 0].std()) > 0
 
 
-def test_the_jobs_generator_is_left_alone(processor: Any, chats: Path) -> None:
-    torch.manual_seed(3)
-    expect = torch.rand(2)
-    torch.manual_seed(3)
-    batches(chats, processor, 1)
-    assert torch.equal(torch.rand(2), expect)
-
-
 class Collecting(torch.utils.data.Dataset[int]):
     """Collects garbage in the process that makes an item, and counts what was collected there."""
 
@@ -256,28 +248,26 @@ def test_a_worker_leaves_its_parents_garbage() -> None:
     assert collected == [1], "the parent collects it as before"
 
 
-def _bad(folder: Path) -> dict[str, list[Any]]:
-    """Lines that cannot be used, by what is wrong."""
+def _half_a_picture(folder: Path) -> list[Any]:
+    """A line whose picture cannot be decoded."""
     good = folder / "tall.jpg"
     (folder / "half.jpg").write_bytes(good.read_bytes()[: good.stat().st_size // 2])
-    return {
-        "decode": [part("image", "half.jpg")],
-        "long": [part("image", "tall.jpg")] * 20,
-    }
+    return [part("image", "half.jpg")]
 
 
-WORDS = {
-    "decode": "half.jpg: not a picture that can be decoded",
-    "long": "its media have [0-9]+ tokens, the sequence has 192",
-}
-
-
-@pytest.mark.parametrize("kind", WORDS)
-def test_check_names_the_line(processor: Any, chats: Path, kind: str) -> None:
-    bad = [*CHATS[:3], _bad(chats.parent)[kind], *CHATS[3:], _bad(chats.parent)["decode"]]
-    path = write_chats(chats.parent / f"bad-{kind}.jsonl", bad)
-    with pytest.raises(MediaError, match=rf"^\S*bad-{kind}\.jsonl:4: .*{WORDS[kind]}") as raised:
-        check(ChatFile(path, processor, CONFIG, LENGTH), workers=2 if kind == "decode" else 0)
+@pytest.mark.parametrize(
+    ("workers", "message"),
+    [
+        (2, "half.jpg: not a picture that can be decoded"),
+        (0, "its media have [0-9]+ tokens, the sequence has 192"),
+    ],
+)
+def test_check_names_the_line(processor: Any, chats: Path, workers: int, message: str) -> None:
+    damaged = _half_a_picture(chats.parent)
+    bad = [*CHATS[:3], damaged if workers else [part("image", "tall.jpg")] * 20, *CHATS[3:], damaged]
+    path = write_chats(chats.parent / f"bad-{workers}.jsonl", bad)
+    with pytest.raises(MediaError, match=rf"^\S*bad-{workers}\.jsonl:4: .*{message}") as raised:
+        check(ChatFile(path, processor, CONFIG, LENGTH), workers=workers)
     assert "\n" not in str(raised.value)
 
 
@@ -286,37 +276,21 @@ def test_a_good_file_passes(processor: Any, chats: Path) -> None:
     assert f"{len(CHATS)} conversations in" in text and "% full" in text
 
 
-def test_every_rank_raises_the_same(processor: Any, chats: Path, tmp_path: Path) -> None:
+def test_every_rank_raises_the_same(processor: Any, chats: Path) -> None:
     """The second rank decodes the damaged picture; the first raises its error, too."""
-    bad = [CHATS[1], _bad(chats.parent)["decode"], *CHATS[2:4]]
+    bad = [CHATS[1], _half_a_picture(chats.parent), *CHATS[2:4]]
     path = write_chats(chats.parent / "bad-ranks.jsonl", bad)
-    said = ranks(path, processor, tmp_path)
+    said = run_distributed(_check_on_rank, 2, path, processor)
     assert said[0] == said[1] and "bad-ranks.jsonl:2: " in said[0] and "half.jpg" in said[0]
 
 
-def ranks(path: Path, processor: Any, folder: Path) -> list[str]:
-    """What `check` raises on each of two forked ranks."""
-    import multiprocessing
-
-    def run(rank: int) -> None:
-        torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
-        )
-        try:
-            check(ChatFile(path, processor, CONFIG, LENGTH))
-            text = "nothing"
-        except ValueError as problem:
-            text = f"{type(problem).__name__}: {problem}"
-        (folder / f"{rank}.txt").write_text(text)
-        os._exit(0)
-
-    context = multiprocessing.get_context("fork")
-    started = [context.Process(target=run, args=(rank,)) for rank in (0, 1)]
-    for process in started:
-        process.start()
-    for process in started:
-        process.join(60)
-    return [(folder / f"{rank}.txt").read_text() for rank in (0, 1)]
+def _check_on_rank(path: Path, processor: Any) -> str:
+    """What `check` raises."""
+    try:
+        check(ChatFile(path, processor, CONFIG, LENGTH))
+    except ValueError as problem:
+        return f"{type(problem).__name__}: {problem}"
+    return "nothing"
 
 
 def test_an_error_of_a_worker_is_one_line(processor: Any, chats: Path, tmp_path: Path) -> None:
