@@ -181,7 +181,6 @@ def test_fp32_parity(device: str, name: str, kernels: bool | None) -> None:
     found, expected = step(ours, model, device, kernels), step_of_oracle(theirs, model, device)
     difference = (found.logits - expected.logits).abs().max().item()
     worst = gradient_errors(found, expected)[0]
-    print(f"{device} {name} kernels {kernels}: logits {difference:.1e}, gradient {worst[0]:.1e} ({worst[1]})")
     assert expected.logits.std() > 0.3
     assert difference <= LOGITS_ATOL
     assert found.loss == pytest.approx(expected.loss, abs=1e-4)
@@ -198,14 +197,9 @@ def test_bf16_parity(device: str, name: str, kernels: bool | None) -> None:
     expected = step_of_oracle(oracle(ours, model, device), model, device)
     found = step(ours, model, device, kernels)
     theirs = step_of_oracle(oracle(ours, model, device, torch.bfloat16), model, device)
-    errors, their_errors = gradient_errors(found, expected), gradient_errors(theirs, expected)
+    errors = gradient_errors(found, expected)
     logits, their_logits = (error(side.logits, expected.logits) for side in (found, theirs))
     median = errors[len(errors) // 2][0]
-    print(
-        f"{device} {name} kernels {kernels}, in eps: logits {logits / EPS:.2f} ({their_logits / EPS:.2f}), "
-        f"gradients median {median / EPS:.2f} ({their_errors[len(errors) // 2][0] / EPS:.2f}), "
-        f"worst {errors[0][0] / EPS:.2f} {errors[0][1]} ({their_errors[0][0] / EPS:.2f} {their_errors[0][1]})"
-    )
     assert logits <= LOGITS_RTOL
     assert median <= GRADIENT_MEDIAN_RTOL
     assert errors[0][0] <= GRADIENT_WORST_RTOL, errors[0]
@@ -215,7 +209,6 @@ def test_bf16_parity(device: str, name: str, kernels: bool | None) -> None:
 #: Mistake -> attribute of transformers' modules and what becomes of it. Smaller ones show in FP32.
 MISTAKES: dict[str, tuple[str, Any]] = {
     "scaling factor off by 10 %": ("routed_scaling_factor", lambda old: 1.1 * old),
-    "attention scale off by half": ("scaling", lambda old: 1.5 * old),
     "no skip connection D": ("D", torch.zeros_like),
     "one expert fewer": ("top_k", lambda old: old - 1),
 }
@@ -275,7 +268,6 @@ def test_kernels_on_and_off(device: str, dtype: torch.dtype, monkeypatch: pytest
     ]
     off, on = steps
     logits, worst = error(on.logits, off.logits), gradient_errors(on, off)[0]
-    print(f"{device} {dtype}, kernels on and off: logits {logits:.1e}, gradient {worst[0]:.1e} {worst[1]}")
     narrow = dtype == torch.bfloat16
     # Two BF16 results, each off by its own rounding errors.
     assert logits <= (2**0.5 * LOGITS_RTOL if narrow else 1e-5)
@@ -328,7 +320,6 @@ def test_host_waits_once_a_moe_layer(device: str, how: str, kernels: bool | None
     with gpu_kernels(kernels):
         one_step()  # compilation and first allocations may wait
         waits = host_waits(one_step, device)
-    print(f"{device} {how}, kernels {kernels}: {waits} waits in a step")
     passes = 2 if how == "full" else 1
     on_host = HOST_TENSORS.get((device, how), 0) * model.pattern.count("*")
     per_layer = 0 if kernels is not False and device == "cuda" else WAITS_PER_MOE

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
 import json
 import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -94,58 +94,28 @@ def test_what_was_packed_can_be_used(pack: Path, tmp_path: Path) -> None:
     assert again.returncode == 2 and "exists: give another folder" in again.stderr
 
 
-@pytest.mark.parametrize("case", ["missing", "damaged", "manifest", "group"])
-def test_what_is_wrong_is_said_before_anything_is_made(pack: Path, tmp_path: Path, case: str) -> None:
-    mine, words = copy(pack, tmp_path / "pack"), []
-    if case == "missing":
-        (mine / "te.tar.01").unlink()
-        message = "te.tar.01 is missing: carry it, too, or unpack with --groups base"
-    elif case == "damaged":
-        data = bytearray((mine / "base.tar.01").read_bytes())
-        data[10] ^= 1
-        (mine / "base.tar.01").write_bytes(data)
-        message = "base.tar.01 is damaged"
-    elif case == "manifest":
-        (mine / "MANIFEST.json").unlink()
-        message = "has no MANIFEST.json"
-    else:
-        words, message = ["--groups", "all"], "no group 'all': use base, te"
-    done = unpacked(mine, tmp_path / "gpu", *words)
+def _damage(part: Path) -> None:
+    data = bytearray(part.read_bytes())
+    data[10] ^= 1
+    part.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "message"),
+    [
+        ("te.tar.01", Path.unlink, "te.tar.01 is missing: carry it, too, or unpack with --groups base"),
+        ("base.tar.01", _damage, "base.tar.01 is damaged"),
+        ("MANIFEST.json", Path.unlink, "has no MANIFEST.json"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_made(
+    pack: Path, tmp_path: Path, part: str, change: Callable[[Path], None], message: str
+) -> None:
+    mine = copy(pack, tmp_path / "pack")
+    change(mine / part)
+    done = unpacked(mine, tmp_path / "gpu")
     assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "gpu").exists()
-
-
-def test_transformer_engine_is_for_the_cuda_of_torch(
-    pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its core library is published for 12 and for 13; the base group does not depend on it."""
-    assert gpu_pack.transformer_engine("12")[1].startswith("transformer-engine-cu12==")
-    torch = tmp_path / "torch"
-    torch.mkdir()
-    monkeypatch.setattr(gpu_pack, "torch_folder", lambda: torch)
-    for text, problem in (
-        (
-            "cuda: Optional[str] = '12.8'\n",
-            "is for CUDA 13, the torch here for 12.8: make the pack with --cuda 12",
-        ),
-        ("__all__ = ['cuda']\ncuda: Optional[str] = '13.0'\n", None),
-        ("cuda: Optional[str] = None\n", None),
-    ):
-        (torch / "version.py").write_text(text)
-        with pytest.raises(ValueError, match=problem) if problem else contextlib.nullcontext():
-            assert set(gpu_pack.check(pack, [])) == {"base", "te"}
-        assert set(gpu_pack.check(pack, ["base"])) == {"base"}
-
-
-def test_a_part_travels_with_the_checkout() -> None:
-    """A transfer of 64 MiB carries the tracked files, too, and they grow."""
-    root = Path(gpu_pack.__file__).parents[1]
-    listed = subprocess.run(["git", "-C", root, "ls-files", "-z"], capture_output=True, text=True)
-    if listed.returncode:
-        pytest.skip("no git checkout")
-    files = [root / name for name in listed.stdout.split("\0") if name]
-    tracked = sum(file.stat().st_size for file in files if file.is_file())
-    assert gpu_pack.PART + tracked <= 64 * 2**20 - 2**20
 
 
 def test_torch_and_what_is_there_are_left_out() -> None:

@@ -149,7 +149,6 @@ def test_a_step_has_the_values_of_torch(device: str) -> None:
     wanted, found = (step(model, device, compiled) for compiled in (False, True))
     assert found[0] == pytest.approx(wanted[0], rel=1e-4)
     worst = difference(found[1], wanted[1])
-    print(f"{device}: loss off by {abs(found[0] - wanted[0]):.1e}, the worst gradient by {worst:.1e}")
     assert worst <= 1e-2
 
 

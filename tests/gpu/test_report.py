@@ -33,11 +33,6 @@ def report() -> Iterator[Any]:
         yield importlib.import_module("gpu_report")
 
 
-@pytest.fixture
-def compare(report: Any) -> Any:
-    return importlib.import_module("gpu_compare")
-
-
 def parity(error: float = 0.0, one: float = 0.0) -> dict[str, Any]:
     """Sketches of three tensors, by so much unlike those of `parity()`; one of them by `one` more."""
     gradients = {name: [3.0 * (1 + error), 4.0] for name in ("a", "b", "c")}
@@ -99,7 +94,9 @@ def test_steps(report: Any, tmp_path: Path) -> None:
     assert all(word in text for word in ("NVIDIA H200", "driver 580.159.04", "commit abc", "`c`"))
 
 
-def test_a_missing_or_broken_gradient_differs(compare: Any) -> None:
+def test_a_missing_or_broken_gradient_differs(report: Any) -> None:
+    compare = importlib.import_module("gpu_compare")
+    assert compare.agrees(0.01, 0.01, 0.1) and not compare.agrees(0.05, 0.01, 0.1)
     found = parity()
     del found["gradients"]["c"]
     assert compare.differences(found, parity())[1] == math.inf

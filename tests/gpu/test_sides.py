@@ -11,7 +11,7 @@ import torch
 from benchmarks import gpu_model, gpu_weights
 from benchmarks.gpu_world import host_waits, world
 from megatron_nemotron3.cpu import cpu_mode
-from megatron_nemotron3.models import Nemotron3Config, get
+from megatron_nemotron3.models import Nemotron3Config
 from tests.support.model_mapping import megatron_model, to_transformers, transformers_config
 
 
@@ -32,15 +32,6 @@ def test_waits_on_cuda_are_warnings_and_calls(monkeypatch: pytest.MonkeyPatch) -
         assert host_waits(one_step, "cuda") == 5
         assert modes == ["warn", "default"]
         assert (torch.cuda.Event.synchronize, torch.cuda.synchronize) == before
-
-
-def test_stacks_keep_the_published_proportions() -> None:
-    """Nano: 23 M, 23 E, 6 *; Super: 40, 40, 8."""
-    assert gpu_model.stack("nano").pattern == "MEMEM*EME"
-    assert gpu_model.stack("super").pattern == "MEMEMEM*EME"
-    for name in ("nano", "super"):
-        config, published = gpu_model.stack(name), get(name)
-        assert config.but(pattern=published.pattern) == published.but(mtp_pattern=None, mtp_num_layers=0)
 
 
 def test_experts_are_halved_until_they_fit() -> None:
@@ -81,8 +72,7 @@ def value(n: int | None) -> int:
     return n
 
 
-@pytest.mark.parametrize("name", ["nano", "super"])
-@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize(("name", "pinned"), [("nano", False), ("super", True)])
 def test_sides_hold_the_same_weights(name: str, pinned: bool) -> None:
     """Filled by name, converted by the parity tests' own table."""
     transformers = pytest.importorskip("transformers")
@@ -107,28 +97,16 @@ def relative(a: list[float], b: list[float]) -> float:
     return ((x - y).norm() / y.norm()).item()
 
 
-@pytest.mark.parametrize("where", ["everywhere", "one column"])
-@pytest.mark.parametrize("shape", [(1000, 61), (7, 3, 5)])
-def test_sketches_tell_how_far_tensors_are_apart(shape: tuple[int, ...], where: str) -> None:
+@pytest.mark.parametrize("columns", [slice(None), slice(2, 3)], ids=["everywhere", "one column"])
+def test_sketches_tell_how_far_tensors_are_apart(columns: slice) -> None:
     """On average over names; single estimates scatter most where the difference is one column."""
     generator = torch.Generator().manual_seed(1)
-    a = torch.randn(shape, generator=generator)
-    change = 0.05 * torch.randn(shape, generator=generator)
-    if where != "everywhere":
-        mask = torch.zeros(shape)
-        mask[..., 2] = 1.0
-        change = change * mask
+    a, noise = torch.randn(2, 7, 3, 5, generator=generator)
+    change = torch.zeros_like(a)
+    change[..., columns] = 0.05 * noise[..., columns]
     true = (change.norm() / a.norm()).item()
     found = []
     for number in range(40):
         sketch = [gpu_weights.sketch(f"t{number}", t).tolist() for t in (a + change, a)]
         found.append(relative(*sketch) ** 2)
     assert sum(found) / len(found) == pytest.approx(true**2, rel=0.35)
-
-
-def test_sketches_of_experts_are_added() -> None:
-    """A wrong expert shows in the sketch of its layer; experts in another order, too."""
-    x, y = torch.randn(4, 6, generator=torch.Generator().manual_seed(2)).chunk(2)
-    (both,) = gpu_weights.sketches([("up#0", x), ("up#1", y)]).values()
-    (swapped,) = gpu_weights.sketches([("up#0", y), ("up#1", x)]).values()
-    assert relative(both, both) == 0.0 and relative(swapped, both) > 0.5

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -102,37 +100,3 @@ def test_other_stages(name: str) -> None:
         "tests": {"tests"},
     }
     assert set(kinds(rows_of(name))) == expected[name]
-
-
-@pytest.mark.full
-def test_everything_on_a_cpu(gpu: Any, tmp_path: Path) -> None:
-    """All stages as processes: no budget, interrupted in a stage, continued, and the tables."""
-    path = tmp_path / "results.jsonl"
-    words = [sys.executable, str(BENCHMARKS / "gpu.py"), "--device", "cpu", "--small", "--results", str(path)]
-
-    def call(*more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*words, *more], capture_output=True, text=True, timeout=1500)
-
-    done = call("--budget", "1s")
-    assert done.returncode == 3 and "the same command goes on from here" in done.stdout, done.stderr
-    process, log = subprocess.Popen(words, stdout=subprocess.DEVNULL), path.with_suffix(".log")
-    while not (log.exists() and "\n== tests\n" in log.read_text(errors="replace")):
-        assert process.poll() is None
-        time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130
-    before = gpu.Results(path).stages()
-    assert {name: stage["status"] for name, stage in before.items()} == {
-        "versions": "ok",
-        "tests": "interrupted",
-    }
-    done = call("--budget", "30m")
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = gpu.Results(path).stages()
-    assert list(found) == [stage.name for stage in gpu.STAGES] and found["versions"] == before["versions"]
-    skipped = {name for name, record in found.items() if record["status"] == "skipped"}
-    assert skipped == {f"step.{width}.{side}" for width in gpu.WIDTHS for side in ("te", "mamba-ssm")}
-    assert [row["side"] for row in found["plan"]["rows"]] == ["plain", "plain"]
-    words = [sys.executable, str(BENCHMARKS / "gpu_report.py"), str(path), "--print", "--operations"]
-    tables = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-    assert tables.startswith("A rehearsal") and tables.count("| agrees |") == 2 and "differs" not in tables

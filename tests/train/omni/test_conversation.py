@@ -291,11 +291,12 @@ def test_missing_libraries(
     processor: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, library: str, name: str, kind: str
 ) -> None:
     """What to install, and no traceback of an import."""
-    for module in (library, "PIL.Image", "torchvision"):
+    for module in (library, "PIL.Image"):
         monkeypatch.setitem(sys.modules, module, None)
     cure = r"\S+ is not installed: pip install megatron-nemotron3\[omni]"
     with pytest.raises(MediaError, match=f"{name}: {cure}"):
         sample([say("user", part(kind, name))], processor, CONFIG, folder=folder)
+    monkeypatch.setitem(sys.modules, "torchvision", None)
     with pytest.raises(ValueError, match=f"torchvision {cure[4:]}"):
         load_processor(folder)
 
