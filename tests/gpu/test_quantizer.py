@@ -98,7 +98,9 @@ def test_a_cuda_graph_draws_anew() -> None:
 # A model
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=on_gpu)])
+@pytest.fixture(
+    scope="module", params=[pytest.param("cpu", marks=pytest.mark.full), pytest.param("cuda", marks=on_gpu)]
+)
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
     with world(request.param):
         yield request.param

@@ -61,7 +61,7 @@ def _datasets(args, tokenizer, sizes):
     return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
 
 
-@pytest.fixture(scope="module", params=["bpe", "bytes"])
+@pytest.fixture(scope="module", params=["bpe", pytest.param("bytes", marks=pytest.mark.full)])
 def run(request, tmp_path_factory):
     """(prepared, args, Megatron's tokenizer, one epoch of training, one epoch of validation)."""
     folder = tmp_path_factory.mktemp("data")

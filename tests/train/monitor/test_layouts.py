@@ -123,34 +123,14 @@ LINE = ("worst MaxVio", "in a micro-batch", "dead experts", "residual RMS last/f
 
 
 def test_the_real_log_line_and_tensorboard_agree() -> None:
-    """Of one process: every step, every series, every layer."""
+    """Of one process, at every step. Which rows the series have, and their values: test_values.py."""
     lines, history = run("one")
     assert sorted(lines) == [1, 2]
-    decoder, mtp = range(1, 5), [(d, n) for d in (1, 2) for n in (1, 2)]
-    residual = {f"layer_{n:03d}" for n in decoder} | {f"mtp_{d}_layer_{n}" for d, n in mtp}
-    moe = {"layer_001", "layer_004", "mtp_1_layer_2", "mtp_2_layer_2"}
-    weights_of = {f"layer_{n:03d}" for n in decoder} | {"mtp_layer_1", "mtp_layer_2"}
-    routers = {"layer_001", "layer_004", "mtp_layer_2"}
-    rows = {
-        "max_vio": moe,
-        "max_vio_micro_mean": moe,
-        "max_vio_micro_worst": moe,
-        "latent_rms": moe,
-        "max_vio_interval": routers,
-        "dead_experts": routers,
-        "dead_experts_interval": routers,
-        "expert_bias_spread": routers,
-        "expert_bias_mean": routers,
-        "residual_rms": residual,
-        "zero_gradients": weights_of,
-    }
     series = monitored(history)
-    assert {tag for tag in series if not tag.startswith("monitor/")} == {
-        f"{kind}/{row}" for kind in KINDS for row in rows[kind]
-    }
+    assert {tag.split("/")[0] for tag in series} == {*KINDS, "monitor"}
     assert all(sorted(points) == [1, 2] for points in series.values())
     for step, line in lines.items():
-        worst = max(series[f"max_vio/{row}"][step] for row in moe)
+        worst = max(points[step] for tag, points in series.items() if tag.startswith("max_vio/"))
         assert line.values["worst MaxVio"] == pytest.approx(worst, abs=6e-3)
         assert line.values["dead experts"] == series["monitor/dead_experts"][step]
         share = 100 * series["monitor/zero_gradients"][step]

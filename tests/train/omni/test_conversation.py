@@ -130,30 +130,6 @@ def test_several_videos_and_pictures(processor: Any, folder: Path) -> None:
     assert text == f"<|im_start|>user\n{''.join(ids)}hello<|im_end|>\n"
 
 
-def test_rows_of_the_encoders(processor: Any, folder: Path) -> None:
-    """The encoders give as many rows as there are ids; a video's are those of transformers' model."""
-    from megatron_nemotron3.train.omni.encoders import SoundEncoder, VisionEncoder
-
-    torch.manual_seed(1)
-    vision, sound = VisionEncoder(CONFIG.vision).eval(), SoundEncoder(CONFIG.sound).eval()
-    names = ("tall.jpg", "odd.mkv", "wide.png", "even.mp4")
-    kinds = {".mkv": "video", ".mp4": "video"}
-    parts = [part(kinds.get(name[-4:], "image"), name) for name in names]
-    parts += [part("audio", name) for name in ("short.flac", "long.wav")]
-    found = sample([say("user", *parts)], processor, CONFIG, folder=folder)
-    inputs = found["modality_inputs"]
-    with torch.no_grad():
-        seen = vision(**inputs["vision"]["radio"])
-        heard = sound(**inputs["sound"]["parakeet"])
-        each = []
-        for one in parts[:4]:
-            alone = sample([say("user", one)], processor, CONFIG, folder=folder)
-            each.append(vision(**alone["modality_inputs"]["vision"]["radio"]))
-    assert len(seen) == int((found["input_ids"] == CONFIG.image_token_id).sum())
-    assert len(heard) == int((found["input_ids"] == CONFIG.sound_token_id).sum())
-    torch.testing.assert_close(seen, torch.cat(each), atol=1e-5, rtol=0)
-
-
 def test_joined_conversations(processor: Any, folder: Path) -> None:
     """Media of several conversations in the order of their positions; sounds padded to the longest."""
     chats = [
