@@ -20,6 +20,7 @@ from megatron_nemotron3.models import Nemotron3Config, get
 from megatron_nemotron3.precision.settings import gpu_kernels
 from tests.support import parity
 from tests.support.model_mapping import megatron_model, randomize, to_transformers
+from tests.support.models import FULL_RECOMPUTE
 
 transformers = pytest.importorskip("transformers")
 
@@ -278,11 +279,7 @@ def test_kernels_on_and_off(device: str, dtype: torch.dtype, monkeypatch: pytest
 # --- recomputation ------------------------------------------------------------------------------------
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
-    "full": {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    },
+    "full": FULL_RECOMPUTE,
     "selective": {
         "recompute_granularity": "selective",
         "recompute_modules": ["core_attn", "mlp", "moe_act", "shared_experts"],

@@ -6,7 +6,6 @@ told to round anywhere else as well: ours must agree with the former and not wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -22,7 +21,6 @@ from torch import Tensor
 from megatron_nemotron3 import build_model
 from megatron_nemotron3.models import get
 from tests.support.model_mapping import megatron_model, randomize
-from tests.support.world import world_of_one
 
 MODEL = get("super-tiny").but(pattern="ME*", vocab_size=256, mtp_pattern=None, mtp_num_layers=0)
 MAMBA, MOE, ATTENTION = range(3)
@@ -33,12 +31,6 @@ U = 2.0**-9
 #: are spread over [-U, U]. Agreement to a quarter of that leaves no room for an undocumented rounding, and
 #: room for the few elements that FP32 errors push over a rounding border (each by 2 U).
 BOUND = U / 3**0.5 / 4
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[None]:
-    with world_of_one():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from megatron_nemotron3.precision import quantizer, scales, triton_grouped  # no
 from megatron_nemotron3.precision.settings import emulating, gpu_kernels, parse_emulation
 from tests.support.fake_cuda import DEVICE, HostWait, backward, fake_cuda, first_of_two_ranks
 from tests.support.model_mapping import megatron_model
+from tests.support.models import FULL_RECOMPUTE
 
 #: Widths that `grouped_mm` takes, head 64 and state 128 as published.
 MODEL = get("super-tiny").but(
@@ -35,8 +36,6 @@ MODEL = get("super-tiny").but(
 )
 TOKENS = 200
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-SELECTIVE = {"recompute_granularity": "selective"}
 
 
 def packed(how: str | None) -> Any:
@@ -111,11 +110,13 @@ def test_mtp_reads_the_borders_of_a_pack_once(monkeypatch: pytest.MonkeyPatch) -
     assert len(read) == 1
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [FULL, {**SELECTIVE, "recompute_modules": ["core_attn", "mlp", "moe_act", "shared_experts"]}],
-    ids=["full", "selective"],
-)
+SELECTIVE = {
+    "recompute_granularity": "selective",
+    "recompute_modules": ["core_attn", "mlp", "moe_act", "shared_experts"],
+}
+
+
+@pytest.mark.parametrize("changes", [FULL_RECOMPUTE, SELECTIVE], ids=["full", "selective"])
 def test_recomputed(changes: dict[str, Any]) -> None:
     assert step("ME", "packed", **changes) == set()
 

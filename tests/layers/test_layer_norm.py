@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,16 +16,10 @@ from tests.parallel.case import Case
 from tests.parallel.compare import check
 from tests.parallel.layouts import small
 from tests.support.model_mapping import transformer_config
-from tests.support.world import world_of_one
 
+pytestmark = pytest.mark.usefixtures("world")
 MODEL = get("super-tiny").but(pattern="ME*", vocab_size=256)
 D, OUT = 24, 40
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world() -> Iterator[None]:
-    with world_of_one():
-        yield
 
 
 def config(**changes: Any) -> Any:

@@ -6,7 +6,7 @@ multi-token prediction against its recursion and its losses; what the modules re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +31,6 @@ from megatron_nemotron3.layers.norm import NormBuilder, RMSNorm
 from megatron_nemotron3.models import get
 from tests.support.model_mapping import megatron_model, randomize, transformer_config
 from tests.support.references import grouped_linear_reference
-from tests.support.world import world_of_one
 
 #: "ME*/*E/*E": each kind once (their place in it below), then two depths of one MTP block.
 MODEL = get("super-tiny").but(pattern="ME*", vocab_size=256)
@@ -105,12 +104,6 @@ def mamba_layer(layer: Any, x: Tensor) -> Tensor:
 
 
 DEFINITIONS = {MAMBA: mamba_layer, MOE: moe_layer, ATTENTION: attention_layer}
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[None]:
-    with world_of_one():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import torch
 
 from megatron_nemotron3.layers.padding import local_mask, padding_of_pack
 from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
-from tests.support.models import build_hybrid
+from tests.support.models import FULL_RECOMPUTE, build_hybrid
 
 #: Real tokens and length of the padded row: under TP 2 the second rank has 6 real tokens and 26 of padding.
 REAL, ROW = 38, 64
@@ -106,11 +106,6 @@ def _row(length: int, named: dict[str, Any]) -> dict[str, Any]:
 def _padded_and_alone(recompute: bool) -> tuple[list[dict[str, torch.Tensor]], int]:
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     initialize(tp=world)
-    full: dict[str, Any] = {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    }
     torch.manual_seed(5)
     model = build_hybrid(
         PATTERN,
@@ -118,7 +113,7 @@ def _padded_and_alone(recompute: bool) -> tuple[list[dict[str, torch.Tensor]], i
         mtp_use_repeated_layer=True,
         moe_aux_loss_coeff=0.1,
         calculate_per_token_loss=True,
-        **(full if recompute else {}),
+        **(FULL_RECOMPUTE if recompute else {}),
     )
     alone = _step(model, _row(REAL, {}))
     padding = (torch.arange(ROW) >= REAL)[None]

@@ -6,7 +6,7 @@ Last, what experts never hold: a tensor of [tokens, experts, width].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,6 @@ from megatron_nemotron3.layers.backend import te_problem
 from megatron_nemotron3.models import Nemotron3Config, get
 from tests.support.model_mapping import megatron_model, randomize
 from tests.support.parity import forward, relative_differences, text, without_mtp
-from tests.support.world import world_of_one
 
 #: "ME*-/*E/*E": the MoE and the attention are visited three times, the dense MLP once.
 MODEL = get("super-tiny").but(pattern="ME*-", dense_ffn_hidden_size=256, vocab_size=256)
@@ -46,12 +45,6 @@ class Step:
     buffers: dict[str, Tensor]  # the routers' counts of tokens among them
     auxiliary: Tensor  # the load-balancing loss of every layer
     saved: int  # bytes autograd held after forward, parameters not counted
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[None]:
-    with world_of_one():
-        yield
 
 
 def held_bytes(model: torch.nn.Module, run: Callable[[], Tensor]) -> tuple[Tensor, int, int]:

@@ -11,7 +11,7 @@ import torch
 from megatron_nemotron3.models.series import KINDS
 from megatron_nemotron3.proof.certify.ranks import run_distributed
 from megatron_nemotron3.train import log
-from tests.support.models import SIZES
+from tests.support.models import FULL_RECOMPUTE, SIZES
 from tests.support.monitored_step import MICRO_BATCHES, Run, run
 
 EXPERTS, TOPK = SIZES["num_moe_experts"], SIZES["moe_router_topk"]
@@ -218,7 +218,7 @@ def recomputed(granularity: dict[str, Any]) -> Run:
 
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "full": FULL_RECOMPUTE,
     "moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,17 +12,11 @@ from megatron_nemotron3.models.omni import get_omni
 from megatron_nemotron3.train.omni.encoders import Projector, SoundEncoder, VisionEncoder
 from megatron_nemotron3.train.omni.model import LANGUAGE, SOUND, VISION, build
 from tests.support.omni_oracle import pair
-from tests.support.world import world_of_one
 from tests.train.omni.test_parity import media_of
 
+pytestmark = pytest.mark.usefixtures("world")
 MODEL = get_omni("nano-omni-tiny")
 ONE = dict.fromkeys((LANGUAGE, VISION, SOUND), Layout.of())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world() -> Iterator[None]:
-    with world_of_one():
-        yield
 
 
 def test_bfloat16_is_that_of_transformers() -> None:
