@@ -81,15 +81,6 @@ def test_the_script_refuses_other_options(change: dict[str, object], message: st
     assert said is None if message is None else message in str(said)
 
 
-@pytest.mark.full
-def test_context_parallel(inputs: list[str], tmp_path: Path) -> None:
-    """Two ranks share each row; only the stock script needs Transformer Engine for that."""
-    more = ["--cp", "2", "--steps", "6", "--lr", "4e-3", "--", "--eval-iters", "1"]
-    assert cli.main([*inputs, *more]) == 0
-    steps = log.read(str(tmp_path / "run" / "train.log")).steps
-    assert steps[6].loss < steps[1].loss - 0.5
-
-
 @pytest.mark.parametrize("mean", ["tokens", pytest.param("conversations", marks=pytest.mark.full)])
 def test_held_out_loss_falls(
     inputs: list[str],
