@@ -1,4 +1,4 @@
-"""The train command from end to end: text in, falling loss, interrupt, checkpoint, resume; and wrong words."""
+"""The train command from end to end: text in, falling loss, interrupt, resume; and words that are wrong."""
 
 from __future__ import annotations
 
