@@ -180,6 +180,7 @@ def test_a_second_training_is_refused(
     for name in RANK_VARIABLES:
         monkeypatch.setenv(name, "0")
         monkeypatch.delenv(name)
+    monkeypatch.setattr(lock, "_LOOK", 0.05)  # the seconds in which a holder may end
     folder = trained / "checkpoints"
     with lock.held(folder, "the first"):
         before = listing()
