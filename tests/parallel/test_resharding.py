@@ -86,7 +86,7 @@ def test_any_layout_loads_any_other(saved: str, loaded: str, tmp_path: Path) -> 
     [
         # The embedding MTP shares between the first and the last stage has a bucket of its own.
         pytest.param("super", _L(pp=2), (), True, id="MTP in a pipeline"),
-        pytest.param("nano", _L(pp=2), (), False, id="pipeline"),
+        pytest.param("nano", _L(pp=2), (), False, id="pipeline", marks=pytest.mark.full),
         pytest.param("nano", _L(dp=2), _BUCKETS, True, id="buckets", marks=pytest.mark.full),
         pytest.param("nano", _L(dp=2), (), False, id="one bucket", marks=pytest.mark.full),
     ],
