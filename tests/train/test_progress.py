@@ -44,7 +44,7 @@ def _after(*lines: str, interrupts: int = 0) -> TrainProgress:
         ("OSError: [Errno 28] No space left on device", "the disk is full"),
         ("OSError: [Errno 122] Disk quota exceeded", "the disk quota is used up"),
         ("OSError: [Errno 27] File too large", "ulimit -f"),
-        ("PermissionError: [Errno 13] Permission denied: '/x'", "make the folder writable"),
+        ("PermissionError: [Errno 13] Permission denied: '/'", "Permission denied: make the folder writable"),
         ("OSError: [Errno 5] Input/output error", "Input/output error: check the disk"),
         ("FileNotFoundError: [Errno 2] No such file or directory: '/x'", "is missing"),
         ("BrokenPipeError: [Errno 32] Broken pipe", "collects the results of Megatron's checkpoint writer"),
