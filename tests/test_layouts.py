@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from megatron_nemotron3.checkpoints import folders
 from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.train import log, processes
@@ -44,7 +42,7 @@ LAYOUTS = {
     "dp2-distributed-optimizer": (ParallelLayout(dp=2), ("--use-distributed-optimizer",)),
 }
 #: The others run nightly: tests/parallel compares layouts step by step.
-QUICK = ("one",)
+QUICK = ("one", "dp2-distributed-optimizer")
 SAME_WEIGHTS = {
     "dp2-distributed-optimizer": "one",
     "ep2-alltoall": "ep2-allgather",
@@ -101,15 +99,11 @@ def test_trains(script: Path, name: str) -> None:
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_resuming_the_distributed_optimizer_changes_nothing(script: Path, tmp_path: Path) -> None:
     """Upstream cannot resume it with torch's Adam; the shim mends that (cpu/megatron.py)."""
-    layout, extra = LAYOUTS["dp2-distributed-optimizer"]
-    schedule = short_schedule(STEPS, eval_iters=1, save_interval=2)
-    words = mock_argv(CONFIG, layout, schedule, extra, save=str(tmp_path), load=str(tmp_path))
-    whole = _train(script, layout, words).steps
-    for number, step in _run(script, "one").steps.items():
-        assert whole[number].loss == pytest.approx(step.loss, rel=3e-6)
-    shutil.rmtree(folders.checkpoint_path(tmp_path, STEPS))
-    folders.write_tracker(tmp_path, 2)
-    resumed = _train(script, layout, words).steps
+    name, folder = "dp2-distributed-optimizer", str(tmp_path)
+    layout, extra = LAYOUTS[name]
+    _train(script, layout, _argv(layout, (*extra, "--exit-interval", "2"), save=folder))
+    resumed = _train(script, layout, _argv(layout, extra, load=folder)).steps
+    whole = _run(script, name).steps
     assert sorted(resumed) == [3, 4]
     assert resumed[3].loss == pytest.approx(whole[3].loss, rel=3e-6)
     # The second line of a run averages with the first (upstream).

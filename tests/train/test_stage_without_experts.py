@@ -21,9 +21,9 @@ FIRST = LAST.but(pattern="ME*-M*-")
 STEPS = 5
 
 
-def _train(config, layout: ParallelLayout, folder: Path, load: Path, *extra: str) -> log.Curve:
+def _train(config, layout: ParallelLayout, *extra: str, **folders: str) -> log.Curve:
     schedule = short_schedule(STEPS, seq_length=32, global_batch_size=4)
-    argv = mock_argv(config, layout, schedule, extra, save=str(folder), load=str(load))
+    argv = mock_argv(config, layout, schedule, extra, **folders)
     return distributed.trained(argv, layout.world_size)
 
 
@@ -39,10 +39,10 @@ def _train(config, layout: ParallelLayout, folder: Path, load: Path, *extra: str
 )
 def test_trains_saves_and_resumes_like_one_process(config, layout, tmp_path: Path) -> None:
     """Both go on from the stages' second step, the one process with the weights alone."""
-    stages, one = tmp_path / "stages", tmp_path / "one"
-    first = _train(config, layout, stages, stages, "--exit-interval", "2")
-    alone = _train(config, ParallelLayout(), one, stages, "--no-load-optim", "--exit-interval", "3")
-    then = _train(config, layout, stages, stages)
+    folder = str(tmp_path)
+    first = _train(config, layout, "--exit-interval", "2", save=folder)
+    alone = _train(config, ParallelLayout(), "--no-load-optim", "--exit-interval", "3", load=folder)
+    then = _train(config, layout, load=folder)
     assert (list(first.steps), list(alone.steps), list(then.steps)) == ([1, 2], [3], [3, 4, 5])
     assert then.steps[3].loss == pytest.approx(alone.steps[3].loss, rel=2e-3)
     assert then.steps[3].mtp == pytest.approx(alone.steps[3].mtp, rel=2e-3)

@@ -16,7 +16,8 @@ from megatron_nemotron3.common import lock
 from megatron_nemotron3.train import log, processes
 from tests.support.programs import follow_forked, run_python
 
-STEPS = 10
+#: Enough for the writer of the first checkpoint, a process that starts.
+STEPS = 16
 
 
 def test_an_interrupt_saves_first_and_the_same_command_goes_on(
@@ -27,17 +28,8 @@ def test_an_interrupt_saves_first_and_the_same_command_goes_on(
     for file in sorted(Path(os.__file__).parent.glob("a*.py"))[:6]:  # of the standard library
         (text / file.name).write_text(file.read_text())
     words = ["train", "super", "--tiny", "--device", "cpu", "--output", str(output), "--text", str(text)]
-    words += [
-        "--seq-length",
-        "64",
-        "--micro-batch-size",
-        "2",
-        "--steps",
-        str(STEPS),
-        "--",
-        "--eval-iters",
-        "1",
-    ]
+    words += ["--seq-length", "64", "--micro-batch-size", "2", "--steps", str(STEPS)]
+    words += ["--", "--eval-iters", "1"]
     words += ["--save-interval", "4", "--async-save", "--use-persistent-ckpt-worker"]
     with ThreadPoolExecutor(1) as pool:
         command = pool.submit(run_python, ["-m", "megatron_nemotron3", *words], tmp_path, OMP_NUM_THREADS="1")
