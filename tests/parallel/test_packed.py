@@ -55,6 +55,7 @@ def test_packed_equals_separate(model: str, layout: ParallelLayout) -> None:
     check(replace(packed, separate=True), packed.at(layout))
 
 
+@pytest.mark.full
 def test_packing_that_ignores_borders_is_noticed() -> None:
     """The same tokens as one sequence are another computation."""
     packed: Case = DOCUMENTS["super"]
