@@ -50,12 +50,8 @@ def test_padding_of_a_pack(cp: int) -> None:
         found = padding_of_pack(packed, 40 // cp, cp, rank, torch.device("cpu"))
         assert found is not None
         assert found[0].tolist() == [not real[i] for i in zigzag(borders, cp, rank)]
-
-
-def test_no_padding_is_known() -> None:
-    assert padding_of_pack(None, 8, 1, 0, torch.device("cpu")) is None
-    plain: Any = _Packed([0, 8], None)
-    assert padding_of_pack(plain, 8, 1, 0, torch.device("cpu")) is None
+    for unknown in (None, _Packed([0, 8], None)):
+        assert padding_of_pack(unknown, 8, 1, 0, torch.device("cpu")) is None
 
 
 def test_masks_of_a_wrong_length_are_refused() -> None:

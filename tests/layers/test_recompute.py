@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_nemotron3.layers.backend import te_problem
 from megatron_nemotron3.models import Nemotron3Config, get
 from tests.support.model_mapping import megatron_model, randomize
 from tests.support.parity import forward, relative_differences, text, without_mtp
@@ -160,16 +159,6 @@ def test_values_are_the_same_to_the_bit(world: None, monkeypatch: pytest.MonkeyP
         assert torch.equal(found.auxiliary, expected.auxiliary), case
         different = [n for n, g in expected.gradients.items() if not torch.equal(found.gradients[n], g)]
         assert not different, f"{case}: {different}"
-
-
-@pytest.mark.skipif(te_problem() is None, reason="with TE upstream finds the name it looks for")
-def test_layernorm_needs_te_upstream(world: None) -> None:
-    """`CheckpointWithoutOutput` takes its default fp8=False for a yes (megatron-core 0.19.2).
-
-    If this fails, upstream has repaired it and "layernorm" belongs into `CASES`.
-    """
-    with pytest.raises(NameError, match="FP8GlobalStateManager"):
-        step(PLAIN, **selective("layernorm"))
 
 
 # --- experts: nothing of [tokens, experts, width] -------------------------------------------------------
