@@ -123,26 +123,6 @@ def test_bad_input(how: str, message: str, tmp_path: Path, capsys: pytest.Captur
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_no_half_written_picture(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A disk that is full in the middle: the old picture stays, no temporary file does."""
-    from matplotlib.figure import Figure
-
-    write(tmp_path, every_kind(2))
-    (tmp_path / "monitor.png").write_bytes(b"old")
-
-    def full(_self: Figure, path: Path, **_: object) -> None:
-        Path(path).write_bytes(PNG)
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Figure, "savefig", full)
-    assert cli.main(["watch", str(tmp_path)]) == 2
-    assert "No space left" in capsys.readouterr().err
-    assert (tmp_path / "monitor.png").read_bytes() == b"old"
-    assert not list(tmp_path.glob(".*"))
-
-
 def test_without_tensorboard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
