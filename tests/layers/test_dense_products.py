@@ -36,6 +36,7 @@ def on_amd(monkeypatch: pytest.MonkeyPatch) -> None:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Shapes [m, k, n] that went to oneDNN."""
     found: list[tuple[int, ...]] = []
+    products.is_available()  # tries a product, once a process
     own = products._by_onednn
 
     def counted(a: Tensor, b: Tensor) -> Tensor:
