@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ require_media()
 pytestmark = pytest.mark.filterwarnings("ignore:.* is experimental:UserWarning")
 
 from megatron_nemotron3.boundary.feed import RowFeed  # noqa: E402
-from megatron_nemotron3.proof.certify.ranks import run_distributed  # noqa: E402
 from megatron_nemotron3.train.omni.data import ChatFile, MediaRows, build_loader, check, describe, in_order  # noqa: E402
 from megatron_nemotron3.train.omni.media import MediaError  # noqa: E402
 from tests.support.world import world_of_one  # noqa: E402
@@ -276,21 +276,37 @@ def test_a_good_file_passes(processor: Any, chats: Path) -> None:
     assert f"{len(CHATS)} conversations in" in text and "% full" in text
 
 
-def test_every_rank_raises_the_same(processor: Any, chats: Path) -> None:
+def test_every_rank_raises_the_same(processor: Any, chats: Path, tmp_path: Path) -> None:
     """The second rank decodes the damaged picture; the first raises its error, too."""
     bad = [CHATS[1], _half_a_picture(chats.parent), *CHATS[2:4]]
     path = write_chats(chats.parent / "bad-ranks.jsonl", bad)
-    said = run_distributed(_check_on_rank, 2, path, processor)
+    said = ranks(path, processor, tmp_path)
     assert said[0] == said[1] and "bad-ranks.jsonl:2: " in said[0] and "half.jpg" in said[0]
 
 
-def _check_on_rank(path: Path, processor: Any) -> str:
-    """What `check` raises."""
-    try:
-        check(ChatFile(path, processor, CONFIG, LENGTH))
-    except ValueError as problem:
-        return f"{type(problem).__name__}: {problem}"
-    return "nothing"
+def ranks(path: Path, processor: Any, folder: Path) -> list[str]:
+    """What `check` raises on each of two forked ranks."""
+    import multiprocessing
+
+    def run(rank: int) -> None:
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
+        )
+        try:
+            check(ChatFile(path, processor, CONFIG, LENGTH))
+            text = "nothing"
+        except ValueError as problem:
+            text = f"{type(problem).__name__}: {problem}"
+        (folder / f"{rank}.txt").write_text(text)
+        os._exit(0)
+
+    context = multiprocessing.get_context("fork")
+    started = [context.Process(target=run, args=(rank,)) for rank in (0, 1)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(60)
+    return [(folder / f"{rank}.txt").read_text() for rank in (0, 1)]
 
 
 def test_an_error_of_a_worker_is_one_line(processor: Any, chats: Path, tmp_path: Path) -> None:
