@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,8 +65,7 @@ def test_what_is_not_installed_is_skipped() -> None:
 
 def test_without_a_gpu_nothing_begins(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
-    words = [sys.executable, str(BENCHMARKS / "gpu.py"), "--results", str(path)]
-    done = subprocess.run(words, capture_output=True, text=True, env={"CUDA_VISIBLE_DEVICES": "", "PATH": ""})
+    done = run_python([str(BENCHMARKS / "gpu.py"), "--results", str(path)], Path.cwd())
     assert done.returncode == 2 and not path.exists() and not done.stdout
     assert done.stderr.startswith("gpu.py: no CUDA device here") and len(done.stderr.splitlines()) == 1
 

@@ -101,7 +101,7 @@ def check_against_reference(inputs, seq_idx, seed=1):
     assert got["state"].dtype == torch.promote_types(x.dtype, torch.float32)
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(
     s=st.sampled_from(AROUND_CHUNKS) | st.integers(1, 300),
     b=st.integers(1, 2),
