@@ -98,7 +98,9 @@ def test_a_cuda_graph_draws_anew() -> None:
 # A model
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=on_gpu)])
+@pytest.fixture(
+    scope="module", params=[pytest.param("cpu", marks=pytest.mark.full), pytest.param("cuda", marks=on_gpu)]
+)
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
     with world(request.param):
         yield request.param
@@ -149,7 +151,6 @@ def test_a_step_has_the_values_of_torch(device: str) -> None:
     wanted, found = (step(model, device, compiled) for compiled in (False, True))
     assert found[0] == pytest.approx(wanted[0], rel=1e-4)
     worst = difference(found[1], wanted[1])
-    print(f"{device}: loss off by {abs(found[0] - wanted[0]):.1e}, the worst gradient by {worst:.1e}")
     assert worst <= 1e-2
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,13 +100,3 @@ def test_packed_attention(borders: list[int], monkeypatch: pytest.MonkeyPatch) -
     """The arguments for flash attention, which a CPU has not; tokens after the last border are a document."""
     monkeypatch.setattr(attention, "_varlen_attn", varlen)
     check_flash_packed(attention._flash_packed, borders, 20, heads=4, kv_heads=2, width=8)
-
-
-def test_positions_of_a_pack_are_kept() -> None:
-    packed: Any = SimpleNamespace(
-        qkv_format="thd", cu_seqlens_q=torch.tensor([0, 8, 12]), cu_seqlens_q_padded=None
-    )
-    first, again = (context_parallel.pack_positions(packed, 16, 2, torch.device("cpu")) for _ in range(2))
-    assert first is again
-    borders = context_parallel.document_borders(packed, 16)
-    assert torch.equal(first, context_parallel.gathered_positions(borders, 2))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,16 +16,10 @@ from tests.parallel.case import Case
 from tests.parallel.compare import check
 from tests.parallel.layouts import small
 from tests.support.model_mapping import transformer_config
-from tests.support.world import world_of_one
 
+pytestmark = pytest.mark.usefixtures("world")
 MODEL = get("super-tiny").but(pattern="ME*", vocab_size=256)
 D, OUT = 24, 40
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world() -> Iterator[None]:
-    with world_of_one():
-        yield
 
 
 def config(**changes: Any) -> Any:
@@ -115,15 +108,8 @@ def test_marks_and_checkpoint() -> None:
     assert stored["in_proj.weight"].global_shape == (OUT, D)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        ParallelLayout(tp=2),
-        pytest.param(ParallelLayout(tp=2, ep=2), marks=pytest.mark.full),
-        pytest.param(ParallelLayout(tp=2, pp=2), marks=pytest.mark.full),
-    ],
-    ids=str,
-)
+@pytest.mark.full  # marks of the parameters: above
+@pytest.mark.parametrize("layout", [ParallelLayout(tp=2, ep=2), ParallelLayout(tp=2, pp=2)], ids=str)
 def test_layouts_equal_one_process(layout: ParallelLayout) -> None:
     """Losses, gradients and three steps of a whole model with MTP, biases of the norms included."""
     words = ("--normalization", "LayerNorm")

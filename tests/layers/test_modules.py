@@ -6,7 +6,7 @@ multi-token prediction against its recursion and its losses; what the modules re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +31,6 @@ from megatron_nemotron3.layers.norm import NormBuilder, RMSNorm
 from megatron_nemotron3.models import get
 from tests.support.model_mapping import megatron_model, randomize, transformer_config
 from tests.support.references import grouped_linear_reference
-from tests.support.world import world_of_one
 
 #: "ME*/*E/*E": each kind once (their place in it below), then two depths of one MTP block.
 MODEL = get("super-tiny").but(pattern="ME*", vocab_size=256)
@@ -105,12 +104,6 @@ def mamba_layer(layer: Any, x: Tensor) -> Tensor:
 
 
 DEFINITIONS = {MAMBA: mamba_layer, MOE: moe_layer, ATTENTION: attention_layer}
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[None]:
-    with world_of_one():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -188,14 +181,6 @@ def test_mixer_joins_no_gradients_by_copying(model: Any) -> None:
     with Record():
         gradients(out, [x, *layer.parameters()], random(*out.shape, seed=2))
     assert "bmm" in operations and "cat" not in operations
-
-
-def test_core_attention_is_softmax(model: Any) -> None:
-    core = model.decoder.layers[ATTENTION].self_attention.core_attention
-    heads, groups, c = MODEL.num_attention_heads, MODEL.num_query_groups, MODEL.kv_channels
-    q, k, v = (random(40, BATCH, n, c, seed=i) for i, n in enumerate((heads, groups, groups)))
-    expected = [softmax_attention(q[:, i], k[:, i], v[:, i]) for i in range(BATCH)]
-    assert_same(core(q, k, v), torch.stack(expected, dim=1), [q, k, v])
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])
@@ -277,21 +262,6 @@ def test_packed_is_separate(model: Any, kind: int, packing: str, fields: str) ->
     packed = run_layer(layer, x, pack(padded, real, tail, fields))
     separate = [run_layer(layer, x[document]) for document in documents]
     assert_same(torch.cat([packed[d] for d in documents]), torch.cat(separate), [x, *layer.parameters()])
-
-
-def test_packed_model_is_separate(model: Any) -> None:
-    """Logits, and the hidden states of both MTP depths, which may not look past their document."""
-    lengths = [20, 33, 11]
-    ids = torch.randint(MODEL.vocab_size, (1, sum(lengths)), generator=torch.Generator().manual_seed(2))
-    positions = torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0)
-    seen: list[Tensor] = []
-    with torch.no_grad(), model.mtp.register_forward_hook(lambda *call: seen.append(call[-1])):
-        logits = model(ids, positions, None, packed_seq_params=pack(lengths, lengths))
-        separate = [model(i, p, None) for i, p in zip(ids.split(lengths, 1), positions.split(lengths, 1))]
-    assert_close(logits, torch.cat(separate, dim=1))
-    depths = zip(*(hidden.chunk(3) for hidden in seen[1:]))
-    for together, apart in zip(seen[0].chunk(3), depths, strict=True):
-        assert_close(together, torch.cat(apart))
 
 
 # --- multi-token prediction -------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 
 from megatron_nemotron3.layers.padding import local_mask, padding_of_pack
 from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
-from tests.support.models import build_hybrid
+from tests.support.models import FULL_RECOMPUTE, build_hybrid
 
 #: Real tokens and length of the padded row: under TP 2 the second rank has 6 real tokens and 26 of padding.
 REAL, ROW = 38, 64
@@ -50,12 +50,8 @@ def test_padding_of_a_pack(cp: int) -> None:
         found = padding_of_pack(packed, 40 // cp, cp, rank, torch.device("cpu"))
         assert found is not None
         assert found[0].tolist() == [not real[i] for i in zigzag(borders, cp, rank)]
-
-
-def test_no_padding_is_known() -> None:
-    assert padding_of_pack(None, 8, 1, 0, torch.device("cpu")) is None
-    plain: Any = _Packed([0, 8], None)
-    assert padding_of_pack(plain, 8, 1, 0, torch.device("cpu")) is None
+    for unknown in (None, _Packed([0, 8], None)):
+        assert padding_of_pack(unknown, 8, 1, 0, torch.device("cpu")) is None
 
 
 def test_masks_of_a_wrong_length_are_refused() -> None:
@@ -106,11 +102,6 @@ def _row(length: int, named: dict[str, Any]) -> dict[str, Any]:
 def _padded_and_alone(recompute: bool) -> tuple[list[dict[str, torch.Tensor]], int]:
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     initialize(tp=world)
-    full: dict[str, Any] = {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    }
     torch.manual_seed(5)
     model = build_hybrid(
         PATTERN,
@@ -118,7 +109,7 @@ def _padded_and_alone(recompute: bool) -> tuple[list[dict[str, torch.Tensor]], i
         mtp_use_repeated_layer=True,
         moe_aux_loss_coeff=0.1,
         calculate_per_token_loss=True,
-        **(full if recompute else {}),
+        **(FULL_RECOMPUTE if recompute else {}),
     )
     alone = _step(model, _row(REAL, {}))
     padding = (torch.arange(ROW) >= REAL)[None]

@@ -101,7 +101,7 @@ def check_against_reference(inputs, seq_idx, seed=1):
     assert got["state"].dtype == torch.promote_types(x.dtype, torch.float32)
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(
     s=st.sampled_from(AROUND_CHUNKS) | st.integers(1, 300),
     b=st.integers(1, 2),
@@ -128,16 +128,6 @@ def test_result_does_not_depend_on_the_blocks(monkeypatch, elements):
     monkeypatch.setattr(chunked_scan, "MIN_CHUNKS", 1)
     inputs = make_inputs(3, 200, 2, 3, 1, 4)
     check_against_reference(inputs, make_documents(3, 200, [(0, 10), (1, 64), (2, 128), (2, 129)]))
-
-
-def test_every_token_its_own_document():
-    inputs = make_inputs(2, 70, 4, 3, 2, 5, dtype=torch.float64)
-    seq_idx = torch.arange(70).expand(2, -1)
-    check_against_reference(inputs, seq_idx)
-    y = scan(ssd.ssd_chunked, inputs | {"initial_state": None, "D": None}, seq_idx)
-    i = {k: v.detach() for k, v in inputs.items()}
-    score = (i["B"] * i["C"]).sum(-1).repeat_interleave(2, dim=2)
-    torch.testing.assert_close(y, (score * i["dt"]).unsqueeze(-1) * i["x"])
 
 
 def test_recurrence_written_out():
@@ -205,18 +195,6 @@ def test_seq_idx_from_cu_seqlens():
     got = ssd.seq_idx_from_cu_seqlens(torch.tensor([0, 2, 2, 5], dtype=torch.int32), 7)
     assert got.tolist() == [[0, 0, 2, 2, 2, 3, 3]]  # document 1 is empty, 3 is padding
     assert got.dtype == torch.int32
-
-
-@pytest.mark.parametrize("with_documents", [False, True])
-def test_gradcheck(monkeypatch, with_documents):
-    monkeypatch.setattr(chunked_scan, "CHUNK", 3)
-    seq_idx = make_documents(2, 8, [(0, 3), (1, 1), (1, 2), (1, 7)]) if with_documents else None
-    inputs = make_inputs(2, 8, 4, 2, 2, 2, dtype=torch.float64)
-
-    def function(*tensors):
-        return scan(ssd.ssd_chunked, dict(zip(NAMES, tensors, strict=True)), seq_idx, return_final_state=True)
-
-    assert torch.autograd.gradcheck(function, tuple(inputs.values()))
 
 
 @pytest.mark.parametrize("dt_times_a", [59.0, 61.0, 120.0, 1e4, 1e30])

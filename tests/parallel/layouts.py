@@ -55,10 +55,10 @@ LAYOUTS: dict[str, Layout] = {
     "EP2 allgather": Layout(_L(dp=2, ep=2), _ALLGATHER, models=_MOE),
     "EP4 alltoall": Layout(_L(dp=4, ep=4), models=_MOE),
     "EP4 allgather": Layout(_L(dp=4, ep=4), _ALLGATHER, models=_MOE),
-    "TP2 SP, expert TP2, alltoall": Layout(_L(tp=2, etp=2), quick=("nano",), models=_MOE),
+    "TP2 SP, expert TP2, alltoall": Layout(_L(tp=2, etp=2), models=_MOE),
     "TP2 SP, expert TP2, allgather": Layout(_L(tp=2, etp=2), _ALLGATHER, models=_MOE),
-    "TP2 SP EP2, expert TP2": Layout(_L(tp=2, dp=2, ep=2, etp=2), models=_MOE),
-    "TP2 SP EP2 alltoall": Layout(_L(tp=2, ep=2), quick=("super",), models=_MOE),
+    "TP2 SP EP2, expert TP2": Layout(_L(tp=2, dp=2, ep=2, etp=2), quick=("super",), models=_MOE),
+    "TP2 SP EP2 alltoall": Layout(_L(tp=2, ep=2), models=_MOE),
     "TP2 SP EP2 allgather": Layout(_L(tp=2, ep=2), _ALLGATHER, models=_MOE),
     "TP2 SP EP4 DP2": Layout(_L(tp=2, ep=4, dp=2), models=_MOE),
     "PP2": Layout(_L(pp=2)),
@@ -66,7 +66,7 @@ LAYOUTS: dict[str, Layout] = {
     "PP2 VPP2": Layout(_L(pp=2, vpp=2), quick=("super",)),
     "PP2 VPP4": Layout(_L(pp=2, vpp=4)),
     "DP2": Layout(_L(dp=2), without=("--use-distributed-optimizer",)),
-    "DP2 distributed optimizer": Layout(_L(dp=2), quick=("super",)),
+    "DP2 distributed optimizer": Layout(_L(dp=2)),
     "DP2 distributed optimizer, overlapped": Layout(
         _L(dp=2), ("--overlap-grad-reduce", "--overlap-param-gather")
     ),
@@ -76,16 +76,15 @@ LAYOUTS: dict[str, Layout] = {
     "CP2 TP2 SP": Layout(_L(cp=2, tp=2), per_token=True),
     "CP2 PP2": Layout(_L(cp=2, pp=2), models=("super",)),
     "CP2 EP2": Layout(_L(cp=2, ep=2), models=_MOE, per_token=True),
-    "TP2 SP PP2": Layout(_L(tp=2, pp=2), quick=("nano",)),
+    "TP2 SP PP2": Layout(_L(tp=2, pp=2)),
     "PP2 EP2": Layout(_L(pp=2, dp=2, ep=2), models=_MOE),
     "TP2 SP PP2 EP2": Layout(_L(tp=2, pp=2, ep=2), models=_MOE),
     "TP2 SP PP2 DP2": Layout(_L(tp=2, pp=2, dp=2)),
 }
 
 
-def cases(model: str, layout: str) -> tuple[Case, Case]:
+def cases(model: str, row: Layout) -> tuple[Case, Case]:
     """(on one rank, in the layout) of a row of the table."""
-    row = LAYOUTS[layout]
     changes: dict[str, Any] = {"mask": row.mask} if row.mask else {}
     case = replace(CASES[model], **changes)
     if row.per_token and not case.config.has_mtp:  # with MTP it is among the flags

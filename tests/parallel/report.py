@@ -28,7 +28,7 @@ def main(names: list[str]) -> None:
     print("|-|-|" + "-|" * len(CASES))
     for name in names or LAYOUTS:
         row = LAYOUTS[name]
-        cells = [cell(*check(*cases(model, name))) if model in row.models else "" for model in CASES]
+        cells = [cell(*check(*cases(model, row))) if model in row.models else "" for model in CASES]
         print(f"| {name} | {row.sizes.world_size} | " + " | ".join(cells) + " |", flush=True)
 
 

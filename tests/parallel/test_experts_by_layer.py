@@ -26,7 +26,7 @@ RECOMPUTE = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.full if i > 1 else ()) for i, name in enumerate(ROWS)]
+    "name", [pytest.param(name, marks=pytest.mark.full if i else ()) for i, name in enumerate(ROWS)]
 )
 def test_layout_equals_one_process(name: str) -> None:
     row = LAYOUTS[name]

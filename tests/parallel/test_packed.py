@@ -26,10 +26,10 @@ from tests.parallel.layouts import CASES, PER_TOKEN
 NO_AUX = ("--moe-aux-loss-coeff", "0")
 DOCUMENTS = {
     # Unequal lengths; the number of counting tokens differs between documents.
-    "nano": replace(CASES["nano"], documents=(8, 28, 12, 16), extra=(*NO_AUX, PER_TOKEN)),
+    "nano": replace(CASES["nano"], documents=(8, 28, 12, 16), extra=(*NO_AUX, PER_TOKEN), steps=1),
     # Megatron weighs MTP by the counting tokens of a micro-batch: with the heads of documents masked the roll
     # loses none, so a pack weighs as its documents do.
-    "super": replace(CASES["super"], documents=(8, 28, 12, 16), extra=NO_AUX, mask="heads"),
+    "super": replace(CASES["super"], documents=(8, 28, 12, 16), extra=NO_AUX, mask="heads", steps=1),
 }
 ROWS = [
     ("nano", ParallelLayout(), True),
@@ -37,7 +37,7 @@ ROWS = [
     ("nano", ParallelLayout(tp=2), True),
     ("nano", ParallelLayout(cp=2, tp=2), True),
     ("super", ParallelLayout(), True),
-    ("super", ParallelLayout(cp=2), False),
+    ("super", ParallelLayout(cp=2), True),
     ("super", ParallelLayout(tp=2), True),
     ("super", ParallelLayout(cp=2, tp=2), True),
 ]
@@ -55,6 +55,7 @@ def test_packed_equals_separate(model: str, layout: ParallelLayout) -> None:
     check(replace(packed, separate=True), packed.at(layout))
 
 
+@pytest.mark.full
 def test_packing_that_ignores_borders_is_noticed() -> None:
     """The same tokens as one sequence are another computation."""
     packed: Case = DOCUMENTS["super"]
@@ -98,9 +99,10 @@ PADDED = replace(
     mask="random heads",
     model_mask="padding counts",
     extra=NO_AUX,
+    steps=1,
 )
 PADDED_LAYOUTS = [
-    (ParallelLayout(), False),
+    (ParallelLayout(), True),
     (ParallelLayout(cp=2), False),
     (ParallelLayout(tp=2), True),
     (ParallelLayout(cp=2, tp=2), True),

@@ -34,6 +34,8 @@ SIZES: dict[str, Any] = {
     "use_cpu_initialization": True,
 }
 VOCABULARY = 256
+#: TransformerConfig fields: every layer is computed again in backward.
+FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 #: Pattern and extra fields of the golden models; the layouts are (world size, arguments of `initialize`).
 GOLDEN_MODELS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +11,7 @@ import pytest
 from megatron_nemotron3 import cli
 from megatron_nemotron3.train import log, processes
 from tests.support.programs import follow_forked
-from tests.train.data.test_conversations import CHAT, say, write_lines, write_tokenizer
+from tests.train.data.test_conversations import say, write_lines, write_tokenizer
 
 
 @pytest.fixture
@@ -30,12 +28,10 @@ def inputs(tmp_path: Path) -> list[str]:
     ("more", "message"),
     [
         (["--text", "x"], "--text and --conversations both say what to train on"),
-        (["--data-path", "x"], "--data-path and --conversations both say what to train on"),
         (["--micro-batch-size", "2"], "--micro-batch-size 2: conversations are packed into rows"),
         (["--pretrained", "/nowhere"], "--pretrained /nowhere has no latest_checkpointed_iteration.txt"),
         (["--", "--sft"], "--sft (give --conversations before --)"),
         (["--conversations", "/nowhere"], "--conversations /nowhere: there is no such file"),
-        (["--tokenizer", "/nowhere"], "--tokenizer /nowhere is missing"),
     ],
 )
 def test_wrong_lines(
@@ -60,23 +56,10 @@ def test_a_released_model_needs_a_schedule() -> None:
     assert (found.micro_batch_size, found.global_batch_size) == (1, 8)
 
 
-def test_a_mean_without_conversations(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train", "nano", "--tiny", "--mean", "tokens"]) == 2
-    assert "--mean goes with --conversations" in capsys.readouterr().err
-
-
-def test_a_wrong_file_ends_before_training(
-    inputs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_lines(tmp_path / "chats.jsonl", [{"messages": CHAT}, {"text": "no conversation"}])
-    assert cli.main(inputs) == 2
-    assert 'chats.jsonl:2: give an object with a list "messages"' in capsys.readouterr().err
-    assert not (tmp_path / "run" / "train.log").exists()
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({}, None),
         ({"micro_batch_size": 2}, "--micro-batch-size 2 with --sft"),
         ({"calculate_per_token_loss": False}, "--sft needs --calculate-per-token-loss"),
         ({"sft_tokenizer_prompt_format": "identity"}, "uses the tokenizer's own chat template"),
@@ -84,7 +67,7 @@ def test_a_wrong_file_ends_before_training(
         ({"mock_data": True}, "--mock-data with --sft"),
     ],
 )
-def test_the_script_refuses_other_options(change: dict[str, object], message: str) -> None:
+def test_the_script_refuses_other_options(change: dict[str, object], message: str | None) -> None:
     from megatron_nemotron3.train import fine_tuning
 
     good = {
@@ -94,24 +77,8 @@ def test_the_script_refuses_other_options(change: dict[str, object], message: st
         "sft_tokenizer_prompt_format": "default",
         "mock_data": False,
     }
-    assert fine_tuning.problem(SimpleNamespace(**good)) is None
-    assert message in (fine_tuning.problem(SimpleNamespace(**{**good, **change})) or "")
-
-
-def _run(*words: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_nemotron3", *words], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-@pytest.mark.full
-def test_context_parallel(inputs: list[str], tmp_path: Path) -> None:
-    """Two ranks share each row; only the stock script needs Transformer Engine for that."""
-    _run(*inputs, "--cp", "2", "--steps", "6", "--lr", "4e-3", "--", "--eval-iters", "1")
-    steps = log.read(str(tmp_path / "run" / "train.log")).steps
-    assert steps[6].loss < steps[1].loss - 0.5
+    said = fine_tuning.problem(SimpleNamespace(**{**good, **change}))
+    assert said is None if message is None else message in str(said)
 
 
 @pytest.mark.parametrize("mean", ["tokens", pytest.param("conversations", marks=pytest.mark.full)])
@@ -122,26 +89,21 @@ def test_held_out_loss_falls(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Numbers that were not trained on, in sentences like those that were; then the run resumes."""
+    """Numbers that were not trained on, in sentences like those that were."""
+    monkeypatch.setattr(processes, "follow", follow_forked)
+    train = [*inputs, "--mean", mean, "--lr", "4e-3", "--steps", "12", "--", "--eval-iters", "1"]
+    assert cli.main(train) == 0
+    said = capsys.readouterr().out
+    assert "60 conversations in" in said and "% full" in said
+    steps = log.read(str(tmp_path / "run" / "train.log")).steps
+    assert max(steps) == 12
+
     held_out = [
         [say("user", f"{i} apples?"), say("assistant", f"{i} apples and pears")] for i in range(60, 70)
     ]
     file = write_lines(tmp_path / "held.jsonl", [{"messages": chat} for chat in held_out])
     measure = ["--conversations", str(file), "--tokenizer", inputs[inputs.index("--tokenizer") + 1], "--json"]
-
-    def loss() -> float:
-        assert cli.main(["evaluate", "--checkpoint", str(tmp_path / "run"), "--device", "cpu", *measure]) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert found["conversations"] == 10
-        return float(found["per_token"])
-
-    monkeypatch.setattr(processes, "follow", follow_forked)
-    train = [*inputs, "--mean", mean, "--lr", "4e-3", "--steps"]
-    assert cli.main([*train, "1", "--", "--eval-iters", "1", "--save-interval", "1"]) == 0
-    said = capsys.readouterr().out
-    assert "60 conversations in" in said and "% full" in said
-    before = loss()
-    assert cli.main([*train, "12", "--", "--eval-iters", "1"]) == 0
-    capsys.readouterr()
-    assert loss() < before - 0.5
-    assert max(log.read(str(tmp_path / "run" / "train.log")).steps) == 12
+    assert cli.main(["evaluate", "--checkpoint", str(tmp_path / "run"), "--device", "cpu", *measure]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["conversations"] == 10
+    assert found["per_token"] < steps[1].loss - 0.5

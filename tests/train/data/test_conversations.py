@@ -78,6 +78,8 @@ def test_the_prompt_of_a_thought(tmp_path: Path) -> None:
     (chat,) = read_conversations(write_lines(tmp_path / "c.jsonl", [{"messages": CHAT}]))
     with pytest.raises(ValueError, match=r"c.jsonl:1: message 2 reads differently once others follow it"):
         encoder.encode(chat)
+    with pytest.raises(ValueError, match="has no chat template"):
+        Encoder(write_tokenizer(tmp_path / "none", None))
 
 
 def test_system_messages_begin_conversations(tmp_path: Path) -> None:
@@ -104,11 +106,6 @@ def test_wrong_lines_are_named(tmp_path: Path, line: str, message: str) -> None:
     assert message in str(raised.value)
 
 
-def test_a_tokenizer_without_template_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="has no chat template"):
-        Encoder(write_tokenizer(tmp_path / "t", None))
-
-
 def test_first_fit() -> None:
     """Against a search through all bins."""
     generator = random.Random(1)
@@ -125,24 +122,18 @@ def test_first_fit() -> None:
         first_fit([3, 65], 64)
 
 
-@pytest.mark.parametrize("multiple", [1, 4])
-def test_rows(tmp_path: Path, multiple: int) -> None:
+def test_rows(tmp_path: Path) -> None:
     """Every conversation is whole and in one row; labels stay inside it; only the assistant counts."""
     generator = random.Random(2)
-    chats = [
-        [
-            say("user", "apples " * generator.randint(1, 9)),
-            say("assistant", f"{i} pears " * generator.randint(1, 9)),
-        ]
-        for i in range(40)
-    ]
-    extra = [
-        [say("user", "only a question")],
-        [say("user", "long"), say("assistant", "apples and pears " * 99)],
-    ]
-    path = write_lines(tmp_path / "c.jsonl", [{"messages": chat} for chat in [*chats, *extra]])
+    chats = []
+    for i in range(40):
+        asked, answered = generator.randint(1, 9), generator.randint(1, 9)
+        chats.append([say("user", "apples " * asked), say("assistant", f"{i} pears " * answered)])
+    chats.append([say("user", "only a question")])
+    chats.append([say("user", "long"), say("assistant", "apples and pears " * 99)])
+    path = write_lines(tmp_path / "c.jsonl", [{"messages": chat} for chat in chats])
     folder = str(write_tokenizer(tmp_path / "t"))
-    packed = PackedConversations(str(path), folder, 256, multiple)
+    packed = PackedConversations(str(path), folder, 256, 4)
     assert (packed.conversations, packed.too_long, packed.untrained) == (40, 1, 1)
     encoder = Encoder(folder)
     expected = {}
@@ -162,7 +153,7 @@ def test_rows(tmp_path: Path, multiple: int) -> None:
             if not ids:
                 assert end == 256 and not any(counted)
                 continue
-            assert (end - start) % multiple == 0
+            assert (end - start) % 4 == 0
             trained = expected.pop(ids)
             assert counted == [*map(float, trained[1:]), *[0.0] * (end - start - len(ids) + 1)]
             assert row.labels[start:end].tolist() == [*ids[1:], *[0] * (end - start - len(ids) + 1)]

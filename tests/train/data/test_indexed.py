@@ -14,21 +14,7 @@ indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
 DOCS = ["first\n", "", "zweites é\n", "3"]
 
 
-def test_documents_come_back(tmp_path):
-    tokenizer = byte_tokenizer()
-    info = write_dataset(iter(DOCS), tokenizer, tmp_path / "new" / "corpus")
-    dataset = indexed_dataset.IndexedDataset(info.prefix)
-    kept = [doc for doc in DOCS if doc]
-    assert info.documents == len(dataset) == len(kept)
-    assert dataset.document_indices.tolist() == [0, 1, 2, 3]
-    for ids, doc in zip(dataset, kept, strict=True):
-        assert ids[-1] == tokenizer.eod and tokenizer.eod not in ids[:-1]
-        assert tokenizer.decode(ids.tolist()) == doc
-    assert info.tokens == dataset.sequence_lengths.sum() == sum(len(doc.encode()) + 1 for doc in kept)
-    assert sorted(os.listdir(tmp_path / "new")) == ["corpus.bin", "corpus.idx"]
-
-
-@pytest.mark.parametrize("vocab_size", [257, 65499, 65500, 131072])
+@pytest.mark.parametrize("vocab_size", [257, 65499, 65500])
 def test_files_are_those_of_megatrons_builder(tmp_path, vocab_size):
     tokenizer = byte_tokenizer(vocab_size)
     info = write_dataset(DOCS, tokenizer, tmp_path / "ours")
@@ -38,6 +24,7 @@ def test_files_are_those_of_megatrons_builder(tmp_path, vocab_size):
     for ids in kept:
         builder.add_document(np.array(ids, dtype=dtype), [len(ids)])
     builder.finalize(str(tmp_path / "upstream.idx"))
+    assert sorted(path.name for path in tmp_path.glob("ours*")) == ["ours.bin", "ours.idx"]
     for end in (".bin", ".idx"):
         assert (tmp_path / f"ours{end}").read_bytes() == (tmp_path / f"upstream{end}").read_bytes()
     assert [ids.tolist() for ids in indexed.read_documents(info.prefix)] == kept
@@ -54,26 +41,16 @@ def test_what_is_not_such_a_data_set_is_refused(tmp_path):
             indexed.read_documents(tmp_path / name)
 
 
-@pytest.mark.parametrize(("vocab_size", "dtype"), [(65499, "uint16"), (65500, "int32")])
-def test_type_on_disk(tmp_path, vocab_size, dtype):
-    tokenizer = byte_tokenizer(vocab_size)
-    info = write_dataset(["a"], tokenizer, tmp_path / "x")
-    assert info.dtype == dtype
-    assert os.path.getsize(info.prefix + ".bin") == info.tokens * np.dtype(dtype).itemsize
-    # Held by name: its arrays are views of a map that is closed with it, and reading one then crashes.
-    dataset = indexed_dataset.IndexedDataset(info.prefix)
-    assert dataset[0].tolist() == [97, vocab_size - 1]
-
-
-def test_token_outside_the_vocabulary(tmp_path):
-    with pytest.raises(ValueError, match=r"document 1 has a token outside 0 \.\. 99 .*largest 122"):
-        write_dataset(["a", "z"], byte_tokenizer(100), tmp_path / "x")
-    assert os.listdir(tmp_path) == []
-
-
-def test_no_documents(tmp_path):
-    with pytest.raises(ValueError, match="no document with a token"):
-        write_dataset(["", ""], byte_tokenizer(), tmp_path / "x")
+@pytest.mark.parametrize(
+    ("documents", "vocabulary", "message"),
+    [
+        (["a", "z"], 100, r"document 1 has a token outside 0 \.\. 99 .*largest 122"),
+        (["", ""], 257, "no document with a token"),
+    ],
+)
+def test_nothing_is_left_of_what_cannot_be_written(tmp_path, documents, vocabulary, message):
+    with pytest.raises(ValueError, match=message):
+        write_dataset(documents, byte_tokenizer(vocabulary), tmp_path / "x")
     assert os.listdir(tmp_path) == []
 
 
@@ -94,9 +71,7 @@ def _fail_at(monkeypatch, owner, name, call):
     ("owner", "name", "call", "old_stays"),
     [
         (indexed, "_append", 1, True),
-        (indexed, "_append", 3, True),
         (indexed, "_write_index", 1, True),
-        (os, "fsync", 1, True),
         (os, "fsync", 2, True),
         (os, "replace", 1, False),
         (os, "replace", 2, False),
@@ -118,13 +93,3 @@ def test_full_disk(tmp_path, monkeypatch, owner, name, call, old_stays):
         assert "corpus.idx" not in after
     monkeypatch.undo()
     assert write_dataset(DOCS, byte_tokenizer(), prefix).documents == 3
-
-
-def test_other_errors_pass_unchanged(tmp_path, monkeypatch):
-    def denied(*args, **kwargs):
-        raise PermissionError(errno.EACCES, "denied")
-
-    monkeypatch.setattr(indexed, "_append", denied)
-    with pytest.raises(PermissionError, match="denied"):
-        write_dataset(DOCS, byte_tokenizer(), tmp_path / "x")
-    assert os.listdir(tmp_path) == []

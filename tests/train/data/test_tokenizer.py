@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_nemotron3.train.data import read_texts, train_tokenizer
@@ -36,6 +36,7 @@ def test_what_it_says_of_itself(bpe):
 
 
 @given(ANY_TEXT)
+@example(f"see {END_OF_DOCUMENT} there")  # does not end a document
 def test_any_text_comes_back(bpe, text):
     for tokenizer in (bpe, byte_tokenizer()):
         (ids,) = tokenizer.encode([text])
@@ -45,19 +46,6 @@ def test_any_text_comes_back(bpe, text):
         assert tokenizer.decode([*ids, tokenizer.eod]) == text
 
 
-def test_the_name_of_the_end_of_document_does_not_end_one(bpe):
-    (ids,) = bpe.encode([f"see {END_OF_DOCUMENT} there"])
-    assert bpe.eod not in ids
-    assert bpe.decode(ids) == f"see {END_OF_DOCUMENT} there"
-
-
-def test_it_compresses(bpe):
-    bpe_tokens = sum(map(len, bpe.encode(TEXTS)))
-    byte_tokens = sum(map(len, byte_tokenizer().encode(TEXTS)))
-    assert byte_tokens == sum(len(text.encode()) for text in TEXTS)
-    assert bpe_tokens < 0.6 * byte_tokens
-
-
 _TRAIN = """
 import sys
 from megatron_nemotron3.train.data import read_texts, train_tokenizer
@@ -65,9 +53,8 @@ train_tokenizer(read_texts(max_bytes=200_000).documents, 512, sys.argv[1])
 """
 
 
-@pytest.mark.parametrize("threads", ["1", "4"])
-def test_same_input_same_bytes_in_another_process(bpe, tmp_path, threads):
-    environment = {**os.environ, "RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads}
+def test_same_input_same_bytes_in_another_process(bpe, tmp_path):
+    environment = {**os.environ, "RAYON_NUM_THREADS": "4", "PYTHONHASHSEED": "4"}
     subprocess.run([sys.executable, "-c", _TRAIN, str(tmp_path)], env=environment, check=True)
     for name in os.listdir(bpe.tokenizer_model):
         digests = [

@@ -1,8 +1,6 @@
 """The unigram baseline against sums written out, and the split against its own laws."""
 
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -17,7 +15,6 @@ from megatron_nemotron3.train.data import (
     write_dataset,
 )
 from megatron_nemotron3.train.data.indexed import _bounds
-from megatron_nemotron3.train.data.prepare import cross_entropy
 from tests.train.data.byte_tokenizer import byte_tokenizer
 
 pytest.importorskip("megatron.core")
@@ -41,22 +38,6 @@ def test_against_torch(tmp_path):
     logits = (counts + 1).log().expand(len(valid), 257)
     assert baseline == pytest.approx(torch.nn.functional.cross_entropy(logits, valid).item())
     assert entropy(counts.numpy()) < baseline < math.log(257)
-
-
-def test_by_hand():
-    # p = (3+1)/(4+2), (1+1)/(4+2); q = one of each.
-    expected = -(math.log(4 / 6) + math.log(2 / 6)) / 2
-    assert cross_entropy(np.array([1, 1]), np.array([3, 1])) == pytest.approx(expected)
-    assert entropy(np.array([2, 2, 0])) == pytest.approx(math.log(2))
-    # A token never seen in training costs a finite amount.
-    assert cross_entropy(np.array([0, 0, 1]), np.array([7, 0, 0])) == pytest.approx(math.log(10))
-
-
-@given(st.lists(st.integers(0, 50), min_size=1).filter(any))
-def test_no_other_prediction_beats_the_entropy(counts):
-    array = np.array(counts)
-    assert 0 <= entropy(array) <= math.log(len(counts)) + 1e-12
-    assert cross_entropy(array, array) >= entropy(array) - 1e-12
 
 
 def test_errors(tmp_path):
@@ -87,19 +68,6 @@ def test_splits_are_read_as_megatron_reads_them(weights):
 def test_a_split_that_says_nothing_is_refused(split):
     with pytest.raises(ValueError, match="give up to three weights"):
         split_documents(split, 10)
-
-
-def test_preparing_data_imports_no_megatron(tmp_path):
-    code = (
-        "import sys; from megatron_nemotron3.train.data import prepare, unigram_baseline\n"
-        f"found = prepare({str(tmp_path)!r}, {str(tmp_path / 'out')!r}, 300)\n"
-        "unigram_baseline(found.prefix, found.split, found.tokenizer.vocab_size)\n"
-        "print([name for name in ('torch', 'megatron.core') if name in sys.modules])"
-    )
-    for number in range(20):
-        (tmp_path / f"{number}.txt").write_text(f"text {number} " * 50)
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.strip() == "[]"
 
 
 @given(st.tuples(*[st.integers(0, 100)] * 3).filter(any), st.integers(1, 10_000))

@@ -13,7 +13,6 @@ from megatron_nemotron3.train.monitor.signs import (
     SMOOTH,
     THRESHOLDS,
     WINDOW,
-    _at_least,
     mtp_loss_rise,
     router_outlier,
 )
@@ -88,25 +87,14 @@ def test_ultras_first_divergence() -> None:
     assert "MTP depth 2 rose by" in finding.message and "--grad-reduce-in-bf16" in finding.message
 
 
-def test_both_are_said_once_each() -> None:
-    series = history(
-        2,
-        stops_at(0.3, flat(FIRST), 12 - FIRST),
-        (HEALTHY[0], stops_at(0.5, HEALTHY[1], 2.0)),
-    )
-    assert sorted(finding.rule for finding in scan(series)) == ["mtp_loss_rise", "router_outlier"]
-
-
 def test_one_mtp_depth_alone() -> None:
     assert [f.rule for f in scan(history(3, flat(2), (stops_at(0.7, HEALTHY[0], 0.8),)))] == ["mtp_loss_rise"]
 
 
-@pytest.mark.parametrize(
-    "seeds", [range(100), pytest.param(range(100, 334), marks=pytest.mark.full)], ids=str
-)
+@pytest.mark.parametrize("seeds", [range(30), pytest.param(range(30, 334), marks=pytest.mark.full)], ids=str)
 @pytest.mark.parametrize("first_layer", [MEDIAN, 2.0, FIRST])
 def test_no_false_alarm(first_layer: float, seeds: range) -> None:
-    """1,000 healthy runs, 300 if not full: three levels of the first layer, several lengths and noises."""
+    """1,000 healthy runs, 90 if not full: three levels of the first layer, several lengths and noises."""
     for seed in seeds:
         chance = random.Random(1000 + seed)
         series = history(
@@ -204,20 +192,28 @@ def routers(
     return series
 
 
-def test_a_router_that_never_balances_is_reported_when_the_early_phase_ends() -> None:
-    """1 / update rate: 1,000 iterations."""
-    (finding,) = scan(routers(range(10, 3000, 10), lambda i: 1.0 if i > 20 else 0.1))
-    assert (finding.rule, finding.iteration, finding.rows) == ("router_collapse", 1010, ("layer_004",))
-
-
-def test_a_layer_that_had_settled_is_reported_in_the_early_phase() -> None:
-    (finding,) = scan(routers(range(10, 500, 10), lambda i: 1.0 if 20 < i < 60 or i > 300 else 0.1))
-    assert (finding.rule, finding.iteration) == ("router_collapse", 320)
-
-
-def test_a_resumed_run_reports_what_it_finds() -> None:
-    (finding,) = scan(routers(range(5000, 5200, 10), lambda i: 1.0))
-    assert (finding.rule, finding.iteration) == ("router_collapse", 5010)
+@pytest.mark.parametrize(
+    ("iterations", "share", "found"),
+    [
+        # The early phase ends after 1 / update rate: 1,000 iterations.
+        pytest.param(range(10, 3000, 10), lambda i: 1.0 if i > 20 else 0.1, [1010], id="never balances"),
+        pytest.param(
+            range(10, 500, 10),
+            lambda i: 1.0 if 20 < i < 60 or i > 300 else 0.1,
+            [320],
+            id="had settled",
+        ),
+        pytest.param(range(5000, 5200, 10), lambda i: 1.0, [5010], id="resumed"),
+        # A value that moves around the threshold, here 0.9, is not over before it is well below.
+        pytest.param(
+            range(2000, 12_000, 10), lambda i: 0.92 if i // 10 % 8 < 3 else 0.85, [2010], id="trembles"
+        ),
+    ],
+)
+def test_when_a_router_is_reported(iterations: range, share: Shape, found: list[int]) -> None:
+    findings = scan(routers(iterations, share))
+    assert [finding.iteration for finding in findings] == found
+    assert findings[0].rule == "router_collapse" and findings[0].rows == ("layer_004",)
 
 
 def test_each_router_is_judged_by_its_own_number_of_experts() -> None:
@@ -240,12 +236,6 @@ def test_a_fault_that_comes_and_goes_is_reported_ever_more_rarely() -> None:
     assert waits == sorted(waits)
 
 
-def test_a_level_that_trembles_is_one_fault() -> None:
-    """A value that moves around the threshold, here 0.9, is not over before it is well below."""
-    series = routers(range(2000, 12_000, 10), lambda i: 0.92 if i // 10 % 8 < 3 else 0.85)
-    assert [finding.iteration for finding in scan(series)] == [2010]
-
-
 @pytest.mark.parametrize(
     ("dead", "tokens", "found"),
     [(24, 1e6, 1), (1, 1e6, 1), (24, 1280, 1), (3, 1280, 0), (60, 60, 0), (0, 1e6, 0)],
@@ -254,15 +244,6 @@ def test_idle_experts_of_a_small_sample_are_chance(dead: float, tokens: float, f
     """Of 60 tokens even balance leaves most experts out. A single one counts if it stays idle."""
     findings = scan(routers(range(2000, 2300, 10), lambda i: 0.1, dead, tokens))
     assert [finding.rule for finding in findings] == ["dead_experts"] * found
-
-
-@pytest.mark.parametrize(("count", "expected"), [(1, 1e-4), (3, 0.5), (8, 1.0), (24, 1.03), (30, 20.0)])
-def test_the_chance_of_idle_experts_is_bounded_from_above(count: int, expected: float) -> None:
-    exact = math.fsum(
-        math.exp(i * math.log(expected) - expected - math.lgamma(i + 1)) for i in range(count, count + 400)
-    )
-    assert exact <= _at_least(count, expected) * (1 + 1e-9) and _at_least(count, expected) <= 3 * exact
-    assert _at_least(1, 0.0) == 0.0 and _at_least(0, 0.0) == _at_least(2, 5.0) == 1.0
 
 
 def test_a_frozen_layer_is_no_finding() -> None:

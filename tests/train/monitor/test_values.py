@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from megatron_nemotron3.models.series import KINDS
 from megatron_nemotron3.proof.certify.ranks import run_distributed
 from megatron_nemotron3.train import log
-from tests.support.models import SIZES
+from tests.support.models import FULL_RECOMPUTE, SIZES
 from tests.support.monitored_step import MICRO_BATCHES, Run, run
 
 EXPERTS, TOPK = SIZES["num_moe_experts"], SIZES["moe_router_topk"]
@@ -25,15 +26,9 @@ MOE_ROWS = {"layer_002", "layer_005", "layer_006", "mtp_1_layer_2", "mtp_2_layer
 
 @functools.cache
 def trained(monitor: str | None = "1", **options: Any) -> Run:
-    """`step.run` in a world of one."""
-    result: Run = run_distributed(run, 1, *_freeze(monitor, options))[0]
+    """`monitored_step.run` in a world of one."""
+    result: Run = run_distributed(partial(run, monitor, **options), 1)[0]
     return result
-
-
-def _freeze(monitor: str | None, options: dict[str, Any]) -> tuple[Any, ...]:
-    order = ("steps", "tokens", "evaluate", "distributed_optimizer", "capture")
-    defaults = (2, 16, False, False, False)
-    return (monitor, *(options.get(name, value) for name, value in zip(order, defaults)))
 
 
 def visits(result: Run, step: int, row: str, what: str = "") -> list[torch.Tensor]:
@@ -213,19 +208,11 @@ def test_nothing_else_changes() -> None:
     assert all(torch.equal(watched.bias[name], b) for name, b in plain.bias.items())
 
 
-def recomputed(granularity: dict[str, Any]) -> Run:
-    return run("1", **granularity)
-
-
-RECOMPUTE: dict[str, dict[str, Any]] = {
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    "moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
-}
-
-
-@pytest.mark.parametrize("kind", RECOMPUTE)
-def test_recomputed_forwards_do_not_count_twice(kind: str) -> None:
-    again: Run = run_distributed(recomputed, 1, RECOMPUTE[kind])[0]
+@pytest.mark.parametrize(
+    "how", [FULL_RECOMPUTE, {"recompute_granularity": "selective", "recompute_modules": ["moe"]}]
+)
+def test_recomputed_forwards_do_not_count_twice(how: dict[str, Any]) -> None:
+    again: Run = run_distributed(partial(run, "1", **how), 1)[0]
     plain = trained().tensorboard.scalars
     assert again.tensorboard.scalars.keys() == plain.keys()
     for iteration, values in plain.items():

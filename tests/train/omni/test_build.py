@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,19 +10,13 @@ import torch
 from megatron_nemotron3.boundary.layout import Layout
 from megatron_nemotron3.models.omni import get_omni
 from megatron_nemotron3.train.omni.encoders import Projector, SoundEncoder, VisionEncoder
-from megatron_nemotron3.train.omni.model import LANGUAGE, PARTS, SOUND, VISION, build
+from megatron_nemotron3.train.omni.model import LANGUAGE, SOUND, VISION, build
 from tests.support.omni_oracle import pair
-from tests.support.world import world_of_one
 from tests.train.omni.test_parity import media_of
 
+pytestmark = pytest.mark.usefixtures("world")
 MODEL = get_omni("nano-omni-tiny")
 ONE = dict.fromkeys((LANGUAGE, VISION, SOUND), Layout.of())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world() -> Iterator[None]:
-    with world_of_one():
-        yield
 
 
 def test_bfloat16_is_that_of_transformers() -> None:
@@ -99,19 +92,14 @@ def test_frozen_parts_have_no_gradients() -> None:
         assert relative(gradient.flatten(), trained[name].flatten()) < 1e-5, name
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", [LANGUAGE, "vision-projector"])  # the others: above
 def test_each_part_can_be_frozen(part: str) -> None:
     assert MODEL is not None
     model, _ = build(MODEL, ONE, frozen=[part])
-    places = {
-        LANGUAGE: "language_model.",
-        VISION: "modality_submodules.vision.encoders.",
-        "vision-projector": "modality_submodules.vision.input_projections.",
-        SOUND: "modality_submodules.sound.encoders.",
-        "sound-projector": "modality_submodules.sound.input_projections.",
-    }
+    projector = "modality_submodules.vision.input_projections."
+    place = "language_model." if part == LANGUAGE else projector
     for name, parameter in model.named_parameters():
-        assert parameter.requires_grad != name.startswith(places[part]), name
+        assert parameter.requires_grad != name.startswith(place), name
 
 
 def test_initial_encoders_do_not_depend_on_other_modules() -> None:
@@ -167,14 +155,12 @@ GRID = torch.tensor([[4, 6]])
     [
         ({}, "without pictures and videos"),
         ({"pixel_values": PIXELS}, "pixel_values without its counterpart"),
-        ({"image_grid_hw": GRID}, "image_grid_hw without its counterpart"),
         ({"pixel_values": PIXELS[:20], "image_grid_hw": GRID}, "24 patches of 1 pictures, but .* has 20"),
         ({"pixel_values": PIXELS[:, 1:], "image_grid_hw": GRID}, "give patches of 768 numbers"),
         (
             {"pixel_values": PIXELS, "image_grid_hw": torch.tensor([[3, 8]])},
             "3 x 8 patches: .* multiples of 2",
         ),
-        ({"pixel_values_videos": FRAMES}, r"clips=\[\]: 0 frames, but pixel_values_videos has 4"),
         ({"pixel_values_videos": FRAMES, "clips": torch.tensor([1, 2])}, r"clips=\[1, 2\]: 6 frames, but"),
         (
             {"pixel_values_videos": [FRAMES[:3]]},
@@ -195,8 +181,7 @@ def test_vision_input_that_does_not_fit(given: dict[str, Any], message: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("features", "mask"),
-    [((2, 40, 128), (2, 40)), ((2, 40, 32), (2, 41)), ((40, 32), (40,)), ((0, 40, 32), (0, 40))],
+    ("features", "mask"), [((2, 40, 128), (2, 40)), ((2, 40, 32), (2, 41)), ((40, 32), (40,))]
 )
 def test_sound_input_that_does_not_fit(features: tuple[int, ...], mask: tuple[int, ...]) -> None:
     assert MODEL is not None and MODEL.sound is not None
