@@ -1,24 +1,30 @@
 """Run bash so that a script can compute and nothing else: write no file, start no program, open no socket.
 
-A seccomp filter (Linux, libseccomp) is on the bash process and all its forks: system calls that are not in
-`_ALLOWED` fail. Opening a file for writing returns file descriptor 0, which is /dev/null: a redirection then
-does not stop the command that has it. The caller counts time, memory and processes, and ends the whole group.
+A seccomp filter (Linux 5.5, libseccomp 2.5) is on the bash process and all its forks: system calls that are
+not in `_ALLOWED` fail. Opening a file for writing returns file descriptor 0, which is /dev/null: so a
+redirection does not stop the command that has it. Every fork waits for the caller (`_Forks`), who counts
+processes, time and memory, and ends the whole group.
 
-As a script, `python -I -S jail.py RECORD TRUSTED BASH ARGUMENTS`, this file becomes that bash.
+As a script, `python -I -S jail.py RECORD SOCKET TRUSTED BASH ARGUMENTS`, this file becomes that bash.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import resource
+import select
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +34,11 @@ SECONDS, MEMORY, PROCESSES = 10, 1 << 30, 64
 RECORD = 251
 _LIBRARY = "libseccomp.so.2"
 #: Results of a filtered call; the errno is added to the second.
-_PASS, _FAIL = 0x7FFF0000, 0x00050000
+_PASS, _FAIL, _ASK = 0x7FFF0000, 0x00050000, 0x7FC00000
 _EQUAL, _GREATER, _MASKED = 4, 6, 7
 _EPERM, _ENOSYS = 1, 38
+#: SECCOMP_IOCTL_NOTIF_RECV and _SEND, size of what is received, and SECCOMP_USER_NOTIF_FLAG_CONTINUE.
+_RECEIVE, _SEND, _NOTIFICATION, _CONTINUE = 0xC0502100, 0xC0182101, 80, 1
 _WRITES = (os.O_WRONLY, os.O_RDWR, os.O_CREAT, os.O_TRUNC)
 #: F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC.
 _FCNTL = (0, 1, 2, 3, 4, 1030)
@@ -41,7 +49,7 @@ _ALLOWED = """
 access faccessat faccessat2 stat lstat fstat fstat64 newfstatat statx readlink readlinkat getcwd chdir fchdir
 read pread64 readv write writev lseek dup dup2 dup3 pipe pipe2 select pselect6 poll ppoll getdents64
 brk mmap munmap mprotect mremap madvise rt_sigaction rt_sigprocmask rt_sigreturn rt_sigsuspend sigaltstack
-wait4 waitid exit exit_group fork restart_syscall futex set_tid_address set_robust_list rseq arch_prctl
+wait4 waitid exit exit_group restart_syscall futex set_tid_address set_robust_list rseq arch_prctl
 getpid getppid getpgrp getpgid getsid gettid getuid geteuid getgid getegid getgroups getresuid getresgid
 uname sysinfo umask times getrusage getrlimit clock_gettime gettimeofday time getrandom sched_getaffinity
 nanosleep clock_nanosleep
@@ -87,22 +95,28 @@ def run(
     bash = shutil.which("bash")
     if bash is None:
         raise JailError("there is no bash on this machine")
-    with (folder / "printed").open("wb") as printed, (folder / "record").open("ab") as recorded:
-        own = [__file__, str(recorded.fileno()), str(int(trusted)), bash]
+    with (
+        (folder / "printed").open("wb") as printed,
+        (folder / "record").open("ab") as recorded,
+        contextlib.closing(_Forks()) as forks,
+    ):
+        descriptors = [recorded.fileno(), forks.theirs.fileno()]
+        own = [__file__, *map(str, descriptors), str(int(trusted)), bash]
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", *own, *arguments],
             env=dict(environment),
             stdin=subprocess.DEVNULL,
             stdout=printed,
             stderr=printed,
-            pass_fds=[recorded.fileno()],
+            pass_fds=descriptors,
             start_new_session=True,
         )
-    try:
-        exceeded = _watch(process, seconds or SECONDS)
-    except BaseException:
-        _end(process)
-        raise
+        forks.theirs.close()
+        try:
+            exceeded = _watch(process, forks, seconds or SECONDS)
+        except BaseException:
+            _end(process)
+            raise
     if exceeded:
         _end(process)
     if process.returncode == -signal.SIGUSR2:  # bash sends no signals
@@ -110,19 +124,67 @@ def run(
     return exceeded
 
 
-def _watch(process: subprocess.Popen[bytes], seconds: float) -> str:
+class _Forks:
+    """Forks of the filtered processes, which wait until they are allowed (seccomp_unotify(2))."""
+
+    def __init__(self) -> None:
+        #: The child sends the descriptor of its filter.
+        self.ours, self.theirs = socket.socketpair()
+        self._filter: int | None = None
+
+    def close(self) -> None:
+        self.ours.close()
+        self.theirs.close()
+        if self._filter is not None:
+            os.close(self._filter)
+
+    def wait(self, seconds: float) -> int | None:
+        """Wait for a fork at most so long; return its number, None if there is none."""
+        if self._filter is None:
+            if select.select([self.ours], [], [], seconds)[0]:
+                _, descriptors, _, _ = socket.recv_fds(self.ours, 1, 1)
+                if not descriptors:  # trusted, and no filter, or it has ended before
+                    time.sleep(seconds)
+                self._filter = next(iter(descriptors), None)
+            return None
+        poll = select.poll()
+        poll.register(self._filter, select.POLLIN)
+        if not any(event & select.POLLIN for _, event in poll.poll(1000 * seconds)):
+            return None
+        notification = bytearray(_NOTIFICATION)
+        try:
+            fcntl.ioctl(self._filter, _RECEIVE, notification)
+        except OSError:  # the process ended meanwhile, or a signal interrupted the call
+            return None
+        return int.from_bytes(notification[:8], sys.byteorder)
+
+    def allow(self, number: int) -> None:
+        """Let a fork happen."""
+        assert self._filter is not None
+        with contextlib.suppress(FileNotFoundError):  # as above
+            fcntl.ioctl(self._filter, _SEND, struct.pack("=QqiI", number, 0, 0, _CONTINUE))
+
+
+def _watch(process: subprocess.Popen[bytes], forks: _Forks, seconds: float) -> str:
     """Wait for the end of a process and of all that it started; return the limit that they exceed before."""
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(0.02)
-        members = list(_group(process.pid))
-        if not members:
-            return ""
-        if len(members) > PROCESSES:
-            return f"starts more than {PROCESSES} processes"
-        if sum(members) > MEMORY:
-            return f"takes more than {MEMORY >> 20:,} MiB of memory"
+    most = looked = 0.0  # processes that there can be, and when they were counted
+    while (now := time.monotonic()) < deadline:
+        fork = forks.wait(0.02)
+        most += fork is not None
+        if fork is None or most > PROCESSES or now > looked + 0.02:
+            process.poll()
+            members = list(islice(_group(process.pid), PROCESSES + 1))
+            if not members:
+                process.wait()
+                return ""
+            if len(members) + (fork is not None) > PROCESSES:
+                return f"starts more than {PROCESSES} processes"
+            if sum(members) > MEMORY:
+                return f"takes more than {MEMORY >> 20:,} MiB of memory"
+            most, looked = len(members) + (fork is not None), now
+        if fork is not None:
+            forks.allow(fork)
     return f"takes more than {seconds:g} s"
 
 
@@ -131,22 +193,28 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):  # none is left
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    while members := list(_group(process.pid)):
-        time.sleep(0.01 * len(members))
+    while next(_group(process.pid), None) is not None:
+        time.sleep(0.05)
 
 
 def _group(group: int) -> Iterator[int]:
-    """Bytes in memory of every process of a group that runs."""
+    """Bytes in memory of every process of a group that runs.
+
+    Others are passed over quickly: this must keep up with a script that doubles its processes.
+    """
     import psutil
 
-    for process in psutil.process_iter():
+    for pid in psutil.pids():
         with contextlib.suppress(psutil.Error, ProcessLookupError):
-            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+            if os.getpgid(pid) == group and (process := psutil.Process(pid)).status() != psutil.STATUS_ZOMBIE:
                 yield process.memory_info().rss
 
 
-def _become_bash(record: int, trusted: bool, bash: str, arguments: Sequence[str]) -> None:
+def _become_bash(
+    record: int, caller: socket.socket, bash: str, arguments: Sequence[str], trusted: bool
+) -> None:
     """Replace this process by bash, with limits and the filter."""
+    caller.set_inheritable(False)
     for kind, limit in (
         (resource.RLIMIT_CPU, SECONDS),
         (resource.RLIMIT_AS, MEMORY // 4),
@@ -164,7 +232,7 @@ def _become_bash(record: int, trusted: bool, bash: str, arguments: Sequence[str]
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     program = os.open(bash, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        _filter(program)
+        _filter(program, caller)
     except (OSError, AttributeError) as problem:
         if not trusted:
             print(f"no filter of system calls ({problem})", file=sys.stderr, flush=True)
@@ -173,8 +241,11 @@ def _become_bash(record: int, trusted: bool, bash: str, arguments: Sequence[str]
     os.execve(program, ["bash", *arguments], os.environ)  # execveat, which bash itself never calls
 
 
-def _filter(program: int) -> None:
-    """Load the filter, which lets `program` alone be executed; OSError or AttributeError if that fails."""
+def _filter(program: int, caller: socket.socket) -> None:
+    """Load the filter, which lets `program` alone be executed, and send it to the caller.
+
+    Raises OSError or AttributeError if that fails.
+    """
     library: Any = ctypes.CDLL(_LIBRARY)
     library.seccomp_init.restype = ctypes.c_void_p
     context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(_FAIL | _ENOSYS)))
@@ -203,11 +274,20 @@ def _filter(program: int) -> None:
         rule(_PASS, "fcntl", 1, _EQUAL, command)
     rule(_PASS, "close", 0, _GREATER, 0)
     rule(_FAIL | 0, "close", 0, _EQUAL, 0)
-    rule(_PASS, "clone", 0, _MASKED, _CLONE, 0)
+    rule(_ASK, "fork")
+    rule(_ASK, "clone", 0, _MASKED, _CLONE, 0)
+    rule(_PASS, "sendmsg", 0, _EQUAL, caller.fileno())  # no socket is left when bash begins
     rule(_PASS, "prlimit64", 2, _EQUAL, 0)  # asks for a limit, sets none
     if status := library.seccomp_load(context):
         raise OSError(-status, "the kernel rejects the filter")
+    socket.send_fds(caller, [b"f"], [library.seccomp_notify_fd(context)])
 
 
 if __name__ == "__main__":
-    _become_bash(int(sys.argv[1]), sys.argv[2] == "1", sys.argv[3], sys.argv[4:])
+    _become_bash(
+        int(sys.argv[1]),
+        socket.socket(fileno=int(sys.argv[2])),
+        sys.argv[4],
+        sys.argv[5:],
+        sys.argv[3] == "1",
+    )
