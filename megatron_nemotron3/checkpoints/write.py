@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import struct
 import zipfile
 import zlib
 from collections import OrderedDict
@@ -21,7 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, StoredObject, TensorChunk
-from megatron_nemotron3.checkpoints.read import STORAGES, HeldBytes, records
+from megatron_nemotron3.checkpoints.read import STORAGES
 
 #: Key of the object that holds the common state, a list of one dict.
 COMMON_OBJECT = "common_state/shard_0_1"
@@ -29,14 +30,21 @@ COMMON_OBJECT = "common_state/shard_0_1"
 CONFIG_TEXT = '{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'
 #: Types that have a storage class; newer types are stored as bytes, with the type named in the pickle.
 _CLASSES = {dtype: getattr(torch, f"{name}Storage") for name, dtype in STORAGES.items()}
-#: Largest tensor, in bytes, whose archive is a copy of that of another with its own elements: quicker.
+#: Largest tensor, in bytes, whose archive is written at once: quicker.
 _SMALL = 1 << 20
+#: Stands for the CRC32 of elements that are not known yet.
+_UNKNOWN = 0x9E3779B9
+#: Bit of a record whose CRC32 and sizes stand behind it, and the signature of these.
+_SIZES_BEHIND, _BEHIND = 0x08, b"PK\7\x08"
 
 
 class Writable(Protocol):
     """What an archive is written to, in order."""
 
     def write(self, data: Any, /) -> int: ...
+
+    def write_bands(self, bands: Iterable[memoryview], /) -> int:
+        """Write bands. Returns the CRC32 of all of them."""
 
 
 def object_archive(value: Any) -> bytes:
@@ -48,50 +56,55 @@ def object_archive(value: Any) -> bytes:
 
 def write_tensor(out: Writable, dtype: str, shape: tuple[int, ...], bands: Iterable[memoryview]) -> None:
     """Write the archive of a contiguous tensor, whose elements are `bands`, as torch.save does (format 3)."""
-    if math.prod(shape) * ITEM_SIZE[dtype] > _SMALL:
-        _write_archive(out, dtype, shape, bands)
-        return
     head, tail = _around(dtype, shape)
+    if math.prod(shape) * ITEM_SIZE[dtype] > _SMALL:
+        out.write(head)
+        crc = out.write_bands(bands)
+        out.write(_stored(crc).join(tail))
+        return
     data = b"".join(bands)
-    out.write(b"".join((head, data, _crc32(data).join(tail))))
+    out.write(b"".join((head, data, _stored(zlib.crc32(data)).join(tail))))
 
 
 def overhead(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor's archive without its elements; from 2 GiB on, up to 200 bytes too few."""
+    """Bytes of a tensor's archive without its elements."""
     head, tail = _around(dtype, shape)
-    return len(head) + len(_crc32(b"").join(tail))
+    return len(head) + len(_stored(0).join(tail))
 
 
-def _crc32(data: bytes) -> bytes:
-    return zlib.crc32(data).to_bytes(4, "little")
+def _stored(crc: int) -> bytes:
+    return crc.to_bytes(4, "little")
 
 
 @lru_cache(maxsize=4096)
 def _around(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, tuple[bytes, ...]]:
-    """What stands before the elements of a small tensor, and behind them, cut where their CRC32 is."""
-    length = min(math.prod(shape) * ITEM_SIZE[dtype], _SMALL)
-    stream, data = io.BytesIO(), b"\x5a" * length
-    _write_archive(stream, dtype, shape, [memoryview(data)])
-    whole = stream.getvalue()
-    place = StoredObject("", 0, len(whole))
-    begin = next(one.offset for one in records(HeldBytes(whole), place) if one.name == "data/0")
-    tail = tuple(whole[begin + length :].split(_crc32(data))) if length else (whole[begin:],)
-    assert whole[begin : begin + length] == data and len(tail) == (3 if length else 1)
-    return whole[:begin], tail
-
-
-def _write_archive(out: Writable, dtype: str, shape: tuple[int, ...], bands: Iterable[memoryview]) -> None:
+    """What stands before the elements of a tensor, and behind them, cut where their CRC32 is."""
+    head, tail = io.BytesIO(), io.BytesIO()
     # To a file that has no position zipfile writes an archive as if it began there.
-    file: Any = SimpleNamespace(write=out.write, flush=lambda: None)
+    file: Any = SimpleNamespace(write=head.write, flush=lambda: None)
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr(_record("data.pkl"), _tensor_pickle(dtype, shape))
         archive.writestr(_record("byteorder"), b"little")
-        data = _record("data/0")
-        data.file_size = math.prod(shape) * ITEM_SIZE[dtype]  # decides between 32 and 64 bits
-        with archive.open(data, "w") as record:
-            for band in bands:
-                record.write(band)
+        _add_elements(archive, file, math.prod(shape) * ITEM_SIZE[dtype], tail)
         archive.writestr(_record("version"), b"3\n")
+    pieces = tuple(tail.getvalue().split(_stored(_UNKNOWN)))
+    assert len(pieces) == 3
+    return head.getvalue(), pieces
+
+
+def _add_elements(archive: Any, file: Any, length: int, behind: io.BytesIO) -> None:
+    """Add the record of the elements as zipfile does, without them; what follows is written to `behind`."""
+    record, zip64 = _record("data/0"), length * 1.05 > (1 << 31) - 1
+    record.flag_bits, record.external_attr = _SIZES_BEHIND, 0o600 << 16
+    record.header_offset = archive.fp.tell()
+    archive.fp.write(record.FileHeader(zip64))
+    file.write = lambda data: length
+    archive.fp.write(b"")  # zipfile adds what is returned to the position
+    file.write = behind.write
+    record.CRC, record.compress_size, record.file_size = _UNKNOWN, length, length
+    archive.fp.write(struct.pack("<4sLQQ" if zip64 else "<4sLLL", _BEHIND, _UNKNOWN, length, length))
+    archive.filelist.append(record)
+    archive.start_dir = archive.fp.tell()
 
 
 def _record(name: str) -> zipfile.ZipInfo:

@@ -104,6 +104,16 @@ class OutputFile:
             self._put(view)
         return len(view)
 
+    def write_bands(self, bands: Iterable[memoryview]) -> int:
+        """Append bands. Returns their CRC32."""
+        before, begin = self.crc32, self.length
+        self._crc = 0
+        for band in bands:
+            self.write(band)
+        found = self.crc32
+        self._crc = joined_crc32(before, found, self.length - begin)
+        return found
+
     @property
     def crc32(self) -> int:
         """Of all bytes, which are then written."""
@@ -133,6 +143,28 @@ class OutputFile:
 
     def __exit__(self, *_: object) -> None:
         self._thread.shutdown()
+
+
+def joined_crc32(first: int, second: int, length: int) -> int:
+    """The CRC32 of bytes whose CRC32 is `first`, followed by `length` bytes whose CRC32 is `second`."""
+    # A CRC32 is a polynomial over GF(2), its highest bit the coefficient of x^0: `first` times x^(8 length).
+    power = 1 << 23
+    while length:
+        if length & 1:
+            first = _product(first, power)
+        power = _product(power, power)
+        length >>= 1
+    return first ^ second
+
+
+def _product(one: int, other: int) -> int:
+    """The product of two polynomials, modulo that of CRC32."""
+    result = 0
+    for bit in range(31, -1, -1):
+        if one >> bit & 1:
+            result ^= other
+        other = other >> 1 ^ (0xEDB88320 if other & 1 else 0)
+    return result
 
 
 def write_parts(

@@ -48,7 +48,12 @@ MODELS = {
     "distinct": DISTINCT,
     "dense": tiny(get("nemotron-h-8b")).but(pattern="M-*-"),
 }
-QUICK = [("super", "one rank"), ("super", "TP2 EP2"), ("distinct", "PP2"), ("dense", "one rank")]
+#: (model, layout, strictness) of `make test`.
+QUICK = (
+    ("super", "TP2 EP2", "raise_all"),
+    ("distinct", "PP2", "assume_ok_unexpected"),
+    ("dense", "one rank", "assume_ok_unexpected"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -84,13 +89,13 @@ def test_the_folder_is_sound_and_says_what_it_is(name: str, folders: dict[str, P
     assert len(verdict.index.files) > 1
 
 
-@pytest.mark.parametrize("strictness", ["assume_ok_unexpected", "raise_all"])
 @pytest.mark.parametrize(
-    ("name", "layout"),
+    ("name", "layout", "strictness"),
     [
-        pytest.param(m, k, marks=() if (m, k) in QUICK else pytest.mark.full, id=f"{m} at {k}")
+        pytest.param(m, k, s, marks=() if (m, k, s) in QUICK else pytest.mark.full, id=f"{m} at {k}, {s}")
         for m in MODELS
         for k in LAYOUTS
+        for s in ("assume_ok_unexpected", "raise_all")
         if MODELS[m].is_moe or LAYOUTS[k].ep == LAYOUTS[k].etp == 1
     ],
 )

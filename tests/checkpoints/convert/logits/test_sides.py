@@ -18,10 +18,9 @@ from megatron_nemotron3.checkpoints.convert.logits.megatron_names import Megatro
 from megatron_nemotron3.checkpoints.convert.logits.reader import (
     BAND_ELEMENTS,
     StoredDefinition,
-    StoredRows,
     TensorReader,
 )
-from megatron_nemotron3.checkpoints.convert.logits.report import TIE, Selection, agree
+from megatron_nemotron3.checkpoints.convert.logits.report import Selection, agree
 from megatron_nemotron3.models import get
 from megatron_nemotron3.models.definition import Definition
 from tests.support.checkpoint_pair import InMemory, Pair, pair
@@ -147,7 +146,7 @@ def test_installed_kernels_are_not_used(right: Pair, monkeypatch: pytest.MonkeyP
     assert modeling.mamba2_chunk_scan is installed  # as it was
 
 
-@pytest.mark.parametrize(("version", "right_one"), [("5.14.1", False), ("4.57.6", False), ("5.15.1", True)])
+@pytest.mark.parametrize(("version", "right_one"), [("5.14.1", False), ("5.15.1", True)])
 def test_old_transformers_is_refused(version: str, right_one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers
 
@@ -177,14 +176,6 @@ def selection(*scores: float, topk: int = 2) -> Selection:
     return Selection(row, row.topk(topk).indices)
 
 
-def test_near_ties_take_their_experts() -> None:
-    ours, theirs = selection(0.9, 0.5, 0.5 - TIE / 2, 0.1), selection(0.9, 0.5 - TIE / 2, 0.5, 0.1)
-    experts, agreement = agree(ours, theirs)
-    assert sorted(experts[0].tolist()) == [0, 2]
-    assert (agreement.ties, agreement.others) == (1, 0)
-    assert agreement.scores == pytest.approx(TIE / 2, rel=1e-2)
-
-
 def test_a_model_with_near_ties_passes(right: Pair) -> None:
     """Two experts share a row of the router: rounding decides which of them is selected last."""
     megatron, hf = dict(right.megatron.content), dict(right.hf.content)
@@ -208,12 +199,6 @@ def test_other_choices_stay() -> None:
     experts, agreement = agree(selection(0.9, 0.5, 0.4, 0.1), selection(0.9, 0.4, 0.5, 0.1))
     assert sorted(experts[0].tolist()) == [0, 1]
     assert (agreement.ties, agreement.others) == (0, 1)
-
-
-def test_the_order_of_experts_does_not_matter() -> None:
-    ours = selection(0.9, 0.5, 0.4)
-    _, agreement = agree(ours, Selection(ours.scores, ours.experts.flip(1)))
-    assert agreement == type(agreement)(0.0, 0, 0)
 
 
 def test_other_numbers_of_experts_are_refused() -> None:
@@ -253,16 +238,6 @@ def test_queries_in_parts_are_those_of_one(tmp_path: Path) -> None:
     model = StoredDefinition(CONFIG, TensorReader("test", InMemory({}, tmp_path)))
     expected = Definition.attend(model, q, k, v)
     torch.testing.assert_close(model.attend(q, k, v), expected, rtol=0, atol=1e-6)
-
-
-def test_rows_of_one_expert(right: Pair) -> None:
-    weights, name = MegatronReader(right.megatron, CONFIG), "mixer.experts.2.up_proj.weight"
-    (rows,) = weights.stored(f"backbone.layers.3.{name}")
-    stacked = "decoder.layers.3.mlp.experts.experts.linear_fc1.weight"
-    shape = tuple(right.megatron.content[stacked].shape)
-    assert rows == StoredRows(stacked, shape, 0, shape[1], 2)
-    found = weights.tensor(f"backbone.layers.3.{name}")
-    assert torch.equal(found, right.megatron.content[stacked][2])
 
 
 def test_every_name_is_put_together_as_the_converter_does(right: Pair) -> None:
