@@ -7,6 +7,7 @@ unless `--dist-ckpt-strictness raise_all` is given.
 
 from __future__ import annotations
 
+import importlib
 import io
 import math
 import pickle
@@ -144,6 +145,11 @@ def _tensor_pickle(dtype: str, shape: tuple[int, ...]) -> bytes:
     stream = io.BytesIO()
     _Pickler(stream, protocol=2).dump(_Tensor(dtype, shape))
     return stream.getvalue()
+
+
+def import_index_classes() -> None:
+    """Import what `index_bytes` needs."""
+    importlib.import_module("torch.distributed.checkpoint.filesystem")
 
 
 def index_bytes(

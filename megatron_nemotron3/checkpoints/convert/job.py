@@ -25,6 +25,7 @@ from megatron_nemotron3.checkpoints.folders import free_bytes
 from megatron_nemotron3.checkpoints.metadata import COMMON, CheckpointError
 from megatron_nemotron3.checkpoints.metadata import INDEX as MEGATRON_INDEX
 from megatron_nemotron3.checkpoints.structure import CONFIG as MEGATRON_CONFIG
+from megatron_nemotron3.checkpoints.write import import_index_classes
 from megatron_nemotron3.common import lock
 from megatron_nemotron3.common.files import (
     read_outside,
@@ -290,12 +291,12 @@ def write_files(
     def work(number: int, count: Callable[[int], None]) -> tuple[str, dict[str, Any]]:
         return todo[number].name, write_one(todo[number], count)
 
-    yield from parallel_map(
-        work,
-        range(len(todo)),
-        workers=workers,
-        report=lambda written: report(JobProgress(before + written, total, before)),
-    )
+    def told(written: int) -> None:
+        if job.index is not None:
+            import_index_classes()  # seconds, while the workers write
+        report(JobProgress(before + written, total, before))
+
+    yield from parallel_map(work, range(len(todo)), workers=workers, report=told)
 
 
 def _remove_leftovers(partial: Path, keep: set[str]) -> None:

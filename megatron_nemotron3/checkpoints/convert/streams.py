@@ -222,11 +222,13 @@ _FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
 def _check_finite(tensor: Tensor, part: Part, source: TensorSource) -> None:
-    if tensor.numel() and not all(isfinite(one.item()) for one in tensor.aminmax()):
-        raise CheckpointError(
-            f"{source.folder}: {part.tensor} has values that are NaN or infinite: "
-            "--allow-nonfinite copies them"
-        )
+    # Of longer rows of numbers torch finds the extremes half as fast.
+    for some in tensor.reshape(-1).split(_WRITE // tensor.element_size()) if tensor.numel() else ():
+        if not all(isfinite(one.item()) for one in some.aminmax()):
+            raise CheckpointError(
+                f"{source.folder}: {part.tensor} has values that are NaN or infinite: "
+                "--allow-nonfinite copies them"
+            )
 
 
 def _start_writing(descriptor: int, offset: int, length: int) -> None:

@@ -236,8 +236,6 @@ def test_not_a_number(small: Small, tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["to-hf", "{none}", "{out}"], "it does not exist"),
-        (["to-hf", "{hf}", "{out}"], "it is a Hugging Face folder: use `nemotron3 convert from-hf`"),
         (["to-hf", "{megatron}", "{hf}"], "it exists: give a new folder"),
         (["to-hf", "{megatron}", "{out}", "--iteration", "7"], "there is no iteration 7; there are: none"),
         (["to-hf", "{megatron}", "{out}", "--model", "nano", "--tiny"], "super-tiny|nano-tiny"),
@@ -245,10 +243,6 @@ def test_not_a_number(small: Small, tmp_path: Path, capsys: pytest.CaptureFixtur
         (["to-hf", "{megatron}", "{out}", "--shard-size", "many"], "give a size like 5GB"),
         (["to-hf", "{megatron}", "{out}", "--workers", "0"], "--workers 0: give 1 or more"),
         (["to-hf", "{megatron}", "{out}", "--vocab-size", "9999"], "vocab_size=9999 is more than"),
-        (
-            ["from-hf", "{megatron}", "{out}"],
-            "it is a Megatron checkpoint: use `nemotron3 convert to-hf`",
-        ),
         (["from-hf", "{hf}", "{out}", "--make-vocab-size-divisible-by", "0"], "use 1 or more"),
         (["from-hf", "{hf}", "{out}", "--tiny"], "--tiny requires --model"),
     ],

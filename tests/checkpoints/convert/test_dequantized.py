@@ -28,17 +28,6 @@ from tests.support.quantized_models import TINY, Memory, all_scales, random_mode
 SCALES = all_scales(get("super-tiny"), "nvfp4")
 
 
-def test_config_json_is_read_without_what_it_says_of_quantization() -> None:
-    config = get("super")
-    plain = config_json.write(config)
-    plan = quantization(get("super-tiny"), "nvfp4")
-    data = plain | {"quantization_config": quantization_config(hf_quant_config(plan, "test"))}
-    with pytest.raises(ValueError, match="quantization_config"):
-        config_json.read(data, name="super", base=config)
-    del data["quantization_config"]
-    assert data == plain and config_json.read(data, name="super", base=config) == config
-
-
 CONFIGS = """
 import json, sys
 from modelopt.torch.export.convert_hf_config import convert_hf_quant_config_format

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +25,6 @@ from tests.support.checkpoint_pair import Pair, pair
 from tests.support.checkpoint_writer import write
 from tests.support.model_mapping import to_transformers
 from tests.support.parity import oracle, weights_of, without_mtp
-from tests.support.world import world_of_one
 
 pytest.importorskip("transformers")
 
@@ -66,9 +64,8 @@ class Run:
     scope="module",
     params=[n if n in ("super", "nemotron-h-8b") else pytest.param(n, marks=pytest.mark.full) for n in SEEDS],
 )
-def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with world_of_one():
-        yield Run(request.param, tmp_path_factory.mktemp("hf"))
+def run(world: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return Run(request.param, tmp_path_factory.mktemp("hf"))
 
 
 def test_both_sides_compute_the_same(run: Run) -> None:
@@ -129,9 +126,8 @@ QUIET = LogitsCheckOptions(140, echo=lambda line: None)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_conversions_there_and_back(tmp_path: Path) -> None:
-    with world_of_one():
-        made = pair(CONFIG, tmp_path, seed=4, padded=20)
+def test_conversions_there_and_back(world: None, tmp_path: Path) -> None:
+    made = pair(CONFIG, tmp_path, seed=4, padded=20)
     keep = ("expert_bias", "e_score_correction_bias")
     tensors = {n: t if n.endswith(keep) else t.bfloat16() for n, t in made.megatron.content.items()}
     folders = [write(tmp_path / "megatron", tensors, iteration=1), tmp_path / "hf", tmp_path / "back"]
