@@ -17,7 +17,6 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -77,31 +76,48 @@ def _stored(crc: int) -> bytes:
     return crc.to_bytes(4, "little")
 
 
+class _Frame:
+    """A file with an archive, but without the elements of its tensor, of which only the length is written.
+
+    It has no position, so zipfile writes the archive as if the file began there.
+    """
+
+    def __init__(self) -> None:
+        self.pieces = [b""]
+
+    def write(self, data: bytes | int) -> int:
+        if isinstance(data, int):
+            self.pieces.append(b"")
+            return data
+        self.pieces[-1] += data
+        return len(data)
+
+    def flush(self) -> None:
+        """Do what zipfile asks for."""
+
+
 @lru_cache(maxsize=4096)
 def _around(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, tuple[bytes, ...]]:
     """What stands before the elements of a tensor, and behind them, cut where their CRC32 is."""
-    head, tail = io.BytesIO(), io.BytesIO()
-    # To a file that has no position zipfile writes an archive as if it began there.
-    file: Any = SimpleNamespace(write=head.write, flush=lambda: None)
-    with zipfile.ZipFile(file, "w") as archive:
+    frame: Any = _Frame()
+    with zipfile.ZipFile(frame, "w") as archive:
         archive.writestr(_record("data.pkl"), _tensor_pickle(dtype, shape))
         archive.writestr(_record("byteorder"), b"little")
-        _add_elements(archive, file, math.prod(shape) * ITEM_SIZE[dtype], tail)
+        _add_elements(archive, math.prod(shape) * ITEM_SIZE[dtype])
         archive.writestr(_record("version"), b"3\n")
-    pieces = tuple(tail.getvalue().split(_stored(_UNKNOWN)))
-    assert len(pieces) == 3
-    return head.getvalue(), pieces
+    head, tail = frame.pieces
+    cut = tuple(tail.split(_stored(_UNKNOWN)))
+    assert len(cut) == 3
+    return head, cut
 
 
-def _add_elements(archive: Any, file: Any, length: int, behind: io.BytesIO) -> None:
-    """Add the record of the elements as zipfile does, without them; what follows is written to `behind`."""
+def _add_elements(archive: Any, length: int) -> None:
+    """Add the record of the elements as `ZipFile.open` does."""
     record, zip64 = _record("data/0"), length * 1.05 > (1 << 31) - 1
     record.flag_bits, record.external_attr = _SIZES_BEHIND, 0o600 << 16
     record.header_offset = archive.fp.tell()
     archive.fp.write(record.FileHeader(zip64))
-    file.write = lambda data: length
-    archive.fp.write(b"")  # zipfile adds what is returned to the position
-    file.write = behind.write
+    archive.fp.write(length)
     record.CRC, record.compress_size, record.file_size = _UNKNOWN, length, length
     archive.fp.write(struct.pack("<4sLQQ" if zip64 else "<4sLLL", _BEHIND, _UNKNOWN, length, length))
     archive.filelist.append(record)
