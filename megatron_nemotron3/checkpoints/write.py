@@ -39,9 +39,13 @@ _SIZES_BEHIND, _BEHIND = 0x08, b"PK\7\x08"
 
 
 class Writable(Protocol):
-    """What an archive is written to, in order."""
+    """What is written to in order."""
 
     def write(self, data: Any, /) -> int: ...
+
+
+class ArchiveFile(Writable, Protocol):
+    """What an archive is written to."""
 
     def write_bands(self, bands: Iterable[memoryview], /) -> int:
         """Write bands. Returns the CRC32 of all of them."""
@@ -54,7 +58,7 @@ def object_archive(value: Any) -> bytes:
     return stream.getvalue()
 
 
-def write_tensor(out: Writable, dtype: str, shape: tuple[int, ...], bands: Iterable[memoryview]) -> None:
+def write_tensor(out: ArchiveFile, dtype: str, shape: tuple[int, ...], bands: Iterable[memoryview]) -> None:
     """Write the archive of a contiguous tensor, whose elements are `bands`, as torch.save does (format 3)."""
     head, tail = _around(dtype, shape)
     if math.prod(shape) * ITEM_SIZE[dtype] > _SMALL:

@@ -114,6 +114,10 @@ class OutputFile:
         self._crc = joined_crc32(before, found, self.length - begin)
         return found
 
+    def meanwhile(self, work: Callable[..., None], *arguments: Any) -> Future[None]:
+        """Let the thread do `work`, before it computes the CRC32 of what is written next."""
+        return self._thread.submit(work, *arguments)
+
     @property
     def crc32(self) -> int:
         """Of all bytes, which are then written."""
@@ -177,9 +181,9 @@ def write_parts(
         if not part.tensor:
             out.write(part.data)
         elif plan.archives:
-            write_tensor(out, part.dtype, extent(part.slices), _bands(part, source, finite))
+            write_tensor(out, part.dtype, extent(part.slices), _bands(part, source, out, finite))
         else:
-            for band in _bands(part, source, finite):
+            for band in _bands(part, source, out, finite):
                 out.write(band)
         places.append((begin, out.length - begin))
     entry = {"bytes": out.length, "crc32": f"{out.crc32:08x}"}
@@ -209,12 +213,18 @@ def as_bytes(tensor: Tensor) -> memoryview:
     return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
-def _bands(part: Part, source: TensorSource, finite: bool) -> Iterator[memoryview]:
+def _bands(part: Part, source: TensorSource, out: OutputFile, finite: bool) -> Iterator[memoryview]:
+    finite = finite and part.dtype in _FLOATS
     for band in bands(part.slices, BAND // ITEM_SIZE[part.dtype]):
         tensor = source.read(part.tensor, band)
-        if finite and part.dtype in _FLOATS:
+        checked: Future[None] | None = None
+        if finite and tensor.nbytes >= _WRITE:
+            checked = out.meanwhile(_check_finite, tensor, part, source)
+        elif finite:
             _check_finite(tensor, part, source)
         yield as_bytes(tensor)
+        if checked is not None:
+            checked.result()
 
 
 #: Types of weights, which should have no NaN; in quantized ones such a code is refused elsewhere.
