@@ -200,7 +200,7 @@ def write(
         def count(length: int) -> None:
             nonlocal begun
             if out.length - begun > BAND // 2:
-                _start_writing(file.fileno(), begun, out.length - begun)
+                out.meanwhile(_start_writing, file.fileno(), begun, out.length - begun)
                 begun = out.length
             written(length)
 
