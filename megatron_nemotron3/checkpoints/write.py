@@ -7,7 +7,6 @@ unless `--dist-ckpt-strictness raise_all` is given.
 
 from __future__ import annotations
 
-import importlib
 import io
 import math
 import pickle
@@ -39,16 +38,13 @@ _SIZES_BEHIND, _BEHIND = 0x08, b"PK\7\x08"
 
 
 class Writable(Protocol):
-    """What is written to in order."""
+    """What an archive is written to, in order."""
 
     def write(self, data: Any, /) -> int: ...
 
-
-class ArchiveFile(Writable, Protocol):
-    """What an archive is written to."""
-
-    def write_bands(self, bands: Iterable[memoryview], /) -> int:
-        """Write bands. Returns the CRC32 of all of them."""
+    @property
+    def crc32(self) -> int:
+        """Of all bytes that were written."""
 
 
 def object_archive(value: Any) -> bytes:
@@ -58,16 +54,41 @@ def object_archive(value: Any) -> bytes:
     return stream.getvalue()
 
 
-def write_tensor(out: ArchiveFile, dtype: str, shape: tuple[int, ...], bands: Iterable[memoryview]) -> None:
+def write_tensor(out: Writable, dtype: str, shape: tuple[int, ...], bands: Iterable[memoryview]) -> None:
     """Write the archive of a contiguous tensor, whose elements are `bands`, as torch.save does (format 3)."""
     head, tail = _around(dtype, shape)
-    if math.prod(shape) * ITEM_SIZE[dtype] > _SMALL:
+    if (length := math.prod(shape) * ITEM_SIZE[dtype]) > _SMALL:
         out.write(head)
-        crc = out.write_bands(bands)
-        out.write(_stored(crc).join(tail))
+        before = out.crc32
+        for band in bands:
+            out.write(band)
+        out.write(_stored(_crc32_of_last(length, before, out.crc32)).join(tail))
         return
     data = b"".join(bands)
     out.write(b"".join((head, data, _stored(zlib.crc32(data)).join(tail))))
+
+
+def _crc32_of_last(length: int, before: int, after: int) -> int:
+    """The CRC32 of the last `length` bytes of a file, from that of the bytes before them and that of all."""
+    # It is a polynomial over GF(2), its highest bit the coefficient of x^0: a byte that follows multiplies it
+    # by x^8, and adds its own.
+    power = 1 << 23
+    while length:
+        if length & 1:
+            before = _product(before, power)
+        power = _product(power, power)
+        length >>= 1
+    return before ^ after
+
+
+def _product(one: int, other: int) -> int:
+    """The product of two polynomials, modulo that of CRC32."""
+    result = 0
+    for bit in range(31, -1, -1):
+        if one >> bit & 1:
+            result ^= other
+        other = other >> 1 ^ (0xEDB88320 if other & 1 else 0)
+    return result
 
 
 def overhead(dtype: str, shape: tuple[int, ...]) -> int:
@@ -96,8 +117,7 @@ class _Frame:
         self.pieces[-1] += data
         return len(data)
 
-    def flush(self) -> None:
-        """Do what zipfile asks for."""
+    def flush(self) -> None: ...
 
 
 @lru_cache(maxsize=4096)
@@ -165,11 +185,6 @@ def _tensor_pickle(dtype: str, shape: tuple[int, ...]) -> bytes:
     stream = io.BytesIO()
     _Pickler(stream, protocol=2).dump(_Tensor(dtype, shape))
     return stream.getvalue()
-
-
-def import_index_classes() -> None:
-    """Import what `index_bytes` needs."""
-    importlib.import_module("torch.distributed.checkpoint.filesystem")
 
 
 def index_bytes(

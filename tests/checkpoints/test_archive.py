@@ -13,7 +13,7 @@ import struct
 import zipfile
 import zlib
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -328,15 +328,15 @@ def test_the_pickle_calls_what_torch_save_calls(dtype: str) -> None:
 
 
 class _Holes(io.FileIO):
-    """A file in which long rows of bytes are left out. Their CRC32 is arbitrary; torch does not check it."""
+    """A file in which long rows of bytes are left out. CRC32s are arbitrary: torch does not check them."""
 
-    def write_bands(self, bands: Iterable[memoryview]) -> int:
-        for band in bands:
-            if len(band) > 1 << 20:
-                self.seek(len(band), os.SEEK_CUR)
-            else:
-                self.write(band)
-        return 7
+    crc32 = 7
+
+    def write(self, data: Any, /) -> int:
+        if len(data) > 1 << 20:
+            self.seek(len(data), os.SEEK_CUR)
+            return len(data)
+        return super().write(data)
 
 
 @pytest.mark.parametrize("length", [2_046_000_000, 2**31 + 5, 2**32 - 400, 5 * 2**30])
@@ -354,7 +354,7 @@ def test_zip64_where_32_bits_end(length: int, tmp_path: Path) -> None:
     layout = chunk_layout(mapped, chunk, "uint8")
     assert layout.shape == (length,) and bytes(mapped(layout.end - 3, 3)) == b"abc"
     (data,) = (r for r in records(mapped, chunk) if r.name == "data/0")
-    assert (data.crc, data.size) == (7, length)
+    assert data.size == length
 
 
 VALUES = [

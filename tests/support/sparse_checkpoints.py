@@ -102,21 +102,16 @@ def _archive(dtype: str, shape: tuple[int, ...]) -> list[bytes | int]:
 
 
 class _Pieces:
-    """Collects what is written; bands, which are of zeros, are holes."""
+    """Collects what is written; parts of `_ZEROS` are holes."""
 
     def __init__(self) -> None:
         self.found: list[bytes | int] = []
+        self.crc32 = 0
 
     def write(self, data: Any, /) -> int:
-        self.found.append(bytes(data))
+        self.crc32 = zlib.crc32(data, self.crc32)
+        self.found.append(len(data) if isinstance(data, memoryview) else bytes(data))
         return len(data)
-
-    def write_bands(self, bands: Iterable[memoryview]) -> int:
-        crc = 0
-        for band in bands:
-            self.found.append(len(band))
-            crc = zlib.crc32(band, crc)
-        return crc
 
 
 class _Sparse(io.FileIO):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import importlib
 import json
 import os
 import shutil
@@ -25,7 +26,6 @@ from megatron_nemotron3.checkpoints.folders import free_bytes
 from megatron_nemotron3.checkpoints.metadata import COMMON, CheckpointError
 from megatron_nemotron3.checkpoints.metadata import INDEX as MEGATRON_INDEX
 from megatron_nemotron3.checkpoints.structure import CONFIG as MEGATRON_CONFIG
-from megatron_nemotron3.checkpoints.write import import_index_classes
 from megatron_nemotron3.common import lock
 from megatron_nemotron3.common.files import (
     read_outside,
@@ -293,7 +293,8 @@ def write_files(
 
     def told(written: int) -> None:
         if job.index is not None:
-            import_index_classes()  # seconds, while the workers write
+            # Imported for the index in the end: seconds, while the workers write.
+            importlib.import_module("torch.distributed.checkpoint.filesystem")
         report(JobProgress(before + written, total, before))
 
     yield from parallel_map(work, range(len(todo)), workers=workers, report=told)

@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_nemotron3.checkpoints.convert.plan import Slices, bands, extent
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, CheckpointError
-from megatron_nemotron3.checkpoints.write import Writable, overhead, write_tensor
+from megatron_nemotron3.checkpoints.write import overhead, write_tensor
 from megatron_nemotron3.common.files import atomic
 
 #: Size in bytes of a band, the unit that is read, converted and written.
@@ -84,7 +84,7 @@ def grouped(items: Iterable[_T], limit: int, size: Callable[[_T], int]) -> Itera
 class OutputFile:
     """A file that is written in order: its length, and its CRC32, which a thread computes meanwhile."""
 
-    def __init__(self, file: Writable, written: Callable[[int], None] = lambda length: None) -> None:
+    def __init__(self, file: Any, written: Callable[[int], None] = lambda length: None) -> None:
         self.length = 0
         self._file, self._written, self._crc = file, written, 0
         self._small = bytearray()
@@ -103,16 +103,6 @@ class OutputFile:
         if len(view) >= _WRITE:
             self._put(view)
         return len(view)
-
-    def write_bands(self, bands: Iterable[memoryview]) -> int:
-        """Append bands. Returns their CRC32."""
-        before, begin = self.crc32, self.length
-        self._crc = 0
-        for band in bands:
-            self.write(band)
-        found = self.crc32
-        self._crc = joined_crc32(before, found, self.length - begin)
-        return found
 
     def meanwhile(self, work: Callable[..., None], *arguments: Any) -> Future[None]:
         """Let the thread do `work`, before it computes the CRC32 of what is written next."""
@@ -147,28 +137,6 @@ class OutputFile:
 
     def __exit__(self, *_: object) -> None:
         self._thread.shutdown()
-
-
-def joined_crc32(first: int, second: int, length: int) -> int:
-    """The CRC32 of bytes whose CRC32 is `first`, followed by `length` bytes whose CRC32 is `second`."""
-    # A CRC32 is a polynomial over GF(2), its highest bit the coefficient of x^0: `first` times x^(8 length).
-    power = 1 << 23
-    while length:
-        if length & 1:
-            first = _product(first, power)
-        power = _product(power, power)
-        length >>= 1
-    return first ^ second
-
-
-def _product(one: int, other: int) -> int:
-    """The product of two polynomials, modulo that of CRC32."""
-    result = 0
-    for bit in range(31, -1, -1):
-        if one >> bit & 1:
-            result ^= other
-        other = other >> 1 ^ (0xEDB88320 if other & 1 else 0)
-    return result
 
 
 def write_parts(

@@ -363,17 +363,6 @@ def test_length_and_checksum_of_what_is_written(data: list[bytes], size: int) ->
     assert found == zlib.crc32(b"".join(data)) and sum(counted) == reached
 
 
-@given(st.binary(max_size=40), st.lists(st.binary(max_size=40), max_size=4))
-def test_bands_between_other_bytes(head: bytes, bands: list[bytes]) -> None:
-    """The CRC32 of the bands alone, and of everything."""
-    with OutputFile(file := io.BytesIO()) as out:
-        out.write(head)
-        assert out.write_bands(map(memoryview, bands)) == zlib.crc32(b"".join(bands))
-        out.write(b"end")
-        assert out.crc32 == zlib.crc32(file.getvalue())
-    assert file.getvalue() == b"".join((head, *bands, b"end"))
-
-
 def plan(archives: bool = False) -> FilePlan:
     parts = [Part(b"head")]
     for i in range(6):

@@ -95,20 +95,10 @@ def test_products_do_not_depend_on_the_place_in_the_file(tmp_path: Path) -> None
 
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(bytes(10))
-    layout = Location(tmp_path / "a", 0, (4, 1))
-    tensors = {
-        "short": SourceTensor("uint8", (4, 4), (Block((0, 0), (4, 4), layout),)),
-        "gap": SourceTensor("uint8", (4, 4), (Block((0, 0), (2, 4), layout),)),
-        "gone": SourceTensor("uint8", (1,), (Block((0,), (1,), Location(tmp_path / "b", 0, (1,))),)),
-    }
-    source = FileSource(tmp_path, tensors, {})
-    for name, message in (
-        ("short", "the file ends at byte 10, inside the 16 from 0"),
-        ("gap", "hold 8 of 16 elements"),
-        ("gone", "No such file"),
-    ):
-        with pytest.raises(CheckpointError, match=message):
-            source.read(name)
+    block = Block((0, 0), (2, 4), Location(tmp_path / "a", 0, (4, 1)))
+    source = FileSource(tmp_path, {"gap": SourceTensor("uint8", (4, 4), (block,))}, {})
+    with pytest.raises(CheckpointError, match="hold 8 of 16 elements"):
+        source.read("gap")
 
 
 @pytest.mark.parametrize("present", [40, 0])
