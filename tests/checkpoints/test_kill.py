@@ -10,9 +10,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_nemotron3.checkpoints import folders
+from megatron_nemotron3.checkpoints.metadata import read_metadata
 from megatron_nemotron3.checkpoints.structure import check_integrity, check_structure
+from megatron_nemotron3.checkpoints.trust import hostile_objects
 from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.train import log
 from tests.support import checkpoint_runs as runs
@@ -46,6 +49,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, log.Curve]:
     folder = tmp_path_factory.mktemp("whole")
     curve, _ = runs.train(ONE, save=str(folder))
     assert sorted(curve.steps) == [1, 2, 3, 4, 5, 6]
+    last = folder / "iter_0000006"
+    torch.save({"step": torch.tensor(6, dtype=torch.int32)}, last / "train_state.pt")  # as Bridge does
+    assert hostile_objects(last) == [] and any("rng_state" in name for name in read_metadata(last).objects)
     return folder, curve
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from math import prod
@@ -105,8 +106,10 @@ class _Pieces:
 
     def __init__(self) -> None:
         self.found: list[bytes | int] = []
+        self.crc32 = 0
 
     def write(self, data: Any, /) -> int:
+        self.crc32 = zlib.crc32(data, self.crc32)
         self.found.append(len(data) if isinstance(data, memoryview) else bytes(data))
         return len(data)
 

@@ -11,8 +11,6 @@ from megatron_nemotron3.checkpoints.convert.transforms import (
     qkv,
     split,
     split_parameter,
-    stack,
-    vocabulary,
 )
 from megatron_nemotron3.checkpoints.structure import tiling_problem
 from megatron_nemotron3.models import Nemotron3Config
@@ -46,54 +44,10 @@ def split_rows(weight: Any, parts: Sequence[int]) -> tuple[Any, ...]:
     return tuple(apply(plan.inverse(), {"all": weight}).values())
 
 
-def merge_rows(parts: Sequence[Any]) -> Any:
-    """Inverse of `split_rows`."""
-    arrays = {str(i): part for i, part in enumerate(parts)}
-    shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-    return apply(concat({name: tuple(a.shape) for name, a in arrays.items()}, {"all": shape}), arrays)["all"]
-
-
-def stack_experts(experts: Sequence[Any]) -> Any:
-    """Stack [rows, columns] of all experts to [experts, rows, columns]."""
-    arrays = {str(i): expert for i, expert in enumerate(experts)}
-    shape = (len(experts), *experts[0].shape)
-    plan = stack({"all": shape}, {name: tuple(a.shape) for name, a in arrays.items()})
-    return apply(plan.inverse(), arrays)["all"]
-
-
-def unstack_experts(weight: Any, start: int = 0, stop: int | None = None) -> tuple[Any, ...]:
-    """Inverse of `stack_experts`, for the experts [start, stop)."""
-    part = weight[start:stop]
-    shape = tuple(part.shape)
-    plan = stack({"all": shape}, {str(i): shape[1:] for i in range(shape[0])})
-    return tuple(apply(plan, {"all": part}).values())
-
-
-def pad_vocabulary(weight: Any, rows: int) -> Any:
-    """Append zero rows: [vocabulary, d] -> [rows, d]."""
-    shape = tuple(weight.shape)
-    plan = vocabulary({"padded": (rows, *shape[1:])}, {"table": shape})
-    return apply(plan.inverse(), {"table": weight})["padded"]
-
-
-def trim_vocabulary(weight: Any, rows: int) -> Any:
-    """Drop the last rows: [padded vocabulary, d] -> [rows, d]."""
-    shape = tuple(weight.shape)
-    return apply(vocabulary({"padded": shape}, {"table": (rows, *shape[1:])}), {"padded": weight})["table"]
-
-
 def shard(weight: Any, size: int, *, axis: int = 0, parts: Sequence[int] = ()) -> tuple[Any, ...]:
     """Split a full tensor into the shards of the tensor-parallel ranks; see `split`."""
     plan = split(tuple(weight.shape), size, axis=axis, parts=parts)
     return tuple(apply(plan, {"full": weight}).values())
-
-
-def unshard(shards: Sequence[Any], *, axis: int = 0, parts: Sequence[int] = ()) -> Any:
-    """Inverse of `shard`; `parts` are sizes in the full tensor."""
-    shape = tuple(shards[0].shape)
-    full = (*shape[:axis], shape[axis] * len(shards), *shape[axis + 1 :])
-    plan = split(full, len(shards), axis=axis, parts=parts).inverse()
-    return apply(plan, {str(rank): part for rank, part in enumerate(shards)})["full"]
 
 
 def shard_parameter(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import importlib
 import json
 import os
 import shutil
@@ -290,12 +291,13 @@ def write_files(
     def work(number: int, count: Callable[[int], None]) -> tuple[str, dict[str, Any]]:
         return todo[number].name, write_one(todo[number], count)
 
-    yield from parallel_map(
-        work,
-        range(len(todo)),
-        workers=workers,
-        report=lambda written: report(JobProgress(before + written, total, before)),
-    )
+    def told(written: int) -> None:
+        if job.index is not None:
+            # Imported for the index in the end: seconds, while the workers write.
+            importlib.import_module("torch.distributed.checkpoint.filesystem")
+        report(JobProgress(before + written, total, before))
+
+    yield from parallel_map(work, range(len(todo)), workers=workers, report=told)
 
 
 def _remove_leftovers(partial: Path, keep: set[str]) -> None:

@@ -201,11 +201,8 @@ def test_refused(base: Path, shared: Path, tmp_path: Path, capsys: pytest.Captur
         ("lora_alpha", "ten", "not valid"),
         ("target_parameters", [], "does not hold"),
         ("r", 0, "the rank 0 (r or rank_pattern) is not a whole number from 1 to 65,536"),
-        ("r", 10**12, "the rank 1000000000000 (r"),
-        ("r", 2.5, "the rank 2.5 (r"),
         ("r", True, "the rank True (r"),
         ("r", RANK + 1, "has another rank than adapter_config.json says: 4"),
-        ("rank_pattern", {"q_proj": "8"}, "the rank '8' (r"),
         ("rank_pattern", 8.5, "the rank 8.5 (r"),
     ):
         broken = shutil.copytree(shared, tmp_path / f"broken {key} {value}")

@@ -20,7 +20,7 @@ transformers = pytest.importorskip("transformers")
 #: transformers cannot load dense layers before 5.8, and computes the scan wrongly before 5.15.1.
 assert tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 15)
 
-CATALOG = [*names(), *(f"{name}-tiny" for name in names())]
+CATALOG = names()
 MODEL_FIELDS = (
     *("pattern", "mtp_pattern", "mtp_num_blocks", "hidden_size", "vocab_size", "num_attention_heads"),
     *("num_query_groups", "kv_channels", "mamba_num_heads", "mamba_head_dim", "mamba_state_dim"),
@@ -103,7 +103,7 @@ def test_what_transformers_writes_is_loaded_by_auto_classes(tmp_path: Any) -> No
 
 
 @pytest.mark.parametrize(
-    "config", [*map(get, CATALOG), DISTINCT, *map(random_config, range(30))], ids=lambda c: c.name
+    "config", [*map(get, CATALOG), DISTINCT, *map(random_config, range(10))], ids=lambda c: c.name
 )
 def test_round_trip(config: Nemotron3Config) -> None:
     data = through_json(write(config))
@@ -118,7 +118,7 @@ def test_round_trip(config: Nemotron3Config) -> None:
     assert "-" not in kinds or same.ffn_hidden_size == config.ffn_hidden_size
 
 
-@pytest.mark.parametrize("config", [*map(get, CATALOG), DISTINCT], ids=lambda c: c.name)
+@pytest.mark.parametrize("config", [get("super"), get("nemotron-h-8b"), DISTINCT], ids=lambda c: c.name)
 def test_either_dialect_alone_is_enough(config: Nemotron3Config) -> None:
     strings = write(config)
     old = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
@@ -256,34 +256,22 @@ BASE = write(get("super-tiny"))
 #: change (None: the key is taken out) -> what the message must say
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"hidden_size": None}, "config.json has no hidden_size"),
-    ({"head_dim": None}, "config.json has no head_dim or attention_head_dim"),
     ({"moe_latent_size": 0}, "moe_latent_size=0 is not a whole number above 0"),
     ({"hidden_size": 128.0}, "hidden_size=128.0 is not a whole number above 0"),
-    ({"hidden_size": "128"}, "hidden_size='128' is not a whole number"),
-    ({"n_routed_experts": True}, "n_routed_experts=True is not a whole number"),
     ({"routed_scaling_factor": float("nan")}, "routed_scaling_factor=nan is not a number above 0"),
     ({"attention_head_dim": 64}, "head_dim=32, attention_head_dim=64 contradict each other"),
-    ({"num_local_experts": 16}, "n_routed_experts=32, num_local_experts=16 contradict"),
     ({"rms_norm_eps": 1e-6}, "layer_norm_epsilon=1e-05, rms_norm_eps=1e-06 contradict"),
     ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06: Megatron builds Mamba-2 with 1e-05 only"),
     ({"conv_kernel": 3}, "conv_kernel=3: Megatron builds Mamba-2 with 4 only"),
     ({"time_step_limit": [0.0, 0.1]}, "time_step_limit=.* cannot be built by Megatron"),
     ({"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu' cannot be built by Megatron, which has 'relu2'"),
-    ({"n_group": 2}, "n_group=2 cannot be built by Megatron, which has 1"),
     ({"tie_word_embeddings": True}, "tie_word_embeddings=True"),
-    ({"use_bias": True}, "use_bias=True"),
-    ({"use_conv_bias": False}, "use_conv_bias=False"),
     ({"sliding_window": 4096}, "sliding_window=4096"),
     ({"model_type": "mamba2"}, "model_type='mamba2'"),
     ({"quantization_config": {}}, "quantization_config"),
     ({"block_configs": [{"block_type": "moe"}]}, "model_type 'nemotron_h': .* of 'nemotron_h_puzzle'"),
-    ({"moe_gate_bias": True}, "moe_gate_bias=True cannot be built"),
     ({"scoring_func": "softmax"}, "scoring_func='softmax' cannot be built by Megatron, which has 'sigmoid'"),
-    ({"topk_method": "greedy"}, "topk_method='greedy'"),
-    ({"use_qk_norm": True}, "use_qk_norm=True"),
-    ({"first_k_dense_replace": 1}, "first_k_dense_replace=1"),
     ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
-    ({"norm_before_gate": True}, "norm_before_gate=True"),
     ({"num_hidden_layers": 11}, "num_hidden_layers=11, but the pattern .* has 12 layers"),
     (
         {"layers_block_type": ["mamba", "moe", "mamba"]},
@@ -298,10 +286,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         r"'\|' at position 1",
     ),
     ({"hybrid_override_pattern": None}, "its layers are unknown"),
-    ({"hybrid_override_pattern": 7}, "hybrid_override_pattern is a int, expected a string"),
     ({"layers_block_type": "mamba"}, "layers_block_type is a str, expected a list"),
     ({"layers_block_type": ["mamba", "mamba2"]}, r"layers_block_type\[1\] is 'mamba2': known block types"),
-    ({"layers_block_type": [["mamba"]]}, r"layers_block_type\[0\] is \['mamba'\]"),
     ({"mtp_layers_block_type": ["attention"]}, r"mtp_hybrid_override_pattern='\*E', .*contradict"),
     (
         {"mtp_hybrid_override_pattern": None},
@@ -452,14 +438,12 @@ def test_blocks_that_are_alike_are_an_ordinary_model() -> None:
     ("changes", "message"),
     [
         ({"block_configs": []}, "without block_configs: the layers' experts are unknown"),
-        ({"block_configs": {}}, "without block_configs"),
         ({"block_configs": "moe"}, "block_configs is a str, expected a list of blocks"),
         (
             with_blocks({3: {"block_type": "no_op"}}),
             r"block_configs\[3\] has block_type 'no_op': layers are one",
         ),
         ({"block_configs": [{"attention": {}, "ffn": {}}]}, r"block_configs\[0\] has block_type None"),
-        ({"block_configs": [None]}, r"block_configs\[0\] has block_type None"),
         (with_blocks({3: {"sliding_window": 4096}}), "sliding_window=4096 cannot be built"),
         (with_blocks({3: {"q_indexer_dim": 128}}), r"block_configs\[3\] has unknown keys: q_indexer_dim"),
         (
@@ -480,17 +464,13 @@ def test_blocks_that_are_alike_are_an_ordinary_model() -> None:
             with_blocks({4: {"num_experts_per_tok": 0}}),
             r"num_experts_per_tok=0 is not a whole number above 0",
         ),
-        (with_blocks({4: {"num_experts_per_tok": True}}), "num_experts_per_tok=True is not a whole number"),
         (with_blocks({4: {"num_experts_per_tok": 33}}), r"moe_layers\[1\]: 33 experts per token exceed"),
         (with_blocks({4: {"num_experts_per_tok": 1}}), "norm_topk_prob=True divides the weight of the only"),
-        (with_blocks({4: {"moe_intermediate_size": 1.5}}), "moe_intermediate_size=1.5 is not a whole number"),
         ({"layers_block_type": ["mamba"]}, "layers_block_type=.* and block_configs .* contradict each other"),
-        ({"hybrid_override_pattern": "M"}, "hybrid_override_pattern='M' and block_configs 'MEM"),
         (
             {"mtp_hybrid_override_pattern": "E"},
             r"mtp_hybrid_override_pattern='E' and mtp_block_configs '\*E'",
         ),
-        ({"num_hidden_layers": 11}, "num_hidden_layers=11, but the pattern"),
         (
             {"mtp_block_configs": [{"block_type": "moe"}, *puzzle()["mtp_block_configs"]]},
             r"mtp_hybrid_override_pattern='\*E' and mtp_block_configs",

@@ -28,17 +28,6 @@ from tests.support.quantized_models import TINY, Memory, all_scales, random_mode
 SCALES = all_scales(get("super-tiny"), "nvfp4")
 
 
-def test_config_json_is_read_without_what_it_says_of_quantization() -> None:
-    config = get("super")
-    plain = config_json.write(config)
-    plan = quantization(get("super-tiny"), "nvfp4")
-    data = plain | {"quantization_config": quantization_config(hf_quant_config(plan, "test"))}
-    with pytest.raises(ValueError, match="quantization_config"):
-        config_json.read(data, name="super", base=config)
-    del data["quantization_config"]
-    assert data == plain and config_json.read(data, name="super", base=config) == config
-
-
 CONFIGS = """
 import json, sys
 from modelopt.torch.export.convert_hf_config import convert_hf_quant_config_format
@@ -164,34 +153,24 @@ def _tensors(kind: str) -> dict[str, torch.Tensor]:
 DAMAGE = [
     ("nvfp4", "weight_scale", None, "weight_scale is missing"),
     ("nvfp4", "weight_scale", torch.ones(8, 3).to(torch.float8_e4m3fn), r"expected float8_e4m3fn \[8, 2\]"),
-    ("nvfp4", "weight_scale", torch.ones(8, 2), r"is float32 \[8, 2\]: expected float8_e4m3fn"),
     (
         "nvfp4",
         "weight_scale",
         torch.full((8, 2), float("nan")).to(torch.float8_e4m3fn),
         "holds NaN or a negative",
     ),
-    ("nvfp4", "weight_scale", (-torch.ones(8, 2)).to(torch.float8_e4m3fn), "holds NaN or a negative"),
     ("nvfp4", "weight_scale_2", None, "weight_scale_2 is missing"),
     ("nvfp4", "weight_scale_2", torch.ones(2), r"weight_scale_2 has shape \[2\]"),
     ("nvfp4", "weight_scale_2", torch.tensor(0.0), "is 0.0, expected a number above 0"),
-    ("nvfp4", "weight_scale_2", torch.tensor(float("nan")), "is nan, expected a number above 0"),
-    ("nvfp4", "weight_scale_2", torch.tensor(1, dtype=torch.int32), "is int32"),
     ("nvfp4", "weight", torch.zeros(8, 15, dtype=torch.uint8), "one for 16 of the 30 columns"),
-    ("nvfp4", "weight", torch.zeros(8, dtype=torch.uint8), r"uint8 \[8\]: expected a matrix"),
     ("nvfp4", "weight", torch.ones(8, 32, dtype=torch.bfloat16), "its weight is not quantized"),
     ("compressed", "weight_global_scale", torch.tensor(0.0), "is 0.0, expected a number above 0"),
-    ("compressed", "weight_global_scale", None, "weight_global_scale is missing"),
-    ("compressed", "weight_packed", torch.ones(8, 16), r"float32 \[8, 16\]: expected a matrix"),
     ("compressed", "weight", torch.ones(8, 32), "are the same weight"),
     ("compressed", "weight_zero_point", torch.ones(8, 2), "this layout is not read"),
     ("fp8", "weight_scale", None, "weight_scale is missing"),
     ("fp8", "weight_scale", torch.ones(2, 2), "block scales are not read"),
-    ("fp8", "weight_scale", torch.tensor(float("inf")), "is inf, expected a number above 0"),
     ("fp8", "weight_scale", torch.tensor([1.0, 2, 0, 1, 1, 1, 1, 1]), "holds a scale not above 0"),
     ("fp8", "weight", torch.full((8, 32), float("nan")).to(torch.float8_e4m3fn), "holds NaN"),
-    ("fp8", "weight_scale_2", torch.tensor(1.0), "its weight is not quantized"),
-    ("fp8", "pre_quant_scale", torch.ones(32), "this layout is not read"),
 ]
 
 

@@ -14,6 +14,7 @@ from megatron_nemotron3.checkpoints.convert.checkpoints import (
     open_hugging_face,
     open_megatron,
 )
+from megatron_nemotron3.checkpoints.convert.config_keys import OWN
 from megatron_nemotron3.checkpoints.folders import locate, locate_one
 from megatron_nemotron3.models import get, identify, names, tiny
 from tests.support.generation_folders import Folders, make
@@ -22,6 +23,7 @@ from tests.train.monitor.test_watch import every_kind, write
 
 Capture = pytest.CaptureFixture[str]
 FORMS = ("run", "checkpoints", "release", "iter", "hf")
+QUICK = ("run", "hf")
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +56,9 @@ def command(capsys: Capture, *words: object) -> tuple[int, str, str]:
     return status, out, err
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", [one if one in QUICK else pytest.param(one, marks=pytest.mark.full) for one in FORMS]
+)
 def test_every_reading_command(
     forms: dict[str, Path], folders_with_text: Folders, form: str, tmp_path: Path, capsys: Capture
 ) -> None:
@@ -83,6 +87,24 @@ def test_every_reading_command(
         assert status == 2 and "no TensorBoard event files" in err
     else:
         assert status == 0 and "series of up to 2 layers" in out
+
+
+def test_depths_of_mtp(folders_with_text: Folders, tmp_path: Path, capsys: Capture) -> None:
+    """The loss is measured at every depth that config.json says; drafts are checked against it."""
+    f = folders_with_text
+    folder = Path(shutil.copytree(f.hf, tmp_path / "hf"))
+    asked = ("--checkpoint", folder, "--tokenizer", f.tokenizer, "--device", "cpu", "--json")
+    text = ("--text", tmp_path / "text", "--tokens", 64, "--draft", 0)
+    (tmp_path / "text").write_text("line 1: the naïve café\n" * 60, encoding="utf-8")
+    for depths in (2, 1):
+        found = json.loads(command(capsys, "evaluate", *asked, *text)[1])
+        assert found["mtp_num_layers"] == len(found["mtp_loss"]) == depths
+        assert ("config.json does not say" in found["mtp_source"]) == (depths == 1)
+        words = ("--prompt", "line", "--max-new-tokens", 3, "--draft", 2)
+        assert json.loads(command(capsys, "generate", *asked, *words)[1])["mtp_num_layers"] == depths
+        data = json.loads((folder / "config.json").read_text())
+        data.pop(OWN, None)  # as a release
+        (folder / "config.json").write_text(json.dumps(data))
 
 
 def test_one_resolver(forms: dict[str, Path]) -> None:
@@ -132,7 +154,7 @@ def test_where_there_is_none(forms: dict[str, Path], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", names())
-def test_models_are_called_by_their_name(name: str, tmp_path: Path, capsys: Capture) -> None:
+def test_models_are_identified(name: str) -> None:
     """Whatever the folder is called, the vocabulary is, or how often MTP was applied."""
     config = get(name)
     for form in (config, tiny(config)):
@@ -141,11 +163,14 @@ def test_models_are_called_by_their_name(name: str, tmp_path: Path, capsys: Capt
         if form.has_mtp and name != "lightning":  # without MTP, that is Nano
             assert identify(form.but(mtp_pattern=None, mtp_num_layers=0)) == found
         assert identify(form.but(hidden_size=form.hidden_size + 8)) == ()
-    write_hf(tmp_path / "llama", tiny(config))
+
+
+def test_models_are_called_by_their_name(tmp_path: Path, capsys: Capture) -> None:
+    write_hf(tmp_path / "llama", tiny(get("lightning")))
     assert cli.main(["convert", "from-hf", str(tmp_path / "llama"), str(tmp_path / "x"), "--workers=1"]) == 0
     assert cli.main(["verify", str(tmp_path / "x"), str(tmp_path / "llama"), "--workers=1"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if ", layers " in line]
-    assert len(lines) == 3 and all(f"{name}-tiny" in line.partition("): ")[2] for line in lines)
+    assert len(lines) == 3 and all("lightning-tiny" in line.partition("): ")[2] for line in lines)
 
 
 def test_options_of_the_other_kind(forms: dict[str, Path]) -> None:

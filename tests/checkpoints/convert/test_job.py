@@ -1,4 +1,4 @@
-"""A folder gets its name when it is complete, and a killed job continues where it stopped."""
+"""A folder gets its name when it is complete, a killed job continues, and files are written as streams."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import resource
 import shutil
 import signal
+import threading
 import time
 import zlib
 from collections.abc import Callable
@@ -17,13 +18,16 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_nemotron3 import cli
-from megatron_nemotron3.checkpoints.convert import conversion
+from megatron_nemotron3.checkpoints.convert import conversion, streams
 from megatron_nemotron3.checkpoints.convert import job as job_module
 from megatron_nemotron3.checkpoints.convert.job import JOURNAL, MANIFEST, JobProgress, partial_of, run
-from megatron_nemotron3.checkpoints.convert.plan import Slices
-from megatron_nemotron3.checkpoints.convert.streams import FilePlan
+from megatron_nemotron3.checkpoints.convert.plan import Slices, whole
+from megatron_nemotron3.checkpoints.convert.streams import FilePlan, OutputFile, Part, as_bytes, write
+from megatron_nemotron3.checkpoints.convert.views import InMemory
 from megatron_nemotron3.checkpoints.metadata import CheckpointError
 from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.models.command import StoredModelOptions
@@ -34,39 +38,32 @@ from tests.support.hf_folders import write_hf
 @pytest.mark.parametrize("workers", [1, 3])
 def test_every_file_and_its_checksum(tmp_path: Path, workers: int) -> None:
     seen: list[JobProgress] = []
+    """What is in a file: `test_the_parts_of_a_file`."""
     job = counted(tmp_path / "new" / "out")
     manifest = run(job, workers=workers, report=seen.append)
     found = digest(tmp_path / "new" / "out")
     assert set(found) == {"sub/file0", "sub/file2", "sub/file4", "index", "sub/last", MANIFEST}
     assert json.loads(found.pop(MANIFEST)) == manifest
-    places = json.loads(found["index"])
+    assert sum(length for _, length in json.loads(found["index"])) == len(found["sub/file4"])
     for plan in job.files:
-        data, expected = found[plan.name], []
-        for part in plan.parts:
-            expected.append(part.data or job.source.read(part.tensor).numpy().tobytes())
-        if plan.archives:
-            for (begin, length), part, plain in zip(places, plan.parts, expected, strict=True):
-                stored = data[begin : begin + length]
-                if part.tensor:
-                    stored = torch.load(io.BytesIO(stored), weights_only=True).numpy().tobytes()
-                assert stored == plain
-            assert sum(length for _, length in places) == len(data) > len(b"".join(expected))
-        else:
-            assert data == b"".join(expected)
+        data = found[plan.name]
+        assert len(data) == plan.length
         assert manifest["files"][plan.name] == {"bytes": len(data), "crc32": f"{zlib.crc32(data):08x}"}
     assert seen[-1].done == seen[-1].total == sum(plan.length for plan in job.files)
     assert os.listdir(tmp_path / "new") == ["out"]
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_killed_at_any_moment(tmp_path: Path, workers: int) -> None:
+@pytest.mark.parametrize(
+    ("workers", "step"), [(2, 0.15), *(pytest.param(n, 0.03, marks=pytest.mark.full) for n in (1, 2))]
+)
+def test_killed_at_any_moment(tmp_path: Path, workers: int, step: float) -> None:
     """Kill the job (SIGKILL), each time a little later, and repeat the command until it ends."""
     run(counted(tmp_path / "whole"))
     expected = digest(tmp_path / "whole")
     kills = 0
     for attempt in range(200):
         child = forked(lambda: slow(tmp_path / "out", workers, 0.004))
-        time.sleep(0.05 + 0.03 * attempt)
+        time.sleep(0.05 + step * attempt)
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         if not os.WIFSIGNALED(status):
@@ -105,35 +102,6 @@ def test_finished_files_are_not_written_again(tmp_path: Path, monkeypatch: pytes
     assert (tmp_path / "out/sub/file0").stat().st_ino == before
     run(counted(tmp_path / "again"))
     assert digest(tmp_path / "out") == digest(tmp_path / "again")
-
-
-def test_killed_before_the_journal_has_its_name(tmp_path: Path) -> None:
-    partial = partial_of(tmp_path / "out")
-    partial.mkdir()
-    (partial / f".{JOURNAL}.part").write_bytes(b"{")
-    run(counted(tmp_path / "out"))
-    run(counted(tmp_path / "whole"))
-    assert digest(tmp_path / "out") == digest(tmp_path / "whole")
-
-
-def test_killed_before_the_folder_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tmp_path / "out"
-
-    def killed(*args: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(job_module.os, "replace", lambda a, b: killed() if b == target else os.rename(a, b))
-        run(counted(target))
-    assert (partial_of(target) / JOURNAL).exists()  # says what is finished until the folder has its name
-    written: list[str] = []
-    monkeypatch.setattr(job_module, "write", lambda plan, *args, **kwargs: written.append(plan.name))
-    run(counted(target))
-    assert written == []
-    run_again = digest(target)
-    monkeypatch.undo()
-    run(counted(tmp_path / "whole"))
-    assert run_again == digest(tmp_path / "whole")
 
 
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,14 +146,13 @@ def test_two_at_once(tmp_path: Path) -> None:
     assert digest(tmp_path / "out") == digest(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_damaged_source_ends_the_job(tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_source_ends_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def damaged(self: Numbers, name: str, slices: Slices) -> torch.Tensor:
         raise CheckpointError(f"{name} is damaged")
 
     monkeypatch.setattr(Numbers, "read", damaged)
     with pytest.raises(CheckpointError, match="is damaged"):
-        run(counted(tmp_path / "out"), workers=workers)
+        run(counted(tmp_path / "out"), workers=2)
     assert not (tmp_path / "out").exists()
 
 
@@ -335,15 +302,14 @@ def test_a_source_that_changes_meanwhile(tmp_path: Path, monkeypatch: pytest.Mon
 # -- what is in the way ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_full_disk_says_that_the_command_continues(tmp_path: Path, workers: int) -> None:
+def test_a_full_disk_says_that_the_command_continues(tmp_path: Path) -> None:
     """RLIMIT_FSIZE ends a write as a full disk does, with another number."""
     run(counted(tmp_path / "whole", rows=4000))
 
     def on_a_full_disk() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
         try:
-            run(counted(tmp_path / "out", rows=4000), workers=workers)
+            run(counted(tmp_path / "out", rows=4000), workers=2)
         except OSError as problem:
             (tmp_path / "error").write_text(str(problem))
 
@@ -373,3 +339,124 @@ def test_links_in_the_folder(tmp_path: Path) -> None:
     run(job)
     assert not (job.target / "sub").is_symlink() and digest(elsewhere) == before
     assert digest(job.target) == before
+
+
+class Short(io.BytesIO):
+    """A file that takes a few bytes at a time, as the system may."""
+
+    def write(self, data: object, /) -> int:
+        return super().write(memoryview(data)[:5])  # type: ignore[arg-type]
+
+
+@given(st.lists(st.binary(max_size=40), max_size=9), st.integers(1, 50))
+def test_length_and_checksum_of_what_is_written(data: list[bytes], size: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streams, "_WRITE", size)
+        file, counted, reached = Short(), [], 0
+        with OutputFile(file, counted.append) as out:
+            for one in data:
+                assert out.write(memoryview(one)) == len(one)
+                reached += len(one)
+                assert out.length == reached
+            found = out.crc32
+    assert file.getvalue() == b"".join(data)
+    assert found == zlib.crc32(b"".join(data)) and sum(counted) == reached
+
+
+def plan(archives: bool = False) -> FilePlan:
+    parts = [Part(b"head")]
+    for i in range(6):
+        parts += [Part(b"<" * i), Part(tensor=f"t{i}", slices=whole((40, 8)), dtype="uint8")]
+    parts += [Part(tensor="t1", slices=((3, 9), (0, 8)), dtype="uint8"), Part(b"end")]
+    return FilePlan("file", parts, archives)
+
+
+@pytest.mark.parametrize("archives", [False, True])
+@pytest.mark.parametrize("size", [24, 1 << 20])
+def test_the_parts_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, archives: bool
+) -> None:
+    monkeypatch.setattr(streams, "BAND", size)
+    monkeypatch.setattr(streams, "_WRITE", 17)
+    source, counted = Numbers(tmp_path), []
+    entry = write(plan(archives), source, tmp_path / "file", counted.append)
+    data = (tmp_path / "file").read_bytes()
+    places = entry.pop("places") if archives else []
+    assert entry == {"bytes": len(data), "crc32": f"{zlib.crc32(data):08x}"}
+    assert sum(counted) == len(data) == plan(archives).length
+    expected = [
+        source.read(p.tensor, p.slices).numpy().tobytes() if p.tensor else p.data for p in plan().parts
+    ]
+    if not archives:
+        assert data == b"".join(expected)
+        return
+    for (begin, length), part, plain in zip(places, plan().parts, expected, strict=True):
+        stored = data[begin : begin + length]
+        if part.tensor:
+            stored = torch.load(io.BytesIO(stored), weights_only=True).numpy().tobytes()
+        assert stored == plain
+
+
+@pytest.mark.parametrize("tensor", [torch.arange(12).view(3, 4).t(), torch.arange(24)[::2], torch.ones(())])
+def test_bytes_are_in_row_major_order(tensor: torch.Tensor) -> None:
+    assert as_bytes(tensor) == tensor.numpy().tobytes()
+
+
+def test_few_bands_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A band is read when the one before it is written, even if the disk is slow."""
+    monkeypatch.setattr(streams, "BAND", 8)
+    monkeypatch.setattr(streams, "_WRITE", 8)
+    made, written = 0, 0
+    source = Numbers(tmp_path)
+    read = source.read
+
+    def counting(name: str, slices: Slices) -> torch.Tensor:
+        nonlocal made
+        made += 1
+        assert made <= written + 1
+        return read(name, slices)
+
+    def look(length: int) -> None:
+        nonlocal written
+        written += 1
+
+    monkeypatch.setattr(source, "read", counting)
+    write(plan(), source, tmp_path / "file", look)
+    assert made == 6 * 40 + 6
+
+
+def test_what_goes_wrong_ends_the_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Numbers(tmp_path)
+    read = source.read
+
+    def damaged(name: str, slices: Slices) -> torch.Tensor:
+        if name == "t3":
+            raise CheckpointError("t3 is damaged")
+        return read(name, slices)
+
+    def full(length: int) -> None:
+        raise OSError("disk full")
+
+    before = threading.active_count()
+    with pytest.raises(OSError, match="disk full"):
+        write(plan(), source, tmp_path / "file", full)
+    monkeypatch.setattr(source, "read", damaged)
+    with pytest.raises(CheckpointError, match="t3 is damaged"):
+        write(plan(True), source, tmp_path / "file", lambda length: None)
+    assert not list(tmp_path.iterdir()) and threading.active_count() == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("value", [-float("inf"), float("nan"), 0.0])
+def test_values_that_are_not_finite(tmp_path: Path, dtype: torch.dtype, value: float) -> None:
+    """One among the largest numbers of the type, whose sum is not finite either."""
+    tensor = torch.full((60_000, 3), torch.finfo(dtype).max, dtype=dtype)
+    tensor[-1, 1] = value
+    source = InMemory(tmp_path, {"w": tensor})
+    part = Part(tensor="w", slices=whole((60_000, 3)), dtype=str(dtype).removeprefix("torch."))
+    one = FilePlan("file", [part])
+    if value:
+        with pytest.raises(CheckpointError, match="w has values that are NaN or infinite: --allow-nonfin"):
+            write(one, source, tmp_path / "file", lambda length: None)
+    write(one, source, tmp_path / "file", lambda length: None, finite=not value)
+    assert (tmp_path / "file").read_bytes() == as_bytes(tensor)

@@ -111,8 +111,7 @@ def test_there_and_back(tmp_path: Path, capsys: Capture) -> None:
     }
 
 
-@pytest.mark.parametrize("argument", ["pretrained_checkpoint", "load"])
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize(("argument", "steps"), [("pretrained_checkpoint", 1), ("load", 2)])
 def test_a_run_finds_it_in_what_it_started_from(
     argument: str, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:

@@ -1,17 +1,19 @@
-"""Slices of tensors are read correctly for any arrangement of their blocks in files."""
+"""Slices of stored tensors, for any arrangement of blocks in files, type and memory layout."""
 
 from __future__ import annotations
 
 import faulthandler
+import io
 import itertools
 import os
 import signal
+from itertools import product
 from math import prod
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_nemotron3.checkpoints.convert.plan import extent
@@ -25,9 +27,17 @@ from megatron_nemotron3.checkpoints.convert.sources import (
     row_major,
 )
 from megatron_nemotron3.checkpoints.convert.torch_dist import index_tensors
-from megatron_nemotron3.checkpoints.metadata import CheckpointError, read_metadata
+from megatron_nemotron3.checkpoints.metadata import (
+    CheckpointError,
+    CheckpointIndex,
+    DistTensor,
+    TensorChunk,
+    read_metadata,
+)
 from megatron_nemotron3.checkpoints.read import ArchiveRecord, MappedFiles
+from megatron_nemotron3.checkpoints.structure import tiling_problem
 from tests.support import checkpoint_writer as writer
+from tests.support.checkpoint_reading import read_rows
 from tests.support.counted_job import forked
 
 
@@ -85,20 +95,10 @@ def test_products_do_not_depend_on_the_place_in_the_file(tmp_path: Path) -> None
 
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(bytes(10))
-    layout = Location(tmp_path / "a", 0, (4, 1))
-    tensors = {
-        "short": SourceTensor("uint8", (4, 4), (Block((0, 0), (4, 4), layout),)),
-        "gap": SourceTensor("uint8", (4, 4), (Block((0, 0), (2, 4), layout),)),
-        "gone": SourceTensor("uint8", (1,), (Block((0,), (1,), Location(tmp_path / "b", 0, (1,))),)),
-    }
-    source = FileSource(tmp_path, tensors, {})
-    for name, message in (
-        ("short", "the file ends at byte 10, inside the 16 from 0"),
-        ("gap", "hold 8 of 16 elements"),
-        ("gone", "No such file"),
-    ):
-        with pytest.raises(CheckpointError, match=message):
-            source.read(name)
+    block = Block((0, 0), (2, 4), Location(tmp_path / "a", 0, (4, 1)))
+    source = FileSource(tmp_path, {"gap": SourceTensor("uint8", (4, 4), (block,))}, {})
+    with pytest.raises(CheckpointError, match="hold 8 of 16 elements"):
+        source.read("gap")
 
 
 @pytest.mark.parametrize("present", [40, 0])
@@ -172,3 +172,138 @@ def test_each_record_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def _chunks(index: object) -> list:
     return [chunk for tensor in index.tensors.values() for chunk in tensor.chunks if 0 not in chunk.sizes]  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return writer.write(tmp_path_factory.mktemp("read") / "iter_0000002", writer.tensors(), 2)
+
+
+def read_chunk(
+    folder: Path, chunk: TensorChunk, dtype: torch.dtype, rows: slice | None = None
+) -> torch.Tensor:
+    """Read one chunk as if it were the whole tensor."""
+    alone = TensorChunk(chunk.file, chunk.offset, chunk.length, (0,) * len(chunk.sizes), chunk.sizes)
+    tensor = DistTensor(str(dtype).removeprefix("torch."), chunk.sizes, (alone,))
+    return read_rows(CheckpointIndex(folder, {"chunk": tensor}, {}), "chunk", rows)
+
+
+def test_whole_tensors_and_chunks(folder: Path) -> None:
+    index, expected = read_metadata(folder), writer.tensors()
+    for name, tensor in expected.items():
+        assert writer.same_bytes(read_rows(index, name), tensor), name
+        for chunk in index.tensors[name].chunks:
+            window = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes))
+            assert writer.same_bytes(read_chunk(folder, chunk, tensor.dtype), tensor[window]), name
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(24.0).view(4, 6).t(),
+        torch.arange(24.0).view(4, 6)[1:3, 2:],
+        torch.arange(24.0)[5:9],
+        torch.arange(6.0).expand(3, 6),
+        torch.nn.Parameter(torch.ones(3, 2)),
+        torch.arange(6, dtype=torch.int64).view(2, 3),
+        torch.randint(0, 256, (3, 4), dtype=torch.uint8).view(torch.float8_e8m0fnu),
+        torch.randint(0, 256, (3, 4), dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+        torch.zeros(3, 2, dtype=torch.uint16),
+        torch.zeros(2, dtype=torch.complex64),
+    ],
+    ids=lambda t: f"{t.dtype}-{tuple(t.shape)}-{t.stride()}",
+)
+def test_memory_layouts_and_types(tensor: torch.Tensor, tmp_path: Path) -> None:
+    stream = io.BytesIO()
+    torch.save(tensor, stream)
+    (tmp_path / "f").write_bytes(b"in front" + stream.getvalue() + b"behind")
+    chunk = TensorChunk("f", 8, len(stream.getvalue()), (0,) * tensor.ndim, tuple(tensor.shape))
+    expected = tensor.detach()
+    assert writer.same_bytes(read_chunk(tmp_path, chunk, tensor.dtype), expected)
+    assert writer.same_bytes(read_chunk(tmp_path, chunk, tensor.dtype, slice(1, 2)), expected[1:2])
+    assert read_chunk(tmp_path, chunk, tensor.dtype, slice(2, 2)).shape == expected[2:2].shape
+
+
+def test_errors_name_the_file(folder: Path, tmp_path: Path) -> None:
+    index = read_metadata(folder)
+    chunk = index.tensors["packed"].chunks[0]
+    with pytest.raises(CheckpointError, match=f"{tmp_path / chunk.file}: No such file"):
+        read_chunk(tmp_path, chunk, torch.uint8)
+    (tmp_path / chunk.file).write_bytes((folder / chunk.file).read_bytes()[: chunk.offset + 100])
+    with pytest.raises(CheckpointError, match=f"{tmp_path / chunk.file}: .*ends"):
+        read_chunk(tmp_path, chunk, torch.uint8)
+    other = TensorChunk(chunk.file, chunk.offset, chunk.length, chunk.offsets, (2, 8))
+    with pytest.raises(
+        CheckpointError, match=r"holds uint8 of shape \[4, 4\], .metadata says uint8 of shape \[2, 8\]"
+    ):
+        read_chunk(folder, other, torch.uint8)
+    with pytest.raises(CheckpointError, match="holds uint8 of shape .*, .metadata says int8"):
+        read_chunk(folder, chunk, torch.int8)
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _cover(shape: tuple[int, ...], boxes: list[Box]) -> dict[tuple[int, ...], int]:
+    counts = dict.fromkeys(product(*map(range, shape)), 0)
+    for offsets, sizes in boxes:
+        for point in product(*(range(o, o + s) for o, s in zip(offsets, sizes))):
+            counts[point] += 1
+    return counts
+
+
+def _tiles(draw: st.DrawFn, low: tuple[int, ...], size: tuple[int, ...], depth: int) -> list[Box]:
+    axes = [axis for axis, n in enumerate(size) if n > 1]
+    if not axes or not depth or not draw(st.booleans()):
+        return [(low, size)]
+    axis = draw(st.sampled_from(axes))
+    cut = draw(st.integers(1, size[axis] - 1))
+    first, second, middle = [*size], [*size], [*low]
+    first[axis], second[axis], middle[axis] = cut, size[axis] - cut, low[axis] + cut
+    return [
+        *_tiles(draw, low, tuple(first), depth - 1),
+        *_tiles(draw, tuple(middle), tuple(second), depth - 1),
+    ]
+
+
+@st.composite
+def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
+    shape = tuple(draw(st.lists(st.integers(1, 4), min_size=0, max_size=3)))
+    return shape, draw(st.permutations(_tiles(draw, (0,) * len(shape), shape, 4)))
+
+
+@settings(max_examples=120)
+@given(tiling=tilings(), data=st.data())
+def test_tilings_and_what_is_left_of_them(
+    tiling: tuple[tuple[int, ...], list[Box]], data: st.DataObject
+) -> None:
+    shape, boxes = tiling
+    assert tiling_problem(shape, boxes) is None
+    changed = list(boxes)
+    for _ in range(data.draw(st.integers(1, 2))):
+        box = data.draw(st.sampled_from(boxes))
+        if data.draw(st.booleans()) and box in changed:
+            changed.remove(box)
+        else:
+            changed.append(box)
+    counts = _cover(shape, changed)
+    wrong = min((point for point, n in counts.items() if n != 1), default=None)
+    problem = tiling_problem(shape, changed)
+    if wrong is None:
+        assert problem is None
+    else:
+        assert problem is not None and f"at {list(wrong)};" in problem
+        assert ("overlap" in problem) == (counts[wrong] > 1)
+
+
+@pytest.mark.parametrize(
+    ("boxes", "message"),
+    [
+        ([((0,), (2, 2))], "does not have 2 dimensions"),
+        ([((0, 0), (4, 4)), ((3, 0), (2, 4))], "reaches beyond"),
+        ([], r"no chunk covers the elements at \[0, 0\]; its chunks hold 0 of 16"),
+    ],
+)
+def test_boxes_that_do_not_fit(boxes: list[Box], message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(tiling_problem((4, 4), boxes))

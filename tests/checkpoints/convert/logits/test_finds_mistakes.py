@@ -57,15 +57,6 @@ def swap(a: str, b: str) -> Callable[[dict[str, Tensor]], None]:
     return change
 
 
-def layers(a: int, b: int) -> Callable[[dict[str, Tensor]], None]:
-    def change(hf: dict[str, Tensor]) -> None:
-        prefixes = [f"backbone.layers.{n}." for n in (a, b)]
-        for name in [n for n in hf if n.startswith(prefixes[0])]:
-            swap(name, name.replace(*prefixes))(hf)
-
-    return change
-
-
 def rows(name: str, make: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], None]:
     def change(hf: dict[str, Tensor]) -> None:
         hf[name] = make(hf[name]).contiguous()
@@ -94,15 +85,7 @@ LAYER = "decoder.layers.{n} and backbone.layers.{n} ({kind})"
 MISTAKES: dict[str, tuple[Callable[[dict[str, Tensor]], None], list[str]]] = {
     "k and v swapped": (swap(X + "k_proj.weight", X + "v_proj.weight"), [LAYER.format(n=3, kind="*")]),
     "qkv not by group": (contiguous_qkv, [LAYER.format(n=3, kind="*")]),
-    "two query heads": (
-        rows(X + "q_proj.weight", lambda w: w.unflatten(0, (8, -1))[[1, 0, *range(2, 8)]].flatten(0, 1)),
-        [LAYER.format(n=3, kind="*")],
-    ),
     "expert transposed": (rows(E + "experts.5.up_proj.weight", torch.t), [LAYER.format(n=4, kind="E")]),
-    "two experts swapped": (
-        swap(E + "experts.1.down_proj.weight", E + "experts.2.down_proj.weight"),
-        [LAYER.format(n=4, kind="E")],
-    ),
     "expert bias in BF16": (
         rows(E + "gate.e_score_correction_bias", lambda b: b.bfloat16().float()),
         [LAYER.format(n=4, kind="E")],
@@ -119,11 +102,6 @@ MISTAKES: dict[str, tuple[Callable[[dict[str, Tensor]], None], list[str]]] = {
         swap("backbone.layers.1.norm.weight", "backbone.layers.2.norm.weight"),
         [LAYER.format(n=1, kind="-"), LAYER.format(n=2, kind="M")],
     ),
-    "layers in another order": (layers(0, 2), [LAYER.format(n=0, kind="M"), LAYER.format(n=2, kind="M")]),
-    "a neuron of the dense MLP": (
-        rows("backbone.layers.1.mixer.up_proj.weight", lambda w: torch.cat([w[1:2], w[:1], w[2:]])),
-        [LAYER.format(n=1, kind="-")],
-    ),
     "vocabulary shifted by a row": (
         rows("backbone.embeddings.weight", lambda w: w.roll(1, 0)),
         ["embedding", "mtp.layers.0.eh_proj and mtp.layers.0.eh_proj"],
@@ -136,10 +114,6 @@ MISTAKES: dict[str, tuple[Callable[[dict[str, Tensor]], None], list[str]]] = {
         rows("lm_head.weight", lambda w: torch.cat([w[1:], w[:1]])),
         ["logits: final norm", "logits of MTP depth 1: final norm"],
     ),
-    "enorm and hnorm swapped": (
-        swap("mtp.layers.0.enorm.weight", "mtp.layers.0.hnorm.weight"),
-        ["mtp.layers.0.eh_proj and mtp.layers.0.eh_proj"],
-    ),
     "halves of eh_proj swapped": (
         rows("mtp.layers.0.eh_proj.weight", lambda w: w.roll(w.shape[1] // 2, 1)),
         ["mtp.layers.0.eh_proj and mtp.layers.0.eh_proj"],
@@ -147,10 +121,6 @@ MISTAKES: dict[str, tuple[Callable[[dict[str, Tensor]], None], list[str]]] = {
     "expert of MTP": (
         swap("mtp.layers.1.mixer.experts.0.up_proj.weight", "mtp.layers.1.mixer.experts.3.up_proj.weight"),
         ["mtp.layers.0.mtp_model_layer.layers.1 and mtp.layers.1 (E)"],
-    ),
-    "norm behind MTP": (
-        rows("mtp.layers.1.final_layernorm.weight", lambda w: w.flip(0)),
-        ["logits of MTP depth 1: final norm"],
     ),
     "NaN": (
         rows("backbone.layers.2.mixer.D", lambda d: d.index_fill(0, torch.tensor([3]), torch.nan)),
@@ -216,14 +186,9 @@ def test_a_megatron_tensor_is_missing(right: Pair) -> None:
         )
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"moe_router_topk_scaling_factor": 1.5}, {"moe_router_topk": 2}, {"mamba_num_groups": 4}],
-    ids=lambda changes: next(iter(changes)),
-)
-def test_a_config_that_says_something_else(right: Pair, changes: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"not the model mistakes: {next(iter(changes))}="):
-        run(right, **changes)
+def test_a_config_that_says_something_else(right: Pair) -> None:
+    with pytest.raises(ValueError, match="not the model mistakes: moe_router_topk=3"):
+        run(right, moe_router_topk=2)
 
 
 def test_config_json_is_part_of_the_proof(right: Pair, tmp_path: Path) -> None:

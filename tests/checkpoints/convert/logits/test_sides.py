@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +16,9 @@ from megatron_nemotron3.checkpoints.convert.logits.megatron_names import Megatro
 from megatron_nemotron3.checkpoints.convert.logits.reader import (
     BAND_ELEMENTS,
     StoredDefinition,
-    StoredRows,
     TensorReader,
 )
-from megatron_nemotron3.checkpoints.convert.logits.report import TIE, Selection, agree
+from megatron_nemotron3.checkpoints.convert.logits.report import Selection, agree
 from megatron_nemotron3.models import get
 from megatron_nemotron3.models.definition import Definition
 from tests.support.checkpoint_pair import InMemory, Pair, pair
@@ -84,15 +81,14 @@ def test_parameters_instead_of_torch_dist_keys(right: Pair) -> None:
     figures(right, parameters)
 
 
-@pytest.mark.parametrize("name", ["experts.{}.{}.weight", "local_experts.{}.{}.weight"])
-def test_experts_one_by_one(right: Pair, name: str) -> None:
+def test_experts_one_by_one(right: Pair) -> None:
     tensors = {}
     for key, tensor in right.megatron.content.items():
         head, stacked, tail = key.partition("experts.experts.")
         if stacked:
             linear = tail.removesuffix(".weight")
-            middle = "experts." + name
-            tensors |= {head + middle.format(e, linear): part for e, part in enumerate(tensor)}
+            name = head + "experts.local_experts.{}.{}.weight"
+            tensors |= {name.format(e, linear): part for e, part in enumerate(tensor)}
         else:
             tensors[key] = tensor
     assert figures(right, tensors) == figures(right, right.megatron.content)
@@ -124,14 +120,6 @@ def test_only_chosen_experts_are_read(right: Pair) -> None:
     assert shared == sources[0].read_names
 
 
-def test_extra_states_and_optimizer_are_left_alone(right: Pair) -> None:
-    more = {
-        "decoder.layers.0.mixer.in_proj._extra_state": torch.zeros(1),
-        "optimizer.state.step": torch.ones(1),
-    }
-    figures(right, right.megatron.content | more)
-
-
 def test_installed_kernels_are_not_used(right: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers uses mamba-ssm and causal-conv1d if they are installed, but their kernels need a GPU."""
     modeling, _ = hugging_face.transformers_model()
@@ -147,7 +135,7 @@ def test_installed_kernels_are_not_used(right: Pair, monkeypatch: pytest.MonkeyP
     assert modeling.mamba2_chunk_scan is installed  # as it was
 
 
-@pytest.mark.parametrize(("version", "right_one"), [("5.14.1", False), ("4.57.6", False), ("5.15.1", True)])
+@pytest.mark.parametrize(("version", "right_one"), [("5.14.1", False), ("5.15.1", True)])
 def test_old_transformers_is_refused(version: str, right_one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers
 
@@ -159,30 +147,12 @@ def test_old_transformers_is_refused(version: str, right_one: bool, monkeypatch:
         hugging_face.transformers_model()
 
 
-def test_it_needs_neither_megatron_nor_transformers_to_be_imported() -> None:
-    """`pip install megatron-nemotron3[convert]` installs neither megatron-core nor transformers."""
-    code = (
-        "import sys, megatron_nemotron3.checkpoints.convert.logits.compare; "
-        "print([m for m in ('megatron', 'megatron.core', 'transformers', 'triton') if m in sys.modules])"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.strip() == "[]"
-
-
 # --- routing ----------------------------------------------------------------------------------------------
 
 
 def selection(*scores: float, topk: int = 2) -> Selection:
     row = torch.tensor([scores])
     return Selection(row, row.topk(topk).indices)
-
-
-def test_near_ties_take_their_experts() -> None:
-    ours, theirs = selection(0.9, 0.5, 0.5 - TIE / 2, 0.1), selection(0.9, 0.5 - TIE / 2, 0.5, 0.1)
-    experts, agreement = agree(ours, theirs)
-    assert sorted(experts[0].tolist()) == [0, 2]
-    assert (agreement.ties, agreement.others) == (1, 0)
-    assert agreement.scores == pytest.approx(TIE / 2, rel=1e-2)
 
 
 def test_a_model_with_near_ties_passes(right: Pair) -> None:
@@ -208,12 +178,6 @@ def test_other_choices_stay() -> None:
     experts, agreement = agree(selection(0.9, 0.5, 0.4, 0.1), selection(0.9, 0.4, 0.5, 0.1))
     assert sorted(experts[0].tolist()) == [0, 1]
     assert (agreement.ties, agreement.others) == (0, 1)
-
-
-def test_the_order_of_experts_does_not_matter() -> None:
-    ours = selection(0.9, 0.5, 0.4)
-    _, agreement = agree(ours, Selection(ours.scores, ours.experts.flip(1)))
-    assert agreement == type(agreement)(0.0, 0, 0)
 
 
 def test_other_numbers_of_experts_are_refused() -> None:
@@ -253,16 +217,6 @@ def test_queries_in_parts_are_those_of_one(tmp_path: Path) -> None:
     model = StoredDefinition(CONFIG, TensorReader("test", InMemory({}, tmp_path)))
     expected = Definition.attend(model, q, k, v)
     torch.testing.assert_close(model.attend(q, k, v), expected, rtol=0, atol=1e-6)
-
-
-def test_rows_of_one_expert(right: Pair) -> None:
-    weights, name = MegatronReader(right.megatron, CONFIG), "mixer.experts.2.up_proj.weight"
-    (rows,) = weights.stored(f"backbone.layers.3.{name}")
-    stacked = "decoder.layers.3.mlp.experts.experts.linear_fc1.weight"
-    shape = tuple(right.megatron.content[stacked].shape)
-    assert rows == StoredRows(stacked, shape, 0, shape[1], 2)
-    found = weights.tensor(f"backbone.layers.3.{name}")
-    assert torch.equal(found, right.megatron.content[stacked][2])
 
 
 def test_every_name_is_put_together_as_the_converter_does(right: Pair) -> None:
