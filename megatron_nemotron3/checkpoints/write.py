@@ -10,18 +10,18 @@ from __future__ import annotations
 import io
 import math
 import pickle
-import struct
 import zipfile
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
 
 from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, StoredObject, TensorChunk
-from megatron_nemotron3.checkpoints.read import STORAGES
+from megatron_nemotron3.checkpoints.read import STORAGES, HeldBytes, records
 
 #: Key of the object that holds the common state, a list of one dict.
 COMMON_OBJECT = "common_state/shard_0_1"
@@ -29,22 +29,14 @@ COMMON_OBJECT = "common_state/shard_0_1"
 CONFIG_TEXT = '{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'
 #: Types that have a storage class; newer types are stored as bytes, with the type named in the pickle.
 _CLASSES = {dtype: getattr(torch, f"{name}Storage") for name, dtype in STORAGES.items()}
-#: Largest tensor, in bytes, whose archive is written at once: quicker.
+#: Largest tensor, in bytes, whose archive is a copy of that of another with its own elements: quicker.
 _SMALL = 1 << 20
-#: Stands for the CRC32 of elements that are not known yet.
-_UNKNOWN = 0x9E3779B9
-#: Bit of a record whose CRC32 and sizes stand behind it, and the signature of these.
-_SIZES_BEHIND, _BEHIND = 0x08, b"PK\7\x08"
 
 
 class Writable(Protocol):
     """What an archive is written to, in order."""
 
     def write(self, data: Any, /) -> int: ...
-
-    @property
-    def crc32(self) -> int:
-        """Of all bytes that were written."""
 
 
 def object_archive(value: Any) -> bytes:
@@ -56,96 +48,50 @@ def object_archive(value: Any) -> bytes:
 
 def write_tensor(out: Writable, dtype: str, shape: tuple[int, ...], bands: Iterable[memoryview]) -> None:
     """Write the archive of a contiguous tensor, whose elements are `bands`, as torch.save does (format 3)."""
-    head, tail = _around(dtype, shape)
-    if (length := math.prod(shape) * ITEM_SIZE[dtype]) > _SMALL:
-        out.write(head)
-        before = out.crc32
-        for band in bands:
-            out.write(band)
-        out.write(_stored(_crc32_of_last(length, before, out.crc32)).join(tail))
+    if math.prod(shape) * ITEM_SIZE[dtype] > _SMALL:
+        _write_archive(out, dtype, shape, bands)
         return
+    head, tail = _around(dtype, shape)
     data = b"".join(bands)
-    out.write(b"".join((head, data, _stored(zlib.crc32(data)).join(tail))))
-
-
-def _crc32_of_last(length: int, before: int, after: int) -> int:
-    """The CRC32 of the last `length` bytes of a file, from that of the bytes before them and that of all."""
-    # It is a polynomial over GF(2), its highest bit the coefficient of x^0: a byte that follows multiplies it
-    # by x^8, and adds its own.
-    power = 1 << 23
-    while length:
-        if length & 1:
-            before = _product(before, power)
-        power = _product(power, power)
-        length >>= 1
-    return before ^ after
-
-
-def _product(one: int, other: int) -> int:
-    """The product of two polynomials, modulo that of CRC32."""
-    result = 0
-    for bit in range(31, -1, -1):
-        if one >> bit & 1:
-            result ^= other
-        other = other >> 1 ^ (0xEDB88320 if other & 1 else 0)
-    return result
+    out.write(b"".join((head, data, _crc32(data).join(tail))))
 
 
 def overhead(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor's archive without its elements."""
+    """Bytes of a tensor's archive without its elements; from 2 GiB on, up to 200 bytes too few."""
     head, tail = _around(dtype, shape)
-    return len(head) + len(_stored(0).join(tail))
+    return len(head) + len(_crc32(b"").join(tail))
 
 
-def _stored(crc: int) -> bytes:
-    return crc.to_bytes(4, "little")
-
-
-class _Frame:
-    """A file with an archive, but without the elements of its tensor, of which only the length is written.
-
-    It has no position, so zipfile writes the archive as if the file began there.
-    """
-
-    def __init__(self) -> None:
-        self.pieces = [b""]
-
-    def write(self, data: bytes | int) -> int:
-        if isinstance(data, int):
-            self.pieces.append(b"")
-            return data
-        self.pieces[-1] += data
-        return len(data)
-
-    def flush(self) -> None: ...
+def _crc32(data: bytes) -> bytes:
+    return zlib.crc32(data).to_bytes(4, "little")
 
 
 @lru_cache(maxsize=4096)
 def _around(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, tuple[bytes, ...]]:
-    """What stands before the elements of a tensor, and behind them, cut where their CRC32 is."""
-    frame: Any = _Frame()
-    with zipfile.ZipFile(frame, "w") as archive:
+    """What stands before the elements of a small tensor, and behind them, cut where their CRC32 is."""
+    length = min(math.prod(shape) * ITEM_SIZE[dtype], _SMALL)
+    stream, data = io.BytesIO(), b"\x5a" * length
+    _write_archive(stream, dtype, shape, [memoryview(data)])
+    whole = stream.getvalue()
+    place = StoredObject("", 0, len(whole))
+    begin = next(one.offset for one in records(HeldBytes(whole), place) if one.name == "data/0")
+    tail = tuple(whole[begin + length :].split(_crc32(data))) if length else (whole[begin:],)
+    assert whole[begin : begin + length] == data and len(tail) == (3 if length else 1)
+    return whole[:begin], tail
+
+
+def _write_archive(out: Writable, dtype: str, shape: tuple[int, ...], bands: Iterable[memoryview]) -> None:
+    # To a file that has no position zipfile writes an archive as if it began there.
+    file: Any = SimpleNamespace(write=out.write, flush=lambda: None)
+    with zipfile.ZipFile(file, "w") as archive:
         archive.writestr(_record("data.pkl"), _tensor_pickle(dtype, shape))
         archive.writestr(_record("byteorder"), b"little")
-        _add_elements(archive, math.prod(shape) * ITEM_SIZE[dtype])
+        data = _record("data/0")
+        data.file_size = math.prod(shape) * ITEM_SIZE[dtype]  # decides between 32 and 64 bits
+        with archive.open(data, "w") as record:
+            for band in bands:
+                record.write(band)
         archive.writestr(_record("version"), b"3\n")
-    head, tail = frame.pieces
-    cut = tuple(tail.split(_stored(_UNKNOWN)))
-    assert len(cut) == 3
-    return head, cut
-
-
-def _add_elements(archive: Any, length: int) -> None:
-    """Add the record of the elements as `ZipFile.open` does."""
-    record, zip64 = _record("data/0"), length * 1.05 > (1 << 31) - 1
-    record.flag_bits, record.external_attr = _SIZES_BEHIND, 0o600 << 16
-    record.header_offset = archive.fp.tell()
-    archive.fp.write(record.FileHeader(zip64))
-    archive.fp.write(length)
-    record.CRC, record.compress_size, record.file_size = _UNKNOWN, length, length
-    archive.fp.write(struct.pack("<4sLQQ" if zip64 else "<4sLLL", _BEHIND, _UNKNOWN, length, length))
-    archive.filelist.append(record)
-    archive.start_dir = archive.fp.tell()
 
 
 def _record(name: str) -> zipfile.ZipInfo:

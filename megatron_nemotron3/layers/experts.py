@@ -28,7 +28,7 @@ from megatron_nemotron3.layers.functional import weighted_squared_relu
 from megatron_nemotron3.layers.grouped import (
     grouped_linear,
     grouped_linear_cuda,
-    grouped_mm_problem,
+    grouped_mm_works,
     one_allocation,
     squared_relu_experts,
     squared_relu_experts_cuda,
@@ -273,7 +273,7 @@ class GroupedExperts(TEGroupedMLP):
                 return False
         return all(
             linear.weight0.is_cuda
-            and grouped_mm_problem(linear.weight0, [linear.weight0], self.num_local_experts) is None
+            and grouped_mm_works(linear.weight0, [linear.weight0], self.num_local_experts)
             for linear in linears
         )
 

@@ -228,12 +228,12 @@ def _weighted_activation(hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor,
 
 
 def grouped_linear_cuda(x: Tensor, weights: Sequence[Tensor], counts: Sequence[int] | Tensor) -> Tensor:
-    """`grouped_linear` in one launch, or itself if `grouped_mm_problem` reports a problem.
+    """`grouped_linear` in one launch, or itself unless `grouped_mm_works`.
 
     `counts` may be a tensor on the device. Weight gradients are slices of one tensor [E, out, in].
     """
     check_counts(x, weights, counts)
-    if x.shape[0] == 0 or grouped_mm_problem(x, weights) is not None:
+    if x.shape[0] == 0 or not grouped_mm_works(x, weights):
         return grouped_linear(x, list(weights), _on_host(counts, x))
     y: Tensor = _GroupedLinearCUDA.apply(x, _ends(counts, x), *weights)
     return y
@@ -254,7 +254,7 @@ def squared_relu_experts_cuda(
     """
     for weights in (fc1, fc2):
         check_counts(x, weights, counts)
-    if x.shape[0] == 0 or any(grouped_mm_problem(x, weights) is not None for weights in (fc1, fc2)):
+    if x.shape[0] == 0 or not all(grouped_mm_works(x, weights) for weights in (fc1, fc2)):
         counts = _on_host(counts, x)
         return squared_relu_experts(x, probs, list(fc1), list(fc2), counts, recompute=recompute)
     y: Tensor = _ExpertsCUDA.apply(x, probs, _ends(counts, x), recompute, *fc1, *fc2)
@@ -272,24 +272,15 @@ def _on_host(counts: Sequence[int] | Tensor, x: Tensor) -> list[int]:
     return counts.tolist() if isinstance(counts, Tensor) else list(counts)
 
 
-def grouped_mm_problem(x: Tensor, weights: Sequence[Tensor], number: int | None = None) -> str | None:
-    """Why torch's grouped product cannot compute these, with the cure; None if it can."""
-    number = number or len(weights)
-    if not library_kernels_enabled():
-        return "NEMOTRON3_GPU_KERNELS=0 turns it off"
-    if grouped_mm is None:
-        return f"torch {torch.__version__} has no grouped_mm: use torch >= 2.10"
+def grouped_mm_works(x: Tensor, weights: Sequence[Tensor], number: int | None = None) -> bool:
+    """Whether torch computes them in one launch: in BF16, for aligned widths, where it has a kernel."""
+    if not library_kernels_enabled() or grouped_mm is None or (number or len(weights)) > MAX_GROUPS:
+        return False
     if x.is_cuda and _compute_capability(x.device)[0] not in MAJOR_CAPABILITIES:
-        return "grouped_mm has a kernel for compute capabilities 9 and 10 only; elsewhere torch loops"
-    if x.dtype != torch.bfloat16 or any(w.dtype != x.dtype for w in weights):
-        return f"x is {x.dtype}, weights {weights[0].dtype}: grouped_mm is fast in BF16 only (--bf16)"
-    if number > MAX_GROUPS:
-        return f"{number} local experts are over {MAX_GROUPS}: use a larger EP"
-    multiple = ALIGNMENT // x.element_size()
-    for size in weights[0].shape:
-        if size % multiple:
-            return f"width {size} is not a multiple of {multiple}: choose an expert TP that makes it so"
-    return None
+        return False  # torch loops
+    if any(one.dtype != torch.bfloat16 for one in (x, *weights)):
+        return False
+    return not any(size % (ALIGNMENT // x.element_size()) for size in weights[0].shape)
 
 
 @cache

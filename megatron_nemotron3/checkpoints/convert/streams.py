@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_nemotron3.checkpoints.convert.plan import Slices, bands, extent
 from megatron_nemotron3.checkpoints.convert.sources import TensorSource
 from megatron_nemotron3.checkpoints.metadata import ITEM_SIZE, CheckpointError
-from megatron_nemotron3.checkpoints.write import overhead, write_tensor
+from megatron_nemotron3.checkpoints.write import Writable, overhead, write_tensor
 from megatron_nemotron3.common.files import atomic
 
 #: Size in bytes of a band, the unit that is read, converted and written.
@@ -84,7 +84,7 @@ def grouped(items: Iterable[_T], limit: int, size: Callable[[_T], int]) -> Itera
 class OutputFile:
     """A file that is written in order: its length, and its CRC32, which a thread computes meanwhile."""
 
-    def __init__(self, file: Any, written: Callable[[int], None] = lambda length: None) -> None:
+    def __init__(self, file: Writable, written: Callable[[int], None] = lambda length: None) -> None:
         self.length = 0
         self._file, self._written, self._crc = file, written, 0
         self._small = bytearray()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_nemotron3.layers.functional import weighted_values
-from megatron_nemotron3.layers.grouped import grouped_mm, grouped_mm_problem, squared_relu_experts
+from megatron_nemotron3.layers.grouped import grouped_mm, grouped_mm_works, squared_relu_experts
 
 #: Elements from which an FP32 weight is packed. A call of oneDNN takes 10 microseconds more than one of MKL.
 PACKED_ELEMENTS = 2**18
@@ -94,7 +94,7 @@ class Experts:
         self._rows1, self._rows2 = up.view(-1, self.width), down.view(-1, self.inner)
         self._inputs = torch.arange(self.inner, device=up.device)
         self._outputs = torch.arange(self.width, device=up.device)
-        self._grouped = grouped_mm_problem(up[0], [up[0]], self.count) is None
+        self._grouped = grouped_mm_works(up[0], [up[0]], self.count)
         self.each = [w.t() for w in up.unbind()], [w.t() for w in down.unbind()]
 
     def __call__(self, z: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
