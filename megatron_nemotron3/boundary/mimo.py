@@ -336,13 +336,11 @@ class BoundaryMimoModel(MimoModel):
 
 
 class _EmptyOutput(torch.autograd.Function):
-    """Rows [0, hidden] whose backward gives every trained parameter a gradient of zeros.
-
-    It reads no parameter: slices of TransformerEngine's quantized ones raise, or dequantize all of it.
-    """
+    """Rows [0, hidden] whose backward gives every trained parameter a gradient of zeros."""
 
     @staticmethod
     def forward(ctx: Any, hidden: int, dtype: torch.dtype, *parameters: Tensor) -> Tensor:
+        # No parameter is read: slices of TransformerEngine's quantized ones raise, or dequantize all of it.
         ctx.like = [(p.shape, p.dtype, p.device) for p in parameters]
         return torch.empty(0, hidden, dtype=dtype, device=parameters[0].device)
 

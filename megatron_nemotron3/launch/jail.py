@@ -198,10 +198,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _group(group: int) -> Iterator[int]:
-    """Bytes in memory of every process of a group that runs.
-
-    Others are passed over quickly: this must keep up with a script that doubles its processes.
-    """
+    """Bytes in memory of every process of a group that runs; others are passed over quickly."""
     import psutil
 
     for pid in psutil.pids():
@@ -242,10 +239,7 @@ def _become_bash(
 
 
 def _filter(program: int, caller: socket.socket) -> None:
-    """Load the filter, which lets `program` alone be executed, and send it to the caller.
-
-    Raises OSError or AttributeError if that fails.
-    """
+    """Load the filter and send it to the caller; OSError or AttributeError if that fails."""
     library: Any = ctypes.CDLL(_LIBRARY)
     library.seccomp_init.restype = ctypes.c_void_p
     context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(_FAIL | _ENOSYS)))

@@ -158,10 +158,7 @@ class TorchCoreAttention(MegatronModule):
         )
 
     def _in_sequence(self, key: Tensor, value: Tensor, positions: Tensor) -> list[Tensor]:
-        """Keys and values of all ranks, [s / cp, ...] -> [s, ...]; backward sums the gradients.
-
-        `positions` [s]: of the tokens in the order of ranks.
-        """
+        """All keys and values, [s / cp, ...] -> [s, ...]; `positions` [s] are in the order of ranks."""
         order = positions.argsort()
         gathered = (
             gather_from_sequence_parallel_region(t.contiguous(), group=self.cp_group) for t in (key, value)

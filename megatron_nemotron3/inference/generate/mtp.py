@@ -266,12 +266,10 @@ class _Tokens:
 
 @dataclass(frozen=True)
 class _Draft:
-    """What was drafted after the newest tokens [b]; the states still contain it.
-
-    passes: of each depth, its inputs [b, n, d].
-    """
+    """What was drafted after the newest tokens [b]; the states still contain it."""
 
     newest: Tensor
+    #: Of each depth, its inputs [b, n, d].
     passes: list[tuple[Tensor, Rollback]]
 
 
