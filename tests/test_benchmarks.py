@@ -78,12 +78,6 @@ STEPS = tuple(f"step with {n} drafts" for n in (0, 1, 2, 3, 5, 7))
 SMALL = {
     "drafts": Case("generate.py", ("--small", "--passes", "0"), ("what", *PASSES, *STEPS), "of one token"),
     "published runs": Case("plan_error.py", (), (), "tokens/s/GPU"),
-    "converter": Case(
-        "convert.py",
-        ("--quick", "--gigabytes", "0.06", "--workers", "1", "--without-transformers"),
-        ("side", "cp hf", "cp megatron", "from-hf, 1 worker", "to-hf, 1 worker"),
-        "warm MB/s",
-    ),
 }
 LARGER = {
     "nvfp4": Case("nvfp4.py", ("--quick",), ("model", "super-tiny"), "plain ms"),
