@@ -76,10 +76,10 @@ ONE_LENGTH = ("--lengths", "64", "--repetitions", "1")
 PASSES = tuple(f"pass over {n}" for n in (1, 2, 3, 4, 8))
 STEPS = tuple(f"step with {n} drafts" for n in (0, 1, 2, 3, 5, 7))
 SMALL = {
-    "drafts": Case("generate.py", ("--small", "--passes", "0"), ("what", *PASSES, *STEPS), "of one token"),
     "published runs": Case("plan_error.py", (), (), "tokens/s/GPU"),
 }
 LARGER = {
+    "drafts": Case("generate.py", ("--small", "--passes", "0"), ("what", *PASSES, *STEPS), "of one token"),
     "nvfp4": Case("nvfp4.py", ("--quick",), ("model", "super-tiny"), "plain ms"),
     "whole model": Case("train_step.py", ONE_LENGTH, ("tokens", "64"), "HF tok/s"),
     "monitor": Case(

@@ -122,6 +122,7 @@ def test_block(block: Block, page_folder: Callable[[str], Path], programs: Path)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
+@pytest.mark.full
 def test_example_of_the_other_direction(page_folder: Callable[[str], Path]) -> None:
     folder = page_folder("directions")
     for example in table.DIRECTIONS.values():

@@ -31,6 +31,7 @@ def test_masked_mean_loss_under_context_parallelism_is_a_mean_of_means() -> None
     assert abs(one.losses[0] - two.losses[0]) < 1e-5  # the printed loss does not show it
 
 
+@pytest.mark.full
 def test_documents_cut_as_one_sequence_reach_mamba_in_the_wrong_order() -> None:
     """documents-cp: the script cuts the whole sequence in chunks, Mamba expects each document cut."""
     packed = replace(

@@ -34,8 +34,6 @@ SPECS = {
     "mxfp8_column": Spec("mxfp8", axis=-2),
 }
 EVERY_SPEC = pytest.mark.parametrize("name", SPECS)
-#: One of each format, of NVFP4 the one with most passes; the others take some seconds each.
-SHORT = ("wgrad_dy", "mxfp8")
 
 
 @contextmanager
@@ -228,9 +226,8 @@ on_inductor = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 @on_inductor
-@pytest.mark.parametrize(
-    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.full) for name in SPECS]
-)
+@pytest.mark.full
+@EVERY_SPEC
 def test_compiled(name, monkeypatch):
     on_cpu_as_on_gpu(monkeypatch)
     check_spec(name, torch.bfloat16, (2, SPECS[name].block, 96))
