@@ -32,6 +32,7 @@ from megatron_nemotron3.layers.grouped import (
     one_allocation,
     squared_relu_experts,
     squared_relu_experts_cuda,
+    view_of,
 )
 from megatron_nemotron3.layers.linear import ReplaceableProducts
 from megatron_nemotron3.layers.norm import EmptyExtraState, parameter_device
@@ -258,11 +259,13 @@ class GroupedExperts(TEGroupedMLP):
     def reverse(self, possible: bool) -> bool:
         """Whether rows are to come from the last expert to the first now; never if it is not `possible`.
 
-        Only so are the matrices a tensor [E, out, in] without a copy where their addresses decrease.
+        Only so are the matrices a tensor [E, out, in] without a copy where their addresses decrease. All
+        ranks must decide alike. They do: only DDP's buffer, which has one layout on all ranks, is an
+        allocation in this order.
         """
-        useful = possible and self._together() and self.takes_device_counts()
-        weights = self.linear_fc1.weights()
-        self.reversed = useful and weights[-1].data_ptr() < weights[0].data_ptr()
+        linears = (self.linear_fc1, self.linear_fc2)
+        useful = possible and self.num_local_experts > 1 and self._together() and self.takes_device_counts()
+        self.reversed = useful and all(view_of(one.weights()[::-1]) is not None for one in linears)
         return self.reversed
 
     def takes_device_counts(self) -> bool:

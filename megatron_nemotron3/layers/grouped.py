@@ -300,7 +300,13 @@ def one_allocation(weights: Sequence[Tensor]) -> Tensor:
 
 
 def stacked(weights: Sequence[Tensor]) -> Tensor:
-    """The matrices as one tensor [E, out, in]: a view if they lie at equal distances in one allocation."""
+    """The matrices as one tensor [E, out, in]: a view if there is one."""
+    together = view_of(weights)
+    return torch.stack([w.detach() for w in weights]) if together is None else together
+
+
+def view_of(weights: Sequence[Tensor]) -> Tensor | None:
+    """The matrices as a view [E, out, in], if they lie at equal, growing distances in one allocation."""
     first = weights[0].detach()
     size, matrix = first.element_size(), first.numel() * first.element_size()
     starts = [w.data_ptr() for w in weights]
@@ -313,7 +319,7 @@ def stacked(weights: Sequence[Tensor]) -> Tensor:
         and all(w.is_contiguous() for w in weights)
     ):
         return first.as_strided((len(weights), *first.shape), (step // size, *first.stride()))
-    return torch.stack([w.detach() for w in weights])
+    return None
 
 
 def _aligned_contiguous(t: Tensor) -> Tensor:

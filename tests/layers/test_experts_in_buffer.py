@@ -145,8 +145,9 @@ def test_copy_where_a_bucket_ends_between_experts() -> None:
 
 @pytest.mark.parametrize("layout", [{}, {"tp": 2, "ep": 1}], ids=["one", "TP2"])
 def test_not_reversed_where_it_is_not_useful(layout: dict[str, int]) -> None:
-    """Not before DDP, not with an adapter, not if the dispatcher cannot."""
-    assert run_distributed(decisions, 2 if layout else 1, layout)[0] == [False, False, True, False, False]
+    """Not before DDP, not by chance on one rank, not if the dispatcher cannot, not with an adapter."""
+    found = run_distributed(decisions, 2 if layout else 1, layout)[0]
+    assert found == [False, False, False, True, False, False]
 
 
 def decisions(layout: dict[str, int]) -> list[bool]:
@@ -157,10 +158,18 @@ def decisions(layout: dict[str, int]) -> list[bool]:
     model = build_hybrid("E", nemotron3_torch_stack_spec, params_dtype=torch.bfloat16)
     experts = model.decoder.layers[0].mlp.experts
     with mock.patch.object(GroupedExperts, "takes_device_counts", lambda self: True):
-        grouped.one_allocation(experts.linear_fc1.weights())
-        before = experts.reverse(True)
-        grouped.one_allocation(experts.linear_fc1.weights()[::-1])
-        found = [before, experts.reverse(False), experts.reverse(True)]
+        weights = [linear.weights() for linear in (experts.linear_fc1, experts.linear_fc2)]
+        for each in weights:
+            grouped.one_allocation(each)
+        found = [experts.reverse(True)]
+        for each in weights:  # as another rank's allocator may not place them
+            parts = sorted((w.data.clone() for w in each), key=Tensor.data_ptr, reverse=True)
+            for weight, part in zip(each, parts, strict=True):
+                weight.data = part
+        found.append(experts.reverse(True))
+        for each in weights:
+            grouped.one_allocation(each[::-1])
+        found += [experts.reverse(False), experts.reverse(True)]
         experts.separate = True
         found.append(experts.reverse(True))
     experts.separate = False
