@@ -29,7 +29,7 @@ DTYPES = (
 )  # fmt: skip
 #: Upstream's attribute of an encoder's output: the rows of each sample.
 SPLIT_SIZES = "_mimo_bridge_split_sizes"
-#: The row count of a share that the rank does not know.
+#: The row count of a share that is not in the data of the rank.
 UNKNOWN = -1
 _ROW_DIMENSIONS = 3
 #: Single integers at the start of a header: dtype, dimensions of a row, digest, total, rows, gradient.
@@ -74,7 +74,7 @@ class Announcement(NamedTuple):
         return self.edge.shares // self.edge.destination.dp if self.edge.shared and not self.backward else 0
 
     def counts(self) -> tuple[int, ...] | None:
-        """Rows of each share of this rank's lane; None: not known. ValueError if other ranks cannot know."""
+        """Rows of each share of this rank's lane; None: not known. ValueError if other ranks have no way to count."""
         edge, sizes = self.edge, self.sizes
         if self.rows is None:
             return (0,) * self.shares
@@ -96,7 +96,7 @@ class Announcement(NamedTuple):
 
 
 class HeaderAgreement(NamedTuple):
-    """What the headers of all ranks say together.
+    """The headers of all ranks, joined.
 
     counts: rows of each share over all source lanes; empty with a feed, which has them.
     kind: None if no rank has rows.
@@ -235,7 +235,7 @@ def _agreement(announcement: Announcement, headers: dict[int, _Header]) -> Heade
 
 
 def _share_rows(number: int, holding: Sequence[_Header], expected: Sequence[int]) -> Sequence[int]:
-    """Rows of each share of a source lane: what the receivers expect, if they know, or what its ranks say."""
+    """Rows of each share of a source lane: what the receivers expect, else what its ranks announce."""
     total = sum(header.rows for header in holding)
     if expected:
         if sum(expected) != total:

@@ -172,6 +172,9 @@ class ModalityRows(NamedTuple):
 def communicate(modalities: Sequence[ModalityRows], microbatch: Microbatch | None = None) -> list[Tensor]:
     """Exchange the rows of several modalities at once."""
     coordinator = modalities[0].comm.coordinator
+    names = [modality.comm.edge.source_name for modality in modalities]
+    if len(set(names)) < len(names):
+        raise ValueError(f"sources {names}: each bridge of an exchange needs a src_module_name of its own")
     offers = [
         Announcement(
             comm.edge,

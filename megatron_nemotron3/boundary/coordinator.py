@@ -26,7 +26,7 @@ _numbers = itertools.count()
 
 @dataclass(eq=False)
 class Agreed:
-    """What all ranks know of a microbatch's rows of an edge before they are sent.
+    """Facts of a microbatch's rows of an edge, which all ranks have before they are sent.
 
     needs_gradient: whether the rows of any rank require a gradient, or of this rank if there was no header.
     tensor: what was sent or received; the schedule keeps it until backward. None: there was none.

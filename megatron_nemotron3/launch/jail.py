@@ -117,10 +117,12 @@ def run(
         except BaseException:
             _end(process)
             raise
-    if exceeded:
-        _end(process)
-    if process.returncode == -signal.SIGUSR2:  # bash sends no signals
-        raise JailError((folder / "printed").read_text(errors="replace").strip())
+        if exceeded:
+            _end(process)
+        if process.returncode == -signal.SIGUSR2:  # bash sends no signals
+            raise JailError((folder / "printed").read_text(errors="replace").strip())
+        if not trusted and not forks.filtered:
+            raise JailError("no filter of system calls arrived (are all descriptors in use?)")
     return exceeded
 
 
@@ -138,11 +140,18 @@ class _Forks:
         if self._filter is not None:
             os.close(self._filter)
 
+    @property
+    def filtered(self) -> bool:
+        """Whether there was a filter."""
+        if self._filter is None:
+            self.wait(0)
+        return self._filter is not None
+
     def wait(self, seconds: float) -> int | None:
         """Wait for a fork at most so long; return its number, None if there is none."""
         if self._filter is None:
             if select.select([self.ours], [], [], seconds)[0]:
-                _, descriptors, _, _ = socket.recv_fds(self.ours, 1, 1)
+                _, descriptors, _, _ = socket.recv_fds(self.ours, 1, 1, socket.MSG_CMSG_CLOEXEC)
                 if not descriptors:  # trusted, and no filter, or it has ended before
                     time.sleep(seconds)
                 self._filter = next(iter(descriptors), None)
@@ -168,14 +177,17 @@ class _Forks:
 def _watch(process: subprocess.Popen[bytes], forks: _Forks, seconds: float) -> str:
     """Wait for the end of a process and of all that it started; return the limit that they exceed before."""
     deadline = time.monotonic() + seconds
-    most = looked = 0.0  # processes that there can be, and when they were counted
+    most = looked = empty = (
+        0.0  # processes that there can be, when they were counted, how often there were none
+    )
     while (now := time.monotonic()) < deadline:
         fork = forks.wait(0.02)
         most += fork is not None
         if fork is None or most > PROCESSES or now > looked + 0.02:
             process.poll()
             members = list(islice(_group(process.pid), PROCESSES + 1))
-            if not members:
+            empty = 0 if members else empty + 1
+            if empty == 2:  # one look can miss a process that begins while its parent ends
                 process.wait()
                 return ""
             if len(members) + (fork is not None) > PROCESSES:
@@ -211,7 +223,6 @@ def _become_bash(
     record: int, caller: socket.socket, bash: str, arguments: Sequence[str], trusted: bool
 ) -> None:
     """Replace this process by bash, with limits and the filter."""
-    caller.set_inheritable(False)
     for kind, limit in (
         (resource.RLIMIT_CPU, SECONDS),
         (resource.RLIMIT_AS, MEMORY // 4),
@@ -240,6 +251,8 @@ def _become_bash(
 
 def _filter(program: int, caller: socket.socket) -> None:
     """Load the filter and send it to the caller; OSError or AttributeError if that fails."""
+    if tuple(map(int, os.uname().release.split(".")[:2])) < (5, 5):
+        raise OSError(_ENOSYS, "Linux is older than 5.5")
     library: Any = ctypes.CDLL(_LIBRARY)
     library.seccomp_init.restype = ctypes.c_void_p
     context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(_FAIL | _ENOSYS)))
@@ -278,10 +291,7 @@ def _filter(program: int, caller: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    _become_bash(
-        int(sys.argv[1]),
-        socket.socket(fileno=int(sys.argv[2])),
-        sys.argv[4],
-        sys.argv[5:],
-        sys.argv[3] == "1",
-    )
+    # Above the descriptors that bash and scripts use.
+    _caller = socket.socket(fileno=fcntl.fcntl(int(sys.argv[2]), fcntl.F_DUPFD_CLOEXEC, RECORD + 1))
+    os.close(int(sys.argv[2]))
+    _become_bash(int(sys.argv[1]), _caller, sys.argv[4], sys.argv[5:], sys.argv[3] == "1")

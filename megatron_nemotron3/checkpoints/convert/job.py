@@ -293,7 +293,7 @@ def write_files(
 
     def progress(written: int) -> None:
         if job.index is not None:
-            # Imported for the index in the end: seconds, while the workers write.
+            # Needed for the index in the end; workers write while this process imports it.
             importlib.import_module("torch.distributed.checkpoint.filesystem")
         report(JobProgress(before + written, total, before))
 
