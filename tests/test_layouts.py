@@ -89,6 +89,7 @@ def test_trains(script: Path, name: str) -> None:
     assert all(5.4 < loss < 6.4 for loss in (first.loss, *first.mtp)) and len(first.mtp) == 2
     assert last.loss < first.loss - 0.2
     assert curve.validation and curve.test
+    assert "worst MaxVio" in first.values  # the monitors are on, with either script
     if name in SAME_WEIGHTS:
         other = _run(script, SAME_WEIGHTS[name]).steps
         for number, step in curve.steps.items():

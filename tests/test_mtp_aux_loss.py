@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,17 @@ COEFFICIENT = 0.01
 METRIC = "seq_load_balancing_loss"
 
 
-LAYERS = {"ours": MTPLayer, "upstream": MultiTokenPredictionLayer}
+class ToldButNotNumbered(MultiTokenPredictionLayer):
+    """The obvious repair, without the layer number: Megatron-LM #7172."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for module in self.modules():
+            if isinstance(module, TopKRouter):
+                module.is_mtp_layer = True
+
+
+LAYERS = {"ours": MTPLayer, "upstream": MultiTokenPredictionLayer, "told": ToldButNotNumbered}
 
 
 @dataclass(frozen=True)
@@ -148,6 +159,14 @@ def test_one_depth_is_logged_in_its_slot(pattern: str) -> None:
     layers = pattern.split("/")[0]
     decoder = [ours.expected["decoder"][0] if symbol == "E" else 0.0 for symbol in layers]
     assert ours.slots == pytest.approx([*decoder, *ours.expected["mtp"]], rel=1e-5)
+
+
+@pytest.mark.full  # what upstream's layers do
+@pytest.mark.parametrize(("layer", "pattern"), [("told", "ME/*E"), ("upstream", "M/**E")])
+def test_the_inner_layer_number_overruns_the_tracker(layer: str, pattern: str) -> None:
+    """The reason why `MTPLayer` renumbers: without it these raise the errors that users report."""
+    with pytest.raises(IndexError):
+        run(layer, pattern)
 
 
 def test_one_depth_has_the_same_gradient_as_upstream() -> None:

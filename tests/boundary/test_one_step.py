@@ -79,9 +79,11 @@ def test_frozen_encoders_on_shared_ranks(reference: Reference) -> None:
     )
     everything, nothing, vision, last = check(reference, 4, trained, frozen, one, projector)
     _check_traffic(everything, nothing, vision, last)
-    # Both encoders' rows go in one batch of messages forward, and in one backward.
-    assert max(outcome.exchanges for outcome in everything + vision + last) == 2 * MICROBATCHES
-    assert max(outcome.exchanges for outcome in nothing) == MICROBATCHES
+    # Both encoders' rows go in one batch of messages forward, and in one backward between the same ranks.
+    forward = [outcome.exchanges for outcome in nothing]
+    assert min(forward) >= 1 and max(forward) == MICROBATCHES
+    for outcomes in (everything, vision, last):
+        assert [outcome.exchanges for outcome in outcomes] == [2 * count for count in forward]
 
 
 @pytest.mark.full

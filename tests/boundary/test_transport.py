@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -89,7 +88,7 @@ def bridge(source: str, destination: str, dtype: torch.dtype = torch.float32, nd
         sequence_parallel=b.sequence_parallel,
         source_sequence_parallel=a.sequence_parallel,
         source_share=a.share,
-        timeout=timedelta(seconds=8),
+        timeout=timedelta(minutes=10),  # beyond any run's: a wait that ends with it fails the test
     )
 
 
@@ -316,8 +315,8 @@ WRONG = {
 }
 
 
-def failing() -> list[tuple[str, float]]:
-    """(the error, seconds until it was raised) where rank 1 does something wrong, in every case."""
+def failing() -> list[str]:
+    """The error where rank 1 does something wrong, in every case."""
     found = []
     for kind, (spoil, _) in WRONG.items():
         replicas = kind in ("header replicas", "header shares")
@@ -327,23 +326,21 @@ def failing() -> list[tuple[str, float]]:
         rows = values(rows_given(comm.source, seen)[dist.get_rank()])
         batch = described(comm.source, seen) if not kind.startswith("header") else None
         comm.communicate(rows, batch)
-        start = time.monotonic()
         with pytest.raises(BoundaryError) as error:
             comm.communicate(spoil(rows) if dist.get_rank() in wrong else rows, batch)
-        found.append((str(error.value), time.monotonic() - start))
+        found.append(str(error.value))
         comm.destroy()
         dist.barrier()
     return found
 
 
 def test_what_is_wrong_on_one_rank_is_an_error_on_all() -> None:
-    """That rank says what; the others say so, too, or where to look."""
+    """That rank says what; the others say so, too, or where to look, and do not wait for a timeout."""
     ranks = run_distributed(failing, 4)
     for case, (_, words) in enumerate(WRONG.values()):
         errors = [found[case] for found in ranks]
-        assert re.search(words, errors[1][0]), errors
-        assert all(re.search(words, said) or "failed or ended first" in said for said, _ in errors), errors
-        assert max(seconds for _, seconds in errors) < 8
+        assert re.search(words, errors[1]), errors
+        assert all(re.search(words, said) or "failed or ended first" in said for said in errors), errors
 
 
 def test_shares_of_the_samples_of_a_lane() -> None:

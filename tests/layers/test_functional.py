@@ -110,6 +110,14 @@ def test_gated_group_rms_norm(lead, groups, group_size, dtype, block, seed):
         )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_against_torch(dtype):
+    """torch's own RMS norm, weights of one: the same value up to its last rounding."""
+    torch.manual_seed(0)
+    x = torch.randn(20, 64, dtype=dtype)
+    torch.testing.assert_close(functional.rms_norm(x, torch.ones(64), 1e-5), F.rms_norm(x, (64,), eps=1e-5))
+
+
 def test_rms_norm_rounds_once():
     """BF16 in, FP32 weight: product and weight are rounded together, not one after the other."""
     torch.manual_seed(0)
@@ -140,6 +148,21 @@ def test_weighted_squared_relu(n, d, dtype, block, seed):
             weighted_sizes,
             [4, 4, d + 4],
         )
+
+
+@pytest.mark.parametrize("strided", ["x", "z", "dy"])
+def test_strided_inputs(strided):
+    """Transposed [s, b, d] views, as between the scan and the norm."""
+    torch.manual_seed(0)
+    tensors = {name: torch.randn(3, 5, 8) for name in ("x", "z", "dy")}
+    plain = {k: v.clone() for k, v in tensors.items()}
+    tensors[strided] = tensors[strided].transpose(0, 1).contiguous().transpose(0, 1)
+    results = []
+    for t in (tensors, plain):
+        x, z = t["x"].requires_grad_(), t["z"].requires_grad_()
+        y = functional.gated_group_rms_norm(x, z, torch.ones(8), group_size=4)
+        results.append([y, *torch.autograd.grad(y, [x, z], t["dy"])])
+    torch.testing.assert_close(results[0], results[1])
 
 
 def test_saved_memory():

@@ -264,6 +264,21 @@ def test_packed_is_separate(model: Any, kind: int, packing: str, fields: str) ->
     assert_same(torch.cat([packed[d] for d in documents]), torch.cat(separate), [x, *layer.parameters()])
 
 
+def test_packed_model_is_separate(model: Any) -> None:
+    """Logits, and the hidden states of both MTP depths, which may not look past their document."""
+    lengths = [20, 33, 11]
+    ids = torch.randint(MODEL.vocab_size, (1, sum(lengths)), generator=torch.Generator().manual_seed(2))
+    positions = torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0)
+    seen: list[Tensor] = []
+    with torch.no_grad(), model.mtp.register_forward_hook(lambda *call: seen.append(call[-1])):
+        logits = model(ids, positions, None, packed_seq_params=pack(lengths, lengths))
+        separate = [model(i, p, None) for i, p in zip(ids.split(lengths, 1), positions.split(lengths, 1))]
+    assert_close(logits, torch.cat(separate, dim=1))
+    depths = zip(*(hidden.chunk(3) for hidden in seen[1:]))
+    for together, apart in zip(seen[0].chunk(3), depths, strict=True):
+        assert_close(together, torch.cat(apart))
+
+
 # --- multi-token prediction -------------------------------------------------------------------------
 
 

@@ -68,9 +68,9 @@ OPTIONS: dict[str, Layout] = {
 }
 
 
-#: Runs in `make test`: TP 2 with EP 2, where the exchanges of a dispatcher are recomputed. Nano in
-#: parallel: test_resharding.py.
-QUICK = ("all modules",)
+#: Runs in `make test`: TP 2 with EP 2, where the exchanges of a dispatcher are recomputed; weights, gradients
+#: and optimizer divided, with experts. Nano in parallel: test_resharding.py.
+QUICK = ("all modules", "FSDP optim_grads_params, EP")
 ROWS = [
     pytest.param(model, row, id=f"{model}-{name}", marks=() if quick else pytest.mark.full)
     for name, row in (LAYOUTS | OPTIONS).items()
@@ -145,6 +145,14 @@ def forget_sequence_parallel_norms(chunks: Sequence[Any]) -> None:
                 parameter.sequence_parallel = False
 
 
+def forget_latent_projections(chunks: Sequence[Any]) -> None:
+    """The same for the latent projections, which every tensor-parallel rank holds whole."""
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if "latent_proj" in name:
+                parameter.sequence_parallel = False
+
+
 def sum_experts_over_all(chunks: Sequence[Any]) -> None:
     """Gradients of experts summed over ranks that hold other experts."""
     for chunk in chunks:
@@ -158,6 +166,9 @@ def sum_experts_over_all(chunks: Sequence[Any]) -> None:
     [
         pytest.param(
             forget_sequence_parallel_norms, _L(tp=2), RanksDiffer, "ranks differ", marks=pytest.mark.full
+        ),
+        pytest.param(
+            forget_latent_projections, _L(tp=2), RanksDiffer, "ranks differ", marks=pytest.mark.full
         ),
         (sum_experts_over_all, _L(dp=2, ep=2), AssertionError, "gradients differ"),
     ],

@@ -81,6 +81,15 @@ def test_any_layout_loads_any_other(saved: str, loaded: str, tmp_path: Path) -> 
         against(one, base, replace(base, weights=after))
 
 
+@pytest.mark.full  # what Megatron does; nothing here depends on it
+def test_one_optimizer_does_not_load_as_two(tmp_path: Path) -> None:
+    """What the weights-only pairs above leave out, as Megatron refuses it."""
+    one = CASES["super"].at(_L(), *RESHARD)
+    on_ranks(save, one, weights(CASES["super"]), tmp_path, BEFORE)
+    with pytest.raises(RuntimeError, match="Expected 2 entries in state dict"):
+        on_ranks(load, one.at(LAYOUTS["EP2"]), tmp_path, BEFORE, True)
+
+
 @pytest.mark.parametrize(
     ("model", "layout", "extra", "shifted"),
     [

@@ -23,6 +23,7 @@ from megatron_nemotron3.models.stack_specs import (
     models_by_spec,
     stored_experts,
 )
+from megatron_nemotron3.proof.certify import ranks
 from megatron_nemotron3.train import log, processes
 from tests.support import distributed
 from tests.support.own_stack import WORDS, config
@@ -106,6 +107,32 @@ def _main(words: list[str]) -> tuple[object, str, str]:
     from tests.test_specs import call_main
 
     return call_main(words, ".")
+
+
+def _load(folder: str, spec: str) -> str:
+    """What Megatron says when a stack loads this checkpoint; "" if it does."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from megatron_nemotron3 import build_model
+    from megatron_nemotron3.checkpoints.folders import checkpoint_path
+
+    model = build_model(CONFIG.but(moe_layers=None) if spec == "stock" else CONFIG, precision="fp32")
+    state = model.sharded_state_dict(metadata=None)
+    try:
+        dist_checkpointing.load(state, str(checkpoint_path(Path(folder), 2)))
+    except (CheckpointException, CheckpointingException) as problem:
+        return str(problem)
+    return ""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("spec", ["own", "stock"])
+def test_widths_of_another_table_do_not_fit(spec: str, folder: Path) -> None:
+    """Megatron refuses them by itself, for whoever loads without our launcher."""
+    (said,) = ranks.run_distributed(_load, 1, str(folder), spec)
+    assert bool(said) == (spec == "stock") and ("shape" in said or spec == "own")
 
 
 def test_a_folder_of_one_model_is_not_continued_as_another(tmp_path: Path) -> None:

@@ -89,21 +89,26 @@ def test_held_out_loss_falls(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Numbers that were not trained on, in sentences like those that were."""
-    monkeypatch.setattr(processes, "follow", follow_forked)
-    train = [*inputs, "--mean", mean, "--lr", "4e-3", "--steps", "12", "--", "--eval-iters", "1"]
-    assert cli.main(train) == 0
-    said = capsys.readouterr().out
-    assert "60 conversations in" in said and "% full" in said
-    steps = log.read(str(tmp_path / "run" / "train.log")).steps
-    assert max(steps) == 12
-
+    """Numbers that were not trained on, in sentences like those that were; the run resumes in between."""
     held_out = [
         [say("user", f"{i} apples?"), say("assistant", f"{i} apples and pears")] for i in range(60, 70)
     ]
     file = write_lines(tmp_path / "held.jsonl", [{"messages": chat} for chat in held_out])
     measure = ["--conversations", str(file), "--tokenizer", inputs[inputs.index("--tokenizer") + 1], "--json"]
-    assert cli.main(["evaluate", "--checkpoint", str(tmp_path / "run"), "--device", "cpu", *measure]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["conversations"] == 10
-    assert found["per_token"] < steps[1].loss - 0.5
+
+    def loss() -> float:
+        assert cli.main(["evaluate", "--checkpoint", str(tmp_path / "run"), "--device", "cpu", *measure]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["conversations"] == 10
+        return float(found["per_token"])
+
+    monkeypatch.setattr(processes, "follow", follow_forked)
+    train = [*inputs, "--mean", mean, "--lr", "4e-3", "--steps"]
+    assert cli.main([*train, "1", "--", "--eval-iters", "1", "--save-interval", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "60 conversations in" in said and "% full" in said
+    before = loss()
+    assert cli.main([*train, "12", "--", "--eval-iters", "1"]) == 0
+    assert "resuming from step 1" in capsys.readouterr().out
+    assert loss() < before - 0.5
+    assert max(log.read(str(tmp_path / "run" / "train.log")).steps) == 12

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -57,8 +58,13 @@ def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_six_steps_then_eight_then_fewer(
-    trained: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    trained: Path,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    trained = shutil.copytree(trained, tmp_path / "run")  # the other tests keep the six steps
     monkeypatch.setattr(processes, "follow", follow_forked)
     found = loaded_state(["--load", str(trained / "checkpoints")])
     assert found is not None
@@ -201,7 +207,18 @@ def test_a_second_training_is_refused(
     assert set(before) == set(listing())
 
 
-@pytest.mark.full  # the lock itself: tests/checkpoints/test_lock.py
+@pytest.mark.full  # the rates: tests/launch/test_continued.py
+def test_held_rates(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(processes, "follow", follow_forked)
+    assert _train(tmp_path, text, "--steps", "3") == 0
+    assert _train(tmp_path, text, "--steps", "5", extra=(continued.KEEP,)) == 0
+    assert "the checkpoint's schedule is kept: learning rate 4e-05" in capsys.readouterr().out
+    assert {_rates(tmp_path)[step] for step in (4, 5)} == {4e-5}
+
+
+@pytest.mark.full  # the lock itself: tests/common/test_lock.py
 def test_ranks_keep_the_folder_when_the_command_is_killed(text: Path, tmp_path: Path) -> None:
     """A rank goes on for a while, and may be saving."""
     words = [sys.executable, "-m", "megatron_nemotron3", "train", "nano", "--tiny", "--device", "cpu"]

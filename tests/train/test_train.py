@@ -1,4 +1,4 @@
-"""The train command from end to end: text in, falling loss, interrupt, resume; and words that are wrong."""
+"""The train command from end to end: text in, falling loss, interrupt, resume, full disk; wrong words."""
 
 from __future__ import annotations
 
@@ -16,20 +16,62 @@ from megatron_nemotron3.common import lock
 from megatron_nemotron3.train import log, processes
 from tests.support.programs import follow_forked, run_python
 
-STEPS = 10
+#: Enough that the signal arrives before the last step.
+STEPS = 16
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of real text: some of the standard library's sources."""
+    folder = tmp_path_factory.mktemp("text")
+    for file in sorted(Path(os.__file__).parent.glob("a*.py"))[:6]:
+        (folder / file.name).write_text(file.read_text())
+    return folder
+
+
+def _words(output: Path, text: Path, steps: int, *megatron: str) -> list[str]:
+    words = ["train", "super", "--tiny", "--device", "cpu", "--output", str(output), "--text", str(text)]
+    words += ["--seq-length", "64", "--micro-batch-size", "2", "--steps", str(steps)]
+    return [*words, "--", "--eval-iters", "1", *megatron]
+
+
+@pytest.mark.full  # what a resumed run computes: tests/test_layouts.py; that this command resumes: below
+def test_trains_saves_and_resumes_with_the_same_losses(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(processes, "follow", follow_forked)
+    assert cli.main(_words(tmp_path / "whole", text, 6, "--save-interval", "6")) == 0
+    said = capsys.readouterr().out
+    assert "unigram baseline" in said and "CPU run" in said and "backend torch" in said
+    assert (tmp_path / "whole" / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    expected = log.read(str(tmp_path / "whole" / "train.log")).steps
+    assert sorted(expected) == [1, 2, 3, 4, 5, 6]
+    assert expected[6].loss < expected[1].loss - 0.3
+    assert len(expected[6].mtp) == 2
+
+    parts = tmp_path / "parts"
+    assert cli.main(_words(parts, text, 6, "--exit-interval", "3", "--save-interval", "6")) == 0
+    assert folders.latest_iteration(parts / "checkpoints") == 3
+    capsys.readouterr()
+    assert cli.main(_words(parts, text, 6, "--save-interval", "6")) == 0
+    assert "resuming from step 3" in capsys.readouterr().out
+    resumed = log.read(str(parts / "train.log")).steps
+    # The log line after the first of a run averages with it (upstream does not reset its sums there).
+    for step in (4, 6):
+        assert resumed[step].values["lm loss"] == expected[step].values["lm loss"]
+        assert resumed[step].mtp == expected[step].mtp
+    assert resumed[5].loss == pytest.approx((expected[4].loss + expected[5].loss) / 2, abs=2e-6)
+
+    assert cli.main(_words(parts, text, 6)) == 0
+    assert "already trained to step 6" in capsys.readouterr().out
 
 
 def test_an_interrupt_saves_first_and_the_same_command_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text, output = tmp_path / "text", tmp_path / "run"
-    text.mkdir()
-    for file in sorted(Path(os.__file__).parent.glob("a*.py"))[:6]:  # of the standard library
-        (text / file.name).write_text(file.read_text())
-    words = ["train", "super", "--tiny", "--device", "cpu", "--output", str(output), "--text", str(text)]
-    words += ["--seq-length", "64", "--micro-batch-size", "2", "--steps", str(STEPS)]
+    output = tmp_path / "run"
     # With a writer of its own: test_interrupts.py, nightly.
-    words += ["--", "--eval-iters", "1", "--save-interval", "4"]
+    words = _words(output, text, STEPS, "--save-interval", "4")
     with ThreadPoolExecutor(1) as pool:
         command = pool.submit(run_python, ["-m", "megatron_nemotron3", *words], tmp_path, OMP_NUM_THREADS="1")
         while not command.done() and folders.latest_iteration(output / "checkpoints") is None:
@@ -58,6 +100,28 @@ def test_an_interrupt_saves_first_and_the_same_command_goes_on(
     assert whole[STEPS].loss < begun[1].loss - 0.3 and len(whole[STEPS].mtp) == 2
     assert cli.main(words) == 0
     assert f"already trained to step {STEPS}" in capsys.readouterr().out
+
+
+#: A limit on file size is what a test can have of a full disk: the write of the weights fails.
+LIMITED = """
+import resource, sys
+from megatron_nemotron3 import cli
+resource.setrlimit(resource.RLIMIT_FSIZE, (8_192_000, 8_192_000))
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.full  # its message: test_progress.py; what it leaves: tests/checkpoints/test_kill.py
+def test_a_full_disk_leaves_nothing_half_written(text: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    words = _words(output, text, 2, "--save-interval", "2")
+    result = run_python(["-c", LIMITED, *words], tmp_path, OMP_NUM_THREADS="1")
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert "saving a checkpoint" in result.stderr and "ulimit -f" in result.stderr
+    assert "no checkpoint was saved, and steps 1 to 2 are lost" in result.stderr
+    assert list((output / "checkpoints").glob("iter_*")) == []
 
 
 OPTIMIZER_ON_CPU = ("--", "--use-precision-aware-optimizer", "--optimizer-cpu-offload")

@@ -9,8 +9,8 @@ import pytest
 from tests.proof.certify import faults
 from tests.proof.certify.catalogue import FAULTS, LAUNCHES
 
-#: A gradient that is wrong.
-QUICK = ("balance of local tokens",)
+#: Copies that differ, and a gradient that is wrong, in one launch.
+QUICK = ("norm gains under SP", "balance of local tokens")
 
 
 def _parameter(name: str) -> Any:
