@@ -3,8 +3,7 @@
 All ranks of an exchange pass the same transfers in the same order; from those and the plans each rank knows
 what the others send. Small messages between two ranks are coalesced into one buffer. The tag of a message is
 a digest of the rank's description of the transfer: on gloo, ranks that count rows differently time out
-instead of receiving wrong rows. NCCL has no tags: there the coordinator of separate ranks compares the
-digests.
+instead of receiving wrong rows. NCCL has no tags: the coordinator of separate ranks compares the digests.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from megatron_nemotron3.boundary.layout import Layout
-from megatron_nemotron3.boundary.partition import Runs, media_shares, rows_of, sample_shares
+from megatron_nemotron3.boundary.partition import Runs, rows_of
 from megatron_nemotron3.boundary.plan import TransferPlan, make_plan, slices_of
 
 
@@ -77,15 +77,6 @@ class Microbatch:
         """Rows of each medium of each sample; if not known, the rows of a sample are one medium."""
         known = dict(self.media).get(name)
         return tuple((n,) if n else () for n in self.rows_of(name)) if known is None else known
-
-    def media_on(self, name: str, layout: Layout, rank: int) -> range:
-        """The media of the whole microbatch that a rank of an encoder with share "media" encodes."""
-        media = self.media_of(name)
-        samples = sample_shares(len(media), layout.dp)[layout.lane_of(rank)]
-        before = sum(len(sample) for sample in media[: samples.start])
-        mine = [n for sample in media[samples.start : samples.stop] for n in sample]
-        own = media_shares(mine, layout.cp)[layout.coordinates(rank).get("cp", 0)]
-        return range(before + own.start, before + own.stop)
 
     def plan(
         self, name: str, source: Layout, destination: Layout, counts: Sequence[int], row_bytes: int

@@ -121,7 +121,8 @@ def run(
             _end(process)
         if process.returncode == -signal.SIGUSR2:  # bash sends no signals
             raise JailError((folder / "printed").read_text(errors="replace").strip())
-        if not trusted and not forks.filtered:
+        forks.wait(0)
+        if not trusted and forks.filter is None:
             raise JailError("no filter of system calls arrived (are all descriptors in use?)")
     return exceeded
 
@@ -132,46 +133,38 @@ class _Forks:
     def __init__(self) -> None:
         #: The child sends the descriptor of its filter.
         self.ours, self.theirs = socket.socketpair()
-        self._filter: int | None = None
+        self.filter: int | None = None
 
     def close(self) -> None:
         self.ours.close()
         self.theirs.close()
-        if self._filter is not None:
-            os.close(self._filter)
-
-    @property
-    def filtered(self) -> bool:
-        """Whether there was a filter."""
-        if self._filter is None:
-            self.wait(0)
-        return self._filter is not None
+        if self.filter is not None:
+            os.close(self.filter)
 
     def wait(self, seconds: float) -> int | None:
         """Wait for a fork at most so long; return its number, None if there is none."""
-        if self._filter is None:
+        if self.filter is None:
             if select.select([self.ours], [], [], seconds)[0]:
                 _, descriptors, _, _ = socket.recv_fds(self.ours, 1, 1, socket.MSG_CMSG_CLOEXEC)
                 if not descriptors:  # trusted, and no filter, or it has ended before
                     time.sleep(seconds)
-                self._filter = next(iter(descriptors), None)
+                self.filter = next(iter(descriptors), None)
             return None
         poll = select.poll()
-        poll.register(self._filter, select.POLLIN)
+        poll.register(self.filter, select.POLLIN)
         if not any(event & select.POLLIN for _, event in poll.poll(1000 * seconds)):
             return None
         notification = bytearray(_NOTIFICATION)
-        try:
-            fcntl.ioctl(self._filter, _RECEIVE, notification)
-        except OSError:  # the process ended meanwhile, or a signal interrupted the call
-            return None
-        return int.from_bytes(notification[:8], sys.byteorder)
+        with contextlib.suppress(OSError):  # the process ended meanwhile, or a signal interrupted the call
+            fcntl.ioctl(self.filter, _RECEIVE, notification)
+            return int.from_bytes(notification[:8], sys.byteorder)
+        return None
 
     def allow(self, number: int) -> None:
         """Let a fork happen."""
-        assert self._filter is not None
+        assert self.filter is not None
         with contextlib.suppress(FileNotFoundError):  # as above
-            fcntl.ioctl(self._filter, _SEND, struct.pack("=QqiI", number, 0, 0, _CONTINUE))
+            fcntl.ioctl(self.filter, _SEND, struct.pack("=QqiI", number, 0, 0, _CONTINUE))
 
 
 def _watch(process: subprocess.Popen[bytes], forks: _Forks, seconds: float) -> str:

@@ -259,9 +259,8 @@ class GroupedExperts(TEGroupedMLP):
     def reverse(self, possible: bool) -> bool:
         """Whether rows are to come from the last expert to the first now; never if it is not `possible`.
 
-        Only so are the matrices a tensor [E, out, in] without a copy where their addresses decrease. All
-        ranks must decide alike. They do: only DDP's buffer, which has one layout on all ranks, is an
-        allocation in this order.
+        Where addresses decrease, only so are the matrices one tensor without a copy. All ranks decide alike:
+        only DDP's buffer, which has one layout on all of them, is an allocation in this order.
         """
         linears = (self.linear_fc1, self.linear_fc2)
         useful = possible and self.num_local_experts > 1 and self._together() and self.takes_device_counts()

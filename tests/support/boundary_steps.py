@@ -304,6 +304,18 @@ def _of_rank(layouts: Any, mine: Any, extra: int) -> list[dict[str, Any]]:
     return made
 
 
+def _media_on(known: Any, name: str, layout: Any, rank: int) -> range:
+    """The media of the whole microbatch that a rank of an encoder with share "media" encodes."""
+    from megatron_nemotron3.boundary.partition import media_shares, sample_shares
+
+    media = known.media_of(name)
+    samples = sample_shares(len(media), layout.dp)[layout.lane_of(rank)]
+    before = sum(len(sample) for sample in media[: samples.start])
+    mine = [n for sample in media[samples.start : samples.stop] for n in sample]
+    own = media_shares(mine, layout.cp)[layout.coordinates(rank).get("cp", 0)]
+    return range(before + own.start, before + own.stop)
+
+
 def _inputs(ids: Tensor, layouts: Any, rank: int, known: Any) -> dict[str, Any]:
     """`modality_inputs` of a rank: the features of its media."""
     from tests.support import boundary_batches as batches
@@ -317,7 +329,7 @@ def _inputs(ids: Tensor, layouts: Any, rank: int, known: Any) -> dict[str, Any]:
         found[name] = None
         if rank in layouts[name].ranks and whole[name] is not None:
             sizes = [n for sample in known.media_of(name) for n in sample]
-            mine = known.media_on(name, layouts[name], rank)
+            mine = _media_on(known, name, layouts[name], rank)
             start, rows = sum(sizes[: mine.start]), sum(sizes[mine.start : mine.stop])
             if rows:
                 found[name] = {"tiny": {"x": whole[name]["tiny"]["x"][start : start + rows]}}
