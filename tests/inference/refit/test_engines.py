@@ -2,9 +2,9 @@
 
 The first is of tests/golden/make_engine_parameters.py. The second is written down by hand: vLLM's
 `models/nemotron_h.py` at 00b08dc4 and `nemotron_h_mtp.py` at 01ca2773, SGLang's `models/nemotron_h.py` at
-02c60328 and `nemotron_h_mtp.py` at 008b79d2. The shapes follow from the constructors and Super's published config: hidden 4096, 32 heads and 2 KV heads of 128, 128 Mamba
-heads of 64, 8 groups of state 128, 512 experts of 2688 on 1024, shared experts of 5376, 131072 tokens. One
-rank of TP 8.
+02c60328 and `nemotron_h_mtp.py` at 008b79d2. The shapes follow from the constructors and Super's published
+config: hidden 4096, 32 heads and 2 KV heads of 128, 128 Mamba heads of 64, 8 groups of state 128, 512 experts
+of 2688 on 1024, shared experts of 5376, 131072 tokens. One rank of TP 8.
 """
 
 from __future__ import annotations
