@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_nemotron3.checkpoints.metadata import CheckpointError, read_metadata
@@ -142,6 +144,22 @@ def test_many_pickles_are_tried_in_one_child(monkeypatch: pytest.MonkeyPatch) ->
     assert sorted(problems) == [1000, 1002] and len(forks) == 1
     assert "system" in problems[1000] and "takes more than 3 s" in problems[1002]
     assert try_all([], 0) == {}
+
+
+@settings(max_examples=20)
+@given(data=st.data())
+def test_damaged_pickles_are_refused_or_read(folder: Path, data: st.DataObject, tmp_path_factory) -> None:  # type: ignore[no-untyped-def]
+    """Any bytes give an index or a CheckpointError, and nothing else."""
+    raw = bytearray((folder / ".metadata").read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    cut = data.draw(st.one_of(st.none(), st.integers(0, len(raw))))
+    place = tmp_path_factory.mktemp("damaged")
+    (place / ".metadata").write_bytes(bytes(raw[:cut]))
+    try:
+        assert read_metadata(place).items
+    except CheckpointError as refused:
+        assert str(refused).startswith(str(place / ".metadata"))
 
 
 @pytest.mark.parametrize("file", ["../other", "/etc/passwd", "a/../../b", ""])

@@ -46,12 +46,6 @@ if __name__ == "__main__":
     os.kill(stays.pid, 0)  # its server, which would tell, may have been ended by a signal to the group
     print("saved", flush=True)
 """
-#: A rank without children.
-WAITS = """
-import time
-print("ready", flush=True)
-while True: time.sleep(0.05)
-"""
 LAUNCH = (
     "import sys; from megatron_nemotron3.common import processes, spawned\n{before}\n"
     "with processes.as_rank():\n    {run}"
@@ -59,11 +53,9 @@ LAUNCH = (
 
 
 @contextmanager
-def _rank(
-    tmp_path: Path, *words: str, control: bool = False, script: str = SCRIPT
-) -> Iterator[subprocess.Popen[str]]:
+def _rank(tmp_path: Path, *words: str, control: bool = False) -> Iterator[subprocess.Popen[str]]:
     """A rank that has started its children, in a process group of its own."""
-    (tmp_path / "script.py").write_text(script)
+    (tmp_path / "script.py").write_text(SCRIPT)
     code = LAUNCH.format(before="", run=f"spawned.run_script({str(tmp_path / 'script.py')!r})")
     env = {**os.environ, "PYTHONPATH": str(ROOT)} | ({CONTROL: "1"} if control else {})
     process = subprocess.Popen(
@@ -130,11 +122,7 @@ def test_the_death_of_a_process_is_seen_with_many_open_files() -> None:
 
 @pytest.mark.parametrize(
     "signum",
-    [
-        signal.SIGINT,
-        pytest.param(signal.SIGTERM, marks=pytest.mark.full),
-        pytest.param(signal.SIGHUP, marks=pytest.mark.full),
-    ],
+    [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.full)],
     ids=str,
 )
 def test_a_signal_to_the_group_lets_a_rank_save(tmp_path: Path, signum: signal.Signals) -> None:
@@ -149,10 +137,12 @@ def test_a_signal_to_the_group_lets_a_rank_save(tmp_path: Path, signum: signal.S
 
 
 def test_an_interrupt_that_nothing_handles_has_no_traceback(tmp_path: Path) -> None:
-    with _rank(tmp_path, script=WAITS) as rank:
+    with _rank(tmp_path) as rank:
+        children = descendants(rank.pid)
         os.killpg(rank.pid, signal.SIGINT)
         out, _ = rank.communicate(timeout=30)
         assert rank.returncode == 130 and out == "megatron_nemotron3.run: interrupted\n"
+        assert _all_ended(children)
 
 
 def test_the_control_pipe_asks_and_its_end_ends(tmp_path: Path) -> None:
@@ -162,13 +152,14 @@ def test_the_control_pipe_asks_and_its_end_ends(tmp_path: Path) -> None:
         rank.stdin.write("s")
         rank.stdin.flush()
         assert rank.stdout is not None and rank.stdout.read() == "saved\n"
-    with _rank(tmp_path, control=True, script=WAITS) as rank:
+    with _rank(tmp_path, "saves", control=True) as rank:
+        children = descendants(rank.pid)
         assert rank.stdin is not None
         rank.stdin.close()  # what the death of `nemotron3 train` does
         assert rank.wait(timeout=10) == processes.ORPHANED
+        assert _all_ended(children)
 
 
-@pytest.mark.full
 def test_a_rank_ends_with_the_agent_of_torchrun() -> None:
     code = LAUNCH.format(before="", run="import time; print('ready', flush=True); time.sleep(60)")
     agent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"

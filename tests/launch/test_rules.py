@@ -251,3 +251,15 @@ def test_every_width_of_experts_is_split() -> None:
         launch = Launch.of(config, layout(tp=2, etp=etp, dp=etp), extra=["--spec", "mine", "spec"])
         (found,) = (v for v in check(launch) if v.rule == "expert-ffn-etp")
         assert f"moe_ffn_hidden_size={width} is not divisible by ETP={etp}" in found.message
+
+
+def test_every_width_of_experts_fills_blocks() -> None:
+    puzzle = models.get("puzzle")
+    assert not [
+        v for v in check(Launch.of(puzzle, layout(), precision="mxfp8", backend="te")) if "block" in v.message
+    ]
+    odd = puzzle.but(moe_layers=(*puzzle.expert_sizes[:-1], (2056, 18)))
+    launch = Launch.of(odd, layout(), precision="mxfp8", backend="te", extra=["--spec", "mine", "spec"])
+    (found,) = (v for v in check(launch) if "quantizes in blocks" in v.message)
+    assert "mixer.experts.{e}.up_proj.weight [2056, 1024]" in found.message
+    assert found.message.count("[2056, 1024]") == 1

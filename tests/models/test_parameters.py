@@ -57,6 +57,17 @@ def test_stored_tensors(config: Nemotron3Config, tensors: int) -> None:
     assert stored_tensors(config) == tensors
 
 
+def test_checkpoint_bytes_of_the_released_models() -> None:
+    assert count(SUPER).stored_bytes == 247_222_108_160
+    assert count(ULTRA).stored_bytes == 1_121_049_257_984
+    assert count(LIGHTNING).stored_bytes == 65_826_538_624
+
+
+def test_files_of_the_released_4b() -> None:
+    """Their sizes are published in hundredths of a gigabyte, with two headers of a few kilobytes."""
+    assert count(NEMOTRON_H_4B).stored_bytes / 1e9 == pytest.approx(4.99 + 3.98, abs=0.01)
+
+
 def test_layers_of_different_experts_add_up_to_what_is_published() -> None:
     """75.3B and 9.3B: Super with other experts in each layer and a smaller Mamba state."""
     assert (

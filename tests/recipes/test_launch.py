@@ -18,7 +18,6 @@ from tests.support.distributed import run_launcher
 SCRIPTS = sorted(RECIPES.glob("**/*.sh"))
 
 
-@pytest.mark.full
 def test_shellcheck() -> None:
     program = shutil.which("shellcheck", path=str(Path(sys.executable).parent)) or shutil.which("shellcheck")
     if program is None:

@@ -332,7 +332,7 @@ def test_a_node_finds_what_another_compiled(tmp_path: Path) -> None:
     assert (tmp_path / "two/inductor/ab/c.py").read_text() == "code\n"
     assert not list((tmp_path / "two").glob(".fresh*"))
     # One node of a pipeline stage writes, so 64 nodes write no more than the stages.
-    time.sleep(1.0)
+    time.sleep(2.5)
     assert sorted(p.name for p in shared.iterdir()) == ["kernels-0.tar", "kernels-7.tar"]
 
 

@@ -2,6 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+
+def forget_steps() -> None:
+    """A loaded optimizer begins to count its steps again, so Adam's bias correction is that of step 1."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    load = DistributedOptimizer.load_state_dict
+
+    def forgetful(self: Any, state: Any) -> None:
+        load(self, state)
+        for group in state["optimizer"]["param_groups"]:
+            group["step"] = 0
+
+    DistributedOptimizer.load_state_dict = forgetful
+
 
 def hang_in_the_last_rank() -> None:
     """The last rank never begins."""

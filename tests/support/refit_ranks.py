@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
 import sys
 import time
@@ -176,6 +178,27 @@ class Moved(dict[str, Tensor]):
         if name == "model.norm_f.weight" and sys._getframe(1).f_code.co_name == "run":
             tensor.view(torch.int16)[0] += self._by
         return tensor
+
+
+def random_cases(seed: int, number: int) -> list[Case]:
+    """Cases of four trainers and four servers, or of the same four, drawn from all layouts that fit."""
+    draw = random.Random(seed)
+    found: list[Case] = []
+    while len(found) < number:
+        name = draw.choice(("super-tiny", "nano-tiny", "nano-4b-tiny", "puzzle-tiny", "nemotron-h-8b-tiny"))
+        source = {key: draw.choice((1, 1, 2, 4)) for key in ("tp", "cp", "pp", "vpp", "ep", "etp", "dp")}
+        engine = draw.choice(("vllm", "sglang", "hf"))
+        target = {key: draw.choice((1, 1, 2, 4)) for key in ("tp", "pp", "dp", "ep", "replicas")}
+        settings = {"buffer": draw.choice((200_000, 1 << 28)), "colocated": draw.random() < 0.5}
+        words = [",".join(f"{key}={size}" for key, size in sizes.items()) for sizes in (source, target)]
+        if target["pp"] > 1:
+            words[1] += ",mtp=0"
+        case: Case = (name, words[0], engine, words[1], settings)
+        with contextlib.suppress(ValueError):
+            plan = plan_of(case)
+            if plan.training.layout.world_size == plan.serving.size == 4:
+                found.append(case)
+    return found
 
 
 def streamed(case: Case) -> tuple[list[str], bool]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -252,3 +254,47 @@ def test_conversations_are_measured_alone(world: None, tmp_path: Path) -> None:
 def test_conversations_need_a_tokenizer(capsys: Capture) -> None:
     assert cli.main(["evaluate", "--checkpoint", "x", "--conversations", "y"]) == 2
     assert "--conversations needs --tokenizer" in capsys.readouterr().err
+
+
+# --- a trained model ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`nemotron3 train super --tiny`, some steps."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    words = ["-m", "megatron_nemotron3", "train", "super", "--tiny", "--steps", "60", "--output", str(folder)]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return folder
+
+
+@pytest.mark.full
+def test_the_validation_loss_of_a_run(trained: Path) -> None:
+    """The last validation of Megatron's loop, on the same samples."""
+    log = (trained / "train.log").read_text(errors="replace")
+    [logged] = re.findall(r"on validation set \| lm loss value: (\S+)", log)
+    samples = _validation_samples(trained, 256)
+    engine = Engine(load(trained / "checkpoints"))
+    # Five validations of 8 iterations with 4 sequences; the last one is at the end.
+    assert losses(engine, samples[-32:], 0).next_token == pytest.approx(float(logged), abs=1e-5)
+
+
+def _validation_samples(folder: Path, s: int) -> Tensor:
+    """[160, s + 1], from the indices that GPTDataset wrote to the cache."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    data = IndexedDataset(str(next(folder.glob("data/*/corpus.idx")).with_suffix("")))
+    documents, starts, order = (
+        np.load(next(folder.glob(f"data/*/cache/*-valid-{name}_index.npy")))
+        for name in ("document", "sample", "shuffle")
+    )
+    found = []
+    for i in order[:160]:
+        (first, start), (last, end) = starts[i], starts[i + 1]
+        pieces = [
+            data[int(documents[d])][start if d == first else 0 : end + 1 if d == last else None]
+            for d in range(first, last + 1)
+        ]
+        found.append(np.concatenate(pieces).astype(np.int64))
+    return torch.tensor(np.stack(found))

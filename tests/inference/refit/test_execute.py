@@ -22,6 +22,7 @@ from tests.support.refit_ranks import (
     left,
     opposite,
     plan_of,
+    random_cases,
     refitted,
     side_by_side,
     streamed,
@@ -131,6 +132,15 @@ def test_a_refit_after_one_that_failed_and_a_rank_without_a_part() -> None:
 def test_two_refits_in_turn_and_one_that_fails() -> None:
     found = run_distributed(side_by_side, 4, [QUICK[0], ("nano-tiny", "pp=2", "sglang", "tp=2", {})])
     assert all("'model.norm_f.weight'" in first and second == "right" for first, second in found)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(3))
+def test_random_layouts(seed: int) -> None:
+    cases = random_cases(seed, 12)
+    apart = [case for case in cases if not case[4]["colocated"]]
+    run_distributed(refitted, 8, apart, "bfloat16", timeout=400)
+    run_distributed(refitted, 4, [case for case in cases if case not in apart], "bfloat16", timeout=400)
 
 
 def test_the_stream_has_whole_tensors() -> None:

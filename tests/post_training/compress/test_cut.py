@@ -17,6 +17,7 @@ from megatron_nemotron3.checkpoints.convert.streams import BAND
 from megatron_nemotron3.models import Nemotron3Config, get, tiny
 from megatron_nemotron3.post_training import compress
 from megatron_nemotron3.post_training.compress.cut import CutTensors
+from megatron_nemotron3.post_training.compress.scores import Scores
 from megatron_nemotron3.post_training.compress.sizes import Sizes, candidate_config
 from megatron_nemotron3.proof.certify.ranks import run_distributed
 from tests.post_training.compress.silence import all_logits, build, random_scores, scale_norms, silence
@@ -51,8 +52,8 @@ EVERYTHING: dict[str, dict[str, Any]] = {
 }
 
 
-def cut(name: str, sizes: Sizes) -> tuple[Nemotron3Config, list[float]]:
-    """Cut a model with silent parts: its config, and errors of all logits."""
+def cut(name: str, sizes: Sizes, control: bool = False) -> tuple[Nemotron3Config, list[float], float]:
+    """Cut a model with silent parts: its config, errors of all logits, and what cutting others changes."""
     config = CONFIGS[name]
     scores = random_scores(config)
     layers = scores.layers(sizes.get("num_layers", config.num_layers))  # type: ignore[arg-type]
@@ -61,12 +62,18 @@ def cut(name: str, sizes: Sizes) -> tuple[Nemotron3Config, list[float]]:
     silence(model, scores, pruned, layers)
     before = all_logits(model)
 
-    found, weights = compress.prune(model, scores, sizes)
-    student = build(found)
-    scale_norms(weights, config, found)
-    compress.load(student, weights)
-    after = all_logits(student)
-    return pruned, [float((a - b).abs().max()) for a, b in zip(before, after, strict=True)]
+    def after(scores: Scores) -> list[torch.Tensor]:
+        found, weights = compress.prune(model, scores, sizes)
+        student = build(found)
+        scale_norms(weights, config, found)
+        compress.load(student, weights)
+        return all_logits(student)
+
+    errors = [float((a - b).abs().max()) for a, b in zip(before, after(scores), strict=True)]
+    wrong = float("inf")
+    if control:
+        wrong = float((before[-1] - after(random_scores(config, seed=1))[-1]).abs().max())
+    return pruned, errors, wrong
 
 
 @pytest.mark.parametrize(
@@ -74,15 +81,15 @@ def cut(name: str, sizes: Sizes) -> tuple[Nemotron3Config, list[float]]:
     [pytest.param(n, marks=pytest.mark.full if n in ("nano", "two blocks") else ()) for n in EVERYTHING],
 )
 def test_all_sizes(name: str) -> None:
-    """Decoder and MTP compute what they computed."""
-    ((pruned, errors),) = run_distributed(cut, 1, name, EVERYTHING[name])
+    """Decoder and MTP compute what they computed; other parts of the first model would not."""
+    ((pruned, errors, wrong),) = run_distributed(cut, 1, name, EVERYTHING[name], name == "super")
     assert {size: getattr(pruned, size) for size in EVERYTHING[name]} == EVERYTHING[name]
     assert len(errors) == 1 + pruned.mtp_num_layers
-    assert max(errors) < 1e-4
+    assert max(errors) < 1e-4 < 0.01 < wrong
 
 
 def test_experts_of_each_layer_have_a_width_of_their_own() -> None:
-    ((pruned, errors),) = run_distributed(cut, 1, "super", {"moe_ffn_hidden_size": (96, 64, 32, 48, 96)})
+    ((pruned, errors, _),) = run_distributed(cut, 1, "super", {"moe_ffn_hidden_size": (96, 64, 32, 48, 96)})
     assert pruned.moe_layers == ((96, 6), (64, 6), (32, 6), (48, 6), (96, 6))
     assert max(errors) < 1e-4
 

@@ -105,7 +105,6 @@ def test_stored_logits_of_all_tokens(
     compare(found, by_definition(how, **changes))
 
 
-@pytest.mark.full
 def test_a_hugging_face_teacher(
     teacher: str, weights: Tensors, by_definition: Callable[..., tuple[float, Tensors]], tmp_path: Path
 ) -> None:

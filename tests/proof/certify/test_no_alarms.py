@@ -42,6 +42,23 @@ def test_random_launches_raise_no_alarm() -> None:
     assert not any(wrong.values()), wrong
 
 
+@pytest.mark.full
+def test_a_draw_has_every_kind_of_launch() -> None:
+    """No alarm means something only where there is something to be wrong."""
+    drawn = draw_many(launches(), 100, draw=0)
+    options = {word for launch in drawn for word in launch.words}
+    wanted = (
+        *("--sft", "--dataloader-inter-document-masking", "--eod-mask-loss", "--calculate-per-token-loss"),
+        *("--overlap-grad-reduce", "--overlap-param-gather", "--num-distributed-optimizer-instances"),
+        *("--use-distributed-optimizer", "--recompute-granularity", "--moe-z-loss-coeff", "--mtp-num-layers"),
+        *("--num-experts", "--moe-latent-size", "--bf16", "--fp4-format", "--moe-token-dispatcher-type"),
+    )
+    assert not set(wanted) - options
+    layouts = [proxy_of(launch).large.layout for launch in drawn]
+    for name in ("tp", "pp", "vpp", "cp", "dp", "ep", "etp"):
+        assert sum(getattr(layout, name) > 1 for layout in layouts) >= 5, name
+
+
 def test_optimizer_instances_divide_the_copies_of_experts() -> None:
     """Also where the launch does not say how many ranks it has, and the number assumed is too small."""
     chosen, missing = cover(Sizes(layout=ParallelLayout(dp=4, ep=4), instances=2), 8)

@@ -49,7 +49,7 @@ def failed(findings: Iterable[Finding]) -> set[str]:
 
 @pytest.mark.full
 def test_a_killed_run_resumes_to_the_bit(tmp_path: Path) -> None:
-    """TP2: all ranks are killed in the second save."""
+    """TP2: all ranks are killed in the second save; an optimizer that forgets its steps is noticed."""
     tried = bench(tmp_path, _L(tp=2))
     scripts, (sizes,) = script_stage.ScriptRuns(tried), tried.proxy.sizes
     scripts.write_data()
@@ -61,6 +61,9 @@ def test_a_killed_run_resumes_to_the_bit(tmp_path: Path) -> None:
         *script_stage.resume_findings(scripts, sizes, killed),
     ]
     assert len(findings) == 7 and not failed(findings), findings
+    scripts.bench = replace(tried, fault=faults.forget_steps)
+    again = scripts.run("again", sizes, *scripts.loading)
+    assert failed(script_stage.loading_findings(again, killed, "")) == {"optimizer state loaded"}
 
 
 def test_a_stage_that_trains_nothing(tmp_path: Path) -> None:
