@@ -27,7 +27,7 @@ ROOMS = {
     "models": 3400,
     "cpu": 1010,
     "precision": 4300,
-    "layers": 4030,
+    "layers": 4040,
     "checkpoints": 10980,
     "launch": 9220,
     "boundary": 4340,

@@ -74,7 +74,7 @@ class Announcement(NamedTuple):
         return self.edge.shares // self.edge.destination.dp if self.edge.shared and not self.backward else 0
 
     def counts(self) -> tuple[int, ...] | None:
-        """Rows of each share of this rank's lane; None: not known. ValueError if other ranks have no way to count."""
+        """Rows of each share of this rank's lane; None: not known. ValueError if no rank can count."""
         edge, sizes = self.edge, self.sizes
         if self.rows is None:
             return (0,) * self.shares

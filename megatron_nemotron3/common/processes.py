@@ -35,7 +35,6 @@ INTERVAL = 1.0
 ORPHANED = 1
 #: Hidden size up to which one thread of a CPU computes faster than two (measured at 128).
 NARROW = 256
-#: Variable with the number of threads of a process.
 THREADS = "OMP_NUM_THREADS"
 
 #: This process's id if its children are to end with it, else 0.

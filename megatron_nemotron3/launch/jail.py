@@ -170,9 +170,7 @@ class _Forks:
 def _watch(process: subprocess.Popen[bytes], forks: _Forks, seconds: float) -> str:
     """Wait for the end of a process and of all that it started; return the limit that they exceed before."""
     deadline = time.monotonic() + seconds
-    most = looked = empty = (
-        0.0  # processes that there can be, when they were counted, how often there were none
-    )
+    most = looked = empty = 0.0  # possible processes, time of the last count, counts of none in a row
     while (now := time.monotonic()) < deadline:
         fork = forks.wait(0.02)
         most += fork is not None

@@ -290,9 +290,8 @@ def _run(source: LaunchSource, others: Mapping[str, str], seconds: float | None 
             run = _ScriptRun(jail.run(words, environment, folder, trusted=source.trusted, seconds=seconds))
         except jail.JailError as problem:
             raise ValueError(
-                f"{problem}: install libseccomp2 (2.5; Linux 5.5; some containers forbid it), pass "
-                "--trust-script if the script may run on this machine, or give the command alone, without "
-                "variables"
+                f"{problem}: install libseccomp2 (2.5, for Linux 5.5), pass --trust-script if the script may "
+                "run on this machine, or give the command alone, without variables"
             ) from None
         _read((folder / "record").read_bytes().decode(errors="replace"), run)
         printed = (folder / "printed").read_text(errors="replace").splitlines()

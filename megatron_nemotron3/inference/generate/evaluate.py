@@ -133,8 +133,7 @@ def losses(
 def _measure(
     engine: Engine, rows: Tensor, depths: int, chunk: int
 ) -> tuple[list[float], list[tuple[Tensor, Tensor]]]:
-    """Summed losses of the model and of each depth over rows [b, s + 1]; and of each depth, for each row, the
-    means of `_compare` [b, 3] and the expected tokens per verification [b, 2]."""
+    """Summed losses (model, depths) of rows [b, s + 1]; of each depth `_compare` [b, 3], tokens [b, 2]."""
     b, s = rows.shape[0], rows.shape[1] - 1
     state = engine.new_state(b, capacity=s)
     mtp = MTP(engine, b, depths, capacity=s) if depths else None

@@ -269,8 +269,7 @@ class _Draft:
     """What was drafted after the newest tokens [b]; the states still contain it."""
 
     newest: Tensor
-    #: Of each depth, its inputs [b, n, d].
-    passes: list[tuple[Tensor, Rollback]]
+    passes: list[tuple[Tensor, Rollback]]  # of each depth, its inputs [b, n, d]
 
 
 def _checked_depths(engine: Engine, depths: int | None) -> int:
