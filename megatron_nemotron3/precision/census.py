@@ -49,7 +49,7 @@ class Entry:
         return self.format if self.follows or not self.kind.quantizable else BF16
 
 
-def formats_of(model: Any, ambient: Ambient | None = None) -> ModelFormats:
+def formats_of_model(model: Any, ambient: Ambient | None = None) -> ModelFormats:
     """The formats of a whole `HybridModel`; `ambient`: None for that of its config, which TE reads."""
     ambient = Ambient.of(model.config) if ambient is None else ambient
     return ModelFormats(structure_of(model), recipe_of(model.config), ambient)
@@ -58,7 +58,7 @@ def formats_of(model: Any, ambient: Ambient | None = None) -> ModelFormats:
 def census(model: Any, formats: ModelFormats | None = None) -> list[Entry]:
     """List every module of this rank that holds a matrix; `formats`: None for those of its config."""
     modules = dict(model.named_modules() if hasattr(model, "named_modules") else model)
-    formats = formats_of(_hybrid_model(modules.values())) if formats is None else formats
+    formats = formats_of_model(_hybrid_model(modules.values())) if formats is None else formats
     found = (_census_entry(name, modules, formats) for name in modules)
     return [entry for entry in found if entry is not None]
 
@@ -78,9 +78,9 @@ def recipe_of(config: Any) -> PrecisionFile:
 def require_format(model: Any, wanted: str, ambient: Ambient | None = None) -> list[Entry]:
     """The census of a model; raise CensusError if its run asks for a format and would compute without it.
 
-    Ranks decide without communication. `ambient` is that of `formats_of`.
+    Ranks decide without communication. `ambient` is that of `formats_of_model`.
     """
-    formats, fmt = formats_of(_hybrid_model(model.modules()), ambient), FORMATS[wanted]
+    formats, fmt = formats_of_model(_hybrid_model(model.modules()), ambient), FORMATS[wanted]
     if formats.ambient.format != wanted:
         options = " and ".join(" ".join(map(str, (name, *values))) for name, values in fmt.options[:2])
         raise CensusError(

@@ -26,7 +26,7 @@ from megatron_nemotron3.common.switches import EMULATE, LOG_PRECISION
 from megatron_nemotron3.models.series import decoder_layers, decoder_row, mtp_row
 from megatron_nemotron3.precision import settings, yaml_file
 from megatron_nemotron3.precision.census import (
-    formats_of,
+    formats_of_model,
     require_followed,
     require_format,
     require_well_formed_file,
@@ -292,7 +292,7 @@ def _announcement(model: Any, ambient: Ambient, chosen: Emulation | None) -> Ite
     if chosen is not None:
         found = Counter(products.formats[0] for _, products in emulated(model))
         yield f"emulating {chosen.text()}: linears of this rank: {counted(found)}"
-    yield from formats_of(model, ambient).in_force(chosen)
+    yield from formats_of_model(model, ambient).in_force(chosen)
 
 
 def _print_on_rank_0(lines: Iterable[str]) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from megatron_nemotron3 import models, run
 from megatron_nemotron3.precision import install, yaml_file
-from megatron_nemotron3.precision.census import Entry, census, formats_of, recipe_of, require_format
+from megatron_nemotron3.precision.census import Entry, census, formats_of_model, recipe_of, require_format
 from megatron_nemotron3.precision.model_formats import Ambient, CensusError, ModelFormats
 from megatron_nemotron3.precision.table import Structure
 from megatron_nemotron3.precision.yaml_file import NO_FILE, PrecisionFileError
@@ -122,7 +122,7 @@ def test_layer_range_is_upstreams(counts: tuple[int, int]) -> None:
 def mtp_formats() -> list[dict[str, str]]:
     initialize()
     model = tiny_super()
-    plain = replace(formats_of(model), file=NO_FILE)
+    plain = replace(formats_of_model(model), file=NO_FILE)
     ambients = (
         Ambient("nvfp4", 5),
         Ambient("nvfp4", 5, at_start=1),

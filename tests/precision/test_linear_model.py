@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_nemotron3.precision import install
-from megatron_nemotron3.precision.census import census, formats_of
+from megatron_nemotron3.precision.census import census, formats_of_model
 from megatron_nemotron3.precision.model_formats import Ambient, CensusError
 from megatron_nemotron3.precision.settings import Emulation
 from tests.support.emulation import FIELDS, Step, assert_same, built, seed, step
@@ -25,7 +25,7 @@ def formats(model: Any) -> dict[str, str]:
 def test_modules_have_the_formats_of_the_census() -> None:
     model = built("nvfp4")
     found = formats(model)
-    entries = census(model, formats_of(model, install.ambient_of(model.config, Emulation())))
+    entries = census(model, formats_of_model(model, install.ambient_of(model.config, Emulation())))
     wanted = {e.name: e.effective for e in entries if e.kind.quantizable and e.effective != "bf16"}
     assert found == wanted
     assert {"nvfp4", "mxfp8"} == set(found.values())
@@ -44,7 +44,7 @@ def test_a_whole_run_in_mxfp8_is_what_megatron_means_by_it() -> None:
         )
     )
     asked = dataclasses.replace(asked, format="mxfp8", whole_mtp=True)
-    entries = census(model, formats_of(model, asked))
+    entries = census(model, formats_of_model(model, asked))
     wanted = {e.name for e in entries if e.kind.quantizable and e.effective == "mxfp8"}
     assert set(found) == wanted and set(found.values()) == {"mxfp8"}
     assert "mtp.layers.0.eh_proj" in found and "decoder.layers.3.self_attention.linear_qkv" in found

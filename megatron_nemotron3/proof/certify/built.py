@@ -78,7 +78,7 @@ def build_whole(arguments: Sequence[str], ambient: Ambient) -> tuple[Counter[str
     from megatron.training.argument_utils import hybrid_config_from_args
 
     from megatron_nemotron3.precision.census import census as listed
-    from megatron_nemotron3.precision.census import formats_of as formats_of_model
+    from megatron_nemotron3.precision.census import formats_of_model
     from megatron_nemotron3.proof.certify.ranks import initialize
     from megatron_nemotron3.train.build import megatron_args
 
@@ -152,7 +152,7 @@ def emulated(launch: Launch) -> list[tuple[str, str, str]]:
     import torch
 
     from megatron_nemotron3.precision.census import census as listed
-    from megatron_nemotron3.precision.census import formats_of as formats_of_model
+    from megatron_nemotron3.precision.census import formats_of_model
     from megatron_nemotron3.precision.formats import BF16
     from megatron_nemotron3.precision.install import ambient_of
     from megatron_nemotron3.train.build import build
