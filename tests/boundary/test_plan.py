@@ -25,6 +25,7 @@ from megatron_nemotron3.boundary.plan import TransferPlan, make_plan, slices_of
 from megatron_nemotron3.boundary.traffic import bounds, describe, explain, traffic
 from tests.support.boundary_reference import media_of, rows_given, rows_wanted, runs_of, unit
 from tests.support.boundary_simulation import deliver
+from tests.support.world import OneRank
 
 SIZES = st.sampled_from([1, 2, 3, 4])
 
@@ -317,29 +318,16 @@ def test_three_who_lack_a_row_are_served_evenly_by_two() -> None:
     assert traffic(small).sent == {0: 120, 1: 60}  # no copy is cut
 
 
-class Place:
-    """A stand-in for a process group."""
-
-    def __init__(self, size: int, rank: int) -> None:
-        self._size, self._rank = size, rank
-
-    def size(self) -> int:
-        return self._size
-
-    def rank(self) -> int:
-        return self._rank
-
-
 def megatrons(length: int, cp: int, tp: int, c: int, t: int, sequence_parallel: bool) -> list[int]:
     """Positions that Megatron's own functions give to a rank."""
-    group = Place(cp, c)
+    group = OneRank(cp, c)
     with (
         mock.patch("torch.distributed.get_world_size", lambda g=None: g.size()),
         mock.patch("torch.distributed.get_rank", lambda g=None: g.rank()),
     ):
         batch = get_batch_on_this_cp_rank({"tokens": torch.arange(length)[None]}, False, cp_group=group)
     mine = batch["tokens"][0]
-    return (_split_along_first_dim(mine, Place(tp, t)) if sequence_parallel else mine).tolist()
+    return (_split_along_first_dim(mine, OneRank(tp, t)) if sequence_parallel else mine).tolist()
 
 
 def test_positions_are_megatrons() -> None:

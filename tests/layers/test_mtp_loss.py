@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_nemotron3.layers.context_parallel import TokenPlaces, zigzag
 from megatron_nemotron3.layers.mtp import LossHooks, PhysicalBorders
+from tests.support.world import OneRank
 
 DEPTHS = 3
 #: (real, padded) tokens of each document, and padding behind the last.
@@ -42,23 +43,10 @@ class NoWait(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Group:
-    """One rank of a group, of which every rank is asked in turn."""
-
-    def __init__(self, size: int, rank: int) -> None:
-        self._size, self._rank = size, rank
-
-    def size(self) -> int:
-        return self._size
-
-    def rank(self) -> int:
-        return self._rank
-
-
 class Model(torch.nn.Module):
     """What the hooks read of HybridModel."""
 
-    def __init__(self, group: Group, per_token: bool) -> None:
+    def __init__(self, group: OneRank, per_token: bool) -> None:
         super().__init__()
         self.decoder, self.output_layer = torch.nn.Identity(), torch.nn.Identity()
         self.pg_collection = SimpleNamespace(cp=group)
@@ -168,7 +156,7 @@ def handed_over(
         given, hooks = [], []
         for rank, index in enumerate(held):
             tokens = torch.ones(1, len(index), dtype=torch.int64)
-            model, hook = Model(Group(len(held), rank), per_token), LossHooks()
+            model, hook = Model(OneRank(len(held), rank), per_token), LossHooks()
             kwargs = {"loss_mask": mask[None, index], "packed_seq_params": params}
             with NoWait():
                 _, kwargs = hook._begin(model, (tokens, tokens if labels else None), kwargs)
@@ -183,7 +171,7 @@ def handed_over(
 def test_nothing_is_done_where_no_loss_is_computed() -> None:
     params = pack("one document")[0]
     tokens = torch.ones(1, 32, dtype=torch.int64)
-    model = Model(Group(1, 0), True)
+    model = Model(OneRank(1, 0), True)
     assert LossHooks()._begin(model, (tokens,), {}) is None
     assert (
         LossHooks()._begin(model, (tokens,), {"packed_seq_params": params, "compute_mtp_loss": False}) is None
@@ -194,7 +182,7 @@ def test_nothing_is_done_where_no_loss_is_computed() -> None:
 
 def test_the_decoder_sees_the_borders_of_the_caller() -> None:
     params = pack("one document is padded")[0]
-    model, hook = Model(Group(1, 0), True), LossHooks()
+    model, hook = Model(OneRank(1, 0), True), LossHooks()
     seen: list[Any] = []
     model.decoder.forward = lambda packed_seq_params: seen.append(packed_seq_params)  # type: ignore[method-assign]
     _, kwargs = hook._begin(model, (torch.ones(1, 24, dtype=torch.int64),), {"packed_seq_params": params})
@@ -206,7 +194,7 @@ def test_the_decoder_sees_the_borders_of_the_caller() -> None:
 def test_logged_losses_are_corrected_by_what_was_added(monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses of earlier micro-batches stay."""
     monkeypatch.setitem(MTPLossLoggingHelper.tracker, "loss_values", torch.tensor([5.0, 6.0, 7.0]))
-    model, hook = Model(Group(2, 0), True), LossHooks()
+    model, hook = Model(OneRank(2, 0), True), LossHooks()
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda numbers, group: numbers.mul_(2))
     hook._begin(model, (torch.ones(1, 16, dtype=torch.int64),), {})
     MTPLossLoggingHelper.tracker["loss_values"] += 1.0

@@ -1,6 +1,6 @@
 """Count the files of the package of which a command calls a function, in any of its processes.
 
-python -m tests.support.passed_files convert to-hf runs/demo/checkpoints hf
+python tests/support/passed_files.py convert to-hf runs/demo/checkpoints hf
 """
 
 from __future__ import annotations

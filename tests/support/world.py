@@ -16,3 +16,16 @@ def world_of_one(seed: int = 1234) -> Iterator[None]:
     assert not dist.is_initialized(), "an earlier test left its process group behind"
     with world("cpu", seed):
         yield
+
+
+class OneRank:
+    """Stands for one rank of a process group."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self._size, self._rank = size, rank
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
