@@ -10,19 +10,15 @@ from __future__ import annotations
 import re
 import shlex
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 
 from megatron_nemotron3.common.files import printable
-from megatron_nemotron3.common.switches import BOOST, EMULATE, LORA
-from megatron_nemotron3.launch import jail, parser, versions
-from megatron_nemotron3.launch.flag import Flag, from_first_option, parse
+from megatron_nemotron3.launch import jail
 from megatron_nemotron3.launch.script_ranks import launcher_options, ranks_of, sbatch_options, slurm_variables
+from megatron_nemotron3.launch.script_record import REPORTED, RecordedCommand, ScriptRun, read
 
-#: Variables in a command's environment that say something about the launch.
-_REPORTED = (EMULATE, LORA, BOOST, "WORLD_SIZE")
 _USED = re.compile(r"\$\{?[#!]?([A-Za-z_]\w*|[1-9])")
 #: Names in arithmetic have no $.
 _ARITHMETIC, _NAME = re.compile(r"\(\((.*?)\)\)", re.DOTALL), re.compile(r"(?<![\w$])[A-Za-z_]\w*")
@@ -102,78 +98,6 @@ class Script:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A recorded command."""
-
-    line: int
-    words: tuple[str, ...]
-    environment: Mapping[str, str] = field(default_factory=dict)
-    #: Variables that the script uses and that are not set.
-    unset: tuple[str, ...] = ()
-
-    @cached_property
-    def program(self) -> int:
-        """Place of the Python file or of the module after -m; -1 if there is none."""
-        for place, word in enumerate(self.words):
-            if word.endswith(".py"):
-                return place
-        return max((place + 1 for place, word in enumerate(self.words) if word == "-m"), default=-1)
-
-    @cached_property
-    def variables(self) -> dict[str, str]:
-        """The environment with what `env NAME=VALUE …` adds."""
-        added = (word.partition("=") for word in self.words[: max(self.program, 0)])
-        return {**self.environment, **{name: value for name, _, value in added if name in _REPORTED}}
-
-    @cached_property
-    def flags(self) -> list[Flag]:
-        """Megatron's options; none if it is another kind of command."""
-        words = self.words[self.program + 1 :]
-        if self.program >= 0:
-            words = tuple(from_first_option(words))
-        return parse(words) if words and words[0].startswith("--") else []
-
-    @cached_property
-    def known(self) -> int:
-        """The number of its options that Megatron has."""
-        names = {flag.name for flag in self.flags}
-        return sum(any(parser.argument(name, version) for version in versions.KNOWN) for name in names)
-
-
-@dataclass
-class _ScriptRun:
-    """What bash did with a script."""
-
-    #: The limit that it exceeded, as the end of "the script …".
-    exceeded: str = ""
-    calls: list[_Call] = field(default_factory=list)
-    #: Words of variables that hold options, by name.
-    variables: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    #: Commands whose output the script reads.
-    outputs: set[str] = field(default_factory=set)
-    notes: list[str] = field(default_factory=list)
-    #: Line, status and unset variables at the end; None if it was ended.
-    end: tuple[int, int, tuple[str, ...]] | None = None
-    errors: list[str] = field(default_factory=list)
-    #: The last line that it printed.
-    printed: str = ""
-
-    @cached_property
-    def launches(self) -> list[_Call]:
-        """The commands with most of Megatron's options."""
-        most = max((call.known for call in self.calls), default=0)
-        found = [call for call in self.calls if call.flags and call.known == most]
-        return sorted(found, key=lambda call: call.line)
-
-    def commands(self, shown: Iterable[str]) -> list[tuple[str, ...]]:
-        """The words of every command, without the names of variables that stand for their values."""
-        names = "|".join(sorted(map(re.escape, shown), key=len, reverse=True))
-        cut = re.compile(rf"\$(?:{names})" if names else "(?!)")
-        words = ((cut.sub("", word) for word in call.words) for call in self.calls)
-        return sorted(tuple(filter(None, each)) for each in words)
-
-
 def follow(source: LaunchSource) -> Script:
     """Return what a script, a command or a list of options passes to Megatron.
 
@@ -188,7 +112,7 @@ def follow(source: LaunchSource) -> Script:
     if words is None:
         run = _run_shown(source, slurm_variables(job))
     else:
-        run = _ScriptRun(calls=[_Call(1, tuple(words))] if words else [])
+        run = ScriptRun(calls=[RecordedCommand(1, tuple(words))] if words else [])
     notes = [*run.notes, *_notes(run)]
     if run.launches:
         launch = run.launches[0]
@@ -199,7 +123,7 @@ def follow(source: LaunchSource) -> Script:
     else:
         _require_options(run)
         notes.append(f"no command is a training: read are the options in {', '.join(run.variables)}")
-        launch = _Call(1, tuple(word for words in run.variables.values() for word in words))
+        launch = RecordedCommand(1, tuple(word for words in run.variables.values() for word in words))
     options: dict[str, tuple[str, ...]] = {}
     for flag in launch.flags:
         options.pop(flag.name, None)
@@ -229,7 +153,7 @@ def _plain_words(text: str) -> list[str] | None:
     return words
 
 
-def _run_shown(source: LaunchSource, job: Mapping[str, str]) -> _ScriptRun:
+def _run_shown(source: LaunchSource, job: Mapping[str, str]) -> ScriptRun:
     """Run a script; variables that are not set show their names where only values depend on them."""
     run = _run(source, job)
     for _ in range(_MOST_TRIED):  # set -u: bash names one after the other
@@ -273,7 +197,7 @@ def _used(text: str) -> list[str]:
     return list(dict.fromkeys([*_USED.findall(text), *counted]))
 
 
-def _run(source: LaunchSource, others: Mapping[str, str], seconds: float | None = None) -> _ScriptRun:
+def _run(source: LaunchSource, others: Mapping[str, str], seconds: float | None = None) -> ScriptRun:
     """Run a script with the variables of --set and with others, which the script may assign."""
     values = {**others, **source.variables}
     last = max((int(name) for name in values if name.isdecimal()), default=0)
@@ -287,13 +211,13 @@ def _run(source: LaunchSource, others: Mapping[str, str], seconds: float | None 
         environment = {"PATH": "/nowhere", "HOME": str(Path.home()), **values, "BASH_ENV": str(before)}
         words = [str(script), *arguments]
         try:
-            run = _ScriptRun(jail.run(words, environment, folder, trusted=source.trusted, seconds=seconds))
+            run = ScriptRun(jail.run(words, environment, folder, trusted=source.trusted, seconds=seconds))
         except jail.JailError as problem:
             raise ValueError(
                 f"{problem}: install libseccomp2 (2.5, for Linux 5.5), pass --trust-script if the script may "
                 "run on this machine, or give the command alone, without variables"
             ) from None
-        _read((folder / "record").read_bytes().decode(errors="replace"), run)
+        read((folder / "record").read_bytes().decode(errors="replace"), run)
         printed = (folder / "printed").read_text(errors="replace").splitlines()
     # Without the lines of set -x, and the text that bash shows after a syntax error.
     lines = [line[:_LONGEST] for line in printed if not re.match(r"\+|\S*launch\.sh: line \d+: `", line)]
@@ -310,7 +234,7 @@ def _prepared(source: LaunchSource) -> str:
     names = {
         "@USED@": [name for name in _used(text) if not name.isdecimal() and name not in assigned],
         "@ASSIGNED@": assigned,
-        "@REPORTED@": _REPORTED,
+        "@REPORTED@": REPORTED,
         "@PATH@": [shlex.quote(source.path)],
         "@FIXED@": [f"{k}={shlex.quote(v)}" for k, v in source.variables.items() if not k.isdecimal()],
     }
@@ -320,49 +244,7 @@ def _prepared(source: LaunchSource) -> str:
     return prepared
 
 
-def _records(record: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield process and words of each record of `recorded.sh`; processes write alternately."""
-    parts, waiting = record.split("\0"), dict[str, list[str]]()
-    for process, word in zip(parts[::2], parts[1::2], strict=False):
-        words = waiting.setdefault(process, [])
-        words.append(word)
-        if words[0].isdecimal() and len(words) > int(words[0]):
-            yield process, waiting.pop(process)[1:]
-
-
-def _read(record: str, run: _ScriptRun) -> None:
-    """Add a record of `recorded.sh` to what is known of a run."""
-    unset, values = dict[str, list[str]](), dict[str, dict[str, str]]()
-    for process, words in _records(record):
-        match words:
-            case ["unset", name]:
-                unset.setdefault(process, []).append(name)
-            case ["value", name, value]:
-                values.setdefault(process, {})[name] = value
-            case ["call", line, _, *_]:
-                environment, missing = values.pop(process, {}), tuple(unset.pop(process, ()))
-                call = _Call(_number(line), tuple(words[2:]), environment, missing)
-                if run.calls and call.words[0].startswith("--"):  # options on a line of their own
-                    before = run.calls.pop()
-                    if before.program >= 0:
-                        run.notes.append(
-                            f"line {line}: the line before does not continue, so bash ends the command"
-                        )
-                    call = replace(before, words=before.words + call.words)
-                run.calls.append(call)
-            case ["output", name]:
-                run.outputs.add(name)
-            case ["variable", name, *held]:
-                run.variables[name] = tuple(held)
-            case ["exit", line, status]:
-                run.end = _number(line), _number(status), tuple(unset.pop(process, ()))
-
-
-def _number(word: str) -> int:
-    return int(word) if word.isascii() and word.isdecimal() else 0  # the script wrote to the record
-
-
-def _notes(run: _ScriptRun) -> list[str]:
+def _notes(run: ScriptRun) -> list[str]:
     """Return what the reader of a script should know of how it was run."""
     found = [f"the script {run.exceeded} and was ended"] if run.exceeded else []
     others = [call for call in run.calls if not call.flags and call.words[0] not in _STARTERS]
@@ -374,7 +256,7 @@ def _notes(run: _ScriptRun) -> list[str]:
     return list(dict.fromkeys([*found, *(f"bash: {error}" for error in run.errors)]))
 
 
-def _require_options(run: _ScriptRun) -> None:
+def _require_options(run: ScriptRun) -> None:
     """Raise if a script without a training has no variables with options either."""
     if run.exceeded:
         raise ValueError(f"the script {run.exceeded} before a training")
