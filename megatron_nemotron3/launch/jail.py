@@ -30,6 +30,8 @@ from typing import Any
 
 #: Limits of all processes together: seconds, bytes in memory, processes.
 SECONDS, MEMORY, PROCESSES = 10, 1 << 30, 64
+#: Seconds for the Python that becomes bash.
+_START = 30
 #: Descriptor of the record: scripts use small ones, and 200 for locks.
 RECORD = 251
 _LIBRARY = "libseccomp.so.2"
@@ -131,9 +133,10 @@ class _Forks:
     """Forks of the filtered processes, which wait until they are allowed (seccomp_unotify(2))."""
 
     def __init__(self) -> None:
-        #: The child sends the descriptor of its filter.
+        #: The child sends the descriptor of its filter when bash begins.
         self.ours, self.theirs = socket.socketpair()
         self.filter: int | None = None
+        self.begun = False
 
     def close(self) -> None:
         self.ours.close()
@@ -145,6 +148,7 @@ class _Forks:
         """Wait for a fork at most so long; return its number, None if there is none."""
         if self.filter is None:
             if select.select([self.ours], [], [], seconds)[0]:
+                self.begun = True
                 _, descriptors, _, _ = socket.recv_fds(self.ours, 1, 1, socket.MSG_CMSG_CLOEXEC)
                 if not descriptors:  # trusted, and no filter, or it has ended before
                     time.sleep(seconds)
@@ -169,10 +173,12 @@ class _Forks:
 
 def _watch(process: subprocess.Popen[bytes], forks: _Forks, seconds: float) -> str:
     """Wait for the end of a process and of all that it started; return the limit that they exceed before."""
-    deadline = time.monotonic() + seconds
+    deadline, begun = time.monotonic() + _START, False
     most = looked = empty = 0.0  # possible processes, time of the last count, counts of none in a row
     while (now := time.monotonic()) < deadline:
         fork = forks.wait(0.02)
+        if forks.begun and not begun:
+            deadline, begun = now + seconds, True
         most += fork is not None
         if fork is None or most > PROCESSES or now > looked + 0.02:
             process.poll()

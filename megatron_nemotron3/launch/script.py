@@ -38,6 +38,12 @@ _FOLDER = re.compile(
 )
 #: A search path for one command.
 _SEARCHED = re.compile(r"(?<![\w$])PATH=[^\s;&|]+[ \t]+(?=[\w$\"'])")
+#: A value that a person is to fill in, with what may stand behind it: `CHECKPOINT=<PATH> (e.g., /model)`.
+_PLACEHOLDER = re.compile(
+    r"^([ \t]*(?:export[ \t]+)?\w+=)(<[^<>\n|&;()$`\"]+>)([^\s;&|()\"]*)"
+    r"(?:[ \t]*(?:\\[ \t]*\n[ \t]*)?\([^()\n]*\))?[ \t]*$",
+    re.MULTILINE,
+)
 #: A test of a file.
 _FILE_TEST = re.compile(r"((?:\[|\btest|&&|\|\|)[ \t]+(?:![ \t]+)?)-[defrs](?=[ \t])")
 _UNBOUND = re.compile(r"(\w+): unbound variable")
@@ -66,6 +72,8 @@ _MOST_TRIED = 16
 _LONGEST = 400
 #: Seconds of each trial with names for values.
 _TRIAL = 3
+#: What a script prints that misses an argument.
+_ARGUMENT = re.compile(r"(?<![\w-])--[a-z][\w-]+|\bargument\b")
 #: A script that reads its arguments one by one: a name in place of one would change more than a value.
 _READS_ARGUMENTS = re.compile(r"\bshift\b|\bgetopts\b|\$[#@*]|\$\{[#@*]")
 
@@ -162,6 +170,11 @@ def _run_shown(source: LaunchSource, job: Mapping[str, str]) -> ScriptRun:
             break
         job = {**job, unbound[-1]: f"${unbound[-1]}"}
         run = _run(source, job)
+    placeholders = [found[2] for found in _PLACEHOLDER.finditer(source.text)]
+    if not run.launches and placeholders:  # to bash, < and > are redirections
+        source = replace(source, text=_PLACEHOLDER.sub(r'\1"\2\3"', source.text))
+        run = _run(source, job)
+        run.notes.append(f"placeholders count as values: {printable(', '.join(dict.fromkeys(placeholders)))}")
     if not run.launches and (run.exceeded or (run.end and run.end[1])):
         exists = replace(source, text=_FILE_TEST.sub(r"\1-n", source.text))
         if (other := _run(exists, job)).launches:
@@ -260,14 +273,18 @@ def _require_options(run: ScriptRun) -> None:
     """Raise if a script without a training has no variables with options either."""
     if run.exceeded:
         raise ValueError(f"the script {run.exceeded} before a training")
-    if run.end and run.end[1]:
-        line, status, unset = run.end
+    line, status, unset = run.end or (0, 0, ())
+    if status:
         why = f": {run.printed}" if run.printed else ""
-        cure = "; give " + " ".join(f"--set {name}=VALUE" for name in unset[:4]) if unset else ""
+        named = [name for name in unset if re.search(rf"\b{name}\b", run.printed)] or unset[:4]
+        if argument := _ARGUMENT.search(run.printed):
+            named = ["1"] if argument[0] == "argument" else [f"1={argument[0]} --set 2"]
+        cure = "; give " + " ".join(f"--set {name}=VALUE" for name in named) if named else ""
         raise ValueError(f"line {line}: the script ends with status {status} before a training{why}{cure}")
     if not run.variables:
+        if run.errors:
+            raise ValueError(run.errors[-1])
+        empty = f" (not set: {', '.join(unset)})" if unset else ""
         raise ValueError(
-            run.errors[-1]
-            if run.errors
-            else "no Megatron option in the text: paste the command as it was run, pretrain_hybrid.py --…"
+            f"no Megatron option in the text{empty}: paste the command as it was run, pretrain_hybrid.py --…"
         )

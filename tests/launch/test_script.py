@@ -306,6 +306,23 @@ def test_files_of_the_cluster() -> None:
     assert found.notes == [note]
 
 
+def test_placeholders_count_as_values() -> None:
+    text = """CHECKPOINT=<PATH_OF_MODEL> (e.g., /357m)
+    export DATA=<PATH>/text \\
+            (e.g., /data)
+    pretrain.py --seed 1 --load $CHECKPOINT --data-path ${DATA} --lr 2"""
+    found = follow(text)
+    assert found.options == {
+        "--seed": ("1",),
+        "--load": ("<PATH_OF_MODEL>",),
+        "--data-path": ("<PATH>/text",),
+        "--lr": ("2",),
+    }
+    assert found.notes == ["placeholders count as values: <PATH_OF_MODEL>, <PATH>"]
+    # What bash understands is not touched.
+    assert follow("A=<nowhere>x\npretrain.py --seed 1 --lr $A").options["--lr"] == ()
+
+
 ENDS = "the script ends with status"
 
 
@@ -313,6 +330,10 @@ ENDS = "the script ends with status"
     ("text", "message"),
     [
         (SIZES.replace('"small" #', '"tiny" #'), f"line 13: {ENDS} 1 before a training: no such size"),
+        ("echo 'no $DATA given'; exit 1; echo $SEED $DATA", "no $DATA given; give --set DATA=VALUE"),
+        ("echo 'the first argument is missing'; exit 1", "missing; give --set 1=VALUE"),
+        ("echo 'error: --ckpt is required'; exit 1; $A", "give --set 1=--ckpt --set 2=VALUE"),
+        ("$PYTHON $ARGUMENTS", "no Megatron option in the text (not set: PYTHON, ARGUMENTS)"),
         (
             "[ $# -eq 1 ] || { echo usage; exit 2; }\npretrain.py --lr $1",
             f"line 1: {ENDS} 2 before a training",
