@@ -30,9 +30,10 @@ from torch import Tensor
 from megatron_nemotron3.common.hooks import at_first_forward
 from megatron_nemotron3.layers.context_parallel import borders_of, gathered, zigzag
 from megatron_nemotron3.post_training.distill.across import across_tokenizers
-from megatron_nemotron3.post_training.distill.divergences import divergence, topk_divergence
+from megatron_nemotron3.post_training.distill.divergences import divergence
 from megatron_nemotron3.post_training.distill.stored import Reader
 from megatron_nemotron3.post_training.distill.teacher import Teacher
+from megatron_nemotron3.post_training.distill.topk import topk_divergence
 from megatron_nemotron3.train.teacher.settings import Distillation, Distillations, is_stored, rest_of
 
 if TYPE_CHECKING:  # Python 3.10 has none

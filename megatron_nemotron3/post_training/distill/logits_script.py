@@ -26,9 +26,9 @@ from torch.utils.data import default_collate
 from megatron_nemotron3.common.hooks import unwrapped
 from megatron_nemotron3.common.switches import LOGITS_FOLDER, LOGITS_TEACHER
 from megatron_nemotron3.layers.context_parallel import borders_of, gathered
-from megatron_nemotron3.post_training.distill.divergences import most_probable
 from megatron_nemotron3.post_training.distill.stored import key_of, missing_parts, write_part
 from megatron_nemotron3.post_training.distill.teacher import load_teacher
+from megatron_nemotron3.post_training.distill.topk import most_probable
 from megatron_nemotron3.train import fine_tuning
 from megatron_nemotron3.train.build import model_provider
 from megatron_nemotron3.train.pretrain_script import conversations_provider, datasets_provider, get_batch

@@ -147,8 +147,8 @@ def write_logits(case: Case, teacher: str, folder: str, temperature: float) -> N
 
 def _write_logits(case: Case, teacher: str, folder: str, temperature: float) -> None:
     from megatron_nemotron3.layers.context_parallel import cu_seqlens
-    from megatron_nemotron3.post_training.distill.divergences import most_probable
     from megatron_nemotron3.post_training.distill.stored import key_of, write_part
+    from megatron_nemotron3.post_training.distill.topk import most_probable
     from megatron_nemotron3.proof.certify.world import batches
     from megatron_nemotron3.train.teacher.settings import LogitsManifest
     from megatron_nemotron3.train.teacher.vocabulary import Vocabulary

@@ -5,12 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_nemotron3.post_training.distill.divergences import (
-    KINDS,
-    most_probable,
-    terms,
-    topk_divergence,
-)
+from megatron_nemotron3.post_training.distill.divergences import KINDS, terms
+from megatron_nemotron3.post_training.distill.topk import most_probable, topk_divergence
 from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
 from tests.post_training.distill.test_divergence import logits
 
