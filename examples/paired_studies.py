@@ -5,9 +5,11 @@
 
     distill   a small model trained on the text, on KL(teacher || student), on half of each, and on half of
               each with a teacher of another tokenizer (X-Token, docs/post_training.md)
+    stored    the same model trained on KL from 32, 128 or 512 stored tokens of each position: the most
+              probable ones, or half of them drawn from the others (`nemotron3 logits`)
     prune     a model cut to 55 % of its parameters: as it is, trained on the text and on the teacher; and a
               model of these sizes from random weights
-    parts, layers    which parts of a model are cut, and in which layers (pruning_choices.py)
+    parts, layers, experts    which parts of a model are cut, and in which layers (pruning_choices.py)
     qad       a model whose weights are packed in NVFP4: as it is, trained on its own logits before packing,
               trained on the text; the model itself, trained on as much text; all with activations in NVFP4
     boost     the MTP heads of a model, trained alone: on the text, and on the model's own distribution;
@@ -61,6 +63,7 @@ from megatron_nemotron3.launch import Boost
 from megatron_nemotron3.models import Nemotron3Config, get, tiny
 from megatron_nemotron3.post_training import compress
 from megatron_nemotron3.post_training.boost import train_heads
+from megatron_nemotron3.post_training.distill import draw_quantiles, most_probable, topk_divergence
 from megatron_nemotron3.post_training.xtoken import Aligner, Kind, SpanLoss, span_losses
 from megatron_nemotron3.precision import emulating, parse_emulation
 from megatron_nemotron3.train.teacher import ByteVocabulary, Projection
@@ -202,6 +205,32 @@ def distill(lab: Lab, seed: int) -> Results:
     return {**found, "the teacher": lab.loss(teacher), "the foreign teacher": own_tokens}
 
 
+def on_stored(
+    teacher: torch.nn.Module, k: int, drawn: int, share: float, model: torch.nn.Module, batch: torch.Tensor
+) -> torch.Tensor:
+    """KL from k + drawn tokens of the teacher, and the loss of the text with the rest of the weight."""
+    with torch.no_grad():
+        expected = logits(teacher, batch).flatten(0, 1)
+    quantiles = draw_quantiles(len(expected), drawn, seed=int(batch.sum())) if drawn else None
+    found = logits(model, batch).flatten(0, 1)
+    target = most_probable(expected, k, quantiles=quantiles)
+    text = torch.nn.functional.cross_entropy(found.float(), batch[:, 1:].flatten())
+    return share * topk_divergence(found, target, drawn=drawn).mean() + (1 - share) * text
+
+
+def stored(lab: Lab, seed: int) -> Results:
+    """Students of the same size and tokens, from what `nemotron3 logits` keeps of a teacher."""
+    teacher = lab.teacher(seed)
+    losses: dict[str, Loss] = {"the text": on_text, "KL(teacher || student)": on_teacher(teacher)}
+    for k in (32, 128, 512):
+        losses[f"{k} most probable"] = partial(on_stored, teacher, k, 0, 1.0)
+        losses[f"{k} most probable, half the text"] = partial(on_stored, teacher, k, 0, 0.5)
+        losses[f"{k // 2} most probable, {k // 2} drawn"] = partial(on_stored, teacher, k // 2, k // 2, 1.0)
+    return {
+        name: lab.loss(lab.trained(build(STUDENT, seed), seed, RATE, loss)) for name, loss in losses.items()
+    }
+
+
 def prune(lab: Lab, seed: int) -> Results:
     """Students of the same size and tokens, cut from the teacher or from random weights."""
     teacher = lab.teacher(seed)
@@ -306,9 +335,11 @@ def losses_of_heads(lab: Lab, seed: int) -> Results:
 #: The first arm of each is what the others are compared with.
 STUDIES: dict[str, Callable[[Lab, int], Results]] = {
     "distill": distill,
+    "stored": stored,
     "prune": prune,
     "parts": partial(pruning_choices.parts, sizes=KEPT, config=TEACHER),
     "layers": pruning_choices.layers,
+    "experts": pruning_choices.experts,
     "qad": qad,
     "boost": boost,
     "boost-losses": losses_of_heads,

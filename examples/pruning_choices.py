@@ -4,6 +4,7 @@
               and with the least important
     layers    experts cut to half their width: alike in every layer; by layer as `nemotron3 search` chooses
               under the same number of parameters; by layer at random; as searched, with the layers in reverse
+    experts   the model of `layers` without one of its experts: how much is there to choose from
 
 Every cut is measured as it is, and after a short distillation from the model before the cut. All arms of a
 study have the same budget of parameters. In `layers` every arm keeps each expert's most important channels.
@@ -93,3 +94,19 @@ def layers(lab: Lab, seed: int) -> Results:
         name: cut_and_distilled(lab, seed, teacher, scores, {EXPERTS: tuple(widths.tolist())}, stored)
         for name, widths in arms.items()
     }
+
+
+def experts(lab: Lab, seed: int) -> Results:
+    """The model without one expert: the one that matters most, the median, and the one that matters least."""
+    teacher = lab.teacher(seed, LAYERED)
+    found = []
+    for name, weight in teacher.named_parameters():
+        if ".mlp.experts.linear_fc2.weight" in name:
+            kept = weight.detach().clone()
+            weight.data.zero_()
+            found.append(lab.loss(teacher)["loss"])
+            weight.data.copy_(kept)
+    assert len(found) == LAYERED.pattern.count("E") * LAYERED.num_moe_experts
+    found.sort()
+    removed = {"the most": found[-1], "the median": found[len(found) // 2], "the least": found[0]}
+    return {"whole": lab.loss(teacher), **{f"without {name}": {"loss": x} for name, x in removed.items()}}

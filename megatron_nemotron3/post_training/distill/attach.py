@@ -173,7 +173,8 @@ def _announce(source: Teacher | Reader, how: Distillation) -> None:
         return
     if isinstance(source, Reader):
         found = source.manifest
-        what = f"the {found.k} most probable tokens in {source.folder}, of {found.teacher}"
+        drawn = f" and {found.drawn} drawn" if found.drawn else ""
+        what = f"the {found.k} most probable{drawn} tokens in {source.folder}, of {found.teacher}"
     else:
         config = source.found.config
         sizes = f"{config.num_layers} layers of width {config.hidden_size}, {source.layout}"
@@ -236,4 +237,5 @@ class StoredSignal:
         assert self._target is not None
         target, self._target = self._target, None
         how, group, size = self._how, self._student.pg_collection.tp, self._student.vocab_size
-        return topk_divergence(logits, target, how.kind, how.temperature, group, vocabulary=size)
+        drawn = self._source.manifest.drawn
+        return topk_divergence(logits, target, how.kind, how.temperature, group, vocabulary=size, drawn=drawn)

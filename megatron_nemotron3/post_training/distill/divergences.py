@@ -98,16 +98,16 @@ def terms(log_p: Tensor, log_q: Tensor, kind: str) -> Tensor:
     """
     p, q = log_p.exp(), log_q.exp()
     if kind == "kl":
-        return _weighted(p, log_p, log_q)
+        return weighted(p, log_p, log_q)
     if kind == "reverse-kl":
-        return _weighted(q, log_q, log_p)
+        return weighted(q, log_q, log_p)
     if kind == "tv":
         return (p - q).abs() / 2
     middle = torch.logaddexp(log_p, log_q) - math.log(2)
-    return (_weighted(p, log_p, middle) + _weighted(q, log_q, middle)) / 2
+    return (weighted(p, log_p, middle) + weighted(q, log_q, middle)) / 2
 
 
-def _weighted(weight: Tensor, of: Tensor, to: Tensor) -> Tensor:
+def weighted(weight: Tensor, of: Tensor, to: Tensor) -> Tensor:
     """weight * (of - to), 0 where the weight is."""
     nothing = weight == 0
     return weight * (of.masked_fill(nothing, 0) - to.masked_fill(nothing, 0))
@@ -119,10 +119,10 @@ def slopes(log_p: Tensor, log_q: Tensor, kind: str) -> Tensor:
     if kind == "kl":
         return -log_p.exp()
     if kind == "reverse-kl":
-        return _weighted(q, log_q, log_p)
+        return weighted(q, log_q, log_p)
     if kind == "tv":
         return q * (q - log_p.exp()).sign() / 2
-    return _weighted(q, log_q, torch.logaddexp(log_p, log_q) - math.log(2)) / 2
+    return weighted(q, log_q, torch.logaddexp(log_p, log_q) - math.log(2)) / 2
 
 
 def _check(student: Tensor, teacher: Tensor, kind: str, temperature: float) -> None:

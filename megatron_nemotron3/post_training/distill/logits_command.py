@@ -59,7 +59,8 @@ class LogitsOptions:
     teacher: str = argument("a run, Megatron's or Hugging Face's folder", "FOLDER")
     output: Path = option("where to write, or go on", "DIR", default=NEEDED)
     samples: int = option("number of samples (rows of the training set)", "N", default=NEEDED, least=1)
-    topk: int = option("tokens of each position (64)", "K", default=64, least=1)
+    topk: int = option("most probable tokens of each position (32)", "K", default=32, least=1)
+    drawn: int = option("tokens of each position drawn from the others (32)", "M", default=32, least=0)
     logit_temperature: float = option("what divides the logits (1)", "T", default=1.0)
     data_path: list[str] | None = _DATA("Megatron data sets (default: the run's)", "PREFIX", nargs="+")
     split: str | None = _DATA("of the data sets (default: as in nemotron3 train)", "99,1,0")
@@ -100,7 +101,7 @@ def logits_command(options: LogitsOptions) -> int:
     with lock.held(options.output):
         _require_folder(options.output, manifest)
         print(
-            f"{manifest.k} tokens of {manifest.samples:,} rows of {manifest.length:,}: "
+            f"{manifest.k} + {manifest.drawn} tokens of {manifest.samples:,} rows of {manifest.length:,}: "
             f"{manifest.size / 1e6:,.1f} MB in {len(manifest.parts())} parts",
             flush=True,
         )
@@ -126,7 +127,7 @@ def _require_folder(folder: Path, manifest: LogitsManifest) -> None:
     if (free := free_bytes(folder)) < manifest.size:
         raise ValueError(
             f"{folder}: {manifest.size / 1e6:,.0f} MB are needed, and {free / 1e6:,.0f} MB are free: "
-            "give a smaller --topk or fewer --samples"
+            "give a smaller --topk or --drawn, or fewer --samples"
         )
     manifest.write(folder)
 
@@ -176,9 +177,10 @@ def _manifest(
     most = teacher.vocabulary.entries or teacher.config.vocab_size
     if options.topk > most:
         raise ValueError(f"--topk {options.topk}: the vocabulary has {most} tokens")
-    row = 4 * length * (2 * options.topk + 1)
+    row = 4 * length * (2 * (options.topk + options.drawn) + 1)
     return LogitsManifest(
         k=options.topk,
+        drawn=options.drawn if options.topk < most else 0,
         temperature=options.logit_temperature,
         length=length,
         rows=max(1, min(_ROWS, _PART // row)),
@@ -214,6 +216,7 @@ def _launch(options: LogitsOptions, teacher: TeacherCheckpoint, data: TrainingDa
 
 
 def _run(options: LogitsOptions, launch: Launch, argv: list[str], manifest: LogitsManifest) -> int:
+    from megatron_nemotron3.post_training.distill.stored import mass_of
     from megatron_nemotron3.train import processes
 
     device = resolve_device(options.device)
@@ -235,6 +238,7 @@ def _run(options: LogitsOptions, launch: Launch, argv: list[str], manifest: Logi
     if status:
         raise ValueError(f"the processes ended with {status}; the parts that are written stay (see {log})")
     print(f"stored           {options.output}")
+    print(f"mass             {mass_of(options.output):.1%} of the probability is of the {manifest.k} tokens")
     return 0
 
 

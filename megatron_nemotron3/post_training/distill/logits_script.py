@@ -25,10 +25,10 @@ from torch.utils.data import default_collate
 
 from megatron_nemotron3.common.hooks import unwrapped
 from megatron_nemotron3.common.switches import LOGITS_FOLDER, LOGITS_TEACHER
-from megatron_nemotron3.layers.context_parallel import borders_of, gathered
+from megatron_nemotron3.layers.context_parallel import borders_of, gathered, zigzag
 from megatron_nemotron3.post_training.distill.stored import key_of, missing_parts, write_part
 from megatron_nemotron3.post_training.distill.teacher import load_teacher
-from megatron_nemotron3.post_training.distill.topk import most_probable
+from megatron_nemotron3.post_training.distill.topk import draw_quantiles, most_probable
 from megatron_nemotron3.train import fine_tuning
 from megatron_nemotron3.train.build import model_provider
 from megatron_nemotron3.train.pretrain_script import conversations_provider, datasets_provider, get_batch
@@ -52,15 +52,25 @@ def _forward(sft: bool, entries: int, manifest: Any, iterator: Iterator[Any], mo
 def _rows(
     manifest: Any, entries: int, labels: Tensor, packed: Any, logits: Tensor, non_loss_data: bool = True
 ) -> list[Any]:
-    """(key, ids [s, k], log-probabilities [s, k + 1]) of each row of logits [b, s / cp, v / tp]."""
+    """(key, ids [s, k + m], log-probabilities [s, k + m + 1]) of each row of logits [b, s / cp, v / tp]."""
     cp, tp = mpu.get_context_parallel_group(), mpu.get_tensor_model_parallel_group()
     rows, tokens = labels.shape
     borders, ends = borders_of(packed, tokens * cp.size())
+    keys = [key_of(row, borders) for row in gathered(labels, ends, cp).cpu().numpy()]
+    quantiles = None
+    if manifest.drawn:  # by the row alone, so that every layout draws the same tokens
+        here = zigzag(ends, cp.size(), cp.rank()) if cp.size() > 1 else slice(None)
+        seeds = (int(key[:15], 16) for key in keys)
+        quantiles = torch.cat([draw_quantiles(manifest.length, manifest.drawn, n)[here] for n in seeds])
     found = most_probable(
-        logits.reshape(rows * tokens, -1), manifest.k, manifest.temperature, tp, vocabulary=entries
+        logits.reshape(rows * tokens, -1),
+        manifest.k,
+        manifest.temperature,
+        tp,
+        vocabulary=entries,
+        quantiles=quantiles,
     )
     ids, log_p = (gathered(each.view(rows, tokens, -1), ends, cp) for each in found)
-    keys = [key_of(row, borders) for row in gathered(labels, ends, cp).cpu().numpy()]
     return list(zip(keys, ids.int().cpu().numpy(), log_p.cpu().numpy(), strict=True))
 
 

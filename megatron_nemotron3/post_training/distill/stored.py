@@ -1,11 +1,11 @@
-"""Folders of a teacher's top-k log-probabilities, by the rows of a data set.
+"""Folders of a teacher's log-probabilities of k + m tokens (`topk`), by the rows of a data set.
 
-    logits/manifest.json            what they are of: k, temperature, row length, vocabulary, teacher
-    logits/part-00000000.npy        rows: key of the labels, ids [s, k], log-probabilities [s, k + 1]
+    logits/manifest.json            what they are of: k, m, temperature, row length, vocabulary, teacher
+    logits/part-00000000.npy        rows: key of the labels, ids [s, k + m], log-probabilities [s, k + m + 1]
 
 A row is found by its labels, so training may read rows in any order, of any batch and layout, and a row that
-is not stored is noticed. The last log-probability is that of all other tokens together. A part is written
-whole or not at all, and the parts that are there say where to go on.
+is not stored is noticed. The last log-probability is that of all but the k most probable tokens. A part is
+written whole or not at all, and the parts that are there say where to go on.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from megatron_nemotron3.train.teacher.settings import (
 
 def row_type(manifest: LogitsManifest) -> np.dtype[Any]:
     """A row of a part."""
-    s, k = manifest.length, manifest.k
-    return np.dtype([("key", f"S{KEY}"), ("ids", "<i4", (s, k)), ("log_p", "<f4", (s, k + 1))])
+    s, n = manifest.length, manifest.k + manifest.drawn
+    return np.dtype([("key", f"S{KEY}"), ("ids", "<i4", (s, n)), ("log_p", "<f4", (s, n + 1))])
 
 
 def missing_parts(folder: Path, manifest: LogitsManifest) -> list[range]:
@@ -38,7 +38,7 @@ def missing_parts(folder: Path, manifest: LogitsManifest) -> list[range]:
 
 
 def write_part(folder: Path, manifest: LogitsManifest, part: range, rows: list[Any]) -> None:
-    """Write a part: rows of (key, ids [s, k], log-probabilities [s, k + 1])."""
+    """Write a part: rows of (key, ids [s, k + m], log-probabilities [s, k + m + 1])."""
     table = np.empty(len(rows), row_type(manifest))
     for place, (key, ids, log_p) in enumerate(rows):
         table[place] = (key, ids, log_p)
@@ -64,6 +64,14 @@ def key_of(labels: Any, borders: Any = None) -> bytes:
     return digest.hexdigest().encode()
 
 
+def mass_of(folder: Path) -> float:
+    """The probability of the k most probable tokens, in the mean over all positions of a whole folder."""
+    manifest = read_manifest(folder)
+    tables = (_open(part_path(folder, part), manifest, len(part)) for part in manifest.parts())
+    rests = [np.exp(table["log_p"][..., -1], dtype="f8").sum() for table in tables]
+    return 1 - float(sum(rests)) / (manifest.samples * manifest.length)
+
+
 class Reader:
     """Rows of a folder."""
 
@@ -81,7 +89,7 @@ class Reader:
         }
 
     def row(self, labels: Any, borders: Any = None) -> tuple[Any, Any]:
-        """Ids [s, k] and log-probabilities [s, k + 1] of the row with these labels [s]."""
+        """Ids [s, k + m] and log-probabilities [s, k + m + 1] of the row with these labels [s]."""
         place = self._places.get(key_of(labels, borders))
         if place is None:
             raise ValueError(

@@ -183,19 +183,21 @@ in_environment = EnvironmentSetting[Distillations](DISTILL, parse).read
 MANIFEST = "manifest.json"
 #: Bytes of a row's key.
 KEY = 32
-_FORMAT = "nemotron3-logits 1"
+_FORMAT = "nemotron3-logits 2"
 
 
 @dataclass(frozen=True)
 class LogitsManifest:
     """What the rows of a folder are.
 
-    k: tokens stored of each position; temperature: T, which divided the logits.
+    k: most probable tokens of each position; drawn: tokens drawn from the others; temperature: T, which
+    divided the logits.
     length: tokens of a row; rows: of a part; samples: of the whole folder.
     source: what makes the rows (data, split, seed), so that a run that goes on writes the same ones.
     """
 
     k: int
+    drawn: int
     temperature: float
     length: int
     rows: int
@@ -206,7 +208,7 @@ class LogitsManifest:
 
     @property
     def size(self) -> int:
-        return self.samples * (KEY + 4 * self.length * (2 * self.k + 1))
+        return self.samples * (KEY + 4 * self.length * (2 * (self.k + self.drawn) + 1))
 
     def parts(self) -> list[range]:
         return [
@@ -231,7 +233,8 @@ def read_manifest(folder: Path) -> LogitsManifest:
         if data.pop("format") != _FORMAT:
             raise ValueError("another format")
         found = LogitsManifest(**{**data, "vocabulary": Vocabulary(**data["vocabulary"])})
-        if not all(type(n) is int and n > 0 for n in (found.k, found.length, found.rows, found.samples)):
+        sizes = (found.k, found.drawn + 1, found.length, found.rows, found.samples)
+        if not all(type(n) is int and n > 0 for n in sizes):
             raise ValueError("impossible sizes")
     except (OSError, KeyError, TypeError, AttributeError, ValueError) as problem:
         raise ValueError(f"{path}: not a manifest of {_FORMAT}: {problem}") from None

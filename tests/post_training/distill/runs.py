@@ -155,7 +155,7 @@ def _write_logits(case: Case, teacher: str, folder: str, temperature: float) -> 
 
     words = case.config.vocab_size
     model = whole_teacher(teacher)
-    manifest = LogitsManifest(words, temperature, case.seq_length, 2, 4, teacher, Vocabulary(words), {})
+    manifest = LogitsManifest(words, 0, temperature, case.seq_length, 2, 4, teacher, Vocabulary(words), {})
     manifest.write(Path(folder))
     rows = []
     for batch, packed in batches(case)(0):

@@ -94,14 +94,14 @@ def store(teacher: Path, folder: Path, *words: str, code: int = 0) -> str:
 
 @pytest.mark.full
 def test_both_teach_the_same(text: str, teacher: Path, stored: Path, tmp_path: Path) -> None:
-    """The divergence of the first step, from the whole vocabulary and from 40 tokens of it."""
+    """The divergence of the first step, from the whole vocabulary and from 40 + 32 tokens of it."""
     online = train("nano", text, tmp_path / "online", "--teacher", str(teacher))
     offline = train("nano", text, tmp_path / "offline", "--teacher", str(stored))
     plain = train("nano", text, tmp_path / "plain")
     assert online.loss == pytest.approx(plain.loss, rel=1e-6), "lm loss is the student's cross-entropy"
     assert offline.loss == pytest.approx(plain.loss, rel=1e-6)
     assert "divergence" not in plain.values
-    assert 0 < offline.values["divergence"] < online.values["divergence"]
+    assert offline.values["divergence"] == pytest.approx(online.values["divergence"], rel=0.02)
     assert online.values["grad norm"] != pytest.approx(plain.values["grad norm"], rel=1e-3)
 
 
@@ -115,8 +115,12 @@ def test_any_layout_stores_the_same(
     assert one.manifest == other.manifest
     for table, again in zip(one._tables, other._tables, strict=True):
         assert (table["key"] == again["key"]).all()
-        np.testing.assert_allclose(table["log_p"], again["log_p"], rtol=0, atol=1e-4)
-        assert (table["ids"] == again["ids"]).mean() > 0.99  # tokens of almost equal probability may swap
+        np.testing.assert_allclose(table["log_p"][..., :40], again["log_p"][..., :40], rtol=0, atol=1e-4)
+        np.testing.assert_allclose(table["log_p"][..., -1], again["log_p"][..., -1], rtol=0, atol=1e-4)
+        same = table["ids"] == again["ids"]  # of tokens of almost equal probability another may stand there
+        assert same[..., :40].mean() > 0.99 and same[..., 40:].mean() > 0.99
+        drawn = np.abs(table["log_p"] - again["log_p"])[..., 40:-1]
+        assert drawn[same[..., 40:]].max() < 1e-4
 
 
 @pytest.mark.full
@@ -127,6 +131,7 @@ def test_a_hugging_face_folder_stores_the_same(teacher: Path, stored: Path, tmp_
     """
     hf, (corpus,) = str(tmp_path / "hf"), teacher.glob("data/*/corpus.idx")
     nemotron3("convert", "to-hf", str(teacher), hf)
+    Path(hf, "tokenizer.json").unlink()
     tokenizer = corpus.with_name("tokenizer")
     data = ("--data-path", str(corpus.with_suffix("")), "--tokenizer", str(tokenizer))
     given = (*data, "--split", read_manifest(stored).source["split"])

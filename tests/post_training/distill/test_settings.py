@@ -110,7 +110,7 @@ def stored(tmp_path: Path) -> Path:
     folder, tokenizer = tmp_path / "logits", write_tokenizer(tmp_path / "tokenizer")
     vocabulary = of_tokenizer(Path(tokenizer))
     assert vocabulary is not None and vocabulary.digest
-    manifest = LogitsManifest(4, 2.0, 64, 8, 8, "big", vocabulary, {})
+    manifest = LogitsManifest(4, 0, 2.0, 64, 8, 8, "big", vocabulary, {})
     manifest.write(folder)
     part_path(folder, manifest.parts()[0]).touch()
     return folder

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from megatron_nemotron3.post_training.distill.divergences import KINDS, terms
-from megatron_nemotron3.post_training.distill.topk import most_probable, topk_divergence
+from megatron_nemotron3.post_training.distill.divergences import KINDS, divergence, terms
+from megatron_nemotron3.post_training.distill.topk import draw_quantiles, most_probable, topk_divergence
 from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
 from tests.post_training.distill.test_divergence import logits
 
@@ -45,6 +47,52 @@ def test_fewer_tokens_are_at_most_the_whole() -> None:
     assert found == sorted(found) and found[0] < 0.9 * found[-1]
 
 
+def test_drawn_tokens_stand_for_the_rest() -> None:
+    """Over all draws the mean of the divergence and of its gradient is that of the whole vocabulary."""
+    drawn, cells = 4, 16  # quantiles [0, 1) in 64 cells, of which each token of the rest has some
+    parts = torch.tensor([400.0, 300, 200, 1, 3, 7, 12, 20, 21], dtype=torch.float64)
+    teacher, student = (parts / parts.sum()).log()[None], logits(1, 9).requires_grad_()
+    whole = divergence(student, teacher)
+    (expected,) = torch.autograd.grad(whole.sum(), student)
+    offsets = (torch.arange(cells, dtype=torch.float64) + 0.5) / cells
+    quantiles = (torch.arange(drawn) + offsets[:, None]) / drawn
+    target = most_probable(teacher.expand(cells, -1), 3, quantiles=quantiles)
+    assert all(len(set(row)) > 1 for row in target[0][:, 3:].tolist())
+    values = topk_divergence(student.expand(cells, -1), target, drawn=drawn)
+    (gradient,) = torch.autograd.grad(values.mean(), student)
+    torch.testing.assert_close(values.mean(), whole[0], rtol=1e-7, atol=0)  # stored in FP32
+    torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-8)
+    without = (target[0][:, :3], torch.cat([target[1][:, :3], target[1][:, -1:]], 1))
+    for kind in set(KINDS) - {"kl"}:  # no means over the teacher's tokens: the k + 1 outcomes
+        given = topk_divergence(student.expand(cells, -1), target, kind, drawn=drawn)
+        assert torch.equal(given, topk_divergence(student.expand(cells, -1), without, kind))
+
+
+def test_quantiles() -> None:
+    found = draw_quantiles(1000, 8, seed=3)
+    assert torch.equal((found * 8).floor(), torch.arange(8.0).double().expand(1000, 8))
+    assert torch.equal(found, draw_quantiles(1000, 8, seed=3))
+    assert abs(float((found[:, 0] * 8).mean()) - 0.5) < 0.03
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_peaked_logits(kind: str) -> None:
+    """Where FP32 has no probability for the rest, its logarithm is still right."""
+    student = torch.tensor([[300.0, -20, -30, -40, -50, -60]], requires_grad=True)
+    teacher = torch.tensor([[2.0, 1, 0, -1, -2, -3]])
+    target = most_probable(teacher, 2)
+    values = topk_divergence(student, target, kind)
+    (gradient,) = torch.autograd.grad(values.sum(), student)
+    exact = student.detach().double().requires_grad_()
+    log_q = exact.log_softmax(-1)
+    rest = log_q[:, 2:].logsumexp(-1, keepdim=True)
+    expected = terms(target[1].double(), torch.cat([log_q[:, :2], rest], 1), kind).sum(-1)
+    (expected_gradient,) = torch.autograd.grad(expected.sum(), exact)
+    assert math.isfinite(float(values)) and (kind != "kl" or values > 60)
+    torch.testing.assert_close(values.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradient.double(), expected_gradient, rtol=1e-4, atol=1e-6)
+
+
 def parallel_differences(tp: int) -> list[float]:
     initialize(tp=tp)
     from megatron.core import parallel_state
@@ -59,6 +107,16 @@ def parallel_differences(tp: int) -> list[float]:
         expected = outcomes(teacher[:, real], ids, 2.0)
         found += [float(not torch.equal(ids, teacher[:, real].topk(5).indices))]
         found += [(log_p - expected).abs().max().item() * 1e-7]
+        quantiles = draw_quantiles(6, 3, seed=1)
+        settings = {"vocabulary": vocabulary, "quantiles": quantiles}
+        alone = most_probable(teacher, 3, 2.0, **settings)
+        drawn = most_probable(target, 3, 2.0, group, **settings)
+        found += [float(not torch.equal(drawn[0], alone[0])), (drawn[1] - alone[1]).abs().max().item() * 1e-6]
+        z = whole.clone().requires_grad_()
+        topk_divergence(z, alone, temperature=2.0, vocabulary=vocabulary, drawn=3).sum().backward()
+        own.requires_grad_().grad = None
+        topk_divergence(own, alone, "kl", 2.0, group, vocabulary=vocabulary, drawn=3).sum().backward()
+        found += [(own.grad - z.grad.chunk(tp, -1)[group.rank()]).abs().max().item()]
         for kind in KINDS:
             z = whole.clone().requires_grad_()
             values = terms(expected, outcomes(z[:, real], ids, 2.0), kind).sum(-1)
@@ -73,4 +131,4 @@ def parallel_differences(tp: int) -> list[float]:
 
 def test_vocabulary_parallel() -> None:
     for found in run_distributed(parallel_differences, 2, 2):
-        assert len(found) == 3 * (2 + 2 * len(KINDS)) and max(found) < 1e-12
+        assert len(found) == 3 * (5 + 2 * len(KINDS)) and max(found) < 1e-12
