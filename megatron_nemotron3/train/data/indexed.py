@@ -9,9 +9,7 @@ The format is that of `megatron.core.datasets.indexed_dataset`, whose import tak
 
 from __future__ import annotations
 
-import itertools
 import os
-import re
 import struct
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from megatron_nemotron3.common.files import atomic_group
 from megatron_nemotron3.common.output import Bar
+from megatron_nemotron3.launch import data_sets
 from megatron_nemotron3.train.data.tokenizer import TokenizerInfo
 
 if TYPE_CHECKING:
@@ -129,7 +128,6 @@ def _encoded(docs: Iterable[str], tokenizer: TokenizerInfo) -> Iterator[list[int
 
 #: Tried in this order by `default_split`.
 SPLITS = ("98,2,0", "95,5,0", "90,10,0", "80,20,0", "50,50,0")
-NAMES = ("training", "validation", "test")
 
 # The validation split of a default --split holds at least this share of the text.
 _ENOUGH = 0.01
@@ -146,34 +144,15 @@ def split_documents(split: str, documents: int) -> list[range | None]:
     of 0 tokens.
     """
     ranges: list[range | None] = []
-    for name, bounds in zip(NAMES, _bounds(split), strict=True):
-        if bounds is None:
-            ranges.append(None)
-            continue
-        part = range(*(round(bound * documents) for bound in bounds))
-        if not part:
+    for name, bounds in zip(data_sets.SPLITS, data_sets.split_bounds(split), strict=True):
+        part = data_sets.cut(bounds, documents)
+        if part is not None and not part:
             raise ValueError(
                 f"--split {split} gives {name} none of the {documents} documents, and Megatron would hang: "
                 "use more documents or a larger share"
             )
         ranges.append(part)
     return ranges
-
-
-def _bounds(split: str) -> list[tuple[float, float] | None]:
-    """Shares at which each split begins and ends, read as Megatron reads them; None for weight 0."""
-    try:
-        weights = [float(weight) for weight in re.findall(r"[.0-9]+", split)]
-    except ValueError:
-        weights = []
-    if not (0 < len(weights) <= len(NAMES) and sum(weights) > 0):
-        raise ValueError(f"--split {split}: give up to three weights, for example 98,2,0")
-    weights += [0.0] * (len(NAMES) - len(weights))
-    total = 0.0
-    for weight in weights:  # not by sum, which rounds less than Megatron's numpy
-        total += weight
-    ends = list(itertools.accumulate((weight / total for weight in weights), initial=0.0))
-    return [(start, end) if end > start else None for start, end in itertools.pairwise(ends)]
 
 
 def default_split(lengths: Sequence[int]) -> str:
