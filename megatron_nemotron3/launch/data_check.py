@@ -11,7 +11,17 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 
-from megatron_nemotron3.launch.data_sets import SPLITS, Blend, Options, Part, blends, cut, edges, parts_of
+from megatron_nemotron3.launch.data_sets import (
+    NAMES,
+    SPLITS,
+    Blend,
+    Options,
+    Part,
+    blends,
+    cut,
+    edges,
+    parts_of,
+)
 from megatron_nemotron3.launch.flag import from_first_option, is_known, parse
 from megatron_nemotron3.launch.rule import Violation
 
@@ -36,12 +46,15 @@ def require(words: Sequence[str], rows: Mapping[str, int] | None = None) -> None
 
 def violations(words: Sequence[str]) -> list[Violation]:
     """Return the problems; of data sets that are not on this machine only what the words say."""
-    found = _problems(_options_of(words), {}, elsewhere=True)
+    options = _options_of(words)
+    if not all(is_known(options.get(name, ())) for name in NAMES):
+        return []
+    found = _problems(options, {}, elsewhere=True)
     return [Violation("data", "error", problem, _SOURCE) for problem in found]
 
 
 def _options_of(words: Sequence[str]) -> Options:
-    return {flag.name: flag.values for flag in parse(from_first_option(words)) if is_known(flag.values)}
+    return {flag.name: flag.values for flag in parse(from_first_option(words))}
 
 
 def _problems(options: Options, rows: Mapping[str, int], elsewhere: bool) -> Iterator[str]:
@@ -171,13 +184,15 @@ class _Check:
             return [train, None, None]
         skipped = (self._number("--start-eval-at-iter") or 0) // interval
         times = 1 if "--skip-train" in options else max(0, steps // interval + 1 - skipped)
-        test = self._number("--eval-iters", _EVAL_ITERS) or 0
-        test *= self._number("--eval-global-batch-size") or batch
+        evaluated = self._number("--eval-iters") if "--eval-iters" in options else _EVAL_ITERS
+        if evaluated is None:
+            return [train, None, None]
+        test = evaluated * (self._number("--eval-global-batch-size") or batch)
         return [train, None if "--full-validation" in options else times * test, test]
 
-    def _number(self, name: str, default: int | None = None) -> int | None:
+    def _number(self, name: str) -> int | None:
         word = (self.options.get(name) or ("",))[0]
-        return int(word) if word.isascii() and word.isdecimal() else default
+        return int(word) if word.isascii() and word.isdecimal() else None
 
 
 def _is_other(prefix: str) -> bool:

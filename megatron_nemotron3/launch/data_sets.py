@@ -25,6 +25,8 @@ PER_SPLIT = ("--train-data-path", "--valid-data-path", "--test-data-path")
 _FILE, _PER_SPLIT_FILE = "--data-args-path", "--per-split-data-args-path"
 #: Where data can come from; Megatron takes one of these, and ignores another one in some combinations.
 _SOURCES = (("--data-path",), (_FILE,), PER_SPLIT, (_PER_SPLIT_FILE,), ("--mock-data",))
+#: All options of which `blends` reads the values.
+NAMES = ("--split", *itertools.chain.from_iterable(_SOURCES))
 #: --split where only --data-path is given (megatron/training/arguments.py).
 _DEFAULT_SPLIT = "969, 30, 1"
 #: Bytes of a file that lists data sets.

@@ -237,6 +237,7 @@ def test_explain_names_what_this_machine_shows(sets: Path) -> None:
     assert explained("--data-path /elsewhere/a --split 99,1,0") == []
     assert explained("--data-args-path /elsewhere/list --split 99,1,0") == []
     assert explained("--data-path $DATA --split 99,1,0") == []
+    assert explained(f"--data-path {sets}/a --split $SPLIT") == []
     assert "weight -1" in explained("--data-path -1 /elsewhere/a 1 /elsewhere/b --split 99,1,0")[0]
 
 
