@@ -16,7 +16,7 @@ from megatron_nemotron3.launch.data_sets import (
     SPLITS,
     Blend,
     Options,
-    Part,
+    SplitPart,
     blends,
     cut,
     edges,
@@ -121,18 +121,16 @@ class _Check:
                     "once" + (f", with weight {both:g}" if both else "")
                 )
 
-    def _parts(self, prefix: str, needed: Sequence[int | None]) -> list[Part | None]:
+    def _parts(self, prefix: str, needed: Sequence[int | None]) -> list[SplitPart | None]:
         bounds = self.blend.bounds
         if self.conversations:
             rows = self.rows[prefix]
             cuts = [cut(bound, rows) for bound in bounds]
-            return [None if part is None else Part(prefix, len(part), rows, None) for part in cuts]
-        # Data sets with weights, and one alone, are read as often as the run needs.
-        once = self.blend.weights is None and len(self.blend.prefixes) > 1
-        samples = [max(1, count or 1) if once else 1 for count in needed]
+            return [None if part is None else SplitPart(prefix, len(part), rows, None) for part in cuts]
+        samples = [(count or 1) if self._once() else 1 for count in needed]
         return parts_of(prefix, bounds, [count * self.length + 1 for count in samples])
 
-    def _of_split(self, name: str, parts: Sequence[Part | None], needed: int | None) -> Iterator[str]:
+    def _of_split(self, name: str, parts: Sequence[SplitPart | None], needed: int | None) -> Iterator[str]:
         blend, have = self.blend, 0
         for part in parts:
             if part is None:
@@ -154,19 +152,28 @@ class _Check:
                 )
                 return
             have += samples
-        if needed is None or len(parts) == 1 and not (blend.weights and blend.split):
-            return
-        if needed == 0:
+        mixed = len(parts) > 1 or blend.weights and blend.split
+        if needed == 0 and name == SPLITS[0] and (given := self._number("--train-samples")):
+            yield (
+                f"--train-samples {given} is less than --global-batch-size {self._batch()}, and Megatron "
+                "would end without a step: give more"
+            )
+        elif needed == 0 and mixed:
             yield (
                 f"the run takes no {name} sample, and Megatron fails at a mixture of none: give {name} no "
-                "data, or an --eval-iters above 0"
+                "data, or let it take some (--eval-iters, --train-iters)"
             )
-        elif not blend.weights and have < needed and self.options.get("--dataloader-type") != ("cyclic",):
+        elif needed and have < needed and self._once():
             less = f"at most {have // self._batch()} steps" if name == SPLITS[0] else "less evaluation"
             yield (
                 f"{blend.option} names {len(parts)} sets without weights, which Megatron reads once: {have:,}"
                 f" samples for {name}, and the run takes {needed:,}: give weights, more data or {less}"
             )
+
+    def _once(self) -> bool:
+        """Whether rows are read once. Data sets with weights, and one alone, are read as often as needed."""
+        cyclic = self.options.get("--dataloader-type") == ("cyclic",)
+        return self.blend.weights is None and len(self.blend.prefixes) > 1 and not cyclic
 
     def _batch(self) -> int:
         return self._number("--global-batch-size") or 0

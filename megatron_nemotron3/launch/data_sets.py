@@ -36,8 +36,9 @@ _LIMIT = 64 << 20
 Bounds = tuple[float, float] | None
 Options = Mapping[str, tuple[str, ...]]
 
-_HEAD = struct.Struct("<9sQBQQ")
-_MAGIC, _VERSION = b"MMIDIDX\0\0", 1
+#: Beginning of an .idx: magic, version, code of the ids' type, sequences, documents + 1.
+HEAD = struct.Struct("<9sQBQQ")
+MAGIC, VERSION = b"MMIDIDX\0\0", 1
 #: Bytes of a token id, by the type's code.
 _WIDTHS = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
 #: Lengths of sequences that are read at once.
@@ -189,7 +190,7 @@ def cut(bounds: Bounds, documents: int) -> range | None:
 
 
 @dataclass(frozen=True)
-class Part:
+class SplitPart:
     """What a split reads of a data set."""
 
     prefix: str
@@ -214,14 +215,13 @@ class Index:
     def __init__(self, prefix: str) -> None:
         self.path = prefix + ".idx"
         with open_outside(self.path) as file:
-            head = file.read(_HEAD.size)
-            magic, version, code, self.sequences, documents = (
-                _HEAD.unpack(head) if len(head) == _HEAD.size else (b"", 0, 0, 0, 0)
+            head = file.read(HEAD.size)
+            magic, version, self.code, self.sequences, self.documents = (
+                HEAD.unpack(head) if len(head) == HEAD.size else (b"", 0, 0, 0, 0)
             )
-            if magic != _MAGIC or version != _VERSION or code not in _WIDTHS:
-                raise Unreadable(self.path, "it is not the index of a Megatron data set")
-            self.width = _WIDTHS[code]
-            need, have = _HEAD.size + 12 * self.sequences + 8 * documents, os.fstat(file.fileno()).st_size
+            if magic != MAGIC or version != VERSION or self.code not in _WIDTHS:
+                raise ValueError(f"{self.path} is not the index of a Megatron data set")
+            need, have = HEAD.size + 12 * self.sequences + 8 * self.documents, os.fstat(file.fileno()).st_size
             if need > have:
                 raise Unreadable(
                     self.path,
@@ -249,7 +249,7 @@ class Index:
         return counted
 
     def _lengths(self, file: BinaryIO, first: int, count: int) -> array[int]:
-        file.seek(_HEAD.size + 4 * first)
+        file.seek(HEAD.size + 4 * first)
         return array("i", file.read(4 * count))
 
     def _end(self, file: BinaryIO) -> int:
@@ -258,23 +258,23 @@ class Index:
             return 0
         last = self.sequences - 1
         (tokens,) = self._lengths(file, last, 1)
-        file.seek(_HEAD.size + 4 * self.sequences + 8 * last)
+        file.seek(HEAD.size + 4 * self.sequences + 8 * last)
         (offset,) = struct.unpack("<q", file.read(8))
-        return int(offset) + tokens * self.width
+        return int(offset) + tokens * _WIDTHS[self.code]
 
 
-def parts_of(prefix: str, bounds: Sequence[Bounds], enough: Sequence[int]) -> list[Part | None]:
+def parts_of(prefix: str, bounds: Sequence[Bounds], enough: Sequence[int]) -> list[SplitPart | None]:
     """What each split reads of a data set; tokens are counted until there are `enough` for it.
 
     Raises:
         ValueError: as `Index`.
     """
     index = Index(prefix)
-    found: list[Part | None] = []
+    found: list[SplitPart | None] = []
     for bound, tokens in zip(bounds, enough, strict=True):
         part = cut(bound, index.sequences)
         counted = None if part is None else index.tokens(part, tokens)
-        found.append(None if part is None else Part(prefix, len(part), index.sequences, counted))
+        found.append(None if part is None else SplitPart(prefix, len(part), index.sequences, counted))
     return found
 
 

@@ -130,6 +130,16 @@ def given_data(
     )
 
 
+def named_data(options: TrainOptions, output: Path, split: str | None) -> TrainingData:
+    """The data sets or conversations that the options name; of text nothing is known yet."""
+    if options.conversations:
+        cache = str(output / "data")
+        return given_data(options.conversations, options.tokenizer, conversations=True, cache=cache)
+    if options.data_path:
+        return given_data(options.data_path, options.tokenizer, conversations=False, split=split)
+    return TrainingData()
+
+
 def _require_source(options: argparse.Namespace, source: str, others: Sequence[str]) -> None:
     """Raise ValueError if the source of the data has no tokenizer, or there is another source."""
     for name in others:

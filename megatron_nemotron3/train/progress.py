@@ -24,7 +24,11 @@ _ERROR = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|SystemExit)(?::|$)")
 #: Where a traceback is, of which an assertion without a message is the last line.
 _PLACE = re.compile(r'File "(?:.*/site-packages/)?(.+)", line (\d+), in ')
 _ASSERTION = "AssertionError"
+#: What torchrun says of any rank that failed; the reason is in the rank's own lines, or is a signal.
+_OF_TORCHRUN = "ChildFailedError"
 _ERRNO = re.compile(r"\[Errno (\d+)\]")
+#: A line of this package, not torchrun's banner about its module.
+_OURS = re.compile(r"megatron_nemotron3[.\w]*: ")
 _SIGNALLED = "exiting program after receiving SIGTERM"
 #: What one of the checkpoint writer's threads met.
 _WORKER = re.compile(r"Local worker \d+ encountered an error: (.*)")
@@ -115,7 +119,7 @@ class TrainProgress:
             return
         if self._live and self.training and self._bar is None:
             self._bar = Bar("train", "step", self._planned, begun=self._begun, keep=True, stream=sys.stdout)
-        if text.startswith("megatron_nemotron3"):
+        if _OURS.match(text):
             self._say(text.removesuffix("\n"))
         elif isinstance(item, log.LogStep):
             self._step(item)
@@ -147,7 +151,7 @@ class TrainProgress:
             self._place = f"{found[1]}, line {found[2]}"
         elif stripped.startswith("assert"):
             self._statement = stripped
-        if not self.first_error and _ERROR.match(stripped):
+        if not self.first_error and _ERROR.match(stripped) and _OF_TORCHRUN not in stripped:
             where = f" in {self._place}: {self._statement}" if stripped == _ASSERTION else ""
             self.first_error = (stripped + where)[:300]
         for known in _BY_TEXT:

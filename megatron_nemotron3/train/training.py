@@ -37,7 +37,7 @@ from megatron_nemotron3.precision import report as precision_report
 from megatron_nemotron3.precision import settings as emulation
 from megatron_nemotron3.precision import yaml_file
 from megatron_nemotron3.train import log, processes
-from megatron_nemotron3.train.inputs import CONVERSATION_OPTIONS, MEANS, TrainOptions, given_data
+from megatron_nemotron3.train.inputs import CONVERSATION_OPTIONS, MEANS, TrainOptions, named_data
 from megatron_nemotron3.train.progress import TrainProgress
 from megatron_nemotron3.train.teacher import settings as distillation
 from megatron_nemotron3.train.teacher.check import check as check_teacher
@@ -140,7 +140,8 @@ def train(request: TrainRequest) -> int:
         extra=("--exit-signal-handler", *_own_options(request), *given.extra),
     )
     words = to_argv(flags(launch))  # rules first: nothing is written for a layout that cannot run
-    data_check.require(to_argv(flags(replace(launch, data=_named_data(request)))))
+    named = named_data(request.options, request.output, request.split)
+    data_check.require(to_argv(flags(replace(launch, data=named))))
     check_teacher(request.distill, words, given.layout.world_size)
     precision_file.require_usable_here(given, measured=measured)
     what = f"{size.trainable:,} parameters, {launch.layout}, {launch.precision}"
@@ -261,26 +262,15 @@ def _measurement(request: TrainRequest) -> emulation.Logging | None:
     return emulation.Logging(interval, str(request.output.resolve()))
 
 
-def _named_data(request: TrainRequest) -> TrainingData:
-    """The data sets or conversations that the options name; of text nothing is known yet."""
-    options, cache = request.options, str(request.output / "data")
-    if options.conversations:
-        return given_data(options.conversations, options.tokenizer, conversations=True, cache=cache)
-    if options.data_path:
-        return given_data(options.data_path, options.tokenizer, conversations=False, split=request.split)
-    return TrainingData()
-
-
 def _prepared_data(request: TrainRequest) -> tuple[TrainingData, float | None, dict[str, int]]:
     """Return the data, the loss that needs no learning, and the rows of each file of conversations."""
     from megatron_nemotron3.train.data import prepare, unigram_baseline
     from megatron_nemotron3.train.data.prepare import MAX_BYTES
 
     options = request.options
-    if options.conversations:
-        return _named_data(request), None, _prepared_conversations(request)
-    if options.data_path:
-        return _named_data(request), None, {}
+    if options.conversations or options.data_path:
+        rows = _prepared_conversations(request) if options.conversations else {}
+        return named_data(options, request.output, request.split), None, rows
     prepared = prepare(
         options.text,
         request.output / "data",

@@ -113,6 +113,7 @@ def test_what_megatron_reads_is_accepted(sets: Path, text: str, monkeypatch: pyt
         ("--data-path a b --split 90,10,0 --train-iters 100", "run takes 200: give weights, more data or at"),
         ("--data-path a b --split 90,10,0 --eval-iters 9", "15 samples for validation, and the run takes 54"),
         ("--train-data-path a b --train-samples 900", "166 samples for training, and the run takes 900"),
+        ("--data-path a --split 100 --train-samples 1", "1 is less than --global-batch-size 2"),
         ("--data-path a b --split 90,10,0 --eval-iters 0", "the run takes no validation sample"),
         ("--data-path 2 a --split 90,10,0 --eval-iters 0", "the run takes no validation sample"),
         ("--data-path nan a 1 b --split 100", "weight nan of a: give a finite number above 0"),
@@ -225,6 +226,23 @@ def test_the_counts_are_those_of_megatrons_builder(tmp_path: Path) -> None:
             assert documents == [None if one is None else len(one.indices) for one in built]
         compared += 1
     assert compared > 8
+
+
+def test_a_changed_index_is_refused_or_read(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "set", [40] * 30)
+    index = (tmp_path / "set.idx").read_bytes()
+    draw, refused = random.Random(3), 0
+    for _ in range(300):
+        changed = bytearray(index[: draw.choice((len(index), draw.randrange(len(index))))])
+        for _ in range(draw.randint(0, 3) if changed else 0):
+            changed[draw.randrange(min(len(changed), 60))] = draw.randrange(256)
+        (tmp_path / "set.idx").write_bytes(changed)
+        try:
+            data_sets.parts_of(prefix, data_sets.split_bounds("8,1,1"), [9, 9, 9])
+        except ValueError as problem:
+            assert str(problem).startswith(prefix)
+            refused += 1
+    assert 100 < refused < 300
 
 
 def test_explain_names_what_this_machine_shows(sets: Path) -> None:

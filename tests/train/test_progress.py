@@ -74,12 +74,19 @@ def test_a_save_whose_cause_torch_hides(tmp_path: Path, monkeypatch: pytest.Monk
     assert "ulimit -f" in _after(START, *lines, IN_SAVE, EXCEPTION).cause(tmp_path, 1, 1000)
 
 
-def test_other_failures_are_no_failed_saves(tmp_path: Path) -> None:
+def test_other_failures_are_no_failed_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loading = _after(IN_LOAD, "[rank0]: RuntimeError: size mismatch\n").cause(tmp_path, 1)
     assert loading == "RuntimeError: size mismatch"
     assert "killed by SIGKILL: was the memory used up?" in _after(START).cause(tmp_path, -9)
     killed = _after(START, "  exitcode  : -9 (pid: 12)\n").cause(tmp_path, 1)
     assert killed == "a training process was killed by SIGKILL: was the memory used up?"
+    ended = (
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n",
+        "megatron_nemotron3.run FAILED\n",
+        "  exitcode  : -15 (pid: 13174)\n",
+    )
+    assert _after(*ended).cause(tmp_path, 1) == "a training process was killed by SIGTERM"
+    assert capsys.readouterr().out == ""
     assert _after(START).cause(tmp_path, 3) == "training ended with status 3"
     bare = (
         '[rank0]:   File "/x/site-packages/megatron/core/optimizer/optimizer.py", line 7, in f\n',

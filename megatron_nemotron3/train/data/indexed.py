@@ -10,12 +10,11 @@ The format is that of `megatron.core.datasets.indexed_dataset`, whose import tak
 from __future__ import annotations
 
 import os
-import struct
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from megatron_nemotron3.common.files import atomic_group
 from megatron_nemotron3.common.output import Bar
@@ -25,7 +24,6 @@ from megatron_nemotron3.train.data.tokenizer import TokenizerInfo
 if TYPE_CHECKING:
     import numpy as np
 
-_MAGIC, _VERSION = b"MMIDIDX\0\0", 1
 #: Of the format's types, those that ids are written in: name in numpy -> code.
 _CODES = {"uint16": 8, "int32": 4}
 #: Vocabularies below it fit Megatron's smaller type.
@@ -94,7 +92,8 @@ def _write_index(path: Path, lengths: list[int], dtype: str) -> None:
     count, size = len(lengths), np.dtype(dtype).itemsize
     offsets = np.cumsum([0, *lengths[:-1]], dtype=np.int64) * size
     with path.open("wb") as stream:
-        stream.write(_MAGIC + struct.pack("<QBQQ", _VERSION, _CODES[dtype], count, count + 1))
+        head = data_sets.MAGIC, data_sets.VERSION, _CODES[dtype], count, count + 1
+        stream.write(data_sets.HEAD.pack(*head))
         stream.write(np.array(lengths, dtype=np.int32).tobytes())
         stream.write(offsets.tobytes())
         stream.write(np.arange(count + 1, dtype=np.int64).tobytes())
@@ -104,17 +103,11 @@ def read_documents(prefix: str | os.PathLike[str]) -> list[np.ndarray]:
     """Ids of each document of a data set with one sequence per document, as `write_dataset` writes it."""
     import numpy as np
 
-    prefix = os.fspath(prefix)
-    with Path(prefix + ".idx").open("rb") as stream:
-        head = stream.read(len(_MAGIC) + struct.calcsize("<QBQQ"))
-        fields: Any = ()
-        if head.startswith(_MAGIC) and len(head) == len(_MAGIC) + struct.calcsize("<QBQQ"):
-            fields = struct.unpack("<QBQQ", head[len(_MAGIC) :])
-        names = {code: name for name, code in _CODES.items()}
-        if not fields or fields[0] != _VERSION or fields[1] not in names or fields[3] != fields[2] + 1:
-            raise ValueError(f"{prefix}.idx is not the index of a data set with one sequence per document")
-        lengths = np.frombuffer(stream.read(4 * fields[2]), dtype=np.int32)
-    ids = np.fromfile(prefix + ".bin", dtype=names[fields[1]])
+    index, names = data_sets.Index(os.fspath(prefix)), {code: name for name, code in _CODES.items()}
+    if index.code not in names or index.documents != index.sequences + 1:
+        raise ValueError(f"{index.path} is not the index of a data set with one sequence per document")
+    lengths = np.fromfile(index.path, np.int32, index.sequences, offset=data_sets.HEAD.size)
+    ids = np.fromfile(f"{prefix}.bin", dtype=names[index.code])
     return np.split(ids, np.cumsum(lengths)[:-1])
 
 
