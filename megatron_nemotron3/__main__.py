@@ -12,6 +12,8 @@ INTERRUPTED = 130
 PATIENCE = 1.0
 
 _interrupted = False
+#: Whether the command has returned: an exception would not be caught any more.
+_ended = False
 
 
 def _leave(signum: int, frame: FrameType | None) -> None:
@@ -22,6 +24,8 @@ def _leave(signum: int, frame: FrameType | None) -> None:
 def _interrupt(signum: int, frame: FrameType | None) -> None:
     global _interrupted
     _interrupted = True
+    if _ended:
+        _leave(signum, frame)
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             signal.signal(signal.SIGALRM, _leave)
@@ -33,6 +37,7 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
 
 def main() -> int:
     """Run the command line in `sys.argv`; return its exit status."""
+    global _ended
     ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # as in the background of a shell script
     if not ignored:
         signal.signal(signal.SIGINT, _leave)
@@ -51,6 +56,7 @@ def main() -> int:
         print("interrupted", file=sys.stderr)  # whatever an import made of it
         return INTERRUPTED
     finally:
+        _ended = True
         signal.setitimer(signal.ITIMER_REAL, 0)
         if not ignored:
             signal.signal(signal.SIGINT, _leave)

@@ -40,8 +40,8 @@ from megatron_nemotron3.common import processes, spawned
 from megatron_nemotron3.common.limits import ChildError
 from megatron_nemotron3.common.options import add_option, device_option
 from megatron_nemotron3.common.parser import OptionParser, fail, option_value, option_values, resolve_device
-from megatron_nemotron3.common.switches import BOOST, EMULATE, LOG_PRECISION, MONITOR
-from megatron_nemotron3.launch import boosting, manifest
+from megatron_nemotron3.common.switches import BOOST, EMULATE, LOCK, LOG_PRECISION, MONITOR
+from megatron_nemotron3.launch import boosting, data_check, manifest
 from megatron_nemotron3.launch.flag import take_options
 from megatron_nemotron3.launch.stored_model import loaded
 from megatron_nemotron3.launch.versions import require_supported
@@ -250,6 +250,16 @@ def require_well_formed_file(arguments: list[str]) -> None:
         fail(str(problem))
 
 
+def require_data(arguments: list[str]) -> None:
+    """Stop at data that Megatron would loop or fail on. One rank of a node looks: they may be on its disk."""
+    if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) != "0":
+        return
+    if LOCK in os.environ:
+        return  # `nemotron3 train` has done it for its ranks
+    with failing(ValueError):
+        data_check.require(arguments)
+
+
 def verify_formats(arguments: list[str], words: str, spec: Any, *, emulate: bool, measured: bool) -> None:
     """Stop unless linears will compute in the formats that options request."""
     from megatron_nemotron3.precision.census import require_usable
@@ -315,6 +325,7 @@ def _launch(given: RunArguments) -> None:
         teacher = record_of(distilled)
         boost = boosting.requested(arguments, distilled=bool(distilled))
     require_well_formed_file(arguments)
+    require_data(arguments)
     device = resolve_device(device)
     from megatron_nemotron3.common.ranks import single_process_environment
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_nemotron3.launch import command_line
+from megatron_nemotron3.launch import command_line, data_check
 from megatron_nemotron3.launch.continued import refused
 from megatron_nemotron3.launch.flag import SECTIONS, Flag, is_known, parse, text, to_argv
 from megatron_nemotron3.launch.flags import flags
@@ -140,7 +140,8 @@ def explain(launch: Launch, name: str = "published") -> Explanation:
     )
     settings += _missing_settings(emitted, known)
     notes = [launch.tuned.variables] if launch.tuned else []
-    return _explanation(config, name, [world, *settings], check(launch), notes)
+    violations = [*check(launch), *data_check.violations(to_argv(emitted))]
+    return _explanation(config, name, [world, *settings], violations, notes)
 
 
 def explain_command(
@@ -216,7 +217,8 @@ def _explain_pasted(config: Nemotron3Config, pasted: _Pasted, name: str) -> Expl
     if is_known(value for flag in flags for value in flag.values if flag.name == "--load"):
         notes += [note] if (note := refused(to_argv(flags))) else []
     launch = launch_of(config, flags, pasted.emulate)
-    return _explanation(config, name, settings, violated(launch) if launch else [], notes)
+    violations = [*(violated(launch) if launch else ()), *data_check.violations(to_argv(flags))]
+    return _explanation(config, name, settings, violations, notes)
 
 
 def with_megatron_defaults(explanation: Explanation) -> Explanation:

@@ -11,6 +11,7 @@ from megatron_nemotron3.checkpoints.folders import CHECKPOINTS, TRACKER, require
 from megatron_nemotron3.checkpoints.trust import trust_option
 from megatron_nemotron3.common.options import flag, option, repeated
 from megatron_nemotron3.launch import TrainingData
+from megatron_nemotron3.launch.data_sets import blend_of
 from megatron_nemotron3.precision import settings as emulation
 
 #: What the loss of fine-tuning may be a mean over, the default first.
@@ -87,7 +88,7 @@ def require_inputs(options: argparse.Namespace) -> None:
         )
     if options.data_path:
         _require_source(options, "--data-path", ("text", "max_bytes"))
-        for prefix in (word for word in options.data_path if not _is_number(word)):
+        for prefix in blend_of("--data-path", options.data_path).prefixes:
             if missing := [s for s in (".bin", ".idx") if not Path(prefix + s).is_file()]:
                 raise ValueError(f"--data-path {prefix}: there is no file {prefix}{missing[0]}")
     elif options.tokenizer is not None and not options.conversations:
@@ -106,7 +107,7 @@ def require_inputs(options: argparse.Namespace) -> None:
 
 def require_conversation_files(files: Sequence[str]) -> None:
     """Raise ValueError at a file of --conversations that does not exist."""
-    for file in files:
+    for file in blend_of("--conversations", files).prefixes if files else ():
         if not Path(file).is_file():
             raise ValueError(f"--conversations {file}: there is no such file")
 
@@ -129,6 +130,16 @@ def given_data(
     )
 
 
+def named_data(options: TrainOptions, output: Path, split: str | None) -> TrainingData:
+    """The data sets or conversations that the options name; of text nothing is known yet."""
+    if options.conversations:
+        cache = str(output / "data")
+        return given_data(options.conversations, options.tokenizer, conversations=True, cache=cache)
+    if options.data_path:
+        return given_data(options.data_path, options.tokenizer, conversations=False, split=split)
+    return TrainingData()
+
+
 def _require_source(options: argparse.Namespace, source: str, others: Sequence[str]) -> None:
     """Raise ValueError if the source of the data has no tokenizer, or there is another source."""
     for name in others:
@@ -138,12 +149,3 @@ def _require_source(options: argparse.Namespace, source: str, others: Sequence[s
     if options.tokenizer is None:
         raise ValueError(f"{source} needs --tokenizer DIR (a Hugging Face tokenizer)")
     require_tokenizer(options.tokenizer)
-
-
-def _is_number(word: str) -> bool:
-    """Whether a word of --data-path is the weight of the next prefix."""
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True

@@ -21,7 +21,15 @@ _SAVED = re.compile(r"successfully saved checkpoint from iteration +(\d+) ")
 #: A line of a traceback that leads into a save.
 _IN_SAVE = re.compile(r", in (save_checkpoint|maybe_finalize_async_\w+|write_preloaded_data)")
 _ERROR = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|SystemExit)(?::|$)")
+#: Where a traceback is, of which an assertion without a message is the last line.
+_PLACE = re.compile(r'File "(?:.*/site-packages/)?(.+)", line (\d+), in ')
+_ASSERTION = "AssertionError"
+#: What torchrun says of any rank that failed; the reason is in the rank's own lines, or is a signal.
+_OF_TORCHRUN = "ChildFailedError"
 _ERRNO = re.compile(r"\[Errno (\d+)\]")
+#: A line of this package, not torchrun's banner about its module.
+_OURS = re.compile(r"megatron_nemotron3[.\w]*: ")
+_SIGNALLED = "exiting program after receiving SIGTERM"
 #: What one of the checkpoint writer's threads met.
 _WORKER = re.compile(r"Local worker \d+ encountered an error: (.*)")
 _KILLED = re.compile(r"exitcode +: -(\d+) ")
@@ -75,8 +83,11 @@ class TrainProgress:
         self.training = False
         self.trained = False
         self.first_error = ""
+        self._place = self._statement = ""
         self._number: int | None = None
         self._worker_error = ""
+        #: Whether a rank received SIGTERM, on which all of them save and leave with status 0.
+        self._signalled = False
         self._in_save = False
         self._killed_by: int | None = None
         self._live = drawn_on(sys.stdout) and not verbose
@@ -85,7 +96,7 @@ class TrainProgress:
 
     @property
     def was_interrupted(self) -> bool:
-        return self.interrupts > 0
+        return self.interrupts > 0 or self._signalled
 
     @property
     def stopped_at_once(self) -> bool:
@@ -108,7 +119,7 @@ class TrainProgress:
             return
         if self._live and self.training and self._bar is None:
             self._bar = Bar("train", "step", self._planned, begun=self._begun, keep=True, stream=sys.stdout)
-        if text.startswith("megatron_nemotron3"):
+        if _OURS.match(text):
             self._say(text.removesuffix("\n"))
         elif isinstance(item, log.LogStep):
             self._step(item)
@@ -124,6 +135,10 @@ class TrainProgress:
             self.training = True
         elif "[after training is done]" in text:
             self.trained = True
+        elif _SIGNALLED in text:
+            self._signalled = True
+            if not self.interrupts:
+                self._say("a training process received SIGTERM: all have saved, and leave")
         elif found := _KILLED.search(text):
             self._killed_by = int(found[1])
         self._in_save = self._in_save or _IN_SAVE.search(text) is not None
@@ -132,8 +147,13 @@ class TrainProgress:
         stripped = text.split("]: ", 1)[-1].strip()
         if not self._worker_error and (found := _WORKER.search(text)):
             self._worker_error = found[1][:300]
-        if not self.first_error and _ERROR.match(stripped):
-            self.first_error = stripped[:300]
+        if found := _PLACE.match(stripped):
+            self._place = f"{found[1]}, line {found[2]}"
+        elif stripped.startswith("assert"):
+            self._statement = stripped
+        if not self.first_error and _ERROR.match(stripped) and _OF_TORCHRUN not in stripped:
+            where = f" in {self._place}: {self._statement}" if stripped == _ASSERTION else ""
+            self.first_error = (stripped + where)[:300]
         for known in _BY_TEXT:
             if known in stripped and known not in self.first_error:
                 self.first_error = stripped[:300]

@@ -23,19 +23,21 @@ from megatron_nemotron3.launch import (
     adjusted,
     boosting,
     continued,
+    data_check,
     flags,
     manifest,
     precision_file,
     published,
     to_argv,
 )
+from megatron_nemotron3.launch.data_sets import blend_of
 from megatron_nemotron3.models import Nemotron3Config, count
 from megatron_nemotron3.models.lora import in_environment
 from megatron_nemotron3.precision import report as precision_report
 from megatron_nemotron3.precision import settings as emulation
 from megatron_nemotron3.precision import yaml_file
 from megatron_nemotron3.train import log, processes
-from megatron_nemotron3.train.inputs import CONVERSATION_OPTIONS, MEANS, TrainOptions, given_data
+from megatron_nemotron3.train.inputs import CONVERSATION_OPTIONS, MEANS, TrainOptions, named_data
 from megatron_nemotron3.train.progress import TrainProgress
 from megatron_nemotron3.train.teacher import settings as distillation
 from megatron_nemotron3.train.teacher.check import check as check_teacher
@@ -138,6 +140,8 @@ def train(request: TrainRequest) -> int:
         extra=("--exit-signal-handler", *_own_options(request), *given.extra),
     )
     words = to_argv(flags(launch))  # rules first: nothing is written for a layout that cannot run
+    named = named_data(request.options, request.output, request.split)
+    data_check.require(to_argv(flags(replace(launch, data=named))))
     check_teacher(request.distill, words, given.layout.world_size)
     precision_file.require_usable_here(given, measured=measured)
     what = f"{size.trainable:,} parameters, {launch.layout}, {launch.precision}"
@@ -163,7 +167,8 @@ def _train_alone(request: TrainRequest, launch: Launch, key: str, started: float
     teachers = record_of(request.distill)
     identity = _RunIdentity(request, begun, stored, to_write, teachers)
     identity.require(launch, "model", "mtp", "precision", "teacher")
-    data, baseline = _prepared_data(request)
+    data, baseline, rows = _prepared_data(request)
+    data_check.require(to_argv(flags(replace(launch, data=data))), rows)
     data = replace(data, save=str(request.checkpoints), load=str(request.checkpoints))
     identity.require(replace(launch, data=data), "tokenizer", "data")
     for path in to_write:
@@ -257,16 +262,15 @@ def _measurement(request: TrainRequest) -> emulation.Logging | None:
     return emulation.Logging(interval, str(request.output.resolve()))
 
 
-def _prepared_data(request: TrainRequest) -> tuple[TrainingData, float | None]:
+def _prepared_data(request: TrainRequest) -> tuple[TrainingData, float | None, dict[str, int]]:
+    """Return the data, the loss that needs no learning, and the rows of each file of conversations."""
     from megatron_nemotron3.train.data import prepare, unigram_baseline
     from megatron_nemotron3.train.data.prepare import MAX_BYTES
 
     options = request.options
-    if options.conversations:
-        return _prepared_conversations(request), None
-    if options.data_path:
-        given = given_data(options.data_path, options.tokenizer, conversations=False, split=request.split)
-        return given, None
+    if options.conversations or options.data_path:
+        rows = _prepared_conversations(request) if options.conversations else {}
+        return named_data(options, request.output, request.split), None, rows
     prepared = prepare(
         options.text,
         request.output / "data",
@@ -284,7 +288,7 @@ def _prepared_data(request: TrainRequest) -> tuple[TrainingData, float | None]:
         tokenizer_type=tokenizer.tokenizer_type,
         tokenizer_model=tokenizer.tokenizer_model,
     )
-    return data, baseline
+    return data, baseline, {}
 
 
 def _own_options(request: TrainRequest) -> tuple[str, ...]:
@@ -299,16 +303,19 @@ def _own_options(request: TrainRequest) -> tuple[str, ...]:
     return options
 
 
-def _prepared_conversations(request: TrainRequest) -> TrainingData:
+def _prepared_conversations(request: TrainRequest) -> dict[str, int]:
     """Encode the conversations, so that a wrong file ends here; the training processes map the result."""
     from megatron_nemotron3.train.data.packing import PackedConversations, conversation_multiple
 
     launch, cache, options = request.launch, str(request.output / "data"), request.options
     multiple = conversation_multiple(launch.layout.cp)
     assert options.tokenizer is not None
-    for file in options.conversations:
-        print(PackedConversations(file, options.tokenizer, launch.seq_length, multiple, cache).describe())
-    return given_data(options.conversations, options.tokenizer, conversations=True, cache=cache)
+    rows = {}
+    for file in blend_of("--conversations", options.conversations).prefixes:
+        packed = PackedConversations(file, options.tokenizer, launch.seq_length, multiple, cache)
+        print(packed.describe())
+        rows[file] = len(packed)
+    return rows
 
 
 def _print_report(request: TrainRequest, curve: log.Curve, baseline: float | None, started: float) -> None:

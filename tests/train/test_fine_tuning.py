@@ -32,6 +32,7 @@ def inputs(tmp_path: Path) -> list[str]:
         (["--pretrained", "/nowhere"], "--pretrained /nowhere has no latest_checkpointed_iteration.txt"),
         (["--", "--sft"], "--sft (give --conversations before --)"),
         (["--conversations", "/nowhere"], "--conversations /nowhere: there is no such file"),
+        (["--conversations", "0", "a", "1", "b"], "weight 0 of a: give a finite number above 0"),
     ],
 )
 def test_wrong_lines(
@@ -41,6 +42,23 @@ def test_wrong_lines(
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_files_with_weights_are_mixed_and_read_as_often_as_needed(tmp_path: Path) -> None:
+    from megatron_nemotron3.train import fine_tuning
+
+    files = []
+    for name, count in (("a", 60), ("b", 40)):
+        answer = say("assistant", "apples and pears")
+        lines = [{"messages": [say("user", f"{i} {name}?"), answer]} for i in range(count)]
+        files.append(str(write_lines(tmp_path / f"{name}.jsonl", lines)))
+    tokenizer = write_tokenizer(tmp_path / "tokenizer")
+    args = SimpleNamespace(tokenizer_model=str(tokenizer), context_parallel_size=1)
+    settings = {"random_seed": 1, "sequence_length": 64, "split": "90,10,0", "path_to_cache": str(tmp_path)}
+    train, _, _ = fine_tuning.datasets(args, [400, 8, 0], {**settings, "blend": (files, [0.25, 0.75])})
+    assert len(train) == 400 > sum(map(len, (set_.dataset for set_ in train.datasets)))
+    origins = [int(train[i]["dataset_id"]) for i in range(400)]
+    assert [origins.count(0), origins.count(1)] == [100, 300]
 
 
 def test_a_released_model_needs_a_schedule() -> None:

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_nemotron3.checkpoints import folders
+from megatron_nemotron3.common.processes import descendants
+from megatron_nemotron3.train.processes import ENTRY
 from tests.support import interrupted_runs as runs
 
 INT, TERM, KILL = signal.SIGINT, signal.SIGTERM, signal.SIGKILL
@@ -43,6 +46,48 @@ def test_during_imports_there_is_no_traceback(signum: signal.Signals, tmp_path: 
     else:
         assert (process.returncode, said) == (-TERM, "")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("call", ["setitimer", "signal"])
+def test_a_command_that_has_ended_has_no_traceback(call: str) -> None:
+    """The interrupt comes when the status is known and the handlers are being put back."""
+    code = (
+        "import os, signal, sys\n"
+        "sys.argv = ['nemotron3', 'show', 'super']\n"
+        "from megatron_nemotron3 import __main__, cli\n"
+        "def ending(*given):\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return before(*given)\n"
+        "def command():\n"
+        "    global before\n"
+        f"    before, signal.{call} = signal.{call}, ending\n"
+        "    return 0\n"
+        "cli.main = command\n"
+        "sys.exit(__main__.main())\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=runs.ROOT, capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "interrupted\n")
+
+
+@pytest.mark.full
+def test_a_signal_to_one_rank_interrupts_the_run(tmp_path: Path) -> None:
+    """All ranks save and leave; the command does not say that the run is complete."""
+    folder = tmp_path / "run"
+    words = runs.command(folder, runs.Kind(ranks=2))
+    process = subprocess.Popen(
+        words, cwd=runs.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    while process.poll() is None and folders.latest_iteration(folder / "checkpoints") is None:
+        time.sleep(0.05)
+    agent = "megatron_nemotron3.train.agent"
+    ranks = [p for p in descendants(process.pid) if agent not in p.cmdline() and str(ENTRY) in p.cmdline()]
+    last = max(ranks, key=lambda rank: rank.pid)
+    last.send_signal(TERM)
+    said = process.communicate(timeout=120)[0]
+    saved = folders.latest_iteration(folder / "checkpoints")
+    assert process.returncode == 130 and saved is not None and saved < runs.STEPS, said
+    assert "a training process received SIGTERM" in said
+    assert said.splitlines()[-1] == f"interrupted: step {saved} is saved; the same command resumes from there"
 
 
 @pytest.mark.parametrize(

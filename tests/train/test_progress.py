@@ -74,13 +74,28 @@ def test_a_save_whose_cause_torch_hides(tmp_path: Path, monkeypatch: pytest.Monk
     assert "ulimit -f" in _after(START, *lines, IN_SAVE, EXCEPTION).cause(tmp_path, 1, 1000)
 
 
-def test_other_failures_are_no_failed_saves(tmp_path: Path) -> None:
+def test_other_failures_are_no_failed_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loading = _after(IN_LOAD, "[rank0]: RuntimeError: size mismatch\n").cause(tmp_path, 1)
     assert loading == "RuntimeError: size mismatch"
     assert "killed by SIGKILL: was the memory used up?" in _after(START).cause(tmp_path, -9)
     killed = _after(START, "  exitcode  : -9 (pid: 12)\n").cause(tmp_path, 1)
     assert killed == "a training process was killed by SIGKILL: was the memory used up?"
+    ended = (
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n",
+        "megatron_nemotron3.run FAILED\n",
+        "  exitcode  : -15 (pid: 13174)\n",
+    )
+    assert _after(*ended).cause(tmp_path, 1) == "a training process was killed by SIGTERM"
+    assert capsys.readouterr().out == ""
     assert _after(START).cause(tmp_path, 3) == "training ended with status 3"
+    bare = (
+        '[rank0]:   File "/x/site-packages/megatron/core/optimizer/optimizer.py", line 7, in f\n',
+        "[rank0]:     assert config.bf16\n",
+        "[rank0]:            ^^^^^^^^^^^\n",
+        "[rank0]: AssertionError\n",
+    )
+    said = _after(*bare).cause(tmp_path, 1)
+    assert said == "AssertionError in megatron/core/optimizer/optimizer.py, line 7: assert config.bf16"
 
 
 @pytest.mark.parametrize(
@@ -129,6 +144,29 @@ def test_a_step_is_evaluated_once_and_the_other_evaluation_is_explained(
     assert capsys.readouterr().out == "step   300  validation loss 5.128\n"
 
 
+def _train(folder: Path) -> int:
+    (folder / "text.txt").write_text("The quick brown fox.\n" * 1200)
+    words = ["train", "nano", "--tiny", "--device", "cpu", "--steps", "2", "--seq-length", "64"]
+    return cli.main([*words, "--text", str(folder / "text.txt"), "--output", str(folder / "run")])
+
+
+def test_a_signal_to_one_rank_is_an_interrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All ranks save and leave with status 0, in the middle of the run."""
+
+    def leave(words: list[str], env: dict[str, str], file: Path, watcher: TrainProgress) -> int:
+        for line in (START, _step(1, 2), "[exiting program after receiving SIGTERM.] datetime: 2026-11-27\n"):
+            watcher.line(line)
+        return 0
+
+    monkeypatch.setattr(processes, "follow", leave)
+    assert _train(tmp_path) == 130
+    said = capsys.readouterr().out.splitlines()
+    assert "a training process received SIGTERM: all have saved, and leave" in said
+    assert said[-1].startswith("interrupted: no checkpoint was saved, and step 1 is lost; the same command")
+
+
 def test_a_failed_save_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -143,10 +181,8 @@ def test_a_failed_save_is_one_line(
         return 1
 
     monkeypatch.setattr(processes, "follow", fail)
-    (tmp_path / "text.txt").write_text("The quick brown fox.\n" * 1200)
-    words = ["train", "nano", "--tiny", "--device", "cpu", "--steps", "2", "--seq-length", "64"]
     output = tmp_path / "run"
-    assert cli.main([*words, "--text", str(tmp_path / "text.txt"), "--output", str(output)]) == 2
+    assert _train(tmp_path) == 2
     (message,) = capsys.readouterr().err.splitlines()
     assert f"saving a checkpoint in {output / 'checkpoints'} failed: the disk is full" in message
     assert "no checkpoint was saved, and step 1 is lost; the same command starts again" in message

@@ -17,8 +17,9 @@ from megatron_nemotron3.common.options import NEEDED, add_command, argument, dev
 from megatron_nemotron3.common.output import Bar
 from megatron_nemotron3.common.parser import resolve_device
 from megatron_nemotron3.common.switches import LOGITS_FOLDER, LOGITS_TEACHER, TRUST_CHECKPOINT
-from megatron_nemotron3.launch import Launch, TrainingData, TrainingSchedule, flags, to_argv
+from megatron_nemotron3.launch import Launch, TrainingData, TrainingSchedule, data_check, flags, to_argv
 from megatron_nemotron3.launch.command import LAYOUT, chosen_layout
+from megatron_nemotron3.launch.data_sets import blend_of
 from megatron_nemotron3.train.inputs import (
     CONVERSATION_OPTIONS,
     given_data,
@@ -98,6 +99,7 @@ def logits_command(options: LogitsOptions) -> int:
     manifest = _manifest(options, teacher, data, length)
     launch = _launch(options, teacher, data, length)
     argv = to_argv(flags(launch))
+    data_check.require(argv)
     with lock.held(options.output):
         _require_folder(options.output, manifest)
         print(
@@ -154,8 +156,8 @@ def _data(options: LogitsOptions, teacher: TeacherCheckpoint) -> TrainingData:
             raise ValueError(f"{options.teacher} has no data: give --data-path or --conversations")
         paths, split = run.paths, split or run.split
     require_conversation_files(options.conversations or ())
-    for prefix in () if options.conversations else paths:
-        if not prefix.replace(".", "").isdigit() and not Path(f"{prefix}.idx").is_file():
+    for prefix in () if options.conversations else blend_of("--data-path", paths).prefixes:
+        if not Path(f"{prefix}.idx").is_file():
             raise ValueError(f"--data-path {prefix}: there is no file {prefix}.idx")
     cache = str(options.output / "cache")
     return given_data(paths, tokenizer, conversations=bool(options.conversations), split=split, cache=cache)
@@ -202,6 +204,7 @@ def _launch(options: LogitsOptions, teacher: TeacherCheckpoint, data: TrainingDa
         lr=1e-4,  # Megatron's parser asks for one
         lr_decay_style="constant",
         eval_iters=0,
+        eval_interval=None,
     )
     return Launch(
         config=teacher.config,

@@ -35,13 +35,15 @@ _COUNT = 200
 def write_text(folder: Path, tokens: int, longest: int, blended: bool) -> list[str]:
     """Write documents of up to `longest` tokens; return the options that read them."""
     random, tokenizer = Random(0), TokenizerInfo("NullTokenizer", None, vocab_size=tokens, eod=tokens - 1)
-    documents = (
-        "".join(chr(random.randrange(tokens - 1)) for _ in range(random.randint(1, longest)))
-        for _ in range(_COUNT)
-    )
-    write_dataset(documents, tokenizer, folder / "text")
-    text = str(folder / "text")
-    return ["--data-path", *(["1", text, "2", text] if blended else [text]), *_SPLIT, *tokenizer.flags]
+    names = ("text", "more") if blended else ("text",)
+    for name in names:
+        documents = (
+            "".join(chr(random.randrange(tokens - 1)) for _ in range(random.randint(1, longest)))
+            for _ in range(_COUNT)
+        )
+        write_dataset(documents, tokenizer, folder / name)
+    text = [str(folder / name) for name in names]
+    return ["--data-path", *(["1", text[0], "2", text[1]] if blended else text), *_SPLIT, *tokenizer.flags]
 
 
 def write_conversations(folder: Path, tokens: int, longest: int) -> list[str]:

@@ -9,24 +9,21 @@ The format is that of `megatron.core.datasets.indexed_dataset`, whose import tak
 
 from __future__ import annotations
 
-import itertools
 import os
-import re
-import struct
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from megatron_nemotron3.common.files import atomic_group
 from megatron_nemotron3.common.output import Bar
+from megatron_nemotron3.launch import data_sets
 from megatron_nemotron3.train.data.tokenizer import TokenizerInfo
 
 if TYPE_CHECKING:
     import numpy as np
 
-_MAGIC, _VERSION = b"MMIDIDX\0\0", 1
 #: Of the format's types, those that ids are written in: name in numpy -> code.
 _CODES = {"uint16": 8, "int32": 4}
 #: Vocabularies below it fit Megatron's smaller type.
@@ -95,7 +92,8 @@ def _write_index(path: Path, lengths: list[int], dtype: str) -> None:
     count, size = len(lengths), np.dtype(dtype).itemsize
     offsets = np.cumsum([0, *lengths[:-1]], dtype=np.int64) * size
     with path.open("wb") as stream:
-        stream.write(_MAGIC + struct.pack("<QBQQ", _VERSION, _CODES[dtype], count, count + 1))
+        head = data_sets.MAGIC, data_sets.VERSION, _CODES[dtype], count, count + 1
+        stream.write(data_sets.HEAD.pack(*head))
         stream.write(np.array(lengths, dtype=np.int32).tobytes())
         stream.write(offsets.tobytes())
         stream.write(np.arange(count + 1, dtype=np.int64).tobytes())
@@ -105,17 +103,11 @@ def read_documents(prefix: str | os.PathLike[str]) -> list[np.ndarray]:
     """Ids of each document of a data set with one sequence per document, as `write_dataset` writes it."""
     import numpy as np
 
-    prefix = os.fspath(prefix)
-    with Path(prefix + ".idx").open("rb") as stream:
-        head = stream.read(len(_MAGIC) + struct.calcsize("<QBQQ"))
-        fields: Any = ()
-        if head.startswith(_MAGIC) and len(head) == len(_MAGIC) + struct.calcsize("<QBQQ"):
-            fields = struct.unpack("<QBQQ", head[len(_MAGIC) :])
-        names = {code: name for name, code in _CODES.items()}
-        if not fields or fields[0] != _VERSION or fields[1] not in names or fields[3] != fields[2] + 1:
-            raise ValueError(f"{prefix}.idx is not the index of a data set with one sequence per document")
-        lengths = np.frombuffer(stream.read(4 * fields[2]), dtype=np.int32)
-    ids = np.fromfile(prefix + ".bin", dtype=names[fields[1]])
+    index, names = data_sets.Index(os.fspath(prefix)), {code: name for name, code in _CODES.items()}
+    if index.code not in names or index.documents != index.sequences + 1:
+        raise ValueError(f"{index.path} is not the index of a data set with one sequence per document")
+    lengths = np.fromfile(index.path, np.int32, index.sequences, offset=data_sets.HEAD.size)
+    ids = np.fromfile(f"{prefix}.bin", dtype=names[index.code])
     return np.split(ids, np.cumsum(lengths)[:-1])
 
 
@@ -129,7 +121,6 @@ def _encoded(docs: Iterable[str], tokenizer: TokenizerInfo) -> Iterator[list[int
 
 #: Tried in this order by `default_split`.
 SPLITS = ("98,2,0", "95,5,0", "90,10,0", "80,20,0", "50,50,0")
-NAMES = ("training", "validation", "test")
 
 # The validation split of a default --split holds at least this share of the text.
 _ENOUGH = 0.01
@@ -146,34 +137,15 @@ def split_documents(split: str, documents: int) -> list[range | None]:
     of 0 tokens.
     """
     ranges: list[range | None] = []
-    for name, bounds in zip(NAMES, _bounds(split), strict=True):
-        if bounds is None:
-            ranges.append(None)
-            continue
-        part = range(*(round(bound * documents) for bound in bounds))
-        if not part:
+    for name, bounds in zip(data_sets.SPLITS, data_sets.split_bounds(split), strict=True):
+        part = data_sets.cut(bounds, documents)
+        if part is not None and not part:
             raise ValueError(
                 f"--split {split} gives {name} none of the {documents} documents, and Megatron would hang: "
                 "use more documents or a larger share"
             )
         ranges.append(part)
     return ranges
-
-
-def _bounds(split: str) -> list[tuple[float, float] | None]:
-    """Shares at which each split begins and ends, read as Megatron reads them; None for weight 0."""
-    try:
-        weights = [float(weight) for weight in re.findall(r"[.0-9]+", split)]
-    except ValueError:
-        weights = []
-    if not (0 < len(weights) <= len(NAMES) and sum(weights) > 0):
-        raise ValueError(f"--split {split}: give up to three weights, for example 98,2,0")
-    weights += [0.0] * (len(NAMES) - len(weights))
-    total = 0.0
-    for weight in weights:  # not by sum, which rounds less than Megatron's numpy
-        total += weight
-    ends = list(itertools.accumulate((weight / total for weight in weights), initial=0.0))
-    return [(start, end) if end > start else None for start, end in itertools.pairwise(ends)]
 
 
 def default_split(lengths: Sequence[int]) -> str:

@@ -8,13 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_nemotron3.launch.data_sets import split_bounds
 from megatron_nemotron3.train.data import (
     default_split,
     split_documents,
     unigram_baseline,
     write_dataset,
 )
-from megatron_nemotron3.train.data.indexed import _bounds
 from tests.train.data.byte_tokenizer import byte_tokenizer
 
 pytest.importorskip("megatron.core")
@@ -57,9 +57,9 @@ def test_splits_are_read_as_megatron_reads_them(weights):
     split = ",".join(weights)
     if not any(map(float, weights)):
         with pytest.raises(ValueError, match="give up to three weights"):
-            _bounds(split)
+            split_bounds(split)
         return
-    assert _bounds(split) == upstream.convert_split_vector_to_split_matrix(
+    assert split_bounds(split) == upstream.convert_split_vector_to_split_matrix(
         upstream.parse_and_normalize_split(split)
     )
 

@@ -1,0 +1,294 @@
+"""What is wrong with the data of a command line; the numbers are those of Megatron's own builder."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_nemotron3 import cli, run
+from megatron_nemotron3.launch import data_check, data_sets
+from megatron_nemotron3.launch.explain import explain_command
+from megatron_nemotron3.models import get
+from megatron_nemotron3.train.data import indexed
+
+#: A run of 10 steps of 2 samples of 8 tokens, with 3 evaluations of 1 step.
+RUN = {
+    "--seq-length": "8",
+    "--global-batch-size": "2",
+    "--train-iters": "10",
+    "--eval-interval": "5",
+    "--eval-iters": "1",
+}
+
+
+def write(prefix: Path, lengths: list[int]) -> str:
+    indexed._write_index(Path(f"{prefix}.idx"), lengths, "uint16")
+    Path(f"{prefix}.bin").write_bytes(b"\1\0" * sum(lengths))
+    return str(prefix)
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """a: 30 documents of 40 tokens, b: 20 documents of 7, tiny: 3 documents of 2."""
+    folder = tmp_path_factory.mktemp("sets")
+    write(folder / "a", [40] * 30)
+    write(folder / "b", [7] * 20)
+    write(folder / "tiny", [2] * 3)
+    write(folder / "2020", [50] * 20)
+    Path(folder / "link.bin").symlink_to(folder / "a.bin")
+    Path(folder / "link.idx").symlink_to(folder / "a.idx")
+    for end in (".bin", ".idx"):
+        shutil.copy(folder / f"a{end}", folder / f"copy{end}")
+    (folder / "list").write_text("3 a 7 b\n")
+    splits = {"train": [3, "a", "7", "b"], "valid": "tiny", "test": None}
+    (folder / "splits.json").write_text(json.dumps(splits))
+    (folder / "half.json").write_text(json.dumps({"train": "a"}))
+    (folder / "talk.jsonl").write_text('{"messages": []}\n')
+    write(folder / "cut", [40] * 30)
+    os.truncate(folder / "cut.bin", 100)
+    write(folder / "short", [40] * 30)
+    os.truncate(folder / "short.idx", 200)
+    write(folder / "zeros", [0] * 20_000)
+    (folder / "no.idx").write_bytes(b"x" * 100)
+    (folder / "no.bin").write_bytes(b"")
+    os.mkfifo(folder / "pipe")
+    return folder
+
+
+def problem(
+    sets: Path, text: str, monkeypatch: pytest.MonkeyPatch, rows: dict[str, int] | None = None
+) -> str:
+    """What is said about a command line in the folder of the data sets; "" for nothing."""
+    monkeypatch.chdir(sets)
+    words = text.split()
+    words += [word for pair in RUN.items() if pair[0] not in words for word in pair]
+    try:
+        data_check.require(words, rows)
+    except ValueError as found:
+        return str(found)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "--data-path a --split 90,10,0",
+        "--data-path a --split 100,0,0 --eval-iters 0",
+        "--data-path a b --split 90,10,0",
+        "--data-path 0.3 a 0.7 b --split 90,10,0 --train-iters 100000",
+        "--data-path a b --split 90,10,0 --train-iters 100000 --dataloader-type cyclic",
+        "--data-args-path list --split 90,10,0",
+        "--train-data-path 3 a 7 b --valid-data-path 2020",
+        "--per-split-data-args-path splits.json --seq-length 3",
+        "--data-path ./2020 a --split 90,10,0",
+        "--data-path 2020 a --split 100 --omni-encoders x",
+        "--data-path s3://bucket/a --split 99,1,0",
+        "--data-path talk.jsonl",  # of a script that reads other files
+        "--data-path talk.jsonl --sft --split 90,10,0",
+        "--mock-data --split 0,1,0",
+        "--lr 1",
+    ],
+)
+def test_what_megatron_reads_is_accepted(sets: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert problem(sets, text, monkeypatch) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("--data-path a --split 99,1,0", "validation none of the 30 documents of a, and Megatron would hang"),
+        ("--data-path a", "--split 969, 30, 1 gives test none of the 30 documents"),
+        ("--data-path a --split 99,1,0 --eval-iters 0", "gives validation none of the 30"),
+        ("--data-path 1 a 2 tiny --split 100", "3 documents of tiny, 6 tokens, and a sample takes 9"),
+        ("--data-path b --split 95,5,0", "1 of the 20 documents of b, 7 tokens, and a sample takes 9"),
+        ("--train-data-path a --valid-data-path tiny", "gives validation 3 of the 3 documents"),
+        ("--data-path a --split 0,100,0", "leaves nothing to train on"),
+        ("--valid-data-path a", "--valid-data-path leaves nothing to train on"),
+        ("--data-path a b --split 90,10,0 --train-iters 100", "run takes 200: give weights, more data or at"),
+        ("--data-path a b --split 90,10,0 --eval-iters 9", "15 samples for validation, and the run takes 54"),
+        ("--train-data-path a b --train-samples 900", "166 samples for training, and the run takes 900"),
+        ("--data-path a --split 100 --train-samples 1", "1 is less than --global-batch-size 2"),
+        ("--data-path a b --split 90,10,0 --eval-iters 0", "the run takes no validation sample"),
+        ("--data-path 2 a --split 90,10,0 --eval-iters 0", "the run takes no validation sample"),
+        ("--data-path nan a 1 b --split 100", "weight nan of a: give a finite number above 0"),
+        ("--data-path 1e999 a 1 b --split 100", "weight 1e999 of a: give a finite"),
+        ("--data-path -1 a 1 b --split 100", "weight -1 of a: give a finite"),
+        ("--data-path 0 a 1 b --split 100", "weight 0 of a: give a finite"),
+        ("--data-path 0.5 a b --split 100", "0.5 is no data set, and not the weight of one"),
+        ("--data-path 0.5 a b 0.5 --split 100", "b stands where a weight is expected"),
+        ("--data-path a 0.5 b 0.5 --split 100", "0.5 is no data set"),
+        ("--data-path 2020 a --split 100", "reads 2020 as the weight of a, and it is a data set, too"),
+        ("--data-path --split 100", "names no data set"),
+        ("--data-path 0.3 a 0.7 link --split 100", "give it once, with weight 1"),
+        ("--data-path a ./a --split 100", "a and ./a are one data set"),
+        ("--data-path a b copy --split 100", "a and copy are one data set"),
+        ("--train-data-path a copy", "one data set"),
+        ("--data-path talk.jsonl ./talk.jsonl --sft", "one data set"),
+        ("--data-path missing --split 100", "there is no file missing.bin"),
+        ("--data-path a.bin --split 100", "there is no file a.bin.bin"),
+        ("--data-path missing.jsonl --sft", "there is no file missing.jsonl"),
+        ("--data-args-path missing --split 100", "missing: No such file or directory"),
+        ("--data-args-path pipe --split 100", "it is a pipe"),
+        ("--data-args-path list", "--data-args-path needs --split"),
+        ("--per-split-data-args-path half.json", "give an object with train, valid and test"),
+        ("--per-split-data-args-path list", "not JSON"),
+        ("--train-data-path a --split 100", "drop --split"),
+        ("--data-path a --train-data-path b", "--data-path and --train-data-path both say"),
+        ("--data-path a --per-split-data-args-path splits.json", "both say"),
+        ("--data-path a --mock-data", "--data-path and --mock-data both say"),
+        ("--data-path 1 a --split 90,10,0 --full-validation", "--full-validation reads each set once"),
+        ("--data-path a --split 1e2,1", "--split 1e2,1: give up to three weights"),
+        ("--data-path a --split -5,1", "give up to three weights"),
+        ("--data-path a --split 1,1,1,1", "give up to three weights"),
+        ("--data-path cut --split 100", "its index describes 2,400 bytes, and it has 100"),
+        ("--data-path short --split 100", "short.idx: it is cut"),
+        ("--data-path zeros --split 100", "sequences 0 to 16383 have no tokens"),
+        ("--data-path no --split 100", "not the index of a Megatron data set"),
+    ],
+)  # fmt: skip
+def test_what_megatron_would_not_read_is_refused(
+    sets: Path, text: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert expected in problem(sets, text, monkeypatch)
+
+
+def test_conversations_are_counted_in_rows(sets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(sets)
+    (sets / "more.jsonl").write_text('{"messages": [1]}\n')
+    both = {"talk.jsonl": 10, "more.jsonl": 30}
+    text = "--sft --split 90,10,0 --data-path talk.jsonl"
+    assert problem(sets, text, monkeypatch, both) == ""
+    assert "none of the 4 rows" in problem(sets, text, monkeypatch, {"talk.jsonl": 4})
+    assert problem(sets, f"{text} more.jsonl --eval-iters 0 --split 100", monkeypatch, both) == ""
+    said = problem(sets, f"{text} more.jsonl --train-iters 50", monkeypatch, both)
+    assert "reads once: 36 samples for training, and the run takes 100: give weights" in said
+
+
+class Tokenizer:
+    vocab_size, eod, pad, eos = 300, 0, 1, 0
+    unique_identifiers = {"name": "test"}
+
+
+def test_the_counts_are_those_of_megatrons_builder(tmp_path: Path) -> None:
+    """One pass over random data sets, alone and blended, and the words paired with weights."""
+    pytest.importorskip("megatron.core.datasets")
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+    from megatron.core.datasets.utils import get_blend_from_list
+
+    draw = random.Random(7)
+    compared = 0
+    for case in range(24):
+        length = draw.randint(2, 30)
+        prefixes = [
+            write(tmp_path / f"{case}-{i}", [draw.randint(0, 40) for _ in range(draw.randint(5, 90))])
+            for i in range(draw.randint(1, 3))
+        ]
+        split = ",".join(str(round(draw.random() * 9, draw.randint(0, 3))) for _ in range(draw.randint(1, 3)))
+        words = [word for prefix in prefixes for word in (str(draw.random()), prefix)]
+        if case % 2:
+            words = words[1::2]
+        try:
+            (blend,) = data_sets.blends({"--data-path": tuple(words), "--split": (split,)})
+        except ValueError:
+            continue  # three weights of 0
+        paired = get_blend_from_list(words)
+        assert (list(blend.prefixes), blend.weights and list(blend.weights)) == (paired[0], paired[1])
+        parts = [data_sets.parts_of(prefix, blend.bounds, [10**9] * 3) for prefix in prefixes]
+        if any(part is not None and not part.samples(length) for of_set in parts for part in of_set):
+            continue  # Megatron would hang at some of these
+        config: Any = GPTDatasetConfig(
+            random_seed=1,
+            sequence_length=length,
+            blend=(paired[0], None),
+            split=split,
+            tokenizer=Tokenizer(),
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=False,
+            create_attention_mask=False,
+            path_to_cache=str(tmp_path / "cache"),
+        )
+        built = BlendedMegatronDatasetBuilder(GPTDataset, [None] * 3, lambda: True, config).build()
+        ours = [
+            None if of_split[0] is None else sum(part.samples(length) for part in of_split)
+            for of_split in zip(*parts, strict=True)
+        ]
+        assert ours == [None if one is None else len(one) for one in built], (split, length)
+        if len(prefixes) == 1:
+            documents = [None if part is None else part.documents for part in parts[0]]
+            assert documents == [None if one is None else len(one.indices) for one in built]
+        compared += 1
+    assert compared > 8
+
+
+def test_a_changed_index_is_refused_or_read(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "set", [40] * 30)
+    index = (tmp_path / "set.idx").read_bytes()
+    draw, refused = random.Random(3), 0
+    for _ in range(300):
+        changed = bytearray(index[: draw.choice((len(index), draw.randrange(len(index))))])
+        for _ in range(draw.randint(0, 3) if changed else 0):
+            changed[draw.randrange(min(len(changed), 60))] = draw.randrange(256)
+        (tmp_path / "set.idx").write_bytes(changed)
+        try:
+            data_sets.parts_of(prefix, data_sets.split_bounds("8,1,1"), [9, 9, 9])
+        except ValueError as problem:
+            assert str(problem).startswith(prefix)
+            refused += 1
+    assert 100 < refused < 300
+
+
+def test_explain_names_what_this_machine_shows(sets: Path) -> None:
+    def explained(text: str) -> list[str]:
+        found = explain_command(get("nano"), f"python pretrain_hybrid.py --seq-length 8 {text}")
+        return [violation.message for violation in found.violations if violation.rule == "data"]
+
+    (said,) = explained(f"--data-path {sets}/a --split 99,1,0")
+    assert "gives validation none of the 30 documents" in said
+    assert explained("--data-path /elsewhere/a --split 99,1,0") == []
+    assert explained("--data-args-path /elsewhere/list --split 99,1,0") == []
+    assert explained("--data-path $DATA --split 99,1,0") == []
+    assert explained(f"--data-path {sets}/a --split $SPLIT") == []
+    assert "weight -1" in explained("--data-path -1 /elsewhere/a 1 /elsewhere/b --split 99,1,0")[0]
+
+
+def test_run_refuses_before_anything_starts(
+    sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, save = tmp_path / "pretrain.py", tmp_path / "save"
+    script.write_text("raise AssertionError\n")
+    words = [str(script), "--save", str(save), "--data-path", f"{sets}/a", "--split", "99,1,0"]
+    with pytest.raises(SystemExit) as ended:
+        run.main(words)
+    assert ended.value.code == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("megatron_nemotron3.run: --split 99,1,0 gives validation none of the 30 documents")
+    assert not save.exists()
+    # Of the ranks of a node one looks.
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    run.require_data(words)
+
+
+def test_train_refuses_before_anything_is_written(
+    sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
+    words = ["train", "nano", "--tiny", "--device", "cpu", "--tokenizer", str(tmp_path / "tokenizer")]
+    words += ["--seq-length", "8", "--steps", "4", "--output", str(tmp_path / "run"), "--data-path"]
+    for data, expected in (
+        (["-1", f"{sets}/a", "2", f"{sets}/b"], "weight -1 of"),
+        ([f"{sets}/a", f"{sets}/link"], "are one data set"),
+        ([f"{sets}/b"], "gives validation none of the 20 documents"),
+    ):
+        assert cli.main([*words, *data]) == 2
+        (said,) = capsys.readouterr().err.splitlines()
+        assert said.startswith("nemotron3 train: ") and expected in said
+        assert not (tmp_path / "run").exists()
