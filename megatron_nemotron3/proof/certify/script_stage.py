@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -15,7 +15,10 @@ import torch
 from megatron_nemotron3.checkpoints.metadata import CheckpointError
 from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.launch.flag import to_argv
+from megatron_nemotron3.launch.launch import Launch
 from megatron_nemotron3.models.series import AGGREGATES, KINDS
+from megatron_nemotron3.precision.formats import NVFP4
+from megatron_nemotron3.precision.settings import OPTION, Emulation
 from megatron_nemotron3.proof.certify import checkpoints, observer
 from megatron_nemotron3.proof.certify.bench import Bench, Finding, failed, last_line, passed, untested
 from megatron_nemotron3.proof.certify.compare import NUDGES, equal, farthest, nudged, spread, verdict, weights
@@ -44,6 +47,7 @@ _BLENDS = {"--train-data-path", "--per-split-data-args-path", "--data-args-path"
 #: The format of checkpoints of Megatron-FSDP, which the proxy does without.
 _OF_FSDP = "fsdp_dtensor"
 _STOCK_ONLY = {"--dataloader-inter-document-masking", "--hybrid-context-parallel"}
+_DRAWING = ", random numbers"
 #: Gradient norms are printed with three decimals.
 _NORM = 1e-3
 MONITORS = "monitors of the first step"
@@ -211,6 +215,7 @@ def script(bench: Bench) -> Iterator[Finding]:
     yield from run_findings(compared, bases[0], killed, where)
     yield from checkpoint_findings(scripts, killed, where)
     yield from resume_findings(scripts, first, killed)
+    yield from drawing_findings(bench)
     for other in _others(bench.proxy.sizes):
         yield from other_layout_findings(scripts, compared, other, bases[0], killed)
 
@@ -239,11 +244,17 @@ def run_findings(
     yield equal("expert biases (script)", base.biases(2), found.biases(2), where)
 
 
-def resume_findings(scripts: ScriptRuns, sizes: Sizes, killed: ScriptResult) -> Iterator[Finding]:
-    """Resume what was killed: the second step is that of the run that was killed."""
-    where, what = str(sizes), "resuming after a kill"
+def resume_findings(
+    scripts: ScriptRuns, sizes: Sizes, killed: ScriptResult, drawing: Sequence[str] = ()
+) -> Iterator[Finding]:
+    """Resume what was killed: the second step is that of the run that was killed.
+
+    Args:
+        drawing: words of both runs that draw random numbers.
+    """
+    where, what = f"{sizes}{_DRAWING if drawing else ''}", "resuming after a kill"
     try:
-        again = scripts.run("resumed", sizes, *scripts.loading)
+        again = scripts.run("resumed", sizes, *scripts.loading, *drawing)
     except _FAILURES as problem:
         yield failed(what, where, last_line(problem))
         return
@@ -255,6 +266,37 @@ def resume_findings(scripts: ScriptRuns, sizes: Sizes, killed: ScriptResult) -> 
     before, after = killed.seen[2, observer.WEIGHTS], again.seen[1, observer.WEIGHTS]
     yield equal("weights after resuming", before, after, where)
     yield _same_state("optimizer state after resuming", killed.state(2), again.state(1), where)
+
+
+def drawing_findings(bench: Bench) -> Iterator[Finding]:
+    """Kill and resume a run that draws random numbers as the launch does, if it draws any."""
+    sizes, config = bench.proxy.sizes[0], bench.proxy.config
+    rounding = _stochastic_rounding(bench.launch)
+    drawing = (*bench.proxy.drawing, *rounding)
+    if not drawing:
+        return
+    if rounding:  # rows of Mamba's in_proj fill blocks on every tensor-parallel rank
+        config = config.but(mamba_num_heads=16 * sizes.layout.tp, mamba_head_dim=4)
+    folder = bench.folder / "drawing"
+    folder.mkdir()
+    scripts = ScriptRuns(replace(bench, folder=folder, proxy=replace(bench.proxy, config=config)))
+    scripts.write_data()
+    try:
+        killed = scripts.run("layout", sizes, *scripts.saving, *drawing, killed_in=scripts.saved)
+    except _FAILURES as problem:
+        yield failed("training", f"{sizes}{_DRAWING}", last_line(problem))
+        return
+    yield from resume_findings(scripts, sizes, killed, drawing)
+
+
+def _stochastic_rounding(launch: Launch | None) -> tuple[str, ...]:
+    """Words that emulate the stochastic rounding of a launch, in every linear; none if it has none."""
+    if launch is None:
+        return ()
+    chosen = launch.emulate or (Emulation() if launch.precision == NVFP4 else None)
+    if chosen is None or chosen.packed or chosen.format != NVFP4 or not chosen.stochastic:
+        return ()
+    return OPTION, replace(chosen, every_layer=True).text()
 
 
 def loading_findings(
