@@ -50,7 +50,7 @@ class _Seeding:
     def _before(self, model: Any, _inputs: object) -> None:
         options = megatron_options()
         step = getattr(options, "curr_iteration", None)
-        # A CUDA graph of the iteration does not call hooks, and no generator takes a seed while it is captured.
+        # A graph of the whole iteration calls no hooks, and takes no seed while it is captured.
         if step is None or not model.training or model.config.cuda_graph_impl == "full_iteration":
             return
         if step != self._step:
@@ -66,7 +66,7 @@ def seed_all(groups: Any, options: Any, moment: tuple[int, ...]) -> None:
 
     Args:
         groups: of the model.
-        options: Megatron's, of which the seed counts, and whether data-parallel ranks have seeds of their own.
+        options: Megatron's: the seed, and whether data-parallel ranks have seeds of their own.
         moment: numbers that tell apart when in a run it is.
     """
 

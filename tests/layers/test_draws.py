@@ -14,8 +14,8 @@ import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.training.initialize import _set_random_seed
 
-from megatron_nemotron3.layers.draws import seed_all
 from megatron_nemotron3.launch import ParallelLayout, manifest
+from megatron_nemotron3.layers.draws import seed_all
 from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.proof.certify import checkpoints
 from megatron_nemotron3.train.processes import ENTRY

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from megatron_nemotron3.proof.certify import checkpoints, script_run, script_sta
 from megatron_nemotron3.proof.certify.bench import Bench, Finding, PropertyState
 from megatron_nemotron3.proof.certify.large import LaunchRequest, checkout
 from megatron_nemotron3.proof.certify.proxy import make
+from megatron_nemotron3.proof.certify.tensors import RanksDiffer
 from tests.support import checkpoint_faults as faults
 from tests.support.hf_folders import write_hf
 from tests.support.short_run import mock_argv, short_schedule
@@ -84,6 +86,22 @@ def test_a_launch_that_draws_resumes_to_the_bit(tmp_path: Path) -> None:
     }
     plain = bench(tmp_path, _L(dp=2))
     assert not list(script_stage.drawing_findings(plain))
+
+
+@pytest.mark.full
+def test_tensor_parallel_ranks_drop_the_same_elements(tmp_path: Path) -> None:
+    """Of activations that each of them holds. In CPU mode the first one's data loader draws, too."""
+    expected: dict[Callable[[], None] | None, AbstractContextManager[object]] = {
+        None: nullcontext(),
+        faults.stored_states_only: pytest.raises(RanksDiffer),
+    }
+    for fault, said in expected.items():
+        tried = bench(tmp_path / str(fault is None), _L(tp=2, sp=False), fault=fault)
+        tried.folder.mkdir()
+        scripts = script_stage.ScriptRuns(tried)
+        scripts.write_data()
+        with said:
+            scripts.run("layout", tried.proxy.sizes[0], "--hidden-dropout", "0.1")
 
 
 def test_a_stage_that_trains_nothing(tmp_path: Path) -> None:
