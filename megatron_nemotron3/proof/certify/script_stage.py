@@ -4,8 +4,8 @@ what the monitors see in its first step."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -15,10 +15,7 @@ import torch
 from megatron_nemotron3.checkpoints.metadata import CheckpointError
 from megatron_nemotron3.launch import ParallelLayout
 from megatron_nemotron3.launch.flag import to_argv
-from megatron_nemotron3.launch.launch import Launch
 from megatron_nemotron3.models.series import AGGREGATES, KINDS
-from megatron_nemotron3.precision.formats import NVFP4
-from megatron_nemotron3.precision.settings import OPTION, Emulation
 from megatron_nemotron3.proof.certify import checkpoints, observer
 from megatron_nemotron3.proof.certify.bench import Bench, Finding, failed, last_line, passed, untested
 from megatron_nemotron3.proof.certify.compare import NUDGES, equal, farthest, nudged, spread, verdict, weights
@@ -47,12 +44,11 @@ _BLENDS = {"--train-data-path", "--per-split-data-args-path", "--data-args-path"
 #: The format of checkpoints of Megatron-FSDP, which the proxy does without.
 _OF_FSDP = "fsdp_dtensor"
 _STOCK_ONLY = {"--dataloader-inter-document-masking", "--hybrid-context-parallel"}
-_DRAWING = ", random numbers"
 #: Gradient norms are printed with three decimals.
 _NORM = 1e-3
 MONITORS = "monitors of the first step"
 #: What a run that fails raises.
-_FAILURES = (RuntimeError, TimeoutError)
+FAILURES = (RuntimeError, TimeoutError)
 
 
 R = TypeVar("R")
@@ -190,7 +186,7 @@ class ScriptRuns:
 def script(bench: Bench) -> Iterator[Finding]:
     """Yield what the launch's own script shows."""
     scripts = ScriptRuns(bench)
-    if reason := _reason_against(bench, scripts.given):
+    if reason := reason_against(scripts):
         yield untested("script", reason)
         return
     yield passed("script", detail=str(scripts.script))
@@ -200,7 +196,7 @@ def script(bench: Bench) -> Iterator[Finding]:
     scripts.write_starts()
     try:
         bases = [scripts.run(f"one-{n}", None, *scripts.fresh(n), watched=True) for n in range(1 + NUDGES)]
-    except _FAILURES as problem:
+    except FAILURES as problem:
         yield failed("training", "one process", last_line(problem))
         return
     first = bench.proxy.sizes[0]
@@ -208,19 +204,20 @@ def script(bench: Bench) -> Iterator[Finding]:
     try:
         options = (*scripts.fresh(), *scripts.saving)
         killed = scripts.run("layout", first, *options, watched=True, killed_in=scripts.saved)
-    except _FAILURES as problem:
+    except FAILURES as problem:
         yield failed("training", where, last_line(problem))
         return
     compared = NoiseComparison(bases, bench.proxy.case.sequences * bench.proxy.case.seq_length)
     yield from run_findings(compared, bases[0], killed, where)
     yield from checkpoint_findings(scripts, killed, where)
-    yield from resume_findings(scripts, first, killed)
-    yield from drawing_findings(bench)
+    yield from resume_findings(scripts, first, killed, where)
     for other in _others(bench.proxy.sizes):
         yield from other_layout_findings(scripts, compared, other, bases[0], killed)
 
 
-def _reason_against(bench: Bench, given: Mapping[str, object]) -> str | None:
+def reason_against(scripts: ScriptRuns) -> str | None:
+    """Why the script of a launch cannot run here."""
+    bench, given = scripts.bench, scripts.given
     if bench.checkout is not None and _TUNING in given:
         return f"{_TUNING}: the stock script needs Hugging Face's datasets and Transformer Engine"
     if bench.checkout is None and (stock := _STOCK_ONLY.intersection(given)):
@@ -245,17 +242,13 @@ def run_findings(
 
 
 def resume_findings(
-    scripts: ScriptRuns, sizes: Sizes, killed: ScriptResult, drawing: Sequence[str] = ()
+    scripts: ScriptRuns, sizes: Sizes, killed: ScriptResult, where: str, *options: str
 ) -> Iterator[Finding]:
-    """Resume what was killed: the second step is that of the run that was killed.
-
-    Args:
-        drawing: words of both runs that draw random numbers.
-    """
-    where, what = f"{sizes}{_DRAWING if drawing else ''}", "resuming after a kill"
+    """Resume what was killed, with options of that run: the second step is the same."""
+    what = "resuming after a kill"
     try:
-        again = scripts.run("resumed", sizes, *scripts.loading, *drawing)
-    except _FAILURES as problem:
+        again = scripts.run("resumed", sizes, *scripts.loading, *options)
+    except FAILURES as problem:
         yield failed(what, where, last_line(problem))
         return
     if trained := [step for step in sorted(again.curve.steps) if step != 2]:
@@ -266,37 +259,6 @@ def resume_findings(
     before, after = killed.seen[2, observer.WEIGHTS], again.seen[1, observer.WEIGHTS]
     yield equal("weights after resuming", before, after, where)
     yield _same_state("optimizer state after resuming", killed.state(2), again.state(1), where)
-
-
-def drawing_findings(bench: Bench) -> Iterator[Finding]:
-    """Kill and resume a run that draws random numbers as the launch does, if it draws any."""
-    sizes, config = bench.proxy.sizes[0], bench.proxy.config
-    rounding = _stochastic_rounding(bench.launch)
-    drawing = (*bench.proxy.drawing, *rounding)
-    if not drawing:
-        return
-    if rounding:  # rows of Mamba's in_proj fill blocks on every tensor-parallel rank
-        config = config.but(mamba_num_heads=16 * sizes.layout.tp, mamba_head_dim=4)
-    folder = bench.folder / "drawing"
-    folder.mkdir()
-    scripts = ScriptRuns(replace(bench, folder=folder, proxy=replace(bench.proxy, config=config)))
-    scripts.write_data()
-    try:
-        killed = scripts.run("layout", sizes, *scripts.saving, *drawing, killed_in=scripts.saved)
-    except _FAILURES as problem:
-        yield failed("training", f"{sizes}{_DRAWING}", last_line(problem))
-        return
-    yield from resume_findings(scripts, sizes, killed, drawing)
-
-
-def _stochastic_rounding(launch: Launch | None) -> tuple[str, ...]:
-    """Words that emulate the stochastic rounding of a launch, in every linear; none if it has none."""
-    if launch is None:
-        return ()
-    chosen = launch.emulate or (Emulation() if launch.precision == NVFP4 else None)
-    if chosen is None or chosen.packed or chosen.format != NVFP4 or not chosen.stochastic:
-        return ()
-    return OPTION, replace(chosen, every_layer=True).text()
 
 
 def loading_findings(
@@ -381,7 +343,7 @@ def other_layout_findings(
     name = "elsewhere" if other else "elsewhere-one"
     try:
         found = scripts.run(name, other, *options)
-    except _FAILURES as problem:
+    except FAILURES as problem:
         yield failed("loading in another layout", where, last_line(problem))
         return
     yield from loading_findings(found, saved, where, optimizer)

@@ -15,7 +15,7 @@ from megatron_nemotron3.checkpoints.convert.conversion import FromHfOptions, con
 from megatron_nemotron3.launch import ParallelLayout, command_line, versions
 from megatron_nemotron3.models import get, tiny
 from megatron_nemotron3.precision.settings import Emulation
-from megatron_nemotron3.proof.certify import checkpoints, script_run, script_stage
+from megatron_nemotron3.proof.certify import checkpoints, drawing, script_run, script_stage
 from megatron_nemotron3.proof.certify.bench import Bench, Finding, PropertyState
 from megatron_nemotron3.proof.certify.large import LaunchRequest, checkout
 from megatron_nemotron3.proof.certify.proxy import make
@@ -61,7 +61,7 @@ def test_a_killed_run_resumes_to_the_bit(tmp_path: Path) -> None:
     assert second == [".distcp", ".distcp"]
     findings = [
         *script_stage.checkpoint_findings(scripts, killed, ""),
-        *script_stage.resume_findings(scripts, sizes, killed),
+        *script_stage.resume_findings(scripts, sizes, killed, ""),
     ]
     assert len(findings) == 7 and not failed(findings), findings
     scripts.bench = replace(tried, fault=faults.forget_steps)
@@ -78,14 +78,14 @@ def test_a_launch_that_draws_resumes_to_the_bit(tmp_path: Path) -> None:
     bad = replace(good, folder=tmp_path / "bad", fault=faults.stored_states_only)
     for tried in (good, bad):
         tried.folder.mkdir()
-    (sizes,), findings = good.proxy.sizes, list(script_stage.drawing_findings(good))
+    (sizes,), findings = good.proxy.sizes, list(drawing.drawing(good))
     assert len(findings) == 5 and not failed(findings), findings
     assert {finding.where for finding in findings} == {f"{sizes}, random numbers"}
-    assert failed(script_stage.drawing_findings(bad)) == {
+    assert failed(drawing.drawing(bad)) == {
         *("gradients after resuming", "weights after resuming", "optimizer state after resuming")
     }
     plain = bench(tmp_path, _L(dp=2))
-    assert not list(script_stage.drawing_findings(plain))
+    assert not list(drawing.drawing(plain))
 
 
 @pytest.mark.full
