@@ -54,6 +54,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from megatron_nemotron3.checkpoints.convert.into_model import load_base
 from megatron_nemotron3.layers.backend import TORCH, Backend, default_backend, te_problem
+from megatron_nemotron3.layers.draws import seed_by_step
 from megatron_nemotron3.layers.latent_moe import CountingRouter
 from megatron_nemotron3.layers.lora import add_when_built
 from megatron_nemotron3.layers.mtp import MTPLayer
@@ -64,7 +65,7 @@ from megatron_nemotron3.precision.install import emulate_mtp, emulate_stack
 from megatron_nemotron3.train.monitor.attach import watch_mtp, watch_stack
 
 #: What is attached to a stack when it is built, in this order.
-ATTACHED = (emulate_stack, watch_stack, partial(add_when_built, load_base=load_base))
+ATTACHED = (seed_by_step, emulate_stack, watch_stack, partial(add_when_built, load_base=load_base))
 
 
 def mtp_block_spec(norm: Any, column_parallel_linear: Any) -> ModuleSpec:

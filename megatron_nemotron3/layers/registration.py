@@ -7,26 +7,38 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 
+Holds = Callable[[Any, Any], bool]
 
-def when_taken(
-    module: torch.nn.Module, holds: Callable[[Any, Any], bool], then: Callable[[torch.nn.Module], None]
-) -> None:
+#: A module, whether a child holds it, and what to call then.
+_WAITING: list[tuple[weakref.ref[torch.nn.Module], Holds, Callable[[torch.nn.Module], None]]] = []
+
+
+def when_taken(module: torch.nn.Module, holds: Holds, then: Callable[[torch.nn.Module], None]) -> None:
     """Call `then(parent)` once, when a parent takes a child for which `holds(child, module)` is true."""
-    reference = weakref.ref(module)
+    _listen()
+    _WAITING.append((weakref.ref(module), holds, then))
 
-    def registered(parent: torch.nn.Module, _name: str, child: torch.nn.Module | None) -> None:
+
+@cache
+def _listen() -> None:
+    # One hook for good: torch's loop over these hooks fails if one of them removes itself before the last.
+    torch.nn.modules.module.register_module_module_registration_hook(_registered)
+
+
+def _registered(parent: torch.nn.Module, _name: str, child: torch.nn.Module | None) -> None:
+    for one in tuple(_WAITING):
+        reference, holds, then = one
         waiting = reference()
         if waiting is None:
-            hook.remove()
+            _WAITING.remove(one)
         elif child is not None and holds(child, waiting):
-            hook.remove()
+            _WAITING.remove(one)
             then(parent)
-
-    hook = torch.nn.modules.module.register_module_module_registration_hook(registered)
 
 
 def when_complete(stack: torch.nn.Module, then: Callable[[Any], None]) -> None:

@@ -37,13 +37,12 @@ from megatron_nemotron3.precision.linear import Emulated
 from megatron_nemotron3.precision.model_formats import Ambient, CensusError
 from megatron_nemotron3.precision.observe import Observed, PrecisionObserver
 from megatron_nemotron3.precision.packed import PackedProducts
+from megatron_nemotron3.precision.products import MODEL_PARALLEL_STREAM
 from megatron_nemotron3.precision.recipe import BLOCK, recipe
 from megatron_nemotron3.precision.serving import PACKED_KINDS, unquantized_layers
 from megatron_nemotron3.precision.settings import Emulation
 from megatron_nemotron3.precision.table import kind_of, tail_of_depth
 from megatron_nemotron3.precision.yaml_file import NO_FILE, PUBLISHED, PrecisionFile, read_config
-
-_MODEL_PARALLEL = "model-parallel-rng"
 
 
 def ambient_of(config: Any, chosen: Emulation) -> Ambient:
@@ -243,7 +242,7 @@ def _random_stream(module: Any) -> str:
     if hasattr(module, "num_gemms"):
         return get_expert_parallel_rng_tracker_name()
     if getattr(module.weight, "partition_dim", None) == 0:
-        return _MODEL_PARALLEL  # column parallel: each rank has a shard of the gradient
+        return MODEL_PARALLEL_STREAM  # column parallel: each rank has a shard of the gradient
     return get_data_parallel_rng_tracker_name()
 
 

@@ -18,6 +18,9 @@ from megatron_nemotron3.precision.quantizer import Amax, Operand, fake_quantize,
 from megatron_nemotron3.precision.recipe import Spec
 from megatron_nemotron3.precision.scales import MAX, product_scale
 
+#: Megatron's random stream of tensor-parallel ranks.
+MODEL_PARALLEL_STREAM = "model-parallel-rng"
+
 
 def operand(x: Tensor, how: Spec, amax: Amax | None = None) -> Operand:
     """Quantize an operand [..., m, k]; stochastic rounding draws from torch's default generator."""

@@ -325,6 +325,15 @@ EVIDENCE: dict[str, Evidence] = {
         stage="arguments",
         message="--fp4-param-gather must be used together with --fp4-format.",
     ),
+    "moe-router-force-biased": Wrong(
+        case=case(None, "--moe-router-force-biased", "-0.1"),
+        measured=measure.biases_of_routers,
+        shown="two forwards of a process add one bias, and those of a process that begins later another",
+    ),
+    "cuda-graph-draws": NotShown(
+        case=case(None, "--cuda-graph-impl", "full_iteration", "--hidden-dropout", "0.1"),
+        why="only a GPU has CUDA graphs",
+    ),
     "yaml-cfg": Refused(
         case=case(None, "--yaml-cfg", "run.yaml"),
         stage="arguments",

@@ -136,6 +136,33 @@ def outcome(case: Case, pretend: Callable[[], Any] = nothing) -> Outcome:
 # -- the numbers ---------------------------------------------------------------------------------------------
 
 
+def biases_of_routers(case: Case) -> str:
+    """What is added to the logits in two forwards of a process, and of one that begins at a later step."""
+    import torch
+    from megatron.core.tensor_parallel.random import (
+        get_cuda_rng_tracker,
+        get_data_parallel_rng_tracker_name,
+    )
+    from megatron.core.transformer.moe.moe_utils import RandomSTEShared
+
+    from tests.support.world import world_of_one
+
+    deviation, logits, added = float(case.extra[1]), torch.zeros(1, 8), []
+    with world_of_one():
+        for _process in range(2):
+            RandomSTEShared._cache.clear()
+            added.append([RandomSTEShared.apply(logits, deviation, 1) for _forward in range(2)])
+            with get_cuda_rng_tracker().fork(get_data_parallel_rng_tracker_name()):
+                torch.rand(1)  # of a step
+        RandomSTEShared._cache.clear()
+    kept = all(first.equal(second) for first, second in added)
+    other = not added[0][0].equal(added[1][0])
+    return (
+        f"two forwards of a process add {'one bias' if kept else 'two biases'}, and those of a process that "
+        f"begins later {'another' if other else 'the same'}"
+    )
+
+
 def rows(case: Case) -> str:
     """Rows of the embedding."""
     made = outcome(case)

@@ -19,6 +19,13 @@ def forget_steps() -> None:
     DistributedOptimizer.load_state_dict = forgetful
 
 
+def stored_states_only() -> None:
+    """Random numbers follow from the states that Megatron stores."""
+    from megatron_nemotron3.layers import draws
+
+    draws.seed_all = lambda *_: None  # type: ignore[assignment]
+
+
 def hang_in_the_last_rank() -> None:
     """The last rank never begins."""
     import os

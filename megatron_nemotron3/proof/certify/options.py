@@ -49,7 +49,7 @@ GROUPS: Mapping[str, OptionGroup] = {
     )
     for name, row in parser.table()["treatments"].items()
 }
-MODEL_SIZES, SCHEDULE = GROUPS["model sizes"], GROUPS["schedule"]
+MODEL_SIZES, SCHEDULE, RANDOM = GROUPS["model sizes"], GROUPS["schedule"], GROUPS["random numbers"]
 #: For an option that no version has.
 UNKNOWN = OptionGroup(Treatment.KEPT, "options that are not in the table")
 #: For an option that nothing turns on.
@@ -74,7 +74,7 @@ def group(
     if name in _ONLY:
         allowed, other = _ONLY[name]
         known = known if not values or values[0] in allowed else other
-    elif found == "random numbers" and values and _is_off(values):
+    elif known is RANDOM and values and _is_off(values):
         return GROUPS["model"]  # so it is kept
     return OFF if given is not None and known.switches and not _is_on(known, given) else known
 

@@ -15,7 +15,7 @@ from megatron_nemotron3.launch import ParallelLayout, parser, versions
 from megatron_nemotron3.launch import boosting as settings
 from megatron_nemotron3.launch.architecture import MODEL, MOE, MTP, emit
 from megatron_nemotron3.launch.boosting import Boost
-from megatron_nemotron3.launch.flag import Flag, parse, to_argv
+from megatron_nemotron3.launch.flag import Flag, is_known, parse, to_argv
 from megatron_nemotron3.launch.flags import backend_arguments
 from megatron_nemotron3.launch.stored_model import merged_options
 from megatron_nemotron3.models import Nemotron3Config
@@ -77,6 +77,8 @@ class ProxyLaunch:
     #: Words without layout, batch and schedule: what is computed, and by which mechanism.
     meaning: tuple[str, ...]
     mechanism: tuple[Flag, ...]
+    #: Words of options that draw random numbers, for runs that are compared with themselves only.
+    drawing: tuple[str, ...]
     #: What becomes of each option of the launch.
     treatments: Mapping[str, Treatment]
     remarks: tuple[Remark, ...]
@@ -171,6 +173,7 @@ def make(request: LaunchRequest, ranks: int, version: str | None = None) -> Prox
         remarks.append(Remark(f"adapters in the script: NEMOTRON3_LORA={lora}", _SCRIPT, Treatment.UNTESTED))
     config, sized = _small(launch, sizes, remarks)
     meaning, mechanism, treatments = list(sized), list[Flag](), dict[str, Treatment]()
+    drawing: list[Flag] = []
     grouped: dict[table.OptionGroup, list[str]] = {}
     given = {flag.name: flag.values for flag in merged.flags}
     for flag in merged.flags:
@@ -181,12 +184,15 @@ def make(request: LaunchRequest, ranks: int, version: str | None = None) -> Prox
             mechanism.append(flag)
         elif group.treatment is Treatment.KEPT:
             meaning += to_argv([flag])
+        elif group is table.RANDOM and is_known(flag.values):
+            drawing.append(flag)
         if group.treatment in (Treatment.REPLACED, Treatment.UNTESTED) or group is table.UNKNOWN:
             grouped.setdefault(group, []).append(str(flag))
         if group.treatment is Treatment.UNTESTED and flag.name == "--moe-token-dispatcher-type":
             mechanism.append(Flag(flag.name, ("alltoall",)))
     for name in (name for name in table.DROPOUT if name not in treatments):
-        grouped.setdefault(table.group(name, ("0.1",)), []).append(f"{name} 0.1, Megatron's default")
+        drawing.append(Flag(name, ("0.1",)))
+        grouped.setdefault(table.RANDOM, []).append(f"{name} 0.1, Megatron's default")
     remarks += [
         Remark(group.what, group.instead, group.treatment, tuple(names)) for group, names in grouped.items()
     ]
@@ -198,6 +204,7 @@ def make(request: LaunchRequest, ranks: int, version: str | None = None) -> Prox
         case=replace(small.training(launch, config, sizes), lora=lora, boost=boost),
         meaning=tuple(meaning),
         mechanism=tuple(mechanism),
+        drawing=tuple(to_argv(drawing)),
         treatments=treatments,
         remarks=tuple(dict.fromkeys(remarks)),
     )

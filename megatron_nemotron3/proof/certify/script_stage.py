@@ -4,7 +4,7 @@ what the monitors see in its first step."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -48,7 +48,7 @@ _STOCK_ONLY = {"--dataloader-inter-document-masking", "--hybrid-context-parallel
 _NORM = 1e-3
 MONITORS = "monitors of the first step"
 #: What a run that fails raises.
-_FAILURES = (RuntimeError, TimeoutError)
+FAILURES = (RuntimeError, TimeoutError)
 
 
 R = TypeVar("R")
@@ -186,7 +186,7 @@ class ScriptRuns:
 def script(bench: Bench) -> Iterator[Finding]:
     """Yield what the launch's own script shows."""
     scripts = ScriptRuns(bench)
-    if reason := _reason_against(bench, scripts.given):
+    if reason := reason_against(scripts):
         yield untested("script", reason)
         return
     yield passed("script", detail=str(scripts.script))
@@ -196,7 +196,7 @@ def script(bench: Bench) -> Iterator[Finding]:
     scripts.write_starts()
     try:
         bases = [scripts.run(f"one-{n}", None, *scripts.fresh(n), watched=True) for n in range(1 + NUDGES)]
-    except _FAILURES as problem:
+    except FAILURES as problem:
         yield failed("training", "one process", last_line(problem))
         return
     first = bench.proxy.sizes[0]
@@ -204,18 +204,20 @@ def script(bench: Bench) -> Iterator[Finding]:
     try:
         options = (*scripts.fresh(), *scripts.saving)
         killed = scripts.run("layout", first, *options, watched=True, killed_in=scripts.saved)
-    except _FAILURES as problem:
+    except FAILURES as problem:
         yield failed("training", where, last_line(problem))
         return
     compared = NoiseComparison(bases, bench.proxy.case.sequences * bench.proxy.case.seq_length)
     yield from run_findings(compared, bases[0], killed, where)
     yield from checkpoint_findings(scripts, killed, where)
-    yield from resume_findings(scripts, first, killed)
+    yield from resume_findings(scripts, first, killed, where)
     for other in _others(bench.proxy.sizes):
         yield from other_layout_findings(scripts, compared, other, bases[0], killed)
 
 
-def _reason_against(bench: Bench, given: Mapping[str, object]) -> str | None:
+def reason_against(scripts: ScriptRuns) -> str | None:
+    """Why the script of a launch cannot run here."""
+    bench, given = scripts.bench, scripts.given
     if bench.checkout is not None and _TUNING in given:
         return f"{_TUNING}: the stock script needs Hugging Face's datasets and Transformer Engine"
     if bench.checkout is None and (stock := _STOCK_ONLY.intersection(given)):
@@ -239,12 +241,14 @@ def run_findings(
     yield equal("expert biases (script)", base.biases(2), found.biases(2), where)
 
 
-def resume_findings(scripts: ScriptRuns, sizes: Sizes, killed: ScriptResult) -> Iterator[Finding]:
-    """Resume what was killed: the second step is that of the run that was killed."""
-    where, what = str(sizes), "resuming after a kill"
+def resume_findings(
+    scripts: ScriptRuns, sizes: Sizes, killed: ScriptResult, where: str, *options: str
+) -> Iterator[Finding]:
+    """Resume what was killed, with options of that run: the second step is the same."""
+    what = "resuming after a kill"
     try:
-        again = scripts.run("resumed", sizes, *scripts.loading)
-    except _FAILURES as problem:
+        again = scripts.run("resumed", sizes, *scripts.loading, *options)
+    except FAILURES as problem:
         yield failed(what, where, last_line(problem))
         return
     if trained := [step for step in sorted(again.curve.steps) if step != 2]:
@@ -339,7 +343,7 @@ def other_layout_findings(
     name = "elsewhere" if other else "elsewhere-one"
     try:
         found = scripts.run(name, other, *options)
-    except _FAILURES as problem:
+    except FAILURES as problem:
         yield failed("loading in another layout", where, last_line(problem))
         return
     yield from loading_findings(found, saved, where, optimizer)

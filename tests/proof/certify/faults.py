@@ -78,7 +78,8 @@ def _resuming(bench: Bench) -> Iterator[Finding]:
     scripts = script_stage.ScriptRuns(bench)
     scripts.write_data()
     shutil.copytree(healthy.saved, scripts.saved)
-    yield from script_stage.resume_findings(scripts, bench.proxy.sizes[0], killed)
+    sizes = bench.proxy.sizes[0]
+    yield from script_stage.resume_findings(scripts, sizes, killed, str(sizes))
 
 
 def _export(bench: Bench) -> Iterator[Finding]:

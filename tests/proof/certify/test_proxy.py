@@ -224,6 +224,8 @@ def test_dropout_by_default_is_said() -> None:
     remark = next(r for r in proxy.remarks if r.what.startswith("random numbers"))
     assert remark.untested
     assert remark.options == ("--hidden-dropout 0.3", "--attention-dropout 0.1, Megatron's default")
+    assert proxy.drawing == ("--hidden-dropout", "0.3", "--attention-dropout", "0.1")
+    assert proxy_of(SUPER).drawing == ()
 
 
 def test_packed_documents_fill_the_row() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ import pytest
 from megatron_nemotron3.checkpoints.convert.conversion import FromHfOptions, convert_from_hf
 from megatron_nemotron3.launch import ParallelLayout, command_line, versions
 from megatron_nemotron3.models import get, tiny
-from megatron_nemotron3.proof.certify import checkpoints, script_run, script_stage
+from megatron_nemotron3.precision.settings import Emulation
+from megatron_nemotron3.proof.certify import checkpoints, drawing, script_run, script_stage
 from megatron_nemotron3.proof.certify.bench import Bench, Finding, PropertyState
 from megatron_nemotron3.proof.certify.large import LaunchRequest, checkout
 from megatron_nemotron3.proof.certify.proxy import make
+from megatron_nemotron3.proof.certify.tensors import RanksDiffer
 from tests.support import checkpoint_faults as faults
 from tests.support.hf_folders import write_hf
 from tests.support.short_run import mock_argv, short_schedule
@@ -58,12 +61,47 @@ def test_a_killed_run_resumes_to_the_bit(tmp_path: Path) -> None:
     assert second == [".distcp", ".distcp"]
     findings = [
         *script_stage.checkpoint_findings(scripts, killed, ""),
-        *script_stage.resume_findings(scripts, sizes, killed),
+        *script_stage.resume_findings(scripts, sizes, killed, ""),
     ]
     assert len(findings) == 7 and not failed(findings), findings
     scripts.bench = replace(tried, fault=faults.forget_steps)
     again = scripts.run("again", sizes, *scripts.loading)
     assert failed(script_stage.loading_findings(again, killed, "")) == {"optimizer state loaded"}
+
+
+@pytest.mark.full
+def test_a_launch_that_draws_resumes_to_the_bit(tmp_path: Path) -> None:
+    """Dropout, and stochastic rounding by emulation; with Megatron's random states alone it does not."""
+    words = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
+    good = bench(tmp_path / "good", _L(dp=2, ep=2), *words, pattern="M*E")
+    good = replace(good, emulate=Emulation())
+    bad = replace(good, folder=tmp_path / "bad", fault=faults.stored_states_only)
+    for tried in (good, bad):
+        tried.folder.mkdir()
+    (sizes,), findings = good.proxy.sizes, list(drawing.drawing(good))
+    assert len(findings) == 5 and not failed(findings), findings
+    assert {finding.where for finding in findings} == {f"{sizes}, random numbers"}
+    assert failed(drawing.drawing(bad)) == {
+        *("gradients after resuming", "weights after resuming", "optimizer state after resuming")
+    }
+    plain = bench(tmp_path, _L(dp=2))
+    assert not list(drawing.drawing(plain))
+
+
+@pytest.mark.full
+def test_tensor_parallel_ranks_drop_the_same_elements(tmp_path: Path) -> None:
+    """Of activations that each of them holds. In CPU mode the first one's data loader draws, too."""
+    expected: dict[Callable[[], None] | None, AbstractContextManager[object]] = {
+        None: nullcontext(),
+        faults.stored_states_only: pytest.raises(RanksDiffer),
+    }
+    for fault, said in expected.items():
+        tried = bench(tmp_path / str(fault is None), _L(tp=2, sp=False), fault=fault)
+        tried.folder.mkdir()
+        scripts = script_stage.ScriptRuns(tried)
+        scripts.write_data()
+        with said:
+            scripts.run("layout", tried.proxy.sizes[0], "--hidden-dropout", "0.1")
 
 
 def test_a_stage_that_trains_nothing(tmp_path: Path) -> None:
