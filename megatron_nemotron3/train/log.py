@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_nemotron3.common import plots
 from megatron_nemotron3.common.files import open_outside
-from megatron_nemotron3.models.series import display_name
+from megatron_nemotron3.models.series import OF_STEP, display_name
 
 #: Name of the time of a step in a log line.
 MILLISECONDS = "elapsed time per iteration (ms)"
@@ -30,7 +30,10 @@ History = dict[str, list[tuple[int, float]]]
 
 @dataclass(frozen=True)
 class LogStep:
-    """One log line of training: losses are nats per token, averaged over the log interval."""
+    """One log line of training: losses are nats per token, of its step.
+
+    Megatron's means over the log interval count where the line has nothing else (models without experts).
+    """
 
     iteration: int
     total: int
@@ -82,6 +85,13 @@ class Curve:
                 found.setdefault(name, []).append((iteration, value))
         return found
 
+    def correct(self, recorded: History) -> None:
+        """Replace means over a log interval by the values of their last steps, which event files have."""
+        for name, points in recorded.items():
+            for iteration, value in points:
+                if iteration in self.steps and name in self.steps[iteration].values:
+                    self.steps[iteration].values[name] = value
+
     def add(self, line: str) -> LogStep | Validation | None:
         item = parse(line)
         if isinstance(item, LogStep):
@@ -99,7 +109,8 @@ def parse(line: str) -> LogStep | Validation | None:
         return Validation(int(found[1]), found[2] or "validation", float(found[3]), found[2] is not None)
     if (found := _STEP.search(line)) is not None and "lm loss" in line:
         values = {key.strip(): float(value) for key, value in _ITEM.findall(line)}
-        return LogStep(int(found[1]), int(found[2]), values)
+        of_step = {key.removesuffix(OF_STEP): values.pop(key) for key in [*values] if key.endswith(OF_STEP)}
+        return LogStep(int(found[1]), int(found[2]), values | of_step)
     return None
 
 

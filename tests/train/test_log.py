@@ -28,6 +28,26 @@ def test_a_step() -> None:
     assert step.values["grad norm"] == 1.77
 
 
+def test_the_loss_of_the_step_counts_before_the_mean() -> None:
+    line = STEP.replace(
+        "loss scale", "lm loss of this step: 5.1E+00 | mtp_1 loss of this step: 5.4E+00 | loss scale"
+    )
+    step = log.parse(line)
+    assert isinstance(step, log.LogStep)
+    assert (step.loss, step.mtp) == (5.1, [5.4, 5.437578])
+    assert step.values.keys() == log.parse(STEP).values.keys()  # type: ignore[union-attr]
+
+
+def test_event_files_correct_means() -> None:
+    """As of models without experts. Steps and numbers that were not logged stay away."""
+    curve = log.Curve()
+    curve.add(STEP)
+    curve.correct({"lm loss": [(1, 9.0), (3, 5.0)], "mtp_2 loss": [(3, 4.0)], "learning-rate": [(3, 1.0)]})
+    assert list(curve.steps) == [3]
+    assert (curve.steps[3].loss, curve.steps[3].mtp) == (5.0, [5.462492, 4.0])
+    assert "learning-rate" not in curve.history
+
+
 def test_other_lines() -> None:
     assert log.parse(VALID) == log.Validation(4, "validation", 5.047692, again=True)
     assert log.parse(VALID.replace(" on validation set", "")) == log.Validation(4, "validation", 5.047692)

@@ -152,6 +152,7 @@ def gather(folder: Path) -> Facts:
     if any(folder.rglob(events.PATTERN)):
         try:
             found.history = events.read(events.find(folder))
+            found.curve.correct(found.history)
         except ValueError as problem:
             found.notes.append(str(problem))
     if (folder / precision.FILE).exists():
