@@ -14,8 +14,10 @@ from megatron_nemotron3.common import plots
 from megatron_nemotron3.common.files import open_outside
 from megatron_nemotron3.models.series import OF_STEP, display_name
 
-#: Name of the time of a step in a log line.
-MILLISECONDS = "elapsed time per iteration (ms)"
+#: In the folder of a run: the log, and the folder of the event files.
+FILE, EVENTS = "train.log", "tensorboard"
+#: Names of the time of a step and of the rate of the next step in a log line.
+MILLISECONDS, RATE = "elapsed time per iteration (ms)", "learning rate"
 _STEP = re.compile(r"iteration\s+(\d+)/\s*(\d+) \|")
 _ITEM = re.compile(r"\| ([^|:]+?): *([-+0-9.eE]+|nan|inf) ")
 # In the training loop the line names no set: it is the validation set.
@@ -167,6 +169,12 @@ def draw(axes: Any, series: History, unit: str, *, log_scale: bool = False) -> N
         axes.legend(handles=[axes.lines[0], axes.lines[-1]] if many else axes.lines, ncols=2, fontsize=6.5)
 
 
+def zero_rate(curve: Curve) -> bool:
+    """Whether the learning rate was zero at every logged step. A single one may end a decay to zero."""
+    rates = [value for _, value in curve.history.get(RATE, ())]
+    return len(rates) > 1 and not any(rates)
+
+
 def verdict(curve: Curve, baseline: float | None, of: str = "next token") -> list[str]:
     """Return lines on the losses: training at first and last, and validation against the baseline."""
     if not curve.steps:
@@ -178,6 +186,10 @@ def verdict(curve: Curve, baseline: float | None, of: str = "next token") -> lis
     if last.mtp:
         depths = ", ".join(f"depth {k}: {loss:.3f}" for k, loss in enumerate(last.mtp, 1))
         lines.append(f"MTP loss         {depths}")
+    if zero_rate(curve):
+        lines.append(
+            "learning rate    0 at every logged step, so no weight changed: check --lr and the schedule"
+        )
     if curve.validation:
         step = max(curve.validation)
         loss = curve.validation[step]

@@ -42,9 +42,6 @@ from megatron_nemotron3.train.teacher import settings as distillation
 from megatron_nemotron3.train.teacher.check import check as check_teacher
 from megatron_nemotron3.train.teacher.check import record_of
 
-#: In the folder of a run: the log, and the folder of the event files.
-LOG, EVENTS = "train.log", "tensorboard"
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRequest:
@@ -173,7 +170,7 @@ def _train_alone(request: TrainRequest, launch: Launch, key: str, started: float
     for path in to_write:
         yaml_file.write_precision_file(launch.config, path)
 
-    log_file = request.output / LOG
+    log_file = request.output / log.FILE
     if begun is None:
         log_file.unlink(missing_ok=True)  # of a run that never saved
         (request.output / precision_report.FILE).unlink(missing_ok=True)
@@ -248,9 +245,9 @@ def _run(
 
 def _curve(request: TrainRequest) -> log.Curve:
     """Read the run's log, and the values of its event files if there are any."""
-    curve = log.read(str(request.output / LOG))
+    curve = log.read(str(request.output / log.FILE))
     with contextlib.suppress(ValueError, ImportError):
-        curve.correct(events.read(events.find(request.output / EVENTS)))
+        curve.correct(events.read(events.find(request.output / log.EVENTS)))
     return curve
 
 
@@ -303,7 +300,7 @@ def _own_options(request: TrainRequest) -> tuple[str, ...]:
     options: tuple[str, ...] = ()
     # Event files, if TensorBoard is installed.
     if "--tensorboard-dir" not in request.launch.options and importlib.util.find_spec("tensorboard"):
-        options += ("--tensorboard-dir", str(request.output / EVENTS))
+        options += ("--tensorboard-dir", str(request.output / log.EVENTS))
     if request.options.conversations:
         options += CONVERSATION_OPTIONS
     if request.options.pretrained is not None:

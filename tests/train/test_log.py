@@ -48,6 +48,17 @@ def test_event_files_correct_means() -> None:
     assert "learning-rate" not in curve.history
 
 
+def test_a_learning_rate_of_zero_is_said() -> None:
+    """Not of one line: at the end of a decay to zero the rate of the next step is zero."""
+    curve, zero = log.Curve(), STEP.replace("2.318020E-04", "0.000000E+00")
+    curve.add(zero)
+    assert not any("learning rate" in line for line in log.verdict(curve, None))
+    curve.add(zero.replace("iteration        3", "iteration        4"))
+    assert "learning rate    0 at every logged step" in "\n".join(log.verdict(curve, None))
+    curve.add(STEP)
+    assert not any("learning rate" in line for line in log.verdict(curve, None))
+
+
 def test_other_lines() -> None:
     assert log.parse(VALID) == log.Validation(4, "validation", 5.047692, again=True)
     assert log.parse(VALID.replace(" on validation set", "")) == log.Validation(4, "validation", 5.047692)

@@ -99,7 +99,9 @@ class LossTracker(MoEMetricsTracker):
         skipped = sums[_ADVANCED] == earlier[_ADVANCED]
         text = ""
         if not skipped and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
-            text = "".join(f" {name}{OF_STEP}: {float(value):.6E} |" for name, value in losses.items())
+            values = {name: float(value) for name, value in losses.items()}
+            # Like Megatron, which leaves out NaN.
+            text = "".join(f" {name}{OF_STEP}: {value:.6E} |" for name, value in values.items() if value >= 0)
         sums |= {name: value + sums[name] for name, value in earlier.items() if name not in _COUNTERS}
         return text
 

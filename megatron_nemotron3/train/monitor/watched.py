@@ -166,8 +166,11 @@ def measure(
         values.setdefault("unchanged_weights", {})[name] = float(rows / of)
     zeros = [sum(float(part["zeros"][i]) for part in parts if "zeros" in part) for i in (0, 1)]
     of_run = _router_numbers(layers, parts)
-    if "loss" in whole and (tokens := float(whole["loss"][1])) > 0:
-        of_run["lm_loss"] = float(whole["loss"][0]) / tokens
+    if "loss" in whole:
+        total, tokens = whole["loss"].tolist()
+        of_run["loss_tokens"] = tokens / groups.tp.size()  # each of these ranks has all losses
+        if tokens > 0:
+            of_run["lm_loss"] = total / tokens
     return _over_stages(values, zeros, of_run, groups.pp)
 
 

@@ -111,6 +111,8 @@ def test_every_layout_reports_what_one_process_does(name: str) -> None:
     for tag, points in theirs.items():
         for step, value in points.items():
             zero = 2e-6 if "zero" in tag else 0.0  # rounding makes or breaks a zero once in a while
+            if tag in ("unchanged_weights/embedding", "unchanged_weights/output_layer"):
+                zero = 1 / 256  # a row of padding, which gets no gradient
             assert ours[tag][step] == pytest.approx(value, rel=RTOL, abs=zero), (tag, step)
     for step in expected_lines:
         for item in LINE:
