@@ -43,8 +43,8 @@ class LogStep:
 
     @property
     def loss(self) -> float:
-        """Next-token loss, MTP not included."""
-        return self.values["lm loss"]
+        """Next-token loss, MTP not included; NaN, which Megatron leaves out of its line, if it has none."""
+        return self.values.get("lm loss", math.nan)
 
     @property
     def mtp(self) -> list[float]:
@@ -106,10 +106,10 @@ class Curve:
 
 
 def parse(line: str) -> LogStep | Validation | None:
-    """Read a line of Megatron's log; None if it has no losses."""
+    """Read a line of Megatron's log; None if it is neither of a step nor of an evaluation."""
     if (found := _VALID.search(line)) is not None:
         return Validation(int(found[1]), found[2] or "validation", float(found[3]), found[2] is not None)
-    if (found := _STEP.search(line)) is not None and "lm loss" in line:
+    if (found := _STEP.search(line)) is not None and ("lm loss" in line or MILLISECONDS in line):
         values = {key.strip(): float(value) for key, value in _ITEM.findall(line)}
         of_step = {key.removesuffix(OF_STEP): values.pop(key) for key in [*values] if key.endswith(OF_STEP)}
         return LogStep(int(found[1]), int(found[2]), values | of_step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,13 @@ def test_the_loss_of_the_step_counts_before_the_mean() -> None:
     assert isinstance(step, log.LogStep)
     assert (step.loss, step.mtp) == (5.1, [5.4, 5.437578])
     assert step.values.keys() == log.parse(STEP).values.keys()  # type: ignore[union-attr]
+
+
+def test_a_step_whose_loss_is_no_number() -> None:
+    """Megatron leaves it out of its line. The step was trained nevertheless."""
+    step = log.parse(STEP.replace("lm loss: 5.185680E+00 | ", ""))
+    assert isinstance(step, log.LogStep)
+    assert step.iteration == 3 and math.isnan(step.loss) and "lm loss" not in step.values
 
 
 def test_event_files_correct_means() -> None:
