@@ -59,6 +59,7 @@ class Training(Ours):
     def _put_clocks(self) -> None:
         """Around every hook, before any is registered, and around the report."""
         from megatron_nemotron3.train.monitor.attach import Monitor
+        from megatron_nemotron3.train.monitor.updates import WatchedUpdates
         from megatron_nemotron3.train.monitor.watched import WatchedLayer, WatchedLoss
 
         def clocked(function: Any) -> Any:
@@ -71,8 +72,13 @@ class Training(Ours):
 
             return call
 
-        hooks = ("_on_layer", "_on_latent", "_on_router")
-        for owner, names in ((WatchedLayer, hooks), (WatchedLoss, ("_on_model",)), (Monitor, ("report",))):
+        hooks = {
+            WatchedLayer: ("_on_layer", "_on_latent", "_on_router"),
+            WatchedLoss: ("_on_model",),
+            WatchedUpdates: ("_on_forward",),
+            Monitor: ("report",),
+        }
+        for owner, names in hooks.items():
             for name in names:
                 setattr(owner, name, clocked(getattr(owner, name)))
 

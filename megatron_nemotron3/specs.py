@@ -63,9 +63,16 @@ from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.stack_specs import BACKENDS, MODULE, models_by_spec, named_table, spec_name
 from megatron_nemotron3.precision.install import emulate_mtp, emulate_stack
 from megatron_nemotron3.train.monitor.attach import watch_mtp, watch_stack
+from megatron_nemotron3.train.monitor.losses import correct_losses
 
 #: What is attached to a stack when it is built, in this order.
-ATTACHED = (seed_by_step, emulate_stack, watch_stack, partial(add_when_built, load_base=load_base))
+ATTACHED = (
+    seed_by_step,
+    emulate_stack,
+    correct_losses,
+    watch_stack,
+    partial(add_when_built, load_base=load_base),
+)
 
 
 def mtp_block_spec(norm: Any, column_parallel_linear: Any) -> ModuleSpec:

@@ -106,9 +106,8 @@ def test_resuming_the_distributed_optimizer_changes_nothing(script: Path, tmp_pa
     resumed = _train(script, layout, _argv(layout, extra, load=folder)).steps
     whole = _run(script, name).steps
     assert sorted(resumed) == [3, 4]
-    assert resumed[3].loss == pytest.approx(whole[3].loss, rel=3e-6)
-    # The second line of a run averages with the first (upstream).
-    assert resumed[4].loss == pytest.approx((whole[3].loss + whole[4].loss) / 2, rel=3e-6)
+    for step in (3, 4):
+        assert resumed[step].loss == pytest.approx(whole[step].loss, rel=3e-6)
 
 
 @pytest.mark.parametrize(

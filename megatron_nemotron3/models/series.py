@@ -36,9 +36,12 @@ KINDS: dict[str, Kind] = {
     "latent_rms": Kind("Latent that the experts read", "RMS", log_scale=True),
     "residual_rms": Kind("Residual stream after the layer", "RMS", log_scale=True),
     "zero_gradients": Kind("Gradients that are exactly zero", "share of the layer's weights"),
+    "unchanged_weights": Kind("Weights without a change since the last measurement", "share of their rows"),
 }
 #: Section of the aggregates in TensorBoard and wandb.
 AGGREGATES = "monitor"
+#: Behind the name of a loss in the log line: the value of the line's own step, where the other is a mean.
+OF_STEP = " of this step"
 
 _DECODER = r"layer_(\d+)"
 #: Pattern of a row -> its name in the log line.

@@ -12,10 +12,12 @@ from typing import Any
 
 from megatron_nemotron3.common import plots
 from megatron_nemotron3.common.files import open_outside
-from megatron_nemotron3.models.series import display_name
+from megatron_nemotron3.models.series import OF_STEP, display_name
 
-#: Name of the time of a step in a log line.
-MILLISECONDS = "elapsed time per iteration (ms)"
+#: In the folder of a run: the log, and the folder of the event files.
+FILE, EVENTS = "train.log", "tensorboard"
+#: Names of the time of a step and of the rate of the next step in a log line.
+MILLISECONDS, RATE = "elapsed time per iteration (ms)", "learning rate"
 _STEP = re.compile(r"iteration\s+(\d+)/\s*(\d+) \|")
 _ITEM = re.compile(r"\| ([^|:]+?): *([-+0-9.eE]+|nan|inf) ")
 # In the training loop the line names no set: it is the validation set.
@@ -30,7 +32,10 @@ History = dict[str, list[tuple[int, float]]]
 
 @dataclass(frozen=True)
 class LogStep:
-    """One log line of training: losses are nats per token, averaged over the log interval."""
+    """One log line of training: losses are nats per token, of its step.
+
+    Megatron's means over the log interval count where the line has nothing else (models without experts).
+    """
 
     iteration: int
     total: int
@@ -38,8 +43,8 @@ class LogStep:
 
     @property
     def loss(self) -> float:
-        """Next-token loss, MTP not included."""
-        return self.values["lm loss"]
+        """Next-token loss, MTP not included; NaN, which Megatron leaves out of its line, if it has none."""
+        return self.values.get("lm loss", math.nan)
 
     @property
     def mtp(self) -> list[float]:
@@ -82,6 +87,13 @@ class Curve:
                 found.setdefault(name, []).append((iteration, value))
         return found
 
+    def correct(self, recorded: History) -> None:
+        """Replace means over a log interval by the values of their last steps, which event files have."""
+        for name, points in recorded.items():
+            for iteration, value in points:
+                if iteration in self.steps and name in self.steps[iteration].values:
+                    self.steps[iteration].values[name] = value
+
     def add(self, line: str) -> LogStep | Validation | None:
         item = parse(line)
         if isinstance(item, LogStep):
@@ -94,12 +106,13 @@ class Curve:
 
 
 def parse(line: str) -> LogStep | Validation | None:
-    """Read a line of Megatron's log; None if it has no losses."""
+    """Read a line of Megatron's log; None if it is neither of a step nor of an evaluation."""
     if (found := _VALID.search(line)) is not None:
         return Validation(int(found[1]), found[2] or "validation", float(found[3]), found[2] is not None)
-    if (found := _STEP.search(line)) is not None and "lm loss" in line:
+    if (found := _STEP.search(line)) is not None and ("lm loss" in line or MILLISECONDS in line):
         values = {key.strip(): float(value) for key, value in _ITEM.findall(line)}
-        return LogStep(int(found[1]), int(found[2]), values)
+        of_step = {key.removesuffix(OF_STEP): values.pop(key) for key in [*values] if key.endswith(OF_STEP)}
+        return LogStep(int(found[1]), int(found[2]), values | of_step)
     return None
 
 
@@ -156,6 +169,12 @@ def draw(axes: Any, series: History, unit: str, *, log_scale: bool = False) -> N
         axes.legend(handles=[axes.lines[0], axes.lines[-1]] if many else axes.lines, ncols=2, fontsize=6.5)
 
 
+def zero_rate(curve: Curve) -> bool:
+    """Whether the learning rate was zero at every logged step. A single one may end a decay to zero."""
+    rates = [value for _, value in curve.history.get(RATE, ())]
+    return len(rates) > 1 and not any(rates)
+
+
 def verdict(curve: Curve, baseline: float | None, of: str = "next token") -> list[str]:
     """Return lines on the losses: training at first and last, and validation against the baseline."""
     if not curve.steps:
@@ -167,6 +186,10 @@ def verdict(curve: Curve, baseline: float | None, of: str = "next token") -> lis
     if last.mtp:
         depths = ", ".join(f"depth {k}: {loss:.3f}" for k, loss in enumerate(last.mtp, 1))
         lines.append(f"MTP loss         {depths}")
+    if zero_rate(curve):
+        lines.append(
+            "learning rate    0 at every logged step, so no weight changed: check --lr and the schedule"
+        )
     if curve.validation:
         step = max(curve.validation)
         loss = curve.validation[step]

@@ -66,9 +66,16 @@ class TrainProgress:
     """Print one line per logged step, and keep what the message at the end needs."""
 
     def __init__(
-        self, verbose: bool = False, begun: int = 0, total: int | None = None, seq_length: int = 0
+        self,
+        verbose: bool = False,
+        begun: int = 0,
+        total: int | None = None,
+        seq_length: int = 0,
+        *,
+        averaged: bool = False,
     ) -> None:
-        self.verbose = verbose
+        """`averaged`: the losses of the log are Megatron's means, as in models without experts."""
+        self.verbose, self._averaged = verbose, averaged
         self._begun, self._planned, self._seq_length = begun, total, seq_length
         self._bar: Bar | None = None
         #: Interrupts so far.
@@ -92,6 +99,8 @@ class TrainProgress:
         self._killed_by: int | None = None
         self._live = drawn_on(sys.stdout) and not verbose
         self._printed = 0
+        #: Lines of steps so far, and the step after which the sums of the next line begin.
+        self._lines, self._summed_from = 0, begun
         self._evaluated: int | None = None
 
     @property
@@ -161,16 +170,25 @@ class TrainProgress:
     def _step(self, step: log.LogStep) -> None:
         # A terminal shows a bar; a file gets about twenty lines.
         mtp = " ".join(f"{loss:.3f}" for loss in step.mtp)
+        mean = self._mean_of(step)
         last = step.iteration == step.total
         if self._bar is not None:
             tokens = step.values.get("global batch size", 0) * self._seq_length
-            note = f"loss {step.loss:.3f}" + (f", MTP {mtp}" if mtp else "")
+            note = f"loss {step.loss:.3f}{mean}" + (f", MTP {mtp}" if mtp else "")
             note += f", {tokens / step.seconds:,.0f} tokens/s" if tokens and step.seconds else ""
             self._bar.to(step.iteration, step.total, note=note)
         elif last or step.iteration >= self._printed + step.total / 20 or step.iteration == 1:
             self._printed = step.iteration
-            losses = f"loss {step.loss:.3f}" + (f"  MTP {mtp}" if mtp else "")
+            losses = f"loss {step.loss:.3f}{mean}" + (f"  MTP {mtp}" if mtp else "")
             print(f"step {step.iteration:5d}/{step.total}  {losses}  {step.seconds:.2f} s/step", flush=True)
+
+    def _mean_of(self, step: log.LogStep) -> str:
+        """The number of steps whose mean a loss is; "" for the loss of one step."""
+        steps = step.iteration - self._summed_from
+        # Megatron's sums do not begin again after the first line of a process.
+        self._summed_from = step.iteration if self._lines else self._summed_from
+        self._lines += 1
+        return f" (mean of {steps} steps)" if self._averaged and steps > 1 else ""
 
     def _validation(self, item: log.Validation) -> None:
         if item.again and item.iteration == self._evaluated:

@@ -38,6 +38,7 @@ from megatron_nemotron3.precision import settings as emulation
 from megatron_nemotron3.precision import yaml_file
 from megatron_nemotron3.train import log, processes
 from megatron_nemotron3.train.inputs import CONVERSATION_OPTIONS, MEANS, TrainOptions, named_data
+from megatron_nemotron3.train.monitor import events
 from megatron_nemotron3.train.progress import TrainProgress
 from megatron_nemotron3.train.teacher import settings as distillation
 from megatron_nemotron3.train.teacher.check import check as check_teacher
@@ -174,7 +175,7 @@ def _train_alone(request: TrainRequest, launch: Launch, key: str, started: float
     for path in to_write:
         yaml_file.write_precision_file(launch.config, path)
 
-    log_file = request.output / "train.log"
+    log_file = request.output / log.FILE
     if begun is None:
         log_file.unlink(missing_ok=True)  # of a run that never saved
         (request.output / precision_report.FILE).unlink(missing_ok=True)
@@ -190,7 +191,7 @@ def _train_alone(request: TrainRequest, launch: Launch, key: str, started: float
             f"already trained to step {begun}{beyond}; to train on, give more --steps; to start over, "
             f"delete {request.output}"
         )
-        _print_report(request, log.read(str(log_file)), baseline, started)
+        _print_report(request, _curve(request), baseline, started)
         return 0
     else:
         print(f"resuming from step {begun}")
@@ -214,8 +215,7 @@ def _train_alone(request: TrainRequest, launch: Launch, key: str, started: float
         cause = progress.cause(request.checkpoints, status, need)
         raise ValueError(f"{cause}; {state} (see {log_file})")
 
-    curve = log.read(str(log_file))
-    _print_report(request, curve, baseline, started)
+    _print_report(request, _curve(request), baseline, started)
     if progress.was_interrupted:
         print(f"interrupted: {state}")
         return 130
@@ -236,7 +236,8 @@ def _run(
     if (measuring := _measurement(request)) is not None:
         env[switches.LOG_PRECISION] = measuring.text()
     planned = launch.schedule.train_iters if launch.schedule is not None else None
-    progress = TrainProgress(request.options.verbose, begun, planned, launch.seq_length)
+    averaged = launch.config.num_moe_experts is None
+    progress = TrainProgress(request.options.verbose, begun, planned, launch.seq_length, averaged=averaged)
     try:
         return processes.follow(words, env, log_file, progress), progress
     finally:
@@ -245,6 +246,14 @@ def _run(
         # A save that was complete when the processes were ended may not have reached the tracker.
         with contextlib.suppress(ValueError):
             resume.before_start(["--load", str(request.checkpoints)], rank=0, key=env[switches.LOCK])
+
+
+def _curve(request: TrainRequest) -> log.Curve:
+    """Read the run's log, and the values of its event files if there are any."""
+    curve = log.read(str(request.output / log.FILE))
+    with contextlib.suppress(ValueError, ImportError):
+        curve.correct(events.read(events.find(request.output / log.EVENTS)))
+    return curve
 
 
 def _measurement(request: TrainRequest) -> emulation.Logging | None:
@@ -295,7 +304,7 @@ def _own_options(request: TrainRequest) -> tuple[str, ...]:
     options: tuple[str, ...] = ()
     # Event files, if TensorBoard is installed.
     if "--tensorboard-dir" not in request.launch.options and importlib.util.find_spec("tensorboard"):
-        options += ("--tensorboard-dir", str(request.output / "tensorboard"))
+        options += ("--tensorboard-dir", str(request.output / log.EVENTS))
     if request.options.conversations:
         options += CONVERSATION_OPTIONS
     if request.options.pretrained is not None:

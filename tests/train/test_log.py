@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,44 @@ def test_a_step() -> None:
     assert step.mtp == [5.462492, 5.437578]
     assert step.seconds == pytest.approx(0.1471)
     assert step.values["grad norm"] == 1.77
+
+
+def test_the_loss_of_the_step_counts_before_the_mean() -> None:
+    line = STEP.replace(
+        "loss scale", "lm loss of this step: 5.1E+00 | mtp_1 loss of this step: 5.4E+00 | loss scale"
+    )
+    step = log.parse(line)
+    assert isinstance(step, log.LogStep)
+    assert (step.loss, step.mtp) == (5.1, [5.4, 5.437578])
+    assert step.values.keys() == log.parse(STEP).values.keys()  # type: ignore[union-attr]
+
+
+def test_a_step_whose_loss_is_no_number() -> None:
+    """Megatron leaves it out of its line. The step was trained nevertheless."""
+    step = log.parse(STEP.replace("lm loss: 5.185680E+00 | ", ""))
+    assert isinstance(step, log.LogStep)
+    assert step.iteration == 3 and math.isnan(step.loss) and "lm loss" not in step.values
+
+
+def test_event_files_correct_means() -> None:
+    """As of models without experts. Steps and numbers that were not logged stay away."""
+    curve = log.Curve()
+    curve.add(STEP)
+    curve.correct({"lm loss": [(1, 9.0), (3, 5.0)], "mtp_2 loss": [(3, 4.0)], "learning-rate": [(3, 1.0)]})
+    assert list(curve.steps) == [3]
+    assert (curve.steps[3].loss, curve.steps[3].mtp) == (5.0, [5.462492, 4.0])
+    assert "learning-rate" not in curve.history
+
+
+def test_a_learning_rate_of_zero_is_said() -> None:
+    """Not of one line: at the end of a decay to zero the rate of the next step is zero."""
+    curve, zero = log.Curve(), STEP.replace("2.318020E-04", "0.000000E+00")
+    curve.add(zero)
+    assert not any("learning rate" in line for line in log.verdict(curve, None))
+    curve.add(zero.replace("iteration        3", "iteration        4"))
+    assert "learning rate    0 at every logged step" in "\n".join(log.verdict(curve, None))
+    curve.add(STEP)
+    assert not any("learning rate" in line for line in log.verdict(curve, None))
 
 
 def test_other_lines() -> None:

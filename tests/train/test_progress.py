@@ -38,6 +38,19 @@ def _after(*lines: str, interrupts: int = 0) -> TrainProgress:
     return progress
 
 
+def test_a_mean_is_called_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """Megatron's sums begin after the last step, after the first line of a process not at all."""
+    for begun, lines, expected in (
+        (0, (1, 2, 3), ["", " (mean of 2 steps)", ""]),
+        (4, (5, 6, 9), ["", " (mean of 2 steps)", " (mean of 3 steps)"]),
+    ):
+        watched = TrainProgress(begun=begun, averaged=True)
+        for number in lines:
+            watched.line(_step(number))
+        printed = capsys.readouterr().out.splitlines()
+        assert [line.partition("5.186")[2].partition("  0.00")[0] for line in printed] == expected
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [

@@ -56,11 +56,9 @@ def test_trains_saves_and_resumes_with_the_same_losses(
     assert cli.main(_words(parts, text, 6, "--save-interval", "6")) == 0
     assert "resuming from step 3" in capsys.readouterr().out
     resumed = log.read(str(parts / "train.log")).steps
-    # The log line after the first of a run averages with it (upstream does not reset its sums there).
-    for step in (4, 6):
+    for step in (4, 5, 6):
         assert resumed[step].values["lm loss"] == expected[step].values["lm loss"]
         assert resumed[step].mtp == expected[step].mtp
-    assert resumed[5].loss == pytest.approx((expected[4].loss + expected[5].loss) / 2, abs=2e-6)
 
     assert cli.main(_words(parts, text, 6)) == 0
     assert "already trained to step 6" in capsys.readouterr().out

@@ -382,10 +382,10 @@ def monitors(bench: Bench) -> Iterator[Finding]:
 
 
 def _first(bench: Bench, run: str) -> Tensors:
-    """The first point of each series of a run."""
+    """What each series of a run has at its first step."""
     history = event_files.read(event_files.find(events(bench, run)))
     return {
         tag: torch.tensor(points[0][1], dtype=torch.float64)
         for tag, points in history.items()
-        if tag.partition("/")[0] in (*KINDS, AGGREGATES) and points
+        if tag.partition("/")[0] in (*KINDS, AGGREGATES) and points and points[0][0] == 1
     }

@@ -23,8 +23,8 @@ EARLY = 1000
 
 _USED = re.compile(
     r"(max_vio|max_vio_interval|dead_experts_interval|expert_bias_spread|expert_bias_mean|residual_rms|"
-    rf"zero_gradients)/.+|mtp_\d+ loss|{AGGREGATES}/"
-    r"(experts|top_k(/.+)?|interval_tokens|bias_update_rate|lm_loss|residual_rms_last_over_first)"
+    rf"zero_gradients|unchanged_weights)/.+|mtp_\d+ loss|{AGGREGATES}/"
+    r"(learning_rate|experts|top_k(/.+)?|interval_tokens|bias_update_rate|lm_loss|residual_rms_last_over_first)"
 )
 
 
@@ -89,6 +89,19 @@ RULES: tuple[MonitorRule, ...] = (
         2,
         "The layer does not learn: its output or its gradient is cut off or underflows; check that it is not "
         "frozen or bypassed, its flush to zero (--log-precision), and the loss mask.",
+        subject="update",
+    ),
+    MonitorRule(
+        signs.no_update,
+        2,
+        "They do not learn: check that the optimizer has them, that they are not frozen (requires_grad), the "
+        "learning rate of their group, and the skipped iterations.",
+        subject="update",
+    ),
+    MonitorRule(
+        signs.learning_rate_zero,
+        2,
+        "Check --lr, --min-lr, --lr-decay-iters, --lr-warmup-init and the schedule in a loaded checkpoint.",
     ),
     MonitorRule(
         signs.residual_jump,

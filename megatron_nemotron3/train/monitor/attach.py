@@ -15,7 +15,7 @@ from megatron.core.transformer.moe.moe_logging import (
     get_moe_metrics_tracker,
     set_moe_metrics_tracker,
 )
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron_nemotron3.common.hooks import MeasuredSteps, agree_on_interval, find_ddp, find_model
 from megatron_nemotron3.common.switches import MONITOR
@@ -29,6 +29,8 @@ from megatron_nemotron3.models.series import (
 )
 from megatron_nemotron3.train.monitor import settings
 from megatron_nemotron3.train.monitor.alarms import Watchdog
+from megatron_nemotron3.train.monitor.losses import LossTracker, mtp_losses
+from megatron_nemotron3.train.monitor.updates import WatchedUpdates
 from megatron_nemotron3.train.monitor.watched import WatchedLayer, WatchedLoss, measure
 
 
@@ -49,7 +51,7 @@ def watch_stack(stack: Any) -> None:
         row = decoder_row(layer.layer_number)
         monitor.add(WatchedLayer(row, (row,), layer, monitor.switch))
     find_ddp(stack, monitor.wrapped_by)
-    find_model(stack, monitor.loss.watch)
+    find_model(stack, monitor.watch_model)
 
 
 def watch_mtp(mtp_layer: Any) -> None:
@@ -71,7 +73,7 @@ def _reason_against(config: Any) -> str | None:
         reason = "the model has no MoE layer, and Megatron reports metrics through the MoE tracker"
     elif config.cuda_graph_impl not in (None, "none"):
         reason = f"--cuda-graph-impl {config.cuda_graph_impl} replays kernels without Python hooks"
-    elif type(get_moe_metrics_tracker()) not in (MoEMetricsTracker, MonitorTracker):
+    elif type(get_moe_metrics_tracker()) not in (MoEMetricsTracker, LossTracker, MonitorTracker):
         reason = f"a {type(get_moe_metrics_tracker()).__name__} was set as metric tracker before"
     else:
         return None
@@ -90,14 +92,26 @@ class Monitor:
         #: The last measured iteration.
         self.measured = 0
         self.loss = WatchedLoss(self.switch)
+        self.updates = WatchedUpdates(self.switch)
+        handle = register_optimizer_step_pre_hook(self.updates.before_step)
+        weakref.finalize(self, handle.remove)
         self._layers: weakref.WeakSet[WatchedLayer] = weakref.WeakSet()
 
     def add(self, layer: WatchedLayer) -> None:
         """Add a layer. Only its module, through its hooks, keeps it alive."""
         self._layers.add(layer)
+        self.updates.watch(layer.name, layer.module)
+
+    def watch_model(self, model: torch.nn.Module) -> None:
+        """Watch what is around the layers."""
+        self.loss.watch(model)
+        for name in ("embedding", "output_layer"):
+            if (module := getattr(model, name, None)) is not None:
+                self.updates.watch(name, module)
 
     def wrapped_by(self, ddp: torch.nn.Module) -> None:
         """Note the DDP wrapper of the layers that are inside it; its buffers hold their gradients."""
+        self.updates.in_ddp = True
         inside = set(ddp.modules())
         for layer in self.layers:
             if layer.module in inside:
@@ -118,15 +132,16 @@ class Monitor:
     def _report(self, loss_scale: float, iteration: int, writer: Any, wandb_writer: Any) -> str:
         trained = [layer for layer in self.layers if layer.has_data]
         with torch.no_grad():
-            values, totals = measure(trained, self.loss.totals(), self.groups)
-            mtp = _mtp_losses(loss_scale)
+            unchanged, rate = self.updates.take()
+            values, totals = measure(trained, self.loss.totals(), unchanged, self.groups)
+            mtp = mtp_losses(loss_scale)
         self.loss.found.clear()
         for layer in trained:
             layer.clear()
         if not values:
             return ""
         self.measured = iteration
-        numbers = aggregates(values) | totals
+        numbers = aggregates(values) | totals | ({} if rate is None else {"learning_rate": rate})
         tags = scalars(values, numbers)
         if writer is not None:
             for tag, value in tags.items():
@@ -139,12 +154,11 @@ class Monitor:
         return log_line(values, numbers)
 
 
-class MonitorTracker(MoEMetricsTracker):
-    """Upstream's tracker; `report` adds the monitors' numbers to what upstream reports."""
+class MonitorTracker(LossTracker):
+    """A tracker whose `report` adds the monitors' numbers to what upstream reports."""
 
     def __init__(self, monitor: Monitor, before: MoEMetricsTracker) -> None:
-        super().__init__()
-        self._metrics = before._metrics
+        super().__init__(before)
         self.monitor = monitor
 
     def report(
@@ -158,18 +172,3 @@ class MonitorTracker(MoEMetricsTracker):
     ) -> str:
         line: str = super().report(loss_scale, iteration, writer, wandb_writer, *args, **kwargs)
         return line + self.monitor.report(loss_scale, iteration, writer, wandb_writer)
-
-
-def _mtp_losses(loss_scale: float) -> dict[str, float]:
-    """Loss of each MTP depth under Megatron's tag; empty without MTP. Collective."""
-    tracker = MTPLossLoggingHelper.tracker
-    found = tracker.get("loss_values")
-    if found is None:
-        return {}
-    losses = found.clone()
-    for name in ("reduce_group", "avg_group"):
-        if (group := tracker.get(name)) is not None:
-            torch.distributed.all_reduce(losses, group=group)
-            if name == "avg_group":  # not every backend can average
-                losses /= group.size()
-    return {f"mtp_{i} loss": loss * loss_scale for i, loss in enumerate(losses.tolist(), 1)}

@@ -198,6 +198,23 @@ def no_gradient(series: Series) -> Signs:
     }
 
 
+def no_update(series: Series) -> Signs:
+    """Find modules whose weights are what they were although the learning rate is not zero."""
+    if number(series, "learning_rate") == 0:
+        return {}
+    return {
+        row: Sign(f"the weights of {display_name(row)} are bit by bit those of the measurement before", 1.0)
+        for row, points in _rows(series, "unchanged_weights")
+        if points[-1][1] == 1
+    }
+
+
+def learning_rate_zero(series: Series) -> Signs:
+    """Find a learning rate of zero."""
+    zero = number(series, "learning_rate") == 0
+    return {"run": Sign("the optimizer stepped with learning rate 0: no weight changes", 1.0)} if zero else {}
+
+
 def residual_jump(series: Series) -> Signs:
     """Find a sudden growth of the residual stream, or one over depth that no published run had."""
     jump, most = THRESHOLDS["residual_jump"], THRESHOLDS["residual_ratio"]

@@ -17,8 +17,11 @@ from megatron_nemotron3.train.log import History
 from megatron_nemotron3.train.monitor import events
 from megatron_nemotron3.train.monitor.alarms import scan
 
-#: Rules that need series which earlier versions did not write.
-_NEED_AGGREGATES = ("router_collapse", "dead_experts", "mtp_loss_jump")
+#: Series that earlier versions did not write, and the rules that need them.
+_NEEDED = {
+    "experts": ("router_collapse", "dead_experts", "mtp_loss_jump"),
+    "learning_rate": ("learning_rate_zero", "no_update"),
+}
 COLUMNS = 3
 
 
@@ -65,11 +68,11 @@ def watch_command(options: WatchOptions) -> int:
         )
         for finding in scan(history):
             say(f"WARNING: {finding}", warnings=[asdict(finding)])
-        if f"{AGGREGATES}/experts" not in history:
-            say(
-                f"not applied: {', '.join(_NEED_AGGREGATES)} (event files of an earlier version)",
-                not_applied=list(_NEED_AGGREGATES),
-            )
+        absent = [
+            rule for name, rules in _NEEDED.items() if f"{AGGREGATES}/{name}" not in history for rule in rules
+        ]
+        if absent:
+            say(f"not applied: {', '.join(absent)} (event files of an earlier version)", not_applied=absent)
     return 0
 
 

@@ -145,15 +145,16 @@ def max_vio(load: Tensor) -> Tensor:
 
 
 def measure(
-    layers: Sequence[WatchedLayer], loss: Tensor | None, groups: Any
+    layers: Sequence[WatchedLayer], loss: Tensor | None, unchanged: dict[str, Tensor], groups: Any
 ) -> tuple[Values, dict[str, float]]:
     """Values of all layers of all stages, and numbers of the run; the same on every rank. Collective.
 
-    layers: those of this rank. loss: [sum, tokens] of the main loss on ranks of the last stage.
+    layers: those of this rank. loss: [sum, tokens] of the main loss on ranks of the last stage. unchanged: by
+    module [rows without a change, rows].
     """
     where = {ddp: gradient_places(ddp) for ddp in {layer.ddp() for layer in layers}}
     parts = [_layer_sums(layer, where[layer.ddp()], groups) for layer in layers]
-    whole = {} if loss is None else {"loss": loss}
+    whole = unchanged if loss is None else {**unchanged, "loss": loss}
     _all_reduce([t for part in (*parts, whole) for t in part.values()], groups.tp_cp)
     worst = [_by_micro_batch(part, len(layer.rows)) for layer, part in zip(layers, parts)]
     _all_reduce([t for part in (*parts, whole) for t in part.values()], groups.dp)
@@ -161,10 +162,15 @@ def measure(
     values: Values = {}
     for layer, part, w in zip(layers, parts, worst):
         _add_values(values, layer, part, w)
+    for name, (rows, of) in unchanged.items():
+        values.setdefault("unchanged_weights", {})[name] = float(rows / of)
     zeros = [sum(float(part["zeros"][i]) for part in parts if "zeros" in part) for i in (0, 1)]
     of_run = _router_numbers(layers, parts)
-    if "loss" in whole and (tokens := float(whole["loss"][1])) > 0:
-        of_run["lm_loss"] = float(whole["loss"][0]) / tokens
+    if "loss" in whole:
+        total, tokens = whole["loss"].tolist()
+        of_run["loss_tokens"] = tokens / groups.tp.size()  # each of these ranks has all losses
+        if tokens > 0:
+            of_run["lm_loss"] = total / tokens
     return _over_stages(values, zeros, of_run, groups.pp)
 
 

@@ -21,7 +21,7 @@ from megatron_nemotron3.train import log
 from megatron_nemotron3.train.monitor import alarms, events, watch
 
 #: Series of the log line, and the tags that Megatron gives them in event files.
-RATE, NORM, TIME = "learning rate", "grad norm", log.MILLISECONDS
+RATE, NORM, TIME = log.RATE, "grad norm", log.MILLISECONDS
 _TAGS = {RATE: "learning-rate", NORM: "grad-norm"}
 _SEQUENCE = "--seq-length"
 Points = list[tuple[int, float]]
@@ -93,7 +93,12 @@ class Facts:
 
     @property
     def warnings(self) -> list[str]:
-        return [str(finding) for finding in alarms.scan(self.history)]
+        found = alarms.scan(self.history)
+        said = any(finding.rule == "learning_rate_zero" for finding in found)
+        zero = (
+            ["the learning rate was 0 at every logged step"] if log.zero_rate(self.curve) and not said else []
+        )
+        return zero + [str(finding) for finding in found]
 
     def model_rows(self) -> Rows:
         rows = [("name", self._model["name"])] if "name" in self._model else []
@@ -148,10 +153,11 @@ def gather(folder: Path) -> Facts:
     """Read a run's folder."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: " + ("it is not a folder" if folder.exists() else "it does not exist"))
-    found = Facts(folder, RunManifest(folder), log.read(str(folder / "train.log")))
+    found = Facts(folder, RunManifest(folder), log.read(str(folder / log.FILE)))
     if any(folder.rglob(events.PATTERN)):
         try:
             found.history = events.read(events.find(folder))
+            found.curve.correct(found.history)
         except ValueError as problem:
             found.notes.append(str(problem))
     if (folder / precision.FILE).exists():

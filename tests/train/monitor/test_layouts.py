@@ -111,6 +111,8 @@ def test_every_layout_reports_what_one_process_does(name: str) -> None:
     for tag, points in theirs.items():
         for step, value in points.items():
             zero = 2e-6 if "zero" in tag else 0.0  # rounding makes or breaks a zero once in a while
+            if tag in ("unchanged_weights/embedding", "unchanged_weights/output_layer"):
+                zero = 1 / 256  # a row of padding, which gets no gradient
             assert ours[tag][step] == pytest.approx(value, rel=RTOL, abs=zero), (tag, step)
     for step in expected_lines:
         for item in LINE:
@@ -128,16 +130,18 @@ def test_the_real_log_line_and_tensorboard_agree() -> None:
     assert sorted(lines) == [1, 2]
     series = monitored(history)
     assert {tag.split("/")[0] for tag in series} == {*KINDS, "monitor"}
-    assert all(sorted(points) == [1, 2] for points in series.values())
+    for tag, points in series.items():
+        assert sorted(points) == ([2] if tag.startswith("unchanged_weights/") else [1, 2]), tag
     for step, line in lines.items():
         worst = max(points[step] for tag, points in series.items() if tag.startswith("max_vio/"))
         assert line.values["worst MaxVio"] == pytest.approx(worst, abs=6e-3)
         assert line.values["dead experts"] == series["monitor/dead_experts"][step]
         share = 100 * series["monitor/zero_gradients"][step]
         assert line.values["zero gradients"] == pytest.approx(share, abs=1e-3)
-        # Megatron's own series; its second log line has the mean of two steps.
+        # Megatron's own series.
         assert series["monitor/lm_loss"][step] == pytest.approx(dict(history["lm loss"])[step], rel=1e-6)
-        assert line.values["lm loss"] > 0 and len(line.mtp) == 2  # what stands around it is still read
+        assert line.values["lm loss"] == pytest.approx(dict(history["lm loss"])[step], rel=1e-6)
+        assert len(line.mtp) == 2  # what stands around it is still read
 
 
 HURT = Path(__file__).parents[2] / "support" / "hurt_script.py"
