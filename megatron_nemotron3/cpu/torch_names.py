@@ -122,10 +122,7 @@ def uncompiled(model: Any = None, **options: Any) -> Any:
 
 
 def _accelerator_table(cuda: dict[str, Any]) -> list[tuple[Any, str, Any]]:
-    """`torch.accelerator`, torch's names for any device; what `cuda` has, too, is the same here.
-
-    Each version of torch has other names, and asks the accelerator for more: optimizers do since 2.15.
-    """
+    """The same device by the names of `torch.accelerator`, which optimizers ask since torch 2.15."""
     import torch
 
     dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -138,6 +135,7 @@ def _accelerator_table(cuda: dict[str, Any]) -> list[tuple[Any, str, Any]]:
         "get_device_capability": lambda *_: {"supported_dtypes": dtypes},
         "get_memory_info": lambda *_: (0, 0),
     }
+    # Each version of torch has other names.
     modules = (torch.accelerator, getattr(torch.accelerator, "random", None))
     names = [(module, name) for module in modules for name in getattr(module, "__all__", ())]
     return [(module, name, values[name]) for module, name in names if name in values]
