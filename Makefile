@@ -120,4 +120,4 @@ fuzz: environment
 	$(RUN) tests.fuzz --minutes 10
 
 clean:
-	rm -rf $(VENV) runs build *.egg-info
+	rm -rf $(VENV) .nox runs build *.egg-info
