@@ -74,9 +74,10 @@ test-rl: environment
 		bash .ci/bridge-environment $(VENV) $(VENV)-bridge && bash .ci/rl-environment $(VENV)-bridge $(VENV)-rl; }
 	PYTHONPATH=$(FRONT). OMP_NUM_THREADS=1 $(RL_PYTHON) -m pytest -p no:xdist -m rl tests/rl
 
-# A short suite on every supported megatron-core, each in an environment of its own (noxfile.py).
+# A short suite at the pinned, the lowest and the newest packages, and on megatron-core's main (noxfile.py).
+# SESSION=floor: one of pinned, floor, newest, main.
 test-matrix: environment
-	$(RUN) nox
+	$(RUN) nox $(if $(SESSION),-s $(SESSION))
 
 # The same and the stock script on a checkout of Megatron-LM's main, in front of the installed wheel.
 test-main: environment
@@ -119,4 +120,4 @@ fuzz: environment
 	$(RUN) tests.fuzz --minutes 10
 
 clean:
-	rm -rf $(VENV) runs build *.egg-info
+	rm -rf $(VENV) .nox runs build *.egg-info

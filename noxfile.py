@@ -1,39 +1,36 @@
-"""The short suite on every supported megatron-core: `make test-matrix`; on main alone: `make test-main`.
+"""The short suite in every supported environment: `make test-matrix`; on main alone: `make test-main`.
 
-An environment is made once per version (5 GB: torch comes with CUDA) and reused. Variables save that:
-MATRIX_PYTHON_0_19 (or _MAIN) names an interpreter that already has that megatron-core and the tests'
-packages, and MEGATRON_LM_DIR_0_19 a Megatron-LM checkout of that version, whose stock script then runs, too.
-MEGATRON_LM_DIR_MAIN names a checkout of main. Its megatron is imported in front of the installed wheel, from
-which come the packages and the compiled helper of the data sets, so nothing needs to be installed.
+pinned   this environment, which `make` created
+floor    the lowest versions that pyproject.toml allows
+newest   the highest, as pip installs them for a user
+main     megatron-core's main, with the highest versions of the rest
+
+Each trains the tiny model first, where packages are installed from the wheel. uv installs them, anew in each
+run; such an environment has 6 GB, since torch comes with CUDA. MEGATRON_LM_DIR names a Megatron-LM checkout
+of 0.19, whose stock script then runs, too, and MEGATRON_LM_DIR_MAIN one of main. Its megatron is imported in
+front of the wheel that `make` installed, from which come the packages and the compiled helper of the data
+sets, so nothing needs to be installed.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import nox
 
+nox.options.default_venv_backend = "uv"
 nox.options.reuse_existing_virtualenvs = True
 
-#: Minor version -> what pip installs. docs/environment.md says what was seen.
-RELEASES = {
-    "0.19": "megatron-core[training]==0.19.2",
-    "main": "megatron-core[training] @ git+https://github.com/NVIDIA/Megatron-LM.git@main",
+#: Session -> what `uv pip install` takes besides the package; None: nothing is installed.
+ENVIRONMENTS: dict[str, tuple[str, ...] | None] = {
+    "pinned": None,
+    "floor": ("--resolution", "lowest-direct"),
+    "newest": (),
+    "main": ("megatron-core[training] @ git+https://github.com/NVIDIA/Megatron-LM.git@main",),
 }
-PACKAGES = (
-    "torch==2.11.0",
-    "einops",
-    "hypothesis",
-    "matplotlib",
-    "pytest",
-    "pytest-xdist",
-    "safetensors",
-    "tensorboard",
-    "tokenizers",
-)
-
 #: The short suite.
 SHORT = (
     "tests/test_versions.py",
@@ -46,7 +43,17 @@ SHORT = (
     "tests/launch/test_megatron.py",
     "tests/launch/test_performance.py",
 )
-
+#: Extras that are installed together -> tests. `omni` allows only newer packages than `train`.
+EXTRAS = {
+    "completion,convert,remote,train": (
+        *SHORT,
+        "tests/checkpoints/convert/test_remote.py",
+        "tests/parallel/test_conversations.py",
+    ),
+    "omni,train": ("tests/train/omni/test_data.py", "tests/train/omni/test_build.py"),
+}
+TOOLS = ("hypothesis", "pytest", "pytest-xdist", "safetensors", "scikit-learn")
+PYTEST = ("-m", "pytest", "-q", "-n", "auto", "--maxprocesses", "4", "--dist", "loadfile")
 
 ROOT = Path(__file__).resolve().parent
 
@@ -67,32 +74,41 @@ def _in_front(checkout: str) -> str:
     return str(folder)
 
 
-def _session(version: str) -> None:
-    suffix = version.replace(".", "_").upper()
-    checkout = os.environ.get(f"MEGATRON_LM_DIR_{suffix}")
-    before_wheel = version == "main" and checkout is not None
-    python = os.environ.get(f"MATRIX_PYTHON_{suffix}") or (sys.executable if before_wheel else None)
+def _session(name: str) -> None:
+    checkout = os.environ.get("MEGATRON_LM_DIR_MAIN" if name == "main" else "MEGATRON_LM_DIR")
+    front = [_in_front(checkout)] if checkout and name == "main" else []
+    needed = None if front else ENVIRONMENTS[name]
+    python = sys.executable if needed is None else "python"
+
+    def train(session: nox.Session) -> None:
+        """Two steps of the tiny model, outside of this checkout."""
+        words = ("-m", "megatron_nemotron3", "train", "super", "--tiny", "--steps", "2", "--output", "run")
+        with tempfile.TemporaryDirectory() as folder, session.chdir(folder):
+            session.run(python, *words, external=True, env={"PYTHONPATH": os.pathsep.join(front) or None})
+
+    def test(session: nox.Session, files: tuple[str, ...]) -> None:
+        variables = {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([*front, str(ROOT)]),
+            "MEGATRON_LM_DIR": str(Path(checkout).resolve()) if checkout else "/nowhere",
+        }
+        session.run(python, *PYTEST, *files, *session.posargs, external=True, env=variables)
 
     # python=None: the interpreter that runs nox, a 3.12 of which nothing else need be on PATH.
-    @nox.session(name=version, python=None, venv_backend="none" if python else None)
+    @nox.session(name=name, python=None, venv_backend="none" if needed is None else None)
     def run(session: nox.Session) -> None:
-        if not python:
-            session.install(*PACKAGES, RELEASES[version])
-            session.install("--no-deps", "-e", ".")
-        front = [_in_front(checkout)] if checkout and before_wheel else []
-        session.run(
-            python or "python",
-            *("-m", "pytest", "-q", "-n", "auto", "--maxprocesses", "4", "--dist", "loadfile"),
-            *SHORT,
-            *session.posargs,
-            external=bool(python),
-            env={
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": os.pathsep.join([*front, str(ROOT)]),
-                "MEGATRON_LM_DIR": str(Path(checkout).resolve()) if checkout else "/nowhere",
-            },
-        )
+        if needed is None:
+            train(session)
+            test(session, SHORT)
+            return
+        # uv does not read pip's variable.
+        session.env["UV_DEFAULT_INDEX"] = os.environ.get("UV_DEFAULT_INDEX", os.environ.get("PIP_INDEX_URL"))
+        for extras, files in EXTRAS.items():
+            session.install("--upgrade", *needed, f".[{extras}]")
+            session.install(*TOOLS)
+            train(session)
+            test(session, files)
 
 
-for _version in RELEASES:
-    _session(_version)
+for _name in ENVIRONMENTS:
+    _session(_name)

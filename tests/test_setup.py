@@ -8,12 +8,16 @@ from __future__ import annotations
 import os
 import pty
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import tomllib
+
+from megatron_nemotron3.cli.packages import TESTED
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / ".ci" / "setup-environment"
@@ -175,3 +179,15 @@ def test_a_terminal_sees_what_goes_on(folder: Path) -> None:
     os.close(main)
     assert re.search(rb"\r\[3/3\] first import \xe2\x80\xa6 \d+ s, ", seen) and b" MB written" in seen
     assert b"[3/3] first import: " in seen
+
+
+def test_the_matrix_installs_every_extra_of_users_at_known_ends() -> None:
+    """Its session `floor` takes the lower bounds, so each requirement has one. The pins are the doctor's."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    installed = ",".join(runpy.run_path(str(ROOT / "noxfile.py"))["EXTRAS"]).split(",")
+    assert set(installed) == set(extras) - {"te", "docs", "dev"}  # te needs a GPU, the others are for us
+    requirements = [need for name in installed for need in extras[name] if "megatron-nemotron3[" not in need]
+    assert [need for need in requirements if ">=" not in need] == []
+    pinned = re.search(r"^PACKAGES=.*$", SCRIPT.read_text(), re.M)
+    assert pinned and f"torch=={TESTED['torch']}" in pinned[0]
+    assert f"megatron-core[training]=={TESTED['megatron-core']}" in pinned[0]

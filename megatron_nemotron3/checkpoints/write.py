@@ -142,18 +142,18 @@ def index_bytes(
         parts: (name, place) of each object and each chunk of a tensor.
         tensors: dtype and global shape of each tensor.
     """
-    from torch.distributed.checkpoint import metadata as dcp  # an import of seconds
-    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+    from torch.distributed.checkpoint import filesystem  # an import of seconds
+    from torch.distributed.checkpoint import metadata as dcp
 
     entries: dict[str, Any] = {}
-    places: dict[dcp.MetadataIndex, _StorageInfo] = {}
+    places: dict[dcp.MetadataIndex, filesystem._StorageInfo] = {}
     size = lru_cache(maxsize=4096)(torch.Size)
     for key, part in parts:
         starts = part.offsets if isinstance(part, TensorChunk) else None
         at = dcp.MetadataIndex(key, None if starts is None else size(starts))
         if at in places:
             raise ValueError(f"{key!r} has two parts at {starts}")
-        places[at] = _StorageInfo(part.file, part.offset, part.length)
+        places[at] = filesystem._StorageInfo(part.file, part.offset, part.length)
         if not isinstance(part, TensorChunk):
             entries[key] = dcp.BytesStorageMetadata()
             continue
@@ -164,4 +164,7 @@ def index_bytes(
         entries[key].chunks.append(dcp.ChunkStorageMetadata(size(part.offsets), size(part.sizes)))
     # The path of every key in the dict that was saved; here the key itself.
     planned = {name: (name,) for name in entries}
-    return pickle.dumps(dcp.Metadata(entries, planned, places, version=CURRENT_DCP_VERSION))
+    metadata = dcp.Metadata(entries, planned, places)
+    if hasattr(filesystem, "CURRENT_DCP_VERSION"):  # since torch 2.9
+        metadata.version = filesystem.CURRENT_DCP_VERSION
+    return pickle.dumps(metadata)

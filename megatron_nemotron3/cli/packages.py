@@ -98,6 +98,13 @@ RULES = (
         "pip install 'megatron-core[training]==0.19.2'",
     ),
     PackageRule(
+        "torch",
+        "warning",
+        lambda have: have.get("torch", (2, 8)) < (2, 8),
+        "older than 2.8, the first version tested: its triton refuses megatron-core's kernels without a GPU",
+        "pip install 'torch>=2.8'",
+    ),
+    PackageRule(
         "triton",
         "error",
         lambda have: have.get("megatron-core", ()) >= (0, 18, 2) and "triton" not in have,

@@ -1,4 +1,4 @@
-"""Replacements on a CPU for names of `torch.cuda` and for torch functions that take a device."""
+"""Replacements on a CPU for `torch.cuda`, `torch.accelerator` and torch functions that take a device."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ class CpuStream:
 
     def query(self) -> bool:
         return True
+
+    def is_capturing(self) -> bool:
+        return False
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
@@ -118,6 +121,26 @@ def uncompiled(model: Any = None, **options: Any) -> Any:
     return model if model is not None else lambda function: function
 
 
+def _accelerator_table(cuda: dict[str, Any]) -> list[tuple[Any, str, Any]]:
+    """The same device by the names of `torch.accelerator`, which optimizers ask since torch 2.15."""
+    import torch
+
+    dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    values: dict[str, Any] = {
+        **cuda,
+        **dict.fromkeys(("set_device_index", "set_device_idx", "empty_host_cache"), cuda["set_device"]),
+        **dict.fromkeys(("current_device_index", "current_device_idx"), lambda: 0),
+        "current_accelerator": lambda *_, **__: torch.device("cuda"),
+        "device_index": Device,
+        "get_device_capability": lambda *_: {"supported_dtypes": dtypes},
+        "get_memory_info": lambda *_: (0, 0),
+    }
+    # Each version of torch has other names.
+    modules = (torch.accelerator, getattr(torch.accelerator, "random", None))
+    names = [(module, name) for module in modules for name in getattr(module, "__all__", ())]
+    return [(module, name, values[name]) for module, name in names if name in values]
+
+
 def table() -> list[tuple[Any, str, Any]]:
     """(object, attribute, replacement) for torch itself."""
     import torch
@@ -141,7 +164,10 @@ def table() -> list[tuple[Any, str, Any]]:
     original_type = torch.Tensor.type
     factories = "tensor empty zeros ones full arange rand randn randint randperm eye linspace as_tensor"
     # torch.manual_seed calls manual_seed_all after seeding the CPU.
-    actions = "set_device synchronize empty_cache manual_seed_all set_stream reset_peak_memory_stats"
+    actions = (
+        "set_device synchronize empty_cache manual_seed_all set_stream "
+        "reset_peak_memory_stats reset_accumulated_memory_stats"
+    )
     memory = "memory_allocated max_memory_allocated memory_reserved max_memory_reserved device_memory_used"
     types = "Float Half BFloat16 Double Int Long Byte"
     cuda: dict[str, Any] = {
@@ -171,6 +197,7 @@ def table() -> list[tuple[Any, str, Any]]:
     }
     return [
         *((torch.cuda, name, value) for name, value in cuda.items()),
+        *_accelerator_table(cuda),
         (torch.cuda.random, "get_rng_state", cuda["get_rng_state"]),
         (torch.cuda.random, "set_rng_state", cuda["set_rng_state"]),
         (torch.cuda.nvtx, "range_push", nothing),

@@ -112,6 +112,26 @@ def test_names_mean_the_cpu() -> None:
     assert torch.ones(2).type() == "torch.FloatTensor"
 
 
+def test_the_accelerator_is_the_same_device() -> None:
+    """Every function of `torch.accelerator` answers; those that torch.cuda has are torch.cuda's."""
+    given = {"set_device_index": (0,), "set_device_idx": (0,), "set_stream": (None,), "device_index": (0,)}
+    own_meaning = {"get_device_capability"}  # torch.cuda's is a pair of numbers
+    parameter = torch.nn.Parameter(torch.ones(1))
+    parameter.grad = torch.ones(1)
+    with cpu.cpu_mode():
+        for module in filter(None, (torch.accelerator, getattr(torch.accelerator, "random", None))):
+            for name in set(module.__all__) - {"Graph"}:
+                getattr(module, name)(*given.get(name, ()))
+        common = set(torch.accelerator.__all__) & set(vars(torch.cuda)) - own_meaning
+        differ = [n for n in common if getattr(torch.accelerator, n) is not getattr(torch.cuda, n)]
+        assert len(common) >= 5 and differ == []
+        assert torch.accelerator.current_accelerator(check_available=True) == torch.device("cuda")
+        assert torch.accelerator.current_device_index() == torch.cuda.current_device()
+        assert not torch.accelerator.current_stream().is_capturing()
+        torch.optim.AdamW([parameter], lr=0.25, weight_decay=0.0).step()
+    assert parameter.item() == pytest.approx(0.75)  # the first step of Adam is the learning rate
+
+
 def test_the_rng_tracker_has_streams_of_its_own() -> None:
     with cpu.cpu_mode():
         from megatron.core.tensor_parallel.random import CudaRNGStatesTracker

@@ -29,6 +29,7 @@ def test_a_good_environment() -> None:
         ({"megatron-core": "0.18.2"}, "megatron-core", "error", "older than 0.19"),
         ({"triton": None}, "triton", "error", "pip install triton"),
         ({"torch": None}, "torch", "error", "not installed"),
+        ({"torch": "2.7.1+cu126"}, "torch", "warning", "torch>=2.8"),
         ({"transformers": "5.3.0"}, "transformers", "warning", "wrong logits"),
         ({"transformers": "5.14.1"}, "transformers", "warning", "5.15.1"),
         ({"transformers": "5.15.1"}, "transformers", "ok", "5.15.1"),
