@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
@@ -19,7 +20,13 @@ from megatron.core.transformer.transformer_layer import MoETransformerLayer
 from torch import Tensor
 
 from megatron_nemotron3.layers import padding
-from megatron_nemotron3.layers.registration import announce_completion, keep_argument
+from megatron_nemotron3.layers.context_parallel import mark_whole
+from megatron_nemotron3.layers.registration import (
+    announce_completion,
+    argument,
+    keep_argument,
+    when_taken,
+)
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.stack_specs import ARGUMENT, experts_text
 
@@ -104,6 +111,8 @@ class Nemotron3Stack(HybridStack):
                 print(f"megatron_nemotron3: {submodules.description}", flush=True)
         for attach in submodules.when_built:
             attach(self)
+        if argument("dataloader_inter_document_masking") and not argument("sft"):
+            when_taken(self, operator.is_, _mark_rows)
         announce_completion(self)
         size_moe_metrics(config)
 
@@ -131,6 +140,17 @@ class Nemotron3Stack(HybridStack):
         run = partial(super().forward, hidden_states, *args, **kwargs)
         output: Tensor = run() if self.around is None else self.around(run)
         return output
+
+
+def _mark_rows(model: torch.nn.Module) -> None:
+    """Let the layers know that the script cuts rows over context-parallel ranks regardless of documents."""
+
+    def mark(_model: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+        packed = kwargs.get("packed_seq_params")
+        if packed is not None and model.pg_collection.cp.size() > 1:  # type: ignore[union-attr]
+            mark_whole(packed)
+
+    model.register_forward_pre_hook(mark, with_kwargs=True)
 
 
 def _sized(

@@ -114,6 +114,8 @@ def cut_packed(
     from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
 
+    from megatron_nemotron3.layers.context_parallel import mark_whole
+
     rows, length = batch["tokens"].shape
     assert rows == 1
     cp, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
@@ -139,4 +141,6 @@ def cut_packed(
         max_seqlen_kv=longest,
         total_tokens=length,
     )
+    if whole and cp > 1:
+        mark_whole(packed)
     return {key: t[:, index].contiguous() for key, t in batch.items()}, packed
