@@ -111,7 +111,8 @@ class Nemotron3Stack(HybridStack):
                 print(f"megatron_nemotron3: {submodules.description}", flush=True)
         for attach in submodules.when_built:
             attach(self)
-        if argument("dataloader_inter_document_masking") and not argument("sft"):
+        self._isolated = bool(argument("dataloader_inter_document_masking")) and not argument("sft")
+        if self._isolated:
             when_taken(self, operator.is_, _mark_rows)
         announce_completion(self)
         size_moe_metrics(config)
@@ -130,6 +131,11 @@ class Nemotron3Stack(HybridStack):
             hidden_states: [s, b, d], this rank's part; upstream wraps it in inference.
             padding_mask: [b, s / cp], True for padding.
         """
+        if self._isolated and packed_seq_params is None:
+            raise ValueError(
+                "--dataloader-inter-document-masking: this script gives the model no borders of documents, so "
+                "they would not be isolated: use the stock pretrain_hybrid.py, or `nemotron3 train`"
+            )
         if padding_mask is not None or packed_seq_params is not None:
             hidden = hidden_states if self.pre_process else self.input_tensor
             if isinstance(hidden, Tensor):

@@ -93,6 +93,8 @@ def _train(options: argparse.Namespace) -> int:
         torch_only=log_precision is not None,
         conversations=bool(options.conversations),
     )
+    if options.isolate_documents and launch.schedule is not None:
+        launch = replace(launch, schedule=replace(launch.schedule, micro_batch_size=1))
     if log_precision is not None and (file := launch.te_precision_config_file) and not launch.emulate:
         # How a plain run is measured, not computed.
         extra = ("--te-precision-config-file", file, *launch.extra)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +13,26 @@ from megatron_nemotron3.checkpoints.trust import trust_option
 from megatron_nemotron3.common.options import flag, option, repeated
 from megatron_nemotron3.launch import TrainingData
 from megatron_nemotron3.precision import settings as emulation
+from megatron_nemotron3.train.data.indexed import require_ended
 
 #: What the loss of fine-tuning may be a mean over, the default first.
 MEANS = ("tokens", "conversations")
 
 #: Megatron's options for a training on conversations.
 CONVERSATION_OPTIONS = ("--sft", "--calculate-per-token-loss", "--sft-tokenizer-prompt-format", "default")
+
+
+#: Megatron's options for isolated documents: none attends to another, and none is the target of another.
+ISOLATE = "--isolate-documents"
+ISOLATION_OPTIONS = ("--dataloader-inter-document-masking", "--eod-mask-loss", "--calculate-per-token-loss")
+
+
+def micro_batch_problem(size: object) -> str:
+    """Why documents are not isolated in a larger micro-batch, with the cure."""
+    return (
+        f"{ISOLATE} with --micro-batch-size {size}: documents are packed into one row, and the load-balancing "
+        "loss is one of a row: use 1, and a larger --seq-length"
+    )
 
 
 _DATA, START, _LOG = "data", "where it starts", "measurements and log"
@@ -38,6 +53,7 @@ class TrainOptions:
     tokenizer: str | None = option(
         "folder of a Hugging Face tokenizer (for --data-path or --conversations)", "DIR", group=_DATA
     )
+    isolate_documents: bool = flag("no document of a sequence sees another one", group=_DATA)
     mean: str | None = option(
         f"what the loss of --conversations is a mean over (default {MEANS[0]})", choices=MEANS, group=_DATA
     )
@@ -76,6 +92,8 @@ def require_inputs(options: argparse.Namespace) -> None:
                 f"--micro-batch-size {options.micro_batch_size}: conversations are packed into rows; give 1, "
                 "and a larger --seq-length"
             )
+        if options.isolate_documents:
+            raise ValueError(f"{ISOLATE} with --conversations: none sees another anyway: drop it")
     elif options.mean is not None:
         raise ValueError("--mean goes with --conversations: drop it")
     if options.pretrained is not None and (options.pretrained / CHECKPOINTS / TRACKER).is_file():
@@ -90,10 +108,16 @@ def require_inputs(options: argparse.Namespace) -> None:
         for prefix in (word for word in options.data_path if not _is_number(word)):
             if missing := [s for s in (".bin", ".idx") if not Path(prefix + s).is_file()]:
                 raise ValueError(f"--data-path {prefix}: there is no file {prefix}{missing[0]}")
+        if options.isolate_documents:
+            require_isolation(options.data_path)
     elif options.tokenizer is not None and not options.conversations:
         raise ValueError(
             "--tokenizer goes with --data-path or --conversations; from text a tokenizer is trained: drop it"
         )
+    if options.isolate_documents and options.micro_batch_size not in (None, 1):
+        raise ValueError(micro_batch_problem(options.micro_batch_size))
+    if options.isolate_documents and (options.teacher or options.distill):
+        raise ValueError(f"{ISOLATE} and --teacher do not go together: drop one")
     if options.text is not None and not ((text := Path(options.text)).is_file() or text.is_dir()):
         what = "is neither a file nor a folder" if text.exists() else "does not exist"
         raise ValueError(f"--text {options.text} {what}")
@@ -102,6 +126,13 @@ def require_inputs(options: argparse.Namespace) -> None:
     output = options.output
     if output is not None and output.exists() and not output.is_dir():
         raise ValueError(f"--output {output} is a file: give a folder")
+
+
+def require_isolation(data_path: Sequence[str]) -> None:
+    """Raise ValueError at a data set of --data-path without ends of documents; warn where they are doubtful."""
+    for prefix in (word for word in data_path if not _is_number(word)):
+        if warning := require_ended(prefix):
+            print(f"warning: {warning}", file=sys.stderr)
 
 
 def require_conversation_files(files: Sequence[str]) -> None:

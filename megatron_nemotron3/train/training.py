@@ -35,7 +35,13 @@ from megatron_nemotron3.precision import report as precision_report
 from megatron_nemotron3.precision import settings as emulation
 from megatron_nemotron3.precision import yaml_file
 from megatron_nemotron3.train import log, processes
-from megatron_nemotron3.train.inputs import CONVERSATION_OPTIONS, MEANS, TrainOptions, given_data
+from megatron_nemotron3.train.inputs import (
+    CONVERSATION_OPTIONS,
+    ISOLATION_OPTIONS,
+    MEANS,
+    TrainOptions,
+    given_data,
+)
 from megatron_nemotron3.train.progress import TrainProgress
 from megatron_nemotron3.train.teacher import settings as distillation
 from megatron_nemotron3.train.teacher.check import check as check_teacher
@@ -294,6 +300,8 @@ def _own_options(request: TrainRequest) -> tuple[str, ...]:
         options += ("--tensorboard-dir", str(request.output / "tensorboard"))
     if request.options.conversations:
         options += CONVERSATION_OPTIONS
+    if request.options.isolate_documents:
+        options += ISOLATION_OPTIONS
     if request.options.pretrained is not None:
         options += ("--pretrained-checkpoint", str(request.options.pretrained))
     return options

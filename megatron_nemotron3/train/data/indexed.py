@@ -105,7 +105,15 @@ def read_documents(prefix: str | os.PathLike[str]) -> list[np.ndarray]:
     """Ids of each document of a data set with one sequence per document, as `write_dataset` writes it."""
     import numpy as np
 
-    prefix = os.fspath(prefix)
+    lengths, dtype = _read_index(os.fspath(prefix))
+    ids = np.fromfile(os.fspath(prefix) + ".bin", dtype=dtype)
+    return np.split(ids, np.cumsum(lengths)[:-1])
+
+
+def _read_index(prefix: str, most: int = -1) -> tuple[np.ndarray, str]:
+    """Lengths of documents, of the first `most` if it is positive, and numpy's name of the type of the ids."""
+    import numpy as np
+
     with Path(prefix + ".idx").open("rb") as stream:
         head = stream.read(len(_MAGIC) + struct.calcsize("<QBQQ"))
         fields: Any = ()
@@ -114,9 +122,42 @@ def read_documents(prefix: str | os.PathLike[str]) -> list[np.ndarray]:
         names = {code: name for name, code in _CODES.items()}
         if not fields or fields[0] != _VERSION or fields[1] not in names or fields[3] != fields[2] + 1:
             raise ValueError(f"{prefix}.idx is not the index of a data set with one sequence per document")
-        lengths = np.frombuffer(stream.read(4 * fields[2]), dtype=np.int32)
-    ids = np.fromfile(prefix + ".bin", dtype=names[fields[1]])
-    return np.split(ids, np.cumsum(lengths)[:-1])
+        count = fields[2] if most < 0 else min(most, fields[2])
+        return np.frombuffer(stream.read(4 * count), dtype=np.int32), names[fields[1]]
+
+
+#: Documents and tokens that `require_ended` looks at.
+_LOOKED_AT, _TOKENS_LOOKED_AT = 256, 1 << 20
+
+
+def require_ended(prefix: str) -> str:
+    """Look whether documents end with a token that ends a document, as `--append-eod` of Megatron's tool makes them.
+
+    Returns:
+        A warning if that token also stands inside of documents, else "".
+
+    Raises:
+        ValueError: the first documents end with different tokens.
+    """
+    import numpy as np
+
+    lengths, dtype = _read_index(prefix, _LOOKED_AT)
+    ids = np.memmap(prefix + ".bin", dtype=dtype, mode="r")
+    borders = np.cumsum(lengths)
+    ends = ids[borders[lengths > 0] - 1]
+    if (different := len(set(ends.tolist()))) > 1:
+        raise ValueError(
+            f"{prefix}: its first {len(ends)} documents end with {different} different tokens, so nothing marks "
+            "where the loss must stop: prepare them with --append-eod"
+        )
+    inside = int((ids[: min(int(borders[-1]), _TOKENS_LOOKED_AT)] == ends[0]).sum()) if len(ends) > 1 else 0
+    whole = int((borders <= _TOKENS_LOOKED_AT).sum())
+    if inside <= whole:
+        return ""
+    return (
+        f"{prefix}: its first {whole} documents hold their last token, {ends[0]}, {inside} times: what is joined "
+        "in one document is not isolated: write a document on each line"
+    )
 
 
 def _encoded(docs: Iterable[str], tokenizer: TokenizerInfo) -> Iterator[list[int]]:
