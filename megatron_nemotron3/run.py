@@ -317,8 +317,8 @@ def verify_rows(arguments: list[str], words: str, spec: Any, isolate: bool) -> N
     cut_whole = ISOLATION_OPTIONS[0] in arguments and "--sft" not in arguments and cp != "1"
     if cut_whole and spec is not None and not is_torch(spec):
         fail(
-            f"{ISOLATION_OPTIONS[0]} with --context-parallel-size {cp}: Transformer Engine's layers take rows "
-            f"that are cut document by document, and Megatron cuts the whole row: use {_torch_spec(spec)}"
+            f"{ISOLATION_OPTIONS[0]} with --context-parallel-size {cp}: Megatron cuts the whole row, and "
+            f"Transformer Engine's layers take one that is cut document by document: use {_torch_spec(spec)}"
         )
 
 

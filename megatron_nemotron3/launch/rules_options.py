@@ -176,8 +176,9 @@ OPTION_RULES: tuple[Rule, ...] = (
         "documents-cp",
         lambda c: _unpadded(c) and c.layout.cp > 1 and ("M" in c.kinds or c.config.has_mtp),
         lambda c: (
-            f"{_unpadded(c)} with CP={c.layout.cp}: Megatron splits a row over CP ranks regardless of document "
-            "boundaries, but Mamba and MTP assume that each document is split by itself: use cp=1"
+            f"{_unpadded(c)} with CP={c.layout.cp}: Megatron splits a row over CP ranks "
+            "regardless of document boundaries, but Mamba and MTP assume that each document is split by "
+            "itself: use cp=1"
             + (", or backend torch" if _unpadded(c) == _ISOLATING else ", or --sft, which pads documents")
         ),
         "megatron/core/ssm/mamba_context_parallel.py; Megatron-LM #6205, #4495",

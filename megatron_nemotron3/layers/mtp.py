@@ -143,9 +143,10 @@ def refuse_padding(packed: PackedSeqParams) -> None:
     padded = packed.cu_seqlens_q_padded
     if is_cut_whole(packed) or (padded is not None and padded is not packed.cu_seqlens_q):
         raise ValueError(
-            "packed documents have cu_seqlens_q_padded, or a row that is cut whole over CP ranks, and this model "
-            "is no HybridModel or was not called as a module. Megatron would take MTP's labels from neighboring documents (Megatron-LM #6205): "
-            "call model(...), or pass the padded cu_seqlens as both and mask the padding in the loss"
+            "packed documents have cu_seqlens_q_padded, or CP cuts their row as a whole, and this model is no "
+            "HybridModel or was not called as a module. Megatron would take MTP's labels from neighboring "
+            "documents (Megatron-LM #6205): call model(...), or pass the padded cu_seqlens as both and mask "
+            "the padding in the loss"
         )
 
 
@@ -163,8 +164,8 @@ class LossHooks:
         self._gradient: Tensor | None = None
         self._logged: Tensor | None = None
         self._before: Tensor | None = None
-        #: Of a row that is cut whole, of each depth: whether a target lies behind a border [depths, s / cp], the
-        #: number of those that Megatron counts [depths], and their share of its mean [depths].
+        #: Of a row that is cut whole, of each depth: whether a target lies behind a border [depths, s / cp],
+        #: the number of those that Megatron counts [depths], and their share of its mean [depths].
         self._beyond: tuple[Tensor, Tensor, Tensor] | None = None
         self._entries = 1
 

@@ -133,8 +133,8 @@ class Nemotron3Stack(HybridStack):
         """
         if self._isolated and packed_seq_params is None:
             raise ValueError(
-                "--dataloader-inter-document-masking: this script gives the model no borders of documents, so "
-                "they would not be isolated: use the stock pretrain_hybrid.py, or `nemotron3 train`"
+                "--dataloader-inter-document-masking: this script gives the model no borders of documents, "
+                "so they would not be isolated: use the stock pretrain_hybrid.py, or `nemotron3 train`"
             )
         if padding_mask is not None or packed_seq_params is not None:
             hidden = hidden_states if self.pre_process else self.input_tensor

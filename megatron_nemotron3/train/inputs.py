@@ -30,8 +30,8 @@ ISOLATION_OPTIONS = ("--dataloader-inter-document-masking", "--eod-mask-loss", "
 def micro_batch_problem(size: object) -> str:
     """Why documents are not isolated in a larger micro-batch, with the cure."""
     return (
-        f"{ISOLATE} with --micro-batch-size {size}: documents are packed into one row, and the load-balancing "
-        "loss is one of a row: use 1, and a larger --seq-length"
+        f"{ISOLATE} with --micro-batch-size {size}: documents are packed into one row, and the "
+        "load-balancing loss is one of a row: use 1, and a larger --seq-length"
     )
 
 
@@ -129,7 +129,7 @@ def require_inputs(options: argparse.Namespace) -> None:
 
 
 def require_isolation(data_path: Sequence[str]) -> None:
-    """Raise ValueError at a data set of --data-path without ends of documents; warn where they are doubtful."""
+    """Raise ValueError at a data set without ends of documents; print a warning where they are doubtful."""
     for prefix in (word for word in data_path if not _is_number(word)):
         if warning := require_ended(prefix):
             print(f"warning: {warning}", file=sys.stderr)

@@ -111,7 +111,7 @@ def read_documents(prefix: str | os.PathLike[str]) -> list[np.ndarray]:
 
 
 def _read_index(prefix: str, most: int = -1) -> tuple[np.ndarray, str]:
-    """Lengths of documents, of the first `most` if it is positive, and numpy's name of the type of the ids."""
+    """Lengths of the documents, or of the first `most`, and numpy's name of the type of the ids."""
     import numpy as np
 
     with Path(prefix + ".idx").open("rb") as stream:
@@ -131,7 +131,7 @@ _LOOKED_AT, _TOKENS_LOOKED_AT = 256, 1 << 20
 
 
 def require_ended(prefix: str) -> str:
-    """Look whether documents end with a token that ends a document, as `--append-eod` of Megatron's tool makes them.
+    """Look whether documents end with the same token, as `preprocess_data.py --append-eod` makes them.
 
     Returns:
         A warning if that token also stands inside of documents, else "".
@@ -147,16 +147,16 @@ def require_ended(prefix: str) -> str:
     ends = ids[borders[lengths > 0] - 1]
     if (different := len(set(ends.tolist()))) > 1:
         raise ValueError(
-            f"{prefix}: its first {len(ends)} documents end with {different} different tokens, so nothing marks "
-            "where the loss must stop: prepare them with --append-eod"
+            f"{prefix}: its first {len(ends)} documents end with {different} different tokens, so nothing "
+            "marks where the loss must stop: prepare them with --append-eod"
         )
     inside = int((ids[: min(int(borders[-1]), _TOKENS_LOOKED_AT)] == ends[0]).sum()) if len(ends) > 1 else 0
     whole = int((borders <= _TOKENS_LOOKED_AT).sum())
     if inside <= whole:
         return ""
     return (
-        f"{prefix}: its first {whole} documents hold their last token, {ends[0]}, {inside} times: what is joined "
-        "in one document is not isolated: write a document on each line"
+        f"{prefix}: its first {whole} documents hold their last token, {ends[0]}, {inside} times: what is "
+        "joined in one document is not isolated: write a document on each line"
     )
 
 
