@@ -112,3 +112,19 @@ def test_a_step_is_that_of_the_documents_alone(layout: ParallelLayout) -> None:
     assert found.losses[0] == pytest.approx(wanted.loss, rel=1e-6)
     assert found.mtp[0] == pytest.approx(wanted.mtp, rel=1e-6)
     assert farthest(found.gradients, wanted.gradients) < 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithoutBorders(FromScript):
+    """A script that knows nothing of the option."""
+
+    def shares(self, batch: dict[str, Tensor]) -> Iterator[Batch]:
+        for share, _ in super().shares(batch):
+            yield share, None
+
+
+@pytest.mark.full
+def test_a_script_that_gives_no_borders_is_refused() -> None:
+    case = WithoutBorders(**vars(SUPER))
+    with pytest.raises(RuntimeError, match="this script gives the model no borders of documents"):
+        train(case, weights(SUPER))
