@@ -296,15 +296,15 @@ def verify_measurable(spec: Any) -> None:
         )
 
 
-def verify_isolation(given: RunArguments) -> None:
+def verify_isolation(arguments: list[str], *, distilled: bool) -> None:
     """Stop a run with `--isolate-documents` on what it does not support, or whose documents have no ends."""
-    if (size := option_value(given.arguments, "--micro-batch-size")) not in (None, "1"):
+    if (size := option_value(arguments, "--micro-batch-size")) not in (None, "1"):
         fail(micro_batch_problem(size))
-    if "--sft" in given.arguments:
+    if "--sft" in arguments:
         fail(f"{ISOLATE} with --sft: none of its conversations sees another anyway: drop it")
-    if any(given.teachers):
+    if distilled:
         fail(f"{ISOLATE} and {distillation.TEACHER} do not go together: drop one")
-    require_isolation(option_values(given.arguments, "--data-path") or ())
+    require_isolation(option_values(arguments, "--data-path") or ())
 
 
 def verify_rows(arguments: list[str], words: str, spec: Any, isolate: bool) -> None:
@@ -355,7 +355,7 @@ def _launch(given: RunArguments) -> None:
         teacher = record_of(distilled)
         boost = boosting.requested(arguments, distilled=bool(distilled))
         if isolate:
-            verify_isolation(given)
+            verify_isolation(arguments, distilled=bool(distilled))
     require_well_formed_file(arguments)
     device = resolve_device(device)
     from megatron_nemotron3.common.ranks import single_process_environment

@@ -143,8 +143,8 @@ def refuse_padding(packed: PackedSeqParams) -> None:
     padded = packed.cu_seqlens_q_padded
     if is_cut_whole(packed) or (padded is not None and padded is not packed.cu_seqlens_q):
         raise ValueError(
-            "packed documents have cu_seqlens_q_padded, or CP cuts their row as a whole, and this model is no "
-            "HybridModel or was not called as a module. Megatron would take MTP's labels from neighboring "
+            "packed documents have cu_seqlens_q_padded, or CP cuts their row as a whole, and this model is "
+            "no HybridModel or was not called as a module. Megatron would take MTP's labels from neighboring "
             "documents (Megatron-LM #6205): call model(...), or pass the padded cu_seqlens as both and mask "
             "the padding in the loss"
         )

@@ -27,7 +27,7 @@ from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import ModelOptions, chosen_model
 from megatron_nemotron3.models.lora import in_environment
 from megatron_nemotron3.precision import settings as emulation
-from megatron_nemotron3.train.inputs import START, TrainOptions, require_inputs
+from megatron_nemotron3.train.inputs import ISOLATE, START, TrainOptions, require_inputs
 from megatron_nemotron3.train.monitor import settings as monitor
 from megatron_nemotron3.train.teacher import settings as distillation
 from megatron_nemotron3.train.teacher.settings import rows_of_teacher
@@ -153,6 +153,8 @@ def chosen_launch(
 
 
 def _distillation(options: argparse.Namespace) -> distillation.Distillations:
+    if options.isolate_documents and (options.teacher or options.distill or distillation.in_environment()):
+        raise ValueError(f"{ISOLATE} and --teacher do not go together: drop one")
     if not options.teacher and not options.distill:
         return distillation.in_environment()
     folders = [str(Path(folder).absolute()) for folder in options.teacher]

@@ -116,8 +116,6 @@ def require_inputs(options: argparse.Namespace) -> None:
         )
     if options.isolate_documents and options.micro_batch_size not in (None, 1):
         raise ValueError(micro_batch_problem(options.micro_batch_size))
-    if options.isolate_documents and (options.teacher or options.distill):
-        raise ValueError(f"{ISOLATE} and --teacher do not go together: drop one")
     if options.text is not None and not ((text := Path(options.text)).is_file() or text.is_dir()):
         what = "is neither a file nor a folder" if text.exists() else "does not exist"
         raise ValueError(f"--text {options.text} {what}")
@@ -130,8 +128,8 @@ def require_inputs(options: argparse.Namespace) -> None:
 
 def require_isolation(data_path: Sequence[str]) -> None:
     """Raise ValueError at a data set without ends of documents; print a warning where they are doubtful."""
-    for prefix in (word for word in data_path if not _is_number(word)):
-        if warning := require_ended(prefix):
+    for prefix in data_path:  # or the weight of one, or a place in an object store
+        if Path(f"{prefix}.idx").is_file() and (warning := require_ended(prefix)):
             print(f"warning: {warning}", file=sys.stderr)
 
 

@@ -6,7 +6,6 @@ Each is shown on one rank against several; the rule of that name is in `args/rul
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -34,7 +33,7 @@ def test_masked_mean_loss_under_context_parallelism_is_a_mean_of_means() -> None
 
 @pytest.mark.full
 def test_documents_cut_as_one_sequence_reach_mamba_in_the_wrong_order() -> None:
-    """documents-cp: the script cuts the whole sequence in chunks, upstream's Mamba expects each document cut."""
+    """documents-cp: the script cuts the whole sequence in chunks, upstream's Mamba expects documents cut."""
     packed = replace(
         CASES["nano"],
         documents=(16, 32, 16),
@@ -46,15 +45,5 @@ def test_documents_cut_as_one_sequence_reach_mamba_in_the_wrong_order() -> None:
     whole = replace(packed, cut_whole=True)
     one, right = runs(packed, whole)
     assert relative(one, right) < 1e-4
-    one, wrong = runs(packed, replace(whole, sabotage=forget_the_cut))
+    one, wrong = runs(packed, replace(whole, cut_known=False))
     assert abs(one.losses[0] - wrong.losses[0]) > 1e-3
-
-
-def forget_the_cut(chunks: Any) -> None:
-    """Let the layers take a row for one that is cut document by document, as upstream's do."""
-
-    def forget(_model: Any, _args: Any, kwargs: dict[str, Any]) -> None:
-        kwargs["packed_seq_params"].nemotron3_cut_whole = False
-
-    for chunk in chunks:
-        chunk.register_forward_pre_hook(forget, with_kwargs=True)

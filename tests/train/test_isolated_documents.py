@@ -67,18 +67,18 @@ def test_the_launcher_adds_megatrons_options(words: list[str]) -> None:
 
 
 def test_the_launcher_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def refused(*words: str) -> str:
+    def refused(*words: str, distilled: bool = False) -> str:
         with pytest.raises(SystemExit) as left:
-            run.verify_isolation(run.split_arguments(["x.py", ISOLATE, *words]))
+            run.verify_isolation(list(words), distilled=distilled)
         assert left.value.code == 2
         return capsys.readouterr().err
 
     assert "--micro-batch-size 4: documents are packed into one row" in refused("--micro-batch-size", "4")
     assert "with --sft: none of its conversations" in refused("--sft")
-    assert "and --nemotron3-teacher do not go together" in refused("--nemotron3-teacher", "runs/demo")
+    assert "and --nemotron3-teacher do not go together" in refused(distilled=True)
+    path = write(tmp_path / "open", [[5, 6], [7, 2]])
     with pytest.raises(ValueError, match="2 different tokens"):
-        path = write(tmp_path / "open", [[5, 6], [7, 2]])
-        run.verify_isolation(run.split_arguments(["x.py", ISOLATE, "--data-path", "0.5", path]))
+        run.verify_isolation(["--data-path", "0.5", path], distilled=False)
 
 
 def test_rows_are_cut_for_our_layers_only(capsys: pytest.CaptureFixture[str]) -> None:
