@@ -47,12 +47,8 @@ from megatron_nemotron3.launch.stored_model import loaded
 from megatron_nemotron3.launch.versions import require_supported
 from megatron_nemotron3.models import stack_specs
 from megatron_nemotron3.precision import settings as emulation
-from megatron_nemotron3.train.inputs import (
-    ISOLATE,
-    ISOLATION_OPTIONS,
-    micro_batch_problem,
-    require_isolation,
-)
+from megatron_nemotron3.train import isolation
+from megatron_nemotron3.train.isolation import ISOLATE
 from megatron_nemotron3.train.monitor import settings
 from megatron_nemotron3.train.teacher import settings as distillation
 from megatron_nemotron3.train.teacher.check import chosen as check_distillation
@@ -82,11 +78,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     distillation.add_options(parser)
     manifest.add_change(parser)
     add_option(parser, "trust_checkpoint", trust_option(), bool)
-    parser.add_argument(
-        ISOLATE,
-        action="store_true",
-        help="no document of a sequence sees another one; may stand among ARGS, too",
-    )
+    text = "no document of a sequence sees another one; may stand among ARGS, too"
+    parser.add_argument(ISOLATE, action="store_true", help=text)
     parser.add_argument("script", metavar="SCRIPT", help="a training script of Megatron")
     own = parser.add_argument("arguments", metavar="ARGS…", nargs=argparse.REMAINDER, help="the script's own")
     own.required = False  # argparse would name it next to a missing SCRIPT
@@ -136,8 +129,7 @@ def split_arguments(argv: list[str], read: Reader | None = None) -> RunArguments
     teachers = (*options.nemotron3_teacher, *among[distillation.TEACHER])
     how = (*options.nemotron3_distill, *among[distillation.HOW])
     if isolate := options.isolate_documents or ISOLATE in arguments:
-        arguments = [word for word in arguments if word != ISOLATE]
-        arguments += [word for word in ISOLATION_OPTIONS if word not in arguments]
+        arguments = isolation.taken(arguments)
     given = (options.device, options.monitor, options.script, arguments, emulate, tuple(options.change))
     return RunArguments(*given, (teachers, how), options.trust_checkpoint, isolate)
 
@@ -296,28 +288,15 @@ def verify_measurable(spec: Any) -> None:
         )
 
 
-def verify_isolation(arguments: list[str], *, distilled: bool) -> None:
-    """Stop a run with `--isolate-documents` on what it does not support, or whose documents have no ends."""
-    if (size := option_value(arguments, "--micro-batch-size")) not in (None, "1"):
-        fail(micro_batch_problem(size))
-    if "--sft" in arguments:
-        fail(f"{ISOLATE} with --sft: none of its conversations sees another anyway: drop it")
-    if distilled:
-        fail(f"{ISOLATE} and {distillation.TEACHER} do not go together: drop one")
-    require_isolation(option_values(arguments, "--data-path") or ())
-
-
 def verify_rows(arguments: list[str], words: str, spec: Any, isolate: bool) -> None:
     """Stop unless the layers keep documents apart in the way in which the script cuts rows over CP ranks."""
     from megatron_nemotron3.specs import is_torch
 
     if isolate and spec is None:
         fail(f"{ISOLATE}: {words or 'no --spec'} is no stack of this package: use {_torch_spec(None)}")
-    cp = option_value(arguments, "--context-parallel-size") or "1"
-    cut_whole = ISOLATION_OPTIONS[0] in arguments and "--sft" not in arguments and cp != "1"
-    if cut_whole and spec is not None and not is_torch(spec):
+    if isolation.cuts_whole_rows(arguments) and spec is not None and not is_torch(spec):
         fail(
-            f"{ISOLATION_OPTIONS[0]} with --context-parallel-size {cp}: Megatron cuts the whole row, and "
+            "--dataloader-inter-document-masking with context parallelism: Megatron cuts the whole row, and "
             f"Transformer Engine's layers take one that is cut document by document: use {_torch_spec(spec)}"
         )
 
@@ -355,7 +334,7 @@ def _launch(given: RunArguments) -> None:
         teacher = record_of(distilled)
         boost = boosting.requested(arguments, distilled=bool(distilled))
         if isolate:
-            verify_isolation(arguments, distilled=bool(distilled))
+            isolation.require_possible(arguments, distilled=bool(distilled))
     require_well_formed_file(arguments)
     device = resolve_device(device)
     from megatron_nemotron3.common.ranks import single_process_environment

@@ -66,7 +66,7 @@ def _unpadded(c: Launch) -> str:
     """Return the option that cuts rows over CP ranks where the layers cannot follow, or ""."""
     if _ISOLATING in c.options and c.backend != "torch":  # our layers can (layers/context_parallel.py)
         return _ISOLATING
-    return c.first_of("--rl-use-sequence-packing")
+    return c.first_of("--rl-use-sequence-packing") or ""
 
 
 #: Its values are name patterns of parameters whose local gradients accumulate in FP32 regardless.

@@ -32,7 +32,7 @@ def cu_seqlens(packed: PackedSeqParams) -> Tensor:
 
 def mark_whole(packed: PackedSeqParams) -> None:
     """Note that the row is cut over context-parallel ranks as if it were one document."""
-    packed.nemotron3_cut_whole = True  # type: ignore[attr-defined]
+    packed.nemotron3_cut_whole = True
 
 
 def is_cut_whole(packed: PackedSeqParams | None) -> bool:

@@ -151,9 +151,9 @@ class Nemotron3Stack(HybridStack):
 def _mark_rows(model: torch.nn.Module) -> None:
     """Let the layers know that the script cuts rows over context-parallel ranks regardless of documents."""
 
-    def mark(_model: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+    def mark(model: Any, _args: Any, kwargs: dict[str, Any]) -> None:
         packed = kwargs.get("packed_seq_params")
-        if packed is not None and model.pg_collection.cp.size() > 1:  # type: ignore[union-attr]
+        if packed is not None and model.pg_collection.cp.size() > 1:
             mark_whole(packed)
 
     model.register_forward_pre_hook(mark, with_kwargs=True)

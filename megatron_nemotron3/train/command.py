@@ -27,7 +27,8 @@ from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import ModelOptions, chosen_model
 from megatron_nemotron3.models.lora import in_environment
 from megatron_nemotron3.precision import settings as emulation
-from megatron_nemotron3.train.inputs import ISOLATE, START, TrainOptions, require_inputs
+from megatron_nemotron3.train.inputs import START, TrainOptions, require_inputs
+from megatron_nemotron3.train.isolation import ISOLATE
 from megatron_nemotron3.train.monitor import settings as monitor
 from megatron_nemotron3.train.teacher import settings as distillation
 from megatron_nemotron3.train.teacher.settings import rows_of_teacher

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,26 +12,13 @@ from megatron_nemotron3.checkpoints.trust import trust_option
 from megatron_nemotron3.common.options import flag, option, repeated
 from megatron_nemotron3.launch import TrainingData
 from megatron_nemotron3.precision import settings as emulation
-from megatron_nemotron3.train.data.indexed import require_ended
+from megatron_nemotron3.train.isolation import ISOLATE, micro_batch_problem, require_ends
 
 #: What the loss of fine-tuning may be a mean over, the default first.
 MEANS = ("tokens", "conversations")
 
 #: Megatron's options for a training on conversations.
 CONVERSATION_OPTIONS = ("--sft", "--calculate-per-token-loss", "--sft-tokenizer-prompt-format", "default")
-
-
-#: Megatron's options for isolated documents: none attends to another, and none is the target of another.
-ISOLATE = "--isolate-documents"
-ISOLATION_OPTIONS = ("--dataloader-inter-document-masking", "--eod-mask-loss", "--calculate-per-token-loss")
-
-
-def micro_batch_problem(size: object) -> str:
-    """Why documents are not isolated in a larger micro-batch, with the cure."""
-    return (
-        f"{ISOLATE} with --micro-batch-size {size}: documents are packed into one row, and the "
-        "load-balancing loss is one of a row: use 1, and a larger --seq-length"
-    )
 
 
 _DATA, START, _LOG = "data", "where it starts", "measurements and log"
@@ -109,7 +95,7 @@ def require_inputs(options: argparse.Namespace) -> None:
             if missing := [s for s in (".bin", ".idx") if not Path(prefix + s).is_file()]:
                 raise ValueError(f"--data-path {prefix}: there is no file {prefix}{missing[0]}")
         if options.isolate_documents:
-            require_isolation(options.data_path)
+            require_ends(options.data_path)
     elif options.tokenizer is not None and not options.conversations:
         raise ValueError(
             "--tokenizer goes with --data-path or --conversations; from text a tokenizer is trained: drop it"
@@ -124,13 +110,6 @@ def require_inputs(options: argparse.Namespace) -> None:
     output = options.output
     if output is not None and output.exists() and not output.is_dir():
         raise ValueError(f"--output {output} is a file: give a folder")
-
-
-def require_isolation(data_path: Sequence[str]) -> None:
-    """Raise ValueError at a data set without ends of documents; print a warning where they are doubtful."""
-    for prefix in data_path:  # or the weight of one, or a place in an object store
-        if Path(f"{prefix}.idx").is_file() and (warning := require_ended(prefix)):
-            print(f"warning: {warning}", file=sys.stderr)
 
 
 def require_conversation_files(files: Sequence[str]) -> None:

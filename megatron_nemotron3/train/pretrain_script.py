@@ -38,7 +38,7 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 from megatron_nemotron3.train import fine_tuning
 from megatron_nemotron3.train.build import model_provider
 from megatron_nemotron3.train.data.packing import pack_arguments
-from megatron_nemotron3.train.inputs import micro_batch_problem
+from megatron_nemotron3.train.isolation import micro_batch_problem
 
 #: Options whose batches hold other cuts or teacher data. Only the stock script supports them.
 UNSUPPORTED = ("hybrid_context_parallel", "logits_load_dir")

@@ -9,7 +9,7 @@ import pytest
 from megatron_nemotron3 import cli, run
 from megatron_nemotron3.train import log, processes
 from megatron_nemotron3.train.data import indexed
-from megatron_nemotron3.train.inputs import ISOLATE, ISOLATION_OPTIONS
+from megatron_nemotron3.train.isolation import ISOLATE, ISOLATION_OPTIONS, require_possible
 from tests.support.programs import follow_forked
 from tests.train.data.test_conversations import write_tokenizer
 
@@ -66,19 +66,17 @@ def test_the_launcher_adds_megatrons_options(words: list[str]) -> None:
     assert again.arguments == found.arguments and not again.isolate_documents
 
 
-def test_the_launcher_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def refused(*words: str, distilled: bool = False) -> str:
-        with pytest.raises(SystemExit) as left:
-            run.verify_isolation(list(words), distilled=distilled)
-        assert left.value.code == 2
-        return capsys.readouterr().err
-
-    assert "--micro-batch-size 4: documents are packed into one row" in refused("--micro-batch-size", "4")
-    assert "with --sft: none of its conversations" in refused("--sft")
-    assert "and --nemotron3-teacher do not go together" in refused(distilled=True)
+def test_the_launcher_refuses(tmp_path: Path) -> None:
     path = write(tmp_path / "open", [[5, 6], [7, 2]])
-    with pytest.raises(ValueError, match="2 different tokens"):
-        run.verify_isolation(["--data-path", "0.5", path], distilled=False)
+    for words, message in (
+        (["--micro-batch-size", "4"], "--micro-batch-size 4: documents are packed into one row"),
+        (["--sft"], "with --sft: none of its conversations"),
+        (["--data-path", "0.5", path], "2 different tokens"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            require_possible(words, distilled=False)
+    with pytest.raises(ValueError, match="and --nemotron3-teacher do not go together"):
+        require_possible(["--micro-batch-size", "1"], distilled=True)
 
 
 def test_rows_are_cut_for_our_layers_only(capsys: pytest.CaptureFixture[str]) -> None:

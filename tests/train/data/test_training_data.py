@@ -20,7 +20,7 @@ from megatron_nemotron3.train.data import (
     unigram_baseline,
     write_dataset,
 )
-from megatron_nemotron3.train.inputs import ISOLATION_OPTIONS
+from megatron_nemotron3.train.isolation import ISOLATION_OPTIONS
 from tests.train.data.byte_tokenizer import byte_tokenizer
 
 arguments = pytest.importorskip("megatron.training.arguments")
