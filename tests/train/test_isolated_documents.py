@@ -116,4 +116,4 @@ def test_a_run_isolates_its_documents(
     capsys.readouterr()
     words[-1] = "2"
     assert cli.main(words) == 2
-    assert "--dataloader-inter-document-masking" in capsys.readouterr().err
+    assert "(dataloader-inter-document-masking on -> not given)" in capsys.readouterr().err
