@@ -47,6 +47,8 @@ from megatron_nemotron3.launch.stored_model import loaded
 from megatron_nemotron3.launch.versions import require_supported
 from megatron_nemotron3.models import stack_specs
 from megatron_nemotron3.precision import settings as emulation
+from megatron_nemotron3.train import isolation
+from megatron_nemotron3.train.isolation import ISOLATE
 from megatron_nemotron3.train.monitor import settings
 from megatron_nemotron3.train.teacher import settings as distillation
 from megatron_nemotron3.train.teacher.check import chosen as check_distillation
@@ -76,6 +78,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     distillation.add_options(parser)
     manifest.add_change(parser)
     add_option(parser, "trust_checkpoint", trust_option(), bool)
+    text = "no document of a sequence sees another one; may stand among ARGS, too"
+    parser.add_argument(ISOLATE, action="store_true", help=text)
     parser.add_argument("script", metavar="SCRIPT", help="a training script of Megatron")
     own = parser.add_argument("arguments", metavar="ARGS…", nargs=argparse.REMAINDER, help="the script's own")
     own.required = False  # argparse would name it next to a missing SCRIPT
@@ -96,6 +100,8 @@ class RunArguments(NamedTuple):
     #: Values of --nemotron3-teacher and --nemotron3-distill.
     teachers: distillation.OptionValues = ((), ())
     trust_checkpoint: bool = False
+    #: `arguments` hold Megatron's options for it.
+    isolate_documents: bool = False
 
 
 #: Reads the arguments up to SCRIPT.
@@ -107,7 +113,7 @@ def split_arguments(argv: list[str], read: Reader | None = None) -> RunArguments
     count = 0
     while count < len(argv) and argv[count].startswith("-"):
         word = argv[count]
-        count += 1 if "=" in word or word in ("-h", "--help", "--", OPTION) else 2
+        count += 1 if "=" in word or word in ("-h", "--help", "--", OPTION, ISOLATE) else 2
         if word == "--":
             break
     if read is None:
@@ -122,10 +128,10 @@ def split_arguments(argv: list[str], read: Reader | None = None) -> RunArguments
     emulate = [options.nemotron3_emulate, *among[emulation.OPTION]][-1]
     teachers = (*options.nemotron3_teacher, *among[distillation.TEACHER])
     how = (*options.nemotron3_distill, *among[distillation.HOW])
-    given = (options.device, options.monitor, options.script)
-    return RunArguments(
-        *given, arguments, emulate, tuple(options.change), (teachers, how), options.trust_checkpoint
-    )
+    if isolate := options.isolate_documents or ISOLATE in arguments:
+        arguments = isolation.taken(arguments)
+    given = (options.device, options.monitor, options.script, arguments, emulate, tuple(options.change))
+    return RunArguments(*given, (teachers, how), options.trust_checkpoint, isolate)
 
 
 def requested_spec(argv: list[str]) -> tuple[str, Any]:
@@ -292,6 +298,19 @@ def verify_measurable(spec: Any) -> None:
         )
 
 
+def verify_rows(arguments: list[str], words: str, spec: Any, isolate: bool) -> None:
+    """Stop unless the layers keep documents apart in the way in which the script cuts rows over CP ranks."""
+    from megatron_nemotron3.specs import is_torch
+
+    if isolate and spec is None:
+        fail(f"{ISOLATE}: {words or 'no --spec'} is no stack of this package: use {_torch_spec(None)}")
+    if isolation.cuts_whole_rows(arguments) and spec is not None and not is_torch(spec):
+        fail(
+            "--dataloader-inter-document-masking with context parallelism: Megatron cuts the whole row, and "
+            f"Transformer Engine's layers take one that is cut document by document: use {_torch_spec(spec)}"
+        )
+
+
 def prepare_folders(arguments: list[str], *given: Any) -> ExitStack:
     """Prepare folders as `script_folders.prepared`, or stop; return what holds the lock of `--save`."""
     from megatron_nemotron3.launch.script_folders import prepared
@@ -311,7 +330,7 @@ def main(argv: list[str] | None = None, read: Reader | None = None) -> None:
 
 
 def _launch(given: RunArguments) -> None:
-    device, monitor, script, arguments, emulate, changes, teachers, _ = given
+    device, monitor, script, arguments, emulate, changes, teachers, _, isolate = given
     if not os.path.isfile(script):
         fail(f"script {script} does not exist")
     if emulate == "":
@@ -324,6 +343,8 @@ def _launch(given: RunArguments) -> None:
         distilled = check_distillation(teachers, arguments, int(os.environ.get("WORLD_SIZE", 1)))
         teacher = record_of(distilled)
         boost = boosting.requested(arguments, distilled=bool(distilled))
+        if isolate:
+            isolation.require_possible(arguments, distilled=bool(distilled))
     require_well_formed_file(arguments)
     require_data(arguments)
     device = resolve_device(device)
@@ -357,6 +378,7 @@ def _launch(given: RunArguments) -> None:
             if monitor is not None:
                 stack.enter_context(settings.monitoring(monitor))
             spec_words, spec = requested_spec(arguments)
+            verify_rows(arguments, spec_words, spec, isolate)
             if spec is not None:
                 verify_stack(spec_words, spec, arguments)
             if boost is not None:

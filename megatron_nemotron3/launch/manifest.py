@@ -61,7 +61,10 @@ _MTP = frozenset(row.flag for row in MTP) - _TRAINING
 _PRECISION = ("--bf16", "--fp16", "--fp8-", "--fp4-", "--first-last-layers-bf16", "--num-layers-at-")
 _PRECISION_FILE = "--te-precision-config-file"
 _TOKENIZER = ("--tokenizer-", "--vocab-size", "--vocab-file", "--merge-file", "--tiktoken-")
-_DATA = ("--data-path", "--split", "--mock-data", "--data-args-path", "--per-split-data-args-path")
+_DATA = (
+    *("--data-path", "--split", "--mock-data", "--data-args-path", "--per-split-data-args-path"),
+    "--dataloader-inter-document-masking",
+)
 _DATA_PREFIX = ("--train-data-path", "--valid-data-path", "--test-data-path")
 #: Options that say where to write, what to print, and when.
 _QUIET = (

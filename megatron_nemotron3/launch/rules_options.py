@@ -58,8 +58,15 @@ _GPT_LAYOUT = (
     "--decoder-last-pipeline-num-layers",
 )
 
-#: Options that pack documents into a row at boundaries that are not multiples of 2 * CP. `--sft` pads them.
-_UNPADDED = ("--dataloader-inter-document-masking", "--rl-use-sequence-packing")
+#: Packs documents into a row at boundaries that are not multiples of 2 * CP. `--sft` pads them.
+_ISOLATING = "--dataloader-inter-document-masking"
+
+
+def _unpadded(c: Launch) -> str:
+    """Return the option that cuts rows over CP ranks where the layers cannot follow, or ""."""
+    if _ISOLATING in c.options and c.backend != "torch":  # our layers can (layers/context_parallel.py)
+        return _ISOLATING
+    return c.first_of("--rl-use-sequence-packing") or ""
 
 
 #: Options that draw random numbers in a forward pass unless their value is 0.
@@ -182,11 +189,12 @@ OPTION_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "documents-cp",
-        lambda c: c.first_of(*_UNPADDED) and c.layout.cp > 1 and ("M" in c.kinds or c.config.has_mtp),
+        lambda c: _unpadded(c) and c.layout.cp > 1 and ("M" in c.kinds or c.config.has_mtp),
         lambda c: (
-            f"{c.first_of(*_UNPADDED)} with CP={c.layout.cp}: Megatron splits a row over CP ranks "
+            f"{_unpadded(c)} with CP={c.layout.cp}: Megatron splits a row over CP ranks "
             "regardless of document boundaries, but Mamba and MTP assume that each document is split by "
-            "itself: use cp=1, or --sft, which pads documents"
+            "itself: use cp=1"
+            + (", or backend torch" if _unpadded(c) == _ISOLATING else ", or --sft, which pads documents")
         ),
         "megatron/core/ssm/mamba_context_parallel.py; Megatron-LM #6205, #4495",
     ),

@@ -26,7 +26,9 @@ from megatron_nemotron3.layers.context_parallel import (
     cu_seqlens,
     document_borders,
     gathered_positions,
+    is_cut_whole,
     pack_positions,
+    query_pieces,
 )
 from megatron_nemotron3.precision.settings import library_kernels_enabled
 
@@ -131,6 +133,8 @@ class TorchCoreAttention(MegatronModule):
         if cp == 1 and self._takes_device_borders(query):
             return _flash_packed(query, key, value, cu_seqlens(packed), self.softmax_scale).flatten(1)
         borders = document_borders(packed, query.shape[0] * cp)
+        if is_cut_whole(packed):
+            return self._packed_whole(query, key, value, borders)
         if cp > 1:
             positions = pack_positions(packed, query.shape[0] * cp, cp, query.device)
             key, value = self._in_sequence(key, value, positions)
@@ -143,6 +147,17 @@ class TorchCoreAttention(MegatronModule):
             q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query[own], key[start:end], value[start:end]))
             pieces.append(self._attend(q, k, v).squeeze(0).transpose(0, 1))
         return torch.cat(pieces).flatten(1)
+
+    def _packed_whole(self, query: Tensor, key: Tensor, value: Tensor, borders: Tensor) -> Tensor:
+        """The same where context-parallel ranks hold chunks of the row, not of each document."""
+        cp, rank = self.cp_group.size(), self.cp_group.rank()
+        key, value = self._in_sequence(key, value, gathered_positions(borders[[0, -1]], cp, query.device))
+        outputs = []
+        for own, seen in query_pieces(borders, cp, rank):
+            # [t, h, c] -> [1, h, t, c]
+            q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query[own], key[seen], value[seen]))
+            outputs.append(self._causal(q, k, v).squeeze(0).transpose(0, 1))
+        return torch.cat(outputs).flatten(1)
 
     def _takes_device_borders(self, query: Tensor) -> bool:
         """Whether flash attention computes all documents in one launch, with their borders on the device."""

@@ -3,6 +3,9 @@
 Megatron cuts every document into 2 * cp chunks of equal length and gives rank r chunks r and 2 * cp - 1 - r
 (zigzag). Convolution and scan need all tokens in sequence. Upstream gets the positions from TE's CUDA
 library.
+
+Documents of pre-training data have any length, so `--dataloader-inter-document-masking` cuts the row as if
+it were one document (`mark_whole`): a border may lie anywhere in a chunk.
 """
 
 from __future__ import annotations
@@ -25,6 +28,16 @@ def cu_seqlens(packed: PackedSeqParams) -> Tensor:
     """Document borders in memory: the padded ones if given."""
     padded = packed.cu_seqlens_q_padded
     return packed.cu_seqlens_q if padded is None else padded
+
+
+def mark_whole(packed: PackedSeqParams) -> None:
+    """Note that the row is cut over context-parallel ranks as if it were one document."""
+    packed.nemotron3_cut_whole = True
+
+
+def is_cut_whole(packed: PackedSeqParams | None) -> bool:
+    """Whether `mark_whole` marked it."""
+    return getattr(packed, "nemotron3_cut_whole", False)
 
 
 def document_borders(packed: PackedSeqParams, total: int) -> Tensor:
@@ -99,6 +112,24 @@ def pack_positions(packed: PackedSeqParams, total: int, cp: int, device: torch.d
     return _kept(cu_seqlens(packed), f"positions of {total}, cp {cp}, {device}", make)
 
 
+def query_pieces(borders: Tensor, cp: int, rank: int) -> list[tuple[slice, slice]]:
+    """Of a row that is cut whole: this rank's queries, and the keys of the row that they see, by document.
+
+    The last query of a piece sees its last key. `borders` are `document_borders`.
+    """
+    ends: list[int] = borders.tolist()
+    chunk = ends[-1] // (2 * cp)
+    pieces = []
+    for place, index in enumerate((rank, 2 * cp - 1 - rank)):
+        first = index * chunk
+        for start, end in pairwise(ends):
+            begin, stop = max(start, first), min(end, first + chunk)
+            if begin < stop:
+                here = place * chunk - first
+                pieces.append((slice(here + begin, here + stop), slice(start, stop)))
+    return pieces
+
+
 @dataclass
 class TokenPlaces:
     """Where the tokens of a context-parallel rank lie in their documents, each [s / cp], on their device."""
@@ -106,10 +137,18 @@ class TokenPlaces:
     cp: int
     #: Position in the document.
     offset: Tensor
-    #: Tokens in each of the 2 * cp chunks of its document.
+    #: Position in what is cut: the document, or a row that is cut whole.
+    position: Tensor
+    #: Tokens in each of the 2 * cp chunks of what is cut.
     chunk: Tensor
-    #: Whether it is no padding. What follows the last document is padding.
-    real: Tensor
+    #: Tokens behind it in its document; negative for padding, as is what follows the last document.
+    following: Tensor
+    cut_whole: bool = False
+
+    @property
+    def real(self) -> Tensor:
+        """Whether it is no padding."""
+        return self.following >= 0
 
     @classmethod
     def of(
@@ -129,20 +168,36 @@ class TokenPlaces:
                 f"{len(padded) - 1}: pass both of the same pack"
             )
         # What follows the last document has the next index and no length.
-        starts, rest = padded // cp, padded.new_zeros(1)
-        document = seq_idx_from_cu_seqlens(starts, tokens)[0].long()
-        chunk = (torch.cat([padded.diff(), rest]) // (2 * cp))[document]
-        here = torch.arange(tokens, device=device) - starts[document]
-        second = (2 * cp - 1 - rank) * chunk + here - chunk
-        offset = torch.where(here < chunk, rank * chunk + here, second)
-        return cls(cp, offset, chunk, offset < torch.cat([real.diff(), rest])[document])
+        rest, local = padded.new_zeros(1), torch.arange(tokens, device=device)
+        if is_cut_whole(packed):
+            chunk = torch.full_like(local, tokens // 2)
+            position = _in_sequence(local, chunk, cp, rank)
+            document = seq_idx_from_cu_seqlens(padded, cp * tokens)[0].long()[position]
+            offset = position - padded[document]
+        else:
+            starts = padded // cp
+            document = seq_idx_from_cu_seqlens(starts, tokens)[0].long()
+            chunk = (torch.cat([padded.diff(), rest]) // (2 * cp))[document]
+            offset = position = _in_sequence(local - starts[document], chunk, cp, rank)
+        following = torch.cat([real.diff(), rest])[document] - 1 - offset
+        return cls(cp, offset, position, chunk, following, is_cut_whole(packed))
 
-    def owner(self, shift: Tensor) -> Tensor:
-        """Rank [n, s / cp] of each token after each shift [n] to the left; -1 outside its document."""
-        place = self.offset - shift[:, None]
+    def owner(self, shift: Tensor, *, in_document: bool = True) -> Tensor:
+        """Rank [n, s / cp] of each token after each shift [n] to the left; -1 outside its document.
+
+        Args:
+            in_document: False: -1 only outside of what is cut, so that the shift passes borders inside it.
+        """
+        place = self.position - shift[:, None]
         index = place // self.chunk.clamp(min=1)
+        outside = (self.offset if in_document else self.position) < shift[:, None]
         # Rank r holds chunks r and 2 * cp - 1 - r.
-        return torch.where(place < 0, -1, torch.minimum(index, 2 * self.cp - 1 - index))
+        return torch.where(outside, -1, torch.minimum(index, 2 * self.cp - 1 - index))
+
+
+def _in_sequence(held: Tensor, chunk: Tensor, cp: int, rank: int) -> Tensor:
+    """Position of the n-th token that a rank holds of what is cut into 2 * cp chunks."""
+    return torch.where(held < chunk, rank * chunk + held, (2 * cp - 1 - rank) * chunk + held - chunk)
 
 
 class PackedContextParallel(MambaContextParallel):
@@ -154,13 +209,13 @@ class PackedContextParallel(MambaContextParallel):
     def pre_conv_ssm(self, input_: Tensor, packed_seq_params: PackedSeqParams | None = None) -> Tensor:
         """This rank's tokens [s / cp, b, d] -> [s, b, d / cp] in sequence."""
         output = super().pre_conv_ssm(input_)
-        if self.cp_size == 1 or packed_seq_params is None:
+        if self.cp_size == 1 or packed_seq_params is None or is_cut_whole(packed_seq_params):
             return output
         return output.index_select(0, self._order(packed_seq_params, output).argsort())
 
     def post_conv_ssm(self, input_: Tensor, packed_seq_params: PackedSeqParams | None = None) -> Tensor:
         """[s, b, d / cp] in sequence -> this rank's tokens [s / cp, b, d]."""
-        if self.cp_size > 1 and packed_seq_params is not None:
+        if self.cp_size > 1 and packed_seq_params is not None and not is_cut_whole(packed_seq_params):
             input_ = input_.index_select(0, self._order(packed_seq_params, input_))
         return super().post_conv_ssm(input_)
 
@@ -174,9 +229,9 @@ class PackedContextParallel(MambaContextParallel):
 
 
 def borders_of(packed: Any, length: int) -> tuple[Tensor | None, list[int]]:
-    """Borders of the documents of a row of `length` tokens."""
+    """Borders of the documents of a row of `length` tokens, and the ends of what is cut over ranks."""
     borders = None if packed is None else cu_seqlens(packed).cpu()
-    ends = [0] if borders is None else borders.tolist()
+    ends = [0] if borders is None or is_cut_whole(packed) else borders.tolist()
     return borders, ends + ([length] if ends[-1] < length else [])
 
 

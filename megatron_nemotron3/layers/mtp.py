@@ -3,13 +3,18 @@
 Megatron computes the loss of MTP in the model's `forward`, outside the layers that a `--spec` builds. It
 shifts at `cu_seqlens_q`, so padded documents would get targets from their neighbors (Megatron-LM #6205,
 #4495), and each context-parallel (CP) rank divides by its own number of tokens. `LossHooks` corrects both
-with forward hooks of the model: under CP one all-reduce of CP * (depths + 1) numbers a micro-batch; the host
-waits once, for a pack's borders.
+with forward hooks of the model: under CP one all-reduce of 2 * CP * (depths + 1) numbers a micro-batch; the
+host waits once, for a pack's borders.
+
+Where a row is cut over CP ranks as a whole (`mark_whole`), Megatron can shift only along the row. So tokens
+that would pass a border are 0 before the shift, and logits whose target lies behind a border are 0: they get
+no gradient, and their loss is log(entries), which is taken off what is logged.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -29,7 +34,7 @@ from megatron.core.transformer.multi_token_prediction import (
 from torch import Tensor
 
 from megatron_nemotron3.layers import padding
-from megatron_nemotron3.layers.context_parallel import TokenPlaces, cu_seqlens, on_host
+from megatron_nemotron3.layers.context_parallel import TokenPlaces, cu_seqlens, is_cut_whole, on_host
 from megatron_nemotron3.layers.registration import when_taken
 
 #: Weight of one token on a rank whose tokens are all masked; see `_weights`. Lost when added to 1 in FP32.
@@ -44,18 +49,21 @@ class PhysicalBorders(PackedSeqParams):
     """
 
     caller: PackedSeqParams | None = None
-    #: Whether each token of this rank is no padding, [s / cp].
-    real: Tensor | None = None
+    #: Whether Megatron may shift each token of this rank, [s / cp]: no padding, and into no other document.
+    shiftable: Tensor | None = None
 
     @classmethod
-    def of(cls, packed: PackedSeqParams, real: Tensor | None = None) -> PhysicalBorders:
-        """`packed` with padded borders. Does not repeat `__post_init__`, which waits for the device."""
+    def of(cls, packed: PackedSeqParams, total: int, shiftable: Tensor | None = None) -> PhysicalBorders:
+        """`packed`, of `total` tokens, with padded borders, or those of the row if it is cut whole.
+
+        Does not repeat `__post_init__`, which waits for the device.
+        """
         borders = object.__new__(cls)
         # Megatron cuts the tensors at these borders on the host, several times a depth.
-        physical = on_host(cu_seqlens(packed))
-        borders.__dict__.update(
-            vars(packed), caller=packed, real=real, cu_seqlens_q=physical, cu_seqlens_q_padded=physical
-        )
+        whole = is_cut_whole(packed)
+        physical = torch.tensor([0, total]) if whole else on_host(cu_seqlens(packed))
+        new = {"caller": packed, "shiftable": shiftable}
+        borders.__dict__.update(vars(packed), **new, cu_seqlens_q=physical, cu_seqlens_q_padded=physical)
         return borders
 
 
@@ -105,7 +113,7 @@ class MTPLayer(MultiTokenPredictionLayer):
         The shift brings token 0 to a document's end, as in one without padding: routers count that position.
         """
         if isinstance(packed_seq_params, PhysicalBorders):
-            kwargs["input_ids"] = kwargs["input_ids"] * packed_seq_params.real
+            kwargs["input_ids"] = kwargs["input_ids"] * packed_seq_params.shiftable
             packed_seq_params = packed_seq_params.caller
         elif packed_seq_params is not None:
             refuse_padding(packed_seq_params)
@@ -122,7 +130,8 @@ class MTPLayer(MultiTokenPredictionLayer):
     ) -> Any:
         """Upstream's, which shifts tokens and positions by one, but the routers' mask stays."""
         if packed_seq_params is not None:
-            packed_seq_params = PhysicalBorders.of(packed_seq_params)
+            total = kwargs["input_ids"].shape[1] * self.cp_group.size()
+            packed_seq_params = PhysicalBorders.of(packed_seq_params, total)
         ids, positions, _, embedded, hidden = super()._get_embeddings(
             *args, packed_seq_params=packed_seq_params, **kwargs
         )
@@ -132,11 +141,12 @@ class MTPLayer(MultiTokenPredictionLayer):
 def refuse_padding(packed: PackedSeqParams) -> None:
     """Refuse padded documents in a model whose MTP loss is not corrected. Compares no values."""
     padded = packed.cu_seqlens_q_padded
-    if padded is not None and padded is not packed.cu_seqlens_q:
+    if is_cut_whole(packed) or (padded is not None and padded is not packed.cu_seqlens_q):
         raise ValueError(
-            "packed documents have cu_seqlens_q_padded, and this model is no HybridModel or was not called "
-            "as a module. Megatron would take MTP's labels from neighboring documents (Megatron-LM #6205): "
-            "call model(...), or pass the padded cu_seqlens as both and mask the padding in the loss"
+            "packed documents have cu_seqlens_q_padded, or CP cuts their row as a whole, and this model is "
+            "no HybridModel or was not called as a module. Megatron would take MTP's labels from neighboring "
+            "documents (Megatron-LM #6205): call model(...), or pass the padded cu_seqlens as both and mask "
+            "the padding in the loss"
         )
 
 
@@ -154,6 +164,10 @@ class LossHooks:
         self._gradient: Tensor | None = None
         self._logged: Tensor | None = None
         self._before: Tensor | None = None
+        #: Of a row that is cut whole, of each depth: whether a target lies behind a border [depths, s / cp],
+        #: the number of those that Megatron counts [depths], and their share of its mean [depths].
+        self._beyond: tuple[Tensor, Tensor, Tensor] | None = None
+        self._entries = 1
 
     @classmethod
     def install(cls, model: torch.nn.Module) -> None:
@@ -164,7 +178,7 @@ class LossHooks:
 
     def _begin(self, model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Before the model: hand over borders and mask, and count tokens."""
-        self._gradient, self._call = None, 0
+        self._gradient, self._beyond, self._call = None, None, 0
         group, packed = model.pg_collection.cp, kwargs.get("packed_seq_params")
         if not _computes_loss(model, kwargs) or (packed is None and group.size() == 1):
             return None
@@ -179,8 +193,11 @@ class LossHooks:
             mask = torch.ones_like(tokens, dtype=torch.float32)
         places = TokenPlaces.of(packed, tokens.shape[1], group.size(), group.rank(), tokens.device)
         if packed is not None:
-            mask = mask * places.real
-            kwargs = {**kwargs, "packed_seq_params": PhysicalBorders.of(packed, places.real)}
+            mask, shiftable = mask * places.real, places.real
+            if is_cut_whole(packed):
+                shiftable = shiftable & (places.offset > 0)
+            physical = PhysicalBorders.of(packed, tokens.shape[1] * group.size(), shiftable)
+            kwargs = {**kwargs, "packed_seq_params": physical}
         if group.size() > 1:
             # Without labels Megatron makes them from the tokens, and shifts the mask once more.
             mask = self._weights(model.config, mask.float(), places, group, int(labels is None))
@@ -191,14 +208,18 @@ class LossHooks:
         """Set the factors that turn each rank's weights into those of one process."""
         size, rank = group.size(), group.rank()
         shift = torch.arange(first, first + config.mtp_num_layers + 1, device=mask.device)
-        owner = places.owner(shift)  # [depths + 1, s / cp]
-        counts = (owner == torch.arange(size, device=mask.device)[:, None, None]) * mask.sum(0)
-        every = counts.sum(-1)  # [cp, depths + 1]
-        torch.distributed.all_reduce(every, group=group)
-        own, whole = every[rank], every.sum(0)
+        # Within documents, and as Megatron shifts: the same but in a row that is cut whole.
+        inside, owner = places.owner(shift), places.owner(shift, in_document=False)  # [depths + 1, s / cp]
+        ranks = torch.arange(size, device=mask.device)[:, None, None]
+        every = torch.stack([((to == ranks) * mask.sum(0)).sum(-1) for to in (inside, owner)])
+        torch.distributed.all_reduce(every, group=group)  # [2, cp, depths + 1]
+        own, whole = every[1, rank], every[0].sum(0)
         left, whole_left = own[1:].clamp(min=1), whole[1:].clamp(min=1)
         # Ranks' losses are averaged in the log, and so are gradients unless the loss is per token.
         self._logged = size * left / whole_left
+        if places.cut_whole:
+            number = (own - every[0, rank])[1:]
+            self._beyond = places.following < shift[1:, None], number, number / left
         self._gradient = self._logged
         if config.calculate_per_token_loss:
             lost = (own[0] == 0) & (own[1:] > 0).any()
@@ -208,8 +229,11 @@ class LossHooks:
             self._gradient = whole[0] / whole_left * left / torch.where(counted > 0, counted, 1)
         return mask
 
-    def _weigh(self, _layer: Any, _inputs: Any, output: Any) -> None:
+    def _weigh(self, layer: Any, _inputs: Any, output: Any) -> None:
         """After the output layer, which Megatron calls for every depth, then for the decoder."""
+        if self._beyond is not None and self._call < len(self._beyond[0]):
+            beyond, self._entries = self._beyond[0][self._call], layer.output_size
+            output[0].masked_fill_(beyond[:, None, None], 0)  # [s / cp, b, v / tp]
         if self._gradient is not None and self._call < len(self._gradient) and output[0].requires_grad:
             output[0].register_hook(partial(torch.mul, other=self._gradient[self._call]))
         self._call += 1
@@ -221,7 +245,12 @@ class LossHooks:
         values = _logged_losses()
         if values is not None and self._logged is not None:
             added = values if self._before is None else values - self._before
-            MTPLossLoggingHelper.tracker["loss_values"] += added * (self._logged - 1)
+            right = added
+            if self._beyond is not None:
+                _, number, share = self._beyond
+                right = added - share * math.log(self._entries)
+                MTPLossLoggingHelper.tracker["total_values"] -= number  # of the acceptance rate
+            MTPLossLoggingHelper.tracker["loss_values"] += right * self._logged - added
         self._gradient = self._before = None
 
 

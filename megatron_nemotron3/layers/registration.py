@@ -79,6 +79,15 @@ def announce_completion(stack: torch.nn.Module) -> None:
 
 def keep_argument(name: str, value: str) -> None:
     """Put a value into Megatron's global arguments, which a checkpoint stores, if there are any."""
+    if (arguments := _global_arguments()) is not None:
+        setattr(arguments, name, value)
+
+
+def argument(name: str) -> Any:
+    """Value of one of Megatron's global arguments; None if there are none."""
+    return getattr(_global_arguments(), name, None)
+
+
+def _global_arguments() -> Any:
     training = sys.modules.get("megatron.training.global_vars")
-    if training is not None and training._GLOBAL_ARGS is not None:
-        setattr(training.get_args(), name, value)
+    return None if training is None else training._GLOBAL_ARGS

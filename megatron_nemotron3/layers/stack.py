@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
@@ -19,7 +20,13 @@ from megatron.core.transformer.transformer_layer import MoETransformerLayer
 from torch import Tensor
 
 from megatron_nemotron3.layers import padding
-from megatron_nemotron3.layers.registration import announce_completion, keep_argument
+from megatron_nemotron3.layers.context_parallel import mark_whole
+from megatron_nemotron3.layers.registration import (
+    announce_completion,
+    argument,
+    keep_argument,
+    when_taken,
+)
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.stack_specs import ARGUMENT, experts_text
 
@@ -104,6 +111,9 @@ class Nemotron3Stack(HybridStack):
                 print(f"megatron_nemotron3: {submodules.description}", flush=True)
         for attach in submodules.when_built:
             attach(self)
+        self._isolated = bool(argument("dataloader_inter_document_masking")) and not argument("sft")
+        if self._isolated:
+            when_taken(self, operator.is_, _mark_rows)
         announce_completion(self)
         size_moe_metrics(config)
 
@@ -121,6 +131,11 @@ class Nemotron3Stack(HybridStack):
             hidden_states: [s, b, d], this rank's part; upstream wraps it in inference.
             padding_mask: [b, s / cp], True for padding.
         """
+        if self._isolated and packed_seq_params is None:
+            raise ValueError(
+                "--dataloader-inter-document-masking: this script gives the model no borders of documents, "
+                "so they would not be isolated: use the stock pretrain_hybrid.py, or `nemotron3 train`"
+            )
         if padding_mask is not None or packed_seq_params is not None:
             hidden = hidden_states if self.pre_process else self.input_tensor
             if isinstance(hidden, Tensor):
@@ -131,6 +146,17 @@ class Nemotron3Stack(HybridStack):
         run = partial(super().forward, hidden_states, *args, **kwargs)
         output: Tensor = run() if self.around is None else self.around(run)
         return output
+
+
+def _mark_rows(model: torch.nn.Module) -> None:
+    """Let the layers know that the script cuts rows over context-parallel ranks regardless of documents."""
+
+    def mark(model: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+        packed = kwargs.get("packed_seq_params")
+        if packed is not None and model.pg_collection.cp.size() > 1:
+            mark_whole(packed)
+
+    model.register_forward_pre_hook(mark, with_kwargs=True)
 
 
 def _sized(

@@ -28,6 +28,7 @@ from megatron_nemotron3.models.command import ModelOptions, chosen_model
 from megatron_nemotron3.models.lora import in_environment
 from megatron_nemotron3.precision import settings as emulation
 from megatron_nemotron3.train.inputs import START, TrainOptions, require_inputs
+from megatron_nemotron3.train.isolation import ISOLATE
 from megatron_nemotron3.train.monitor import settings as monitor
 from megatron_nemotron3.train.teacher import settings as distillation
 from megatron_nemotron3.train.teacher.settings import rows_of_teacher
@@ -93,6 +94,8 @@ def _train(options: argparse.Namespace) -> int:
         torch_only=log_precision is not None,
         conversations=bool(options.conversations),
     )
+    if options.isolate_documents and launch.schedule is not None:
+        launch = replace(launch, schedule=replace(launch.schedule, micro_batch_size=1))
     if log_precision is not None and (file := launch.te_precision_config_file) and not launch.emulate:
         # How a plain run is measured, not computed.
         extra = ("--te-precision-config-file", file, *launch.extra)
@@ -151,6 +154,8 @@ def chosen_launch(
 
 
 def _distillation(options: argparse.Namespace) -> distillation.Distillations:
+    if options.isolate_documents and (options.teacher or options.distill or distillation.in_environment()):
+        raise ValueError(f"{ISOLATE} and --teacher do not go together: drop one")
     if not options.teacher and not options.distill:
         return distillation.in_environment()
     folders = [str(Path(folder).absolute()) for folder in options.teacher]

@@ -13,6 +13,7 @@ from megatron_nemotron3.common.options import flag, option, repeated
 from megatron_nemotron3.launch import TrainingData
 from megatron_nemotron3.launch.data_sets import blend_of
 from megatron_nemotron3.precision import settings as emulation
+from megatron_nemotron3.train.isolation import ISOLATE, micro_batch_problem, require_ends
 
 #: What the loss of fine-tuning may be a mean over, the default first.
 MEANS = ("tokens", "conversations")
@@ -39,6 +40,7 @@ class TrainOptions:
     tokenizer: str | None = option(
         "folder of a Hugging Face tokenizer (for --data-path or --conversations)", "DIR", group=_DATA
     )
+    isolate_documents: bool = flag("no document of a sequence sees another one", group=_DATA)
     mean: str | None = option(
         f"what the loss of --conversations is a mean over (default {MEANS[0]})", choices=MEANS, group=_DATA
     )
@@ -77,6 +79,8 @@ def require_inputs(options: argparse.Namespace) -> None:
                 f"--micro-batch-size {options.micro_batch_size}: conversations are packed into rows; give 1, "
                 "and a larger --seq-length"
             )
+        if options.isolate_documents:
+            raise ValueError(f"{ISOLATE} with --conversations: none sees another anyway: drop it")
     elif options.mean is not None:
         raise ValueError("--mean goes with --conversations: drop it")
     if options.pretrained is not None and (options.pretrained / CHECKPOINTS / TRACKER).is_file():
@@ -91,10 +95,14 @@ def require_inputs(options: argparse.Namespace) -> None:
         for prefix in blend_of("--data-path", options.data_path).prefixes:
             if missing := [s for s in (".bin", ".idx") if not Path(prefix + s).is_file()]:
                 raise ValueError(f"--data-path {prefix}: there is no file {prefix}{missing[0]}")
+        if options.isolate_documents:
+            require_ends(options.data_path)
     elif options.tokenizer is not None and not options.conversations:
         raise ValueError(
             "--tokenizer goes with --data-path or --conversations; from text a tokenizer is trained: drop it"
         )
+    if options.isolate_documents and options.micro_batch_size not in (None, 1):
+        raise ValueError(micro_batch_problem(options.micro_batch_size))
     if options.text is not None and not ((text := Path(options.text)).is_file() or text.is_dir()):
         what = "is neither a file nor a folder" if text.exists() else "does not exist"
         raise ValueError(f"--text {options.text} {what}")

@@ -5,8 +5,8 @@
     nemotron3 run megatron_nemotron3/train/pretrain_script.py "$@" --data-path …
 
 `nemotron3 train` starts this script, because PyPI's megatron-core has the loop but not the stock script. It
-does pre-training, and with `--sft` fine-tuning on packed conversations (`fine_tuning.py`). ModelOpt is left
-to the stock script.
+does pre-training, with `--dataloader-inter-document-masking` on isolated documents, and with `--sft`
+fine-tuning on packed conversations (`fine_tuning.py`). ModelOpt is left to the stock script.
 """
 
 from __future__ import annotations
@@ -20,43 +20,55 @@ from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
+from megatron.core.utils import (
+    flatten_batch_for_packed_sequences,
+    get_attr_wrapped_model,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+)
 from megatron.training import get_args, get_timers, pretrain
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
+from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from megatron_nemotron3.train import fine_tuning
 from megatron_nemotron3.train.build import model_provider
+from megatron_nemotron3.train.data.packing import pack_arguments
+from megatron_nemotron3.train.isolation import micro_batch_problem
 
-#: Options whose batches hold document borders or teacher data. Only the stock script supports them.
-UNSUPPORTED = ("dataloader_inter_document_masking", "hybrid_context_parallel", "logits_load_dir")
+#: Options whose batches hold other cuts or teacher data. Only the stock script supports them.
+UNSUPPORTED = ("hybrid_context_parallel", "logits_load_dir")
 
 #: Inputs of the model; each is [b, s / cp], but for the attention mask (None: causal).
 BATCH = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+#: Borders of isolated documents [1, documents + 1], and tokens of the longest one [1].
+BORDERS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 
 _Batch = dict[str, "torch.Tensor | None"]
 
 
 def get_batch(data_iterator: Iterator[_Batch], vp_stage: int | None) -> _Batch:
-    """This rank's `BATCH`; middle pipeline stages need none of it (MTP is on the last one).
+    """This rank's `BATCH` and `BORDERS`; middle pipeline stages need no `BATCH` (MTP is on the last one).
 
     Rank 0 of each TP group draws a batch; Megatron broadcasts the parts that the ranks need.
     """
-    if not is_first_or_last_pipeline_stage(vp_stage):
-        return dict.fromkeys(BATCH)
     args, tp_rank = get_args(), mpu.get_tensor_model_parallel_rank()
+    isolated, names = args.dataloader_inter_document_masking, (*BATCH, *BORDERS)
+    if not isolated and not is_first_or_last_pipeline_stage(vp_stage):
+        return dict.fromkeys(names)
     batch: _Batch = {}
     if tp_rank == 0:
         drawn = next(data_iterator)  # a blend of several texts adds the number of the text, which has no s
-        drawn = {key: drawn[key] for key in BATCH if key in drawn}
-        batch = {k: v.cuda(non_blocking=True) if v is not None else None for k, v in drawn.items()}
-    no_documents, no_hybrid_cp = False, False  # by position: the first is renamed in each version
+        found = {name: drawn.get(name) for name in names}
+        batch = {k: v.cuda(non_blocking=True) if v is not None else None for k, v in found.items()}
+    no_hybrid_cp = False
     batch = get_batch_on_this_tp_rank(
         batch,
-        no_documents,
+        isolated,  # by position: it is renamed in each version
         no_hybrid_cp,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
         broadcast_group=mpu.get_tensor_model_parallel_group(),
@@ -71,9 +83,23 @@ def get_batch(data_iterator: Iterator[_Batch], vp_stage: int | None) -> _Batch:
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
     cut: _Batch = get_batch_on_this_cp_rank(
-        batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group(), hybrid_cp_group_func=None
+        flatten_batch_for_packed_sequences(batch),
+        is_hybrid_cp=False,
+        cp_group=mpu.get_context_parallel_group(),
+        hybrid_cp_group_func=None,
+        use_per_sequence_balancing=isolated,
     )
-    return {key: cut.get(key) for key in BATCH}
+    return {name: cut.get(name) for name in names}
+
+
+def packed_of(batch: _Batch) -> PackedSeqParams | None:
+    """What keeps the layers inside of documents; None if they are not isolated."""
+    borders, longest = batch["cu_seqlens"], batch["max_seqlen"]
+    if borders is None or longest is None:
+        return None
+    update_seqlen_stats_from_cu_seqlens(borders[0])  # Megatron's count of FLOPs
+    arguments = pack_arguments(borders[0], int(longest), get_args().seq_length)
+    return PackedSeqParams(qkv_format="thd", **arguments)
 
 
 def loss_function(
@@ -100,6 +126,7 @@ def forward_step(data_iterator: Iterator[_Batch], model: torch.nn.Module) -> tup
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    packed = packed_of(batch)
     timers("batch-generator").stop()
     output = model(
         batch["tokens"],
@@ -107,6 +134,7 @@ def forward_step(data_iterator: Iterator[_Batch], model: torch.nn.Module) -> tup
         batch["attention_mask"],
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
+        packed_seq_params=packed,
     )
     # Middle stages have no mask; Megatron calls the loss function on the last stage only.
     return output, partial(loss_function, model, batch["loss_mask"])  # type: ignore[arg-type]
@@ -162,10 +190,12 @@ def datasets_provider(num_samples: Sequence[int | None], vp_stage: int | None = 
         context_parallel_size=args.context_parallel_size,
         data_parallel_size=args.data_parallel_size,
         sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
+        inter_document_masking=args.dataloader_inter_document_masking,
     )
 
     def needed_here() -> bool:
-        return mpu.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(vp_stage)
+        stage = args.dataloader_inter_document_masking or is_first_or_last_pipeline_stage(vp_stage)
+        return mpu.get_tensor_model_parallel_rank() == 0 and bool(stage)
 
     dataset = MockGPTDataset if args.mock_data else GPTDataset
     return BlendedMegatronDatasetBuilder(dataset, wanted, needed_here, config).build()
@@ -183,6 +213,8 @@ def main() -> None:
         raise SystemExit(
             f"{option} is not supported by this script: run the stock pretrain_hybrid.py with the same flags"
         )
+    if args.dataloader_inter_document_masking and args.micro_batch_size != 1 and not args.sft:
+        raise SystemExit(micro_batch_problem(args.micro_batch_size))
     step, provider = forward_step, datasets_provider
     if args.sft:
         if reason := fine_tuning.problem(args):

@@ -38,6 +38,7 @@ from megatron_nemotron3.precision import settings as emulation
 from megatron_nemotron3.precision import yaml_file
 from megatron_nemotron3.train import log, processes
 from megatron_nemotron3.train.inputs import CONVERSATION_OPTIONS, MEANS, TrainOptions, named_data
+from megatron_nemotron3.train.isolation import ISOLATION_OPTIONS
 from megatron_nemotron3.train.monitor import events
 from megatron_nemotron3.train.progress import TrainProgress
 from megatron_nemotron3.train.teacher import settings as distillation
@@ -307,6 +308,8 @@ def _own_options(request: TrainRequest) -> tuple[str, ...]:
         options += ("--tensorboard-dir", str(request.output / log.EVENTS))
     if request.options.conversations:
         options += CONVERSATION_OPTIONS
+    if request.options.isolate_documents:
+        options += ISOLATION_OPTIONS
     if request.options.pretrained is not None:
         options += ("--pretrained-checkpoint", str(request.options.pretrained))
     return options

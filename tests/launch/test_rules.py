@@ -113,6 +113,7 @@ HARMLESS: list[dict[str, Any]] = [
     },
     {"extra": ("--dist-ckpt-optim-fully-reshardable",), "backend": "torch"},
     {"extra": ("--dataloader-inter-document-masking",)},
+    {"extra": ("--dataloader-inter-document-masking",), "layout": layout(cp=2), "backend": "torch"},
     {"extra": (*SELECTIVE, "moe_act"), "backend": "te"},
     {"config": NANO_4B, "extra": (*SELECTIVE, "layernorm"), "backend": "torch"},
     {"config": models.get("nano"), "layout": layout(dp=8, ep=8), "backend": "te", "gpu": "h100"},

@@ -60,6 +60,7 @@ class Scenario(TrainingCase):
             if self.padded is not None and self.padded != self.documents:
                 batch = _pad(batch, self.documents, (*self.padded, self.seq_length - sum(self.padded)))
             share, packed = cut_packed(batch, self.documents, self.padded, self.cut_whole)
+            self.mark(packed)
         yield self._masked(share), packed
 
     def _masked(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:

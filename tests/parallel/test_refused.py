@@ -33,7 +33,7 @@ def test_masked_mean_loss_under_context_parallelism_is_a_mean_of_means() -> None
 
 @pytest.mark.full
 def test_documents_cut_as_one_sequence_reach_mamba_in_the_wrong_order() -> None:
-    """documents-cp: the script cuts the whole sequence in chunks, Mamba expects each document cut."""
+    """documents-cp: the script cuts the whole sequence in chunks, upstream's Mamba expects documents cut."""
     packed = replace(
         CASES["nano"],
         documents=(16, 32, 16),
@@ -42,5 +42,8 @@ def test_documents_cut_as_one_sequence_reach_mamba_in_the_wrong_order() -> None:
     )
     one, right = runs(packed)
     assert relative(one, right) < 1e-4
-    one, wrong = runs(packed, replace(packed, cut_whole=True))
+    whole = replace(packed, cut_whole=True)
+    one, right = runs(packed, whole)
+    assert relative(one, right) < 1e-4
+    one, wrong = runs(packed, replace(whole, cut_known=False))
     assert abs(one.losses[0] - wrong.losses[0]) > 1e-3

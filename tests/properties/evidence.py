@@ -273,7 +273,7 @@ EVIDENCE: dict[str, Evidence] = {
         shown="refuses 8 of 10 such options, ignores --num-layers, --mtp-hybrid-override-pattern",
     ),
     "documents-cp": Wrong(
-        case=case(model("M", **MTP), "--dataloader-inter-document-masking", cp=2),
+        case=case(model("M", **MTP), "--dataloader-inter-document-masking", cp=2, backend="te"),
         measured=measure.rolled_documents,
         shown="MTP's shift to the next token is wrong for 7 of 16 tokens",
     ),

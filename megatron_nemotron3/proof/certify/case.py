@@ -40,6 +40,8 @@ class TrainingCase:
     #: Cut a packed sequence over context-parallel ranks as if it were one document
     #: (`--dataloader-inter-document-masking` does).
     cut_whole: bool = False
+    #: Whether the layers know that it is: Transformer Engine's do not.
+    cut_known: bool = True
     #: Adapters on frozen weights, as `LoRA.parse` reads them; None: train the weights.
     lora: str | None = None
     #: What MTP heads alone are trained for, as `Boost.parse` reads it; None: train the weights.
@@ -66,9 +68,17 @@ class TrainingCase:
         """This rank's share of a micro-batch [b, s], with "model_mask", the mask that the model gets."""
         if self.documents:
             share, packed = cut_packed(batch, self.documents, whole=self.cut_whole)
+            self.mark(packed)
         else:
             share, packed = cut(batch)
         yield {**share, "model_mask": share["loss_mask"].clone()}, packed
+
+    def mark(self, packed: Any) -> None:
+        """Let the layers know how a row is cut, as the stack does in a script."""
+        from megatron_nemotron3.layers.context_parallel import mark_whole
+
+        if self.cut_whole and self.cut_known and self.layout.cp > 1:
+            mark_whole(packed)
 
     def argv(self) -> list[str]:
         batch = {

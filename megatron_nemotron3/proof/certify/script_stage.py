@@ -43,7 +43,7 @@ _TUNING = "--sft"
 _BLENDS = {"--train-data-path", "--per-split-data-args-path", "--data-args-path"}
 #: The format of checkpoints of Megatron-FSDP, which the proxy does without.
 _OF_FSDP = "fsdp_dtensor"
-_STOCK_ONLY = {"--dataloader-inter-document-masking", "--hybrid-context-parallel"}
+_STOCK_ONLY = {"--hybrid-context-parallel"}
 #: Gradient norms are printed with three decimals.
 _NORM = 1e-3
 MONITORS = "monitors of the first step"

@@ -133,6 +133,7 @@ def training(launch: FullLaunch, config: Nemotron3Config, sizes: Sequence[Sizes]
         mask="random" if sft or "--eod-mask-loss" in given else "none",
         documents=(_EVEN if sft and cp else _DOCUMENTS) if packed else None,
         cut_whole=borders and not sft and cp,
+        cut_known="torch" in (given.get("--spec") or ("",))[-1],
     )
 
 

@@ -103,12 +103,54 @@ def read_documents(prefix: str | os.PathLike[str]) -> list[np.ndarray]:
     """Ids of each document of a data set with one sequence per document, as `write_dataset` writes it."""
     import numpy as np
 
-    index, names = data_sets.Index(os.fspath(prefix)), {code: name for name, code in _CODES.items()}
+    lengths, dtype = _read_index(os.fspath(prefix))
+    ids = np.fromfile(os.fspath(prefix) + ".bin", dtype=dtype)
+    return np.split(ids, np.cumsum(lengths)[:-1])
+
+
+def _read_index(prefix: str, most: int | None = None) -> tuple[np.ndarray, str]:
+    """Lengths of the documents, or of the first `most`, and numpy's name of the type of the ids."""
+    import numpy as np
+
+    index, names = data_sets.Index(prefix), {code: name for name, code in _CODES.items()}
     if index.code not in names or index.documents != index.sequences + 1:
         raise ValueError(f"{index.path} is not the index of a data set with one sequence per document")
-    lengths = np.fromfile(index.path, np.int32, index.sequences, offset=data_sets.HEAD.size)
-    ids = np.fromfile(f"{prefix}.bin", dtype=names[index.code])
-    return np.split(ids, np.cumsum(lengths)[:-1])
+    count = index.sequences if most is None else min(most, index.sequences)
+    return np.fromfile(index.path, np.int32, count, offset=data_sets.HEAD.size), names[index.code]
+
+
+#: Documents and tokens that `require_ended` looks at.
+_LOOKED_AT, _TOKENS_LOOKED_AT = 256, 1 << 20
+
+
+def require_ended(prefix: str) -> str:
+    """Look whether documents end with the same token, as `preprocess_data.py --append-eod` makes them.
+
+    Returns:
+        A warning if that token also stands inside of documents, else "".
+
+    Raises:
+        ValueError: the first documents end with different tokens.
+    """
+    import numpy as np
+
+    lengths, dtype = _read_index(prefix, _LOOKED_AT)
+    ids = np.memmap(prefix + ".bin", dtype=dtype, mode="r")
+    borders = np.cumsum(lengths)
+    ends = ids[borders[lengths > 0] - 1]
+    if (different := len(set(ends.tolist()))) > 1:
+        raise ValueError(
+            f"{prefix}: its first {len(ends)} documents end with {different} different tokens, so nothing "
+            "marks where the loss must stop: prepare them with --append-eod"
+        )
+    inside = int((ids[: min(int(borders[-1]), _TOKENS_LOOKED_AT)] == ends[0]).sum()) if len(ends) > 1 else 0
+    whole = int((borders <= _TOKENS_LOOKED_AT).sum())
+    if inside <= whole:
+        return ""
+    return (
+        f"{prefix}: its first {whole} documents hold their last token, {ends[0]}, {inside} times: what is "
+        "joined in one document is not isolated: write a document on each line"
+    )
 
 
 def _encoded(docs: Iterable[str], tokenizer: TokenizerInfo) -> Iterator[list[int]]:

@@ -236,7 +236,9 @@ def test_packed_documents_fill_the_row() -> None:
         and sum(proxy.case.documents) == proxy.case.seq_length
     )
     assert all(length % 4 == 0 for length in proxy.case.documents) and not proxy.case.cut_whole
-    assert proxy_of(f"{SUPER} --dataloader-inter-document-masking --context-parallel-size 2").case.cut_whole
+    isolated = f"{SUPER} --dataloader-inter-document-masking --context-parallel-size 2"
+    te, torch = proxy_of(isolated).case, proxy_of(isolated.replace("_te_", "_torch_")).case
+    assert te.cut_whole and torch.cut_whole and torch.cut_known and not te.cut_known
 
 
 def test_experts_that_differ_by_layer() -> None:

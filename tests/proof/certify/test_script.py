@@ -133,8 +133,8 @@ def test_a_checkout_of_another_version(tmp_path: Path) -> None:
 
 def test_what_cannot_run_here_is_said(tmp_path: Path) -> None:
     tuned = replace(bench(tmp_path, _L(), "--sft"), checkout=tmp_path)
-    masked = bench(tmp_path, _L(), "--dataloader-inter-document-masking")
-    for tried, said in ((tuned, "needs Hugging Face's datasets"), (masked, "only the stock script has it")):
+    cut = bench(tmp_path, _L(), "--hybrid-context-parallel")
+    for tried, said in ((tuned, "needs Hugging Face's datasets"), (cut, "only the stock script has it")):
         (finding,) = script_stage.script(tried)
         assert finding.state is PropertyState.UNTESTED and said in finding.detail
 

@@ -20,6 +20,7 @@ from megatron_nemotron3.train.data import (
     unigram_baseline,
     write_dataset,
 )
+from megatron_nemotron3.train.isolation import ISOLATION_OPTIONS
 from tests.train.data.byte_tokenizer import byte_tokenizer
 
 arguments = pytest.importorskip("megatron.training.arguments")
@@ -57,6 +58,7 @@ def _datasets(args, tokenizer, sizes):
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=False,
+        inter_document_masking=args.dataloader_inter_document_masking,
     )
     return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
 
@@ -128,6 +130,23 @@ def test_labels_and_mask(run):
         assert sample["loss_mask"].sum() == SEQ_LENGTH
         has_end += int((sample["labels"] == prepared.tokenizer.eod).sum())
     assert has_end > 0
+
+
+def test_isolated_documents(run):
+    """Borders lie behind ends of documents, where nothing is predicted, and positions start anew."""
+    prepared, *_ = run
+    args = _parse([*prepared.flags, *ISOLATION_OPTIONS[:2]])
+    train, *_ = _datasets(args, build_tokenizer(args), [None, None, None])
+    borders = 0
+    for i in range(len(train)):
+        sample = train[i]
+        end = sample["tokens"] == prepared.tokenizer.eod
+        inside = sample["cu_seqlens"][(sample["cu_seqlens"] > 0) & (sample["cu_seqlens"] < SEQ_LENGTH)]
+        assert inside.tolist() == (end[:-1].nonzero().flatten() + 1).tolist()
+        assert torch.equal(sample["loss_mask"] == 0, end)
+        assert (sample["position_ids"] == 0).nonzero().flatten().tolist() == [0, *inside.tolist()]
+        borders += len(inside)
+    assert borders > 10
 
 
 def test_the_split_is_megatrons(run):
