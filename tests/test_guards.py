@@ -129,6 +129,22 @@ def test_more_ranks_than_cores_or_memory_are_said(monkeypatch: pytest.MonkeyPatc
     assert "2.0 GiB are free" in memory
 
 
+def test_a_training_without_a_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    """The options of `flags NAME` alone: stderr says what is missing, and no rank starts without it."""
+    assert cli.main(["flags", "nano"]) == 0
+    printed = capsys.readouterr()
+    assert "the options have no --lr and no --train-iters" in printed.err
+    with pytest.raises(SystemExit) as stopped:
+        run.require_schedule("any/pretrain_hybrid.py", printed.out.split())
+    assert stopped.value.code == 2
+    assert "pretrain_hybrid.py needs --lr and --train-iters: add them" in capsys.readouterr().err
+    run.require_schedule("tools/checkpoint.py", [])
+    assert cli.main(["flags", "nano", "--schedule", "published"]) == 0
+    printed = capsys.readouterr()
+    assert "the options have no" not in printed.err
+    run.require_schedule("pretrain_hybrid.py", printed.out.split())
+
+
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 256 KiB that takes names but no bytes."""

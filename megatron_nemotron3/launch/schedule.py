@@ -6,8 +6,10 @@ emitted. Published schedules are in `phases.py`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
+from megatron_nemotron3.common.parser import option_values
 from megatron_nemotron3.models import Nemotron3Config
 
 #: Fields that hold lengths, by unit.
@@ -140,6 +142,12 @@ def adjusted(
     if steps is not None:
         changes |= _lengths_of(replace(schedule, **changes), steps)  # type: ignore[arg-type]
     return replace(schedule, **changes)  # type: ignore[arg-type]
+
+
+def missing_schedule(argv: Sequence[str]) -> list[str]:
+    """Return the options without which no training starts, of those that a command line does not have."""
+    needed = (("--lr",), ("--train-iters", "--train-samples"))
+    return [names[0] for names in needed if not any(option_values(argv, name) for name in names)]
 
 
 def _minimum_rate(schedule: TrainingSchedule, lr: float | None) -> float | None:
