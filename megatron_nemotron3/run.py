@@ -297,8 +297,8 @@ def name_moving_biases(announce: Callable[[str], None]) -> None:
         ]
         if moving:
             announce(
-                f"warning: {len(moving)} routers are frozen, but the bias by which they choose experts moves in "
-                "every step: pass --moe-router-bias-update-rate 0, or set their frozen_expert_bias"
+                f"warning: {len(moving)} routers are frozen, but the biases by which they choose experts "
+                "move in every step: pass --moe-router-bias-update-rate 0, or set their frozen_expert_bias"
             )
 
     at_first_forward(look)

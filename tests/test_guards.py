@@ -172,7 +172,7 @@ def test_a_full_disk_leaves_no_file(
 def test_stdout_on_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     with open("/dev/full", "w") as full:
-        words = [sys.executable, "-m", "megatron_nemotron3", "flags", "nano"]
+        words = [sys.executable, "-m", "megatron_nemotron3", "flags", "nano", "--schedule", "published"]
         done = subprocess.run(words, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 2
     assert done.stderr == "nemotron3 flags: [Errno 28] No space left on device\n"

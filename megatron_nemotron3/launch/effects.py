@@ -43,12 +43,12 @@ class Effect(NamedTuple):
 
 @cache
 def _effects() -> dict[str, Effect]:
-    rows = parser.table()["effects"].items()
-    lists = ("values", "unless")
-    return {
-        name: Effect(**{key: tuple(row[key]) if key in lists else row[key] for key in row if key != "readers"})
-        for name, row in rows
-    }
+    found = {}
+    for name, row in parser.table()["effects"].items():
+        texts = (row.get(key, "") for key in ("why", "instead", "source", "backend"))
+        lists = (tuple(row.get(key, ())) for key in ("values", "unless"))
+        found[name] = Effect(row["effect"], *texts, *lists)
+    return found
 
 
 def effect(name: str) -> Effect | None:
@@ -74,4 +74,13 @@ def _applies(found: Effect, name: str, options: Mapping[str, tuple[str, ...]], b
         return False
     if found.values:
         return not set(found.values).isdisjoint(options[name])
-    return options[name] != (parser.argument_default(name),)
+    return not _is_default(options[name], parser.argument_default(name))
+
+
+def _is_default(values: tuple[str, ...], default: str | None) -> bool:
+    if default is None or len(values) != 1:
+        return False
+    try:
+        return float(values[0]) == float(default)
+    except ValueError:
+        return values[0] == default

@@ -267,8 +267,8 @@ OPTION_RULES: tuple[Rule, ...] = (
     ),
     _option(
         "--moe-router-bias-update-rate",
-        "at rate 0 the routers' biases stay as they are, and the auxiliary loss alone balances experts: give the "
-        "model's rate, unless the router is frozen",
+        "at rate 0 the routers' biases stay as they are, and the auxiliary loss alone balances experts: give "
+        "the model's rate, unless the router is frozen",
         "megatron/core/distributed/finalize_model_grads.py",
         lambda c: c.config.is_moe and float(c.option("--moe-router-bias-update-rate", "")) == 0,
         "note",

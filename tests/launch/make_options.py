@@ -5,8 +5,8 @@
 
 A run replaces what one version's parser says and keeps the rest. The options that `pretrain_hybrid.py` adds
 where nvidia-modelopt is installed are only in a checkout; without one they are kept, too. By hand come
-"treatments", "effects", each option's "treatment" and "effect", and which options have a "default": the parser
-has its value. --check writes nothing and fails where the file would change.
+"treatments", "effects", each option's "treatment" and "effect", and which options have a "default": the
+parser has its value. --check writes nothing and fails where the file would change.
 """
 
 from __future__ import annotations

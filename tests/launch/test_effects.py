@@ -1,4 +1,4 @@
-"""The effect of every option on this stack: the table is whole, and agrees with the source of megatron-core."""
+"""The effect of every option on this stack: the table is whole, and agrees with megatron-core's source."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_nemotron3 import models
-from megatron_nemotron3.launch import Launch, check, effects, parser
+from megatron_nemotron3.launch import Launch, check, effects, flags, parser, published
 from tests.launch.make_options import with_effect
 
 #: Files that read every option to check it, print it, or hand it to a config.
@@ -33,7 +33,9 @@ _COMMON = {"img_h", "img_w", "patch_dim", "sample_rate", "refit_method", "enable
 def _readers() -> dict[str, set[str]]:
     """Attribute or quoted name -> the files of the installed Megatron that have it."""
     found = defaultdict(set)
-    root = Path(next(iter(find_spec("megatron").submodule_search_locations)))  # type: ignore[union-attr, arg-type]
+    spec = find_spec("megatron")
+    assert spec is not None and spec.submodule_search_locations is not None
+    root = Path(next(iter(spec.submodule_search_locations)))
     for path in [*root.glob("core/**/*.py"), *root.glob("training/**/*.py")]:
         code = re.sub(r"^\s*#.*$", "", path.read_text(encoding="utf-8"), flags=re.M)
         for name in set(re.findall(r"(?:\.|['\"])([a-z]\w+)", code)):
@@ -52,14 +54,20 @@ def test_every_option_has_an_effect() -> None:
     kinds = {row["effect"] for row in table["effects"].values()}
     assert kinds == {*effects.SEVERITY, "works", "ruled", "unknown"}
     for row in table["effects"].values():
-        assert (row["effect"] in effects.SEVERITY) == all(row.get(key) for key in ("why", "instead", "source"))
+        assert (row["effect"] in effects.SEVERITY) == all(
+            row.get(key) for key in ("why", "instead", "source")
+        )
 
 
 @pytest.mark.parametrize(
     "name", [name for name, row in parser.table()["effects"].items() if "readers" in row], ids=str
 )
 def test_only_other_parts_read_it(name: str) -> None:
-    """The files that read such an option are those that its row names, which this stack does not run."""
+    """The files that read such an option are those that its row names.
+
+    This stack does not run them, or they count operations and write logs there; that it trains the same with
+    all such options is in tests/properties/evidence.py.
+    """
     row = parser.table()["effects"][name]
     allowed = (*row["readers"], *_READ_ALL)
     options = [n for n in with_effect(row["effect"]) if parser.table()["options"][n]["effect"] == name]
@@ -82,10 +90,19 @@ def _said(*extra: str, backend: str = "te") -> list[tuple[str, str]]:
 
 def test_values_backends_and_other_options_decide() -> None:
     assert _said("--optimizer", "adam") == []
-    (rule, text), = _said("--optimizer", "muon", "--muon-num-ns-steps", "7")
+    ((rule, text),) = _said("--optimizer", "muon", "--muon-num-ns-steps", "7")
     assert rule == "option-layout" and text.startswith("note: --optimizer muon: ")
     assert _said("--optimizer", "muon", "--muon-tp-mode", "distributed") == []
     assert _said("--moe-apply-probs-on-input") == []
     assert [rule for rule, _ in _said("--moe-apply-probs-on-input", backend="torch")] == ["option-refused"]
     assert _said("--eod-mask-loss", "--calculate-per-token-loss") == []
-    assert _said("--moe-layer-freq", "1", "--kv-lora-rank", "32") == []
+    assert _said("--moe-layer-freq", "1", "--kv-lora-rank", "32", "--norm-epsilon", "1e-5") == []
+    assert "option-refused" in dict(_said("--norm-epsilon", "1e-6"))
+
+
+@pytest.mark.parametrize("backend", ["te", "torch"])
+def test_silent_on_our_own_options(backend: str) -> None:
+    for name in models.names():
+        launch = Launch.of(name, backend=backend, schedule=published(models.get(name)))
+        emitted = {flag.name: flag.values for flag in flags(launch)}
+        assert not [said for kind in effects.SEVERITY for said in effects.sentences(kind, emitted, backend)]

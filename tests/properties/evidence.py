@@ -350,7 +350,8 @@ EVIDENCE: dict[str, Evidence] = {
         case=case(None, "--reset-attention-mask"),
         measured=measure_options.refused,
         shown="trains the same with 12 such options together; under the mask of --reset-attention-mask the "
-        "logits of a second document do not change, and are not those of this document alone",
+        "logits of a second document do not change, and are not those of this document alone; --qk-clip and "
+        "--defer-embedding-wgrad-compute end in AttributeError and AttributeError",
     ),
     "option-benchmark": Wrong(
         case=case(None, "--moe-router-force-load-balancing"),

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from megatron_nemotron3.launch import parser
 from megatron_nemotron3.proof.certify.ranks import run_distributed
@@ -16,11 +19,12 @@ from tests.properties.step import Case
 #: Values that are read, where the type does not say one.
 _VALUES = {"moe-layer-freq": "2", "linear-attention-freq": "2"}
 _OTHER = {"int": "7", "float": "0.7", "text": "x"}
-#: Options that a run of one rank without Transformer Engine cannot have: Megatron asks for more.
+#: Options that a run of one rank without Transformer Engine cannot have, because Megatron asks for more.
 _WITH_MORE = (
     *("defer-embedding-wgrad-compute", "experimental-attention-variant", "hybrid-context-parallel"),
     *("heterogeneous-layers-config-encoded-json", "heterogeneous-layers-config-path"),
     *("log-max-attention-logit", "multi-latent-attention", "qk-clip"),
+    "norm-epsilon",  # changes the other norms
 )
 
 
@@ -40,19 +44,24 @@ def refused(case: Case) -> str:
     """The run with all options that are refused, and a packed row under the mask that is not read."""
     names = [name for name in with_effect("refused") if name not in _WITH_MORE]
     assert outcome(replace(case, extra=words(names))) == outcome(replace(case, extra=()))
-    masked, alone = run_distributed(_second_document, 1, replace(case, extra=()))[0]
+    masked, alone, ends = run_distributed(_in_a_model, 1, replace(case, extra=()))[0]
     assert masked == 0 < alone
     return (
         f"trains the same with {len(names)} such options together; under the mask of --reset-attention-mask "
-        "the logits of a second document do not change, and are not those of this document alone"
+        "the logits of a second document do not change, and are not those of this document alone; "
+        f"--qk-clip and --defer-embedding-wgrad-compute end in {' and '.join(ends)}"
     )
 
 
-def _second_document(case: Case) -> tuple[float, float]:
-    """By how much the mask changes the logits of a second document, and by how much those of it alone differ."""
-    import torch
+def _in_a_model(case: Case) -> tuple[float, float, list[str]]:
+    """How far the mask moves the logits of a second document, and how far they are from those of it alone.
 
-    def differences(chunks: list[Any], _: Any) -> tuple[float, float]:
+    And what clipping queries, and an output layer that waits with its gradient, end in.
+    """
+    import torch
+    from megatron.core.optimizer.qk_clip import clip_qk
+
+    def differences(chunks: list[Any], _: Any) -> tuple[float, float, list[str]]:
         model = step.loop.unwrap_model(chunks[0]).eval()
         tokens = torch.arange(1, 9)[None]
         places = torch.arange(4).repeat(2)[None]
@@ -62,10 +71,17 @@ def _second_document(case: Case) -> tuple[float, float]:
             plain = model(tokens, places, None)[:, 4:]
             masked = model(tokens, places, (mask < 0.5)[None, None])[:, 4:]
             alone = model(tokens[:, 4:], places[:, 4:], None)
-        return float((masked - plain).abs().max()), float((alone - plain).abs().max())
+        ends = []
+        model.config.defer_embedding_wgrad_compute = True
+        wrapped = SimpleNamespace(module=SimpleNamespace(module=model))  # as DDP and Float16Module wrap it
+        for attempt in (lambda: clip_qk([wrapped]), lambda: model(tokens, places, None)):
+            with pytest.raises(AttributeError, match=r"self_attention|append") as ended:
+                attempt()
+            ends.append(ended.type.__name__)
+        return float((masked - plain).abs().max()), float((alone - plain).abs().max()), ends
 
     with step.rules_off():
-        found: tuple[float, float] = step.train_step(case, differences)
+        found: tuple[float, float, list[str]] = step.train_step(case, differences)
     return found
 
 
@@ -102,7 +118,8 @@ def biases(case: Case) -> str:
 
 def _biases(cases: list[Case]) -> list[int]:
     def moved(chunks: list[Any], _: Any) -> int:
-        return sum(int((b != 0).sum()) for name, b in chunks[0].named_buffers() if name.endswith("expert_bias"))
+        found = [b for name, b in chunks[0].named_buffers() if name.endswith("expert_bias")]
+        return sum(int((bias != 0).sum()) for bias in found)
 
     with step.rules_off():
         return [step.train_step(case, moved) for case in cases]

@@ -15,9 +15,9 @@ _HEAD = """\
 # Rules: what is refused, and what would happen otherwise
 
 `nemotron3 flags` and `train` refuse a run that breaks one of the rules of
-`megatron_nemotron3/launch/rules*.py`, and print a warning or a note for others. Every row is a run of a few hundred
-weights that breaks the rule, made by `tests/properties/evidence.py` and tested there: what the rule says to
-it, and what Megatron-Core 0.19 does with it when the rules are off.
+`megatron_nemotron3/launch/rules*.py`, and print a warning or a note for others. Every row is a run of a few
+hundred weights that breaks the rule, made by `tests/properties/evidence.py` and tested there: what the rule
+says to it, and what Megatron-Core 0.19 does with it when the rules are off.
 
 - *refuses*: Megatron ends the run itself, with the words quoted. The rule says so before anything starts.
 - *takes it*: Megatron runs, and does something else than asked; the number was measured.

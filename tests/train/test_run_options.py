@@ -57,4 +57,4 @@ def lines_of_a_frozen_model() -> list[list[str]]:
 def test_frozen_routers_whose_biases_move() -> None:
     trained, frozen, whole = run_distributed(lines_of_a_frozen_model, 1)[0]
     assert trained == whole == []
-    assert len(frozen) == 1 and frozen[0].startswith("warning: 1 routers are frozen, but the bias")
+    assert len(frozen) == 1 and frozen[0].startswith("warning: 1 routers are frozen, but the biases")
