@@ -42,8 +42,8 @@ from megatron_nemotron3.common.options import add_option, device_option
 from megatron_nemotron3.common.parser import OptionParser, fail, option_value, option_values, resolve_device
 from megatron_nemotron3.common.switches import BOOST, EMULATE, LOCK, LOG_PRECISION, MONITOR
 from megatron_nemotron3.launch import boosting, effects, manifest
-from megatron_nemotron3.launch.flag import from_first_option, parse, take_options
-from megatron_nemotron3.launch.schedule import missing_schedule
+from megatron_nemotron3.launch.flag import take_options
+from megatron_nemotron3.launch.schedule import require_schedule
 from megatron_nemotron3.launch.stored_model import loaded
 from megatron_nemotron3.launch.versions import require_supported
 from megatron_nemotron3.models import stack_specs
@@ -251,57 +251,15 @@ def require_well_formed_file(arguments: list[str]) -> None:
         fail(str(problem))
 
 
-#: Scripts that train, unless one of these options is given.
-_TRAINING = ("pretrain_hybrid.py", "pretrain_mamba.py", "pretrain_script.py")
-_NO_TRAINING = ("--skip-train", "--freeze-all-layers")
-
-
-def require_schedule(script: str, arguments: list[str]) -> None:
-    """Stop a training without a learning rate or a length, which Megatron misses when the model is built."""
-    name = os.path.basename(script)
-    if name not in _TRAINING or any(word in arguments for word in _NO_TRAINING):
-        return
-    if missing := missing_schedule(arguments):
-        fail(
-            f"{name} needs {' and '.join(missing)}: add them, or take the options of nemotron3 flags NAME "
-            "--schedule published"
-        )
-
-
 def verify_options(arguments: list[str], spec: Any, announce: Callable[[str], None]) -> None:
     """Stop at options with which our stack would compute something else than asked; name other surprises."""
     from megatron_nemotron3.specs import is_torch
 
-    given = {flag.name: flag.values for flag in parse(from_first_option(arguments))}
-    for kind, severity in effects.SEVERITY.items():
-        said = effects.sentences(kind, given, "torch" if is_torch(spec) else "te")
-        if said and severity == "error":
-            fail("; ".join(said))
-        if LOCK not in os.environ:  # `nemotron3 train` has said them
-            for sentence in said:
-                announce(f"{severity}: {sentence}")
-
-
-def name_moving_biases(announce: Callable[[str], None]) -> None:
-    """Say when the first forward begins if the bias of a frozen router will move: it is no parameter."""
-
-    def look(model: Any) -> None:
-        moving = [
-            module
-            for module in model.modules()
-            if getattr(module, "expert_bias", None) is not None
-            and module.training
-            and not module.frozen_expert_bias
-            and module.config.moe_router_bias_update_rate
-            and not any(parameter.requires_grad for parameter in module.parameters())
-        ]
-        if moving:
-            announce(
-                f"warning: {len(moving)} routers are frozen, but the biases by which they choose experts "
-                "move in every step: pass --moe-router-bias-update-rate 0, or set their frozen_expert_bias"
-            )
-
-    at_first_forward(look)
+    for severity, sentence in effects.said_of(arguments, "torch" if is_torch(spec) else "te"):
+        if severity == "error":
+            fail(sentence)
+        if LOCK not in os.environ:  # `nemotron3 train` has said it
+            announce(f"{severity}: {sentence}")
 
 
 def verify_formats(arguments: list[str], words: str, spec: Any, *, emulate: bool, measured: bool) -> None:
@@ -368,8 +326,8 @@ def _launch(given: RunArguments) -> None:
         distilled = check_distillation(teachers, arguments, int(os.environ.get("WORLD_SIZE", 1)))
         teacher = record_of(distilled)
         boost = boosting.requested(arguments, distilled=bool(distilled))
+        require_schedule(script, arguments)
     require_well_formed_file(arguments)
-    require_schedule(script, arguments)
     device = resolve_device(device)
     from megatron_nemotron3.common.ranks import single_process_environment
 
@@ -402,9 +360,11 @@ def _launch(given: RunArguments) -> None:
                 stack.enter_context(settings.monitoring(monitor))
             spec_words, spec = requested_spec(arguments)
             if spec is not None:
+                from megatron_nemotron3.layers import frozen
+
                 verify_options(arguments, spec, announce)
                 verify_stack(spec_words, spec, arguments)
-                name_moving_biases(announce)
+                frozen.name_moving_biases(announce)
             if boost is not None:
                 from megatron_nemotron3.post_training.boost.heads import training_heads
 

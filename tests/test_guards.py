@@ -18,6 +18,7 @@ import pytest
 from megatron_nemotron3 import cli, run
 from megatron_nemotron3.common.limits import ChildError
 from megatron_nemotron3.launch import Launch
+from megatron_nemotron3.launch.schedule import require_schedule
 from megatron_nemotron3.train import processes as machine
 
 ROOT = Path(__file__).parents[1]
@@ -129,20 +130,22 @@ def test_more_ranks_than_cores_or_memory_are_said(monkeypatch: pytest.MonkeyPatc
     assert "2.0 GiB are free" in memory
 
 
-def test_a_training_without_a_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_training_without_a_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The options of `flags NAME` alone: stderr says what is missing, and no rank starts without it."""
     assert cli.main(["flags", "nano"]) == 0
     printed = capsys.readouterr()
     assert "the options have no --lr and no --train-iters" in printed.err
+    script = tmp_path / "pretrain_hybrid.py"
+    script.touch()
     with pytest.raises(SystemExit) as stopped:
-        run.require_schedule("any/pretrain_hybrid.py", printed.out.split())
+        run.main(["--device", "cpu", str(script), *printed.out.split()])
     assert stopped.value.code == 2
     assert "pretrain_hybrid.py needs --lr and --train-iters: add them" in capsys.readouterr().err
-    run.require_schedule("tools/checkpoint.py", [])
+    require_schedule("tools/checkpoint.py", [])
     assert cli.main(["flags", "nano", "--schedule", "published"]) == 0
     printed = capsys.readouterr()
     assert "the options have no" not in printed.err
-    run.require_schedule("pretrain_hybrid.py", printed.out.split())
+    require_schedule("pretrain_hybrid.py", printed.out.split())
 
 
 @pytest.fixture

@@ -6,11 +6,12 @@ them is. They were found in megatron-core 0.19.2; tests/launch/test_effects.py c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
 from megatron_nemotron3.launch import parser
+from megatron_nemotron3.launch.flag import from_first_option, parse
 from megatron_nemotron3.launch.rule import Severity
 
 #: Kind of effect -> how bad it is. "works", "ruled" (a rule of its own) and "unknown" say nothing.
@@ -65,6 +66,13 @@ def sentences(kind: str, options: Mapping[str, tuple[str, ...]], backend: str) -
         if found and found.effect == kind and _applies(found, name, options, backend):
             said.setdefault(found, []).append(" ".join((name, *values)) if found.values else name)
     return [f"{', '.join(names)}: {e.why}: {e.instead} ({e.source})" for e, names in said.items()]
+
+
+def said_of(argv: Sequence[str], backend: str) -> list[tuple[Severity, str]]:
+    """Return (severity, sentence) of all effects of a command line."""
+    options = {flag.name: flag.values for flag in parse(from_first_option(argv))}
+    kinds = SEVERITY.items()
+    return [(how, said) for kind, how in kinds for said in sentences(kind, options, backend)]
 
 
 def _applies(found: Effect, name: str, options: Mapping[str, tuple[str, ...]], backend: str) -> bool:

@@ -1,9 +1,9 @@
 """Megatron's options, without Megatron: what its parser takes, and its defaults.
 
 `options.json` has every option of the supported versions: its type and number of values, the argument group
-that it is in ("section"), its default where that is used, what `nemotron3 certify` does with it ("treatment"),
-and what it does on this stack ("effect"; `effects.py` reads it). `python -m tests.launch.make_options` writes
-it; a test compares it with the installed parser.
+that it is in ("section"), its default where that is used, what `nemotron3 certify` does with it
+("treatment"), and what it does on this stack ("effect", which `effects.py` reads).
+`python -m tests.launch.make_options` writes it; a test compares it with the installed parser.
 """
 
 from __future__ import annotations

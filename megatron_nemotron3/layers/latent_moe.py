@@ -78,13 +78,6 @@ class CountingRouter(TopKRouter):
         return attached
 
 
-def freeze_biases(model: torch.nn.Module) -> None:
-    """Leave the biases by which routers choose as they are: they are no parameters, and move by counts."""
-    for module in model.modules():
-        if isinstance(module, TopKRouter):
-            module.frozen_expert_bias = True
-
-
 class AlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
     """`--moe-token-dispatcher-type alltoall` with fewer waits of the host, and for CPU tensors, too.
 

@@ -46,8 +46,13 @@ def test_warnings_go_beside_the_flags(capsys: pytest.CaptureFixture[str]) -> Non
         "warning: --use-checkpoint-args: the checkpoint's --spec and architecture replace" in warned.err
         and "warning" not in warned.out
     )
-    assert cli.main(["flags", "nano", "--schedule", "none"]) == 0
+    assert cli.main(["flags", "nano", "--schedule", "published"]) == 0
     assert capsys.readouterr().err == ""
+    assert cli.main(["flags", "nano", "--schedule", "none"]) == 0
+    assert capsys.readouterr().err == (
+        "the options have no --lr and no --train-iters, which a training needs: add them, or --schedule "
+        "published\n"
+    )
 
 
 @pytest.mark.parametrize(

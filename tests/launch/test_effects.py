@@ -96,7 +96,7 @@ def test_values_backends_and_other_options_decide() -> None:
     assert _said("--moe-apply-probs-on-input") == []
     assert [rule for rule, _ in _said("--moe-apply-probs-on-input", backend="torch")] == ["option-refused"]
     assert _said("--eod-mask-loss", "--calculate-per-token-loss") == []
-    assert _said("--moe-layer-freq", "1", "--kv-lora-rank", "32", "--norm-epsilon", "1e-5") == []
+    assert _said("--moe-layer-freq", "1", "--kv-lora-rank", "32", "--glu-linear-offset", "0") == []
     assert "option-refused" in dict(_said("--norm-epsilon", "1e-6"))
 
 

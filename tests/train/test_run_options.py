@@ -36,7 +36,7 @@ def lines_of_a_frozen_model() -> list[list[str]]:
     """What is said of a model as it is, with frozen weights, and with frozen biases, too."""
     import torch
 
-    from megatron_nemotron3.layers.latent_moe import freeze_biases
+    from megatron_nemotron3.layers.frozen import freeze_biases, name_moving_biases
     from megatron_nemotron3.specs import nemotron3_torch_stack_spec
 
     initialize()
@@ -47,7 +47,7 @@ def lines_of_a_frozen_model() -> list[list[str]]:
         if biases:
             freeze_biases(model)
         said: list[str] = []
-        run.name_moving_biases(said.append)
+        name_moving_biases(said.append)
         tokens = torch.arange(8)[None]
         model(tokens, tokens, None)
         found.append(said)

@@ -33,7 +33,7 @@ from torch.nn.functional import pad
 from megatron_nemotron3.common.switches import megatron_options
 from megatron_nemotron3.launch.boosting import ARGUMENT, Boost
 from megatron_nemotron3.layers.context_parallel import document_borders
-from megatron_nemotron3.layers.latent_moe import freeze_biases
+from megatron_nemotron3.layers.frozen import freeze_biases
 from megatron_nemotron3.layers.registration import completing, keep_argument
 from megatron_nemotron3.layers.ssd import seq_idx_from_cu_seqlens
 from megatron_nemotron3.post_training.distill.divergences import divergence

@@ -38,7 +38,7 @@ from megatron_nemotron3.checkpoints.convert.megatron_args import args_of, common
 from megatron_nemotron3.checkpoints.folders import RELEASE, write_tracker
 from megatron_nemotron3.checkpoints.trust import require_trusted
 from megatron_nemotron3.launch import Launch, ParallelLayout
-from megatron_nemotron3.layers.latent_moe import freeze_biases
+from megatron_nemotron3.layers.frozen import freeze_biases
 from megatron_nemotron3.models.omni import OmniConfig
 from megatron_nemotron3.train.build import model_config
 from megatron_nemotron3.train.omni.encoders import Projector, SoundEncoder, VisionEncoder, projector_sizes
