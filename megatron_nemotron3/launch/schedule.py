@@ -157,9 +157,10 @@ _NO_TRAINING = ("--skip-train", "--freeze-all-layers")
 
 
 def require_schedule(script: str, argv: Sequence[str]) -> None:
-    """Raise ValueError if a training has no rate or no length; Megatron misses them in a model it has built."""
+    """Raise ValueError if a model would be trained without rate or length: Megatron builds it, and ends."""
     name = os.path.basename(script)
-    if name in _TRAINING and set(argv).isdisjoint(_NO_TRAINING) and (missing := missing_schedule(argv)):
+    trains = name in _TRAINING and option_values(argv, "--hybrid-layer-pattern")
+    if trains and set(argv).isdisjoint(_NO_TRAINING) and (missing := missing_schedule(argv)):
         raise ValueError(
             f"{name} needs {' and '.join(missing)}: add them, or take the options of nemotron3 flags NAME "
             "--schedule published"

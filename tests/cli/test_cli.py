@@ -160,7 +160,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_closed_pipe_is_no_error() -> None:
-    command = f"{sys.executable} -m megatron_nemotron3 flags super --schedule none | head -1"
+    command = f"{sys.executable} -m megatron_nemotron3 flags super --schedule published | head -1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True)
     assert done.stdout and done.stderr == ""
 
