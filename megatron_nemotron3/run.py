@@ -41,8 +41,9 @@ from megatron_nemotron3.common.limits import ChildError
 from megatron_nemotron3.common.options import add_option, device_option
 from megatron_nemotron3.common.parser import OptionParser, fail, option_value, option_values, resolve_device
 from megatron_nemotron3.common.switches import BOOST, EMULATE, LOCK, LOG_PRECISION, MONITOR
-from megatron_nemotron3.launch import boosting, data_check, manifest
+from megatron_nemotron3.launch import boosting, data_check, effects, manifest
 from megatron_nemotron3.launch.flag import take_options
+from megatron_nemotron3.launch.schedule import require_schedule
 from megatron_nemotron3.launch.stored_model import loaded
 from megatron_nemotron3.launch.versions import require_supported
 from megatron_nemotron3.models import stack_specs
@@ -266,6 +267,17 @@ def require_data(arguments: list[str]) -> None:
         data_check.require(arguments)
 
 
+def verify_options(arguments: list[str], spec: Any, announce: Callable[[str], None]) -> None:
+    """Stop at options with which our stack would compute something else than asked; name other surprises."""
+    from megatron_nemotron3.specs import is_torch
+
+    for severity, sentence in effects.said_of(arguments, "torch" if is_torch(spec) else "te"):
+        if severity == "error":
+            fail(sentence)
+        if LOCK not in os.environ:  # `nemotron3 train` has said it
+            announce(f"{severity}: {sentence}")
+
+
 def verify_formats(arguments: list[str], words: str, spec: Any, *, emulate: bool, measured: bool) -> None:
     """Stop unless linears will compute in the formats that options request."""
     from megatron_nemotron3.precision.census import require_usable
@@ -345,6 +357,7 @@ def _launch(given: RunArguments) -> None:
         boost = boosting.requested(arguments, distilled=bool(distilled))
         if isolate:
             isolation.require_possible(arguments, distilled=bool(distilled))
+        require_schedule(script, arguments)
     require_well_formed_file(arguments)
     require_data(arguments)
     device = resolve_device(device)
@@ -380,7 +393,11 @@ def _launch(given: RunArguments) -> None:
             spec_words, spec = requested_spec(arguments)
             verify_rows(arguments, spec_words, spec, isolate)
             if spec is not None:
+                from megatron_nemotron3.layers import frozen
+
+                verify_options(arguments, spec, announce)
                 verify_stack(spec_words, spec, arguments)
+                frozen.name_moving_biases(announce)
             if boost is not None:
                 from megatron_nemotron3.post_training.boost.heads import training_heads
 

@@ -18,6 +18,7 @@ import pytest
 from megatron_nemotron3 import cli, run
 from megatron_nemotron3.common.limits import ChildError
 from megatron_nemotron3.launch import Launch
+from megatron_nemotron3.launch.schedule import require_schedule
 from megatron_nemotron3.train import processes as machine
 
 ROOT = Path(__file__).parents[1]
@@ -129,6 +130,24 @@ def test_more_ranks_than_cores_or_memory_are_said(monkeypatch: pytest.MonkeyPatc
     assert "2.0 GiB are free" in memory
 
 
+def test_a_training_without_a_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The options of `flags NAME` alone: stderr says what is missing, and no rank starts without it."""
+    assert cli.main(["flags", "nano"]) == 0
+    printed = capsys.readouterr()
+    assert "the options have no --lr and no --train-iters" in printed.err
+    script = tmp_path / "pretrain_hybrid.py"
+    script.touch()
+    with pytest.raises(SystemExit) as stopped:
+        run.main(["--device", "cpu", str(script), *printed.out.split()])
+    assert stopped.value.code == 2
+    assert "pretrain_hybrid.py needs --lr and --train-iters: add them" in capsys.readouterr().err
+    require_schedule("tools/checkpoint.py", [])
+    assert cli.main(["flags", "nano", "--schedule", "published"]) == 0
+    printed = capsys.readouterr()
+    assert "the options have no" not in printed.err
+    require_schedule("pretrain_hybrid.py", printed.out.split())
+
+
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 256 KiB that takes names but no bytes."""
@@ -156,7 +175,7 @@ def test_a_full_disk_leaves_no_file(
 def test_stdout_on_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     with open("/dev/full", "w") as full:
-        words = [sys.executable, "-m", "megatron_nemotron3", "flags", "nano"]
+        words = [sys.executable, "-m", "megatron_nemotron3", "flags", "nano", "--schedule", "published"]
         done = subprocess.run(words, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 2
     assert done.stderr == "nemotron3 flags: [Errno 28] No space left on device\n"

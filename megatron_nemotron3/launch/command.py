@@ -20,7 +20,7 @@ from megatron_nemotron3.launch.explain import (
     with_megatron_defaults,
 )
 from megatron_nemotron3.launch.explain_text import render as render_explanation
-from megatron_nemotron3.launch.flag import Flag, exports, parse, render, repeated
+from megatron_nemotron3.launch.flag import Flag, exports, parse, render, repeated, to_argv
 from megatron_nemotron3.launch.flags import flags
 from megatron_nemotron3.launch.launch import BACKENDS, PRECISIONS, Launch
 from megatron_nemotron3.launch.layout import ParallelLayout
@@ -28,7 +28,7 @@ from megatron_nemotron3.launch.performance import GPUS, published
 from megatron_nemotron3.launch.phases import BF16_END, PHASES, Phase, phase, require_known, switch_step
 from megatron_nemotron3.launch.precision_file import check as check_precision_file
 from megatron_nemotron3.launch.rules import check
-from megatron_nemotron3.launch.schedule import TrainingSchedule, adjusted
+from megatron_nemotron3.launch.schedule import TrainingSchedule, adjusted, missing_schedule
 from megatron_nemotron3.launch.script import LaunchSource
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.command import ModelOptions, chosen_model, chosen_omni, names_model
@@ -278,6 +278,11 @@ def flags_command(options: argparse.Namespace) -> int:
             f"precision and -- --exit-interval {step}, then pass these options in the same folder, "
             "to nemotron3 run with --change precision"
         )
+    if options.schedule == "none" and (missing := missing_schedule(to_argv(emitted))):
+        remarks.append(
+            f"the options have no {' and no '.join(missing)}, which a training needs: add them, or "
+            "--schedule published"
+        )
     for remark in remarks:
         print(remark, file=sys.stderr)
     return 0
@@ -319,9 +324,9 @@ def explain_launch(options: argparse.Namespace, command: argparse.ArgumentParser
 
 def print_warnings(launch: Launch, words: Sequence[str], known: Collection[str] = ()) -> None:
     """Print to stderr the rules that a launch violates, and the options that `words` give more than once."""
-    for warning in check(launch):
-        if warning.severity == "warning" and warning.rule not in known:
-            print(warning, file=sys.stderr)
+    for violation in check(launch):
+        if violation.severity != "error" and violation.rule not in known:
+            print(violation, file=sys.stderr)
     for repetition in repeated(parse(words)):
         print(f"warning: {repetition}", file=sys.stderr)
 

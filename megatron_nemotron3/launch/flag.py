@@ -3,7 +3,7 @@
 A layer pattern contains `*`, `|` and `/`. Unquoted, a shell expands the first and pipes at the second. The
 form that is safe in a script, and that also stops if the flags are refused, is
 
-    flags=$(nemotron3 flags super --shell) || exit 1
+    flags=$(nemotron3 flags super --schedule published --shell) || exit 1
     eval "ARGS=( $flags )"
     torchrun ... pretrain_hybrid.py "${ARGS[@]}"
 

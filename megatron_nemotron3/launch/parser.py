@@ -1,8 +1,9 @@
 """Megatron's options, without Megatron: what its parser takes, and its defaults.
 
 `options.json` has every option of the supported versions: its type and number of values, the argument group
-that it is in ("section"), its default where that is used, and what `nemotron3 certify` does with it
-("treatment"). `python -m tests.launch.make_options` writes it; a test compares it with the installed parser.
+that it is in ("section"), its default where that is used, what `nemotron3 certify` does with it
+("treatment"), and what it does on this stack ("effect", which `effects.py` reads).
+`python -m tests.launch.make_options` writes it; a test compares it with the installed parser.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _OMNI = {
 
 @cache
 def table() -> dict[str, dict[str, dict[str, Any]]]:
-    """Return the content of `options.json`: "treatments" and "options", by name without dashes."""
+    """Return the content of `options.json`: "treatments", "effects" and "options", by name."""
     content: dict[str, dict[str, dict[str, Any]]] = json.loads(FILE.read_text(encoding="utf-8"))
     return content
 
@@ -86,6 +87,12 @@ def _known(version: str, omni: bool) -> dict[str, Argument]:
 def argument(name: str, version: str) -> Argument | None:
     """Return an option ("--bf16") of the parser of minor version `version`; None if it has none."""
     return _of_version(version).get(name.removeprefix("--"))
+
+
+def argument_default(name: str) -> str | None:
+    """Return the default in the file, of an option of any version, whatever other options are passed."""
+    default: str | None = table()["options"][name.removeprefix("--")].get("default")
+    return default
 
 
 def treatment(name: str) -> str | None:

@@ -12,7 +12,8 @@ from megatron_nemotron3.launch.launch import Launch
 ARGUMENTS = "megatron/training/arguments.py"
 CONFIG = "megatron/core/transformer/transformer_config.py"
 
-Severity = Literal["error", "warning"]
+#: A note is of something harmless. In this order they are listed.
+Severity = Literal["error", "warning", "note"]
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import get_args
 
 from megatron_nemotron3.launch.launch import Launch
-from megatron_nemotron3.launch.rule import Rule, Violation
+from megatron_nemotron3.launch.rule import Rule, Severity, Violation
 from megatron_nemotron3.launch.rules_layout import LAYOUT_RULES
 from megatron_nemotron3.launch.rules_options import OPTION_RULES, PARSER_RULES, VERSION_RULES
 from megatron_nemotron3.launch.rules_performance import PERFORMANCE_RULES
@@ -33,7 +34,7 @@ class RuleError(ValueError):
 
 
 def check(launch: Launch) -> list[Violation]:
-    """Return every violated rule, errors before warnings.
+    """Return every violated rule, errors before warnings before notes.
 
     If the parser refuses options of `extra`, only that is returned: other rules read their values.
     """
@@ -46,7 +47,7 @@ def _violated(rules: Iterable[Rule], launch: Launch) -> list[Violation]:
         for rule in rules
         if rule.violated(launch)
     ]
-    return sorted(violations, key=lambda violation: violation.severity)  # stable; "error" < "warning"
+    return sorted(violations, key=lambda violation: get_args(Severity).index(violation.severity))  # stable
 
 
 def enforce(launch: Launch) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fnmatch import fnmatchcase
+from functools import partial
 
+from megatron_nemotron3.launch import effects
 from megatron_nemotron3.launch.architecture import MODEL, MOE, MTP
 from megatron_nemotron3.launch.flag import parse, text
 from megatron_nemotron3.launch.launch import Launch
@@ -158,7 +160,20 @@ def _reserved(c: Launch) -> list[str]:
     return [flag for flag in _RESERVED if flag in c.options and not (own_stack and flag == "--spec")]
 
 
+def _effect(kind: str, c: Launch) -> str:
+    """Say which options have an effect of a kind of `effects.SEVERITY`; "" if none has."""
+    emitted: dict[str, tuple[str, ...]] = {_PER_TOKEN: ()} if c.config.has_mtp else {}
+    return "; ".join(effects.sentences(kind, {**emitted, **c.options}, c.backend))
+
+
+#: What each option of Megatron's parser does on this stack, by its row in options.json.
+EFFECT_RULES = tuple(
+    Rule(f"option-{kind}", partial(_effect, kind), partial(_effect, kind), "launch/options.json", severity)
+    for kind, severity in effects.SEVERITY.items()
+)
+
 OPTION_RULES: tuple[Rule, ...] = (
+    *EFFECT_RULES,
     Rule(
         "reserved-option",
         _reserved,
@@ -289,6 +304,14 @@ OPTION_RULES: tuple[Rule, ...] = (
             f"transformer_engine, or leave {_drawing(c)} out"
         ),
         "Megatron-LM #6858",
+    ),
+    _option(
+        "--moe-router-bias-update-rate",
+        "at rate 0 the routers' biases stay as they are, and the auxiliary loss alone balances experts: give "
+        "the model's rate, unless the router is frozen",
+        "megatron/core/distributed/finalize_model_grads.py",
+        lambda c: c.config.is_moe and float(c.option("--moe-router-bias-update-rate", "")) == 0,
+        "note",
     ),
     _option(
         "--yaml-cfg",

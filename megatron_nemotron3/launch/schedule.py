@@ -6,8 +6,11 @@ emitted. Published schedules are in `phases.py`.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
+from megatron_nemotron3.common.parser import option_values
 from megatron_nemotron3.models import Nemotron3Config
 
 #: Fields that hold lengths, by unit.
@@ -140,6 +143,28 @@ def adjusted(
     if steps is not None:
         changes |= _lengths_of(replace(schedule, **changes), steps)  # type: ignore[arg-type]
     return replace(schedule, **changes)  # type: ignore[arg-type]
+
+
+def missing_schedule(argv: Sequence[str]) -> list[str]:
+    """Return the options without which no training starts, of those that a command line does not have."""
+    needed = (("--lr",), ("--train-iters", "--train-samples"))
+    return [names[0] for names in needed if not any(option_values(argv, name) for name in names)]
+
+
+#: Scripts that train, unless one of these options is given.
+_TRAINING = ("pretrain_hybrid.py", "pretrain_mamba.py", "pretrain_script.py")
+_NO_TRAINING = ("--skip-train", "--freeze-all-layers")
+
+
+def require_schedule(script: str, argv: Sequence[str]) -> None:
+    """Raise ValueError if a model would be trained without rate or length: Megatron builds it, and ends."""
+    name = os.path.basename(script)
+    trains = name in _TRAINING and option_values(argv, "--hybrid-layer-pattern")
+    if trains and set(argv).isdisjoint(_NO_TRAINING) and (missing := missing_schedule(argv)):
+        raise ValueError(
+            f"{name} needs {' and '.join(missing)}: add them, or take the options of nemotron3 flags NAME "
+            "--schedule published"
+        )
 
 
 def _minimum_rate(schedule: TrainingSchedule, lr: float | None) -> float | None:

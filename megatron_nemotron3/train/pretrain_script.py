@@ -1,6 +1,6 @@
 """Pre-train with Megatron's own training loop: a short form of the stock `pretrain_hybrid.py`.
 
-    flags=$(nemotron3 flags super --shell) || exit 1
+    flags=$(nemotron3 flags super --schedule published --shell) || exit 1
     eval "set -- $flags"
     nemotron3 run megatron_nemotron3/train/pretrain_script.py "$@" --data-path …
 
@@ -11,8 +11,10 @@ fine-tuning on packed conversations (`fine_tuning.py`). ModelOpt is left to the 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,6 +44,9 @@ from megatron_nemotron3.train.isolation import micro_batch_problem
 
 #: Options whose batches hold other cuts or teacher data. Only the stock script supports them.
 UNSUPPORTED = ("hybrid_context_parallel", "logits_load_dir")
+
+#: A loss is spiky if it is as many times the largest one so far, as in the stock script.
+SPIKY_LOSS_FACTOR = 10
 
 #: Inputs of the model; each is [b, s / cp], but for the attention mask (None: causal).
 BATCH = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
@@ -118,6 +123,17 @@ def loss_function(
                 tolerance=0.0,
                 fatal=True,
             )
+    if get_args().check_for_spiky_loss:
+        machine = get_rerun_state_machine()
+        machine.validate_result(
+            result=loss,
+            rejection_func=partial(
+                machine.is_unexpectedly_large, threshold=SPIKY_LOSS_FACTOR, context="loss"
+            ),
+            message="Spiky loss",
+            tolerance=0.0,
+            fatal=False,
+        )
     return loss, tokens, fine_tuning.reported(model, output, mask, tokens)
 
 
@@ -176,6 +192,7 @@ def datasets_provider(num_samples: Sequence[int | None], vp_stage: int | None = 
     """Train, validation and test sets of text; `num_samples` of each."""
     args = get_args()
     wanted, settings = _wanted(args, num_samples)
+    sequences = args.per_dataset_sequences_path
     config = GPTDatasetConfig(
         **settings,
         num_dataset_builder_threads=args.num_dataset_builder_threads,
@@ -187,6 +204,10 @@ def datasets_provider(num_samples: Sequence[int | None], vp_stage: int | None = 
         create_attention_mask=args.create_attention_mask_in_dataloader,
         object_storage_cache_path=args.object_storage_cache_path,
         mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+        fast_cache_load=args.dataloader_fast_cache_load,
+        sequences_per_dataset=None if sequences is None else json.loads(Path(sequences).read_text()),
+        defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
         context_parallel_size=args.context_parallel_size,
         data_parallel_size=args.data_parallel_size,
         sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,

@@ -46,8 +46,13 @@ def test_warnings_go_beside_the_flags(capsys: pytest.CaptureFixture[str]) -> Non
         "warning: --use-checkpoint-args: the checkpoint's --spec and architecture replace" in warned.err
         and "warning" not in warned.out
     )
-    assert cli.main(["flags", "nano", "--schedule", "none"]) == 0
+    assert cli.main(["flags", "nano", "--schedule", "published"]) == 0
     assert capsys.readouterr().err == ""
+    assert cli.main(["flags", "nano", "--schedule", "none"]) == 0
+    assert capsys.readouterr().err == (
+        "the options have no --lr and no --train-iters, which a training needs: add them, or --schedule "
+        "published\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -155,7 +160,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_closed_pipe_is_no_error() -> None:
-    command = f"{sys.executable} -m megatron_nemotron3 flags super --schedule none | head -1"
+    command = f"{sys.executable} -m megatron_nemotron3 flags super --schedule published | head -1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True)
     assert done.stdout and done.stderr == ""
 

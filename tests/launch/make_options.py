@@ -5,8 +5,8 @@
 
 A run replaces what one version's parser says and keeps the rest. The options that `pretrain_hybrid.py` adds
 where nvidia-modelopt is installed are only in a checkout; without one they are kept, too. By hand come
-"treatments", each option's "treatment", and which options have a "default": the parser has its value. --check
-writes nothing and fails where the file would change.
+"treatments", "effects", each option's "treatment" and "effect", and which options have a "default": the
+parser has its value. --check writes nothing and fails where the file would change.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ CHOICES = 16
 #: Types that argparse calls; any other callable takes text.
 TYPES = {int: "int", float: "float", bool: "bool"}
 MODELOPT = "nvidia-modelopt"
+#: Columns that no parser knows.
+BY_HAND = ("treatment", "effect")
 Rows = dict[str, dict[str, Any]]
 
 
@@ -104,8 +106,18 @@ def merged(options: Rows, found: dict[str, Rows]) -> Rows:
             row["default"] = first["default"]
         if "default_with" in by_hand:
             row["default_with"] = by_hand["default_with"]
-        rows[name] = row | {"treatment": by_hand.get("treatment")}
+        rows[name] = row | {column: by_hand.get(column) for column in BY_HAND}
     return rows
+
+
+def with_effect(kind: str) -> list[str]:
+    """Return the options of megatron-core 0.19 that have an effect of this kind."""
+    table, first = parser.table(), versions.KNOWN[0]
+    return [
+        name
+        for name, row in table["options"].items()
+        if table["effects"][row["effect"]]["effect"] == kind and first in row.get("versions", versions.KNOWN)
+    ]
 
 
 def text_of(table: dict[str, Rows]) -> str:
@@ -121,18 +133,18 @@ def main() -> None:
     """Replace one version's options in the file.
 
     Raises:
-        SystemExit: with --check, the file is another one; or an option has no treatment.
+        SystemExit: with --check, the file is another one; or an option has no treatment or effect.
     """
     old = parser.table()
     version, ours, modelopt = parsed()
     options = merged(old["options"], {version: ours, MODELOPT: modelopt})
-    text = text_of({"treatments": old["treatments"], "options": options})
+    text = text_of({**old, "options": options})
     if "--check" in sys.argv:
         sys.exit(None if text == parser.FILE.read_text(encoding="utf-8") else "out of date: make_options")
     parser.FILE.write_text(text, encoding="utf-8")
     print(f"{parser.FILE}: {len(ours)} options of {version}")
-    if missing := [name for name, row in options.items() if row["treatment"] is None]:
-        sys.exit(f"without a treatment: {', '.join(missing)}")
+    if missing := [name for name, row in options.items() if any(row[column] is None for column in BY_HAND)]:
+        sys.exit(f"without {' or '.join(BY_HAND)}: {', '.join(missing)}")
 
 
 if __name__ == "__main__":

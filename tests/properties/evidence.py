@@ -7,7 +7,7 @@ machine with a GPU and Transformer Engine could tell (`NotShown`, with the reaso
 
 from __future__ import annotations
 
-from tests.properties import measure
+from tests.properties import measure, measure_options
 from tests.properties.entries import (
     ALIGNED,
     FULL,
@@ -354,6 +354,33 @@ EVIDENCE: dict[str, Evidence] = {
         case=case(model(**MTP), "--moe-per-layer-logging"),
         measured=measure.router_slots,
         shown="slots with a value, depths 1: yes, 2: no",
+    ),
+    "option-refused": Wrong(
+        case=case(None, "--reset-attention-mask"),
+        measured=measure_options.refused,
+        shown="trains the same with 12 such options together; under the mask of --reset-attention-mask the "
+        "logits of a second document do not change, and are not those of this document alone; --qk-clip and "
+        "--defer-embedding-wgrad-compute end in AttributeError and AttributeError",
+    ),
+    "option-benchmark": Wrong(
+        case=case(None, "--moe-router-force-load-balancing"),
+        measured=measure_options.forced,
+        shown="experts are drawn at random, and the loss is another one",
+    ),
+    "option-unused": Wrong(
+        case=case(model(**MTP), "--kv-lora-rank", "8", "--retriever-score-scaling"),
+        measured=measure_options.unused,
+        shown="trains the same with all 223 such options together",
+    ),
+    "option-layout": Wrong(
+        case=case(None, "--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "1"),
+        measured=measure_options.microbatches,
+        shown="the gradient depends on --micro-batch-size; with seq_aux_loss it does not",
+    ),
+    "moe-router-bias-update-rate": Wrong(
+        case=case(None, "--moe-router-bias-update-rate", "0"),
+        measured=measure_options.biases,
+        shown="of 4 biases a step moves 0, and 3 at the model's rate",
     ),
     **COMBINATIONS,
     **PERFORMANCE,

@@ -36,6 +36,7 @@ COMBINATIONS: dict[str, Evidence] = {
         case=case(MEAN_CONFIG, "--eod-mask-loss", cp=2),
         measured=mean_masked,
         shown="gradients are off by 23%, the printed loss is right",
+        along=("option-layout",),
     ),
     "reshardable-buckets": Wrong(
         case=case(MTP_CONFIG, "--dist-ckpt-optim-fully-reshardable", pp=2),

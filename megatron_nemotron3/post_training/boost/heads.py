@@ -27,13 +27,13 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
 )
-from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_nemotron3.common.switches import megatron_options
 from megatron_nemotron3.launch.boosting import ARGUMENT, Boost
 from megatron_nemotron3.layers.context_parallel import document_borders
+from megatron_nemotron3.layers.frozen import freeze_biases
 from megatron_nemotron3.layers.registration import completing, keep_argument
 from megatron_nemotron3.layers.ssd import seq_idx_from_cu_seqlens
 from megatron_nemotron3.post_training.distill.divergences import divergence
@@ -216,9 +216,7 @@ def freeze(model: Any) -> None:
     if model.mtp_process:
         for parameter in model.mtp.parameters():
             parameter.requires_grad = True
-    for module in model.decoder.modules():
-        if isinstance(module, TopKRouter):
-            module.frozen_expert_bias = True
+    freeze_biases(model.decoder)
 
 
 class _ZeroGradient(torch.autograd.Function):

@@ -38,6 +38,7 @@ from megatron_nemotron3.checkpoints.convert.megatron_args import args_of, common
 from megatron_nemotron3.checkpoints.folders import RELEASE, write_tracker
 from megatron_nemotron3.checkpoints.trust import require_trusted
 from megatron_nemotron3.launch import Launch, ParallelLayout
+from megatron_nemotron3.layers.frozen import freeze_biases
 from megatron_nemotron3.models.omni import OmniConfig
 from megatron_nemotron3.train.build import model_config
 from megatron_nemotron3.train.omni.encoders import Projector, SoundEncoder, VisionEncoder, projector_sizes
@@ -188,6 +189,7 @@ def freeze(model: BoundaryMimoModel, parts: Collection[str]) -> None:
     check_parts(parts)
     if LANGUAGE in parts and model.language_model is not None:
         model.language_model.requires_grad_(False)
+        freeze_biases(model.language_model)
     for name, submodule in model.modality_submodules.items():
         if name in parts:
             submodule.encoders.requires_grad_(False)

@@ -100,6 +100,9 @@ def test_each_part_can_be_frozen(part: str) -> None:
     place = "language_model." if part == LANGUAGE else projector
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad != name.startswith(place), name
+    # What a router counts would move its bias.
+    frozen = {m.frozen_expert_bias for m in model.modules() if hasattr(m, "frozen_expert_bias")}
+    assert frozen == {part == LANGUAGE}
 
 
 def test_initial_encoders_do_not_depend_on_other_modules() -> None:
