@@ -158,8 +158,8 @@ def forward_step(data_iterator: Iterator[_Batch], model: torch.nn.Module) -> tup
 
 def validation_samples(args: Any, requested: int | None) -> int | None:
     """Samples of the validation set, given the number that Megatron requests (None: the whole set)."""
-    if requested is None:
-        return None
+    if requested is None or not args.eval_interval:
+        return requested
     # Megatron counts the evaluations of this command line's interval, and begins behind what the checkpoint's
     # run has consumed. A run that goes on with a longer interval may have consumed more than that count.
     start = getattr(args, "start_eval_at_iter", None) or 0

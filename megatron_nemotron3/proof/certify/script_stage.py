@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -211,7 +211,7 @@ def script(bench: Bench) -> Iterator[Finding]:
     yield from run_findings(compared, bases[0], killed, where)
     yield from checkpoint_findings(scripts, killed, where)
     yield from resume_findings(scripts, first, killed, where)
-    for other in _others(bench.proxy.sizes):
+    for other in _others(bench.proxy.sizes, bench.proxy.case.sequences):
         yield from other_layout_findings(scripts, compared, other, bases[0], killed)
 
 
@@ -306,12 +306,15 @@ def checkpoint_findings(scripts: ScriptRuns, run: ScriptResult, where: str) -> I
     yield from checkpoints.round_trip(scripts.saved, rows, scripts.folder / "export", tokens)
 
 
-def _others(sizes: Sequence[Sizes]) -> list[Sizes | None]:
+def _others(sizes: Sequence[Sizes], sequences: int) -> list[Sizes | None]:
     """Layouts to load the first one's checkpoints in: another with the same optimizers, and one process."""
     first, *others = sizes
     fitting = [one for one in others if _expert_optimizer(one) == _expert_optimizer(first)]
     if _expert_optimizer(first) and not fitting and first.layout.world_size > 2:
-        fitting = [Sizes(layout=ParallelLayout(dp=2, ep=2))]
+        if sequences % 2 == 0:
+            fitting = [Sizes(layout=ParallelLayout(dp=2, ep=2))]
+        elif first.layout.pp > 1:
+            fitting = [Sizes(layout=replace(first.layout, pp=1, vpp=1))]
     return [*fitting[:1], None]
 
 

@@ -18,6 +18,7 @@ from megatron_nemotron3.precision.settings import Emulation
 from megatron_nemotron3.proof.certify import checkpoints, drawing, script_run, script_stage
 from megatron_nemotron3.proof.certify.bench import Bench, Finding, PropertyState
 from megatron_nemotron3.proof.certify.large import LaunchRequest, checkout
+from megatron_nemotron3.proof.certify.layouts import Sizes
 from megatron_nemotron3.proof.certify.proxy import make
 from megatron_nemotron3.proof.certify.tensors import RanksDiffer
 from tests.support import checkpoint_faults as faults
@@ -152,6 +153,15 @@ def test_the_launch_says_how_checkpoints_are_written(tmp_path: Path) -> None:
     scripts = script_stage.ScriptRuns(bench(tmp_path, _L(), *words))
     assert scripts.saving[4:] == ("--async-save", "--ckpt-fully-parallel-save")
     assert scripts.loading[2:] == ("--ckpt-fully-parallel-save",) and scripts.format == "torch_dist"
+
+
+def test_the_other_layout_divides_the_batch() -> None:
+    """Where no tested layout has two optimizers as the first, one is made that the proxy's batch fits."""
+    first = Sizes(layout=ParallelLayout(tp=2, pp=2, etp=1))
+    for sequences in (3, 4):
+        other, alone = script_stage._others([first], sequences)
+        assert alone is None and other is not None and other.layout != first.layout
+        assert sequences % other.layout.dp == 0 and script_stage._expert_optimizer(other)
 
 
 def test_a_run_that_hangs_or_dies_is_a_finding(tmp_path: Path) -> None:
