@@ -71,15 +71,6 @@ def _unpadded(c: Launch) -> str:
     return c.first_of("--rl-use-sequence-packing") or ""
 
 
-#: Options that draw random numbers in a forward pass unless their value is 0.
-_DRAWING = (
-    "--attention-dropout",
-    "--hidden-dropout",
-    "--moe-input-jitter-eps",
-    "--moe-router-force-biased",
-    "--moe-router-force-load-balancing",
-)
-
 #: Its values are name patterns of parameters whose local gradients accumulate in FP32 regardless.
 _FP32_LOCAL = "--ddp-param-name-patterns-for-fp32-local-accumulation"
 _OUTPUT_LAYER = "module.output_layer.weight"
@@ -110,12 +101,6 @@ def _option(
         source,
         severity,
     )
-
-
-def _drawing(c: Launch) -> str:
-    """Return the first option that draws random numbers in a forward pass, or ""."""
-    names = (name for name in _DRAWING if name in c.options)
-    return next((name for name in names if c.options[name] not in (("0",), ("0.0",))), "")
 
 
 def _recomputed(c: Launch) -> tuple[str, ...]:
@@ -287,23 +272,6 @@ OPTION_RULES: tuple[Rule, ...] = (
         "it converts parameters before the precision file is applied, so modules kept in BF16 become FP4 "
         "too; drop it",
         "Megatron-LM #2284, #5174",
-    ),
-    _option(
-        "--moe-router-force-biased",
-        "below 0 each process draws a bias when it starts and keeps it, so a resumed run has another; give a "
-        "positive deviation, which draws one in each forward",
-        "megatron/core/transformer/moe/moe_utils.py",
-        lambda c: c.option("--moe-router-force-biased", "").startswith("-"),
-    ),
-    Rule(
-        "cuda-graph-draws",
-        lambda c: c.option("--cuda-graph-impl", "none") == "full_iteration" and _drawing(c),
-        lambda c: (
-            f"{_drawing(c)} in a graph of the whole iteration draws from states of which a checkpoint has "
-            "those of one replica, so a resumed run draws other numbers: use --cuda-graph-impl local or "
-            f"transformer_engine, or leave {_drawing(c)} out"
-        ),
-        "Megatron-LM #6858",
     ),
     _option(
         "--moe-router-bias-update-rate",

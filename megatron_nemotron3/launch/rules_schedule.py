@@ -1,4 +1,4 @@
-"""Rules on batch size, training length and learning rate."""
+"""Rules on batch size, training length, learning rate, and what a resumed run draws."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ from megatron_nemotron3.launch.rule import ARGUMENTS, Rule
 from megatron_nemotron3.launch.schedule import TrainingSchedule
 
 _SCHEDULER = "megatron/core/optimizer_param_scheduler.py"
+#: Options that draw random numbers in a forward pass unless their value is 0.
+_DRAWING = (
+    "--attention-dropout",
+    "--hidden-dropout",
+    "--moe-input-jitter-eps",
+    "--moe-router-force-biased",
+    "--moe-router-force-load-balancing",
+)
 
 
 def _schedule(c: Launch) -> TrainingSchedule:
@@ -56,6 +64,12 @@ _SUPPLIES = {"--train-iters": "train", "--train-samples": "train", "--lr": "lr",
 def _unknown(c: Launch) -> list[str]:
     given = {_SUPPLIES[name] for name in c.options if name in _SUPPLIES}
     return [name for name in _schedule(c).unknown if name not in given]
+
+
+def _drawing(c: Launch) -> str:
+    """Return the first option that draws random numbers in a forward pass, or ""."""
+    names = (name for name in _DRAWING if name in c.options)
+    return next((name for name in names if c.options[name] not in (("0",), ("0.0",))), "")
 
 
 SCHEDULE_RULES: tuple[Rule, ...] = (
@@ -122,5 +136,24 @@ SCHEDULE_RULES: tuple[Rule, ...] = (
         ),
         "schedule.published",
         "warning",
+    ),
+    Rule(
+        "moe-router-force-biased",
+        lambda c: c.option("--moe-router-force-biased", "").startswith("-"),
+        lambda c: (
+            "--moe-router-force-biased: below 0 each process draws a bias when it starts and keeps it, so a "
+            "resumed run has another; give a positive deviation, which draws one in each forward"
+        ),
+        "megatron/core/transformer/moe/moe_utils.py",
+    ),
+    Rule(
+        "cuda-graph-draws",
+        lambda c: c.option("--cuda-graph-impl", "none") == "full_iteration" and _drawing(c),
+        lambda c: (
+            f"{_drawing(c)} in a graph of the whole iteration draws from states of which a checkpoint has "
+            "those of one replica, so a resumed run draws other numbers: use --cuda-graph-impl local or "
+            f"transformer_engine, or leave {_drawing(c)} out"
+        ),
+        "Megatron-LM #6858",
     ),
 )

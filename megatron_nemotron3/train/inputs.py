@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_nemotron3.checkpoints.folders import CHECKPOINTS, TRACKER, require_tokenizer
 from megatron_nemotron3.checkpoints.trust import trust_option
 from megatron_nemotron3.common.options import flag, option, repeated
-from megatron_nemotron3.launch import TrainingData
+from megatron_nemotron3.launch import Launch, TrainingData
 from megatron_nemotron3.launch.data_sets import blend_of
 from megatron_nemotron3.precision import settings as emulation
 from megatron_nemotron3.train.isolation import ISOLATE, micro_batch_problem, require_ends
@@ -146,6 +146,25 @@ def named_data(options: TrainOptions, output: Path, split: str | None) -> Traini
     if options.data_path:
         return given_data(options.data_path, options.tokenizer, conversations=False, split=split)
     return TrainingData()
+
+
+def conversation_rows(options: TrainOptions, launch: Launch, output: Path) -> dict[str, int]:
+    """Encode the conversations, so that a wrong file ends here; return the number of rows of each file.
+
+    The training processes map the result.
+    """
+    from megatron_nemotron3.train.data.packing import PackedConversations, conversation_multiple
+
+    multiple = conversation_multiple(launch.layout.cp)
+    assert options.tokenizer is not None
+    rows = {}
+    for file in blend_of("--conversations", options.conversations).prefixes:
+        packed = PackedConversations(
+            file, options.tokenizer, launch.seq_length, multiple, str(output / "data")
+        )
+        print(packed.describe())
+        rows[file] = len(packed)
+    return rows
 
 
 def _require_source(options: argparse.Namespace, source: str, others: Sequence[str]) -> None:

@@ -30,14 +30,19 @@ from megatron_nemotron3.launch import (
     published,
     to_argv,
 )
-from megatron_nemotron3.launch.data_sets import blend_of
 from megatron_nemotron3.models import Nemotron3Config, count
 from megatron_nemotron3.models.lora import in_environment
 from megatron_nemotron3.precision import report as precision_report
 from megatron_nemotron3.precision import settings as emulation
 from megatron_nemotron3.precision import yaml_file
 from megatron_nemotron3.train import log, processes
-from megatron_nemotron3.train.inputs import CONVERSATION_OPTIONS, MEANS, TrainOptions, named_data
+from megatron_nemotron3.train.inputs import (
+    CONVERSATION_OPTIONS,
+    MEANS,
+    TrainOptions,
+    conversation_rows,
+    named_data,
+)
 from megatron_nemotron3.train.isolation import ISOLATION_OPTIONS
 from megatron_nemotron3.train.monitor import events
 from megatron_nemotron3.train.progress import TrainProgress
@@ -279,7 +284,7 @@ def _prepared_data(request: TrainRequest) -> tuple[TrainingData, float | None, d
 
     options = request.options
     if options.conversations or options.data_path:
-        rows = _prepared_conversations(request) if options.conversations else {}
+        rows = conversation_rows(options, request.launch, request.output) if options.conversations else {}
         return named_data(options, request.output, request.split), None, rows
     prepared = prepare(
         options.text,
@@ -313,21 +318,6 @@ def _own_options(request: TrainRequest) -> tuple[str, ...]:
     if request.options.pretrained is not None:
         options += ("--pretrained-checkpoint", str(request.options.pretrained))
     return options
-
-
-def _prepared_conversations(request: TrainRequest) -> dict[str, int]:
-    """Encode the conversations, so that a wrong file ends here; the training processes map the result."""
-    from megatron_nemotron3.train.data.packing import PackedConversations, conversation_multiple
-
-    launch, cache, options = request.launch, str(request.output / "data"), request.options
-    multiple = conversation_multiple(launch.layout.cp)
-    assert options.tokenizer is not None
-    rows = {}
-    for file in blend_of("--conversations", options.conversations).prefixes:
-        packed = PackedConversations(file, options.tokenizer, launch.seq_length, multiple, cache)
-        print(packed.describe())
-        rows[file] = len(packed)
-    return rows
 
 
 def _print_report(request: TrainRequest, curve: log.Curve, baseline: float | None, started: float) -> None:

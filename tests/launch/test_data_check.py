@@ -15,6 +15,7 @@ from megatron_nemotron3 import cli, run
 from megatron_nemotron3.launch import data_check, data_sets
 from megatron_nemotron3.launch.explain import explain_command
 from megatron_nemotron3.models import get
+from megatron_nemotron3.train import run_checks
 from megatron_nemotron3.train.data import indexed
 
 #: A run of 10 steps of 2 samples of 8 tokens, with 3 evaluations of 1 step.
@@ -273,7 +274,7 @@ def test_run_refuses_before_anything_starts(
     assert not save.exists()
     # Of the ranks of a node one looks.
     monkeypatch.setenv("LOCAL_RANK", "1")
-    run.require_data(words)
+    run_checks.require_data(words)
 
 
 def test_train_refuses_before_anything_is_written(

@@ -14,13 +14,14 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_nemotron3 import models, run
+from megatron_nemotron3 import models
 from megatron_nemotron3.precision import install, yaml_file
 from megatron_nemotron3.precision.census import Entry, census, formats_of_model, recipe_of, require_format
 from megatron_nemotron3.precision.model_formats import Ambient, CensusError, ModelFormats
 from megatron_nemotron3.precision.table import Structure
 from megatron_nemotron3.precision.yaml_file import NO_FILE, PrecisionFileError
 from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
+from megatron_nemotron3.train import run_checks
 from tests.support.models import GOLDEN_MODELS, build_hybrid
 
 from .test_census import GOLDEN, content, counted
@@ -163,7 +164,7 @@ REFUSED = {
 
 def first_forward(model: Any, arguments: list[str]) -> tuple[int | None, str]:
     """(exit code or None, what was said) of the first forward of a run that was given `arguments`."""
-    run.verify_quantized(arguments)
+    run_checks.verify_quantized(arguments)
     said = io.StringIO()
     try:
         with redirect_stderr(said):
