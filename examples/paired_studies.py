@@ -215,7 +215,7 @@ def on_stored(
     found = logits(model, batch).flatten(0, 1)
     target = most_probable(expected, k, quantiles=quantiles)
     text = torch.nn.functional.cross_entropy(found.float(), batch[:, 1:].flatten())
-    return share * topk_divergence(found, target, drawn=drawn).mean() + (1 - share) * text
+    return share * topk_divergence(found, target).mean() + (1 - share) * text
 
 
 def stored(lab: Lab, seed: int) -> Results:

@@ -38,27 +38,25 @@ from megatron_nemotron3.checkpoints.trust import OPTION, trust_option, trusting
 from megatron_nemotron3.common import processes, spawned
 from megatron_nemotron3.common.limits import ChildError
 from megatron_nemotron3.common.options import add_option, device_option
-from megatron_nemotron3.common.parser import OptionParser, fail, resolve_device
-from megatron_nemotron3.common.switches import BOOST, EMULATE, MONITOR
-from megatron_nemotron3.launch import boosting, manifest
+from megatron_nemotron3.common.parser import OptionParser, fail, option_values, resolve_device
+from megatron_nemotron3.common.switches import BOOST, EMULATE, LOCK, LOG_PRECISION, MONITOR
+from megatron_nemotron3.launch import boosting, effects, manifest
 from megatron_nemotron3.launch.flag import take_options
 from megatron_nemotron3.launch.schedule import require_schedule
+from megatron_nemotron3.launch.stored_model import loaded
+from megatron_nemotron3.models import stack_specs
 from megatron_nemotron3.precision import settings as emulation
 from megatron_nemotron3.train import isolation
 from megatron_nemotron3.train.isolation import ISOLATE
 from megatron_nemotron3.train.monitor import settings
 from megatron_nemotron3.train.run_checks import (
+    at_first_forward,
     failing,
-    requested_spec,
     require_data,
+    require_our_stack,
     require_supported_megatron,
     require_well_formed_file,
-    torch_spec,
-    verify_formats,
-    verify_measurable,
-    verify_options,
-    verify_rows,
-    verify_stack,
+    verify_quantized,
 )
 from megatron_nemotron3.train.teacher import settings as distillation
 from megatron_nemotron3.train.teacher.check import chosen as check_distillation
@@ -142,6 +140,113 @@ def split_arguments(argv: list[str], read: Reader | None = None) -> RunArguments
         arguments = isolation.taken(arguments)
     given = (options.device, options.monitor, options.script, arguments, emulate, tuple(options.change))
     return RunArguments(*given, (teachers, how), options.trust_checkpoint, isolate)
+
+
+def requested_spec(argv: list[str]) -> tuple[str, Any]:
+    """The option `--spec` as text ("" without it), and the stack if it is one of ours, in whatever module."""
+    # Megatron-Core 0.19 logs an import error in a spec module and builds its own stack. So it is imported
+    # here; where that fails the run ends when a model's first forward begins.
+    from megatron_nemotron3 import specs
+
+    module, name = [*(option_values(argv, "--spec") or ()), "", ""][:2]
+    words = f"--spec {module} {name}"
+    if not module or not name:
+        return "", None
+    try:
+        return words, specs.named(module, name)
+    except ValueError as problem:
+        fail(f"{words}: {problem}")
+    except ImportError as problem:
+        message = f"{words}: {problem}, so Megatron built its own stack: put its folder on PYTHONPATH"
+        at_first_forward(lambda _: fail(message))
+        return words, None
+
+
+def verify_stack(words: str, spec: Any, arguments: list[str]) -> None:
+    """Stop unless Megatron builds the stack of ours that `--spec` names, and the checkpoint is one of it."""
+    from megatron_nemotron3.layers.backend import te_problem
+    from megatron_nemotron3.specs import TransformerEngineMissing
+
+    if spec.module is TransformerEngineMissing:
+        fail(f"{words}: {te_problem()}")
+    # `--use-checkpoint-args` replaces `--spec` by the checkpoint's.
+    require_our_stack(f"{words} was given", " (does --use-checkpoint-args override --spec?)")
+    with failing(ValueError, OSError, ChildError):
+        found = None if "--use-checkpoint-args" in arguments else loaded(arguments)
+    if found is None:
+        return
+    before, now = stack_specs.stored_experts(found[1].args), stack_specs.experts_text(spec.submodules.model)
+    if before not in (None, now):
+        fail(
+            f"{words} builds {_experts(now)}, and {found[0]} of --load was trained with {_experts(before)}: "
+            "weights of the same shapes would load and compute something else; give its --spec"
+        )
+
+
+def _experts(text: str | None) -> str:
+    return f"layers of experts (width:top-k) {text}" if text else "the same experts in every layer"
+
+
+def torch_spec(spec: Any) -> str:
+    """The --spec of the torch backend for the same model."""
+    model = None if spec is None else spec.submodules.model
+    return f"--spec {stack_specs.MODULE} {stack_specs.spec_name(model, 'torch')}"
+
+
+def verify_options(arguments: list[str], spec: Any, announce: Callable[[str], None]) -> None:
+    """Stop at options with which our stack would compute something else than asked; name other surprises."""
+    from megatron_nemotron3.specs import is_torch
+
+    for severity, sentence in effects.said_of(arguments, "torch" if is_torch(spec) else "te"):
+        if severity == "error":
+            fail(sentence)
+        if LOCK not in os.environ:  # `nemotron3 train` has said it
+            announce(f"{severity}: {sentence}")
+
+
+def verify_formats(arguments: list[str], words: str, spec: Any, *, emulate: bool, measured: bool) -> None:
+    """Stop unless linears will compute in the formats that options request."""
+    from megatron_nemotron3.precision.census import require_usable
+    from megatron_nemotron3.precision.model_formats import CensusError
+    from megatron_nemotron3.specs import is_torch
+
+    with_torch = is_torch(spec)
+    with failing(CensusError):
+        require_usable(arguments, torch_spec=with_torch, emulate=emulate, measured=measured)
+    if emulate and spec is not None and not with_torch:
+        fail(
+            f"{EMULATE} or {emulation.OPTION} emulates linears of the torch backend, and --spec "
+            f"names {words.split()[-1]}: use {torch_spec(spec)}, or turn emulation off"
+        )
+    if emulate:
+        require_our_stack(
+            f"{EMULATE} or {emulation.OPTION} is set", f", which ignores it: use {torch_spec(None)}"
+        )
+    verify_quantized(arguments)
+
+
+def verify_measurable(spec: Any) -> None:
+    """Stop a run that would measure precision (NEMOTRON3_LOG_PRECISION) on linears that do not support it."""
+    from megatron_nemotron3.specs import is_torch
+
+    if not is_torch(spec):
+        fail(
+            f"{LOG_PRECISION} measures linears of the torch backend, and --spec names another one: "
+            f"use {torch_spec(spec)}, or unset it"
+        )
+
+
+def verify_rows(arguments: list[str], words: str, spec: Any, isolate: bool) -> None:
+    """Stop unless the layers keep documents apart in the way in which the script cuts rows over CP ranks."""
+    from megatron_nemotron3.specs import is_torch
+
+    if isolate and spec is None:
+        fail(f"{ISOLATE}: {words or 'no --spec'} is no stack of this package: use {torch_spec(None)}")
+    if isolation.cuts_whole_rows(arguments) and spec is not None and not is_torch(spec):
+        fail(
+            "--dataloader-inter-document-masking with context parallelism: Megatron cuts the whole row, and "
+            f"Transformer Engine's layers take one that is cut document by document: use {torch_spec(spec)}"
+        )
 
 
 def prepare_folders(arguments: list[str], *given: Any) -> ExitStack:

@@ -14,13 +14,13 @@ import pytest
 import torch
 import yaml
 
-from megatron_nemotron3 import cli, models
+from megatron_nemotron3 import cli, models, run
 from megatron_nemotron3.common.switches import EMULATE
 from megatron_nemotron3.precision import census, yaml_file
 from megatron_nemotron3.precision.model_formats import CensusError, ModelFormats
 from megatron_nemotron3.precision.settings import OPTION, Logging, logging_precision
 from megatron_nemotron3.precision.yaml_file import NO_FILE, PrecisionFileError
-from megatron_nemotron3.train import processes, run_checks
+from megatron_nemotron3.train import processes
 from tests.support.emulation import built, quant_recipe, step
 
 TINY = models.tiny(models.get("super"))
@@ -82,7 +82,7 @@ def test_the_launcher_refuses_before_it_starts(tmp_path: Path, capsys: pytest.Ca
     file = ["--te-precision-config-file", path]
 
     def verify(words: list[str], emulate: bool) -> None:
-        run_checks.verify_formats(words, *run_checks.requested_spec(words), emulate=emulate, measured=False)
+        run.verify_formats(words, *run.requested_spec(words), emulate=emulate, measured=False)
 
     for words, emulate, message in (
         ([*SPEC, *file], False, "--te-precision-config-file would have no effect"),

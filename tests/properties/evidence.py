@@ -329,6 +329,7 @@ EVIDENCE: dict[str, Evidence] = {
         case=case(None, "--moe-router-force-biased", "-0.1"),
         measured=measure.biases_of_routers,
         shown="two forwards of a process add one bias, and those of a process that begins later another",
+        along=("option-benchmark",),
     ),
     "cuda-graph-draws": NotShown(
         case=case(None, "--cuda-graph-impl", "full_iteration", "--hidden-dropout", "0.1"),

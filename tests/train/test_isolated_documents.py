@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_nemotron3 import cli, run
-from megatron_nemotron3.train import log, processes, run_checks
+from megatron_nemotron3.train import log, processes
 from megatron_nemotron3.train.data import indexed
 from megatron_nemotron3.train.isolation import ISOLATE, ISOLATION_OPTIONS, require_possible
 from tests.support.programs import follow_forked
@@ -84,15 +84,15 @@ def test_rows_are_cut_for_our_layers_only(capsys: pytest.CaptureFixture[str]) ->
 
     cut = [*ISOLATION_OPTIONS, "--context-parallel-size", "2"]
     ours, te = specs.nemotron3_torch_stack_spec, specs.nemotron3_te_stack_spec
-    run_checks.verify_rows(cut, "", ours, True)
-    run_checks.verify_rows(cut[:-2], "", te, True)
-    run_checks.verify_rows([*cut, "--sft"], "", te, False)
+    run.verify_rows(cut, "", ours, True)
+    run.verify_rows(cut[:-2], "", te, True)
+    run.verify_rows([*cut, "--sft"], "", te, False)
     for spec, isolate, message in (
         (te, False, "Megatron cuts the whole row, and Transformer Engine's layers take one that is cut"),
         (None, True, "--isolate-documents: no --spec is no stack of this package: use --spec megatron_nemo"),
     ):
         with pytest.raises(SystemExit):
-            run_checks.verify_rows(cut, "", spec, isolate)
+            run.verify_rows(cut, "", spec, isolate)
         assert message in capsys.readouterr().err
 
 

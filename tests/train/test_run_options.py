@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_nemotron3 import run
 from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
-from megatron_nemotron3.train import run_checks
 from tests.support.models import build_hybrid
 
 
@@ -13,7 +13,7 @@ def said_of(*words: str) -> list[str]:
     from megatron_nemotron3.specs import nemotron3_torch_stack_spec
 
     said: list[str] = []
-    run_checks.verify_options(["pretrain_data", *words], nemotron3_torch_stack_spec, said.append)
+    run.verify_options(["pretrain_data", *words], nemotron3_torch_stack_spec, said.append)
     return said
 
 

@@ -33,7 +33,7 @@ from megatron_nemotron3.post_training.distill.across import across_tokenizers
 from megatron_nemotron3.post_training.distill.divergences import divergence
 from megatron_nemotron3.post_training.distill.stored import Reader
 from megatron_nemotron3.post_training.distill.teacher import Teacher
-from megatron_nemotron3.post_training.distill.topk import topk_divergence
+from megatron_nemotron3.post_training.distill.topk import TeacherTokens, topk_divergence
 from megatron_nemotron3.train.teacher.settings import Distillation, Distillations, is_stored, rest_of
 
 if TYPE_CHECKING:  # Python 3.10 has none
@@ -217,7 +217,7 @@ class StoredSignal:
 
     def __init__(self, source: Reader, student: HybridModel, how: Distillation) -> None:
         self._source, self._how, self._student = source, how, student
-        self._target: tuple[Tensor, Tensor] | None = None
+        self._target: TeacherTokens | None = None
 
     def prepare(self, given: dict[str, Any], tokens: int, rows: int) -> None:
         if not self._student.post_process:
@@ -228,14 +228,14 @@ class StoredSignal:
         here = zigzag(ends, cp.size(), cp.rank()) if cp.size() > 1 else torch.arange(labels.shape[1])
         found = [self._source.row(row, borders) for row in gathered(labels, ends, cp).cpu().numpy()]
         ids, log_p = (torch.stack([torch.from_numpy(pair[i])[here] for pair in found], 1) for i in range(2))
-        self._target = (
+        self._target = TeacherTokens(
             ids.to(labels.device, torch.long, non_blocking=True),
             log_p.to(labels.device, non_blocking=True),
+            self._source.manifest.drawn,
         )
 
     def divergence(self, logits: Tensor) -> Tensor:
         assert self._target is not None
         target, self._target = self._target, None
         how, group, size = self._how, self._student.pg_collection.tp, self._student.vocab_size
-        drawn = self._source.manifest.drawn
-        return topk_divergence(logits, target, how.kind, how.temperature, group, vocabulary=size, drawn=drawn)
+        return topk_divergence(logits, target, how.kind, how.temperature, group, vocabulary=size)

@@ -70,7 +70,7 @@ def _rows(
         vocabulary=entries,
         quantiles=quantiles,
     )
-    ids, log_p = (gathered(each.view(rows, tokens, -1), ends, cp) for each in found)
+    ids, log_p = (gathered(each.view(rows, tokens, -1), ends, cp) for each in found[:2])
     return list(zip(keys, ids.int().cpu().numpy(), log_p.cpu().numpy(), strict=True))
 
 

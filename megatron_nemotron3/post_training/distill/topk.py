@@ -13,7 +13,7 @@ vocabulary. The other kinds are no mean over the teacher's tokens; they have the
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,17 @@ from megatron_nemotron3.post_training.distill.divergences import (
 )
 
 
+class TeacherTokens(NamedTuple):
+    """What is kept of a teacher's distribution at n positions."""
+
+    #: [..., k + m]: the k most probable tokens, and m that were drawn from the others.
+    ids: Tensor
+    #: [..., k + m + 1]: log-probabilities; the last is that of all but the k tokens.
+    log_p: Tensor
+    #: m
+    drawn: int = 0
+
+
 def most_probable(
     logits: Tensor,
     k: int,
@@ -41,18 +52,15 @@ def most_probable(
     *,
     vocabulary: int | None = None,
     quantiles: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> TeacherTokens:
     """The k most probable tokens, m tokens drawn from the others, and their log-probabilities.
 
     Args:
         logits: [n, v / tp] of this rank's part of the vocabulary.
         k, temperature, group, vocabulary: as in `topk_divergence`.
         quantiles: [n, m] in [0, 1) of the others' distribution, equal on all ranks; None: nothing is drawn.
-
-    Returns:
-        Ids [n, k + m] and log-probabilities [n, k + m + 1]; the last is that of all but the k tokens.
     """
-    part = _Part(logits, temperature, group, vocabulary)
+    part = _VocabularyPart(logits, temperature, group, vocabulary)
     few = min(k, part.entries)
     values = part.largest.new_full((len(logits), k), -math.inf)
     ids = torch.zeros(len(logits), k, dtype=torch.long, device=logits.device)
@@ -69,7 +77,8 @@ def most_probable(
         ids = torch.cat([ids, drawn], 1)
         found.append(of_drawn)
     found.append(_log_sum(rest, part.group)[:, None])
-    return ids, (torch.cat(found, 1) - part.log_sum[:, None]).float()
+    log_p = (torch.cat(found, 1) - part.log_sum[:, None]).float()
+    return TeacherTokens(ids, log_p, ids.shape[1] - k)
 
 
 def draw_quantiles(rows: int, m: int, seed: int) -> Tensor:
@@ -80,26 +89,24 @@ def draw_quantiles(rows: int, m: int, seed: int) -> Tensor:
 
 def topk_divergence(
     student: Tensor,
-    teacher: tuple[Tensor, Tensor],
+    teacher: TeacherTokens,
     kind: str = "kl",
     temperature: float = 1.0,
     group: Any = None,
     *,
     vocabulary: int | None = None,
-    drawn: int = 0,
 ) -> Tensor:
     """`divergence` of each token from what `most_probable` returned, with its gradient.
 
     Args:
         student: logits [..., v / tp] of this rank's part of the vocabulary.
-        teacher: ids [..., k + m] and log-probabilities [..., k + m + 1].
         kind, temperature, group, vocabulary: as in `divergence`.
-        drawn: m, the number of tokens that were drawn.
 
     Returns:
         [...], nats; the same on all ranks of the group.
     """
-    ids, target = (each.reshape(-1, each.shape[-1]) for each in teacher)
+    ids, target = (each.reshape(-1, each.shape[-1]) for each in teacher[:2])
+    drawn = teacher.drawn
     k, target = ids.shape[1] - drawn, target.to(dtype_of(student))
     if drawn and kind != "kl":
         ids, target, drawn = ids[:, :k], torch.cat([target[:, :k], target[:, -1:]], 1), 0
@@ -108,7 +115,7 @@ def topk_divergence(
     weights = torch.cat([target[:, :k].exp(), share, torch.zeros_like(target[:, -1:])], 1)
 
     def compute(logits: Tensor, slope_needed: bool) -> Computed:
-        part = _Part(logits, temperature, group, vocabulary)
+        part = _VocabularyPart(logits, temperature, group, vocabulary)
         local = ids.long() - part.first
         inside = (local >= 0) & (local < part.entries)
         found = logits.gather(1, local.clamp(0, max(part.entries - 1, 0))).to(target.dtype) / temperature
@@ -141,7 +148,7 @@ def topk_divergence(
     return result
 
 
-class _Part:
+class _VocabularyPart:
     """Logits [n, v / tp] of this rank's part of a vocabulary."""
 
     def __init__(self, logits: Tensor, temperature: float, group: Any, vocabulary: int | None) -> None:
@@ -169,7 +176,7 @@ def _log_sum(values: Tensor, group: Any) -> Tensor:
     return values if group is None else torch.stack(all_gathered(values, group)).logsumexp(0)
 
 
-def _draw(part: _Part, ids: Tensor, quantiles: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
+def _draw(part: _VocabularyPart, ids: Tensor, quantiles: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens [n, m] at these quantiles of all but the ids, and logit / T - largest of each."""
     ranks, rank = (1, 0) if part.group is None else (part.group.size(), part.group.rank())
     each = rest[None] if part.group is None else torch.stack(all_gathered(rest, part.group))

@@ -162,7 +162,7 @@ def _write_logits(case: Case, teacher: str, folder: str, temperature: float) -> 
         with torch.no_grad():
             logits = model(batch["tokens"], batch["position_ids"], None, packed_seq_params=packed)
         for labels, one in zip(batch["labels"], logits, strict=True):
-            ids, log_p = most_probable(one, words, temperature)
+            ids, log_p, _ = most_probable(one, words, temperature)
             borders = None if packed is None else cu_seqlens(packed)
             rows.append((key_of(labels, borders), ids.int().numpy(), log_p.numpy()))
     for part in manifest.parts():

@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from megatron_nemotron3.post_training.distill.divergences import KINDS, divergence, terms
-from megatron_nemotron3.post_training.distill.topk import draw_quantiles, most_probable, topk_divergence
+from megatron_nemotron3.post_training.distill.topk import (
+    TeacherTokens,
+    draw_quantiles,
+    most_probable,
+    topk_divergence,
+)
 from megatron_nemotron3.proof.certify.ranks import initialize, run_distributed
 from tests.post_training.distill.test_divergence import logits
 
@@ -23,7 +28,7 @@ def outcomes(z: torch.Tensor, ids: torch.Tensor, temperature: float) -> torch.Te
 
 def test_the_most_probable() -> None:
     z = logits(5, 12)
-    ids, log_p = most_probable(z, 4, 2.0, vocabulary=11)
+    ids, log_p, _ = most_probable(z, 4, 2.0, vocabulary=11)
     assert torch.equal(ids, z[:, :11].topk(4).indices)
     torch.testing.assert_close(log_p, outcomes(z[:, :11], ids, 2.0).float())
 
@@ -31,13 +36,15 @@ def test_the_most_probable() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradcheck_and_definition(kind: str) -> None:
     student, teacher = logits(3, 9).requires_grad_(), logits(3, 9, seed=1)
-    ids, _ = most_probable(teacher, 3, 2.0)
+    ids = most_probable(teacher, 3, 2.0).ids
     log_p = outcomes(teacher, ids, 2.0)
-    values = topk_divergence(student, (ids, log_p), kind, 2.0)
+    values = topk_divergence(student, TeacherTokens(ids, log_p), kind, 2.0)
     expected = terms(log_p, outcomes(student, ids, 2.0), kind).sum(-1)
     torch.testing.assert_close(values, expected, rtol=1e-12, atol=1e-14)
     assert torch.autograd.gradcheck(
-        lambda z: topk_divergence(z, (ids, log_p), kind, 2.0, vocabulary=9), (student,), atol=1e-8
+        lambda z: topk_divergence(z, TeacherTokens(ids, log_p), kind, 2.0, vocabulary=9),
+        (student,),
+        atol=1e-8,
     )
 
 
@@ -58,13 +65,13 @@ def test_drawn_tokens_stand_for_the_rest() -> None:
     quantiles = (torch.arange(drawn) + offsets[:, None]) / drawn
     target = most_probable(teacher.expand(cells, -1), 3, quantiles=quantiles)
     assert all(len(set(row)) > 1 for row in target[0][:, 3:].tolist())
-    values = topk_divergence(student.expand(cells, -1), target, drawn=drawn)
+    values = topk_divergence(student.expand(cells, -1), target)
     (gradient,) = torch.autograd.grad(values.mean(), student)
     torch.testing.assert_close(values.mean(), whole[0], rtol=1e-7, atol=0)  # stored in FP32
     torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-8)
-    without = (target[0][:, :3], torch.cat([target[1][:, :3], target[1][:, -1:]], 1))
+    without = TeacherTokens(target.ids[:, :3], torch.cat([target.log_p[:, :3], target.log_p[:, -1:]], 1))
     for kind in set(KINDS) - {"kl"}:  # no means over the teacher's tokens: the k + 1 outcomes
-        given = topk_divergence(student.expand(cells, -1), target, kind, drawn=drawn)
+        given = topk_divergence(student.expand(cells, -1), target, kind)
         assert torch.equal(given, topk_divergence(student.expand(cells, -1), without, kind))
 
 
@@ -103,7 +110,7 @@ def parallel_differences(tp: int) -> list[float]:
         whole, teacher = logits(6, 16), logits(6, 16, seed=1)
         real = slice(0, vocabulary)
         own, target = (z.chunk(tp, -1)[group.rank()].clone() for z in (whole, teacher))
-        ids, log_p = most_probable(target, 5, 2.0, group, vocabulary=vocabulary)
+        ids, log_p, _ = most_probable(target, 5, 2.0, group, vocabulary=vocabulary)
         expected = outcomes(teacher[:, real], ids, 2.0)
         found += [float(not torch.equal(ids, teacher[:, real].topk(5).indices))]
         found += [(log_p - expected).abs().max().item() * 1e-7]
@@ -113,16 +120,18 @@ def parallel_differences(tp: int) -> list[float]:
         drawn = most_probable(target, 3, 2.0, group, **settings)
         found += [float(not torch.equal(drawn[0], alone[0])), (drawn[1] - alone[1]).abs().max().item() * 1e-6]
         z = whole.clone().requires_grad_()
-        topk_divergence(z, alone, temperature=2.0, vocabulary=vocabulary, drawn=3).sum().backward()
+        topk_divergence(z, alone, temperature=2.0, vocabulary=vocabulary).sum().backward()
         own.requires_grad_().grad = None
-        topk_divergence(own, alone, "kl", 2.0, group, vocabulary=vocabulary, drawn=3).sum().backward()
+        topk_divergence(own, alone, "kl", 2.0, group, vocabulary=vocabulary).sum().backward()
         found += [(own.grad - z.grad.chunk(tp, -1)[group.rank()]).abs().max().item()]
         for kind in KINDS:
             z = whole.clone().requires_grad_()
             values = terms(expected, outcomes(z[:, real], ids, 2.0), kind).sum(-1)
             values.sum().backward()
             own.requires_grad_().grad = None
-            given = topk_divergence(own, (ids, expected), kind, 2.0, group, vocabulary=vocabulary)
+            given = topk_divergence(
+                own, TeacherTokens(ids, expected), kind, 2.0, group, vocabulary=vocabulary
+            )
             given.sum().backward()
             found += [(given - values).abs().max().item()]
             found += [(own.grad - z.grad.chunk(tp, -1)[group.rank()]).abs().max().item()]
