@@ -7,9 +7,10 @@ ends in the middle.
 
 from __future__ import annotations
 
+import hashlib
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations
 
 from megatron_nemotron3.launch.data_sets import (
     NAMES,
@@ -23,25 +24,31 @@ from megatron_nemotron3.launch.data_sets import (
     parts_of,
 )
 from megatron_nemotron3.launch.flag import from_first_option, is_known, parse
-from megatron_nemotron3.launch.rule import Violation
+from megatron_nemotron3.launch.rule import Severity, Violation
 
 _SOURCE = "megatron/core/datasets/blended_megatron_dataset_builder.py"
 #: Options with which the samples of a run are not the product of its steps and its batch.
 _GROWING = ("--rampup-batch-size", "--step-batch-size-schedule", "--phase-transition-iterations")
+#: And those of a run that ends before its steps are done.
+_ENDING = ("--exit-interval", "--exit-duration-in-mins")
 #: A script with this option reads data of its own kind, and checks them.
 _OMNI = "--omni-encoders"
 #: Megatron's default.
 _EVAL_ITERS = 100
 
 
-def require(words: Sequence[str], rows: Mapping[str, int] | None = None) -> None:
-    """Raise ValueError at the first problem of the data of a command line.
+def require(words: Sequence[str], rows: Mapping[str, int] | None = None) -> list[str]:
+    """Raise ValueError at the first problem of the data of a command line; return warnings.
 
     Args:
         rows: of each file of conversations, where they are known.
     """
-    for problem in _problems(_options_of(words), rows or {}, elsewhere=False):
-        raise ValueError(problem)
+    warnings = []
+    for severity, problem in _problems(_options_of(words), rows or {}, elsewhere=False):
+        if severity == "error":
+            raise ValueError(problem)
+        warnings.append(problem)
+    return warnings
 
 
 def violations(words: Sequence[str]) -> list[Violation]:
@@ -50,29 +57,33 @@ def violations(words: Sequence[str]) -> list[Violation]:
     if not all(is_known(options.get(name, ())) for name in NAMES):
         return []
     found = _problems(options, {}, elsewhere=True)
-    return [Violation("data", "error", problem, _SOURCE) for problem in found]
+    return [Violation("data", severity, problem, _SOURCE) for severity, problem in found]
 
 
 def _options_of(words: Sequence[str]) -> Options:
-    return {flag.name: flag.values for flag in parse(from_first_option(words))}
+    one_line = [word.replace("\n", " ") for word in words]  # a value may have several
+    return {flag.name: flag.values for flag in parse(from_first_option(one_line))}
 
 
-def _problems(options: Options, rows: Mapping[str, int], elsewhere: bool) -> Iterator[str]:
-    """Yield what is wrong, each with its numbers and the cure."""
+def _problems(options: Options, rows: Mapping[str, int], elsewhere: bool) -> Iterator[tuple[Severity, str]]:
+    """Yield how bad it is, and what is wrong, with its numbers and the cure."""
     if _OMNI in options:
         return
     try:
         found = blends(options)
         if found and "--skip-train" not in options and all(blend.bounds[0] is None for blend in found):
             given = f"--split {found[0].split}" if found[0].split else found[0].option
-            yield f"{given} leaves nothing to train on, and Megatron would end without a step: give it some"
+            why = "leaves nothing to train on, and Megatron would end without a step: give it some"
+            yield "error", f"{given} {why}"
         for blend in found:
-            yield from _Check(blend, options, rows).problems(elsewhere)
+            check = _Check(blend, options, rows)
+            yield from (("error", problem) for problem in check.problems(elsewhere))
+            yield from (("warning", text) for text in check.warnings)
     except OSError as problem:
         if not (elsewhere and isinstance(problem, FileNotFoundError)):
-            yield f"{problem.filename}: {problem.strerror}"
+            yield "error", f"{problem.filename}: {problem.strerror}"
     except ValueError as problem:
-        yield str(problem)
+        yield "error", str(problem)
 
 
 class _Check:
@@ -81,6 +92,7 @@ class _Check:
     def __init__(self, blend: Blend, options: Options, rows: Mapping[str, int]) -> None:
         self.blend, self.options, self.rows = blend, options, rows
         self.conversations = "--sft" in options
+        self.warnings: list[str] = []
         #: Tokens of a sample; without the option at least one and its label.
         self.length = self._number("--seq-length") or 1
 
@@ -109,16 +121,18 @@ class _Check:
     def _repeated(self) -> Iterator[str]:
         """Data sets that are the same: by another path, a link, or a copy."""
         blend = self.blend
-        sizes = [[os.path.getsize(path) for path in self._files(prefix)] for prefix in blend.prefixes]
-        for first, second in combinations(range(len(sizes)), 2):
-            if sizes[first] != sizes[second]:
+        sizes = [tuple(os.path.getsize(path) for path in self._files(prefix)) for prefix in blend.prefixes]
+        alike, before = Counter(sizes), dict[tuple[object, ...], int]()
+        for number, (prefix, size) in enumerate(zip(blend.prefixes, sizes, strict=True)):
+            if alike[size] == 1:
                 continue
-            one, other = blend.prefixes[first], blend.prefixes[second]
-            if all(edges(a) == edges(b) for a, b in zip(self._files(one), self._files(other), strict=True)):
-                both = blend.weights and blend.weights[first] + blend.weights[second]
+            key = (size, *(hashlib.sha256(edges(path)).digest() for path in self._files(prefix)))
+            first = before.setdefault(key, number)
+            if first != number:
+                both = blend.weights and blend.weights[first] + blend.weights[number]
                 yield (
-                    f"{blend.option}: {one} and {other} are one data set, whose rows would repeat: give it "
-                    "once" + (f", with weight {both:g}" if both else "")
+                    f"{blend.option}: {blend.prefixes[first]} and {prefix} are one data set, whose rows "
+                    "would repeat: give it once" + (f", with weight {both:g}" if both else "")
                 )
 
     def _parts(self, prefix: str, needed: Sequence[int | None]) -> list[SplitPart | None]:
@@ -132,6 +146,8 @@ class _Check:
 
     def _of_split(self, name: str, parts: Sequence[SplitPart | None], needed: int | None) -> Iterator[str]:
         blend, have = self.blend, 0
+        apart = name == SPLITS[1] and "--multiple-validation-sets" in self.options
+        once = self._once() and not apart
         for part in parts:
             if part is None:
                 return
@@ -145,12 +161,14 @@ class _Check:
                 return
             samples = part.samples(self.length)
             if not samples:
-                yield (
+                text = (
                     f"{share} {part.documents} of the {part.of} documents of {part.prefix}, {part.tokens} "
-                    f"tokens, and a sample takes {self.length + 1}: use more text, a larger share or a "
-                    "shorter --seq-length"
+                    f"tokens, and a sample takes {self.length + 1}"
                 )
-                return
+                if once or not needed:
+                    yield f"{text}: use more text, a larger share or a shorter --seq-length"
+                    return
+                self.warnings.append(f"{text}: the same text repeats in each of its samples")
             have += samples
         mixed = len(parts) > 1 or blend.weights and blend.split
         if needed == 0 and name == SPLITS[0] and (given := self._number("--train-samples")):
@@ -163,7 +181,7 @@ class _Check:
                 f"the run takes no {name} sample, and Megatron fails at a mixture of none: give {name} no "
                 "data, or let it take some (--eval-iters, --train-iters)"
             )
-        elif needed and have < needed and self._once():
+        elif needed and have < needed and once:
             less = f"at most {have // self._batch()} steps" if name == SPLITS[0] else "less evaluation"
             yield (
                 f"{blend.option} names {len(parts)} sets without weights, which Megatron reads once: {have:,}"
@@ -181,7 +199,7 @@ class _Check:
     def _needed(self) -> list[int | None]:
         """Samples that the run takes of each split; None: not known, or all."""
         batch, options = self._batch(), self.options
-        if not batch or any(name in options for name in _GROWING):
+        if not batch or any(name in options for name in (*_GROWING, *_ENDING)):
             return [None] * len(SPLITS)
         samples = self._number("--train-samples")
         steps = self._number("--train-iters") if samples is None else samples // batch
@@ -203,5 +221,10 @@ class _Check:
 
 
 def _is_other(prefix: str) -> bool:
-    """Whether this names data of another kind: of an object store, or of a script that reads other files."""
-    return "://" in prefix or os.path.exists(prefix) and not prefix.endswith((".bin", ".idx"))
+    """Whether this names data of another kind: of an object store, a pattern of names, or other files."""
+    return (
+        "://" in prefix
+        or any(sign in prefix for sign in "*?[")
+        or os.path.exists(prefix)
+        and not prefix.endswith((".bin", ".idx"))
+    )

@@ -75,6 +75,8 @@ def blends(options: Options) -> list[Blend]:
     if not sources or sources == [["--mock-data"]]:
         return []
     (names,) = sources
+    if names[0] in (_FILE, _PER_SPLIT_FILE) and "://" in "".join(options[names[0]]):
+        return []  # Megatron reads it from an object store
     split = (options.get("--split") or (None,))[0]
     if names[0] in ("--data-path", _FILE):
         words: Sequence[object] = options[names[0]]
@@ -163,7 +165,7 @@ def _number(word: str) -> float | None:
 
 
 def _exists(prefix: str) -> bool:
-    return os.path.isfile(prefix + ".idx") or os.path.isfile(prefix)
+    return os.path.isfile(prefix + ".idx")
 
 
 def split_bounds(split: str) -> list[Bounds]:

@@ -40,6 +40,8 @@ class Effect(NamedTuple):
     values: tuple[str, ...] = ()
     #: Options, perhaps with a value, with which there is none.
     unless: tuple[str, ...] = ()
+    #: A letter of the pattern: on models with such layers only.
+    layer: str = ""
 
 
 @cache
@@ -48,7 +50,7 @@ def _effects() -> dict[str, Effect]:
     for name, row in parser.table()["effects"].items():
         texts = (row.get(key, "") for key in ("why", "instead", "source", "backend"))
         lists = (tuple(row.get(key, ())) for key in ("values", "unless"))
-        found[name] = Effect(row["effect"], *texts, *lists)
+        found[name] = Effect(row["effect"], *texts, *lists)._replace(layer=row.get("layer", ""))
     return found
 
 
@@ -70,13 +72,17 @@ def sentences(kind: str, options: Mapping[str, tuple[str, ...]], backend: str) -
 
 def said_of(argv: Sequence[str], backend: str) -> list[tuple[Severity, str]]:
     """Return (severity, sentence) of all effects of a command line."""
-    options = {flag.name: flag.values for flag in parse(from_first_option(argv))}
+    words = (word.replace("\n", " ") for word in argv)  # a value may have several lines
+    options = {flag.name: flag.values for flag in parse(from_first_option(list(words)))}
     kinds = SEVERITY.items()
     return [(how, said) for kind, how in kinds for said in sentences(kind, options, backend)]
 
 
 def _applies(found: Effect, name: str, options: Mapping[str, tuple[str, ...]], backend: str) -> bool:
     if found.backend and found.backend != backend:
+        return False
+    pattern = (options.get("--hybrid-layer-pattern") or ("",))[0]
+    if found.layer and pattern and found.layer not in pattern:
         return False
     if any(options.get(other) == tuple(value) for other, *value in map(str.split, found.unless)):
         return False

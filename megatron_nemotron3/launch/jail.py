@@ -124,6 +124,8 @@ def run(
         if process.returncode == -signal.SIGUSR2:  # bash sends no signals
             raise JailError((folder / "printed").read_text(errors="replace").strip())
         forks.wait(0)
+        if not forks.begun:
+            raise JailError(f"Python did not start within {_START} s")
         if not trusted and forks.filter is None:
             raise JailError("no filter of system calls arrived (are all descriptors in use?)")
     return exceeded

@@ -40,8 +40,8 @@ _FOLDER = re.compile(
 _SEARCHED = re.compile(r"(?<![\w$])PATH=[^\s;&|]+[ \t]+(?=[\w$\"'])")
 #: A value that a person is to fill in, with what may stand behind it: `CHECKPOINT=<PATH> (e.g., /model)`.
 _PLACEHOLDER = re.compile(
-    r"^([ \t]*(?:export[ \t]+)?\w+=)(<[^<>\n|&;()$`\"]+>)([^\s;&|()\"]*)"
-    r"(?:[ \t]*(?:\\[ \t]*\n[ \t]*)?\([^()\n]*\))?[ \t]*$",
+    r"^([ \t]*(?:export[ \t]+)?\w+=)(<[^<>\r\n|&;()$`\"]+>)([^\s;&|()\"\\]*)"
+    r"(?:[ \t]*(?:\\[ \t]*\r?\n[ \t]*)?\([^()\r\n]*\))?[ \t]*(?=\r?$|#)",
     re.MULTILINE,
 )
 #: A test of a file.
@@ -276,9 +276,10 @@ def _require_options(run: ScriptRun) -> None:
     line, status, unset = run.end or (0, 0, ())
     if status:
         why = f": {run.printed}" if run.printed else ""
-        named = [name for name in unset if re.search(rf"\b{name}\b", run.printed)] or unset[:4]
-        if argument := _ARGUMENT.search(run.printed):
+        named = [name for name in unset if re.search(rf"\b{name}\b", run.printed)]
+        if not named and (argument := _ARGUMENT.search(run.printed)):
             named = ["1"] if argument[0] == "argument" else [f"1={argument[0]} --set 2"]
+        named = named or list(unset[:4])
         cure = "; give " + " ".join(f"--set {name}=VALUE" for name in named) if named else ""
         raise ValueError(f"line {line}: the script ends with status {status} before a training{why}{cure}")
     if not run.variables:

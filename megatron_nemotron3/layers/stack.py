@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.ssm.mamba_mixer import MambaMixer
+from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -20,7 +22,8 @@ from megatron.core.transformer.transformer_layer import MoETransformerLayer
 from torch import Tensor
 
 from megatron_nemotron3.layers import padding
-from megatron_nemotron3.layers.context_parallel import mark_whole
+from megatron_nemotron3.layers.attention import TorchCoreAttention
+from megatron_nemotron3.layers.context_parallel import PackedContextParallel, mark_whole
 from megatron_nemotron3.layers.registration import (
     announce_completion,
     argument,
@@ -148,12 +151,29 @@ class Nemotron3Stack(HybridStack):
         return output
 
 
+def _follow_rows(model: torch.nn.Module) -> bool:
+    """Whether the layers can keep to documents in a row that is cut whole."""
+    return all(
+        isinstance(module.cp, PackedContextParallel)
+        if isinstance(module, MambaMixer)
+        else isinstance(module.core_attention, TorchCoreAttention)
+        for module in model.modules()
+        if isinstance(module, (MambaMixer, Attention))
+    )
+
+
 def _mark_rows(model: torch.nn.Module) -> None:
     """Let the layers know that the script cuts rows over context-parallel ranks regardless of documents."""
 
     def mark(model: Any, _args: Any, kwargs: dict[str, Any]) -> None:
         packed = kwargs.get("packed_seq_params")
         if packed is not None and model.pg_collection.cp.size() > 1:
+            if not _follow_rows(model):
+                raise ValueError(
+                    "--dataloader-inter-document-masking with context parallelism: Megatron cuts the whole "
+                    "row, and the layers of this backend take one that is cut document by document: use the "
+                    "torch backend's --spec"
+                )
             mark_whole(packed)
 
     model.register_forward_pre_hook(mark, with_kwargs=True)

@@ -96,7 +96,7 @@ def require_inputs(options: argparse.Namespace) -> None:
             if missing := [s for s in (".bin", ".idx") if not Path(prefix + s).is_file()]:
                 raise ValueError(f"--data-path {prefix}: there is no file {prefix}{missing[0]}")
         if options.isolate_documents:
-            require_ends(options.data_path)
+            require_ends(["--data-path", *options.data_path])
     elif options.tokenizer is not None and not options.conversations:
         raise ValueError(
             "--tokenizer goes with --data-path or --conversations; from text a tokenizer is trained: drop it"

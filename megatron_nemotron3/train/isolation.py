@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_nemotron3.common.parser import option_value, option_values
+from megatron_nemotron3.common.parser import option_value
+from megatron_nemotron3.launch import data_sets
+from megatron_nemotron3.launch.flag import from_first_option, parse
 from megatron_nemotron3.train.data.indexed import require_ended
 
 ISOLATE = "--isolate-documents"
 _MASKING = "--dataloader-inter-document-masking"
 #: None attends to another, and none is the target of another.
 ISOLATION_OPTIONS = (_MASKING, "--eod-mask-loss", "--calculate-per-token-loss")
+
+
+def is_first_of_node() -> bool:
+    """Whether this rank looks at data for all ranks of its node: they may lie on its disk."""
+    return os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0"
 
 
 def micro_batch_problem(size: object) -> str:
@@ -23,9 +31,14 @@ def micro_batch_problem(size: object) -> str:
     )
 
 
-def require_ends(data_path: Sequence[str]) -> None:
+def require_ends(words: Sequence[str]) -> None:
     """Raise ValueError at a data set without ends of documents; print a warning where they are doubtful."""
-    for prefix in data_path:  # or the weight of one, or a place in an object store
+    options = {flag.name: flag.values for flag in parse(words)}
+    try:
+        blends = data_sets.blends(options)
+    except OSError as problem:
+        raise ValueError(f"{problem.filename}: {problem.strerror}") from None
+    for prefix in (prefix for blend in blends for prefix in blend.prefixes):
         if Path(f"{prefix}.idx").is_file() and (warning := require_ended(prefix)):
             print(f"warning: {warning}", file=sys.stderr)
 
@@ -38,7 +51,8 @@ def require_possible(arguments: Sequence[str], *, distilled: bool) -> None:
         raise ValueError(f"{ISOLATE} with --sft: none of its conversations sees another anyway: drop it")
     if distilled:
         raise ValueError(f"{ISOLATE} and --nemotron3-teacher do not go together: drop one")
-    require_ends(option_values(arguments, "--data-path") or ())
+    if is_first_of_node():
+        require_ends(from_first_option(arguments))
 
 
 def taken(arguments: Sequence[str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,6 +13,7 @@ from megatron_nemotron3.common.parser import fail, option_value
 from megatron_nemotron3.common.switches import LOCK
 from megatron_nemotron3.launch import data_check
 from megatron_nemotron3.launch.versions import require_supported
+from megatron_nemotron3.train.isolation import is_first_of_node
 
 
 @contextmanager
@@ -87,10 +89,11 @@ def require_well_formed_file(arguments: list[str]) -> None:
 
 
 def require_data(arguments: list[str]) -> None:
-    """Stop at data that Megatron would loop or fail on. One rank of a node looks: they may be on its disk."""
-    if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) != "0":
+    """Stop at data that Megatron would loop or fail on."""
+    if not is_first_of_node():
         return
     if LOCK in os.environ:
         return  # `nemotron3 train` has done it for its ranks
     with failing(ValueError):
-        data_check.require(arguments)
+        for warning in data_check.require(arguments):
+            print(f"megatron_nemotron3: warning: {warning}", file=sys.stderr)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -151,9 +152,8 @@ def train(request: TrainRequest) -> int:
     data_check.require(to_argv(flags(replace(launch, data=named))))
     check_teacher(request.distill, words, given.layout.world_size)
     precision_file.require_usable_here(given, measured=measured)
-    what = f"{size.trainable:,} parameters, {launch.layout}, {launch.precision}"
-    what += " emulated" if launch.emulate else ""
-    print(f"{request.title}: {what}")
+    precision = f"{launch.precision}{' emulated' if launch.emulate else ''}"
+    print(f"{request.title}: {size.trainable:,} parameters, {launch.layout}, {precision}")
     with lock.held(request.checkpoints) as key:
         return _train_alone(request, launch, key, started)
 
@@ -175,7 +175,8 @@ def _train_alone(request: TrainRequest, launch: Launch, key: str, started: float
     identity = _RunIdentity(request, begun, stored, to_write, teachers)
     identity.require(launch, "model", "mtp", "precision", "teacher")
     data, baseline, rows = _prepared_data(request)
-    data_check.require(to_argv(flags(replace(launch, data=data))), rows)
+    for warning in data_check.require(to_argv(flags(replace(launch, data=data))), rows):
+        print(f"warning: {warning}", file=sys.stderr)
     data = replace(data, save=str(request.checkpoints), load=str(request.checkpoints))
     identity.require(replace(launch, data=data), "tokenizer", "data")
     for path in to_write:

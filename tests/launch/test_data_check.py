@@ -90,6 +90,10 @@ def problem(
         "--data-path ./2020 a --split 90,10,0",
         "--data-path 2020 a --split 100 --omni-encoders x",
         "--data-path s3://bucket/a --split 99,1,0",
+        "--data-args-path msc://bucket/list --split 99,1,0",
+        "--data-path data/*.jsonl --sft",
+        "--data-path a b --split 90,10,0 --train-iters 100 --exit-interval 5",
+        "--data-path a --split 90,10,0 --wandb-exp-name two\nlines",
         "--data-path talk.jsonl",  # of a script that reads other files
         "--data-path talk.jsonl --sft --split 90,10,0",
         "--mock-data --split 0,1,0",
@@ -103,12 +107,35 @@ def test_what_megatron_reads_is_accepted(sets: Path, text: str, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
+        (
+            "--data-path 1 a 2 tiny --split 100",
+            "3 documents of tiny, 6 tokens, and a sample takes 9: the same",
+        ),
+        (
+            "--data-path b --split 95,5,0",
+            "1 of the 20 documents of b, 7 tokens, and a sample takes 9: the same",
+        ),
+        ("--train-data-path a --valid-data-path tiny", "gives validation 3 of the 3 documents"),
+    ],
+)
+def test_text_that_repeats_is_named(
+    sets: Path, text: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron trains on a set that is shorter than a sample, unless it reads each set once."""
+    monkeypatch.chdir(sets)
+    words = text.split()
+    words += [word for pair in RUN.items() if pair[0] not in words for word in pair]
+    (warning,) = data_check.require(words)
+    assert expected in warning
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("--data-path a tiny --split 100", "3 documents of tiny, 6 tokens, and a sample takes 9: use"),
         ("--data-path a --split 99,1,0", "validation none of the 30 documents of a, and Megatron would hang"),
         ("--data-path a", "--split 969, 30, 1 gives test none of the 30 documents"),
         ("--data-path a --split 99,1,0 --eval-iters 0", "gives validation none of the 30"),
-        ("--data-path 1 a 2 tiny --split 100", "3 documents of tiny, 6 tokens, and a sample takes 9"),
-        ("--data-path b --split 95,5,0", "1 of the 20 documents of b, 7 tokens, and a sample takes 9"),
-        ("--train-data-path a --valid-data-path tiny", "gives validation 3 of the 3 documents"),
         ("--data-path a --split 0,100,0", "leaves nothing to train on"),
         ("--valid-data-path a", "--valid-data-path leaves nothing to train on"),
         ("--data-path a b --split 90,10,0 --train-iters 100", "run takes 200: give weights, more data or at"),

@@ -136,7 +136,9 @@ def require_ended(prefix: str) -> str:
 
     lengths, dtype = _read_index(prefix, _LOOKED_AT)
     ids = np.memmap(prefix + ".bin", dtype=dtype, mode="r")
-    borders = np.cumsum(lengths)
+    borders = np.cumsum(lengths, dtype=np.int64)
+    if len(lengths) == 0 or lengths.min() < 0 or borders[-1] > len(ids):
+        raise ValueError(f"{prefix}.idx does not describe {prefix}.bin: prepare them again")
     ends = ids[borders[lengths > 0] - 1]
     if (different := len(set(ends.tolist()))) > 1:
         raise ValueError(

@@ -37,7 +37,11 @@ _COUNTERS = (_ADVANCED, "skipped iterations", "nan iterations")
 def correct_losses(stack: Any) -> None:
     """Correct the log lines of a Megatron training script whose model has this stack."""
     tracker = get_moe_metrics_tracker()
-    if megatron_options() is not None and stack.config.num_moe_experts and type(tracker) is MoEMetricsTracker:
+    if isinstance(tracker, LossTracker):
+        tracker.forget()  # another run of this process
+    elif (
+        megatron_options() is not None and stack.config.num_moe_experts and type(tracker) is MoEMetricsTracker
+    ):
         set_moe_metrics_tracker(LossTracker(tracker))
 
 
@@ -53,6 +57,12 @@ class LossTracker(MoEMetricsTracker):
         #: The hook that waits for the next step.
         self._waiting: Any = None
 
+    def forget(self) -> None:
+        """Begin as in a new process."""
+        if self._waiting is not None:
+            self._waiting.remove()
+        self._first, self._earlier, self._waiting = True, {}, None
+
     def report(
         self,
         loss_scale: float,
@@ -64,7 +74,8 @@ class LossTracker(MoEMetricsTracker):
     ) -> str:
         line: str = super().report(loss_scale, iteration, writer, wandb_writer, *args, **kwargs)
         sums, options = kwargs.get("total_loss_dict"), megatron_options()
-        if sums is None or options is None:
+        # A graph of the whole iteration captures the forward in which sums would change.
+        if sums is None or options is None or options.cuda_graph_impl == "full_iteration":
             return line
         if self._waiting is not None:
             self._waiting.remove()  # no forward ran since then

@@ -13,6 +13,8 @@ from megatron_nemotron3.common.switches import megatron_options
 from megatron_nemotron3.launch import boosting
 from megatron_nemotron3.models import lora
 
+#: Elements of a weight that are summed at a time.
+_AT_ONCE = 1 << 22
 #: Bytes of an element -> integers of that size.
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -53,7 +55,7 @@ class WatchedUpdates:
         found = {
             name: torch.stack([(now == self._before[name]).sum(), now.new_tensor(now.numel())]).double()
             for name, now in self._now.items()
-            if name in self._before
+            if name in self._before and self._before[name].shape == now.shape
         }
         rate = max(map(float, self.rates), default=None)
         self._before, self._now, self.rates = self._now, {}, []
@@ -73,5 +75,7 @@ def _has_plain_bits(parameter: Tensor) -> bool:
 
 
 def _row_sums(weight: Tensor) -> Tensor:
-    bits = weight.detach().view(_BITS[weight.element_size()])
-    return bits.flatten(1).sum(1, dtype=torch.int64)
+    bits = weight.detach().view(_BITS[weight.element_size()]).flatten(1)
+    # A sum of int16 as int64 copies what it sums.
+    rows = max(1, _AT_ONCE // max(1, bits.shape[1]))
+    return torch.cat([some.sum(1, dtype=torch.int64) for some in bits.split(rows)])
