@@ -83,7 +83,7 @@ LARGER = {
     "nvfp4": Case("nvfp4.py", ("--quick",), ("model", "super-tiny"), "plain ms"),
     "whole model": Case("train_step.py", ONE_LENGTH, ("tokens", "64"), "HF tok/s"),
     "monitor": Case(
-        "monitor.py", ("--lengths", "128", "--repetitions", "1"), ("tokens", "128"), "between ms"
+        "monitor.py", ("--lengths", "512", "--repetitions", "1"), ("tokens", "512"), "between ms"
     ),
     "generate": Case(
         "generate.py",
