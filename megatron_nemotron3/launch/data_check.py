@@ -23,7 +23,7 @@ from megatron_nemotron3.launch.data_sets import (
     edges,
     parts_of,
 )
-from megatron_nemotron3.launch.flag import from_first_option, is_known, parse
+from megatron_nemotron3.launch.flag import is_known, values_by_name
 from megatron_nemotron3.launch.rule import Severity, Violation
 
 _SOURCE = "megatron/core/datasets/blended_megatron_dataset_builder.py"
@@ -44,7 +44,7 @@ def require(words: Sequence[str], rows: Mapping[str, int] | None = None) -> list
         rows: of each file of conversations, where they are known.
     """
     warnings = []
-    for severity, problem in _problems(_options_of(words), rows or {}, elsewhere=False):
+    for severity, problem in _problems(values_by_name(words), rows or {}, elsewhere=False):
         if severity == "error":
             raise ValueError(problem)
         warnings.append(problem)
@@ -53,16 +53,11 @@ def require(words: Sequence[str], rows: Mapping[str, int] | None = None) -> list
 
 def violations(words: Sequence[str]) -> list[Violation]:
     """Return the problems; of data sets that are not on this machine only what the words say."""
-    options = _options_of(words)
+    options = values_by_name(words)
     if not all(is_known(options.get(name, ())) for name in NAMES):
         return []
     found = _problems(options, {}, elsewhere=True)
     return [Violation("data", severity, problem, _SOURCE) for severity, problem in found]
-
-
-def _options_of(words: Sequence[str]) -> Options:
-    one_line = [word.replace("\n", " ") for word in words]  # a value may have several
-    return {flag.name: flag.values for flag in parse(from_first_option(one_line))}
 
 
 def _problems(options: Options, rows: Mapping[str, int], elsewhere: bool) -> Iterator[tuple[Severity, str]]:

@@ -11,7 +11,7 @@ from functools import cache
 from typing import NamedTuple
 
 from megatron_nemotron3.launch import parser
-from megatron_nemotron3.launch.flag import from_first_option, parse
+from megatron_nemotron3.launch.flag import values_by_name
 from megatron_nemotron3.launch.rule import Severity
 
 #: Kind of effect -> how bad it is. "works", "ruled" (a rule of its own) and "unknown" say nothing.
@@ -72,8 +72,7 @@ def sentences(kind: str, options: Mapping[str, tuple[str, ...]], backend: str) -
 
 def said_of(argv: Sequence[str], backend: str) -> list[tuple[Severity, str]]:
     """Return (severity, sentence) of all effects of a command line."""
-    words = (word.replace("\n", " ") for word in argv)  # a value may have several lines
-    options = {flag.name: flag.values for flag in parse(from_first_option(list(words)))}
+    options = values_by_name(argv)
     kinds = SEVERITY.items()
     return [(how, said) for kind, how in kinds for said in sentences(kind, options, backend)]
 

@@ -95,6 +95,12 @@ def from_first_option(words: Sequence[str]) -> Sequence[str]:
     return words[first:]
 
 
+def values_by_name(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Return the options of a script's command line; a value of several lines becomes one line."""
+    one_line = [word.replace("\n", " ") for word in words]
+    return {flag.name: flag.values for flag in parse(from_first_option(one_line))}
+
+
 def is_known(values: Iterable[str]) -> bool:
     """Whether no shell variable and no substitution is left in the values."""
     return not any("$" in value or "`" in value for value in values)

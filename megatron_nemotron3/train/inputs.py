@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_nemotron3.checkpoints.folders import CHECKPOINTS, TRACKER, require_tokenizer
 from megatron_nemotron3.checkpoints.trust import trust_option
 from megatron_nemotron3.common.options import flag, option, repeated
-from megatron_nemotron3.launch import Launch, TrainingData
+from megatron_nemotron3.launch import Launch, TrainingData, data_check, flags, to_argv
 from megatron_nemotron3.launch.data_sets import blend_of
 from megatron_nemotron3.precision import settings as emulation
 from megatron_nemotron3.train.isolation import ISOLATE, micro_batch_problem, require_ends
@@ -165,6 +166,12 @@ def conversation_rows(options: TrainOptions, launch: Launch, output: Path) -> di
         print(packed.describe())
         rows[file] = len(packed)
     return rows
+
+
+def require_data(launch: Launch, rows: Mapping[str, int] | None = None) -> None:
+    """Raise ValueError at data that Megatron would loop or fail on; print what is doubtful."""
+    for warning in data_check.require(to_argv(flags(launch)), rows):
+        print(f"warning: {warning}", file=sys.stderr)
 
 
 def _require_source(options: argparse.Namespace, source: str, others: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_nemotron3.common.parser import option_value
 from megatron_nemotron3.launch import data_sets
-from megatron_nemotron3.launch.flag import from_first_option, parse
+from megatron_nemotron3.launch.flag import values_by_name
 from megatron_nemotron3.train.data.indexed import require_ended
 
 ISOLATE = "--isolate-documents"
@@ -33,9 +33,8 @@ def micro_batch_problem(size: object) -> str:
 
 def require_ends(words: Sequence[str]) -> None:
     """Raise ValueError at a data set without ends of documents; print a warning where they are doubtful."""
-    options = {flag.name: flag.values for flag in parse(words)}
     try:
-        blends = data_sets.blends(options)
+        blends = data_sets.blends(values_by_name(words))
     except OSError as problem:
         raise ValueError(f"{problem.filename}: {problem.strerror}") from None
     for prefix in (prefix for blend in blends for prefix in blend.prefixes):
@@ -52,7 +51,7 @@ def require_possible(arguments: Sequence[str], *, distilled: bool) -> None:
     if distilled:
         raise ValueError(f"{ISOLATE} and --nemotron3-teacher do not go together: drop one")
     if is_first_of_node():
-        require_ends(from_first_option(arguments))
+        require_ends(arguments)
 
 
 def taken(arguments: Sequence[str]) -> list[str]:

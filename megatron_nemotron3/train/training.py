@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,6 @@ from megatron_nemotron3.launch import (
     adjusted,
     boosting,
     continued,
-    data_check,
     flags,
     manifest,
     precision_file,
@@ -43,6 +41,7 @@ from megatron_nemotron3.train.inputs import (
     TrainOptions,
     conversation_rows,
     named_data,
+    require_data,
 )
 from megatron_nemotron3.train.isolation import ISOLATION_OPTIONS
 from megatron_nemotron3.train.monitor import events
@@ -149,7 +148,7 @@ def train(request: TrainRequest) -> int:
     )
     words = to_argv(flags(launch))  # rules first: nothing is written for a layout that cannot run
     named = named_data(request.options, request.output, request.split)
-    data_check.require(to_argv(flags(replace(launch, data=named))))
+    require_data(replace(launch, data=named))
     check_teacher(request.distill, words, given.layout.world_size)
     precision_file.require_usable_here(given, measured=measured)
     precision = f"{launch.precision}{' emulated' if launch.emulate else ''}"
@@ -175,8 +174,8 @@ def _train_alone(request: TrainRequest, launch: Launch, key: str, started: float
     identity = _RunIdentity(request, begun, stored, to_write, teachers)
     identity.require(launch, "model", "mtp", "precision", "teacher")
     data, baseline, rows = _prepared_data(request)
-    for warning in data_check.require(to_argv(flags(replace(launch, data=data))), rows):
-        print(f"warning: {warning}", file=sys.stderr)
+    if not request.options.data_path:  # named data sets have been checked
+        require_data(replace(launch, data=data), rows)
     data = replace(data, save=str(request.checkpoints), load=str(request.checkpoints))
     identity.require(replace(launch, data=data), "tokenizer", "data")
     for path in to_write:
