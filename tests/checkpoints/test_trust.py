@@ -137,6 +137,17 @@ PLACES: dict[str, Callable[[Path, Path], None]] = {
 }
 
 
+#: Places whose message is another one than that of a name.
+REASONS = {
+    "pickle in a view": f"{STATE} has a state that is a view of shape (",
+    "no archive": f"{STATE} holds names that are unknown: it is not an archive of torch.save",
+    "attribute of a class": f"{STATE} calls getattr for something else than a member",
+    "attribute of an enumeration": f"{STATE} calls getattr for something else than a member",
+    "class that is changed": f"{STATE} is not a readable pickle",
+    "program of TorchScript": "train_state.pt: the file holds names that are unknown: record",
+}
+
+
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A folder with checkpoint 2."""
@@ -153,14 +164,13 @@ def _one_line(text: str, *parts: str) -> None:
 @pytest.mark.parametrize("place", PLACES)
 def test_check_names_the_object(root: Path, place: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = root / "iter_0000002"
-    assert hostile_objects(path) == []
     PLACES[place](path, root)
-    (problem,) = hostile_objects(path)
-    assert problem.startswith(f"{path}/") and problem.isprintable()
     capsys.readouterr()
     assert cli.main(["check", str(path), "--full"]) == 2
     out, err = capsys.readouterr()
-    assert f"nemotron3 check: {problem}" in err.splitlines()
+    problem = err.splitlines()[0]
+    assert problem.startswith(f"nemotron3 check: {path}/") and problem.isprintable()
+    assert REASONS.get(place, "names posix.system, which no checkpoint needs") in problem
     assert "arguments    not shown" in out or place != "common state"
     assert not (root / "CANARY").exists()
 

@@ -1,6 +1,6 @@
 """What is not a file, and files whose content means harm: one line, exit code 2, at once, in bounded memory.
 
-Every case runs in a forked process with a limit on its memory and on its time.
+Every case runs in another process with a limit on its memory and on its time.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import socket
 import struct
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -45,33 +45,87 @@ class Result:
     error: str
 
 
-def run(words: list[str], where: Path) -> Result:
-    """Run a command in a forked process. A hang ends with a signal."""
-    if (child := os.fork()) == 0:
+class _Runner:
+    """A forked process that runs one command after the other: a fork for each would take most of the time.
+
+    A command that hangs ends it by a signal, and the next command starts another one.
+    """
+
+    def __init__(self) -> None:
+        self._child, (theirs, self._commands), (self._statuses, ours) = 0, os.pipe(), os.pipe()
+        self._child = os.fork()
+        if self._child:
+            os.close(theirs)
+            os.close(ours)
+            return
+        try:
+            os.close(self._commands)
+            self._serve(os.fdopen(theirs), ours)
+        finally:
+            os._exit(0)
+
+    @staticmethod
+    def _serve(commands: IO[str], statuses: int) -> None:
         torch.set_num_threads(1)  # its threads do not survive a fork
-        for number, name in ((1, "stdout"), (2, "stderr")):
-            os.dup2(os.open(where / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
         with open("/proc/self/statm") as file:
             size = int(file.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(SECONDS)
-        status = 99
-        try:
-            status = cli.main(words)
-        except SystemExit as end:
-            status = int(end.code or 0)
-        except BaseException:
-            traceback.print_exc()
-        finally:
+        for line in commands:
+            words, where, here = json.loads(line)
+            os.chdir(here)
+            for number, name in ((1, "stdout"), (2, "stderr")):
+                file = os.open(f"{where}/{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+                os.dup2(file, number)
+                os.close(file)
+            sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
+            signal.alarm(SECONDS)
+            status = 99
+            try:
+                status = cli.main(words)
+            except SystemExit as end:
+                status = int(end.code or 0)
+            except BaseException:
+                traceback.print_exc()
+            signal.alarm(0)
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(status)
-    _, status = os.waitpid(child, 0)
+            os.write(statuses, bytes([status]))
+
+    def run(self, words: list[str], where: Path) -> int | None:
+        """The exit status; None if the command did not end."""
+        os.write(self._commands, (json.dumps([words, str(where), str(Path.cwd())]) + "\n").encode())
+        found = os.read(self._statuses, 1)
+        if not found:
+            self.close()
+        return found[0] if found else None
+
+    def close(self) -> None:
+        os.close(self._commands)
+        os.close(self._statuses)
+        os.waitpid(self._child, 0)
+
+
+_runners: list[_Runner] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def runner_ends() -> Iterator[None]:
+    yield
+    while _runners:
+        _runners.pop().close()
+
+
+def run(words: list[str], where: Path) -> Result:
+    """Run a command in another process. A hang ends with a signal."""
+    if not _runners:
+        _runners.append(_Runner())
+    status = _runners[0].run(words, where)
+    if status is None:
+        _runners.pop()
     out, error = ((where / name).read_text() for name in ("stdout", "stderr"))
-    assert not os.WIFSIGNALED(status), f"it hung: {out}{error}"
-    return Result(os.WEXITSTATUS(status), out, error)
+    assert status is not None, f"it hung: {out}{error}"
+    return Result(status, out, error)
 
 
 def refused(words: list[str], where: Path, message: str = "") -> None:
