@@ -136,9 +136,11 @@ def test_the_studies_run_and_go_on_where_they_ended(tmp_path: Path) -> None:
     rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
     assert [row[0] for row in rows if ", 2 seeds" in row[0]] == [
         "| distill, 2 seeds",
+        "| stored, 2 seeds",
         "| prune, 2 seeds",
         *["| parts, 2 seeds"] * 2,
         *["| layers, 2 seeds"] * 2,
+        "| experts, 2 seeds",
         *["| qad, 2 seeds"] * 2,
         *["| boost, 2 seeds"] * 5,
         *["| boost-losses, 2 seeds"] * 5,

@@ -21,6 +21,7 @@ CONFIG = tiny(get("super")).but(pattern="MEM*E")
 DENSE = tiny(get("nano-4b"))
 LAYOUTS = {
     "tp2-ep2": ParallelLayout(tp=2, ep=2),
+    "tp2": ParallelLayout(tp=2),
     "tp2-etp2": ParallelLayout(tp=2, etp=2),
     "cp2": ParallelLayout(cp=2),
     "tp2-cp2-ep4": ParallelLayout(tp=2, cp=2, ep=4),
@@ -64,7 +65,7 @@ def counted(case: Case) -> tuple[dict[Any, int], dict[str, tuple[int, ...]], int
             pytest.param(name, CONFIG, id=name, marks=() if name in QUICK else pytest.mark.full)
             for name in LAYOUTS
         ),
-        pytest.param("tp2-etp2", DENSE, id="dense", marks=pytest.mark.full),
+        pytest.param("tp2", DENSE, id="dense", marks=pytest.mark.full),
     ],
 )
 def test_equals_counted_bytes(name: str, config: Any) -> None:

@@ -67,7 +67,7 @@ def test_two_teachers(tmp_path: Path) -> None:
     _write_texts(tmp_path)
     student, text = tmp_path / "student", ("--text", str(tmp_path / "student.jsonl"))
     both: list[str] = []
-    for name, how in (("teacher", "kind=p-kl,weight=0.5"), ("other", "kind=h-kl,weight=0.25,pp=1")):
+    for name, how in (("teacher", "kind=p-kl,weight=0.5"), ("other", "kind=h-kl,weight=0.25")):
         teacher, projection = str(tmp_path / name), str(tmp_path / f"{name}.safetensors")
         _train(tmp_path / name, "--text", str(tmp_path / f"{name}.jsonl"), steps=2)
         if not both:  # refused, but its tokenizer is there then

@@ -161,13 +161,14 @@ def test_a_change_is_an_edited_checkpoint(
 
 #: One layer of each kind of Super, whose 512 experts are 5.6 GB, and its output layer.
 MEMORY = """
-import resource, sys
+import sys
 from pathlib import Path
 import torch
 from benchmarks.process_tree import watch
 from megatron_nemotron3.proof.bisect.recompute import Recomputation
 from megatron_nemotron3.models import get
 from megatron_nemotron3.checkpoints.convert import inventory
+from megatron_nemotron3.checkpoints.convert.logits.compare import _peak_memory
 from megatron_nemotron3.checkpoints.convert.views import Converted
 from tests.support.synthetic_checkpoint import Synthetic
 config = get("super").but(name="cut", pattern="M*E")
@@ -176,7 +177,7 @@ model = Recomputation(source, config)
 ids = torch.randint(config.vocab_size, (1, int(sys.argv[1])), generator=torch.Generator().manual_seed(0))
 *_, last = model.run(model.embed(ids))
 assert model.logprobs(last.stream, ids).isfinite().all()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+print(_peak_memory() / 2**30)
 """
 
 

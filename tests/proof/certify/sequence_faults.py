@@ -92,9 +92,9 @@ def mtp_tokens_of_cp_rank() -> None:
 def mtp_borders_without_padding() -> None:
     """MTP shifts at the borders of the documents without their padding."""
 
-    def of(cls: Any, packed: Any, real: Any = None) -> Any:
+    def of(cls: Any, packed: Any, total: int, shiftable: Any = None) -> Any:
         borders = object.__new__(cls)
-        borders.__dict__.update(vars(packed), caller=packed, real=real)
+        borders.__dict__.update(vars(packed), caller=packed, shiftable=shiftable)
         return borders
 
     in_place_of(PhysicalBorders, "of", classmethod(of))

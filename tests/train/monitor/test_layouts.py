@@ -187,6 +187,8 @@ def test_a_resumed_run_goes_on(tmp_path: Path) -> None:
     whole, parts = (monitored(events.read(events.find(board))) for board in boards.values())
     assert whole.keys() == parts.keys()
     for tag, points in whole.items():
-        assert sorted(points) == [1, 2, 4] and sorted(parts[tag]) == [1, 2, 3, 4]
-        if "interval" not in tag:  # the interval of step 4 began at the resume
+        # Unchanged weights are those of the step that was measured before.
+        first = set() if tag.startswith("unchanged_weights/") else {1, 3}
+        assert set(points) == {2, 4} | first - {3} and set(parts[tag]) == {2, 4} | first
+        if first and "interval" not in tag:  # the interval of step 4 began at the resume
             assert {i: parts[tag][i] for i in points} == pytest.approx(points, rel=1e-6)
