@@ -244,6 +244,8 @@ def _peak_memory() -> int:
     """Peak resident memory of this process in bytes."""
     # On Linux getrusage gives that of the process which started this one, if it was larger.
     with contextlib.suppress(OSError), open("/proc/self/status") as file:
-        return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM:"))
+        for line in file:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) << 10
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
