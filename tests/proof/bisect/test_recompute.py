@@ -164,11 +164,10 @@ MEMORY = """
 import sys
 from pathlib import Path
 import torch
-from benchmarks.process_tree import watch
+from benchmarks.process_tree import proc_bytes
 from megatron_nemotron3.proof.bisect.recompute import Recomputation
 from megatron_nemotron3.models import get
 from megatron_nemotron3.checkpoints.convert import inventory
-from megatron_nemotron3.checkpoints.convert.logits.compare import _peak_memory
 from megatron_nemotron3.checkpoints.convert.views import Converted
 from tests.support.synthetic_checkpoint import Synthetic
 config = get("super").but(name="cut", pattern="M*E")
@@ -177,7 +176,7 @@ model = Recomputation(source, config)
 ids = torch.randint(config.vocab_size, (1, int(sys.argv[1])), generator=torch.Generator().manual_seed(0))
 *_, last = model.run(model.embed(ids))
 assert model.logprobs(last.stream, ids).isfinite().all()
-print(_peak_memory() / 2**30)
+print(proc_bytes("self/status")["VmHWM"] / 2**30)
 """
 
 

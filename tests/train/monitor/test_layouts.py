@@ -190,5 +190,6 @@ def test_a_resumed_run_goes_on(tmp_path: Path) -> None:
         # Unchanged weights are those of the step that was measured before.
         first = set() if tag.startswith("unchanged_weights/") else {1, 3}
         assert set(points) == {2, 4} | first - {3} and set(parts[tag]) == {2, 4} | first
-        if first and "interval" not in tag:  # the interval of step 4 began at the resume
-            assert {i: parts[tag][i] for i in points} == pytest.approx(points, rel=1e-6)
+        if "interval" not in tag:  # the interval of step 4 began at the resume
+            same = {i: value for i, value in points.items() if first or i == 2}
+            assert {i: parts[tag][i] for i in same} == pytest.approx(same, rel=1e-6)
