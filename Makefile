@@ -97,7 +97,7 @@ docs: environment
 docs-look: docs
 	$(RUN) tests.docs.look build/site --pictures build/look
 
-# On a machine with a GPU: all that is measured there, in 17 minutes (docs/contributing.md). GPU_PYTHON has torch;
+# On a machine with a GPU: all that is measured there, in about 25 minutes (docs/contributing.md). GPU_PYTHON has torch;
 # OPTIONS are those of benchmarks/gpu.py, --packages build/gpu-pack for one without megatron-core.
 GPU_PYTHON ?= python3
 RESULTS ?= build/gpu/results.jsonl

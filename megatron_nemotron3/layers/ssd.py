@@ -186,7 +186,7 @@ def mamba_ssm_scan(module: Any) -> Callable[..., Any]:
             B.to(x.dtype),
             C.to(x.dtype),
             chunk_size,
-            D=None if D is None else D.float(),
+            D=None if D is None else D.float().contiguous(),  # its backward refuses another stride
             initial_states=None if initial_state is None else initial_state.float(),
             seq_idx=seq_idx,
             dt_softplus=False,

@@ -210,7 +210,7 @@ def test_another_file_is_refused(gpu: Any, tmp_path: Path, text: str) -> None:
 def test_selected(gpu: Any) -> None:
     names = [s.name for s in gpu.selected(["step", "doctor", "generate.plain"])]
     assert names == ["doctor", "step.nano", "step.super", "generate.plain"]
-    with pytest.raises(ValueError, match="there is no stage 'generat': use doctor, tests, "):
+    with pytest.raises(ValueError, match="there is no stage 'generat': use doctor, tests.kernels, "):
         gpu.selected(["generat"])
 
 
@@ -267,7 +267,7 @@ def test_everything_on_a_cpu(gpu: Any, tmp_path: Path) -> None:
     done = call("--budget", "0.02")
     assert done.returncode == 3 and "the same command goes on from here" in done.stdout, done.stderr
     process, log = subprocess.Popen(words, stdout=subprocess.DEVNULL), path.with_suffix(".log")
-    while not (log.exists() and "\n== tests\n" in log.read_text(errors="replace")):
+    while not (log.exists() and "\n== tests.kernels\n" in log.read_text(errors="replace")):
         assert process.poll() is None
         time.sleep(0.2)
     process.send_signal(signal.SIGINT)
@@ -275,7 +275,7 @@ def test_everything_on_a_cpu(gpu: Any, tmp_path: Path) -> None:
     before = gpu.Results(path).stages()
     assert {name: stage["status"] for name, stage in before.items()} == {
         "doctor": "ok",
-        "tests": "interrupted",
+        "tests.kernels": "interrupted",
     }
     done = call("--budget", "30")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -81,6 +81,15 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
+@pytest.fixture(autouse=True)
+def torch_path_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers takes mamba-ssm and causal-conv1d where they are installed; here it computes in torch."""
+    from transformers.models.nemotron_h import modeling_nemotron_h as module
+
+    for name in ("causal_conv1d_fn", "mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined"):
+        monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)
+
+
 def build(
     model: Nemotron3Config, device: str, dtype: torch.dtype, kernels: bool | None = False, **changes: Any
 ) -> Any:

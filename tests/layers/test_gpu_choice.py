@@ -70,6 +70,7 @@ def test_mamba_ssm_adapter(dtype):
     for shape in SCANS:
         check_scan(form, shape, dtype=dtype)
     inputs = make_inputs(2, 20, 2, 3, 1, 4, dtype=dtype)
+    inputs["D"] = torch.stack([inputs["D"], inputs["D"]], -1)[:, 0]
     seq_idx = make_documents(2, 20, [(0, 7)]) + 5
     want = scan(ssd.ssd_reference, inputs, seq_idx, return_final_state=True)
     got = scan(form, inputs, seq_idx, return_final_state=True, chunk_size=256)
@@ -78,6 +79,7 @@ def test_mamba_ssm_adapter(dtype):
     assert last["seq_idx"].tolist() == [[0] * 7 + [1] * 13, [0] * 20]
     assert last["seq_idx"].dtype == torch.int32 and last["seq_idx"].is_contiguous()
     assert last["chunk_size"] == 256 and last["return_final_states"] is True
+    assert last["D"].is_contiguous()  # its backward asserts this
     assert last["dt_softplus"] is False and last["dt_bias"] is None and last["z"] is None
     for name in ("dt", "A", "D", "initial_states"):
         assert last[name].dtype == torch.float32, name
