@@ -48,13 +48,17 @@ def watch(
     environment: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     proportional: bool = False,
+    interval: float | None = None,
 ) -> Usage:
     """Run a command and poll the memory of its processes.
 
     Args:
         environment: the whole environment; default: that of this process.
         proportional: whether to poll proportional sizes, too, and therefore less often.
+        interval: seconds between two polls; default: INTERVAL, and 0.5 with proportional sizes.
     """
+    if interval is None:
+        interval = 0.5 if proportional else INTERVAL
     marks: dict[int, int] = {}
     anonymous = shared = last = 0
     with tempfile.TemporaryFile() as output:
@@ -77,7 +81,7 @@ def watch(
                     parts += rollup.get("Pss_Anon", 0) + rollup.get("Pss_Shmem", 0)
             anonymous, shared, last = max(anonymous, now), max(shared, min(last, parts)), parts
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(0.5 if proportional else INTERVAL)
+                process.wait(interval)
         seconds = time.perf_counter() - started
         output.seek(0)
         text = output.read().decode(errors="replace")
