@@ -147,7 +147,7 @@ def test_the_studies_run_and_go_on_where_they_ended(tmp_path: Path) -> None:
     ]
     assert all(" ± " in row[2] for row in rows if len(row) == 4 and row[2].startswith(("+", "-")))
     losses = [json.loads(line)["results"] for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    assert len(losses) == 14
+    assert len(losses) == 18
     assert all(0 <= number < 9 for one in losses for value in one.values() for number in value.values())
 
 
