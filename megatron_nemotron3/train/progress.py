@@ -33,6 +33,8 @@ _SIGNALLED = "exiting program after receiving SIGTERM"
 #: What one of the checkpoint writer's threads met.
 _WORKER = re.compile(r"Local worker \d+ encountered an error: (.*)")
 _KILLED = re.compile(r"exitcode +: -(\d+) ")
+#: What the other ranks say when one of them was killed.
+_CONNECTION = re.compile(r"Connection (?:closed|reset) by peer|Broken pipe|remote process exited")
 
 _RESULTS = "the process that collects the results of Megatron's checkpoint writer ended: was it killed?"
 #: What is wrong and what to do, by the number of the operating system's error.
@@ -148,8 +150,8 @@ class TrainProgress:
             self._signalled = True
             if not self.interrupts:
                 self._say("a training process received SIGTERM: all have saved, and leave")
-        elif found := _KILLED.search(text):
-            self._killed_by = int(found[1])
+        elif (found := _KILLED.search(text)) and self._killed_by in (None, signal.SIGTERM):
+            self._killed_by = int(found[1])  # torchrun ends the other ranks by SIGTERM
         self._in_save = self._in_save or _IN_SAVE.search(text) is not None
         if self._number is None and (found := _ERRNO.search(text)):
             self._number = int(found[1])
@@ -249,7 +251,8 @@ class TrainProgress:
             return self._worker_error
         if known:
             return known.format(free=free_bytes(checkpoints) / 1e6, what=os.strerror(self._number or 0))
-        if (by := self._killed_by or -min(status, 0)) and not self.first_error:
+        by = self._killed_by or -min(status, 0)
+        if by and (not self.first_error or _CONNECTION.search(self.first_error)):
             name = signal.Signals(by).name
             more = ": was the memory used up?" if by == signal.SIGKILL else ""
             return f"a training process was killed by {name}{more}"

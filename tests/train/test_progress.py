@@ -99,6 +99,10 @@ def test_other_failures_are_no_failed_saves(tmp_path: Path, capsys: pytest.Captu
         "  exitcode  : -15 (pid: 13174)\n",
     )
     assert _after(*ended).cause(tmp_path, 1) == "a training process was killed by SIGTERM"
+    closed = "[rank1]: RuntimeError: [gloo/pair.cc:547] Connection closed by peer [127.0.0.1]:25482\n"
+    codes = ("  exitcode  : 1 (pid: 7)\n", "  exitcode  : -6 (pid: 8)\n", "  exitcode  : -15 (pid: 9)\n")
+    assert _after(START, closed, *codes).cause(tmp_path, 1) == "a training process was killed by SIGABRT"
+    assert "Connection closed" in _after(START, closed, *codes[:1]).cause(tmp_path, 1)
     assert capsys.readouterr().out == ""
     assert _after(START).cause(tmp_path, 3) == "training ended with status 3"
     bare = (

@@ -10,9 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from megatron_nemotron3 import cli
 from megatron_nemotron3.launch import ParallelLayout
+from megatron_nemotron3.post_training.distill.teacher import PipelineMessages
+from megatron_nemotron3.proof.certify.ranks import run_distributed
 from megatron_nemotron3.proof.certify.tensors import Tensors
 from megatron_nemotron3.proof.certify.world import initial_weights
 from megatron_nemotron3.train.teacher import check
@@ -136,3 +140,18 @@ def test_a_checkpoint_that_does_not_fit(teacher: str, words: str, world: int, sa
     with pytest.raises(ValueError, match=re.escape(said)) as problem:
         check.check((Distillation(teacher),), words.split(), world)
     assert "\n" not in str(problem.value)
+
+
+def _send_many(messages: int) -> int:
+    pipe = PipelineMessages(dist.group.WORLD)
+    for number in range(messages):
+        if dist.get_rank() == 0:
+            pipe.send(torch.full((3,), number), 1)
+        else:
+            assert pipe.receive(torch.empty(3, dtype=torch.int64), 0).tolist() == [number] * 3
+    dist.barrier()
+    return len(pipe._sending)
+
+
+def test_what_has_arrived_is_released() -> None:
+    assert run_distributed(_send_many, 2, 100) == [16, 0]
