@@ -212,15 +212,16 @@ def measure(
 
 
 def _of_inputs(sums: Sequence[float]) -> dict[str, float]:
-    """How far labels are ahead of their tokens, and whether all rows of a rank are equal, where known."""
+    """How far labels are ahead of their tokens, and whether all rows of a rank are equal.
+
+    Layouts that cannot tell (a rank without tokens, or with one row) have the values of a healthy run.
+    """
     labels, own, right, after, repeatable, repeated = sums
-    found = {}
-    if labels:
-        shifted = right < _RIGHT * labels and max(own, after) >= _SHIFTED * labels
-        found["labels_ahead"] = 1.0 if not shifted else 0.0 if own > after else 2.0
-    if repeatable:
-        found["equal_rows"] = float(repeated == repeatable)
-    return found
+    shifted = right < _RIGHT * labels and max(own, after) >= _SHIFTED * labels
+    return {
+        "labels_ahead": 1.0 if not shifted else 0.0 if own > after else 2.0,
+        "equal_rows": float(0 < repeatable == repeated),
+    }
 
 
 def _router_numbers(layers: Sequence[WatchedLayer], parts: Sequence[_LayerSums]) -> dict[str, float]:

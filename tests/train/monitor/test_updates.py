@@ -154,7 +154,7 @@ def test_inputs_that_are_right_in_any_layout() -> None:
             assert found == (ahead if ranks == 1 or not ahead else found) and (ahead != 1 or found == 1)
     alike = torch.zeros(1, 50, dtype=torch.long)
     counts = watched._labels(alike, alike, torch.ones(1, 50))
-    assert watched._of_inputs([*map(float, counts), 0.0, 0.0]) == {"labels_ahead": 1.0}
+    assert watched._of_inputs([*map(float, counts), 0.0, 0.0]) == {"labels_ahead": 1.0, "equal_rows": 0.0}
     assert [float(n) for n in watched._labels(None, alike, torch.ones(1, 50))] == [0.0] * 4
 
 
