@@ -126,7 +126,7 @@ class _Check:
         if self.unpacked and blend.weights is None and len(blend.prefixes) > 1:
             yield (
                 f"{blend.option} names {len(blend.prefixes)} files of conversations without weights, and "
-                "Megatron's --sft would end in a TypeError: give weights"
+                "Megatron's --sft would end in an AssertionError: give weights"
             )
         if self.conversations and not all(prefix in self.rows for prefix in blend.prefixes):
             return
