@@ -372,7 +372,7 @@ def test_rows_that_repeat(sets: Path, monkeypatch: pytest.MonkeyPatch, tmp_path:
     """Within a step a warning, over the epochs of a run a line of explain."""
     monkeypatch.chdir(tmp_path)
     talks(tmp_path, "ten", 10)
-    text = "--sft --data-path ten --split 100,0,0 --seq-length 8 --train-iters 20 --eval-iters 0 --global-batch-size"
+    text = "--sft --data-path ten --split 100,0,0 --seq-length 8 --train-iters 20 --global-batch-size"
     assert data_check.require([*text.split(), "10"]) == []
     (said,) = data_check.require([*text.split(), "11"])
     assert "10 rows for training, and a step takes 11" in said
