@@ -27,7 +27,7 @@ from megatron_nemotron3.launch.data_sets import (
 )
 from megatron_nemotron3.launch.flag import is_known, values_by_name
 from megatron_nemotron3.launch.rule import Severity, Violation
-from megatron_nemotron3.launch.schedule import STEPWISE, Batches
+from megatron_nemotron3.launch.schedule import STEPWISE, BatchSizes
 
 _SOURCE = "megatron/core/datasets/blended_megatron_dataset_builder.py"
 _PHASES = "--phase-transition-iterations"
@@ -249,7 +249,7 @@ class _Check:
     def _batch(self) -> int:
         return self._number("--global-batch-size") or 0
 
-    def _batches(self) -> Batches:
+    def _batches(self) -> BatchSizes:
         """The batch of each step; --rampup-batch-size changes none, because Megatron does not read it.
 
         Raises:
@@ -258,7 +258,7 @@ class _Check:
         schedule = (self.options.get(STEPWISE) or ("",))[0]
         if schedule and self._batch():
             raise ValueError(f"{STEPWISE} and --global-batch-size both say the batch: give one")
-        return Batches.read(schedule, self.length) if schedule else Batches(((0, self._batch()),))
+        return BatchSizes.read(schedule, self.length) if schedule else BatchSizes(((0, self._batch()),))
 
     def _needed(self) -> list[int | None]:
         """Samples that the run takes of each split; None: not known, or all."""

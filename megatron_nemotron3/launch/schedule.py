@@ -200,14 +200,14 @@ STEPWISE = "--step-batch-size-schedule"
 
 
 @dataclass(frozen=True)
-class Batches:
+class BatchSizes:
     """Global batch of each step, as Megatron's calculator of micro-batches has it."""
 
     #: (samples before it, size); the first begins at 0.
     sizes: tuple[tuple[int, int], ...]
 
     @classmethod
-    def read(cls, schedule: str, length: int) -> Batches:
+    def read(cls, schedule: str, length: int) -> BatchSizes:
         """Read --step-batch-size-schedule, whose thresholds are tokens in rows of `length`.
 
         Raises:

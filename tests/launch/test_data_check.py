@@ -406,7 +406,7 @@ def test_samples_are_those_of_megatrons_calculator() -> None:
         draw.shuffle(words)
         text = draw.choice((" ", ",")).join(words)
         theirs = module.StepBatchsizeNumMicroBatchesCalculator(1, 1, False, 1, text, length)
-        ours = schedule.Batches.read(text, length)
+        ours = schedule.BatchSizes.read(text, length)
         assert list(ours.sizes) == theirs.schedule
         end, taken, done = draw.randint(0, 700), 0, 0
         while taken < end:  # megatron.training.training.update_train_iters
@@ -415,7 +415,7 @@ def test_samples_are_those_of_megatrons_calculator() -> None:
             done += 1
         assert ours.taken(samples=end) == (done, taken)
         assert ours.taken(steps=done) == (done, taken)
-    assert schedule.Batches.read("0:768 0.25K:1536,1m:2", 10).sizes == ((0, 768), (25, 1536), (100_000, 2))
+    assert schedule.BatchSizes.read("0:768 0.25K:1536,1m:2", 10).sizes == ((0, 768), (25, 1536), (100_000, 2))
     # A ramp changes nothing in it.
     module.unset_num_microbatches_calculator()
     module.init_num_microbatches_calculator(1, [1, 1, 9], 4, 1, 1)
@@ -427,7 +427,7 @@ def test_samples_are_those_of_megatrons_calculator() -> None:
         module.unset_num_microbatches_calculator()
     for wrong in ("0:0", "10:4", "0:4 3:8 5:9", "0", "0:nan", "0:1e400", "x:4"):
         with pytest.raises(ValueError, match="--step-batch-size-schedule"):
-            schedule.Batches.read(wrong, 10)
+            schedule.BatchSizes.read(wrong, 10)
 
 
 def test_rows_are_those_of_megatrons_conversations(tmp_path: Path) -> None:

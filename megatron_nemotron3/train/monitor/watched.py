@@ -147,11 +147,8 @@ class WatchedLoss:
 
 
 def _labels(tokens: Tensor | None, labels: Tensor | None, mask: Tensor) -> list[Tensor]:
-    """Number of labels under the mask, and for each of `_AHEAD` those that are the token so far ahead.
-
-    0 where a rank has no tokens. At the borders of a context-parallel rank's parts the next token is another
-    one, so these counts only show a shift of nearly all labels.
-    """
+    """Number of labels under the mask, and for each of `_AHEAD` those that are the token so far ahead."""
+    # At the borders of a context-parallel rank's parts the next token is another one.
     last = _AHEAD[-1]
     if tokens is None or labels is None or tokens.shape != labels.shape or labels.shape[-1] <= last:
         return [mask.new_zeros(())] * (1 + len(_AHEAD))
