@@ -285,7 +285,7 @@ def _launch(given: RunArguments) -> None:
             isolation.require_possible(arguments, distilled=bool(distilled))
         require_schedule(script, arguments)
     require_well_formed_file(arguments)
-    require_data(arguments)
+    require_data(arguments, script)
     device = resolve_device(device)
     from megatron_nemotron3.common.ranks import single_process_environment
 

@@ -43,6 +43,8 @@ MAGIC, VERSION = b"MMIDIDX\0\0", 1
 _WIDTHS = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
 #: Lengths of sequences that are read at once.
 _BLOCK = 1 << 14
+#: Bytes of the largest file whose conversations are counted.
+_COUNTED = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -287,3 +289,19 @@ def edges(path: str) -> bytes:
         begin = file.read(size)
         file.seek(max(0, os.fstat(file.fileno()).st_size - size))
         return begin + file.read(size)
+
+
+def conversations_in(path: str) -> int | None:
+    """Lines of a file of conversations; None if it is not JSON in lines, or too long to be counted."""
+    lines, counted = 0, False
+    with open_outside(path) as file:
+        if os.fstat(file.fileno()).st_size > _COUNTED:
+            return None
+        while piece := file.readline(1 << 20):
+            if piece.strip() and not counted:
+                if not lines and not piece.lstrip().startswith(b"{"):
+                    return None
+                lines, counted = lines + 1, True
+            if piece.endswith(b"\n"):
+                counted = False
+    return lines

@@ -6,6 +6,7 @@ emitted. Published schedules are in `phases.py`.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -193,3 +194,56 @@ def _lengths_of(schedule: TrainingSchedule, steps: int) -> dict[str, int | float
     if (schedule.length("lr_warmup") or 0) >= train:
         lengths[f"lr_warmup_{unit}"] = train // 10
     return lengths
+
+
+STEPWISE = "--step-batch-size-schedule"
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """Global batch of each step, as Megatron's calculator of micro-batches has it."""
+
+    #: (samples before it, size); the first begins at 0.
+    sizes: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def read(cls, schedule: str, length: int) -> BatchSizes:
+        """Read --step-batch-size-schedule, whose thresholds are tokens in rows of `length`.
+
+        Raises:
+            ValueError: Megatron would refuse it.
+        """
+        found = []
+        for entry in schedule.replace(",", " ").split():
+            try:
+                tokens, size = map(_count, entry.split(":", 1))
+            except (ValueError, OverflowError):
+                size = 0
+            if size <= 0:
+                raise ValueError(f"{STEPWISE} {schedule}: {entry}: give TOKENS:BATCH, as in 0:768 250B:1536")
+            found.append((tokens // length, size))
+        starts = sorted(start for start, _ in found)
+        if not starts or starts[0] != 0 or len(set(starts)) < len(starts):
+            raise ValueError(f"{STEPWISE} {schedule}: begin at 0, and let thresholds be a row apart")
+        return cls(tuple(sorted(found)))
+
+    @property
+    def largest(self) -> int:
+        return max(size for _, size in self.sizes)
+
+    def taken(self, steps: float = math.inf, samples: float = math.inf) -> tuple[int, int]:
+        """Steps and samples of a run that ends after `steps`, or with the step that reaches `samples`."""
+        done, taken = 0, 0
+        ends = [*(start for start, _ in self.sizes[1:]), math.inf]
+        for (_, size), end in zip(self.sizes, ends, strict=True):
+            left = min(end, samples) - taken
+            whole = steps - done if left == math.inf else min(steps - done, max(0, -(-left // size)))
+            done, taken = done + int(whole), taken + int(whole) * size
+        return done, taken
+
+
+def _count(text: str) -> int:
+    """A number with K, M, B or T behind it."""
+    powers = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+    text = text.strip().upper()
+    return int(float(text[:-1]) * powers[text[-1]]) if text[-1:] in powers else int(float(text))

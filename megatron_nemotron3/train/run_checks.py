@@ -88,10 +88,10 @@ def require_well_formed_file(arguments: list[str]) -> None:
         fail(str(problem))
 
 
-def require_data(arguments: list[str]) -> None:
+def require_data(arguments: list[str], script: str = "") -> None:
     """Stop at data that Megatron would loop or fail on."""
     if not is_first_of_node() or LOCK in os.environ:  # `nemotron3 train` has done it for its ranks
         return
     with failing(ValueError):
-        for warning in data_check.require(arguments):
+        for warning in data_check.require(arguments, script=script):
             print(f"megatron_nemotron3: warning: {warning}", file=sys.stderr)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_nemotron3 import cli, run
-from megatron_nemotron3.launch import data_check, data_sets
+from megatron_nemotron3.launch import data_check, data_sets, schedule
 from megatron_nemotron3.launch.explain import explain_command
 from megatron_nemotron3.models import get
 from megatron_nemotron3.train import run_checks
@@ -95,7 +95,7 @@ def problem(
         "--data-path a b --split 90,10,0 --train-iters 100 --exit-interval 5",
         "--data-path a --split 90,10,0 --wandb-exp-name two\nlines",
         "--data-path talk.jsonl",  # of a script that reads other files
-        "--data-path talk.jsonl --sft --split 90,10,0",
+        "--data-path talk.jsonl --sft --split 100,0,0 --eval-iters 0",
         "--mock-data --split 0,1,0",
         "--lr 1",
     ],
@@ -320,3 +320,153 @@ def test_train_refuses_before_anything_is_written(
         (said,) = capsys.readouterr().err.splitlines()
         assert said.startswith("nemotron3 train: ") and expected in said
         assert not (tmp_path / "run").exists()
+
+
+def talks(folder: Path, name: str, lines: int) -> None:
+    folder.joinpath(name).write_text('{"messages": []}\n\n' * lines)
+
+
+#: Options with which the script of this package packs conversations.
+PACKED = "--sft --calculate-per-token-loss --sft-tokenizer-prompt-format default"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("--sft --data-path ten --split 90,10,0", ""),
+        ("--sft --data-path ten --split 100 --eval-iters 0", ""),
+        ("--sft --data-path ten --eval-iters 0", ""),
+        (
+            "--sft --data-path ten",
+            "gives validation none of the 10 rows of ten, and Megatron would end at",
+        ),
+        ("--sft --data-path 1 ten 2 empty --split 90,10,0", "empty has no conversation"),
+        (f"{PACKED} --data-path empty --split 90,10,0", "empty has no conversation"),
+        (f"{PACKED} --data-path ten", ""),
+        (f"{PACKED} --data-path ten three --split 60,30,10", ""),
+        ("--sft --data-path ten three --split 60,40,0", "2 files of conversations without weights"),
+        ("--sft --data-path array --split 100,0,0", ""),
+        ("--train-data-path a b --train-iters 82 --rampup-batch-size 1 1 9", ""),
+        ("--data-path a b --split 90,10,0 --train-iters 100 --rampup-batch-size 1 1 9", "run takes 200"),
+        ("--train-data-path a --phase-transition-iterations 5", "without --train-samples"),
+        (
+            "--train-data-path a b --train-samples 900 --phase-transition-iterations 200",
+            "166 samples for training, and the run takes 400",
+        ),
+        ("--train-data-path a b --train-samples 900 --phase-transition-iterations 50,300", ""),
+        ("--train-data-path a b --step-batch-size-schedule 0:1", "both say the batch"),
+    ],
+)
+def test_rows_and_samples_of_a_schedule(
+    sets: Path, text: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talks(sets, "ten", 10)
+    talks(sets, "three", 3)
+    (sets / "empty").write_text("\n \n")
+    (sets / "array").write_text('[{"messages": []}]')
+    said = problem(sets, text, monkeypatch)
+    assert expected in said if expected else not said
+
+
+def test_rows_that_repeat(sets: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Within a step a warning, over the epochs of a run a line of explain."""
+    monkeypatch.chdir(tmp_path)
+    talks(tmp_path, "ten", 10)
+    text = "--sft --data-path ten --split 100,0,0 --seq-length 8 --train-iters 20 --global-batch-size"
+    assert data_check.require([*text.split(), "10"]) == []
+    (said,) = data_check.require([*text.split(), "11"])
+    assert "10 rows for training, and a step takes 11" in said
+    # Who packs them knows the number of rows; of our script and words that fit both nothing is said.
+    packed = [*PACKED.split(), *text.split()[1:], "11"]
+    assert data_check.require(packed) == data_check.require(packed, script="x/pretrain_script.py") == []
+    assert data_check.require(packed, script="x/pretrain_hybrid.py") == [said]
+    assert "4 rows for training" in data_check.require(packed, {"ten": 4})[0]
+    found = explain_command(get("nano"), f"python pretrain_hybrid.py {text} 4")
+    (note,) = [str(violation) for violation in found.violations if violation.rule == "data"]
+    assert "of 80 samples for training 80 come from the 10 rows of ten: 8 epochs" in note
+
+
+def test_lines_are_counted_in_bounded_memory(tmp_path: Path) -> None:
+    file = tmp_path / "talk"
+    file.write_bytes(b"\n" + b"{" + b" " * (3 << 20) + b"}\n\n{}\n" + b"{}")
+    assert data_sets.conversations_in(str(file)) == 3
+    file.write_bytes(b"\x1f\x8b" + b"{}\n")
+    assert data_sets.conversations_in(str(file)) is None
+    os.truncate(file, (1 << 30) + 1)
+    assert data_sets.conversations_in(str(file)) is None
+
+
+def test_samples_are_those_of_megatrons_calculator() -> None:
+    module = pytest.importorskip("megatron.core.num_microbatches_calculator")
+    draw = random.Random(11)
+    for _ in range(60):
+        length, entries = draw.choice((1, 7, 4096)), draw.randint(1, 4)
+        starts = [0, *sorted(draw.sample(range(1, 400), entries - 1))]
+        words = [f"{start * length}:{draw.randint(1, 40)}" for start in starts]
+        draw.shuffle(words)
+        text = draw.choice((" ", ",")).join(words)
+        theirs = module.StepBatchsizeNumMicroBatchesCalculator(1, 1, False, 1, text, length)
+        ours = schedule.BatchSizes.read(text, length)
+        assert list(ours.sizes) == theirs.schedule
+        end, taken, done = draw.randint(0, 700), 0, 0
+        while taken < end:  # megatron.training.training.update_train_iters
+            theirs.update(taken, False)
+            taken += theirs.get_current_global_batch_size()
+            done += 1
+        assert ours.taken(samples=end) == (done, taken)
+        assert ours.taken(steps=done) == (done, taken)
+    assert schedule.BatchSizes.read("0:768 0.25K:1536,1m:2", 10).sizes == ((0, 768), (25, 1536), (100_000, 2))
+    # A ramp changes nothing in it.
+    module.unset_num_microbatches_calculator()
+    module.init_num_microbatches_calculator(1, [1, 1, 9], 4, 1, 1)
+    try:
+        for consumed in (0, 4, 100):
+            module.update_num_microbatches(consumed)
+            assert module.get_current_global_batch_size() == 4
+    finally:
+        module.unset_num_microbatches_calculator()
+    for wrong in ("0:0", "10:4", "0:4 3:8 5:9", "0", "0:nan", "0:1e400", "x:4"):
+        with pytest.raises(ValueError, match="--step-batch-size-schedule"):
+            schedule.BatchSizes.read(wrong, 10)
+
+
+def test_rows_are_those_of_megatrons_conversations(tmp_path: Path) -> None:
+    """Its builder has as many rows in each part, cannot count sets without weights, and fails at none."""
+    sft = pytest.importorskip("megatron.training.datasets.sft_dataset")
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+
+    class Rows(sft.SFTDataset):  # type: ignore[misc, name-defined]
+        @staticmethod
+        def build_low_level_dataset(dataset_path: str, config: Any) -> list[Any]:
+            return [json.loads(line)["messages"] for line in open(dataset_path) if line.strip()]
+
+    def built(files: list[str], weights: list[float] | None, split: str) -> Any:
+        config: Any = GPTDatasetConfig(
+            random_seed=1,
+            sequence_length=8,
+            blend=(files, weights),
+            split=split,
+            tokenizer=Tokenizer(),
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=False,
+            create_attention_mask=False,
+        )
+        return BlendedMegatronDatasetBuilder(Rows, [20, 4, 4], lambda: True, config).build()
+
+    for lines in (3, 10, 31):
+        talks(tmp_path, "some", lines)
+        file = str(tmp_path / "some")
+        assert data_sets.conversations_in(file) == lines
+        for split in ("969,30,1", "90,10,0", "60,30,10"):
+            sets = built([file], None, split)
+            cuts = [data_sets.cut(bounds, lines) for bounds in data_sets.split_bounds(split)]
+            assert [s and len(s.indices) for s in sets] == [c if c is None else len(c) for c in cuts]
+            for part in sets:
+                if part is not None and not len(part.indices):
+                    with pytest.raises(ZeroDivisionError):
+                        part[0]
+    talks(tmp_path, "more", 30)
+    with pytest.raises(AssertionError):
+        built([file, str(tmp_path / "more")], None, "90,10,0")

@@ -57,6 +57,7 @@ def test_every_option_has_an_effect() -> None:
         assert (row["effect"] in effects.SEVERITY) == all(
             row.get(key) for key in ("why", "instead", "source")
         )
+        assert row["effect"] != "unknown" or row["why"]
 
 
 @pytest.mark.parametrize(
@@ -98,6 +99,14 @@ def test_values_backends_and_other_options_decide() -> None:
     assert _said("--eod-mask-loss", "--calculate-per-token-loss") == []
     assert _said("--moe-layer-freq", "1", "--kv-lora-rank", "32", "--glu-linear-offset", "0") == []
     assert "option-refused" in dict(_said("--norm-epsilon", "1e-6"))
+    assert _said("--export-real-quant-cfg", "None") == []
+    for words in (
+        ["--modelopt-enabled"],
+        ["--export-quant-cfg", "x"],
+        ["--export-real-quant-cfg", "fp8_real_quant"],
+    ):
+        assert [rule for rule, _ in _said(*words)] == ["option-refused"]
+    assert [rule for rule, _ in _said("--finetune-hf-dataset", "x")] == ["option-unused"]
 
 
 @pytest.mark.parametrize("backend", ["te", "torch"])

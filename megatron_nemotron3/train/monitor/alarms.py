@@ -24,7 +24,8 @@ EARLY = 1000
 _USED = re.compile(
     r"(max_vio|max_vio_interval|dead_experts_interval|expert_bias_spread|expert_bias_mean|residual_rms|"
     rf"zero_gradients|unchanged_weights)/.+|mtp_\d+ loss|{AGGREGATES}/"
-    r"(learning_rate|experts|top_k(/.+)?|interval_tokens|bias_update_rate|lm_loss|residual_rms_last_over_first)"
+    r"(learning_rate|experts|top_k(/.+)?|interval_tokens|bias_update_rate|lm_loss|loss_tokens|labels_ahead|equal_rows|"
+    r"residual_rms_last_over_first)"
 )
 
 
@@ -85,6 +86,13 @@ RULES: tuple[MonitorRule, ...] = (
         subject="router",
     ),
     MonitorRule(
+        signs.no_loss_tokens,
+        2,
+        "Check the loss mask that the data set returns, and labels that it leaves out.",
+        subject="update",
+        explains=True,
+    ),
+    MonitorRule(
         signs.no_gradient,
         2,
         "The layer does not learn: its output or its gradient is cut off or underflows; check that it is not "
@@ -102,6 +110,16 @@ RULES: tuple[MonitorRule, ...] = (
         signs.learning_rate_zero,
         2,
         "Check --lr, --min-lr, --lr-decay-iters, --lr-warmup-init and the schedule in a loaded checkpoint.",
+    ),
+    MonitorRule(
+        signs.wrong_labels,
+        1,
+        "Megatron's models do not shift them: the label of a token is the one that follows it.",
+    ),
+    MonitorRule(
+        signs.equal_rows,
+        2,
+        "Check the data set's __getitem__, the sampler, and whether there is more than one row.",
     ),
     MonitorRule(
         signs.residual_jump,

@@ -135,7 +135,7 @@ class Monitor:
             unchanged, rate = self.updates.take()
             values, totals = measure(trained, self.loss.totals(), unchanged, self.groups)
             mtp = mtp_losses(loss_scale)
-        self.loss.found.clear()
+        self.loss.clear()
         for layer in trained:
             layer.clear()
         if not values:

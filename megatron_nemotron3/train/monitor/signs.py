@@ -215,6 +215,27 @@ def learning_rate_zero(series: Series) -> Signs:
     return {"run": Sign("the optimizer stepped with learning rate 0: no weight changes", 1.0)} if zero else {}
 
 
+def wrong_labels(series: Series) -> Signs:
+    """Find labels that are not those of the next token."""
+    ahead = number(series, "labels_ahead")
+    if ahead is None or ahead == 1:
+        return {}
+    what = "the token after the next one" if ahead else "the token itself"
+    return {"run": Sign(f"nearly all labels are {what}, not the next token", 1.0)}
+
+
+def equal_rows(series: Series) -> Signs:
+    """Find a step in which all rows of each rank are the same."""
+    found = number(series, "equal_rows")
+    return {"run": Sign("all rows of a step are the same on each rank, token by token", 1.0)} if found else {}
+
+
+def no_loss_tokens(series: Series) -> Signs:
+    """Find a loss mask of zeros."""
+    none = number(series, "loss_tokens") == 0
+    return {"run": Sign("no token of the step counts in the loss: nothing is learned", 1.0)} if none else {}
+
+
 def residual_jump(series: Series) -> Signs:
     """Find a sudden growth of the residual stream, or one over depth that no published run had."""
     jump, most = THRESHOLDS["residual_jump"], THRESHOLDS["residual_ratio"]

@@ -99,30 +99,63 @@ class WatchedLayer:
         self.interval_load = load if self.interval_load is None else self.interval_load + load
 
 
+#: How far a label may stand ahead of its token: itself, the next one as it should be, the one after it.
+_AHEAD = range(3)
+#: Share of labels that stand in a wrong place, and least share of those of the next token.
+_SHIFTED, _RIGHT = 0.9, 0.5
+
+
 @dataclass(eq=False)
 class WatchedLoss:
-    """The main loss of one model on the last pipeline stage, MTP not included."""
+    """The main loss of one model on the last pipeline stage, MTP not included, and its inputs."""
 
     switch: MeasuredSteps
-    #: Per micro-batch: sum of the token losses under the mask, and number of these tokens.
-    found: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    #: Per micro-batch: sum of the token losses under the mask, number of these tokens, and `_labels`.
+    found: list[Tensor] = field(default_factory=list)
+    #: Per micro-batch: a number for each row of tokens, by which equal rows are known.
+    rows: list[Tensor] = field(default_factory=list)
 
     def watch(self, model: torch.nn.Module) -> None:
         """Collect what `model` returns if it is token losses [b, s]; logits have three dimensions."""
         model.register_forward_hook(self._on_model, with_kwargs=True)
 
-    def _on_model(self, module: torch.nn.Module, _inputs: Any, kwargs: Any, output: Any) -> None:
+    def _on_model(self, module: torch.nn.Module, inputs: Any, kwargs: Any, output: Any) -> None:
         counts = self.switch.on and module.training and first_forward() and len(self.found) < LIMIT
         if not counts or not isinstance(output, Tensor) or output.dim() != 2:
             return
         losses = output.detach().double()
         mask = kwargs.get("loss_mask")
         mask = torch.ones_like(losses) if mask is None else mask.reshape(losses.shape).double()
-        self.found.append(((losses * mask).sum(), mask.sum()))
+        tokens = kwargs.get("input_ids", inputs[0] if inputs else None)
+        numbers = [(losses * mask).sum(), mask.sum(), *_labels(tokens, kwargs.get("labels"), mask)]
+        self.found.append(torch.stack([number.double() for number in numbers]))
+        if tokens is not None:
+            places = torch.arange(1, tokens.shape[-1] + 1, device=tokens.device)
+            self.rows.append((tokens.long() * (places * 0x9E3779B97F4A7C1 % 0x7FFFFFFF)).sum(-1))
 
     def totals(self) -> Tensor | None:
-        """[sum, tokens] of the step; None where no loss was computed."""
-        return torch.stack([torch.stack(pair) for pair in self.found]).sum(0) if self.found else None
+        """Sums of the step, and of its rows how many could repeat and do; None where no loss was computed."""
+        if not self.found:
+            return None
+        rows = torch.cat(self.rows) if self.rows else self.found[0].new_zeros(1)
+        repeated = [rows.numel() - 1, rows.numel() - rows.unique().numel()]
+        return torch.cat([torch.stack(self.found).sum(0), self.found[0].new_tensor(repeated)])
+
+    def clear(self) -> None:
+        self.found.clear()
+        self.rows.clear()
+
+
+def _labels(tokens: Tensor | None, labels: Tensor | None, mask: Tensor) -> list[Tensor]:
+    """Number of labels under the mask, and for each of `_AHEAD` those that are the token so far ahead."""
+    # At the borders of a context-parallel rank's parts the next token is another one.
+    last = _AHEAD[-1]
+    if tokens is None or labels is None or tokens.shape != labels.shape or labels.shape[-1] <= last:
+        return [mask.new_zeros(())] * (1 + len(_AHEAD))
+    length = labels.shape[-1] - last
+    counted = mask.reshape(labels.shape)[..., :length] > 0
+    equal = [labels[..., :length] == tokens[..., ahead : ahead + length] for ahead in _AHEAD]
+    return [counted.sum(), *((counted & one).sum() for one in equal)]
 
 
 def _norm_and_size(output: Any) -> tuple[Tensor, int]:
@@ -149,7 +182,7 @@ def measure(
 ) -> tuple[Values, dict[str, float]]:
     """Values of all layers of all stages, and numbers of the run; the same on every rank. Collective.
 
-    layers: those of this rank. loss: [sum, tokens] of the main loss on ranks of the last stage. unchanged: by
+    layers: those of this rank. loss: `WatchedLoss.totals` on ranks of the last stage. unchanged: by
     module [rows without a change, rows].
     """
     where = {ddp: gradient_places(ddp) for ddp in {layer.ddp() for layer in layers}}
@@ -167,11 +200,25 @@ def measure(
     zeros = [sum(float(part["zeros"][i]) for part in parts if "zeros" in part) for i in (0, 1)]
     of_run = _router_numbers(layers, parts)
     if "loss" in whole:
-        total, tokens = whole["loss"].tolist()
+        total, tokens, *of_inputs = whole["loss"].tolist()
         of_run["loss_tokens"] = tokens / groups.tp.size()  # each of these ranks has all losses
         if tokens > 0:
             of_run["lm_loss"] = total / tokens
+        of_run |= _of_inputs(of_inputs)
     return _over_stages(values, zeros, of_run, groups.pp)
+
+
+def _of_inputs(sums: Sequence[float]) -> dict[str, float]:
+    """How far labels are ahead of their tokens, and whether all rows of a rank are equal.
+
+    Layouts that cannot tell (a rank without tokens, or with one row) have the values of a healthy run.
+    """
+    labels, own, right, after, repeatable, repeated = sums
+    shifted = right < _RIGHT * labels and max(own, after) >= _SHIFTED * labels
+    return {
+        "labels_ahead": 1.0 if not shifted else 0.0 if own > after else 2.0,
+        "equal_rows": float(0 < repeatable == repeated),
+    }
 
 
 def _router_numbers(layers: Sequence[WatchedLayer], parts: Sequence[_LayerSums]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Weights that stay as they are, and a learning rate of zero: in real runs, said once."""
+"""Weights that stay as they are, a learning rate of zero and wrong inputs: in real runs, said once."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_nemotron3.layers.context_parallel import zigzag
 from megatron_nemotron3.models import get
-from megatron_nemotron3.train.monitor import updates
+from megatron_nemotron3.train.monitor import updates, watched
 from tests.support.monitored_run import MonitoredRun, alone
 
 #: A layer of each kind, with experts and MTP.
@@ -91,3 +92,71 @@ def test_a_change_of_one_bit_of_one_weight_is_seen() -> None:
     before = updates._row_sums(weight)
     weight.view(torch.int16)[1, 2] ^= 1
     assert (updates._row_sums(weight) == before).tolist() == [True, False, True]
+
+
+def with_inputs(change: Callable[[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]) -> MonitoredRun:
+    """A run whose model gets other inputs than its data set returned."""
+
+    def hand_over(module: Any, inputs: Any, kwargs: Any) -> Any:
+        changed = change(inputs[0], kwargs["labels"])
+        tokens = changed.pop("tokens", inputs[0])
+        return (tokens, *inputs[1:]), kwargs | changed
+
+    return trained(lambda model: model.register_forward_pre_hook(hand_over, with_kwargs=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "rule", "iteration", "words"),
+    [
+        (lambda tokens, labels: {"labels": tokens}, "wrong_labels", 1, "are the token itself"),
+        (lambda tokens, labels: {"labels": labels.roll(-1, -1)}, "wrong_labels", 1, "after the next one"),
+        (
+            lambda tokens, labels: {
+                "tokens": tokens[:1].expand_as(tokens),
+                "labels": labels[:1].expand_as(labels),
+            },
+            "equal_rows",
+            2,
+            "all rows of a step are the same",
+        ),
+        (
+            lambda tokens, labels: {"loss_mask": torch.zeros_like(labels, dtype=torch.float32)},
+            "no_loss_tokens",
+            2,
+            "no token of the step counts",
+        ),
+    ],
+)
+def test_wrong_inputs(change: Any, rule: str, iteration: int, words: str) -> None:
+    (found,) = with_inputs(change).warnings
+    assert (found.rule, found.iteration) == (rule, iteration) and words in found.message
+
+
+def test_inputs_that_are_right_in_any_layout() -> None:
+    """Documents in rows, padded and cut over context-parallel ranks, few tokens counted; tokens all alike."""
+    chance = torch.Generator().manual_seed(5)
+    for multiple, ranks in ((1, 1), (4, 2), (8, 4), (16, 8)):
+        rows, borders = [], [0]
+        for length in torch.randint(2, 40, (60,), generator=chance).tolist():
+            padded = -(-length // multiple) * multiple
+            rows.append(torch.full((padded,), 7).index_copy(0, torch.arange(length), draw(length, chance)))
+            borders.append(borders[-1] + padded)
+        tokens = torch.cat(rows)[None]
+        mask = (torch.rand(tokens.shape, generator=chance) < 0.3).float()
+        for labels, ahead in ((tokens.roll(-1, -1), 1.0), (tokens, 0.0), (tokens.roll(-2, -1), 2.0)):
+            parts = [(tokens, labels, mask)]
+            if ranks > 1:
+                cuts = [zigzag(torch.tensor(borders), ranks, rank) for rank in range(ranks)]
+                parts = [tuple(whole[:, here] for whole in parts[0]) for here in cuts]
+            counts = sum(torch.stack(watched._labels(*part)) for part in parts)
+            found = watched._of_inputs([*counts.tolist(), 0.0, 0.0])["labels_ahead"]
+            # Parts of few tokens may hide a wrong label, but never show one that is right.
+            assert found == (ahead if ranks == 1 or not ahead else found) and (ahead != 1 or found == 1)
+    alike = torch.zeros(1, 50, dtype=torch.long)
+    counts = watched._labels(alike, alike, torch.ones(1, 50))
+    assert watched._of_inputs([*map(float, counts), 0.0, 0.0]) == {"labels_ahead": 1.0, "equal_rows": 0.0}
+    assert [float(n) for n in watched._labels(None, alike, torch.ones(1, 50))] == [0.0] * 4
+
+
+def draw(length: int, chance: torch.Generator) -> torch.Tensor:
+    return torch.randint(0, 250, (length,), generator=chance)
