@@ -209,10 +209,8 @@ def measure(
 
 
 def _of_inputs(sums: Sequence[float]) -> dict[str, float]:
-    """How far labels are ahead of their tokens, and whether all rows of a rank are equal.
-
-    Layouts that cannot tell (a rank without tokens, or with one row) have the values of a healthy run.
-    """
+    """How far labels are ahead of their tokens, and whether all rows of a rank are equal."""
+    # A rank without tokens, or with one row, cannot say; it has the values of a healthy run.
     labels, own, right, after, repeatable, repeated = sums
     shifted = right < _RIGHT * labels and max(own, after) >= _SHIFTED * labels
     return {
