@@ -2,7 +2,7 @@
 
     parts     a model cut to 55 % of its parameters: with the parts that importance names, with random ones,
               and with the least important
-    layers    experts cut to half their width: alike in every layer; by layer as `nemotron3 search` chooses
+    layers    experts cut to half their width: alike in every layer; by layer as `nemotron3 prune search` chooses
               under the same number of parameters; by layer at random; as searched, with the layers in reverse
     experts   the model of `layers` without one of its experts: how much is there to choose from
 

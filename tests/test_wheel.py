@@ -60,17 +60,17 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
     "finetune": [("missing", "arguments are required: --conversations")],
     "convert": [("to-hf missing b", "package torch is not installed: pip install")],
     "verify": [("missing b", "package torch is not installed: pip install")],
-    "generate": [("--checkpoint missing", "package torch is not installed: pip install")],
+    "generate": [("missing", "package torch is not installed: pip install")],
     "certify": [("super --tiny", "package torch is not installed: pip install")],
     "boost": [("missing --output out", "package torch is not installed: pip install")],
     "prune": [("missing --text a --scores s", "--text a does not exist")],
     "logits": [("missing --output out --samples 1", "missing")],
     "refit": [("super --from tp=2 --to tp=2", "package numpy is not installed: pip install")],
     "bisect": [
-        ("--checkpoint missing --trainer a --engine b", "package torch is not installed: pip install")
+        ("missing --trainer a --engine b", "package torch is not installed: pip install")
     ],
     "xtoken": [("missing missing", "missing does not exist: give a folder with tokenizer.json")],
-    "evaluate": [("--checkpoint missing --text missing", "package torch is not installed: pip install")],
+    "evaluate": [("missing --text missing", "package torch is not installed: pip install")],
 }  # fmt: skip
 
 

@@ -59,10 +59,10 @@ LINES: dict[str, tuple[str, ...]] = {
         "super --from tp=2 --to tp=2 --delta nope",
     ),
     "bisect": (
-        "", "--checkpoint dir --trainer nope --engine nope",
-        "--checkpoint dir --trainer file.txt --engine file.txt",
-        "--checkpoint dir --trainer file.txt --engine file.txt --first 0",
-        "--checkpoint dir --trainer file.txt --engine file.txt --tiny",
+        "", "dir --trainer nope --engine nope",
+        "dir --trainer file.txt --engine file.txt",
+        "dir --trainer file.txt --engine file.txt --first 0",
+        "dir --trainer file.txt --engine file.txt --tiny",
     ),
     "boundary": (
         "", "--from tp=2", "--from tp=x --to tp=1", "--from tp=2 --to tp=2 --rows -1", '--from "" --to ""',
@@ -70,13 +70,13 @@ LINES: dict[str, tuple[str, ...]] = {
         "--from tp=2 --to tp=2 --samples 0",
     ),
     "generate": (
-        "", "--checkpoint nope --prompt x", "--checkpoint pipe --prompt x", '--checkpoint dir --prompt ""',
-        "--checkpoint dir --prompt x --max-new-tokens 0", "--checkpoint dir --prompt-file pipe",
-        "--checkpoint dir --prompt x --model empty.json", "--checkpoint dir --prompt x --draft -1",
+        "", "nope --prompt x", "pipe --prompt x", 'dir --prompt ""',
+        "dir --prompt x --max-new-tokens 0", "dir --prompt-file pipe",
+        "dir --prompt x --model empty.json", "dir --prompt x --draft -1",
     ),
     "evaluate": (
-        "", "--checkpoint nope", "--checkpoint pipe", "--checkpoint dir --tokens 0",
-        "--checkpoint dir --text nope",
+        "", "nope", "pipe", "dir --tokens 0",
+        "dir --text nope",
     ),
     "xtoken": (
         "", "nope nope", "dir pipe", "dir dir --output dir", "dir dir --width 0",

@@ -98,8 +98,8 @@ def test_bad_input(words: list[str], message: str, capsys: pytest.CaptureFixture
             ["plan", "nano", "--gpus", "8", "--gpu", "gb200", "--precision", "bf16", "--json"],
         ),
         (
-            ["boundary", "--from", "dp=1", "--to", "dp=1", "--dtype", "FP32"],
-            ["boundary", "--from", "dp=1", "--to", "dp=1", "--dtype", "float32"],
+            ["plan", "boundary", "--from", "dp=1", "--to", "dp=1", "--dtype", "FP32"],
+            ["plan", "boundary", "--from", "dp=1", "--to", "dp=1", "--dtype", "float32"],
         ),
     ],
 )

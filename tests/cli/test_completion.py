@@ -61,7 +61,7 @@ def completed(line: str, folder: Path) -> list[str]:
         ("nemotron3 show super --", {"--help", "--json", "--model", "--tiny"}),
         ("nemotron3 train --model m", {"mine.json"}),
         ("nemotron3 run --device c", {"cpu", "cuda"}),
-        ("nemotron3 generate --checkpoint runs/d", {"runs/demo/"}),
+        ("nemotron3 generate runs/d", {"runs/demo/"}),
         ("nemotron3 convert to-hf runs/demo out --dtype b", {"bfloat16"}),
     ],
 )

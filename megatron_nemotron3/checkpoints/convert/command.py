@@ -1,4 +1,4 @@
-"""`nemotron3 convert` and `nemotron3 verify`; the work is in `conversion`."""
+"""`nemotron3 convert` and `nemotron3 convert verify`; the work is in `conversion`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class FromHf:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
-    """Options of `nemotron3 verify`."""
+    """Options of `nemotron3 convert verify`."""
 
     a: Path | str = argument("Megatron or Hugging Face checkpoint, or a URL", "A", parse=place)
     b: Path | str | None = argument("default: the manifest of A", "B", default=None, parse=place)
@@ -61,7 +61,7 @@ class VerifyOptions:
 
 
 def register(commands: Any) -> None:
-    """Add `nemotron3 convert` and `nemotron3 verify`."""
+    """Add `nemotron3 convert` and `nemotron3 convert verify`."""
     command = commands.add_parser("convert")
     ways = command.add_subparsers(
         dest="direction", required=True, metavar="to-hf|from-hf", parser_class=type(command)
@@ -112,7 +112,7 @@ def _prepared(options: _O) -> _O:
 
 
 def verify(options: VerifyOptions) -> int:
-    """Run `nemotron3 verify`."""
+    """Run `nemotron3 convert verify`."""
     from megatron_nemotron3.checkpoints.convert import verify as comparison
 
     with ExitStack() as stack:
