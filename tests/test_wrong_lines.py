@@ -38,7 +38,7 @@ LINES: dict[str, tuple[str, ...]] = {
         "nano --gpus 8 --gpu h100 --gbs -3", "q.json --gpus 1 --gpu h100 --plot dir",
         'nano --gpus 8 --gpu h100 --plot ""',
     ),
-    "watch": (
+    "report monitors": (
         "", "dir", "file.txt", "pipe", "/dev/zero", '""',
     ),
     "check": (
@@ -49,10 +49,10 @@ LINES: dict[str, tuple[str, ...]] = {
         "to-hf dir out --model q.json", "to-hf dir out --workers 0", "to-hf / out",
         "from-hf dir dir/x --model empty.json",
     ),
-    "verify": (
+    "convert verify": (
         "", "dir", "file.txt", "pipe", "dir --model super --tiny", "dir --vocab-size 0",
     ),
-    "refit": (
+    "plan refit": (
         "", "super", "super --from tp=2", "super --from tp=0 --to tp=2", "super --from tp=2,tp=2 --to tp=1",
         "super --from tp=999999999 --to tp=1", "super --from tp=3 --to tp=1",
         "super --from tp=2 --to tp=2,ep=3", "super --from tp=2 --to tp=2 --buffer 0",
@@ -64,7 +64,7 @@ LINES: dict[str, tuple[str, ...]] = {
         "dir --trainer file.txt --engine file.txt --first 0",
         "dir --trainer file.txt --engine file.txt --tiny",
     ),
-    "boundary": (
+    "plan boundary": (
         "", "--from tp=2", "--from tp=x --to tp=1", "--from tp=2 --to tp=2 --rows -1", '--from "" --to ""',
         "--from tp=2 --to tp=2 --plot dir", "--from tp=999999999 --to tp=1",
         "--from tp=2 --to tp=2 --samples 0",
@@ -78,7 +78,7 @@ LINES: dict[str, tuple[str, ...]] = {
         "", "nope", "pipe", "dir --tokens 0",
         "dir --text nope",
     ),
-    "xtoken": (
+    "distill projection": (
         "", "nope nope", "dir pipe", "dir dir --output dir", "dir dir --width 0",
         "dir dir --projection nope --width 2",
     ),
@@ -106,7 +106,7 @@ def test_a_wrong_command_line(
     wrong = []
     for line in LINES[command]:
         try:
-            status = cli.main([command, *shlex.split(line)])
+            status = cli.main([*command.split(), *shlex.split(line)])
         except SystemExit as end:
             status = int(end.code or 0)
         said = capsys.readouterr()

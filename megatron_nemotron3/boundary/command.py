@@ -58,7 +58,7 @@ class BoundaryOptions:
 
 def register(commands: Any) -> None:
     """Add `nemotron3 plan boundary`."""
-    add_command(commands.add_parser("boundary"), BoundaryOptions, boundary)
+    add_command(commands.add_parser("plan boundary"), BoundaryOptions, boundary)
 
 
 def boundary(options: BoundaryOptions) -> int:

@@ -56,7 +56,9 @@ def completed(line: str, folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("nemotron3 ", set(COMMANDS)),
+        ("nemotron3 ", {name for name in COMMANDS if " " not in name}),
+        ("nemotron3 distill ", {"logits", "projection"}),
+        ("nemotron3 plan boundary --ro", {"--rows", "--rows-per-sample"}),
         ("nemotron3 --ver", {"--version"}),
         ("nemotron3 show super --", {"--help", "--json", "--model", "--tiny"}),
         ("nemotron3 train --model m", {"mine.json"}),

@@ -70,7 +70,7 @@ def untrained(stopped: list[int]) -> Callable[..., int]:
         line = [str(word) for word in words]
         if line[0] != "train":
             return cli.main(line)
-        options = cli.parser("train").parse_args(line)
+        options = cli.parser(["train"]).parse_args(line)
         assert options.steps == 2 and options.conversations and (options.pretrained / "release").is_dir()
         assert LORA not in os.environ and not prefix
         if stopped:

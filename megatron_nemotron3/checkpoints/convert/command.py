@@ -1,4 +1,4 @@
-"""`nemotron3 convert` and `nemotron3 convert verify`; the work is in `conversion`."""
+"""`nemotron3 convert to-hf`, `from-hf` and `verify`; the work is in `conversion`."""
 
 from __future__ import annotations
 
@@ -61,18 +61,10 @@ class VerifyOptions:
 
 
 def register(commands: Any) -> None:
-    """Add `nemotron3 convert` and `nemotron3 convert verify`."""
-    command = commands.add_parser("convert")
-    ways = command.add_subparsers(
-        dest="direction", required=True, metavar="to-hf|from-hf", parser_class=type(command)
-    )
-    to_hf = "convert a Megatron checkpoint to a Hugging Face folder"
-    from_hf = "convert a Hugging Face folder to a Megatron checkpoint"
-    for name, what in (("to-hf", to_hf), ("from-hf", from_hf)):
-        ways.add_parser(name, help=what, description=what.replace("c", "C", 1) + ".")
-    add_command(ways.choices["to-hf"], ToHf, convert_to_hf)
-    add_command(ways.choices["from-hf"], FromHf, convert_from_hf)
-    add_command(commands.add_parser("verify"), VerifyOptions, verify)
+    """Add `nemotron3 convert to-hf`, `from-hf` and `verify`."""
+    add_command(commands.add_parser("convert to-hf"), ToHf, convert_to_hf)
+    add_command(commands.add_parser("convert from-hf"), FromHf, convert_from_hf)
+    add_command(commands.add_parser("convert verify"), VerifyOptions, verify)
 
 
 def convert_to_hf(arguments: ToHf) -> int:

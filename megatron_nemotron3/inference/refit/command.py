@@ -1,4 +1,4 @@
-"""`nemotron3 plan refit`: plan the transfer of the weights from a trainer to an engine. Needs no GPU, no torch."""
+"""`nemotron3 plan refit`: which weights a trainer sends to an engine. Needs no GPU, no torch."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class RefitOptions:
 
 def register(commands: Any) -> None:
     """Add `nemotron3 plan refit`."""
-    add_command(commands.add_parser("refit"), RefitOptions, refit)
+    add_command(commands.add_parser("plan refit"), RefitOptions, refit)
 
 
 def refit(options: RefitOptions) -> int:

@@ -1,4 +1,4 @@
-"""`nemotron3 train boost`: measure drafts, train the MTP heads, measure again. Training is `nemotron3 train`."""
+"""`nemotron3 train boost`: measure drafts, train the MTP heads, measure again."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class BoostOptions:
 
 def register(commands: Any) -> None:
     """Add `nemotron3 train boost`."""
-    command = commands.add_parser("boost")
+    command = commands.add_parser("train boost")
     command.set_defaults(run=boost_command)
     add_options(command, BoostOptions)
     add_launch(command, precision=None)

@@ -65,7 +65,7 @@ class SearchOptions:
 
 def register(commands: Any) -> None:
     """Add `nemotron3 prune search`."""
-    add_command(commands.add_parser("search"), SearchOptions, search_command)
+    add_command(commands.add_parser("prune search"), SearchOptions, search_command)
 
 
 def search_command(options: SearchOptions) -> int:

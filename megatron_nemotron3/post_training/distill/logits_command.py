@@ -85,7 +85,7 @@ class LogitsOptions:
 
 def register(commands: Any) -> None:
     """Add `nemotron3 distill logits`."""
-    add_command(commands.add_parser("logits"), LogitsOptions, logits_command)
+    add_command(commands.add_parser("distill logits"), LogitsOptions, logits_command)
 
 
 def logits_command(options: LogitsOptions) -> int:

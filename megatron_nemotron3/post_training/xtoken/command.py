@@ -1,4 +1,4 @@
-"""`nemotron3 distill projection`: write and inspect the projection between the vocabularies of two tokenizers."""
+"""`nemotron3 distill projection`: write and inspect the projection between two tokenizers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class XTokenOptions:
 
 def register(commands: Any) -> None:
     """Add `nemotron3 distill projection`."""
-    add_command(commands.add_parser("xtoken"), XTokenOptions, xtoken)
+    add_command(commands.add_parser("distill projection"), XTokenOptions, xtoken)
 
 
 def xtoken(options: XTokenOptions) -> int:

@@ -36,7 +36,7 @@ class WatchOptions:
 
 def register(commands: Any) -> None:
     """Add `nemotron3 report monitors`."""
-    add_command(commands.add_parser("watch"), WatchOptions, watch_command)
+    add_command(commands.add_parser("report monitors"), WatchOptions, watch_command)
 
 
 def watch_command(options: WatchOptions) -> int:

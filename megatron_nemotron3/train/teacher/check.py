@@ -197,8 +197,8 @@ def _check_projection(how: Distillation, teacher: TeacherCheckpoint, argv: Seque
         )
     if not Path(how.projection).is_file():
         raise ValueError(
-            f"projection={how.projection} is no file: nemotron3 distill projection STUDENT_TOKENIZER {teacher.tokenizer} "
-            "--output FILE writes one"
+            f"projection={how.projection} is no file: nemotron3 distill projection STUDENT_TOKENIZER "
+            f"{teacher.tokenizer} --output FILE writes one"
         )
     model = option_value(argv, "--tokenizer-model")
     if model is None:  # `nemotron3 train` checks again when the data is prepared

@@ -185,7 +185,10 @@ def test_an_interrupted_upload(
     before = len(made)
     monkeypatch.setattr(upload, "write_parts", lambda *a, **k: (made.append(a), write_parts(*a, **k))[1])
     assert command(*some) == 0
-    assert command("convert", "verify", url, folders / "run", *ONE) == 0 and command("convert", "verify", url, *ONE) == 0
+    assert (
+        command("convert", "verify", url, folders / "run", *ONE) == 0
+        and command("convert", "verify", url, *ONE) == 0
+    )
     total = len([n for n in fsspec.filesystem("memory").ls(f"/half/{files}", detail=False) if "model-" in n])
     assert len(made) - before == total - files > 0
 

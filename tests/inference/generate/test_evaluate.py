@@ -213,9 +213,7 @@ def test_the_loss_is_over_the_padded_vocabulary(capsys: Capture, tmp_path: Path)
 )
 def test_bad_options(folders_with_text: Folders, capsys: Capture, words: list[Any], message: str) -> None:
     try:
-        status = cli.main(
-            ["evaluate", "--device", "cpu", str(folders_with_text.run), *map(str, words)]
-        )
+        status = cli.main(["evaluate", "--device", "cpu", str(folders_with_text.run), *map(str, words)])
     except SystemExit as end:
         status = int(end.code or 0)
     out, err = capsys.readouterr()

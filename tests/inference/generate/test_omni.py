@@ -305,6 +305,4 @@ def test_a_package_of_media_is_missing(
 def test_media_for_a_model_of_text(folders_with_text: Folders, capsys: Capture, omni: OmniFolder) -> None:
     words = [folders_with_text.hf, "--image", omni.images[0], "--prompt", "<image>"]
     assert "reads only text: leave it out" in refused(capsys, *words)
-    assert "has none: leave it out" in refused(
-        capsys, folders_with_text.hf, "--prompt", "a", "--chat"
-    )
+    assert "has none: leave it out" in refused(capsys, folders_with_text.hf, "--prompt", "a", "--chat")

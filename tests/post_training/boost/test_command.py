@@ -1,4 +1,4 @@
-"""`nemotron3 train boost`: measure, train, measure; a start after an interrupt; and what ends before any work."""
+"""`nemotron3 train boost`: measure, train, measure; a start after an interrupt; what is refused."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def untrained(stopped: list[int]) -> Callable[..., int]:
         line = [str(word) for word in given]
         if line[0] != "train":
             return cli.main(line)
-        options = cli.parser("train").parse_args(line[: line.index("--")])
+        options = cli.parser(["train"]).parse_args(line[: line.index("--")])
         assert options.steps == 4 and Path(options.tokenizer).is_absolute() and f"{BOOST}=" in prefix
         assert os.environ[BOOST] == "loss=kl,temperature=1.0,mix=1.0,decay=1.0,seed=1234"
         if stopped:

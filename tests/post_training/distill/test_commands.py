@@ -199,7 +199,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def logits(small: Path, tmp_path: Path) -> list[str]:
-    """Words of `nemotron3 distill logits` for two parts of a small model; `tmp_path / "logits"` is the folder."""
+    """Words of `nemotron3 distill logits` for two parts of a small model, into `tmp_path / "logits"`."""
     given = ["--samples", str(SAMPLES), "--topk", "4", "--seq-length", "64", "--device", "cpu"]
     return ["distill", "logits", str(small), "--output", str(tmp_path / "logits"), *given]
 
@@ -246,7 +246,10 @@ def test_a_projection_that_is_missing(logits: list[str], tmp_path: Path, capsys:
     words += ["--teacher", logits[1], "--distill", f"projection={tmp_path}/none"]
     assert cli.main(["train", "nano", "--tiny", *words]) == 2
     said = capsys.readouterr().err
-    assert "/none is no file: nemotron3 distill projection STUDENT_TOKENIZER " in said and "--output FILE" in said
+    assert (
+        "/none is no file: nemotron3 distill projection STUDENT_TOKENIZER " in said
+        and "--output FILE" in said
+    )
     assert not student.exists()
 
 

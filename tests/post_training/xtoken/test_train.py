@@ -45,7 +45,9 @@ def test_train(tmp_path: Path) -> None:
     _train(teacher, "--text", str(tmp_path / "teacher.jsonl"))
     own = ["--text", str(tmp_path / "student.jsonl"), "--teacher", str(teacher)]
     said = _train(student, *own, code=2)
-    assert "have different vocabularies" in said and "write a projection (nemotron3 distill projection)" in said
+    assert (
+        "have different vocabularies" in said and "write a projection (nemotron3 distill projection)" in said
+    )
     assert not (student / "train.log").exists() and not (student / "checkpoints").exists()
 
     projection = tmp_path / "projection.safetensors"
@@ -57,7 +59,9 @@ def test_train(tmp_path: Path) -> None:
     first, last = sum(apart[:5]) / 5, sum(apart[-5:]) / 5
     assert 0 < last < 0.8 * first, apart
 
-    said = nemotron3("distill", "projection", str(teacher), str(student), "--projection", str(projection), code=2)
+    said = nemotron3(
+        "distill", "projection", str(teacher), str(student), "--projection", str(projection), code=2
+    )
     assert "is for another tokenizer of the student" in said
 
 
