@@ -19,7 +19,7 @@ environment:
 # Its four sequences a step are shared by 1, 2 or 4 ranks, as there are cores; what it learns is the same.
 RANKS = $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n >= 4 ? 4 : n >= 2 ? 2 : 1)))
 DEMO = runs/demo$(if $(QUICK),-quick)
-WRITE = $(RUN) megatron_nemotron3 generate --checkpoint $(DEMO) --prompt "    def " --max-new-tokens 80 --temperature 0.7 --top-p 0.9
+WRITE = $(RUN) megatron_nemotron3 generate $(DEMO) --prompt "    def " --max-new-tokens 80 --temperature 0.7 --top-p 0.9
 demo: environment
 	$(RUN) megatron_nemotron3 train super --tiny --dp $(RANKS) --output $(DEMO)$(if $(QUICK), --steps 30)
 	@echo; echo "the model continues '    def ', one token per pass:"

@@ -1,4 +1,4 @@
-"""`nemotron3 boundary`: print the transfer plan between two layouts. Needs no GPU and no torch."""
+"""`nemotron3 plan boundary`: print the transfer plan between two layouts. Needs no GPU and no torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _rows = partial(option, group="rows of a microbatch")
 
 @dataclass(frozen=True, kw_only=True)
 class BoundaryOptions:
-    """Options of `nemotron3 boundary`."""
+    """Options of `nemotron3 plan boundary`."""
 
     source: str = option(
         f"layout of the sender (the encoder): {_LAYOUT}; with cp= also share=media, zigzag or contiguous",
@@ -57,8 +57,8 @@ class BoundaryOptions:
 
 
 def register(commands: Any) -> None:
-    """Add `nemotron3 boundary`."""
-    add_command(commands.add_parser("boundary"), BoundaryOptions, boundary)
+    """Add `nemotron3 plan boundary`."""
+    add_command(commands.add_parser("plan boundary"), BoundaryOptions, boundary)
 
 
 def boundary(options: BoundaryOptions) -> int:

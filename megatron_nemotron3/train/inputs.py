@@ -58,7 +58,7 @@ class TrainOptions:
         group=_LOG,
     )
     teacher: list[str] = repeated(
-        "learn from the model of this checkpoint, or from logits of `nemotron3 logits` (repeatable)",
+        "learn from the model of this checkpoint, or from logits of `nemotron3 distill logits` (repeatable)",
         "DIR",
         group=_DISTILLATION,
     )

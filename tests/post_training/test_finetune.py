@@ -70,7 +70,7 @@ def untrained(stopped: list[int]) -> Callable[..., int]:
         line = [str(word) for word in words]
         if line[0] != "train":
             return cli.main(line)
-        options = cli.parser("train").parse_args(line)
+        options = cli.parser(["train"]).parse_args(line)
         assert options.steps == 2 and options.conversations and (options.pretrained / "release").is_dir()
         assert LORA not in os.environ and not prefix
         if stopped:
@@ -102,7 +102,7 @@ def test_the_steps_and_a_start_after_an_interrupt(
     kept = [json.loads(line) for line in (tuned / "train.jsonl").read_text().splitlines()]
     held = [json.loads(line) for line in (tuned / "held_out.jsonl").read_text().splitlines()]
     assert kept and held and sorted(map(str, kept + held)) == sorted(map(str, LINES))
-    assert cli.main(["verify", str(tmp_path / "hf"), str(tuned / "hf")]) == 0
+    assert cli.main(["convert", "verify", str(tmp_path / "hf"), str(tuned / "hf")]) == 0
     require_all_of_the_source(tmp_path / "hf", tuned / "hf")
     assert "apples" in str(json.loads((tuned / "hf" / "tokenizer.json").read_text())["model"]["vocab"])
     # Another request in the same folder.
@@ -192,7 +192,7 @@ def test_trained(lora: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     if "--adapter-only" in lora:
         assert (tuned / "hf" / "adapter_model.safetensors").exists()
     else:
-        assert cli.main(["verify", str(tuned / "run"), str(tuned / "hf")]) == 0
+        assert cli.main(["convert", "verify", str(tuned / "run"), str(tuned / "hf")]) == 0
         require_all_of_the_source(tmp_path / "hf", tuned / "hf")
-        assert cli.main(["verify", str(tmp_path / "hf"), str(tuned / "hf")]) == 1
+        assert cli.main(["convert", "verify", str(tmp_path / "hf"), str(tuned / "hf")]) == 1
     assert LORA not in os.environ

@@ -115,7 +115,7 @@ def test_held_out_loss_falls(
     measure = ["--conversations", str(file), "--tokenizer", inputs[inputs.index("--tokenizer") + 1], "--json"]
 
     def loss() -> float:
-        assert cli.main(["evaluate", "--checkpoint", str(tmp_path / "run"), "--device", "cpu", *measure]) == 0
+        assert cli.main(["evaluate", str(tmp_path / "run"), "--device", "cpu", *measure]) == 0
         found = json.loads(capsys.readouterr().out)
         assert found["conversations"] == 10
         return float(found["per_token"])

@@ -310,7 +310,7 @@ def _run_job(
             words = f" --mtp-from {shown(opened.mtp_from)}"
         elif isinstance(options, FromHfOptions) and options.mtp.mtp_num_layers == 0:
             words = " --mtp-num-layers 0"
-        say(f"next         nemotron3 verify {shown(opened.folder)} {shown(target)}{words}")
+        say(f"next         nemotron3 convert verify {shown(opened.folder)} {shown(target)}{words}")
     return True
 
 

@@ -25,7 +25,7 @@ _LORA, _ENCODERS = "LoRA adapters", "models with encoders"
 
 @dataclass(frozen=True, kw_only=True)
 class StoredOptions:
-    """How a checkpoint is read: the same for both directions and `verify`."""
+    """How a checkpoint is read: the same for both directions and `convert verify`."""
 
     which: StoredModelOptions = StoredModelOptions()
     lora_alpha: float | None = option("alpha of a Megatron LoRA adapter (default: as stored)", "N")

@@ -1,4 +1,4 @@
-"""`nemotron3 logits`: store a teacher's most probable tokens."""
+"""`nemotron3 distill logits`: store a teacher's most probable tokens."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _size(name: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class LogitsOptions:
-    """Options of `nemotron3 logits`."""
+    """Options of `nemotron3 distill logits`."""
 
     teacher: str = argument("a run, Megatron's or Hugging Face's folder", "FOLDER")
     output: Path = option("where to write, or go on", "DIR", default=NEEDED)
@@ -84,8 +84,8 @@ class LogitsOptions:
 
 
 def register(commands: Any) -> None:
-    """Add `nemotron3 logits`."""
-    add_command(commands.add_parser("logits"), LogitsOptions, logits_command)
+    """Add `nemotron3 distill logits`."""
+    add_command(commands.add_parser("distill logits"), LogitsOptions, logits_command)
 
 
 def logits_command(options: LogitsOptions) -> int:

@@ -195,7 +195,7 @@ def training(facts: Facts) -> Iterator[Picture]:
 
 
 def monitors(facts: Facts) -> Iterator[Picture]:
-    """One panel per monitored quantity, as `nemotron3 watch` draws them."""
+    """One panel per monitored quantity, as `nemotron3 report monitors` draws them."""
     for kind, series in watch.panels_of(facts.history).items():
         title = watch.KINDS[kind].title
         yield _picture(title, lambda axes, k=kind, s=series: watch.draw_panel(axes, k, s))
