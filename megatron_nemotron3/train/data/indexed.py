@@ -168,7 +168,7 @@ SPLITS = ("98,2,0", "95,5,0", "90,10,0", "80,20,0", "50,50,0")
 
 # The validation split of a default --split holds at least this share of the text.
 _ENOUGH = 0.01
-# It has so many documents, since the loss on a few is that of their subject, unless that is over a tenth of all.
+# It has so many documents, unless they are over a tenth of all: the loss on a few is that of their subject.
 _MANY, _TENTH = 20, "90,10,0"
 
 

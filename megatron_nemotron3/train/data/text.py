@@ -19,8 +19,8 @@ from megatron_nemotron3.common.files import open_outside
 _NEVER = frozenset({"__pycache__", "node_modules"})
 #: Folders of the standard library that are left out: other packages, tests, tables, what some machines lack.
 _NOT_SOURCES = frozenset(
-    "site-packages dist-packages test tests idle_test encodings pydoc_data "
-    "distutils ensurepip idlelib lib2to3 tkinter turtledemo".split()
+    ("site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data")
+    + ("distutils", "ensurepip", "idlelib", "lib2to3", "tkinter", "turtledemo")
 )
 #: A line that begins with a number or a string: of a table, not of a program or of its documentation.
 _TABLE_LINE = re.compile(r"""[\s\[({]*[bBrRuU]?("(?!"")|'(?!'')|-?\d)""")

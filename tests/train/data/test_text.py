@@ -141,7 +141,7 @@ def test_default_leaves_out_tests_tables_and_other_packages(tmp_path, monkeypatc
 
 
 def test_the_default_text_is_programs():
-    """Nearly every line of it is code or words, and enough documents are held out for a loss of the language."""
+    """Nearly every line of it is code or words, and many documents are held out."""
     documents = read_texts(max_bytes=6_000_000).documents
     lines = [line.strip() for document in documents for line in document.splitlines() if line.strip()]
     assert sum(line[0] in "'0123456789" for line in lines) < 0.03 * len(lines)
