@@ -176,10 +176,7 @@ def explain_nearest(source: str | LaunchSource, name: str = "published") -> Expl
 
 
 def _distance(config: Nemotron3Config, differ: Sequence[ExplainedOption]) -> tuple[float, ...]:
-    """How far a launch is from a model: what it passes counts before what it leaves to Megatron's defaults.
-
-    Other kinds of layers are farther than other numbers; then the order of the layers decides.
-    """
+    """How far a launch is from a model: kinds of layers, options it passes, order of layers, all options."""
     passed = [setting for setting in differ if setting.passed]
     other_kinds, order = False, 0.0
     for setting in passed:
