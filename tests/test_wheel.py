@@ -30,8 +30,9 @@ pytestmark = pytest.mark.full
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "megatron_nemotron3"
-SOURCES = ("megatron_nemotron3", "recipes", "docs", "pyproject.toml", "setup.py", "MANIFEST.in")
-TEXTS = ("README.md", "CHANGELOG.md", "LICENSE")
+CODE = ("megatron_nemotron3", "recipes", "docs", "examples", "benchmarks", "tests", ".ci")
+SOURCES = (*CODE, "pyproject.toml", "setup.py", "MANIFEST.in", "Makefile", "mkdocs.yml", "noxfile.py")
+TEXTS = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE")
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
 VERSIONS = ("3.10", "3.11", "3.12", "3.13")
 
@@ -128,7 +129,10 @@ def test_the_wheel_has_the_package_and_nothing_else(built: tuple[Path, Path]) ->
 def test_the_source_distribution_has_what_the_readme_names(built: tuple[Path, Path]) -> None:
     with tarfile.open(built[0]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {*TEXTS, "docs/index.md", "pyproject.toml", "setup.py"} < names
+    # Targets of make, examples, recipes and links run and lead somewhere in an unpacked archive.
+    listed = subprocess.run(["git", "-C", str(ROOT), "ls-files"], capture_output=True, text=True)
+    kept = {name for name in listed.stdout.splitlines() if name.partition("/")[0] in (*SOURCES, *TEXTS)}
+    assert {*SOURCES, *TEXTS} - {*CODE} <= names and kept <= names
     text = _metadata(built[1]).get_payload()
     assert isinstance(text, str)
     links = re.findall(r"\]\(([^)]+)\)", text)

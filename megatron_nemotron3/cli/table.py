@@ -45,7 +45,7 @@ class Command(NamedTuple):
 
 
 _COMMANDS = (
-    Command("show", "models.command", "print the sizes of a model", "super"),
+    Command("show", "cli.show", "print the sizes of a model, or of a checkpoint's", "super"),
     Command("flags", "launch.command", "print Megatron's options for a model", "super --gpu h100"),
     Command(
         "explain",

@@ -37,6 +37,8 @@ DRAFT = 7
 SPREAD = 16
 #: Number of prompts for acceptance, tokens per prompt, and new tokens per prompt.
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 64, 128
+#: Hidden size at which drafts were measured to save time; narrower ones cost more (docs/measurements.md).
+_PAYS = 1024
 _MEASURED = "what is measured"
 
 
@@ -125,7 +127,7 @@ def _evaluate(found: CheckpointFolder, opened: Checkpoint, options: EvaluateOpti
     say(mtp, mtp_source=opened.mtp_source, mtp_num_layers=stated)
     _say_losses(measured, stated)
     _say_agreement(measured)
-    _say_acceptance(accepted, prompts)
+    _say_acceptance(accepted, prompts, timed=config.hidden_size >= _PAYS)
 
 
 def tokens_read(tokens: int) -> int:
@@ -259,15 +261,18 @@ def _say_agreement(measured: MeanLosses) -> None:
     say(f"KL(model || MTP) in nats; overlap is 1 - total variation{note}\n")
 
 
-def _say_acceptance(accepted: list[Generation], prompts: str) -> None:
+def _say_acceptance(accepted: list[Generation], prompts: str, *, timed: bool) -> None:
     say(acceptance=[])
     if not accepted:
         return
     say(f"greedy continuation of {prompts}")
-    say("  drafts   acceptance length   tokens/s   accepted at each position")
+    say(f"  drafts   acceptance length   {'tokens/s   ' if timed else ''}accepted at each position")
     for one in accepted:
         s, rate = one.speculation, one.tokens_per_second
         shares = " ".join("   -" if share is None else f"{share:.2f}" for share in s.by_position)
-        line = f"  {s.draft:>6}   {s.acceptance_length:>17.2f}   {rate:>8,.1f}   {shares}".rstrip()
+        speed = f"{rate:>8,.1f}   " if timed else ""
+        line = f"  {s.draft:>6}   {s.acceptance_length:>17.2f}   {speed}{shares}".rstrip()
         say(line, acceptance=[{**speculation_as_json(s), "tokens_per_second": rate}])
     say("acceptance length: tokens per verification, including the model's own token")
+    if not timed:
+        say(f"no tokens/s: drafts save time from hidden size {_PAYS:,} on")

@@ -62,6 +62,23 @@ def test_a_text_and_a_last_line(folders_with_text: Folders, capsys: Capture, wor
     assert re.fullmatch(line + "\n", last)
 
 
+def test_show_of_a_folder(folders_with_text: Folders, capsys: Capture) -> None:
+    f = folders_with_text
+    for folder, vocabulary in ((f.run, small_config().vocab_size), (f.hf, small_config().vocab_size)):
+        assert cli.main(["show", str(folder), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)["config"]
+        assert found["pattern"] == "M*E" and found["num_moe_experts"] == 8, folder
+        assert found["vocab_size"] == vocabulary
+    for words, message in (
+        (["show", f.hf.parent], "no checkpoint"),
+        (["show", f.hf, "--tiny"], "drop it"),
+        (["flags", f.hf], "is a folder: give a name of the catalog or JSON"),
+    ):
+        assert cli.main([str(word) for word in words]) == 2
+        out, err = capsys.readouterr()
+        assert message in err and err.count("\n") == 1 and out == ""
+
+
 def test_every_kind_of_folder(folders_with_text: Folders, capsys: Capture, tmp_path: Path) -> None:
     """Also a checkpoint inside its run, and a run that was moved."""
     f = folders_with_text
