@@ -41,6 +41,7 @@ from megatron_nemotron3.train.inputs import (
     TrainOptions,
     conversation_rows,
     named_data,
+    reading,
     require_data,
 )
 from megatron_nemotron3.train.isolation import ISOLATION_OPTIONS
@@ -233,6 +234,7 @@ def _run(
 ) -> tuple[int, TrainProgress]:
     if request.options.conversations:
         env[switches.SFT_MEAN] = request.options.mean or MEANS[0]
+        env[switches.CONVERSATIONS] = reading(request.options).text()
     if request.options.monitor is not None:
         env[switches.MONITOR] = str(request.options.monitor)
     if request.distill:
@@ -351,11 +353,13 @@ class _RunIdentity:
         teacher: manifest.Part | None,
     ) -> None:
         self.manifest, self.step, self.allowed = manifest.RunManifest(request.output), step, request.changes
-        self._given = contents, teacher
+        self._given, self._options = (contents, teacher), request.options
         self.before = manifest.parts_of_checkpoint(stored.args) if stored else {}
 
     def _parts(self, launch: Launch) -> manifest.Parts:
         environment = {name: value for name, value in os.environ.items() if name != switches.EMULATE}
+        if self._options.conversations:
+            environment[switches.CONVERSATIONS] = reading(self._options).text()
         if launch.emulate:
             environment[switches.EMULATE] = launch.emulate.text()
         return manifest.parts_of(to_argv(flags(launch)), environment, launch.config.name, *self._given)
