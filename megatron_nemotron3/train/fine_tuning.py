@@ -27,7 +27,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron_nemotron3.common.hooks import unwrapped
 from megatron_nemotron3.common.switches import SFT_MEAN, EnvironmentSetting
 from megatron_nemotron3.layers.context_parallel import zigzag
-from megatron_nemotron3.train.data.conversations import READING
 from megatron_nemotron3.train.data.packing import (
     PackedConversations,
     PackedRow,
@@ -98,12 +97,7 @@ class ConversationDataset(MegatronDataset):
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: ConversationConfig) -> PackedConversations:
         packed = PackedConversations(
-            dataset_path,
-            config.chat_tokenizer,
-            config.sequence_length,
-            config.multiple,
-            config.path_to_cache,
-            reading=READING.current(),
+            dataset_path, config.chat_tokenizer, config.sequence_length, config.multiple, config.path_to_cache
         )
         if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
             print(packed.describe(), packed.samples(config.chat_tokenizer), sep="\n", flush=True)

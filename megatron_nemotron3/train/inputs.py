@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_nemotron3.checkpoints.folders import CHECKPOINTS, TRACKER, require_tokenizer
 from megatron_nemotron3.checkpoints.trust import trust_option
 from megatron_nemotron3.common.options import flag, option, repeated
+from megatron_nemotron3.common.switches import CONVERSATIONS, SFT_MEAN
 from megatron_nemotron3.launch import Launch, TrainingData, data_check, flags, to_argv
 from megatron_nemotron3.launch.data_sets import blend_of
 from megatron_nemotron3.precision import settings as emulation
@@ -141,6 +142,13 @@ def reading(options: Any) -> Reading:
     return Reading.of(options.format, options.chat_template_kwargs)
 
 
+def variables_of(options: TrainOptions) -> dict[str, str]:
+    """What the environment tells the training processes about conversations."""
+    if not options.conversations:
+        return {}
+    return {SFT_MEAN: options.mean or MEANS[0], CONVERSATIONS: reading(options).text()}
+
+
 def require_no_reading(options: Any) -> None:
     """Raise ValueError at options of conversations where there are none."""
     for name in ("format", "chat_template_kwargs"):
@@ -188,20 +196,17 @@ def conversation_rows(options: TrainOptions, launch: Launch, output: Path) -> di
 
     The training processes map the result.
     """
+    from megatron_nemotron3.train.data.conversations import READING
     from megatron_nemotron3.train.data.packing import PackedConversations, conversation_multiple
 
     multiple = conversation_multiple(launch.layout.cp)
     assert options.tokenizer is not None
     rows = {}
     for file in blend_of("--conversations", options.conversations).prefixes:
-        packed = PackedConversations(
-            file,
-            options.tokenizer,
-            launch.seq_length,
-            multiple,
-            str(output / "data"),
-            reading=reading(options),
-        )
+        with READING.using(reading(options)):
+            packed = PackedConversations(
+                file, options.tokenizer, launch.seq_length, multiple, str(output / "data")
+            )
         print(packed.describe(), packed.samples(options.tokenizer), sep="\n")
         rows[file] = len(packed)
     return rows

@@ -108,6 +108,8 @@ def test_the_steps_and_a_start_after_an_interrupt(
     # Another request in the same folder.
     assert cli.main([*words, "--lr", "1e-3"]) == 2
     assert "holds a fine-tuning with another lr" in capsys.readouterr().err
+    assert cli.main([*words, "--format", "messages"]) == 2
+    assert "holds a fine-tuning with another reading" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("way", ["--mtp-from", "--mtp-num-layers"])

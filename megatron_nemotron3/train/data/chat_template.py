@@ -1,8 +1,8 @@
 """Chat templates: a text, and where in it each message is. They are rendered in a child with limits.
 
 A copy of the template has a call at the beginning and end of each loop over messages, and of each
-`{% generation %}`, which writes characters that no text has. So one rendering tells the place of all messages.
-Without these characters its text must be that of the template itself.
+`{% generation %}`, which writes characters that no text has. So one rendering tells the place of all
+messages. Without these characters its text must be that of the template itself.
 """
 
 from __future__ import annotations

@@ -60,6 +60,8 @@ class Reading:
         return [*words, "--chat-template-kwargs", self.variables] if self.variables else words
 
 
+#: Characters of a text that are tokenized: more than a million tokens of words.
+_LONGEST = 6 << 20
 #: What the training processes are told.
 READING = EnvironmentSetting(CONVERSATIONS, Reading.parse)
 
@@ -155,6 +157,8 @@ class Encoder:
         else:
             self.tokenizer, folder = folder, folder.name_or_path
         template, where = self.tokenizer.chat_template, folder if called is None else called
+        if not self.tokenizer.is_fast:
+            raise ValueError(f"the tokenizer in {where} has no tokenizer.json: conversations need one")
         if not isinstance(template, str):
             what = "no chat template" if template is None else "several chat templates"
             raise ValueError(f"the tokenizer in {where} has {what}: conversations need one")
@@ -167,7 +171,10 @@ class Encoder:
 
     def encode(self, conversation: Conversation) -> Encoded:
         text, spans, remarks = self._read(conversation)
-        encoded = self.tokens(text, spans)
+        try:
+            encoded = self.tokens(text, spans)
+        except ValueError as problem:
+            raise ValueError(f"{conversation.place}: {problem}") from None
         return replace(encoded, remarks=(*remarks, *encoded.remarks))
 
     def text(self, conversation: Conversation) -> tuple[str, list[Span]]:
@@ -187,6 +194,10 @@ class Encoder:
         A token that goes over the border of a span is none that the model meets when it answers: then the
         parts are tokenized one by one, as a prompt and its answer are.
         """
+        if len(text) > _LONGEST:
+            raise ValueError(
+                f"a text of {len(text):,} characters, more than {_LONGEST:,}: cut the conversation"
+            )
         borders = sorted({0, len(text), *(border for span in spans for border in span)})
         starts = {start for start, end in spans if start < end}
         pieces = list(zip(borders[:-1], borders[1:], strict=True))
@@ -201,16 +212,16 @@ class Encoder:
 
     def _straddling(self, whole: Sequence[int], apart: Sequence[Sequence[int]]) -> tuple[str, str]:
         """The remark for ids that differ between a text and its parts."""
-        first = next((i for i, pair in enumerate(zip(whole, sum(apart, []))) if pair[0] != pair[1]), 0)
+        parts = [token for piece in apart for token in piece]
+        first = next((i for i, pair in enumerate(zip(whole, parts)) if pair[0] != pair[1]), 0)
         case = f"{self.tokenizer.decode(whole[first])!r}"
         return "a token went over the border of an answer, so the parts are tokenized one by one", case
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
-        head = self._head
-        found = self.tokenizer(
-            [self._before + text for text in texts], add_special_tokens=False, verbose=False
-        )
-        return [list(ids[head:]) for ids in found["input_ids"]]
+        before, head = self._before, self._head
+        encode = self.tokenizer.backend_tokenizer.encode_batch_fast
+        # One by one: an encoding takes some hundred bytes for each token.
+        return [encode([before + text], add_special_tokens=False)[0].ids[head:] for text in texts]
 
     @cached_property
     def _before(self) -> str:

@@ -36,7 +36,7 @@ _KNOWN = {"role", "content", "reasoning_content", "tool_calls", "tool_call_id", 
 _PAIRS = [("prompt", "completion"), ("prompt", "response"), ("question", "answer"), ("input", "output")]
 
 
-class Row(NamedTuple):
+class RowLine(NamedTuple):
     """A row as a line of JSON; `place` is `file:line`, for messages."""
 
     place: str
@@ -64,7 +64,7 @@ class Findings:
         return [f"{path}: {forms}", *(f"{path}: {one}" for one in said)]
 
 
-def read_rows(path: str | os.PathLike[str]) -> Iterator[Row]:
+def read_rows(path: str | os.PathLike[str]) -> Iterator[RowLine]:
     """Rows of JSON lines, a JSON list, Parquet, or a data set of the Hub."""
     name = os.fspath(path)
     found = _DATA_SET.fullmatch(name)
@@ -86,11 +86,11 @@ def read_rows(path: str | os.PathLike[str]) -> Iterator[Row]:
             if len(line) > LINE:
                 raise ValueError(f"{place}: the line has more than {LINE:,} bytes: cut the conversation")
             if line.strip():
-                yield Row(place, offset, line)
+                yield RowLine(place, offset, line)
             offset, number = offset + len(line), number + 1
 
 
-def _list(name: str) -> Iterator[Row]:
+def _list(name: str) -> Iterator[RowLine]:
     """Elements of a JSON list."""
     decoder = json.JSONDecoder()
     try:
@@ -112,7 +112,7 @@ def _list(name: str) -> Iterator[Row]:
         line = json.dumps(value).encode() + b"\n"
         if len(line) > LINE:
             raise ValueError(f"{place}: the row has more than {LINE:,} bytes: cut the conversation")
-        yield Row(place, -1, line)
+        yield RowLine(place, -1, line)
         at = blank.match(text, end).end()  # type: ignore[union-attr]
         if text[at : at + 1] == ",":
             at += 1
@@ -120,14 +120,14 @@ def _list(name: str) -> Iterator[Row]:
             raise ValueError(f"{place}: not JSON: no comma or ] behind the row that begins here")
 
 
-def _data_set(name: str, *what: str, **how: Any) -> Iterator[Row]:
+def _data_set(name: str, *what: str, **how: Any) -> Iterator[RowLine]:
     try:
         import datasets
     except ImportError:
         raise ValueError(f"{name}: Parquet and data sets of the Hub need `pip install datasets`") from None
     try:
         for number, row in enumerate(datasets.load_dataset(*what, streaming=True, **how), 1):
-            yield Row(f"{name}:{number}", -1, json.dumps(_without_null(row)).encode() + b"\n")
+            yield RowLine(f"{name}:{number}", -1, json.dumps(_without_null(row)).encode() + b"\n")
     except Exception as problem:  # of the network, of the library, of the file
         raise ValueError(f"{name}: datasets: {problem}") from None
 

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from megatron_nemotron3.common.files import atomic_group, printable
 from megatron_nemotron3.common.output import Bar
 from megatron_nemotron3.train.data.conversations import (
+    READING,
     Conversation,
     Encoded,
     Encoder,
@@ -126,7 +127,8 @@ class PackedConversations:
         multiple: conversations are padded to a multiple of it; 2 * CP under context parallelism.
         cache: folder for the arrays; None: `cache` in the file's folder.
         pack: several conversations in a row; else each has a row of its own.
-        reading: form of the rows, and variables of the chat template.
+
+    With a tokenizer's folder, `READING` says how the rows are read.
     """
 
     def __init__(
@@ -137,12 +139,11 @@ class PackedConversations:
         multiple: int = 1,
         cache: str | None = None,
         pack: bool = True,
-        reading: Reading | None = None,
     ) -> None:
         import numpy as np
 
         self.path, self.length, self.multiple = path, length, multiple
-        reading = reading or Reading()
+        reading = READING.current() if isinstance(tokenizer, str) else Reading()
         encoder = _digest(tokenizer) if isinstance(tokenizer, str) else tokenizer.key()
         key = _key(path, encoder + reading.text().encode())
         self.folder = Path(cache or Path(path).absolute().parent / "cache") / f"conversations-{key}"
