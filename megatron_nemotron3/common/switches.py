@@ -21,6 +21,7 @@ LORA = "NEMOTRON3_LORA"
 BOOST = "NEMOTRON3_BOOST"
 DISTILL = "NEMOTRON3_DISTILL"
 SFT_MEAN = "NEMOTRON3_SFT_MEAN"
+CONVERSATIONS = "NEMOTRON3_CONVERSATIONS"
 LOGITS_FOLDER = "NEMOTRON3_LOGITS_FOLDER"
 LOGITS_TEACHER = "NEMOTRON3_LOGITS_TEACHER"
 SCRIPT = "NEMOTRON3_SCRIPT"
@@ -101,6 +102,13 @@ SWITCHES = {
         "`tokens` or `conversations`",
         "tokens",
         "`--mean` of `train`",
+        "training.md",
+    ),
+    CONVERSATIONS: Switch(
+        "form of the rows of conversations, and variables of the chat template",
+        'a JSON list of two texts, as `["sharegpt", ""]`',
+        "found for each row, and none",
+        "`--format` and `--chat-template-kwargs` of `train`, `distill logits` and `finetune`",
         "training.md",
     ),
     TRUST_CHECKPOINT: Switch(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -172,6 +173,7 @@ def _teachers_data(options: argparse.Namespace, teachers: distillation.Distillat
     options.tokenizer = rows.tokenizer
     if rows.conversations:
         options.conversations = list(rows.paths)
+        options.format, options.chat_template_kwargs = json.loads(rows.reading or "[null, null]")
     else:
         options.data_path = list(rows.paths)
     return rows.split

@@ -7,20 +7,36 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from megatron_nemotron3.checkpoints.folders import CHECKPOINTS, TRACKER, require_tokenizer
 from megatron_nemotron3.checkpoints.trust import trust_option
 from megatron_nemotron3.common.options import flag, option, repeated
+from megatron_nemotron3.common.switches import CONVERSATIONS, SFT_MEAN
 from megatron_nemotron3.launch import Launch, TrainingData, data_check, flags, to_argv
 from megatron_nemotron3.launch.data_sets import blend_of
 from megatron_nemotron3.precision import settings as emulation
+from megatron_nemotron3.train.data.forms import FORMS
 from megatron_nemotron3.train.isolation import ISOLATE, micro_batch_problem, require_ends
+
+if TYPE_CHECKING:
+    from megatron_nemotron3.train.data.conversations import Reading
 
 #: What the loss of fine-tuning may be a mean over, the default first.
 MEANS = ("tokens", "conversations")
 
 #: Megatron's options for a training on conversations.
 CONVERSATION_OPTIONS = ("--sft", "--calculate-per-token-loss", "--sft-tokenizer-prompt-format", "default")
+
+
+def format_option(**details: Any) -> Any:
+    """--format, the form of the rows of conversations."""
+    return option("form of the conversations (default: found for each row)", choices=FORMS, **details)
+
+
+def variables_option(**details: Any) -> Any:
+    """--chat-template-kwargs."""
+    return option("variables of the chat template, a JSON object; those of a row go first", "JSON", **details)
 
 
 _DATA, START, _LOG = "data", "where it starts", "measurements and log"
@@ -41,6 +57,8 @@ class TrainOptions:
     tokenizer: str | None = option(
         "folder of a Hugging Face tokenizer (for --data-path or --conversations)", "DIR", group=_DATA
     )
+    format: str | None = format_option(group=_DATA)
+    chat_template_kwargs: str | None = variables_option(group=_DATA)
     isolate_documents: bool = flag("no document of a sequence sees another one", group=_DATA)
     mean: str | None = option(
         f"what the loss of --conversations is a mean over (default {MEANS[0]})", choices=MEANS, group=_DATA
@@ -75,6 +93,7 @@ def require_inputs(options: argparse.Namespace) -> None:
     if options.conversations:
         _require_source(options, "--conversations", ("text", "max_bytes", "data_path"))
         require_conversation_files(options.conversations)
+        reading(options)
         if options.micro_batch_size not in (None, 1):
             raise ValueError(
                 f"--micro-batch-size {options.micro_batch_size}: conversations are packed into rows; give 1, "
@@ -82,8 +101,10 @@ def require_inputs(options: argparse.Namespace) -> None:
             )
         if options.isolate_documents:
             raise ValueError(f"{ISOLATE} with --conversations: none sees another anyway: drop it")
-    elif options.mean is not None:
-        raise ValueError("--mean goes with --conversations: drop it")
+    else:
+        require_no_reading(options)
+        if options.mean is not None:
+            raise ValueError("--mean goes with --conversations: drop it")
     if options.pretrained is not None and (options.pretrained / CHECKPOINTS / TRACKER).is_file():
         options.pretrained /= CHECKPOINTS  # of a run
     if options.pretrained is not None and not (options.pretrained / TRACKER).is_file():
@@ -112,6 +133,27 @@ def require_inputs(options: argparse.Namespace) -> None:
     output = options.output
     if output is not None and output.exists() and not output.is_dir():
         raise ValueError(f"--output {output} is a file: give a folder")
+
+
+def reading(options: Any) -> Reading:
+    """The value of --format and --chat-template-kwargs, checked."""
+    from megatron_nemotron3.train.data.conversations import Reading
+
+    return Reading.of(options.format, options.chat_template_kwargs)
+
+
+def variables_of(options: TrainOptions) -> dict[str, str]:
+    """What the environment tells the training processes about conversations."""
+    if not options.conversations:
+        return {}
+    return {SFT_MEAN: options.mean or MEANS[0], CONVERSATIONS: reading(options).text()}
+
+
+def require_no_reading(options: Any) -> None:
+    """Raise ValueError at options of conversations where there are none."""
+    for name in ("format", "chat_template_kwargs"):
+        if getattr(options, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} goes with --conversations: drop it")
 
 
 def require_conversation_files(files: Sequence[str]) -> None:
@@ -154,16 +196,18 @@ def conversation_rows(options: TrainOptions, launch: Launch, output: Path) -> di
 
     The training processes map the result.
     """
+    from megatron_nemotron3.train.data.conversations import READING
     from megatron_nemotron3.train.data.packing import PackedConversations, conversation_multiple
 
     multiple = conversation_multiple(launch.layout.cp)
     assert options.tokenizer is not None
     rows = {}
     for file in blend_of("--conversations", options.conversations).prefixes:
-        packed = PackedConversations(
-            file, options.tokenizer, launch.seq_length, multiple, str(output / "data")
-        )
-        print(packed.describe())
+        with READING.using(reading(options)):
+            packed = PackedConversations(
+                file, options.tokenizer, launch.seq_length, multiple, str(output / "data")
+            )
+        print(packed.describe(), packed.samples(options.tokenizer), sep="\n")
         rows[file] = len(packed)
     return rows
 

@@ -37,11 +37,11 @@ from megatron_nemotron3.precision import yaml_file
 from megatron_nemotron3.train import log, processes
 from megatron_nemotron3.train.inputs import (
     CONVERSATION_OPTIONS,
-    MEANS,
     TrainOptions,
     conversation_rows,
     named_data,
     require_data,
+    variables_of,
 )
 from megatron_nemotron3.train.isolation import ISOLATION_OPTIONS
 from megatron_nemotron3.train.monitor import events
@@ -231,8 +231,7 @@ def _train_alone(request: TrainRequest, launch: Launch, key: str, started: float
 def _run(
     request: TrainRequest, launch: Launch, words: list[str], env: dict[str, str], log_file: Path, begun: int
 ) -> tuple[int, TrainProgress]:
-    if request.options.conversations:
-        env[switches.SFT_MEAN] = request.options.mean or MEANS[0]
+    env |= variables_of(request.options)
     if request.options.monitor is not None:
         env[switches.MONITOR] = str(request.options.monitor)
     if request.distill:
@@ -351,11 +350,12 @@ class _RunIdentity:
         teacher: manifest.Part | None,
     ) -> None:
         self.manifest, self.step, self.allowed = manifest.RunManifest(request.output), step, request.changes
-        self._given = contents, teacher
+        self._given, self._options = (contents, teacher), request.options
         self.before = manifest.parts_of_checkpoint(stored.args) if stored else {}
 
     def _parts(self, launch: Launch) -> manifest.Parts:
         environment = {name: value for name, value in os.environ.items() if name != switches.EMULATE}
+        environment |= variables_of(self._options)
         if launch.emulate:
             environment[switches.EMULATE] = launch.emulate.text()
         return manifest.parts_of(to_argv(flags(launch)), environment, launch.config.name, *self._given)

@@ -20,6 +20,7 @@ from megatron_nemotron3.inference.generate.command import (
     speculation_as_json,
 )
 from megatron_nemotron3.models.command import stored_model
+from megatron_nemotron3.train.inputs import format_option, reading, require_no_reading, variables_option
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,6 +55,8 @@ class EvaluateOptions(CheckpointOptions):
         one_of="text",
         group=_MEASURED,
     )
+    format: str | None = format_option(group=_MEASURED)
+    chat_template_kwargs: str | None = variables_option(group=_MEASURED)
     tokens: int = option(
         f"of the loss, at most (default {TOKENS})", "N", default=TOKENS, least=1, group=_MEASURED
     )
@@ -79,6 +82,10 @@ def evaluate_command(options: EvaluateOptions) -> int:
         require_tokenizer(options.tokenizer)
     if options.conversations is not None and options.tokenizer is None:
         raise ValueError("--conversations needs --tokenizer DIR (a tokenizer with a chat template)")
+    if options.conversations is None:
+        require_no_reading(options)
+    else:
+        reading(options)
     if options.conversations is not None and options.draft is not None:
         raise ValueError("--draft measures texts, not --conversations: drop it")
     with local(options.checkpoint) as folder:
@@ -161,8 +168,10 @@ def _evaluate_conversations(found: CheckpointFolder, opened: Checkpoint, options
     from megatron_nemotron3.train.data.conversations import Encoder, read_conversations
 
     assert options.tokenizer is not None and options.conversations is not None
-    engine, encoder = load_engine(opened, options.device, options.dtype), Encoder(options.tokenizer)
-    encoded = [encoder.encode(one) for one in read_conversations(options.conversations)]
+    how = reading(options)
+    encoder = Encoder(options.tokenizer, variables=how.variables)
+    encoded = [encoder.encode(one) for one in read_conversations(options.conversations, how.form)]
+    engine = load_engine(opened, options.device, options.dtype)
     with Bar("loss", "tokens", sum(len(one.ids) for one in encoded), lines=False) as bar:
         measured = conversation_losses(engine, encoded, bar.add)
     title = f"{shown(found.checkpoint)}: {opened.config.name}"

@@ -25,6 +25,7 @@ from megatron_nemotron3.common.switches import LORA, environment
 from megatron_nemotron3.cpu import quiet_on_cpu
 from megatron_nemotron3.models.lora import LoRASettings
 from megatron_nemotron3.post_training.steps import require_positive, require_schedule, step
+from megatron_nemotron3.train.inputs import format_option, reading, variables_option
 
 if TYPE_CHECKING:
     from megatron_nemotron3.post_training.finetune.inputs import FineTuneInputs
@@ -43,6 +44,8 @@ class FinetuneOptions:
     output: Path = option("where to write (a folder)", "DIR", default=NEEDED)
     tokenizer: Path | None = tokenizer_option("HF_DIR")
     chat_template: Path | None = option("Jinja; takes the place of the tokenizer's", "FILE")
+    format: str | None = format_option()
+    chat_template_kwargs: str | None = variables_option()
     lora: str | None = option("train adapters: dim=N, alpha=N, targets=A+B", "WORDS", nargs="?", const="")
     adapter_only: bool = flag("write the LoRA adapter alone, as a folder of peft")
     mtp: MTPOptions
@@ -82,6 +85,7 @@ def finetune_command(options: FinetuneOptions) -> int:
         options.held_out,
         tokenizer,
         options.chat_template,
+        reading=reading(options).text(),
         lora=lora.text() if lora is not None else "",
         adapter_only=options.adapter_only,
         mtp_from=str(options.mtp.mtp_from.resolve()) if options.mtp.mtp_from else "",
@@ -119,6 +123,7 @@ def _finetune(
     before = measure_held_out(base, checked.config, held_out, chat, device, out / "before.json")
     print(f"held-out loss before: {before.per_token:.4f} nats per token", flush=True)
     arguments: list[object] = ["--model", out / "model.json", "--conversations", out / "train.jsonl"]
+    arguments += reading(options).options()
     arguments += ["--tokenizer", chat, "--output", run, "--device", options.device]
     arguments += ["--steps", how["steps"], "--seq-length", how["seq_length"]]
     arguments += ["--lr", how["lr"], *(() if lora is not None else ("--pretrained", base))]

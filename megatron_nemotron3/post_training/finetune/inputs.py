@@ -18,7 +18,8 @@ from megatron_nemotron3.common.output import Bar
 from megatron_nemotron3.models import Nemotron3Config
 from megatron_nemotron3.models.show import describe
 from megatron_nemotron3.post_training.steps import with_own_name
-from megatron_nemotron3.train.data.conversations import Encoded, Encoder, parse_line
+from megatron_nemotron3.train.data.conversations import Encoded, Encoder, Reading, parse_line
+from megatron_nemotron3.train.data.forms import read_rows
 
 #: Written first: what the folder is the work of.
 RECORD = "finetune.json"
@@ -63,9 +64,10 @@ def check(
     heads = Path(how["mtp_from"]) if how["mtp_from"] else None
     opened = open_hugging_face(source, mtp_num_layers=how["mtp_num_layers"], mtp_from=heads)
     require_tokenizer(tokenizer)
-    lines = _lines(conversations)
+    form = Reading.parse(how["reading"]).form
+    lines = _lines(conversations, form)
     if held_out is not None:
-        train, measured = lines, _lines(held_out)
+        train, measured = lines, _lines(held_out, form)
     else:
         measured = {at: line for at, line in lines.items() if zlib.crc32(line.strip()) % HELD_OUT == 0}
         train = {at: line for at, line in lines.items() if at not in measured}
@@ -120,7 +122,8 @@ def _write(inputs: FineTuneInputs, folder: Path) -> None:
 
 def _encoded(inputs: FineTuneInputs, folder: Path) -> list[Encoded]:
     """Encode all conversations, so that a wrong one ends here; return those that are held out."""
-    encoder = Encoder(folder / "tokenizer", called=inputs.tokenizer)
+    reading = Reading.parse(str(inputs.record["reading"]))
+    encoder = Encoder(folder / "tokenizer", inputs.tokenizer, reading.variables)
     tokens, rows = len(encoder.tokenizer), inputs.config.vocab_size
     if (padded := pad_vocab_size(tokens, _MULTIPLE)) < rows:
         raise ValueError(
@@ -133,7 +136,7 @@ def _encoded(inputs: FineTuneInputs, folder: Path) -> list[Encoded]:
         for lines in (inputs.train, inputs.held_out):
             result = []
             for place, line in lines.items():
-                for one in parse_line(line, place):
+                for one in parse_line(line, place, form=reading.form):
                     encoded = encoder.encode(one)
                     if max(encoded.ids, default=0) >= rows:
                         raise ValueError(
@@ -159,18 +162,20 @@ def _tokenizer_files(folder: Path) -> list[Path]:
     ]
 
 
-def _lines(path: Path) -> dict[str, bytes]:
-    """Place -> line of a file that is not empty, with its end; the form is checked."""
-    lines = {
-        f"{path}:{number}": line.rstrip(b"\r") + b"\n"
-        for number, line in enumerate(read_outside(path, limit=_LIMIT).split(b"\n"), 1)
-        if line.strip()
-    }
+def _lines(path: Path, form: str) -> dict[str, bytes]:
+    """Place -> row of a file as a line, with its end; the form is checked."""
+    lines: dict[str, bytes] = {}
+    length = 0
+    for place, _, line in read_rows(path):
+        for _ in parse_line(line, place, form=form):
+            pass
+        lines[f"{place} ({len(lines) + 1})" if place in lines else place] = line.rstrip(b"\r\n") + b"\n"
+        if (length := length + len(line)) > _LIMIT:
+            raise ValueError(
+                f"{path}: it has more than {_LIMIT:,} bytes: use nemotron3 train --conversations"
+            )
     if not lines:
         raise ValueError(f"{path}: it has no conversations")
-    for place, line in lines.items():
-        for _ in parse_line(line, place):
-            pass
     return lines
 
 

@@ -263,6 +263,8 @@ class TeacherRows:
     split: str
     tokenizer: str
     conversations: bool = False
+    #: `train.data.conversations.Reading` as a text.
+    reading: str = ""
 
 
 def rows_of_run(run: Path | None) -> TeacherRows | None:
@@ -282,4 +284,5 @@ def rows_of_teacher(folder: str) -> TeacherRows | None:
     source = read_manifest(Path(folder)).source
     if not {"data", "split", "tokenizer"} <= source.keys():
         return None
-    return TeacherRows(tuple(source["data"]), source["split"], source["tokenizer"], "cp" in source)
+    paths, reading = tuple(source["data"]), source.get("reading", "")
+    return TeacherRows(paths, source["split"], source["tokenizer"], "cp" in source, reading)
