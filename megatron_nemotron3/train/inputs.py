@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +12,14 @@ from pathlib import Path
 
 from megatron_nemotron3.checkpoints.folders import CHECKPOINTS, TRACKER, require_tokenizer
 from megatron_nemotron3.checkpoints.trust import trust_option
-from megatron_nemotron3.common.options import flag, option, repeated
+from megatron_nemotron3.common.options import (
+    LOG,
+    TrackingOptions,
+    config_option,
+    flag,
+    option,
+    repeated,
+)
 from megatron_nemotron3.launch import Launch, TrainingData, data_check, flags, to_argv
 from megatron_nemotron3.launch.data_sets import blend_of
 from megatron_nemotron3.precision import settings as emulation
@@ -23,7 +32,7 @@ MEANS = ("tokens", "conversations")
 CONVERSATION_OPTIONS = ("--sft", "--calculate-per-token-loss", "--sft-tokenizer-prompt-format", "default")
 
 
-_DATA, START, _LOG = "data", "where it starts", "measurements and log"
+_DATA, START = "data", "where it starts"
 _DISTILLATION = "distillation"
 
 
@@ -32,6 +41,7 @@ class TrainOptions:
     """Options of `nemotron3 train` alone; their values are in the namespace, next to those of the launch."""
 
     output: Path | None = option("where to write (default: runs/NAME)", "DIR")
+    config: str | None = config_option()
     text: str | None = option("text file, .jsonl or folder (default: Python's sources)", "PATH", group=_DATA)
     max_bytes: int | None = option("use at most N bytes of text", "N", group=_DATA)
     data_path: list[str] = repeated("Megatron data sets (instead of text)", "PREFIX", nargs="+", group=_DATA)
@@ -49,14 +59,15 @@ class TrainOptions:
         "a run or checkpoints to start from if the output has none", "DIR", group=START
     )
     trust_checkpoint: bool = trust_option(group=START)
-    monitor: int | None = option("iterations between measurements; 0: off", "N", group=_LOG)
+    monitor: int | None = option("iterations between measurements; 0: off", "N", group=LOG)
     log_precision: str | None = option(
         f"measure quantized operands every N steps (default {emulation.LOG_DEFAULT})",
         "N",
         nargs="?",
         const="",
-        group=_LOG,
+        group=LOG,
     )
+    tracking: TrackingOptions = TrackingOptions()
     teacher: list[str] = repeated(
         "learn from the model of this checkpoint, or from logits of `nemotron3 logits` (repeatable)",
         "DIR",
@@ -67,7 +78,7 @@ class TrainOptions:
         "HOW",
         group=_DISTILLATION,
     )
-    verbose: bool = flag("print Megatron's whole log", group=_LOG)
+    verbose: bool = flag("print Megatron's whole log", group=LOG)
 
 
 def require_inputs(options: argparse.Namespace) -> None:
@@ -112,6 +123,20 @@ def require_inputs(options: argparse.Namespace) -> None:
     output = options.output
     if output is not None and output.exists() and not output.is_dir():
         raise ValueError(f"--output {output} is a file: give a folder")
+
+
+def require_tracking(tracking: TrackingOptions) -> None:
+    """Raise ValueError if the run cannot be logged where it was asked for."""
+    for name, value in (("wandb", tracking.wandb), ("tensorboard", tracking.tensorboard)):
+        if value is not None and importlib.util.find_spec(name) is None:
+            raise ValueError(f"--{name}: package {name} is not installed: pip install {name}")
+    if tracking.wandb == "":
+        raise ValueError("--wandb: the name of the project is empty: give one")
+    if tracking.wandb is not None and os.environ.get("WANDB_MODE", "online") in ("online", "run", "shared"):
+        import wandb
+
+        if not wandb.api.api_key:
+            raise ValueError("--wandb: nobody is logged in here: wandb login, or set WANDB_MODE=offline")
 
 
 def require_conversation_files(files: Sequence[str]) -> None:

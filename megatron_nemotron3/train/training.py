@@ -15,6 +15,8 @@ from megatron_nemotron3.checkpoints import folders, resume
 from megatron_nemotron3.checkpoints.convert.origin import keep_origin
 from megatron_nemotron3.checkpoints.state import StoredState, stored_state
 from megatron_nemotron3.common import lock, switches
+from megatron_nemotron3.common.config_file import FILE as CONFIG_FILE
+from megatron_nemotron3.common.files import write_text
 from megatron_nemotron3.launch import (
     Launch,
     ParallelLayout,
@@ -29,6 +31,7 @@ from megatron_nemotron3.launch import (
     published,
     to_argv,
 )
+from megatron_nemotron3.launch.data_sets import cut
 from megatron_nemotron3.models import Nemotron3Config, count
 from megatron_nemotron3.models.lora import in_environment
 from megatron_nemotron3.precision import report as precision_report
@@ -49,6 +52,9 @@ from megatron_nemotron3.train.progress import TrainProgress
 from megatron_nemotron3.train.teacher import settings as distillation
 from megatron_nemotron3.train.teacher.check import check as check_teacher
 from megatron_nemotron3.train.teacher.check import record_of
+
+#: Share of the rows of conversations that is trained on, and the split of too few rows to divide.
+_TRAINED, _ALL_TRAIN = 0.9, "100,0,0"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +78,13 @@ class TrainRequest:
     distill: distillation.Distillations = ()
     #: The command line, for run.json.
     command: str = ""
+    #: Content of the file that repeats the run; "": none is written.
+    config_text: str = ""
+
+    @property
+    def events(self) -> Path:
+        """Folder of TensorBoard's files."""
+        return Path(self.options.tracking.tensorboard or self.output / log.EVENTS)
 
     @property
     def precision_file(self) -> str | None:
@@ -174,6 +187,10 @@ def _train_alone(request: TrainRequest, launch: Launch, key: str, started: float
     identity = _RunIdentity(request, begun, stored, to_write, teachers)
     identity.require(launch, "model", "mtp", "precision", "teacher")
     data, baseline, rows = _prepared_data(request)
+    if not _has_validation(request, rows):
+        print(f"no validation: {sum(rows.values())} rows are too few to keep some back")
+        data = replace(data, split=_ALL_TRAIN)
+        launch = replace(launch, schedule=launch.schedule and replace(launch.schedule, eval_iters=0))
     if not request.options.data_path:  # named data sets have been checked
         require_data(replace(launch, data=data), rows)
     data = replace(data, save=str(request.checkpoints), load=str(request.checkpoints))
@@ -207,6 +224,8 @@ def _train_alone(request: TrainRequest, launch: Launch, key: str, started: float
     # The tokenizer is known now.
     check_teacher(request.distill, to_argv(flags(launch)), given.layout.world_size)
     identity.record(launch, request.command)
+    if request.config_text:
+        write_text(request.output / CONFIG_FILE, request.config_text)
     print(f"training log: {log_file}", flush=True)
     argv = to_argv(flags(launch))
     words = processes.command(argv, launch.layout.world_size, request.device)
@@ -254,11 +273,19 @@ def _run(
             resume.before_start(["--load", str(request.checkpoints)], rank=0, key=env[switches.LOCK])
 
 
+def _has_validation(request: TrainRequest, rows: Mapping[str, int]) -> bool:
+    """Whether conversations leave each file a row for validation, where nothing says how to divide them."""
+    given = request.launch.options
+    if not rows or "--split" in given or "--eval-iters" in given:
+        return True
+    return all(cut((_TRAINED, 1.0), count) for count in rows.values())
+
+
 def _curve(request: TrainRequest) -> log.Curve:
     """Read the run's log, and the values of its event files if there are any."""
     curve = log.read(str(request.output / log.FILE))
     with contextlib.suppress(ValueError, ImportError):
-        curve.correct(events.read(events.find(request.output / log.EVENTS)))
+        curve.correct(events.read(events.find(request.events)))
     return curve
 
 
@@ -310,7 +337,15 @@ def _own_options(request: TrainRequest) -> tuple[str, ...]:
     options: tuple[str, ...] = ()
     # Event files, if TensorBoard is installed.
     if "--tensorboard-dir" not in request.launch.options and importlib.util.find_spec("tensorboard"):
-        options += ("--tensorboard-dir", str(request.output / log.EVENTS))
+        options += ("--tensorboard-dir", str(request.events))
+    if request.options.tracking.wandb is not None:
+        options += ("--wandb-project", request.options.tracking.wandb)
+        options += (
+            "--wandb-exp-name",
+            request.output.resolve().name,
+            "--wandb-save-dir",
+            str(request.output),
+        )
     if request.options.conversations:
         options += CONVERSATION_OPTIONS
     if request.options.isolate_documents:
