@@ -17,7 +17,7 @@ import argparse
 import json
 import os
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ FILE = "config.yaml"
 _EMPTY, _YES, _NO = ("", "~", "null"), ("true", "yes", "on"), ("false", "no", "off")
 
 
-class Entry(NamedTuple):
+class FileEntry(NamedTuple):
     """A key of the file: its line, and its words; a single plain word may also mean yes, no or nothing."""
 
     line: int
@@ -49,7 +49,7 @@ class FromFile(list[Any]):
         return []
 
 
-def read_config(path: str) -> dict[str, Entry]:
+def read_config(path: str) -> dict[str, FileEntry]:
     """Read a file. ValueError with its name and line if it is no mapping of options to words and lists."""
     text = read_outside(path, limit=LIMIT)
     try:
@@ -67,11 +67,11 @@ def read_config(path: str) -> dict[str, Entry]:
         raise ValueError(f"{path}{line}: it is not YAML: {what}") from None
 
 
-def _mapping(path: str, events: Iterator[Any]) -> dict[str, Entry]:
+def _mapping(path: str, events: Iterator[Any]) -> dict[str, FileEntry]:
     """Build the mapping from the events of a YAML parser, which end at the first that does not belong."""
     import yaml
 
-    found: dict[str, Entry] = {}
+    found: dict[str, FileEntry] = {}
     depth, key, documents = 0, None, 0
     for event in events:
         line = event.start_mark.line + 1
@@ -85,11 +85,11 @@ def _mapping(path: str, events: Iterator[Any]) -> dict[str, Entry]:
             elif key is None:
                 key = _new_key(path, line, event.value, found)
             else:
-                found[key], key = Entry(line, [event.value], False, event.style is None), None
+                found[key], key = FileEntry(line, [event.value], False, event.style is None), None
         elif isinstance(event, yaml.MappingStartEvent) and depth == 0 and documents == 1:
             depth = 1
         elif isinstance(event, yaml.SequenceStartEvent) and depth == 1 and key is not None:
-            found[key], depth = Entry(line, [], True, False), 2
+            found[key], depth = FileEntry(line, [], True, False), 2
         elif isinstance(event, yaml.CollectionEndEvent):
             depth, key = depth - 1, None
         elif isinstance(event, yaml.NodeEvent):
@@ -147,7 +147,7 @@ def config_text(folder: Path, given: Mapping[str, str], extra: Iterable[str], co
 class Defaults:
     """The values of a file as the defaults of a parser, until `restore`."""
 
-    def __init__(self, parser: Any, path: str) -> None:
+    def __init__(self, parser: Any, path: str, hint: Callable[[str, list[str]], str]) -> None:
         self.saved: list[tuple[argparse.Action, dict[str, Any]]] = []
         self.extra: list[str] = []
         known = keys_of(parser)
@@ -156,8 +156,6 @@ class Defaults:
             if key == MEGATRON and "extra" in parser._defaults:
                 self.extra = entry.words
             elif key not in known:
-                from megatron_nemotron3.common.parser import hint
-
                 raise ValueError(f"{where}unknown option {key}{hint(key, list(known))}")
             else:
                 try:
@@ -166,7 +164,7 @@ class Defaults:
                     text = problem.message if isinstance(problem, argparse.ArgumentError) else problem
                     raise ValueError(f"{where}{key}: {text}") from None
 
-    def _set(self, parser: Any, action: argparse.Action, entry: Entry) -> None:
+    def _set(self, parser: Any, action: argparse.Action, entry: FileEntry) -> None:
         repeated, word = isinstance(action, argparse._AppendAction), entry.words[0] if entry.words else ""
         if entry.plain and word.lower() in _EMPTY:
             return

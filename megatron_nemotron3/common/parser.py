@@ -95,7 +95,7 @@ class OptionParser(argparse.ArgumentParser):
         file, defaults = config_file.file_of(arguments), None
         try:
             if file is not None:
-                defaults = config_file.Defaults(self, file)
+                defaults = config_file.Defaults(self, file, hint)
             found, rest = super().parse_known_args(arguments, namespace)
         except (ValueError, OSError) as problem:
             self.error(printable(str(problem)))

@@ -21,12 +21,15 @@ from megatron_nemotron3.common.options import (
     repeated,
 )
 from megatron_nemotron3.launch import Launch, TrainingData, data_check, flags, to_argv
-from megatron_nemotron3.launch.data_sets import blend_of
+from megatron_nemotron3.launch.data_sets import blend_of, cut
 from megatron_nemotron3.precision import settings as emulation
 from megatron_nemotron3.train.isolation import ISOLATE, micro_batch_problem, require_ends
 
 #: What the loss of fine-tuning may be a mean over, the default first.
 MEANS = ("tokens", "conversations")
+
+#: Share of the rows of conversations that is trained on, and the split of too few rows to divide.
+_TRAINED, ALL_TRAIN = 0.9, "100,0,0"
 
 #: Megatron's options for a training on conversations.
 CONVERSATION_OPTIONS = ("--sft", "--calculate-per-token-loss", "--sft-tokenizer-prompt-format", "default")
@@ -191,6 +194,13 @@ def conversation_rows(options: TrainOptions, launch: Launch, output: Path) -> di
         print(packed.describe())
         rows[file] = len(packed)
     return rows
+
+
+def has_validation(launch: Launch, rows: Mapping[str, int]) -> bool:
+    """Whether each file of conversations has a row for validation, where nothing says how to divide them."""
+    if not rows or "--split" in launch.options or "--eval-iters" in launch.options:
+        return True
+    return all(cut((_TRAINED, 1.0), count) for count in rows.values())
 
 
 def require_data(launch: Launch, rows: Mapping[str, int] | None = None) -> None:

@@ -24,14 +24,12 @@ from megatron_nemotron3.launch import (
     TrainingSchedule,
     adjusted,
     boosting,
-    continued,
     flags,
     manifest,
     precision_file,
     published,
     to_argv,
 )
-from megatron_nemotron3.launch.data_sets import cut
 from megatron_nemotron3.models import Nemotron3Config, count
 from megatron_nemotron3.models.lora import in_environment
 from megatron_nemotron3.precision import report as precision_report
@@ -39,22 +37,22 @@ from megatron_nemotron3.precision import settings as emulation
 from megatron_nemotron3.precision import yaml_file
 from megatron_nemotron3.train import log, processes
 from megatron_nemotron3.train.inputs import (
+    ALL_TRAIN,
     CONVERSATION_OPTIONS,
     MEANS,
     TrainOptions,
     conversation_rows,
+    has_validation,
     named_data,
     require_data,
 )
 from megatron_nemotron3.train.isolation import ISOLATION_OPTIONS
 from megatron_nemotron3.train.monitor import events
 from megatron_nemotron3.train.progress import TrainProgress
+from megatron_nemotron3.train.run_schedule import last_step, with_schedule
 from megatron_nemotron3.train.teacher import settings as distillation
 from megatron_nemotron3.train.teacher.check import check as check_teacher
 from megatron_nemotron3.train.teacher.check import record_of
-
-#: Share of the rows of conversations that is trained on, and the split of too few rows to divide.
-_TRAINED, _ALL_TRAIN = 0.9, "100,0,0"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,9 +185,9 @@ def _train_alone(request: TrainRequest, launch: Launch, key: str, started: float
     identity = _RunIdentity(request, begun, stored, to_write, teachers)
     identity.require(launch, "model", "mtp", "precision", "teacher")
     data, baseline, rows = _prepared_data(request)
-    if not _has_validation(request, rows):
+    if not has_validation(request.launch, rows):
         print(f"no validation: {sum(rows.values())} rows are too few to keep some back")
-        data = replace(data, split=_ALL_TRAIN)
+        data = replace(data, split=ALL_TRAIN)
         launch = replace(launch, schedule=launch.schedule and replace(launch.schedule, eval_iters=0))
     if not request.options.data_path:  # named data sets have been checked
         require_data(replace(launch, data=data), rows)
@@ -208,7 +206,7 @@ def _train_alone(request: TrainRequest, launch: Launch, key: str, started: float
             base = Path(lora.base)
         if base is not None:
             keep_origin(base, request.output)
-    elif (last := _last_step(launch)) and begun >= last:
+    elif (last := last_step(launch)) and begun >= last:
         beyond = "" if begun == last else f", beyond the {last} steps asked for"
         print(
             f"already trained to step {begun}{beyond}; to train on, give more --steps; to start over, "
@@ -218,7 +216,7 @@ def _train_alone(request: TrainRequest, launch: Launch, key: str, started: float
         return 0
     else:
         print(f"resuming from step {begun}")
-        launch = _with_schedule(launch, given.options, begun, stored)
+        launch = with_schedule(launch, given.options, begun, stored)
 
     launch = replace(launch, data=data)
     # The tokenizer is known now.
@@ -271,14 +269,6 @@ def _run(
         # A save that was complete when the processes were ended may not have reached the tracker.
         with contextlib.suppress(ValueError):
             resume.before_start(["--load", str(request.checkpoints)], rank=0, key=env[switches.LOCK])
-
-
-def _has_validation(request: TrainRequest, rows: Mapping[str, int]) -> bool:
-    """Whether conversations leave each file a row for validation, where nothing says how to divide them."""
-    given = request.launch.options
-    if not rows or "--split" in given or "--eval-iters" in given:
-        return True
-    return all(cut((_TRAINED, 1.0), count) for count in rows.values())
 
 
 def _curve(request: TrainRequest) -> log.Curve:
@@ -402,33 +392,3 @@ class _RunIdentity:
     def record(self, launch: Launch, command: str) -> None:
         for line in self.manifest.write(self._parts(launch), self.step, command):
             print(line)
-
-
-def _last_step(launch: Launch) -> int | None:
-    """Return the step after which training ends; None if it is not known."""
-    found = continued.schedule_of_arguments(to_argv(flags(launch)))
-    return None if found is None else found.train // (1 if found.unit == "iters" else found.batch)
-
-
-def _with_schedule(
-    launch: Launch, own: Mapping[str, object], step: int, stored: StoredState | None
-) -> Launch:
-    """Return the launch with the schedule on which a run goes on; print what changes."""
-    saved = stored and continued.saved_schedule(step, stored.scheduler, stored.args)
-    wanted = continued.schedule_of_arguments(to_argv(flags(launch)))
-    if not saved or wanted is None:
-        return launch
-    continued.require_same_rates(saved, wanted)
-    planned = [name for name in own if name in continued.OPTIONS]
-    if not planned:
-        words, lines = continued.continued(saved, wanted, keep=continued.KEEP in own)
-    elif changed := continued.differences(saved, wanted):
-        words = [continued.OVERRIDE]
-        lines = [f"the schedule is the one given by {' '.join(planned)}: {continued.described(changed)}"]
-    else:
-        return launch
-    for line in lines:
-        print(line)
-    # A switch that the user gave, too, would contradict the override.
-    extra = [word for word in launch.extra if word != continued.KEEP]
-    return replace(launch, extra=(*extra, *words))
