@@ -96,7 +96,9 @@ def _run(argv: list[str]) -> int:
     try:
         if extra and not hasattr(options, "extra"):
             raise ValueError(f"no arguments are allowed after --: drop {' '.join(extra)}")
-        options.extra, options.command_line = extra, shlex.join(["nemotron3", *argv])
+        # Those of --config come first, so the last of two counts as everywhere.
+        options.extra = [*getattr(options, "extra", ()), *extra]
+        options.command_line = shlex.join(["nemotron3", *argv])
         options.main = main  # for a command that consists of commands
         status: int = options.run(options)
         sys.stdout.flush()

@@ -13,6 +13,7 @@ from itertools import takewhile
 from types import MappingProxyType
 from typing import Any, NoReturn
 
+from megatron_nemotron3.common.files import printable
 from megatron_nemotron3.common.processes import exit_at_interrupt
 
 #: Short names of types, accepted where the long ones are choices.
@@ -107,10 +108,35 @@ class OptionParser(argparse.ArgumentParser):
         arguments = list(sys.argv[1:] if args is None else args)
         if self._subparsers is None:  # else some of the options are a command's
             self._refuse_unknown(arguments)
-        found, rest = super().parse_known_args(arguments, namespace)
+        if "--config" in self._option_string_actions:
+            found, rest = self._with_config(arguments, namespace)
+        else:
+            found, rest = super().parse_known_args(arguments, namespace)
         if rest:
             self._refuse_unknown(rest)
             self.error(f"unexpected argument {rest[0]}")
+        return found, rest
+
+    def _with_config(self, arguments: list[str], namespace: Any) -> tuple[Any, list[str]]:
+        """Parse with the options of --config as defaults; keep what was given for `config_text`."""
+        from megatron_nemotron3.common import config_file
+
+        file, defaults = config_file.file_of(arguments), None
+        try:
+            if file is not None:
+                defaults = config_file.Defaults(self, file, hint)
+            found, rest = super().parse_known_args(arguments, namespace)
+        except (ValueError, OSError) as problem:
+            self.error(printable(str(problem)))
+        finally:
+            if defaults is not None:
+                defaults.restore()
+        for name, value in vars(found).items():
+            if isinstance(value, config_file.FromFile):
+                setattr(found, name, list(value))
+        found.given = config_file.given_text(self, found)
+        if defaults is not None and defaults.extra:
+            found.extra = defaults.extra
         return found, rest
 
     def _refuse_unknown(self, arguments: Sequence[str]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_nemotron3.checkpoints.folders import CHECKPOINTS, TRACKER, require_tokenizer
 from megatron_nemotron3.checkpoints.trust import trust_option
-from megatron_nemotron3.common.options import flag, option, repeated
+from megatron_nemotron3.common.options import LOG, TrackingOptions, config_option, flag, option, repeated
 from megatron_nemotron3.common.switches import CONVERSATIONS, SFT_MEAN
 from megatron_nemotron3.launch import Launch, TrainingData, data_check, flags, to_argv
-from megatron_nemotron3.launch.data_sets import blend_of
+from megatron_nemotron3.launch.data_sets import blend_of, cut
 from megatron_nemotron3.precision import settings as emulation
 from megatron_nemotron3.train.data.forms import FORMS
 from megatron_nemotron3.train.isolation import ISOLATE, micro_batch_problem, require_ends
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 
 #: What the loss of fine-tuning may be a mean over, the default first.
 MEANS = ("tokens", "conversations")
+
+#: Share of the rows of conversations that is trained on, and the split of too few rows to divide.
+_TRAINED, ALL_TRAIN = 0.9, "100,0,0"
 
 #: Megatron's options for a training on conversations.
 CONVERSATION_OPTIONS = ("--sft", "--calculate-per-token-loss", "--sft-tokenizer-prompt-format", "default")
@@ -39,7 +44,7 @@ def variables_option(**details: Any) -> Any:
     return option("variables of the chat template, a JSON object; those of a row go first", "JSON", **details)
 
 
-_DATA, START, _LOG = "data", "where it starts", "measurements and log"
+_DATA, START = "data", "where it starts"
 _DISTILLATION = "distillation"
 
 
@@ -48,6 +53,7 @@ class TrainOptions:
     """Options of `nemotron3 train` alone; their values are in the namespace, next to those of the launch."""
 
     output: Path | None = option("where to write (default: runs/NAME)", "DIR")
+    config: str | None = config_option()
     text: str | None = option("text file, .jsonl or folder (default: Python's sources)", "PATH", group=_DATA)
     max_bytes: int | None = option("use at most N bytes of text", "N", group=_DATA)
     data_path: list[str] = repeated("Megatron data sets (instead of text)", "PREFIX", nargs="+", group=_DATA)
@@ -67,14 +73,15 @@ class TrainOptions:
         "a run or checkpoints to start from if the output has none", "DIR", group=START
     )
     trust_checkpoint: bool = trust_option(group=START)
-    monitor: int | None = option("iterations between measurements; 0: off", "N", group=_LOG)
+    monitor: int | None = option("iterations between measurements; 0: off", "N", group=LOG)
     log_precision: str | None = option(
         f"measure quantized operands every N steps (default {emulation.LOG_DEFAULT})",
         "N",
         nargs="?",
         const="",
-        group=_LOG,
+        group=LOG,
     )
+    tracking: TrackingOptions = TrackingOptions()
     teacher: list[str] = repeated(
         "learn from the model of this checkpoint, or from logits of `nemotron3 distill logits` (repeatable)",
         "DIR",
@@ -85,7 +92,7 @@ class TrainOptions:
         "HOW",
         group=_DISTILLATION,
     )
-    verbose: bool = flag("print Megatron's whole log", group=_LOG)
+    verbose: bool = flag("print Megatron's whole log", group=LOG)
 
 
 def require_inputs(options: argparse.Namespace) -> None:
@@ -156,6 +163,20 @@ def require_no_reading(options: Any) -> None:
             raise ValueError(f"--{name.replace('_', '-')} goes with --conversations: drop it")
 
 
+def require_tracking(tracking: TrackingOptions) -> None:
+    """Raise ValueError if the run cannot be logged where it was asked for."""
+    for name, value in (("wandb", tracking.wandb), ("tensorboard", tracking.tensorboard)):
+        if value is not None and importlib.util.find_spec(name) is None:
+            raise ValueError(f"--{name}: package {name} is not installed: pip install {name}")
+    if tracking.wandb == "":
+        raise ValueError("--wandb: the name of the project is empty: give one")
+    if tracking.wandb is not None and os.environ.get("WANDB_MODE", "online") in ("online", "run", "shared"):
+        import wandb
+
+        if not wandb.api.api_key:
+            raise ValueError("--wandb: nobody is logged in here: wandb login, or set WANDB_MODE=offline")
+
+
 def require_conversation_files(files: Sequence[str]) -> None:
     """Raise ValueError at a file of --conversations that does not exist."""
     for file in blend_of("--conversations", files).prefixes if files else ():
@@ -210,6 +231,13 @@ def conversation_rows(options: TrainOptions, launch: Launch, output: Path) -> di
         print(packed.describe(), packed.samples(options.tokenizer), sep="\n")
         rows[file] = len(packed)
     return rows
+
+
+def has_validation(launch: Launch, rows: Mapping[str, int]) -> bool:
+    """Whether each file of conversations has a row for validation, where nothing says how to divide them."""
+    if not rows or "--split" in launch.options or "--eval-iters" in launch.options:
+        return True
+    return all(cut((_TRAINED, 1.0), count) for count in rows.values())
 
 
 def require_data(launch: Launch, rows: Mapping[str, int] | None = None) -> None:

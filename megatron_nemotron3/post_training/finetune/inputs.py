@@ -12,6 +12,7 @@ from typing import Any
 from megatron_nemotron3.checkpoints.convert.checkpoints import open_hugging_face
 from megatron_nemotron3.checkpoints.convert.from_hf import pad_vocab_size
 from megatron_nemotron3.checkpoints.folders import locate, require_tokenizer
+from megatron_nemotron3.checkpoints.remote import shown
 from megatron_nemotron3.common import record
 from megatron_nemotron3.common.files import json_outside, read_outside, write_json
 from megatron_nemotron3.common.output import Bar
@@ -54,8 +55,8 @@ def check(
 ) -> FineTuneInputs:
     """Read all inputs, and write nothing; `how`: options that the record has, too.
 
-    Without `held_out` one line in `HELD_OUT` is held out, by its checksum; `template` takes the place of the
-    tokenizer's chat template.
+    Without `held_out` one line in `HELD_OUT` is held out, by its checksum, or none where that would leave no
+    line on one side; `template` takes the place of the tokenizer's chat template.
     """
     if locate(source).kind != "hugging face":
         raise ValueError(
@@ -72,15 +73,12 @@ def check(
         measured = {at: line for at, line in lines.items() if zlib.crc32(line.strip()) % HELD_OUT == 0}
         train = {at: line for at, line in lines.items() if at not in measured}
         if not train or not measured:
-            raise ValueError(
-                f"{conversations}: {len(lines)} lines are too few to hold one in {HELD_OUT} out: give more, "
-                "or --held-out FILE"
-            )
+            train, measured = lines, {}
     text = None if template is None else read_outside(template, limit=_LIMIT).decode("utf-8")
     names = ("tokenizer", "vocab", "merges", "special", "chat")
     files = [file for file in _tokenizer_files(tokenizer) if file.name.startswith(names)]
     started = {
-        "model": str(source.resolve()),
+        "model": shown(source.resolve()),
         "conversations": _digest(b"".join(train.values())),
         "held_out": _digest(b"".join(measured.values())),
         "tokenizer": _digest(*(file.read_bytes() for file in files)),
@@ -145,7 +143,7 @@ def _encoded(inputs: FineTuneInputs, folder: Path) -> list[Encoded]:
                         )
                     result.append(encoded)
                 bar.add(1)
-    if not any(any(one.trained) for one in result):
+    if result and not any(any(one.trained) for one in result):
         raise ValueError("no held-out conversation has a message of the assistant: give --held-out FILE")
     return result
 
