@@ -39,18 +39,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folders]:
 def words(folders: Folders, out: Path, *more: object, source: Path | None = None) -> list[str]:
     """A command that needs no more options; the model is no tiny one of the catalog."""
     given = ["train", "boost", source or folders.run, "--output", out, "--device", "cpu", "--depths", 3]
-    given += [
-        "--steps",
-        4,
-        "--lr",
-        1e-2,
-        "--seq-length",
-        64,
-        "--micro-batch-size",
-        1,
-        "--global-batch-size",
-        4,
-    ]
+    given += ["--steps", 4, "--lr", 1e-2, "--seq-length", 64]
+    given += ["--micro-batch-size", 1, "--global-batch-size", 4]
     return [str(word) for word in (*given, *more)]
 
 
@@ -82,7 +72,7 @@ def test_measured_before_and_after(
         assert cli.main(line) == 2
     monkeypatch.setattr(boost_command, "step", untrained([130]))
     with chdir(folders.run.parent):
-        assert cli.main(["train", "boost", folders.run.name, *line[2:]]) == 130
+        assert cli.main(["train", "boost", folders.run.name, *line[3:]]) == 130
     with lock.held(tmp_path / "out", "the other one"):
         assert cli.main(line) == 2
     assert "the other one (wait for it or choose another --output)" in capsys.readouterr().err
