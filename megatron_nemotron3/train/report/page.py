@@ -72,7 +72,7 @@ class Facts:
 
     @property
     def state(self) -> str:
-        points, total = self.points(LOSS) or self.points(RATE), self.total
+        points, total = self.losses or self.points(RATE), self.total
         at = f"step {points[-1][0]}" if points else "before the first step"
         if points and total is not None:
             at += f" of {total}"
@@ -88,6 +88,12 @@ class Facts:
     def series(self) -> log.History:
         """The numbers of the log; of the event files if there is no log."""
         return self.curve.history or self.history
+
+    @property
+    def losses(self) -> Points:
+        """Training losses; NaN where the log has a step without one."""
+        steps = self.curve.steps
+        return [(i, steps[i].loss) for i in sorted(steps)] or self.points(LOSS)
 
     @property
     def validation(self) -> dict[int, float]:
@@ -143,7 +149,7 @@ class Facts:
 
     def loss_rows(self) -> Rows:
         rows = []
-        if points := self.points(LOSS):
+        if points := self.losses:
             rows.append(
                 ("training loss", f"{points[0][1]:.3f} → {points[-1][1]:.3f} at step {points[-1][0]}")
             )

@@ -67,6 +67,14 @@ def test_a_run_without_monitors_that_stopped(tmp_path: Path) -> None:
     assert "None was saved yet" in text and "<h2>Precision" not in text
 
 
+def test_a_loss_that_is_no_number(tmp_path: Path) -> None:
+    """Megatron leaves it out of its line; it is not the loss of an earlier step."""
+    log = run(tmp_path, 9) / "train.log"
+    log.write_text(log.read_text() + re.sub(r"lm loss: \S+ \| ", "", step(10)))
+    text = page(tmp_path)
+    assert "finished at step 10 of 10" in text and "→ nan at step 10" in text
+
+
 def test_a_run_that_goes_on(tmp_path: Path) -> None:
     """Before its first step and after it; a line that is half written counts as none."""
     folder = run(tmp_path, 0)
