@@ -48,7 +48,11 @@ class Reading:
     @classmethod
     def parse(cls, text: str) -> Reading:
         """Read what `text` wrote."""
-        return cls.of(*json.loads(text)) if text else cls()
+        try:
+            form, variables = json.loads(text or '["", ""]')
+        except (TypeError, ValueError, RecursionError):
+            raise ValueError(f"{CONVERSATIONS}={text}: give a JSON list of two texts") from None
+        return cls.of(form, variables)
 
     def text(self) -> str:
         """For `NEMOTRON3_CONVERSATIONS`; "" by default."""

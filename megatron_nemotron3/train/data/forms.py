@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import date, time
 from typing import Any, NamedTuple
 
 from megatron_nemotron3.common.files import open_outside, read_outside
@@ -103,6 +104,8 @@ def _list(name: str) -> Iterator[RowLine]:
         at = blank.match(text, at).end()  # type: ignore[union-attr]
         number, counted = number + text.count("\n", counted, at), at
         if text[at : at + 1] == "]":
+            if text[at + 1 :].strip():
+                raise ValueError(f"{name}:{number}: there is more behind the list: give one, or JSON lines")
             return
         place = f"{name}:{number}"
         try:
@@ -125,9 +128,12 @@ def _data_set(name: str, *what: str, **how: Any) -> Iterator[RowLine]:
         import datasets
     except ImportError:
         raise ValueError(f"{name}: Parquet and data sets of the Hub need `pip install datasets`") from None
+    if int(datasets.__version__.partition(".")[0]) < 4:
+        raise ValueError(f"{name}: datasets {datasets.__version__} may run code of a data set: install 4")
     try:
         for number, row in enumerate(datasets.load_dataset(*what, streaming=True, **how), 1):
-            yield RowLine(f"{name}:{number}", -1, json.dumps(_without_null(row)).encode() + b"\n")
+            line = json.dumps(_without_null(row), default=_date).encode() + b"\n"
+            yield RowLine(f"{name}:{number}", -1, line)
     except Exception as problem:  # of the network, of the library, of the file
         raise ValueError(f"{name}: datasets: {problem}") from None
 
@@ -137,6 +143,12 @@ def _without_null(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _without_null(one) for name, one in value.items() if one is not None}
     return [_without_null(one) for one in value] if isinstance(value, list) else value
+
+
+def _date(value: Any) -> str:
+    if isinstance(value, (date, time)):
+        return value.isoformat()
+    raise TypeError(f"a value of type {type(value).__name__} is neither a text nor a number")
 
 
 def messages_of(row: Fields, form: str, place: str, findings: Findings) -> tuple[list[Message], Any, Fields]:

@@ -229,6 +229,13 @@ def test_wrong_lines_are_named(tmp_path: Path, line: str, message: str) -> None:
     assert message in str(raised.value)
 
 
+def test_nothing_behind_a_list_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "c.json"
+    path.write_text((json.dumps([{"messages": CHAT}]) + "\n") * 2)
+    with pytest.raises(ValueError, match="c.json:1: there is more behind the list"):
+        list(read_conversations(path))
+
+
 def test_first_fit() -> None:
     """Against a search through all bins."""
     generator = random.Random(1)
