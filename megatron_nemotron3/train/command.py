@@ -79,7 +79,7 @@ def _train(options: argparse.Namespace) -> int:
     split = _teachers_data(options, teachers)
     require_inputs(options)
     own = from_arguments(TrainOptions, options)
-    require_tracking(own.tracking)
+    require_tracking(own.tracking, options.extra)
     chosen_emulation(options)  # before torch is imported
     log_precision = _log_interval(options)
     if options.backend == "te":
@@ -170,7 +170,10 @@ def _distillation(options: argparse.Namespace) -> distillation.Distillations:
 
 def _teachers_data(options: argparse.Namespace, teachers: distillation.Distillations) -> str | None:
     """Take the data and tokenizer of a teacher with the student's where no data are given."""
-    given = (options.text, options.max_bytes, options.data_path, options.conversations, options.tokenizer)
+    given = (
+        *(options.text, options.max_bytes, options.data_path, options.conversations, options.tokenizer),
+        *(options.format, options.chat_template_kwargs),
+    )
     same = [one.teacher for one in teachers if not one.projection]
     rows = rows_of_teacher(same[0]) if same and not any(given) else None
     if rows is None:

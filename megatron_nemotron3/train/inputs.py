@@ -17,6 +17,7 @@ from megatron_nemotron3.common.options import LOG, TrackingOptions, config_optio
 from megatron_nemotron3.common.switches import CONVERSATIONS, SFT_MEAN
 from megatron_nemotron3.launch import Launch, TrainingData, data_check, flags, to_argv
 from megatron_nemotron3.launch.data_sets import blend_of, cut
+from megatron_nemotron3.launch.flag import values_by_name
 from megatron_nemotron3.precision import settings as emulation
 from megatron_nemotron3.train.data.forms import FORMS
 from megatron_nemotron3.train.isolation import ISOLATE, micro_batch_problem, require_ends
@@ -163,11 +164,17 @@ def require_no_reading(options: Any) -> None:
             raise ValueError(f"--{name.replace('_', '-')} goes with --conversations: drop it")
 
 
-def require_tracking(tracking: TrackingOptions) -> None:
-    """Raise ValueError if the run cannot be logged where it was asked for."""
-    for name, value in (("wandb", tracking.wandb), ("tensorboard", tracking.tensorboard)):
+def require_tracking(tracking: TrackingOptions, extra: Sequence[str]) -> None:
+    """Raise ValueError if the run cannot be logged where it was asked for; `extra`: Megatron's arguments."""
+    given = values_by_name(extra)
+    for name, value, own in (
+        ("wandb", tracking.wandb, "--wandb-project"),
+        ("tensorboard", tracking.tensorboard, "--tensorboard-dir"),
+    ):
         if value is not None and importlib.util.find_spec(name) is None:
             raise ValueError(f"--{name}: package {name} is not installed: pip install {name}")
+        if value is not None and own in given:
+            raise ValueError(f"--{name} and {own} both say where the run is logged: give one")
     if tracking.wandb == "":
         raise ValueError("--wandb: the name of the project is empty: give one")
     if tracking.wandb is not None and os.environ.get("WANDB_MODE", "online") in ("online", "run", "shared"):
@@ -234,10 +241,10 @@ def conversation_rows(options: TrainOptions, launch: Launch, output: Path) -> di
 
 
 def has_validation(launch: Launch, rows: Mapping[str, int]) -> bool:
-    """Whether each file of conversations has a row for validation, where nothing says how to divide them."""
+    """Whether any file of conversations has a row for validation, where nothing says how to divide them."""
     if not rows or "--split" in launch.options or "--eval-iters" in launch.options:
         return True
-    return all(cut((_TRAINED, 1.0), count) for count in rows.values())
+    return any(cut((_TRAINED, 1.0), count) for count in rows.values())
 
 
 def require_data(launch: Launch, rows: Mapping[str, int] | None = None) -> None:

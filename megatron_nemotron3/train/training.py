@@ -329,12 +329,9 @@ def _own_options(request: TrainRequest) -> tuple[str, ...]:
         options += ("--tensorboard-dir", str(request.events))
     if request.options.tracking.wandb is not None:
         options += ("--wandb-project", request.options.tracking.wandb)
-        options += (
-            "--wandb-exp-name",
-            request.output.resolve().name,
-            "--wandb-save-dir",
-            str(request.output),
-        )
+        options += ("--wandb-save-dir", str(request.output))
+        if "--wandb-exp-name" not in request.launch.options:
+            options += ("--wandb-exp-name", request.output.resolve().name)
     if request.options.conversations:
         options += CONVERSATION_OPTIONS
     if request.options.isolate_documents:

@@ -213,6 +213,7 @@ def test_wrong_input_ends_before_anything_is_written(
         (["--tp", "0"], "tp=0 is not a positive integer"),
         (["--", "--save", "x"], "--save (give --output)"),
         (["--push-to-hub", "a b"], "--push-to-hub a b: give OWNER/NAME"),
+        (["--wandb", "a", "--", "--wandb-project", "b"], "--wandb and --wandb-project both say where"),
     ],
 )
 def test_wrong_words(words: list[str], message: str, tmp_path: Path, capsys: Capture) -> None:

@@ -116,7 +116,7 @@ def finetune_command(options: FinetuneOptions) -> int:
     require_positive(options, "steps", "lr", "seq_length")
     chosen_layout(options)
     require_own_options(options.extra)
-    require_tracking(options.tracking)
+    require_tracking(options.tracking, options.extra)
     if options.push_to_hub is not None:
         require_hub(options.push_to_hub)
     with ExitStack() as stack:
