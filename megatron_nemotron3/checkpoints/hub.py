@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,19 +40,14 @@ def require_hub(repository: str) -> None:
         raise ValueError(f"{option}: the Hub does not accept the token: {_line(problem)}") from None
 
 
-def push(folder: Path, repository: str, leave_out: Sequence[str] = ()) -> str:
+def push(folder: Path, repository: str) -> str:
     """Upload a complete folder; return the address. The folder stays, whatever the Hub answers."""
     import huggingface_hub
 
     api = huggingface_hub.HfApi()
     try:
         full = api.create_repo(repository, private=True, exist_ok=True).repo_id
-        api.upload_folder(
-            repo_id=full,
-            folder_path=folder,
-            ignore_patterns=list(leave_out),
-            commit_message="Upload by nemotron3",
-        )
+        api.upload_folder(repo_id=full, folder_path=folder, commit_message="Upload by nemotron3")
     except Exception as problem:
         cure = f"{folder} is complete: hf upload {repository} {folder}"
         raise ValueError(f"--push-to-hub {repository}: {_line(problem)}; {cure}") from None

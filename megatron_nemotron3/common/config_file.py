@@ -51,7 +51,10 @@ class FromFile(list[Any]):
 
 def read_config(path: str) -> dict[str, FileEntry]:
     """Read a file. ValueError with its name and line if it is no mapping of options to words and lists."""
-    text = read_outside(path, limit=LIMIT)
+    try:
+        text = read_outside(path, limit=LIMIT)
+    except OSError as problem:
+        raise ValueError(f"--config {path}: {problem.strerror}") from None
     try:
         import yaml
     except ModuleNotFoundError:

@@ -36,6 +36,12 @@ def test_the_command_line_counts_before_the_file_and_the_written_file_repeats_it
     assert parsed("nano")["steps"] is None  # the parser keeps nothing of a file
 
 
+def test_a_file_that_is_missing(tmp_path: Path, capsys: Capture) -> None:
+    with pytest.raises(SystemExit):
+        parsed("--config", str(tmp_path / "none.yaml"))
+    assert f"--config {tmp_path}/none.yaml: No such file" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

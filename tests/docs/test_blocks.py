@@ -85,7 +85,7 @@ def parses(block: Block) -> None:
     assert read.returncode == 0, (block.page, block.line, read.stderr)
     for words in block.nemotron3_commands() or []:
         end = words.index("--") if "--" in words else len(words)
-        if words[0] != "run" and "…" not in words:  # run passes on what it does not know
+        if words[0] != "run" and not {"…", "--config"} & {*words}:  # run passes on what it does not know
             cli.parser(words).parse_args(words[:end])
 
 
