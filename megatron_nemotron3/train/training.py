@@ -186,7 +186,7 @@ def _train_alone(request: TrainRequest, launch: Launch, key: str, started: float
     identity.require(launch, "model", "mtp", "precision", "teacher")
     data, baseline, rows = _prepared_data(request)
     if not has_validation(request.launch, rows):
-        print(f"no validation: {sum(rows.values())} rows are too few to keep some back")
+        print(f"no validation: too few rows ({sum(rows.values())}) to keep some back")
         data = replace(data, split=ALL_TRAIN)
         launch = replace(launch, schedule=launch.schedule and replace(launch.schedule, eval_iters=0))
     if not request.options.data_path:  # named data sets have been checked

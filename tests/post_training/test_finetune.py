@@ -131,7 +131,7 @@ def test_three_conversations_a_layout_and_a_file_that_repeats_the_run(
     given = ["--tp", "2", "--ep", "2", "--split", "100,0,0", "--tensorboard", "--", "--num-workers", "0"]
     assert cli.main([*words, *given]) == 0
     out = capsys.readouterr().out
-    assert "3 conversations are too few to hold some out" in out and "held-out loss" not in out
+    assert "too few conversations (3) to hold some out" in out and "held-out loss" not in out
     (options,) = seen
     assert (options.tp, options.ep, options.dp) == (2, 2, None)
     assert options.extra == ["--split", "100,0,0", "--num-workers", "0"]

@@ -158,7 +158,7 @@ def test_three_conversations_with_wandb_offline(tmp_path: Path, monkeypatch: pyt
     ]
     with redirect_stdout(io.StringIO()) as text:
         assert cli.main(words) == 0
-    assert "no validation: 1 rows are too few" in text.getvalue()
+    assert "no validation: too few rows (1)" in text.getvalue()
     assert list((tmp_path / "run/wandb").glob("offline-run-*")) and list((tmp_path / "events").iterdir())
     again = ["train", "--config", str(tmp_path / "run/config.yaml"), "--output", str(tmp_path / "again")]
     assert cli.main(again) == 0

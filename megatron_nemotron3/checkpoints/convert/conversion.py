@@ -46,7 +46,7 @@ from megatron_nemotron3.checkpoints.folders import free_bytes, locate
 from megatron_nemotron3.checkpoints.hub import push, require_hub
 from megatron_nemotron3.checkpoints.metadata import count_elements, elements_text
 from megatron_nemotron3.checkpoints.remote import shown
-from megatron_nemotron3.common.output import BYTES, Bar, say, size_text
+from megatron_nemotron3.common.output import BYTES, Bar, count, say, size_text
 from megatron_nemotron3.common.processes import bulk_work
 from megatron_nemotron3.models.lora import ARGUMENT as LORA_ARGUMENT
 from megatron_nemotron3.models.omni import ARGUMENT as ENCODERS
@@ -266,7 +266,7 @@ def _say_plan(opened: Checkpoint, target: Path, job: Job, options: ConvertOption
         target=options.url or str(target),
     )
     say(
-        f"weights      {tensors:,} tensors; elements {elements_text(elements)}",
+        f"weights      {count(tensors, 'tensor')}; elements {elements_text(elements)}",
         tensors=tensors,
         elements=elements,
     )
@@ -287,7 +287,7 @@ def _say_plan(opened: Checkpoint, target: Path, job: Job, options: ConvertOption
     free = "" if shown(target) != str(target) else f"; {size_text(free_bytes(target))} are free"
     files = len(job.files) + len(job.small)
     say(
-        f"target       {shown(target)}: {files:,} files, {size_text(job.length)}{free}",
+        f"target       {shown(target)}: {count(files, 'file')}, {size_text(job.length)}{free}",
         files=files,
         bytes=job.length,
         written=False,

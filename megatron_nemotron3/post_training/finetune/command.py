@@ -152,8 +152,7 @@ def _prepared(options: FinetuneOptions, lora: LoRASettings | None, source: Path)
         quiet_on_cpu()
     held_out = given.prepare(checked, options.output)
     if not held_out:
-        count = len(checked.train)
-        print(f"{count} conversations are too few to hold some out: nothing is measured")
+        print(f"too few conversations ({len(checked.train)}) to hold some out: nothing is measured")
     with lock.held(options.output):
         text = config_text(options.output, options.given, options.extra, "finetune")
         write_text(options.output / FILE, text)

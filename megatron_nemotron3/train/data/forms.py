@@ -16,6 +16,7 @@ from datetime import date, time
 from typing import Any, NamedTuple
 
 from megatron_nemotron3.common.files import open_outside, read_outside
+from megatron_nemotron3.common.output import count
 
 Message = dict[str, Any]
 Fields = dict[str, Any]
@@ -55,13 +56,13 @@ class Findings:
     remarks: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     def add(self, remark: str, case: str) -> None:
-        count, first = self.remarks.get(remark, (0, case))
-        self.remarks[remark] = count + 1, first
+        times, first = self.remarks.get(remark, (0, case))
+        self.remarks[remark] = times + 1, first
 
     def lines(self, path: str) -> list[str]:
         """One line for the forms, and one for each remark."""
-        forms = ", ".join(f"{count:,} rows of {FORMS[name].title}" for name, count in self.forms.items())
-        said = [f"{remark} ({count:,} times, first {case})" for remark, (count, case) in self.remarks.items()]
+        forms = ", ".join(f"{count(rows, 'row')} of {FORMS[name].title}" for name, rows in self.forms.items())
+        said = [f"{remark} ({count(n, 'time')}, first {case})" for remark, (n, case) in self.remarks.items()]
         return [f"{path}: {forms}", *(f"{path}: {one}" for one in said)]
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_nemotron3.common.files import atomic_group, printable
-from megatron_nemotron3.common.output import Bar
+from megatron_nemotron3.common.output import Bar, count
 from megatron_nemotron3.train.data.conversations import (
     READING,
     Conversation,
@@ -228,7 +228,8 @@ class PackedConversations:
     def describe(self) -> str:
         """For the log: what was found in the file, how full the rows are, and what is left out."""
         share = self.tokens / (len(self) * self.length)
-        text = f"{self.path}: {self.conversations:,} conversations in {len(self):,} rows, {share:.1%} full"
+        conversations = count(self.conversations, "conversation")
+        text = f"{self.path}: {conversations} in {count(len(self), 'row')}, {share:.1%} full"
         if self.too_long:
             text += f"; {self.too_long:,} longer than {self.length:,} tokens are left out"
         if self.untrained:

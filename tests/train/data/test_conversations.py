@@ -161,7 +161,7 @@ def test_every_form_has_the_mask_of_transformers(tmp_path: Path, as_list: bool) 
             assert {i for i, mine in enumerate(encoded.trained) if mine} == wanted
     assert any("leaves reasoning out" in remark for remark, _ in encoder.encode(found[0]).remarks)
     assert not encoder.encode(found[-1]).remarks
-    assert findings.lines("c")[1:] == [f"c: field 'id' is not used (1 times, first {found[2].place})"]
+    assert findings.lines("c")[1:] == [f"c: field 'id' is not used (1 time, first {found[2].place})"]
 
 
 def _with(folder: Path, template: str) -> Path:
