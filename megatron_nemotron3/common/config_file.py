@@ -30,6 +30,8 @@ MEGATRON = "megatron"
 #: Name of the file next to a run.
 FILE = "config.yaml"
 
+#: Options whose risk is only for who types them.
+_ON_THE_LINE = ("trust-checkpoint",)
 _EMPTY, _YES, _NO = ("", "~", "null"), ("true", "yes", "on"), ("false", "no", "off")
 
 
@@ -113,7 +115,7 @@ def keys_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
     for action in parser._actions:
         long = [name[2:] for name in action.option_strings if name.startswith("--")]
         name = long[0] if long else str(action.metavar or action.dest).lower().replace("_", "-")
-        if name not in ("help", "config"):
+        if name not in ("help", "config", *_ON_THE_LINE):
             found[name] = action
     return found
 
@@ -156,6 +158,8 @@ class Defaults:
         known = keys_of(parser)
         for key, entry in read_config(path).items():
             where = f"{path}:{entry.line}: "
+            if key in _ON_THE_LINE:
+                raise ValueError(f"{where}{key} is read from the command line only")
             if key == MEGATRON and "extra" in parser._defaults:
                 self.extra = entry.words
             elif key not in known:

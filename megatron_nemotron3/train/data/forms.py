@@ -23,6 +23,8 @@ Fields = dict[str, Any]
 
 #: Bytes of a line and of a JSON list, and messages of a row.
 LINE, _LIST, _MESSAGES = 16 << 20, 1 << 30, 10_000
+#: What is said about a file, at most.
+_REMARKS = 20
 _PARQUET = b"PAR1"
 #: A data set of the Hugging Face Hub: OWNER/NAME, and perhaps its part.
 _DATA_SET = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?")
@@ -56,6 +58,8 @@ class Findings:
     remarks: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     def add(self, remark: str, case: str) -> None:
+        if remark not in self.remarks and len(self.remarks) >= _REMARKS:
+            remark = "there is more of this kind"
         times, first = self.remarks.get(remark, (0, case))
         self.remarks[remark] = times + 1, first
 
@@ -169,9 +173,9 @@ def messages_of(row: Fields, form: str, place: str, findings: Findings) -> tuple
     messages = [_message(one, number) for number, one in enumerate(messages, 1)]
     findings.forms[name] += 1
     for unused in rest:
-        findings.add(f"field {unused!r} is not used", place)
+        findings.add(f"field {unused!r:.60} is not used", place)
     for unknown in {key for one in messages for key in one} - _KNOWN:
-        findings.add(f"field {unknown!r} of a message is only given to the chat template", place)
+        findings.add(f"field {unknown!r:.60} of a message is only given to the chat template", place)
     tools = _json(tools, "tools", list) or None
     return messages, tools, _json(variables, "chat_template_kwargs", dict) or {}
 
@@ -222,7 +226,7 @@ def _message(given: Any, number: int) -> Message:
     if not isinstance(content, (str, list)) or not all(isinstance(one, (str, dict)) for one in parts):
         raise ValueError(f"message {number}: content is neither a text nor a list of parts")
     if message.get("weight", 1) not in (0, 1):
-        raise ValueError(f"message {number}: weight {message['weight']!r}: give 0 or 1")
+        raise ValueError(f"message {number}: weight {message['weight']!r:.60}: give 0 or 1")
     return message
 
 
@@ -244,7 +248,7 @@ def text_of(content: Any) -> str:
     for part, text in zip(content, texts, strict=True):
         if not isinstance(text, str) or (isinstance(part, dict) and part.get("type", "text") != "text"):
             kind = part.get("type") if isinstance(part, dict) else None
-            raise ValueError(f"a part of type {kind!r}: a model of text reads only parts of type 'text'")
+            raise ValueError(f"a part of type {kind!r:.60}: a model of text reads only parts of type 'text'")
     return "".join(texts)
 
 

@@ -236,6 +236,14 @@ def test_nothing_behind_a_list_is_dropped(tmp_path: Path) -> None:
         list(read_conversations(path))
 
 
+def test_of_many_unknown_fields_few_are_named(tmp_path: Path) -> None:
+    row = {"messages": CHAT, **{f"{i}{'a' * 999}": 1 for i in range(99)}}
+    findings = Findings()
+    list(read_conversations(write_lines(tmp_path / "c.jsonl", [row]), findings=findings))
+    said = findings.lines("c")
+    assert len(said) == 22 and max(map(len, said)) < 999 and "(79 times, first " in said[-1]
+
+
 def test_first_fit() -> None:
     """Against a search through all bins."""
     generator = random.Random(1)
