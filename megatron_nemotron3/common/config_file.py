@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_nemotron3.common.files import read_outside
+from megatron_nemotron3.common.files import printable, read_outside
 
 #: Longest file that is read, in bytes.
 LIMIT = 64 << 10
@@ -137,15 +137,16 @@ def _plain(value: Any) -> Any:
 
 def config_text(folder: Path, given: Mapping[str, str], extra: Iterable[str], command: str) -> str:
     """The options of a run in `folder`, for a file there; comments name the command and variables."""
-    lines = [f"# {shlex.join(['nemotron3', command, '--config', str(folder / FILE)])}", f"# in {Path.cwd()}"]
+    words = ["nemotron3", command, "--config", str(folder / FILE)]
+    lines = [f"# {printable(shlex.join(words))}", f"# in {printable(str(Path.cwd()))}"]
     lines += [
         f"# with {name}={shlex.quote(value)}"
         for name, value in sorted(os.environ.items())
         if name.startswith("NEMOTRON3_") and value.isprintable()
     ]
     lines += [f"{key}: {value}" for key, value in given.items()]
-    if words := list(extra):
-        lines.append(f"{MEGATRON}: {json.dumps(words, ensure_ascii=False)}")
+    if extra := list(extra):
+        lines.append(f"{MEGATRON}: {json.dumps(extra, ensure_ascii=False)}")
     return "\n".join(lines) + "\n"
 
 
